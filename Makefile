@@ -1,0 +1,69 @@
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV := .venv
+LATEST := .venv-latest
+BIN := $(CURDIR)/$(VENV)/bin
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+# One process per core and one thread per process: the tests' tensors are small.
+PYTEST_ARGS ?= -n auto --maxprocesses 8
+MIRROR := .cache/typecheck
+
+# Inductor's compiled kernels stay here between runs, so that only the first run pays for them.
+test test-fast test-latest: export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
+test test-fast test-latest: export OMP_NUM_THREADS ?= 1
+
+.PHONY: help setup test test-fast test-latest demo bench lint style typecheck format clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(VENV)/.stamp  ## make .venv with the pinned development environment
+
+# Runs again only when the pins or the project's own metadata change.
+$(VENV)/.stamp: pyproject.toml constraints.txt
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[dev,demo,bench]'
+	touch $@
+
+test: lint  ## everything a change must pass: style, types, all tests
+	@$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+test-fast: setup  ## the tests without those that are slow or compile with inductor
+	@$(BIN)/python -m pytest -q $(PYTEST_ARGS) -m 'not slow and not inductor'
+
+test-latest:  ## all tests on the newest torch that pyproject.toml allows, in .venv-latest
+	test -x $(LATEST)/bin/python || $(PYTHON) -m venv $(LATEST)
+	$(LATEST)/bin/python $(PIP_INSTALL) --upgrade -e '.[dev,demo,bench]' torch
+	$(LATEST)/bin/python -c 'import torch; print("torch", torch.__version__)'
+	@$(LATEST)/bin/python -m pytest -q $(PYTEST_ARGS)
+
+demo: setup  ## run the demo
+	@$(BIN)/python -m psg_fx.demo
+
+bench: setup  ## run every script in bench/ (minutes; results depend on the machine)
+	@for script in bench/[!_]*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+lint: style typecheck  ## check style and types, change nothing
+
+style: setup  ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# mypy knows nothing of package-dir, so it is shown a tree of links in the installed shape: psg_fx/ with passes/ inside.
+typecheck: setup  ## mypy --strict on psg_fx and psg_fx.passes
+	@rm -rf $(MIRROR) && mkdir -p $(MIRROR)/psg_fx
+	@ln -s $(CURDIR)/psg_fx/* $(CURDIR)/passes $(MIRROR)/psg_fx/
+	cd $(MIRROR) && $(BIN)/mypy --strict --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.cache/mypy -p psg_fx \
+	  | sed -E 's|^psg_fx/passes/|passes/|'
+
+format: setup  ## let ruff rewrite the files
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove environments, caches and build outputs
+	rm -rf $(VENV) $(LATEST) .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	find psg_fx passes tests bench -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,184 @@
+"""One step of psg_fx beside ordinary training steps, the loop and vmap, on three models; on CUDA on five.
+
+    python bench/compare.py [--models simplecnn,gpt] [--tag NAME] [--quick]
+
+Every model has a process of its own, all its contenders run side by side in it. Writes
+`bench/results/compare-<tag>.json` and `.md`; the tag names the device. Takes minutes, and results depend on the
+machine: keep it otherwise idle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+
+from psg_fx import zoo
+from psg_fx.benchmarking import BenchmarkReport, BenchmarkRow, benchmark
+from psg_fx.measure import cpu_model
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Run:
+    """An example of the zoo with its sizes; `where`: on which kind of device it runs."""
+
+    title: str
+    example: str
+    batch: int
+    sizes: dict[str, Any] = field(default_factory=dict)
+    where: tuple[str, ...] = ("cpu", "cuda")
+
+
+LARGE_GPT = {"layers": 12, "width": 768, "heads": 12, "tokens": 512}
+RUNS = {
+    "simplecnn": Run("SimpleCNN, B=64", "simplecnn", 64),
+    "resnet18gn": Run("ResNet18-GroupNorm 32×32, B=16", "resnet18gn", 16),
+    "gpt": Run("GPT 4×256, T=128, V=1000, B=8", "gpt", 8),
+    "resnet18gn-128": Run("ResNet18-GroupNorm 32×32, B=128", "resnet18gn", 128, where=("cuda",)),
+    "gpt-large": Run("GPT 12×768, T=512, V=1000, B=16", "gpt", 16, LARGE_GPT, where=("cuda",)),
+}
+
+
+def main() -> int:
+    args = arguments()
+    if args.one is not None:
+        run_one(args)
+        return 0
+    names = [n for n, r in RUNS.items() if args.device in r.where] if args.models is None else args.models.split(",")
+    if unknown := [n for n in names if n not in RUNS]:
+        sys.exit(f"unknown model {unknown[0]!r}; there are: {', '.join(RUNS)}")
+    results = {name: in_own_process(name, args) for name in names}
+    tag = args.tag or device_tag(args.device)
+    RESULTS.mkdir(exist_ok=True)
+    data = {"results": {n: r for n, r in results.items() if "failure" not in r}}
+    (RESULTS / f"compare-{tag}.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    (RESULTS / f"compare-{tag}.md").write_text(markdown(results), encoding="utf-8")
+    print(f"\n{ratio_table(results, 'simple')}\n\nwrote {RESULTS / f'compare-{tag}'}.json and .md")
+    return int(any("failure" in r for r in results.values()))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", help=f"separated by commas, from {', '.join(RUNS)}")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--tag", help="names the result files (default: the device)")
+    parser.add_argument("--contenders", help="globs separated by commas (default: the usual ones)")
+    parser.add_argument("--seconds", type=float, default=4.0, help="timing per contender (default 4)")
+    parser.add_argument("--quick", action="store_true", help="a smoke test: half a second per contender")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def in_own_process(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """The report of one model as JSON, from a process that holds nothing else."""
+    print(f"\n== {RUNS[name].title}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        command = [sys.executable, __file__, "--one", name, "--json", str(out), "--device", args.device]
+        command += ["--seconds", str(args.seconds), *(["--quick"] if args.quick else [])]
+        command += ["--contenders", args.contenders] if args.contenders else []
+        done = subprocess.run(command, check=False)
+        if done.returncode or not out.exists():
+            return {"failure": f"the process ended with exit code {done.returncode}"}
+        found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+        return found
+
+
+def run_one(args: argparse.Namespace) -> None:
+    """Races all contenders on one model and writes the report to `args.json`."""
+    run = RUNS[args.one]
+    ex = zoo.example(run.example, run.batch, args.device, **run.sizes)
+    report = benchmark(
+        ex.model,
+        ex.loss_fn,
+        ex.inputs,
+        ex.targets,
+        batch_dim=ex.batch_dim,
+        contenders=args.contenders.split(",") if args.contenders else None,
+        min_run_time=0.5 if args.quick else args.seconds,
+        rounds=2 if args.quick else 8,
+    )
+    print(report, flush=True)
+    args.json.write_text(report.to_json(), encoding="utf-8")
+
+
+def device_tag(device: str) -> str:
+    """`cpu-amd-epyc-2-threads` or `cuda-nvidia-...`."""
+    name = torch.cuda.get_device_name() if device == "cuda" else f"{cpu_model()} {torch.get_num_threads()} threads"
+    return f"{device}-{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}"
+
+
+def read(result: dict[str, Any]) -> BenchmarkReport:
+    rows = [BenchmarkRow(**row) for row in result["rows"]]
+    return BenchmarkReport(rows, result["problem"], result["environment"], result["notes"])
+
+
+def ratios(report: BenchmarkReport) -> list[str]:
+    """ClippedSum, Norms and Grads against the fastest ordinary step; Grads against compiled vmap; memory."""
+    base = report.fastest_ordinary()
+    clipped = report.row("psg-compiled", "clipped_sum")
+    norms = report.row("psg-compiled", "norms")
+    grads = report.row("psg-compiled", "grads")
+    vmapped = report.row("vmap-compiled", "grads")
+    return [
+        _ratio(clipped, base, "median_s"),
+        _ratio(norms, base, "median_s"),
+        _ratio(grads, base, "median_s"),
+        _ratio(grads, vmapped, "median_s"),
+        _ratio(clipped, base, "peak_bytes"),
+    ]
+
+
+def _ratio(top: BenchmarkRow | None, bottom: BenchmarkRow | None, what: str) -> str:
+    above, below = (None if row is None else getattr(row, what) for row in (top, bottom))
+    return f"{above / below:.2f}" if above and below else "-"
+
+
+def ratio_table(results: dict[str, Any], style: str) -> str:
+    headers = [
+        "model",
+        "ClippedSum / ordinary",
+        "Norms / ordinary",
+        "Grads / ordinary",
+        "Grads / compiled vmap",
+        "memory: ClippedSum / ordinary",
+    ]
+    body = [
+        [RUNS[name].title, *(ratios(read(r)) if "failure" not in r else [r["failure"], *[""] * 4])]
+        for name, r in results.items()
+    ]
+    return tabulate(body, headers=headers, tablefmt=style, disable_numparse=True)
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The ratios, then each model's table; "ordinary" is always the fastest ordinary step of that model."""
+    parts = ["# psg_fx beside ordinary steps and vmap", "Made by `bench/compare.py`. Times are medians over "]
+    parts[1] += "interleaved rounds; *ordinary* is the fastest of the three ordinary training steps of that model."
+    machines = [r["environment"] for r in results.values() if "failure" not in r]
+    if machines:
+        parts.append("\n".join(f"- {key}: {value}" for key, value in machines[0].items()))
+    parts.append(ratio_table(results, "github"))
+    for name, result in results.items():
+        parts.append(f"## {RUNS[name].title}")
+        if "failure" in result:
+            parts.append(result["failure"])
+            continue
+        sizes = ", ".join(f"{key} {value}" for key, value in result["problem"].items())
+        parts += [sizes, read(result).to_markdown(), "\n".join(result["notes"])]
+    return "\n\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,242 @@
+"""capture: a model and a loss become one functional ATen graph with a symbolic batch size.
+
+Parameters and buffers become named placeholders; torch.export does the work (`strict=False`: the code is run on fake
+tensors), and `run_decompositions` makes it functional.  What export would lose is put back or refused here: the
+gradient-free regions (`torch.no_grad`) become detached values, custom backward functions are refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+
+from psg_fx import facts
+from psg_fx.arguments import Call
+from psg_fx.errors import CaptureFailed, NotYetSupported
+from psg_fx.facts import GraphFacts, InputSpec, OutputSpec
+from psg_fx.torch_private import rnn_decompositions
+
+from .losses import loss_decompositions
+
+aten = torch.ops.aten
+_HINTS = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43)
+
+
+class Program(nn.Module):
+    """The model followed by the loss, on a flat list of tensors.  `out_spec` is known once it has run."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, call: Call) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+        self.call = call
+        self.out_spec: pytree.TreeSpec | None = None
+        self.out_constants: dict[int, Any] = {}
+
+    def forward(self, tensors: list[torch.Tensor]) -> Any:
+        (args, kwargs), (targets, target_kwargs) = self.call.rebuild(tensors)
+        output = self.model(*args, **kwargs)
+        if self.loss_fn is not None:
+            loss = self.loss_fn(output, *targets, **target_kwargs)
+            _require_loss(loss)
+            return (loss,)
+        leaves, self.out_spec = pytree.tree_flatten(output)
+        self.out_constants = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
+        return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def _require_loss(loss: Any) -> None:
+    from psg_fx.errors import BadArgument
+
+    if not isinstance(loss, torch.Tensor):
+        raise BadArgument(
+            f"the loss is a {type(loss).__name__}, not a tensor", where="loss_fn(output, *targets)",
+            why="per-sample gradients are those of a scalar loss or of a [B] tensor of losses",
+            fix="return a tensor from loss_fn; if the model computes its loss itself: loss_fn=lambda out: out.loss",
+        )  # fmt: skip
+
+
+def capture(program: Program, call: Call, tracked: dict[str, str]) -> GraphModule:
+    """Capture `program` with a symbolic batch size.
+
+    tracked: name of every parameter -> its canonical name (the same for tied ones) if its gradients are asked, else "".
+    """
+    hint = _hint(call, program)
+    examples = [example_like(t, d, hint) for t, d in zip(call.tensors, call.dims, strict=True)]
+    batch = Dim("batch", min=2)
+    dynamic = [{} if dim is None else {dim: batch} for dim in call.dims]
+    with torch.enable_grad(), _refuse_custom_backward():
+        exported = _export(program, examples, dynamic)
+        detach_no_grad_regions(exported.graph_module)
+        exported = exported.run_decompositions(rnn_decompositions() | loss_decompositions())
+    return _flat(exported, call, tracked, "output" if program.loss_fn is None else "loss")
+
+
+def example_like(tensor: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
+    """A tensor like `tensor` with `size` samples in `dim`, in the same memory order.  Its values mean nothing."""
+    if dim is None:
+        return tensor.detach()
+    order = sorted(range(tensor.ndim), key=lambda d: -tensor.stride(d))
+    sizes = [size if d == dim else tensor.shape[d] for d in range(tensor.ndim)]
+    made = tensor.new_zeros([sizes[d] for d in order])
+    return made.permute([order.index(d) for d in range(tensor.ndim)])
+
+
+def _hint(call: Call, program: nn.Module) -> int:
+    """A batch size to trace with that no other size equals, so that nothing can be mistaken for the batch."""
+    used = {size for t in (*call.tensors, *program.parameters()) for size in t.shape}
+    return next((h for h in _HINTS if h not in used), _HINTS[0])
+
+
+def _export(program: nn.Module, examples: Sequence[torch.Tensor], dynamic: list[dict[int, Any]]) -> ExportedProgram:
+    from psg_fx.errors import PsgError
+
+    try:
+        return torch.export.export(program, (list(examples),), dynamic_shapes=(dynamic,), strict=False)
+    except PsgError:
+        raise
+    except Exception as error:
+        raise capture_failed(error) from error
+
+
+def capture_failed(error: Exception) -> CaptureFailed:
+    """Export's failure in plain words, with the user's line."""
+    import traceback
+
+    text = str(error)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_user(f.filename)]
+    where = (
+        f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}: {frames[-1].line}"
+        if frames
+        else "the model or loss"
+    )
+    first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+    if "data-dependent" in text.lower() or "GuardOnDataDependent" in type(error).__name__:
+        why = "the code branches on values of a tensor, so there is no one graph for all batches"
+        fix = "replace the branch by torch.where, or decide it outside the model"
+    elif "batch" in text and ("constant" in text or "specializ" in text or "Constraints violated" in text):
+        why = "the code ties the batch size to a fixed number: " + first
+        fix = "take sizes from the input (x.shape[0], -1) where the code has a number"
+    else:
+        why = f"{type(error).__name__}: {first}"
+        fix = "make the forward pass and loss run under torch.export.export(strict=False)"
+    return CaptureFailed("the model and loss could not be captured as one graph", where=where, why=why, fix=fix)
+
+
+def _is_user(filename: str) -> bool:
+    return not any(part in filename for part in ("/torch/", "/psg_fx/", "/passes/", "<eval_with_key>", "<frozen"))
+
+
+@contextlib.contextmanager
+def _refuse_custom_backward() -> Iterator[None]:
+    """Refuse custom autograd functions: export follows their forward and would silently drop their backward."""
+    function = torch.autograd.Function
+    original = function.__dict__["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__.split(".")[0] == "torch":
+            return original.__get__(None, cls)(*args, **kwargs)
+        raise NotYetSupported(
+            f"{cls.__name__} has a backward of its own", where=f"{cls.__module__}.{cls.__qualname__}.apply",
+            why="a captured graph holds what its forward computes, not its custom backward, so gradients would be wrong",
+            fix="write the function with ordinary differentiable ops",
+        )  # fmt: skip
+
+    function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        function.apply = original
+
+
+def detach_no_grad_regions(gm: GraphModule) -> None:
+    """`with torch.no_grad():` regions arrive as sub-graphs that decomposition inlines.  Detach what leaves them, so
+    that differentiation stops there as the user asked.
+    """
+    for node in list(gm.graph.nodes):
+        if node.op != "call_function" or "set_grad_enabled" not in str(node.target):
+            continue
+        enabled, region = node.args[0], getattr(gm, node.args[1].target)
+        detach_no_grad_regions(region)
+        if enabled:
+            continue
+        output = region.graph.output_node()
+        with region.graph.inserting_before(output):
+            values = pytree.tree_map_only(
+                torch.fx.Node, lambda value, graph=region.graph: _detached(graph, value), output.args[0]
+            )
+        output.args = (values,)
+        region.recompile()
+
+
+def _detached(graph: torch.fx.Graph, value: torch.fx.Node) -> torch.fx.Node:
+    if not isinstance(value.meta.get("val"), torch.Tensor):
+        return value
+    node = graph.call_function(aten.detach.default, (value,))
+    node.meta = dict(value.meta)
+    return node
+
+
+def _flat(exported: ExportedProgram, call: Call, tracked: dict[str, str], result: str) -> GraphModule:
+    """The exported program as a graph module whose placeholders and outputs say what they hold."""
+    gm = GraphModule(exported.graph_module, exported.graph_module.graph, "PerSample")
+    nodes = facts.placeholders(gm)
+    constants: dict[str, torch.Tensor] = {}
+    inputs = iter(range(len(call.tensors)))
+    for node, spec in zip(nodes, exported.graph_signature.input_specs, strict=True):
+        target = (spec.target or "").removeprefix("model.")
+        if spec.kind is InputKind.PARAMETER:
+            node.meta["psg_fx_input"] = _parameter(spec.target or "", tracked)
+        elif spec.kind is InputKind.BUFFER:
+            node.meta["psg_fx_input"] = InputSpec("buffer", target, target=spec.target or "")
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            constants[target] = exported.constants[spec.target or ""]
+            node.meta["psg_fx_input"] = InputSpec("constant", target)
+        elif spec.kind is InputKind.USER_INPUT:
+            index = next(inputs)
+            kind = "input" if index < call.inputs else "target"
+            node.meta["psg_fx_input"] = InputSpec(kind, call.names[index], call.dims[index])
+        else:
+            raise NotYetSupported(
+                f"the model uses a {spec.kind.name.lower()}", where=str(spec.target),
+                why="only tensors can be inputs of a compiled step", fix="replace it by tensors",
+            )  # fmt: skip
+    gm.meta[facts.KEY] = GraphFacts(_batch_symbol(nodes), _outputs(exported, result), data={"constants": constants})
+    return gm
+
+
+def _parameter(target: str, tracked: dict[str, str]) -> InputSpec:
+    name = target.removeprefix("model.")
+    canonical = tracked.get(name, "") if target.startswith("model.") else ""
+    return InputSpec("parameter", canonical or name, tracked=bool(canonical), target=target)
+
+
+def _batch_symbol(nodes: Sequence[torch.fx.Node]) -> Any:
+    for node in nodes:
+        spec = facts.input_spec(node)
+        if spec.samples is not None:
+            return facts.expr(node.meta["val"].shape[spec.samples])
+    raise AssertionError("no input carries samples")
+
+
+def _outputs(exported: ExportedProgram, result: str) -> tuple[OutputSpec, ...]:
+    found = []
+    for index, spec in enumerate(exported.graph_signature.output_specs):
+        if spec.kind is OutputKind.BUFFER_MUTATION:
+            found.append(OutputSpec("buffer", spec.target or ""))
+        elif spec.kind is OutputKind.USER_OUTPUT:
+            found.append(OutputSpec(result, f"{result}_{index}"))
+        else:
+            raise NotYetSupported(
+                f"the forward pass writes into {spec.target or 'one of its inputs'}", where=str(spec.target),
+                why="a step never changes its inputs or parameters", fix="clone the tensor before writing into it",
+            )  # fmt: skip
+    return tuple(found)

@@ -1,0 +1,202 @@
+"""differentiate: one joint graph of the forward pass and the cotangents at the sites.
+
+The sited graph is interpreted with taps under autograd, inside `make_fx` on the capture's own fake tensors, so the
+batch size stays the one symbol.  Parameters do not require gradients here: no ordinary weight gradient is computed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from psg_fx import facts
+from psg_fx.errors import locate
+from psg_fx.facts import InputSpec, OutputSpec, fact
+from psg_fx.sites import Operand, Site, Value
+from psg_fx.stages import Stage
+from psg_fx.torch_private import preserve_node_meta
+
+from .runner import graph_pass
+
+
+class _Tapped(Interpreter):
+    """Runs the graph, keeps every site's arguments, and makes its outputs differentiable."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        super().__init__(gm, garbage_collect_values=False)
+        self.seen: dict[str, tuple[dict[str, torch.Tensor], list[torch.Tensor]]] = {}
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        if fact(n).site:
+            arguments = {a.name: self.env[a] for a in n.all_input_nodes if isinstance(self.env[a], torch.Tensor)}
+            outputs = list(facts.tensors(result))
+            for output in outputs:
+                if output.is_floating_point() and not output.requires_grad:
+                    output.requires_grad_()
+            self.seen[n.name] = (arguments, outputs)
+        return result
+
+
+@graph_pass("differentiate", before=Stage.SITED, after=Stage.JOINT)
+def differentiate(gm: GraphModule, input_gradients: tuple[bool, ...] = ()) -> GraphModule:
+    """After: outputs are those of before, then every activation a site reads, then the cotangents of its outputs.
+
+    With a loss the cotangents are those of the sum of the per-sample losses; without one the graph takes the
+    cotangents of the model's outputs as further inputs ("tangent").
+    """
+    info = facts.graph_facts(gm)
+    nodes = facts.placeholders(gm)
+    values = [_plain(n.meta["val"]) for n in nodes]
+    roots = [i for i, spec in enumerate(info.outputs) if spec.kind in ("loss", "output")]
+    roots = [i for i in roots if _is_float(facts.outputs(gm)[i])]
+    with_loss = any(spec.kind == "loss" for spec in info.outputs)
+    tangents = [] if with_loss else [_like(facts.outputs(gm)[i]) for i in roots]
+    wanted = [i for i, asked in enumerate(input_gradients) if asked]
+    layout: list[OutputSpec] = []
+
+    def joint(*args: Any) -> tuple[Any, ...]:
+        primals = list(args[: len(nodes)])
+        for i in wanted:
+            primals[i] = primals[i].requires_grad_()
+        with torch.enable_grad():
+            taps = _Tapped(gm)
+            results = taps.run(*primals)
+            heads = [results[i] for i in roots]
+            seeds = [torch.ones_like(h) for h in heads] if with_loss else list(args[len(nodes) :])
+            extra = [primals[i] for i in wanted]
+            gradients = _gradients(heads, seeds, [t for _, outs in taps.seen.values() for t in outs] + extra)
+        layout[:], flat = _layout(info.outputs, taps.seen, gradients, [nodes[i].name for i in wanted])
+        return (*results, *flat)
+
+    with preserve_node_meta():
+        traced = make_fx(joint, tracing_mode="symbolic", _error_on_data_dependent_ops=True)(*values, *tangents)
+    _describe(traced, nodes, [info.outputs[i].name for i in roots] if not with_loss else [])
+    traced.meta[facts.KEY] = dataclasses.replace(
+        info, outputs=tuple(layout), data={**info.data, "sites": _sites(gm, traced, layout)}
+    )
+    return traced
+
+
+def _plain(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _is_float(node: Node | None) -> bool:
+    return node is not None and node.meta["val"].is_floating_point()
+
+
+def _like(node: Node | None) -> torch.Tensor:
+    assert node is not None
+    value: torch.Tensor = node.meta["val"].detach()
+    with value.fake_mode:  # type: ignore[attr-defined]
+        return torch.empty_like(value)
+
+
+def _gradients(
+    heads: list[torch.Tensor], seeds: list[torch.Tensor], taps: list[torch.Tensor]
+) -> list[torch.Tensor | None]:
+    """∂(heads·seeds)/∂taps; None where no head depends on a tap."""
+    pairs = [(h, s) for h, s in zip(heads, seeds, strict=True) if h.requires_grad]
+    floating = [t for t in taps if t.requires_grad]
+    if not pairs or not floating:
+        return [None] * len(taps)
+    found = torch.autograd.grad([h for h, _ in pairs], floating, [s for _, s in pairs], allow_unused=True)
+    by_tap = iter(found)
+    return [next(by_tap) if t.requires_grad else None for t in taps]
+
+
+def _layout(
+    outputs: tuple[OutputSpec, ...],
+    seen: dict[str, tuple[dict[str, torch.Tensor], list[torch.Tensor]]],
+    gradients: list[torch.Tensor | None],
+    inputs: list[str],
+) -> tuple[list[OutputSpec], list[torch.Tensor]]:
+    """Name the extra outputs: activations by the node that makes them, cotangents `site.k`."""
+    specs, flat = list(outputs), []
+    kept: set[str] = set()
+    remaining = iter(gradients)
+    for site, (arguments, results) in seen.items():
+        for name, value in arguments.items():
+            if name not in kept:
+                kept.add(name)
+                specs.append(OutputSpec("activation", name))
+                flat.append(value)
+        for k, _ in enumerate(results):
+            gradient = next(remaining)
+            if gradient is not None:
+                specs.append(OutputSpec("cotangent", f"{site}.{k}"))
+                flat.append(gradient)
+    for name in inputs:
+        gradient = next(remaining)
+        if gradient is not None:
+            specs.append(OutputSpec("input_gradient", name))
+            flat.append(gradient)
+    return specs, flat
+
+
+def _describe(traced: GraphModule, nodes: list[Node], tangents: list[str]) -> None:
+    """Carry the input specs over and name the placeholders as before."""
+    for index, node in enumerate(facts.placeholders(traced)):
+        if index < len(nodes):
+            node.meta["psg_fx_input"] = facts.input_spec(nodes[index])
+            node.name = node.target = nodes[index].name
+        else:
+            node.meta["psg_fx_input"] = InputSpec("tangent", tangents[index - len(nodes)])
+
+
+def _sites(gm: GraphModule, traced: GraphModule, layout: list[OutputSpec]) -> tuple[Site, ...]:
+    """The sites with all that rules need, values named as in the joint graph's outputs."""
+    by_name = {f"{spec.kind}:{spec.name}": node for spec, node in zip(layout, facts.outputs(traced), strict=True)}
+    batch = facts.graph_facts(gm).batch
+    found = []
+    for node in gm.graph.nodes:
+        if fact(node).site:
+            found.append(_site(gm, node, by_name, batch))
+    return tuple(found)
+
+
+def _site(gm: GraphModule, node: Node, joint: dict[str, Node | None], batch: Any) -> Site:
+    def convert(arg: Any) -> Any:
+        if isinstance(arg, Node):
+            value = arg.meta["val"]
+            return _value(arg, value) if isinstance(value, torch.Tensor) else facts.expr(value)
+        return arg
+
+    args, kwargs = pytree.tree_map(convert, (node.args, node.kwargs))
+    flat, _ = pytree.tree_flatten_with_path((node.args, node.kwargs))
+    prefixes = facts.graph_facts(gm).data["prefixes"]
+    operands = tuple(
+        Operand(i, _argument(path), _value(a, a.meta["val"]), prefixes[a.name])
+        for i, (path, a) in enumerate(flat)
+        if isinstance(a, Node) and fact(a).params
+    )
+    outs = list(facts.tensors(node.meta["val"]))
+    axes = fact(node).samples
+    axes = axes if isinstance(axes, tuple) else (axes,)
+    outputs, cotangents = [], []
+    for k, (out, axis) in enumerate(zip(outs, axes, strict=True)):
+        found = joint.get(f"cotangent:{node.name}.{k}")
+        outputs.append(Value(f"{node.name}.{k}", facts.shape(out), out.dtype, axis))
+        cotangents.append(
+            Value(f"cotangent:{node.name}.{k}", facts.shape(out), out.dtype, axis) if found is not None else None
+        )
+    return Site(
+        node.name, node.target, tuple(args), dict(kwargs), operands, tuple(outputs), tuple(cotangents), batch,
+        locate(node),
+    )  # fmt: skip
+
+
+def _argument(path: pytree.KeyPath) -> str:
+    return ".".join(str(getattr(k, "idx", getattr(k, "key", k))) for k in path[1:])
+
+
+def _value(node: Node, value: torch.Tensor) -> Value:
+    axis = fact(node).samples
+    assert not isinstance(axis, tuple)
+    return Value(f"activation:{node.name}", facts.shape(value), value.dtype, axis)

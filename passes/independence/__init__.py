@@ -1,0 +1,6 @@
+"""The proof that no op mixes samples: one small rule per op, and the walk over the graph that applies them."""
+
+from psg_fx.passes.independence.prove import prove
+from psg_fx.passes.independence.values import symbolic_values
+
+__all__ = ["prove", "symbolic_values"]

@@ -1,0 +1,176 @@
+"""Ops that run along one dim (or a few) and leave the others alone: softmax, cumsum, sort, flip, fft, linalg."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from psg_fx import axes
+from psg_fx.axes import positive
+from psg_fx.facts import SampleAxis
+from psg_fx.passes.independence.table import Answer, rule
+from psg_fx.passes.independence.values import FIX, Op, Result, Value, broadcast
+
+_DONE = {
+    "softmax": "its sum runs",
+    "cumsum": "each row adds up the rows before it",
+    "cumprod": "each row multiplies the rows before it",
+    "sort": "it sorts",
+    "topk": "it picks the largest rows",
+    "flip": "it exchanges rows",
+    "roll": "it moves rows",
+}
+
+
+def _main(op: Op) -> Value:
+    return op.value("self") or op.value("input") or op.need("A")
+
+
+def _refuse_along(op: Op, dim: int) -> Exception:
+    short = op.name.removeprefix("aten.").strip("_").replace("log_softmax", "softmax")
+    return op.refuse(f"{_DONE.get(short, 'it runs')} along dim {dim}, the sample dim", _fix(op, short))
+
+
+def _fix(op: Op, short: str) -> str:
+    x = _main(op)
+    if short == "softmax" and x.ndim > 1:
+        return f"give the dim of the classes, e.g. dim={-1 if x.axis and x.axis.dim != x.ndim - 1 else 0}"
+    return FIX
+
+
+def along(name: str, default: int | None, *, flat: bool = False) -> Callable[[Op], Answer]:
+    """A rule maker: the op runs along the dim(s) in argument `name`; without it, along `default` or (None) all.
+
+    flat: an empty list of dims means the flattened input.
+    """
+
+    def apply(op: Op) -> Answer:
+        x = _main(op)
+        for other in op.sampled():
+            if other.node is not x.node:
+                raise op.unsupported(f"its argument %{other.node.name} carries samples too")
+        if x.axis is None:
+            return None
+        dims = op.dims(name, x.ndim)
+        if dims is None:
+            dims = list(range(x.ndim)) if default is None or flat else [positive(default, x.ndim)]
+        if x.axis.dim in dims:
+            raise _refuse_along(op, x.axis.dim)
+        return x.axis
+
+    return apply
+
+
+for _names, _argument, _default in (
+    ("softmax log_softmax _softmax _log_softmax _safe_softmax special_softmax special_log_softmax", "dim", -1),
+    ("cumsum cumprod cummax cummin logcumsumexp _logcumsumexp glu renorm", "dim", -1),
+    ("sort argsort msort topk", "dim", -1),
+    ("flip", "dims", None),
+    ("fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft", "dim", -1),
+    ("fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_hfftn fft_ihfftn fft_fftshift fft_ifftshift", "dim", None),
+    ("_fft_c2c _fft_r2c _fft_c2r fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2", "dim", None),
+    ("linalg_cross", "dim", -1),
+    ("diff trapz trapezoid cumulative_trapezoid", "dim", -1),
+    ("rot90", "dims", None),
+    ("roll", "dims", None),
+):
+    if _names != "linalg_cross":
+        rule(*_names.split(), proof="along another dim")(along(_argument, _default))
+
+
+@rule("masked_softmax", "_masked_softmax", proof="along another dim")
+def masked_softmax(op: Op) -> Answer:
+    """Softmax over `dim` (the last one by default), the mask aligned with the input."""
+    x = op.need("self")
+    found = broadcast(op, op.values(), x.ndim)
+    if isinstance(found.axes, SampleAxis) and found.axes.dim == op.dim("dim", x.ndim, -1):
+        raise _refuse_along(op, found.axes.dim)
+    return found.axes
+
+
+@rule("linalg_cross", "cross", proof="along another dim")
+def cross(op: Op) -> Answer:
+    """Two values combined element by element but for one dim of size 3."""
+    values = op.values()
+    ndim = max(v.ndim for v in values)
+    found = broadcast(op, values, ndim)
+    given = op.args.get("dim")
+    if given is None:
+        given = next((d for d in range(ndim) if op.out().shape[d] == 3 and op.out().dim != d), -1)
+    if isinstance(found.axes, SampleAxis) and found.axes.dim == positive(given, ndim):
+        raise op.refuse(f"its products run along dim {found.axes.dim}, the sample dim")
+    return found.axes
+
+
+def trailing(count: int | Callable[[Op], int], what: str) -> Callable[[Op], Answer]:
+    """A rule maker: the op works on the last `count` dims and leaves the others alone, in place."""
+
+    def apply(op: Op) -> Answer:
+        x = _main(op)
+        wide = count if isinstance(count, int) else count(op)
+        for other in op.sampled():
+            if other.node is not x.node:
+                raise op.unsupported(f"its argument %{other.node.name} carries samples too")
+        if x.axis is None:
+            return None
+        if x.axis.dim >= x.ndim - wide:
+            raise op.refuse(f"{what} the last {wide} dims, and dim {x.axis.dim} holds the samples")
+        return x.axis
+
+    return apply
+
+
+_SQUARE = """
+    tril triu det linalg_det _linalg_det logdet slogdet linalg_slogdet _linalg_slogdet inverse linalg_inv linalg_inv_ex
+    linalg_cholesky linalg_cholesky_ex cholesky cholesky_inverse linalg_eigh _linalg_eigh linalg_eigvalsh linalg_eig
+    linalg_eigvals _linalg_eigvals linalg_svd _linalg_svd linalg_svdvals linalg_qr qr linalg_pinv pinverse matrix_exp
+    linalg_matrix_exp linalg_matrix_power matrix_power linalg_lu linalg_lu_factor linalg_lu_factor_ex linalg_cond
+    linalg_matrix_rank
+"""
+rule(*_SQUARE.split(), proof="trailing dims")(trailing(2, "it works on"))
+rule("constant_pad_nd", "pad", "_pad_enum", "_pad_circular", proof="trailing dims")(
+    trailing(lambda op: len(op.raw("pad")) // 2, "it pads")
+)
+
+
+@rule("diag_embed", proof="view")
+def diag_embed(op: Op) -> Answer:
+    """The last dim becomes the diagonal of two new dims."""
+    x = op.need("self")
+    if x.axis is None:
+        return None
+    if x.axis.dim == x.ndim - 1:
+        raise op.refuse("it puts the sample dim on a diagonal")
+    dims = sorted(positive(op.raw(n, d), x.ndim + 1) for n, d in (("dim1", -2), ("dim2", -1)))
+    rest = [d for d in range(x.ndim + 1) if d not in dims]
+    return axes.moved(x.axis, rest[x.axis.dim])
+
+
+_SOLVES = """
+    linalg_solve linalg_solve_ex _linalg_solve_ex linalg_solve_triangular triangular_solve cholesky_solve
+    _cholesky_solve_helper linalg_lu_solve lu_solve linalg_lstsq linalg_ldl_solve linalg_householder_product
+"""
+
+
+@rule(*_SOLVES.split(), proof="trailing dims")
+def solve(op: Op) -> Answer:
+    """Matrices in the last two dims, the same leading dims in all arguments."""
+    values = [v for v in op.values() if v.axis is not None]
+    if any(v.axis and v.axis.dim >= v.ndim - 2 for v in values):
+        raise op.refuse("its matrices run over the sample dim")
+    if len({v.ndim for v in op.values()}) > 1:
+        raise op.unsupported("its arguments have different numbers of dims")
+    return Result(broadcast(op, values, values[0].ndim).axes) if values else None
+
+
+@rule("searchsorted", proof="along another dim")
+def searchsorted(op: Op) -> Answer:
+    """y[.., j] = the place of v[.., j] in the sorted s[.., :]."""
+    ordered = op.value("sorted_sequence")
+    value = op.value("self")
+    if op.value("sorter") is not None:
+        raise op.unsupported("it has a sorter")
+    if ordered is None or ordered.axis is None:
+        return value.axis if value is not None and (ordered is None or ordered.ndim == 1) else None
+    if value is None or ordered.axis.dim == ordered.ndim - 1 or value.axis != ordered.axis:
+        raise op.refuse("its sorted values are those of all samples")
+    return value.axis

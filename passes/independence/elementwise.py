@@ -1,0 +1,89 @@
+"""Ops that compute each element from the elements at the same place: y[..] = f(a[..], b[..], ...), broadcast."""
+
+from __future__ import annotations
+
+import torch
+
+from psg_fx.passes.independence.table import rule
+from psg_fx.passes.independence.values import Op, Result, broadcast
+
+_UNTAGGED = """
+    __and__ __or__ __xor__ _conj _conj_copy conj _neg_view _neg_view_copy _masked_scale _prelu_kernel absolute add
+    alias alias_copy arccos arccosh arcsin arcsinh arctan arctan2 arctanh clone complex contiguous detach detach_copy
+    divide fix floor_divide greater greater_equal hardswish imag isclose isreal less less_equal lift lift_fresh
+    lift_fresh_copy log_sigmoid log_sigmoid_forward multiply negative not_equal polar positive real resolve_conj
+    resolve_neg rsub special_digamma special_erf special_erfc special_erfinv special_exp2 special_expit special_expm1
+    special_gammainc special_gammaincc special_gammaln special_i0 special_log1p special_logit special_ndtr
+    special_polygamma special_psi special_round special_sinc special_xlogy subtract to _to_copy type_as
+    poisson binomial rrelu_with_noise rrelu_with_noise_functional _add_relu where native_dropout dropout
+    alpha_dropout bernoulli _autocast_to_full_precision _autocast_to_reduced_precision
+"""
+_KEEPS_INDEX = "alias clone contiguous detach lift_fresh lift_fresh_copy to _to_copy type_as"
+
+
+def elementwise(op: Op) -> Result:
+    """All inputs aligned from the right; random draws are made per element, so no order can be shifted later."""
+    values = op.values()
+    if op.name in ("aten.type_as",):
+        values = [op.need("self")]
+    found = broadcast(op, values, len(op.out().shape))
+    assert isinstance(op.node.target, torch._ops.OpOverload)
+    if torch.Tag.nondeterministic_seeded in op.node.target.tags:
+        return Result(found.axes)
+    kept = op.name.removeprefix("aten.") in _KEEPS_INDEX.split()
+    return Result(found.axes, found.uniform, index=kept and any(v.found.index for v in values))
+
+
+rule("<pointwise>", proof="elementwise")(elementwise)
+rule(*(n for n in _UNTAGGED.split() if n not in _KEEPS_INDEX.split()), proof="elementwise")(elementwise)
+rule(*_KEEPS_INDEX.split(), proof="elementwise", index=True)(elementwise)
+
+
+@rule("copy", "fill", "broadcast_tensors", "lerp", proof="elementwise")
+def copied(op: Op) -> Result:
+    """The inputs are broadcast against one another."""
+    return broadcast(op, op.values(), len(op.out().shape))
+
+
+@rule("bucketize", proof="elementwise")
+def bucketize(op: Op) -> Result:
+    """y[..] = the bucket of x[..] between given boundaries."""
+    boundaries = op.need("boundaries")
+    if boundaries.axis is not None:
+        raise op.refuse("its boundaries are made of all samples", "use boundaries that do not depend on the samples")
+    found = op.value("self")
+    return found.found if found else Result()
+
+
+@rule("one_hot", proof="elementwise")
+def one_hot(op: Op) -> Result:
+    """y[.., c] = [x[..] = c]; the number of classes must be given, or it is the maximum over all samples."""
+    if op.raw("num_classes", -1) == -1:
+        raise op.refuse("without num_classes it takes the largest label of all samples", "give num_classes")
+    return Result(op.need("self").axis)
+
+
+@rule("prelu", proof="elementwise")
+def prelu(op: Op) -> Result:
+    """y[b, c, ..] = max(0, x) + a[c] min(0, x)."""
+    x, weight = op.need("self"), op.need("weight")
+    if weight.axis is not None:
+        raise op.unsupported("its slope carries samples")
+    if x.axis is not None and x.axis.dim == 1 and weight.shape not in ((), (1,)):
+        raise op.refuse("its slopes belong to dim 1, the sample dim")
+    return Result(x.axis)
+
+
+@rule("feature_dropout", "feature_alpha_dropout", proof="elementwise")
+def feature_dropout(op: Op) -> Result:
+    """One draw per row of dims 0 and 1."""
+    x = op.need("input")
+    if x.axis is not None and x.axis.dim > 1:
+        raise op.refuse("it draws once for each index of dims 0 and 1, so all samples share a draw")
+    return Result(x.axis)
+
+
+@rule("_weight_norm", "_weight_norm_interface", "norm_except_dim", proof="per sample dim")
+def weight_norm(op: Op) -> Result:
+    """Parameters only."""
+    raise op.unsupported("its weight carries samples")

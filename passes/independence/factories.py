@@ -1,0 +1,72 @@
+"""Ops that make a value from its shape: every sample sees the same program, so a dim of size c·B carries samples."""
+
+from __future__ import annotations
+
+from psg_fx.facts import SampleAxis
+from psg_fx.passes.independence.table import Answer, rule
+from psg_fx.passes.independence.values import Op, Result
+
+_FILLS = """
+    zeros ones full empty empty_permuted empty_strided new_zeros new_ones new_full new_empty new_empty_strided
+    zeros_like ones_like full_like empty_like zero scalar_tensor _efficientzerotensor
+"""
+_DRAWS = "rand randn randint rand_like randn_like randint_like normal normal_functional uniform exponential"
+_ORDERED = "linspace logspace eye tril_indices triu_indices hann_window hamming_window fft_fftfreq fft_rfftfreq"
+
+
+@rule(*_FILLS.split(), proof="same for all samples", sizes=True, shapes_only=True)
+def fill(op: Op) -> Result:
+    """The same number everywhere: any order inside the dim is right."""
+    out = op.out()
+    like = next((v for v in op.values() if v.axis is not None and v.layout == out), None)
+    if like is not None:
+        return Result(like.axis, uniform=True)
+    return Result() if out.dim is None else Result(SampleAxis(out.dim, 1, out.factor), uniform=True)
+
+
+@rule(*_DRAWS.split(), proof="drawn per element", sizes=True, shapes_only=True)
+def draw(op: Op) -> Result:
+    """Independent draws; from here on the order inside the dim is fixed."""
+    return Result(fill(op).axes)
+
+
+@rule("arange", "range", proof="number of the sample", sizes=True)
+def arange(op: Op) -> Result:
+    """`arange(B)` numbers the samples: usable to pick each sample's own row, `x[arange(B), ids]`."""
+    out = op.out()
+    if out.dim is None:
+        return Result()
+    if out.factor == 1 and op.raw("start", 0) == 0 and op.raw("step", 1) == 1:
+        return Result(SampleAxis(0), uniform=False, index=True)
+    raise op.refuse(
+        "its numbers run through all samples, so they differ from those of one sample",
+        "number the places within a sample: arange(T), expanded to the batch",
+    )
+
+
+@rule(*_ORDERED.split(), proof="same for all samples", sizes=True, shapes_only=True)
+def ordered(op: Op) -> Answer:
+    """Numbers that depend on the place: no dim may be the batch."""
+    if op.out().dim is not None:
+        raise op.refuse("its numbers depend on the place of the sample in the batch")
+    return None
+
+
+@rule("randperm", proof="drawn per element", sizes=True)
+def randperm(op: Op) -> Answer:
+    """A random order."""
+    if op.out().dim is not None:
+        raise op.refuse(
+            "it draws an order of the samples, so a sample meets another one",
+            "permute within a sample, or mix the inputs before the step",
+        )
+    return None
+
+
+@rule("multinomial", proof="drawn per element")
+def multinomial(op: Op) -> Answer:
+    """y[b, :] drawn with the weights x[b, :]."""
+    x = op.need("self")
+    if x.axis is not None and x.axis.dim == x.ndim - 1:
+        raise op.refuse("it draws among the samples")
+    return x.axis

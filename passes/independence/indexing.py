@@ -1,0 +1,181 @@
+"""Ops that pick or write rows by number: index, gather, scatter.  The numbers must pick within a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from psg_fx import axes
+from psg_fx.facts import SampleAxis
+from psg_fx.passes.independence.table import Answer, rule
+from psg_fx.passes.independence.values import Op, Value, broadcast
+
+_PICK = "pick by x[torch.arange(B), ids], or gather along another dim"
+
+
+def _indices(op: Op) -> list[Value | None]:
+    given = list(op.raw("indices", []))
+    return [op.see(n) if n is not None else None for n in given]
+
+
+def _is_mask(value: Value) -> bool:
+    return bool(value.node.meta["val"].dtype in (torch.bool, torch.uint8))
+
+
+@rule("index", "_unsafe_index", proof="indexing", index=True)
+def index(op: Op) -> Answer:
+    """y[.., n.., ..] = x[.., i_1[n..], i_2[n..], ..]; n.. replaces the indexed dims, or comes first if they are apart."""
+    x, picks = op.need("self"), _indices(op)
+    used = [d for d, p in enumerate(picks) if p is not None]
+    chosen = [p for p in picks if p is not None]
+    if any(_is_mask(p) for p in chosen):
+        raise op.unsupported(
+            "a mask picks a number of rows that depends on the data, so the samples have no fixed place",
+            "use torch.where or multiply by the mask",
+        )
+    rows = max(p.ndim for p in chosen)
+    picked = _picked(op, x, picks, rows)
+    first = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
+    if picked is not None:
+        return axes.moved(picked, first + picked.dim)
+    if x.axis is None:
+        return None
+    before = sum(1 for d in range(x.axis.dim) if d not in used)
+    return axes.moved(x.axis, before + (rows if before >= first else 0))
+
+
+def _picked(op: Op, x: Value, picks: Sequence[Value | None], rows: int) -> SampleAxis | None:
+    """The axis of the broadcast indices; None where the samples lie in a dim of x that is not indexed."""
+    chosen = [p for p in picks if p is not None]
+    found = broadcast(op, chosen, rows)
+    at_samples = picks[x.axis.dim] if x.axis is not None and x.axis.dim < len(picks) else None
+    numbers = [p for p in chosen if p.found.index]
+    if x.axis is not None and at_samples is not None:
+        if not at_samples.found.index or x.axis.outer * x.axis.inner != 1 or len(numbers) > 1:
+            raise op.refuse(f"its indices pick among the samples in dim {x.axis.dim} of %{x.node.name}", _PICK)
+        return found.axes if isinstance(found.axes, SampleAxis) else None
+    if numbers:
+        raise op.refuse("it uses the number of the sample to look up a value that all samples share", _PICK)
+    if x.axis is not None and isinstance(found.axes, SampleAxis):
+        raise op.refuse(
+            f"each sample's indices pick from the rows of every sample of %{x.node.name} (dim {x.axis.dim} is not indexed)",
+            _PICK,
+        )
+    return found.axes if isinstance(found.axes, SampleAxis) else None
+
+
+@rule("index_put", "_unsafe_index_put", "_index_put_impl", proof="indexing", index=True)
+def index_put(op: Op) -> Answer:
+    """Y = x with x[i_1[n..], ..] = (or +=) values."""
+    x, picks, values = op.need("self"), _indices(op), op.need("values")
+    chosen = [p for p in picks if p is not None]
+    if any(_is_mask(p) for p in chosen):
+        return _masked_put(op, x, picks, values)
+    rows = max(p.ndim for p in chosen)
+    if x.axis is None:
+        if any(v.axis is not None for v in (*chosen, values)):
+            raise op.refuse(f"it writes the rows of all samples into %{x.node.name}, which all samples share",
+                            "give every sample its own rows: start from zeros of shape [B, ...]")  # fmt: skip
+        return None
+    picked = _picked(op, x, picks, rows)
+    used = [d for d, p in enumerate(picks) if p is not None]
+    first = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
+    width = rows + x.ndim - len(used)
+    before = sum(1 for d in range(x.axis.dim) if d not in used)
+    place = first + picked.dim if picked is not None else before + (rows if before >= first else 0)
+    if values.axis is not None and (
+        values.axis.dim + width - values.ndim != place
+        or (not values.found.uniform and (values.axis.outer, values.axis.inner) != (x.axis.outer, x.axis.inner))
+    ):
+        raise op.refuse(f"%{values.node.name} does not hold the samples where they are written")
+    return x.axis
+
+
+def _masked_put(op: Op, x: Value, picks: Sequence[Value | None], values: Value) -> Answer:
+    """x[mask] = values, where the values do not count the rows the mask picks: the same as `where`."""
+    mask = picks[0]
+    if len(picks) != 1 or mask is None or values.axis is not None or values.ndim > x.ndim - mask.ndim:
+        raise op.unsupported("a mask picks a number of rows that depends on the data", "use torch.where")
+    if mask.axis is not None and mask.axis != x.axis:
+        raise op.refuse(f"the mask does not hold the samples where %{x.node.name} does")
+    if mask.axis is None and x.axis is not None and x.axis.dim < mask.ndim:
+        raise op.refuse("the mask picks among the samples")
+    return x.axis
+
+
+@rule("index_select", proof="indexing")
+def index_select(op: Op) -> Answer:
+    """y[.., j, ..] = x[.., ids[j], ..]."""
+    x, ids = op.need("self"), op.need("index")
+    dim = op.dim("dim", x.ndim)
+    if x.axis is None:
+        return None if ids.axis is None else SampleAxis(dim, ids.axis.outer, ids.axis.inner)
+    if ids.axis is not None or x.axis.dim == dim:
+        raise op.refuse(f"its indices pick among the samples in dim {x.axis.dim} of %{x.node.name}", _PICK)
+    return x.axis
+
+
+@rule("gather", "take_along_dim", proof="indexing")
+def gather(op: Op) -> Answer:
+    """y[i.., j, k..] = x[i.., ids[i.., j, k..], k..] along dim."""
+    x = op.need("self")
+    ids = op.value("index") or op.need("indices")
+    if op.args.get("dim") is None:
+        raise op.unsupported("without dim it flattens its input", "give dim")
+    dim = op.dim("dim", x.ndim)
+    if x.axis is None:
+        if ids.axis is not None and ids.axis.dim != dim:
+            raise op.refuse(f"sample i looks up row i of %{x.node.name}, which all samples share",
+                            "expand the table to the batch first")  # fmt: skip
+        return ids.axis
+    if x.axis.dim == dim:
+        raise op.refuse(f"its indices pick among the samples in dim {dim} of %{x.node.name}", _PICK)
+    if ids.axis is None:
+        raise op.refuse(f"%{ids.node.name} picks from the first samples only", "expand the indices to the batch first")
+    found = broadcast(op, [x, ids], x.ndim).axes
+    return found if isinstance(found, SampleAxis) else None
+
+
+@rule("scatter", "scatter_add", "scatter_reduce", proof="indexing")
+def scatter(op: Op) -> Answer:
+    """Y = x with y[i.., ids[i.., j, k..], k..] = (or +=) src[i.., j, k..] along dim."""
+    x, ids, source = op.need("self"), op.need("index"), op.value("src")
+    dim = op.dim("dim", x.ndim)
+    if x.axis is None:
+        if any(v.axis is not None for v in op.values()):
+            raise op.refuse(f"it writes the rows of all samples into %{x.node.name}, which all samples share",
+                            "give every sample its own rows: start from zeros of shape [B, ...]")  # fmt: skip
+        return None
+    if x.axis.dim == dim:
+        raise op.refuse(f"its indices write among the samples in dim {dim} of %{x.node.name}")
+    if ids.axis is None or (source is not None and source.axis is None):
+        raise op.refuse("it writes to the first samples only", "expand indices and source to the batch first")
+    values = [x, ids] + ([source] if source is not None else [])
+    found = broadcast(op, values, x.ndim).axes
+    return found if isinstance(found, SampleAxis) else None
+
+
+@rule("index_add", "index_copy", "index_fill", "index_reduce", proof="indexing")
+def index_write(op: Op) -> Answer:
+    """Y = x with y[.., ids[j], ..] = (or +=) source[.., j, ..]."""
+    x, ids, source = op.need("self"), op.need("index"), op.value("source")
+    if x.axis is None and not op.sampled():
+        return None
+    if x.axis is None or x.axis.dim == op.dim("dim", x.ndim) or ids.axis is not None:
+        raise op.refuse("its indices write among the samples",
+                        "give every sample its own rows: scatter along another dim")  # fmt: skip
+    if source is not None and source.axis is not None and source.axis != x.axis:
+        raise op.refuse(f"%{source.node.name} does not hold the samples where %{x.node.name} does")
+    return x.axis
+
+
+@rule("masked_scatter", "take", "put", "repeat_interleave.Tensor", "repeat_interleave.self_Tensor", "isin",
+      "_unsafe_masked_index", "_unsafe_masked_index_put_accumulate", "segment_reduce", proof="indexing")  # fmt: skip
+def flat_places(op: Op) -> Answer:
+    """Places are counted through all samples."""
+    if op.name == "aten.isin":
+        elements, tests = op.value("elements"), op.value("test_elements")
+        if tests is None or tests.axis is None:
+            return elements.axis if elements is not None else None
+    raise op.refuse("it counts places through the rows of all samples", _PICK)

@@ -1,0 +1,247 @@
+"""The walk over the graph: apply each op's rule, follow values that are reduced over the samples, check the outputs."""
+
+from __future__ import annotations
+
+import operator
+
+import sympy
+import torch
+from torch.fx import GraphModule, Node
+
+from psg_fx import facts
+from psg_fx.axes import Misfit, single
+from psg_fx.errors import InternalError, NotYetSupported, locate, source_line
+from psg_fx.facts import SampleAxis
+from psg_fx.passes.independence import (  # noqa: F401  (they fill the table)
+    along,
+    contractions,
+    elementwise,
+    factories,
+    indexing,
+    joins,
+    reductions,
+    views,
+    windows,
+)
+from psg_fx.passes.independence.table import Rule, find
+from psg_fx.passes.independence.values import (
+    REDUCED,
+    Op,
+    Result,
+    is_symbolic,
+    mixed,
+    op_name,
+    symbolic_sizes,
+    tensors,
+)
+from psg_fx.passes.probe import probe
+
+_STATISTIC = "a statistic over the batch makes each sample's loss depend on the others; take it within a sample"
+
+
+def prove(gm: GraphModule) -> GraphModule:
+    """Set `samples`, `reduced` and `proof` of every node, or refuse with the op that mixes samples."""
+    Prover(gm).run()
+    return gm
+
+
+class Prover:
+    """State of the walk: what is known of each node, and where a reduced value was first reduced."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.gm = gm
+        self.batch: sympy.Symbol = facts.graph_facts(gm).batch
+        self.known: dict[Node, Result] = {}
+        self.origin: dict[Node, Node] = {}
+        self.notes: list[str] = []
+
+    def run(self) -> None:
+        """Visit all nodes in order, then the outputs."""
+        for node in self.gm.graph.nodes:
+            if node.op == "output":
+                break
+            found, proof = self.visit(node)
+            self.check(node, found)
+            self.known[node] = found
+            if found.reduced:
+                inputs = [self.origin[n] for n in node.all_input_nodes if n in self.origin]
+                self.origin[node] = inputs[0] if inputs else node
+            facts.update(node, samples=found.axes, reduced=found.reduced, proof=proof)
+        self.check_model()
+        self.check_outputs()
+        known = facts.graph_facts(self.gm)
+        new = tuple(n for n in self.notes if n not in known.notes)
+        self.gm.meta[facts.KEY] = facts.dataclasses.replace(known, notes=known.notes + new)
+
+    def visit(self, node: Node) -> tuple[Result, str]:
+        """What is known of the value of a node, and the name of the proof."""
+        if node.op == "placeholder":
+            dim = facts.input_spec(node).samples
+            return Result(None if dim is None else SampleAxis(dim)), "input"
+        if node.op == "get_attr":
+            return Result(), "constant"
+        if node.op != "call_function" or isinstance(node.target, torch._ops.HigherOrderOperator):
+            raise NotYetSupported(
+                f"{op_name(node)} holds a graph of its own, which is not looked into",
+                where=locate(node),
+                why="only flat graphs of ATen ops are proven sample by sample",
+                fix="write this part of the model without control flow, contexts or custom operators",
+            )
+        if node.target is operator.getitem:
+            return self.getitem(node)
+        if not tensors(node.meta.get("val")):
+            return self.number(node), "number"
+        return self.operate(node)
+
+    def getitem(self, node: Node) -> tuple[Result, str]:
+        """One output of an op with several."""
+        source, index = node.args
+        assert isinstance(source, Node)
+        assert isinstance(index, int)
+        found = self.known[source]
+        axes = found.axes[index] if isinstance(found.axes, tuple) else found.axes
+        return Result(axes, found.uniform, found.index, found.reduced), facts.fact(source).proof
+
+    def number(self, node: Node) -> Result:
+        """Sizes and asserts; a number read out of a tensor (`.item()`) that knows the samples is refused."""
+        value = node.meta.get("val")
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)):
+            for source in node.all_input_nodes:
+                known = self.known[source]
+                if isinstance(source.meta.get("val"), torch.Tensor) and "sym_" not in op_name(node) and (
+                    known.axes is not None or known.reduced
+                ):  # fmt: skip
+                    raise mixed(node, f"it reads one number out of the samples in %{source.name}",
+                                "keep it a tensor: no .item(), no int() of a tensor")  # fmt: skip
+        return Result()
+
+    def operate(self, node: Node) -> tuple[Result, str]:
+        """An op with tensor outputs."""
+        rule = find(node.target)
+        if rule is not None and rule.shapes_only:
+            return self.apply(node, rule), rule.proof
+        inputs = [n for n in node.all_input_nodes if n in self.known]
+        carrying = [n for n in inputs if self.known[n].axes is not None]
+        reduced = [n for n in inputs if self.known[n].reduced]
+        if reduced and carrying:
+            self.meet(node, carrying[0], reduced[0])
+        if reduced:
+            return REDUCED, "reduced"
+        if not carrying and not self.knows_batch(node):
+            return Result(), "no samples"
+        if rule is None:
+            return probe(node, self.batch, {n: self.known[n].axes for n in inputs}, self.notes), "probed"
+        return self.apply(node, rule), rule.proof
+
+    def apply(self, node: Node, rule: Rule) -> Result:
+        """A rule's answer as a Result."""
+        op = Op(node, self.batch, self.known)
+        sizes = symbolic_sizes(node, self.batch)
+        if sizes and not rule.sizes:
+            raise op.refuse(f"its argument %{sizes[0].name} depends on the batch size")
+        if not rule.index and any(self.known[n].index for n in node.all_input_nodes if n in self.known):
+            raise op.refuse(
+                "it computes with the numbers of the samples (arange over the batch), which a single sample does not have",
+                "use arange(B) only to pick each sample's row: x[torch.arange(B), ids]",
+            )
+        answer = rule.apply(op)
+        return self.complete(node, answer if isinstance(answer, Result) else Result(answer))
+
+    def complete(self, node: Node, found: Result) -> Result:
+        """One axis for an op with several outputs stands for each of them that knows the batch."""
+        value = node.meta.get("val")
+        if isinstance(value, (tuple, list)) and isinstance(found.axes, SampleAxis):
+            outs = [t if isinstance(t, torch.Tensor) and self.symbolic(t) else None for t in value]
+            axes = tuple(found.axes if t is not None else None for t in outs)
+            return Result(axes, found.uniform, found.index, found.reduced)
+        return found
+
+    def symbolic(self, tensor: torch.Tensor) -> bool:
+        """Whether the batch size occurs in the shape."""
+        return any(self.batch in size.free_symbols for size in facts.shape(tensor))
+
+    def knows_batch(self, node: Node) -> bool:
+        """Whether the batch size occurs in the shape of an output."""
+        return any(self.symbolic(t) for t in tensors(node.meta["val"]))
+
+    def meet(self, node: Node, carrying: Node, reduced: Node) -> None:
+        """Refuse an op of a value with samples and one reduced over them."""
+        origin = self.origin[reduced]
+        line = source_line(origin)
+        raise mixed(
+            node,
+            f"%{carrying.name} carries samples, %{reduced.name} is reduced over them by %{origin.name} "
+            f"({op_name(origin)}{', ' + line if line else ''})",
+            _STATISTIC,
+            f"sample {self.known[carrying].axes}" if isinstance(self.known[carrying].axes, SampleAxis) else "",
+        )
+
+    def check(self, node: Node, found: Result) -> None:
+        """The shape must say the same as the rule: exactly one dim knows B, and it is outer * B * inner."""
+        values = node.meta.get("val")
+        if found.reduced or not tensors(values):
+            return
+        each = [values] if isinstance(values, torch.Tensor) else list(values)
+        axes = found.axes if isinstance(found.axes, tuple) else (found.axes,) * len(each)
+        for tensor, axis in zip(each, axes, strict=True):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            try:
+                layout = single(facts.shape(tensor), self.batch)
+            except Misfit as misfit:
+                raise mixed(node, str(misfit)) from None
+            wanted = None if axis is None else axis.dim
+            if layout.dim != wanted or (axis is not None and layout.factor != axis.outer * axis.inner):
+                raise InternalError(
+                    f"the independence rule of {op_name(node)} does not fit the shape of its output",
+                    where=locate(node),
+                    why=f"it says {axis or 'no samples'}, the shape is {tuple(tensor.shape)}",
+                    fix="please report this as a bug, with the line above",
+                )
+
+    def check_model(self) -> None:
+        """In the model, a reduction over the samples may only lead to a scalar loss."""
+        for node in self.known:
+            value = node.meta.get("val")
+            if (
+                not self.known[node].reduced
+                or not in_model(node)
+                or not isinstance(value, torch.Tensor)
+                or not value.ndim
+            ):
+                continue
+            for user in node.users:
+                if user.op == "output" or not in_model(user):
+                    origin = self.origin[node]
+                    raise mixed(
+                        origin,
+                        "a reduction over samples in the model itself: its result leaves the model with shape "
+                        f"{tuple(value.shape)}, one for all samples",
+                        "reduce over the other dims only, or move the reduction into the loss",
+                        "in the model",
+                    )
+
+    def check_outputs(self) -> None:
+        """Outputs carry samples or know nothing of them; buffers must not know them."""
+        specs = facts.graph_facts(self.gm).outputs
+        for entry, spec in zip(facts.outputs(self.gm), specs, strict=True):
+            if not isinstance(entry, Node):
+                continue
+            found = self.known[entry]
+            if spec.kind == "output" and found.reduced:
+                raise mixed(self.origin[entry], f"the output {spec.name!r} of the model is reduced over the samples",
+                            "return one row for each sample")  # fmt: skip
+            if spec.kind == "buffer" and (found.reduced or found.axes is not None):
+                origin = self.origin.get(entry, entry)
+                raise mixed(origin, f"the buffer {spec.name!r} takes a value that depends on how the samples mix",
+                            "model.eval(), or keep such statistics out of forward")  # fmt: skip
+
+
+def in_model(node: Node) -> bool:
+    """Whether the node was made inside the model (rather than the loss)."""
+    stack = node.meta.get("nn_module_stack") or {}
+    names = [entry[0] for entry in stack.values() if isinstance(entry, tuple)]
+    return any(name == "model" or name.startswith("model.") for name in names)
+
+
+__all__ = ["Prover", "in_model", "is_symbolic", "prove"]

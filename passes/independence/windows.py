@@ -1,0 +1,179 @@
+"""Ops on images and sequences `[N, C, spatial..]`, norms and embeddings: the samples lie in a leading dim."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from psg_fx.passes.independence.along import trailing
+from psg_fx.passes.independence.table import Answer, rule
+from psg_fx.passes.independence.values import Op, Value, broadcast
+
+
+def _main(op: Op) -> Value:
+    return op.value("input") or op.need("self")
+
+
+def leading(spatial: Callable[[Op, Value], int], what: str) -> Callable[[Op], Answer]:
+    """A rule maker: x is `[N, C, spatial..]` and the op keeps the rows of N apart; parameters carry no samples."""
+
+    def apply(op: Op) -> Answer:
+        x = _main(op)
+        for other in op.sampled():
+            if other.node is not x.node:
+                raise op.unsupported(f"its argument %{other.node.name} carries samples")
+        if x.axis is None:
+            return None
+        if x.ndim != spatial(op, x) + 2 or x.axis.dim != 0:
+            raise op.refuse(
+                f"{what} dim {x.axis.dim} of %{x.node.name}, the sample dim",
+                "give it [B, channels, spatial...] with the samples in dim 0",
+            )
+        return x.axis
+
+    return apply
+
+
+def _kernel(op: Op, _: Value) -> int:
+    return op.need("weight").ndim - 2
+
+
+_CONVOLUTIONS = """
+    conv1d conv2d conv3d convolution _convolution _convolution_mode conv_transpose1d conv_transpose2d conv_transpose3d
+    thnn_conv2d _slow_conv2d_forward slow_conv3d conv_depthwise3d _conv_depthwise2d mkldnn_convolution cudnn_convolution
+    cudnn_convolution_transpose miopen_convolution slow_conv_dilated2d slow_conv_transpose2d
+"""
+rule(*_CONVOLUTIONS.split(), proof="convolution")(leading(_kernel, "its sum runs over"))
+rule("group_norm", "native_group_norm", "channel_shuffle", "native_channel_shuffle", proof="norm of each row of dim 0")(
+    leading(lambda op, x: x.ndim - 2, "it mixes")
+)
+rule("col2im", proof="windows")(leading(lambda op, x: 1, "it mixes"))
+rule("im2col", proof="windows")(leading(lambda op, x: 2, "its windows run over"))
+
+for _count, _names in (
+    (1, """avg_pool1d max_pool1d max_pool1d_with_indices adaptive_avg_pool1d adaptive_max_pool1d reflection_pad1d
+           replication_pad1d upsample_nearest1d _upsample_nearest_exact1d upsample_linear1d"""),
+    (2, """avg_pool2d max_pool2d max_pool2d_with_indices adaptive_avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d
+           reflection_pad2d replication_pad2d upsample_nearest2d _upsample_nearest_exact2d upsample_bilinear2d
+           upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_lanczos2d_aa"""),
+    (3, """avg_pool3d max_pool3d max_pool3d_with_indices adaptive_avg_pool3d _adaptive_avg_pool3d adaptive_max_pool3d
+           reflection_pad3d replication_pad3d upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d
+           pixel_shuffle pixel_unshuffle"""),
+):  # fmt: skip
+    rule(*_names.split(), proof="trailing dims")(trailing(_count, "its windows run over"))
+
+
+def _normalized(op: Op) -> int:
+    return len(op.raw("normalized_shape"))
+
+
+rule("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm", proof="norm over trailing dims")(
+    trailing(_normalized, "its statistics run over")
+)
+
+_BATCH_NORMS = """
+    batch_norm native_batch_norm cudnn_batch_norm miopen_batch_norm _batch_norm_impl_index _native_batch_norm_legit
+    _native_batch_norm_legit_functional _batch_norm_with_update _batch_norm_with_update_functional
+    _native_batch_norm_legit_no_training _batch_norm_no_update
+"""
+
+
+@rule(*_BATCH_NORMS.split(), proof="running statistics")
+def batch_norm(op: Op) -> Answer:
+    """y[b, c, ..] = (x - running_mean[c]) / σ[c] · γ[c] + β[c]; in training its statistics are those of the batch."""
+    x = _main(op)
+    if x.axis is None:
+        return None
+    training = not op.name.endswith(("no_training", "no_update")) and (
+        op.raw("training", op.raw("train", True)) or op.raw("running_mean") is None
+    )
+    if training or op.name.endswith("with_update"):
+        over = ", ".join(str(d) for d in range(x.ndim) if d != 1)
+        raise op.refuse(
+            f"its mean runs over dims {over}; dim {x.axis.dim} holds the samples of %{x.node.name}",
+            "use GroupNorm, or model.eval() so that running statistics are used",
+        )
+    if x.axis.dim == 1:
+        raise op.refuse("its statistics belong to dim 1, the sample dim")
+    if any(v.axis is not None for v in op.values() if v.node is not x.node):
+        raise op.unsupported("its statistics carry samples")
+    first, *rest = op.outputs()
+    return (x.axis, *(None for _ in rest)) if rest else x.axis
+
+
+@rule("instance_norm", proof="norm of each row of dims 0 and 1")
+def instance_norm(op: Op) -> Answer:
+    """y[b, c, ..] = (x - mean[b, c]) / σ[b, c]; with running statistics in training, those take part of all samples."""
+    x = _main(op)
+    if x.axis is None:
+        return None
+    if op.raw("use_input_stats") and op.raw("running_mean") is not None:
+        raise op.refuse(
+            "it averages its running statistics over the samples",
+            "use track_running_stats=False, or model.eval()",
+        )
+    if x.axis.dim != 0 or len(op.sampled()) > 1:
+        raise op.refuse(f"its statistics run over dim {x.axis.dim}, the sample dim")
+    return x.axis
+
+
+@rule("grid_sampler", "grid_sampler_2d", "grid_sampler_3d", proof="windows")
+def grid_sampler(op: Op) -> Answer:
+    """y[b, c, p..] = x[b, c, grid[b, p..]]: both hold the samples in dim 0."""
+    return _same_rows(op, [op.need("input"), op.need("grid")])
+
+
+@rule("affine_grid_generator", proof="windows", sizes=True)
+def affine_grid(op: Op) -> Answer:
+    """y[b, p.., :] = θ[b] p."""
+    return _same_rows(op, [op.need("theta")])
+
+
+@rule("max_unpool2d", "max_unpool3d", proof="windows")
+def max_unpool(op: Op) -> Answer:
+    """y[b, c, indices[b, c, p]] = x[b, c, p]."""
+    return _same_rows(op, [op.need("self"), op.need("indices")])
+
+
+@rule("fractional_max_pool2d", "fractional_max_pool3d", proof="windows")
+def fractional_max_pool(op: Op) -> Answer:
+    """Windows drawn per sample."""
+    return _same_rows(op, [op.need("self"), op.need("random_samples")])
+
+
+def _same_rows(op: Op, values: list[Value]) -> Answer:
+    for value in values:
+        if value.axis is None:
+            raise op.unsupported(f"its argument %{value.node.name} carries no samples", "expand it to the batch first")
+        if value.axis.dim != 0 or value.axis != values[0].axis:
+            raise op.refuse(f"%{value.node.name} does not hold the samples in dim 0 as %{values[0].node.name} does")
+    return values[0].axis
+
+
+@rule("embedding", proof="embedding")
+def embedding(op: Op) -> Answer:
+    """y[.., :] = W[ids[..], :]."""
+    weight, ids = op.need("weight"), op.need("indices")
+    if weight.axis is not None:
+        raise op.refuse("it looks up rows in a table that holds the samples")
+    return ids.axis
+
+
+@rule("embedding_renorm", "embedding_bag", "_embedding_bag", "_embedding_bag_forward_only", proof="embedding")
+def embedding_bag(op: Op) -> Answer:
+    """Bags of different lengths."""
+    raise op.unsupported("its bags are ragged", "use nn.Embedding and a (masked) sum over the tokens")
+
+
+@rule("lstm", "gru", "rnn_tanh", "rnn_relu", proof="recurrence")
+def recurrence(op: Op) -> Answer:
+    """A whole recurrent network in one op."""
+    raise op.unsupported("a packed or fused recurrent network has no rule", "pass padded tensors, not packed sequences")
+
+
+@rule("conv_tbc", proof="convolution")
+def conv_tbc(op: Op) -> Answer:
+    """y[t, b, o] = Σ x[t + k, b, i] W[k, i, o]."""
+    x = op.need("self")
+    if x.axis is not None and x.axis.dim != 1:
+        raise op.refuse("its windows run over the sample dim")
+    return broadcast(op, [x], 3).axes

@@ -1,0 +1,253 @@
+"""Losses with a `reduction`, written with elementwise ops, gather, sum and mean, so that the reduction stands alone.
+
+One function a loss, its formula in the docstring; `x` is the prediction, `t` the target, `reduction` 0, 1, 2 for none,
+mean, sum.  `loss_decompositions()` is added to the table of `run_decompositions` by capture.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Table = dict[Any, Callable[..., Any]]
+_TABLE: Table = {}
+_NONE, _MEAN, _SUM = 0, 1, 2
+
+
+def loss_decompositions() -> Table:
+    """Op overload -> its decomposition."""
+    return dict(_TABLE)
+
+
+def _decomposes(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        for name in names:
+            packet = getattr(torch.ops.aten, name, None)
+            if packet is not None:
+                _TABLE[packet.default] = function
+        return function
+
+    return register
+
+
+def _reduce(values: Tensor, reduction: int) -> Tensor:
+    if reduction == _NONE:
+        return values
+    return values.mean() if reduction == _MEAN else values.sum()
+
+
+def _class_dim(x: Tensor) -> int:
+    return 0 if x.dim() == 1 else 1
+
+
+def _along_classes(weight: Tensor, x: Tensor) -> Tensor:
+    """Class weights [C] shaped to multiply x [N, C, ..]."""
+    shape = [1] * x.dim()
+    shape[_class_dim(x)] = -1
+    return weight.view(shape)
+
+
+@_decomposes("mse_loss")
+def mse_loss(x: Tensor, t: Tensor, reduction: int = _MEAN) -> Tensor:
+    """(x - t)²."""
+    return _reduce((x - t) ** 2, reduction)
+
+
+@_decomposes("l1_loss")
+def l1_loss(x: Tensor, t: Tensor, reduction: int = _MEAN) -> Tensor:
+    """|x - t|."""
+    return _reduce((x - t).abs(), reduction)
+
+
+@_decomposes("smooth_l1_loss")
+def smooth_l1_loss(x: Tensor, t: Tensor, reduction: int = _MEAN, beta: float = 1.0) -> Tensor:
+    """d²/2β where d = |x - t| < β, d - β/2 elsewhere."""
+    d = (x - t).abs()
+    return _reduce(d if beta == 0 else torch.where(d < beta, 0.5 * d * d / beta, d - 0.5 * beta), reduction)
+
+
+@_decomposes("huber_loss")
+def huber_loss(x: Tensor, t: Tensor, reduction: int = _MEAN, delta: float = 1.0) -> Tensor:
+    """d²/2 where d = |x - t| < δ, δ(d - δ/2) elsewhere."""
+    d = (x - t).abs()
+    return _reduce(torch.where(d < delta, 0.5 * d * d, delta * (d - 0.5 * delta)), reduction)
+
+
+@_decomposes("binary_cross_entropy")
+def binary_cross_entropy(x: Tensor, t: Tensor, weight: Tensor | None = None, reduction: int = _MEAN) -> Any:
+    """-w (t log x + (1 - t) log(1 - x)), by torch's own op: its gradient is finite at x = 0 and 1, that of log is not."""
+    if reduction == _NONE:
+        return NotImplemented
+    return _reduce(torch.ops.aten.binary_cross_entropy.default(x, t, weight, _NONE), reduction)
+
+
+@_decomposes("binary_cross_entropy_with_logits")
+def binary_cross_entropy_with_logits(
+    x: Tensor, t: Tensor, weight: Tensor | None = None, pos_weight: Tensor | None = None, reduction: int = _MEAN
+) -> Tensor:
+    """(1 - t) x - (1 + (p - 1) t) log σ(x), times w."""
+    scale = 1.0 if pos_weight is None else (pos_weight - 1) * t + 1
+    values = (1 - t) * x - scale * torch.nn.functional.logsigmoid(x)
+    return _reduce(values if weight is None else values * weight, reduction)
+
+
+@_decomposes("kl_div")
+def kl_div(x: Tensor, t: Tensor, reduction: int = _MEAN, *, log_target: bool = False) -> Tensor:
+    """T (log t - x), or e^t (t - x) where t is a logarithm."""
+    return _reduce(t.exp() * (t - x) if log_target else torch.xlogy(t, t) - t * x, reduction)
+
+
+@_decomposes("soft_margin_loss")
+def soft_margin_loss(x: Tensor, t: Tensor, reduction: int = _MEAN) -> Tensor:
+    """log(1 + e^{-t x})."""
+    return _reduce(torch.log1p(torch.exp(-t * x)), reduction)
+
+
+@_decomposes("poisson_nll_loss")
+def poisson_nll_loss(x: Tensor, t: Tensor, log_input: bool, full: bool, eps: float, reduction: int) -> Tensor:
+    """e^x - t x, or x - t log(x + ε); full adds Stirling's t log t - t + log(2πt)/2 where t > 1."""
+    values = x.exp() - t * x if log_input else x - t * (x + eps).log()
+    if full:
+        stirling = t * t.log() - t + 0.5 * (2 * math.pi * t).log()
+        values = values + stirling.masked_fill(t <= 1, 0)
+    return _reduce(values, reduction)
+
+
+@_decomposes("margin_ranking_loss")
+def margin_ranking_loss(a: Tensor, b: Tensor, t: Tensor, margin: float = 0.0, reduction: int = _MEAN) -> Tensor:
+    """max(0, -t (a - b) + m)."""
+    return _reduce((-t * (a - b) + margin).clamp_min(0), reduction)
+
+
+@_decomposes("hinge_embedding_loss")
+def hinge_embedding_loss(x: Tensor, t: Tensor, margin: float = 1.0, reduction: int = _MEAN) -> Tensor:
+    """X where t = 1, max(0, m - x) where t = -1."""
+    zero = torch.zeros_like(x)
+    far = torch.where(t != 1, (margin - x).clamp_min(0), zero)
+    return _reduce(far + torch.where(t != -1, x, zero), reduction)
+
+
+@_decomposes("cosine_embedding_loss")
+def cosine_embedding_loss(a: Tensor, b: Tensor, t: Tensor, margin: float = 0.0, reduction: int = _MEAN) -> Tensor:
+    """1 - cos(a, b) where t = 1, max(0, cos(a, b) - m) where t = -1."""
+    dim = 0 if t.dim() == 0 else 1
+    cosine = (a * b).sum(dim) / (((a * a).sum(dim) + 1e-12) * ((b * b).sum(dim) + 1e-12)).sqrt()
+    zero = torch.zeros_like(cosine)
+    values = torch.where(t == 1, 1 - cosine, zero) + torch.where(t == -1, (cosine - margin).clamp_min(0), zero)
+    return _reduce(values, reduction)
+
+
+@_decomposes("triplet_margin_loss")
+def triplet_margin_loss(
+    anchor: Tensor,
+    positive: Tensor,
+    negative: Tensor,
+    margin: float = 1.0,
+    p: float = 2.0,
+    eps: float = 1e-6,
+    swap: bool = False,
+    reduction: int = _MEAN,
+) -> Tensor:
+    """max(0, m + ‖a - p‖ - ‖a - n‖); swap: the smaller of ‖a - n‖ and ‖p - n‖."""
+
+    def distance(a: Tensor, b: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(a - b + eps, p, dim=-1)
+
+    far = distance(anchor, negative)
+    if swap:
+        far = torch.minimum(far, distance(positive, negative))
+    return _reduce((margin + distance(anchor, positive) - far).clamp_min(0), reduction)
+
+
+@_decomposes("multi_margin_loss")
+def multi_margin_loss(
+    x: Tensor, t: Tensor, p: float = 1, margin: float = 1, weight: Tensor | None = None, reduction: int = _MEAN
+) -> Tensor:
+    """Σ_{c≠t} w[t] max(0, m - x[t] + x[c])^p / C."""
+    rows = t.unsqueeze(-1)
+    terms = (margin - x.gather(-1, rows) + x).clamp_min(0)
+    terms = terms if p == 1 else terms**p
+    if weight is not None:
+        terms = terms * weight[rows]
+    classes = torch.arange(x.shape[-1], device=x.device)
+    return _reduce(torch.where(classes != rows, terms, torch.zeros_like(terms)).sum(-1) / x.shape[-1], reduction)
+
+
+@_decomposes("multilabel_margin_loss")
+def multilabel_margin_loss(x: Tensor, t: Tensor, reduction: int = _MEAN) -> Tensor:
+    """Σ_{k, c∉t} max(0, 1 - x[t_k] + x[c]) / C over the labels t_k before the first -1."""
+    count = x.shape[-1]
+    places = torch.arange(count, device=x.device)
+    end = torch.where(t == -1, places, count).amin(-1, keepdim=True)
+    is_label = places < end
+    labels = torch.where(is_label, t, 0)
+    positive = ((labels.unsqueeze(-1) == places) & is_label.unsqueeze(-1)).any(-2)
+    terms = (1 - x.gather(-1, labels).unsqueeze(-1) + x.unsqueeze(-2)).clamp_min(0) / count
+    wanted = is_label.unsqueeze(-1) & ~positive.unsqueeze(-2)
+    return _reduce(torch.where(wanted, terms, torch.zeros_like(terms)).sum((-2, -1)), reduction)
+
+
+def _negative_log_likelihood(
+    x: Tensor, t: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    """(-w[t] x[t], Σ w[t]), both without the ignored targets; the mean divides the one by the other."""
+    dim = _class_dim(x)
+    kept = t != ignore_index
+    safe = torch.where(kept, t, 0)
+    values = -x.gather(dim, safe.unsqueeze(dim)).squeeze(dim)
+    zero = torch.zeros_like(values)
+    scale = torch.ones_like(values) if weight is None else weight[safe]
+    values = torch.where(kept, values if weight is None else values * scale, zero)
+    total = torch.where(kept, scale, zero).sum()
+    if reduction == _NONE:
+        return values, total
+    return (values.sum() / total if reduction == _MEAN else values.sum()), total
+
+
+@_decomposes("nll_loss", "nll_loss_nd", "nll_loss2d")
+def nll_loss(
+    x: Tensor, t: Tensor, weight: Tensor | None = None, reduction: int = _MEAN, ignore_index: int = -100
+) -> Tensor:
+    """-w[t] x[t] for x [N, C, ..] and t [N, ..]; the mean is weighted by w[t]."""
+    return _negative_log_likelihood(x, t, weight, reduction, ignore_index)[0]
+
+
+@_decomposes("nll_loss_forward", "nll_loss2d_forward")
+def nll_loss_forward(
+    x: Tensor, t: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    """`nll_loss` and the total weight."""
+    return _negative_log_likelihood(x, t, weight, reduction, ignore_index)
+
+
+@_decomposes("cross_entropy_loss")
+def cross_entropy_loss(
+    x: Tensor,
+    t: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = _MEAN,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """-Σ_c w[c] q[c] log softmax(x)[c], where q is t (probabilities), or onehot(t), smoothed to (1 - ε) q + ε/C."""
+    dim = _class_dim(x)
+    log_p = torch.log_softmax(x, dim)
+    count = x.shape[dim]
+    if t.is_floating_point():
+        q = t if label_smoothing == 0 else t * (1 - label_smoothing) + label_smoothing / count
+        terms = log_p * q if weight is None else log_p * q * _along_classes(weight, x)
+        return _reduce(-terms.sum(dim), reduction)
+    loss, total = _negative_log_likelihood(log_p, t, weight, reduction, ignore_index)
+    if label_smoothing == 0:
+        return loss
+    smooth = -(log_p if weight is None else log_p * _along_classes(weight, x)).sum(dim)
+    smooth = smooth.masked_fill(t == ignore_index, 0)
+    if reduction != _NONE:
+        smooth = smooth.sum()
+    if reduction == _MEAN:
+        smooth = smooth / total
+    return (1 - label_smoothing) * loss + smooth * (label_smoothing / count)

@@ -1,0 +1,159 @@
+"""lower: the only pass that writes nodes.  Traces a plain torch function for the plan and splices it into the graph."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from psg_fx import facts
+from psg_fx.evaluate import Evaluator
+from psg_fx.facts import InputSpec, OutputSpec
+from psg_fx.planning import Plan
+from psg_fx.quantity import Quantity
+from psg_fx.stages import Stage
+
+from .runner import graph_pass
+
+Extra = tuple[str, tuple[int | None, ...], torch.dtype]
+
+
+@graph_pass("lower", before=Stage.PLANNED, after=Stage.LOWERED)
+def lower(gm: GraphModule, quantities: Sequence[Quantity], extras: Sequence[Extra]) -> GraphModule:
+    """After: outputs are the losses, new buffer values, and every field of every quantity; nothing else is computed.
+
+    extras: further inputs, each a name, a shape (None: the batch size) and a dtype.
+    """
+    info = facts.graph_facts(gm)
+    plan: Plan = info.data["plan"]
+    known = _known_values(gm)
+    needed = [name for name in known if name in _sources(plan)]
+    made = [_extra_value(gm, extra) for extra in extras]
+    names: list[str] = []
+    specs: list[OutputSpec] = []
+    batch_size = _batch_node(gm)
+
+    def tail(
+        values: list[torch.Tensor], given: list[torch.Tensor], carrier: torch.Tensor
+    ) -> tuple[list[Any], list[Any]]:
+        env = dict(zip(needed, values, strict=True))
+        count = carrier.shape[facts.input_spec(batch_size).samples or 0]
+        evaluator = Evaluator(plan, env, count, carrier.device)
+        results = _results(evaluator, quantities, dict(zip([e[0] for e in extras], given, strict=True)), count)
+        specs[:] = [spec for spec, _ in results]
+        names[:] = list(evaluator.named)
+        return [value for _, value in results], list(evaluator.named.values())
+
+    arguments = ([known[name].meta["val"] for name in needed], [value for value, _ in made], batch_size.meta["val"])
+    with torch.no_grad():
+        traced = make_fx(tail, tracing_mode="symbolic")(*arguments)
+    nodes = [known[name] for name in needed] + [node for _, node in made] + [batch_size]
+    results, inner = _splice(gm, traced, nodes, len(specs))
+    _name(results, specs, inner, names)
+    _finish(gm, results, specs)
+    return gm
+
+
+def _results(
+    evaluator: Evaluator, quantities: Sequence[Quantity], given: Mapping[str, torch.Tensor], count: Any
+) -> list[tuple[OutputSpec, torch.Tensor]]:
+    """Norms first, then the weights that follow from them, then everything that reads weights."""
+    evaluator.first()
+    weights: dict[str, Mapping[str, torch.Tensor]] = {}
+    for quantity in quantities:
+        weights.update(quantity.weights(evaluator.results, given))
+    evaluator.second(weights)
+    found: dict[tuple[str, str], torch.Tensor] = {}
+    for quantity in quantities:
+        for field, value in quantity.finish(evaluator.results, weights, count).items():
+            entries = value.items() if isinstance(value, Mapping) else [("", value)]
+            for name, tensor in entries:
+                if field == quantity.field or (field, name) not in found:
+                    found[field, name] = tensor
+    return [(OutputSpec(field, name), tensor) for (field, name), tensor in found.items()]
+
+
+def _known_values(gm: GraphModule) -> dict[str, Node]:
+    """Names that leaves and prefixes may use -> nodes of the joint graph."""
+    found: dict[str, Node] = {f"placeholder:{n.name}": n for n in facts.placeholders(gm)}
+    for spec, node in zip(facts.graph_facts(gm).outputs, facts.outputs(gm), strict=True):
+        if node is not None and spec.kind in ("activation", "cotangent"):
+            found[f"{spec.kind}:{spec.name}"] = node
+    return found
+
+
+def _sources(plan: Plan) -> set[str]:
+    found: set[str] = set()
+    for parameter in plan.parameters:
+        for part in parameter.parts:
+            found.update(source for leaf in part.network.leaves for source in leaf.sources)
+        for term in parameter.gradient.terms:
+            found.update(f"placeholder:{name}" for name in term.prefix.inputs if not term.prefix.trivial)
+    return found
+
+
+def _batch_node(gm: GraphModule) -> Node:
+    return next(n for n in facts.placeholders(gm) if facts.input_spec(n).samples is not None)
+
+
+def _extra_value(gm: GraphModule, extra: Extra) -> tuple[torch.Tensor, Node]:
+    """A placeholder for a further input, after those there are."""
+    name, shape, dtype = extra
+    last, carrier = facts.placeholders(gm)[-1], _batch_node(gm)
+    template = carrier.meta["val"]
+    count = template.shape[facts.input_spec(carrier).samples or 0]
+    with template.fake_mode:
+        value = torch.empty([count if size is None else size for size in shape], dtype=dtype, device=template.device)
+    with gm.graph.inserting_after(last):
+        node = gm.graph.placeholder(name)
+    node.meta = {"val": value, "psg_fx_input": InputSpec("weights", name, 0 if None in shape else None)}
+    return value, node
+
+
+def _splice(gm: GraphModule, traced: GraphModule, inputs: list[Node], count: int) -> tuple[list[Node], list[Node]]:
+    """Copy the traced graph in front of the output; its `count` results and named inner nodes, in `gm`."""
+    mapping: dict[Node, Node] = dict(zip(facts.placeholders(traced), inputs, strict=True))
+    output = gm.graph.output_node()
+    with gm.graph.inserting_before(output):
+        for node in traced.graph.nodes:
+            if node.op == "get_attr":
+                setattr(gm, node.target, getattr(traced, node.target))
+            if node.op not in ("placeholder", "output"):
+                copy = gm.graph.node_copy(node, mapping.__getitem__)
+                copy.meta["psg_fx_pass"] = "lower"
+                mapping[node] = copy
+    found = [mapping[n] for n in pytree.tree_leaves(traced.graph.output_node().args[0])]
+    return found[:count], found[count:]
+
+
+def _name(results: list[Node], specs: list[OutputSpec], inner: list[Node], names: list[str]) -> None:
+    """Name nodes for what they hold."""
+    for node, name in zip(inner, names, strict=True):
+        _rename(node, name)
+    for node, spec in zip(results, specs, strict=True):
+        _rename(node, f"{spec.name}_{spec.kind}" if spec.name else spec.kind)
+
+
+def _rename(node: Node, name: str) -> None:
+    if node.op == "call_function":
+        node._rename(re.sub(r"\W", "_", name))
+
+
+def _finish(gm: GraphModule, results: list[Node], specs: list[OutputSpec]) -> None:
+    """Keep losses, outputs, buffers and results as outputs; drop everything that only the planner needed."""
+    info = facts.graph_facts(gm)
+    kept = [
+        (spec, node)
+        for spec, node in zip(info.outputs, facts.outputs(gm), strict=True)
+        if spec.kind not in ("activation", "cotangent")
+    ]
+    everything = kept + list(zip(specs, results, strict=True))
+    gm.graph.output_node().args = (tuple(node for _, node in everything),)
+    gm.graph.eliminate_dead_code()
+    gm.meta[facts.KEY] = dataclasses.replace(info, outputs=tuple(spec for spec, _ in everything))

@@ -1,0 +1,64 @@
+"""The order of the passes, written once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.fx import GraphModule
+
+from psg_fx.arguments import Call
+from psg_fx.cost import Device
+from psg_fx.facts import GraphFacts, graph_facts
+from psg_fx.quantity import Quantity
+from psg_fx.stages import Stage, verify
+
+from .batch import batch
+from .capture import Program, capture
+from .differentiate import differentiate
+from .lower import Extra, lower
+from .networks import merge, networks
+from .plan import plan
+from .runner import History, graph_pass, run
+from .sites import find_sites
+from .unreduce import unreduce
+
+BATCH = graph_pass("batch", before=Stage.CAPTURED, after=Stage.BATCHED)(batch)
+UNREDUCE = graph_pass("unreduce", before=Stage.BATCHED, after=Stage.UNREDUCED)(unreduce)
+
+
+def run_pipeline(
+    program: Program, call: Call, tracked: dict[str, str], quantities: Sequence[Quantity], extras: Sequence[Extra],
+    device: Device, input_gradients: tuple[bool, ...] = (),
+) -> tuple[GraphModule, History]:  # fmt: skip
+    """From a model and a loss to a lowered graph, with every stage on the way."""
+    history = History()
+    gm = record_capture(program, call, tracked, history)
+    gm = run(BATCH, gm, history)
+    gm = run(UNREDUCE, gm, history)
+    gm = run(find_sites, gm, history)
+    gm = run(differentiate, gm, history, input_gradients=input_gradients)
+    gm = run(networks, gm, history)
+    gm = run(merge, gm, history)
+    asks = tuple(dict.fromkeys(ask for quantity in quantities for ask in quantity.asks()))
+    gm = run(plan, gm, history, asks=asks, device=device, size=call.batch_size())
+    gm = run(lower, gm, history, quantities=quantities, extras=extras)
+    return gm, history
+
+
+def record_capture(program: Program, call: Call, tracked: dict[str, str], history: History) -> GraphModule:
+    """Capture, verified and recorded like any other pass."""
+    import time
+
+    from .runner import Step
+
+    start = time.perf_counter()
+    gm = capture(program, call, tracked)
+    verify(gm, Stage.CAPTURED)
+    seconds = time.perf_counter() - start
+    history.graphs[Stage.CAPTURED.value] = gm
+    history.steps.append(Step("capture", Stage.CAPTURED, Stage.CAPTURED, seconds, 0, len(gm.graph.nodes)))
+    return gm
+
+
+__all__ = ["GraphFacts", "graph_facts", "run_pipeline", "torch"]

@@ -1,0 +1,157 @@
+"""An op without a rule is tried out: on random values, does row i of the output come from row i of the inputs alone?
+
+With B = 3: the op on the whole batch, restricted to sample i, must equal the op on sample i alone, for every i and for
+several random draws; a changed sample j must leave row i as it is (implied, since row i is the op on sample i alone).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from psg_fx import facts
+from psg_fx.axes import Misfit, single
+from psg_fx.errors import NotYetSupported, locate
+from psg_fx.facts import Axes, SampleAxis
+from psg_fx.passes.independence.values import FIX, Result, mixed, op_name, tensors
+
+SIZE, DRAWS, LARGEST = 3, 4, 2**22
+
+
+def probe(node: Node, batch: sympy.Symbol, known: Mapping[Node, Axes], notes: list[str]) -> Result:
+    """The sample axes of the outputs of an op without a rule, or a refusal."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded in target.tags:
+        raise _unsupported(node, "it has no rule, and it cannot be tried out (random, or not an operator)")
+    for axes in known.values():
+        if isinstance(axes, tuple):
+            raise _unsupported(node, "it has no rule, and an input is a tuple")
+    outs = [single(facts.shape(t), batch) for t in tensors(node.meta["val"])] if _fits(node, batch) else []
+    trial = Trial(node, batch, known)
+    candidates = [list(_candidates(o.dim, o.factor)) for o in outs]
+    if not any(o.dim is not None for o in outs):
+        raise mixed(node, "no dim of its output holds the samples of its inputs", FIX)
+    try:
+        for draw in range(DRAWS):
+            whole, alone = trial.run(draw)
+            for place, options in enumerate(candidates):
+                rows = [a[place] for a in alone]
+                candidates[place] = [axis for axis in options if _agree(whole[place], rows, axis)]
+    except Exception as error:
+        if isinstance(error, NotYetSupported):
+            raise
+        raise _unsupported(
+            node, f"it has no rule, and trying it out failed: {type(error).__name__}: {error}"
+        ) from error
+    if not all(candidates):
+        raise mixed(node, "tried out on random values, a sample's rows change with the other samples", FIX)
+    notes.append(f"{op_name(node)} (%{node.name}) has no rule; its samples were found apart by trying it out")
+    chosen = tuple(c[0] for c in candidates)
+    return Result(chosen[0] if isinstance(node.meta["val"], torch.Tensor) else chosen)
+
+
+def _fits(node: Node, batch: sympy.Symbol) -> bool:
+    try:
+        for tensor in tensors(node.meta["val"]):
+            single(facts.shape(tensor), batch)
+    except Misfit as misfit:
+        raise mixed(node, str(misfit)) from None
+    return True
+
+
+def _candidates(dim: int | None, factor: int) -> Iterator[SampleAxis | None]:
+    if dim is None:
+        yield None
+        return
+    for inner in range(1, factor + 1):
+        if factor % inner == 0:
+            yield SampleAxis(dim, factor // inner, inner)
+
+
+def take(value: torch.Tensor, axis: SampleAxis | None, i: int) -> torch.Tensor:
+    """The rows of sample i: `[.., outer, B, inner, ..]` at B-index i, as in a batch of one."""
+    if axis is None:
+        return value
+    unfolded = value.unflatten(axis.dim, (axis.outer, -1, axis.inner))
+    return unfolded.select(axis.dim + 1, i).flatten(axis.dim, axis.dim + 1)
+
+
+def _agree(whole: torch.Tensor, alone: list[torch.Tensor], axis: SampleAxis | None) -> bool:
+    for i, expected in enumerate(alone):
+        found = take(whole, axis, i)
+        if found.shape != expected.shape:
+            return False
+        if found.is_floating_point() or found.is_complex():
+            if not torch.allclose(found, expected, rtol=1e-6, atol=1e-8, equal_nan=True):
+                return False
+        elif not torch.equal(found, expected):
+            return False
+    return True
+
+
+def _unsupported(node: Node, why: str) -> NotYetSupported:
+    return NotYetSupported(
+        f"{op_name(node)} cannot be shown to keep samples apart",
+        where=locate(node),
+        why=why,
+        fix="rewrite this line with other ops, or ask for a rule for this op",
+    )
+
+
+class Trial:
+    """One op with random arguments, for the whole batch and for each sample."""
+
+    def __init__(self, node: Node, batch: sympy.Symbol, known: Mapping[Node, Axes]) -> None:
+        self.node, self.batch, self.known = node, batch, known
+
+    def run(self, seed: int) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
+        """The outputs on the batch, and on each sample alone."""
+        generator = torch.Generator().manual_seed(seed)
+        drawn: dict[Node, Any] = {n: self.draw(n, generator) for n in self.node.all_input_nodes}
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            whole = self.call({n: self.number(n, SIZE) if v is None else v for n, v in drawn.items()})
+            alone = [self.call({n: self.pick(n, v, i) for n, v in drawn.items()}) for i in range(SIZE)]
+        return whole, alone
+
+    def call(self, values: Mapping[Node, Any]) -> list[torch.Tensor]:
+        """The op on concrete values."""
+        args = torch.fx.map_arg(self.node.args, lambda n: values[n])
+        kwargs = torch.fx.map_arg(self.node.kwargs, lambda n: values[n])
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        assert callable(self.node.target)
+        return tensors(self.node.target(*args, **kwargs))
+
+    def pick(self, node: Node, value: Any, i: int) -> Any:
+        """An argument for sample i alone."""
+        if value is None:
+            return self.number(node, 1)
+        axis = self.known.get(node)
+        return take(value, axis, i) if isinstance(axis, SampleAxis) else value
+
+    def number(self, node: Node, size: int) -> Any:
+        """A size argument at one batch size."""
+        value = node.meta["val"]
+        return facts.at(facts.expr(value), self.batch, size)
+
+    def draw(self, node: Node, generator: torch.Generator) -> Any:
+        """A random tensor of the node's shape at B = 3; None for numbers."""
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            return None
+        shape = [facts.at(s, self.batch, SIZE) for s in facts.shape(value)]
+        if torch.Size(shape).numel() > LARGEST:
+            raise _unsupported(self.node, f"it has no rule, and %{node.name} is too large to try it out")
+        if value.is_complex():
+            return torch.randn(shape, generator=generator, dtype=torch.complex128).to(value.dtype)
+        if value.is_floating_point():
+            kind = value.dtype if value.dtype == torch.float64 else torch.float32
+            return torch.randn(shape, generator=generator, dtype=torch.float64).to(kind)
+        high = 2 if value.dtype == torch.bool else 3
+        return torch.randint(0, high, shape, generator=generator).to(value.dtype)

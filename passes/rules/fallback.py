@@ -1,0 +1,69 @@
+"""The fallback: any op, by `vmap(vjp)` of that one op.  Always right, never the fastest, and named in the plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+import torch
+from torch.utils import _pytree as pytree
+
+from psg_fx.cost import product
+from psg_fx.network import BATCH, Leaf, Network
+from psg_fx.rules import samples_first
+from psg_fx.sites import Operand, Site, Value
+
+aten = torch.ops.aten
+
+
+def fallback(site: Site, operand: Operand) -> Network:
+    """Dense [b, p]: for each sample the VJP of the op as it acts on a batch of one.
+
+    p is the operand, flattened.  Sizes in the op's arguments that depend on the batch size take their value at B = 1.
+    """
+    flat, spec = pytree.tree_flatten((site.args, site.kwargs), is_leaf=lambda v: isinstance(v, Value))
+    values = tuple(dict.fromkeys(v for v in flat if isinstance(v, Value)))
+    cotangents = tuple((k, c) for k, c in enumerate(site.cotangents) if c is not None)
+    carried = tuple(v.samples for v in values)
+    if operand.value.samples is not None:
+        raise AssertionError(f"a parameter operand of {site.name} carries samples")
+
+    def build(*tensors: torch.Tensor) -> torch.Tensor:
+        data, grads = tensors[: len(values)], tensors[len(values) :]
+        rows = [samples_first(t, axis) if axis is not None else t for t, axis in zip(data, carried, strict=True)]
+        grad_rows = [samples_first(g, c.samples) for g, (_, c) in zip(grads, cotangents, strict=True)]  # type: ignore[arg-type]
+        dims = [0 if axis is not None else None for axis in carried]
+
+        def one(*own: torch.Tensor) -> torch.Tensor:
+            inputs, seeds = dict(zip(values, own[: len(values)], strict=True)), own[len(values) :]
+            filled = [inputs[v] if isinstance(v, Value) else _at_one(v, site.batch) for v in flat]
+
+            def call(p: torch.Tensor) -> tuple[torch.Tensor, ...]:
+                args, kwargs = pytree.tree_unflatten(
+                    [*filled[: operand.position], p, *filled[operand.position + 1 :]], spec
+                )
+                result = site.target(*args, **kwargs)
+                results = [result] if isinstance(result, torch.Tensor) else [r for r in pytree.tree_leaves(result)]
+                return tuple(results[k] for k, _ in cotangents)
+
+            _, pull = torch.func.vjp(call, inputs[operand.value])
+            return pull(tuple(seeds))[0]
+
+        found: torch.Tensor = torch.vmap(one, in_dims=(*dims, *[0] * len(grad_rows)))(*rows, *grad_rows)
+        return found.flatten(1)
+
+    sources = (*(v.name for v in values), *(c.name for _, c in cotangents))
+    samples = _samples(site)
+    leaf = Leaf(
+        f"vjp({site.op})", sources, f"fallback {site.name} {operand.position}", (BATCH, "p"),
+        (samples, product(operand.value.shape) * sympy.Integer(1)), dtype=operand.value.dtype, build=build,
+    )  # fmt: skip
+    return Network((leaf,), (BATCH, "p"))
+
+
+def _samples(site: Site) -> sympy.Expr:
+    return site.batch
+
+
+def _at_one(value: Any, batch: sympy.Symbol) -> Any:
+    return int(value.subs(batch, 1)) if isinstance(value, sympy.Expr) else value

@@ -1,0 +1,185 @@
+"""Elementwise ops, `expand`, and the scales of normalisations: the parameter broadcasts over the samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+from torch.utils import _pytree as pytree
+
+from psg_fx.network import Leaf, Network
+from psg_fx.rules import Arrangement, class_rule, rule
+from psg_fx.sites import Site, Value
+
+aten = torch.ops.aten
+
+
+def broadcast_network(
+    site: Site, parameter: tuple[sympy.Expr, ...], label: str, recipe: str, sources: tuple[Value, ...],
+    gradient: Callable[..., torch.Tensor], right: bool = True, at: int = 0,
+) -> Network | None:  # fmt: skip
+    """The gradient of a parameter that broadcasts over ȳ, from `gradient(*sources)`, shaped like ȳ.
+
+    e[b,t,d] -> [b,d]: dims of ȳ along which the parameter has size 1, or which it lacks, are summed.  The parameter's
+    dims are matched with those of ȳ from the right, or starting at dim `at`.
+    """
+    ybar = site.cotangent
+    offset = ybar.ndim - len(parameter) if right else at
+    kept: list[int] = []
+    for dim, size in enumerate(ybar.shape):
+        own = parameter[dim - offset] if 0 <= dim - offset < len(parameter) else sympy.Integer(1)
+        if own not in (1, size) or (ybar.samples is not None and dim == ybar.samples.dim and own != 1):
+            return None
+        if own != 1:
+            kept.append(dim)
+    plan = Arrangement.keeping(ybar, tuple(kept))
+    names = tuple(v.name for v in sources)
+
+    def build(*tensors: torch.Tensor) -> torch.Tensor:
+        return plan(gradient(*tensors))
+
+    leaf = Leaf(label, names, f"{recipe} {plan}", plan.axes, plan.sizes, dtype=ybar.dtype, build=build)
+    return Network((leaf,), tuple(axis for axis in plan.axes if axis != "t"))
+
+
+def _is_pointwise(target: Any) -> bool:
+    return torch.Tag.pointwise in getattr(target, "tags", ()) and target is not aten.prelu.default
+
+
+@class_rule(_is_pointwise)
+def pointwise(site: Site, position: int) -> Network | None:
+    """Y = f(x, p, ..) element by element, p broadcast: e = ȳ ∂f/∂p at every element, then e[b,t,d] -> [b,d].
+
+    ∂f/∂p comes from autograd on the op itself with p expanded to y's shape, so one rule covers every such op.
+    """
+    operand = next(o for o in site.operands if o.position == position)
+    if operand.value.samples is not None or len(site.cotangents) != 1:
+        return None
+    ybar = site.cotangent
+    flat, spec = pytree.tree_flatten((site.args, site.kwargs), is_leaf=lambda v: isinstance(v, Value))
+    values = tuple(v for v in flat if isinstance(v, Value))
+    if any(isinstance(v, sympy.Expr) for v in flat):
+        return None
+    if str(site.target).startswith("aten.add.") and "alpha" not in site.kwargs:
+        return broadcast_network(site, operand.value.shape, "ȳ", "ȳ", (ybar,), lambda g: g)
+
+    def gradient(*tensors: torch.Tensor) -> torch.Tensor:
+        *arguments, cotangent = tensors
+        rest = iter(arguments)
+        filled = [next(rest).detach() if isinstance(v, Value) else v for v in flat]
+        expanded = filled[position].expand(cotangent.shape).detach().requires_grad_()
+        filled[position] = expanded
+        args, kwargs = pytree.tree_unflatten(filled, spec)
+        with torch.enable_grad():
+            result = site.target(*args, **kwargs)
+        (found,) = torch.autograd.grad(result, expanded, cotangent)
+        return found
+
+    recipe = f"pointwise {site.target} {position} {[v for v in flat if not isinstance(v, Value)]}"
+    return broadcast_network(site, operand.value.shape, "x∘ȳ", recipe, (*values, ybar), gradient)
+
+
+@rule(aten.expand.default, params={"p": 0})
+def expand(site: Site) -> dict[str, Network | None]:
+    """y[b,t,d] = p[d]: ȳ[b,t,d] -> [b,d]."""
+    return {"p": broadcast_network(site, site.input(0).shape, "ȳ", "ȳ", (site.cotangent,), lambda g: g)}
+
+
+def _affine(
+    site: Site, parameter: tuple[sympy.Expr, ...], normalized: Any, recipe: str, channel: int | None
+) -> dict[str, Network | None]:
+    """Y = x̂ w + bias.  w: x̂[b,t,d] ȳ[b,t,d] -> [b,d];  bias: ȳ[b,t,d] -> [b,d]."""
+    x, ybar = site.input(0), site.cotangent
+    options = {"right": channel is None, "at": channel or 0}
+    weight = broadcast_network(site, parameter, "x̂∘ȳ", recipe, (x, ybar), lambda v, g: normalized(v) * g, **options)
+    bias = broadcast_network(site, parameter, "ȳ", "ȳ", (ybar,), lambda g: g, **options)
+    return {"weight": weight, "bias": bias}
+
+
+@rule(aten.layer_norm.default, params={"weight": 2, "bias": 3})
+def layer_norm(site: Site) -> dict[str, Network | None]:
+    """Y = x̂ w + bias over the last dims (Ba et al. 2016, arXiv:1607.06450)."""
+    shape = [int(s) for s in site.args[1]]
+    eps = float(site.arg(4, "eps", 1e-5))
+    return _affine(
+        site, site.input(0).shape[-len(shape) :], lambda v: aten.layer_norm(v, shape, None, None, eps),
+        f"layer_norm {shape} {eps}", None,
+    )  # fmt: skip
+
+
+@rule(aten.rms_norm.default, params={"weight": 2})
+def rms_norm(site: Site) -> dict[str, Network | None]:
+    """Y = x / rms(x) · w over the last dims (Zhang, Sennrich 2019, arXiv:1910.07467)."""
+    shape = [int(s) for s in site.args[1]]
+    eps = site.arg(3, "eps", None)
+    found = _affine(
+        site,
+        site.input(0).shape[-len(shape) :],
+        lambda v: aten.rms_norm(v, shape, None, eps),
+        f"rms {shape} {eps}",
+        None,
+    )
+    return {"weight": found["weight"]}
+
+
+@rule(aten.group_norm.default, params={"weight": 2, "bias": 3})
+def group_norm(site: Site) -> dict[str, Network | None]:
+    """Y = x̂ w + bias per channel (Wu, He 2018, arXiv:1803.08494)."""
+    groups, eps = int(site.args[1]), float(site.arg(4, "eps", 1e-5))
+    return _affine(
+        site,
+        site.input(0).shape[1:2],
+        lambda v: aten.group_norm(v, groups, None, None, eps),
+        f"group {groups} {eps}",
+        1,
+    )
+
+
+@rule(aten.instance_norm.default, params={"weight": 1, "bias": 2})
+def instance_norm(site: Site) -> dict[str, Network | None]:
+    """Y = x̂ w + bias per channel, x̂ by each sample's own statistics (Ulyanov et al. 2016, arXiv:1607.08022)."""
+    own_statistics, eps = bool(site.args[5]), float(site.args[7])
+    if not own_statistics:
+        return {}
+    return _affine(
+        site, site.input(0).shape[1:2],
+        lambda v: aten.instance_norm(v, None, None, None, None, True, 0.0, eps, False), f"instance {eps}", 1,
+    )  # fmt: skip
+
+
+@rule(aten._native_batch_norm_legit_no_training.default, params={"weight": 1, "bias": 2})
+def batch_norm_eval(site: Site) -> dict[str, Network | None]:
+    """Y = x̂ w + bias per channel, x̂ = (x - mean) / √(var + eps) by running statistics."""
+    x, mean, variance, ybar = site.input(0), site.args[3], site.args[4], site.cotangent
+    eps = float(site.args[6])
+
+    def gradient(v: torch.Tensor, m: torch.Tensor, s: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+        shape = [-1, *[1] * (v.ndim - 2)]
+        return (v - m.reshape(shape)) * (s + eps).rsqrt().reshape(shape) * g
+
+    channels = x.shape[1:2]
+    weight = broadcast_network(
+        site, channels, "x̂∘ȳ", f"batch {eps}", (x, mean, variance, ybar), gradient, right=False, at=1
+    )
+    return {
+        "weight": weight,
+        "bias": broadcast_network(site, channels, "ȳ", "ȳ", (ybar,), lambda g: g, right=False, at=1),
+    }
+
+
+@rule(aten.prelu.default, params={"weight": 1})
+def prelu(site: Site) -> dict[str, Network | None]:
+    """Y = max(x, 0) + w min(x, 0), one w for all or one per channel (He et al. 2015, arXiv:1502.01852)."""
+    x, weight, ybar = site.input(0), site.input(1), site.cotangent
+    per_channel = weight.ndim == 1 and weight.shape[0] != 1 and x.ndim > 1
+    parameter = weight.shape if per_channel else ()
+    return {
+        "weight": broadcast_network(
+            site, parameter, "x∘ȳ", "prelu", (x, ybar), lambda v, g: v.clamp(max=0) * g, right=False, at=1
+        )
+    }
+
+
+__all__ = ["broadcast_network", "expand", "group_norm", "instance_norm", "layer_norm", "pointwise"]

@@ -1,0 +1,88 @@
+"""Runs passes: copy, verify, call, lint, verify, record."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch.fx import GraphModule
+
+from psg_fx.stages import Stage, verify
+
+log = logging.getLogger("psg_fx")
+
+Transform = Callable[..., GraphModule]
+
+
+@dataclass(frozen=True)
+class GraphPass:
+    """A named transformation from one stage to the next."""
+
+    name: str
+    before: Stage
+    after: Stage
+    call: Transform
+
+
+@dataclass(frozen=True)
+class Step:
+    """A record of a pass that ran: its stages, its time in seconds, and the sizes of the graphs before and after."""
+
+    name: str
+    before: Stage
+    after: Stage
+    seconds: float
+    nodes_before: int
+    nodes_after: int
+
+
+@dataclass
+class History:
+    """Every stage of one compilation, in order: the graphs and the steps between them."""
+
+    graphs: dict[str, GraphModule] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+
+
+def graph_pass(name: str, *, before: Stage, after: Stage) -> Callable[[Transform], GraphPass]:
+    """Make a function on graphs a pass."""
+    return lambda call: GraphPass(name, before, after, call)
+
+
+def run(step: GraphPass, gm: GraphModule, history: History, **arguments: object) -> GraphModule:
+    """Run one pass on a copy of `gm` and keep the result in `history`."""
+    verify(gm, step.before)
+    start = time.perf_counter()
+    result = step.call(copy_graph(gm), **arguments)
+    result.graph.lint()
+    result.recompile()
+    seconds = time.perf_counter() - start
+    verify(result, step.after)
+    history.graphs[step.after.value] = result
+    history.steps.append(
+        Step(step.name, step.before, step.after, seconds, len(gm.graph.nodes), len(result.graph.nodes))
+    )
+    log.debug("%-14s %6.0f ms  %d -> %d nodes", step.name, 1e3 * seconds, len(gm.graph.nodes), len(result.graph.nodes))
+    return result
+
+
+def copy_graph(gm: GraphModule) -> GraphModule:
+    """A copy with its own graph; tensors, fake values and facts (which are frozen) are shared."""
+    new = GraphModule({name: value for name, value in gm.named_children()}, _copied(gm), type(gm).__name__)
+    new.meta = copy.copy(gm.meta)
+    return new
+
+
+def _copied(gm: GraphModule):  # type: ignore[no-untyped-def]
+    from torch.fx import Graph
+
+    graph = Graph()
+    mapping: dict[object, object] = {}
+    output = graph.graph_copy(gm.graph, mapping)  # type: ignore[arg-type]
+    graph.output(output)
+    for old, new in mapping.items():
+        new.meta = copy.copy(old.meta)  # type: ignore[attr-defined]
+    return graph

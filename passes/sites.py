@@ -1,0 +1,120 @@
+"""sites: find each op at which a tracked parameter meets data.
+
+A value is *data* (it carries the samples), *param* (derived from tracked parameters alone) or *const*.  A site is an op
+that carries the samples and reads a param.  After this pass every path from a tracked parameter to the loss starts at
+one site, because a value derived from a parameter is either param or made at a site.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from psg_fx import facts
+from psg_fx.errors import NotYetSupported, locate
+from psg_fx.facts import fact
+from psg_fx.sites import Prefix
+from psg_fx.stages import Stage
+
+from .runner import graph_pass
+
+aten = torch.ops.aten
+
+_SELECTING = {
+    aten.t, aten.transpose, aten.permute, aten.view, aten._unsafe_view, aten.reshape, aten.flatten, aten.unflatten,
+    aten.squeeze, aten.unsqueeze, aten.slice, aten.select, aten.narrow, aten.split, aten.split_with_sizes, aten.chunk,
+    aten.unbind, aten.clone, aten.contiguous, aten._to_copy, aten.alias, aten.movedim, aten.swapaxes, aten.numpy_T,
+    aten.diagonal,
+}  # fmt: skip
+
+
+@graph_pass("sites", before=Stage.UNREDUCED, after=Stage.SITED)
+def find_sites(gm: GraphModule) -> GraphModule:
+    """Mark each op that consumes a parameter.  After: `fact(node).site` names it, `fact(node).params` is complete."""
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            spec = facts.input_spec(node)
+            if spec.tracked:
+                facts.update(node, params=frozenset([spec.name]))
+        elif node.op == "call_function":
+            _classify(node)
+    info = facts.graph_facts(gm)
+    prefixes = {operand.name: prefix(gm, operand) for operand in _operands(gm)}
+    gm.meta[facts.KEY] = dataclasses.replace(info, data={**info.data, "prefixes": prefixes})
+    return gm
+
+
+def _operands(gm: GraphModule) -> dict[Node, None]:
+    """Every param that a site reads, once."""
+    return {n: None for site in gm.graph.nodes if fact(site).site for n in site.all_input_nodes if fact(n).params}
+
+
+def _classify(node: Node) -> None:
+    operands = [n for n in node.all_input_nodes if fact(n).params]
+    if not operands or node.target in (aten.detach.default, aten.detach_.default):
+        return
+    if not any(value.is_floating_point() for value in facts.tensors(node.meta["val"])):
+        if any(value.is_complex() for value in facts.tensors(node.meta["val"])):
+            raise _complex(node)
+        return
+    if fact(node).reduced:
+        return
+    if _carries(node):
+        facts.update(node, site=node.name)
+    else:
+        facts.update(node, params=frozenset().union(*(fact(n).params for n in operands)))
+
+
+def _complex(node: Node) -> NotYetSupported:
+    return NotYetSupported(
+        f"{node.target} makes a complex value of a parameter", where=locate(node),
+        why="per-sample gradients of complex values are not written yet", fix="keep parameters real up to their use",
+    )  # fmt: skip
+
+
+def _carries(node: Node) -> bool:
+    samples = fact(node).samples
+    return any(axis is not None for axis in samples) if isinstance(samples, tuple) else samples is not None
+
+
+def prefix(gm: GraphModule, operand: Node) -> Prefix:
+    """The sub-graph that makes `operand` of parameters and constants."""
+    names = tuple(sorted(fact(operand).params))
+    if operand.op == "placeholder":
+        return Prefix(operand.name, (operand.name,), names, {operand.name: names[0]}, trivial=True, selects=True)
+    needed = _ancestors(operand)
+    order = [n for n in gm.graph.nodes if n in needed]
+    for node in order:
+        if _is_random(node):
+            raise NotYetSupported(
+                f"{node.target} draws random numbers on the way of a parameter to its use", where=locate(node),
+                why="the same draw would have to be kept for the gradient", fix="apply the dropout to the activations",
+            )  # fmt: skip
+    graph, copies = Graph(), {}
+    for node in order:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(copies[operand])
+    inputs = tuple(n.name for n in order if n.op == "placeholder")
+    owners = {n.name: next(iter(fact(n).params), "") for n in order if n.op == "placeholder"}
+    ops = [n for n in order if n.op == "call_function" and n.target is not operator.getitem]
+    selects = len(inputs) == 1 and all(getattr(n.target, "overloadpacket", None) in _SELECTING for n in ops)
+    listed = tuple(str(n.target).split(".")[1] for n in ops)
+    return Prefix(operand.name, inputs, names, owners, listed, selects=selects, graph=GraphModule(gm, graph))
+
+
+def _ancestors(node: Node) -> set[Node]:
+    found, stack = {node}, [node]
+    while stack:
+        for parent in stack.pop().all_input_nodes:
+            if parent not in found:
+                found.add(parent)
+                stack.append(parent)
+    return found
+
+
+def _is_random(node: Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags

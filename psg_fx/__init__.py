@@ -1,0 +1,28 @@
+"""psg_fx: exact per-sample gradients, and what users ask of them, compiled into one graph at about the cost of an
+ordinary training step.
+"""
+
+from psg_fx.api import PerSampleModule, transform
+from psg_fx.benchmarking import benchmark
+from psg_fx.errors import BadArgument, CaptureFailed, InternalError, NotYetSupported, PsgError, SamplesMixed
+from psg_fx.quantity import ClippedSum, Grads, MeanGrad, Norms, Quantity, WeightedSum
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BadArgument",
+    "CaptureFailed",
+    "ClippedSum",
+    "Grads",
+    "InternalError",
+    "MeanGrad",
+    "Norms",
+    "NotYetSupported",
+    "PerSampleModule",
+    "PsgError",
+    "Quantity",
+    "SamplesMixed",
+    "WeightedSum",
+    "benchmark",
+    "transform",
+]

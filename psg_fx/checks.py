@@ -1,0 +1,154 @@
+"""What each quantity should be, from per-sample gradients in float64: one plain formula per quantity.
+
+The formulas are written from the definitions, not from the compiler's own code: they are what it is held against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Named = Mapping[str, Tensor]
+Answer = Tensor | Named
+
+
+@dataclass(frozen=True)
+class Check:
+    """One field of a step's output and how to compute it from losses `[B]` and gradients `name -> [B, *shape]`."""
+
+    field: str
+    expected: Callable[[Tensor, Named], Answer]
+    per_sample: bool = True
+
+
+LOSSES = Check("losses", lambda losses, grads: losses)
+GRADS = Check("grads", lambda losses, grads: grads)
+MEAN_GRAD = Check("mean_grad", lambda losses, grads: {n: g.mean(0) for n, g in grads.items()}, per_sample=False)
+GRAM = Check("gram", lambda losses, grads: (flat := flattened(grads)) @ flat.T)
+
+
+def flattened(grads: Named) -> Tensor:
+    """All parameters side by side, `[B, P]`."""
+    return torch.cat([g.reshape(g.shape[0], -1) for g in grads.values()], dim=1)
+
+
+def norms_of(grads: Named, per: str) -> Named:
+    """For each parameter the 2-norm `[B]` of its own gradient, or with per="model" of the whole."""
+    own = {name: g.reshape(g.shape[0], -1).norm(dim=1) for name, g in grads.items()}
+    return own if per == "parameter" else dict.fromkeys(grads, flattened(grads).norm(dim=1))
+
+
+def _any(values: Named) -> Tensor:
+    return next(iter(values.values()))
+
+
+def norms_check(*, per: str = "model", squared: bool = False) -> Check:
+    """`Norms(per, squared)`: `[B]`, or `name -> [B]`."""
+
+    def expected(losses: Tensor, grads: Named) -> Answer:
+        found = {name: n.square() if squared else n for name, n in norms_of(grads, per).items()}
+        return found if per == "parameter" else _any(found)
+
+    return Check("norms", expected)
+
+
+def clip_factors_of(grads: Named, max_norm: Any, per: str, style: str) -> Named:
+    """cᵢ for each parameter, `[B]`: min(1, max_norm/‖gᵢ‖), or max_norm/(‖gᵢ‖ + 0.01) in the automatic style."""
+    factors = {}
+    for name, norm in norms_of(grads, per).items():
+        value = max_norm[name] if isinstance(max_norm, Mapping) else max_norm
+        limit = torch.as_tensor(value, dtype=norm.dtype, device=norm.device)
+        if style == "automatic":
+            factors[name] = limit / (norm + 0.01)
+        else:
+            factors[name] = torch.where(norm > limit, limit / norm, torch.ones_like(norm))
+    return factors
+
+
+def clip_factors_check(max_norm: Any, *, per: str = "model", style: str = "abadi") -> Check:
+    """The factors of `ClippedSum`: `[B]`, or `name -> [B]`."""
+
+    def expected(losses: Tensor, grads: Named) -> Answer:
+        factors = clip_factors_of(grads, max_norm, per, style)
+        return factors if per == "parameter" else _any(factors)
+
+    return Check("clip_factors", expected)
+
+
+def clipped_sum_check(max_norm: Any, *, per: str = "model", style: str = "abadi") -> Check:
+    """`ClippedSum(max_norm, per, style)`: Σᵢ cᵢ gᵢ, `name -> shape`."""
+
+    def expected(losses: Tensor, grads: Named) -> Answer:
+        factors = clip_factors_of(grads, max_norm, per, style)
+        return {name: torch.tensordot(factors[name], g, dims=([0], [0])) for name, g in grads.items()}
+
+    return Check("clipped_sum", expected, per_sample=False)
+
+
+def weighted_sum_check(weights: Tensor) -> Check:
+    """`WeightedSum()` for weights `[B]`: Σᵢ wᵢ gᵢ, `name -> shape`."""
+
+    def expected(losses: Tensor, grads: Named) -> Answer:
+        return {name: torch.tensordot(weights.to(g), g, dims=([0], [0])) for name, g in grads.items()}
+
+    return Check("weighted_sum", expected, per_sample=False)
+
+
+def dots_check(directions: Named) -> Check:
+    """`Dots()` for directions `name -> shape` or `[K, *shape]`: ⟨gᵢ, v⟩, `[B]` or `[B, K]`."""
+
+    def expected(losses: Tensor, grads: Named) -> Answer:
+        several = all(directions[name].dim() == g.dim() for name, g in grads.items())
+        rows = [directions[n].to(g).reshape(len(directions[n]) if several else 1, -1) for n, g in grads.items()]
+        found = flattened(grads) @ torch.cat(rows, dim=1).T
+        return found if several else found[:, 0]
+
+    return Check("dots", expected)
+
+
+def second_moment_check(*, centered: bool = False) -> Check:
+    """`SecondMoment(centered)`: Σᵢ gᵢ² / B, or Σᵢ (gᵢ - ḡ)² / B, `name -> shape`."""
+
+    def expected(losses: Tensor, grads: Named) -> Answer:
+        return {n: (g - g.mean(0) if centered else g).square().mean(0) for n, g in grads.items()}
+
+    return Check("second_moment", expected, per_sample=False)
+
+
+_MAKERS: dict[str, Callable[[Any, Mapping[str, Any]], list[Check]]] = {
+    "grads": lambda q, given: [GRADS],
+    "norms": lambda q, given: [norms_check(per=q.per, squared=q.squared)],
+    "clipped_sum": lambda q, given: [
+        norms_check(per=q.per),
+        clip_factors_check(q.max_norm, per=q.per, style=q.style),
+        clipped_sum_check(q.max_norm, per=q.per, style=q.style),
+    ],
+    "weighted_sum": lambda q, given: [weighted_sum_check(given["weights"])],
+    "mean_grad": lambda q, given: [MEAN_GRAD],
+    "dots": lambda q, given: [dots_check(given["directions"])],
+    "gram": lambda q, given: [GRAM],
+    "second_moment": lambda q, given: [second_moment_check(centered=q.centered)],
+}
+"""Field of a quantity -> its checks, from its settings and the keyword arguments of the call."""
+
+
+def checks_for(quantities: Iterable[Any], given: Mapping[str, Any] | None = None) -> tuple[list[Check], list[str]]:
+    """The checks of the losses and of `quantities`, and a note for each quantity that has none.
+
+    `given`: what the call passed beside inputs and targets (`weights`, `directions`). Where two quantities fill one
+    field, the first is checked.
+    """
+    checks = {LOSSES.field: LOSSES}
+    notes = []
+    for q in quantities:
+        make = _MAKERS.get(q.field)
+        if make is None:
+            notes.append(f"not checked: {q.field} has no formula to hold it against")
+            continue
+        for check in make(q, given or {}):
+            checks.setdefault(check.field, check)
+    return list(checks.values()), notes

@@ -1,0 +1,68 @@
+"""Every refusal of psg_fx: what is wrong, where, why, and the way out.
+
+Three kinds: *never* (per-sample gradients do not exist), *not yet* (they exist, psg_fx cannot compute them), and
+*our bug*.  The first two are `ValueError`s.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch.fx
+
+
+class PsgError(Exception):
+    """Base of all errors of psg_fx.  Its text always has the lines `where`, `why` and `fix`."""
+
+    def __init__(self, what: str, *, where: str, why: str, fix: str) -> None:
+        self.what, self.where, self.why, self.fix = what, where, why, fix
+        super().__init__(f"{what}\n  where  {where}\n  why    {why}\n  fix    {fix}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.what, self.where, self.why, self.fix))
+
+
+def _rebuild(kind: type[PsgError], what: str, where: str, why: str, fix: str) -> PsgError:
+    return kind(what, where=where, why=why, fix=fix)
+
+
+class SamplesMixed(PsgError, ValueError):
+    """Never: a sample's loss depends on other samples, so per-sample gradients do not exist."""
+
+
+class NotYetSupported(PsgError, ValueError):
+    """Not yet: per-sample gradients exist here, but psg_fx cannot compute them exactly."""
+
+
+class CaptureFailed(PsgError, ValueError):
+    """The model and loss could not be captured as one graph."""
+
+
+class BadArgument(PsgError, ValueError):
+    """An argument of the public interface does not mean anything: unknown name, wrong shape, wrong kind."""
+
+
+class InternalError(PsgError, RuntimeError):
+    """Our bug: a pass left a graph that its stage does not allow."""
+
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]+)\n\s*(?P<code>[^\n]+)')
+_LIBRARY = re.compile(r"/torch/|<eval_with_key>|/psg_fx/(?!zoo/|demo/)|/passes/")
+
+
+def source_line(node: torch.fx.Node) -> str:
+    """`model.py:17: x = self.bn(x)`: the innermost line of the user's own code that made `node`, or ""."""
+    frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
+    own = [f for f in frames if not _LIBRARY.search(f["file"])]
+    if not (own or frames):
+        return ""
+    frame = (own or frames)[-1]
+    return f"{frame['file'].rsplit('/', 1)[-1]}:{frame['line']}: {frame['code'].strip()}"
+
+
+def locate(node: torch.fx.Node, detail: str = "") -> str:
+    """The `where` line of an error at `node`: its name, a detail, and the user's source line."""
+    parts = [f"%{node.name}" + (f", {detail}" if detail else "")]
+    if line := source_line(node):
+        parts.append(line)
+    return ";  ".join(parts)

@@ -1,0 +1,160 @@
+"""What the passes know about a graph and its values, and how they tell one another.
+
+Passes never import one another.  A fact about a value is one frozen `Fact` in `node.meta["psg_fx"]`; a fact about the
+whole graph is one `GraphFacts` in `gm.meta["psg_fx"]`.  A pass replaces facts; it never mutates one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import GraphModule, Node
+
+KEY = "psg_fx"
+
+
+@dataclass(frozen=True)
+class SampleAxis:
+    """Where the samples of a value lie: dim `dim` has size `outer * B * inner`, laid out row-major in that order.
+
+    `(dim=0)` is the ordinary batch dim; `x.view(B*T, D)` has inner=T; `[T, B, D].view(T*B, D)` has outer=T.
+    """
+
+    dim: int
+    outer: int = 1
+    inner: int = 1
+
+    def __str__(self) -> str:
+        size = "·".join(str(part) for part in (self.outer, "B", self.inner) if part != 1)
+        return f"dim {self.dim} = {size}" if size != "B" else f"dim {self.dim}"
+
+
+Axes = SampleAxis | None | tuple["SampleAxis | None", ...]
+"""The sample axis of a value; a tuple for an op with several outputs; None where no samples are carried."""
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """What a placeholder holds.
+
+    kind: "parameter", "buffer", "constant" (a tensor lifted from the code), "input", "target", "weights" or "tangent".
+    name: the model's own name of a parameter or buffer (canonical for tied ones), or a readable one.
+    samples: the dim of the input in which the samples lie; None where all samples share it.
+    tracked: a parameter whose per-sample gradients are asked.
+    target: where a parameter or buffer is found in the captured program ("model.fc.weight").
+    """
+
+    kind: str
+    name: str
+    samples: int | None = None
+    tracked: bool = False
+    target: str = ""
+
+
+@dataclass(frozen=True)
+class OutputSpec:
+    """What an entry of the (flat) output holds: kind "loss", "output" (of the model), "buffer" (its new value), or later
+    "activation", "cotangent" and results named by quantity; `name` is the buffer or site or result it belongs to.
+    """
+
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What is known about the value of a node.
+
+    samples: where the samples lie (set by batch).
+    reduced: the value is reduced over the samples; only the loss may consume it (set by batch, gone after unreduce).
+    proof: which argument shows that the op keeps the samples apart ("elementwise", "view", "linear", "probed", ...).
+    params: names of the tracked parameters the value is derived from, when it carries no samples (set by sites).
+    site: the name of the site this node is (set by sites).
+    """
+
+    samples: Axes = None
+    reduced: bool = False
+    proof: str = ""
+    params: frozenset[str] = frozenset()
+    site: str = ""
+
+
+@dataclass(frozen=True)
+class GraphFacts:
+    """What is known about the whole graph.  `batch` is the symbol of the batch size in all shapes."""
+
+    batch: sympy.Symbol
+    outputs: tuple[OutputSpec, ...] = ()
+    notes: tuple[str, ...] = ()
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+def fact(node: Node) -> Fact:
+    """The fact of a node; an empty one if no pass has spoken yet."""
+    found: Fact = node.meta.get(KEY, _EMPTY)
+    return found
+
+
+_EMPTY = Fact()
+
+
+def update(node: Node, **changes: Any) -> Fact:
+    """Replace fields of the node's fact."""
+    node.meta[KEY] = dataclasses.replace(fact(node), **changes)
+    return fact(node)
+
+
+def graph_facts(gm: GraphModule) -> GraphFacts:
+    """The facts of the whole graph."""
+    found: GraphFacts = gm.meta[KEY]
+    return found
+
+
+def input_spec(node: Node) -> InputSpec:
+    """What the placeholder `node` holds."""
+    spec: InputSpec = node.meta["psg_fx_input"]
+    return spec
+
+
+def placeholders(gm: GraphModule) -> list[Node]:
+    """The placeholders of the graph, in order."""
+    return [n for n in gm.graph.nodes if n.op == "placeholder"]
+
+
+def outputs(gm: GraphModule) -> list[Node | None]:
+    """The flat entries of the graph's output, aligned with `graph_facts(gm).outputs`."""
+    (args,) = gm.graph.output_node().args
+    assert isinstance(args, (tuple, list))
+    return list(args)  # type: ignore[arg-type]
+
+
+def expr(size: int | torch.SymInt) -> sympy.Expr:
+    """A size as a sympy expression."""
+    if isinstance(size, torch.SymInt):
+        found: sympy.Expr = size.node.expr
+        return found
+    return sympy.Integer(size)
+
+
+def shape(value: torch.Tensor) -> tuple[sympy.Expr, ...]:
+    """The shape of a (fake) tensor as sympy expressions in the batch symbol."""
+    return tuple(expr(s) for s in value.shape)
+
+
+def at(expression: sympy.Expr, batch: sympy.Symbol, size: int) -> int:
+    """The value of a size expression at one batch size."""
+    return int(expression.subs(batch, size))
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of an op's (possibly nested) result."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors(item)

@@ -1,0 +1,28 @@
+"""Permute and reshape without leaving no-ops in the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def same_size(a: Any, b: Any) -> bool:
+    """Whether two sizes are equal as written; asks nothing about symbols, so it never specialises one."""
+    if isinstance(a, torch.SymInt) and isinstance(b, torch.SymInt):
+        return bool(a.node.expr == b.node.expr)
+    return isinstance(a, int) and isinstance(b, int) and a == b
+
+
+def permute(x: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """`x.permute(order)`, or x itself where that changes nothing."""
+    order = list(order)
+    return x if order == list(range(x.ndim)) else x.permute(order)
+
+
+def reshape(x: torch.Tensor, shape: Sequence[Any]) -> torch.Tensor:
+    """`x.reshape(shape)`, or x itself where that changes nothing."""
+    if len(shape) == x.ndim and all(same_size(a, b) for a, b in zip(x.shape, shape, strict=True)):
+        return x
+    return x.reshape(list(shape))

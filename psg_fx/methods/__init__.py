@@ -1,0 +1,14 @@
+"""The ways to contract two operands.  A new one is a class with its formula, its cost and its torch code."""
+
+from .base import Arg, Method, Pair
+from .dense import Dot, MatMul, Multiply
+from .onehot import Equal, Gather, Scatter
+from .patches import ConvWeight, GroupedConv, Shifted
+
+METHODS: tuple[Method, ...] = (
+    Multiply(), MatMul(), Dot(),
+    Equal(), Gather(), Scatter(),
+    GroupedConv(), Shifted(), ConvWeight(),
+)  # fmt: skip
+
+__all__ = ["METHODS", "Arg", "Method", "Pair"]

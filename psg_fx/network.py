@@ -1,0 +1,155 @@
+"""Per-sample gradients as tensor networks.
+
+The gradient of sample b at one use of a parameter is a contraction of few operands: for a linear layer
+`x[b,t,i] ȳ[b,t,o] -> [b,o,i]`.  A `Leaf` is an operand: a tensor of the joint graph, arranged so that it has exactly
+the named axes.  A `Network` is a product of leaves and the axes that are kept; every other axis is summed.  Sizes are
+sympy expressions in the batch symbol; nothing here holds a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+
+BATCH = "b"
+Axes = tuple[str, ...]
+
+
+class Form:
+    """How a leaf is stored.  `Dense` has all its axes in memory; other forms are kept implicit as long as that pays."""
+
+    name = "dense"
+
+
+@dataclass(frozen=True)
+class Dense(Form):
+    """A plain tensor with exactly the axes of the leaf."""
+
+
+@dataclass(frozen=True)
+class OneHot(Form):
+    """`onehot(ids)[b, t, v]`: stored as the integer tensor `ids[b, t]`; `classes` is the size of v."""
+
+    name = "onehot"
+    classes: int = 0
+
+
+@dataclass(frozen=True)
+class Patches(Form):
+    """`patches(x)[b, t, g, i]`: stored as `x[b, f, g·c, *space]`; t = (f, *out_space), i = (c, *kernel).
+
+    `f` counts what is folded into the batch dim beside the samples (1 for an ordinary convolution).
+    """
+
+    name = "patches"
+    kernel: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    padding: tuple[int, ...] = ()
+    dilation: tuple[int, ...] = ()
+    groups: int = 1
+    space: tuple[int, ...] = ()
+    out_space: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One operand.
+
+    label: how it prints ("x", "ȳ", "onehot(ids)").
+    sources: names of joint-graph values it is made of.
+    recipe: names how `build` makes it of them; leaves are equal if their sources, recipe and form are.
+    axes: one letter (or name) per dim of the built tensor, or of what an implicit form stands for.
+    """
+
+    label: str
+    sources: tuple[str, ...]
+    recipe: str
+    axes: tuple[str, ...]
+    sizes: tuple[sympy.Expr, ...]
+    form: Form = Dense()
+    dtype: torch.dtype = torch.float32
+    build: Callable[..., torch.Tensor] = field(compare=False, repr=False, default=lambda x: x)
+
+    def __post_init__(self) -> None:
+        assert len(self.axes) == len(self.sizes), (self.axes, self.sizes)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """The identity of the tensor, whatever its axes are called."""
+        return ("leaf", self.sources, self.recipe, self.form)
+
+    def renamed(self, names: Mapping[str, str]) -> Leaf:
+        """The same tensor under other axis names."""
+        return Leaf(
+            self.label, self.sources, self.recipe, tuple(names.get(a, a) for a in self.axes), self.sizes, self.form,
+            self.dtype, self.build,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Network:
+    """Σ over every axis that is not in `out` of the product of the leaves, times `scale`."""
+
+    leaves: tuple[Leaf, ...]
+    out: tuple[str, ...]
+    scale: float = 1.0
+
+    @property
+    def sizes(self) -> dict[str, sympy.Expr]:
+        """The size of every axis."""
+        found: dict[str, sympy.Expr] = {}
+        for leaf in self.leaves:
+            for axis, size in zip(leaf.axes, leaf.sizes, strict=True):
+                if found.setdefault(axis, size) != size:
+                    raise AssertionError(f"axis {axis} has two sizes, {found[axis]} and {size}, in {self}")
+        return found
+
+    @property
+    def equation(self) -> str:
+        """`bti,bto->boi`"""
+        return ",".join("".join(leaf.axes) for leaf in self.leaves) + "->" + "".join(self.out)
+
+    def __str__(self) -> str:
+        factors = " ".join(f"{leaf.label}[{','.join(leaf.axes)}]" for leaf in self.leaves)
+        return f"{factors} -> [{','.join(self.out)}]"
+
+
+NetworkSum = tuple[Network, ...]
+"""The gradient of a parameter used several times: a sum of networks with the same out axes."""
+
+
+def primed(g: Network) -> Network:
+    """The same network with its summed axes renamed, ready to be multiplied with the first."""
+    inner = {axis: axis + "'" for leaf in g.leaves for axis in leaf.axes if axis not in g.out}
+    return Network(tuple(leaf.renamed(inner) for leaf in g.leaves), g.out, g.scale)
+
+
+def aligned(g: Network, out: tuple[str, ...]) -> Network:
+    """`g` with its out axes called `out`, and no summed axis that clashes with those."""
+    names = dict(zip(g.out, out, strict=True))
+    taken = set(out)
+    for leaf in g.leaves:
+        for axis in leaf.axes:
+            if axis not in names:
+                fresh = axis
+                while fresh in taken:
+                    fresh += "_"
+                names[axis] = fresh
+                taken.add(fresh)
+    return Network(tuple(leaf.renamed(names) for leaf in g.leaves), out, g.scale)
+
+
+def inner(g: Network, h: Network, keep: Iterable[str] = (BATCH,)) -> Network:
+    """⟨g, h⟩ over all out axes but `keep`.  The out axes of `h` are matched with those of `g` by position."""
+    h = primed(aligned(h, g.out))
+    return Network(g.leaves + h.leaves, tuple(keep), g.scale * h.scale)
+
+
+def weighted(g: Network, weights: Leaf | None) -> Network:
+    """Σ_b w_b g_b: the samples are summed; `weights` is a leaf with the one axis b, or None for ones."""
+    leaves = g.leaves if weights is None else (*g.leaves, weights)
+    return Network(leaves, tuple(a for a in g.out if a != BATCH), g.scale)

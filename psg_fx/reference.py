@@ -1,0 +1,289 @@
+"""Per-sample gradients by definition: a loop over single samples, and `torch.func.vmap` as a second opinion.
+
+Slow, obvious and independent of the compiler: `psg_fx.validation` holds compiled steps against it,
+`psg_fx.benchmarking` races against it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from psg_fx.errors import BadArgument
+
+Loss = Callable[..., Tensor]
+Named = dict[str, Tensor]
+
+_CALL = "step(inputs, targets)"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch taken apart: the leaves of `(inputs, targets)`, the sample dim of each (None: shared), and B."""
+
+    leaves: tuple[Any, ...]
+    dims: tuple[int | None, ...]
+    spec: TreeSpec
+    size: int
+
+    @classmethod
+    def of(cls, inputs: Any, targets: Any, batch_dim: Any = 0) -> Batch:
+        """Finds each tensor's sample dim from `batch_dim`: an int, or a prefix `(inputs_dims, targets_dims)`."""
+        whole = batch_dim if isinstance(batch_dim, tuple) else (batch_dim, batch_dim)
+        if len(whole) != 2:
+            raise _misfit(f"batch_dim has {len(whole)} parts", "pass an int or (inputs_dims, targets_dims)")
+        leaves, spec = tree_flatten((inputs, targets))
+        dims = [*_spread(whole[0], inputs, "inputs"), *_spread(whole[1], targets, "targets")]
+        sizes = {_size(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True) if dim is not None}
+        if len(sizes) != 1:
+            found = "no tensor carries samples" if not sizes else f"the tensors have {sorted(sizes)} samples"
+            raise _misfit(found, "let batch_dim name the sample dim of each tensor, None for those that are shared")
+        return cls(tuple(leaves), tuple(dims), spec, sizes.pop())
+
+    def tree(self, leaves: Sequence[Any] | None = None) -> tuple[Any, Any]:
+        """`(inputs, targets)` made of `leaves`, by default the batch's own."""
+        inputs, targets = tree_unflatten(list(self.leaves if leaves is None else leaves), self.spec)
+        return inputs, targets
+
+    def sample(self, i: int) -> tuple[Any, Any]:
+        """`(inputs, targets)` of sample i alone, as a batch of one."""
+        pairs = zip(self.leaves, self.dims, strict=True)
+        return self.tree([leaf if dim is None else leaf.narrow(dim, i, 1) for leaf, dim in pairs])
+
+    def to(self, dtype: torch.dtype | None) -> Batch:
+        """The batch with its floating-point tensors in `dtype` (None: as they are)."""
+        return replace(self, leaves=tuple(_cast(leaf, dtype) for leaf in self.leaves))
+
+
+def _misfit(why: str, fix: str) -> BadArgument:
+    return BadArgument("batch_dim does not fit the batch", where=_CALL, why=why, fix=fix)
+
+
+def _cast(leaf: Any, dtype: torch.dtype | None) -> Any:
+    floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
+    return leaf.to(dtype) if dtype is not None and floating else leaf
+
+
+def _size(leaf: Any, dim: int) -> int:
+    if not -leaf.dim() <= dim < leaf.dim():
+        raise _misfit(f"a tensor of shape {tuple(leaf.shape)} has no dim {dim}", "give None for what samples share")
+    return int(leaf.shape[dim])
+
+
+def _spread(dims: Any, tree: Any, where: str) -> Iterator[int | None]:
+    """One dim per leaf of `tree` from the prefix `dims`; leaves that are no tensors are shared."""
+    if dims is None or isinstance(dims, int):
+        yield from (dims if isinstance(leaf, Tensor) else None for leaf in tree_flatten(tree)[0])
+    elif isinstance(dims, Mapping) and isinstance(tree, Mapping) and set(dims) == set(tree):
+        for key, part in tree.items():
+            yield from _spread(dims[key], part, f"{where}[{key!r}]")
+    elif isinstance(dims, (tuple, list)) and isinstance(tree, (tuple, list)) and len(dims) == len(tree):
+        for k, (sub, part) in enumerate(zip(dims, tree, strict=True)):
+            yield from _spread(sub, part, f"{where}[{k}]")
+    else:
+        raise _misfit(f"{where} is a {type(tree).__name__}, its batch_dim is {dims!r}", "give it the same structure")
+
+
+class WithLoss(nn.Module):
+    """Model and loss as one module: `(inputs, targets)` -> the loss as `loss_fn` gives it, scalar or `[B]`."""
+
+    def __init__(self, model: nn.Module, loss_fn: Loss) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+
+    def forward(self, inputs: Any, targets: Any) -> Tensor:
+        """Inputs: tensor, tuple (positional) or dict (keyword); targets: the same, or None for none."""
+        if isinstance(inputs, tuple):
+            output = self.model(*inputs)
+        elif isinstance(inputs, dict):
+            output = self.model(**inputs)
+        else:
+            output = self.model(inputs)
+        if targets is None:
+            return self.loss_fn(output)
+        if isinstance(targets, tuple):
+            return self.loss_fn(output, *targets)
+        if isinstance(targets, dict):
+            return self.loss_fn(output, **targets)
+        return self.loss_fn(output, targets)
+
+
+def one_loss(loss: Tensor) -> Tensor:
+    """The loss of a single sample as a scalar."""
+    if loss.numel() != 1:
+        raise BadArgument(
+            f"the loss of one sample has shape {tuple(loss.shape)}",
+            where="loss_fn(model(x[i:i+1]), y[i:i+1])",
+            why="a sample's loss is one number",
+            fix="reduce over everything but the samples: return a scalar or [B]",
+        )
+    return loss.reshape(())
+
+
+def tracked(model: nn.Module, params: Sequence[str] | None) -> dict[str, nn.Parameter]:
+    """Parameters by name: those in `params`, or all with `requires_grad` (a tied one under its first name)."""
+    if params is None:
+        return {name: p for name, p in model.named_parameters() if p.requires_grad}
+    known = dict(model.named_parameters(remove_duplicate=False))
+    if unknown := [name for name in params if name not in known]:
+        raise BadArgument(
+            f"no parameter is called {unknown[0]!r}",
+            where="params",
+            why=f"the model has {', '.join(known)}",
+            fix="take names from model.named_parameters()",
+        )
+    return {name: known[name] for name in params}
+
+
+@contextmanager
+def borrowed(model: nn.Module, dtype: torch.dtype | None) -> Iterator[Callable[[], None]]:
+    """The model in `dtype` (None: as it is), afterwards exactly as before; yields a function that resets its buffers.
+
+    In place rather than as a copy, because a loss whose closure holds a parameter would not see a copy.
+    """
+    before = {p: (p.data, p.grad, p.requires_grad) for p in model.parameters()}
+    buffers = [(m, key, b) for m in model.modules() for key, b in m._buffers.items() if b is not None]
+
+    def reset() -> None:
+        fresh = {b: _cast(b, dtype).clone() for _, _, b in buffers}
+        for module, key, buffer in buffers:
+            module._buffers[key] = fresh[buffer]
+
+    try:
+        for p in before:
+            p.grad = None
+            p.data = _cast(p.data, dtype)
+        yield reset
+    finally:
+        for p, (data, grad, requires_grad) in before.items():
+            p.data = data
+            p.grad = grad
+            p.requires_grad_(requires_grad)
+        for module, key, buffer in buffers:
+            module._buffers[key] = buffer
+
+
+def reference_grads(
+    model: nn.Module,
+    loss_fn: Loss,
+    inputs: Any,
+    targets: Any = None,
+    *,
+    batch_dim: Any = 0,
+    params: Sequence[str] | None = None,
+    dtype: torch.dtype | None = torch.float64,
+) -> tuple[Tensor, Named]:
+    """The truth: losses `[B]` and gradients `name -> [B, *shape]` by a loop over single samples, in `dtype`.
+
+    `dtype=None` keeps the model's own. Every sample starts from the buffers at the call; an unused parameter has zeros.
+    """
+    batch = Batch.of(inputs, targets, batch_dim).to(dtype)
+    wanted = tracked(model, params)
+    program = WithLoss(model, loss_fn)
+    losses: list[Tensor] = []
+    rows: dict[str, list[Tensor]] = {name: [] for name in wanted}
+    with borrowed(model, dtype) as reset, own_random_state(model), torch.enable_grad():
+        for p in wanted.values():
+            p.requires_grad_(True)
+        for i in range(batch.size):
+            reset()
+            loss = one_loss(program(*batch.sample(i)))
+            losses.append(loss.detach())
+            found = gradients(loss, list(wanted.values()))
+            for row, g in zip(rows.values(), found, strict=True):
+                row.append(g)
+    return torch.stack(losses), {name: torch.stack(row) for name, row in rows.items()}
+
+
+def own_random_state(model: nn.Module) -> AbstractContextManager[None]:
+    """A block whose random draws leave the generators of the CPU and of the model's devices as they were."""
+    indices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    context: AbstractContextManager[None] = torch.random.fork_rng(devices=sorted(indices))
+    return context
+
+
+def gradients(loss: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients of a scalar loss, zeros for what it does not use."""
+    if not params:
+        return []
+    if not loss.requires_grad:
+        return [torch.zeros_like(p, requires_grad=False) for p in params]
+    return list(torch.autograd.grad(loss, params, materialize_grads=True))
+
+
+def vmap_step(
+    model: nn.Module,
+    loss_fn: Loss,
+    inputs: Any,
+    targets: Any = None,
+    *,
+    batch_dim: Any = 0,
+    params: Sequence[str] | None = None,
+) -> Callable[[], tuple[Named, Tensor]]:
+    """`vmap(grad_and_value)` of the model on this batch: a function of nothing -> (gradients, losses)."""
+    batch = Batch.of(inputs, targets, batch_dim)
+    places = {k: d for k, d in enumerate(batch.dims) if d is not None}
+    weights = {f"model.{name}": p.detach() for name, p in tracked(model, params).items()}
+    program = WithLoss(model, loss_fn)
+
+    def sample_loss(named: Named, *sample: Tensor) -> Tensor:
+        leaves = list(batch.leaves)
+        for (k, dim), part in zip(places.items(), sample, strict=True):
+            leaves[k] = part.unsqueeze(dim)
+        loss: Tensor = torch.func.functional_call(program, named, batch.tree(leaves))
+        return loss.reshape(())
+
+    each = torch.func.grad_and_value(sample_loss)
+    step = torch.func.vmap(each, in_dims=(None, *places.values()), randomness="different")
+    samples = [batch.leaves[k] for k in places]
+
+    def run() -> tuple[Named, Tensor]:
+        grads, losses = step(weights, *samples)
+        return {name.removeprefix("model."): g for name, g in grads.items()}, losses
+
+    return run
+
+
+def vmap_reference(
+    model: nn.Module,
+    loss_fn: Loss,
+    inputs: Any,
+    targets: Any = None,
+    *,
+    batch_dim: Any = 0,
+    params: Sequence[str] | None = None,
+) -> tuple[Tensor, Named]:
+    """Losses `[B]` and gradients by `torch.func.vmap` in the model's own dtype; raises what vmap raises."""
+    run = vmap_step(model, loss_fn, inputs, targets, batch_dim=batch_dim, params=params)
+    with quiet_vmap():
+        grads, losses = run()
+    return losses.detach(), {name: g.detach() for name, g in grads.items()}
+
+
+@contextmanager
+def quiet_vmap() -> Iterator[None]:
+    """Drops vmap's warning that it loops over an op without a batching rule: slow is what a reference may be."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop because we have not yet implemented")
+        yield
+
+
+def draws_random_numbers(model: nn.Module, loss_fn: Loss, inputs: Any, targets: Any, batch_dim: Any = 0) -> bool:
+    """Whether two runs of the first sample differ (dropout): then no two ways of computing can be compared."""
+    sample = Batch.of(inputs, targets, batch_dim).sample(0)
+    program = WithLoss(model, loss_fn)
+    with borrowed(model, None) as reset, own_random_state(model), torch.no_grad():
+        losses = []
+        for seed in (0, 1):
+            reset()
+            torch.manual_seed(seed)
+            losses.append(program(*sample))
+    return not torch.equal(losses[0], losses[1])

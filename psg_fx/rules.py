@@ -1,0 +1,228 @@
+"""The table of rules, and the words rules are written in.
+
+A rule says what the gradient of one sample is, as a network for each parameter operand of a site.  It does not know
+what is asked, emits no node and picks no order.  An operand that no rule covers gets the fallback: a dense network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import sympy
+import torch
+
+from psg_fx.cost import product
+from psg_fx.facts import SampleAxis
+from psg_fx.layout import permute, reshape
+from psg_fx.network import BATCH, Dense, Form, Leaf, Network
+from psg_fx.sites import Site, Value
+
+Networks = Mapping[str, "Network | None"]
+"""Operand name -> its network; None (or a missing name) where the rule does not cover this case."""
+
+Rule = Callable[[Site], Networks]
+
+_RULES: dict[Any, tuple[Rule, Mapping[str, str]]] = {}
+_CLASS_RULES: list[tuple[Callable[[Any], bool], Callable[[Site, int], Network | None]]] = []
+
+
+def rule(*targets: Any, params: Mapping[str, int | str]) -> Callable[[Rule], Rule]:
+    """Register a rule for ops; `params` says at which arguments it has networks for parameters: 1 is the second one,
+    "1.0" the first of a list there.
+    """
+
+    def register(function: Rule) -> Rule:
+        for target in targets:
+            if target in _RULES:
+                raise ValueError(f"two rules for {target}: {_RULES[target][0].__name__} and {function.__name__}")
+            _RULES[target] = (function, {name: str(position) for name, position in params.items()})
+        return function
+
+    return register
+
+
+def class_rule(covers: Callable[[Any], bool]) -> Callable[..., Any]:
+    """Register a rule for every op that `covers` says yes to; it is asked for one operand position at a time."""
+
+    def register(function: Callable[[Site, int], Network | None]) -> Callable[[Site, int], Network | None]:
+        _CLASS_RULES.append((covers, function))
+        return function
+
+    return register
+
+
+def registered() -> dict[Any, str]:
+    """Every op that has a rule -> the rule's name."""
+    return {target: function.__name__ for target, (function, _) in _RULES.items()}
+
+
+def networks_of(site: Site) -> dict[int, tuple[Network | None, str]]:
+    """For each parameter operand of the site, by position: its network (None: fallback) and the rule's name."""
+    found: dict[int, tuple[Network | None, str]] = {}
+    function, params = _RULES.get(site.target, (None, {}))
+    made = function(site) if function is not None else {}
+    names = {position: name for name, position in params.items()}
+    for operand in site.operands:
+        name = names.get(operand.argument)
+        network = made.get(name) if name is not None else None
+        by = function.__name__ if function is not None and network is not None else ""
+        if network is None:
+            network, by = _by_class(site, operand.position)
+        found[operand.position] = (network, by)
+    return found
+
+
+def _by_class(site: Site, position: int) -> tuple[Network | None, str]:
+    for covers, function in _CLASS_RULES:
+        if covers(site.target) and (network := function(site, position)) is not None:
+            return network, function.__name__
+    return None, "fallback"
+
+
+# --- the words of rules -------------------------------------------------------------------------------------------
+
+
+def network(spec: str, *values: Value | Leaf) -> Network | None:
+    """A network from an equation such as `"b t* i, b t* o -> b o i"`.
+
+    Each operand's term names the dims of the value in order, `b` standing for the samples wherever they lie, and `t*`
+    for all dims that no other name takes (also what is folded into the sample dim).  None if a value does not fit.
+    """
+    left, right = spec.split("->")
+    terms = [term.split() for term in left.split(",")]
+    leaves = []
+    for term, value in zip(terms, values, strict=True):
+        leaf = value if isinstance(value, Leaf) else arranged(value, tuple(term))
+        if leaf is None:
+            return None
+        leaves.append(leaf)
+    return Network(tuple(leaves), tuple(right.split()))
+
+
+def arranged(value: Value, term: tuple[str, ...], label: str | None = None) -> Leaf | None:
+    """The value as a leaf with axes `term` (see `network`), samples first."""
+    plan = Arrangement.of(value, term)
+    if plan is None:
+        return None
+    label = label or ("ȳ" if value.name.startswith("cotangent:") else "x")
+    return Leaf(label, (value.name,), f"arrange {plan}", plan.axes, plan.sizes, Dense(), value.dtype, plan)
+
+
+class Arrangement:
+    """Unfold the sample dim, bring the samples to the front, flatten what the star takes: a plain torch function."""
+
+    def __init__(
+        self, unfold: SampleAxis | None, groups: tuple[tuple[int, ...], ...], axes: tuple[str, ...],
+        sizes: tuple[sympy.Expr, ...],
+    ) -> None:  # fmt: skip
+        self.unfold, self.groups, self.axes, self.sizes = unfold, groups, axes, sizes
+
+    @classmethod
+    def of(cls, value: Value, term: tuple[str, ...]) -> Arrangement | None:
+        """Match the dims of `value` with the names of `term`; None if they do not fit."""
+        dims = unfolded_dims(value)
+        names = [name for name in term if name != BATCH]
+        star = next((name for name in names if name.endswith("*")), None)
+        before = names.index(star) if star else len(names)
+        after = len(names) - before - 1 if star else 0
+        plain = [i for i, (_, role) in enumerate(dims) if role == "own"]
+        folds = [i for i, (size, role) in enumerate(dims) if role == "fold" and size != 1]
+        if len(plain) < before + after or (star is None and (len(plain) != before or folds)):
+            return None
+        if (BATCH in term) != any(role == "samples" for _, role in dims):
+            return None
+        taken = {i: names[k] for k, i in enumerate(plain[:before])}
+        if after:
+            taken |= {i: names[before + 1 + k] for k, i in enumerate(plain[len(plain) - after :])}
+        rest = tuple(i for i in range(len(dims)) if i not in taken and dims[i][1] != "samples" and i not in _ones(dims))
+        groups, axes = [], []
+        for name in ([BATCH] if BATCH in term else []) + names:
+            if name == BATCH:
+                groups.append(tuple(i for i, (_, role) in enumerate(dims) if role == "samples"))
+            elif name == star:
+                groups.append(rest)
+            else:
+                groups.append(tuple(i for i, own in taken.items() if own == name))
+            axes.append(name.rstrip("*"))
+        sizes = tuple(product(dims[i][0] for i in group) * sympy.Integer(1) for group in groups)
+        return cls(value.samples, tuple(groups), tuple(axes), sizes)
+
+    @classmethod
+    def keeping(cls, value: Value, kept: tuple[int, ...]) -> Arrangement:
+        """Axes (b, t, d0, d1, ...): a d for every dim in `kept`, t for all others and what the samples are folded with."""
+        dims, own = unfolded_dims(value), iter(range(value.ndim))
+        owner = [_sample_dim(value) if role != "own" else None for _, role in dims]
+        rest = (d for d in own if d != _sample_dim(value))
+        owner = [next(rest) if dim is None else dim for dim in owner]
+        samples = tuple(i for i, (_, role) in enumerate(dims) if role == "samples")
+        star = tuple(
+            i for i, (size, role) in enumerate(dims) if role != "samples" and owner[i] not in kept and size != 1
+        )
+        own_groups = tuple((i,) for d in kept for i in range(len(dims)) if owner[i] == d)
+        groups = (samples, star, *own_groups)
+        sizes = tuple(product(dims[i][0] for i in group) * sympy.Integer(1) for group in groups)
+        return cls(value.samples, groups, (BATCH, "t", *(f"d{k}" for k in range(len(kept)))), sizes)
+
+    def __str__(self) -> str:
+        return f"{self.unfold} {self.groups} {self.axes}"
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        x = unfold_samples(x, self.unfold)
+        order = [i for group in self.groups for i in group]
+        lost = [i for i in range(x.ndim) if i not in order]
+        shape = [product(x.shape[i] for i in group) for group in self.groups]
+        return reshape(permute(x, order + lost), shape)
+
+
+def _sample_dim(value: Value) -> int:
+    return value.samples.dim if value.samples is not None else -1
+
+
+def _ones(dims: list[tuple[sympy.Expr, str]]) -> set[int]:
+    return {i for i, (size, role) in enumerate(dims) if role == "fold" and size == 1}
+
+
+def unfolded_dims(value: Value) -> list[tuple[sympy.Expr, str]]:
+    """Sizes of the dims of `unfold_samples(value)`, each "own", "samples" or "fold"."""
+    found: list[tuple[sympy.Expr, str]] = []
+    for dim, size in enumerate(value.shape):
+        axis = value.samples
+        if axis is not None and dim == axis.dim:
+            samples = size / (axis.outer * axis.inner)
+            folds = [(sympy.Integer(n), "fold") for n in (axis.outer, axis.inner)]
+            found += (
+                [(samples, "samples")] if axis.outer * axis.inner == 1 else [folds[0], (samples, "samples"), folds[1]]
+            )
+        else:
+            found.append((size, "own"))
+    return found
+
+
+def unfold_samples(x: torch.Tensor, axis: SampleAxis | None) -> torch.Tensor:
+    """Split the sample dim into (outer, B, inner), unless the samples fill it alone."""
+    if axis is None or axis.outer * axis.inner == 1:
+        return x
+    samples = x.shape[axis.dim] // (axis.outer * axis.inner)
+    return reshape(x, (*x.shape[: axis.dim], axis.outer, samples, axis.inner, *x.shape[axis.dim + 1 :]))
+
+
+def samples_first(x: torch.Tensor, axis: SampleAxis) -> torch.Tensor:
+    """`[B, *shape at B=1]`: each row is what a batch of one sample would hold."""
+    x = unfold_samples(x, axis)
+    if axis.outer * axis.inner == 1:
+        rest = [i for i in range(x.ndim) if i != axis.dim]
+        return permute(x, [axis.dim, *rest]).unsqueeze(axis.dim + 1)
+    x = x.movedim(axis.dim + 1, 0)
+    shape = x.shape
+    return reshape(x, (*shape[: axis.dim + 1], shape[axis.dim + 1] * shape[axis.dim + 2], *shape[axis.dim + 3 :]))
+
+
+def derived(
+    site: Site, label: str, recipe: str, build: Callable[..., torch.Tensor], sources: Iterable[Value],
+    axes: tuple[str, ...], sizes: tuple[sympy.Expr, ...], form: Form | None = None,
+) -> Leaf:  # fmt: skip
+    """A leaf computed from several values of the site by a plain torch function."""
+    values = tuple(sources)
+    names = tuple(v.name for v in values)
+    return Leaf(label, names, recipe, axes, sizes, form or Dense(), values[-1].dtype, build)

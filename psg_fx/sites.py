@@ -1,0 +1,102 @@
+"""Sites: the ops where a parameter meets data, and what their rules may look at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import GraphModule
+
+from psg_fx.facts import SampleAxis
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor of the joint graph, seen by a rule: its name there, shape (in the batch symbol), dtype, sample axis."""
+
+    name: str
+    shape: tuple[sympy.Expr, ...]
+    dtype: torch.dtype
+    samples: SampleAxis | None = None
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims."""
+        return len(self.shape)
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """How a site's operand is made of parameters: `graph(*inputs) -> operand`, reading no data.
+
+    inputs: names of the captured placeholders it reads; owners: for each, the parameter it holds ("" for others).  trivial: the operand is the parameter itself.
+    selects: it only moves, drops or casts elements of one parameter (transpose, slice, view, ...), so that norms and
+    inner products of gradients are the same before and after the pull-back.
+    """
+
+    operand: str
+    inputs: tuple[str, ...]
+    parameters: tuple[str, ...]
+    owners: Mapping[str, str]
+    ops: tuple[str, ...] = ()
+    trivial: bool = False
+    selects: bool = False
+    graph: GraphModule | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An argument of a site that is derived from tracked parameters.
+
+    position: among the flat arguments.  argument: as rules name it, "1" for the second one, "1.0" inside a list.
+    """
+
+    position: int
+    argument: str
+    value: Value
+    prefix: Prefix
+
+
+@dataclass(frozen=True)
+class Site:
+    """One op at which parameters meet data.
+
+    args: the op's positional arguments; tensors are `Value`s, sizes are sympy expressions.
+    cotangents: one per output of the op; None where the loss does not reach it.
+    """
+
+    name: str
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    operands: tuple[Operand, ...]
+    outputs: tuple[Value | None, ...]
+    cotangents: tuple[Value | None, ...]
+    batch: sympy.Symbol
+    where: str = ""
+
+    @property
+    def op(self) -> str:
+        """The op as it prints: `linear`, `conv2d`."""
+        return str(self.target).removeprefix("aten.").removesuffix(".default")
+
+    def input(self, index: int) -> Value:
+        """The tensor argument `index`."""
+        value = self.args[index]
+        assert isinstance(value, Value), (self.name, index, value)
+        return value
+
+    def arg(self, index: int, name: str, default: Any) -> Any:
+        """The argument `name` of the op, given by position `index` or by keyword."""
+        if index < len(self.args):
+            return self.args[index]
+        return self.kwargs.get(name, default)
+
+    @property
+    def cotangent(self) -> Value:
+        """The gradient of the (first) output."""
+        assert self.cotangents[0] is not None
+        return self.cotangents[0]

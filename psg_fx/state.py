@@ -1,0 +1,112 @@
+"""The model's state, read at every call: parameters, buffers, and everything a capture depends on."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from psg_fx.arguments import Call
+from psg_fx.errors import BadArgument
+from psg_fx.torch_private import autocast_key
+
+ParamFilter = None | str | Iterable[str] | Callable[[str, nn.Parameter], bool]
+
+
+@dataclass(frozen=True)
+class Tracked:
+    """Which parameters are asked: every name of each -> the canonical (first) name; frozen ones are left out."""
+
+    aliases: dict[str, str]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Canonical names, in the model's order."""
+        return tuple(dict.fromkeys(name for name in self.aliases.values() if name))
+
+
+def tracked_parameters(model: nn.Module, params: ParamFilter) -> Tracked:
+    """Apply `params=` to the model.  Every glob must match something."""
+    first: dict[int, str] = {}
+    named = list(model.named_parameters(remove_duplicate=False))
+    for name, parameter in named:
+        first.setdefault(id(parameter), name)
+    wanted = _wanted(named, params)
+    ids = {id(p) for name, p in named if p.requires_grad and name in wanted}
+    aliases = {name: first[id(p)] if id(p) in ids else "" for name, p in named}
+    if not any(aliases.values()):
+        raise BadArgument(
+            "no parameter is asked for", where="transform(params=...)",
+            why="no parameter of the model requires gradients" if params is None else f"params={params!r} leaves none that "
+            "requires gradients",
+            fix="set requires_grad on some parameters, or widen params=",
+        )  # fmt: skip
+    return Tracked(aliases)
+
+
+def _wanted(named: Sequence[tuple[str, nn.Parameter]], params: ParamFilter) -> set[str]:
+    if params is None:
+        return {name for name, _ in named}
+    if callable(params):
+        return {name for name, parameter in named if params(name, parameter)}
+    globs = [params] if isinstance(params, str) else list(params)
+    found: set[str] = set()
+    for glob in globs:
+        matched = {name for name, _ in named if fnmatch.fnmatchcase(name, glob)}
+        if not matched:
+            listed = ", ".join(name for name, _ in named[:8]) + (", ..." if len(named) > 8 else "")
+            raise BadArgument(
+                f"params={glob!r} matches no parameter", where="transform(params=...)", why=f"the model has {listed}",
+                fix="use names of model.named_parameters(), with * and ? as in file names",
+            )  # fmt: skip
+        found |= matched
+    return found
+
+
+def capture_key(model: nn.Module, tracked: Tracked, call: Call, size: int | None) -> Any:
+    """Everything that a captured graph has baked in.  Equal keys: the same graph serves."""
+    modules = tuple((id(m), m.training) for m in model.modules())
+    state = tuple((_meta(t), t.requires_grad) for t in _state_tensors(model))
+    inputs = tuple(
+        (t.dtype, t.device, d, *(s for i, s in enumerate(t.shape) if i != d), _order(t), t.requires_grad)
+        for t, d in zip(call.tensors, call.dims, strict=True)
+    )
+    device = call.tensors[0].device.type if call.tensors else "cpu"
+    return (modules, state, tuple(tracked.aliases.items()), inputs, call.spec, _hashable(call.constants),
+            autocast_key(device), size)  # fmt: skip
+
+
+def _state_tensors(model: nn.Module) -> list[torch.Tensor]:
+    return [
+        t for m in model.modules() for group in (m._parameters, m._buffers) for t in group.values() if t is not None
+    ]
+
+
+def _meta(tensor: torch.Tensor) -> Any:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _order(tensor: torch.Tensor) -> tuple[int, ...]:
+    strides = tensor.stride()
+    return tuple(sorted(range(tensor.ndim), key=lambda d: -strides[d]))
+
+
+def _hashable(constants: Any) -> Any:
+    try:
+        hash(constants)
+    except TypeError:
+        return repr(constants)
+    return constants
+
+
+def holder(model: nn.Module, loss_fn: Any, target: str) -> tuple[dict[str, Any], str]:
+    """The dict that holds the parameter or buffer `target` ("model.fc.weight"), and its key there."""
+    head, _, rest = target.partition(".")
+    root: nn.Module = model if head == "model" else loss_fn
+    path, _, name = rest.rpartition(".")
+    owner = root.get_submodule(path)
+    return (owner._parameters if name in owner._parameters else owner._buffers), name

@@ -1,0 +1,131 @@
+"""One compiled step for one capture key: reads the state, runs the graph, hands out the results."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from psg_fx import facts
+from psg_fx.arguments import Call
+from psg_fx.facts import InputSpec, OutputSpec
+from psg_fx.passes.runner import History
+from psg_fx.state import holder
+
+
+class StepOutput:
+    """What a step returns: `losses` [B], and a field for every quantity asked."""
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self.__dict__.update(fields)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"this step's output has no {name!r}, only {', '.join(self.__dict__)}; ask for it with quantities=[...]"
+        )
+
+    def __repr__(self) -> str:
+        return f"StepOutput({', '.join(f'{name}={_brief(value)}' for name, value in self.__dict__.items())})"
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"tensor{list(value.shape)}"
+    return f"{{{len(value)} parameters}}"
+
+
+@contextlib.contextmanager
+def plain_mode() -> Iterator[None]:
+    """No autograd and no autocast: a captured graph has its casts written out."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+class Binding:
+    """How the flat inputs of a graph are found at a call, and what its outputs mean."""
+
+    def __init__(self, gm: GraphModule, model: nn.Module, loss_fn: Any) -> None:
+        self.specs = [facts.input_spec(n) for n in facts.placeholders(gm)]
+        self.outputs = facts.graph_facts(gm).outputs
+        constants = facts.graph_facts(gm).data["constants"]
+        self._slots = [self._slot(spec, model, loss_fn, constants) for spec in self.specs]
+        self._buffers = [
+            (i, *holder(model, loss_fn, spec.name)) for i, spec in enumerate(self.outputs) if spec.kind == "buffer"
+        ]
+
+    def _slot(self, spec: InputSpec, model: nn.Module, loss_fn: Any, constants: Mapping[str, torch.Tensor]) -> Any:
+        if spec.kind in ("parameter", "buffer"):
+            return holder(model, loss_fn, spec.target)
+        return constants[spec.name] if spec.kind == "constant" else spec
+
+    def arguments(self, call: Call, extras: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """The graph's inputs for one call, the model's state as it is now; tangents are left to the caller."""
+        tensors, found = iter(call.tensors), []
+        for slot in self._slots:
+            if isinstance(slot, tuple):
+                group, name = slot
+                found.append(group[name])
+            elif isinstance(slot, torch.Tensor):
+                found.append(slot)
+            elif slot.kind == "weights":
+                found.append(extras[slot.name])
+            elif slot.kind in ("input", "target"):
+                found.append(next(tensors))
+        return found
+
+    def write_buffers(self, results: Sequence[Any]) -> None:
+        """Leave in the model's buffers what an ordinary forward would."""
+        for index, group, name in self._buffers:
+            group[name].copy_(results[index])
+
+    def fields(self, results: Sequence[Any]) -> dict[str, Any]:
+        """Results by field: losses and what the quantities asked."""
+        found: dict[str, Any] = {}
+        for spec, value in zip(self.outputs, results, strict=True):
+            if spec.kind == "loss":
+                found["losses"] = value
+            elif spec.kind != "buffer":
+                if spec.name:
+                    found.setdefault(spec.kind, {})[spec.name] = value
+                else:
+                    found[spec.kind] = value
+        return found
+
+
+class CompiledStep:
+    """A lowered and compiled graph with a loss."""
+
+    def __init__(
+        self, gm: GraphModule, history: History, model: nn.Module, loss_fn: Any, run: Callable[..., Sequence[Any]]
+    ) -> None:
+        self.gm, self.history, self._run = gm, history, run
+        self.binding = Binding(gm, model, loss_fn)
+
+    def __call__(self, call: Call, extras: Mapping[str, torch.Tensor]) -> StepOutput:
+        with plain_mode():
+            arguments = self.binding.arguments(call, extras)
+            size = call.batch_size()
+            results = self._empty(arguments) if size == 0 else self._run(*arguments)
+            if size:
+                self.binding.write_buffers(results)
+        return StepOutput(self.binding.fields(results))
+
+    def _empty(self, arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The results for no samples: empty where samples are counted, and sums over nothing are zero."""
+        batch = facts.graph_facts(self.gm).batch
+        device = arguments[0].device
+        values = [(node.meta["val"] if node is not None else torch.zeros(())) for node in facts.outputs(self.gm)]
+        return [
+            torch.zeros([facts.at(s, batch, 0) for s in facts.shape(v)], dtype=v.dtype, device=device) for v in values
+        ]
+
+
+__all__ = ["Binding", "CompiledStep", "OutputSpec", "StepOutput", "plain_mode"]

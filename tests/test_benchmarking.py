@@ -1,0 +1,158 @@
+"""`psg_fx.benchmark` measures what it says, keeps failures in the table and refuses wrong answers."""
+
+import json
+
+import pytest
+import torch
+from torch import Tensor
+
+from psg_fx import benchmarking, contenders, measure, zoo
+from psg_fx.contenders import Contender, Problem
+from psg_fx.errors import BadArgument
+
+CPU = torch.device("cpu")
+MEGA = 1_000_000
+SCALARS = 100  # bytes; the profiler also sees the numbers in `x + 1`
+
+
+def test_peak_memory_of_one_known_allocation() -> None:
+    x = torch.ones(1000, 250)
+    assert MEGA <= measure.peak_memory(lambda: x + 1, CPU) <= MEGA + SCALARS
+
+
+def test_peak_memory_is_the_worst_moment_not_the_sum() -> None:
+    x = torch.ones(1000, 250)
+
+    def step() -> Tensor:
+        a = x + 1
+        del a
+        return (x + 2) * 3
+
+    assert 2 * MEGA <= measure.peak_memory(step, CPU) <= 2 * MEGA + SCALARS
+
+
+def test_peak_memory_does_not_count_what_was_there() -> None:
+    held = [torch.ones(1000, 250)]
+    assert measure.peak_memory(held.clear, CPU) <= SCALARS
+
+
+def test_peak_of_events() -> None:
+    assert measure.peak_of_events([]) == 0
+    assert measure.peak_of_events([5, -5, 3, 4, -7]) == 7
+
+
+def test_spread() -> None:
+    assert measure.spread([2.0]) == (2.0, 0.0)
+    assert measure.spread([1.0, 2.0, 3.0, 4.0, 5.0]) == (3.0, 2.0)
+
+
+def run(*patterns: str, quantities: tuple[str, ...] = ("grads",)) -> benchmarking.BenchmarkReport:
+    ex = zoo.example("mlp", batch=3)
+    return benchmarking.benchmark(
+        ex.model,
+        ex.loss_fn,
+        ex.inputs,
+        ex.targets,
+        quantities=quantities,
+        contenders=patterns,
+        backend="eager",
+        min_run_time=0.02,
+        rounds=2,
+        progress=False,
+    )
+
+
+def test_every_contender_answers_and_is_measured() -> None:
+    report = run("ordinary*", "loop", "vmap", quantities=("grads", "norms", "clipped_sum"))
+    assert [r.failure for r in report.rows] == [None] * 9
+    assert all(r.median_s and r.peak_bytes and r.first_call_s and r.blocks >= 2 for r in report.rows)
+    assert min(r.ratio for r in report.rows[:3] if r.ratio) == 1.0
+    assert all(r.error is not None and r.error < 1e-5 for r in report.rows[3:])
+    read = json.loads(report.to_json())
+    assert read["problem"]["batch"] == 3
+    assert read["environment"]["torch"] == torch.__version__
+    assert len(read["rows"]) == 9
+    assert "ordinary-one-graph" in str(report)
+
+
+def test_a_failing_and_a_wrong_contender_keep_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(problem: Problem) -> contenders.Step:
+        raise RuntimeError("no such thing\nmore")
+
+    def wrong(problem: Problem) -> contenders.Step:
+        right = contenders.loop("grads")(problem)
+
+        def step() -> contenders.Answer:
+            answer = right()
+            assert not isinstance(answer, Tensor)
+            return {name: 1.1 * g for name, g in answer.items()}
+
+        return step
+
+    racers = [
+        Contender("ordinary-eager", contenders.ORDINARY, contenders.ordinary_eager),
+        Contender("broken", "grads", broken),
+        Contender("wrong", "grads", wrong),
+    ]
+    monkeypatch.setattr(benchmarking, "field_of", lambda quantities, patterns: racers)
+    report = run("*")
+    assert [r.failure for r in report.rows] == [
+        None,
+        "RuntimeError: no such thing",
+        "wrong answer: relative error 1.0e-01 > 0.01",
+    ]
+    assert report.rows[2].median_s is None
+    assert "no such thing" in str(report)
+
+
+def test_answers_of_a_random_model_are_not_compared() -> None:
+    ex = zoo.example("encoder", batch=2, dropout=0.5)
+    report = benchmarking.benchmark(
+        ex.model,
+        ex.loss_fn,
+        ex.inputs,
+        ex.targets,
+        contenders=["loop/grads"],
+        backend="eager",
+        min_run_time=0.01,
+        rounds=1,
+    )
+    assert report.rows[0].failure is None
+    assert "not compared" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("got", "error"),
+    [
+        ({"a": torch.tensor([1.0, 2.0]), "b": torch.zeros(2)}, 0.0),
+        ({"a": torch.tensor([1.0, 2.5]), "b": torch.zeros(2)}, 0.25),
+        ({"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([0.0, 0.001])}, 0.5),
+        ({"a": torch.tensor([1.0, float("nan")]), "b": torch.zeros(2)}, float("nan")),
+    ],
+)
+def test_answer_error(got: dict[str, Tensor], error: float) -> None:
+    want = {"a": torch.tensor([1.0, 2.0]), "b": torch.zeros(2)}
+    assert benchmarking.answer_error(got, want) == pytest.approx(error, rel=1e-5, nan_ok=True)
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(BadArgument, match="no contender computes 'gram'"):
+        contenders.field_of(["gram"])
+    with pytest.raises(BadArgument, match="no contender matches 'psg_fx'"):
+        contenders.field_of(["grads"], ["psg_fx"])
+
+
+@pytest.mark.inductor
+def test_compiled_contenders() -> None:
+    ex = zoo.example("mlp", batch=3)
+    report = benchmarking.benchmark(
+        ex.model,
+        ex.loss_fn,
+        ex.inputs,
+        ex.targets,
+        quantities=("grads",),
+        contenders=["ordinary-compiled", "ordinary-one-graph", "vmap-compiled"],
+        min_run_time=0.02,
+        rounds=1,
+    )
+    assert [r.failure for r in report.rows] == [None] * 3
