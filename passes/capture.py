@@ -8,7 +8,8 @@ gradient-free regions (`torch.no_grad`) become detached values, custom backward 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,16 +31,29 @@ aten = torch.ops.aten
 _HINTS = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43)
 
 
+class Output:
+    """The structure of the model's output, known once it has run; the leaves that are not tensors are constants."""
+
+    spec: pytree.TreeSpec | None = None
+    constants: Mapping[int, Any] = MappingProxyType({})
+
+    def rebuild(self, tensors: Sequence[Any]) -> Any:
+        """The structure around `tensors`."""
+        assert self.spec is not None
+        rest = iter(tensors)
+        count = len(self.constants) + len(tensors)
+        return pytree.tree_unflatten([self.constants[i] if i in self.constants else next(rest) for i in range(count)], self.spec)
+
+
 class Program(nn.Module):
-    """The model followed by the loss, on a flat list of tensors.  `out_spec` is known once it has run."""
+    """The model followed by the loss, on a flat list of tensors."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, call: Call) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
         self.call = call
-        self.out_spec: pytree.TreeSpec | None = None
-        self.out_constants: dict[int, Any] = {}
+        self.output = Output()
 
     def forward(self, tensors: list[torch.Tensor]) -> Any:
         (args, kwargs), (targets, target_kwargs) = self.call.rebuild(tensors)
@@ -48,8 +62,8 @@ class Program(nn.Module):
             loss = self.loss_fn(output, *targets, **target_kwargs)
             _require_loss(loss)
             return (loss,)
-        leaves, self.out_spec = pytree.tree_flatten(output)
-        self.out_constants = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
+        leaves, self.output.spec = pytree.tree_flatten(output)
+        self.output.constants = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
         return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 

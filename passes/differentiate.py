@@ -57,7 +57,8 @@ def differentiate(gm: GraphModule, input_gradients: tuple[bool, ...] = ()) -> Gr
     roots = [i for i in roots if _is_float(facts.outputs(gm)[i])]
     with_loss = any(spec.kind == "loss" for spec in info.outputs)
     tangents = [] if with_loss else [_like(facts.outputs(gm)[i]) for i in roots]
-    wanted = [i for i, asked in enumerate(input_gradients) if asked]
+    inputs = [i for i, n in enumerate(nodes) if facts.input_spec(n).kind in ("input", "target")]
+    wanted = [i for i, asked in zip(inputs, input_gradients, strict=False) if asked]
     layout: list[OutputSpec] = []
 
     def joint(*args: Any) -> tuple[Any, ...]:

@@ -70,7 +70,7 @@ def leading(value: Tensor, axis: facts.Axes) -> Tensor:
         first = value if axis.dim == 0 else value.movedim(axis.dim, 0)
         return first.unsqueeze(axis.dim + 1)
     size = value.shape[axis.dim] // (axis.outer * axis.inner)
-    apart = value.unflatten(axis.dim, (axis.outer, size, axis.inner))
+    apart: Tensor = value.unflatten(axis.dim, (axis.outer, size, axis.inner))
     return apart.movedim(axis.dim + 1, 0).flatten(axis.dim + 1, axis.dim + 2)
 
 

@@ -79,7 +79,7 @@ def huber_loss(x: Tensor, t: Tensor, reduction: int = _MEAN, delta: float = 1.0)
 
 @_decomposes("binary_cross_entropy")
 def binary_cross_entropy(x: Tensor, t: Tensor, weight: Tensor | None = None, reduction: int = _MEAN) -> Any:
-    """-w (t log x + (1 - t) log(1 - x)), by torch's own op: its gradient is finite at x = 0 and 1, that of log is not."""
+    """-w (t log x + (1 - t) log(1 - x)), by torch's own op: finite gradient at x = 0 and 1."""
     if reduction == _NONE:
         return NotImplemented
     return _reduce(torch.ops.aten.binary_cross_entropy.default(x, t, weight, _NONE), reduction)
@@ -155,7 +155,8 @@ def triplet_margin_loss(
     """max(0, m + ‖a - p‖ - ‖a - n‖); swap: the smaller of ‖a - n‖ and ‖p - n‖."""
 
     def distance(a: Tensor, b: Tensor) -> Tensor:
-        return torch.linalg.vector_norm(a - b + eps, p, dim=-1)
+        gap: Tensor = torch.linalg.vector_norm(a - b + eps, p, dim=-1)
+        return gap
 
     far = distance(anchor, negative)
     if swap:

@@ -26,8 +26,12 @@ SIZE, DRAWS, LARGEST = 3, 4, 2**22
 def probe(node: Node, batch: sympy.Symbol, known: Mapping[Node, Axes], notes: list[str]) -> Result:
     """The sample axes of the outputs of an op without a rule, or a refusal."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded in target.tags:
-        raise _unsupported(node, "it has no rule, and it cannot be tried out (random, or not an operator)")
+    if (
+        not isinstance(target, torch._ops.OpOverload)
+        or torch.Tag.nondeterministic_seeded in target.tags
+        or target._schema.is_mutable
+    ):
+        raise _unsupported(node, "it has no rule, and it cannot be tried out (random, in place, or not an operator)")
     for axes in known.values():
         if isinstance(axes, tuple):
             raise _unsupported(node, "it has no rule, and an input is a tuple")
@@ -77,8 +81,9 @@ def take(value: torch.Tensor, axis: SampleAxis | None, i: int) -> torch.Tensor:
     """The rows of sample i: `[.., outer, B, inner, ..]` at B-index i, as in a batch of one."""
     if axis is None:
         return value
-    unfolded = value.unflatten(axis.dim, (axis.outer, -1, axis.inner))
-    return unfolded.select(axis.dim + 1, i).flatten(axis.dim, axis.dim + 1)
+    unfolded: torch.Tensor = value.unflatten(axis.dim, (axis.outer, -1, axis.inner))
+    row: torch.Tensor = unfolded.select(axis.dim + 1, i).flatten(axis.dim, axis.dim + 1)
+    return row
 
 
 def _agree(whole: torch.Tensor, alone: list[torch.Tensor], axis: SampleAxis | None) -> bool:

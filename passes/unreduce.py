@@ -38,7 +38,6 @@ def unreduce(gm: GraphModule) -> GraphModule:
     loss = facts.outputs(gm)[places[0]]
     _check_loss(gm, loss)
     assert isinstance(loss, Node)
-    _give_squeeze_its_dims(gm)
     rewriting = Unreduction(gm, places)
     rewriting.run()
     gm.graph.eliminate_dead_code()
@@ -72,15 +71,6 @@ def _check_loss(gm: GraphModule, loss: object) -> None:
         what, why = "the loss is neither a scalar nor [B]", f"its shape is {shape}"
         fix = "reduce it to one number for each sample ([B]) or to one in all (mean or sum)"
     raise BadArgument(what, where=locate(loss), why=why, fix=fix)
-
-
-def _give_squeeze_its_dims(gm: GraphModule) -> None:
-    """`squeeze()` would take the sample dim too when the batch has one sample: name the dims it takes."""
-    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.squeeze.default):
-        source = node.args[0].meta["val"]
-        dims = [d for d, size in enumerate(source.shape) if isinstance(size, int) and size == 1]
-        node.target = torch.ops.aten.squeeze.dims
-        node.args = (node.args[0], dims)
 
 
 def _check_result(gm: GraphModule, place: int) -> None:
@@ -173,7 +163,9 @@ class Unreduction:
     def per_sample(self, node: Node) -> None:
         """A reduced value: its op for each sample."""
         if node.target is operator.getitem:
-            self.new[node] = self.new[node.args[0]][node.args[1]]
+            source, place = node.args
+            assert isinstance(source, Node)
+            self.new[node] = self.new[source][place]
             return
         if _random(node):
             raise _not_yet(node, "it draws at random from values reduced over the samples")
@@ -204,11 +196,11 @@ class Unreduction:
             for old in traced.graph.nodes:
                 if old.op not in ("placeholder", "output"):
                     made[old] = self.copy(node, old, traced, made, old is result)
-        return torch.fx.map_arg(result, lambda n: made[n])  # type: ignore[no-any-return]
+        return torch.fx.map_arg(result, lambda n: made[n])
 
     def copy(self, node: Node, old: Node, traced: GraphModule, made: dict[Node, Any], last: bool) -> Node:
         """One traced node, with the meta of the node it comes from."""
-        target = old.target
+        target = _functional(node, old)
         if old.op == "get_attr":
             target = f"{node.name}_{old.target}"
             self.gm.register_buffer(target, getattr(traced, str(old.target)), persistent=False)
@@ -234,6 +226,18 @@ class Unreduction:
         for n in flat_nodes(result):
             if single(facts.shape(n.meta["val"]), self.batch).dim != 0:
                 raise _not_yet(node, "batching it over samples fixes the batch size")
+
+
+def _functional(node: Node, traced: Node) -> Any:
+    """The op of a traced node; one that works in place on a value nothing else needs becomes the ordinary one."""
+    target = traced.target
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+        return target
+    name = target._schema.name.removeprefix("aten::").removesuffix("_")
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None or any(len(n.users) > 1 for n in traced.all_input_nodes):
+        raise _not_yet(node, f"batching it over samples works in place ({target._schema.name})")
+    return getattr(packet, target._overloadname)
 
 
 def _random(node: Node) -> bool:

@@ -140,6 +140,8 @@ APART: dict[str, Program] = {
     "max pool": lambda x: F.max_pool1d(x[:, None], 2),
     "adaptive pool": lambda x: F.adaptive_avg_pool1d(x[:, None], 4),
     "logcumsumexp": lambda x: torch.logcumsumexp(x, 1),
+    "pad in front of the tokens": lambda x: F.pad(x.view(-1, 2, 3), (0, 0, 1, 0, 0, 0)),
+    "squeezed sample dim": lambda x: x.squeeze(0) * 2,
     "complex": lambda x: torch.view_as_real(torch.view_as_complex(x.view(-1, 3, 2)) * 1j),
 }
 
@@ -194,6 +196,10 @@ MIXED: dict[str, Program] = {
     "layer norm over the batch": lambda x: F.layer_norm(x.t(), (x.shape[0],)).t(),
     "two samples taken apart": lambda x: x[0] + x[1] + x,
     "reduced output": lambda x: x.mean(0),
+    "shared rows folded in another order": lambda x: TABLE[0].expand(x.shape[0], 6).reshape(-1) + x.t().reshape(-1),
+    "msort": lambda x: x.msort(),
+    "column norms": lambda x: torch.renorm(x, 2, 1, 1.0),
+    "numbers of the samples as output": lambda x: torch.arange(x.shape[0]),
 }
 
 
@@ -284,7 +290,9 @@ def test_buffers_may_count_but_not_average() -> None:
 
     gm = batch(captured(Counter(False), lambda o: o.sum(), (torch.randn(4, 6),)))
     assert [s.kind for s in facts.graph_facts(gm).outputs] == ["buffer", "loss"]
-    with pytest.raises(SamplesMixed, match="the buffer 'model.seen' takes a value that depends on how the samples mix"):
+    with pytest.raises(
+        SamplesMixed, match=r"the buffer 'model\.seen' takes a value that depends on how the samples mix"
+    ):
         batch(captured(Counter(True), lambda o: o.sum(), (torch.randn(4, 6),)))
 
 
@@ -370,7 +378,8 @@ def refusal(function: nn.Module | Program) -> str:
 def test_text_for_batch_norm() -> None:
     assert refusal(Normed()) == (
         "aten._native_batch_norm_legit_functional mixes samples, so per-sample gradients do not exist\n"
-        "  where  %_native_batch_norm_legit_functional, sample dim 0;  test_batch.py: return self.bn(self.conv(x[:, None]))\n"
+        "  where  %_native_batch_norm_legit_functional, sample dim 0;  "
+        "test_batch.py: return self.bn(self.conv(x[:, None]))\n"
         "  why    its mean runs over dims 0, 2; dim 0 holds the samples of %conv1d\n"
         "  fix    use GroupNorm, or model.eval() so that running statistics are used"
     )
@@ -399,7 +408,8 @@ class Misfolded(nn.Module):
 def test_text_for_a_fold_in_the_wrong_order() -> None:
     assert refusal(Misfolded()) == (
         "aten.view mixes samples, so per-sample gradients do not exist\n"
-        "  where  %view_1, sample dim 0 = B·2;  test_batch.py: return x.reshape(2 * x.shape[0], 3).view(2, x.shape[0], 3)\n"
+        "  where  %view_1, sample dim 0 = B·2;  "
+        "test_batch.py: return x.reshape(2 * x.shape[0], 3).view(2, x.shape[0], 3)\n"
         "  why    the samples are laid out as 1·B·6 elements, but the new dim 1 expects 2 elements before and 3 after "
         "it, so a row of it holds parts of several samples\n"
         "  fix    fold the sample dim outermost or innermost consistently: permute it next to the dims it is folded "
@@ -408,5 +418,5 @@ def test_text_for_a_fold_in_the_wrong_order() -> None:
 
 
 def test_text_for_an_op_that_cannot_be_shown() -> None:
-    with pytest.raises(NotYetSupported, match="aten.as_strided cannot be shown to keep samples apart"):
+    with pytest.raises(NotYetSupported, match=r"aten\.as_strided cannot be shown to keep samples apart"):
         batch(captured(lambda x: x.as_strided((x.shape[0], 2), (6, 1)), None, (torch.randn(4, 6),)))

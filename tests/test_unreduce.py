@@ -240,6 +240,9 @@ REDUCTIONS: dict[str, Loss] = {
     "broadcast of means": lambda o, y: (o.mean(0)[:, None] * y.sum(0)[:2] + o.mean()).square().sum(),
     "expanded": lambda o, y: (o - y).mean().expand(3).sum(),
     "count": lambda o, y: (o - y).sum() / torch.full((), float(CLASSES)).double() + (o > 0).sum() * 0.1,
+    "zeros like a mean": lambda o, y: torch.maximum((o - y).mean(0), torch.zeros_like(o.mean(0))).sum(),
+    "gathered mean": lambda o, y: (o - y).mean(0).gather(0, torch.tensor([1, 1, 2])).square().sum(),
+    "normed mean": lambda o, y: F.layer_norm((o - y).mean(0), (CLASSES,), WEIGHT).square().sum() * o.mean(),
     "squeezed": lambda o, y: F.mse_loss(o[:, :1].squeeze(), y[:, 0]),
     "already [B]": lambda o, y: (o - y).square().sum(1),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from psg_fx import axes
 from psg_fx.axes import positive
@@ -62,8 +62,9 @@ def along(name: str, default: int | None, *, flat: bool = False) -> Callable[[Op
 
 for _names, _argument, _default in (
     ("softmax log_softmax _softmax _log_softmax _safe_softmax special_softmax special_log_softmax", "dim", -1),
-    ("cumsum cumprod cummax cummin logcumsumexp _logcumsumexp glu renorm", "dim", -1),
-    ("sort argsort msort topk", "dim", -1),
+    ("cumsum cumprod cummax cummin logcumsumexp _logcumsumexp glu", "dim", -1),
+    ("sort argsort topk", "dim", -1),
+    ("msort", "dim", 0),
     ("flip", "dims", None),
     ("fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft", "dim", -1),
     ("fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_hfftn fft_ihfftn fft_fftshift fft_ifftshift", "dim", None),
@@ -119,6 +120,11 @@ def trailing(count: int | Callable[[Op], int], what: str) -> Callable[[Op], Answ
     return apply
 
 
+def _padded(pad: Sequence[object]) -> int:
+    """How many of the last dims are padded; `pad` counts from the last dim on, two numbers each."""
+    return 1 + max((k // 2 for k, amount in enumerate(pad) if amount != 0), default=-1)
+
+
 _SQUARE = """
     tril triu det linalg_det _linalg_det logdet slogdet linalg_slogdet _linalg_slogdet inverse linalg_inv linalg_inv_ex
     linalg_cholesky linalg_cholesky_ex cholesky cholesky_inverse linalg_eigh _linalg_eigh linalg_eigvalsh linalg_eig
@@ -128,7 +134,7 @@ _SQUARE = """
 """
 rule(*_SQUARE.split(), proof="trailing dims")(trailing(2, "it works on"))
 rule("constant_pad_nd", "pad", "_pad_enum", "_pad_circular", proof="trailing dims")(
-    trailing(lambda op: len(op.raw("pad")) // 2, "it pads")
+    trailing(lambda op: _padded(op.raw("pad")), "it pads")
 )
 
 

@@ -25,17 +25,17 @@ def contraction(op: Op, operands: Sequence[Value], labels: Sequence[Labels], out
             raise op.refuse(
                 f"it multiplies %{lead.node.name} (samples in {axis}) with %{operand.node.name} (samples in "
                 f"{operand.axis}) so that every sample meets every other",
-                "multiply within a sample: keep the sample dim as a batch dim of both factors (bmm, einsum 'b...,b...')",
+                "multiply within a sample: keep the sample dim in front of both (bmm, einsum 'b...,b...')",
             )
-        elif (found_axis := operand.axis) and (axis.outer, axis.inner) != (found_axis.outer, found_axis.inner):
+        elif (axis.outer, axis.inner) != (operand.axis.outer, operand.axis.inner):
             if not (operand.found.uniform or lead.found.uniform):
                 raise op.refuse(
-                    f"%{lead.node.name} holds the samples as {axis} and %{operand.node.name} as {found_axis}, so rows of "
-                    "different samples are multiplied",
+                    f"%{lead.node.name} holds the samples as {axis} and %{operand.node.name} as {operand.axis}, so "
+                    "rows of different samples are multiplied",
                     "fold the dims of both in the same order",
                 )
             if lead.found.uniform:
-                axis, lead = found_axis, operand
+                axis, lead = operand.axis, operand
     if axis is None:
         return None
     if label not in out:
@@ -70,7 +70,7 @@ def matmul(op: Op) -> Answer:
 def _product(op: Op, a: Value, b: Value, transposed: bool = False) -> SampleAxis | None:
     lead_a, lead_b = batch_labels([a, b], [max(a.ndim - 2, 0), max(b.ndim - 2, 0)])
     rows, columns = (["i"] if a.ndim > 1 else []), (["j"] if b.ndim > 1 else [])
-    right = lead_b + (columns + ["k"] if transposed else ["k", *columns])
+    right = lead_b + ([*columns, "k"] if transposed else ["k", *columns])
     longest = lead_a if len(lead_a) >= len(lead_b) else lead_b
     return contraction(op, [a, b], [[*lead_a, *rows, "k"], right], longest + rows + columns)
 
@@ -181,7 +181,7 @@ def attention(op: Op) -> Answer:
         if value.axis is not None and value.axis.dim >= value.ndim - 2:
             raise op.refuse(
                 f"dim {value.axis.dim} of %{value.node.name}, the sample dim, is the dim attention runs over",
-                "give the samples a leading dim: [B, heads, tokens, channels] (nn.MultiheadAttention: batch_first=True)",
+                "give the samples a leading dim: [B, heads, tokens, channels] (MultiheadAttention: batch_first=True)",
             )
         if value.axis is not None and value.axis.dim == value.ndim - 3 and op.raw("enable_gqa", False):
             raise op.refuse("the sample dim is the dim of grouped heads")

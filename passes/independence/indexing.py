@@ -25,7 +25,7 @@ def _is_mask(value: Value) -> bool:
 
 @rule("index", "_unsafe_index", proof="indexing", index=True)
 def index(op: Op) -> Answer:
-    """y[.., n.., ..] = x[.., i_1[n..], i_2[n..], ..]; n.. replaces the indexed dims, or comes first if they are apart."""
+    """y[.., n.., ..] = x[.., i_1[n..], i_2[n..], ..]; n.. stands for the indexed dims, or first if they are apart."""
     x, picks = op.need("self"), _indices(op)
     used = [d for d, p in enumerate(picks) if p is not None]
     chosen = [p for p in picks if p is not None]
@@ -59,7 +59,7 @@ def _picked(op: Op, x: Value, picks: Sequence[Value | None], rows: int) -> Sampl
         raise op.refuse("it uses the number of the sample to look up a value that all samples share", _PICK)
     if x.axis is not None and isinstance(found.axes, SampleAxis):
         raise op.refuse(
-            f"each sample's indices pick from the rows of every sample of %{x.node.name} (dim {x.axis.dim} is not indexed)",
+            f"each sample's indices pick from every sample of %{x.node.name}: dim {x.axis.dim} is not indexed",
             _PICK,
         )
     return found.axes if isinstance(found.axes, SampleAxis) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 
 import sympy
@@ -36,6 +37,7 @@ from psg_fx.passes.independence.values import (
 )
 from psg_fx.passes.probe import probe
 
+_NUMBERS = "it computes with the numbers of the samples (arange over the batch), which one sample alone lacks"
 _STATISTIC = "a statistic over the batch makes each sample's loss depend on the others; take it within a sample"
 
 
@@ -71,7 +73,7 @@ class Prover:
         self.check_outputs()
         known = facts.graph_facts(self.gm)
         new = tuple(n for n in self.notes if n not in known.notes)
-        self.gm.meta[facts.KEY] = facts.dataclasses.replace(known, notes=known.notes + new)
+        self.gm.meta[facts.KEY] = dataclasses.replace(known, notes=known.notes + new)
 
     def visit(self, node: Node) -> tuple[Result, str]:
         """What is known of the value of a node, and the name of the proof."""
@@ -118,9 +120,9 @@ class Prover:
     def operate(self, node: Node) -> tuple[Result, str]:
         """An op with tensor outputs."""
         rule = find(node.target)
-        if rule is not None and rule.shapes_only:
-            return self.apply(node, rule), rule.proof
         inputs = [n for n in node.all_input_nodes if n in self.known]
+        if rule is not None and rule.shapes_only and not self.like_reduced(node, inputs):
+            return self.apply(node, rule), rule.proof
         carrying = [n for n in inputs if self.known[n].axes is not None]
         reduced = [n for n in inputs if self.known[n].reduced]
         if reduced and carrying:
@@ -130,8 +132,15 @@ class Prover:
         if not carrying and not self.knows_batch(node):
             return Result(), "no samples"
         if rule is None:
+            self.refuse_numbers(node)
             return probe(node, self.batch, {n: self.known[n].axes for n in inputs}, self.notes), "probed"
         return self.apply(node, rule), rule.proof
+
+    def like_reduced(self, node: Node, inputs: list[Node]) -> bool:
+        """Whether a factory takes its shape from a reduced value (`zeros_like(loss)`): then it is per sample too."""
+        if not any(self.known[n].reduced for n in inputs):
+            return False
+        return op_name(node).endswith("_like") or not self.knows_batch(node)
 
     def apply(self, node: Node, rule: Rule) -> Result:
         """A rule's answer as a Result."""
@@ -139,13 +148,19 @@ class Prover:
         sizes = symbolic_sizes(node, self.batch)
         if sizes and not rule.sizes:
             raise op.refuse(f"its argument %{sizes[0].name} depends on the batch size")
-        if not rule.index and any(self.known[n].index for n in node.all_input_nodes if n in self.known):
-            raise op.refuse(
-                "it computes with the numbers of the samples (arange over the batch), which a single sample does not have",
-                "use arange(B) only to pick each sample's row: x[torch.arange(B), ids]",
-            )
+        if not rule.index and not rule.shapes_only:
+            self.refuse_numbers(node)
         answer = rule.apply(op)
-        return self.complete(node, answer if isinstance(answer, Result) else Result(answer))
+        found = self.complete(node, answer if isinstance(answer, Result) else Result(answer))
+        empty = found.axes is None or (isinstance(found.axes, tuple) and not any(found.axes))
+        if empty and not found.reduced and not rule.shapes_only and op.sampled():
+            raise op.unsupported("no dim of its output holds the samples of its inputs")
+        return found
+
+    def refuse_numbers(self, node: Node) -> None:
+        """The numbers of the samples, `arange(B)`, may only pick rows."""
+        if any(self.known[n].index for n in node.all_input_nodes if n in self.known):
+            raise mixed(node, _NUMBERS, "use arange(B) only to pick each sample's row: x[torch.arange(B), ids]")
 
     def complete(self, node: Node, found: Result) -> Result:
         """One axis for an op with several outputs stands for each of them that knows the batch."""
@@ -179,7 +194,7 @@ class Prover:
     def check(self, node: Node, found: Result) -> None:
         """The shape must say the same as the rule: exactly one dim knows B, and it is outer * B * inner."""
         values = node.meta.get("val")
-        if found.reduced or not tensors(values):
+        if found.reduced or values is None or not tensors(values):
             return
         each = [values] if isinstance(values, torch.Tensor) else list(values)
         axes = found.axes if isinstance(found.axes, tuple) else (found.axes,) * len(each)
@@ -228,6 +243,8 @@ class Prover:
             if not isinstance(entry, Node):
                 continue
             found = self.known[entry]
+            if found.index:
+                raise mixed(entry, _NUMBERS, "return values of the sample")
             if spec.kind == "output" and found.reduced:
                 raise mixed(self.origin[entry], f"the output {spec.name!r} of the model is reduced over the samples",
                             "return one row for each sample")  # fmt: skip

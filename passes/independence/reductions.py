@@ -1,4 +1,4 @@
-"""Reductions: y[kept] = f over the reduced dims.  Over the sample dim, the result is *reduced*: only the loss may use it."""
+"""Reductions: y[kept] = f over the reduced dims.  Over the sample dim, it is *reduced*: for the loss only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from psg_fx.passes.independence.values import REDUCED, Op, Result, broadcast
 _MANY = """
     sum mean nansum nanmean amax amin aminmax _aminmax all any prod var std var_mean std_mean logsumexp
     special_logsumexp norm linalg_vector_norm linalg_norm count_nonzero argmax argmin max min median nanmedian mode
-    kthvalue quantile nanquantile linalg__powsum frobenius_norm cummax_helper
+    kthvalue quantile nanquantile linalg__powsum frobenius_norm
 """
 
 

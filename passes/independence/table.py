@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -13,6 +14,7 @@ from psg_fx.passes.independence.values import Op, Result
 
 Answer = Result | SampleAxis | tuple[SampleAxis | None, ...] | None
 Function = Callable[[Op], Answer]
+F = TypeVar("F", bound=Function)
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,10 @@ RULES: dict[str, Rule] = {}
 
 def rule(
     *names: str, proof: str, sizes: bool = False, index: bool = False, shapes_only: bool = False
-) -> Callable[[Function], Function]:
+) -> Callable[[F], F]:
     """Register a rule for ops by schema name without `aten::`; a name may carry its overload, as `max.dim`."""
 
-    def register(function: Function) -> Function:
+    def register(function: F) -> F:
         for name in names:
             if name in RULES:
                 raise InternalError(
@@ -57,7 +59,7 @@ def rule(
 
 def find(target: object) -> Rule | None:
     """The rule of an op: by overload, by name, or elementwise by torch's own `pointwise` tag."""
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
         return None
     name = target._schema.name
     if name.startswith("aten::"):

@@ -9,7 +9,7 @@ from psg_fx import axes, facts
 from psg_fx.axes import Misfit
 from psg_fx.facts import SampleAxis
 from psg_fx.passes.independence.table import Answer, rule
-from psg_fx.passes.independence.values import Op, Result, Value, samples_of
+from psg_fx.passes.independence.values import Op, Result, Value, samples_of, symbolic_sizes
 
 _FOLD = "fold the sample dim outermost or innermost consistently: permute it next to the dims it is folded with first"
 _ONE = "use the samples' rows all together; one sample's row must not reach the others"
@@ -30,9 +30,12 @@ def view(op: Op) -> Result:
     if x.axis is None:
         return Result()
     try:
-        return same_kind(x, axes.through_view(x.axis, x.shape, op.out()))
+        axis = axes.through_view(x.axis, x.shape, op.out())
     except Misfit as misfit:
         raise op.refuse(str(misfit), _FOLD) from None
+    # A dim folded with others holds different values inside, so its order matters from here on.
+    same_dim = math.prod(op.out().shape[: axis.dim]) == math.prod(x.shape[: x.axis.dim]) and axis.inner == x.axis.inner
+    return Result(axis, x.found.uniform and same_dim and axis.outer == x.axis.outer, x.found.index)
 
 
 def _not_last(op: Op, x: Value) -> SampleAxis | None:
@@ -155,10 +158,15 @@ def part(op: Op) -> Result:
     dim = op.dim("dim", x.ndim)
     if x.axis is None:
         if out.dim is not None:
-            raise op.refuse(f"it takes the first B entries of dim {dim} of a value that is the same for all samples, so "
-                            "sample i gets entry i", "take one entry for all samples, or make it a per-sample input")  # fmt: skip
+            raise op.refuse(
+                f"it takes the first B entries of dim {dim} of %{x.node.name}, which all samples share, so sample i "
+                "gets entry i",
+                "take the same entries for all samples, or make it an input with samples",
+            )
         return Result()
     if dim != x.axis.dim:
+        if symbolic_sizes(op.node, op.batch):
+            raise op.refuse(f"where it cuts dim {dim} depends on the batch size")
         return same_kind(x, x.axis)
     start, stop = _range(op, x, dim)
     try:
@@ -251,8 +259,3 @@ def as_strided(op: Op) -> Result:
     """Reads memory by strides: nothing is known about the rows."""
     raise op.unsupported("it reads memory by strides, which do not say whose rows they are",
                          "use view, permute, slice or unfold")  # fmt: skip
-
-
-def numel(value: Value) -> int:
-    """The number of elements of one sample."""
-    return math.prod(value.shape)

@@ -43,9 +43,14 @@ _CONVOLUTIONS = """
     cudnn_convolution_transpose miopen_convolution slow_conv_dilated2d slow_conv_transpose2d
 """
 rule(*_CONVOLUTIONS.split(), proof="convolution")(leading(_kernel, "its sum runs over"))
-rule("group_norm", "native_group_norm", "channel_shuffle", "native_channel_shuffle", proof="norm of each row of dim 0")(
-    leading(lambda op, x: x.ndim - 2, "it mixes")
-)
+rule(
+    "group_norm",
+    "native_group_norm",
+    "channel_shuffle",
+    "native_channel_shuffle",
+    proof="norm of each row of dim 0",
+    sizes=True,
+)(leading(lambda op, x: x.ndim - 2, "it mixes"))
 rule("col2im", proof="windows")(leading(lambda op, x: 1, "it mixes"))
 rule("im2col", proof="windows")(leading(lambda op, x: 2, "its windows run over"))
 
@@ -96,7 +101,7 @@ def batch_norm(op: Op) -> Answer:
         raise op.refuse("its statistics belong to dim 1, the sample dim")
     if any(v.axis is not None for v in op.values() if v.node is not x.node):
         raise op.unsupported("its statistics carry samples")
-    first, *rest = op.outputs()
+    _, *rest = op.outputs()
     return (x.axis, *(None for _ in rest)) if rest else x.axis
 
 

@@ -1,0 +1,191 @@
+"""`transform(model)` without a loss: the model itself, whose `backward()` leaves `grad_sample` on its parameters.
+
+The joint graph takes the cotangents of the model's outputs, is split by the min-cut partitioner, both halves are
+compiled, and one `autograd.Function` joins them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.fx import GraphModule, Node
+
+from psg_fx import cost, facts
+from psg_fx.api import PerSampleModule
+from psg_fx.arguments import Call, take_apart
+from psg_fx.errors import BadArgument
+from psg_fx.facts import OutputSpec
+from psg_fx.passes.capture import Program
+from psg_fx.passes.compile import compile_graph
+from psg_fx.passes.pipeline import run_pipeline
+from psg_fx.passes.runner import History, copy_graph
+from psg_fx.state import Tracked
+from psg_fx.step import Binding, plain_mode
+from psg_fx.torch_private import partition
+
+_FORWARD = ("output", "buffer")
+
+
+class DropInModule(PerSampleModule):
+    """The model with a backward that leaves per-sample gradients: the counterpart of `call_for_per_sample_grads`."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output.  `backward()` of any loss on it sets `p.grad_sample`, `[B, *shape]`, and leaves `p.grad`
+        alone.
+
+        Raises:
+            BadArgument: a parameter still has a `grad_sample`, or the inputs disagree on the batch size.
+        """
+        call = take_apart(((args, kwargs), ((), {})), (self.batch_dim, None))
+        call.batch_size()
+        step: SplitStep = self._look_up(call, lambda tracked: self._build(tracked, call))
+        if torch.is_grad_enabled():
+            self._refuse_leftovers(step)
+        flat = step.run(call, self.loss_reduction)
+        return step.program.output.rebuild(flat)
+
+    def _refuse_leftovers(self, step: SplitStep) -> None:
+        for name, parameter in step.parameters():
+            if getattr(parameter, "grad_sample", None) is not None:
+                raise BadArgument(
+                    f"{name} still has a grad_sample",
+                    where="step(*args, **kwargs)",
+                    why="a second backward would overwrite the per-sample gradients of another batch",
+                    fix="set p.grad_sample = None (or delete it) before the next call",
+                )
+
+    def _build(self, tracked: Tracked, call: Call) -> SplitStep:
+        program = Program(self.model, None, call)
+        wanted = tuple(t.requires_grad for t in call.tensors)
+        device = cost.device(self._device(call).type)
+        gm, history = run_pipeline(program, call, tracked.aliases, self.quantities, (), device, wanted)
+
+        def compiled(graph: GraphModule) -> Callable[..., Sequence[Any]]:
+            return compile_graph(graph, self.backend, self.mode, self.options, self.dynamic)
+
+        return SplitStep(gm, history, program, compiled)
+
+
+class SplitStep:
+    """A lowered joint graph, split into a compiled forward and a compiled backward."""
+
+    def __init__(
+        self,
+        gm: GraphModule,
+        history: History,
+        program: Program,
+        compiled: Callable[[GraphModule], Callable[..., Sequence[Any]]],
+    ) -> None:
+        self.gm, self.history, self.program = gm, history, program
+        self.binding = Binding(gm, program.model, None)
+        joint, self.outputs, self.results = _ordered(gm)
+        forward, backward = partition(joint, len(self.outputs))
+        history.graphs["forward"], history.graphs["backward"] = forward, backward
+        self.order = _saved_order(forward, backward)
+        self.forward, self.backward = compiled(forward), compiled(backward)
+        self._owners = self._find_owners()
+
+    def _find_owners(self) -> dict[str, tuple[dict[str, Any], str]]:
+        from psg_fx.state import holder
+
+        return {s.name: holder(self.program.model, None, s.target) for s in self.binding.specs if s.tracked}
+
+    def parameters(self) -> list[tuple[str, torch.Tensor]]:
+        """The tracked parameters, as they are now."""
+        return [(name, group[key]) for name, (group, key) in self._owners.items()]
+
+    def run(self, call: Call, loss_reduction: str) -> list[torch.Tensor]:
+        """The model's tensor outputs; they carry the backward."""
+        with plain_mode():
+            arguments = self.binding.arguments(call, {})
+        anchor = torch.zeros((), requires_grad=True)
+        return list(_Joined.apply(self, call, loss_reduction, arguments, anchor, *call.tensors))
+
+    def forward_results(self, arguments: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[Any]]:
+        """The model's outputs, and what the backward needs.  Buffers are written."""
+        with plain_mode():
+            results = list(self.forward(*arguments))
+            ordered: list[Any] = [None] * len(self.binding.outputs)
+            for (index, _), value in zip(self.outputs, results, strict=False):
+                ordered[index] = value
+            self.binding.write_buffers(ordered)
+        kept = [v for (_, spec), v in zip(self.outputs, results, strict=False) if spec.kind == "output"]
+        return kept, [results[i] for i in self.order]
+
+
+class _Joined(torch.autograd.Function):
+    """The two compiled halves as one differentiable function of the inputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, step: SplitStep, call: Call, loss_reduction: str, arguments: list[Any], anchor: Any, *inputs: Any
+    ) -> tuple[torch.Tensor, ...]:
+        outputs, saved = step.forward_results(arguments)
+        ctx.step, ctx.call, ctx.loss_reduction = step, call, loss_reduction
+        ctx.tensors = [isinstance(v, torch.Tensor) for v in saved]
+        ctx.others = [v for v in saved if not isinstance(v, torch.Tensor)]
+        ctx.save_for_backward(*(v for v in saved if isinstance(v, torch.Tensor)))
+        ctx.mark_non_differentiable(*(v for v in outputs if not v.is_floating_point()))
+        ctx.like = [(v.shape, v.dtype, v.device) for v in outputs if v.is_floating_point()]
+        ctx.floating = [v.is_floating_point() for v in outputs]
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        step: SplitStep = ctx.step
+        rest, others = iter(ctx.saved_tensors), iter(ctx.others)
+        saved = [next(rest) if is_tensor else next(others) for is_tensor in ctx.tensors]
+        floating = [g for g, is_float in zip(gradients, ctx.floating, strict=True) if is_float]
+        tangents = [
+            torch.zeros(shape, dtype=dtype, device=device) if g is None else g
+            for g, (shape, dtype, device) in zip(floating, ctx.like, strict=True)
+        ]
+        with plain_mode():
+            found = step.backward(*saved, *tangents)
+        return (None, None, None, None, None, *_deliver(ctx, step, found))
+
+
+def _deliver(ctx: Any, step: SplitStep, found: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Set `grad_sample` on every tracked parameter; return the gradients of the inputs."""
+    scale = ctx.call.batch_size() if ctx.loss_reduction == "mean" else 1
+    owners = dict(step.parameters())
+    by_input: dict[str, torch.Tensor] = {}
+    for (_, spec), value in zip(step.results, found, strict=True):
+        if spec.kind == "grads":
+            owners[spec.name].grad_sample = value * scale if scale != 1 else value  # type: ignore[attr-defined]
+        else:
+            by_input[spec.name] = value
+    names = [n.name for n in facts.placeholders(step.gm) if facts.input_spec(n).kind == "input"]
+    return [by_input.get(name) for name in names]
+
+
+Placed = tuple[int, OutputSpec]
+
+
+def _ordered(gm: GraphModule) -> tuple[GraphModule, list[Placed], list[Placed]]:
+    """The joint graph as the partitioner wants it: forward results first, inputs named primals and tangents.
+
+    Also where each forward result and each backward result stands among the outputs of `gm`.
+    """
+    joint = copy_graph(gm)
+    placed = list(enumerate(facts.graph_facts(gm).outputs))
+    forward = [(i, spec) for i, spec in placed if spec.kind in _FORWARD]
+    backward = [(i, spec) for i, spec in placed if spec.kind not in _FORWARD]
+    values = facts.outputs(joint)
+    joint.graph.output_node().args = (tuple(values[i] for i, _ in forward + backward),)
+    for index, node in enumerate(facts.placeholders(joint)):
+        kind = "tangents" if facts.input_spec(node).kind == "tangent" else "primals"
+        node.name = node.target = f"{kind}_{index}"
+    joint.recompile()
+    return joint, forward, backward
+
+
+def _saved_order(forward: GraphModule, backward: GraphModule) -> list[int]:
+    """For each placeholder of the backward but the tangents: which output of the forward it is."""
+    (values,) = forward.graph.output_node().args
+    place = {value.name: i for i, value in enumerate(values) if isinstance(value, Node)}  # type: ignore[union-attr, arg-type]
+    return [place[n.name] for n in facts.placeholders(backward) if not n.name.startswith("tangents")]
