@@ -175,7 +175,7 @@ class PerSampleModule(nn.Module):
         """A table of every site: where the samples lie, what is computed, how, at what cost, and why not otherwise."""
         from psg_fx.report import explain
 
-        return explain(self._history("explain()"))
+        return explain(self.graphs)
 
     def _history(self, what: str) -> History:
         if self._last is None:

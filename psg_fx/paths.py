@@ -144,7 +144,7 @@ class ContractExpr(Expr):
 
     def __str__(self) -> str:
         if self.pair.same:
-            return f"{self.a}²" if isinstance(self.a, LeafExpr) else f"({self.a})²"
+            return f"{self.a}²"
         return f"({self.a}·{self.b})"
 
 
@@ -164,10 +164,9 @@ class SumExpr(Expr):
         return (self.child,)
 
     def work(self) -> Work:
-        size = self.dtype.itemsize
-        read = product(self.sizes[a] for a in self.child.axes) * size
-        out = product(self.sizes[a] for a in self.axes) * size
-        return Work(read // size, read, out, out)
+        elements = product(self.sizes[a] for a in self.child.axes)
+        out = product(self.sizes[a] for a in self.axes) * self.dtype.itemsize
+        return Work(elements, elements * self.dtype.itemsize, out, out)
 
     def __str__(self) -> str:
         return f"Σ{self.child}"
@@ -197,7 +196,7 @@ def trees(network: Network, concrete: Concrete) -> list[Expr]:
                 expr
                 for one, two in _halves(inside)
                 for a, b in itertools.product(build(one), build(two))
-                for expr in contractions(a, b, needed(inside), sizes)
+                for expr in contractions(a, b, needed(inside), sizes, network.out)
             ]
         unique = {expr.key: expr for expr in found}
         memo[inside] = list(unique.values())
@@ -226,18 +225,23 @@ def _halves(inside: frozenset[int]) -> Iterator[tuple[frozenset[int], frozenset[
             yield one, inside - one
 
 
-def contractions(a: Expr, b: Expr, needed: set[str], sizes: dict[str, Size]) -> Iterator[Expr]:
-    """Contract two nodes by every method that applies, implicit operands as they are or built."""
+def contractions(
+    a: Expr, b: Expr, needed: set[str], sizes: dict[str, Size], order: Axes = ()
+) -> Iterator[Expr]:
+    """Contract two nodes by every method that applies, implicit operands as they are or built.
+
+    order: the order of the final result's axes, which methods keep where they can, so that nothing is transposed.
+    """
     if b.key < a.key:
         a, b = b, a
     variants = [(x, y) for x in _forms(a) for y in _forms(b)]
     for x, y in variants:
-        out = tuple(axis for axis in dict.fromkeys(x.axes + y.axes) if axis in needed)
+        kept = [axis for axis in dict.fromkeys(x.axes + y.axes) if axis in needed]
+        out = tuple(sorted(kept, key=lambda axis: order.index(axis) if axis in order else len(order)))
         pair = Pair(x.arg, y.arg, out, sizes, same=x.key == y.key and _tied(x, y, out))
         for method in METHODS:
             if method.applies(pair):
-                order = method.out(pair)
-                yield ContractExpr(order, sizes, pair.dtype, x, y, method, pair)
+                yield ContractExpr(method.out(pair), sizes, pair.dtype, x, y, method, pair)
 
 
 def _tied(x: Expr, y: Expr, out: Axes) -> bool:

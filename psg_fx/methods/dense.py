@@ -26,17 +26,18 @@ class Multiply(Method):
     name = "multiply"
 
     def applies(self, p: Pair) -> bool:
-        return p.a.dense and p.b.dense and not p.summed and set(p.out) == set(p.everything)
+        return p.a.dense and p.b.dense and all(x in p.out or p.sizes[x] == 1 for x in p.everything)
 
     def out(self, p: Pair) -> Axes:
-        return p.everything
+        return tuple(x for x in p.everything if x in p.out)
 
     def work(self, p: Pair) -> Work:
         read, written = p.moved()
         return Work(p.count(p.everything), read, written, written)
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return expand_to(a, p.a.axes, p.everything) * expand_to(b, p.b.axes, p.everything)
+        out = self.out(p)
+        return expand_to(a, p.a.axes, out) * expand_to(b, p.b.axes, out)
 
 
 class Dot(Method):
@@ -48,7 +49,7 @@ class Dot(Method):
     name = "dot"
 
     def applies(self, p: Pair) -> bool:
-        return p.a.dense and p.b.dense and not (p.summed and p.left and p.right)
+        return p.a.dense and p.b.dense and not (p.summed and p.left and p.right) and not Multiply().applies(p)
 
     def out(self, p: Pair) -> Axes:
         return tuple(x for x in p.everything if x in p.out)
@@ -59,12 +60,10 @@ class Dot(Method):
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         dtype = accumulation_dtype(p.dtype)
-        both = (
-            expand_to(a, p.a.axes, p.everything).to(dtype).square() if p.same
-            else expand_to(a, p.a.axes, p.everything).to(dtype) * expand_to(b, p.b.axes, p.everything).to(dtype)
-        )  # fmt: skip
-        dims = [i for i, x in enumerate(p.everything) if x not in p.out]
-        return both.sum(dims) if dims else both
+        axes = tuple(x for x in p.everything if x in p.out or p.sizes[x] != 1)
+        a = expand_to(a, p.a.axes, axes).to(dtype)
+        both = a.square() if p.same else a * expand_to(b, p.b.axes, axes).to(dtype)
+        return both.sum([i for i, x in enumerate(axes) if x not in p.out])
 
 
 class MatMul(Method):
@@ -80,7 +79,12 @@ class MatMul(Method):
 
     def out(self, p: Pair) -> Axes:
         ones = tuple(x for x in p.out if p.sizes[x] == 1)
-        return p.batch + p.left + p.right + ones
+        first, second = (p.right, p.left) if self._swapped(p) else (p.left, p.right)
+        return p.batch + first + second + ones
+
+    def _swapped(self, p: Pair) -> bool:
+        """Whether `b`'s axes come first in the result."""
+        return p.out.index(p.right[0]) < p.out.index(p.left[0])
 
     def work(self, p: Pair) -> Work:
         read, written = p.moved()
@@ -92,8 +96,10 @@ class MatMul(Method):
         if any(x.endswith("'") for x in p.out):  # a Gram matrix: its entries are multiplied again, keep full precision
             dtype = accumulation_dtype(dtype)
         a, b = a.to(dtype), b.to(dtype)
-        left = arrange(a, p.a.axes, (p.batch, p.left, p.summed))
-        right = arrange(b, p.b.axes, (p.batch, p.summed, p.right))
+        if self._swapped(p):
+            left, right = arrange(b, p.b.axes, (p.batch, p.right, p.summed)), arrange(a, p.a.axes, (p.batch, p.summed, p.left))
+        else:
+            left, right = arrange(a, p.a.axes, (p.batch, p.left, p.summed)), arrange(b, p.b.axes, (p.batch, p.summed, p.right))
         product = torch.bmm(left, right) if p.batch else torch.mm(left.squeeze(0), right.squeeze(0))
         sizes = [_size(x, a, p.a.axes, b, p.b.axes) for x in self.out(p)]
         return reshape(product, sizes)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from psg_fx.cost import Device, Size, Work
+from psg_fx.layout import permute
 from psg_fx.network import Patches
 
 from .base import Axes, Method, Pair, arrange
@@ -105,7 +106,7 @@ class GroupedConv(Method):
         o = _other_axis(p)
         n, folds, channels = x.shape[:3]
         x = x.transpose(0, 1).reshape(folds, n * channels, *form.space)
-        grad = grad.permute([have.index(q) for q in (sample, g, o, t)])
+        grad = permute(grad, [have.index(q) for q in (sample, g, o, t)])
         outputs = grad.shape[2]
         grad = grad.reshape(n * form.groups * outputs, folds, *form.out_space).transpose(0, 1)
         weight = [n * form.groups * outputs, channels // form.groups, *form.kernel]
@@ -134,9 +135,10 @@ class ConvWeight(Method):
         o = _other_axis(p)
         n, folds, channels = x.shape[:3]
         x = x.reshape(n * folds, channels, *form.space)
-        grad = grad.permute([have.index(q) for q in (sample, t, g, o)])
-        outputs = grad.shape[3]
-        grad = grad.reshape(n * folds, *form.out_space, form.groups * outputs).movedim(-1, 1)
+        grad = permute(grad, [have.index(q) for q in (sample, g, o, t)])
+        outputs = grad.shape[2]
+        grad = grad.reshape(n, form.groups * outputs, folds, *form.out_space).transpose(1, 2)
+        grad = grad.reshape(n * folds, form.groups * outputs, *form.out_space)
         weight = [form.groups * outputs, channels // form.groups, *form.kernel]
         return _weight_gradient(x, grad, form, weight, form.groups).reshape(form.groups, outputs, -1)
 
@@ -170,7 +172,7 @@ class Shifted(Method):
         first, form, (sample, t, g, i) = _split(p)
         x, grad, have = (a, b, p.b.axes) if first else (b, a, p.a.axes)
         o = _other_axis(p)
-        grad = grad.permute([have.index(q) for q in (sample, g, o, t)])
+        grad = permute(grad, [have.index(q) for q in (sample, g, o, t)])
         n, folds, channels = x.shape[:3]
         per_group = channels // form.groups
         found = []

@@ -1,0 +1,185 @@
+"""What a step does, in one screen: the sites, where the samples lie, the plan, its cost, and why not otherwise."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import sympy
+from tabulate import tabulate
+from torch.fx import GraphModule
+
+from psg_fx import facts
+from psg_fx.cost import Work
+from psg_fx.gradient import ParameterGradient
+from psg_fx.methods import Pair
+from psg_fx.paths import ContractExpr, DenseExpr, Expr, SumExpr
+from psg_fx.planning import ParameterPlan, Part, Plan
+from psg_fx.quantity import Materialized, SquaredNorm
+from psg_fx.sites import Site
+from psg_fx.stages import Stage
+
+_SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def explain(graphs: dict[str, GraphModule]) -> str:
+    """The sites table, the plan table, and what else is worth knowing, as text."""
+    gm = graphs[Stage.PLANNED.value]
+    info = facts.graph_facts(gm)
+    plan: Plan = info.data["plan"]
+    sites: tuple[Site, ...] = info.data["sites"]
+    return "\n\n".join(
+        [
+            _summary(gm, plan, sites),
+            "Sites: where a parameter meets data\n" + _sites(sites, plan.batch, _uses(plan)),
+            "Plan: what is computed of each parameter's gradient, and how\n" + _plan(plan),
+            *_notes(graphs, plan),
+        ]
+    )
+
+
+def _summary(gm: GraphModule, plan: Plan, sites: tuple[Site, ...]) -> str:
+    asked = ", ".join(_ask(ask) for ask in plan.asks)
+    count = sum(1 for n in gm.graph.nodes if n.op == "call_function")
+    return (
+        f"{len(plan.parameters)} parameters at {len(sites)} sites; joint graph of {count} ops; planned for B={plan.size} on "
+        f"{plan.device.name}\nasked: {asked}; predicted beside forward and backward: {_time(plan.seconds)}"
+    )
+
+
+def _ask(ask: Any) -> str:
+    if isinstance(ask, Materialized):
+        return "g[b]"
+    return "‖g[b]‖²" if isinstance(ask, SquaredNorm) else f"Σ_b {'c' if ask.weights else ''}[b] g[b]".replace(" [b]", "")
+
+
+def _uses(plan: Plan) -> dict[str, list[str]]:
+    """Site -> the parameters that are used there."""
+    found: dict[str, list[str]] = {}
+    for parameter in plan.parameters:
+        for term in parameter.gradient.terms:
+            for site in term.sites:
+                names = found.setdefault(site, [])
+                if parameter.gradient.name not in names:
+                    names.append(parameter.gradient.name)
+    return found
+
+
+def _sites(sites: tuple[Site, ...], batch: sympy.Symbol, uses: dict[str, list[str]]) -> str:
+    rows = []
+    for site in sites:
+        out = site.outputs[0]
+        assert out is not None
+        rows.append(
+            [
+                site.name, site.op, ", ".join(uses.get(site.name, [])) or "none reaches the loss",
+                _shape(out.shape, batch), str(out.samples), site.where.split(";  ", 1)[-1][:60],
+            ]
+        )  # fmt: skip
+    return tabulate(rows, ["site", "op", "parameters", "output", "samples", "source"], tablefmt="simple")
+
+
+def _shape(shape: tuple[sympy.Expr, ...], batch: sympy.Symbol) -> str:
+    return "[" + ", ".join(_formula(s.subs(batch, sympy.Symbol("B"))) for s in shape) + "]"
+
+
+def _plan(plan: Plan) -> str:
+    rows = []
+    for parameter in plan.parameters:
+        if not parameter.parts:
+            rows.append([parameter.gradient.name, _shape_of(parameter.gradient), "", "0", "", "", "", "", parameter.why])
+        for index, part in enumerate(parameter.parts):
+            first = index == 0
+            rows.append(_row(parameter, part, first))
+    header = ["parameter", "shape", "asked", "tree", "method", "flops", "moved", "time", "instead"]
+    return tabulate(rows, header, tablefmt="simple", disable_numparse=True)
+
+
+def _shape_of(gradient: ParameterGradient) -> str:
+    return "×".join(map(str, gradient.shape)) or "scalar"
+
+
+def _row(parameter: ParameterPlan, part: Part, first: bool) -> list[str]:
+    flops, moved = symbolic(part.tree)
+    sizes = {_name(axis): size for axis, size in part.tree.sizes.items() if "'" not in axis}
+    numbers: dict[Any, Any] = {sympy.Symbol(name): size for name, size in sizes.items()}
+    return [
+        parameter.gradient.name if first else "",
+        _shape_of(parameter.gradient) if first else "",
+        part.network.equation,
+        str(part.tree),
+        _methods(part.tree),
+        f"{_formula(flops)} = {_count(float(sympy.sympify(flops).subs(numbers)))}",
+        f"{_count(float(sympy.sympify(moved).subs(numbers)))}B",
+        _time(part.seconds),
+        _instead(part) if not parameter.total or part.terms == () else parameter.why,
+    ]
+
+
+def _methods(tree: Expr) -> str:
+    names = [node.method.name for node in tree.nodes().values() if isinstance(node, ContractExpr)]
+    return "+".join(f"{n}×{c}" if c > 1 else n for n, c in Counter(names).items())
+
+
+def _instead(part: Part) -> str:
+    """The best tree of another shape, and what it would cost."""
+    for tree, seconds in part.alternatives:
+        if str(tree) != str(part.tree) or _methods(tree) != _methods(part.tree):
+            return f"{tree} {_methods(tree)} {_time(seconds)}"
+    return "-"
+
+
+def _name(axis: str) -> str:
+    return axis.rstrip("'").upper()
+
+
+def symbolic(tree: Expr) -> tuple[sympy.Expr, sympy.Expr]:
+    """Flops and bytes moved by the distinct nodes of a tree, in named sizes (B, T, I, O, ...)."""
+    flops, moved = sympy.Integer(0), sympy.Integer(0)
+    for node in tree.nodes().values():
+        work = _symbolic_work(node)
+        flops, moved = flops + work.flops, moved + work.read + work.written
+    return sympy.expand(flops), sympy.expand(moved)
+
+
+def _symbolic_work(node: Expr) -> Work:
+    sizes = {a: sympy.Integer(1) if s == 1 else sympy.Symbol(_name(a)) for a, s in node.sizes.items()}
+    if isinstance(node, ContractExpr):
+        pair = Pair(node.pair.a, node.pair.b, node.pair.out, sizes, node.pair.same)
+        return node.method.work(pair)
+    if isinstance(node, SumExpr):
+        return SumExpr(node.axes, sizes, node.dtype, _resized(node.child, sizes)).work()
+    if isinstance(node, DenseExpr):
+        return DenseExpr(node.axes, sizes, node.dtype, node.child).work()
+    return Work(0, 0, 0, 0)
+
+
+def _resized(node: Expr, sizes: dict[str, Any]) -> Expr:
+    return Expr(node.axes, sizes, node.dtype)
+
+
+def _formula(expression: Any) -> str:
+    """`2·B·T²·I` as people write it."""
+    text = str(sympy.sympify(expression))
+    for digit in "23456":
+        text = text.replace(f"**{digit}", digit.translate(_SUPERSCRIPT))
+    return text.replace("*", "·")
+
+
+def _count(value: float) -> str:
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
+
+
+def _notes(graphs: dict[str, GraphModule], plan: Plan) -> list[str]:
+    found = list(facts.graph_facts(graphs[Stage.PLANNED.value]).notes)
+    fallbacks = sorted({f"{t.op} ({', '.join(t.sites)})" for p in plan.parameters for t in p.gradient.terms if t.rule == "fallback"})
+    if fallbacks:
+        found.append("no rule covers these, so vmap(vjp) of the op materialises their gradients: " + "; ".join(fallbacks))
+    return ["Notes\n" + "\n".join(f"- {note}" for note in found)] if found else []
