@@ -8,7 +8,9 @@ gradient-free regions (`torch.no_grad`) become detached values, custom backward 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -42,7 +44,8 @@ class Output:
         assert self.spec is not None
         rest = iter(tensors)
         count = len(self.constants) + len(tensors)
-        return pytree.tree_unflatten([self.constants[i] if i in self.constants else next(rest) for i in range(count)], self.spec)
+        leaves = [self.constants[i] if i in self.constants else next(rest) for i in range(count)]
+        return pytree.tree_unflatten(leaves, self.spec)
 
 
 class Program(nn.Module):
@@ -87,18 +90,23 @@ def capture(program: Program, call: Call, tracked: dict[str, str]) -> GraphModul
     examples = [example_like(t, d, hint) for t, d in zip(call.tensors, call.dims, strict=True)]
     batch = Dim("batch", min=2)
     dynamic = [{} if dim is None else {dim: batch} for dim in call.dims]
-    with torch.enable_grad(), _refuse_custom_backward():
+    with torch.enable_grad(), _refuse_custom_backward(), warnings.catch_warnings():
+        # recurrent layers keep a list of their own parameters; what export says about it does not concern users
+        warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export", UserWarning)
+        warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec.` is deprecated", FutureWarning)
         exported = _export(program, examples, dynamic)
         detach_no_grad_regions(exported.graph_module)
         exported = exported.run_decompositions(rnn_decompositions() | loss_decompositions())
-    return _flat(exported, call, tracked, "output" if program.loss_fn is None else "loss")
+    held = {_place(p): name for name, p in program.named_parameters() if p.numel()}
+    return _flat(exported, call, tracked, "output" if program.loss_fn is None else "loss", held)
 
 
 def example_like(tensor: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
     """A tensor like `tensor` with `size` samples in `dim`, in the same memory order.  Its values mean nothing."""
     if dim is None:
         return tensor.detach()
-    order = sorted(range(tensor.ndim), key=lambda d: -tensor.stride(d))
+    strides = tensor.stride()
+    order = sorted(range(tensor.ndim), key=lambda d: -strides[d])
     sizes = [size if d == dim else tensor.shape[d] for d in range(tensor.ndim)]
     made = tensor.new_zeros([sizes[d] for d in order])
     return made.permute([order.index(d) for d in range(tensor.ndim)])
@@ -160,7 +168,7 @@ def _refuse_custom_backward() -> Iterator[None]:
             return original.__get__(None, cls)(*args, **kwargs)
         raise NotYetSupported(
             f"{cls.__name__} has a backward of its own", where=f"{cls.__module__}.{cls.__qualname__}.apply",
-            why="a captured graph holds what its forward computes, not its custom backward, so gradients would be wrong",
+            why="a captured graph holds what its forward computes, not its custom backward: gradients would be wrong",
             fix="write the function with ordinary differentiable ops",
         )  # fmt: skip
 
@@ -168,7 +176,7 @@ def _refuse_custom_backward() -> Iterator[None]:
     try:
         yield
     finally:
-        function.apply = original
+        function.apply = original  # type: ignore[method-assign]
 
 
 def detach_no_grad_regions(gm: GraphModule) -> None:
@@ -184,9 +192,7 @@ def detach_no_grad_regions(gm: GraphModule) -> None:
             continue
         output = region.graph.output_node()
         with region.graph.inserting_before(output):
-            values = pytree.tree_map_only(
-                torch.fx.Node, lambda value, graph=region.graph: _detached(graph, value), output.args[0]
-            )
+            values = pytree.tree_map_only(torch.fx.Node, partial(_detached, region.graph), output.args[0])
         output.args = (values,)
         region.recompile()
 
@@ -199,8 +205,29 @@ def _detached(graph: torch.fx.Graph, value: torch.fx.Node) -> torch.fx.Node:
     return node
 
 
-def _flat(exported: ExportedProgram, call: Call, tracked: dict[str, str], result: str) -> GraphModule:
-    """The exported program as a graph module whose placeholders and outputs say what they hold."""
+def _place(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _closed_over(tensor: torch.Tensor, program_target: str, parameter: torch.Tensor) -> str:
+    """The parameter that a constant is: a loss may reach it through its closure, and export then lifts its data."""
+    if parameter.shape == tensor.shape and parameter.stride() == tensor.stride() and not tensor.requires_grad:
+        return program_target
+    raise NotYetSupported(
+        f"the loss reads a view of {program_target.removeprefix('model.')} that was made outside of it",
+        where=f"a tensor of shape {tuple(tensor.shape)}",
+        why="the way from the parameter to it is not part of the graph",
+        fix="make the view inside the model or the loss, or clone the tensor if it is meant as a constant",
+    )  # fmt: skip
+
+
+def _flat(
+    exported: ExportedProgram, call: Call, tracked: dict[str, str], result: str, held: dict[int, str]
+) -> GraphModule:
+    """The exported program as a graph module whose placeholders and outputs say what they hold.
+
+    held: where the data of each parameter of the program lies -> its name.
+    """
     gm = GraphModule(exported.graph_module, exported.graph_module.graph, "PerSample")
     nodes = facts.placeholders(gm)
     constants: dict[str, torch.Tensor] = {}
@@ -212,7 +239,13 @@ def _flat(exported: ExportedProgram, call: Call, tracked: dict[str, str], result
         elif spec.kind is InputKind.BUFFER:
             node.meta["psg_fx_input"] = InputSpec("buffer", target, target=spec.target or "")
         elif spec.kind is InputKind.CONSTANT_TENSOR:
-            constants[target] = exported.constants[spec.target or ""]
+            value = exported.constants[spec.target or ""]
+            owner = held.get(_place(value)) if value.numel() else None
+            if owner is not None:
+                owner = _closed_over(value, owner, exported.state_dict[owner])
+                node.meta["psg_fx_input"] = _parameter(owner, tracked)
+                continue
+            constants[target] = value
             node.meta["psg_fx_input"] = InputSpec("constant", target)
         elif spec.kind is InputKind.USER_INPUT:
             index = next(inputs)

@@ -21,6 +21,7 @@ from .networks import merge, networks
 from .plan import plan
 from .runner import History, graph_pass, run
 from .sites import find_sites
+from .tidy import tidy
 from .unreduce import unreduce
 
 BATCH = graph_pass("batch", before=Stage.CAPTURED, after=Stage.BATCHED)(batch)
@@ -43,6 +44,7 @@ def run_pipeline(
     asks = tuple(dict.fromkeys(ask for quantity in quantities for ask in quantity.asks()))
     gm = run(plan, gm, history, asks=asks, device=device, size=call.batch_size())
     gm = run(lower, gm, history, quantities=quantities, extras=extras)
+    gm = run(tidy, gm, history)
     return gm, history
 
 

@@ -71,7 +71,7 @@ def run(step: GraphPass, gm: GraphModule, history: History, **arguments: object)
 
 def copy_graph(gm: GraphModule) -> GraphModule:
     """A copy with its own graph; tensors, fake values and facts (which are frozen) are shared."""
-    new = GraphModule({name: value for name, value in gm.named_children()}, _copied(gm), type(gm).__name__)
+    new = GraphModule(dict(gm.named_children()), _copied(gm), type(gm).__name__)
     new.meta = copy.copy(gm.meta)
     return new
 

@@ -56,8 +56,9 @@ def _classify(node: Node) -> None:
     operands = [n for n in node.all_input_nodes if fact(n).params]
     if not operands or node.target in (aten.detach.default, aten.detach_.default):
         return
-    if not any(value.is_floating_point() for value in facts.tensors(node.meta["val"])):
-        if any(value.is_complex() for value in facts.tensors(node.meta["val"])):
+    values = list(facts.tensors(node.meta.get("val")))
+    if not any(value.is_floating_point() for value in values):
+        if any(value.is_complex() for value in values):
             raise _complex(node)
         return
     if fact(node).reduced:
@@ -93,7 +94,8 @@ def prefix(gm: GraphModule, operand: Node) -> Prefix:
                 f"{node.target} draws random numbers on the way of a parameter to its use", where=locate(node),
                 why="the same draw would have to be kept for the gradient", fix="apply the dropout to the activations",
             )  # fmt: skip
-    graph, copies = Graph(), {}
+    graph = Graph()
+    copies: dict[Node, Node] = {}
     for node in order:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(copies[operand])

@@ -86,12 +86,13 @@ def transform(
     return LossModule(model, loss_fn, asked, params, batch_dim, loss_reduction, backend, mode, options, dynamic)
 
 
-def _check_quantities(quantities: tuple[Quantity, ...]) -> None:
+def _check_quantities(quantities: Sequence[Any]) -> None:
     for quantity in quantities:
         if not isinstance(quantity, Quantity):
             name = quantity.__name__ + " (a class: call it)" if isinstance(quantity, type) else repr(quantity)
             raise BadArgument(
-                f"{name} is not a quantity", where="transform(quantities=...)", why="each quantity fills a field of the output",
+                f"{name} is not a quantity", where="transform(quantities=...)",
+                why="each quantity fills a field of the output",
                 fix="use psg_fx.Grads(), Norms(), ClippedSum(max_norm), WeightedSum(), MeanGrad()",
             )  # fmt: skip
     fields = [q.field for q in quantities]
@@ -100,7 +101,7 @@ def _check_quantities(quantities: tuple[Quantity, ...]) -> None:
         raise BadArgument(
             f"two quantities fill out.{min(twice)}" if twice else "no quantity is asked for",
             where="transform(quantities=...)", why="each quantity fills a field of its own",
-            fix="ask for each kind once; make a second step for other settings" if twice else "ask for one, e.g. Grads()",
+            fix="ask for each kind once; make a second step for others" if twice else "ask for one, e.g. Grads()",
         )  # fmt: skip
 
 
@@ -116,21 +117,22 @@ def _check_choice(name: str, value: str, allowed: tuple[str, ...] | None) -> Non
 class PerSampleModule(nn.Module):
     """What `transform` returns.  Its parameters, buffers and state_dict are the model's own."""
 
+    # Set past nn.Module, so that neither becomes a submodule and renames the parameters.
+    model: nn.Module
+    loss_fn: Any
+
     def __init__(
-        self, model: nn.Module, loss_fn: Any, quantities: tuple[Quantity, ...], params: ParamFilter, batch_dim: BatchDim,
-        loss_reduction: str, backend: str, mode: str | None, options: dict[str, Any] | None, dynamic: bool | None,
+        self, model: nn.Module, loss_fn: Any, quantities: tuple[Quantity, ...], params: ParamFilter,
+        batch_dim: BatchDim, loss_reduction: str, backend: str, mode: str | None, options: dict[str, Any] | None,
+        dynamic: bool | None,
     ) -> None:  # fmt: skip
         super().__init__()
         object.__setattr__(self, "model", model)
         for group in _STATE:
             object.__setattr__(self, group, getattr(model, group))
         object.__setattr__(self, "loss_fn", loss_fn)
-        self.quantities, self.params, self.batch_dim, self.loss_reduction = (
-            quantities,
-            params,
-            batch_dim,
-            loss_reduction,
-        )
+        self.quantities, self.params = quantities, params
+        self.batch_dim, self.loss_reduction = batch_dim, loss_reduction
         self.backend, self.mode, self.options, self.dynamic = backend, mode, options, dynamic
         self._steps: dict[Any, Any] = {}
         self._last: Any = None
@@ -159,7 +161,7 @@ class PerSampleModule(nn.Module):
         """Seconds spent in each pass of the last capture."""
         return {step.name: step.seconds for step in self._history("timings").steps}
 
-    def print_graph(self, stage: str = "lowered") -> str:
+    def print_graph(self, stage: str = "tidied") -> str:
         """Print (and return) a stage's graph as readable Python."""
         graphs = self.graphs
         if stage not in graphs:
@@ -218,7 +220,8 @@ class LossModule(PerSampleModule):
     ) -> ValidationReport:
         """Compare the per-sample gradients with a float64 loop over single samples, and with `vmap(grad)`.
 
-        Returns a report that prints as a table (parameter, max error, worst sample, verdict); `report.ok` is the verdict.
+        Returns a report that prints as a table (parameter, max error, worst sample, verdict); `report.ok` says whether
+        all is well.
         """
         from psg_fx.checks import checks_for
         from psg_fx.validation import validate

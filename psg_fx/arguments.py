@@ -57,7 +57,7 @@ class Call:
 
 
 def take_apart(structure: Any, batch_dim: BatchDim) -> Call:
-    """Flatten `((args, kwargs), (target_args, target_kwargs))`; `batch_dim` is an int or (inputs_dims, targets_dims)."""
+    """Flatten `((args, kwargs), (target_args, target_kwargs))`; `batch_dim`: an int or (inputs_dims, targets_dims)."""
     paths, spec = pytree.tree_flatten_with_path(structure)
     dims = _dims(structure, batch_dim, len(paths))
     tensors, names, kept, constants = [], [], [], []

@@ -183,7 +183,7 @@ def compiled_step(args: argparse.Namespace, ex: zoo.Example, *, backend: str) ->
     """`psg_fx.transform` of the example with the quantities asked for."""
     import psg_fx  # late, so that --help is quick
 
-    asked = {
+    asked: dict[str, Callable[[], psg_fx.Quantity]] = {
         "grads": psg_fx.Grads,
         "norms": psg_fx.Norms,
         "clipped_sum": lambda: psg_fx.ClippedSum(max_norm=MAX_NORM),

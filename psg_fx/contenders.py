@@ -184,7 +184,7 @@ def psg(quantity: str, *, compiled: bool) -> Callable[[Problem], Step]:
     def build(problem: Problem) -> Step:
         import psg_fx  # at the top it would be a circle: psg_fx itself exports benchmark
 
-        asked = {
+        asked: dict[str, Callable[[], psg_fx.Quantity]] = {
             "grads": psg_fx.Grads,
             "norms": psg_fx.Norms,
             "clipped_sum": lambda: psg_fx.ClippedSum(max_norm=MAX_NORM),

@@ -102,7 +102,8 @@ class SplitStep:
         with plain_mode():
             arguments = self.binding.arguments(call, {})
         anchor = torch.zeros((), requires_grad=True)
-        return list(_Joined.apply(self, call, loss_reduction, arguments, anchor, *call.tensors))
+        apply: Callable[..., tuple[torch.Tensor, ...]] = _Joined.apply
+        return list(apply(self, call, loss_reduction, arguments, anchor, *call.tensors))
 
     def forward_results(self, arguments: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[Any]]:
         """The model's outputs, and what the backward needs.  Buffers are written."""
@@ -134,7 +135,7 @@ class _Joined(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         step: SplitStep = ctx.step
         rest, others = iter(ctx.saved_tensors), iter(ctx.others)
@@ -187,5 +188,5 @@ def _ordered(gm: GraphModule) -> tuple[GraphModule, list[Placed], list[Placed]]:
 def _saved_order(forward: GraphModule, backward: GraphModule) -> list[int]:
     """For each placeholder of the backward but the tangents: which output of the forward it is."""
     (values,) = forward.graph.output_node().args
-    place = {value.name: i for i, value in enumerate(values) if isinstance(value, Node)}  # type: ignore[union-attr, arg-type]
+    place = {value.name: i for i, value in enumerate(values) if isinstance(value, Node)}  # type: ignore[arg-type]
     return [place[n.name] for n in facts.placeholders(backward) if not n.name.startswith("tangents")]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from psg_fx.each import Gathered, for_each_sample
 from psg_fx.gradient import ParameterGradient, Term
 from psg_fx.layout import permute, reshape
 from psg_fx.methods import onehot, patches
@@ -14,13 +15,14 @@ from psg_fx.methods.dense import accumulation_dtype
 from psg_fx.network import Axes, OneHot, Patches
 from psg_fx.paths import ContractExpr, DenseExpr, Expr, LeafExpr, SumExpr
 from psg_fx.planning import ParameterPlan, Part, Plan
-from psg_fx.quantity import Materialized, SquaredNorm, Weighted
+from psg_fx.quantity import Ask, Materialized, SquaredNorm, Weighted
 
 
 class Evaluator:
     """Computes every part of a plan; equal nodes are computed once.
 
-    env: name of a source -> tensor.  results: ask key -> parameter -> tensor.  named: tensors worth a name in the graph.
+    env: name of a source -> tensor.  results: ask key -> parameter -> tensor.
+    named: tensors worth a name in the graph.
     """
 
     def __init__(self, plan: Plan, env: dict[str, torch.Tensor], count: int, device: torch.device) -> None:
@@ -33,8 +35,8 @@ class Evaluator:
     def first(self) -> None:
         """Everything that needs no weights: gradients and norms."""
         for parameter in self.plan.parameters:
-            self._ask(parameter, lambda part: isinstance(part.ask, Materialized), Materialized.key)
-            self._ask(parameter, lambda part: isinstance(part.ask, SquaredNorm), SquaredNorm.key)
+            self._ask(parameter, Materialized())
+            self._ask(parameter, SquaredNorm())
 
     def second(self, weights: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """The weighted sums."""
@@ -42,10 +44,10 @@ class Evaluator:
         for parameter in self.plan.parameters:
             for ask in self.plan.asks:
                 if isinstance(ask, Weighted):
-                    self._ask(parameter, lambda part, ask=ask: part.ask == ask, ask.key)
+                    self._ask(parameter, ask)
 
-    def _ask(self, plan: ParameterPlan, wanted: Callable[[Part], bool], key: str) -> None:
-        parts = [part for part in plan.parts if wanted(part)]
+    def _ask(self, plan: ParameterPlan, ask: Ask) -> None:
+        key, parts = ask.key, [part for part in plan.parts if part.ask == ask]
         asked = key in self.results
         if not asked and not parts:
             return
@@ -163,16 +165,17 @@ def pull_back(
     inputs = [env[f"placeholder:{n}"] for n in prefix.inputs]
     own = [i for i, n in enumerate(prefix.inputs) if prefix.owners[n] == name]
 
-    def operand(*parameters: torch.Tensor) -> Any:
-        filled = list(inputs)
-        for i, parameter in zip(own, parameters, strict=True):
-            filled[i] = parameter
-        return graph(*filled)
+    def pull(cotangent: torch.Tensor, *filled: torch.Tensor) -> torch.Tensor:
+        def operand(*parameters: torch.Tensor) -> Any:
+            replaced = dict(zip(own, parameters, strict=True))
+            return Gathered(graph).run(*(replaced.get(i, value) for i, value in enumerate(filled)))
 
-    result, pull = torch.func.vjp(operand, *(inputs[i] for i in own))
-    value = value.to(result.dtype)
-    found = torch.vmap(pull)(value) if batched else pull(value)
-    total: torch.Tensor = found[0]
-    for other in found[1:]:
-        total = total + other
-    return total
+        result, back = torch.func.vjp(operand, *(filled[i] for i in own))
+        first, *others = back(cotangent.to(result.dtype))
+        return sum(others, start=first)
+
+    if not batched:
+        return pull(value, *inputs)
+    return for_each_sample(
+        pull, [0, *[None] * len(inputs)], [value, *inputs], "·".join(prefix.ops), f"{term.where} (on the way of {name})"
+    )

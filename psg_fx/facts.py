@@ -58,8 +58,8 @@ class InputSpec:
 
 @dataclass(frozen=True)
 class OutputSpec:
-    """What an entry of the (flat) output holds: kind "loss", "output" (of the model), "buffer" (its new value), or later
-    "activation", "cotangent" and results named by quantity; `name` is the buffer or site or result it belongs to.
+    """What an entry of the (flat) output holds: kind "loss", "output" (of the model), "buffer" (its new value), or
+    later "activation", "cotangent" and results named by quantity; `name` is the buffer, site or result it belongs to.
     """
 
     kind: str
@@ -130,7 +130,7 @@ def outputs(gm: GraphModule) -> list[Node | None]:
     """The flat entries of the graph's output, aligned with `graph_facts(gm).outputs`."""
     (args,) = gm.graph.output_node().args
     assert isinstance(args, (tuple, list))
-    return list(args)  # type: ignore[arg-type]
+    return list(args)
 
 
 def expr(size: int | torch.SymInt) -> sympy.Expr:

@@ -27,7 +27,7 @@ class Term:
 
 @dataclass(frozen=True)
 class ParameterGradient:
-    """The per-sample gradient of one parameter: the sum of its terms.  No terms: the loss never reaches it, exact zero."""
+    """The per-sample gradient of one parameter: the sum of its terms.  No terms: the loss never reaches it; it is 0."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,9 +36,10 @@ class ParameterGradient:
 
 
 def merge_terms(terms: tuple[Term, ...]) -> tuple[Term, ...]:
-    """Concatenate uses of one parameter by the same rule along the summed axis: Σ_k x_k ȳ_k = [x_1 ... x_K][ȳ_1 ... ȳ_K].
+    """Concatenate uses of one parameter by the same rule along the summed axis.
 
-    An unrolled recurrent layer becomes one term with as many positions as steps.
+    Σ_k x_k ȳ_k = [x_1 ... x_K][ȳ_1 ... ȳ_K].  An unrolled recurrent layer becomes one term with as many positions as
+    steps.
     """
     groups: dict[Any, list[Term]] = {}
     for index, term in enumerate(terms):

@@ -76,7 +76,7 @@ class LeafExpr(Expr):
     leaf: Leaf
 
     @cached_property
-    def key(self) -> int:  # type: ignore[override]
+    def key(self) -> int:
         return _intern(self.leaf.key)
 
     @property
@@ -97,7 +97,7 @@ class DenseExpr(Expr):
     child: LeafExpr
 
     @cached_property
-    def key(self) -> int:  # type: ignore[override]
+    def key(self) -> int:
         return _intern(("dense", self.child.key))
 
     @property
@@ -125,7 +125,7 @@ class ContractExpr(Expr):
     pair: Pair
 
     @cached_property
-    def key(self) -> int:  # type: ignore[override]
+    def key(self) -> int:
         names: dict[str, int] = {}
         pattern = tuple(
             tuple(names.setdefault(x, len(names)) for x in axes) for axes in (self.a.axes, self.b.axes, self.axes)
@@ -155,7 +155,7 @@ class SumExpr(Expr):
     child: Expr
 
     @cached_property
-    def key(self) -> int:  # type: ignore[override]
+    def key(self) -> int:
         kept = tuple(self.child.axes.index(x) for x in self.axes)
         return _intern(("sum", self.child.key, kept))
 
@@ -225,9 +225,7 @@ def _halves(inside: frozenset[int]) -> Iterator[tuple[frozenset[int], frozenset[
             yield one, inside - one
 
 
-def contractions(
-    a: Expr, b: Expr, needed: set[str], sizes: dict[str, Size], order: Axes = ()
-) -> Iterator[Expr]:
+def contractions(a: Expr, b: Expr, needed: set[str], sizes: dict[str, Size], order: Axes = ()) -> Iterator[Expr]:
     """Contract two nodes by every method that applies, implicit operands as they are or built.
 
     order: the order of the final result's axes, which methods keep where they can, so that nothing is transposed.

@@ -157,7 +157,8 @@ def why_not_direct(terms: tuple[Term, ...]) -> str:
     """Why inner products of the terms are not those of the parameter's gradient, or ""."""
     for term in terms:
         if not term.prefix.selects:
-            return f"{'·'.join(term.prefix.ops) or 'its use'} before the site is not a selection: gradients are pulled back first"
+            made_by = "·".join(term.prefix.ops) or "its use"
+            return f"{made_by} before the site is not a selection: gradients are pulled back first"
     first = terms[0]
     for term in terms[1:]:
         if term.prefix.operand != first.prefix.operand and not _same_selection(term, first):
@@ -263,7 +264,7 @@ def _search(questions: list[list[_Option]]) -> list[_Option]:
     return min((_descend(kept, start) for start in _starts(kept)), key=_together)
 
 
-def _together(options: Sequence[_Option]) -> float:
+def _together(options: Iterable[_Option]) -> float:
     union: dict[int, float] = {}
     for option in options:
         union.update(option.nodes)
@@ -280,7 +281,7 @@ def _promising(options: list[_Option], questions: list[list[_Option]], own: int)
 
 
 def _starts(questions: list[list[_Option]]) -> list[list[_Option]]:
-    """Two starting points: every question's own best, and its best if each node's time is split among all who could use it."""
+    """Every question's own best; and its best if each node's time is split among all who could use it."""
     best = [options[0] for options in questions]
     pooled: dict[int, int] = {}
     for options in questions:
@@ -300,7 +301,7 @@ def _descend(questions: list[list[_Option]], start: list[_Option]) -> list[_Opti
             rest: dict[int, float] = {}
             for other in chosen[:k] + chosen[k + 1 :]:
                 rest.update(other.nodes)
-            chosen[k] = min(options, key=lambda o, rest=rest: sum(s for key, s in o.nodes.items() if key not in rest))
+            chosen[k] = min(options, key=lambda o: sum(s for key, s in o.nodes.items() if key not in rest))
         if all(a is b for a, b in zip(before, chosen, strict=True)):
             break
     return chosen

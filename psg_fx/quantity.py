@@ -106,7 +106,8 @@ class Grads(Quantity):
 def _check_per(per: str, owner: str) -> None:
     if per not in ("model", "parameter"):
         raise BadArgument(
-            f"per={per!r} is unknown", where=f"{owner}(per=...)", why="norms are taken over the whole model or per parameter",
+            f"per={per!r} is unknown", where=f"{owner}(per=...)",
+            why="norms are taken over the whole model or per parameter",
             fix='per="model" or per="parameter"',
         )  # fmt: skip
 
@@ -158,7 +159,8 @@ class ClippedSum(Quantity):
         _check_per(self.per, "ClippedSum")
         if self.style not in ("abadi", "automatic"):
             raise BadArgument(
-                f"style={self.style!r} is unknown", where="ClippedSum(style=...)", why="it says how factors follow from norms",
+                f"style={self.style!r} is unknown", where="ClippedSum(style=...)",
+                why="it says how factors follow from norms",
                 fix='style="abadi" or style="automatic"',
             )  # fmt: skip
         for value in self.max_norm.values() if isinstance(self.max_norm, Mapping) else [self.max_norm]:

@@ -42,15 +42,18 @@ def _summary(gm: GraphModule, plan: Plan, sites: tuple[Site, ...]) -> str:
     asked = ", ".join(_ask(ask) for ask in plan.asks)
     count = sum(1 for n in gm.graph.nodes if n.op == "call_function")
     return (
-        f"{len(plan.parameters)} parameters at {len(sites)} sites; joint graph of {count} ops; planned for B={plan.size} on "
-        f"{plan.device.name}\nasked: {asked}; predicted beside forward and backward: {_time(plan.seconds)}"
+        f"{len(plan.parameters)} parameters at {len(sites)} sites; joint graph of {count} ops; "
+        f"planned for B={plan.size} on {plan.device.name}\n"
+        f"asked: {asked}; predicted beside forward and backward: {_time(plan.seconds)}"
     )
 
 
 def _ask(ask: Any) -> str:
     if isinstance(ask, Materialized):
         return "g[b]"
-    return "‖g[b]‖²" if isinstance(ask, SquaredNorm) else f"Σ_b {'c' if ask.weights else ''}[b] g[b]".replace(" [b]", "")
+    if isinstance(ask, SquaredNorm):
+        return "‖g[b]‖²"
+    return "Σ_b c[b] g[b]" if ask.weights else "Σ_b g[b]"
 
 
 def _uses(plan: Plan) -> dict[str, list[str]]:
@@ -73,10 +76,15 @@ def _sites(sites: tuple[Site, ...], batch: sympy.Symbol, uses: dict[str, list[st
         rows.append(
             [
                 site.name, site.op, ", ".join(uses.get(site.name, [])) or "none reaches the loss",
-                _shape(out.shape, batch), str(out.samples), site.where.split(";  ", 1)[-1][:60],
+                _shape(out.shape, batch), str(out.samples), _source(site),
             ]
         )  # fmt: skip
     return tabulate(rows, ["site", "op", "parameters", "output", "samples", "source"], tablefmt="simple")
+
+
+def _source(site: Site) -> str:
+    """`model.py:12: h = self.fc(x)`, without the line's comment."""
+    return site.where.split(";  ", 1)[-1].split("  #", 1)[0][:60]
 
 
 def _shape(shape: tuple[sympy.Expr, ...], batch: sympy.Symbol) -> str:
@@ -87,7 +95,8 @@ def _plan(plan: Plan) -> str:
     rows = []
     for parameter in plan.parameters:
         if not parameter.parts:
-            rows.append([parameter.gradient.name, _shape_of(parameter.gradient), "", "0", "", "", "", "", parameter.why])
+            name, shape = parameter.gradient.name, _shape_of(parameter.gradient)
+            rows.append([name, shape, "", "0", "", "", "", "", parameter.why])
         for index, part in enumerate(parameter.parts):
             first = index == 0
             rows.append(_row(parameter, part, first))
@@ -179,7 +188,9 @@ def _time(seconds: float) -> str:
 
 def _notes(graphs: dict[str, GraphModule], plan: Plan) -> list[str]:
     found = list(facts.graph_facts(graphs[Stage.PLANNED.value]).notes)
-    fallbacks = sorted({f"{t.op} ({', '.join(t.sites)})" for p in plan.parameters for t in p.gradient.terms if t.rule == "fallback"})
+    terms = [term for parameter in plan.parameters for term in parameter.gradient.terms]
+    fallbacks = sorted({f"{t.op} ({', '.join(t.sites)})" for t in terms if t.rule == "fallback"})
     if fallbacks:
-        found.append("no rule covers these, so vmap(vjp) of the op materialises their gradients: " + "; ".join(fallbacks))
+        listed = "; ".join(fallbacks)
+        found.append(f"no rule covers these, so vmap(vjp) of the op materialises their gradients: {listed}")
     return ["Notes\n" + "\n".join(f"- {note}" for note in found)] if found else []

@@ -150,7 +150,7 @@ class Arrangement:
 
     @classmethod
     def keeping(cls, value: Value, kept: tuple[int, ...]) -> Arrangement:
-        """Axes (b, t, d0, d1, ...): a d for every dim in `kept`, t for all others and what the samples are folded with."""
+        """Axes (b, t, d0, d1, ...): a d for every dim in `kept`, t for all others and what samples are folded with."""
         dims, own = unfolded_dims(value), iter(range(value.ndim))
         owner = [_sample_dim(value) if role != "own" else None for _, role in dims]
         rest = (d for d in own if d != _sample_dim(value))

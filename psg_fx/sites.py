@@ -32,7 +32,8 @@ class Value:
 class Prefix:
     """How a site's operand is made of parameters: `graph(*inputs) -> operand`, reading no data.
 
-    inputs: names of the captured placeholders it reads; owners: for each, the parameter it holds ("" for others).  trivial: the operand is the parameter itself.
+    inputs: names of the captured placeholders it reads; owners: for each, the parameter it holds ("" for others).
+    trivial: the operand is the parameter itself.
     selects: it only moves, drops or casts elements of one parameter (transpose, slice, view, ...), so that norms and
     inner products of gradients are the same before and after the pull-back.
     """

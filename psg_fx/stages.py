@@ -23,6 +23,7 @@ class Stage(enum.Enum):
     MERGED = "merged"
     PLANNED = "planned"
     LOWERED = "lowered"
+    TIDIED = "tidied"
 
 
 Check = Callable[[GraphModule], None]
@@ -97,7 +98,7 @@ def unreduced(gm: GraphModule) -> None:
             raise broken("the loss carries the samples in dim 0", gm, node)
 
 
-@promise(Stage.LOWERED)
+@promise(Stage.LOWERED, Stage.TIDIED)
 def lowered(gm: GraphModule) -> None:
     """Only results remain as outputs: no site input and no cotangent."""
     for spec in facts.graph_facts(gm).outputs:

@@ -41,8 +41,8 @@ def tracked_parameters(model: nn.Module, params: ParamFilter) -> Tracked:
     if not any(aliases.values()):
         raise BadArgument(
             "no parameter is asked for", where="transform(params=...)",
-            why="no parameter of the model requires gradients" if params is None else f"params={params!r} leaves none that "
-            "requires gradients",
+            why="no parameter of the model requires gradients" if params is None
+            else f"params={params!r} leaves none that requires gradients",
             fix="set requires_grad on some parameters, or widen params=",
         )  # fmt: skip
     return Tracked(aliases)

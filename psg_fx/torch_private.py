@@ -2,19 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._decomp import get_decompositions
+from torch._decomp import core_aten_decompositions, get_decompositions
+from torch._dynamo.source import ConstantSource
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._ops import OpOverload
+from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.fx.traceback import preserve_node_meta
+from torch.utils._python_dispatch import _disable_current_modes as no_modes
 
 aten = torch.ops.aten
 
-__all__ = ["autocast_key", "partition", "preserve_node_meta", "rnn_decompositions"]
+__all__ = [
+    "autocast_key",
+    "core_decompositions",
+    "fake_batch",
+    "no_modes",
+    "partition",
+    "preserve_node_meta",
+    "rnn_decompositions",
+]
+
+
+def core_decompositions() -> dict[OpOverload, Callable[..., Any]]:
+    """Torch's decompositions into core ATen ops."""
+    return dict(core_aten_decompositions())  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def fake_batch() -> Iterator[tuple[Callable[[torch.Tensor, bool], torch.Tensor], Callable[[], bool]]]:
+    """A maker of fake tensors `(like, stacked)` whose first size, if stacked, is a batch size of their own, and a
+    question: is that size still a symbol?
+    """
+    env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+    size = 7919
+    made: list[torch.Tensor] = []
+
+    def example(like: torch.Tensor, stacked: bool) -> torch.Tensor:
+        shape = [int(s) for s in like.shape[stacked:]]
+        real = torch.empty([size, *shape] if stacked else shape, dtype=like.dtype, device="meta")
+        dims = [DimDynamic.DUCK] * stacked + [DimDynamic.STATIC] * len(shape)
+        context = StatelessSymbolicContext(dynamic_sizes=dims)
+        with mode:
+            fake = mode.from_tensor(real, symbolic_context=context, source=ConstantSource(f"value_{len(made)}"))
+            fake = torch.empty(fake.shape, dtype=like.dtype, device=like.device)
+        made.extend([fake] if stacked else [])
+        return fake
+
+    yield example, lambda: all(isinstance(t.shape[0], torch.SymInt) and not t.shape[0].node.expr.is_number for t in made)
 
 
 def rnn_decompositions() -> dict[OpOverload, Callable[..., Any]]:

@@ -26,7 +26,7 @@ class Case:
     """One row.
 
     function: `function(*data, **params)`. module: makes the model instead (called as `model(*data)`).
-    x, more: shapes of floating-point inputs, the samples in `batch_dim`. ids: shape of an integer input below `classes`.
+    x, more: shapes of floating-point inputs, the samples in `batch_dim`. ids: shape of an integer input < `classes`.
     out_dim: where the samples lie in the output. loss: how the loss is reduced, "sum", "mean" or "none" (`[B]`).
     shift: added to the parameters (keeps denominators off zero). frozen: parameters that need no gradient.
     covers: names of rules that this row is for, beside that of its first word. dtype: where float64 cannot run.
@@ -227,7 +227,6 @@ def _windows_major(x: Tensor, w: Tensor) -> Tensor:
     return out.view(n, b, *out.shape[1:])
 
 
-
 def _conv(name: str, shape: Shape, weight: Shape, bias: bool = True, **options: Any) -> Case:
     function = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}[len(weight)]
     params = {"weight": weight} | ({"bias": (weight[0],)} if bias else {})
@@ -270,7 +269,8 @@ CONVOLUTION = [
          out_dim=1),
     Case("conv2d/samples-last", lambda x, w: F.conv2d(x.permute(3, 0, 1, 2), w), x=(2, 5, 5, B),
          params={"w": (3, 2, 3, 3)}, batch_dim=3),
-    Case("conv2d/param-as-image", lambda x, p: F.conv2d(p.expand(x.shape[0], 2, 5, 5), torch.ones(1, 2, 3, 3).to(x)) * x,
+    Case("conv2d/param-as-image",
+         lambda x, p: F.conv2d(p.expand(x.shape[0], 2, 5, 5), torch.ones(1, 2, 3, 3).to(x)) * x,
          x=(B, 1, 3, 3), params={"p": (2, 5, 5)}),
     _conv("plain", (B, 2, 4, 4, 4), (3, 2, 2, 3, 2)),
     _conv("mixed", (B, 2, 5, 4, 5), (4, 1, 3, 2, 3), groups=2, stride=2, padding=1),
@@ -332,8 +332,8 @@ EMBEDDING = [
          params={"w": (7, 4)}),
     Case("embedding/scaled", lambda ids, w: F.embedding(ids, w * 2.0), x=None, ids=(B, 5), params={"w": (7, 4)}),
     Case("embedding/position-table", x=None, ids=(B, 5), module=PositionTable),
-    Case("embedding/raw-positions", lambda ids, w, pos: F.embedding(ids, w) + pos[:, : ids.shape[1]], x=None, ids=(B, 5),
-         params={"w": (7, 4), "pos": (1, 9, 4)}),
+    Case("embedding/raw-positions", lambda ids, w, pos: F.embedding(ids, w) + pos[:, : ids.shape[1]], x=None,
+         ids=(B, 5), params={"w": (7, 4), "pos": (1, 9, 4)}),
     Case("embedding/tied-head", x=None, ids=(B, 5), module=TiedHead),
     Case("embedding/tied-head-one-position", x=None, ids=(B, 1), module=TiedHead),
     Case("embedding_bag/sum", lambda ids, w: F.embedding_bag(ids, w, mode="sum"), x=None, ids=(B, 5),
@@ -343,7 +343,8 @@ EMBEDDING = [
     Case("index/rows", lambda ids, w: w[ids], x=None, ids=(B, 5), params={"w": (7, 4)}),
     Case("index/columns", lambda ids, w: w[:, ids], x=None, ids=(B, 5), params={"w": (4, 7)}, out_dim=1),
     Case("index/pairs", lambda ids, w: w[ids, ids.flip(1)], x=None, ids=(B, 5), params={"w": (7, 7)}),
-    Case("index_select/rows", lambda ids, w: w.index_select(0, ids), x=None, ids=(B,), params={"w": (7, 4)}, vmap=False),
+    Case("index_select/rows", lambda ids, w: w.index_select(0, ids), x=None, ids=(B,), params={"w": (7, 4)},
+         vmap=False),
     Case("gather/columns", lambda ids, w: w.expand(ids.shape[0], 4, 7).gather(2, ids), x=None, ids=(B, 4, 2),
          params={"w": (4, 7)}),
     Case("one_hot/matmul", lambda ids, w: F.one_hot(ids, 7).to(w.dtype) @ w, x=None, ids=(B, 5), params={"w": (7, 4)},
@@ -391,7 +392,8 @@ NORM = [
          out_dim=1),
     Case("rms_norm/seq", lambda x, weight: F.rms_norm(x, (4,), weight, 1e-6), x=(B, 5, 4), params={"weight": (4,)},
          covers=("rms_norm",)),
-    Case("rms_norm/default-eps", lambda x, weight: F.rms_norm(x, (3, 4), weight), x=(B, 3, 4), params={"weight": (3, 4)}),
+    Case("rms_norm/default-eps", lambda x, weight: F.rms_norm(x, (3, 4), weight), x=(B, 3, 4),
+         params={"weight": (3, 4)}),
     Case("group_norm/2d", lambda x, **p: F.group_norm(x, 2, **p), x=(B, 4, 5, 5), params=_CHANNELS,
          covers=("group_norm",)),
     Case("group_norm/no-space", lambda x, **p: F.group_norm(x, 2, **p), params=_CHANNELS),
@@ -604,7 +606,8 @@ OTHER = [
     Case("layers/lstm-two-ways", x=(4, B, 4), module=lambda: LastHidden(nn.LSTM, num_layers=2, bidirectional=True),
          batch_dim=1, out_dim=1, vmap=False),
     Case("layers/gru", x=(B, 4, 4), module=lambda: LastHidden(nn.GRU, batch_first=True), vmap=False),
-    Case("layers/rnn", x=(B, 4, 4), module=lambda: LastHidden(nn.RNN, batch_first=True, nonlinearity="relu"), vmap=False),
+    Case("layers/rnn", x=(B, 4, 4), module=lambda: LastHidden(nn.RNN, batch_first=True, nonlinearity="relu"),
+         vmap=False),
     Case("layers/attention", x=(B, 5, 4), module=lambda: SelfAttention(True)),
     Case("layers/attention-time-major", x=(5, B, 4), module=lambda: SelfAttention(False), batch_dim=1, out_dim=1),
     Case("layers/attention-bias-kv", x=(5, B, 4), module=lambda: SelfAttention(False, add_bias_kv=True), batch_dim=1,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import oracle
 import pytest
 import torch
-from cases import CASES, Case
 from torch import Tensor
 
+import oracle
 import psg_fx
+from cases import CASES, Case
 from psg_fx import ClippedSum, Grads, MeanGrad, Norms, WeightedSum
 
 pytestmark = [

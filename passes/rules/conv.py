@@ -86,8 +86,8 @@ def patches_leaf(
     x: Value, y: Value, kernel: tuple[int, ...], stride: tuple[int, ...], total: tuple[int, ...],
     dilation: tuple[int, ...], groups: int,
 ) -> Leaf:  # fmt: skip
-    """patches(x)[b,t,g,i], met by `y`'s output plane.  `total` is the padding of both sides together; an odd one ("same"
-    with an even kernel) is padded explicitly, one more on the right, as torch does.
+    """patches(x)[b,t,g,i], met by `y`'s output plane.  `total` is the padding of both sides together; an odd one
+    ("same" with an even kernel) is padded explicitly, one more on the right, as torch does.
     """
     axis = x.samples
     assert axis is not None

@@ -9,6 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from psg_fx.cost import product
+from psg_fx.each import for_each_sample
 from psg_fx.network import BATCH, Leaf, Network
 from psg_fx.rules import samples_first
 from psg_fx.sites import Operand, Site, Value
@@ -43,14 +44,15 @@ def fallback(site: Site, operand: Operand) -> Network:
                     [*filled[: operand.position], p, *filled[operand.position + 1 :]], spec
                 )
                 result = site.target(*args, **kwargs)
-                results = [result] if isinstance(result, torch.Tensor) else [r for r in pytree.tree_leaves(result)]
+                results = [result] if isinstance(result, torch.Tensor) else pytree.tree_leaves(result)
                 return tuple(results[k] for k, _ in cotangents)
 
-            _, pull = torch.func.vjp(call, inputs[operand.value])
-            return pull(tuple(seeds))[0]
+            pull = torch.func.vjp(call, inputs[operand.value])[1]
+            gradient: torch.Tensor = pull(tuple(seeds))[0]
+            return gradient
 
-        found: torch.Tensor = torch.vmap(one, in_dims=(*dims, *[0] * len(grad_rows)))(*rows, *grad_rows)
-        return found.flatten(1)
+        every = (*dims, *[0] * len(grad_rows))
+        return for_each_sample(one, every, (*rows, *grad_rows), site.op, site.where).flatten(1)
 
     sources = (*(v.name for v in values), *(c.name for _, c in cotangents))
     samples = _samples(site)

@@ -92,9 +92,9 @@ def _affine(
 ) -> dict[str, Network | None]:
     """Y = x̂ w + bias.  w: x̂[b,t,d] ȳ[b,t,d] -> [b,d];  bias: ȳ[b,t,d] -> [b,d]."""
     x, ybar = site.input(0), site.cotangent
-    options = {"right": channel is None, "at": channel or 0}
-    weight = broadcast_network(site, parameter, "x̂∘ȳ", recipe, (x, ybar), lambda v, g: normalized(v) * g, **options)
-    bias = broadcast_network(site, parameter, "ȳ", "ȳ", (ybar,), lambda g: g, **options)
+    right, at = channel is None, channel or 0
+    weight = broadcast_network(site, parameter, "x̂∘ȳ", recipe, (x, ybar), lambda v, g: normalized(v) * g, right, at)
+    bias = broadcast_network(site, parameter, "ȳ", "ȳ", (ybar,), lambda g: g, right, at)
     return {"weight": weight, "bias": bias}
 
 

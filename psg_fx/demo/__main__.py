@@ -45,8 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     show_graph(step)
     if not args.no_timing:
         timing(model, data, backend=args.backend)
-    plot.save(args.out, data, order, norms)
-    print(f"\nwrote {args.out}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    picture = args.out / "wrong_labels.png"
+    plot.save(picture, data, order, norms)
+    print(f"\nwrote {picture}")
     return 0
 
 
@@ -57,7 +59,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="decides the split, the wrong labels, weights and batches")
     parser.add_argument("--backend", default="inductor", help="as in torch.compile (default inductor)")
     parser.add_argument("--no-timing", action="store_true", help="skip the timing table")
-    parser.add_argument("--out", type=Path, default=Path("demo_corrupted_digits.png"), help="where the picture goes")
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo-output"), metavar="DIR", help="where the picture goes (default demo-output)"
+    )
     return parser.parse_args(argv)
 
 

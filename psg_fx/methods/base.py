@@ -28,7 +28,10 @@ class Arg:
 
 @dataclass(frozen=True)
 class Pair:
-    """A contraction of two operands: `a`, `b` -> `out`; every axis not in `out` is summed.  Axes of size 1 have no role."""
+    """A contraction of two operands: `a`, `b` -> `out`; every axis not in `out` is summed.
+
+    Axes of size 1 have no role.
+    """
 
     a: Arg
     b: Arg
@@ -114,7 +117,10 @@ class Method:
 
 
 def arrange(tensor: torch.Tensor, have: Axes, want: tuple[Axes, ...]) -> torch.Tensor:
-    """Permute a dense tensor with axes `have` into the groups `want`, each flattened into one dim; others have size 1."""
+    """Permute a dense tensor with axes `have` into the groups `want`, each flattened into one dim.
+
+    Axes of no group have size 1.
+    """
     order = [have.index(x) for group in want for x in group]
     rest = [i for i in range(len(have)) if i not in order]
     shape = [product(tensor.shape[have.index(x)] for x in group) for group in want]
@@ -122,7 +128,7 @@ def arrange(tensor: torch.Tensor, have: Axes, want: tuple[Axes, ...]) -> torch.T
 
 
 def expand_to(tensor: torch.Tensor, have: Axes, want: Axes) -> torch.Tensor:
-    """Permute and add dims of size 1, so that the tensor broadcasts over the axes `want`.  Axes not in `want` have size 1."""
+    """Permute and add dims of size 1, so that the tensor broadcasts over `want`.  Axes not in `want` have size 1."""
     kept = [x for x in want if x in have]
     order = [have.index(x) for x in kept]
     rest = [i for i in range(len(have)) if i not in order]

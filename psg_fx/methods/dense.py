@@ -6,8 +6,9 @@ import torch
 
 from psg_fx.cost import Work
 from psg_fx.layout import reshape
+from psg_fx.network import Axes
 
-from .base import Axes, Method, Pair, arrange, expand_to
+from .base import Method, Pair, arrange, expand_to
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -97,9 +98,11 @@ class MatMul(Method):
             dtype = accumulation_dtype(dtype)
         a, b = a.to(dtype), b.to(dtype)
         if self._swapped(p):
-            left, right = arrange(b, p.b.axes, (p.batch, p.right, p.summed)), arrange(a, p.a.axes, (p.batch, p.summed, p.left))
+            left = arrange(b, p.b.axes, (p.batch, p.right, p.summed))
+            right = arrange(a, p.a.axes, (p.batch, p.summed, p.left))
         else:
-            left, right = arrange(a, p.a.axes, (p.batch, p.left, p.summed)), arrange(b, p.b.axes, (p.batch, p.summed, p.right))
+            left = arrange(a, p.a.axes, (p.batch, p.left, p.summed))
+            right = arrange(b, p.b.axes, (p.batch, p.summed, p.right))
         product = torch.bmm(left, right) if p.batch else torch.mm(left.squeeze(0), right.squeeze(0))
         sizes = [_size(x, a, p.a.axes, b, p.b.axes) for x in self.out(p)]
         return reshape(product, sizes)

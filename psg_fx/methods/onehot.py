@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from psg_fx.cost import Device, Work
-from psg_fx.network import OneHot
+from psg_fx.network import Axes, OneHot
 
-from .base import Axes, Method, Pair, expand_to
+from .base import Method, Pair, expand_to
 
 
 def _split(p: Pair) -> tuple[bool, Axes]:
@@ -67,7 +67,7 @@ class Gather(Method):
         rest = tuple(x for x in have if x not in axes)
         table = other.permute([have.index(x) for x in (*shared, axes[-1], *rest)])
         if shared != axes[:1]:  # the table depends on t too: pick along v, elementwise in t
-            index = expand_to(ids, axes[:-1], axes[:-1] + (axes[-1],) + rest)
+            index = expand_to(ids, axes[:-1], (*axes, *rest))
             index = index.expand(*ids.shape, 1, *table.shape[len(shared) + 1 :])
             return table.expand(*ids.shape, *table.shape[len(shared) :]).gather(ids.ndim, index).squeeze(ids.ndim)
         rows = torch.arange(table.shape[0], device=table.device).reshape(-1, *[1] * (ids.ndim - 1))

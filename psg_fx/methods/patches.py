@@ -13,9 +13,9 @@ import torch.nn.functional as F
 
 from psg_fx.cost import Device, Size, Work
 from psg_fx.layout import permute
-from psg_fx.network import Patches
+from psg_fx.network import Axes, Patches
 
-from .base import Axes, Method, Pair, arrange
+from .base import Method, Pair, arrange
 
 aten = torch.ops.aten
 
@@ -101,7 +101,7 @@ class GroupedConv(Method):
         return device.seconds(self.work(p)) + float(p.count(p.out)) * rate
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        first, form, (sample, t, g, i) = _split(p)
+        first, form, (sample, t, g, _) = _split(p)
         x, grad, have = (a, b, p.b.axes) if first else (b, a, p.a.axes)
         o = _other_axis(p)
         n, folds, channels = x.shape[:3]
@@ -130,7 +130,7 @@ class ConvWeight(Method):
         return _convolution_work(p)
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        first, form, (sample, t, g, i) = _split(p)
+        first, form, (sample, t, g, _) = _split(p)
         x, grad, have = (a, b, p.b.axes) if first else (b, a, p.a.axes)
         o = _other_axis(p)
         n, folds, channels = x.shape[:3]
@@ -169,7 +169,7 @@ class Shifted(Method):
         return Work(base.flops, read, base.written, base.out, kind, 2 * offsets)
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        first, form, (sample, t, g, i) = _split(p)
+        first, form, (sample, t, g, _) = _split(p)
         x, grad, have = (a, b, p.b.axes) if first else (b, a, p.a.axes)
         o = _other_axis(p)
         grad = permute(grad, [have.index(q) for q in (sample, g, o, t)])
@@ -187,7 +187,7 @@ class Shifted(Method):
 
 
 def shifted_views(x: torch.Tensor, form: Patches) -> list[torch.Tensor]:
-    """For each kernel offset (row-major) the part of the padded x[b, f, c, *space] that it meets, `[b, f, c, *out_space]`."""
+    """For each kernel offset (row-major) the part of padded x[b, f, c, *space] it meets, `[b, f, c, *out_space]`."""
     padded = F.pad(x, [side for pad in reversed(form.padding) for side in (pad, pad)]) if any(form.padding) else x
     found = []
     for offset in itertools.product(*(range(k) for k in form.kernel)):

@@ -1,0 +1,105 @@
+"""tidy: the same computation with fewer nodes, so that the graph reads well and compiles fast.
+
+Sizes are written with one node for the batch size, `detach` (which means nothing without autograd) is dropped, and
+equal ops on equal arguments become one.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import GraphModule, Node
+
+from psg_fx import facts
+from psg_fx.stages import Stage
+
+from .runner import graph_pass
+
+aten = torch.ops.aten
+
+
+@graph_pass("tidy", before=Stage.LOWERED, after=Stage.TIDIED)
+def tidy(gm: GraphModule) -> GraphModule:
+    """After: one node computes the batch size, no op is done twice, nothing is detached."""
+    _one_batch_size(gm)
+    _drop_detach(gm)
+    _merge_equal(gm)
+    gm.graph.eliminate_dead_code()
+    return gm
+
+
+def _one_batch_size(gm: GraphModule) -> None:
+    """Write every size that is linear in B with the one node that reads B."""
+    batch = facts.graph_facts(gm).batch
+    carrier = next((n for n in facts.placeholders(gm) if facts.input_spec(n).samples is not None), None)
+    if carrier is None:
+        return
+    last = facts.placeholders(gm)[-1]
+    with gm.graph.inserting_after(last):
+        size = gm.graph.call_function(aten.sym_size.int, (carrier, facts.input_spec(carrier).samples))
+    size.meta["val"] = carrier.meta["val"].shape[facts.input_spec(carrier).samples]
+    size._rename("batch_size")
+    made: dict[Any, Node] = {batch: size}
+    for node in list(gm.graph.nodes):
+        value = node.meta.get("val")
+        if node is size or not isinstance(value, torch.SymInt):
+            continue
+        wanted = facts.expr(value)
+        if wanted not in made and (factor := _factor(wanted, batch)) is not None:
+            with gm.graph.inserting_before(node):
+                made[wanted] = gm.graph.call_function(operator.mul, (size, factor))
+            made[wanted].meta["val"] = value
+            made[wanted]._rename(f"batch_size_times_{factor}")
+        if wanted in made and made[wanted] is not node:
+            node.replace_all_uses_with(made[wanted])
+
+
+def _factor(expression: sympy.Expr, batch: sympy.Symbol) -> int | None:
+    """k if the expression is k·B."""
+    factor = expression / batch
+    return int(factor) if factor.is_Integer else None
+
+
+def _drop_detach(gm: GraphModule) -> None:
+    for node in list(gm.graph.nodes):
+        if node.op == "call_function" and node.target in (aten.detach.default, aten.alias.default):
+            node.replace_all_uses_with(node.args[0])
+            gm.graph.erase_node(node)
+
+
+def _merge_equal(gm: GraphModule) -> None:
+    """Common sub-expressions, by target and arguments.  Random ops stay apart."""
+    seen: dict[Any, Node] = {}
+    for node in list(gm.graph.nodes):
+        if node.op != "call_function" or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            continue
+        key = _key(node)
+        if key is None:
+            continue
+        if key in seen:
+            node.replace_all_uses_with(seen[key])
+            gm.graph.erase_node(node)
+        else:
+            seen[key] = node
+
+
+def _key(node: Node) -> Any:
+    """Hashable identity of what a node computes; types are part of it, since 1 == 1.0 == True."""
+
+    def typed(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return tuple(typed(v) for v in value)
+        if isinstance(value, slice):
+            return ("slice", typed(value.start), typed(value.stop), typed(value.step))
+        return (type(value), value)
+
+    key = (node.target, typed(node.args), tuple((k, typed(v)) for k, v in sorted(node.kwargs.items())))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
