@@ -77,11 +77,41 @@ def differentiate(gm: GraphModule, input_gradients: tuple[bool, ...] = ()) -> Gr
 
     with preserve_node_meta():
         traced = make_fx(joint, tracing_mode="symbolic", _error_on_data_dependent_ops=True)(*values, *tangents)
+    out_of_place(traced)
     _describe(traced, nodes, [info.outputs[i].name for i in roots] if not with_loss else [])
     traced.meta[facts.KEY] = dataclasses.replace(
         info, outputs=tuple(layout), data={**info.data, "sites": _sites(gm, traced, layout)}
     )
     return traced
+
+
+def out_of_place(gm: GraphModule) -> None:
+    """Composite kernels write into tensors that they have just made (`clamp_min_` in a cosine similarity).  Put the
+    functional op in the place of each such write; a write into a view or into an input stays, and is refused later.
+    """
+    order = {node: k for k, node in enumerate(gm.graph.nodes)}
+    for node in list(gm.graph.nodes):
+        schema = getattr(node.target, "_schema", None)
+        if node.op != "call_function" or schema is None or not schema.is_mutable:
+            continue
+        written, functional = node.args[0], _functional(node.target)
+        if functional is None or written.op == "placeholder" or _is_view(written) or any(map(_is_view, written.users)):
+            continue
+        node.target = functional
+        written.replace_all_uses_with(node, lambda user, at=order[node]: order[user] > at)
+    gm.recompile()
+
+
+def _functional(target: Any) -> Any:
+    """`aten.add.Tensor` for `aten.add_.Tensor`."""
+    name = target._schema.name.removeprefix("aten::")
+    packet = getattr(torch.ops.aten, name.removesuffix("_"), None) if name.endswith("_") else None
+    return getattr(packet, target._overloadname, None)
+
+
+def _is_view(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and not schema.is_mutable and any(a.alias_info is not None for a in schema.arguments)
 
 
 def _plain(value: Any) -> Any:

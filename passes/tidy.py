@@ -58,7 +58,7 @@ def _one_batch_size(gm: GraphModule) -> None:
 
 
 def _factor(expression: sympy.Expr, batch: sympy.Symbol) -> int | None:
-    """k if the expression is k·B."""
+    """The k of k·B; None for anything else."""
     factor = expression / batch
     return int(factor) if factor.is_Integer else None
 
@@ -102,4 +102,3 @@ def _key(node: Node) -> Any:
     except TypeError:
         return None
     return key
-

@@ -169,7 +169,9 @@ class PerSampleModule(nn.Module):
                 f"there is no stage {stage!r}", where="print_graph(stage)", why=f"stages are {', '.join(graphs)}",
                 fix="use one of those",
             )  # fmt: skip
-        text: str = graphs[stage].print_readable(print_output=False, include_stride=False, include_device=False)
+        from psg_fx.report import readable
+
+        text = readable(graphs[stage])
         print(text)
         return text
 

@@ -45,6 +45,8 @@ class Device:
     """Rates of a device.
 
     flops: flop/s for each kind of step.  bandwidth: bytes/s.  launch: seconds for a kernel.
+    fresh: seconds per byte of memory that was not in use before (on CPU the first touch of a page costs as much as
+    computing what goes there); it is paid by results above `reused` bytes, and by what is kept until all norms are known.
     extra: further constants, seconds per unit, named by the method that reads them.
     """
 
@@ -52,20 +54,26 @@ class Device:
     flops: Mapping[str, float]
     bandwidth: float
     launch: float
+    fresh: float
+    reused: int
     extra: Mapping[str, float]
 
     def seconds(self, work: Work) -> float:
-        """Predicted time of a step: the slower of computing and moving bytes, and the launches."""
+        """Predicted time of a step: the slower of computing and moving bytes, then launches and fresh memory."""
         compute = float(work.flops) / self.flops.get(work.kind, self.flops["pointwise"])
-        return max(compute, float(work.read + work.written) / self.bandwidth) + work.calls * self.launch
+        fresh = float(work.out) * self.fresh if work.out > self.reused else 0.0
+        return max(compute, float(work.read + work.written) / self.bandwidth) + work.calls * self.launch + fresh
 
 
-# Shipped tables.  CPU: two x86-64 cores with AVX2/AVX-512, fp32.  CUDA: an 80 GB class device, fp32 with TF32 off.
+# Shipped tables.  CPU: measured on two x86-64 cores with AVX-512, fp32 (bench/calibrate.py prints such rates).
+# CUDA: data-sheet figures of an 80 GB class device with TF32 off, derated; not measured yet.
 CPU = Device(
     "cpu",
-    flops={"gemm": 1.8e11, "bmm": 1.5e11, "conv": 1.8e11, "pointwise": 1.0e10},
-    bandwidth=1.2e10,
+    flops={"gemm": 1.3e11, "bmm": 1.5e11, "conv": 1.8e11, "pointwise": 1.0e10},
+    bandwidth=2.5e10,
     launch=4e-6,
+    fresh=3.4e-10,
+    reused=32 * 2**20,
     extra={"grouped_conv_small_output": 2.6e-9, "grouped_conv_output": 2e-10, "scatter": 1.5e-9},
 )
 CUDA = Device(
@@ -73,6 +81,8 @@ CUDA = Device(
     flops={"gemm": 4.0e13, "bmm": 3.5e13, "conv": 2.5e13, "pointwise": 1.5e13},
     bandwidth=2.5e12,
     launch=3e-6,
+    fresh=0.0,
+    reused=2**62,
     extra={"grouped_conv_small_output": 1e-11, "grouped_conv_output": 2e-12, "scatter": 1e-11},
 )
 

@@ -27,7 +27,7 @@ def for_each_sample(one: OneSample, dims: Dims, tensors: Sequence[torch.Tensor],
 
     Tried as it is, then written out in simpler ops. `what` and `where` are for the refusal.
     """
-    size = next(t.shape[0] for t, dim in zip(tensors, dims, strict=True) if dim == 0)
+    size: Any = next(t.shape[0] for t, dim in zip(tensors, dims, strict=True) if dim == 0)
     if not isinstance(size, torch.SymInt):
         return _mapped(one, dims, tensors)
     if _keeps_batch(one, dims, tensors):
@@ -74,8 +74,8 @@ def _written_out(one: OneSample, dims: Dims, tensors: Sequence[torch.Tensor]) ->
 
 
 class Gathered(torch.fx.Interpreter):
-    """Runs a graph with the ops that only select elements written as padding and indexing, which vmap runs for a
-    symbolic batch size in both directions (it does not run the backward of a slice).
+    """Runs a graph with some ops written in others whose backward vmap runs for a symbolic batch size: those that only
+    select elements as padding and indexing (vmap does not run the backward of a slice), weight_norm by its formula.
     """
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -85,6 +85,8 @@ class Gathered(torch.fx.Interpreter):
             return _split(*args, **kwargs)
         if target is aten.split_with_sizes.default:
             return _cut(*args, **kwargs)
+        if target is aten._weight_norm.default:
+            return _weight_norm(*args, **kwargs)
         if target in _TAKES:
             x, *rest = args
             places = torch.arange(x.numel(), device=x.device).reshape(x.shape)
@@ -96,6 +98,12 @@ _TAKES = (
     aten.diagonal.default, aten.unfold.default, aten.gather.default, aten.embedding.default, aten.index_select.default,
     aten.roll.default, aten.flip.default,
 )  # fmt: skip
+
+
+def _weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    others = [d for d in range(v.ndim) if dim == -1 or d != dim % v.ndim]
+    norm: torch.Tensor = torch.linalg.vector_norm(v, 2, others, keepdim=dim != -1)
+    return v * (g / norm)
 
 
 def _sliced(x: torch.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:

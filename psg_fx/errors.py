@@ -46,18 +46,34 @@ class InternalError(PsgError, RuntimeError):
     """Our bug: a pass left a graph that its stage does not allow."""
 
 
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]+)\n\s*(?P<code>[^\n]+)')
+_FRAME = re.compile(
+    r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]+)(\n(?! *File ")[ \t]*(?P<code>[^\n]+))?'
+)
 _LIBRARY = re.compile(r"/torch/|<eval_with_key>|/psg_fx/(?!zoo/|demo/)|/passes/")
 
 
 def source_line(node: torch.fx.Node) -> str:
-    """`model.py:17: x = self.bn(x)`: the innermost line of the user's own code that made `node`, or ""."""
+    """`model.py:17: x = self.bn(x)`: the innermost line of the user's own code that made `node`, or "".
+
+    Torch records the lines of `forward` methods only.  Without one: the module (`in encoder.0 (Linear)`), or the loss.
+    """
     frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
     own = [f for f in frames if not _LIBRARY.search(f["file"])]
-    if not (own or frames):
+    if own:
+        file, line, code = own[-1]["file"], own[-1]["line"], own[-1]["code"] or ""
+        return f"{file.rsplit('/', 1)[-1]}:{line}: {code.strip()}".removesuffix(": ")
+    if inside := _module(node):
+        return inside
+    return "in the loss" if any("self.loss_fn(" in (f["code"] or "") for f in frames) else ""
+
+
+def _module(node: torch.fx.Node) -> str:
+    stack = (node.meta.get("nn_module_stack") or {}).values()
+    paths = [entry for entry in stack if isinstance(entry, tuple) and entry[0].startswith("model.")]
+    if not paths:
         return ""
-    frame = (own or frames)[-1]
-    return f"{frame['file'].rsplit('/', 1)[-1]}:{frame['line']}: {frame['code'].strip()}"
+    path, kind = paths[-1]
+    return f"in {path.removeprefix('model.')} ({getattr(kind, '__name__', str(kind)).rsplit('.', 1)[-1]})"
 
 
 def locate(node: torch.fx.Node, detail: str = "") -> str:

@@ -14,7 +14,7 @@ from psg_fx.methods import onehot, patches
 from psg_fx.methods.dense import accumulation_dtype
 from psg_fx.network import Axes, OneHot, Patches
 from psg_fx.paths import ContractExpr, DenseExpr, Expr, LeafExpr, SumExpr
-from psg_fx.planning import ParameterPlan, Part, Plan
+from psg_fx.planning import ParameterPlan, Part, Plan, reads_weights
 from psg_fx.quantity import Ask, Materialized, SquaredNorm, Weighted
 
 
@@ -107,7 +107,7 @@ class Evaluator:
         if expr.key in local:
             return local[expr.key]
         value = self._compute(expr, gradient, local)
-        (local if _reads_weights(expr) else self._memo)[expr.key] = value
+        (local if reads_weights(expr) else self._memo)[expr.key] = value
         if isinstance(expr, ContractExpr):
             self.named[f"{gradient.name}_{_kind(expr)}_{len(self.named)}"] = value
         return value
@@ -132,12 +132,6 @@ class Evaluator:
 
 def _scaled(tensor: torch.Tensor, scale: float) -> torch.Tensor:
     return tensor if scale == 1.0 else tensor * scale
-
-
-def _reads_weights(expr: Expr) -> bool:
-    return any(
-        isinstance(node, LeafExpr) and node.leaf.sources[0].startswith("weights:") for node in expr.nodes().values()
-    )
 
 
 def _kind(expr: ContractExpr) -> str:
@@ -170,9 +164,10 @@ def pull_back(
             replaced = dict(zip(own, parameters, strict=True))
             return Gathered(graph).run(*(replaced.get(i, value) for i, value in enumerate(filled)))
 
-        result, back = torch.func.vjp(operand, *(filled[i] for i in own))
+        result, back = torch.func.vjp(operand, *(filled[i] for i in own))[:2]
         first, *others = back(cotangent.to(result.dtype))
-        return sum(others, start=first)
+        total: torch.Tensor = sum(others, start=first)
+        return total
 
     if not batched:
         return pull(value, *inputs)

@@ -16,7 +16,7 @@ import torch
 from psg_fx.cost import Device, product
 from psg_fx.gradient import ParameterGradient, Term
 from psg_fx.network import BATCH, Leaf, Network
-from psg_fx.paths import Expr, dense, trees
+from psg_fx.paths import Expr, LeafExpr, dense, trees
 from psg_fx.quantity import Ask, Materialized, SquaredNorm, Weighted, sq_norm_pairs, weighted
 
 _EXHAUSTIVE = 4000
@@ -93,7 +93,10 @@ class _Question:
 def plan_step(
     gradients: Iterable[ParameterGradient], asks: Sequence[Ask], device: Device, batch: sympy.Symbol, size: int
 ) -> Plan:
-    """Choose trees for every parameter at batch size `size`."""
+    """Choose trees for every parameter at batch size `size`; a batch of one is planned as two, because axes of size 1
+    have no role in a contraction and the plan serves every batch size.
+    """
+    size = max(size, 2)
     found = tuple(plan_parameter(g, asks, device, batch, size) for g in gradients)
     return Plan(found, tuple(asks), device, batch, size, sum(p.seconds for p in found))
 
@@ -159,10 +162,9 @@ def why_not_direct(terms: tuple[Term, ...]) -> str:
         if not term.prefix.selects:
             made_by = "·".join(term.prefix.ops) or "its use"
             return f"{made_by} before the site is not a selection: gradients are pulled back first"
-    first = terms[0]
-    for term in terms[1:]:
+    for first, term in itertools.combinations(terms, 2):
         if term.prefix.operand != first.prefix.operand and not _same_selection(term, first):
-            if all(t.prefix.selects for t in (term, first)) and disjoint(term, first):
+            if disjoint(term, first):
                 continue
             return "its uses select different elements: gradients are pulled back first"
         if _out_sizes(term) != _out_sizes(first):
@@ -223,7 +225,7 @@ def total_leaf(gradient: ParameterGradient, batch: sympy.Symbol) -> Leaf:
     """The materialised gradient g[b,p] as an operand."""
     size = sympy.Integer(product(gradient.shape))
     return Leaf("g", (f"grads:{gradient.name}",), "total", (BATCH, "p"), (batch, size), dtype=gradient.dtype,
-                build=lambda g: g.flatten(1))  # fmt: skip
+                build=lambda g: g.reshape(g.shape[0], -1))  # fmt: skip
 
 
 # --- choosing trees ------------------------------------------------------------------------------------------------
@@ -232,7 +234,9 @@ def total_leaf(gradient: ParameterGradient, batch: sympy.Symbol) -> Leaf:
 def _choose(asked: _Open, concrete: Callable[[sympy.Expr], int], device: Device) -> tuple[tuple[Part, ...], float]:
     """The trees that together take least time, equal nodes counted once."""
     questions = [
-        _Question(ask, terms, network, scale, _options(network, concrete, device))
+        _Question(
+            ask, terms, network, scale, _options(network, concrete, device, isinstance(ask, Weighted) and ask.late)
+        )
         for ask, terms, network, scale in asked
     ]
     chosen = _search([q.options for q in questions])
@@ -246,12 +250,34 @@ def _choose(asked: _Open, concrete: Callable[[sympy.Expr], int], device: Device)
     return tuple(parts), sum(union.values())
 
 
-def _options(network: Network, concrete: Callable[[sympy.Expr], int], device: Device) -> list[_Option]:
+def _options(
+    network: Network, concrete: Callable[[sympy.Expr], int], device: Device, late: bool = False
+) -> list[_Option]:
+    """Every tree with the time of its nodes, and of what it keeps if it must wait for the norms (`late`)."""
     found = []
     for tree in trees(network, concrete):
         tree = dense(tree)
-        found.append(_Option(tree, {key: node.seconds(device) for key, node in tree.nodes().items()}))
+        nodes = {key: node.seconds(device) for key, node in tree.nodes().items()}
+        if late:
+            nodes |= {-1 - key: size * device.fresh for key, size in _kept_until_norms(tree).items()}
+        found.append(_Option(tree, nodes))
     return sorted(found, key=lambda option: option.seconds)
+
+
+def _kept_until_norms(tree: Expr) -> dict[int, int]:
+    """Bytes of what is computed before the weights are known and read after.  Activations are alive anyway."""
+    kept: dict[int, int] = {}
+    for node in tree.nodes().values():
+        if reads_weights(node):
+            for child in node.children:
+                if not reads_weights(child) and not str(child).startswith(("x", "patches(x)", "onehot")):
+                    kept[child.key] = int(product(child.sizes[a] for a in child.axes)) * child.dtype.itemsize
+    return kept
+
+
+def reads_weights(expr: Expr) -> bool:
+    """Whether the per-sample weights are among the leaves."""
+    return any(isinstance(n, LeafExpr) and n.leaf.sources[0].startswith("weights:") for n in expr.nodes().values())
 
 
 def _search(questions: list[list[_Option]]) -> list[_Option]:

@@ -32,9 +32,13 @@ class SquaredNorm:
 
 @dataclass(frozen=True)
 class Weighted:
-    """Σ_b w_b g_b of every parameter: name -> shape.  `weights` names the [B] weights, "" means ones."""
+    """Σ_b w_b g_b of every parameter: name -> shape.
+
+    weights: the name of the [B] weights, "" for ones.  late: they follow from the norms.
+    """
 
     weights: str = ""
+    late: bool = False
 
     @property
     def key(self) -> str:
@@ -167,7 +171,7 @@ class ClippedSum(Quantity):
             _check_max_norm(value)
 
     def asks(self) -> tuple[Ask, ...]:
-        return (SquaredNorm(), Weighted("clip"))
+        return (SquaredNorm(), Weighted("clip", late=True))
 
     def extras(self, names: tuple[str, ...]) -> dict[str, tuple[int | None, ...]]:
         return {"max_norm": () if self.per == "model" else (len(names),)}

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Any
 
 import sympy
 from tabulate import tabulate
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from psg_fx import facts
 from psg_fx.cost import Work
+from psg_fx.errors import source_line
 from psg_fx.gradient import ParameterGradient
 from psg_fx.methods import Pair
 from psg_fx.paths import ContractExpr, DenseExpr, Expr, SumExpr
@@ -20,6 +22,29 @@ from psg_fx.sites import Site
 from psg_fx.stages import Stage
 
 _SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
+_COMMENT = "# File: code:1 in _, code: "
+_NO_COMMENT = "# No stacktrace found for following nodes"
+_LEGEND = """\
+x: input of the op, ȳ: gradient of its output, c: weights of the samples;  b: samples, t: positions, i, o: in and out
+a·b: contracted, a²: squared and summed, Σ: summed over positions
+
+"""
+_FREED = re.compile(r";  (\w+ = )+None$")
+
+
+def readable(gm: GraphModule) -> str:
+    """The graph as Python with shapes: B for the batch size, and above the ops the line of the user's code."""
+    graph = Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    for node in graph.nodes:
+        line = source_line(node)
+        node.stack_trace = f'File "code", line 1, in _\n    {line}' if line else None
+    module = GraphModule(gm, graph, "PerSample")
+    text: str = module.print_readable(print_output=False, include_stride=False, include_device=False)
+    if facts.KEY in gm.meta:
+        text = re.sub(rf"\b{facts.graph_facts(gm).batch}\b", "B", text)
+    lines = [line for line in text.strip().splitlines() if line.strip() != _NO_COMMENT]
+    return "\n".join(_FREED.sub("", line.replace(_COMMENT, "# ")).rstrip() for line in lines)
 
 
 def explain(graphs: dict[str, GraphModule]) -> str:
@@ -32,7 +57,7 @@ def explain(graphs: dict[str, GraphModule]) -> str:
         [
             _summary(gm, plan, sites),
             "Sites: where a parameter meets data\n" + _sites(sites, plan.batch, _uses(plan)),
-            "Plan: what is computed of each parameter's gradient, and how\n" + _plan(plan),
+            "Plan: what is computed of each parameter's gradient, and how\n" + _LEGEND + _plan(plan),
             *_notes(graphs, plan),
         ]
     )

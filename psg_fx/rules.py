@@ -149,6 +149,26 @@ class Arrangement:
         return cls(value.samples, tuple(groups), tuple(axes), sizes)
 
     @classmethod
+    def grouped(cls, value: Value, groups: Mapping[str, tuple[int, ...]]) -> Arrangement:
+        """An axis for each name of `groups`, made of those dims of `value`; "t" also takes what the samples are folded
+        with.  The samples' dim is in the group "b".
+        """
+        dims, own = unfolded_dims(value), {}
+        place = iter(range(len(dims)))
+        folds: list[int] = []
+        for dim in range(value.ndim):
+            axis = value.samples
+            if axis is not None and dim == axis.dim and axis.outer * axis.inner != 1:
+                outer, own[dim], inner = next(place), next(place), next(place)
+                folds = [i for i in (outer, inner) if dims[i][0] != 1]
+            else:
+                own[dim] = next(place)
+        made = {name: tuple(own[dim] for dim in group) for name, group in groups.items()}
+        made["t"] = (*folds, *made.get("t", ()))
+        sizes = tuple(product(dims[i][0] for i in group) * sympy.Integer(1) for group in made.values())
+        return cls(value.samples, tuple(made.values()), tuple(made), sizes)
+
+    @classmethod
     def keeping(cls, value: Value, kept: tuple[int, ...]) -> Arrangement:
         """Axes (b, t, d0, d1, ...): a d for every dim in `kept`, t for all others and what samples are folded with."""
         dims, own = unfolded_dims(value), iter(range(value.ndim))

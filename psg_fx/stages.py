@@ -98,6 +98,16 @@ def unreduced(gm: GraphModule) -> None:
             raise broken("the loss carries the samples in dim 0", gm, node)
 
 
+@promise(*Stage)
+def any_batch(gm: GraphModule) -> None:
+    """The batch size is a symbol: nothing has fixed it to the size it was traced with."""
+    batch = facts.graph_facts(gm).batch
+    for node in facts.placeholders(gm):
+        dim = facts.input_spec(node).samples
+        if dim is not None and facts.expr(node.meta["val"].shape[dim]) != batch:
+            raise broken("the batch size stays a symbol", gm, node)
+
+
 @promise(Stage.LOWERED, Stage.TIDIED)
 def lowered(gm: GraphModule) -> None:
     """Only results remain as outputs: no site input and no cotangent."""

@@ -87,7 +87,7 @@ def _state_tensors(model: nn.Module) -> list[torch.Tensor]:
 
 
 def _meta(tensor: torch.Tensor) -> Any:
-    return tensor.shape, tensor.dtype, tensor.device
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _order(tensor: torch.Tensor) -> tuple[int, ...]:

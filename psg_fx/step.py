@@ -49,6 +49,15 @@ def plain_mode() -> Iterator[None]:
         yield
 
 
+def in_one_block(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without gaps in memory, its dims in the order that they have: what a graph was captured with."""
+    order = sorted(range(tensor.ndim), key=lambda d: -tensor.stride(d))
+    ordered = tensor.permute(order)
+    if ordered.is_contiguous():
+        return tensor
+    return ordered.contiguous().permute([order.index(d) for d in range(tensor.ndim)])
+
+
 class Binding:
     """How the flat inputs of a graph are found at a call, and what its outputs mean."""
 
@@ -78,7 +87,7 @@ class Binding:
             elif slot.kind == "weights":
                 found.append(extras[slot.name])
             elif slot.kind in ("input", "target"):
-                found.append(next(tensors))
+                found.append(in_one_block(next(tensors)))
         return found
 
     def write_buffers(self, results: Sequence[Any]) -> None:

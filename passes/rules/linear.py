@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from psg_fx.network import BATCH, Network
-from psg_fx.rules import network, rule
+from psg_fx.network import BATCH, Leaf, Network
+from psg_fx.rules import Arrangement, network, rule
 from psg_fx.sites import Site, Value
+
+from .pointwise import broadcast_network
 
 aten = torch.ops.aten
 
@@ -44,9 +46,22 @@ def addmm(site: Site) -> dict[str, Network | None]:
     a, b = site.input(1), site.input(2)
     alpha, beta = site.kwargs.get("alpha", 1), site.kwargs.get("beta", 1)
     found = _both_sides(site, matmul_letters(a.ndim, b.ndim), a, b)
-    bias = network("b t* o -> b o", site.cotangent) if site.input(0).ndim == 1 else None
+    bias = broadcast_network(site, site.input(0).shape, "ȳ", "ȳ", (site.cotangent,), lambda g: g)
     scaled = {name: _scaled(found_network, alpha) for name, found_network in found.items()}
     return {**scaled, "bias": _scaled(bias, beta)}
+
+
+@rule(aten.bilinear.default, params={"weight": 2, "bias": 3})
+def bilinear(site: Site) -> dict[str, Network | None]:
+    """y[b,t,o] = Σ_ij x[b,t,i] W[o,i,j] z[b,t,j] + bias[o]
+
+    weight: x[b,t,i] z[b,t,j] ȳ[b,t,o] -> [b,o,i,j];  bias: ȳ[b,t,o] -> [b,o]
+    """
+    x, z, ybar = site.input(0), site.input(1), site.cotangent
+    bias = network("b t* o -> b o", ybar)
+    if x.samples is None or z.samples is None:
+        return {"bias": bias}
+    return {"weight": network("b t* i, b t* j, b t* o -> b o i j", x, z, ybar), "bias": bias}
 
 
 @rule(aten.einsum.default, params={"a": "1.0", "b": "1.1"})
@@ -84,31 +99,31 @@ def _side(site: Site, x: Value, x_letters: str, w_letters: str, y_letters: str, 
     if x.samples is None or ybar.samples is None or w.samples is not None:
         return None
     sample = x_letters[x.samples.dim]
-    if sample in w_letters or y_letters.index(sample) != ybar.samples.dim:
+    if sample in w_letters or y_letters.index(sample) != ybar.samples.dim or x.samples.inner != ybar.samples.inner:
         return None
     sizes = {**dict(zip(x_letters, x.shape, strict=True)), **dict(zip(y_letters, ybar.shape, strict=True))}
     if any(sizes.get(letter, size) != size for letter, size in zip(w_letters, w.shape, strict=True)):
         return None  # the parameter broadcasts along a batch dim
     if any(letter not in x_letters and letter not in y_letters for letter in w_letters):
         return None
-    names = {letter: letter if letter in w_letters else "t*" for letter in x_letters + y_letters}
-    x_term, y_term = _term(x_letters, sample, names), _term(y_letters, sample, names)
-    if x_term is None or y_term is None:
-        return None
-    # letters called b or t would clash with the samples and the star
-    safe = {letter: f"{letter}_" if letter in (BATCH, "t") else letter for letter in w_letters}
-    spec = f"{' '.join(safe.get(n, n) for n in x_term)}, {' '.join(safe.get(n, n) for n in y_term)} -> "
-    return network(spec + " ".join([BATCH, *(safe[letter] for letter in w_letters)]), x, ybar)
+    if any(sizes[letter] != size for letter, size in zip(x_letters, x.shape, strict=True)):
+        return None  # the data broadcast along a batch dim
+    together = tuple(c for c in x_letters if c in y_letters and c not in w_letters and c != sample)
+    groups = {BATCH: (sample,), "t": together} | {f"{c}_": (c,) for c in w_letters}
+    alone = tuple(c for c in x_letters if c not in y_letters and c not in w_letters)
+    left = lettered(x, x_letters, groups | ({"u": alone} if alone else {}))
+    right = lettered(ybar, y_letters, groups)
+    return Network((left, right), (BATCH, *(f"{c}_" for c in w_letters)))
 
 
-def _term(letters: str, sample: str, names: dict[str, str]) -> list[str] | None:
-    """The term of `network` for a value with these letters: the summed ones must be neighbours to share one star."""
-    rest = [names[letter] for letter in letters if letter != sample]
-    stars = [i for i, name in enumerate(rest) if name == "t*"]
-    if stars and stars[-1] - stars[0] + 1 != len(stars):
-        return None
-    term = [BATCH] + [name for i, name in enumerate(rest) if name != "t*" or i == stars[0]]
-    return term if "t*" in term else [BATCH, "t*", *term[1:]]
+def lettered(value: Value, letters: str, groups: dict[str, tuple[str, ...]]) -> Leaf:
+    """The value, its dims called by letters, with an axis for each group of letters that it has; what is folded with
+    the samples goes to t.
+    """
+    own = {name: tuple(letters.index(c) for c in group) for name, group in groups.items() if set(group) <= set(letters)}
+    plan = Arrangement.grouped(value, own)
+    label = "ȳ" if value.name.startswith("cotangent:") else "x"
+    return Leaf(label, (value.name,), f"arrange {plan}", plan.axes, plan.sizes, dtype=value.dtype, build=plan)
 
 
 def _scaled(found: Network | None, scale: float) -> Network | None:

@@ -87,6 +87,13 @@ def expand(site: Site) -> dict[str, Network | None]:
     return {"p": broadcast_network(site, site.input(0).shape, "ȳ", "ȳ", (site.cotangent,), lambda g: g)}
 
 
+@rule(aten.masked_fill.Tensor, params={"value": 2})
+def masked_fill(site: Site) -> dict[str, Network | None]:
+    """Y = value where mask, else x, with value of no dims: mask[b,t] ȳ[b,t] -> [b]."""
+    ybar, mask = site.cotangent, site.input(1)
+    return {"value": broadcast_network(site, (), "mask∘ȳ", "masked", (mask, ybar), lambda m, g: torch.where(m, g, 0.0))}
+
+
 def _affine(
     site: Site, parameter: tuple[sympy.Expr, ...], normalized: Any, recipe: str, channel: int | None
 ) -> dict[str, Network | None]:

@@ -1,7 +1,7 @@
 """Finds mislabelled digits by per-sample gradient norms, with every step compiled by psg_fx.
 
 A wrong label pulls the model away from what the rest of the data says, so its gradient stays large when the others
-have become small. The norm of each sample's gradient comes out of the training step at about the step's own cost.
+have become small. The norm of each sample's gradient comes out of the step that trains, without a second pass.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ try:
 except ImportError as error:
     sys.exit(f"the demo needs scikit-learn and matplotlib: pip install 'psg-fx[demo]' ({error})")
 
-BATCH = 128
+BATCH, WIDTH = 128, 150
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains, ranks, shows the graph, times, draws."""
     args = _arguments(argv)
     print(f"psg_fx {psg_fx.__version__}, torch {torch.__version__}, Python {platform.python_version()}, ", end="")
-    print(f"{torch.get_num_threads()} threads, seed {args.seed}, backend {args.backend}")
+    print(f"threads {torch.get_num_threads()}, seed {args.seed}, backend {args.backend}")
     data = digits.corrupted_digits(args.fraction, args.seed)
     torch.manual_seed(args.seed)
     model = digits.DigitsCNN()
@@ -59,9 +59,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="decides the split, the wrong labels, weights and batches")
     parser.add_argument("--backend", default="inductor", help="as in torch.compile (default inductor)")
     parser.add_argument("--no-timing", action="store_true", help="skip the timing table")
-    parser.add_argument(
-        "--out", type=Path, default=Path("demo-output"), metavar="DIR", help="where the picture goes (default demo-output)"
-    )
+    folder = Path("demo-output")
+    parser.add_argument("--out", type=Path, default=folder, metavar="DIR", help=f"for the picture (default {folder})")
     return parser.parse_args(argv)
 
 
@@ -76,6 +75,9 @@ def train(model: torch.nn.Module, data: digits.Digits, *, epochs: int, seed: int
     count = len(data.given)
     wrong = int(data.corrupted.sum())
     print(f"\ntraining on {count} digits, {wrong} of them with a wrong label; {len(data.test_labels)} for testing")
+    start = time.perf_counter()
+    step(data.images[:BATCH], data.given[:BATCH])
+    print(f"captured and compiled forward, backward, mean gradient and norms in {time.perf_counter() - start:.1f} s")
     for epoch in range(1, epochs + 1):
         start = time.perf_counter()
         total, clean, bad = 0.0, [], []
@@ -118,21 +120,22 @@ def report(data: digits.Digits, order: Tensor) -> None:
         )
 
 
-def show_graph(step: psg_fx.PerSampleModule, lines: int = 12) -> None:
+def show_graph(step: psg_fx.PerSampleModule, lines: int = 10) -> None:
     """The plan, and the head and tail of the graph that was compiled."""
-    print("\nwhat was compiled:")
+    print("\nwhat was compiled for the norms (step.explain()):\n")
     print(step.explain())
     with contextlib.redirect_stdout(io.StringIO()) as caught:
-        step.print_graph("lowered")
-    text = caught.getvalue().splitlines()
+        step.print_graph()
+    text = caught.getvalue().strip().splitlines()
     if len(text) > 2 * lines:
-        text = [*text[:lines], f"    ... {len(text) - 2 * lines} more lines ...", *text[-lines:]]
-    print("\n" + "\n".join(text))
+        text = [*text[:lines], f"        ... {len(text) - 2 * lines} more lines ...", *text[-lines:]]
+    text = [line if len(line) <= WIDTH else line[: WIDTH - 3] + "..." for line in text]
+    print("\nhow its graph begins and ends (step.print_graph()):\n\n" + "\n".join(text))
 
 
 def timing(model: torch.nn.Module, data: digits.Digits, *, backend: str) -> None:
     """Compiled, eager and vmap side by side for this model."""
-    print("\ntiming one step; the compiled contenders take a while to compile:")
+    print("\ntiming one step, everything in turn on the same batch (compiling takes most of a minute):\n")
     print(
         benchmark(
             model,

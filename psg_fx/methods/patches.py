@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -98,7 +99,10 @@ class GroupedConv(Method):
         _, form, _ = _split(p)
         small = not form.out_space or form.out_space[-1] <= 4
         rate = device.extra["grouped_conv_small_output" if small else "grouped_conv_output"]
-        return device.seconds(self.work(p)) + float(p.count(p.out)) * rate
+        work = self.work(p)
+        channels = p.sizes[_split(p)[2][3]] // math.prod(form.kernel)
+        narrow = replace(work, flops=work.flops * 8 / min(channels, 8))  # kernels work on blocks of eight channels
+        return device.seconds(narrow) + float(p.count(p.out)) * rate
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         first, form, (sample, t, g, _) = _split(p)

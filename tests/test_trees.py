@@ -1,0 +1,135 @@
+"""Every legal tree of every network of every row gives the oracle's number: the planner can be slow, never wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from cases import CASES, Case
+from test_quantities import Truth, tolerance_of
+from torch import Tensor
+
+import psg_fx
+from psg_fx import cost, facts
+from psg_fx.evaluate import Evaluator
+from psg_fx.gradient import ParameterGradient
+from psg_fx.network import Network, weighted
+from psg_fx.paths import Expr, dense, trees
+from psg_fx.planning import ParameterPlan, Part, Plan, overlap, total_leaf, weights_leaf, why_not_direct
+from psg_fx.quantity import Materialized, SquaredNorm, Weighted, sq_norm_pairs
+from psg_fx.step import Binding, plain_mode
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
+
+ASKS = (Materialized(), SquaredNorm(), Weighted("given"), Weighted(""))
+Open = list[tuple[Any, tuple[int, ...], Network, float]]
+
+
+@dataclass
+class Joint:
+    """A captured row with the values of its joint graph."""
+
+    gradients: dict[str, ParameterGradient]
+    env: dict[str, Tensor]
+    batch: Any
+    size: int
+    truth: Truth
+
+    def concrete(self, expression: Any) -> int:
+        return facts.at(expression, self.batch, self.size) if hasattr(expression, "subs") else int(expression)
+
+
+def joint(case: Case) -> Joint:
+    """Capture the row up to its networks, and run the joint graph for the tensors that they read."""
+    model = case.model()
+    loss = case.loss_fn(model)
+    step = psg_fx.transform(model, loss, backend="eager", batch_dim=case.batch_dim)
+    step(case.data())
+    gm = step.graphs["merged"]
+    info = facts.graph_facts(gm)
+    call = step._take_apart(case.data(), ())
+    with plain_mode():
+        arguments = Binding(gm, model, loss).arguments(call, {})
+        results = gm(*arguments)
+    env = {f"placeholder:{n.name}": a for n, a in zip(facts.placeholders(gm), arguments, strict=True)}
+    env |= {f"{spec.kind}:{spec.name}": value for spec, value in zip(info.outputs, results, strict=True)}
+    return Joint(info.data["gradients"], env, info.batch, call.batch_size(), Truth(case))
+
+
+def questions(gradient: ParameterGradient, batch: Any, through_total: bool) -> Open:
+    """Everything that a plan may contract for this parameter, directly or through its materialised gradient."""
+    terms = tuple(t.network for t in gradient.terms)
+    found: Open = [(Materialized(), (k,), g, 1.0) for k, g in enumerate(terms)]
+    if through_total:
+        leaf = total_leaf(gradient, batch)
+        whole = Network((leaf,), leaf.axes)
+        found += [(SquaredNorm(), (), g, scale) for _, _, scale, g in sq_norm_pairs((whole,))]
+        found.append((Weighted("given"), (), weighted(whole, weights_leaf("given", whole)), 1.0))
+        found.append((Weighted(""), (), weighted(whole, None), 1.0))
+        return found
+    if not why_not_direct(gradient.terms):
+        pairs = [p for p in sq_norm_pairs(terms) if overlap(gradient.terms[p[0]], gradient.terms[p[1]])]
+        found += [(SquaredNorm(), (k, l), g, scale) for k, l, scale, g in pairs]
+    for k, g in enumerate(terms):
+        found.append((Weighted("given"), (k,), weighted(g, weights_leaf("given", g)), 1.0))
+        found.append((Weighted(""), (k,), weighted(g, None), 1.0))
+    return found
+
+
+def plans(joint: Joint, gradient: ParameterGradient) -> Iterator[tuple[Expr, ParameterPlan]]:
+    """Plans in which every tree of every question comes up once, the other questions answered by some tree."""
+    for through_total in (False, True):
+        asked = questions(gradient, joint.batch, through_total)
+        options = [[dense(tree) for tree in trees(network, joint.concrete)] for _, _, network, _ in asked]
+        assert all(options), "a network without a tree"
+        base = tuple(
+            Part(ask, terms, network, scale, trees_of[0], 0.0)
+            for (ask, terms, network, scale), trees_of in zip(asked, options, strict=True)
+        )
+        yield base[0].tree, ParameterPlan(gradient, through_total, base, 0.0, "")
+        for k, trees_of in enumerate(options):
+            same = [part for part in base if part.ask == base[k].ask and part is not base[k]]
+            needed = [part for part in base if part.ask == Materialized()] if through_total else []
+            for tree in trees_of[1:]:
+                parts = [replace(base[k], tree=tree), *same, *(p for p in needed if p is not base[k] and p not in same)]
+                yield tree, ParameterPlan(gradient, through_total, tuple(parts), 0.0, "")
+
+
+def evaluate(joint: Joint, plan: ParameterPlan) -> dict[str, Tensor]:
+    """The asks of the plan, by key."""
+    asks = tuple(dict.fromkeys(part.ask for part in plan.parts))
+    whole = Plan((plan,), asks, cost.CPU, joint.batch, joint.size)
+    with plain_mode():
+        evaluator = Evaluator(whole, dict(joint.env), joint.size, torch.device("cpu"))
+        evaluator.first()
+        evaluator.second({"given": {plan.gradient.name: joint.truth.weights}, "": {}})
+    return {key: values[plan.gradient.name] for key, values in evaluator.results.items() if values}
+
+
+def expected(joint: Joint, name: str) -> dict[str, Tensor]:
+    grads = {name: joint.truth.grads[name]}
+    return {
+        "grads": grads[name],
+        "sq_norms": joint.truth.own[name].square(),
+        "weighted:given": oracle.weighted_sum(grads, joint.truth.weights)[name],
+        "weighted:": grads[name].sum(0),
+    }
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.refused], ids=str)
+def test_every_tree(case: Case) -> None:
+    values = joint(case)
+    tolerance = tolerance_of(case)
+    for name, gradient in values.gradients.items():
+        if not gradient.terms:
+            continue
+        want = expected(values, name)
+        scale = max(g.abs().max().item() for g in values.truth.grads.values())
+        for tree, plan in plans(values, gradient):
+            for key, got in evaluate(values, plan).items():
+                error = oracle.relative_error(got, want[key], 1e-3 * scale ** (2 if key == "sq_norms" else 1))
+                assert error < tolerance, f"{key} of {name} by {tree}: relative error {error:.2e}"
