@@ -11,9 +11,18 @@ from torch.fx import GraphModule
 Flat = Callable[..., Sequence[Any]]
 
 
-def compile_graph(gm: GraphModule, backend: str, mode: str | None, options: Any, dynamic: bool | None) -> Flat:
-    """`torch.compile(gm)`; `backend="eager"` runs the graph as it is."""
+_CPU_OPTIONS = {"layout_optimization": False}
+"""Inductor's defaults that cost time on CPU: channels-last convolutions transpose activations and weights at every call
+(ResNet18-GN, B=16, clipped sum on two cores: 102 ms with it, 83 ms without; SimpleCNN, B=64: 56 and 49 ms)."""
+
+
+def compile_graph(
+    gm: GraphModule, backend: str, mode: str | None, options: dict[str, Any] | None, dynamic: bool | None, device: str
+) -> Flat:
+    """`torch.compile(gm)`; `backend="eager"` runs the graph as it is.  The user's options come before ours."""
     if backend == "eager":
         return gm
+    if backend == "inductor" and device == "cpu" and mode is None:
+        options = _CPU_OPTIONS | (options or {})
     compiled: Flat = torch.compile(gm, backend=backend, mode=mode, options=options, dynamic=dynamic, fullgraph=True)
     return compiled

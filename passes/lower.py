@@ -70,12 +70,13 @@ def _results(
         weights.update(quantity.weights(evaluator.results, given))
     evaluator.second(weights)
     found: dict[tuple[str, str], torch.Tensor] = {}
+    asked = {quantity.field for quantity in quantities}
     for quantity in quantities:
         for field, value in quantity.finish(evaluator.results, weights, count).items():
+            if field != quantity.field and field in asked:
+                continue  # a by-product (the norms of a clipped sum) gives way to the quantity that is asked for it
             entries = value.items() if isinstance(value, Mapping) else [("", value)]
-            for name, tensor in entries:
-                if field == quantity.field or (field, name) not in found:
-                    found[field, name] = tensor
+            found.update({(field, name): tensor for name, tensor in entries})
     return [(OutputSpec(field, name), tensor) for (field, name), tensor in found.items()]
 
 

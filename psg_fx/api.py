@@ -250,7 +250,7 @@ class LossModule(PerSampleModule):
         ]
         device = cost.device(self._device(call).type)
         gm, history = run_pipeline(program, call, tracked.aliases, self.quantities, extras, device)
-        run = compile_graph(gm, self.backend, self.mode, self.options, self.dynamic)
+        run = compile_graph(gm, self.backend, self.mode, self.options, self.dynamic, device.name)
         return CompiledStep(gm, history, self.model, self.loss_fn, run)
 
     def _extras_dtype(self) -> torch.dtype:

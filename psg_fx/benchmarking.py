@@ -90,7 +90,7 @@ class BenchmarkReport:
 
     def __str__(self) -> str:
         where = self.environment
-        machine = where.get("gpu") or f"{where['cpu']}, {where['threads']} threads"
+        machine = where.get("gpu") or f"{where['cpu']}, threads {where['threads']}"
         sizes = ", ".join(f"{key} {value}" for key, value in self.problem.items())
         return "\n".join([f"torch {where['torch']}, {machine}", sizes, self._table("simple"), *self.notes])
 

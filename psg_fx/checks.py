@@ -150,5 +150,6 @@ def checks_for(quantities: Iterable[Any], given: Mapping[str, Any] | None = None
             notes.append(f"not checked: {q.field} has no formula to hold it against")
             continue
         for check in make(q, given or {}):
-            checks.setdefault(check.field, check)
+            if check.field == q.field or check.field not in checks:
+                checks[check.field] = check
     return list(checks.values()), notes

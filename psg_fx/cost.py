@@ -46,7 +46,8 @@ class Device:
 
     flops: flop/s for each kind of step.  bandwidth: bytes/s.  launch: seconds for a kernel.
     fresh: seconds per byte of memory that was not in use before (on CPU the first touch of a page costs as much as
-    computing what goes there); it is paid by results above `reused` bytes, and by what is kept until all norms are known.
+    computing what goes there); it is paid by results above `reused` bytes, and by what is kept until all norms are
+    known.
     extra: further constants, seconds per unit, named by the method that reads them.
     """
 

@@ -64,7 +64,7 @@ class DropInModule(PerSampleModule):
         gm, history = run_pipeline(program, call, tracked.aliases, self.quantities, (), device, wanted)
 
         def compiled(graph: GraphModule) -> Callable[..., Sequence[Any]]:
-            return compile_graph(graph, self.backend, self.mode, self.options, self.dynamic)
+            return compile_graph(graph, self.backend, self.mode, self.options, self.dynamic, device.name)
 
         return SplitStep(gm, history, program, compiled)
 

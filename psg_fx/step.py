@@ -51,7 +51,8 @@ def plain_mode() -> Iterator[None]:
 
 def in_one_block(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor without gaps in memory, its dims in the order that they have: what a graph was captured with."""
-    order = sorted(range(tensor.ndim), key=lambda d: -tensor.stride(d))
+    strides = tensor.stride()
+    order = sorted(range(tensor.ndim), key=lambda d: -strides[d])
     ordered = tensor.permute(order)
     if ordered.is_contiguous():
         return tensor

@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import oracle
 import pytest
 import torch
-from cases import CASES, Case
-from test_quantities import Truth, tolerance_of
 from torch import Tensor
 
+import oracle
 import psg_fx
+from cases import CASES, Case
 from psg_fx import cost, facts
 from psg_fx.evaluate import Evaluator
 from psg_fx.gradient import ParameterGradient
@@ -22,6 +21,7 @@ from psg_fx.paths import Expr, dense, trees
 from psg_fx.planning import ParameterPlan, Part, Plan, overlap, total_leaf, weights_leaf, why_not_direct
 from psg_fx.quantity import Materialized, SquaredNorm, Weighted, sq_norm_pairs
 from psg_fx.step import Binding, plain_mode
+from test_quantities import Truth, tolerance_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
 

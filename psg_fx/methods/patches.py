@@ -67,7 +67,7 @@ def _weight_gradient(
     x: torch.Tensor, grad: torch.Tensor, form: Patches, weight: list[int], groups: int
 ) -> torch.Tensor:
     """The weight gradient of an ordinary convolution of x[n, c, *space] with cotangent grad[n, o, *out_space]."""
-    template = x.new_empty(()).expand(weight)
+    template = x.new_empty(weight)  # only its shape is read
     nd = len(form.kernel)
     found = aten.convolution_backward(
         grad, x, template, None, list(form.stride), list(form.padding), list(form.dilation), False, [0] * nd, groups,

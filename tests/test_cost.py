@@ -1,0 +1,128 @@
+"""The cost model: its flops are those torch counts, its formulas take symbols, and more work never takes less time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import sympy
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from psg_fx import cost
+from psg_fx.cost import CPU, CUDA, Device, Work
+from psg_fx.methods import METHODS, Arg, Pair
+from psg_fx.methods.dense import MatMul
+from psg_fx.methods.patches import ConvWeight, GroupedConv
+from psg_fx.network import Dense, OneHot, Patches
+
+F32 = torch.float32
+SIZES = {"b": 3, "t": 10, "s": 10, "i": 4, "o": 6}
+
+
+def dense(axes: str) -> Arg:
+    return Arg(tuple(axes), Dense(), F32)
+
+
+def tensor(axes: str, sizes: dict[str, int]) -> torch.Tensor:
+    return torch.randn([sizes[a] for a in axes])
+
+
+def counted(method: Any, pair: Pair, a: torch.Tensor, b: torch.Tensor) -> int:
+    with FlopCounterMode(display=False) as counter:
+        method.emit(pair, a, b)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "out"),
+    [("bti", "bto", "boi"), ("bti", "bsi", "bts"), ("bti", "bto", "oi"), ("ti", "to", "io"), ("bti", "oi", "bto")],
+)
+def test_matmul_flops(a: str, b: str, out: str) -> None:
+    pair = Pair(dense(a), dense(b), tuple(out), SIZES)
+    assert MatMul().applies(pair)
+    assert MatMul().work(pair).flops == counted(MatMul(), pair, tensor(a, SIZES), tensor(b, SIZES))
+
+
+CONVOLUTION = Patches(
+    kernel=(3, 3), stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=1, space=(5, 5), out_space=(5, 5)
+)
+CONVOLUTION_SIZES = {"b": 3, "t": 25, "g": 1, "i": 4 * 9, "o": 6}
+
+
+@pytest.mark.parametrize(("method", "out"), [(ConvWeight(), "goi"), (GroupedConv(), "bgoi")], ids=["summed", "grouped"])
+def test_convolution_flops(method: Any, out: str) -> None:
+    """Padded positions count, as torch counts them."""
+    patches = Arg(tuple("btgi"), CONVOLUTION, F32)
+    pair = Pair(patches, dense("bgot"), tuple(out), CONVOLUTION_SIZES)
+    assert method.applies(pair)
+    x, grad = torch.randn(3, 1, 4, 5, 5), torch.randn(3, 1, 6, 25)
+    assert method.work(pair).flops == counted(method, pair, x, grad)
+
+
+def symbolic(names: str) -> dict[str, sympy.Symbol]:
+    return {name: sympy.Symbol(name.upper(), positive=True, integer=True) for name in names}
+
+
+PAIRS = [
+    (dense("bti"), dense("bto"), "boi"),
+    (dense("bti"), dense("bto"), "btio"),
+    (dense("boi"), dense("boi"), "b"),
+    (Arg(tuple("btv"), OneHot(7), F32), Arg(tuple("bsv"), OneHot(7), F32), "bts"),
+    (Arg(tuple("btv"), OneHot(7), F32), dense("btd"), "bvd"),
+    (Arg(tuple("btv"), OneHot(7), F32), dense("bvd"), "btd"),
+    (Arg(tuple("btgi"), CONVOLUTION, F32), dense("bgot"), "bgoi"),
+    (Arg(tuple("btgi"), CONVOLUTION, F32), dense("bgot"), "goi"),
+]  # fmt: skip
+
+
+def test_formulas_take_symbols() -> None:
+    """Every method's work at symbols, with numbers put in, is its work at the numbers."""
+    numbers = {"b": 3, "t": 25, "s": 5, "i": 36, "o": 6, "v": 7, "d": 2, "g": 2}
+    met = set()
+    for a, b, out in PAIRS:
+        names = "".join(dict.fromkeys("".join(a.axes + b.axes)))
+        symbols = symbolic(names)
+        values = {symbols[n]: numbers[n] for n in names}
+        at_symbols = Pair(a, b, tuple(out), symbols)
+        at_numbers = Pair(a, b, tuple(out), {n: numbers[n] for n in names})
+        for method in METHODS:
+            if not method.applies(at_symbols):
+                continue
+            met.add(method.name)
+            general, special = method.work(at_symbols), method.work(at_numbers)
+            for field in ("flops", "read", "written", "out"):
+                assert sympy.sympify(getattr(general, field)).subs(values) == getattr(special, field), (method, field)
+    assert met == {method.name for method in METHODS}
+
+
+def test_matmul_formula() -> None:
+    symbols = symbolic("btio")
+    work = MatMul().work(Pair(dense("bti"), dense("bto"), tuple("boi"), symbols))
+    b, t, i, o = (symbols[name] for name in "btio")
+    assert sympy.expand(work.flops - 2 * b * t * i * o) == 0
+    assert sympy.expand(work.read - 4 * b * t * (i + o)) == 0
+    assert sympy.expand(work.written - 4 * b * i * o) == 0
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA], ids=lambda d: d.name)
+@pytest.mark.parametrize("field", ["flops", "read", "written", "calls"])
+@pytest.mark.parametrize("kind", ["gemm", "bmm", "conv", "pointwise"])
+def test_more_work_takes_no_less_time(device: Device, field: str, kind: str) -> None:
+    values = {"flops": 10**9, "read": 10**8, "written": 10**7, "out": 10**7, "calls": 1}
+    times = [
+        device.seconds(Work(**(values | {field: values[field] * factor}), kind=kind)) for factor in (1, 2, 10, 1000)
+    ]
+    assert times == sorted(times)
+    assert times[-1] > times[0]
+
+
+def test_a_square_reads_its_operand_once() -> None:
+    once = Pair(dense("boi"), dense("boi"), ("b",), SIZES, same=True)
+    twice = Pair(dense("boi"), dense("boi"), ("b",), SIZES)
+    assert 2 * once.moved()[0] == twice.moved()[0]
+
+
+def test_devices() -> None:
+    assert cost.device("cuda") is CUDA
+    assert cost.device("cpu") is CPU
