@@ -8,6 +8,9 @@ gradient-free regions (`torch.no_grad`) become detached values, custom backward 
 from __future__ import annotations
 
 import contextlib
+import io
+import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -94,10 +97,11 @@ def capture(program: Program, call: Call, tracked: dict[str, str]) -> GraphModul
         # recurrent layers keep a list of their own parameters; what export says about it does not concern users
         warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export", UserWarning)
         warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec.` is deprecated", FutureWarning)
-        exported = _export(program, examples, dynamic)
-        detach_no_grad_regions(exported.graph_module)
-        exported = exported.run_decompositions(rnn_decompositions() | loss_decompositions())
-    held = {_place(p): name for name, p in program.named_parameters() if p.numel()}
+        exported = _functional(program, examples, dynamic)
+        held: dict[int, str] = {}
+        if closed_over := _aliases(exported, program):
+            with _moved(closed_over) as held:
+                exported = _functional(program, examples, dynamic)
     return _flat(exported, call, tracked, "output" if program.loss_fn is None else "loss", held)
 
 
@@ -153,6 +157,23 @@ def capture_failed(error: Exception) -> CaptureFailed:
     return CaptureFailed("the model and loss could not be captured as one graph", where=where, why=why, fix=fix)
 
 
+@contextlib.contextmanager
+def _quiet_export() -> Iterator[None]:
+    """Keep export's own remarks from the user: a failed export prints its graph, and recurrent layers make it warn of
+    attributes that it restores.  What the model itself writes to stderr is kept, unless export fails.
+    """
+    shapes = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    level, written = shapes.level, io.StringIO()
+    shapes.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(written):
+            warnings.filterwarnings("ignore", message="The tensor attribute", category=UserWarning)
+            yield
+        sys.stderr.write(written.getvalue())
+    finally:
+        shapes.setLevel(level)
+
+
 def _is_user(filename: str) -> bool:
     return not any(part in filename for part in ("/torch/", "/psg_fx/", "/passes/", "<eval_with_key>", "<frozen"))
 
@@ -205,20 +226,36 @@ def _detached(graph: torch.fx.Graph, value: torch.fx.Node) -> torch.fx.Node:
     return node
 
 
+def _functional(program: Program, examples: Sequence[torch.Tensor], dynamic: list[dict[int, Any]]) -> ExportedProgram:
+    exported = _export(program, examples, dynamic)
+    detach_no_grad_regions(exported.graph_module)
+    functional: ExportedProgram = exported.run_decompositions(rnn_decompositions() | loss_decompositions())
+    return functional
+
+
 def _place(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _closed_over(tensor: torch.Tensor, program_target: str, parameter: torch.Tensor) -> str:
-    """The parameter that a constant is: a loss may reach it through its closure, and export then lifts its data."""
-    if parameter.shape == tensor.shape and parameter.stride() == tensor.stride() and not tensor.requires_grad:
-        return program_target
-    raise NotYetSupported(
-        f"the loss reads a view of {program_target.removeprefix('model.')} that was made outside of it",
-        where=f"a tensor of shape {tuple(tensor.shape)}",
-        why="the way from the parameter to it is not part of the graph",
-        fix="make the view inside the model or the loss, or clone the tensor if it is meant as a constant",
-    )  # fmt: skip
+def _aliases(exported: ExportedProgram, program: Program) -> dict[str, nn.Parameter]:
+    """The parameters in whose memory a constant lies: a loss may reach a parameter through its closure."""
+    lifted = {_place(t) for t in exported.constants.values() if isinstance(t, torch.Tensor) and t.numel()}
+    return {name: p for name, p in program.named_parameters() if p.numel() and _place(p) in lifted}
+
+
+@contextlib.contextmanager
+def _moved(parameters: dict[str, nn.Parameter]) -> Iterator[dict[int, str]]:
+    """The parameters lie elsewhere for a while: where -> name.  A constant that follows one is the parameter itself;
+    one that stays is another tensor on the same memory, such as `p.detach()`.
+    """
+    data = {name: p.data for name, p in parameters.items()}
+    try:
+        for p in parameters.values():
+            p.data = p.data.clone()
+        yield {_place(p): name for name, p in parameters.items()}
+    finally:
+        for name, p in parameters.items():
+            p.data = data[name]
 
 
 def _flat(
@@ -226,7 +263,7 @@ def _flat(
 ) -> GraphModule:
     """The exported program as a graph module whose placeholders and outputs say what they hold.
 
-    held: where the data of each parameter of the program lies -> its name.
+    held: where the data of the parameters lie that the loss reaches through its closure -> their names.
     """
     gm = GraphModule(exported.graph_module, exported.graph_module.graph, "PerSample")
     nodes = facts.placeholders(gm)
@@ -240,10 +277,15 @@ def _flat(
             node.meta["psg_fx_input"] = InputSpec("buffer", target, target=spec.target or "")
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             value = exported.constants[spec.target or ""]
-            owner = held.get(_place(value)) if value.numel() else None
-            if owner is not None:
-                owner = _closed_over(value, owner, exported.state_dict[owner])
-                node.meta["psg_fx_input"] = _parameter(owner, tracked)
+            if value.requires_grad:
+                raise NotYetSupported(
+                    "the loss or the model reads a tensor that was computed outside of it and requires gradients",
+                    where=f"a tensor of shape {tuple(value.shape)}",
+                    why="the way from the parameters to it is not part of the graph",
+                    fix="compute it inside the model or the loss, or detach it if it is meant as a constant",
+                )  # fmt: skip
+            if value.numel() and _place(value) in held:
+                node.meta["psg_fx_input"] = _parameter(held[_place(value)], tracked)
                 continue
             constants[target] = value
             node.meta["psg_fx_input"] = InputSpec("constant", target)

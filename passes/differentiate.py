@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from psg_fx import facts
-from psg_fx.errors import locate
+from psg_fx.errors import InternalError, locate
 from psg_fx.facts import InputSpec, OutputSpec, fact
 from psg_fx.sites import Operand, Site, Value
 from psg_fx.stages import Stage
@@ -33,6 +33,7 @@ class _Tapped(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
+        _same_shape(n, result)
         if fact(n).site:
             arguments = {a.name: self.env[a] for a in n.all_input_nodes if isinstance(self.env[a], torch.Tensor)}
             outputs = list(facts.tensors(result))
@@ -77,6 +78,9 @@ def differentiate(gm: GraphModule, input_gradients: tuple[bool, ...] = ()) -> Gr
 
     with preserve_node_meta():
         traced = make_fx(joint, tracing_mode="symbolic", _error_on_data_dependent_ops=True)(*values, *tangents)
+        if any(mutates(n) for n in traced.graph.nodes):  # some formulas of autograd write into fresh tensors
+            again = torch.func.functionalize(Interpreter(traced).run)
+            traced = make_fx(again, tracing_mode="symbolic")(*values, *tangents)
     out_of_place(traced)
     _describe(traced, nodes, [info.outputs[i].name for i in roots] if not with_loss else [])
     traced.meta[facts.KEY] = dataclasses.replace(
@@ -112,6 +116,26 @@ def _functional(target: Any) -> Any:
 def _is_view(node: Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return schema is not None and not schema.is_mutable and any(a.alias_info is not None for a in schema.arguments)
+
+
+def _same_shape(node: Node, result: Any) -> None:
+    """A pass that changed an op's arguments must have kept its facts true."""
+    known = node.meta.get("val")
+    if not (isinstance(known, torch.Tensor) and isinstance(result, torch.Tensor)):
+        return
+    if facts.shape(known) != facts.shape(result):
+        raise InternalError(
+            f"{node.target} has shape {facts.shape(result)}, and the graph says {facts.shape(known)}",
+            where=locate(node),
+            why="a pass changed the op and not what is known of it",
+            fix="please report this with the model",
+        )
+
+
+def mutates(node: Node) -> bool:
+    """Whether the op writes into a tensor."""
+    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and schema is not None and bool(schema.is_mutable)
 
 
 def _plain(value: Any) -> Any:

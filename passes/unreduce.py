@@ -142,7 +142,9 @@ class Unreduction:
     def renumber(self, node: Node) -> None:
         """A value that is not reduced: numbers that depend on B become those of B = 1."""
         numbers = set(symbolic_values(node, self.batch))
-        if facts.fact(node).samples is None:
+        value = node.meta["val"]
+        counts = isinstance(value, Tensor) and any(self.batch in size.free_symbols for size in facts.shape(value))
+        if facts.fact(node).samples is None and not counts:  # what counts the samples, arange(B), still does
             numbers = {n for n in node.all_input_nodes if is_symbolic(n, self.batch)}
         if not numbers and not any(n in self.new for n in node.all_input_nodes):
             return

@@ -72,7 +72,9 @@ def take_apart(structure: Any, batch_dim: BatchDim) -> Call:
         tensors.append(leaf)
         names.append(name)
         kept.append(_checked(dim, leaf, name))
-    return Call(tuple(tensors), tuple(names), tuple(kept), inputs, spec, tuple(constants))
+    call = Call(tuple(tensors), tuple(names), tuple(kept), inputs, spec, tuple(constants))
+    call.batch_size()
+    return call
 
 
 def _checked(dim: Any, tensor: torch.Tensor, name: str) -> int | None:

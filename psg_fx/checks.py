@@ -140,7 +140,7 @@ def checks_for(quantities: Iterable[Any], given: Mapping[str, Any] | None = None
     """The checks of the losses and of `quantities`, and a note for each quantity that has none.
 
     `given`: what the call passed beside inputs and targets (`weights`, `directions`). Where two quantities fill one
-    field, the first is checked.
+    field, the one that is asked for it is checked: `Norms` before the norms of a `ClippedSum`.
     """
     checks = {LOSSES.field: LOSSES}
     notes = []

@@ -62,6 +62,15 @@ def test_the_last_graph_names_its_results(step: psg_fx.PerSampleModule) -> None:
     assert re.search(r"head_weight_clipped_sum: \"f32\[3, 4\]\" = ", text)
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_norms_asked_for_come_before_those_of_a_clipped_sum(order: int) -> None:
+    asked = [psg_fx.Norms(squared=True), psg_fx.ClippedSum(max_norm=1.0, per="parameter")][::order]
+    made = psg_fx.transform(nn.Linear(4, 3), F.cross_entropy, quantities=asked, backend="eager")
+    batch = torch.randn(ROWS, 4), torch.randint(3, (ROWS,))
+    assert made(*batch).norms.shape == (ROWS,)
+    assert made.validate(*batch).ok
+
+
 def test_a_module_of_torch_is_named_by_its_path() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
     made = psg_fx.transform(model, lambda out: out.sum(), backend="eager")

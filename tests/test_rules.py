@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import CASES
 
 import psg_fx.passes.pipeline  # noqa: F401  (registers every rule)
+from cases import CASES
 from psg_fx.rules import registered, rule
 
 ROWS = {case.name.partition("/")[0] for case in CASES}

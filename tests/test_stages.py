@@ -14,8 +14,7 @@ from torch.fx import GraphModule, Node
 
 import psg_fx
 from psg_fx import InternalError, facts
-from psg_fx.passes.runner import copy_graph, graph_pass, run
-from psg_fx.passes.runner import History
+from psg_fx.passes.runner import History, copy_graph, graph_pass, run
 from psg_fx.stages import Stage, broken, checks, verify
 
 aten = torch.ops.aten

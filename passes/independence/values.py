@@ -119,8 +119,8 @@ def is_symbolic(node: Node, batch: sympy.Symbol) -> bool:
 
 def symbolic_values(node: Node, batch: sympy.Symbol) -> list[Node]:
     """The numbers that depend on B and enter `node` as values rather than as sizes: `x / x.shape[0]`."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return []
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target.overloadpacket is torch.ops.aten.arange:
+        return []  # where arange ends is its size
     types = {a.name: str(a.real_type) for a in node.target._schema.arguments}
     return [
         n

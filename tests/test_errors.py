@@ -1,0 +1,244 @@
+"""The whole text of every refusal that a user can meet through the interface."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import psg_fx
+from psg_fx import BadArgument, CaptureFailed, ClippedSum, Norms, NotYetSupported, SamplesMixed, WeightedSum
+
+X, Y = torch.zeros(3, 4), torch.tensor([0, 1, 2])
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def step(model: nn.Module | None = None, loss: Any = F.cross_entropy, **options: Any) -> Any:
+    return psg_fx.transform(mlp() if model is None else model, loss, **{"backend": "eager"} | options)
+
+
+class Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return self.layer(x)
+        return -self.layer(x)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g
+
+
+class CustomBackward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Doubled.apply(self.layer(x))
+
+
+BATCH_DIM_FIX = (
+    "give one int for everything, or (inputs_dims, targets_dims), each an int, None, or ints and Nones arranged like the "
+    "arguments"
+)
+BOUND_FIX = 'a float, a 0-d tensor, or with per="parameter" a mapping with every parameter name'
+LOSS_WHY = "per-sample gradients are those of a scalar loss or of a [B] tensor of losses"
+LOSS_FIX = "return a tensor from loss_fn; if the model computes its loss itself: loss_fn=lambda out: out.loss"
+QUANTITY_FIX = "use psg_fx.Grads(), Norms(), ClippedSum(max_norm), WeightedSum(), MeanGrad()"
+
+Row = tuple[Callable[[], Any], type[Exception], str, str, str, str]
+
+ROWS: dict[str, Row] = {
+    "branch": (
+        lambda: step(Branch())(X, Y), CaptureFailed, "the model and loss could not be captured as one graph",
+        "test_errors.py:<line>: if x.sum() > 0:",
+        "the code branches on values of a tensor, so there is no one graph for all batches",
+        "replace the branch by torch.where, or decide it outside the model",
+    ),
+    "custom-backward": (
+        lambda: step(CustomBackward())(X, Y), NotYetSupported, "Doubled has a backward of its own",
+        "test_errors.Doubled.apply",
+        "a captured graph holds what its forward computes, not its custom backward: gradients would be wrong",
+        "write the function with ordinary differentiable ops",
+    ),
+    "batch-dim-too-large": (
+        lambda: step(batch_dim=5)(X, Y), BadArgument, "input_0 has no dim 5 for the samples", "input_0 of shape (3, 4)",
+        "batch_dim says that its samples lie in dim 5",
+        "give its sample dim in batch_dim=(inputs_dims, targets_dims), None if all samples share it",
+    ),
+    "batch-dim-no-pair": (
+        lambda: step(batch_dim="x")(X, Y), BadArgument, "batch_dim='x' does not fit the arguments",
+        "transform(batch_dim=...)", "it is neither an int nor a pair (inputs_dims, targets_dims)", BATCH_DIM_FIX,
+    ),
+    "batch-dim-too-many": (
+        lambda: step(batch_dim=((0, 0), 0))(X, Y), BadArgument, "batch_dim=((0, 0), 0) does not fit the arguments",
+        "transform(batch_dim=...)", "it has 2 entries for 1 positional arguments", BATCH_DIM_FIX,
+    ),
+    "batch-dim-missing-name": (
+        lambda: step(batch_dim=({"x": 0}, 0))({"input": X}, Y), BadArgument,
+        "batch_dim=({'x': 0}, 0) does not fit the arguments", "transform(batch_dim=...)", "it has no entry for 'input'",
+        BATCH_DIM_FIX,
+    ),
+    "no-samples-dim": (
+        lambda: step(batch_dim=None)(X, Y), BadArgument, "no input carries the samples", "transform(batch_dim=...)",
+        "every tensor input has batch_dim None or there is no tensor input",
+        "give the sample dim of at least one input in batch_dim",
+    ),
+    "sizes-disagree": (
+        lambda: step()(X, Y[:2]), BadArgument, "the inputs disagree on the number of samples", "input_0: 3, target_0: 2",
+        "the size in its sample dim is the batch size, and it must be the same for all",
+        "pass batches of one size, or say where the samples lie: batch_dim=(inputs_dims, targets_dims), None for what all "
+        "samples share",
+    ),
+    "unknown-glob": (
+        lambda: step(params="fc*")(X, Y), BadArgument, "params='fc*' matches no parameter", "transform(params=...)",
+        "the model has 0.weight, 0.bias, 2.weight, 2.bias", "use names of model.named_parameters(), with * and ? as in file names",
+    ),
+    "nothing-to-differentiate": (
+        lambda: step(mlp().requires_grad_(False))(X, Y), BadArgument, "no parameter is asked for", "transform(params=...)",
+        "no parameter of the model requires gradients", "set requires_grad on some parameters, or widen params=",
+    ),
+    "negative-bound": (
+        lambda: ClippedSum(-1.0), BadArgument, "max_norm=-1.0 is not a bound on norms", "ClippedSum(max_norm=...)",
+        "a norm's bound is a number that is not negative", BOUND_FIX,
+    ),
+    "not-a-number": (
+        lambda: ClippedSum(float("nan")), BadArgument, "max_norm=nan is not a bound on norms", "ClippedSum(max_norm=...)",
+        "a norm's bound is a number that is not negative", BOUND_FIX,
+    ),
+    "bound-of-many": (
+        lambda: ClippedSum(torch.ones(2)), BadArgument, "max_norm=tensor([1., 1.]) is not a bound on norms",
+        "ClippedSum(max_norm=...)", "a tensor must be a 0-d floating-point one", BOUND_FIX,
+    ),
+    "bounds-by-name-of-the-model": (
+        lambda: step(quantities=ClippedSum({"0.weight": 1.0}))(X, Y), BadArgument,
+        "max_norm={'0.weight': 1.0} is not a bound on norms", "ClippedSum(max_norm=...)",
+        'a mapping by parameter needs per="parameter"', BOUND_FIX,
+    ),
+    "bounds-by-wrong-names": (
+        lambda: step(quantities=ClippedSum({"0.weight": 1.0}, per="parameter"))(X, Y), BadArgument,
+        "max_norm={'0.weight': 1.0} is not a bound on norms", "ClippedSum(max_norm=...)",
+        "its names are not those of the parameters: 0.bias, 2.bias, 2.weight", BOUND_FIX,
+    ),
+    "unknown-per": (
+        lambda: Norms(per="layer"), BadArgument, "per='layer' is unknown", "Norms(per=...)",
+        "norms are taken over the whole model or per parameter", 'per="model" or per="parameter"',
+    ),
+    "unknown-style": (
+        lambda: ClippedSum(1.0, style="flat"), BadArgument, "style='flat' is unknown", "ClippedSum(style=...)",
+        "it says how factors follow from norms", 'style="abadi" or style="automatic"',
+    ),
+    "quantity-class": (
+        lambda: step(quantities=[Norms]), BadArgument, "Norms (a class: call it) is not a quantity",
+        "transform(quantities=...)", "each quantity fills a field of the output", QUANTITY_FIX,
+    ),
+    "quantity-twice": (
+        lambda: step(quantities=[Norms(), Norms(squared=True)]), BadArgument, "two quantities fill out.norms",
+        "transform(quantities=...)", "each quantity fills a field of its own",
+        "ask for each kind once; make a second step for others",
+    ),
+    "no-quantity": (
+        lambda: step(quantities=[]), BadArgument, "no quantity is asked for", "transform(quantities=...)",
+        "each quantity fills a field of its own", "ask for one, e.g. Grads()",
+    ),
+    "quantity-without-a-loss": (
+        lambda: step(loss=None, quantities=Norms()), BadArgument, "quantities need a loss", "transform(quantities=...)",
+        "without loss_fn the step leaves grad_sample on the parameters, and nothing else",
+        "pass loss_fn, or leave quantities out",
+    ),
+    "not-a-module": (
+        lambda: psg_fx.transform(lambda x: x, F.cross_entropy), BadArgument,  # type: ignore[arg-type]
+        "model is a function, not an nn.Module", "transform(model)", "its parameters are found by name",
+        "wrap the function in an nn.Module",
+    ),
+    "loss-is-a-number": (
+        lambda: step(loss=lambda out: 1.0)(X), BadArgument, "the loss is a float, not a tensor",
+        "loss_fn(output, *targets)", LOSS_WHY, LOSS_FIX,
+    ),
+    "loss-is-a-tuple": (
+        lambda: step(loss=lambda out: (out.sum(),))(X), BadArgument, "the loss is a tuple, not a tensor",
+        "loss_fn(output, *targets)", LOSS_WHY, LOSS_FIX,
+    ),
+    "loss-has-two-dims": (
+        lambda: step(loss=lambda out: out)(X), BadArgument, "the loss is neither a scalar nor [B]",
+        "%linear_1;  in 2 (Linear)", "its shape is [B, 3]",
+        "reduce it to one number for each sample ([B]) or to one in all (mean or sum)",
+    ),
+    "loss-without-samples": (
+        lambda: step(loss=lambda out: torch.zeros(()))(X), BadArgument, "the loss does not depend on the samples",
+        "%zeros;  in the loss", "no input or target with samples leads to it",
+        "compute the loss from the output of the model; check batch_dim",
+    ),
+    "no-weights": (
+        lambda: step(quantities=WeightedSum())(X, Y), BadArgument, "WeightedSum needs weights",
+        "step(inputs, targets, weights=...)", "it is Σ_b w_b g_b", "pass a [B] tensor: step(x, y, weights=w)",
+    ),
+    "too-few-weights": (
+        lambda: step(quantities=WeightedSum())(X, Y, weights=torch.ones(2)), BadArgument, "weights have shape (2,)",
+        "step(inputs, targets, weights=...)", "there is one weight for each of the 3 samples", "pass a [B] tensor",
+    ),
+    "unread-argument": (
+        lambda: step()(X, Y, weight=torch.ones(3)), BadArgument, "step() got weight", "step(inputs, targets, ...)",
+        "no quantity of this step reads it", "WeightedSum() reads weights=",
+    ),
+    "not-captured-yet": (
+        lambda: step().print_graph(), BadArgument, "nothing has been captured yet", "step.graphs",
+        "a step is captured at its first call", "call the step once on a batch",
+    ),
+    "unknown-reduction": (
+        lambda: step(loss=None, loss_reduction="avg"), BadArgument, "loss_reduction='avg' is unknown",
+        "transform(loss_reduction=...)", "known are sum, mean", "use one of those",
+    ),
+    "batch-norm": (
+        lambda: step(nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)), lambda out: out.square().sum())(X), SamplesMixed,
+        "aten._native_batch_norm_legit_functional mixes samples, so per-sample gradients do not exist",
+        "%_native_batch_norm_legit_functional, sample dim 0;  in 1 (BatchNorm1d)",
+        "its mean runs over dim 0, which holds the samples of %linear",
+        "use GroupNorm, or model.eval() so that running statistics are used",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_text(name: str) -> None:
+    call, kind, what, where, why, fix = ROWS[name]
+    with pytest.raises(kind) as caught:
+        call()
+    text = re.sub(r"(\.py):\d+:", r"\1:<line>:", str(caught.value))
+    assert text == f"{what}\n  where  {where}\n  why    {why}\n  fix    {fix}"
+    assert isinstance(caught.value, ValueError)
+
+
+def test_unknown_backend_lists_what_there_is() -> None:
+    with pytest.raises(BadArgument, match=r"backend='indctor' is unknown\n  where  transform\(backend=...\)\n  why    known are eager"):
+        step(backend="indctor")
+
+
+def test_unknown_stage_lists_the_stages() -> None:
+    made = step()
+    made(X, Y)
+    with pytest.raises(BadArgument, match=r"there is no stage 'final'\n.*\n  why    stages are captured, batched, unreduced"):
+        made.print_graph("final")
+
+
+def test_missing_field_says_how_to_ask_for_it() -> None:
+    with pytest.raises(AttributeError, match=r"has no 'norms', only losses, grads; ask for it with quantities=\[...\]"):
+        _ = step()(X, Y).norms

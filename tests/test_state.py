@@ -1,0 +1,212 @@
+"""A step reads the model's state at every call, and changes nothing that an ordinary forward would not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import oracle
+import psg_fx
+from psg_fx import ClippedSum, Grads
+
+X = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+Y = torch.tensor([0, 2, 1, 1])
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def compare(step: Any, model: nn.Module, x: Tensor = X, y: Tensor = Y, tolerance: float = 1e-10) -> Any:
+    losses, grads = oracle.loop_grads(model, F.cross_entropy, x, y)  # first: the step may update buffers
+    out = step(x, y)
+    assert oracle.relative_error(out.losses, losses) < tolerance
+    assert oracle.worst_error(out.grads, grads) < tolerance
+    return out
+
+
+def step_of(model: nn.Module, **options: Any) -> Any:
+    return psg_fx.transform(model, F.cross_entropy, backend="eager", **options)
+
+
+def test_optimizer_steps_are_seen() -> None:
+    model = mlp()
+    step = step_of(model)
+    optimizer = torch.optim.SGD(step.parameters(), lr=0.5, momentum=0.9)
+    for _ in range(3):
+        out = compare(step, model)
+        for name, p in model.named_parameters():
+            p.grad = out.grads[name].mean(0)
+        optimizer.step()
+    assert len(step._steps) == 1
+
+
+def test_load_state_dict_is_seen() -> None:
+    model, other = mlp(), mlp()
+    step = step_of(model)
+    step(X, Y)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(-2.0)
+    step.load_state_dict(other.state_dict())
+    compare(step, model)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_replaced_parameter_is_seen() -> None:
+    model = mlp()
+    step = step_of(model)
+    step(X, Y)
+    model[0].weight = nn.Parameter(torch.ones(5, 4, dtype=torch.float64))
+    compare(step, model)
+
+
+def test_replaced_module_is_seen() -> None:
+    model = mlp()
+    step = step_of(model)
+    step(X, Y)
+    model[1] = nn.Sigmoid()
+    compare(step, model)
+
+
+def test_to_another_dtype() -> None:
+    model = mlp().float()
+    step = step_of(model)
+    compare(step, model, X.float(), tolerance=2e-5)
+    model.double()
+    assert compare(step, model).grads["0.weight"].dtype == torch.float64
+
+
+def test_requires_grad_is_seen() -> None:
+    model = mlp()
+    step = step_of(model)
+    assert list(step(X, Y).grads) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    model[0].requires_grad_(False)
+    assert list(compare(step, model).grads) == ["2.weight", "2.bias"]
+    model[0].requires_grad_(True)
+    assert list(compare(step, model).grads) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+def test_train_and_eval_are_seen() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.5), nn.Linear(5, 3)).double()
+    step = step_of(model).eval()
+    assert not model.training
+    compare(step, model)
+    step.train()
+    assert model[1].training
+    first, second = step(X, Y).losses, step(X, Y).losses
+    assert not torch.equal(first, second)
+    model.eval()
+    compare(step, model)
+
+
+def test_state_is_the_models_own() -> None:
+    model = mlp()
+    step = step_of(model)
+    assert [n for n, _ in step.named_parameters()] == [n for n, _ in model.named_parameters()]
+    assert all(a is b for a, b in zip(step.parameters(), model.parameters(), strict=True))
+    assert list(step.state_dict()) == list(model.state_dict())
+
+
+def test_nothing_else_changes() -> None:
+    model = mlp()
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 7.0)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    flags = [m.training for m in model.modules()]
+    out = psg_fx.transform(model, F.cross_entropy, quantities=[Grads(), ClippedSum(0.1)], backend="eager")(X, Y)
+    assert not out.grads["0.weight"].requires_grad
+    assert not out.losses.requires_grad
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name])
+        assert p.grad is not None
+        assert bool((p.grad == 7.0).all())
+        assert not hasattr(p, "grad_sample")
+    assert flags == [m.training for m in model.modules()]
+
+
+class Counting(nn.Module):
+    """Counts its forward calls and keeps a running number that reads no samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 3, dtype=torch.float64)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("decay", torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.decay.mul_(0.5)
+        return self.layer(x) * self.decay
+
+
+def test_buffers_are_updated_as_one_forward_does() -> None:
+    model, ordinary = Counting(), Counting()
+    step = step_of(model)
+    for _ in range(3):
+        compare(step, model)
+        ordinary(X)
+        assert torch.equal(model.calls, ordinary.calls)
+        assert torch.equal(model.decay, ordinary.decay)
+    step(X[:2], Y[:2])
+    assert model.calls == 4
+
+
+def test_a_failed_call_leaves_everything() -> None:
+    model = Counting()
+    step = step_of(model)
+    step(X, Y)
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    generator = torch.get_rng_state()
+    for bad in ((X, Y[:2]), (X[:, :2], Y), (X.float(), Y)):
+        with pytest.raises(Exception):  # noqa: B017, PT011  (whatever it is, the state must stay)
+            step(*bad)
+        assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(p.grad is None for p in model.parameters())
+    compare(step, model)
+
+
+def test_a_refused_first_call_leaves_everything() -> None:
+    class Mixing(Counting):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) - x.mean()
+
+    model = Mixing()
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    with pytest.raises(psg_fx.SamplesMixed):
+        step_of(model)(X, Y)
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+
+
+def test_dropout_draws_differ_between_samples_and_calls() -> None:
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(64, 1, bias=False)).double()
+    x = torch.ones(4, 64, dtype=torch.float64)
+    step = psg_fx.transform(model, lambda out: out.sum(), backend="eager")
+    torch.manual_seed(3)
+    first, second = step(x).grads["1.weight"], step(x).grads["1.weight"]
+    torch.manual_seed(3)
+    again = step(x).grads["1.weight"]
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)
+    assert len({tuple(row.flatten().tolist()) for row in first}) == 4
+    assert set(first.flatten().tolist()) == {0.0, 2.0}
+
+
+def test_a_bound_may_change_between_calls() -> None:
+    model = mlp()
+    bound = torch.tensor(1e9, dtype=torch.float64)
+    step = psg_fx.transform(model, F.cross_entropy, quantities=ClippedSum(bound), backend="eager")
+    _, grads = oracle.loop_grads(model, F.cross_entropy, X, Y)
+    for value in (1e9, 0.1, 0.0):
+        bound.fill_(value)
+        assert oracle.worst_error(step(X, Y).clipped_sum, oracle.clipped_sum(grads, value)) < 1e-10
+    assert len(step._steps) == 1
