@@ -11,6 +11,7 @@ import contextlib
 import io
 import logging
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -26,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from psg_fx import facts
 from psg_fx.arguments import Call
-from psg_fx.errors import CaptureFailed, NotYetSupported
+from psg_fx.errors import BadArgument, CaptureFailed, NotYetSupported, PsgError
 from psg_fx.facts import GraphFacts, InputSpec, OutputSpec
 from psg_fx.torch_private import rnn_decompositions
 
@@ -74,8 +75,6 @@ class Program(nn.Module):
 
 
 def _require_loss(loss: Any) -> None:
-    from psg_fx.errors import BadArgument
-
     if not isinstance(loss, torch.Tensor):
         raise BadArgument(
             f"the loss is a {type(loss).__name__}, not a tensor", where="loss_fn(output, *targets)",
@@ -123,8 +122,6 @@ def _hint(call: Call, program: nn.Module) -> int:
 
 
 def _export(program: nn.Module, examples: Sequence[torch.Tensor], dynamic: list[dict[int, Any]]) -> ExportedProgram:
-    from psg_fx.errors import PsgError
-
     try:
         return torch.export.export(program, (list(examples),), dynamic_shapes=(dynamic,), strict=False)
     except PsgError:
@@ -135,8 +132,6 @@ def _export(program: nn.Module, examples: Sequence[torch.Tensor], dynamic: list[
 
 def capture_failed(error: Exception) -> CaptureFailed:
     """Export's failure in plain words, with the user's line."""
-    import traceback
-
     text = str(error)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_user(f.filename)]
     where = (

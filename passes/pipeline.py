@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
-import torch
 from torch.fx import GraphModule
 
 from psg_fx.arguments import Call
 from psg_fx.cost import Device
-from psg_fx.facts import GraphFacts, graph_facts
 from psg_fx.quantity import Quantity
 from psg_fx.stages import Stage, verify
 
@@ -19,7 +18,7 @@ from .differentiate import differentiate
 from .lower import Extra, lower
 from .networks import merge, networks
 from .plan import plan
-from .runner import History, graph_pass, run
+from .runner import History, Step, graph_pass, run
 from .sites import find_sites
 from .tidy import tidy
 from .unreduce import unreduce
@@ -50,10 +49,6 @@ def run_pipeline(
 
 def record_capture(program: Program, call: Call, tracked: dict[str, str], history: History) -> GraphModule:
     """Capture, verified and recorded like any other pass."""
-    import time
-
-    from .runner import Step
-
     start = time.perf_counter()
     gm = capture(program, call, tracked)
     verify(gm, Stage.CAPTURED)
@@ -61,6 +56,3 @@ def record_capture(program: Program, call: Call, tracked: dict[str, str], histor
     history.graphs[Stage.CAPTURED.value] = gm
     history.steps.append(Step("capture", Stage.CAPTURED, Stage.CAPTURED, seconds, 0, len(gm.graph.nodes)))
     return gm
-
-
-__all__ = ["GraphFacts", "graph_facts", "run_pipeline", "torch"]

@@ -56,6 +56,7 @@ class Device:
     bandwidth: float
     launch: float
     fresh: float
+    kept: float
     reused: int
     extra: Mapping[str, float]
 
@@ -74,6 +75,7 @@ CPU = Device(
     bandwidth=2.5e10,
     launch=4e-6,
     fresh=3.4e-10,
+    kept=3.4e-10,
     reused=32 * 2**20,
     extra={"grouped_conv_small_output": 2.6e-9, "grouped_conv_output": 2e-10, "scatter": 1.5e-9},
 )
@@ -83,6 +85,7 @@ CUDA = Device(
     bandwidth=2.5e12,
     launch=3e-6,
     fresh=0.0,
+    kept=0.0,
     reused=2**62,
     extra={"grouped_conv_small_output": 1e-11, "grouped_conv_output": 2e-12, "scatter": 1e-11},
 )

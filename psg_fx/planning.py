@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import sympy
 import torch
@@ -95,10 +95,25 @@ def plan_step(
 ) -> Plan:
     """Choose trees for every parameter at batch size `size`; a batch of one is planned as two, because axes of size 1
     have no role in a contraction and the plan serves every batch size.
+
+    What is kept until the norms are known costs nothing as long as all of it together fits into the memory that the
+    allocator hands round; only if it does not, everything is planned again with a price on it.
     """
-    size = max(size, 2)
-    found = tuple(plan_parameter(g, asks, device, batch, size) for g in gradients)
+    size, gradients = max(size, 2), list(gradients)
+    free = replace(device, kept=0.0)
+    found = tuple(plan_parameter(g, asks, free, batch, size) for g in gradients)
+    if device.kept and sum(_kept(p) for p in found) > device.reused:
+        found = tuple(plan_parameter(g, asks, device, batch, size) for g in gradients)
     return Plan(found, tuple(asks), device, batch, size, sum(p.seconds for p in found))
+
+
+def _kept(plan: ParameterPlan) -> int:
+    """Bytes that one parameter's plan keeps until the norms are known."""
+    kept: dict[int, int] = {}
+    for part in plan.parts:
+        if isinstance(part.ask, Weighted) and part.ask.late:
+            kept |= _kept_until_norms(part.tree)
+    return sum(kept.values())
 
 
 def plan_parameter(
@@ -259,7 +274,7 @@ def _options(
         tree = dense(tree)
         nodes = {key: node.seconds(device) for key, node in tree.nodes().items()}
         if late:
-            nodes |= {-1 - key: size * device.fresh for key, size in _kept_until_norms(tree).items()}
+            nodes |= {-1 - key: size * device.kept for key, size in _kept_until_norms(tree).items()}
         found.append(_Option(tree, nodes))
     return sorted(found, key=lambda option: option.seconds)
 

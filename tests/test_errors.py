@@ -56,8 +56,8 @@ class CustomBackward(nn.Module):
 
 
 BATCH_DIM_FIX = (
-    "give one int for everything, or (inputs_dims, targets_dims), each an int, None, or ints and Nones arranged like the "
-    "arguments"
+    "give one int for everything, or (inputs_dims, targets_dims), each an int, None, or ints and Nones arranged like "
+    "the arguments"
 )
 BOUND_FIX = 'a float, a 0-d tensor, or with per="parameter" a mapping with every parameter name'
 LOSS_WHY = "per-sample gradients are those of a scalar loss or of a [B] tensor of losses"
@@ -103,26 +103,28 @@ ROWS: dict[str, Row] = {
         "give the sample dim of at least one input in batch_dim",
     ),
     "sizes-disagree": (
-        lambda: step()(X, Y[:2]), BadArgument, "the inputs disagree on the number of samples", "input_0: 3, target_0: 2",
+        lambda: step()(X, Y[:2]), BadArgument, "the inputs disagree on the number of samples",
+        "input_0: 3, target_0: 2",
         "the size in its sample dim is the batch size, and it must be the same for all",
-        "pass batches of one size, or say where the samples lie: batch_dim=(inputs_dims, targets_dims), None for what all "
-        "samples share",
+        "pass batches of one size, or say where the samples lie: batch_dim=(inputs_dims, targets_dims), None for what "
+        "all samples share",
     ),
     "unknown-glob": (
         lambda: step(params="fc*")(X, Y), BadArgument, "params='fc*' matches no parameter", "transform(params=...)",
-        "the model has 0.weight, 0.bias, 2.weight, 2.bias", "use names of model.named_parameters(), with * and ? as in file names",
+        "the model has 0.weight, 0.bias, 2.weight, 2.bias",
+        "use names of model.named_parameters(), with * and ? as in file names",
     ),
     "nothing-to-differentiate": (
-        lambda: step(mlp().requires_grad_(False))(X, Y), BadArgument, "no parameter is asked for", "transform(params=...)",
-        "no parameter of the model requires gradients", "set requires_grad on some parameters, or widen params=",
+        lambda: step(mlp().requires_grad_(False))(X, Y), BadArgument, "no parameter is asked for",
+        "transform(params=...)", "no parameter of the model requires gradients", "set requires_grad on some parameters, or widen params=",
     ),
     "negative-bound": (
         lambda: ClippedSum(-1.0), BadArgument, "max_norm=-1.0 is not a bound on norms", "ClippedSum(max_norm=...)",
         "a norm's bound is a number that is not negative", BOUND_FIX,
     ),
     "not-a-number": (
-        lambda: ClippedSum(float("nan")), BadArgument, "max_norm=nan is not a bound on norms", "ClippedSum(max_norm=...)",
-        "a norm's bound is a number that is not negative", BOUND_FIX,
+        lambda: ClippedSum(float("nan")), BadArgument, "max_norm=nan is not a bound on norms",
+        "ClippedSum(max_norm=...)", "a norm's bound is a number that is not negative", BOUND_FIX,
     ),
     "bound-of-many": (
         lambda: ClippedSum(torch.ones(2)), BadArgument, "max_norm=tensor([1., 1.]) is not a bound on norms",
@@ -208,10 +210,10 @@ ROWS: dict[str, Row] = {
         "transform(loss_reduction=...)", "known are sum, mean", "use one of those",
     ),
     "batch-norm": (
-        lambda: step(nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)), lambda out: out.square().sum())(X), SamplesMixed,
-        "aten._native_batch_norm_legit_functional mixes samples, so per-sample gradients do not exist",
+        lambda: step(nn.Sequential(nn.Conv1d(1, 2, 2), nn.BatchNorm1d(2)), lambda out: out.square().sum())(X[:, None]),
+        SamplesMixed, "aten._native_batch_norm_legit_functional mixes samples, so per-sample gradients do not exist",
         "%_native_batch_norm_legit_functional, sample dim 0;  in 1 (BatchNorm1d)",
-        "its mean runs over dim 0, which holds the samples of %linear",
+        "its mean runs over dims 0, 2; dim 0 holds the samples of %conv1d",
         "use GroupNorm, or model.eval() so that running statistics are used",
     ),
 }  # fmt: skip
@@ -228,14 +230,16 @@ def test_text(name: str) -> None:
 
 
 def test_unknown_backend_lists_what_there_is() -> None:
-    with pytest.raises(BadArgument, match=r"backend='indctor' is unknown\n  where  transform\(backend=...\)\n  why    known are eager"):
+    text = r"backend='indctor' is unknown\n  where  transform\(backend=...\)\n  why    known are eager"
+    with pytest.raises(BadArgument, match=text):
         step(backend="indctor")
 
 
 def test_unknown_stage_lists_the_stages() -> None:
     made = step()
     made(X, Y)
-    with pytest.raises(BadArgument, match=r"there is no stage 'final'\n.*\n  why    stages are captured, batched, unreduced"):
+    text = r"there is no stage 'final'\n.*\n  why    stages are captured, batched, unreduced"
+    with pytest.raises(BadArgument, match=text):
         made.print_graph("final")
 
 

@@ -309,6 +309,7 @@ def test_detached_parameter_in_the_closure_does_not() -> None:
     compare(step, model, step.loss_fn, x(B, 4), labels())
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_view_made_outside_is_refused() -> None:
     model = mlp()
     view = model[0].weight.t()
