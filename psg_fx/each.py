@@ -87,6 +87,8 @@ class Gathered(torch.fx.Interpreter):
             return _cut(*args, **kwargs)
         if target is aten._weight_norm.default:
             return _weight_norm(*args, **kwargs)
+        if target is aten.embedding.default:
+            return _looked_up(*args, **kwargs)
         if target in _TAKES:
             x, *rest = args
             places = torch.arange(x.numel(), device=x.device).reshape(x.shape)
@@ -95,9 +97,24 @@ class Gathered(torch.fx.Interpreter):
 
 
 _TAKES = (
-    aten.diagonal.default, aten.unfold.default, aten.gather.default, aten.embedding.default, aten.index_select.default,
+    aten.diagonal.default, aten.unfold.default, aten.gather.default, aten.index_select.default,
     aten.roll.default, aten.flip.default,
 )  # fmt: skip
+
+
+def _looked_up(
+    table: torch.Tensor,
+    ids: torch.Tensor,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> torch.Tensor:
+    if scale_grad_by_freq:
+        return aten.embedding(table, ids, padding_idx, scale_grad_by_freq, sparse)  # type: ignore[no-any-return]
+    if padding_idx >= 0:  # that row has no gradient
+        rows = torch.arange(table.shape[0], device=table.device).unsqueeze(1)
+        table = torch.where(rows == padding_idx, table.detach(), table)
+    return table[ids]
 
 
 def _weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> torch.Tensor:

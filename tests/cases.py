@@ -294,9 +294,9 @@ CONVOLUTION = [
 class PositionTable(nn.Module):
     """Token embedding and an `nn.Embedding` of positions, which reads no data."""
 
-    def __init__(self) -> None:
+    def __init__(self, padding: int | None = None) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(7, 4), nn.Embedding(9, 4)
+        self.tokens, self.positions = nn.Embedding(7, 4), nn.Embedding(9, 4, padding_idx=padding)
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
@@ -335,6 +335,7 @@ EMBEDDING = [
          params={"w": (7, 4)}),
     Case("embedding/scaled", lambda ids, w: F.embedding(ids, w * 2.0), x=None, ids=(B, 5), params={"w": (7, 4)}),
     Case("embedding/position-table", x=None, ids=(B, 5), module=PositionTable),
+    Case("embedding/padded-position-table", x=None, ids=(B, 5), module=lambda: PositionTable(padding=1)),
     Case("embedding/raw-positions", lambda ids, w, pos: F.embedding(ids, w) + pos[:, : ids.shape[1]], x=None,
          ids=(B, 5), params={"w": (7, 4), "pos": (1, 9, 4)}),
     Case("embedding/tied-head", x=None, ids=(B, 5), module=TiedHead),

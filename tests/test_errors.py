@@ -116,7 +116,8 @@ ROWS: dict[str, Row] = {
     ),
     "nothing-to-differentiate": (
         lambda: step(mlp().requires_grad_(False))(X, Y), BadArgument, "no parameter is asked for",
-        "transform(params=...)", "no parameter of the model requires gradients", "set requires_grad on some parameters, or widen params=",
+        "transform(params=...)", "no parameter of the model requires gradients",
+        "set requires_grad on some parameters, or widen params=",
     ),
     "negative-bound": (
         lambda: ClippedSum(-1.0), BadArgument, "max_norm=-1.0 is not a bound on norms", "ClippedSum(max_norm=...)",

@@ -310,6 +310,7 @@ def test_detached_parameter_in_the_closure_does_not() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings("ignore:A model attribute .* requires gradient:UserWarning")
 def test_view_made_outside_is_refused() -> None:
     model = mlp()
     view = model[0].weight.t()
