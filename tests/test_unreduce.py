@@ -244,8 +244,8 @@ REDUCTIONS: dict[str, Loss] = {
     "gathered mean": lambda o, y: (o - y).mean(0).gather(0, torch.tensor([1, 1, 2])).square().sum(),
     "normed mean": lambda o, y: F.layer_norm((o - y).mean(0), (CLASSES,), WEIGHT).square().sum() * o.mean(),
     "squeezed": lambda o, y: F.mse_loss(o[:, :1].squeeze(), y[:, 0]),
-    "picked by the numbers of the samples": lambda o, y: -(
-        o.log_softmax(-1)[torch.arange(o.shape[0]), (y[:, 0] > 0).long()].mean()
+    "picked by the numbers of the samples": lambda o, y: (
+        -(o.log_softmax(-1)[torch.arange(o.shape[0]), (y[:, 0] > 0).long()].mean())
     ),
     "already [B]": lambda o, y: (o - y).square().sum(1),
 }
