@@ -1,0 +1,165 @@
+"""Where the constants of the cost model come from, and two decisions that rest on them.
+
+    python bench/calibrate.py [--device cpu|cuda] [--tag NAME] [--steps]
+
+Prints and writes to `bench/results/calibrate-<tag>.json`: the rates of a device; every way to get a convolution's
+per-sample weight gradients, norms and sums, layer by layer; with --steps also whole clipped steps with and without
+inductor's layout pass, and with and without a price on kept memory, in interleaved rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from compare import device_tag
+from tabulate import tabulate
+
+import psg_fx
+from psg_fx import cost, zoo
+from psg_fx.measure import cpu_model
+from psg_fx.methods import patches
+from psg_fx.network import Patches
+
+RESULTS = Path(__file__).parent / "results"
+LAYERS = [  # B, C, O, H, kernel, stride, padding
+    (16, 3, 64, 32, 7, 2, 3), (16, 64, 64, 8, 3, 1, 1), (16, 64, 128, 8, 3, 2, 1), (16, 128, 128, 4, 3, 1, 1),
+    (16, 256, 256, 2, 3, 1, 1), (16, 512, 512, 1, 3, 1, 1), (64, 1, 32, 28, 3, 1, 0), (64, 32, 64, 26, 3, 1, 0),
+]  # fmt: skip
+
+
+def milliseconds(run: Callable[[], object], device: str, rounds: int = 15) -> float:
+    """The median of `rounds` runs after two for warm-up."""
+    times = []
+    for index in range(rounds + 2):
+        start = time.perf_counter()
+        run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        if index >= 2:
+            times.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(times)
+
+
+def rates(device: str) -> dict[str, float]:
+    """flop/s of matrix products, bytes/s of a copy, and seconds per byte of memory touched for the first time."""
+    a, b = torch.randn(1024, 1024, device=device), torch.randn(1024, 1024, device=device)
+    c, d = torch.randn(8, 768, 128, device=device), torch.randn(8, 128, 256, device=device)
+    e, f = torch.randn(2**20, device=device), torch.empty(2**20, device=device)
+    size = 2**25  # 128 MiB: never handed round by the allocator of a CPU
+    gemm = milliseconds(lambda: a @ b, device)
+    bmm = milliseconds(lambda: torch.bmm(c, d), device)
+    copy = milliseconds(lambda: f.copy_(e), device)
+    fresh = milliseconds(lambda: torch.empty(size, device=device).fill_(1.0), device)
+    used = torch.empty(size, device=device)
+    again = milliseconds(lambda: used.fill_(1.0), device)
+    return {
+        "gemm_flops": 2 * 1024**3 / gemm * 1e3,
+        "bmm_flops": 2 * 8 * 768 * 128 * 256 / bmm * 1e3,
+        "copy_bytes": 2 * 4 * 2**20 / copy * 1e3,
+        "fresh_s_per_byte": (fresh - again) / 1e3 / (4 * size),
+    }
+
+
+def convolution(layer: tuple[int, ...], device: str) -> dict[str, float]:
+    """Milliseconds of each way for one layer."""
+    n, c, o, h, k, stride, padding = layer
+    out = (h + 2 * padding - k) // stride + 1
+    x, g = torch.randn(n, 1, c, h, h, device=device), torch.randn(n, o, out, out, device=device)
+    form = Patches((k, k), (stride, stride), (padding, padding), (1, 1), 1, (h, h), (out, out))
+    rows = patches.densify(x, form).squeeze(2)
+    flat = g.flatten(2)
+
+    def weight_gradient(groups: int, data: torch.Tensor, cotangent: torch.Tensor) -> object:
+        template = data.new_empty([cotangent.shape[1], data.shape[1] // groups, k, k])
+        return torch.ops.aten.convolution_backward(
+            cotangent, data, template, None, [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], groups,
+            [False, True, False],
+        )  # fmt: skip
+
+    def shifted() -> object:
+        views = patches.shifted_views(x, form)
+        return torch.stack([flat @ view.reshape(n, c, -1).transpose(1, 2) for view in views], -1)
+
+    ways: dict[str, Callable[[], object]] = {
+        "summed: conv-weight": lambda: weight_gradient(1, x[:, 0], g),
+        "per sample: grouped-conv": lambda: weight_gradient(n, x.reshape(1, n * c, h, h), g.reshape(1, -1, out, out)),
+        "per sample: unfold+matmul": lambda: torch.bmm(flat, patches.densify(x, form).squeeze(2)),
+        "per sample: shifted": shifted,
+        "norm: unfold+gram": lambda: (
+            (rows @ rows.transpose(1, 2)) * (flat.transpose(1, 2) @ flat)
+        ).sum((1, 2)) if out * out <= 256 else None,
+    }  # fmt: skip
+    return {name: milliseconds(way, device) for name, way in ways.items()}
+
+
+def steps(device: str) -> dict[str, dict[str, float]]:
+    """Medians of whole clipped steps under two settings each, in interleaved rounds (CPU decisions)."""
+    found = {}
+    for name in ("simplecnn", "resnet18gn"):
+        found[f"{name}: layout pass"] = race(name, device, {"on": {"layout_optimization": True}, "off": None}, {})
+    kept = {"free": 0.0, "priced": cost.CPU.kept}
+    found["gpt: kept memory"] = race("gpt", device, dict.fromkeys(kept), kept)
+    return found
+
+
+def race(
+    name: str, device: str, options: dict[str, dict[str, bool] | None], kept: dict[str, float]
+) -> dict[str, float]:
+    """Compile a clipped step under each setting and time them in turn."""
+    ex, table = zoo.example(name, device=device), cost.CPU
+    made = {}
+    for setting, chosen in options.items():
+        cost.CPU = replace(table, kept=kept.get(setting, table.kept))
+        step = psg_fx.transform(
+            ex.model,
+            ex.loss_fn,
+            quantities=psg_fx.ClippedSum(1.0),
+            options=chosen,
+            batch_dim=ex.batch_dim,
+            dynamic=False,
+        )
+        step(ex.inputs, ex.targets)
+        made[setting] = step
+    cost.CPU = table
+    times: dict[str, list[float]] = {setting: [] for setting in made}
+    for _ in range(21):
+        for setting, step in made.items():
+            start = time.perf_counter()
+            step(ex.inputs, ex.targets)
+            times[setting].append(1e3 * (time.perf_counter() - start))
+    return {setting: statistics.median(values[1:]) for setting, values in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--tag")
+    parser.add_argument("--steps", action="store_true")
+    args = parser.parse_args()
+    measured = rates(args.device)
+    layers = {str(layer): convolution(layer, args.device) for layer in LAYERS}
+    print(tabulate([[k, f"{v:.3g}"] for k, v in measured.items()]))
+    rows = [[layer, *(f"{v:.2f}" for v in ways.values())] for layer, ways in layers.items()]
+    print(tabulate(rows, ["B, C, O, H, k, stride, padding (ms)", *next(iter(layers.values()))], disable_numparse=True))
+    whole = steps(args.device) if args.steps else {}
+    for name, found in whole.items():
+        print(f"{name}: " + ", ".join(f"{setting} {ms:.1f} ms" for setting, ms in found.items()))
+    data = {
+        "torch": torch.__version__, "device": args.device, "cpu": cpu_model(), "threads": torch.get_num_threads(),
+        "rates": measured, "convolutions_ms": layers, "steps_ms": whole,
+    }  # fmt: skip
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"calibrate-{args.tag or device_tag(args.device)}.json"
+    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()
