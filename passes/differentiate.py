@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Interpreter, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from psg_fx import facts
@@ -20,6 +19,7 @@ from psg_fx.facts import InputSpec, OutputSpec, fact
 from psg_fx.sites import Operand, Site, Value
 from psg_fx.stages import Stage
 from psg_fx.torch_private import preserve_node_meta
+from psg_fx.tracing import trace
 
 from .runner import graph_pass
 
@@ -77,45 +77,12 @@ def differentiate(gm: GraphModule, input_gradients: tuple[bool, ...] = ()) -> Gr
         return (*results, *flat)
 
     with preserve_node_meta():
-        traced = make_fx(joint, tracing_mode="symbolic", _error_on_data_dependent_ops=True)(*values, *tangents)
-        if any(mutates(n) for n in traced.graph.nodes):  # some formulas of autograd write into fresh tensors
-            again = torch.func.functionalize(Interpreter(traced).run)
-            traced = make_fx(again, tracing_mode="symbolic")(*values, *tangents)
-    out_of_place(traced)
+        traced = trace(joint, [*values, *tangents])
     _describe(traced, nodes, [info.outputs[i].name for i in roots] if not with_loss else [])
     traced.meta[facts.KEY] = dataclasses.replace(
         info, outputs=tuple(layout), data={**info.data, "sites": _sites(gm, traced, layout)}
     )
     return traced
-
-
-def out_of_place(gm: GraphModule) -> None:
-    """Composite kernels write into tensors that they have just made (`clamp_min_` in a cosine similarity).  Put the
-    functional op in the place of each such write; a write into a view or into an input stays, and is refused later.
-    """
-    order = {node: k for k, node in enumerate(gm.graph.nodes)}
-    for node in list(gm.graph.nodes):
-        schema = getattr(node.target, "_schema", None)
-        if node.op != "call_function" or schema is None or not schema.is_mutable:
-            continue
-        written, functional = node.args[0], _functional(node.target)
-        if functional is None or written.op == "placeholder" or _is_view(written) or any(map(_is_view, written.users)):
-            continue
-        node.target = functional
-        written.replace_all_uses_with(node, lambda user, at=order[node]: order[user] > at)
-    gm.recompile()
-
-
-def _functional(target: Any) -> Any:
-    """`aten.add.Tensor` for `aten.add_.Tensor`."""
-    name = target._schema.name.removeprefix("aten::")
-    packet = getattr(torch.ops.aten, name.removesuffix("_"), None) if name.endswith("_") else None
-    return getattr(packet, target._overloadname, None)
-
-
-def _is_view(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and not schema.is_mutable and any(a.alias_info is not None for a in schema.arguments)
 
 
 def _same_shape(node: Node, result: Any) -> None:
@@ -130,12 +97,6 @@ def _same_shape(node: Node, result: Any) -> None:
             why="a pass changed the op and not what is known of it",
             fix="please report this with the model",
         )
-
-
-def mutates(node: Node) -> bool:
-    """Whether the op writes into a tensor."""
-    schema = getattr(node.target, "_schema", None)
-    return node.op == "call_function" and schema is not None and bool(schema.is_mutable)
 
 
 def _plain(value: Any) -> Any:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from psg_fx import facts
@@ -18,6 +17,7 @@ from psg_fx.facts import InputSpec, OutputSpec
 from psg_fx.planning import Plan
 from psg_fx.quantity import Quantity
 from psg_fx.stages import Stage
+from psg_fx.tracing import trace
 
 from .runner import graph_pass
 
@@ -52,7 +52,7 @@ def lower(gm: GraphModule, quantities: Sequence[Quantity], extras: Sequence[Extr
 
     arguments = ([known[name].meta["val"] for name in needed], [value for value, _ in made], batch_size.meta["val"])
     with torch.no_grad():
-        traced = make_fx(tail, tracing_mode="symbolic")(*arguments)
+        traced = trace(tail, arguments)
     nodes = [known[name] for name in needed] + [node for _, node in made] + [batch_size]
     results, inner = _splice(gm, traced, nodes, len(specs))
     _name(results, specs, inner, names)

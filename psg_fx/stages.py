@@ -9,6 +9,7 @@ from torch.fx import GraphModule, Node
 
 from psg_fx import facts
 from psg_fx.errors import InternalError, locate
+from psg_fx.tracing import mutates
 
 
 class Stage(enum.Enum):
@@ -73,12 +74,11 @@ def described(gm: GraphModule) -> None:
         raise broken("every output has an OutputSpec", gm)
 
 
-@promise(Stage.CAPTURED, Stage.BATCHED, Stage.UNREDUCED, Stage.SITED, Stage.JOINT)
+@promise(*Stage)
 def functional(gm: GraphModule) -> None:
     """No op writes into a tensor."""
     for node in gm.graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        if node.op == "call_function" and schema is not None and schema.is_mutable:
+        if mutates(node):
             raise broken("no op writes into a tensor", gm, node)
 
 

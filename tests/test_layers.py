@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 LAYERS = [
-    {"errors", "layout", "cost", "torch_private"},
+    {"errors", "layout", "cost", "torch_private", "tracing"},
     {"facts", "network", "each", "arguments"},
     {"axes", "sites", "quantity", "methods"},
     {"gradient", "paths", "state"},

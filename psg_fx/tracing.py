@@ -1,0 +1,29 @@
+"""Tracing plain torch functions into functional graphs with the batch size as a symbol."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+
+def trace(function: Callable[..., Any], arguments: Sequence[Any]) -> GraphModule:
+    """`function(*arguments)` as a graph; fake arguments keep their symbols, and no others are made.
+
+    Some formulas of autograd and some composite kernels write into tensors that they have just made; the graph has the
+    functional ops in their place.
+    """
+    traced: GraphModule = make_fx(function, tracing_mode="symbolic", _error_on_data_dependent_ops=True)(*arguments)
+    if any(mutates(node) for node in traced.graph.nodes):
+        again = torch.func.functionalize(Interpreter(traced).run)
+        traced = make_fx(again, tracing_mode="symbolic")(*arguments)
+    return traced
+
+
+def mutates(node: Node) -> bool:
+    """Whether the op writes into a tensor."""
+    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and schema is not None and bool(schema.is_mutable)
