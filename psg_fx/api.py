@@ -197,7 +197,7 @@ class PerSampleModule(nn.Module):
         """The compiled step for the model as it is now, made if it is new."""
         tracked = tracked_parameters(self.model, self.params)
         size = call.batch_size() if self.dynamic is False else None
-        key = capture_key(self.model, tracked, call, size)
+        key = capture_key(self.model, self.loss_fn, tracked, call, size)
         if key not in self._steps:
             self._steps[key] = build(tracked)
         self._last = self._steps[key]

@@ -67,10 +67,11 @@ def _wanted(named: Sequence[tuple[str, nn.Parameter]], params: ParamFilter) -> s
     return found
 
 
-def capture_key(model: nn.Module, tracked: Tracked, call: Call, size: int | None) -> Any:
+def capture_key(model: nn.Module, loss_fn: Any, tracked: Tracked, call: Call, size: int | None) -> Any:
     """Everything that a captured graph has baked in.  Equal keys: the same graph serves."""
-    modules = tuple((id(m), m.training) for m in model.modules())
-    state = tuple((_meta(t), t.requires_grad) for t in _state_tensors(model))
+    parts = [m for root in (model, loss_fn) if isinstance(root, nn.Module) for m in root.modules()]
+    modules = tuple((id(m), m.training) for m in parts)
+    state = tuple((_meta(t), t.requires_grad) for t in _state_tensors(parts))
     inputs = tuple(
         (t.dtype, t.device, d, *(s for i, s in enumerate(t.shape) if i != d), _order(t), t.requires_grad)
         for t, d in zip(call.tensors, call.dims, strict=True)
@@ -80,10 +81,8 @@ def capture_key(model: nn.Module, tracked: Tracked, call: Call, size: int | None
             autocast_key(device), size)  # fmt: skip
 
 
-def _state_tensors(model: nn.Module) -> list[torch.Tensor]:
-    return [
-        t for m in model.modules() for group in (m._parameters, m._buffers) for t in group.values() if t is not None
-    ]
+def _state_tensors(modules: Sequence[nn.Module]) -> list[torch.Tensor]:
+    return [t for m in modules for group in (m._parameters, m._buffers) for t in group.values() if t is not None]
 
 
 def _meta(tensor: torch.Tensor) -> Any:

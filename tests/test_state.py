@@ -210,3 +210,27 @@ def test_a_bound_may_change_between_calls() -> None:
         bound.fill_(value)
         assert oracle.worst_error(step(X, Y).clipped_sum, oracle.clipped_sum(grads, value)) < 1e-10
     assert len(step._steps) == 1
+
+
+class Noisy(nn.Module):
+    """A loss with a state of its own: a scale, doubled in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones((), dtype=torch.float64))
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output, target) * self.scale * (2 if self.training else 1)
+
+
+def test_the_state_of_a_loss_module_is_read_too() -> None:
+    torch.manual_seed(0)
+    model, loss = nn.Linear(4, 3).double(), Noisy()
+    x, y = torch.randn(5, 4, dtype=torch.float64), torch.randint(3, (5,))
+    step = psg_fx.transform(model, loss, backend="eager")
+    doubled = step(x, y).losses
+    loss.eval()
+    plain = step(x, y).losses
+    loss.scale.fill_(3.0)
+    torch.testing.assert_close(doubled, 2 * plain)
+    torch.testing.assert_close(step(x, y).losses, 3 * plain)
