@@ -12,8 +12,6 @@ from functools import reduce
 from operator import mul
 from typing import Any
 
-import torch
-
 Size = Any
 """An int, or a sympy expression."""
 
@@ -94,8 +92,3 @@ CUDA = Device(
 def device(kind: str) -> Device:
     """The table for a device type."""
     return CUDA if kind == "cuda" else CPU
-
-
-def itemsize(dtype: torch.dtype) -> int:
-    """Bytes per element."""
-    return dtype.itemsize

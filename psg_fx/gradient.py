@@ -8,7 +8,7 @@ from typing import Any
 import sympy
 import torch
 
-from psg_fx.network import BATCH, Leaf, Network
+from psg_fx.network import Leaf, Network
 from psg_fx.sites import Prefix
 
 
@@ -86,8 +86,3 @@ def _cat(leaves: list[Leaf], along: str) -> Leaf:
     sources = tuple(source for leaf in leaves for source in leaf.sources)
     recipe = f"cat {dim} " + " | ".join(leaf.recipe for leaf in leaves)
     return replace(first, sources=sources, recipe=recipe, sizes=sizes, build=build)
-
-
-def samples_are_kept(term: Term) -> bool:
-    """Whether the network keeps the samples: the promise of every rule."""
-    return term.network.out[0] == BATCH

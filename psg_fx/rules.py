@@ -6,7 +6,7 @@ what is asked, emits no node and picks no order.  An operand that no rule covers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import sympy
@@ -15,7 +15,7 @@ import torch
 from psg_fx.cost import product
 from psg_fx.facts import SampleAxis
 from psg_fx.layout import permute, reshape
-from psg_fx.network import BATCH, Dense, Form, Leaf, Network
+from psg_fx.network import BATCH, Dense, Leaf, Network
 from psg_fx.sites import Site, Value
 
 Networks = Mapping[str, "Network | None"]
@@ -171,18 +171,10 @@ class Arrangement:
     @classmethod
     def keeping(cls, value: Value, kept: tuple[int, ...]) -> Arrangement:
         """Axes (b, t, d0, d1, ...): a d for every dim in `kept`, t for all others and what samples are folded with."""
-        dims, own = unfolded_dims(value), iter(range(value.ndim))
-        owner = [_sample_dim(value) if role != "own" else None for _, role in dims]
-        rest = (d for d in own if d != _sample_dim(value))
-        owner = [next(rest) if dim is None else dim for dim in owner]
-        samples = tuple(i for i, (_, role) in enumerate(dims) if role == "samples")
-        star = tuple(
-            i for i, (size, role) in enumerate(dims) if role != "samples" and owner[i] not in kept and size != 1
-        )
-        own_groups = tuple((i,) for d in kept for i in range(len(dims)) if owner[i] == d)
-        groups = (samples, star, *own_groups)
-        sizes = tuple(product(dims[i][0] for i in group) * sympy.Integer(1) for group in groups)
-        return cls(value.samples, groups, (BATCH, "t", *(f"d{k}" for k in range(len(kept)))), sizes)
+        assert value.samples is not None
+        dim = value.samples.dim
+        rest = tuple(d for d in range(value.ndim) if d != dim and d not in kept)
+        return cls.grouped(value, {BATCH: (dim,), "t": rest, **{f"d{k}": (d,) for k, d in enumerate(kept)}})
 
     def __str__(self) -> str:
         return f"{self.unfold} {self.groups} {self.axes}"
@@ -193,10 +185,6 @@ class Arrangement:
         lost = [i for i in range(x.ndim) if i not in order]
         shape = [product(x.shape[i] for i in group) for group in self.groups]
         return reshape(permute(x, order + lost), shape)
-
-
-def _sample_dim(value: Value) -> int:
-    return value.samples.dim if value.samples is not None else -1
 
 
 def _ones(dims: list[tuple[sympy.Expr, str]]) -> set[int]:
@@ -236,13 +224,3 @@ def samples_first(x: torch.Tensor, axis: SampleAxis) -> torch.Tensor:
     x = x.movedim(axis.dim + 1, 0)
     shape = x.shape
     return reshape(x, (*shape[: axis.dim + 1], shape[axis.dim + 1] * shape[axis.dim + 2], *shape[axis.dim + 3 :]))
-
-
-def derived(
-    site: Site, label: str, recipe: str, build: Callable[..., torch.Tensor], sources: Iterable[Value],
-    axes: tuple[str, ...], sizes: tuple[sympy.Expr, ...], form: Form | None = None,
-) -> Leaf:  # fmt: skip
-    """A leaf computed from several values of the site by a plain torch function."""
-    values = tuple(sources)
-    names = tuple(v.name for v in values)
-    return Leaf(label, names, recipe, axes, sizes, form or Dense(), values[-1].dtype, build)
