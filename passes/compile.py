@@ -13,7 +13,7 @@ Flat = Callable[..., Sequence[Any]]
 
 _CPU_OPTIONS = {"layout_optimization": False}
 """Inductor's defaults that cost time on CPU: channels-last convolutions transpose activations and weights at every call
-(ResNet18-GN, B=16, clipped sum on two cores: 102 ms with it, 83 ms without; SimpleCNN, B=64: 56 and 49 ms)."""
+(docs/design/cpu.md; bench/calibrate.py measures it)."""
 
 
 def compile_graph(
