@@ -65,7 +65,7 @@ class Device:
         return max(compute, float(work.read + work.written) / self.bandwidth) + work.calls * self.launch + fresh
 
 
-# Shipped tables.  CPU: measured on two x86-64 cores with AVX-512, fp32; bench/calibrate.py prints such rates, rounded here.
+# Shipped tables.  CPU: two x86-64 cores with AVX-512, fp32; bench/calibrate.py prints such rates, rounded here.
 # CUDA: data-sheet figures of an 80 GB class device with TF32 off, derated; not measured yet.
 CPU = Device(
     "cpu",
