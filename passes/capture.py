@@ -22,6 +22,7 @@ from psg_fx import facts
 from psg_fx.arguments import Call
 from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.facts import GraphFacts, InputSpec, OutputSpec
+from psg_fx.layout import memory_order
 
 from .export import functional_export
 
@@ -95,8 +96,7 @@ def example_like(tensor: torch.Tensor, dim: int | None, size: int) -> torch.Tens
     """A tensor like `tensor` with `size` samples in `dim`, in the same memory order.  Its values mean nothing."""
     if dim is None:
         return tensor.detach()
-    strides = tensor.stride()
-    order = sorted(range(tensor.ndim), key=lambda d: -strides[d])
+    order = memory_order(tensor)
     sizes = [size if d == dim else tensor.shape[d] for d in range(tensor.ndim)]
     made = tensor.new_zeros([sizes[d] for d in order])
     return made.permute([order.index(d) for d in range(tensor.ndim)])

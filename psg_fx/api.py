@@ -18,7 +18,7 @@ from psg_fx.passes.pipeline import run_pipeline
 from psg_fx.passes.runner import History
 from psg_fx.quantity import Grads, Quantity
 from psg_fx.state import ParamFilter, Tracked, capture_key, tracked_parameters
-from psg_fx.step import CompiledStep, StepOutput, plain_mode
+from psg_fx.step import CompiledStep, StepOutput
 
 if TYPE_CHECKING:
     from psg_fx.validation import ValidationReport
@@ -215,7 +215,7 @@ class LossModule(PerSampleModule):
         """
         call = self._take_apart(inputs, targets)
         step: CompiledStep = self._look_up(call, lambda tracked: self._build(tracked, call))
-        return step(call, self._extras(call, given))
+        return step(call, self._extras(call, given, step.binding.names))
 
     def validate(
         self, inputs: Any, targets: Any = _ABSENT, *, tolerance: float | None = None, **given: Any
@@ -258,8 +258,7 @@ class LossModule(PerSampleModule):
         is_double = any(p.dtype is torch.float64 for p in self.model.parameters())
         return torch.float64 if is_double else torch.float32
 
-    def _extras(self, call: Call, given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        names = tracked_parameters(self.model, self.params).names
+    def _extras(self, call: Call, given: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
         used: set[str] = set()
         for quantity in self.quantities:
@@ -295,4 +294,4 @@ def _as_tensor(value: Any, dtype: torch.dtype, device: torch.device) -> torch.Te
     return torch.as_tensor(value, dtype=dtype, device=device)
 
 
-__all__ = ["PerSampleModule", "StepOutput", "plain_mode", "transform"]
+__all__ = ["PerSampleModule", "StepOutput", "transform"]

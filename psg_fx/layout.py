@@ -26,3 +26,9 @@ def reshape(x: torch.Tensor, shape: Sequence[Any]) -> torch.Tensor:
     if len(shape) == x.ndim and all(same_size(a, b) for a, b in zip(x.shape, shape, strict=True)):
         return x
     return x.reshape(list(shape))
+
+
+def memory_order(x: torch.Tensor) -> list[int]:
+    """The dims of x from the slowest to the fastest in memory."""
+    strides = x.stride()
+    return sorted(range(x.ndim), key=lambda d: -strides[d])

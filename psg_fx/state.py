@@ -12,6 +12,7 @@ from torch import nn
 
 from psg_fx.arguments import Call
 from psg_fx.errors import BadArgument
+from psg_fx.layout import memory_order
 from psg_fx.torch_private import autocast_key
 
 ParamFilter = None | str | Iterable[str] | Callable[[str, nn.Parameter], bool]
@@ -73,7 +74,7 @@ def capture_key(model: nn.Module, loss_fn: Any, tracked: Tracked, call: Call, si
     modules = tuple((id(m), m.training) for m in parts)
     state = tuple((_meta(t), t.requires_grad) for t in _state_tensors(parts))
     inputs = tuple(
-        (t.dtype, t.device, d, *(s for i, s in enumerate(t.shape) if i != d), _order(t), t.requires_grad)
+        (t.dtype, t.device, d, *(s for i, s in enumerate(t.shape) if i != d), tuple(memory_order(t)), t.requires_grad)
         for t, d in zip(call.tensors, call.dims, strict=True)
     )
     device = call.tensors[0].device.type if call.tensors else "cpu"
@@ -87,11 +88,6 @@ def _state_tensors(modules: Sequence[nn.Module]) -> list[torch.Tensor]:
 
 def _meta(tensor: torch.Tensor) -> Any:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
-
-def _order(tensor: torch.Tensor) -> tuple[int, ...]:
-    strides = tensor.stride()
-    return tuple(sorted(range(tensor.ndim), key=lambda d: -strides[d]))
 
 
 def _hashable(constants: Any) -> Any:

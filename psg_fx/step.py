@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 from psg_fx import facts
 from psg_fx.arguments import Call
 from psg_fx.facts import InputSpec, OutputSpec
+from psg_fx.layout import memory_order
 from psg_fx.passes.runner import History
 from psg_fx.state import holder
 
@@ -51,8 +52,7 @@ def plain_mode() -> Iterator[None]:
 
 def in_one_block(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor without gaps in memory, its dims in the order that they have: what a graph was captured with."""
-    strides = tensor.stride()
-    order = sorted(range(tensor.ndim), key=lambda d: -strides[d])
+    order = memory_order(tensor)
     ordered = tensor.permute(order)
     if ordered.is_contiguous():
         return tensor
@@ -60,10 +60,14 @@ def in_one_block(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Binding:
-    """How the flat inputs of a graph are found at a call, and what its outputs mean."""
+    """How the flat inputs of a graph are found at a call, and what its outputs mean.
+
+    names: the parameters that are asked, in the order of the graph.
+    """
 
     def __init__(self, gm: GraphModule, model: nn.Module, loss_fn: Any) -> None:
         self.specs = [facts.input_spec(n) for n in facts.placeholders(gm)]
+        self.names = tuple(dict.fromkeys(spec.name for spec in self.specs if spec.tracked))
         self.outputs = facts.graph_facts(gm).outputs
         constants = facts.graph_facts(gm).data["constants"]
         self._slots = [self._slot(spec, model, loss_fn, constants) for spec in self.specs]
