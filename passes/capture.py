@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
@@ -24,7 +23,7 @@ from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.facts import GraphFacts, InputSpec, OutputSpec
 from psg_fx.layout import memory_order
 
-from .export import functional_export
+from .export import Exported, export
 
 _HINTS = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43)
 
@@ -80,15 +79,16 @@ def capture(program: Program, call: Call, tracked: dict[str, str]) -> GraphModul
 
     tracked: name of every parameter -> its canonical name (the same for tied ones) if its gradients are asked, else "".
     """
-    hint = _hint(call, program)
-    examples = [example_like(t, d, hint) for t, d in zip(call.tensors, call.dims, strict=True)]
-    batch = Dim("batch", min=2)
-    dynamic = [{} if dim is None else {dim: batch} for dim in call.dims]
-    exported = functional_export(program, examples, dynamic)
+
+    def example(size: int) -> list[torch.Tensor]:
+        return [example_like(t, d, size) for t, d in zip(call.tensors, call.dims, strict=True)]
+
+    sizes = _hint(call, program), call.batch_size()
+    exported = export(program, example, call.dims, sizes)
     held: dict[int, str] = {}
     if closed_over := _aliases(exported, program):
         with _moved(closed_over) as held:
-            exported = functional_export(program, examples, dynamic)
+            exported = export(program, example, call.dims, sizes)
     return _flat(exported, call, tracked, "output" if program.loss_fn is None else "loss", held)
 
 
@@ -112,7 +112,7 @@ def _place(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _aliases(exported: ExportedProgram, program: Program) -> dict[str, nn.Parameter]:
+def _aliases(exported: Exported, program: Program) -> dict[str, nn.Parameter]:
     """The parameters in whose memory a constant lies: a loss may reach a parameter through its closure."""
     lifted = {_place(t) for t in exported.constants.values() if isinstance(t, torch.Tensor) and t.numel()}
     return {name: p for name, p in program.named_parameters() if p.numel() and _place(p) in lifted}
@@ -133,18 +133,16 @@ def _moved(parameters: dict[str, nn.Parameter]) -> Iterator[dict[int, str]]:
             p.data = data[name]
 
 
-def _flat(
-    exported: ExportedProgram, call: Call, tracked: dict[str, str], result: str, held: dict[int, str]
-) -> GraphModule:
+def _flat(exported: Exported, call: Call, tracked: dict[str, str], result: str, held: dict[int, str]) -> GraphModule:
     """The exported program as a graph module whose placeholders and outputs say what they hold.
 
     held: where the data of the parameters lie that the loss reaches through its closure -> their names.
     """
-    gm = GraphModule(exported.graph_module, exported.graph_module.graph, "PerSample")
+    gm = GraphModule(exported.gm, exported.gm.graph, "PerSample")
     nodes = facts.placeholders(gm)
     constants: dict[str, torch.Tensor] = {}
     inputs = iter(range(len(call.tensors)))
-    for node, spec in zip(nodes, exported.graph_signature.input_specs, strict=True):
+    for node, spec in zip(nodes, exported.signature.input_specs, strict=True):
         target = (spec.target or "").removeprefix("model.")
         if spec.kind is InputKind.PARAMETER:
             node.meta["psg_fx_input"] = _parameter(spec.target or "", tracked)
@@ -173,7 +171,9 @@ def _flat(
                 f"the model uses a {spec.kind.name.lower()}", where=str(spec.target),
                 why="only tensors can be inputs of a compiled step", fix="replace it by tensors",
             )  # fmt: skip
-    gm.meta[facts.KEY] = GraphFacts(_batch_symbol(nodes), _outputs(exported, result), data={"constants": constants})
+    notes = (exported.note,) if exported.note else ()
+    data = {"constants": constants, "one_size": exported.one_size}
+    gm.meta[facts.KEY] = GraphFacts(_batch_symbol(nodes), _outputs(exported, result), notes, data)
     return gm
 
 
@@ -191,9 +191,9 @@ def _batch_symbol(nodes: Sequence[torch.fx.Node]) -> Any:
     raise AssertionError("no input carries samples")
 
 
-def _outputs(exported: ExportedProgram, result: str) -> tuple[OutputSpec, ...]:
+def _outputs(exported: Exported, result: str) -> tuple[OutputSpec, ...]:
     found = []
-    for index, spec in enumerate(exported.graph_signature.output_specs):
+    for index, spec in enumerate(exported.signature.output_specs):
         if spec.kind is OutputKind.BUFFER_MUTATION:
             found.append(OutputSpec("buffer", spec.target or ""))
         elif spec.kind is OutputKind.USER_OUTPUT:

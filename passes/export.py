@@ -10,72 +10,100 @@ import contextlib
 import io
 import logging
 import sys
-import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.export import ExportedProgram
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import ExportGraphSignature, InputKind
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from psg_fx.errors import CaptureFailed, NotYetSupported, PsgError
-from psg_fx.torch_private import rnn_decompositions
+from psg_fx.torch_private import user_stack_traces
 
+from .branches import Readings, watch_the_batch_size
 from .losses import loss_decompositions
+from .reasons import capture_failed, failure_at
+from .recurrent import recurrent_decompositions
+from .rewrites import Rewritten
+from .twins import join, same_constants, values_of
 
 aten = torch.ops.aten
+Example = Callable[[int], Sequence[torch.Tensor]]
 
 
-def functional_export(
-    program: nn.Module, examples: Sequence[torch.Tensor], dynamic: list[dict[int, Any]]
-) -> ExportedProgram:
-    """`program(examples)` as functional ATen, differentiable, losses and recurrent layers written out."""
-    with torch.enable_grad(), _refuse_custom_backward(), _quiet():
-        exported = _export(program, examples, dynamic)
-        detach_no_grad_regions(exported.graph_module)
-        functional: ExportedProgram = exported.run_decompositions(rnn_decompositions() | loss_decompositions())
-    return functional
+@dataclass(frozen=True)
+class Exported:
+    """A program as functional ATen: parameters, buffers and constants are placeholders like its inputs.
+
+    note: what the user should know of how it was captured.  one_size: it serves only the batch size of the call.
+    """
+
+    gm: GraphModule
+    signature: ExportGraphSignature
+    constants: Mapping[str, Any]
+    state: Mapping[str, torch.Tensor]
+    note: str = ""
+    one_size: bool = False
 
 
-def _export(program: nn.Module, examples: Sequence[torch.Tensor], dynamic: list[dict[int, Any]]) -> ExportedProgram:
+def export(program: nn.Module, example: Example, dims: Sequence[int | None], sizes: tuple[int, int]) -> Exported:
+    """`program(example(B))` for every batch size B; where only that fails, for one.
+
+    example: the inputs with B samples.  dims: where the samples lie in them.  sizes: one that nothing else equals, and
+    that of the call.
+    """
+    batch = Dim("batch", min=2)
+    readings = Readings()
     try:
-        return torch.export.export(program, (list(examples),), dynamic_shapes=(dynamic,), strict=False)
-    except PsgError:
-        raise
-    except Exception as error:
-        raise capture_failed(error) from error
+        with watch_the_batch_size(readings):
+            found = _functional(program, example(sizes[0]), [{} if d is None else {d: batch} for d in dims])
+    except CaptureFailed as failure:
+        return _one_size(program, example, dims, sizes, failure, readings)
+    return Exported(found.graph_module, found.graph_signature, found.constants, found.state_dict)
 
 
-def capture_failed(error: Exception) -> CaptureFailed:
-    """Export's failure in plain words, with the user's line."""
-    text = str(error)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_user(f.filename)]
-    where = (
-        f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}: {frames[-1].line}"
-        if frames
-        else "the model or loss"
-    )
-    first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
-    if "data-dependent" in text.lower() or "GuardOnDataDependent" in type(error).__name__:
-        why = "the code branches on values of a tensor, so there is no one graph for all batches"
-        fix = "replace the branch by torch.where, or decide it outside the model"
-    elif "is invalid for input of size" in text or (
-        "batch" in text and ("constant" in text or "specializ" in text or "Constraints violated" in text)
-    ):
-        why = "the code ties the batch size to a fixed number: " + first
-        fix = "take sizes from the input (x.shape[0], -1) where the code has a number"
-    else:
-        why = f"{type(error).__name__}: {first}"
-        fix = "make the forward pass and loss run under torch.export.export(strict=False)"
-    return CaptureFailed("the model and loss could not be captured as one graph", where=where, why=why, fix=fix)
+def _one_size(
+    program: nn.Module, example: Example, dims: Sequence[int | None], sizes: tuple[int, int], failure: CaptureFailed,
+    readings: Readings,
+) -> Exported:  # fmt: skip
+    """The program at the batch size of the call, its numbers that follow the batch size found by other sizes."""
+    hint, size = sizes
+    each = list(dict.fromkeys((size, hint, 1)))
+    found = [_functional(program, example(size), [])]  # what fails here does not fail for the batch size
+    try:
+        found += [_functional(program, example(n), []) for n in each[1:]]
+    except CaptureFailed as other:
+        raise failure_at(other, each[len(found)], size) from failure
+    first = found[0]
+    tensors = values_of(first, example(hint))
+    samples = iter(dims)
+    places = [next(samples) if s.kind is InputKind.USER_INPUT else None for s in first.graph_signature.input_specs]
+    same_constants(found)
+    gm = join([f.graph_module for f in found], each, tensors, places)
+    why = readings.why() or failure.why
+    note = f"one graph for each batch size: {why}"
+    return Exported(gm, first.graph_signature, first.constants, first.state_dict, note, one_size=True)
 
 
-def _is_user(filename: str) -> bool:
-    return not any(part in filename for part in ("/torch/", "/psg_fx/", "/passes/", "<eval_with_key>", "<frozen"))
+def _functional(program: nn.Module, examples: Sequence[torch.Tensor], dynamic: list[dict[int, Any]]) -> ExportedProgram:
+    """`program(examples)` as functional ATen, differentiable, losses and recurrent layers written out."""
+    shapes = (dynamic,) if dynamic else None
+    with torch.enable_grad(), _refuse_custom_backward(), _quiet(), Rewritten(), user_stack_traces():
+        try:
+            exported = torch.export.export(program, (list(examples),), dynamic_shapes=shapes, strict=False)
+        except PsgError:
+            raise
+        except Exception as error:
+            raise capture_failed(error) from error
+        detach_no_grad_regions(exported.graph_module)
+        functional: ExportedProgram = exported.run_decompositions(recurrent_decompositions() | loss_decompositions())
+    return functional
 
 
 @contextlib.contextmanager

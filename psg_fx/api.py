@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from psg_fx import cost
+from psg_fx import cost, facts
 from psg_fx.arguments import BatchDim, Call, take_apart
 from psg_fx.errors import BadArgument
 from psg_fx.passes.capture import Program
@@ -135,6 +136,7 @@ class PerSampleModule(nn.Module):
         self.batch_dim, self.loss_reduction = batch_dim, loss_reduction
         self.backend, self.mode, self.options, self.dynamic = backend, mode, options, dynamic
         self._steps: dict[Any, Any] = {}
+        self._one_size: set[Any] = set()
         self._last: Any = None
 
     def train(self, mode: bool = True) -> PerSampleModule:
@@ -196,11 +198,17 @@ class PerSampleModule(nn.Module):
     def _look_up(self, call: Call, build: Callable[[Tracked], Any]) -> Any:
         """The compiled step for the model as it is now, made if it is new."""
         tracked = tracked_parameters(self.model, self.params)
-        size = call.batch_size() if self.dynamic is False else None
-        key = capture_key(self.model, self.loss_fn, tracked, call, size)
-        if key not in self._steps:
-            self._steps[key] = build(tracked)
-        self._last = self._steps[key]
+        key = capture_key(self.model, self.loss_fn, tracked, call)
+        size = call.batch_size() if self.dynamic is False or key in self._one_size else None
+        if (key, size) not in self._steps:
+            step = build(tracked)
+            known = facts.graph_facts(step.gm)
+            if size is None and known.data["one_size"]:
+                self._one_size.add(key)
+                size = call.batch_size()
+                warnings.warn(known.notes[0], stacklevel=5)
+            self._steps[key, size] = step
+        self._last = self._steps[key, size]
         return self._last
 
 

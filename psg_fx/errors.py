@@ -6,8 +6,10 @@ Three kinds: *never* (per-sample gradients do not exist), *not yet* (they exist,
 
 from __future__ import annotations
 
+import os
 import re
 
+import torch
 import torch.fx
 
 
@@ -49,7 +51,13 @@ class InternalError(PsgError, RuntimeError):
 _FRAME = re.compile(
     r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]+)(\n(?! *File ")[ \t]*(?P<code>[^\n]+))?'
 )
-_LIBRARY = re.compile(r"/torch/|<eval_with_key>|/psg_fx/(?!zoo/|demo/)|/passes/")
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OWN = re.compile(r"<eval_with_key>|<frozen|<string>|/psg_fx/(?!zoo/|demo/)|/passes/")
+
+
+def is_library(file: str) -> bool:
+    """Whether a file is torch's or psg_fx's rather than the user's."""
+    return file.startswith(_TORCH) or _OWN.search(file) is not None
 
 
 def source_line(node: torch.fx.Node) -> str:
@@ -58,7 +66,7 @@ def source_line(node: torch.fx.Node) -> str:
     Torch records the lines of `forward` methods only.  Without one: the module (`in encoder.0 (Linear)`), or the loss.
     """
     frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
-    own = [f for f in frames if not _LIBRARY.search(f["file"])]
+    own = [f for f in frames if not is_library(f["file"])]
     if own:
         file, line, code = own[-1]["file"], own[-1]["line"], own[-1]["code"] or ""
         return f"{file.rsplit('/', 1)[-1]}:{line}: {code.strip()}".removesuffix(": ")

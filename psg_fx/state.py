@@ -68,7 +68,7 @@ def _wanted(named: Sequence[tuple[str, nn.Parameter]], params: ParamFilter) -> s
     return found
 
 
-def capture_key(model: nn.Module, loss_fn: Any, tracked: Tracked, call: Call, size: int | None) -> Any:
+def capture_key(model: nn.Module, loss_fn: Any, tracked: Tracked, call: Call) -> Any:
     """Everything that a captured graph has baked in.  Equal keys: the same graph serves."""
     parts = [m for root in (model, loss_fn) if isinstance(root, nn.Module) for m in root.modules()]
     modules = tuple((id(m), m.training) for m in parts)
@@ -79,7 +79,7 @@ def capture_key(model: nn.Module, loss_fn: Any, tracked: Tracked, call: Call, si
     )
     device = call.tensors[0].device.type if call.tensors else "cpu"
     return (modules, state, tuple(tracked.aliases.items()), inputs, call.spec, _hashable(call.constants),
-            autocast_key(device), size)  # fmt: skip
+            autocast_key(device))  # fmt: skip
 
 
 def _state_tensors(modules: Sequence[nn.Module]) -> list[torch.Tensor]:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
-from torch._decomp import core_aten_decompositions, get_decompositions
+from torch._decomp import core_aten_decompositions
 from torch._dynamo.source import ConstantSource
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.proxy import TracerBase
 from torch.fx.traceback import preserve_node_meta
 from torch.utils._python_dispatch import _disable_current_modes as no_modes
+
+from psg_fx.errors import is_library
 
 aten = torch.ops.aten
 
@@ -26,7 +32,9 @@ __all__ = [
     "no_modes",
     "partition",
     "preserve_node_meta",
-    "rnn_decompositions",
+    "symbolic_inputs",
+    "user_stack_traces",
+    "watching_symbols",
 ]
 
 
@@ -63,12 +71,6 @@ def fake_batch() -> Iterator[tuple[Callable[[torch.Tensor, bool], torch.Tensor],
     yield example, is_symbol
 
 
-def rnn_decompositions() -> dict[OpOverload, Callable[..., Any]]:
-    """Torch's own decompositions of the recurrent layers, which unroll them into linear layers and pointwise ops."""
-    ops = [aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input]
-    return dict(get_decompositions(ops))  # type: ignore[arg-type]
-
-
 def partition(joint: GraphModule, num_fwd_outputs: int) -> tuple[GraphModule, GraphModule]:
     """Split a joint graph with placeholders `primals_*` and `tangents_*` into a forward and a backward graph, with the
     fewest bytes saved between them (Chen et al. 2016, arXiv:1604.06174, by min-cut).
@@ -82,3 +84,70 @@ def autocast_key(device_type: str) -> tuple[bool, torch.dtype] | None:
     if not torch.is_autocast_enabled(device_type):
         return None
     return True, torch.get_autocast_dtype(device_type)
+
+
+@contextlib.contextmanager
+def watching_symbols(seen: Callable[[Any, Any, FrameType], None]) -> Iterator[None]:
+    """Call `seen(expression, result, frame)` whenever Python code makes a symbolic size or condition a plain one.
+
+    `SymBool.__bool__` and `SymInt.__int__` have no hook; `frame` is that of the code that asked.
+    """
+    methods = [(torch.SymBool, "__bool__"), (torch.SymInt, "__int__"), (torch.SymInt, "__index__")]
+    originals = [getattr(kind, name) for kind, name in methods]
+
+    def watched(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def read(self: Any) -> Any:
+            expression = self.node.expr
+            result = original(self)
+            if getattr(expression, "free_symbols", None):
+                seen(expression, result, sys._getframe(1))
+            return result
+
+        return read
+
+    try:
+        for (kind, name), original in zip(methods, originals, strict=True):
+            setattr(kind, name, watched(original))
+        yield
+    finally:
+        for (kind, name), original in zip(methods, originals, strict=True):
+            setattr(kind, name, original)
+
+
+@contextlib.contextmanager
+def user_stack_traces() -> Iterator[None]:
+    """Let traced nodes keep every frame inside the program: export's tracer keeps only those of functions named
+    `forward`, so that nothing in a loss function or a helper has a line.
+    """
+    name = "_filter_traceback_frames"
+    original = getattr(TracerBase, name, None)
+    if original is None:
+        yield
+        return
+
+    def inner_frames(self: Any, summary: traceback.StackSummary) -> traceback.StackSummary:
+        start = next((i for i, f in enumerate(summary) if _is_program(f)), len(summary))
+        program, own = summary[start : start + 1], summary[start + 1 :]
+        return traceback.StackSummary.from_list(program + [f for f in own if not is_library(f.filename)])
+
+    setattr(TracerBase, name, inner_frames)
+    try:
+        yield
+    finally:
+        setattr(TracerBase, name, original)
+
+
+def _is_program(frame: traceback.FrameSummary) -> bool:
+    """Whether the frame is where model and loss are called: it tells the one from the other."""
+    return frame.name == "forward" and frame.filename.endswith("capture.py")
+
+
+def symbolic_inputs(tensors: Sequence[torch.Tensor], dims: Sequence[int | None]) -> list[torch.Tensor]:
+    """The tensors as fake ones whose size in `dims` is one symbol; they agree on that size."""
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    made: list[torch.Tensor] = []
+    for index, (tensor, dim) in enumerate(zip(tensors, dims, strict=True)):
+        sizes = [DimDynamic.DUCK if d == dim else DimDynamic.STATIC for d in range(tensor.ndim)]
+        context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
+        made.append(mode.from_tensor(tensor, symbolic_context=context, source=ConstantSource(f"value_{index}")))
+    return made

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from psg_fx import facts
 from psg_fx.facts import GraphFacts, InputSpec, OutputSpec
 from psg_fx.passes.losses import loss_decompositions
-from psg_fx.torch_private import rnn_decompositions
+from psg_fx.passes.recurrent import recurrent_decompositions
 
 
 class WithLoss(nn.Module):
@@ -58,7 +58,7 @@ def captured(
     with torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = export(WithLoss(module, loss), (inputs, targets), strict=False, dynamic_shapes=dims)
-        program = program.run_decompositions(rnn_decompositions() | loss_decompositions())
+        program = program.run_decompositions(recurrent_decompositions() | loss_decompositions())
     return described(program, len(inputs), batch_dim, shared, loss is not None)
 
 

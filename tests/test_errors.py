@@ -55,6 +55,10 @@ class CustomBackward(nn.Module):
         return Doubled.apply(self.layer(x))
 
 
+def without_samples(out: Tensor) -> Tensor:
+    return torch.zeros(())
+
+
 BATCH_DIM_FIX = (
     "give one int for everything, or (inputs_dims, targets_dims), each an int, None, or ints and Nones arranged like "
     "the arguments"
@@ -186,8 +190,8 @@ ROWS: dict[str, Row] = {
         "reduce it to one number for each sample ([B]) or to one in all (mean or sum)",
     ),
     "loss-without-samples": (
-        lambda: step(loss=lambda out: torch.zeros(()))(X), BadArgument, "the loss does not depend on the samples",
-        "%zeros;  in the loss", "no input or target with samples leads to it",
+        lambda: step(loss=without_samples)(X), BadArgument, "the loss does not depend on the samples",
+        "%zeros;  test_errors.py:<line>: return torch.zeros(())", "no input or target with samples leads to it",
         "compute the loss from the output of the model; check batch_dim",
     ),
     "no-weights": (

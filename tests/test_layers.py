@@ -16,7 +16,8 @@ LAYERS = [
     {"gradient", "paths", "state"},
     {"rules", "stages", "planning"},
     {"evaluate"},
-    {f"passes.{name}" for name in ("runner", "independence", "losses", "export", "lift", "rules", "probe")},
+    {f"passes.{name}" for name in ("branches", "reasons", "recurrent", "twins", "rewrites", "losses")},
+    {f"passes.{name}" for name in ("runner", "independence", "export", "lift", "rules", "probe")},
     {"passes"},
     {"passes.pipeline"},
     {"step", "report", "checks", "validation", "reference"},
@@ -24,7 +25,9 @@ LAYERS = [
 ]  # fmt: skip
 """Lowest first; a module imports from layers below its own, or from neighbours that do not import it."""
 
-SHARED = {"runner", "losses", "export", "lift", "probe", "independence", "rules"}
+SHARED = {
+    "branches", "export", "independence", "lift", "losses", "probe", "reasons", "recurrent", "rewrites", "rules", "runner", "twins",
+}  # fmt: skip
 """What passes share; beside these no pass imports another, and `pipeline` imports all of them."""
 
 

@@ -1,0 +1,173 @@
+"""One graph from captures at fixed batch sizes, where a capture with a symbolic batch size fails.
+
+The program is captured at the batch size of the call, at a prime, and at one.  All must be the same graph but for
+numbers that are multiples c·B of the batch size (or c/B); these become symbols again, so that samples are proven apart
+as ever.  The graph then serves the one batch size it was captured at: another one may lead the code elsewhere.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.fx import GraphModule, Interpreter, Node
+from torch.utils import _pytree as pytree
+
+from psg_fx import facts
+from psg_fx.errors import NotYetSupported, locate
+from psg_fx.torch_private import symbolic_inputs
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Share:
+    """A number that is `factor` times the batch size, or (inverse) divided by it."""
+
+    factor: int | float
+    inverse: bool = False
+
+
+def join(
+    graphs: Sequence[GraphModule], sizes: Sequence[int], tensors: Sequence[torch.Tensor], dims: Sequence[int | None]
+) -> GraphModule:
+    """The first graph, its numbers that go with the batch size replaced by a symbol.
+
+    graphs: captures of one program at `sizes`.  tensors: what the placeholders of the first hold.  dims: where the
+    samples lie in them, None where there are none.
+    """
+    first = graphs[0]
+    for node in first.graph.nodes:
+        if any(isinstance(s, torch.SymInt) for t in facts.tensors(node.meta.get("val")) for s in t.shape):
+            raise _by_values(node)
+    columns = list(zip(*(g.graph.nodes for g in graphs), strict=False))
+    if len({len(g.graph.nodes) for g in graphs}) > 1:
+        raise _unlike(next((c[0] for c in columns if len({n.target for n in c}) > 1), columns[-1][0]), sizes)
+    place = [{n: i for i, n in enumerate(g.graph.nodes)} for g in graphs]
+    shares = [_compare(column, place, sizes) for column in columns]
+    _write(first, shares, dims)
+    _describe(first, tensors, dims)
+    return first
+
+
+def values_of(exported: ExportedProgram, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What each placeholder holds."""
+    given, found = iter(inputs), []
+    for spec in exported.graph_signature.input_specs:
+        if spec.kind is InputKind.USER_INPUT:
+            found.append(next(given))
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            found.append(exported.constants[spec.target or ""])
+        else:
+            value = exported.state_dict.get(spec.target or "")
+            found.append(exported.constants[spec.target or ""] if value is None else value)
+    return [v.detach() for v in found]
+
+
+def same_constants(programs: Sequence[ExportedProgram]) -> None:
+    """Refuse tensors that the code computes from the batch size and that the graph would hold as they are."""
+    first, *others = programs
+    for name, value in first.constants.items():
+        for other in others:
+            found = other.constants.get(name)
+            if not isinstance(value, torch.Tensor) or not isinstance(found, torch.Tensor):
+                continue
+            if found.shape != value.shape or not torch.equal(found, value):
+                raise NotYetSupported(
+                    "the code makes a tensor of the batch size outside the graph", where=f"the constant {name}",
+                    why="it holds other values for another batch size", fix="make it with torch.arange or torch.full",
+                )  # fmt: skip
+
+
+def _compare(column: Sequence[Node], place: Sequence[dict[Node, int]], sizes: Sequence[int]) -> list[Any]:
+    """The flat arguments of a node, a `Share` where they go with the batch size."""
+    first = column[0]
+    if any(n.op != first.op or (n.op == "call_function" and n.target != first.target) for n in column):
+        raise _unlike(first, sizes)
+    flat = [pytree.tree_leaves((n.args, n.kwargs)) for n in column]
+    if len({len(f) for f in flat}) > 1:
+        raise _unlike(first, sizes)
+    return [_argument(first, values, place, sizes) for values in zip(*flat, strict=True)]
+
+
+def _argument(node: Node, values: Sequence[Any], place: Sequence[dict[Node, int]], sizes: Sequence[int]) -> Any:
+    if all(isinstance(v, Node) for v in values):
+        if len({p[v] for p, v in zip(place, values, strict=True)}) == 1:
+            return values[0]
+        raise _unlike(node, sizes)
+    if any(isinstance(v, Node) for v in values):
+        raise _unlike(node, sizes)
+    if all(type(v) is type(values[0]) and v == values[0] for v in values):
+        return values[0]
+    if all(type(v) is int for v in values) and len({v / s for v, s in zip(values, sizes, strict=True)}) == 1:
+        return Share(values[0] // sizes[0])
+    if all(type(v) is float for v in values):
+        scaled = [v * s for v, s in zip(values, sizes, strict=True)]
+        if max(abs(s - scaled[0]) for s in scaled) <= 1e-12 * abs(scaled[0]):
+            return Share(scaled[-1], inverse=True)
+    raise NotYetSupported(
+        f"{node.target} has a number that follows the batch size in no simple way", where=locate(node),
+        why=f"it is {', '.join(f'{v} at B = {s}' for v, s in zip(values, sizes, strict=True))}",
+        fix="use x.shape[0] itself, without int(), min() or max()",
+    )  # fmt: skip
+
+
+def _by_values(node: Node) -> NotYetSupported:
+    return NotYetSupported(
+        f"the size of what {node.target} makes depends on values of a tensor", where=locate(node),
+        why="a compiled graph has sizes that are known before it runs",
+        fix="keep every row and multiply by a mask, or use torch.where",
+    )  # fmt: skip
+
+
+def _unlike(node: Node, sizes: Sequence[int]) -> NotYetSupported:
+    listed = ", ".join(str(s) for s in sizes)
+    return NotYetSupported(
+        "the program is another one for another batch size", where=locate(node),
+        why=f"captured with {listed} samples it gives graphs that differ here, and the loss of a sample is that of a "
+        "batch of one",
+        fix="write it to do the same for every batch size: no loop over samples, no branch on their number",
+    )  # fmt: skip
+
+
+def _write(gm: GraphModule, shares: Sequence[list[Any]], dims: Sequence[int | None]) -> None:
+    """Put multiples of a size of an input where the shares are."""
+    nodes = list(gm.graph.nodes)
+    inputs = [n for n in nodes if n.op == "placeholder"]
+    carrier, dim = next((n, d) for n, d in zip(inputs, dims, strict=True) if d is not None)
+    with gm.graph.inserting_after(inputs[-1]):
+        batch = gm.graph.call_function(aten.sym_size.int, (carrier, dim))
+    for node, flat in zip(nodes, shares, strict=True):
+        if not any(isinstance(v, Share) for v in flat):
+            continue
+        with gm.graph.inserting_before(node):
+            new = [_number(gm, batch, v) if isinstance(v, Share) else v for v in flat]
+        node.args, node.kwargs = pytree.tree_unflatten(new, pytree.tree_structure((node.args, node.kwargs)))
+
+
+def _number(gm: GraphModule, batch: Node, share: Share) -> Node:
+    if share.inverse:
+        return gm.graph.call_function(operator.truediv, (share.factor, batch))
+    return batch if share.factor == 1 else gm.graph.call_function(operator.mul, (batch, share.factor))
+
+
+class _Described(Interpreter):
+    """Runs a graph on fake tensors and keeps each value in the meta of its node."""
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        if n.op != "output":
+            n.meta["val"] = result
+        return result
+
+
+def _describe(gm: GraphModule, tensors: Sequence[torch.Tensor], dims: Sequence[int | None]) -> None:
+    fakes = symbolic_inputs(tensors, dims)
+    with fakes[0].fake_mode, torch.no_grad():  # type: ignore[attr-defined]
+        _Described(gm).run(*fakes)
+    gm.recompile()

@@ -1,0 +1,1 @@
+"""psg_fx on models and test suites that others wrote."""

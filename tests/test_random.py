@@ -1,0 +1,115 @@
+"""Random draws: with the same seed, a step on the eager backend draws what the ordinary batched step draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import psg_fx
+
+X, Y = torch.randn(6, 5, 4, dtype=torch.float64), torch.tensor([0, 2, 1, 1, 0, 2])
+
+
+class Head(nn.Module):
+    """A body on `[B, 5, 4]`, then three scores from what it returns."""
+
+    def __init__(self, body: nn.Module, features: int) -> None:
+        super().__init__()
+        self.body, self.head = body, nn.Linear(features, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.body(x)
+        return self.head((out[0] if isinstance(out, tuple) else out).flatten(1))
+
+
+class Dropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.dropout = nn.Linear(4, 4), nn.Dropout(0.4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(F.relu(self.layer(self.dropout(x))))
+
+
+class Channels(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.dropout = nn.Conv1d(5, 4, 2), nn.Dropout1d(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.alpha_dropout(self.dropout(self.layer(x)), 0.2, training=self.training)
+
+
+class Noise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = torch.bernoulli(torch.full_like(x, 0.7))
+        return self.layer(x + torch.randn_like(x)) * kept + torch.rand(x.shape[0], 5, 4, dtype=x.dtype)
+
+
+def _recurrent(kind: type[nn.RNNBase], **options: Any) -> Callable[[], nn.Module]:
+    return lambda: Head(kind(4, 3, num_layers=2, dropout=0.4, batch_first=True, **options), 15 * (1 + bool(options)))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "dropout": lambda: Head(Dropped(), 20),
+    "channels": lambda: Head(Channels(), 12),
+    "noise": lambda: Head(Noise(), 20),
+    "attention": lambda: Head(nn.TransformerEncoderLayer(4, 2, 8, dropout=0.3, batch_first=True), 20),
+    "lstm": _recurrent(nn.LSTM),
+    "lstm-two-ways": _recurrent(nn.LSTM, bidirectional=True),
+    "gru": _recurrent(nn.GRU),
+    "rnn": _recurrent(nn.RNN),
+}
+
+
+def ordinary(model: nn.Module) -> tuple[Tensor, list[Tensor], Tensor]:
+    """Loss and gradients of the ordinary batched step from a fixed seed, and the next number drawn."""
+    torch.manual_seed(7)
+    loss = F.cross_entropy(model(X), Y)
+    return loss, list(torch.autograd.grad(loss, list(model.parameters()))), torch.rand(1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_step_draws_what_the_ordinary_step_draws(name: str) -> None:
+    model = MODELS[name]().double()
+    step = psg_fx.transform(model, F.cross_entropy, quantities=psg_fx.MeanGrad(), backend="eager")
+    step(X, Y)
+    loss, gradients, following = ordinary(model)
+    torch.manual_seed(7)
+    out = step(X, Y)
+    assert torch.equal(torch.rand(1), following)
+    torch.testing.assert_close(out.losses.mean(), loss)
+    torch.testing.assert_close(list(out.mean_grad.values()), gradients)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_without_a_loss(name: str) -> None:
+    model = MODELS[name]().double()
+    step = psg_fx.transform(model, backend="eager")
+    with torch.no_grad():
+        step(X)
+    loss, gradients, following = ordinary(model)
+    torch.manual_seed(7)
+    found = F.cross_entropy(step(X), Y)
+    found.backward()
+    assert torch.equal(torch.rand(1), following)
+    torch.testing.assert_close(found, loss)
+    torch.testing.assert_close([p.grad_sample.sum(0) for p in model.parameters()], gradients)
+
+
+def test_draws_differ_between_samples_and_between_calls() -> None:
+    model = MODELS["dropout"]().double()
+    step = psg_fx.transform(model, F.cross_entropy, backend="eager")
+    same, targets = X[:1].expand(6, -1, -1), Y[:1].expand(6)
+    first, second = step(same, targets), step(same, targets)
+    assert len(set(first.losses.tolist())) > 1
+    assert not torch.equal(first.losses, second.losses)
