@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
 
 from psg_fx import facts
+from psg_fx.custom import custom_call
 from psg_fx.errors import InternalError, locate
 from psg_fx.facts import InputSpec, OutputSpec, fact
 from psg_fx.sites import Operand, Site, Value
@@ -31,6 +32,9 @@ class _Tapped(Interpreter):
         super().__init__(gm, garbage_collect_values=False)
         self.seen: dict[str, tuple[dict[str, torch.Tensor], list[torch.Tensor]]] = {}
 
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return super().call_function(custom_call(target) or target, args, kwargs)
+
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
         _same_shape(n, result)
@@ -38,7 +42,7 @@ class _Tapped(Interpreter):
             arguments = {a.name: self.env[a] for a in n.all_input_nodes if isinstance(self.env[a], torch.Tensor)}
             outputs = list(facts.tensors(result))
             for output in outputs:
-                if output.is_floating_point() and not output.requires_grad:
+                if (output.is_floating_point() or output.is_complex()) and not output.requires_grad:
                     output.requires_grad_()
             self.seen[n.name] = (arguments, outputs)
         return result

@@ -15,14 +15,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputKind
 from torch.fx import GraphModule
+from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
 
+from psg_fx.custom import as_one_op
 from psg_fx.errors import CaptureFailed, NotYetSupported, PsgError
 from psg_fx.torch_private import user_stack_traces
 
@@ -30,11 +34,15 @@ from .branches import Readings, watch_the_batch_size
 from .losses import loss_decompositions
 from .reasons import capture_failed, failure_at
 from .recurrent import recurrent_decompositions
-from .rewrites import Rewritten
+from .rewrites import rewritten
 from .twins import join, same_constants, values_of
 
 aten = torch.ops.aten
 Example = Callable[[int], Sequence[torch.Tensor]]
+_FUNCTIONAL: dict[Any, Callable[..., Any]] = {
+    aten.copy.default: lambda old, new, non_blocking=False: new.to(old.dtype).expand(old.shape).clone()
+}
+"""Ops that come of writing into a view and that autograd does not know."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +102,7 @@ def _one_size(
 def _functional(program: nn.Module, examples: Sequence[torch.Tensor], dynamic: list[dict[int, Any]]) -> ExportedProgram:
     """`program(examples)` as functional ATen, differentiable, losses and recurrent layers written out."""
     shapes = (dynamic,) if dynamic else None
-    with torch.enable_grad(), _refuse_custom_backward(), _quiet(), Rewritten(), user_stack_traces():
+    with torch.enable_grad(), _keep_custom_backward(), _quiet(), rewritten(), user_stack_traces():
         try:
             exported = torch.export.export(program, (list(examples),), dynamic_shapes=shapes, strict=False)
         except PsgError:
@@ -102,7 +110,9 @@ def _functional(program: nn.Module, examples: Sequence[torch.Tensor], dynamic: l
         except Exception as error:
             raise capture_failed(error) from error
         detach_no_grad_regions(exported.graph_module)
-        functional: ExportedProgram = exported.run_decompositions(recurrent_decompositions() | loss_decompositions())
+        functional: ExportedProgram = exported.run_decompositions(
+            recurrent_decompositions() | loss_decompositions() | _FUNCTIONAL
+        )
     return functional
 
 
@@ -125,25 +135,35 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _refuse_custom_backward() -> Iterator[None]:
-    """Refuse custom autograd functions: export follows their forward and would silently drop their backward."""
+def _keep_custom_backward() -> Iterator[None]:
+    """Custom autograd functions become ops of their own: export would follow their forward and drop their backward."""
     function = torch.autograd.Function
     original = function.__dict__["apply"]
 
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls.__module__.split(".")[0] == "torch":
-            return original.__get__(None, cls)(*args, **kwargs)
-        raise NotYetSupported(
-            f"{cls.__name__} has a backward of its own", where=f"{cls.__module__}.{cls.__qualname__}.apply",
-            why="a captured graph holds what its forward computes, not its custom backward: gradients would be wrong",
-            fix="write the function with ordinary differentiable ops",
-        )  # fmt: skip
+    def apply(cls: type[torch.autograd.Function], *args: Any) -> Any:
+        if cls is CheckpointFunction:  # what is recomputed is decided after differentiation
+            block, _, *given = args
+            return block(*given)
+        if cls is BackwardHookFunction:
+            raise _hooked("a module has a backward hook", "register_full_backward_hook")
+        return as_one_op(cls, args)
 
-    function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    def register_hook(tensor: torch.Tensor, hook: Any) -> Any:
+        raise _hooked("the code puts a hook on a tensor's gradient", "register_hook")
+
     try:
-        yield
+        function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+        with mock.patch.object(torch.Tensor, "register_hook", register_hook):
+            yield
     finally:
         function.apply = original  # type: ignore[method-assign]
+
+
+def _hooked(what: str, where: str) -> NotYetSupported:
+    return NotYetSupported(
+        what, where=where, why="a captured graph has no hooks, and one may change the gradient",
+        fix="remove it, or write what it does to the gradient as a custom autograd.Function",
+    )  # fmt: skip
 
 
 def detach_no_grad_regions(gm: GraphModule) -> None:

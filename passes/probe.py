@@ -1,7 +1,8 @@
 """An op without a rule is tried out: on random values, does row i of the output come from row i of the inputs alone?
 
 With B = 3: the op on the whole batch, restricted to sample i, must equal the op on sample i alone, for every i and for
-several random draws; a changed sample j must leave row i as it is (implied, since row i is the op on sample i alone).
+several draws; a changed sample j then leaves row i as it is, since row i is the op on sample i alone.  Some draws are
+there for ops that mix for certain values only: a wide spread, many equal values, one sample far from the others.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from psg_fx import facts
 from psg_fx.axes import Misfit, single
 from psg_fx.errors import NotYetSupported, locate
 from psg_fx.facts import Axes, SampleAxis
-from psg_fx.passes.independence.values import FIX, Result, mixed, op_name, tensors
+from psg_fx.passes.independence.values import FIX, Result, mixed, no_place, op_name, tensors
 
-SIZE, DRAWS, LARGEST = 3, 4, 2**22
+SIZE, LARGEST = 3, 2**22
+DRAWS, FURTHER = ("normal", "normal, again"), ("spread", "equal", "far")
 
 
 def probe(node: Node, batch: sympy.Symbol, known: Mapping[Node, Axes], notes: list[str]) -> Result:
@@ -37,25 +39,24 @@ def probe(node: Node, batch: sympy.Symbol, known: Mapping[Node, Axes], notes: li
             raise _unsupported(node, "it has no rule, and an input is a tuple")
     outs = [single(facts.shape(t), batch) for t in tensors(node.meta["val"])] if _fits(node, batch) else []
     trial = Trial(node, batch, known)
-    candidates = [list(_candidates(o.dim, o.factor)) for o in outs]
+    possible = [list(candidates(o.dim, o.factor)) for o in outs]
     if not any(o.dim is not None for o in outs):
         raise mixed(node, "no dim of its output holds the samples of its inputs", FIX)
     try:
-        for draw in range(DRAWS):
-            whole, alone = trial.run(draw)
-            for place, options in enumerate(candidates):
+        for whole, alone in trial.draws():
+            for place, options in enumerate(possible):
                 rows = [a[place] for a in alone]
-                candidates[place] = [axis for axis in options if _agree(whole[place], rows, axis)]
+                possible[place] = [axis for axis in options if _agree(whole[place], rows, axis)]
     except Exception as error:
         if isinstance(error, NotYetSupported):
             raise
         raise _unsupported(
             node, f"it has no rule, and trying it out failed: {type(error).__name__}: {error}"
         ) from error
-    if not all(candidates):
+    if not all(possible):
         raise mixed(node, "tried out on random values, a sample's rows change with the other samples", FIX)
     notes.append(f"{op_name(node)} (%{node.name}) has no rule; its samples were found apart by trying it out")
-    chosen = tuple(c[0] for c in candidates)
+    chosen = tuple(c[0] for c in possible)
     return Result(chosen[0] if isinstance(node.meta["val"], torch.Tensor) else chosen)
 
 
@@ -64,11 +65,12 @@ def _fits(node: Node, batch: sympy.Symbol) -> bool:
         for tensor in tensors(node.meta["val"]):
             single(facts.shape(tensor), batch)
     except Misfit as misfit:
-        raise mixed(node, str(misfit)) from None
+        raise no_place(node, misfit) from None
     return True
 
 
-def _candidates(dim: int | None, factor: int) -> Iterator[SampleAxis | None]:
+def candidates(dim: int | None, factor: int) -> Iterator[SampleAxis | None]:
+    """The layouts that a dim of size factor * B may have."""
     if dim is None:
         yield None
         return
@@ -87,16 +89,18 @@ def take(value: torch.Tensor, axis: SampleAxis | None, i: int) -> torch.Tensor:
 
 
 def _agree(whole: torch.Tensor, alone: list[torch.Tensor], axis: SampleAxis | None) -> bool:
-    for i, expected in enumerate(alone):
-        found = take(whole, axis, i)
-        if found.shape != expected.shape:
-            return False
-        if found.is_floating_point() or found.is_complex():
-            if not torch.allclose(found, expected, rtol=1e-6, atol=1e-8, equal_nan=True):
-                return False
-        elif not torch.equal(found, expected):
-            return False
-    return True
+    return all(close(take(whole, axis, i), expected) for i, expected in enumerate(alone))
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Equal up to rounding, relative to the entry and to the usual size of the entries."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    if not (found.is_floating_point() or found.is_complex()):
+        return torch.equal(found, expected)
+    finite = expected.abs()[torch.isfinite(expected)].double()
+    usual = max(float(finite.median()), 1e-2) if finite.numel() else 1.0
+    return torch.allclose(found, expected, rtol=1e-6, atol=1e-6 * usual, equal_nan=True)
 
 
 def _unsupported(node: Node, why: str) -> NotYetSupported:
@@ -114,10 +118,21 @@ class Trial:
     def __init__(self, node: Node, batch: sympy.Symbol, known: Mapping[Node, Axes]) -> None:
         self.node, self.batch, self.known = node, batch, known
 
-    def run(self, seed: int) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
+    def draws(self) -> Iterator[tuple[list[torch.Tensor], list[list[torch.Tensor]]]]:
+        """The outputs for each kind of values; the op must run on the ordinary ones."""
+        for kind in DRAWS:
+            yield self.run(kind)
+        for kind in FURTHER:
+            try:
+                found = self.run(kind)
+            except Exception:  # such values are not in its domain: a singular matrix, say
+                continue
+            yield found
+
+    def run(self, kind: str) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
         """The outputs on the batch, and on each sample alone."""
-        generator = torch.Generator().manual_seed(seed)
-        drawn: dict[Node, Any] = {n: self.draw(n, generator) for n in self.node.all_input_nodes}
+        generator = torch.Generator().manual_seed((DRAWS + FURTHER).index(kind))
+        drawn: dict[Node, Any] = {n: self.draw(n, generator, kind) for n in self.node.all_input_nodes}
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             whole = self.call({n: self.number(n, SIZE) if v is None else v for n, v in drawn.items()})
@@ -145,7 +160,7 @@ class Trial:
         value = node.meta["val"]
         return facts.at(facts.expr(value), self.batch, size)
 
-    def draw(self, node: Node, generator: torch.Generator) -> Any:
+    def draw(self, node: Node, generator: torch.Generator, kind: str) -> Any:
         """A random tensor of the node's shape at B = 3; None for numbers."""
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor):
@@ -156,7 +171,23 @@ class Trial:
         if value.is_complex():
             return torch.randn(shape, generator=generator, dtype=torch.complex128).to(value.dtype)
         if value.is_floating_point():
-            kind = value.dtype if value.dtype == torch.float64 else torch.float32
-            return torch.randn(shape, generator=generator, dtype=torch.float64).to(kind)
+            drawn = _shaped(torch.randn(shape, generator=generator, dtype=torch.float64), kind, self.known.get(node))
+            return drawn.to(value.dtype if value.dtype == torch.float64 else torch.float32)
         high = 2 if value.dtype == torch.bool else 3
         return torch.randint(0, high, shape, generator=generator).to(value.dtype)
+
+
+def _shaped(normal: torch.Tensor, kind: str, axis: Axes) -> torch.Tensor:
+    """Normal values made to spread over six decades, to be whole numbers, or to be far away in sample 1."""
+    if kind == "spread":
+        return normal * 10 ** normal.flatten().roll(1).view(normal.shape)
+    if kind == "equal":
+        return normal.round()
+    if kind == "far" and isinstance(axis, SampleAxis):
+        far = torch.tensor([1.0, 1e3, 1.0], dtype=normal.dtype)
+        sizes = [1] * (normal.ndim + 2)
+        sizes[axis.dim + 1] = SIZE
+        return (normal.unflatten(axis.dim, (axis.outer, SIZE, axis.inner)) * far.view(sizes)).flatten(
+            axis.dim, axis.dim + 2
+        )
+    return normal

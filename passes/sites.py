@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from psg_fx import facts
+from psg_fx.custom import CustomCall, custom_call, differentiable
 from psg_fx.errors import NotYetSupported, locate
 from psg_fx.facts import fact
 from psg_fx.sites import Prefix
@@ -38,6 +41,7 @@ def find_sites(gm: GraphModule) -> GraphModule:
         if node.op == "placeholder":
             spec = facts.input_spec(node)
             if spec.tracked:
+                _require_real(node)
                 facts.update(node, params=frozenset([spec.name]))
         elif node.op == "call_function":
             _classify(node)
@@ -56,10 +60,8 @@ def _classify(node: Node) -> None:
     operands = [n for n in node.all_input_nodes if fact(n).params]
     if not operands or node.target in (aten.detach.default, aten.detach_.default):
         return
-    values = list(facts.tensors(node.meta.get("val")))
-    if not any(value.is_floating_point() for value in values):
-        if any(value.is_complex() for value in values):
-            raise _complex(node)
+    values = facts.tensors(node.meta.get("val"))
+    if not any(value.is_floating_point() or value.is_complex() for value in values):
         return
     if fact(node).reduced:
         return
@@ -69,11 +71,13 @@ def _classify(node: Node) -> None:
         facts.update(node, params=frozenset().union(*(fact(n).params for n in operands)))
 
 
-def _complex(node: Node) -> NotYetSupported:
-    return NotYetSupported(
-        f"{node.target} makes a complex value of a parameter", where=locate(node),
-        why="per-sample gradients of complex values are not written yet", fix="keep parameters real up to their use",
-    )  # fmt: skip
+def _require_real(node: Node) -> None:
+    if node.meta["val"].is_complex():
+        raise NotYetSupported(
+            f"the parameter {facts.input_spec(node).name} is complex", where=locate(node),
+            why="norms and inner products of complex gradients have no agreed meaning here",
+            fix="keep it as two real ones, or as a real one with a last dim of 2, and use torch.view_as_complex",
+        )  # fmt: skip
 
 
 def _carries(node: Node) -> bool:
@@ -98,13 +102,21 @@ def prefix(gm: GraphModule, operand: Node) -> Prefix:
     copies: dict[Node, Node] = {}
     for node in order:
         copies[node] = graph.node_copy(node, copies.__getitem__)
+        if (call := custom_call(node.target)) is not None:
+            copies[node].target = _transformable(call, node)
     graph.output(copies[operand])
     inputs = tuple(n.name for n in order if n.op == "placeholder")
     owners = {n.name: next(iter(fact(n).params), "") for n in order if n.op == "placeholder"}
     ops = [n for n in order if n.op == "call_function" and n.target is not operator.getitem]
-    selects = len(inputs) == 1 and all(getattr(n.target, "overloadpacket", None) in _SELECTING for n in ops)
+    real = not operand.meta["val"].is_complex()
+    selects = real and len(inputs) == 1 and all(getattr(n.target, "overloadpacket", None) in _SELECTING for n in ops)
     listed = tuple(str(n.target).split(".")[1] for n in ops)
     return Prefix(operand.name, inputs, names, owners, listed, selects=selects, graph=GraphModule(gm, graph))
+
+
+def _transformable(call: CustomCall, node: Node) -> Callable[..., Any]:
+    values = [n.meta["val"] for n in node.args]  # type: ignore[union-attr]
+    return differentiable(call, [tuple(int(s) for s in v.shape) for v in values], [v.dtype for v in values])
 
 
 def _ancestors(node: Node) -> set[Node]:

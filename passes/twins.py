@@ -125,6 +125,14 @@ def _by_values(node: Node) -> NotYetSupported:
     )  # fmt: skip
 
 
+def _one_number(node: Node) -> NotYetSupported:
+    return NotYetSupported(
+        f"{node.target} takes no symbol for the batch size", where=locate(node),
+        why="torch asks for the number itself to say what it makes, so its samples cannot be proven apart",
+        fix="if it runs over the samples, let it not; else write it with ops that take any size",
+    )  # fmt: skip
+
+
 def _unlike(node: Node, sizes: Sequence[int]) -> NotYetSupported:
     listed = ", ".join(str(s) for s in sizes)
     return NotYetSupported(
@@ -157,10 +165,20 @@ def _number(gm: GraphModule, batch: Node, share: Share) -> Node:
 
 
 class _Described(Interpreter):
-    """Runs a graph on fake tensors and keeps each value in the meta of its node."""
+    """Runs a graph on fake tensors and keeps each value in the meta of its node.
+
+    fixed: the node, if any, that turned the symbol in the shape of `carrier` into a number.
+    """
+
+    def __init__(self, gm: GraphModule, carrier: torch.Tensor) -> None:
+        super().__init__(gm)
+        self.carrier = carrier
+        self.fixed: Node | None = None
 
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
+        if self.fixed is None and not any(size.free_symbols for size in facts.shape(self.carrier)):
+            self.fixed = n
         if n.op != "output":
             n.meta["val"] = result
         return result
@@ -169,5 +187,9 @@ class _Described(Interpreter):
 def _describe(gm: GraphModule, tensors: Sequence[torch.Tensor], dims: Sequence[int | None]) -> None:
     fakes = symbolic_inputs(tensors, dims)
     with fakes[0].fake_mode, torch.no_grad():  # type: ignore[attr-defined]
-        _Described(gm).run(*fakes)
+        carrier = next(fake for fake, dim in zip(fakes, dims, strict=True) if dim is not None)
+        described = _Described(gm, carrier)
+        described.run(*fakes)
+    if described.fixed is not None:
+        raise _one_number(described.fixed)
     gm.recompile()

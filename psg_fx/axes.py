@@ -21,6 +21,10 @@ class Misfit(ValueError):
     """The samples do not lie in one dim as outer * B * inner; the text says why."""
 
 
+class Ragged(Misfit):
+    """A size depends on the data."""
+
+
 @dataclass(frozen=True)
 class Single:
     """A shape at B = 1, and the one dim whose size is a multiple of B (None: the shape does not know B)."""
@@ -54,7 +58,7 @@ def single(shape: Sequence[sympy.Expr | int], batch: sympy.Symbol) -> Single:
             sizes.append(multiple(size, batch))
             dims.append(dim)
         else:
-            raise Misfit(f"the size of dim {dim} depends on the data")
+            raise Ragged(f"the size of dim {dim} depends on the data")
     if len(dims) > 1:
         raise Misfit(f"dims {dims[0]} and {dims[1]} both have the size of the batch, so each sample meets every other")
     return Single(tuple(sizes), dims[0] if dims else None)

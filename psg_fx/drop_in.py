@@ -130,7 +130,7 @@ class _Joined(torch.autograd.Function):
         ctx.others = [v for v in saved if not isinstance(v, torch.Tensor)]
         ctx.save_for_backward(*(v for v in saved if isinstance(v, torch.Tensor)))
         ctx.mark_non_differentiable(*(v for v in outputs if not v.is_floating_point()))
-        ctx.like = [(v.shape, v.dtype, v.device) for v in outputs if v.is_floating_point()]
+        ctx.like = [(torch.empty_like(v, device="meta"), v.device) for v in outputs if v.is_floating_point()]
         ctx.floating = [v.is_floating_point() for v in outputs]
         return tuple(outputs)
 
@@ -141,13 +141,19 @@ class _Joined(torch.autograd.Function):
         rest, others = iter(ctx.saved_tensors), iter(ctx.others)
         saved = [next(rest) if is_tensor else next(others) for is_tensor in ctx.tensors]
         floating = [g for g, is_float in zip(gradients, ctx.floating, strict=True) if is_float]
-        tangents = [
-            torch.zeros(shape, dtype=dtype, device=device) if g is None else g
-            for g, (shape, dtype, device) in zip(floating, ctx.like, strict=True)
-        ]
+        tangents = [_laid_out(g, like, device) for g, (like, device) in zip(floating, ctx.like, strict=True)]
         with plain_mode():
             found = step.backward(*saved, *tangents)
         return (None, None, None, None, None, *_deliver(ctx, step, found))
+
+
+def _laid_out(gradient: torch.Tensor | None, like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The gradient of an output (None: zero) in the memory order of the output, for which the backward was traced."""
+    if gradient is None:
+        return torch.zeros_like(like, device=device)
+    if gradient.stride() == like.stride():
+        return gradient
+    return torch.empty_like(like, device=device).copy_(gradient)
 
 
 def _deliver(ctx: Any, step: SplitStep, found: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:

@@ -85,14 +85,20 @@ class Gathered(torch.fx.Interpreter):
             return _split(*args, **kwargs)
         if target is aten.split_with_sizes.default:
             return _cut(*args, **kwargs)
+        if target is aten.copy.default:
+            return args[1].to(args[0].dtype).expand_as(args[0])
+        if target is aten.slice_scatter.default:
+            return _slice_scattered(*args, **kwargs)
+        if target is aten.select_scatter.default:
+            x, source, dim, index = args
+            start = index % x.shape[dim]
+            return _slice_scattered(x, source.unsqueeze(dim), dim, start, start + 1)
         if target is aten._weight_norm.default:
             return _weight_norm(*args, **kwargs)
         if target is aten.embedding.default:
             return _looked_up(*args, **kwargs)
         if target in _TAKES:
-            x, *rest = args
-            places = torch.arange(x.numel(), device=x.device).reshape(x.shape)
-            return x.reshape(-1)[target(places, *rest, **kwargs)]
+            return _taken(target, *args, **kwargs)
         return super().call_function(target, args, kwargs)
 
 
@@ -100,6 +106,11 @@ _TAKES = (
     aten.diagonal.default, aten.unfold.default, aten.gather.default, aten.index_select.default,
     aten.roll.default, aten.flip.default,
 )  # fmt: skip
+
+
+def _taken(target: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    places = torch.arange(x.numel(), device=x.device).reshape(x.shape)
+    return x.reshape(-1)[target(places, *args, **kwargs)]
 
 
 def _looked_up(
@@ -133,6 +144,21 @@ def _sliced(x: torch.Tensor, dim: int = 0, start: int | None = None, end: int | 
 def _narrowed(x: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
     after = x.ndim - 1 - dim % x.ndim
     return aten.constant_pad_nd(x, [0, 0] * after + [-start, start + length - x.shape[dim]])  # type: ignore[no-any-return]
+
+
+def _slice_scattered(
+    x: torch.Tensor, source: torch.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> torch.Tensor:
+    """X, but the rows of `source` at start, start + step, .. < end of `dim`."""
+    size = x.shape[dim]
+    first, last, step = slice(start, end, step).indices(size)
+    if first >= last:
+        return x
+    rows = torch.arange(size, device=x.device)
+    inside = (rows >= first) & (rows < last) & ((rows - first) % step == 0)
+    nearest = ((rows - first) // step).clamp(0, source.shape[dim] - 1)
+    wide = [-1 if d == dim % x.ndim else 1 for d in range(x.ndim)]
+    return torch.where(inside.view(wide), _taken(aten.index_select.default, source, dim, nearest), x)
 
 
 def _split(x: torch.Tensor, size: int, dim: int = 0) -> list[torch.Tensor]:

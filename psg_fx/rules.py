@@ -58,7 +58,12 @@ def registered() -> dict[Any, str]:
 
 
 def networks_of(site: Site) -> dict[int, tuple[Network | None, str]]:
-    """For each parameter operand of the site, by position: its network (None: fallback) and the rule's name."""
+    """For each parameter operand of the site, by position: its network (None: fallback) and the rule's name.
+
+    Rules are written for real values; complex ones are left to autograd.
+    """
+    if site.is_complex:
+        return {operand.position: (None, "fallback") for operand in site.operands}
     found: dict[int, tuple[Network | None, str]] = {}
     function, params = _RULES.get(site.target, (None, {}))
     made = function(site) if function is not None else {}

@@ -9,6 +9,7 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
 
 from psg_fx.facts import SampleAxis
 
@@ -83,6 +84,12 @@ class Site:
     def op(self) -> str:
         """The op as it prints: `linear`, `conv2d`."""
         return str(self.target).removeprefix("aten.").removesuffix(".default")
+
+    @property
+    def is_complex(self) -> bool:
+        """Whether any value at the site is complex."""
+        flat = pytree.tree_leaves((self.args, self.kwargs), is_leaf=lambda v: isinstance(v, Value))
+        return any(isinstance(v, Value) and v.dtype.is_complex for v in (*flat, *self.outputs))
 
     def input(self, index: int) -> Value:
         """The tensor argument `index`."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from psg_fx.arguments import Call
-from psg_fx.errors import BadArgument
+from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.layout import memory_order
 from psg_fx.torch_private import autocast_key
 
@@ -46,6 +46,13 @@ def tracked_parameters(model: nn.Module, params: ParamFilter) -> Tracked:
             else f"params={params!r} leaves none that requires gradients",
             fix="set requires_grad on some parameters, or widen params=",
         )  # fmt: skip
+    for name, parameter in named:
+        if aliases[name] and parameter._backward_hooks:
+            raise NotYetSupported(
+                f"{name} has a hook on its gradient", where=f"{name}.register_hook",
+                why="a hook may change the gradient, and a compiled step would not call it",
+                fix="remove the hook, and apply it to what the step returns",
+            )  # fmt: skip
     return Tracked(aliases)
 
 

@@ -6,10 +6,7 @@ its output into one number for each sample. A new rule needs a row here, and get
 
 from __future__ import annotations
 
-import math
-import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,104 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-Shape = tuple[int, ...]
-B = 3
+from case import B, Case, Shape, wavy
+from traps import TRAPS
 
-
-@dataclass(frozen=True)
-class Case:
-    """One row.
-
-    function: `function(*data, **params)`. module: makes the model instead (called as `model(*data)`).
-    x, more: shapes of floating-point inputs, the samples in `batch_dim`. ids: shape of an integer input < `classes`.
-    out_dim: where the samples lie in the output. loss: how the loss is reduced, "sum", "mean" or "none" (`[B]`).
-    shift: added to the parameters (keeps denominators off zero). frozen: parameters that need no gradient.
-    covers: names of rules that this row is for, beside that of its first word. dtype: where float64 cannot run.
-    vmap: whether `vmap(grad)` can run it. penalty: the loss also has the squares of the named parameter.
-    refused: words of the error, where this is not supported yet.
-    """
-
-    name: str
-    function: Callable[..., Tensor] | None = None
-    x: Shape | None = (B, 4)
-    params: Mapping[str, Shape] = field(default_factory=dict)
-    more: Sequence[Shape] = ()
-    ids: Shape | None = None
-    classes: int = 7
-    batch_dim: Any = 0
-    out_dim: int = 0
-    loss: str = "mean"
-    shift: float = 0.0
-    frozen: tuple[str, ...] = ()
-    covers: tuple[str, ...] = ()
-    module: Callable[[], nn.Module] | None = None
-    vmap: bool = True
-    penalty: str = ""
-    train: bool = True
-    refused: str = ""
-
-    def __str__(self) -> str:
-        return self.name
-
-    @property
-    def seed(self) -> int:
-        """A seed of the row's own."""
-        return zlib.crc32(self.name.encode())
-
-    def model(self, dtype: torch.dtype = torch.float64) -> nn.Module:
-        """The module, with fixed random parameters."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
-            if self.module is not None:
-                made = self.module()
-            else:
-                assert self.function is not None
-                made = Tiny(self.function, self.params, self.shift)
-        for name, parameter in made.named_parameters():
-            parameter.requires_grad_(name not in self.frozen)
-        return made.train(self.train).to(dtype)
-
-    def data(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
-        """The inputs, the same at every call."""
-        generator = torch.Generator().manual_seed(self.seed + 1)
-        shapes = ([] if self.x is None else [self.x]) + list(self.more)
-        found = [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes]
-        if self.ids is not None:
-            found.append(torch.randint(self.classes, self.ids, generator=generator))
-        return tuple(found)
-
-    def loss_fn(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
-        """The loss of an output of `model`."""
-        extra = dict(model.named_parameters())[self.penalty] if self.penalty else None
-
-        def loss(out: Tensor) -> Tensor:
-            value = wavy(out, self.out_dim, self.loss)
-            return value if extra is None else value + 0.3 * extra.square().sum()
-
-        return loss
-
-
-def wavy(out: Tensor, dim: int, reduction: str) -> Tensor:
-    """A fixed nonlinear loss in which every element of a sample has a part of its own."""
-    shape = [1 if d == dim else size for d, size in enumerate(out.shape)]
-    places = torch.arange(1.0, math.prod(shape) + 1.0, dtype=out.dtype, device=out.device).reshape(shape)
-    each = (out * (1.0 + places.cos())).sin() + 0.3 * out.square() * places.sin()
-    if reduction == "none":
-        return each.movedim(dim, 0).reshape(out.shape[dim], -1).sum(1)
-    return each.mean() if reduction == "mean" else each.sum()
-
-
-class Tiny(nn.Module):
-    """A function and its parameters as a module."""
-
-    def __init__(self, function: Callable[..., Tensor], params: Mapping[str, Shape], shift: float) -> None:
-        super().__init__()
-        self.function = function
-        for name, shape in params.items():
-            self.register_parameter(name, nn.Parameter(0.5 * torch.randn(shape) + shift))
-
-    def forward(self, *data: Tensor) -> Tensor:
-        return self.function(*data, **dict(self._parameters))
+__all__ = ["CASES", "B", "Case", "wavy"]
 
 
 # --- linear layers and matrix products ------------------------------------------------------------------------------
@@ -321,6 +224,11 @@ def _embed(name: str, ids: Shape, **options: Any) -> Case:
     return Case(f"embedding/{name}", function, x=None, ids=ids, params={"w": (7, 4)}, vmap=vmap)
 
 
+def _experts(x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+    """Each token by the matrix of the expert that it names."""
+    return torch.bmm(x.reshape(-1, 1, 4), w[ids.reshape(-1)]).view(*ids.shape, -1)
+
+
 EMBEDDING = [
     _embed("seq", (B, 5)),
     _embed("one-token", (B,)),
@@ -346,6 +254,7 @@ EMBEDDING = [
          params={"w": (7, 4)}, vmap=False, refused="numbers run through all samples"),
     Case("index/rows", lambda ids, w: w[ids], x=None, ids=(B, 5), params={"w": (7, 4)}),
     Case("index/columns", lambda ids, w: w[:, ids], x=None, ids=(B, 5), params={"w": (4, 7)}, out_dim=1),
+    Case("index/experts", _experts, x=(B, 5, 4), ids=(B, 5), classes=3, params={"w": (3, 4, 2)}),
     Case("index/pairs", lambda ids, w: w[ids, ids.flip(1)], x=None, ids=(B, 5), params={"w": (7, 7)}),
     Case("index_select/rows", lambda ids, w: w.index_select(0, ids), x=None, ids=(B,), params={"w": (7, 4)},
          vmap=False),
@@ -485,6 +394,15 @@ def _masked(x: Tensor, w: Tensor) -> Tensor:
     return F.linear(x, w * torch.tril(torch.ones(6, 4, dtype=w.dtype)))
 
 
+def _written_over(x: Tensor, w: Tensor, rows: Tensor) -> Tensor:
+    """A weight of which some rows are written over: a slice with zeros, every second row, one row."""
+    made = w.clone()
+    made[:2].zero_()
+    made[3::2] = rows
+    made[-2] = rows[0].sin()
+    return F.linear(x, made)
+
+
 def _lora(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return F.linear(x, w + b @ a)
 
@@ -533,6 +451,7 @@ PREFIX = [
     Case("prefix/view", lambda x, w: F.linear(x, w.view(6, 4)), x=(B, 5, 4), params={"w": (24,)}),
     Case("prefix/select", lambda x, w: F.linear(x, w[1]), x=(B, 5, 4), params={"w": (2, 6, 4)}),
     Case("prefix/unbind", lambda x, w: F.linear(F.linear(x, w[0]), w[1]), x=(B, 5, 4), params={"w": (2, 4, 4)}),
+    Case("prefix/written-over", _written_over, x=(B, 5, 4), params={"w": (6, 4), "rows": (2, 4)}),
     Case("prefix/scaled", lambda x, w: F.linear(x, w * 0.3), x=(B, 5, 4), params={"w": (6, 4)}),
     Case("prefix/cat", lambda x, w, v: F.linear(x, torch.cat([w, v])), x=(B, 5, 4), params={"w": (2, 4), "v": (3, 4)}),
     Case("prefix/stack-self", lambda x, w: F.linear(x, torch.cat([w, w * w])), x=(B, 5, 4), params={"w": (2, 4)}),
@@ -623,5 +542,5 @@ OTHER = [
     Case("layers/bilinear", x=(B, 4), more=((B, 5),), module=lambda: nn.Bilinear(4, 5, 2)),
 ]  # fmt: skip
 
-CASES = [*LINEAR, *CONVOLUTION, *EMBEDDING, *NORM, *POINTWISE, *PREFIX, *OTHER]
+CASES = [*LINEAR, *CONVOLUTION, *EMBEDDING, *NORM, *POINTWISE, *PREFIX, *OTHER, *TRAPS]
 """Every row."""

@@ -79,6 +79,7 @@ APART: dict[str, Program] = {
     "sort of dim 1": lambda x: x.sort(1)[0],
     "centred rows": lambda x: x - x.mean(1, keepdim=True),
     "repeat of dim 1": lambda x: x.repeat(1, 2),
+    "interleaved numbers of samples": lambda x: x.sum(1).repeat_interleave(2).view(-1, 2),
     "interleaved samples": lambda x: x.repeat_interleave(3, 0).view(x.shape[0], 3, 6),
     "tiled samples": lambda x: x.repeat(3, 1).view(3, x.shape[0], 6).sum(0),
     "expanded constant": lambda x: x + TABLE[0].expand(x.shape[0], 6),
@@ -208,6 +209,20 @@ def test_mixed_samples_are_refused(name: str) -> None:
     with pytest.raises(SamplesMixed) as error:
         batch(captured(MIXED[name], None, (torch.randn(4, 6),)))
     assert all(part in str(error.value) for part in ("\n  where  %", "\n  why    ", "\n  fix    "))
+
+
+ROUTED: dict[str, Program] = {
+    "sorted by an integer": lambda x: x[(x.sum(1) > 0).long().argsort()],
+    "rows that are found": lambda x: x[torch.where(x.sum(1) > 0)[0]],
+    "rows of a mask": lambda x: x[x.sum(1) > 0],
+}
+
+
+@pytest.mark.parametrize("name", ROUTED)
+def test_rows_without_a_fixed_place_are_not_yet_supported(name: str) -> None:
+    with pytest.raises(NotYetSupported, match="cannot be shown to keep samples apart") as error:
+        batch(captured(ROUTED[name], None, (torch.randn(4, 6),)))
+    assert any(part in str(error.value) for part in ("no sample's rows have a place", "no fixed place"))
 
 
 MIXED_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

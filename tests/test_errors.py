@@ -36,14 +36,14 @@ class Branch(nn.Module):
         return -self.layer(x)
 
 
-class Doubled(torch.autograd.Function):
+class Normalised(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return 2 * x
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
-        return g
+        return g / g.norm()
 
 
 class CustomBackward(nn.Module):
@@ -52,7 +52,7 @@ class CustomBackward(nn.Module):
         self.layer = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return Doubled.apply(self.layer(x))
+        return Normalised.apply(self.layer(x))
 
 
 def without_samples(out: Tensor) -> Tensor:
@@ -77,11 +77,13 @@ ROWS: dict[str, Row] = {
         "the code branches on values of a tensor, so there is no one graph for all batches",
         "replace the branch by torch.where, or decide it outside the model",
     ),
-    "custom-backward": (
-        lambda: step(CustomBackward())(X, Y), NotYetSupported, "Doubled has a backward of its own",
-        "test_errors.Doubled.apply",
-        "a captured graph holds what its forward computes, not its custom backward: gradients would be wrong",
-        "write the function with ordinary differentiable ops",
+    "custom-backward-that-mixes": (
+        lambda: step(CustomBackward())(X, Y), SamplesMixed,
+        "in a custom autograd.Function: aten.div mixes samples, so per-sample gradients do not exist",
+        "%normalised;  test_errors.py:<line>: return Normalised.apply(self.layer(x))",
+        "%cotangent_0 carries samples, %linalg_vector_norm is reduced over them by %linalg_vector_norm "
+        "(aten.linalg_vector_norm)",
+        "a statistic over the batch makes each sample's loss depend on the others; take it within a sample",
     ),
     "batch-dim-too-large": (
         lambda: step(batch_dim=5)(X, Y), BadArgument, "input_0 has no dim 5 for the samples", "input_0 of shape (3, 4)",
@@ -230,6 +232,7 @@ def test_text(name: str) -> None:
     with pytest.raises(kind) as caught:
         call()
     text = re.sub(r"(\.py):\d+:", r"\1:<line>:", str(caught.value))
+    text = re.sub(r"%normalised_\d+;", "%normalised;", text)
     assert text == f"{what}\n  where  {where}\n  why    {why}\n  fix    {fix}"
     assert isinstance(caught.value, ValueError)
 

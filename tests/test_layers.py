@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LAYERS = [
     {"errors", "layout", "cost", "torch_private", "tracing"},
-    {"facts", "network", "each", "arguments"},
+    {"facts", "network", "each", "arguments", "custom"},
     {"axes", "sites", "quantity", "methods"},
     {"gradient", "paths", "state"},
     {"rules", "stages", "planning"},

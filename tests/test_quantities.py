@@ -36,10 +36,7 @@ class Truth:
 
     def __init__(self, case: Case) -> None:
         model = case.model()
-        dim = (case.batch_dim,) * len(case.data()) if isinstance(case.batch_dim, int) else case.batch_dim
-        self.losses, self.grads = oracle.loop_grads(
-            model, case.loss_fn(model), case.data(), batch_dim=(dim, None), params=None
-        )
+        self.losses, self.grads = oracle.loop_grads(model, case.loss_fn(model), case.data(), batch_dim=case.dims)
         self.norms = oracle.norms(self.grads)
         self.own = oracle.parameter_norms(self.grads)
         self.bound = BOUND * self.norms.median().item()
@@ -91,7 +88,7 @@ def compare(out: Any, truth: Truth, quantities: list[Any], tolerance: float) -> 
 def run(case: Case, quantities: list[Any], dtype: torch.dtype = torch.float64) -> Any:
     model = case.model(dtype)
     loss = case.loss_fn(model)
-    step = psg_fx.transform(model, loss, quantities=quantities, backend="eager", batch_dim=case.batch_dim)
+    step = psg_fx.transform(model, loss, quantities=quantities, backend="eager", batch_dim=case.dims)
     given = {}
     if any(isinstance(q, WeightedSum) for q in quantities):
         given["weights"] = torch.tensor([0.5, -2.0, 3.0], dtype=dtype)
@@ -123,8 +120,7 @@ def test_vmap_agrees(case: Case) -> None:
     """The oracle itself, against a second opinion."""
     truth = Truth(case)
     model = case.model()
-    dim = (case.batch_dim,) * len(case.data()) if isinstance(case.batch_dim, int) else case.batch_dim
-    losses, grads = oracle.vmap_grads(model, case.loss_fn(model), case.data(), batch_dim=(dim, None))
+    losses, grads = oracle.vmap_grads(model, case.loss_fn(model), case.data(), batch_dim=case.dims)
     assert oracle.relative_error(losses, truth.losses) < tolerance_of(case)
     assert oracle.worst_error(grads, truth.grads) < tolerance_of(case)
 

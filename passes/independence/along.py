@@ -8,7 +8,7 @@ from psg_fx import axes
 from psg_fx.axes import positive
 from psg_fx.facts import SampleAxis
 from psg_fx.passes.independence.table import Answer, rule
-from psg_fx.passes.independence.values import FIX, Op, Result, Value, broadcast
+from psg_fx.passes.independence.values import FIX, GATHER, Op, Result, Value, broadcast
 
 _DONE = {
     "softmax": "its sum runs",
@@ -22,7 +22,7 @@ _DONE = {
 
 
 def _main(op: Op) -> Value:
-    return op.value("self") or op.value("input") or op.need("A")
+    return op.value("self") or op.value("input") or op.value("y") or op.need("A")
 
 
 def _refuse_along(op: Op, dim: int) -> Exception:
@@ -60,25 +60,40 @@ def along(name: str, default: int | None, *, flat: bool = False) -> Callable[[Op
     return apply
 
 
+@rule("sort", "argsort", "msort", proof="along another dim")
+def sort(op: Op) -> Answer:
+    """Along `dim`.  An order of integers over all samples is how rows are brought to the expert or class they name."""
+    x = _main(op)
+    integers = not x.node.meta["val"].is_floating_point()
+    if x.axis is not None and integers and x.axis.dim == op.dim("dim", x.ndim, 0 if op.name == "aten.msort" else -1):
+        raise op.unsupported(f"it sorts the rows of all samples by an integer along dim {x.axis.dim}, so no sample's "
+                             "rows have a place", GATHER)  # fmt: skip
+    return along("dim", 0 if op.name == "aten.msort" else -1)(op)
+
+
 for _names, _argument, _default in (
     ("softmax log_softmax _softmax _log_softmax _safe_softmax special_softmax special_log_softmax", "dim", -1),
     ("cumsum cumprod cummax cummin logcumsumexp _logcumsumexp glu", "dim", -1),
-    ("sort argsort topk", "dim", -1),
-    ("msort", "dim", 0),
+    ("topk", "dim", -1),
     ("flip", "dims", None),
     ("fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft", "dim", -1),
     ("fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_hfftn fft_ihfftn fft_fftshift fft_ifftshift", "dim", None),
     ("_fft_c2c _fft_r2c _fft_c2r fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2", "dim", None),
-    ("linalg_cross", "dim", -1),
-    ("diff trapz trapezoid cumulative_trapezoid", "dim", -1),
+    ("diff cumulative_trapezoid", "dim", -1),
     ("rot90", "dims", None),
     ("roll", "dims", None),
 ):
-    if _names != "linalg_cross":
-        rule(*_names.split(), proof="along another dim")(along(_argument, _default))
+    rule(*_names.split(), proof="along another dim")(along(_argument, _default))
 
 
-@rule("masked_softmax", "_masked_softmax", proof="along another dim")
+@rule("trapz", "trapezoid", proof="along another dim")
+def trapezoid(op: Op) -> Answer:
+    """An integral along one dim, which goes."""
+    axis = along("dim", -1)(op)
+    return axes.without_dims(axis, [op.dim("dim", _main(op).ndim, -1)]) if isinstance(axis, SampleAxis) else axis
+
+
+@rule("_masked_softmax", proof="along another dim")
 def masked_softmax(op: Op) -> Answer:
     """Softmax over `dim` (the last one by default), the mask aligned with the input."""
     x = op.need("self")

@@ -9,7 +9,7 @@ import torch
 from psg_fx import axes
 from psg_fx.facts import SampleAxis
 from psg_fx.passes.independence.table import Answer, rule
-from psg_fx.passes.independence.values import Op, Value, broadcast
+from psg_fx.passes.independence.values import Op, Result, Value, broadcast
 
 _PICK = "pick by x[torch.arange(B), ids], or gather along another dim"
 
@@ -38,11 +38,12 @@ def index(op: Op) -> Answer:
     picked = _picked(op, x, picks, rows)
     first = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
     if picked is not None:
-        return axes.moved(picked, first + picked.dim)
+        return Result(axes.moved(picked, first + picked.dim), index=x.found.index)
     if x.axis is None:
         return None
     before = sum(1 for d in range(x.axis.dim) if d not in used)
-    return axes.moved(x.axis, before + (rows if before >= first else 0))
+    place = before + (rows if before >= first else 0)
+    return Result(axes.moved(x.axis, place), x.found.uniform, x.found.index)
 
 
 def _picked(op: Op, x: Value, picks: Sequence[Value | None], rows: int) -> SampleAxis | None:
@@ -69,6 +70,8 @@ def _picked(op: Op, x: Value, picks: Sequence[Value | None], rows: int) -> Sampl
 def index_put(op: Op) -> Answer:
     """Y = x with x[i_1[n..], ..] = (or +=) values."""
     x, picks, values = op.need("self"), _indices(op), op.need("values")
+    if x.found.index or values.found.index:
+        raise op.refuse("it writes the numbers of the samples, which one sample alone lacks", _PICK)
     chosen = [p for p in picks if p is not None]
     if any(_is_mask(p) for p in chosen):
         return _masked_put(op, x, picks, values)

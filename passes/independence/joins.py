@@ -90,7 +90,7 @@ def scatter_part(op: Op) -> Answer:
     return x.axis
 
 
-@rule("embedding_dense", "pad_sequence", "_chunk_cat", proof="joined")
+@rule("pad_sequence", "_chunk_cat", proof="joined")
 def ragged(op: Op) -> Answer:
     """Parts of different lengths."""
     raise op.unsupported("its parts have different lengths")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Mapping
 
 import sympy
 import torch
@@ -18,12 +19,14 @@ from psg_fx.passes.independence import (  # noqa: F401  (they fill the table)
     contractions,
     elementwise,
     factories,
+    functions,
     indexing,
     joins,
     reductions,
     views,
     windows,
 )
+from psg_fx.passes.independence.functions import prove_parts_with
 from psg_fx.passes.independence.table import Rule, find
 from psg_fx.passes.independence.values import (
     REDUCED,
@@ -31,6 +34,7 @@ from psg_fx.passes.independence.values import (
     Result,
     is_symbolic,
     mixed,
+    no_place,
     op_name,
     symbolic_sizes,
     tensors,
@@ -47,18 +51,38 @@ def prove(gm: GraphModule) -> GraphModule:
     return gm
 
 
+def prove_part(gm: GraphModule, given: Mapping[Node, Result]) -> list[Result]:
+    """What is known of the outputs of a graph inside of an op, from what is known of its inputs."""
+    prover = Prover(gm, given)
+    prover.walk()
+    return [prover.known[n] if isinstance(n, Node) else Result() for n in facts.outputs(gm)]
+
+
+prove_parts_with(prove_part)
+
+
 class Prover:
     """State of the walk: what is known of each node, and where a reduced value was first reduced."""
 
-    def __init__(self, gm: GraphModule) -> None:
+    def __init__(self, gm: GraphModule, given: Mapping[Node, Result] | None = None) -> None:
         self.gm = gm
+        self.given = given or {}
         self.batch: sympy.Symbol = facts.graph_facts(gm).batch
         self.known: dict[Node, Result] = {}
         self.origin: dict[Node, Node] = {}
         self.notes: list[str] = []
 
     def run(self) -> None:
-        """Visit all nodes in order, then the outputs."""
+        """Visit all nodes in order, then check what leaves the model and the graph."""
+        self.walk()
+        self.check_model()
+        self.check_outputs()
+        known = facts.graph_facts(self.gm)
+        new = tuple(n for n in self.notes if n not in known.notes)
+        self.gm.meta[facts.KEY] = dataclasses.replace(known, notes=known.notes + new)
+
+    def walk(self) -> None:
+        """Visit all nodes in order."""
         for node in self.gm.graph.nodes:
             if node.op == "output":
                 break
@@ -69,14 +93,11 @@ class Prover:
                 inputs = [self.origin[n] for n in node.all_input_nodes if n in self.origin]
                 self.origin[node] = inputs[0] if inputs else node
             facts.update(node, samples=found.axes, reduced=found.reduced, proof=proof)
-        self.check_model()
-        self.check_outputs()
-        known = facts.graph_facts(self.gm)
-        new = tuple(n for n in self.notes if n not in known.notes)
-        self.gm.meta[facts.KEY] = dataclasses.replace(known, notes=known.notes + new)
 
     def visit(self, node: Node) -> tuple[Result, str]:
         """What is known of the value of a node, and the name of the proof."""
+        if node in self.given:
+            return self.given[node], "input"
         if node.op == "placeholder":
             dim = facts.input_spec(node).samples
             return Result(None if dim is None else SampleAxis(dim)), "input"
@@ -204,7 +225,7 @@ class Prover:
             try:
                 layout = single(facts.shape(tensor), self.batch)
             except Misfit as misfit:
-                raise mixed(node, str(misfit)) from None
+                raise no_place(node, misfit) from None
             wanted = None if axis is None else axis.dim
             if layout.dim != wanted or (axis is not None and layout.factor != axis.outer * axis.inner):
                 raise InternalError(

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 
+from psg_fx.custom import custom_call
 from psg_fx.errors import InternalError
 from psg_fx.facts import SampleAxis
 from psg_fx.passes.independence.values import Op, Result
@@ -61,6 +62,8 @@ def find(target: object) -> Rule | None:
     """The rule of an op: by overload, by name, or elementwise by torch's own `pointwise` tag."""
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
         return None
+    if custom_call(target) is not None:
+        return RULES["<custom>"]
     name = target._schema.name
     if name.startswith("aten::"):
         name = name.removeprefix("aten::")

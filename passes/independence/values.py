@@ -12,11 +12,12 @@ import torch
 from torch.fx import Node
 
 from psg_fx import facts
-from psg_fx.axes import Misfit, Single, positive, single
-from psg_fx.errors import NotYetSupported, SamplesMixed, locate
+from psg_fx.axes import Misfit, Ragged, Single, positive, single
+from psg_fx.errors import NotYetSupported, PsgError, SamplesMixed, locate
 from psg_fx.facts import Axes, SampleAxis
 
 FIX = "write it so that every sample is computed from its own rows alone"
+GATHER = "gather what each row needs (of experts: their weights[ids], then bmm), or compute all and multiply by a mask"
 
 
 @dataclass(frozen=True)
@@ -174,14 +175,14 @@ class Op:
         try:
             return Value(node, single(facts.shape(value), self.batch), found)
         except Misfit as misfit:
-            raise self.refuse(str(misfit)) from None
+            raise no_place(self.node, misfit, self._detail()) from None
 
     def layout(self, value: torch.Tensor) -> Single:
         """The single shape of a tensor, or a refusal."""
         try:
             return single(facts.shape(value), self.batch)
         except Misfit as misfit:
-            raise self.refuse(str(misfit)) from None
+            raise no_place(self.node, misfit, self._detail()) from None
 
     def value(self, name: str) -> Value | None:
         """A tensor argument by name; None where it is absent or a number."""
@@ -254,6 +255,14 @@ def mixed(node: Node, why: str, fix: str = FIX, detail: str = "") -> SamplesMixe
     """`SamplesMixed` at a node."""
     what = f"{op_name(node)} mixes samples, so per-sample gradients do not exist"
     return SamplesMixed(what, where=locate(node, detail), why=why, fix=fix)
+
+
+def no_place(node: Node, misfit: Misfit, detail: str = "") -> PsgError:
+    """The refusal of a shape in which the samples have no place: not yet, where it depends on the data."""
+    if not isinstance(misfit, Ragged):
+        return mixed(node, str(misfit), FIX, detail)
+    what, why = f"{op_name(node)} cannot be shown to keep samples apart", f"{misfit}, so no sample's rows have a place"
+    return NotYetSupported(what, where=locate(node, detail), why=why, fix=GATHER)
 
 
 def broadcast(op: Op, values: Sequence[Value], out_ndim: int) -> Result:

@@ -103,7 +103,7 @@ def squeeze(op: Op) -> Result:
     x = op.need("self")
     if x.axis is None:
         return Result()
-    given = op.dims("dim", x.ndim) if "dim" in op.args else None
+    given = [] if op.args.get("dim") == [] else op.dims("dim", x.ndim)
     gone = [d for d in (range(x.ndim) if given is None else given) if x.shape[d] == 1 and d != x.axis.dim]
     return same_kind(x, axes.without_dims(x.axis, gone))
 
@@ -133,7 +133,7 @@ def repeat(op: Op) -> Result:
 def repeat_interleave(op: Op) -> Result:
     """y[.., j * r + k, ..] = x[.., j, ..]; copies of a dim lie inside of it."""
     x, out = op.need("self"), op.out()
-    if op.args.get("dim") is None:
+    if op.args.get("dim") is None and x.ndim > 1:
         raise op.unsupported("without dim it flattens its input", "give dim")
     if x.axis is None:
         return Result() if out.dim is None else Result(SampleAxis(out.dim, out.factor, 1))
@@ -169,6 +169,8 @@ def part(op: Op) -> Result:
             raise op.refuse(f"where it cuts dim {dim} depends on the batch size")
         return same_kind(x, x.axis)
     start, stop = _range(op, x, dim)
+    if stop <= start:
+        raise op.refuse(f"it takes no row of dim {dim}, the sample dim", _ONE)
     try:
         return same_kind(x, axes.cut(x.axis, start, stop))
     except Misfit:
@@ -182,7 +184,7 @@ def _range(op: Op, x: Value, dim: int) -> tuple[int, int]:
     first = _bound(op, op.raw("start", 0), dim, x.layout.factor)
     if "length" in op.args:
         return first, first + _bound(op, op.raw("length"), dim, x.layout.factor)
-    return first, _bound(op, op.raw("end", 2**62), dim, x.layout.factor)
+    return first, min(_bound(op, op.raw("end", 2**62), dim, x.layout.factor), x.layout.factor)
 
 
 def _bound(op: Op, given: Any, dim: int, end: int) -> int:
@@ -194,6 +196,8 @@ def _bound(op: Op, given: Any, dim: int, end: int) -> int:
         raise op.refuse(
             f"it counts {given} rows in dim {dim}, the sample dim, so samples are treated differently", _ONE
         )
+    if op.see(given) is not None:
+        raise op.unsupported(f"where it cuts dim {dim}, the sample dim, is read out of a tensor")
     try:
         bound = axes.multiple(facts.expr(given.meta["val"]), op.batch)
     except Misfit as misfit:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from psg_fx.passes.independence.along import trailing
 from psg_fx.passes.independence.table import Answer, rule
-from psg_fx.passes.independence.values import Op, Value, broadcast
+from psg_fx.passes.independence.values import Op, Value, broadcast, symbolic_sizes
 
 
 def _main(op: Op) -> Value:
@@ -43,14 +43,19 @@ _CONVOLUTIONS = """
     cudnn_convolution_transpose miopen_convolution slow_conv_dilated2d slow_conv_transpose2d
 """
 rule(*_CONVOLUTIONS.split(), proof="convolution")(leading(_kernel, "its sum runs over"))
-rule(
-    "group_norm",
-    "native_group_norm",
-    "channel_shuffle",
-    "native_channel_shuffle",
-    proof="norm of each row of dim 0",
-    sizes=True,
-)(leading(lambda op, x: x.ndim - 2, "it mixes"))
+_rows = leading(lambda op, x: x.ndim - 2, "it mixes")
+rule("group_norm", "channel_shuffle", "native_channel_shuffle", proof="norm of each row of dim 0")(_rows)
+
+
+@rule("native_group_norm", proof="norm of each row of dim 0", sizes=True)
+def native_group_norm(op: Op) -> Answer:
+    """As `group_norm`; its size N is that of dim 0."""
+    named = [op.raw(name) for name in ("C", "HxW", "group")]
+    if any(n in named for n in symbolic_sizes(op.node, op.batch)):
+        raise op.refuse("how it groups the channels depends on the batch size")
+    return _rows(op)
+
+
 rule("col2im", proof="windows")(leading(lambda op, x: 1, "it mixes"))
 rule("im2col", proof="windows")(leading(lambda op, x: 2, "its windows run over"))
 
@@ -92,9 +97,9 @@ def batch_norm(op: Op) -> Answer:
         op.raw("training", op.raw("train", True)) or op.raw("running_mean") is None
     )
     if training or op.name.endswith("with_update"):
-        over = ", ".join(str(d) for d in range(x.ndim) if d != 1)
+        over = [str(d) for d in range(x.ndim) if d != 1]
         raise op.refuse(
-            f"its mean runs over dims {over}; dim {x.axis.dim} holds the samples of %{x.node.name}",
+            f"its mean runs over dim{'s' * (len(over) > 1)} {', '.join(over)}; dim {x.axis.dim} holds the samples of %{x.node.name}",
             "use GroupNorm, or model.eval() so that running statistics are used",
         )
     if x.axis.dim == 1:

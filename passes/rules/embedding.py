@@ -16,10 +16,12 @@ def embedding(site: Site) -> dict[str, Network | None]:
     """y[b,t,:] = W[ids[b,t],:]
 
     weight: onehot(ids)[b,t,v] ȳ[b,t,d] -> [b,v,d]; rows with ids = padding_idx have no gradient.
+
+    `sparse` says how autograd would store the gradient, not what it is.
     """
     weight, ids, ybar = site.input(0), site.input(1), site.cotangent
     padding = int(site.arg(2, "padding_idx", -1))
-    if site.arg(4, "sparse", False) or site.arg(3, "scale_grad_by_freq", False):
+    if site.arg(3, "scale_grad_by_freq", False):
         return {}
     plan, rows = Arrangement.of(ids, ("b", "t*")), Arrangement.of(ybar, ("b", "t*", "d"))
     if plan is None or rows is None:

@@ -9,6 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from psg_fx.cost import product
+from psg_fx.custom import custom_call, differentiable
 from psg_fx.each import for_each_sample
 from psg_fx.network import BATCH, Leaf, Network
 from psg_fx.rules import samples_first
@@ -28,6 +29,7 @@ def fallback(site: Site, operand: Operand) -> Network:
     carried = tuple(v.samples for v in values)
     if operand.value.samples is not None:
         raise AssertionError(f"a parameter operand of {site.name} carries samples")
+    target = _target(site)
 
     def build(*tensors: torch.Tensor) -> torch.Tensor:
         data, grads = tensors[: len(values)], tensors[len(values) :]
@@ -43,7 +45,7 @@ def fallback(site: Site, operand: Operand) -> Network:
                 args, kwargs = pytree.tree_unflatten(
                     [*filled[: operand.position], p, *filled[operand.position + 1 :]], spec
                 )
-                result = site.target(*args, **kwargs)
+                result = target(*args, **kwargs)
                 results = [result] if isinstance(result, torch.Tensor) else pytree.tree_leaves(result)
                 return tuple(results[k] for k, _ in cotangents)
 
@@ -61,6 +63,15 @@ def fallback(site: Site, operand: Operand) -> Network:
         (samples, product(operand.value.shape) * sympy.Integer(1)), dtype=operand.value.dtype, build=build,
     )  # fmt: skip
     return Network((leaf,), (BATCH, "p"))
+
+
+def _target(site: Site) -> Any:
+    """The op, or the custom function as it acts on a batch of one."""
+    call = custom_call(site.target)
+    if call is None:
+        return site.target
+    shapes = [tuple(int(s.subs(site.batch, 1)) for s in v.shape) for v in site.args]
+    return differentiable(call, shapes, [v.dtype for v in site.args])
 
 
 def _samples(site: Site) -> sympy.Expr:

@@ -1,0 +1,75 @@
+"""Custom autograd functions: forward and backward are written out as graphs, and each is proven op by op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from psg_fx import facts
+from psg_fx.custom import CustomCall, backward_graph, custom_call, forward_graph
+from psg_fx.errors import PsgError, locate
+from psg_fx.facts import Axes, InputSpec
+from psg_fx.passes.independence.table import Answer, rule
+from psg_fx.passes.independence.values import Op, Result
+
+Part = Callable[[GraphModule, Mapping[Node, Result]], list[Result]]
+"""Proves a graph from what is known of its inputs: what is known of its outputs.  Set by `prove`, which knows rules."""
+_PROVE: list[Part] = []
+
+
+def prove_parts_with(part: Part) -> None:
+    """Let graphs inside of ops be proven by `part`."""
+    _PROVE[:] = [part]
+
+
+@rule("<custom>", proof="written out")
+def custom(op: Op) -> Answer:
+    """The outputs of forward; backward must give each input with samples a gradient with the same samples."""
+    call = custom_call(op.node.target)
+    assert call is not None
+    inputs: list[Node] = list(op.node.args)  # type: ignore[arg-type]
+    values = [n.meta["val"] for n in inputs]
+    known = [op.known[n] for n in inputs]
+    found = [r.axes for r in _proven(op, forward_graph(call, values), known)]
+    outputs = list(facts.tensors(op.node.meta["val"]))
+    _check_backward(op, call, known, values, outputs, found)
+    return found[0] if isinstance(op.node.meta["val"], torch.Tensor) else tuple(found)  # type: ignore[arg-type]
+
+
+def _check_backward(
+    op: Op, call: CustomCall, known: Sequence[Result], values: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor], axes: Sequence[Axes],
+) -> None:  # fmt: skip
+    cotangents = [torch.empty_like(t) for t in outputs]
+    data = [i for i, v in enumerate(values) if known[i].axes is not None and v.is_floating_point()]
+    graph = backward_graph(call, values, cotangents, data)
+    gradients = _proven(op, graph, [*known, *(Result(a) for a in axes)])
+    for i, gradient in zip(data, gradients, strict=True):
+        if gradient.axes != known[i].axes:
+            raise op.refuse(
+                f"its backward gives a gradient whose samples lie in {gradient.axes or 'no dim'}, not in "
+                f"{known[i].axes}",
+                "write its backward so that a sample's gradient is computed from that sample alone",
+            )
+
+
+def _proven(op: Op, graph: GraphModule, known: Sequence[Result]) -> list[Result]:
+    """What is known of the outputs of a graph of this op."""
+    (prove,) = _PROVE
+    placeholders = facts.placeholders(graph)
+    for i, node in enumerate(placeholders):
+        count = len(op.node.args)
+        node._rename(f"input_{i}" if i < count else f"cotangent_{i - count}")
+        node.meta["psg_fx_input"] = InputSpec("input", node.name)
+    graph.meta[facts.KEY] = facts.GraphFacts(op.batch)
+    try:
+        return prove(graph, dict(zip(placeholders, known, strict=True)))
+    except PsgError as error:
+        at: dict[str, Any] = {"where": locate(op.node), "why": error.why, "fix": error.fix}
+        raise type(error)(f"in a custom autograd.Function: {error.what}", **at) from None
+
+
+__all__ = ["custom", "prove_parts_with"]

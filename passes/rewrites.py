@@ -1,0 +1,106 @@
+"""Functions that run as written here while the model is captured, because torch's own do not become a graph of samples.
+
+`F.embedding_bag` gives its op the place of every bag in the flat batch.  `F.linear_cross_entropy` has an op that cuts
+the batch into pieces.  Transformer layers look into a mask whether it is causal, a hint that changes no value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules import transformer
+from torch.overrides import TorchFunctionMode
+
+from psg_fx.errors import NotYetSupported
+
+
+class _Rewritten(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _FUNCTIONS.get(func, func)(*args, **(kwargs or {}))
+
+
+def embedding_bag(
+    input: Tensor, weight: Tensor, offsets: Tensor | None = None, max_norm: float | None = None, norm_type: float = 2,
+    scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False,
+    per_sample_weights: Tensor | None = None, include_last_offset: bool = False, padding_idx: int | None = None,
+) -> Tensor:  # fmt: skip
+    """y[b,:] = Σ_t w[b,t] W[ids[b,t],:] (sum), Σ_t W[ids[b,t],:] / T (mean), or the largest for each feature (max).
+
+    For ids `[B, T]`. Ids equal to padding_idx do not count; an empty bag is zero. With ids `[N]` and offsets: as it is.
+    """
+    if input.dim() != 2 or offsets is not None or max_norm is not None or mode not in ("sum", "mean", "max"):
+        return F.embedding_bag(
+            input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights,
+            include_last_offset, padding_idx,
+        )  # fmt: skip
+    rows = F.embedding(input, weight, padding_idx, None, norm_type, scale_grad_by_freq, sparse)
+    if per_sample_weights is not None:
+        if mode != "sum":
+            raise NotImplementedError(f"embedding_bag: per_sample_weights goes with mode='sum', not {mode!r}")
+        rows = rows * per_sample_weights.unsqueeze(-1)
+    if input.shape[1] == 0:
+        return rows.sum(1)
+    if padding_idx is None:
+        return rows.sum(1) if mode == "sum" else rows.mean(1) if mode == "mean" else rows.max(1).values
+    kept = (input != padding_idx % weight.shape[0]).unsqueeze(-1)
+    if mode == "max":
+        largest = torch.where(kept, rows, float("-inf")).max(1).values
+        return torch.where(kept.any(1), largest, 0.0)
+    total = torch.where(kept, rows, 0.0).sum(1)
+    return total if mode == "sum" else total / kept.sum(1).clamp(min=1)
+
+
+def linear_cross_entropy(*args: Any, options: Any = None, **named: Any) -> Tensor:
+    """Without the options, which say in how many pieces it is computed."""
+    return F.linear_cross_entropy(*args, **named)  # type: ignore[attr-defined, no-any-return]
+
+
+def is_causal(mask: Tensor | None, given: bool | None = None, size: int | None = None) -> bool:
+    """Whether the caller said that the mask is causal; a mask that is given is used either way."""
+    return given is True
+
+
+def encoder(
+    self: nn.TransformerEncoder, src: Tensor, mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None,
+    is_causal: bool | None = None,
+) -> Tensor:  # fmt: skip
+    """Refused where torch, as no gradients are needed, drops padded positions and returns zeros for them: which ones
+    that are depends on the values of the mask.
+    """
+    first = self.layers[0]
+    drops = getattr(self, "use_nested_tensor", False) and torch.backends.mha.get_fastpath_enabled()
+    padded = src.dim() == 3 and mask is None and src_key_padding_mask is not None
+    learns = torch.is_grad_enabled() and any(t.requires_grad for t in (src, *first.parameters()))
+    if drops and padded and not first.training and not learns:
+        raise NotYetSupported(
+            "a TransformerEncoder without gradients, in eval mode, returns zeros at padded positions",
+            where="nn.TransformerEncoder.forward", why="torch takes this path where it sees the values of the mask",
+            fix="make the encoder with enable_nested_tensor=False, or set encoder.use_nested_tensor = False",
+        )  # fmt: skip
+    return _ENCODER(self, src, mask, src_key_padding_mask, is_causal)
+
+
+_ENCODER = nn.TransformerEncoder.forward
+
+
+@contextlib.contextmanager
+def rewritten() -> Iterator[None]:
+    """While the model is captured, some functions run as written here."""
+    with (
+        mock.patch.object(transformer, "_detect_is_causal_mask", is_causal),
+        mock.patch.object(nn.TransformerEncoder, "forward", encoder), _Rewritten(),
+    ):  # fmt: skip
+        yield
+
+
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {F.embedding_bag: embedding_bag}
+if hasattr(F, "linear_cross_entropy"):  # since torch 2.13
+    _FUNCTIONS[F.linear_cross_entropy] = linear_cross_entropy

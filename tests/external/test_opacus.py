@@ -1,0 +1,50 @@
+"""The layers and argument grids of Opacus' own gradient tests, through psg_fx with and without its loss."""
+
+from __future__ import annotations
+
+import pkgutil
+
+import pytest
+
+pytest.importorskip("opacus")
+pytest.importorskip("hypothesis")
+
+from external import opacus_cases
+from external.program import Contender, check, drop_in, with_loss
+
+FEW = 4
+"""Cases of each file that are tested, spread over all of them: a capture takes about half a second."""
+
+
+@pytest.mark.parametrize("contender", [with_loss, drop_in])
+@pytest.mark.parametrize("file", opacus_cases.FILES)
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
+def test_cases_of_opacus(file: str, contender: Contender) -> None:
+    programs = opacus_cases.programs_of(file)
+    assert len(programs) >= FEW
+    for program in programs[:: -(-len(programs) // FEW)]:
+        check(program, contender)
+
+
+@pytest.mark.parametrize(
+    ("file", "contender"),
+    [
+        ("embedding_test", with_loss),
+        ("group_norm_test", drop_in),
+        ("sequence_bias_test", drop_in),
+        ("conv2d_test", with_loss),
+        pytest.param("conv2d_test", drop_in, marks=pytest.mark.xfail(reason="torch has no convolution of no groups")),
+    ],
+)
+def test_an_empty_batch_has_gradients_without_rows(file: str, contender: Contender) -> None:
+    call = next(call for call in opacus_cases.record(file) if call.empty)
+    problem = call.problem()
+    expected = {name: (0, *p.shape) for name, p in problem.model.named_parameters()}
+    assert {name: tuple(g.shape) for name, g in contender(problem).items()} == expected
+
+
+def test_every_file_that_checks_gradients_is_read() -> None:
+    from opacus.tests import grad_samples
+
+    others = {"common", "embedding_norm_sample_test"}
+    assert {found.name for found in pkgutil.iter_modules(grad_samples.__path__)} - others == set(opacus_cases.FILES)

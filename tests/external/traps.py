@@ -1,0 +1,24 @@
+"""Every row of the test matrix as a program: one way each in which a parameter can meet the samples."""
+
+from __future__ import annotations
+
+from cases import CASES, Case
+from external.program import Problem, Program
+
+
+def programs() -> list[Program]:
+    """One for each row; the loss is the sum over all outputs, but for rows whose loss reads a parameter itself."""
+    return [Program(case.name, Row(case), refused=case.refused, family="traps") for case in CASES]
+
+
+class Row:
+    """Makes the problem of a row."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+
+    def __call__(self) -> Problem:
+        model, data = self.case.model(), self.case.data()
+        inputs = data[0] if len(data) == 1 else data
+        loss = self.case.loss_fn(model) if self.case.penalty else None
+        return Problem(model, inputs, loss_fn=loss, batch_dim=self.case.batch_dim, out_dim=self.case.out_dim)
