@@ -13,10 +13,10 @@ PYTEST_ARGS ?= -n auto --maxprocesses 8
 MIRROR := .cache/typecheck
 
 # Inductor's compiled kernels stay here between runs, so that only the first run pays for them.
-test test-fast test-latest: export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
-test test-fast test-latest: export OMP_NUM_THREADS ?= 1
+test test-fast test-backends test-latest: export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
+test test-fast test-backends test-latest: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup test test-fast test-latest demo bench lint style typecheck format clean
+.PHONY: help setup test test-fast test-backends test-latest demo bench coverage lint style typecheck format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,7 +33,10 @@ test: lint  ## everything a change must pass: style, types, all tests
 	@$(BIN)/python -m pytest -q $(PYTEST_ARGS)
 
 test-fast: setup  ## the tests without those that are slow or compile with inductor
-	@$(BIN)/python -m pytest -q $(PYTEST_ARGS) -m 'not slow and not inductor'
+	@$(BIN)/python -m pytest -q $(PYTEST_ARGS) -m 'not slow and not inductor and not every_row'
+
+test-backends: setup  ## every row on every backend (about half an hour on two cores)
+	@$(BIN)/python -m pytest -q $(PYTEST_ARGS) -m '' tests/test_backends.py
 
 test-latest:  ## all tests on the newest torch that pyproject.toml allows, in .venv-latest
 	test -x $(LATEST)/bin/python || $(PYTHON) -m venv $(LATEST)
@@ -44,8 +47,11 @@ test-latest:  ## all tests on the newest torch that pyproject.toml allows, in .v
 demo: setup  ## run the demo
 	@$(BIN)/python -m psg_fx.demo
 
-bench: setup  ## run every script in bench/ (minutes; results depend on the machine)
-	@for script in bench/[!_]*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+bench: setup  ## run every script in bench/ but coverage (minutes; results depend on the machine)
+	@for script in $(filter-out bench/coverage.py,$(wildcard bench/[!_]*.py)); do echo "== $$script"; $(BIN)/python "$$script"; done
+
+coverage: setup  ## who answers which program, and rightly: psg_fx and its peers on all suites (an hour or more)
+	@$(BIN)/python bench/coverage.py
 
 lint: style typecheck  ## check style and types, change nothing
 

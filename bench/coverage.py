@@ -69,13 +69,19 @@ CONTENDERS = {
     "call_for_per_sample_grads": "expanded_weights",
 }
 OURS = [name for name in CONTENDERS if name.startswith("psg_fx")]
+UNASKED = (
+    "A library that does not see the loss is not asked, and not counted, where the loss of the batch is neither the "
+    "sum nor the mean of those of its samples, or reads parameters itself."
+)
 REFUSED = ("mixes", "refused", "crashed", "slow")
 WRONG = ("wrong", "missing")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """kind: "exact"; "mixes", "refused", "crashed" (an error that psg_fx does not mean), "slow"; "wrong", "missing"."""
+    """kind: "exact"; "mixes", "refused", "crashed" (an error that psg_fx does not mean), "slow"; "wrong", "missing";
+    "unasked" (in no count).
+    """
 
     suite: str
     family: str
@@ -104,7 +110,7 @@ def main() -> int:
             for answer in supervised(name, args):
                 answers.append(answer)
         finally:
-            save(path, answers)
+            save(path, answers, f"at most {args.limit} of each suite, spread over it" if args.limit else "all")
     print(f"\n{tables(answers, 'simple')}\n\nwrote {path} and .md")
     return 0
 
@@ -210,6 +216,8 @@ def judged(who: dict[str, str], program: Any, want: dict[str, torch.Tensor] | No
             got = contenders[CONTENDERS[who["contender"]]](program.problem())
     except TooSlow:
         return Answer(**who, kind="slow", reason=f"no answer in {seconds} s")
+    except peers.CannotBeAsked as error:
+        return Answer(**who, kind="unasked", reason=str(error))
     except PsgError as error:
         return Answer(**who, kind="mixes" if type(error).__name__ == "SamplesMixed" else "refused", reason=str(error))
     except Exception as error:
@@ -262,9 +270,9 @@ def time_limit(seconds: int) -> Iterator[None]:
 # --- results ---------------------------------------------------------------------------------------------------------
 
 
-def save(path: Path, answers: list[Answer]) -> None:
-    """All answers as JSON, the tables as Markdown."""
-    machine = about()
+def save(path: Path, answers: list[Answer], programs: str) -> None:
+    """All answers as JSON, the tables as Markdown; programs: which of the suites were asked."""
+    machine = about() | {"programs": programs}
     data = {"environment": machine, "answers": [asdict(a) for a in answers]}
     path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     head = ["# Who answers, and rightly", *(f"- {key}: {value}" for key, value in machine.items())]
@@ -288,7 +296,7 @@ def tables(answers: list[Answer], style: str) -> str:
     apart, mixed = ([a for a in answers if (a.family in MIXING) is mixes] for mixes in (False, True))
     parts = []
     if apart:
-        parts += ["exact / refused / wrong", counts(apart, ("exact",), REFUSED, WRONG, style=style)]
+        parts += [f"exact / refused / wrong\n\n{UNASKED}", counts(apart, ("exact",), REFUSED, WRONG, style=style)]
     if mixed:
         parts += ["refused / answered without a word", counts(mixed, REFUSED, WRONG, style=style)]
     wrong = [(a.contender, a.program, shown_error(a)) for a in apart if a.kind in WRONG]

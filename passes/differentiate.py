@@ -24,6 +24,7 @@ from psg_fx.tracing import trace
 
 from .runner import graph_pass
 
+aten = torch.ops.aten
 
 class _Tapped(Interpreter):
     """Runs the graph, keeps every site's arguments, and makes its outputs differentiable."""
@@ -33,6 +34,8 @@ class _Tapped(Interpreter):
         self.seen: dict[str, tuple[dict[str, torch.Tensor], list[torch.Tensor]]] = {}
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is aten._native_batch_norm_legit_no_training.default:
+            return _normalized(*args, **kwargs)
         return super().call_function(custom_call(target) or target, args, kwargs)
 
     def run_node(self, n: Node) -> Any:
@@ -87,6 +90,21 @@ def differentiate(gm: GraphModule, input_gradients: tuple[bool, ...] = ()) -> Gr
         info, outputs=tuple(layout), data={**info.data, "sites": _sites(gm, traced, layout)}
     )
     return traced
+
+
+def _normalized(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, mean: torch.Tensor, variance: torch.Tensor,
+    momentum: float, eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Batch norm on running statistics: y[b,c,..] = (x - μ[c]) (σ²[c] + ε)^-½ γ[c] + β[c].
+
+    By its formula, because torch's own backward on CPU is wrong for a batch of one whose gradient is transposed.
+    """
+    wide = (-1, *[1] * (x.ndim - 2))
+    scale = (variance + eps).rsqrt()
+    y = (x - mean.view(wide)) * (scale if weight is None else scale * weight).view(wide)
+    y = y if bias is None else y + bias.view(wide)
+    return y.to(x.dtype), mean.new_empty(0), mean.new_empty(0)
 
 
 def _same_shape(node: Node, result: Any) -> None:

@@ -41,7 +41,13 @@ def embedding_bag(
             input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights,
             include_last_offset, padding_idx,
         )  # fmt: skip
-    rows = F.embedding(input, weight, padding_idx, None, norm_type, scale_grad_by_freq, sparse)
+    if scale_grad_by_freq:
+        raise NotYetSupported(
+            "embedding_bag with scale_grad_by_freq", where="F.embedding_bag",
+            why="torch divides some of its gradients by the frequency of another token than theirs",
+            fix="use nn.Embedding(scale_grad_by_freq=True) and a sum over the tokens",
+        )  # fmt: skip
+    rows = F.embedding(input, weight, padding_idx, sparse=sparse)
     if per_sample_weights is not None:
         if mode != "sum":
             raise NotImplementedError(f"embedding_bag: per_sample_weights goes with mode='sum', not {mode!r}")

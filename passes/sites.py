@@ -86,7 +86,9 @@ def _carries(node: Node) -> bool:
 
 
 def prefix(gm: GraphModule, operand: Node) -> Prefix:
-    """The sub-graph that makes `operand` of parameters and constants."""
+    """The sub-graph that makes `operand` of parameters and constants.  It is the same for all batch sizes: those in it
+    are 1.
+    """
     names = tuple(sorted(fact(operand).params))
     if operand.op == "placeholder":
         return Prefix(operand.name, (operand.name,), names, {operand.name: names[0]}, trivial=True, selects=True)
@@ -99,7 +101,7 @@ def prefix(gm: GraphModule, operand: Node) -> Prefix:
                 why="the same draw would have to be kept for the gradient", fix="apply the dropout to the activations",
             )  # fmt: skip
     graph = Graph()
-    copies: dict[Node, Node] = {}
+    copies: dict[Node, Any] = {n: _at_one(gm, n) for node in order for n in node.all_input_nodes if _is_size(n)}
     for node in order:
         copies[node] = graph.node_copy(node, copies.__getitem__)
         if (call := custom_call(node.target)) is not None:
@@ -123,10 +125,18 @@ def _ancestors(node: Node) -> set[Node]:
     found, stack = {node}, [node]
     while stack:
         for parent in stack.pop().all_input_nodes:
-            if parent not in found:
+            if parent not in found and not _is_size(parent):
                 found.add(parent)
                 stack.append(parent)
     return found
+
+
+def _is_size(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.SymInt)
+
+
+def _at_one(gm: GraphModule, size: Node) -> int:
+    return facts.at(facts.expr(size.meta["val"]), facts.graph_facts(gm).batch, 1)
 
 
 def _is_random(node: Node) -> bool:

@@ -23,7 +23,7 @@ from psg_fx.passes.compile import compile_graph
 from psg_fx.passes.pipeline import run_pipeline
 from psg_fx.passes.runner import History, copy_graph
 from psg_fx.state import Tracked
-from psg_fx.step import Binding, plain_mode
+from psg_fx.step import Binding, no_samples, plain_mode
 from psg_fx.torch_private import partition
 
 _FORWARD = ("output", "buffer")
@@ -105,8 +105,13 @@ class SplitStep:
         apply: Callable[..., tuple[torch.Tensor, ...]] = _Joined.apply
         return list(apply(self, call, loss_reduction, arguments, anchor, *call.tensors))
 
-    def forward_results(self, arguments: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[Any]]:
+    def forward_results(
+        self, arguments: list[torch.Tensor], call: Call
+    ) -> tuple[list[torch.Tensor], list[Any]]:
         """The model's outputs, and what the backward needs.  Buffers are written."""
+        if call.batch_size() == 0:
+            everything = no_samples(self.gm, call.tensors[0].device)
+            return [everything[i] for i, spec in self.outputs if spec.kind == "output"], []
         with plain_mode():
             results = list(self.forward(*arguments))
             ordered: list[Any] = [None] * len(self.binding.outputs)
@@ -116,6 +121,14 @@ class SplitStep:
         kept = [v for (_, spec), v in zip(self.outputs, results, strict=False) if spec.kind == "output"]
         return kept, [results[i] for i in self.order]
 
+    def backward_results(self, arguments: list[Any], call: Call) -> Sequence[torch.Tensor]:
+        """The per-sample gradients, and those of the inputs."""
+        if call.batch_size() == 0:
+            everything = no_samples(self.gm, call.tensors[0].device)
+            return [everything[i] for i, _ in self.results]
+        with plain_mode():
+            return self.backward(*arguments)
+
 
 class _Joined(torch.autograd.Function):
     """The two compiled halves as one differentiable function of the inputs."""
@@ -124,7 +137,7 @@ class _Joined(torch.autograd.Function):
     def forward(
         ctx: Any, step: SplitStep, call: Call, loss_reduction: str, arguments: list[Any], anchor: Any, *inputs: Any
     ) -> tuple[torch.Tensor, ...]:
-        outputs, saved = step.forward_results(arguments)
+        outputs, saved = step.forward_results(arguments, call)
         ctx.step, ctx.call, ctx.loss_reduction = step, call, loss_reduction
         ctx.tensors = [isinstance(v, torch.Tensor) for v in saved]
         ctx.others = [v for v in saved if not isinstance(v, torch.Tensor)]
@@ -142,8 +155,7 @@ class _Joined(torch.autograd.Function):
         saved = [next(rest) if is_tensor else next(others) for is_tensor in ctx.tensors]
         floating = [g for g, is_float in zip(gradients, ctx.floating, strict=True) if is_float]
         tangents = [_laid_out(g, like, device) for g, (like, device) in zip(floating, ctx.like, strict=True)]
-        with plain_mode():
-            found = step.backward(*saved, *tangents)
+        found = step.backward_results([*saved, *tangents], ctx.call)
         return (None, None, None, None, None, *_deliver(ctx, step, found))
 
 

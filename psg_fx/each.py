@@ -15,6 +15,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from psg_fx.errors import NotYetSupported
+from psg_fx.formulas import FORMULAS
 from psg_fx.torch_private import core_decompositions, fake_batch, no_modes
 
 aten = torch.ops.aten
@@ -85,6 +86,8 @@ class Gathered(torch.fx.Interpreter):
             return _split(*args, **kwargs)
         if target is aten.split_with_sizes.default:
             return _cut(*args, **kwargs)
+        if target in (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default):
+            return _convolved(*args, **kwargs)
         if target is aten.copy.default:
             return args[1].to(args[0].dtype).expand_as(args[0])
         if target is aten.slice_scatter.default:
@@ -97,6 +100,8 @@ class Gathered(torch.fx.Interpreter):
             return _weight_norm(*args, **kwargs)
         if target is aten.embedding.default:
             return _looked_up(*args, **kwargs)
+        if target in FORMULAS:
+            return FORMULAS[target](*args, **kwargs)
         if target in _TAKES:
             return _taken(target, *args, **kwargs)
         return super().call_function(target, args, kwargs)
@@ -144,6 +149,25 @@ def _sliced(x: torch.Tensor, dim: int = 0, start: int | None = None, end: int | 
 def _narrowed(x: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
     after = x.ndim - 1 - dim % x.ndim
     return aten.constant_pad_nd(x, [0, 0] * after + [-start, start + length - x.shape[dim]])  # type: ignore[no-any-return]
+
+
+def _convolved(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, stride: Any = 1, padding: Any = 0,
+    dilation: Any = 1, groups: int = 1,
+) -> torch.Tensor:  # fmt: skip
+    """y[n,go,p] = Σ_ck patches[n,g,p,ck] W[go,ck] + bias[go]."""
+    kernel = weight.shape[2:]
+    stride, padding, dilation = (list(v) * (len(kernel) // len(v)) if isinstance(v, (list, tuple)) else
+                                 [v] * len(kernel) for v in (stride, padding, dilation))  # fmt: skip
+    x = aten.constant_pad_nd(x, [width for side in reversed(padding) for width in (side, side)])
+    places = torch.arange(x.numel(), device=x.device).reshape(x.shape)
+    for d, (size, step, apart) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
+        places = places.unfold(d, (size - 1) * apart + 1, step)[..., ::apart]
+    count, out = x.shape[0], places.shape[2 : 2 + len(kernel)]
+    rows = places.reshape(count, groups, x.shape[1] // groups, out.numel(), -1).transpose(2, 3).flatten(3)
+    found = x.reshape(-1)[rows] @ weight.reshape(groups, weight.shape[0] // groups, -1).transpose(1, 2)
+    found = found.transpose(2, 3).reshape(count, weight.shape[0], *out)
+    return found if bias is None else found + bias.view(-1, *[1] * len(kernel))
 
 
 def _slice_scattered(

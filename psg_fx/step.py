@@ -127,19 +127,17 @@ class CompiledStep:
         with plain_mode():
             arguments = self.binding.arguments(call, extras)
             size = call.batch_size()
-            results = self._empty(arguments) if size == 0 else self._run(*arguments)
+            results = self._run(*arguments) if size else no_samples(self.gm, arguments[0].device)
             if size:
                 self.binding.write_buffers(results)
         return StepOutput(self.binding.fields(results))
 
-    def _empty(self, arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The results for no samples: empty where samples are counted, and sums over nothing are zero."""
-        batch = facts.graph_facts(self.gm).batch
-        device = arguments[0].device
-        values = [(node.meta["val"] if node is not None else torch.zeros(())) for node in facts.outputs(self.gm)]
-        return [
-            torch.zeros([facts.at(s, batch, 0) for s in facts.shape(v)], dtype=v.dtype, device=device) for v in values
-        ]
+
+def no_samples(gm: GraphModule, device: torch.device) -> list[torch.Tensor]:
+    """A graph's results for no samples: empty where samples are counted, and sums over nothing are zero."""
+    batch = facts.graph_facts(gm).batch
+    values = [(node.meta["val"] if node is not None else torch.zeros(())) for node in facts.outputs(gm)]
+    return [torch.zeros([facts.at(s, batch, 0) for s in facts.shape(v)], dtype=v.dtype, device=device) for v in values]
 
 
-__all__ = ["Binding", "CompiledStep", "OutputSpec", "StepOutput", "plain_mode"]
+__all__ = ["Binding", "CompiledStep", "OutputSpec", "StepOutput", "no_samples", "plain_mode"]

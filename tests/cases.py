@@ -109,8 +109,7 @@ LINEAR = [
     Case("einsum/ellipsis", lambda x, w: torch.einsum("...i,oi->...o", x, w), x=(B, 5, 4), params={"w": (6, 4)}),
     Case("einsum/implicit", lambda x, w: torch.einsum("bi,ij", x, w), params={"w": (4, 6)}),
     Case("einsum/three", lambda x, w, v: torch.einsum("bi,ij,jk->bk", x, w, v), params={"w": (4, 3), "v": (3, 2)}),
-    Case("einsum/repeated", lambda x, w: torch.einsum("bi,ii->bi", x, w), params={"w": (4, 4)},
-         refused="one fixed batch size"),
+    Case("einsum/repeated", lambda x, w: torch.einsum("bi,ii->bi", x, w), params={"w": (4, 4)}),
     Case("bilinear", F.bilinear, x=(B, 4), more=((B, 5),), params={"weight": (6, 4, 5), "bias": (6,)}),
     Case("bilinear/seq", lambda x, y, w: F.bilinear(x, y, w), x=(B, 2, 4), more=((B, 2, 5),), params={"w": (3, 4, 5)}),
 ]  # fmt: skip
@@ -249,9 +248,11 @@ EMBEDDING = [
     Case("embedding/tied-head", x=None, ids=(B, 5), module=TiedHead),
     Case("embedding/tied-head-one-position", x=None, ids=(B, 1), module=TiedHead),
     Case("embedding_bag/sum", lambda ids, w: F.embedding_bag(ids, w, mode="sum"), x=None, ids=(B, 5),
-         params={"w": (7, 4)}, vmap=False, refused="numbers run through all samples"),
+         params={"w": (7, 4)}, vmap=False),
     Case("embedding_bag/mean", lambda ids, w: F.embedding_bag(ids, w, mode="mean"), x=None, ids=(B, 5),
-         params={"w": (7, 4)}, vmap=False, refused="numbers run through all samples"),
+         params={"w": (7, 4)}, vmap=False),
+    Case("embedding_bag/max-padding", lambda ids, w: F.embedding_bag(ids, w, mode="max", padding_idx=2), x=None,
+         ids=(B, 5), params={"w": (7, 4)}, vmap=False),
     Case("index/rows", lambda ids, w: w[ids], x=None, ids=(B, 5), params={"w": (7, 4)}),
     Case("index/columns", lambda ids, w: w[:, ids], x=None, ids=(B, 5), params={"w": (4, 7)}, out_dim=1),
     Case("index/experts", _experts, x=(B, 5, 4), ids=(B, 5), classes=3, params={"w": (3, 4, 2)}),
@@ -403,6 +404,19 @@ def _written_over(x: Tensor, w: Tensor, rows: Tensor) -> Tensor:
     return F.linear(x, made)
 
 
+def _convolved_positions(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+    """Positions that a convolution makes of a constant, repeated for every sample."""
+    fixed = torch.linspace(-1, 1, 4 * 4 * 7, dtype=w.dtype).reshape(1, 4, 4, 7).sin()
+    made = F.conv2d(fixed, w, bias, stride=(1, 2), padding=(1, 0), dilation=(2, 1), groups=2)
+    return x * made.tanh()[..., :3].repeat(x.shape[0], 1, 1, 1)[:, :, :3]
+
+
+def _prompt(x: Tensor, w: Tensor) -> Tensor:
+    """Rows of a table for the first of numbers that all samples share, then repeated for every sample."""
+    rows = torch.arange(5).unsqueeze(0).expand(x.shape[0], -1)[:1]
+    return x * F.embedding(rows, w).sin().repeat(x.shape[0], 1, 1)
+
+
 def _lora(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return F.linear(x, w + b @ a)
 
@@ -452,6 +466,8 @@ PREFIX = [
     Case("prefix/select", lambda x, w: F.linear(x, w[1]), x=(B, 5, 4), params={"w": (2, 6, 4)}),
     Case("prefix/unbind", lambda x, w: F.linear(F.linear(x, w[0]), w[1]), x=(B, 5, 4), params={"w": (2, 4, 4)}),
     Case("prefix/written-over", _written_over, x=(B, 5, 4), params={"w": (6, 4), "rows": (2, 4)}),
+    Case("prefix/convolved", _convolved_positions, x=(B, 6, 3, 3), params={"w": (6, 2, 2, 3), "bias": (6,)}),
+    Case("prefix/one-row-for-all", _prompt, x=(B, 5, 4), params={"w": (7, 4)}),
     Case("prefix/scaled", lambda x, w: F.linear(x, w * 0.3), x=(B, 5, 4), params={"w": (6, 4)}),
     Case("prefix/cat", lambda x, w, v: F.linear(x, torch.cat([w, v])), x=(B, 5, 4), params={"w": (2, 4), "v": (3, 4)}),
     Case("prefix/stack-self", lambda x, w: F.linear(x, torch.cat([w, w * w])), x=(B, 5, 4), params={"w": (2, 4)}),
@@ -523,8 +539,8 @@ OTHER = [
          x=(B, 5, 4), params={"k": (5, 4)}),
     Case("fallback/attention-memory", lambda x, k, v: F.scaled_dot_product_attention(x, k.unsqueeze(0), v.unsqueeze(0)),
          x=(B, 5, 4), params={"k": (3, 4), "v": (3, 4)}),
-    Case("fallback/cdist", lambda x, c: torch.cdist(x, c.unsqueeze(0)), x=(B, 5, 4), params={"c": (3, 4)},
-         refused="one fixed batch size"),
+    Case("fallback/cdist", lambda x, c: torch.cdist(x, c.unsqueeze(0)), x=(B, 5, 4), params={"c": (3, 4)}),
+    Case("fill/parameter", lambda x, p: x * torch.zeros_like(x).fill_(p), params={"p": ()}),
     Case("fallback/cosine", lambda x, c: F.cosine_similarity(x.unsqueeze(1), c, dim=-1), params={"c": (3, 4)}),
     Case("fallback/cat-params-and-data", lambda x, p: torch.cat([x, p.expand(x.shape[0], 2, 4)], 1).cumsum(1),
          x=(B, 5, 4), params={"p": (2, 4)}),

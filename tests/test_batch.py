@@ -79,6 +79,10 @@ APART: dict[str, Program] = {
     "sort of dim 1": lambda x: x.sort(1)[0],
     "centred rows": lambda x: x - x.mean(1, keepdim=True),
     "repeat of dim 1": lambda x: x.repeat(1, 2),
+    "one row of integers that all samples share": lambda x: x * torch.ones_like(x[:, :1], dtype=torch.long)[:1],
+    "kernels of each sample as groups": lambda x: F.conv1d(
+        x.view(1, -1, 3), x[:, :4].reshape(-1, 1, 2), groups=2 * x.shape[0]
+    ).view(-1, 4),
     "interleaved numbers of samples": lambda x: x.sum(1).repeat_interleave(2).view(-1, 2),
     "interleaved samples": lambda x: x.repeat_interleave(3, 0).view(x.shape[0], 3, 6),
     "tiled samples": lambda x: x.repeat(3, 1).view(3, x.shape[0], 6).sum(0),
@@ -199,6 +203,8 @@ MIXED: dict[str, Program] = {
     "reduced output": lambda x: x.mean(0),
     "shared rows folded in another order": lambda x: TABLE[0].expand(x.shape[0], 6).reshape(-1) + x.t().reshape(-1),
     "msort": lambda x: x.msort(),
+    "groups across the samples": lambda x: F.conv1d(x.t().reshape(1, -1, 3), x[:, :2].reshape(-1, 1, 2), groups=2),
+    "one row of floats that all samples share": lambda x: x + TABLE[0].expand(x.shape[0], 6)[:1],
     "column norms": lambda x: torch.renorm(x, 2, 1, 1.0),
     "numbers of the samples as output": lambda x: torch.arange(x.shape[0]),
 }

@@ -28,7 +28,7 @@ UNTRIED = {
         _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
         _scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable cudnn_convolution
         cudnn_convolution_transpose miopen_convolution cudnn_batch_norm miopen_batch_norm conv_depthwise3d
-        _conv_depthwise2d
+        _conv_depthwise2d _masked_scale
     """,
     "refuses all samples": """
         kron chain_matmul linalg_multi_dot addbmm block_diag cartesian_prod _weight_norm _weight_norm_interface
@@ -39,8 +39,12 @@ UNTRIED = {
         cross_entropy_loss cosine_embedding_loss triplet_margin_loss multi_margin_loss multilabel_margin_loss
         multilabel_margin_loss_forward ctc_loss _ctc_loss as_strided as_strided_copy as_strided_scatter set resize
         embedding_renorm embedding_bag _embedding_bag _embedding_bag_forward_only lstm gru rnn_tanh rnn_relu
-        _batch_norm_with_update _batch_norm_with_update_functional
+        _batch_norm_with_update _batch_norm_with_update_functional _native_batch_norm_legit
+        linalg_householder_product linalg_lu_solve lu_solve
     """,
+    "writes into an argument, so it is never asked": "rrelu_with_noise",
+    "its size is never a multiple of B": "range",
+    "stands for operators of other libraries": "<custom>",
     "always a reduction over the samples, which claims no place": "dot vdot dist",
     "its kernel reads outside of memory where the arguments do not fit": "linalg_ldl_solve",
 }
@@ -134,7 +138,9 @@ def figures() -> None:
         said.update(o.said.split(" ")[0] for o in found)
         strict.update(f"{name}: {o.said}" for o in found if o.holds and not o.said.startswith("accepted"))
     print(f"{reached} of {len(RULES)} rules accepted something; {said.total()} trials: {dict(said)}")
-    print(*(f"{count:4} refused though apart on these values: {text}" for text, count in strict.most_common()), sep="\n")
+    print(
+        *(f"{count:4} refused though apart on these values: {text}" for text, count in strict.most_common()), sep="\n"
+    )
 
 
 if __name__ == "__main__":

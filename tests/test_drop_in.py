@@ -156,3 +156,14 @@ def test_inductor_equals_eager() -> None:
             p.grad_sample = None
         F.cross_entropy(step(x[:size]), y[:size], reduction="sum").backward()
         agree(model, {name: g[:size] for name, g in want.items()})
+
+
+def test_no_samples() -> None:
+    model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.Flatten(), nn.Linear(15, 4)).double()
+    x = torch.zeros(0, 2, 6, dtype=torch.float64, requires_grad=True)
+    out = psg_fx.transform(model, backend="eager")(x)
+    out.sum().backward()
+    assert out.shape == (0, 4)
+    assert x.grad is not None
+    assert x.grad.shape == x.shape
+    assert all(p.grad_sample.shape == (0, *p.shape) for p in model.parameters())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -228,6 +229,8 @@ def trial(call: Call, placement: Placement, rule: Rule) -> Outcome | None:
         return Outcome(call, placement, f"not yet ({error.why})", None if call.drawn else apart(values))
     if found.reduced:
         return Outcome(call, placement, "reduced")
+    if placement.sized and not placement.axes and found.axes is None:
+        return Outcome(call, placement, "no samples: its number is taken at B = 1")
     holds = call.drawn or true(found, values)
     try:
         if holds and not call.drawn:
@@ -292,7 +295,7 @@ def widened(call: Call) -> Call | None:
 
 
 def placements(call: Call, rule: Rule, limit: int) -> Iterator[Placement]:
-    """Samples in one argument, in several at the same place, and in several anywhere; with and without sizes times B."""
+    """Samples in one argument, in several at the same place, and in several anywhere; also with sizes times B."""
     leaves, _ = call.leaves()
     tensors = [k for k, v in enumerate(leaves) if isinstance(v, Tensor) and v.ndim and v.numel()]
     numbers = sizes_of(call) if rule.sizes else []
@@ -303,6 +306,7 @@ def placements(call: Call, rule: Rule, limit: int) -> Iterator[Placement]:
             found += [dict(zip(chosen, axes, strict=True)) for axes in aligned(leaves, chosen, options)]
     if len(tensors) > 4:
         found += [dict(zip(tensors, axes, strict=True)) for axes in aligned(leaves, tensors, options)]
+    limit = 3 * limit if numbers else limit
     rng = random.Random(call.signature())
     if len(tensors) > 1:
         found += [
@@ -331,11 +335,16 @@ def place_of(placement: Placement) -> tuple[Any, ...]:
 
 def sizes_of(call: Call) -> list[int]:
     """The flat arguments that are sizes."""
+    text = str(call.op._schema)
     marked = [
-        pytree.tree_map(lambda v, a=a: "SymInt" in str(a.real_type), given)
+        pytree.tree_map(lambda _, a=a: bool(re.search(rf"SymInt(\[\d*\])?\?? {a.name}\b", text)), given)
         for a, given in by_schema(call)
     ]
-    return [k for k, (size, v) in enumerate(zip(pytree.tree_leaves(marked), call.leaves()[0], strict=True)) if size and type(v) is int and v > 0]
+    return [
+        k
+        for k, (size, v) in enumerate(zip(pytree.tree_leaves(marked), call.leaves()[0], strict=True))
+        if type(v) is int and v > 0 and (size or call.name == "arange")
+    ]
 
 
 def by_schema(call: Call) -> Iterator[tuple[Any, Any]]:
@@ -356,6 +365,8 @@ def safe(call: Call, placement: Placement) -> bool:
         return set(placement.axes) == {0} and placement.axes[0].dim != 1
     if call.name in ("_cholesky_solve_helper", "_masked_softmax"):
         return len(placement.axes) == 2 and len(set(placement.axes.values())) == 1 and places[0][1] == 0
+    if call.name in ("binary_cross_entropy", "_reshape_alias"):
+        return 0 in placement.axes
     if "flash_attention" in call.name:
         return len({a for k, a in placement.axes.items() if k < 3}) == 1 and {0, 1, 2} <= set(placement.axes)
     if call.name == "native_group_norm":

@@ -174,7 +174,7 @@ class Prover:
         answer = rule.apply(op)
         found = self.complete(node, answer if isinstance(answer, Result) else Result(answer))
         empty = found.axes is None or (isinstance(found.axes, tuple) and not any(found.axes))
-        if empty and not found.reduced and not rule.shapes_only and op.sampled():
+        if empty and not found.reduced and not found.uniform and not rule.shapes_only and op.sampled():
             raise op.unsupported("no dim of its output holds the samples of its inputs")
         return found
 

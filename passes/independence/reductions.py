@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 from psg_fx import axes
 from psg_fx.facts import SampleAxis
 from psg_fx.passes.independence.table import Answer, rule
-from psg_fx.passes.independence.values import REDUCED, Op, Result, broadcast
+from psg_fx.passes.independence.values import REDUCED, Op, Result, Value, broadcast
 
 _MANY = """
     sum mean nansum nanmean amax amin aminmax _aminmax all any prod var std var_mean std_mean logsumexp
@@ -28,7 +30,21 @@ def reduction(op: Op) -> Answer:
     given = op.dims("dim", x.ndim)
     if given is None and default is not None:
         given = [x.ndim - 1]
-    return reduced_over(op, x.axis, x.ndim, given)
+    found = reduced_over(op, x.axis, x.ndim, given)
+    if found is REDUCED and op.name.endswith(_SPREADS):
+        _require_a_spread(op, x, given)
+    return found
+
+
+_SPREADS = (".var", ".std", ".var_mean", ".std_mean")
+
+
+def _require_a_spread(op: Op, x: Value, dims: list[int] | None) -> None:
+    """A variance over the samples alone is 0/0 for one sample, and so would be every loss."""
+    elements = math.prod(x.shape[d] for d in (range(x.ndim) if dims is None else dims))
+    correction = op.raw("correction", 1) if op.raw("unbiased", True) else 0
+    if elements <= (1 if correction is None else correction):
+        raise op.refuse("it is a statistic over the samples, which a batch of one does not have (0/0)")
 
 
 def reduced_over(op: Op, axis: SampleAxis, ndim: int, dims: list[int] | None) -> Answer:

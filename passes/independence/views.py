@@ -147,6 +147,8 @@ def select(op: Op) -> Result:
     x = op.need("self")
     dim = op.dim("dim", x.ndim)
     if x.axis is not None and x.axis.dim == dim:
+        if op.raw("index") in (0, -1) and _same_integers(x):
+            return Result(uniform=True)
         raise op.refuse(f"it takes index {op.raw('index')} of dim {dim}, so one sample's value is used for all", _ONE)
     return same_kind(x, axes.without_dims(samples_of(x), [dim])) if x.axis else Result()
 
@@ -168,6 +170,8 @@ def part(op: Op) -> Result:
         if symbolic_sizes(op.node, op.batch):
             raise op.refuse(f"where it cuts dim {dim} depends on the batch size")
         return same_kind(x, x.axis)
+    if (op.raw("start", 0), op.raw("end")) == (0, 1) and _same_integers(x):
+        return Result(uniform=True)
     start, stop = _range(op, x, dim)
     if stop <= start:
         raise op.refuse(f"it takes no row of dim {dim}, the sample dim", _ONE)
@@ -175,6 +179,16 @@ def part(op: Op) -> Result:
         return same_kind(x, axes.cut(x.axis, start, stop))
     except Misfit:
         raise op.refuse(f"it takes a part of dim {dim}, the sample dim, so some samples are left out", _ONE) from None
+
+
+def _same_integers(x: Value) -> bool:
+    """Whether one row is what every sample holds.  Not for floats: the gradients of all samples would meet in it."""
+    return x.found.uniform and samples_of(x) == SampleAxis(samples_of(x).dim) and _is_integer(x)
+
+
+def _is_integer(x: Value) -> bool:
+    dtype = x.node.meta["val"].dtype
+    return not (dtype.is_floating_point or dtype.is_complex)
 
 
 def _range(op: Op, x: Value, dim: int) -> tuple[int, int]:

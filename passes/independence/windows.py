@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from psg_fx.facts import SampleAxis
 from psg_fx.passes.independence.along import trailing
 from psg_fx.passes.independence.table import Answer, rule
 from psg_fx.passes.independence.values import Op, Value, broadcast, symbolic_sizes
@@ -38,11 +39,32 @@ def _kernel(op: Op, _: Value) -> int:
 
 
 _CONVOLUTIONS = """
-    conv1d conv2d conv3d convolution _convolution _convolution_mode conv_transpose1d conv_transpose2d conv_transpose3d
+    convolution _convolution _convolution_mode conv_transpose1d conv_transpose2d conv_transpose3d
     thnn_conv2d _slow_conv2d_forward slow_conv3d conv_depthwise3d _conv_depthwise2d mkldnn_convolution cudnn_convolution
     cudnn_convolution_transpose miopen_convolution slow_conv_dilated2d slow_conv_transpose2d
 """
-rule(*_CONVOLUTIONS.split(), proof="convolution")(leading(_kernel, "its sum runs over"))
+_by_rows = leading(_kernel, "its sum runs over")
+rule(*_CONVOLUTIONS.split(), proof="convolution")(_by_rows)
+
+
+@rule("conv1d", "conv2d", "conv3d", proof="convolution", sizes=True)
+def convolution(op: Op) -> Answer:
+    """The samples are rows of x, or groups of its channels: x `[N, B·C, ..]`, kernels `[B·O, C/g, ..]`, B·g groups."""
+    x, weight, bias = _main(op), op.need("weight"), op.value("bias")
+    sizes = symbolic_sizes(op.node, op.batch)
+    if sizes != [op.raw("groups")]:
+        if sizes:
+            raise op.refuse(f"its argument %{sizes[0].name} depends on the batch size")
+        return _by_rows(op)
+    groups, own = op.number("groups", 1), SampleAxis(0, 1, weight.shape[0])
+    if (
+        x.axis != SampleAxis(1, 1, x.shape[1]) or weight.axis != own or (bias is not None and bias.axis != own)
+        or weight.shape[1] * groups != x.shape[1] or weight.shape[0] % groups
+    ):  # fmt: skip
+        raise op.refuse("its groups are not those of single samples")
+    return SampleAxis(1, 1, weight.shape[0])
+
+
 _rows = leading(lambda op, x: x.ndim - 2, "it mixes")
 rule("group_norm", "channel_shuffle", "native_channel_shuffle", proof="norm of each row of dim 0")(_rows)
 
@@ -99,15 +121,16 @@ def batch_norm(op: Op) -> Answer:
     if training or op.name.endswith("with_update"):
         over = [str(d) for d in range(x.ndim) if d != 1]
         raise op.refuse(
-            f"its mean runs over dim{'s' * (len(over) > 1)} {', '.join(over)}; dim {x.axis.dim} holds the samples of %{x.node.name}",
+            f"its mean runs over dim{'s' * (len(over) > 1)} {', '.join(over)}; "
+            f"dim {x.axis.dim} holds the samples of %{x.node.name}",
             "use GroupNorm, or model.eval() so that running statistics are used",
         )
     if x.axis.dim == 1:
         raise op.refuse("its statistics belong to dim 1, the sample dim")
     if any(v.axis is not None for v in op.values() if v.node is not x.node):
         raise op.unsupported("its statistics carry samples")
-    _, *rest = op.outputs()
-    return (x.axis, *(None for _ in rest)) if rest else x.axis
+    values = op.node.meta["val"]
+    return (x.axis, *(None for _ in values[1:])) if isinstance(values, (tuple, list)) else x.axis
 
 
 @rule("instance_norm", proof="norm of each row of dims 0 and 1")

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from psg_fx.cost import product
 from psg_fx.custom import custom_call, differentiable
 from psg_fx.each import for_each_sample
+from psg_fx.formulas import FORMULAS
 from psg_fx.network import BATCH, Leaf, Network
 from psg_fx.rules import samples_first
 from psg_fx.sites import Operand, Site, Value
@@ -66,10 +67,10 @@ def fallback(site: Site, operand: Operand) -> Network:
 
 
 def _target(site: Site) -> Any:
-    """The op, or the custom function as it acts on a batch of one."""
+    """The op (by its formula, where it has one), or the custom function as it acts on a batch of one."""
     call = custom_call(site.target)
     if call is None:
-        return site.target
+        return FORMULAS.get(site.target, site.target)
     shapes = [tuple(int(s.subs(site.batch, 1)) for s in v.shape) for v in site.args]
     return differentiable(call, shapes, [v.dtype for v in site.args])
 

@@ -94,6 +94,12 @@ def masked_fill(site: Site) -> dict[str, Network | None]:
     return {"value": broadcast_network(site, (), "mask∘ȳ", "masked", (mask, ybar), lambda m, g: torch.where(m, g, 0.0))}
 
 
+@rule(aten.fill.Tensor, params={"value": 1})
+def fill(site: Site) -> dict[str, Network | None]:
+    """Y = value everywhere, with value of no dims: ȳ[b,t] -> [b]."""
+    return {"value": broadcast_network(site, (), "ȳ", "ȳ", (site.cotangent,), lambda g: g)}
+
+
 def _affine(
     site: Site, parameter: tuple[sympy.Expr, ...], normalized: Any, recipe: str, channel: int | None
 ) -> dict[str, Network | None]:

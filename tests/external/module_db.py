@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from external import sequences
 from external.program import Problem, Program
 
 B = 3
@@ -55,7 +56,7 @@ OUT_DIMS: dict[str, Any] = {
 
 def programs() -> list[Program]:
     """The programs of the database, then those written by hand."""
-    return [*database()]
+    return [*database(), *sequences.programs()]
 
 
 @cache
@@ -126,7 +127,7 @@ class Entry:
         model = self.module()
         if self.training and model.momentum is None:  # the number of batches is read, to average over them
             return {"refused": "branches on values of a tensor"}
-        return {"mixes": "its mean runs over dims"} if self.training or not model.track_running_stats else {}
+        return {"mixes": "its mean runs over dim"} if self.training or not model.track_running_stats else {}
 
     def is_whole_loss(self) -> bool:
         """Whether its output is one loss for the whole batch."""
@@ -168,9 +169,9 @@ class Entry:
 
     def integers(self, value: Tensor, shape: list[int]) -> Tensor:
         """Integers that occur in `value`; not the ignored one if a mean over the sample alone would be 0 / 0."""
-        known = value.unique()
-        if self.is_whole_loss() and len(shape) == 1 and len(known) > 1:
-            known = known[known != self.built.kwargs.get("ignore_index")]
+        known, ignored = value.unique(), self.built.kwargs.get("ignore_index")
+        if self.is_whole_loss() and len(shape) == 1 and ignored is not None and len(known) > 1:
+            known = known[known != ignored]
         return known[torch.randint(len(known), shape)]
 
     def is_batch(self) -> bool:

@@ -5,7 +5,8 @@ problem of its own. An exception is a refusal. A parameter that was given no gra
 
 Where a library must know how the loss of the batch is made of those of the samples, it is told: a problem without a
 loss of its own has their sum. For any other, the loss of the batch is compared with those of single samples; if it is
-neither their sum nor their mean (a mean over tokens, say) the answer is "mean", the default of Opacus.
+neither their sum nor their mean (a mean over all tokens of the batch, say), or if it reads parameters itself, a library
+that sees only the gradient of the model's outputs cannot be asked.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ import oracle
 import psg_fx
 from external import program
 from external.program import Grads, Problem
+
+
+class CannotBeAsked(Exception):
+    """The library computes something else: the samples' parts of the gradient of the batch, through the outputs."""
 
 
 def vmap(problem: Problem) -> Grads:
@@ -112,11 +117,20 @@ def reduction(problem: Problem) -> str:
         return "sum"
     whole = problem.batch_dim
     each, _ = oracle.loop_grads(problem.model, problem.loss, problem.inputs, problem.targets, batch_dim=whole)
-    with oracle.lent(problem.model, None) as reset, torch.random.fork_rng(devices=[]), torch.no_grad():
+    with oracle.lent(problem.model, None) as reset, torch.random.fork_rng(devices=[]):
         reset()
-        loss = oracle.loss_of(problem.model, problem.loss, problem.inputs, problem.targets)
-    same = loss.dim() > 0 or torch.allclose(loss, each.sum().to(loss.dtype))
-    return "sum" if same else "mean"
+        loss = oracle.loss_of(detached(problem.model), problem.loss, problem.inputs, problem.targets)
+    if loss.requires_grad:
+        raise CannotBeAsked("the loss reads parameters")
+    for how, expected in (("sum", each.sum()), ("mean", each.mean())):
+        if loss.dim() > 0 or torch.allclose(loss, expected.to(loss.dtype)):
+            return how
+    raise CannotBeAsked("the loss of the batch is neither the sum nor the mean of those of its samples")
+
+
+def detached(model: nn.Module) -> Callable[..., Any]:
+    """The model's outputs without their history."""
+    return lambda *args, **named: pytree.tree_map_only(Tensor, Tensor.detach, model(*args, **named))
 
 
 def record_in_eval_mode(problem: Problem) -> None:

@@ -1,10 +1,11 @@
-"""Recurrent layers, attention, bags of tokens and rarer layers, in every layout and with every option that they take."""
+"""Recurrent layers, attention, bags of tokens and rarer layers, in every layout and with their options."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -66,7 +67,9 @@ def ids(*shape: int, of: int = 7) -> Callable[[], Tensor]:
 # --- recurrent layers -----------------------------------------------------------------------------------------------
 
 
-def _recurrent(name: str, kind: Callable[..., nn.Module], states: int = 0, train: bool = True, **options: Any) -> Program:
+def _recurrent(
+    name: str, kind: Callable[..., nn.Module], states: int = 0, train: bool = True, **options: Any
+) -> Program:
     """`states`: how many initial states are given."""
     first = 0 if options.get("batch_first") else 1
     rows = options.get("num_layers", 1) * (1 + options.get("bidirectional", False))
@@ -128,12 +131,13 @@ RECURRENT = [
 
 # --- attention ------------------------------------------------------------------------------------------------------
 
+NO_MASKS: Mapping[str, Tensor] = MappingProxyType({})
 PADDED = torch.tensor([[False, False, True], [False, False, False], [False, True, True]])
 CAUSAL = torch.ones(T, T, dtype=torch.bool).triu(1)
 ADDED = torch.linspace(-1.0, 1.0, T * T, dtype=torch.float64).reshape(T, T)
 
 
-def _attention(name: str, masks: Mapping[str, Any] = {}, train: bool = True, **options: Any) -> Program:  # noqa: B006
+def _attention(name: str, masks: Mapping[str, Any] = NO_MASKS, train: bool = True, **options: Any) -> Program:
     """Queries, keys and values of their own; masks by name."""
     first = 0 if options.get("batch_first") else 1
     flags = {key: masks[key] for key in masks if not isinstance(masks[key], Tensor)}
@@ -148,9 +152,7 @@ def _attention(name: str, masks: Mapping[str, Any] = {}, train: bool = True, **o
     def model() -> nn.Module:
         return Model(lambda m, **named: m.part(**named, **flags), part=nn.MultiheadAttention(E, 2, **options))
 
-    out_dim = (first, 0) if flags.get("need_weights", True) else (first, None)
-    if out_dim[1] is None:
-        out_dim = first  # type: ignore[assignment]
+    out_dim = (first, 0) if flags.get("need_weights", True) else first
     return program(name, model, inputs, dims, out_dim, train)
 
 
@@ -185,7 +187,9 @@ ATTENTION = [
 # --- transformers ---------------------------------------------------------------------------------------------------
 
 
-def _encoder(name: str, depth: int = 0, train: bool = True, frozen: bool = False, masks: Any = {}, **options: Any) -> Program:  # noqa: B006
+def _encoder(
+    name: str, depth: int = 0, train: bool = True, frozen: bool = False, masks: Any = NO_MASKS, **options: Any
+) -> Program:
     """A layer, or `depth` of them in a stack; frozen: only a linear layer after it learns."""
     first = 0 if options.get("batch_first") else 1
     x = (B, T, E) if first == 0 else (T, B, E)
@@ -199,15 +203,17 @@ def _encoder(name: str, depth: int = 0, train: bool = True, frozen: bool = False
         return Model(lambda m, **named: m.head(m.part(**named)), part=made, head=head)
 
     expected = {"refused": "returns zeros at padded positions"} if frozen and depth else {}
-    return program(name, model, {"src": x, **masks}, dims, first, train, **expected)
+    return program(name, model, {"src": x} | dict(masks), dims, first, train, **expected)
 
 
-def _decoder(name: str, kind: Callable[..., nn.Module], masks: Any = {}, train: bool = True, **options: Any) -> Program:  # noqa: B006
+def _decoder(
+    name: str, kind: Callable[..., nn.Module], masks: Any = NO_MASKS, train: bool = True, **options: Any
+) -> Program:
     """Source and target of different lengths; `masks` by name."""
     first = 0 if options.get("batch_first") else 1
     shapes = [(B, n, E) if first == 0 else (n, B, E) for n in (T, 2)]
     names = ("src", "tgt") if kind is nn.Transformer else ("memory", "tgt")
-    inputs = dict(zip(names, shapes, strict=True)) | masks
+    inputs = dict(zip(names, shapes, strict=True)) | dict(masks)
     dims = dict.fromkeys(names, first) | {key: 0 if "padding" in key else None for key in masks}
     sizes = {"num_encoder_layers": 1, "num_decoder_layers": 1} if kind is nn.Transformer else {}
     make = partial(kind, E, 2, dim_feedforward=6, dropout=0.0, **sizes, **options)
@@ -238,9 +244,8 @@ TRANSFORMERS = [
 # --- bags of tokens and rarer layers --------------------------------------------------------------------------------
 
 
-def _bag(name: str, more: tuple[Input, ...] = (), batch_dim: Any = 0, refused: str = "", **options: Any) -> Program:
-    expected = {"refused": refused} if refused else {}
-    return program(name, partial(nn.EmbeddingBag, 7, E, **options), (ids(B, 4), *more), batch_dim, **expected)
+def _bag(name: str, refused: str = "", **options: Any) -> Program:
+    return program(name, partial(nn.EmbeddingBag, 7, E, **options), (ids(B, 4),), refused=refused)
 
 
 def _offsets(m: Any, places: Tensor) -> Tensor:
@@ -267,12 +272,14 @@ LAYERS = [
     _bag("bag/max", mode="max"),
     _bag("bag/mean-padding", mode="mean", padding_idx=2),
     _bag("bag/max-padding", mode="max", padding_idx=-1),
-    _bag("bag/weights", ((B, 4),), mode="sum"),
-    _bag("bag/by-frequency", mode="mean", scale_grad_by_freq=True),
+    program("bag/weights", partial(nn.EmbeddingBag, 7, E, mode="sum", padding_idx=2),
+            {"input": ids(B, 4), "per_sample_weights": (B, 4)}),
+    _bag("bag/by-frequency", mode="mean", scale_grad_by_freq=True, refused="scale_grad_by_freq"),
     _bag("bag/max-norm", max_norm=1.0, refused="writes into"),
     program("bag/offsets", lambda: Model(_offsets, part=nn.EmbeddingBag(7, E)), (torch.tensor([0, 2, 3]),),
             refused="ragged"),
-    program("embedding/by-frequency", partial(nn.Embedding, 7, E, scale_grad_by_freq=True, padding_idx=2), (ids(B, 5),)),
+    program("embedding/by-frequency", partial(nn.Embedding, 7, E, scale_grad_by_freq=True, padding_idx=2),
+            (ids(B, 5),)),
     program("embedding/max-norm", partial(nn.Embedding, 7, E, max_norm=1.0), (ids(B, 5),), refused="writes into"),
     program("bilinear/seq", partial(nn.Bilinear, E, 3, 2), ((B, T, E), (B, T, 3))),
     program("lazy/linear", _lazy, ((B, E),)),

@@ -33,7 +33,7 @@ def test_cases_of_opacus(file: str, contender: Contender) -> None:
         ("group_norm_test", drop_in),
         ("sequence_bias_test", drop_in),
         ("conv2d_test", with_loss),
-        pytest.param("conv2d_test", drop_in, marks=pytest.mark.xfail(reason="torch has no convolution of no groups")),
+        ("conv2d_test", drop_in),
     ],
 )
 def test_an_empty_batch_has_gradients_without_rows(file: str, contender: Contender) -> None:

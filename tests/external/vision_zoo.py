@@ -65,7 +65,6 @@ def tm(name: str, **options: Any) -> Callable[[], nn.Module]:
 def torchvision_models() -> list[Program]:
     from torchvision.models import (
         efficientnet,
-        googlenet,
         inception,
         mobilenetv3,
         resnet,
@@ -76,22 +75,22 @@ def torchvision_models() -> list[Program]:
     )
     from torchvision.models.convnext import CNBlockConfig, ConvNeXt
     from torchvision.models.densenet import DenseNet
+    from torchvision.models.googlenet import BasicConv2d, Inception
     from torchvision.models.maxvit import MaxVit
     from torchvision.models.regnet import BlockParams, RegNet
+    from torchvision.models.vgg import make_layers
 
     def small_resnet(block: Any, **options: Any) -> Callable[[], nn.Module]:
         return lambda: resnet.ResNet(block, [1, 1, 1, 1], num_classes=CLASSES, **options)
 
     def vgg() -> nn.Module:
-        made = torchvision.models.VGG(torchvision.models.vgg.make_layers([4, "M", 8, 8, "M"]), num_classes=CLASSES)
-        made.classifier = nn.Sequential(nn.Linear(8 * 49, 16), nn.ReLU(), nn.Linear(16, CLASSES))
-        return made
+        head = nn.Sequential(nn.Linear(8 * 49, 16), nn.ReLU(), nn.Linear(16, CLASSES))
+        return nn.Sequential(make_layers([4, "M", 8, 8, "M"]), nn.AdaptiveAvgPool2d(7), nn.Flatten(), head)
 
     def group_norm(channels: int) -> nn.Module:
         return nn.GroupNorm(4, channels)
 
     return [
-        row("tv/resnet18", small_resnet(resnet.BasicBlock)),
         row("tv/resnet18-outside", small_resnet(resnet.BasicBlock), outside=True),
         row("tv/resnet-groupnorm", small_resnet(resnet.BasicBlock, norm_layer=group_norm), train=True),
         row("tv/resnet-train", small_resnet(resnet.BasicBlock), 64, train=True, mixes="batch_norm"),
@@ -110,8 +109,8 @@ def torchvision_models() -> list[Program]:
         row("tv/fire", lambda: nn.Sequential(squeezenet.Fire(3, 2, 4, 4), squeezenet.Fire(8, 2, 4, 4), nn.Flatten(1),
             nn.Linear(8 * 64, CLASSES)), 8),
         row("tv/vgg", vgg),
-        row("tv/inception", lambda: nn.Sequential(googlenet.BasicConv2d(3, 8, kernel_size=3),
-            googlenet.Inception(8, 4, 4, 8, 2, 4, 4), inception.InceptionA(20, 4), nn.AdaptiveAvgPool2d(1),
+        row("tv/inception", lambda: nn.Sequential(BasicConv2d(3, 8, kernel_size=3),
+            Inception(8, 4, 4, 8, 2, 4, 4), inception.InceptionA(20, 4), nn.AdaptiveAvgPool2d(1),
             nn.Flatten(), nn.Linear(228, CLASSES)), 16),
         row("tv/regnet", lambda: RegNet(
             BlockParams([1, 1], [8, 16], [4, 4], [2, 2], [1, 1], 0.25), num_classes=CLASSES, stem_width=4)),
@@ -188,7 +187,8 @@ def timm_models() -> list[Program]:
         row("timm/bit", bit, train=True),
         row("timm/bit-outside", bit, outside=True),
         row("timm/nfnet", tm("nf_resnet26", channels=(16, 16, 32, 32), stem_chs=16)),
-        row("timm/nfnet-scaled", tm("nfnet_l0", channels=(32, 32), depths=(1, 1), group_size=8, stem_chs=16, num_features=32)),
+        row("timm/nfnet-scaled", tm("nfnet_l0", channels=(32, 32), depths=(1, 1), group_size=8, stem_chs=16,
+            num_features=32)),
         row("timm/convnext", lambda: ConvNeXt(num_classes=CLASSES, **staged), train=True),
         row("timm/convnext-v2", lambda: ConvNeXt(num_classes=CLASSES, use_grn=True, ls_init_value=None, **staged),
             train=True),
@@ -203,8 +203,10 @@ def timm_models() -> list[Program]:
         row("timm/swin", tm("swin_tiny_patch4_window7_224", **swin), 16, train=True),
         row("timm/swin-v2", tm("swinv2_tiny_window8_256", **swin), 16, train=True),
         row("timm/mixer", lambda: MlpMixer(**mixer), 16, train=True),
-        row("timm/gmlp", lambda: MlpMixer(block_layer=SpatialGatingBlock, mlp_ratio=2, mlp_layer=GatedMlp, **mixer), 16, train=True),
-        row("timm/resmlp", lambda: MlpMixer(block_layer=ResBlock, mlp_ratio=2, norm_layer=Affine, **mixer), 16, train=True),
+        row("timm/gmlp", lambda: MlpMixer(
+            block_layer=SpatialGatingBlock, mlp_ratio=2, mlp_layer=GatedMlp, **mixer), 16, train=True),
+        row("timm/resmlp", lambda: MlpMixer(block_layer=ResBlock, mlp_ratio=2, norm_layer=Affine, **mixer), 16,
+            train=True),
         row("timm/cait", tm("cait_xxs24_224", **vit), 16, train=True),
         row("timm/coat", tm("coat_lite_tiny", img_size=32, embed_dims=(16, 16, 16, 16), serial_depths=(1, 1, 1, 1),
             num_heads=8)),

@@ -1,0 +1,48 @@
+"""The same result under every backend: all rows by `make test-backends`, every tenth in the ordinary run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import oracle
+import psg_fx
+from cases import CASES, Case
+from psg_fx import ClippedSum, Grads, Norms
+
+pytestmark = [
+    pytest.mark.inductor,
+    pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning"),
+]
+
+ROWS = [case for case in CASES if not case.refused]
+TENTH = {case.name for case in ROWS[::10]}
+PARAMETERS = [pytest.param(c, id=c.name, marks=[] if c.name in TENTH else pytest.mark.every_row) for c in ROWS]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Any:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def outputs(case: Case, backend: str) -> dict[str, Any]:
+    model = case.model()
+    asked = [Grads(), Norms(), ClippedSum(0.5)]
+    step = psg_fx.transform(model, case.loss_fn(model), quantities=asked, backend=backend, batch_dim=case.dims)
+    return vars(step(case.data()))
+
+
+@pytest.mark.parametrize("case", PARAMETERS)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_backend(case: Case, backend: str) -> None:
+    got, want = outputs(case, backend), outputs(case, "eager")
+    assert set(got) == set(want)
+    for field, value in want.items():
+        if isinstance(value, dict):
+            assert oracle.worst_error(got[field], value) < 1e-10, field
+        else:
+            assert oracle.relative_error(got[field], value) < 1e-10, field
