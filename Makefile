@@ -13,10 +13,10 @@ PYTEST_ARGS ?= -n auto --maxprocesses 8
 MIRROR := .cache/typecheck
 
 # Inductor's compiled kernels stay here between runs, so that only the first run pays for them.
-test test-fast test-backends test-latest: export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
-test test-fast test-backends test-latest: export OMP_NUM_THREADS ?= 1
+test test-fast test-all test-backends test-latest: export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
+test test-fast test-all test-backends test-latest: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup test test-fast test-backends test-latest demo bench coverage lint style typecheck format clean
+.PHONY: help setup test test-fast test-all test-backends test-latest demo bench coverage lint style typecheck format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,7 +33,10 @@ test: lint  ## everything a change must pass: style, types, all tests
 	@$(BIN)/python -m pytest -q $(PYTEST_ARGS)
 
 test-fast: setup  ## the tests without those that are slow or compile with inductor
-	@$(BIN)/python -m pytest -q $(PYTEST_ARGS) -m 'not slow and not inductor and not every_row'
+	@$(BIN)/python -m pytest -q $(PYTEST_ARGS) -m 'not slow and not inductor and not rest'
+
+test-all: setup  ## all tests, also the rest of the long lists of other people's models (hours)
+	@$(BIN)/python -m pytest -q $(PYTEST_ARGS) -m ''
 
 test-backends: setup  ## every row on every backend (about half an hour on two cores)
 	@$(BIN)/python -m pytest -q $(PYTEST_ARGS) -m '' tests/test_backends.py

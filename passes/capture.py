@@ -7,7 +7,7 @@ that occurs nowhere else; a parameter that the loss reaches through its closure 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from psg_fx import facts
 from psg_fx.arguments import Call
+from psg_fx.baked import Reads, attributes_read
 from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.facts import GraphFacts, InputSpec, OutputSpec
 from psg_fx.layout import memory_order
@@ -62,6 +63,7 @@ class Program(nn.Module):
             return (loss,)
         leaves, self.output.spec = pytree.tree_flatten(output)
         self.output.constants = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
+        _require_no_tensors(self.output.constants.values())
         return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
@@ -74,6 +76,18 @@ def _require_loss(loss: Any) -> None:
         )  # fmt: skip
 
 
+def _require_no_tensors(leaves: Iterable[Any]) -> None:
+    """Refuse objects that `pytree` does not look into and that hold tensors: those of the capture, not of a call."""
+    for leaf in leaves:
+        held = list(getattr(leaf, "__dict__", {}).values())
+        if any(isinstance(v, torch.Tensor) for v in pytree.tree_leaves(held)):
+            raise NotYetSupported(
+                f"the model returns a {type(leaf).__name__} that holds tensors", where="the model's output",
+                why="torch.utils._pytree does not know the class, so its tensors are no outputs of the graph",
+                fix="return a tuple, a dict or a NamedTuple, or torch.utils._pytree.register_dataclass the class",
+            )  # fmt: skip
+
+
 def capture(program: Program, call: Call, tracked: dict[str, str]) -> GraphModule:
     """Capture `program` with a symbolic batch size.
 
@@ -84,12 +98,15 @@ def capture(program: Program, call: Call, tracked: dict[str, str]) -> GraphModul
         return [example_like(t, d, size) for t, d in zip(call.tensors, call.dims, strict=True)]
 
     sizes = _hint(call, program), call.batch_size()
-    exported = export(program, example, call.dims, sizes)
+    reads: Reads = set()
+    with torch.inference_mode(False), attributes_read(reads):
+        exported = export(program, example, call.dims, sizes)
     held: dict[int, str] = {}
     if closed_over := _aliases(exported, program):
         with _moved(closed_over) as held:
             exported = export(program, example, call.dims, sizes)
-    return _flat(exported, call, tracked, "output" if program.loss_fn is None else "loss", held)
+    own = {read for read in reads if read[0].thing is not program}
+    return _flat(exported, call, tracked, "output" if program.loss_fn is None else "loss", held, own)
 
 
 def example_like(tensor: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
@@ -133,7 +150,9 @@ def _moved(parameters: dict[str, nn.Parameter]) -> Iterator[dict[int, str]]:
             p.data = data[name]
 
 
-def _flat(exported: Exported, call: Call, tracked: dict[str, str], result: str, held: dict[int, str]) -> GraphModule:
+def _flat(
+    exported: Exported, call: Call, tracked: dict[str, str], result: str, held: dict[int, str], reads: Reads
+) -> GraphModule:
     """The exported program as a graph module whose placeholders and outputs say what they hold.
 
     held: where the data of the parameters lie that the loss reaches through its closure -> their names.
@@ -172,7 +191,7 @@ def _flat(exported: Exported, call: Call, tracked: dict[str, str], result: str, 
                 why="only tensors can be inputs of a compiled step", fix="replace it by tensors",
             )  # fmt: skip
     notes = (exported.note,) if exported.note else ()
-    data = {"constants": constants, "one_size": exported.one_size}
+    data = {"constants": constants, "one_size": exported.one_size, "reads": reads}
     gm.meta[facts.KEY] = GraphFacts(_batch_symbol(nodes), _outputs(exported, result), notes, data)
     return gm
 

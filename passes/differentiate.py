@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from psg_fx import facts
 from psg_fx.custom import custom_call
-from psg_fx.errors import InternalError, locate
+from psg_fx.errors import InternalError, NotYetSupported, locate
 from psg_fx.facts import InputSpec, OutputSpec, fact
 from psg_fx.sites import Operand, Site, Value
 from psg_fx.stages import Stage
@@ -25,6 +25,7 @@ from psg_fx.tracing import trace
 from .runner import graph_pass
 
 aten = torch.ops.aten
+
 
 class _Tapped(Interpreter):
     """Runs the graph, keeps every site's arguments, and makes its outputs differentiable."""
@@ -64,6 +65,8 @@ def differentiate(gm: GraphModule, input_gradients: tuple[bool, ...] = ()) -> Gr
     roots = [i for i, spec in enumerate(info.outputs) if spec.kind in ("loss", "output")]
     roots = [i for i in roots if _is_float(facts.outputs(gm)[i])]
     with_loss = any(spec.kind == "loss" for spec in info.outputs)
+    if not with_loss:
+        _require_sample_outputs(gm)
     tangents = [] if with_loss else [_like(facts.outputs(gm)[i]) for i in roots]
     inputs = [i for i, n in enumerate(nodes) if facts.input_spec(n).kind in ("input", "target")]
     wanted = [i for i, asked in zip(inputs, input_gradients, strict=False) if asked]
@@ -105,6 +108,24 @@ def _normalized(
     y = (x - mean.view(wide)) * (scale if weight is None else scale * weight).view(wide)
     y = y if bias is None else y + bias.view(wide)
     return y.to(x.dtype), mean.new_empty(0), mean.new_empty(0)
+
+
+def _require_sample_outputs(gm: GraphModule) -> None:
+    """Without a loss: every output with a gradient is real, and belongs to the samples."""
+    for node, spec in zip(facts.outputs(gm), facts.graph_facts(gm).outputs, strict=True):
+        if node is None or spec.kind != "output":
+            continue
+        if node.meta["val"].is_complex():
+            raise NotYetSupported(
+                f"the output {spec.name!r} of the model is complex", where=locate(node),
+                why="without a loss, gradients of complex outputs are not taken", fix="return torch.view_as_real of it",
+            )  # fmt: skip
+        if fact(node).params and node.meta["val"].is_floating_point():
+            raise NotYetSupported(
+                f"the output {spec.name!r} of the model is made of parameters alone", where=locate(node),
+                why="its gradient belongs to no sample, and would be missing in every grad_sample",
+                fix="detach it, or pass loss_fn: with the loss inside, it is part of the loss of each sample",
+            )  # fmt: skip
 
 
 def _same_shape(node: Node, result: Any) -> None:

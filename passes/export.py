@@ -36,6 +36,7 @@ from .reasons import capture_failed, failure_at
 from .recurrent import recurrent_decompositions
 from .rewrites import rewritten
 from .twins import join, same_constants, values_of
+from .writes import seen_by_autograd
 
 aten = torch.ops.aten
 Example = Callable[[int], Sequence[torch.Tensor]]
@@ -102,7 +103,7 @@ def _one_size(
 def _functional(program: nn.Module, examples: Sequence[torch.Tensor], dynamic: list[dict[int, Any]]) -> ExportedProgram:
     """`program(examples)` as functional ATen, differentiable, losses and recurrent layers written out."""
     shapes = (dynamic,) if dynamic else None
-    with torch.enable_grad(), _keep_custom_backward(), _quiet(), rewritten(), user_stack_traces():
+    with torch.enable_grad(), _keep_custom_backward(), _quiet(), rewritten(), seen_by_autograd(), user_stack_traces():
         try:
             exported = torch.export.export(program, (list(examples),), dynamic_shapes=shapes, strict=False)
         except PsgError:

@@ -187,7 +187,6 @@ def _shaped(normal: torch.Tensor, kind: str, axis: Axes) -> torch.Tensor:
         far = torch.tensor([1.0, 1e3, 1.0], dtype=normal.dtype)
         sizes = [1] * (normal.ndim + 2)
         sizes[axis.dim + 1] = SIZE
-        return (normal.unflatten(axis.dim, (axis.outer, SIZE, axis.inner)) * far.view(sizes)).flatten(
-            axis.dim, axis.dim + 2
-        )
+        unfolded: torch.Tensor = normal.unflatten(axis.dim, (axis.outer, SIZE, axis.inner)) * far.view(sizes)
+        return unfolded.flatten(axis.dim, axis.dim + 2)
     return normal

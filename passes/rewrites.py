@@ -66,7 +66,7 @@ def embedding_bag(
 
 def linear_cross_entropy(*args: Any, options: Any = None, **named: Any) -> Tensor:
     """Without the options, which say in how many pieces it is computed."""
-    return F.linear_cross_entropy(*args, **named)  # type: ignore[attr-defined, no-any-return]
+    return F.linear_cross_entropy(*args, **named)
 
 
 def is_causal(mask: Tensor | None, given: bool | None = None, size: int | None = None) -> bool:

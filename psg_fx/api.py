@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 
 from psg_fx import cost, facts
 from psg_fx.arguments import BatchDim, Call, take_apart
+from psg_fx.baked import Reads, values_read
 from psg_fx.errors import BadArgument
 from psg_fx.passes.capture import Program
 from psg_fx.passes.compile import compile_graph
@@ -136,6 +137,7 @@ class PerSampleModule(nn.Module):
         self.batch_dim, self.loss_reduction = batch_dim, loss_reduction
         self.backend, self.mode, self.options, self.dynamic = backend, mode, options, dynamic
         self._steps: dict[Any, Any] = {}
+        self._reads: dict[Any, Reads] = {}
         self._one_size: set[Any] = set()
         self._last: Any = None
 
@@ -199,16 +201,18 @@ class PerSampleModule(nn.Module):
         """The compiled step for the model as it is now, made if it is new."""
         tracked = tracked_parameters(self.model, self.params)
         key = capture_key(self.model, self.loss_fn, tracked, call)
+        reads = self._reads.setdefault(key, set())
         size = call.batch_size() if self.dynamic is False or key in self._one_size else None
-        if (key, size) not in self._steps:
+        if (key, values_read(reads), size) not in self._steps:
             step = build(tracked)
             known = facts.graph_facts(step.gm)
+            reads |= known.data["reads"]
             if size is None and known.data["one_size"]:
                 self._one_size.add(key)
                 size = call.batch_size()
                 warnings.warn(known.notes[0], stacklevel=5)
-            self._steps[key, size] = step
-        self._last = self._steps[key, size]
+            self._steps[key, values_read(reads), size] = step
+        self._last = self._steps[key, values_read(reads), size]
         return self._last
 
 

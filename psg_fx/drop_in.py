@@ -43,19 +43,11 @@ class DropInModule(PerSampleModule):
         call.batch_size()
         step: SplitStep = self._look_up(call, lambda tracked: self._build(tracked, call))
         if torch.is_grad_enabled():
-            self._refuse_leftovers(step)
+            _refuse_leftovers(
+                step, "step(*args, **kwargs)", "set p.grad_sample = None (or delete it) before the next call"
+            )
         flat = step.run(call, self.loss_reduction)
         return step.program.output.rebuild(flat)
-
-    def _refuse_leftovers(self, step: SplitStep) -> None:
-        for name, parameter in step.parameters():
-            if getattr(parameter, "grad_sample", None) is not None:
-                raise BadArgument(
-                    f"{name} still has a grad_sample",
-                    where="step(*args, **kwargs)",
-                    why="a second backward would overwrite the per-sample gradients of another batch",
-                    fix="set p.grad_sample = None (or delete it) before the next call",
-                )
 
     def _build(self, tracked: Tracked, call: Call) -> SplitStep:
         program = Program(self.model, None, call)
@@ -105,9 +97,7 @@ class SplitStep:
         apply: Callable[..., tuple[torch.Tensor, ...]] = _Joined.apply
         return list(apply(self, call, loss_reduction, arguments, anchor, *call.tensors))
 
-    def forward_results(
-        self, arguments: list[torch.Tensor], call: Call
-    ) -> tuple[list[torch.Tensor], list[Any]]:
+    def forward_results(self, arguments: list[torch.Tensor], call: Call) -> tuple[list[torch.Tensor], list[Any]]:
         """The model's outputs, and what the backward needs.  Buffers are written."""
         if call.batch_size() == 0:
             everything = no_samples(self.gm, call.tensors[0].device)
@@ -159,6 +149,15 @@ class _Joined(torch.autograd.Function):
         return (None, None, None, None, None, *_deliver(ctx, step, found))
 
 
+def _refuse_leftovers(step: SplitStep, where: str, fix: str) -> None:
+    for name, parameter in step.parameters():
+        if getattr(parameter, "grad_sample", None) is not None:
+            raise BadArgument(
+                f"{name} still has a grad_sample", where=where,
+                why="a second backward would overwrite the per-sample gradients of another batch", fix=fix,
+            )  # fmt: skip
+
+
 def _laid_out(gradient: torch.Tensor | None, like: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The gradient of an output (None: zero) in the memory order of the output, for which the backward was traced."""
     if gradient is None:
@@ -170,6 +169,10 @@ def _laid_out(gradient: torch.Tensor | None, like: torch.Tensor, device: torch.d
 
 def _deliver(ctx: Any, step: SplitStep, found: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     """Set `grad_sample` on every tracked parameter; return the gradients of the inputs."""
+    _refuse_leftovers(
+        step, "backward()",
+        "call the step once for each backward: a model that runs twice in one loss is one module that runs it twice",
+    )  # fmt: skip
     scale = ctx.call.batch_size() if ctx.loss_reduction == "mean" else 1
     owners = dict(step.parameters())
     by_input: dict[str, torch.Tensor] = {}

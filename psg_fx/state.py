@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from psg_fx.arguments import Call
+from psg_fx.baked import Same, argument, function
 from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.layout import memory_order
 from psg_fx.torch_private import autocast_key
@@ -78,14 +79,15 @@ def _wanted(named: Sequence[tuple[str, nn.Parameter]], params: ParamFilter) -> s
 def capture_key(model: nn.Module, loss_fn: Any, tracked: Tracked, call: Call) -> Any:
     """Everything that a captured graph has baked in.  Equal keys: the same graph serves."""
     parts = [m for root in (model, loss_fn) if isinstance(root, nn.Module) for m in root.modules()]
-    modules = tuple((id(m), m.training) for m in parts)
+    modules = tuple((Same(m), m.training) for m in parts)
     state = tuple((_meta(t), t.requires_grad) for t in _state_tensors(parts))
     inputs = tuple(
         (t.dtype, t.device, d, *(s for i, s in enumerate(t.shape) if i != d), tuple(memory_order(t)), t.requires_grad)
         for t, d in zip(call.tensors, call.dims, strict=True)
     )
     device = call.tensors[0].device.type if call.tensors else "cpu"
-    return (modules, state, tuple(tracked.aliases.items()), inputs, call.spec, _hashable(call.constants),
+    constants = tuple((place, argument(value)) for place, value in call.constants)
+    return (modules, state, tuple(tracked.aliases.items()), inputs, call.spec, constants, function(loss_fn),
             autocast_key(device))  # fmt: skip
 
 
@@ -95,14 +97,6 @@ def _state_tensors(modules: Sequence[nn.Module]) -> list[torch.Tensor]:
 
 def _meta(tensor: torch.Tensor) -> Any:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
-
-def _hashable(constants: Any) -> Any:
-    try:
-        hash(constants)
-    except TypeError:
-        return repr(constants)
-    return constants
 
 
 def holder(model: nn.Module, loss_fn: Any, target: str) -> tuple[dict[str, Any], str]:

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._decomp import core_aten_decompositions
@@ -19,6 +20,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.fx.proxy import TracerBase
 from torch.fx.traceback import preserve_node_meta
+from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import _disable_current_modes as no_modes
 
 from psg_fx.errors import is_library
@@ -35,6 +37,7 @@ __all__ = [
     "symbolic_inputs",
     "user_stack_traces",
     "watching_symbols",
+    "without_checkpoints",
 ]
 
 
@@ -112,6 +115,19 @@ def watching_symbols(seen: Callable[[Any, Any, FrameType], None]) -> Iterator[No
     finally:
         for (kind, name), original in zip(methods, originals, strict=True):
             setattr(kind, name, original)
+
+
+@contextlib.contextmanager
+def without_checkpoints() -> Iterator[None]:
+    """Let `torch.utils.checkpoint.checkpoint(use_reentrant=False)` run its block as it is: an exported graph of nested
+    ones has lost where gradients are enabled again.
+    """
+
+    def nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
+        yield
+
+    with mock.patch.object(checkpointing, "_checkpoint_without_reentrant_generator", nothing):
+        yield
 
 
 @contextlib.contextmanager

@@ -169,7 +169,7 @@ def programs(info: Any) -> Iterator[Callable[[], Any]]:
     dtype = next((d for d in DTYPES if d in info.supported_dtypes("cpu")), None)
     if dtype is None:
         return
-    for count, sample in enumerate(info.sample_inputs("cpu", dtype)):
+    for count, sample in enumerate(info.sample_inputs_func(info, "cpu", dtype, False)):
         if count >= INPUTS:
             return
         yield functools.partial(info.op, sample.input, *sample.args, **sample.kwargs)

@@ -137,7 +137,7 @@ REFUSED: dict[Callable[..., Tensor], tuple[type[Exception], str, str]] = {
     loop_over_samples: (NotYetSupported, "the program is another one for another batch size", "for row in x"),
     fixed_size: (CaptureFailed, "run on 6 samples and not on 7", "layer(x).view(6, 3)"),
     rows_by_mask: (NotYetSupported, "a mask picks a number of rows", "x[:, 0] > 0"),
-    fewer_rows: (NotYetSupported, "depends on values of a tensor", "x[:, 0] > 0"),
+    fewer_rows: (psg_fx.PsgError, "s on values of a tensor", ""),
     branch_on_values: (CaptureFailed, "branches on values of a tensor", "if x.sum() > 0"),
     number_from_values: (SamplesMixed, "it reads one number out of the samples", "x.sum().item()"),
     other_halves: (NotYetSupported, "follows the batch size in no simple way", "x[half:]"),

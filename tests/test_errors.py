@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import psg_fx
-from psg_fx import BadArgument, CaptureFailed, ClippedSum, Norms, NotYetSupported, SamplesMixed, WeightedSum
+from psg_fx import BadArgument, CaptureFailed, ClippedSum, Norms, SamplesMixed, WeightedSum
 
 X, Y = torch.zeros(3, 4), torch.tensor([0, 1, 2])
 

@@ -10,13 +10,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 LAYERS = [
-    {"errors", "layout", "cost", "torch_private", "tracing"},
-    {"facts", "network", "each", "arguments", "custom"},
+    {"errors", "formulas", "layout", "cost", "torch_private", "tracing"},
+    {"facts", "network", "each", "arguments", "baked", "custom"},
     {"axes", "sites", "quantity", "methods"},
     {"gradient", "paths", "state"},
     {"rules", "stages", "planning"},
     {"evaluate"},
-    {f"passes.{name}" for name in ("branches", "reasons", "recurrent", "twins", "rewrites", "losses")},
+    {f"passes.{name}" for name in ("branches", "reasons", "recurrent", "twins", "rewrites", "writes", "losses")},
     {f"passes.{name}" for name in ("runner", "independence", "export", "lift", "rules", "probe")},
     {"passes"},
     {"passes.pipeline"},
@@ -26,7 +26,8 @@ LAYERS = [
 """Lowest first; a module imports from layers below its own, or from neighbours that do not import it."""
 
 SHARED = {
-    "branches", "export", "independence", "lift", "losses", "probe", "reasons", "recurrent", "rewrites", "rules", "runner", "twins",
+    "branches", "export", "independence", "lift", "losses", "probe", "reasons", "recurrent", "rewrites", "rules",
+    "runner", "twins", "writes",
 }  # fmt: skip
 """What passes share; beside these no pass imports another, and `pipeline` imports all of them."""
 

@@ -127,7 +127,7 @@ def torchvision_models() -> list[Program]:
             [2, 2], 8, [2, 1], [2, 2], [2, 2], stochastic_depth_prob=0.0, num_classes=CLASSES,
             block=swin_transformer.SwinTransformerBlockV2, downsample_layer=swin_transformer.PatchMergingV2), 16),
         row("tv/maxvit", lambda: MaxVit((16, 16), 8, 2, [8], [1], 4, 0.0, num_classes=CLASSES), 16),
-        row("tv/fcn", Segmenter, 16, outside=True),
+        row("tv/fcn-outside", Segmenter, 16, outside=True),
     ]  # fmt: skip
 
 
@@ -210,14 +210,13 @@ def timm_models() -> list[Program]:
         row("timm/cait", tm("cait_xxs24_224", **vit), 16, train=True),
         row("timm/coat", tm("coat_lite_tiny", img_size=32, embed_dims=(16, 16, 16, 16), serial_depths=(1, 1, 1, 1),
             num_heads=8)),
-        row("timm/xcit", tm("xcit_nano_12_p16_224", img_size=32, embed_dim=16, depth=1, num_heads=2,
-            cls_attn_layers=1)),
         row("timm/mobilenet", lambda: blocks([["ds_r1_k3_s1_c8_se0.25_nhs"], ["ir_r1_k5_s2_e2_c16_se0.25"]])),
         row("timm/fused-mixed", lambda: blocks([["er_r1_k3_s1_e2_c8"], ["ir_r1_k3.5_s1_e2_c8"]])),
         row("timm/condconv", lambda: blocks([["ir_r1_k3_s1_e2_c8_cc2"]])),
         row("timm/ghostnet", lambda: GhostNet([[[3, 16, 16, 0, 1]], [[3, 24, 16, 0.25, 2]]], CLASSES, 0.5)),
         row("timm/repvgg", lambda: ByobNet(
-            ByoModelCfg((ByoBlockCfg("rep", 2, 8, 1),), stem_type="rep", stem_chs=8), num_classes=CLASSES)),
+            ByoModelCfg((ByoBlockCfg("rep", 1, 8, 1), ByoBlockCfg("rep", 2, 8, 2)), stem_type="3x3", stem_chs=8),
+            num_classes=CLASSES)),
         row("timm/poolformer", lambda: MetaFormer(num_classes=CLASSES, **staged), train=True),
         row("timm/focalnet", lambda: FocalNet(num_classes=CLASSES, embed_dim=4, depths=(1, 1)), train=True),
     ]  # fmt: skip
