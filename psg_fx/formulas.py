@@ -39,6 +39,17 @@ def _diagonal(x: torch.Tensor, term: str, once: str) -> torch.Tensor:
     return x[tuple(steps)]
 
 
+def index_put(
+    x: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor, accumulate: bool = False
+) -> torch.Tensor:
+    """With a mask that says where the same values go: y = values (accumulate: x + values) there, x elsewhere."""
+    mask = indices[0]
+    if len(indices) > 1 or mask is None or mask.dtype is not torch.bool or values.ndim > x.ndim - mask.ndim:
+        return aten.index_put(x, indices, values, accumulate)  # type: ignore[no-any-return]
+    places = mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim))
+    return torch.where(places, x + values if accumulate else values, x)
+
+
 def _at_places(target: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """An op that returns values of x and their places along `dim`, as a look-up at places found without gradients."""
     names = [argument.name for argument in target._schema.arguments]
@@ -55,5 +66,6 @@ def _at_places(target: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
 FORMULAS: dict[Any, Callable[..., Any]] = {
     aten.cdist.default: cdist,
     aten.einsum.default: einsum,
+    aten.index_put.default: index_put,
     **{target: _at_places(target) for target in (aten.sort.default, aten.sort.stable, aten.topk.default)},
 }

@@ -30,7 +30,7 @@ def fallback(site: Site, operand: Operand) -> Network:
     carried = tuple(v.samples for v in values)
     if operand.value.samples is not None:
         raise AssertionError(f"a parameter operand of {site.name} carries samples")
-    target = _target(site)
+    target, numbers = _target(site), _numbers_of_samples(site)
 
     def build(*tensors: torch.Tensor) -> torch.Tensor:
         data, grads = tensors[: len(values)], tensors[len(values) :]
@@ -40,6 +40,8 @@ def fallback(site: Site, operand: Operand) -> Network:
 
         def one(*own: torch.Tensor) -> torch.Tensor:
             inputs, seeds = dict(zip(values, own[: len(values)], strict=True)), own[len(values) :]
+            if numbers is not None:
+                inputs[numbers] = torch.zeros_like(inputs[numbers])
             filled = [inputs[v] if isinstance(v, Value) else _at_one(v, site.batch) for v in flat]
 
             def call(p: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -73,6 +75,15 @@ def _target(site: Site) -> Any:
         return FORMULAS.get(site.target, site.target)
     shapes = [tuple(int(s.subs(site.batch, 1)) for s in v.shape) for v in site.args]
     return differentiable(call, shapes, [v.dtype for v in site.args])
+
+
+def _numbers_of_samples(site: Site) -> Value | None:
+    """The indices along the samples of an op that writes rows: arange(B), which is 0 in a batch of one."""
+    if site.target not in (aten.index_put.default, aten._unsafe_index_put.default):
+        return None
+    x, picks = site.input(0), site.args[1]
+    at_samples = None if x.samples is None or x.samples.dim >= len(picks) else picks[x.samples.dim]
+    return at_samples if isinstance(at_samples, Value) and at_samples.dtype is not torch.bool else None
 
 
 def _samples(site: Site) -> sympy.Expr:
