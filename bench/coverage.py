@@ -73,6 +73,9 @@ UNASKED = (
     "A library that does not see the loss is not asked, and not counted, where the loss of the batch is neither the "
     "sum nor the mean of those of its samples, or reads parameters itself."
 )
+TOLERANCE = 1e-6
+"""Of the relative error: a library may cast to float32 inside. psg_fx is tested with 1e-8."""
+
 REFUSED = ("mixes", "refused", "crashed", "slow")
 WRONG = ("wrong", "missing")
 
@@ -222,14 +225,13 @@ def judged(who: dict[str, str], program: Any, want: dict[str, torch.Tensor] | No
         return Answer(**who, kind="mixes" if type(error).__name__ == "SamplesMixed" else "refused", reason=str(error))
     except Exception as error:
         kind = "crashed" if who["contender"] in OURS else "refused"
-        return Answer(**who, kind=kind, reason=f"{type(error).__name__}: {error}"[:1000])
+        return Answer(**who, kind=kind, reason=f"{type(error).__name__}: {error}"[:160])
     return Answer(**who, **compared(got, want))
 
 
 def compared(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor] | None) -> dict[str, Any]:
     """kind, error and reason of an answer. A gradient that is zero for all samples may be left out."""
     import oracle
-    from external.program import TOLERANCE
 
     if want is None:
         return {"kind": "wrong", "reason": "answers although samples mix"}
@@ -273,8 +275,8 @@ def time_limit(seconds: int) -> Iterator[None]:
 def save(path: Path, answers: list[Answer], programs: str) -> None:
     """All answers as JSON, the tables as Markdown; programs: which of the suites were asked."""
     machine = about() | {"programs": programs}
-    data = {"environment": machine, "answers": [asdict(a) for a in answers]}
-    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    lines = ",\n".join(json.dumps(asdict(a)) for a in answers)  # one answer a line
+    path.write_text(f'{{"environment": {json.dumps(machine)},\n"answers": [\n{lines}\n]}}\n', encoding="utf-8")
     head = ["# Who answers, and rightly", *(f"- {key}: {value}" for key, value in machine.items())]
     text = "\n".join([head[0], "", "Made by `bench/coverage.py`.", "", *head[1:], "", tables(answers, "github"), ""])
     path.with_suffix(".md").write_text(text, encoding="utf-8")

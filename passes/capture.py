@@ -164,6 +164,8 @@ def _flat(
     for node, spec in zip(nodes, exported.signature.input_specs, strict=True):
         target = (spec.target or "").removeprefix("model.")
         if spec.kind is InputKind.PARAMETER:
+            if target == spec.target and exported.state[target].requires_grad:
+                raise _of_the_loss(target)
             node.meta["psg_fx_input"] = _parameter(spec.target or "", tracked)
         elif spec.kind is InputKind.BUFFER:
             node.meta["psg_fx_input"] = InputSpec("buffer", target, target=spec.target or "")
@@ -194,6 +196,14 @@ def _flat(
     data = {"constants": constants, "one_size": exported.one_size, "reads": reads}
     gm.meta[facts.KEY] = GraphFacts(_batch_symbol(nodes), _outputs(exported, result), notes, data)
     return gm
+
+
+def _of_the_loss(target: str) -> NotYetSupported:
+    return NotYetSupported(
+        f"the loss has a trainable parameter of its own, {target.removeprefix('loss_fn.')}", where="loss_fn",
+        why="a step has the gradients of the model's parameters, and this one would be left out without a word",
+        fix="make the loss a part of the model that returns it: loss_fn=lambda out: out; or freeze the parameter",
+    )  # fmt: skip
 
 
 def _parameter(target: str, tracked: dict[str, str]) -> InputSpec:

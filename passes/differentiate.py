@@ -165,7 +165,14 @@ def _gradients(
     floating = [t for t in taps if t.requires_grad]
     if not pairs or not floating:
         return [None] * len(taps)
-    found = torch.autograd.grad([h for h, _ in pairs], floating, [s for _, s in pairs], allow_unused=True)
+    try:
+        found = torch.autograd.grad([h for h, _ in pairs], floating, [s for _, s in pairs], allow_unused=True)
+    except (RuntimeError, NotImplementedError) as error:
+        raise NotYetSupported(
+            "an op of the model or loss has a backward that torch does not run here", where="the backward pass",
+            why=str(error).strip().splitlines()[0],
+            fix="write that op with others: its backward must take a symbol for the batch size",
+        ) from error  # fmt: skip
     by_tap = iter(found)
     return [next(by_tap) if t.requires_grad else None for t in taps]
 

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from psg_fx.custom import as_one_op
 from psg_fx.errors import CaptureFailed, NotYetSupported, PsgError
-from psg_fx.torch_private import user_stack_traces
+from psg_fx.torch_private import core_decompositions, user_stack_traces
 
 from .branches import Readings, watch_the_batch_size
 from .losses import loss_decompositions
@@ -36,14 +36,15 @@ from .reasons import capture_failed, failure_at
 from .recurrent import recurrent_decompositions
 from .rewrites import rewritten
 from .twins import join, same_constants, values_of
-from .writes import seen_by_autograd
+from .writes import seen_by_autograd, unwatched
 
 aten = torch.ops.aten
 Example = Callable[[int], Sequence[torch.Tensor]]
 _FUNCTIONAL: dict[Any, Callable[..., Any]] = {
-    aten.copy.default: lambda old, new, non_blocking=False: new.to(old.dtype).expand(old.shape).clone()
+    aten.copy.default: lambda old, new, non_blocking=False: new.to(old.dtype).expand(old.shape).clone(),
+    aten.affine_grid_generator.default: core_decompositions()[aten.affine_grid_generator.default],
 }
-"""Ops that come of writing into a view and that autograd does not know."""
+"""Ops whose backward is missing (one comes of writing into a view), or takes no symbol for the batch size."""
 
 
 @dataclass(frozen=True)
@@ -103,17 +104,18 @@ def _one_size(
 def _functional(program: nn.Module, examples: Sequence[torch.Tensor], dynamic: list[dict[int, Any]]) -> ExportedProgram:
     """`program(examples)` as functional ATen, differentiable, losses and recurrent layers written out."""
     shapes = (dynamic,) if dynamic else None
-    with torch.enable_grad(), _keep_custom_backward(), _quiet(), rewritten(), seen_by_autograd(), user_stack_traces():
+    with torch.enable_grad(), _keep_custom_backward(), _quiet(), rewritten(), user_stack_traces():
         try:
-            exported = torch.export.export(program, (list(examples),), dynamic_shapes=shapes, strict=False)
+            with seen_by_autograd():
+                exported = torch.export.export(program, (list(examples),), dynamic_shapes=shapes, strict=False)
+            detach_no_grad_regions(exported.graph_module)
+            functional: ExportedProgram = exported.run_decompositions(
+                recurrent_decompositions() | loss_decompositions() | _FUNCTIONAL
+            )
         except PsgError:
             raise
         except Exception as error:
             raise capture_failed(error) from error
-        detach_no_grad_regions(exported.graph_module)
-        functional: ExportedProgram = exported.run_decompositions(
-            recurrent_decompositions() | loss_decompositions() | _FUNCTIONAL
-        )
     return functional
 
 
@@ -147,7 +149,8 @@ def _keep_custom_backward() -> Iterator[None]:
             return block(*given)
         if cls is BackwardHookFunction:
             raise _hooked("a module has a backward hook", "register_full_backward_hook")
-        return as_one_op(cls, args)
+        with unwatched():
+            return as_one_op(cls, args)
 
     def register_hook(tensor: torch.Tensor, hook: Any) -> Any:
         raise _hooked("the code puts a hook on a tensor's gradient", "register_hook")

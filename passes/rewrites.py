@@ -2,11 +2,14 @@
 
 `F.embedding_bag` gives its op the place of every bag in the flat batch.  `F.linear_cross_entropy` has an op that cuts
 the batch into pieces.  Transformer layers look into a mask whether it is causal, a hint that changes no value.
+`F.gaussian_nll_loss` and distributions look at values to check them.  opt_einsum, where it is installed, orders a
+product of several tensors by their sizes, the batch size among them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -69,6 +72,21 @@ def linear_cross_entropy(*args: Any, options: Any = None, **named: Any) -> Tenso
     return F.linear_cross_entropy(*args, **named)
 
 
+def gaussian_nll_loss(
+    input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+) -> Tensor:
+    """(log v + (x - t)² / v) / 2 (full: + log(2π) / 2) for v = max(var, ε), whose gradient is that of var everywhere.
+
+    Without the check that no variance is negative: it looks at values.
+    """
+    if not isinstance(var, Tensor):
+        return F.gaussian_nll_loss(input, target, var, full, eps, reduction)
+    var = var.unsqueeze(-1) if var.dim() == input.dim() - 1 else var
+    var = var + (var.clamp(min=eps) - var).detach()
+    loss = 0.5 * (var.log() + (input - target) ** 2 / var) + (0.5 * math.log(2 * math.pi) if full else 0.0)
+    return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
+
+
 def is_causal(mask: Tensor | None, given: bool | None = None, size: int | None = None) -> bool:
     """Whether the caller said that the mask is causal; a mask that is given is used either way."""
     return given is True
@@ -102,11 +120,16 @@ def rewritten() -> Iterator[None]:
     """While the model is captured, some functions run as written here."""
     with (
         mock.patch.object(transformer, "_detect_is_causal_mask", is_causal),
-        mock.patch.object(nn.TransformerEncoder, "forward", encoder), _Rewritten(),
+        mock.patch.object(nn.TransformerEncoder, "forward", encoder),
+        mock.patch.object(torch.distributions.Distribution, "_validate_args", False),
+        torch.backends.opt_einsum.flags(enabled=False), _Rewritten(),
     ):  # fmt: skip
         yield
 
 
-_FUNCTIONS: dict[Any, Callable[..., Any]] = {F.embedding_bag: embedding_bag}
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    F.embedding_bag: embedding_bag,
+    F.gaussian_nll_loss: gaussian_nll_loss,
+}
 if hasattr(F, "linear_cross_entropy"):  # since torch 2.13
     _FUNCTIONS[F.linear_cross_entropy] = linear_cross_entropy

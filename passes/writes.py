@@ -29,6 +29,8 @@ class _Writes(TorchFunctionMode):
     learning: the memory of such tensors, kept so that no other tensor takes its place.
     """
 
+    watching = True
+
     def __init__(self) -> None:
         super().__init__()
         self.learning: dict[int, torch.UntypedStorage] = {}
@@ -36,6 +38,8 @@ class _Writes(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if not self.watching:
+            return func(*args, **(kwargs or {}))
         if func in _BACKWARD:
             raise _own_backward(func)
         func = torch.Tensor.detach if func == _DATA else func
@@ -65,7 +69,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _place(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _hidden_write(func: Callable[..., Any]) -> NotYetSupported:
@@ -90,6 +94,13 @@ def _line(func: Callable[..., Any]) -> str:
     frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(2)))
     own = next((f for f in frames if not is_library(f.f_code.co_filename)), None)
     return line_of(own) if own is not None else getattr(func, "__name__", str(func))
+
+
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """For code whose backward is known otherwise: a custom function's own forward."""
+    with mock.patch.object(_Writes, "watching", False):
+        yield
 
 
 def _enter_inference(self: Any) -> None:

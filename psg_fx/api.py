@@ -203,16 +203,18 @@ class PerSampleModule(nn.Module):
         key = capture_key(self.model, self.loss_fn, tracked, call)
         reads = self._reads.setdefault(key, set())
         size = call.batch_size() if self.dynamic is False or key in self._one_size else None
-        if (key, values_read(reads), size) not in self._steps:
+        values = values_read(reads)
+        if (key, values, size) not in self._steps:
             step = build(tracked)
             known = facts.graph_facts(step.gm)
             reads |= known.data["reads"]
+            values = values_read(reads)
             if size is None and known.data["one_size"]:
                 self._one_size.add(key)
                 size = call.batch_size()
                 warnings.warn(known.notes[0], stacklevel=5)
-            self._steps[key, values_read(reads), size] = step
-        self._last = self._steps[key, values_read(reads), size]
+            self._steps[key, values, size] = step
+        self._last = self._steps[key, values, size]
         return self._last
 
 

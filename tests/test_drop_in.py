@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 
 import oracle
 import psg_fx
-from psg_fx import BadArgument, zoo
+from psg_fx import BadArgument, NotYetSupported, zoo
 
 SMALL: dict[str, dict[str, Any]] = {
     "mlp": {},
@@ -167,3 +168,51 @@ def test_no_samples() -> None:
     assert x.grad is not None
     assert x.grad.shape == x.shape
     assert all(p.grad_sample.shape == (0, *p.shape) for p in model.parameters())
+
+
+def test_two_calls_before_a_backward_are_refused() -> None:
+    model, x, _ = small()
+    step = psg_fx.transform(model, backend="eager")
+    product = step(x) * step(2 * x)
+    with pytest.raises(BadArgument, match="still has a grad_sample"):
+        product.sum().backward()
+
+
+def test_a_second_backward_of_one_call_is_refused() -> None:
+    model, x, _ = small()
+    out = psg_fx.transform(model, backend="eager")(x)
+    out.sum().backward(retain_graph=True)
+    with pytest.raises(BadArgument, match="still has a grad_sample"):
+        out.sum().backward()
+
+
+class Returns(nn.Module):
+    """`function(layer, x)` with a linear layer."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(4, 4), function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self.layer, x)
+
+
+@dataclasses.dataclass
+class Record:
+    """A class that pytree does not know."""
+
+    h: Tensor
+
+
+OUTPUTS: dict[str, tuple[Any, str]] = {
+    "complex": (lambda layer, x: torch.fft.rfft(layer(x)), "is complex"),
+    "of parameters": (lambda layer, x: (layer(x), layer.weight.sum()), "is made of parameters alone"),
+    "an unknown class": (lambda layer, x: Record(layer(x)), "returns a Record that holds tensors"),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_outputs_whose_gradient_would_be_lost_are_refused(name: str) -> None:
+    function, text = OUTPUTS[name]
+    with pytest.raises(NotYetSupported, match=text):
+        psg_fx.transform(Returns(function), backend="eager")(torch.randn(3, 4))

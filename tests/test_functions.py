@@ -138,6 +138,30 @@ def _parameter_and_data(m: Any, x: Tensor) -> Tensor:
     return s * p
 
 
+def _nested(m: Any, x: Tensor) -> Tensor:
+    found: Tensor = m.a(checkpoint(lambda v: m.b(v).tanh(), m.a(x), use_reentrant=False))
+    return found
+
+
+def _inferred(m: Any, x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        h = m.a(x).tanh()
+    found: Tensor = m.b(x) * h.clone()
+    return found
+
+
+def _written_without_gradients(m: Any, x: Tensor) -> Tensor:
+    h: Tensor = m.a(x)
+    with torch.no_grad():
+        h.mul_(2.0)
+    return h
+
+
+def _own_gradient(m: Any, x: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(m.a(x).tanh().sum(), x, create_graph=True)[0]
+
+
 EXACT: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "activations": lambda m, x: m.b(Scaled.apply(m.a(x))),
     "a weight": lambda m, x: F.linear(m.b(x), Scaled.apply(m.a.weight)),
@@ -150,6 +174,9 @@ EXACT: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "twice": lambda m, x: Scaled.apply(m.b(Scaled.apply(m.a(x)))),
     "under no_grad": lambda m, x: m.b(x) + Scaled.apply(m.a(x).detach()),
     "checkpointed": lambda m, x: checkpoint(lambda v: Scaled.apply(m.a(v)), m.b(x), use_reentrant=False),  # type: ignore[no-any-return]
+    "nested checkpoints": lambda m, x: checkpoint(_nested, m, x, use_reentrant=False),  # type: ignore[no-any-return]
+    "inference mode": _inferred,
+    "data": lambda m, x: m.b(x) * m.a(x).data,
 }
 X = torch.randn(3, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -171,6 +198,14 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], type[Exception], str]]
     "noise on a weight": (
         lambda m, x: F.linear(x, NoisyWeight.apply(m.a.weight)), NotYetSupported, "draws random numbers",
     ),
+    "a write under no_grad": (_written_without_gradients, NotYetSupported, "autograd does not see.*h.mul_"),
+    "a write into .detach()": (
+        lambda m, x: [h := m.a(x), h.detach().clamp_(min=0.0)][0], NotYetSupported, "autograd does not see.*clamp_",
+    ),
+    "a write into .data": (
+        lambda m, x: [h := m.a(x), h.data.clamp_(min=0.0)][0], NotYetSupported, "autograd does not see.*clamp_",
+    ),
+    "a gradient of its own": (_own_gradient, NotYetSupported, "takes a gradient of its own.*autograd.grad"),
     "hook on an activation": (
         lambda m, x: [h := m.a(x), h.register_hook(lambda g: 2 * g)][0], NotYetSupported, "hook on a tensor's gradient",
     ),

@@ -317,3 +317,19 @@ def test_view_made_outside_is_refused() -> None:
     step = psg_fx.transform(model, lambda out: out.sum() + view.sum(), backend="eager")
     with pytest.raises(psg_fx.NotYetSupported, match="computed outside of it and requires gradients"):
         step(x(B, 4))
+
+
+def test_a_loss_with_trainable_parameters_is_refused() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, out: Tensor, targets: Tensor) -> Tensor:
+            return F.cross_entropy(out * self.scale, targets)
+
+    model, loss = mlp(), Scaled()
+    with pytest.raises(psg_fx.NotYetSupported, match="the loss has a trainable parameter of its own, scale"):
+        psg_fx.transform(model, loss, backend="eager")(x(3, 4), labels(3))
+    loss.requires_grad_(False)
+    check(model, loss, x(3, 4), labels(3))

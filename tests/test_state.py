@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -234,3 +235,54 @@ def test_the_state_of_a_loss_module_is_read_too() -> None:
     loss.scale.fill_(3.0)
     torch.testing.assert_close(doubled, 2 * plain)
     torch.testing.assert_close(step(x, y).losses, 3 * plain)
+
+
+def test_attributes_of_modules_are_read_too() -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.LeakyReLU(0.1), nn.Linear(5, 3)).double()
+    step = step_of(model)
+    compare(step, model)
+    model[1].negative_slope = 0.7
+    compare(step, model)
+    handle = model[0].register_forward_hook(lambda module, inputs, output: output * 2)
+    compare(step, model)
+    handle.remove()
+    compare(step, model)
+    known = len(step._steps)
+    model.unread = 5
+    compare(step, model)
+    assert len(step._steps) == known
+
+
+def test_what_a_loss_closes_over_is_read_too() -> None:
+    model, scale = mlp(), [1.0]
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output / scale[0], target)
+
+    step = psg_fx.transform(model, loss, backend="eager")
+    for value in (1.0, 4.0):
+        scale[0] = value
+        losses, grads = oracle.loop_grads(model, loss, X, Y)
+        out = step(X, Y)
+        assert oracle.relative_error(out.losses, losses) < 1e-12
+        assert oracle.worst_error(out.grads, grads) < 1e-12
+
+
+class Scaled(nn.Module):
+    """`function(scale)` times a linear layer."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(4, 3).double(), function
+
+    def forward(self, x: Tensor, scale: Any) -> Tensor:
+        return self.layer(x) * self.function(scale)
+
+
+def test_arguments_that_look_alike_are_told_apart() -> None:
+    first, second = np.ones(5000), np.ones(5000)
+    second[2500] = 3.0
+    picks = psg_fx.transform(Scaled(lambda a: float(a[2500])), lambda out: out.sum(), backend="eager")
+    torch.testing.assert_close(picks((X, second)).losses, 3.0 * picks((X, first)).losses)
+    kind = psg_fx.transform(Scaled(lambda a: 2.0 if a is True else 1.0), lambda out: out.sum(), backend="eager")
+    torch.testing.assert_close(kind((X, True)).losses, 2.0 * kind((X, 1)).losses)

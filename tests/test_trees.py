@@ -48,7 +48,9 @@ def joint(case: Case) -> Joint:
     model = case.model()
     loss = case.loss_fn(model)
     step = psg_fx.transform(model, loss, backend="eager", batch_dim=case.batch_dim)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
     step(case.data())
+    model.load_state_dict(state)  # a step writes buffers, as a forward does
     gm = step.graphs["merged"]
     info = facts.graph_facts(gm)
     call = step._take_apart(case.data(), ())

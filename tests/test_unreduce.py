@@ -225,6 +225,7 @@ REDUCTIONS: dict[str, Loss] = {
     "maximum": lambda o, y: (o - y).amax(),
     "max with indices": lambda o, y: (o - y).max(0)[0].sum(),
     "norm": lambda o, y: (o - y).norm(),
+    "einsum": lambda o, y: torch.einsum("bd,bd->", o - y, o),
     "root": lambda o, y: F.mse_loss(o, y).sqrt(),
     "logsumexp": lambda o, y: (o - y).logsumexp((0, 1)),
     "variance": lambda o, y: (o - y).var() + (o - y).std(1).mean(),

@@ -231,6 +231,26 @@ def _chosen(m: Any, x: Tensor) -> Tensor:
     return torch.where(m.layer(x) > m.threshold, m.high, m.low * x)
 
 
+def _masked_tokens(m: Any, x: Tensor) -> Tensor:
+    """Masked positions take a learned token, as in masked modelling; the first one a learned start."""
+    h = m.layer(x)
+    h[x[..., 0] > 0] = m.token
+    h[x > 1] = m.scalar
+    h[torch.arange(x.shape[0]), x[..., 0].argmax(1)] = m.start
+    return m.head(h.tanh())
+
+
+def _spatial_transformer(m: Any, x: Tensor) -> Tensor:
+    theta = m.where(x.mean((2, 3))).view(-1, 2, 3)
+    grid = F.affine_grid(theta, [x.shape[0], 2, 4, 4], align_corners=False)
+    return F.grid_sample(m.layer(x), grid, align_corners=False)
+
+
+def _gaussian(out: Any) -> Tensor:
+    mean, raw, x = out
+    return F.gaussian_nll_loss(mean, x, raw, eps=0.5) - torch.distributions.Normal(mean, raw.exp()).log_prob(x).mean()
+
+
 # --- losses ---------------------------------------------------------------------------------------------------------
 
 
@@ -308,6 +328,12 @@ TRAPS = [
          module=model(lambda m, x, table: m.layer(x) * m.layer(table), layer=linear())),
     Case("traps/samples-in-dim-1", x=(5, B, 4), batch_dim=1, out_dim=1, module=_block()),
     Case("traps/pre-norm-block", x=SEQ, module=_block(batch_first=True, norm_first=True)),
+    Case("traps/masked-tokens", x=SEQ, module=model(_masked_tokens, layer=linear(), head=linear(), token=parameter(4),
+                                                   scalar=parameter(), start=parameter(4)), vmap=False),
+    Case("traps/spatial-transformer", x=(B, 2, 6, 6),
+         module=model(_spatial_transformer, where=linear(2, 6), layer=lambda: nn.Conv2d(2, 2, 1))),
+    Case("traps/gaussian", x=SEQ, criterion=_gaussian, vmap=False,
+         module=model(lambda m, x: (m.mean(x), m.scale(x).sigmoid(), x), mean=linear(), scale=linear())),
     _language("tokens-ignored"),
     _language("class-weights", weight=torch.tensor([0.3, 2.0, 1.0, 0.7, 1.5])),
     _language("label-smoothing", label_smoothing=0.2),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from psg_fx.facts import SampleAxis
 from psg_fx.passes.independence.table import Answer, rule
-from psg_fx.passes.independence.values import Op, Result, Value, broadcast
+from psg_fx.passes.independence.values import REDUCED, Op, Result, Value, broadcast
 
 Labels = list[str]
 
@@ -130,6 +130,9 @@ def einsum(op: Op) -> Answer:
     for value, names in zip(operands, labels, strict=True):
         if value.axis is not None and names.count(names[value.axis.dim]) > 1:
             raise op.refuse(f"it takes a diagonal of %{value.node.name} through the sample dim")
+    if not out and (held := {names[v.axis.dim] for v, names in zip(operands, labels, strict=True) if v.axis}):
+        contraction(op, operands, labels, sorted(held))  # the same rows meet; then all are summed
+        return REDUCED
     return contraction(op, operands, labels, out)
 
 

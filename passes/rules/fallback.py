@@ -57,7 +57,8 @@ def fallback(site: Site, operand: Operand) -> Network:
             return gradient
 
         every = (*dims, *[0] * len(grad_rows))
-        return for_each_sample(one, every, (*rows, *grad_rows), site.op, site.where).flatten(1)
+        found = for_each_sample(one, every, (*rows, *grad_rows), site.op, site.where)
+        return found.flatten(1) if found.ndim > 1 else found.unsqueeze(1)
 
     sources = (*(v.name for v in values), *(c.name for _, c in cotangents))
     samples = _samples(site)

@@ -142,16 +142,15 @@ def call(model: Callable[..., Any], inputs: Any) -> Any:
 
 def judge(program: Program, contender: Contender = with_loss, want: Grads | None = None) -> Verdict:
     """What `contender` makes of a program; `want`: the truth, if it is known already."""
-    problem = program.problem()
     try:
-        got = contender(problem)
+        got = contender(program.problem())
     except psg_fx.SamplesMixed as error:
         return Verdict("mixes", reason=str(error))
     except PsgError as error:
         return Verdict("refused", reason=str(error))
     except Exception as error:
         return Verdict("crashed", reason=f"{type(error).__name__}: {error}")
-    error = oracle.worst_error(got, truth(problem) if want is None else want)
+    error = oracle.worst_error(got, truth(program.problem()) if want is None else want)
     return Verdict("exact" if error < TOLERANCE else "wrong", error)
 
 

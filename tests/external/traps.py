@@ -7,7 +7,7 @@ from external.program import Problem, Program
 
 
 def programs() -> list[Program]:
-    """One for each row; the loss is the sum over all outputs, but for rows whose loss reads a parameter itself."""
+    """One for each row; the loss is the sum over all outputs, but for rows with a loss of their own."""
     return [Program(case.name, Row(case), refused=case.refused, family="traps") for case in CASES]
 
 
@@ -20,5 +20,5 @@ class Row:
     def __call__(self) -> Problem:
         model, data = self.case.model(), self.case.data()
         inputs = data[0] if len(data) == 1 else data
-        loss = self.case.loss_fn(model) if self.case.penalty else None
-        return Problem(model, inputs, loss_fn=loss, batch_dim=self.case.batch_dim, out_dim=self.case.out_dim)
+        loss = self.case.loss_fn(model) if self.case.penalty or self.case.criterion else None
+        return Problem(model, inputs, loss_fn=loss, batch_dim=self.case.dims, out_dim=self.case.out_dim)
