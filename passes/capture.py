@@ -25,6 +25,7 @@ from psg_fx.facts import GraphFacts, InputSpec, OutputSpec
 from psg_fx.layout import memory_order
 
 from .export import Exported, export
+from .writes import computed_outside
 
 _HINTS = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43)
 
@@ -172,12 +173,7 @@ def _flat(
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             value = exported.constants[spec.target or ""]
             if value.requires_grad:
-                raise NotYetSupported(
-                    "the loss or the model reads a tensor that was computed outside of it and requires gradients",
-                    where=f"a tensor of shape {tuple(value.shape)}",
-                    why="the way from the parameters to it is not part of the graph",
-                    fix="compute it inside the model or the loss, or detach it if it is meant as a constant",
-                )  # fmt: skip
+                raise computed_outside(value)
             if value.numel() and _place(value) in held:
                 node.meta["psg_fx_input"] = _parameter(held[_place(value)], tracked)
                 continue

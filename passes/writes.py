@@ -44,6 +44,8 @@ class _Writes(TorchFunctionMode):
             raise _own_backward(func)
         func = torch.Tensor.detach if func == _DATA else func
         given = _tensors((args, kwargs))
+        if outside := [t for t in given if type(t) is torch.Tensor and t.grad_fn is not None]:
+            raise computed_outside(outside[0])
         given = [t for t in given if not t.is_inference()]
         versions = [t._version for t in given]
         result = func(*args, **(kwargs or {}))
@@ -70,6 +72,16 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 def _place(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
+
+
+def computed_outside(value: torch.Tensor) -> NotYetSupported:
+    """The refusal of a tensor that is made of parameters before the program runs."""
+    return NotYetSupported(
+        "the loss or the model reads a tensor that was computed outside of it and requires gradients",
+        where=f"a tensor of shape {tuple(value.shape)}",
+        why="the way from the parameters to it is not part of the graph",
+        fix="compute it inside the model or the loss, or detach it if it is meant as a constant",
+    )
 
 
 def _hidden_write(func: Callable[..., Any]) -> NotYetSupported:

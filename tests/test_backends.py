@@ -16,6 +16,9 @@ from selection import selected
 pytestmark = [
     pytest.mark.inductor,
     pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning"),
+    # inductor about its own code, and that it leaves complex values to the eager kernels
+    pytest.mark.filterwarnings("ignore:.torch._prims_common.check. is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex:UserWarning"),
 ]
 
 ROWS = [case for case in CASES if not case.refused]

@@ -47,7 +47,7 @@ def joint(case: Case) -> Joint:
     """Capture the row up to its networks, and run the joint graph for the tensors that they read."""
     model = case.model()
     loss = case.loss_fn(model)
-    step = psg_fx.transform(model, loss, backend="eager", batch_dim=case.batch_dim)
+    step = psg_fx.transform(model, loss, backend="eager", batch_dim=case.dims)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     step(case.data())
     model.load_state_dict(state)  # a step writes buffers, as a forward does
