@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import psg_fx
 
-X, Y = torch.randn(6, 5, 4, dtype=torch.float64), torch.tensor([0, 2, 1, 1, 0, 2])
+X, Y = torch.randn(6, 3, 4, dtype=torch.float64), torch.tensor([0, 2, 1, 1, 0, 2])
 
 
 class Head(nn.Module):
-    """A body on `[B, 5, 4]`, then three scores from what it returns."""
+    """A body on `[B, 3, 4]`, then three scores from what it returns."""
 
     def __init__(self, body: nn.Module, features: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Dropped(nn.Module):
 class Channels(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.dropout = nn.Conv1d(5, 4, 2), nn.Dropout1d(0.5)
+        self.layer, self.dropout = nn.Conv1d(3, 4, 2), nn.Dropout1d(0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.alpha_dropout(self.dropout(self.layer(x)), 0.2, training=self.training)
@@ -52,18 +52,18 @@ class Noise(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         kept = torch.bernoulli(torch.full_like(x, 0.7))
-        return self.layer(x + torch.randn_like(x)) * kept + torch.rand(x.shape[0], 5, 4, dtype=x.dtype)
+        return self.layer(x + torch.randn_like(x)) * kept + torch.rand(x.shape[0], 3, 4, dtype=x.dtype)
 
 
 def _recurrent(kind: type[nn.RNNBase], **options: Any) -> Callable[[], nn.Module]:
-    return lambda: Head(kind(4, 3, num_layers=2, dropout=0.4, batch_first=True, **options), 15 * (1 + bool(options)))
+    return lambda: Head(kind(4, 3, num_layers=2, dropout=0.4, batch_first=True, **options), 9 * (1 + bool(options)))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "dropout": lambda: Head(Dropped(), 20),
+    "dropout": lambda: Head(Dropped(), 12),
     "channels": lambda: Head(Channels(), 12),
-    "noise": lambda: Head(Noise(), 20),
-    "attention": lambda: Head(nn.TransformerEncoderLayer(4, 2, 8, dropout=0.3, batch_first=True), 20),
+    "noise": lambda: Head(Noise(), 12),
+    "attention": lambda: Head(nn.TransformerEncoderLayer(4, 2, 8, dropout=0.3, batch_first=True), 12),
     "lstm": _recurrent(nn.LSTM),
     "lstm-two-ways": _recurrent(nn.LSTM, bidirectional=True),
     "gru": _recurrent(nn.GRU),

@@ -12,7 +12,7 @@ pytest.importorskip("hypothesis")
 from external import opacus_cases
 from external.program import Contender, check, drop_in, with_loss
 
-FEW = 4
+FEW = 2
 """Cases of each file that are tested, spread over all of them: a capture takes about half a second."""
 
 

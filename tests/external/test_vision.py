@@ -15,8 +15,7 @@ from external.program import Program, check, drop_in, truth, with_loss
 from selection import selected
 
 CHOSEN = {
-    "tv/resnet-groupnorm", "tv/resnet-train", "tv/densenet-checkpointed", "tv/mobilenet-v3", "tv/vit", "timm/bit",
-    "timm/nfnet-scaled", "timm/condconv", "timm/mixer", "timm/swin-v2", "tv/vit-outside", "timm/bit-outside",
+    "tv/resnet-groupnorm", "tv/resnet-train", "timm/bit", "timm/condconv", "timm/mixer", "tv/vit-outside",
 }  # fmt: skip
 
 
