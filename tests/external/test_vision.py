@@ -15,7 +15,8 @@ from external.program import Program, check, drop_in, truth, with_loss
 from selection import selected
 
 CHOSEN = {
-    "tv/resnet-groupnorm", "tv/resnet-train", "timm/bit", "timm/condconv", "timm/mixer", "tv/vit-outside",
+    "tv/resnet-groupnorm", "tv/resnet-train", "timm/bit", "timm/condconv", "timm/focalnet", "timm/mixer",
+    "tv/vit-outside",
 }  # fmt: skip
 
 

@@ -18,7 +18,6 @@ class Row:
         self.case = case
 
     def __call__(self) -> Problem:
-        model, data = self.case.model(), self.case.data()
-        inputs = data[0] if len(data) == 1 else data
+        model = self.case.model()
         loss = self.case.loss_fn(model) if self.case.penalty or self.case.criterion else None
-        return Problem(model, inputs, loss_fn=loss, batch_dim=self.case.dims, out_dim=self.case.out_dim)
+        return Problem(model, self.case.data(), loss_fn=loss, batch_dim=self.case.dims, out_dim=self.case.out_dim)
