@@ -330,7 +330,7 @@ def reasons(answers: list[Answer]) -> list[tuple[str, str, str]]:
     """Programs by contender and the first line of the reason."""
     found: dict[tuple[str, str], list[str]] = {}
     for a in answers:
-        lines = a.reason.splitlines()
+        lines = a.reason.splitlines() or [a.kind]
         why = next((line.removeprefix("  why").strip() for line in lines if line.startswith("  why")), "")
         found.setdefault((a.contender, f"{lines[0]} ({why})" if why else lines[0]), []).append(a.program)
     return [(who, what, f"{len(names)}: {', '.join(names)}") for (who, what), names in found.items()]
