@@ -112,8 +112,8 @@ def _functional(program: nn.Module, examples: Sequence[torch.Tensor], dynamic: l
             functional: ExportedProgram = exported.run_decompositions(
                 recurrent_decompositions() | loss_decompositions() | _FUNCTIONAL
             )
-        except PsgError:
-            raise
+        except PsgError as error:  # torch.fx writes the graph's own traceback into its text
+            raise type(error)(error.what, where=error.where, why=error.why, fix=error.fix) from None
         except Exception as error:
             raise capture_failed(error) from error
     return functional
