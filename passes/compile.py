@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import sympy
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
+
+from psg_fx import facts
+from psg_fx.outputs import Block, Memory
+from psg_fx.torch_private import inductor_modes, marked_dynamic
 
 from .runner import copy_graph
 
@@ -20,15 +25,88 @@ _CPU_OPTIONS = {"layout_optimization": False}
 
 
 def compile_graph(
-    gm: GraphModule, backend: str, mode: str | None, options: dict[str, Any] | None, dynamic: bool | None, device: str
-) -> Flat:
-    """`torch.compile(gm)`; `backend="eager"` runs the graph as it is.  The user's options come before ours."""
+    gm: GraphModule, backend: str, mode: str | None, options: dict[str, Any] | None, dynamic: bool | None, device: str,
+    memory: Memory,
+) -> Flat:  # fmt: skip
+    """`torch.compile(gm)`; `backend="eager"` runs the graph as it is.  The user's options come before ours, and ours
+    before those of the mode.
+    """
     if backend == "eager":
         return _with_reshapes(gm)
-    if backend == "inductor" and device == "cpu" and mode is None:
-        options = _CPU_OPTIONS | (options or {})
-    compiled: Flat = torch.compile(gm, backend=backend, mode=mode, options=options, dynamic=dynamic, fullgraph=True)
-    return compiled
+    if backend == "inductor":
+        ours = _CPU_OPTIONS if device == "cpu" else {}
+        options, mode = inductor_modes()[mode or "default"] | ours | (options or {}), None
+    # True would make the parameters' sizes symbols, too: the batch size is marked instead.
+    by_size = None if dynamic else dynamic
+    gm = _sizes_from_tensors(gm)
+    run: Flat = torch.compile(gm, backend=backend, mode=mode, options=options, dynamic=by_size, fullgraph=True)
+    if dynamic:
+        run = _marking(run, gm)
+    if backend != "inductor":
+        return run
+    if device == "cuda" and options and options.get("triton.cudagraphs"):
+        return _outside_cuda_graphs(run, memory.keep)
+    return _serving(run, memory) if device == "cpu" else run
+
+
+def _marking(run: Flat, gm: GraphModule) -> Flat:
+    """One graph for all batch sizes from 2 on: the sizes that follow from the batch size are marked as symbols.
+
+    One sample is compiled for itself, since torch holds a size of 1 for a constant.
+    """
+    shapes = [_sizes(node) for node in facts.placeholders(gm)]
+    symbolic = [[dim for dim, size in enumerate(shape) if size.free_symbols] for shape in shapes]
+    counted = next((i, dim) for i, dims in enumerate(symbolic) for dim in dims if shapes[i][dim].is_Symbol)
+
+    def marking(*values: Any) -> Sequence[Any]:
+        if values[counted[0]].shape[counted[1]] == 1:
+            return run(*values)
+        return run(*(marked_dynamic(v, dims) if dims else v for v, dims in zip(values, symbolic, strict=True)))
+
+    return marking
+
+
+def _sizes(node: Node) -> tuple[sympy.Expr, ...]:
+    value = node.meta["val"]
+    return facts.shape(value) if isinstance(value, torch.Tensor) else ()
+
+
+def _sizes_from_tensors(gm: GraphModule) -> GraphModule:
+    """Read the sizes that a backward graph takes as numbers from its tensors: a number is compiled as a constant."""
+    changed = copy_graph(gm)
+    nodes = facts.placeholders(changed)
+    known = {size: (node, dim) for node in nodes for dim, size in enumerate(_sizes(node))}
+    for node in nodes:
+        value = node.meta["val"]
+        if isinstance(value, torch.SymInt) and facts.expr(value) in known:
+            with changed.graph.inserting_after(nodes[-1]):
+                size = changed.graph.call_function(aten.sym_size.int, known[facts.expr(value)])
+            node.replace_all_uses_with(size)
+    changed.recompile()
+    return changed
+
+
+def _outside_cuda_graphs(run: Flat, until_next_call: bool) -> Flat:
+    """A CUDA graph writes its results to the same place at every call: they are copied out of its memory, unless they
+    need to live only until the next call.
+    """
+
+    def copied(*tensors: Any) -> Sequence[Any]:
+        torch.compiler.cudagraph_mark_step_begin()
+        results = run(*tensors)
+        return results if until_next_call else [r.clone() if isinstance(r, torch.Tensor) else r for r in results]
+
+    return copied
+
+
+def _serving(run: Flat, memory: Memory) -> Flat:
+    order: list[Block] = []
+
+    def served(*tensors: Any) -> Sequence[Any]:
+        with memory.serving(order):
+            return run(*tensors)
+
+    return served
 
 
 def _with_reshapes(gm: GraphModule) -> GraphModule:

@@ -17,6 +17,7 @@ from psg_fx import facts
 from psg_fx.custom import custom_call
 from psg_fx.errors import InternalError, NotYetSupported, locate
 from psg_fx.facts import InputSpec, OutputSpec, fact
+from psg_fx.recurrence import DIFFERENTIABLE
 from psg_fx.sites import Operand, Site, Value
 from psg_fx.stages import Stage
 from psg_fx.torch_private import preserve_node_meta
@@ -37,7 +38,7 @@ class _Tapped(Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is aten._native_batch_norm_legit_no_training.default:
             return _normalized(*args, **kwargs)
-        return super().call_function(custom_call(target) or target, args, kwargs)
+        return super().call_function(custom_call(target) or DIFFERENTIABLE.get(target) or target, args, kwargs)
 
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
@@ -46,7 +47,7 @@ class _Tapped(Interpreter):
             arguments = {a.name: self.env[a] for a in n.all_input_nodes if isinstance(self.env[a], torch.Tensor)}
             outputs = list(facts.tensors(result))
             for output in outputs:
-                if (output.is_floating_point() or output.is_complex()) and not output.requires_grad:
+                if facts.is_differentiable(output) and not output.requires_grad:
                     output.requires_grad_()
             self.seen[n.name] = (arguments, outputs)
         return result

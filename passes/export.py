@@ -1,7 +1,7 @@
 """torch.export, with what it would lose put back or refused, and its remarks kept from the user.
 
 Export runs the code on fake tensors (`strict=False`).  Gradient-free regions (`torch.no_grad`) become detached values;
-custom backward functions are refused, because export follows their forward only.
+custom autograd functions become ops of their own, because export follows their forward only.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from psg_fx.custom import as_one_op
 from psg_fx.errors import CaptureFailed, NotYetSupported, PsgError
 from psg_fx.torch_private import core_decompositions, user_stack_traces
+from psg_fx.torch_private.composites import remembered_composites
 
 from .branches import Readings, watch_the_batch_size
 from .losses import loss_decompositions
@@ -104,14 +105,15 @@ def _one_size(
 def _functional(program: nn.Module, examples: Sequence[torch.Tensor], dynamic: list[dict[int, Any]]) -> ExportedProgram:
     """`program(examples)` as functional ATen, differentiable, losses and recurrent layers written out."""
     shapes = (dynamic,) if dynamic else None
-    with torch.enable_grad(), _keep_custom_backward(), _quiet(), rewritten(), user_stack_traces():
+    with torch.enable_grad(), _keep_custom_backward(), _quiet(), user_stack_traces():
         try:
-            with seen_by_autograd():
+            with rewritten(), seen_by_autograd():
                 exported = torch.export.export(program, (list(examples),), dynamic_shapes=shapes, strict=False)
             detach_no_grad_regions(exported.graph_module)
-            functional: ExportedProgram = exported.run_decompositions(
-                recurrent_decompositions() | loss_decompositions() | _FUNCTIONAL
-            )
+            with remembered_composites():
+                functional: ExportedProgram = exported.run_decompositions(
+                    recurrent_decompositions() | loss_decompositions() | _FUNCTIONAL
+                )
         except PsgError as error:  # torch.fx writes the graph's own traceback into its text
             raise type(error)(error.what, where=error.where, why=error.why, fix=error.fix) from None
         except Exception as error:
@@ -140,8 +142,6 @@ def _quiet() -> Iterator[None]:
 @contextlib.contextmanager
 def _keep_custom_backward() -> Iterator[None]:
     """Custom autograd functions become ops of their own: export would follow their forward and drop their backward."""
-    function = torch.autograd.Function
-    original = function.__dict__["apply"]
 
     def apply(cls: type[torch.autograd.Function], *args: Any) -> Any:
         if cls is CheckpointFunction:  # what is recomputed is decided after differentiation
@@ -155,12 +155,11 @@ def _keep_custom_backward() -> Iterator[None]:
     def register_hook(tensor: torch.Tensor, hook: Any) -> Any:
         raise _hooked("the code puts a hook on a tensor's gradient", "register_hook")
 
-    try:
-        function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-        with mock.patch.object(torch.Tensor, "register_hook", register_hook):
-            yield
-    finally:
-        function.apply = original  # type: ignore[method-assign]
+    with (
+        mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)),
+        mock.patch.object(torch.Tensor, "register_hook", register_hook),
+    ):
+        yield
 
 
 def _hooked(what: str, where: str) -> NotYetSupported:

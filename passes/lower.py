@@ -15,26 +15,29 @@ from psg_fx import facts
 from psg_fx.evaluate import Evaluator
 from psg_fx.facts import InputSpec, OutputSpec
 from psg_fx.planning import Plan
-from psg_fx.quantity import Quantity
+from psg_fx.quantity import Extra, Quantity
 from psg_fx.stages import Stage
 from psg_fx.tracing import trace
 
 from .runner import graph_pass
 
-Extra = tuple[str, tuple[int | None, ...], torch.dtype]
-
 
 @graph_pass("lower", before=Stage.PLANNED, after=Stage.LOWERED)
-def lower(gm: GraphModule, quantities: Sequence[Quantity], extras: Sequence[Extra]) -> GraphModule:
+def lower(gm: GraphModule, quantities: Sequence[Quantity], dtype: torch.dtype) -> GraphModule:
     """After: outputs are the losses, new buffer values, and every field of every quantity; nothing else is computed.
 
-    extras: further inputs, each a name, a shape (None: the batch size) and a dtype.
+    dtype: of further inputs whose quantity leaves it open.
     """
     info = facts.graph_facts(gm)
     plan: Plan = info.data["plan"]
-    known = _known_values(gm)
-    needed = [name for name in known if name in _sources(plan)]
-    made = [_extra_value(gm, extra) for extra in extras]
+    gradients = {p.gradient.name: p.gradient for p in plan.parameters}
+    extras = {name: extra for quantity in quantities for name, extra in quantity.extras(gradients).items()}
+    made = {name: _extra_node(gm, name, extra, dtype) for name, extra in extras.items()}
+    fixed = {n: extra.value.to(made[n].meta["val"].device) for n, extra in extras.items() if extra.value is not None}
+    constants = {**info.data["constants"], **fixed}
+    gm.meta[facts.KEY] = dataclasses.replace(info, data={**info.data, "constants": constants})
+    sources = _sources(plan)
+    known = {n: node for n, node in _known_values(gm, made).items() if n in sources}
     names: list[str] = []
     specs: list[OutputSpec] = []
     batch_size = _batch_node(gm)
@@ -42,18 +45,18 @@ def lower(gm: GraphModule, quantities: Sequence[Quantity], extras: Sequence[Extr
     def tail(
         values: list[torch.Tensor], given: list[torch.Tensor], carrier: torch.Tensor
     ) -> tuple[list[Any], list[Any]]:
-        env = dict(zip(needed, values, strict=True))
+        env = dict(zip(known, values, strict=True))
         count = carrier.shape[facts.input_spec(batch_size).samples or 0]
         evaluator = Evaluator(plan, env, count, carrier.device)
-        results = _results(evaluator, quantities, dict(zip([e[0] for e in extras], given, strict=True)), count)
+        results = _results(evaluator, quantities, dict(zip(made, given, strict=True)), count)
         specs[:] = [spec for spec, _ in results]
         names[:] = list(evaluator.named)
         return [value for _, value in results], list(evaluator.named.values())
 
-    arguments = ([known[name].meta["val"] for name in needed], [value for value, _ in made], batch_size.meta["val"])
+    nodes = [*known.values(), *made.values(), batch_size]
+    arguments = [[n.meta["val"] for n in group] for group in (known.values(), made.values())]
     with torch.no_grad():
-        traced = trace(tail, arguments)
-    nodes = [known[name] for name in needed] + [node for _, node in made] + [batch_size]
+        traced = trace(tail, (*arguments, batch_size.meta["val"]))
     results, inner = _splice(gm, traced, nodes, len(specs))
     _name(results, specs, inner, names)
     _finish(gm, results, specs)
@@ -80,9 +83,10 @@ def _results(
     return [(OutputSpec(field, name), tensor) for (field, name), tensor in found.items()]
 
 
-def _known_values(gm: GraphModule) -> dict[str, Node]:
+def _known_values(gm: GraphModule, extras: Mapping[str, Node]) -> dict[str, Node]:
     """Names that leaves and prefixes may use -> nodes of the joint graph."""
     found: dict[str, Node] = {f"placeholder:{n.name}": n for n in facts.placeholders(gm)}
+    found |= {f"given:{name}": node for name, node in extras.items()}
     for spec, node in zip(facts.graph_facts(gm).outputs, facts.outputs(gm), strict=True):
         if node is not None and spec.kind in ("activation", "cotangent"):
             found[f"{spec.kind}:{spec.name}"] = node
@@ -93,7 +97,7 @@ def _sources(plan: Plan) -> set[str]:
     found: set[str] = set()
     for parameter in plan.parameters:
         for part in parameter.parts:
-            found.update(source for leaf in part.network.leaves for source in leaf.sources)
+            found.update(source for leaf in part.contraction.network.leaves for source in leaf.sources)
         for term in parameter.gradient.terms:
             found.update(f"placeholder:{name}" for name in term.prefix.inputs if not term.prefix.trivial)
     return found
@@ -103,18 +107,19 @@ def _batch_node(gm: GraphModule) -> Node:
     return next(n for n in facts.placeholders(gm) if facts.input_spec(n).samples is not None)
 
 
-def _extra_value(gm: GraphModule, extra: Extra) -> tuple[torch.Tensor, Node]:
+def _extra_node(gm: GraphModule, name: str, extra: Extra, dtype: torch.dtype) -> Node:
     """A placeholder for a further input, after those there are."""
-    name, shape, dtype = extra
     last, carrier = facts.placeholders(gm)[-1], _batch_node(gm)
     template = carrier.meta["val"]
     count = template.shape[facts.input_spec(carrier).samples or 0]
     with template.fake_mode:
-        value = torch.empty([count if size is None else size for size in shape], dtype=dtype, device=template.device)
+        shape = [count if size is None else size for size in extra.shape]
+        value = torch.empty(shape, dtype=extra.dtype or dtype, device=template.device)
     with gm.graph.inserting_after(last):
-        node = gm.graph.placeholder(name)
-    node.meta = {"val": value, "psg_fx_input": InputSpec("weights", name, 0 if None in shape else None)}
-    return value, node
+        node = gm.graph.placeholder(re.sub(r"\W", "_", name))
+    kind = "given" if extra.value is None else "constant"
+    node.meta = {"val": value, "psg_fx_input": InputSpec(kind, name, 0 if None in extra.shape else None)}
+    return node
 
 
 def _splice(gm: GraphModule, traced: GraphModule, inputs: list[Node], count: int) -> tuple[list[Node], list[Node]]:

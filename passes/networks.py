@@ -13,7 +13,7 @@ from psg_fx.rules import networks_of
 from psg_fx.sites import Operand, Site
 from psg_fx.stages import Stage
 
-from .rules import fallback
+from .rules.fallback import fallback
 from .runner import graph_pass
 
 

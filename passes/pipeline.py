@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import torch
 from torch.fx import GraphModule
 
 from psg_fx.arguments import Call
+from psg_fx.budget import Budget
 from psg_fx.cost import Device
 from psg_fx.quantity import Quantity
 from psg_fx.stages import Stage, verify
@@ -15,7 +17,7 @@ from psg_fx.stages import Stage, verify
 from .batch import batch
 from .capture import Program, capture
 from .differentiate import differentiate
-from .lower import Extra, lower
+from .lower import lower
 from .networks import merge, networks
 from .plan import plan
 from .runner import History, Step, graph_pass, run
@@ -28,8 +30,8 @@ UNREDUCE = graph_pass("unreduce", before=Stage.BATCHED, after=Stage.UNREDUCED)(u
 
 
 def run_pipeline(
-    program: Program, call: Call, tracked: dict[str, str], quantities: Sequence[Quantity], extras: Sequence[Extra],
-    device: Device, input_gradients: tuple[bool, ...] = (),
+    program: Program, call: Call, tracked: dict[str, str], quantities: Sequence[Quantity], dtype: torch.dtype,
+    device: Device, input_gradients: tuple[bool, ...] = (), budget: Budget | None = None,
 ) -> tuple[GraphModule, History]:  # fmt: skip
     """From a model and a loss to a lowered graph, with every stage on the way."""
     history = History()
@@ -41,8 +43,8 @@ def run_pipeline(
     gm = run(networks, gm, history)
     gm = run(merge, gm, history)
     asks = tuple(dict.fromkeys(ask for quantity in quantities for ask in quantity.asks()))
-    gm = run(plan, gm, history, asks=asks, device=device, size=call.batch_size())
-    gm = run(lower, gm, history, quantities=quantities, extras=extras)
+    gm = run(plan, gm, history, asks=asks, device=device, size=call.batch_size(), budget=budget)
+    gm = run(lower, gm, history, quantities=quantities, dtype=dtype)
     gm = run(tidy, gm, history)
     return gm, history
 

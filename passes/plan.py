@@ -8,18 +8,23 @@ from collections.abc import Sequence
 from torch.fx import GraphModule
 
 from psg_fx import facts
+from psg_fx.asks import Ask
+from psg_fx.budget import Budget, plan_within
 from psg_fx.cost import Device
 from psg_fx.planning import plan_step
-from psg_fx.quantity import Ask
 from psg_fx.stages import Stage
 
 from .runner import graph_pass
 
 
 @graph_pass("plan", before=Stage.MERGED, after=Stage.PLANNED)
-def plan(gm: GraphModule, asks: Sequence[Ask], device: Device, size: int) -> GraphModule:
+def plan(gm: GraphModule, asks: Sequence[Ask], device: Device, size: int, budget: Budget | None = None) -> GraphModule:
     """After: `graph_facts(gm).data["plan"]` says which tree computes each ask of each parameter."""
     info = facts.graph_facts(gm)
-    made = plan_step(info.data["gradients"].values(), asks, device, info.batch, size)
+    gradients = info.data["gradients"].values()
+    if budget is None:
+        made = plan_step(gradients, asks, device, info.batch, size)
+    else:
+        made = plan_within(gm, gradients, asks, device, info.batch, size, budget)
     gm.meta[facts.KEY] = dataclasses.replace(info, data={**info.data, "plan": made})
     return gm

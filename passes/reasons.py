@@ -8,7 +8,7 @@ import traceback
 from psg_fx.errors import CaptureFailed, is_library
 
 _WHAT = "the model and loss could not be captured as one graph"
-_VALUES = ("data-dependent", "guardondatadependent", "could not guard on", "u0")
+_FIXED = ("Constraints violated", "specializ", "is invalid for input of size")
 
 
 def capture_failed(error: Exception) -> CaptureFailed:
@@ -19,11 +19,8 @@ def capture_failed(error: Exception) -> CaptureFailed:
     if "data-dependent" in text.lower() or "DataDependent" in kind or re.search(r"\bu\d+\b", first):
         why = "the code branches on values of a tensor, so there is no one graph for all batches"
         fix = "replace the branch by torch.where, or decide it outside the model"
-    elif "Constraints violated" in text or "specializ" in text:
+    elif any(words in text for words in _FIXED):
         why = "the code ties the batch size to a fixed number: " + _constraint(text, first)
-        fix = "take sizes from the input (x.shape[0], -1) where the code has a number"
-    elif "is invalid for input of size" in text:
-        why = "the code ties the batch size to a fixed number: " + first
         fix = "take sizes from the input (x.shape[0], -1) where the code has a number"
     else:
         why = f"{kind}: {first}"

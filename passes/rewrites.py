@@ -22,6 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 from psg_fx.errors import NotYetSupported
 
+from .recurrent import recurrent_functions
+
 
 class _Rewritten(TorchFunctionMode):
     def __torch_function__(
@@ -130,6 +132,7 @@ def rewritten() -> Iterator[None]:
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     F.embedding_bag: embedding_bag,
     F.gaussian_nll_loss: gaussian_nll_loss,
+    **recurrent_functions(),
 }
 if hasattr(F, "linear_cross_entropy"):  # since torch 2.13
     _FUNCTIONS[F.linear_cross_entropy] = linear_cross_entropy

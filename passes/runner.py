@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from torch.fx import GraphModule
 
 from psg_fx.stages import Stage, verify
+from psg_fx.torch_private import module_without_code
 
 log = logging.getLogger("psg_fx")
 
@@ -56,7 +57,7 @@ def run(step: GraphPass, gm: GraphModule, history: History, **arguments: object)
     """Run one pass on a copy of `gm` and keep the result in `history`."""
     verify(gm, step.before)
     start = time.perf_counter()
-    result = step.call(copy_graph(gm), **arguments)
+    result = step.call(_without_code(gm), **arguments)
     result.graph.lint()
     result.recompile()
     seconds = time.perf_counter() - start
@@ -72,6 +73,12 @@ def run(step: GraphPass, gm: GraphModule, history: History, **arguments: object)
 def copy_graph(gm: GraphModule) -> GraphModule:
     """A copy with its own graph; tensors, fake values and facts (which are frozen) are shared."""
     new = GraphModule(dict(gm.named_children()), _copied(gm), type(gm).__name__)
+    new.meta = copy.copy(gm.meta)
+    return new
+
+
+def _without_code(gm: GraphModule) -> GraphModule:
+    new = module_without_code(gm, _copied(gm))
     new.meta = copy.copy(gm.meta)
     return new
 

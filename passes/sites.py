@@ -60,8 +60,7 @@ def _classify(node: Node) -> None:
     operands = [n for n in node.all_input_nodes if fact(n).params]
     if not operands or node.target in (aten.detach.default, aten.detach_.default):
         return
-    values = facts.tensors(node.meta.get("val"))
-    if not any(value.is_floating_point() or value.is_complex() for value in values):
+    if not any(map(facts.is_differentiable, facts.tensors(node.meta.get("val")))):
         return
     if fact(node).reduced:
         return

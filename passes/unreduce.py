@@ -23,6 +23,7 @@ from psg_fx.facts import SampleAxis
 from psg_fx.passes.independence import prove, symbolic_values
 from psg_fx.passes.independence.values import flat_nodes, is_symbolic, op_name
 from psg_fx.passes.lift import lifted
+from psg_fx.torch_private import traced_without_code
 
 _ORIGINS = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "custom")
 
@@ -186,7 +187,7 @@ class Unreduction:
         """Trace the function on the nodes' fake values and put its nodes before `node`."""
         values = [n.meta["val"] for n in arguments]
         try:
-            with torch.no_grad():
+            with torch.no_grad(), traced_without_code():
                 traced = make_fx(function, tracing_mode="symbolic")(*values)
         except Exception as error:
             raise _not_yet(node, f"it cannot be batched over samples: {type(error).__name__}: {error}") from error

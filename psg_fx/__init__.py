@@ -4,8 +4,12 @@ ordinary training step.
 
 from psg_fx.api import PerSampleModule, transform
 from psg_fx.benchmarking import benchmark
+from psg_fx.calibration import calibrate
+from psg_fx.clipping import ClippedSum
 from psg_fx.errors import BadArgument, CaptureFailed, InternalError, NotYetSupported, PsgError, SamplesMixed
-from psg_fx.quantity import ClippedSum, Grads, MeanGrad, Norms, Quantity, WeightedSum
+from psg_fx.microbatch import microbatch
+from psg_fx.products import Dots, Gram, Projection, SecondMoment
+from psg_fx.quantity import Grads, MeanGrad, Norms, Quantity, WeightedSum
 
 __version__ = "0.1.0"
 
@@ -13,16 +17,22 @@ __all__ = [
     "BadArgument",
     "CaptureFailed",
     "ClippedSum",
+    "Dots",
     "Grads",
+    "Gram",
     "InternalError",
     "MeanGrad",
     "Norms",
     "NotYetSupported",
     "PerSampleModule",
+    "Projection",
     "PsgError",
     "Quantity",
     "SamplesMixed",
+    "SecondMoment",
     "WeightedSum",
     "benchmark",
+    "calibrate",
+    "microbatch",
     "transform",
 ]

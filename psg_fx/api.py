@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,12 +13,15 @@ from torch.fx import GraphModule
 from psg_fx import cost, facts
 from psg_fx.arguments import BatchDim, Call, take_apart
 from psg_fx.baked import Reads, values_read
+from psg_fx.budget import Budget, in_bytes, memory_size
 from psg_fx.errors import BadArgument
+from psg_fx.outputs import Memory, write_into
 from psg_fx.passes.capture import Program
 from psg_fx.passes.compile import compile_graph
 from psg_fx.passes.pipeline import run_pipeline
 from psg_fx.passes.runner import History
 from psg_fx.quantity import Grads, Quantity
+from psg_fx.settings import Settings, needs_loss
 from psg_fx.state import ParamFilter, Tracked, capture_key, tracked_parameters
 from psg_fx.step import CompiledStep, StepOutput
 
@@ -41,6 +44,8 @@ def transform(
     mode: str | None = None,
     options: dict[str, Any] | None = None,
     dynamic: bool | None = None,
+    reuse_outputs: bool = False,
+    memory_budget: float | None = None,
 ) -> PerSampleModule:
     """Compile a model and its loss into one graph that computes per-sample quantities.
 
@@ -55,7 +60,14 @@ def transform(
         loss_reduction: without `loss_fn` only: "sum", or "mean" if the loss is a mean over the batch.
         backend, mode, options: as in `torch.compile`; "eager" runs the lowered graph as it is.
         dynamic: None: the first batch size is compiled statically, the next one dynamically; True: dynamically from the
-            start; False: a graph for every size.
+            start; False: a graph for every size.  None and True: a batch of one sample is compiled once for itself.
+        reuse_outputs: on CPU with inductor, keep the memory of large results and intermediate values for later calls,
+            which saves the page faults of fresh memory.  Memory is used again once nobody holds a tensor in it, or
+            given back explicitly: `step(x, y, out=out)` writes into the tensors of a former output.  With CUDA graphs
+            (mode="reduce-overhead") the tensors of an output are valid until the next call.
+        memory_budget: with a loss: what a step may allocate beside parameters and inputs, in bytes (int) or as a
+            fraction of the device's memory (float).  The planner trades time for memory: cheaper trees, then parts of
+            the batch one after the other, whose outputs are put together as by `microbatch`.
 
     Returns:
         A module: `step(inputs, targets)` with a loss, `step(*args, **kwargs)` without.
@@ -64,56 +76,27 @@ def transform(
         BadArgument: an argument that does not mean anything.  At the first call: SamplesMixed, NotYetSupported,
         CaptureFailed (all are ValueError).
     """
-    asked = (
-        (Grads(),) if quantities is None else (quantities,) if isinstance(quantities, Quantity) else tuple(quantities)
-    )
-    _check_quantities(asked)
-    _check_choice("backend", backend, None)
-    _check_choice("loss_reduction", loss_reduction, ("sum", "mean"))
     if not isinstance(model, nn.Module):
         raise BadArgument(
             f"model is a {type(model).__name__}, not an nn.Module", where="transform(model)",
             why="its parameters are found by name", fix="wrap the function in an nn.Module",
         )  # fmt: skip
-    if loss_fn is None:
-        if quantities is not None:
-            raise BadArgument(
-                "quantities need a loss", where="transform(quantities=...)",
-                why="without loss_fn the step leaves grad_sample on the parameters, and nothing else",
-                fix="pass loss_fn, or leave quantities out",
-            )  # fmt: skip
-        from psg_fx.drop_in import DropInModule
+    asked = (quantities,) if isinstance(quantities, Quantity) else () if quantities is None else tuple(quantities)
+    settings = Settings(
+        (Grads(),) if quantities is None else asked, params, batch_dim, loss_reduction, backend, mode, options, dynamic,
+        reuse_outputs, memory_budget,
+    )  # fmt: skip
+    if loss_fn is not None:
+        return LossModule(model, loss_fn, settings)
+    if quantities is not None:
+        raise needs_loss(
+            "quantities", "without loss_fn the step leaves grad_sample on the parameters, and nothing else"
+        )
+    if memory_budget is not None:
+        raise needs_loss("memory_budget", "without loss_fn the gradients of the whole batch are materialised")
+    from psg_fx.drop_in import DropInModule
 
-        return DropInModule(model, None, asked, params, batch_dim, loss_reduction, backend, mode, options, dynamic)
-    return LossModule(model, loss_fn, asked, params, batch_dim, loss_reduction, backend, mode, options, dynamic)
-
-
-def _check_quantities(quantities: Sequence[Any]) -> None:
-    for quantity in quantities:
-        if not isinstance(quantity, Quantity):
-            name = quantity.__name__ + " (a class: call it)" if isinstance(quantity, type) else repr(quantity)
-            raise BadArgument(
-                f"{name} is not a quantity", where="transform(quantities=...)",
-                why="each quantity fills a field of the output",
-                fix="use psg_fx.Grads(), Norms(), ClippedSum(max_norm), WeightedSum(), MeanGrad()",
-            )  # fmt: skip
-    fields = [q.field for q in quantities]
-    twice = {f for f in fields if fields.count(f) > 1}
-    if twice or not quantities:
-        raise BadArgument(
-            f"two quantities fill out.{min(twice)}" if twice else "no quantity is asked for",
-            where="transform(quantities=...)", why="each quantity fills a field of its own",
-            fix="ask for each kind once; make a second step for others" if twice else "ask for one, e.g. Grads()",
-        )  # fmt: skip
-
-
-def _check_choice(name: str, value: str, allowed: tuple[str, ...] | None) -> None:
-    known = allowed or ("eager", *torch.compiler.list_backends(exclude_tags=()))
-    if value not in known:
-        raise BadArgument(
-            f"{name}={value!r} is unknown", where=f"transform({name}=...)", why=f"known are {', '.join(known)}",
-            fix="use one of those",
-        )  # fmt: skip
+    return DropInModule(model, None, settings)
 
 
 class PerSampleModule(nn.Module):
@@ -123,19 +106,14 @@ class PerSampleModule(nn.Module):
     model: nn.Module
     loss_fn: Any
 
-    def __init__(
-        self, model: nn.Module, loss_fn: Any, quantities: tuple[Quantity, ...], params: ParamFilter,
-        batch_dim: BatchDim, loss_reduction: str, backend: str, mode: str | None, options: dict[str, Any] | None,
-        dynamic: bool | None,
-    ) -> None:  # fmt: skip
+    def __init__(self, model: nn.Module, loss_fn: Any, settings: Settings) -> None:
         super().__init__()
         object.__setattr__(self, "model", model)
         for group in _STATE:
             object.__setattr__(self, group, getattr(model, group))
         object.__setattr__(self, "loss_fn", loss_fn)
-        self.quantities, self.params = quantities, params
-        self.batch_dim, self.loss_reduction = batch_dim, loss_reduction
-        self.backend, self.mode, self.options, self.dynamic = backend, mode, options, dynamic
+        self.settings = settings
+        self._memory = Memory(keep=settings.reuse_outputs)
         self._steps: dict[Any, Any] = {}
         self._reads: dict[Any, Reads] = {}
         self._one_size: set[Any] = set()
@@ -179,11 +157,14 @@ class PerSampleModule(nn.Module):
         print(text)
         return text
 
-    def explain(self) -> str:
-        """A table of every site: where the samples lie, what is computed, how, at what cost, and why not otherwise."""
+    def explain(self, measure: bool = False) -> str:
+        """A table of every site: where the samples lie, what is computed, how, at what cost, and why not otherwise.
+
+        measure: compile and time every part of the plan by itself, beside the predictions; some seconds for each.
+        """
         from psg_fx.report import explain
 
-        return explain(self.graphs)
+        return explain(self.graphs, measure)
 
     def _history(self, what: str) -> History:
         if self._last is None:
@@ -197,15 +178,14 @@ class PerSampleModule(nn.Module):
     def _device(self, call: Call) -> torch.device:
         return call.tensors[0].device if call.tensors else torch.device("cpu")
 
-    def _look_up(self, call: Call, build: Callable[[Tracked], Any]) -> Any:
+    def _look_up(self, call: Call, tracked: Tracked, build: Callable[[], Any], variant: Hashable = None) -> Any:
         """The compiled step for the model as it is now, made if it is new."""
-        tracked = tracked_parameters(self.model, self.params)
-        key = capture_key(self.model, self.loss_fn, tracked, call)
+        key = (variant, capture_key(self.model, self.loss_fn, tracked, call))
         reads = self._reads.setdefault(key, set())
-        size = call.batch_size() if self.dynamic is False or key in self._one_size else None
+        size = call.batch_size() if self.settings.dynamic is False or key in self._one_size else None
         values = values_read(reads)
         if (key, values, size) not in self._steps:
-            step = build(tracked)
+            step = build()
             known = facts.graph_facts(step.gm)
             reads |= known.data["reads"]
             values = values_read(reads)
@@ -221,15 +201,44 @@ class PerSampleModule(nn.Module):
 class LossModule(PerSampleModule):
     """A step with a loss: `step(inputs, targets)` returns the losses and every quantity asked."""
 
-    def forward(self, inputs: Any, targets: Any = _ABSENT, **given: Any) -> StepOutput:
+    @property
+    def quantities(self) -> tuple[Quantity, ...]:
+        """What every call computes."""
+        return self.settings.quantities
+
+    def forward(
+        self, inputs: Any, targets: Any = _ABSENT, *, out: StepOutput | None = None, **given: Any
+    ) -> StepOutput:
         """Run the step.
 
         inputs: a tensor, a tuple (positional) or a dict (keyword).  targets: a tensor, a tuple, a dict, or absent.
-        weights: [B], for WeightedSum.
+        weights: [B], for WeightedSum and a weighted ClippedSum.  directions: a mapping by parameter name, for Dots.
+        out: a former output: the results are written into its tensors (for another batch size, into its memory), and
+        it is returned.
         """
+        if out is not None and not self._memory.keep:
+            raise BadArgument(
+                "out= needs a step that reuses its outputs", where="step(inputs, targets, out=...)",
+                why="the results would be written to fresh memory first", fix="transform(..., reuse_outputs=True)",
+            )  # fmt: skip
         call = self._take_apart(inputs, targets)
-        step: CompiledStep = self._look_up(call, lambda tracked: self._build(tracked, call))
-        return step(call, self._extras(call, given, step.binding.names))
+        tracked = tracked_parameters(self.model, self.settings.params)
+        quantities = tuple(q.resolved(tracked.shapes, given) for q in self.settings.quantities)
+        variant = tuple(q.variant for q in quantities)
+        step: CompiledStep = self._look_up(call, tracked, lambda: self._build(tracked, call, quantities), variant)
+        if step.part is not None and call.batch_size() > step.part:
+            return self._in_parts(step.part, call, given, out)
+        return step(call, self._extras(call, given, tracked, step.binding.given), out)
+
+    def _in_parts(self, size: int, call: Call, given: Mapping[str, Any], out: StepOutput | None) -> StepOutput:
+        """The step for a batch that does not fit into the memory budget."""
+        from psg_fx.microbatch import run_in_parts
+
+        found = run_in_parts(self, call, given, size)
+        if out is None:
+            return found
+        write_into(vars(out), vars(found))
+        return out
 
     def validate(
         self, inputs: Any, targets: Any = _ABSENT, *, tolerance: float | None = None, **given: Any
@@ -242,48 +251,48 @@ class LossModule(PerSampleModule):
         from psg_fx.checks import checks_for
         from psg_fx.validation import validate
 
-        checks, notes = checks_for(self.quantities, given)
-        names = tracked_parameters(self.model, self.params).names
+        checks, notes = checks_for(self.settings.quantities, given)
+        names = tracked_parameters(self.model, self.settings.params).names
         targets = None if targets is _ABSENT else targets
         return validate(
-            lambda *batch: self(*batch, **given), self.model, self.loss_fn, inputs, targets, batch_dim=self.batch_dim,
-            params=names, checks=checks, tolerance=tolerance, notes=notes,
+            lambda *batch: self(*batch, **given), self.model, self.loss_fn, inputs, targets,
+            batch_dim=self.settings.batch_dim, params=names, checks=checks, tolerance=tolerance, notes=notes,
         )  # fmt: skip
 
-    def _take_apart(self, inputs: Any, targets: Any) -> Call:
+    def _take_apart(self, inputs: Any, targets: Any = _ABSENT) -> Call:
         given = ((), {}) if targets is _ABSENT else _arguments(targets)
-        return take_apart((_arguments(inputs), given), self.batch_dim)
+        return take_apart((_arguments(inputs), given), self.settings.batch_dim)
 
-    def _build(self, tracked: Tracked, call: Call) -> CompiledStep:
+    def _build(self, tracked: Tracked, call: Call, quantities: Sequence[Quantity]) -> CompiledStep:
         program = Program(self.model, self.loss_fn, call)
-        dtype = self._extras_dtype()
-        extras = [
-            (name, shape, dtype)
-            for quantity in self.quantities
-            for name, shape in quantity.extras(tracked.names).items()
-        ]
         device = cost.device(self._device(call).type)
-        gm, history = run_pipeline(program, call, tracked.aliases, self.quantities, extras, device)
-        run = compile_graph(gm, self.backend, self.mode, self.options, self.dynamic, device.name)
-        return CompiledStep(gm, history, self.model, self.loss_fn, run)
+        budget = None
+        if self.settings.memory_budget is not None:
+            limit = in_bytes(self.settings.memory_budget, memory_size(self._device(call)))
+            budget = Budget(limit, parts=all(q.joins() for q in quantities))
+        dtype = self._extras_dtype()
+        gm, history = run_pipeline(program, call, tracked.aliases, quantities, dtype, device, budget=budget)
+        s = self.settings
+        run = compile_graph(gm, s.backend, s.mode, s.options, s.dynamic, device.name, self._memory)
+        return CompiledStep(gm, history, self.model, self.loss_fn, run, self._memory)
 
     def _extras_dtype(self) -> torch.dtype:
         """Bounds and weights are given in float64 to a float64 model, else in float32."""
         is_double = any(p.dtype is torch.float64 for p in self.model.parameters())
         return torch.float64 if is_double else torch.float32
 
-    def _extras(self, call: Call, given: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    def _extras(
+        self, call: Call, given: Mapping[str, Any], tracked: Tracked, dtypes: Mapping[str, torch.dtype]
+    ) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
-        used: set[str] = set()
-        for quantity in self.quantities:
-            for name, value in quantity.values(names, given).items():
-                found[name] = _as_tensor(value, self._extras_dtype(), self._device(call))
-                used.add(name)
-        unknown = set(given) - used
+        for quantity in self.settings.quantities:
+            for name, value in quantity.values(tracked.shapes, given).items():
+                found[name] = _as_tensor(value, dtypes[name], self._device(call))
+        unknown = set(given) - {name for quantity in self.settings.quantities for name in quantity.reads}
         if unknown:
             raise BadArgument(
                 f"step() got {', '.join(sorted(unknown))}", where="step(inputs, targets, ...)",
-                why="no quantity of this step reads it", fix="WeightedSum() reads weights=",
+                why="no quantity of this step reads it", fix="WeightedSum() reads weights=, Dots() reads directions=",
             )  # fmt: skip
         if "weights" in found and tuple(found["weights"].shape) != (call.batch_size(),):
             raise BadArgument(

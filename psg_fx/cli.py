@@ -1,4 +1,4 @@
-"""The command line: `psg-fx bench|explain|validate NAME`.
+"""The command line: `psg-fx bench|explain|validate NAME` and `psg-fx calibrate`.
 
 NAME is an example of `psg_fx.zoo`, or `MODULE:FACTORY` where the factory takes nothing and returns
 `(model, loss_fn, inputs, targets)`, the same with a `batch_dim` as fifth, or a `psg_fx.zoo.Example`.
@@ -89,9 +89,15 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("--seconds", type=seconds, default=2.0, metavar="S", help="timing per contender (default 2)")
     bench.add_argument("--rounds", type=positive, default=5, metavar="N", help="interleaved rounds (default 5)")
     bench.add_argument("--json", metavar="FILE", help="also write the result as JSON; - prints it instead of the table")
-    command("explain", run_explain, "Compiles one step and shows how each parameter's gradient is computed.")
+    explain = command("explain", run_explain, "Compiles one step and shows how each parameter's gradient is computed.")
+    explain.add_argument("--measure", action="store_true", help="also time each part of the plan, compiled by itself")
     validate = command("validate", run_validate, "Holds every answer against a float64 loop over single samples.")
     validate.add_argument("--tolerance", type=seconds, help="largest relative error (default: by dtype)")
+    text = "Measures this machine's rates for the planner, in some seconds, and keeps them for later steps."
+    calibrate = commands.add_parser("calibrate", help=text, description=text)
+    calibrate.set_defaults(run=run_calibrate)
+    calibrate.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1")
+    calibrate.add_argument("--threads", type=positive, metavar="N", help="threads for one operation on the CPU")
     return parser
 
 
@@ -208,7 +214,19 @@ def run_explain(args: argparse.Namespace) -> int:
     ex = load(args)
     step = compiled_step(args, ex, backend="eager")
     step(*batch_of(ex))
-    print(step.explain())
+    print(step.explain(measure=args.measure))
+    return OK
+
+
+def run_calibrate(args: argparse.Namespace) -> int:
+    """`psg-fx calibrate`: prints the measured table and where it is kept."""
+    from psg_fx import cost  # late, so that --help is quick
+    from psg_fx.calibration import calibrate
+
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        raise UsageError(f"--device {args.device}: this torch sees no CUDA device")
+    table = calibrate(args.device)
+    print(cost.to_json(table) + f"kept in {cost.table_path(table.name)}")
     return OK
 
 

@@ -6,6 +6,8 @@ Everything that is done once (compiling wrappers, tracing) belongs to `build` or
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -178,8 +180,30 @@ def vmapped(quantity: str, *, compiled: bool) -> Callable[[Problem], Step]:
     return build
 
 
-def psg(quantity: str, *, compiled: bool) -> Callable[[Problem], Step]:
-    """`psg_fx.transform` with the lowered graph compiled, or run as it is."""
+def opacus(problem: Problem) -> Step:
+    """Opacus' hooks, where it is installed: an ordinary backward that leaves `grad_sample` on every parameter.
+
+    They are asked about samples in dim 0 and a loss that is the mean of those of the samples.
+    """
+    from opacus.grad_sample import GradSampleModule  # type: ignore[import-untyped]
+
+    module = GradSampleModule(copy.deepcopy(problem.model), loss_reduction="mean")
+    program = WithLoss(module, problem.loss_fn)
+    found = tracked(module._module, None)
+
+    def run() -> Answer:
+        for p in found.values():
+            p.grad = p.grad_sample = None  # type: ignore[attr-defined]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Full backward hook is firing")
+            _mean(program(problem.inputs, problem.targets)).backward()
+        return {name: p.grad_sample for name, p in found.items()}  # type: ignore[attr-defined]
+
+    return run
+
+
+def psg(quantity: str, *, compiled: bool, reuse: bool = False) -> Callable[[Problem], Step]:
+    """`psg_fx.transform` with the lowered graph compiled, or run as it is; `reuse`: in memory of former outputs."""
 
     def build(problem: Problem) -> Step:
         import psg_fx  # at the top it would be a circle: psg_fx itself exports benchmark
@@ -196,6 +220,7 @@ def psg(quantity: str, *, compiled: bool) -> Callable[[Problem], Step]:
             batch_dim=problem.batch_dim,
             backend=problem.backend if compiled else "eager",
             dynamic=False,
+            reuse_outputs=reuse,
         )
         batch = (problem.inputs,) if problem.targets is None else (problem.inputs, problem.targets)
 
@@ -233,7 +258,10 @@ def field_of(quantities: Sequence[str] = QUANTITIES, patterns: Sequence[str] | N
             Contender("vmap-compiled", q, vmapped(q, compiled=True), usual),
             Contender("psg-eager", q, psg(q, compiled=False)),
             Contender("psg-compiled", q, psg(q, compiled=True)),
+            Contender("psg-reused", q, psg(q, compiled=True, reuse=True), usual=False),
         ]
+        if usual:
+            every.append(Contender("opacus-hooks", q, opacus, usual=False))
     if patterns is None:
         return [c for c in every if c.usual]
     for pattern in patterns:

@@ -6,11 +6,19 @@ Roofline: Williams, Waterman, Patterson 2009, doi:10.1145/1498765.1498785.
 
 from __future__ import annotations
 
+import json
+import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import mul
+from pathlib import Path
 from typing import Any
+
+import torch
+
+from psg_fx.measure import cpu_model
 
 Size = Any
 """An int, or a sympy expression."""
@@ -42,53 +50,100 @@ class Work:
 class Device:
     """Rates of a device.
 
-    flops: flop/s for each kind of step.  bandwidth: bytes/s.  launch: seconds for a kernel.
+    flops: flop/s for each kind of step and dtype.  bandwidth: bytes/s.  launch: seconds for a kernel.
     fresh: seconds per byte of memory that was not in use before (on CPU the first touch of a page costs as much as
     computing what goes there); it is paid by results above `reused` bytes, and by what is kept until all norms are
     known.
     extra: further constants, seconds per unit, named by the method that reads them.
+    origin: where the rates come from, as `explain()` says it.  working: seconds per byte that a tree holds at once, to
+    plan for little memory.
     """
 
     name: str
-    flops: Mapping[str, float]
+    flops: Mapping[tuple[str, torch.dtype], float]
     bandwidth: float
     launch: float
     fresh: float
     kept: float
     reused: int
     extra: Mapping[str, float]
+    origin: str = ""
+    working: float = 0.0
 
-    def seconds(self, work: Work) -> float:
+    def rate(self, kind: str, dtype: torch.dtype = torch.float32) -> float:
+        """flop/s: a kind without a rate runs as pointwise ones, a dtype without one as float32, slower if wider."""
+        if (kind, dtype) in self.flops:
+            return self.flops[kind, dtype]
+        if (kind, torch.float32) not in self.flops:
+            return self.rate("pointwise", dtype)
+        return self.flops[kind, torch.float32] * min(1.0, 4 / dtype.itemsize)
+
+    def seconds(self, work: Work, dtype: torch.dtype = torch.float32) -> float:
         """Predicted time of a step: the slower of computing and moving bytes, then launches and fresh memory."""
-        compute = float(work.flops) / self.flops.get(work.kind, self.flops["pointwise"])
+        compute = float(work.flops) / self.rate(work.kind, dtype)
         fresh = float(work.out) * self.fresh if work.out > self.reused else 0.0
         return max(compute, float(work.read + work.written) / self.bandwidth) + work.calls * self.launch + fresh
 
 
-# Shipped tables.  CPU: two x86-64 cores with AVX-512, fp32; bench/calibrate.py prints such rates, rounded here.
+def _float32(**rates: float) -> dict[tuple[str, torch.dtype], float]:
+    return {(kind, torch.float32): rate for kind, rate in rates.items()}
+
+
+# Shipped tables.  CPU: two x86-64 cores with AVX-512, fp32; `psg-fx calibrate` measures such rates, rounded here.
 # CUDA: data-sheet figures of an 80 GB class device with TF32 off, derated; not measured yet.
 CPU = Device(
     "cpu",
-    flops={"gemm": 1.3e11, "bmm": 1.5e11, "conv": 1.8e11, "pointwise": 1.0e10},
+    flops=_float32(gemm=1.3e11, bmm=1.5e11, conv=1.8e11, reduce=3.5e10, pointwise=1.0e10),
     bandwidth=2.5e10,
     launch=4e-6,
     fresh=3.4e-10,
     kept=3.4e-10,
     reused=32 * 2**20,
-    extra={"grouped_conv_small_output": 2.6e-9, "grouped_conv_output": 2e-10, "scatter": 1.5e-9},
+    extra={"grouped_conv_small_output": 1.7e-9, "grouped_conv_output": 3e-10, "scatter": 7.5e-10},
+    origin="the shipped table",
 )
 CUDA = Device(
     "cuda",
-    flops={"gemm": 4.0e13, "bmm": 3.5e13, "conv": 2.5e13, "pointwise": 1.5e13},
+    flops=_float32(gemm=4.0e13, bmm=3.5e13, conv=2.5e13, pointwise=1.5e13),
     bandwidth=2.5e12,
     launch=3e-6,
     fresh=0.0,
     kept=0.0,
     reused=2**62,
     extra={"grouped_conv_small_output": 1e-11, "grouped_conv_output": 2e-12, "scatter": 1e-11},
+    origin="the shipped table",
 )
 
 
 def device(kind: str) -> Device:
-    """The table for a device type."""
-    return CUDA if kind == "cuda" else CPU
+    """The table for a device type: as measured on this machine if it was (`psg-fx calibrate`), else as shipped."""
+    shipped = CUDA if kind == "cuda" else CPU
+    path = table_path(shipped.name)
+    return from_json(path.read_text(encoding="utf-8")) if path.exists() else shipped
+
+
+def folder() -> Path:
+    """Where measured tables are kept."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA") or Path.home() / ".cache"
+    return Path(base) / "psg_fx"
+
+
+def table_path(kind: str) -> Path:
+    """The file for this device, version of torch and number of threads."""
+    hardware = torch.cuda.get_device_name() if kind == "cuda" and torch.cuda.is_available() else cpu_model()
+    threads = f" {torch.get_num_threads()} threads" if kind == "cpu" else ""
+    name = re.sub(r"[^a-z0-9.]+", "-", f"{kind} {hardware} torch {torch.__version__}{threads}".lower())
+    return folder() / f"{name}.json"
+
+
+def to_json(table: Device) -> str:
+    """A table as text."""
+    flops = [[kind, str(dtype).removeprefix("torch."), rate] for (kind, dtype), rate in table.flops.items()]
+    return json.dumps(vars(table) | {"flops": flops, "extra": dict(table.extra)}, indent=2) + "\n"
+
+
+def from_json(text: str) -> Device:
+    """The table that `to_json` wrote."""
+    found = json.loads(text)
+    flops = {(kind, getattr(torch, dtype)): rate for kind, dtype, rate in found.pop("flops")}
+    return Device(flops=flops, **found)

@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from psg_fx.errors import NotYetSupported
+from psg_fx.facts import is_differentiable
 from psg_fx.torch_private import no_modes
 from psg_fx.tracing import trace
 
@@ -117,7 +118,7 @@ def backward_graph(
 ) -> GraphModule:
     """(inputs.., cotangents..) -> the gradients of the inputs `wanted`, on fake tensors, in plain ops."""
     backward = _backward(call, len(values))
-    places = [sum(v.is_floating_point() for v in values[:i]) for i in wanted]
+    places = [sum(map(is_differentiable, values[:i])) for i in wanted]
 
     def some(*args: torch.Tensor) -> list[torch.Tensor]:
         found = backward(*args)
@@ -130,8 +131,8 @@ def backward_graph(
 
 def _backward(call: CustomCall, count: int) -> Callable[..., list[torch.Tensor]]:
     def backward(*args: torch.Tensor) -> list[torch.Tensor]:
-        """The gradient of each floating-point input."""
-        inputs = [t.detach().requires_grad_(t.is_floating_point()) for t in args[:count]]
+        """The gradient of each input that can have one."""
+        inputs = [t.detach().requires_grad_(is_differentiable(t)) for t in args[:count]]
         with torch.enable_grad():
             outputs = _list(call(*inputs))
         pairs = [(o, g) for o, g in zip(outputs, args[count:], strict=True) if o.requires_grad]
@@ -160,7 +161,7 @@ def differentiable(
     for node in (*forward.graph.nodes, *backward.graph.nodes):
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise call.refusal("it draws random numbers, and a parameter is among its arguments")
-    floating = [t.is_floating_point() for t in inputs]
+    has_gradient = [is_differentiable(t) for t in inputs]
 
     class Traced(Function):
         generate_vmap_rule = True
@@ -176,7 +177,7 @@ def differentiable(
         @staticmethod
         def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             found = iter(backward(*ctx.saved_tensors, *cotangents))
-            return tuple(next(found) if is_floating else None for is_floating in floating)
+            return tuple(next(found) if has else None for has in has_gradient)
 
     def run(*given: torch.Tensor) -> Any:
         results = _APPLY.__get__(None, Traced)(*given)

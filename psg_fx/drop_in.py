@@ -22,7 +22,7 @@ from psg_fx.passes.capture import Program
 from psg_fx.passes.compile import compile_graph
 from psg_fx.passes.pipeline import run_pipeline
 from psg_fx.passes.runner import History, copy_graph
-from psg_fx.state import Tracked
+from psg_fx.state import Tracked, tracked_parameters
 from psg_fx.step import Binding, no_samples, plain_mode
 from psg_fx.torch_private import partition
 
@@ -39,24 +39,28 @@ class DropInModule(PerSampleModule):
         Raises:
             BadArgument: a parameter still has a `grad_sample`, or the inputs disagree on the batch size.
         """
-        call = take_apart(((args, kwargs), ((), {})), (self.batch_dim, None))
+        call = take_apart(((args, kwargs), ((), {})), (self.settings.batch_dim, None))
         call.batch_size()
-        step: SplitStep = self._look_up(call, lambda tracked: self._build(tracked, call))
+        tracked = tracked_parameters(self.model, self.settings.params)
+        step: SplitStep = self._look_up(call, tracked, lambda: self._build(tracked, call))
         if torch.is_grad_enabled():
             _refuse_leftovers(
                 step, "step(*args, **kwargs)", "set p.grad_sample = None (or delete it) before the next call"
             )
-        flat = step.run(call, self.loss_reduction)
+        flat = step.run(call, self.settings.loss_reduction)
         return step.program.output.rebuild(flat)
 
     def _build(self, tracked: Tracked, call: Call) -> SplitStep:
         program = Program(self.model, None, call)
         wanted = tuple(t.requires_grad for t in call.tensors)
         device = cost.device(self._device(call).type)
-        gm, history = run_pipeline(program, call, tracked.aliases, self.quantities, (), device, wanted)
+        gm, history = run_pipeline(
+            program, call, tracked.aliases, self.settings.quantities, torch.float32, device, wanted
+        )
 
         def compiled(graph: GraphModule) -> Callable[..., Sequence[Any]]:
-            return compile_graph(graph, self.backend, self.mode, self.options, self.dynamic, device.name)
+            s = self.settings
+            return compile_graph(graph, s.backend, s.mode, s.options, s.dynamic, device.name, self._memory)
 
         return SplitStep(gm, history, program, compiled)
 
@@ -141,7 +145,7 @@ class _Joined(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         step: SplitStep = ctx.step
-        rest, others = iter(ctx.saved_tensors), iter(ctx.others)
+        rest, others = (tensor.detach() for tensor in ctx.saved_tensors), iter(ctx.others)
         saved = [next(rest) if is_tensor else next(others) for is_tensor in ctx.tensors]
         floating = [g for g, is_float in zip(gradients, ctx.floating, strict=True) if is_float]
         tangents = [_laid_out(g, like, device) for g, (like, device) in zip(floating, ctx.like, strict=True)]

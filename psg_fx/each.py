@@ -88,8 +88,6 @@ class Gathered(torch.fx.Interpreter):
             return _cut(*args, **kwargs)
         if target in (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default):
             return _convolved(*args, **kwargs)
-        if target is aten.copy.default:
-            return args[1].to(args[0].dtype).expand_as(args[0])
         if target is aten.slice_scatter.default:
             return _slice_scattered(*args, **kwargs)
         if target is aten.select_scatter.default:

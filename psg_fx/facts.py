@@ -42,7 +42,8 @@ Axes = SampleAxis | None | tuple["SampleAxis | None", ...]
 class InputSpec:
     """What a placeholder holds.
 
-    kind: "parameter", "buffer", "constant" (a tensor lifted from the code), "input", "target", "weights" or "tangent".
+    kind: "parameter", "buffer", "constant" (a tensor lifted from the code), "input", "target", "given" (at the
+    call, for a quantity) or "tangent".
     name: the model's own name of a parameter or buffer (canonical for tied ones), or a readable one.
     samples: the dim of the input in which the samples lie; None where all samples share it.
     tracked: a parameter whose per-sample gradients are asked.
@@ -149,6 +150,11 @@ def shape(value: torch.Tensor) -> tuple[sympy.Expr, ...]:
 def at(expression: sympy.Expr, batch: sympy.Symbol, size: int) -> int:
     """The value of a size expression at one batch size."""
     return int(expression.subs(batch, size))
+
+
+def is_differentiable(value: torch.Tensor) -> bool:
+    """Whether a value of this dtype can have a gradient."""
+    return value.is_floating_point() or value.is_complex()
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -92,11 +92,16 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Network:
-    """Σ over every axis that is not in `out` of the product of the leaves, times `scale`."""
+    """Σ over every axis that is not in `out` of the product of the leaves, times `scale`.
+
+    order: of axes in memory, for what is computed on the way; networks of one gradient agree on it, so that they can
+    share the gradient.  Default: that of `out`.
+    """
 
     leaves: tuple[Leaf, ...]
     out: tuple[str, ...]
     scale: float = 1.0
+    order: tuple[str, ...] = ()
 
     @property
     def sizes(self) -> dict[str, sympy.Expr]:
@@ -143,13 +148,16 @@ def aligned(g: Network, out: tuple[str, ...]) -> Network:
     return Network(tuple(leaf.renamed(names) for leaf in g.leaves), out, g.scale)
 
 
-def inner(g: Network, h: Network, keep: Iterable[str] = (BATCH,)) -> Network:
-    """⟨g, h⟩ over all out axes but `keep`.  The out axes of `h` are matched with those of `g` by position."""
-    h = primed(aligned(h, g.out))
-    return Network(g.leaves + h.leaves, tuple(keep), g.scale * h.scale)
+def inner(g: Network, h: Network, keep: Iterable[str] = (BATCH,), batch: str = BATCH) -> Network:
+    """⟨g, h⟩ over all out axes but `keep`.  The out axes of `h` are matched with those of `g` by position; its samples
+    are called `batch`.
+    """
+    h = primed(aligned(h, tuple(batch if a == BATCH else a for a in g.out)))
+    order = tuple(dict.fromkeys(other for a in g.out for other in ((a, batch) if a == BATCH else (a,))))
+    return Network(g.leaves + h.leaves, tuple(keep), g.scale * h.scale, order)
 
 
 def weighted(g: Network, weights: Leaf | None) -> Network:
     """Σ_b w_b g_b: the samples are summed; `weights` is a leaf with the one axis b, or None for ones."""
     leaves = g.leaves if weights is None else (*g.leaves, weights)
-    return Network(leaves, tuple(a for a in g.out if a != BATCH), g.scale)
+    return Network(leaves, tuple(a for a in g.out if a != BATCH), g.scale, g.out)

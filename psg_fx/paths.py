@@ -17,7 +17,7 @@ import torch
 
 from psg_fx.cost import Device, Size, Work, product
 from psg_fx.methods import METHODS, Arg, Method, Pair
-from psg_fx.network import Axes, Dense, Leaf, Network, OneHot, Patches
+from psg_fx.network import BATCH, Axes, Dense, Leaf, Network, OneHot, Patches
 
 Concrete = Callable[[sympy.Expr], int]
 """Turns a size expression into an int, at one batch size."""
@@ -47,13 +47,18 @@ class Expr:
         """This node as an operand of a contraction."""
         return Arg(self.axes, Dense(), self.dtype)
 
+    @property
+    def bytes(self) -> Size:
+        """Bytes of the tensor."""
+        return product(self.sizes[a] for a in self.axes) * self.dtype.itemsize
+
     def work(self) -> Work:
         """What computing this node from its children costs."""
         raise NotImplementedError
 
     def seconds(self, device: Device) -> float:
         """Predicted time of computing this node from its children."""
-        return device.seconds(self.work())
+        return device.seconds(self.work(), self.dtype)
 
     @property
     def children(self) -> tuple[Expr, ...]:
@@ -105,11 +110,10 @@ class DenseExpr(Expr):
         return (self.child,)
 
     def work(self) -> Work:
-        written = product(self.sizes[a] for a in self.axes) * self.dtype.itemsize
-        return Work(0, written, written, written, calls=2)
+        return Work(0, self.bytes, self.bytes, self.bytes, calls=2)
 
     def seconds(self, device: Device) -> float:
-        return device.seconds(self.work())
+        return device.seconds(self.work(), self.dtype)
 
     def __str__(self) -> str:
         return "unfold(x)" if isinstance(self.child.leaf.form, Patches) else str(self.child)
@@ -196,13 +200,25 @@ def trees(network: Network, concrete: Concrete) -> list[Expr]:
                 expr
                 for one, two in _halves(inside)
                 for a, b in itertools.product(build(one), build(two))
-                for expr in contractions(a, b, needed(inside), sizes, network.out)
+                for expr in contractions(a, b, needed(inside), sizes, network.order or network.out)
             ]
         unique = {expr.key: expr for expr in found}
         memo[inside] = list(unique.values())
         return memo[inside]
 
-    return build(whole)
+    return build(whole) + _summed_last(network, concrete)
+
+
+def _summed_last(network: Network, concrete: Concrete) -> list[Expr]:
+    """Trees that form the gradient of every sample and sum the samples last: worth it where it is formed anyway.
+    Products of gradients and weighted sums have such trees already.
+    """
+    is_product = any(x.endswith("'") for x in network.sizes)
+    is_weighted = any(leaf.axes == (BATCH,) for leaf in network.leaves)
+    if is_product or is_weighted or set(network.order) - set(network.out) != {BATCH}:
+        return []
+    formed = [dense(tree) for tree in trees(Network(network.leaves, network.order), concrete)]
+    return [SumExpr(tuple(x for x in e.axes if x != BATCH), e.sizes, e.dtype, e) for e in formed]
 
 
 def _leaf(leaf: Leaf, sizes: dict[str, Size]) -> Expr:
@@ -228,7 +244,7 @@ def _halves(inside: frozenset[int]) -> Iterator[tuple[frozenset[int], frozenset[
 def contractions(a: Expr, b: Expr, needed: set[str], sizes: dict[str, Size], order: Axes = ()) -> Iterator[Expr]:
     """Contract two nodes by every method that applies, implicit operands as they are or built.
 
-    order: the order of the final result's axes, which methods keep where they can, so that nothing is transposed.
+    order: that of the result's axes, which methods keep where they can, so that nothing is transposed.
     """
     if b.key < a.key:
         a, b = b, a

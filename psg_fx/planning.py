@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import sympy
-import torch
 
+from psg_fx.asks import Ask, Contraction, Materialized, ThroughTotal, whole
 from psg_fx.cost import Device, product
-from psg_fx.gradient import ParameterGradient, Term
-from psg_fx.network import BATCH, Leaf, Network
+from psg_fx.crossover import peak_bytes
+from psg_fx.gradient import ParameterGradient
+from psg_fx.network import Network
 from psg_fx.paths import Expr, LeafExpr, dense, trees
-from psg_fx.quantity import Ask, Materialized, SquaredNorm, Weighted, sq_norm_pairs, weighted
 
 _EXHAUSTIVE = 4000
 _KEPT = 24
@@ -27,14 +27,12 @@ _KEPT = 24
 class Part:
     """One contraction that an ask needs, and the tree chosen for it.
 
-    terms: which terms of the parameter it contracts.  scale: its factor in the sum over parts.
+    contraction: its network, and which terms of the parameter it contracts; none for the gradient in memory.
     alternatives: other trees with their predicted seconds, cheapest first.
     """
 
     ask: Ask
-    terms: tuple[int, ...]
-    network: Network
-    scale: float
+    contraction: Contraction
     tree: Expr
     seconds: float
     alternatives: tuple[tuple[Expr, float], ...] = ()
@@ -57,7 +55,11 @@ class ParameterPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a whole step."""
+    """The plan of a whole step for `size` samples.
+
+    part: if memory is bounded, larger batches run in parts of so many samples.  need: the bytes that one part
+    allocates, predicted.
+    """
 
     parameters: tuple[ParameterPlan, ...]
     asks: tuple[Ask, ...]
@@ -65,6 +67,8 @@ class Plan:
     batch: sympy.Symbol
     size: int
     seconds: float = field(default=0.0)
+    part: int | None = None
+    need: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,25 +88,27 @@ class _Question:
     """A part whose tree is still open."""
 
     ask: Ask
-    terms: tuple[int, ...]
-    network: Network
-    scale: float
+    contraction: Contraction
     options: list[_Option]
 
 
 def plan_step(
-    gradients: Iterable[ParameterGradient], asks: Sequence[Ask], device: Device, batch: sympy.Symbol, size: int
-) -> Plan:
+    gradients: Iterable[ParameterGradient], asks: Sequence[Ask], device: Device, batch: sympy.Symbol, size: int,
+    price: float | None = None,
+) -> Plan:  # fmt: skip
     """Choose trees for every parameter at batch size `size`; a batch of one is planned as two, because axes of size 1
     have no role in a contraction and the plan serves every batch size.
 
     What is kept until the norms are known costs nothing as long as all of it together fits into the memory that the
-    allocator hands round; only if it does not, everything is planned again with a price on it.
+    allocator hands round; only if it does not, everything is planned again with a price on it.  price: seconds for a
+    byte that is kept or that a tree holds at once, whatever the device says.
     """
     size, gradients = max(size, 2), list(gradients)
-    free = replace(device, kept=0.0)
+    if price is not None:
+        device = replace(device, kept=price, working=price)
+    free = device if price is not None else replace(device, kept=0.0)
     found = tuple(plan_parameter(g, asks, free, batch, size) for g in gradients)
-    if device.kept and sum(_kept(p) for p in found) > device.reused:
+    if price is None and device.kept and sum(_kept(p) for p in found) > device.reused:
         found = tuple(plan_parameter(g, asks, device, batch, size) for g in gradients)
     return Plan(found, tuple(asks), device, batch, size, sum(p.seconds for p in found))
 
@@ -111,8 +117,8 @@ def _kept(plan: ParameterPlan) -> int:
     """Bytes that one parameter's plan keeps until the norms are known."""
     kept: dict[int, int] = {}
     for part in plan.parts:
-        if isinstance(part.ask, Weighted) and part.ask.late:
-            kept |= _kept_until_norms(part.tree)
+        if part.ask.late:
+            kept |= kept_until_norms(part.tree)
     return sum(kept.values())
 
 
@@ -140,107 +146,25 @@ def _concrete(batch: sympy.Symbol, size: int) -> Callable[[sympy.Expr], int]:
 
 # --- what must be contracted ---------------------------------------------------------------------------------------
 
-_Open = list[tuple[Ask, tuple[int, ...], Network, float]]
+_Open = list[tuple[Ask, Contraction]]
 
 
 def _direct(gradient: ParameterGradient, asks: Sequence[Ask]) -> tuple[_Open | None, str]:
-    """Every ask as contractions of the terms themselves; None with the reason where norms need the sum first."""
-    terms = gradient.terms
-    found: _Open = []
-    for ask in asks:
-        if isinstance(ask, SquaredNorm):
-            reason = why_not_direct(terms)
-            if reason:
-                return None, reason
-            pairs = sq_norm_pairs(tuple(t.network for t in terms))
-            found += [(ask, (k, l), network, scale) for k, l, scale, network in pairs if overlap(terms[k], terms[l])]
-        else:
-            found += [(ask, (k,), _linear(term.network, ask, term), 1.0) for k, term in enumerate(terms)]
-    return found, ""
-
-
-def _linear(network: Network, ask: Ask, term: Term) -> Network:
-    if isinstance(ask, Materialized):
-        return network
-    assert isinstance(ask, Weighted)
-    return weighted(network, weights_leaf(ask.weights, network) if ask.weights else None)
-
-
-def weights_leaf(name: str, network: Network) -> Leaf:
-    """The per-sample weights c[b] as an operand."""
-    return Leaf("c", (f"weights:{name}",), "weights", (BATCH,), (network.sizes[BATCH],), dtype=network.leaves[0].dtype)
-
-
-def why_not_direct(terms: tuple[Term, ...]) -> str:
-    """Why inner products of the terms are not those of the parameter's gradient, or ""."""
-    for term in terms:
-        if not term.prefix.selects:
-            made_by = "·".join(term.prefix.ops) or "its use"
-            return f"{made_by} before the site is not a selection: gradients are pulled back first"
-    for first, term in itertools.combinations(terms, 2):
-        if term.prefix.operand != first.prefix.operand and not _same_selection(term, first):
-            if disjoint(term, first):
-                continue
-            return "its uses select different elements: gradients are pulled back first"
-        if _out_sizes(term) != _out_sizes(first):
-            return "its uses see it in different shapes: gradients are summed first"
-    return ""
-
-
-def _same_selection(one: Term, two: Term) -> bool:
-    return one.prefix.trivial and two.prefix.trivial
-
-
-def overlap(one: Term, two: Term) -> bool:
-    """Whether two terms meet in any element of the parameter."""
-    if one is two or one.prefix.operand == two.prefix.operand or _same_selection(one, two):
-        return True
-    return not disjoint(one, two)
-
-
-def disjoint(one: Term, two: Term) -> bool:
-    """Whether the two terms select different elements of the parameter: their inner product is zero."""
-    a, b = _selected(one), _selected(two)
-    return a is not None and b is not None and not bool(torch.isin(a, b).any())
-
-
-def _selected(term: Term) -> torch.Tensor | None:
-    """Which elements of the parameter the prefix selects, found by running it on their indices."""
-    prefix = term.prefix
-    if prefix.trivial or prefix.graph is None or not prefix.selects:
-        return None
-    (node,) = [n for n in prefix.graph.graph.nodes if n.op == "placeholder"]
-    shape = tuple(int(s) for s in node.meta["val"].shape)
-    index = torch.arange(product(shape), dtype=torch.float64).reshape(shape)
-    if any(op == "_to_copy" for op in prefix.ops):
-        return None
-    selected: torch.Tensor = prefix.graph(index).flatten()
-    return selected
-
-
-def _out_sizes(term: Term) -> tuple[sympy.Expr, ...]:
-    sizes = term.network.sizes
-    return tuple(sizes[a] for a in term.network.out)
+    """Every ask as contractions of the terms themselves; None with the reason where one needs the sum first."""
+    try:
+        return [(ask, contraction) for ask in asks for contraction in ask.contractions(gradient)], ""
+    except ThroughTotal as reason:
+        return None, str(reason)
 
 
 def _through_total(gradient: ParameterGradient, asks: Sequence[Ask], batch: sympy.Symbol) -> _Open:
     """Materialise the sum of all terms, then contract that one dense leaf."""
-    found: _Open = [(Materialized(), (k,), term.network, 1.0) for k, term in enumerate(gradient.terms)]
-    leaf = total_leaf(gradient, batch)
-    whole = Network((leaf,), leaf.axes)
+    found: _Open = [(Materialized(), contraction) for contraction in Materialized().contractions(gradient)]
+    total = whole(gradient, batch)
     for ask in asks:
-        if isinstance(ask, SquaredNorm):
-            found += [(ask, (), network, scale) for _, _, scale, network in sq_norm_pairs((whole,))]
-        elif isinstance(ask, Weighted):
-            found.append((ask, (), weighted(whole, weights_leaf(ask.weights, whole) if ask.weights else None), 1.0))
+        if not isinstance(ask, Materialized):
+            found += [(ask, replace(contraction, terms=())) for contraction in ask.contractions(total)]
     return found
-
-
-def total_leaf(gradient: ParameterGradient, batch: sympy.Symbol) -> Leaf:
-    """The materialised gradient g[b,p] as an operand."""
-    size = sympy.Integer(product(gradient.shape))
-    return Leaf("g", (f"grads:{gradient.name}",), "total", (BATCH, "p"), (batch, size), dtype=gradient.dtype,
-                build=lambda g: g.reshape(g.shape[0], -1))  # fmt: skip
 
 
 # --- choosing trees ------------------------------------------------------------------------------------------------
@@ -249,10 +173,8 @@ def total_leaf(gradient: ParameterGradient, batch: sympy.Symbol) -> Leaf:
 def _choose(asked: _Open, concrete: Callable[[sympy.Expr], int], device: Device) -> tuple[tuple[Part, ...], float]:
     """The trees that together take least time, equal nodes counted once."""
     questions = [
-        _Question(
-            ask, terms, network, scale, _options(network, concrete, device, isinstance(ask, Weighted) and ask.late)
-        )
-        for ask, terms, network, scale in asked
+        _Question(ask, contraction, _options(contraction.network, concrete, device, ask.late))
+        for ask, contraction in asked
     ]
     chosen = _search([q.options for q in questions])
     union: dict[int, float] = {}
@@ -261,7 +183,7 @@ def _choose(asked: _Open, concrete: Callable[[sympy.Expr], int], device: Device)
         fresh = sum(seconds for key, seconds in option.nodes.items() if key not in union)
         union.update(option.nodes)
         others = tuple((o.tree, o.seconds) for o in question.options if o is not option)
-        parts.append(Part(question.ask, question.terms, question.network, question.scale, option.tree, fresh, others))
+        parts.append(Part(question.ask, question.contraction, option.tree, fresh, others))
     return tuple(parts), sum(union.values())
 
 
@@ -274,19 +196,21 @@ def _options(
         tree = dense(tree)
         nodes = {key: node.seconds(device) for key, node in tree.nodes().items()}
         if late:
-            nodes |= {-1 - key: size * device.kept for key, size in _kept_until_norms(tree).items()}
+            nodes |= {-1 - key: size * device.kept for key, size in kept_until_norms(tree).items()}
+        if device.working:
+            nodes[-(1 << 40) - tree.key] = peak_bytes(tree) * device.working
         found.append(_Option(tree, nodes))
     return sorted(found, key=lambda option: option.seconds)
 
 
-def _kept_until_norms(tree: Expr) -> dict[int, int]:
+def kept_until_norms(tree: Expr) -> dict[int, int]:
     """Bytes of what is computed before the weights are known and read after.  Activations are alive anyway."""
     kept: dict[int, int] = {}
     for node in tree.nodes().values():
         if reads_weights(node):
             for child in node.children:
                 if not reads_weights(child) and not str(child).startswith(("x", "patches(x)", "onehot")):
-                    kept[child.key] = int(product(child.sizes[a] for a in child.axes)) * child.dtype.itemsize
+                    kept[child.key] = child.bytes
     return kept
 
 

@@ -6,59 +6,15 @@ the norms (`weights`), and how its result is put together (`finish`).  It does n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
+from psg_fx.asks import Ask, Materialized, SquaredNorm, Weighted
 from psg_fx.errors import BadArgument
-from psg_fx.network import Network, inner, weighted
-
-
-@dataclass(frozen=True)
-class Materialized:
-    """The gradients themselves: name -> [B, *shape]."""
-
-    key: ClassVar[str] = "grads"
-
-
-@dataclass(frozen=True)
-class SquaredNorm:
-    """‖g_b‖² of every parameter: name -> [B]."""
-
-    key: ClassVar[str] = "sq_norms"
-
-
-@dataclass(frozen=True)
-class Weighted:
-    """Σ_b w_b g_b of every parameter: name -> shape.
-
-    weights: the name of the [B] weights, "" for ones.  late: they follow from the norms.
-    """
-
-    weights: str = ""
-    late: bool = False
-
-    @property
-    def key(self) -> str:
-        """The name of this ask among the results."""
-        return f"weighted:{self.weights}"
-
-
-Ask = Materialized | SquaredNorm | Weighted
-
-
-def sq_norm_pairs(terms: tuple[Network, ...]) -> list[tuple[int, int, float, Network]]:
-    """‖Σ_k g_k‖² = Σ_k ‖g_k‖² + 2 Σ_{k<l} ⟨g_k, g_l⟩, each a network with out axes (b); tied parameters keep their
-    cross terms.
-    """
-    return [
-        (k, l, 1.0 if k == l else 2.0, inner(terms[k], terms[l]))
-        for k in range(len(terms))
-        for l in range(k, len(terms))
-    ]  # fmt: skip
-
+from psg_fx.gradient import ParameterGradient
 
 Results = Mapping[str, Mapping[str, torch.Tensor]]
 """Ask key -> parameter name -> tensor."""
@@ -67,21 +23,59 @@ Weights = Mapping[str, Mapping[str, torch.Tensor]]
 """Name of the weights -> parameter name -> [B]."""
 
 
+Shapes = Mapping[str, tuple[int, ...]]
+"""Parameter name -> shape, in the model's order."""
+
+
+Join = Literal["cat", "sum", "mean"]
+"""How results of parts become that of the batch; a mean is weighted by numbers of samples."""
+
+Joins = Mapping[str, Join]
+"""Field of the output -> how it is joined."""
+
+
+@dataclass(frozen=True)
+class Extra:
+    """A further input of the graph.
+
+    shape: None stands for B.  dtype: None: that of bounds and weights.  value: fixed once and for all.
+    """
+
+    shape: tuple[int | None, ...]
+    dtype: torch.dtype | None = None
+    value: torch.Tensor | None = None
+
+
 @dataclass(frozen=True)
 class Quantity:
-    """Base of all quantities.  `field` is the field of the step's output that it fills."""
+    """Base of all quantities.
+
+    field: of the step's output, which it fills.  reads: keyword arguments of the call that it needs.
+    reads_each: those of them that have an entry for every sample.
+    """
 
     field: ClassVar[str] = ""
+    reads: ClassVar[tuple[str, ...]] = ()
+    reads_each: ClassVar[tuple[str, ...]] = ()
+
+    def resolved(self, shapes: Shapes, given: Mapping[str, Any]) -> Quantity:
+        """The quantity with everything that this call's keyword arguments fix about the graph."""
+        return self
+
+    @property
+    def variant(self) -> Hashable:
+        """What tells the graph of a resolved quantity from those of other calls."""
+        return None
 
     def asks(self) -> tuple[Ask, ...]:
         """What is contracted for every parameter."""
         raise NotImplementedError
 
-    def extras(self, names: tuple[str, ...]) -> dict[str, tuple[int | None, ...]]:
-        """Further inputs of the graph: name -> shape, None standing for B."""
+    def extras(self, gradients: Mapping[str, ParameterGradient]) -> dict[str, Extra]:
+        """Further inputs of the graph by name."""
         return {}
 
-    def values(self, names: tuple[str, ...], given: Mapping[str, Any]) -> dict[str, Any]:
+    def values(self, shapes: Shapes, given: Mapping[str, Any]) -> dict[str, Any]:
         """The values of `extras` for one call, from the call's keyword arguments and the quantity's own settings."""
         return {}
 
@@ -92,6 +86,10 @@ class Quantity:
     def finish(self, r: Results, weights: Weights, batch: int) -> dict[str, Any]:
         """The fields of the output."""
         raise NotImplementedError
+
+    def joins(self) -> Joins:
+        """How each of these fields follows from those of the batch's parts; empty where it does not."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -106,8 +104,12 @@ class Grads(Quantity):
     def finish(self, r: Results, weights: Weights, batch: int) -> dict[str, Any]:
         return {"grads": dict(r["grads"])}
 
+    def joins(self) -> Joins:
+        return {"grads": "cat"}
 
-def _check_per(per: str, owner: str) -> None:
+
+def check_per(per: str, owner: str) -> None:
+    """Refuse what is neither "model" nor "parameter"."""
     if per not in ("model", "parameter"):
         raise BadArgument(
             f"per={per!r} is unknown", where=f"{owner}(per=...)",
@@ -116,7 +118,8 @@ def _check_per(per: str, owner: str) -> None:
         )  # fmt: skip
 
 
-def _total(sq_norms: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def total(sq_norms: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """‖g_b‖² over all parameters, [B]."""
     return torch.stack(list(sq_norms.values())).sum(0)
 
 
@@ -132,7 +135,7 @@ class Norms(Quantity):
     field: ClassVar[str] = "norms"
 
     def __post_init__(self) -> None:
-        _check_per(self.per, "Norms")
+        check_per(self.per, "Norms")
 
     def asks(self) -> tuple[Ask, ...]:
         return (SquaredNorm(),)
@@ -140,91 +143,21 @@ class Norms(Quantity):
     def finish(self, r: Results, weights: Weights, batch: int) -> dict[str, Any]:
         root = (lambda x: x) if self.squared else torch.sqrt
         if self.per == "model":
-            return {"norms": root(_total(r["sq_norms"]))}
+            return {"norms": root(total(r["sq_norms"]))}
         return {"norms": {name: root(value) for name, value in r["sq_norms"].items()}}
 
-
-@dataclass(frozen=True)
-class ClippedSum(Quantity):
-    """Σ_b c_b g_b, the sum of private training: `out.clipped_sum[name]`, also `out.norms` and `out.clip_factors`.
-
-    style="abadi": c = min(1, max_norm / ‖g‖) (Abadi et al. 2016, arXiv:1607.00133);
-    style="automatic": c = max_norm / (‖g‖ + 0.01) (Bu et al. 2022, arXiv:2206.07136).
-    max_norm: a float or 0-d tensor, read at every call; with per="parameter" it holds for each parameter, or is a
-    mapping by name.
-    """
-
-    max_norm: Any
-    per: str = "model"
-    style: str = "abadi"
-    field: ClassVar[str] = "clipped_sum"
-
-    def __post_init__(self) -> None:
-        _check_per(self.per, "ClippedSum")
-        if self.style not in ("abadi", "automatic"):
-            raise BadArgument(
-                f"style={self.style!r} is unknown", where="ClippedSum(style=...)",
-                why="it says how factors follow from norms",
-                fix='style="abadi" or style="automatic"',
-            )  # fmt: skip
-        for value in self.max_norm.values() if isinstance(self.max_norm, Mapping) else [self.max_norm]:
-            _check_max_norm(value)
-
-    def asks(self) -> tuple[Ask, ...]:
-        return (SquaredNorm(), Weighted("clip", late=True))
-
-    def extras(self, names: tuple[str, ...]) -> dict[str, tuple[int | None, ...]]:
-        return {"max_norm": () if self.per == "model" else (len(names),)}
-
-    def values(self, names: tuple[str, ...], given: Mapping[str, Any]) -> dict[str, Any]:
-        if self.per == "model":
-            if isinstance(self.max_norm, Mapping):
-                raise _bad_max_norm(self.max_norm, 'a mapping by parameter needs per="parameter"')
-            return {"max_norm": self.max_norm}
-        if not isinstance(self.max_norm, Mapping):
-            return {"max_norm": [self.max_norm] * len(names)}
-        if set(self.max_norm) != set(names):
-            odd = sorted(set(self.max_norm) ^ set(names))
-            raise _bad_max_norm(self.max_norm, f"its names are not those of the parameters: {', '.join(odd[:5])}")
-        return {"max_norm": [self.max_norm[name] for name in names]}
-
-    def weights(self, r: Results, extras: Mapping[str, torch.Tensor]) -> dict[str, Mapping[str, torch.Tensor]]:
-        sq_norms, limit = r["sq_norms"], extras["max_norm"]
-        if self.per == "model":
-            factor = self._factor(_total(sq_norms).sqrt(), limit)
-            return {"clip": dict.fromkeys(sq_norms, factor)}
-        return {"clip": {n: self._factor(v.sqrt(), limit[i]) for i, (n, v) in enumerate(sq_norms.items())}}
-
-    def _factor(self, norm: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
-        limit = limit.to(norm.dtype)
-        if self.style == "automatic":
-            return limit / (norm + 0.01)
-        return torch.where(norm > limit, limit / norm, 1.0)
-
-    def finish(self, r: Results, weights: Weights, batch: int) -> dict[str, Any]:
-        norms = Norms(per=self.per).finish(r, weights, batch)
-        factors = weights["clip"]
-        return {
-            "clipped_sum": dict(r["weighted:clip"]),
-            "clip_factors": next(iter(factors.values())) if self.per == "model" else dict(factors),
-            **norms,
-        }
+    def joins(self) -> Joins:
+        return {"norms": "cat"}
 
 
-def _check_max_norm(value: Any) -> None:
-    if isinstance(value, torch.Tensor):
-        if value.ndim != 0 or not value.is_floating_point():
-            raise _bad_max_norm(value, "a tensor must be a 0-d floating-point one")
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
-        raise _bad_max_norm(value, "a norm's bound is a number that is not negative")
-
-
-def _bad_max_norm(value: Any, why: str) -> BadArgument:
-    return BadArgument(
-        f"max_norm={value!r} is not a bound on norms", where="ClippedSum(max_norm=...)", why=why,
-        fix='a float, a 0-d tensor, or with per="parameter" a mapping with every parameter name',
-    )  # fmt: skip
+def given_weights(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The weights of a call."""
+    if given.get("weights") is None:
+        raise BadArgument(
+            f"{owner} needs weights", where="step(inputs, targets, weights=...)", why="it is Σ_b w_b g_b",
+            fix="pass a [B] tensor: step(x, y, weights=w)",
+        )  # fmt: skip
+    return {"weights": given["weights"]}
 
 
 @dataclass(frozen=True)
@@ -232,26 +165,26 @@ class WeightedSum(Quantity):
     """Σ_b w_b g_b with weights [B] given at the call: `step(x, y, weights=w).weighted_sum[name]`."""
 
     field: ClassVar[str] = "weighted_sum"
+    reads: ClassVar[tuple[str, ...]] = ("weights",)
+    reads_each: ClassVar[tuple[str, ...]] = ("weights",)
 
     def asks(self) -> tuple[Ask, ...]:
         return (Weighted("given"),)
 
-    def extras(self, names: tuple[str, ...]) -> dict[str, tuple[int | None, ...]]:
-        return {"weights": (None,)}
+    def extras(self, gradients: Mapping[str, ParameterGradient]) -> dict[str, Extra]:
+        return {"weights": Extra((None,))}
 
-    def values(self, names: tuple[str, ...], given: Mapping[str, Any]) -> dict[str, Any]:
-        if given.get("weights") is None:
-            raise BadArgument(
-                "WeightedSum needs weights", where="step(inputs, targets, weights=...)", why="it is Σ_b w_b g_b",
-                fix="pass a [B] tensor: step(x, y, weights=w)",
-            )  # fmt: skip
-        return {"weights": given["weights"]}
+    def values(self, shapes: Shapes, given: Mapping[str, Any]) -> dict[str, Any]:
+        return given_weights("WeightedSum", given)
 
     def weights(self, r: Results, extras: Mapping[str, torch.Tensor]) -> dict[str, Mapping[str, torch.Tensor]]:
         return {"given": _Everywhere(extras["weights"])}
 
     def finish(self, r: Results, weights: Weights, batch: int) -> dict[str, Any]:
         return {"weighted_sum": dict(r["weighted:given"])}
+
+    def joins(self) -> Joins:
+        return {"weighted_sum": "sum"}
 
 
 class _Everywhere(dict[str, torch.Tensor]):
@@ -277,8 +210,5 @@ class MeanGrad(Quantity):
     def finish(self, r: Results, weights: Weights, batch: int) -> dict[str, Any]:
         return {"mean_grad": {name: value / batch for name, value in r["weighted:"].items()}}
 
-
-__all__ = [
-    "Ask", "ClippedSum", "Grads", "Materialized", "MeanGrad", "Norms", "Quantity", "Results", "SquaredNorm",
-    "Weighted", "WeightedSum", "Weights", "sq_norm_pairs", "weighted",
-]  # fmt: skip
+    def joins(self) -> Joins:
+        return {"mean_grad": "mean"}

@@ -12,12 +12,15 @@ from torch.fx import Graph, GraphModule
 
 from psg_fx import facts
 from psg_fx.cost import Work
+from psg_fx.crossover import crossover, peak_bytes
+from psg_fx.crossover import seconds as predicted
 from psg_fx.errors import source_line
 from psg_fx.gradient import ParameterGradient
 from psg_fx.methods import Pair
+from psg_fx.network import BATCH
 from psg_fx.paths import ContractExpr, DenseExpr, Expr, SumExpr
 from psg_fx.planning import ParameterPlan, Part, Plan
-from psg_fx.quantity import Materialized, SquaredNorm
+from psg_fx.sitecost import measured
 from psg_fx.sites import Site
 from psg_fx.stages import Stage
 
@@ -47,8 +50,11 @@ def readable(gm: GraphModule) -> str:
     return "\n".join(_FREED.sub("", line.replace(_COMMENT, "# ")).rstrip() for line in lines)
 
 
-def explain(graphs: dict[str, GraphModule]) -> str:
-    """The sites table, the plan table, and what else is worth knowing, as text."""
+def explain(graphs: dict[str, GraphModule], measure: bool = False) -> str:
+    """The sites table, the plan table, and what else is worth knowing, as text.
+
+    measure: compile and time every tree with random operands, and show that beside the prediction (seconds a tree).
+    """
     gm = graphs[Stage.PLANNED.value]
     info = facts.graph_facts(gm)
     plan: Plan = info.data["plan"]
@@ -57,28 +63,20 @@ def explain(graphs: dict[str, GraphModule]) -> str:
         [
             _summary(gm, plan, sites),
             "Sites: where a parameter meets data\n" + _sites(sites, plan.batch, _uses(plan)),
-            "Plan: what is computed of each parameter's gradient, and how\n" + _LEGEND + _plan(plan),
+            "Plan: what is computed of each parameter's gradient, and how\n" + _LEGEND + _plan(plan, measure),
             *_notes(graphs, plan),
         ]
     )
 
 
 def _summary(gm: GraphModule, plan: Plan, sites: tuple[Site, ...]) -> str:
-    asked = ", ".join(_ask(ask) for ask in plan.asks)
+    asked = ", ".join(map(str, plan.asks))
     count = sum(1 for n in gm.graph.nodes if n.op == "call_function")
     return (
         f"{len(plan.parameters)} parameters at {len(sites)} sites; joint graph of {count} ops; "
-        f"planned for B={plan.size} on {plan.device.name}\n"
+        f"planned for B={plan.size} on {plan.device.name} with {plan.device.origin}\n"
         f"asked: {asked}; predicted beside forward and backward: {_time(plan.seconds)}"
     )
-
-
-def _ask(ask: Any) -> str:
-    if isinstance(ask, Materialized):
-        return "g[b]"
-    if isinstance(ask, SquaredNorm):
-        return "‖g[b]‖²"
-    return "Σ_b c[b] g[b]" if ask.weights else "Σ_b g[b]"
 
 
 def _uses(plan: Plan) -> dict[str, list[str]]:
@@ -116,16 +114,17 @@ def _shape(shape: tuple[sympy.Expr, ...], batch: sympy.Symbol) -> str:
     return "[" + ", ".join(_formula(s.subs(batch, sympy.Symbol("B"))) for s in shape) + "]"
 
 
-def _plan(plan: Plan) -> str:
-    rows = []
+def _plan(plan: Plan, measure: bool) -> str:
+    header = ["parameter", "shape", "asked", "tree", "method", "flops", "moved", "peak", "time", "instead"]
+    rows, found = [], measured(plan) if measure else {}
     for parameter in plan.parameters:
+        name = parameter.gradient.name
         if not parameter.parts:
-            name, shape = parameter.gradient.name, _shape_of(parameter.gradient)
-            rows.append([name, shape, "", "0", "", "", "", "", parameter.why])
+            rows.append([name, _shape_of(parameter.gradient), "", "0", *[""] * (len(header) - 5), parameter.why])
         for index, part in enumerate(parameter.parts):
-            first = index == 0
-            rows.append(_row(parameter, part, first))
-    header = ["parameter", "shape", "asked", "tree", "method", "flops", "moved", "time", "instead"]
+            rows.append(_row(plan, parameter, part, index == 0))
+            if (name, index) in found:
+                rows[-1][-2] += f", measured {_time(found[name, index])}"
     return tabulate(rows, header, tablefmt="simple", disable_numparse=True)
 
 
@@ -133,20 +132,21 @@ def _shape_of(gradient: ParameterGradient) -> str:
     return "×".join(map(str, gradient.shape)) or "scalar"
 
 
-def _row(parameter: ParameterPlan, part: Part, first: bool) -> list[str]:
+def _row(plan: Plan, parameter: ParameterPlan, part: Part, first: bool) -> list[str]:
     flops, moved = symbolic(part.tree)
     sizes = {_name(axis): size for axis, size in part.tree.sizes.items() if "'" not in axis}
     numbers: dict[Any, Any] = {sympy.Symbol(name): size for name, size in sizes.items()}
     return [
         parameter.gradient.name if first else "",
         _shape_of(parameter.gradient) if first else "",
-        part.network.equation,
+        part.contraction.network.equation,
         str(part.tree),
         _methods(part.tree),
         f"{_formula(flops)} = {_count(float(sympy.sympify(flops).subs(numbers)))}",
         f"{_count(float(sympy.sympify(moved).subs(numbers)))}B",
+        f"{_count(peak_bytes(part.tree))}B",
         _time(part.seconds),
-        _instead(part) if not parameter.total or part.terms == () else parameter.why,
+        _instead(plan, part) if not parameter.total or part.contraction.terms == () else parameter.why,
     ]
 
 
@@ -155,12 +155,24 @@ def _methods(tree: Expr) -> str:
     return "+".join(f"{n}×{c}" if c > 1 else n for n, c in Counter(names).items())
 
 
-def _instead(part: Part) -> str:
-    """The best tree of another shape, and what it would cost."""
+def _instead(plan: Plan, part: Part) -> str:
+    """The best tree of another shape, what it would cost, and for which size it would be the faster one."""
     for tree, seconds in part.alternatives:
         if str(tree) != str(part.tree) or _methods(tree) != _methods(part.tree):
-            return f"{tree} {_methods(tree)} {_time(seconds)}"
+            return f"{tree} {_methods(tree)} {_time(seconds)}{_border(plan, part, tree)}"
     return "-"
+
+
+def _border(plan: Plan, part: Part, other: Expr) -> str:
+    """`, faster below T=204`; nothing where the other tree is slower only because the chosen one is shared."""
+    if predicted(part.tree, plan.device) > predicted(other, plan.device):
+        return ""
+    network = part.contraction.network
+    for axis in dict.fromkeys(a for leaf in network.leaves for a in leaf.axes if a != BATCH and "'" not in a):
+        border = crossover(network, part.tree, other, axis, plan.batch, plan.size, plan.device)
+        if border is not None:
+            return f", faster {'below' if border <= part.tree.sizes[axis] else 'from'} {_name(axis)}={border}"
+    return ""
 
 
 def _name(axis: str) -> str:

@@ -21,14 +21,19 @@ ParamFilter = None | str | Iterable[str] | Callable[[str, nn.Parameter], bool]
 
 @dataclass(frozen=True)
 class Tracked:
-    """Which parameters are asked: every name of each -> the canonical (first) name; frozen ones are left out."""
+    """Which parameters are asked.
+
+    aliases: every name of each -> the canonical (first) name; frozen ones are left out.  shapes: by canonical name, in
+    the model's order.
+    """
 
     aliases: dict[str, str]
+    shapes: dict[str, tuple[int, ...]]
 
     @property
     def names(self) -> tuple[str, ...]:
         """Canonical names, in the model's order."""
-        return tuple(dict.fromkeys(name for name in self.aliases.values() if name))
+        return tuple(self.shapes)
 
 
 def tracked_parameters(model: nn.Module, params: ParamFilter) -> Tracked:
@@ -54,7 +59,7 @@ def tracked_parameters(model: nn.Module, params: ParamFilter) -> Tracked:
                 why="a hook may change the gradient, and a compiled step would not call it",
                 fix="remove the hook, and apply it to what the step returns",
             )  # fmt: skip
-    return Tracked(aliases)
+    return Tracked(aliases, {name: tuple(p.shape) for name, p in named if aliases[name] == name})
 
 
 def _wanted(named: Sequence[tuple[str, nn.Parameter]], params: ParamFilter) -> set[str]:

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
 
 from psg_fx import facts
 from psg_fx.arguments import Call
 from psg_fx.facts import InputSpec, OutputSpec
 from psg_fx.layout import memory_order
+from psg_fx.outputs import Memory, write_into
 from psg_fx.passes.runner import History
 from psg_fx.state import holder
 
@@ -62,12 +64,13 @@ def in_one_block(tensor: torch.Tensor) -> torch.Tensor:
 class Binding:
     """How the flat inputs of a graph are found at a call, and what its outputs mean.
 
-    names: the parameters that are asked, in the order of the graph.
+    given: the dtype of every further input.
     """
 
     def __init__(self, gm: GraphModule, model: nn.Module, loss_fn: Any) -> None:
-        self.specs = [facts.input_spec(n) for n in facts.placeholders(gm)]
-        self.names = tuple(dict.fromkeys(spec.name for spec in self.specs if spec.tracked))
+        nodes = facts.placeholders(gm)
+        self.specs = [facts.input_spec(n) for n in nodes]
+        self.given = {s.name: n.meta["val"].dtype for s, n in zip(self.specs, nodes, strict=True) if s.kind == "given"}
         self.outputs = facts.graph_facts(gm).outputs
         constants = facts.graph_facts(gm).data["constants"]
         self._slots = [self._slot(spec, model, loss_fn, constants) for spec in self.specs]
@@ -89,7 +92,7 @@ class Binding:
                 found.append(group[name])
             elif isinstance(slot, torch.Tensor):
                 found.append(slot)
-            elif slot.kind == "weights":
+            elif slot.kind == "given":
                 found.append(extras[slot.name])
             elif slot.kind in ("input", "target"):
                 found.append(in_one_block(next(tensors)))
@@ -118,19 +121,31 @@ class CompiledStep:
     """A lowered and compiled graph with a loss."""
 
     def __init__(
-        self, gm: GraphModule, history: History, model: nn.Module, loss_fn: Any, run: Callable[..., Sequence[Any]]
-    ) -> None:
-        self.gm, self.history, self._run = gm, history, run
+        self, gm: GraphModule, history: History, model: nn.Module, loss_fn: Any, run: Callable[..., Sequence[Any]],
+        memory: Memory,
+    ) -> None:  # fmt: skip
+        self.gm, self.history, self._run, self._memory = gm, history, run, memory
         self.binding = Binding(gm, model, loss_fn)
+        self.part: int | None = facts.graph_facts(gm).data["plan"].part
 
-    def __call__(self, call: Call, extras: Mapping[str, torch.Tensor]) -> StepOutput:
+    def __call__(self, call: Call, extras: Mapping[str, torch.Tensor], out: StepOutput | None = None) -> StepOutput:
+        """The results for one call, in the tensors of `out` if it is given."""
+        former = {} if out is None else vars(out)
         with plain_mode():
             arguments = self.binding.arguments(call, extras)
-            size = call.batch_size()
-            results = self._run(*arguments) if size else no_samples(self.gm, arguments[0].device)
-            if size:
-                self.binding.write_buffers(results)
-        return StepOutput(self.binding.fields(results))
+            with self._memory.lent(pytree.tree_leaves(former)):
+                fields = self.binding.fields(self._results(call, arguments))
+            if out is None:
+                return StepOutput(fields)
+            write_into(former, fields)
+        return out
+
+    def _results(self, call: Call, arguments: Sequence[torch.Tensor]) -> Sequence[Any]:
+        if call.batch_size() == 0:
+            return no_samples(self.gm, arguments[0].device)
+        results = self._run(*arguments)
+        self.binding.write_buffers(results)
+        return results
 
 
 def no_samples(gm: GraphModule, device: torch.device) -> list[torch.Tensor]:

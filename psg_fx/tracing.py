@@ -9,6 +9,8 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from psg_fx.torch_private import traced_without_code
+
 
 def trace(function: Callable[..., Any], arguments: Sequence[Any]) -> GraphModule:
     """`function(*arguments)` as a graph; fake arguments keep their symbols, and no others are made.
@@ -16,10 +18,11 @@ def trace(function: Callable[..., Any], arguments: Sequence[Any]) -> GraphModule
     Some formulas of autograd and some composite kernels write into tensors that they have just made; the graph has the
     functional ops in their place.
     """
-    traced: GraphModule = make_fx(function, tracing_mode="symbolic", _error_on_data_dependent_ops=True)(*arguments)
-    if any(mutates(node) for node in traced.graph.nodes):
-        again = torch.func.functionalize(Interpreter(traced).run)
-        traced = make_fx(again, tracing_mode="symbolic")(*arguments)
+    with traced_without_code():
+        traced: GraphModule = make_fx(function, tracing_mode="symbolic", _error_on_data_dependent_ops=True)(*arguments)
+        if any(mutates(node) for node in traced.graph.nodes):
+            again = torch.func.functionalize(Interpreter(traced).run)
+            traced = make_fx(again, tracing_mode="symbolic")(*arguments)
     return traced
 
 

@@ -7,3 +7,14 @@ import tempfile
 from pathlib import Path
 
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / "psg_fx_tests_inductor"))
+
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def shipped_tables(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Plans must not depend on what `psg-fx calibrate` has measured on this machine."""
+    from psg_fx import cost
+
+    empty = tmp_path_factory.mktemp("tables")
+    cost.folder = lambda: empty

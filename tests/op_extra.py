@@ -127,11 +127,25 @@ def _others() -> dict[str, list[tuple[Any, ...]]]:
     }
 
 
+def _recurrences() -> dict[str, list[tuple[Any, ...]]]:
+    """T = 3, one sample, states of 2: of four gates (LSTM), three (GRU) and one."""
+    x, h, c = real(3, 1, 8), real(1, 2), real(1, 2)
+    states, gru, square = real(3, 1, 2), real(3, 1, 6), real(2, 2)
+    return {
+        "psg_fx::lstm": [(x, h, c, real(8, 2), real(8), None), (x, real(1, 3), c, real(8, 3), None, real(3, 2))],
+        "psg_fx::gru": [(gru, h, real(6, 2), real(6)), (gru, h, real(6, 2), None)],
+        "psg_fx::rnn": [(real(3, 2, 3), real(2, 3), real(3, 3), None, f) for f in ("tanh", "relu")],
+        "psg_fx::lstm_backward": [(states, c, states.cos(), real(3, 1, 10), real(8, 2), None)],
+        "psg_fx::recurrence_backward": [(states, states.cos(), gru, real(6, 2)), (states, None, states.sin(), square)],
+        "psg_fx::attach": [("tanh", [states, h], [states.sin()], [], [square])],
+    }
+
+
 @functools.cache
 def written() -> Mapping[str, list[Call]]:
     """The calls of each operator by name: those below, and those borrowed from an operator with the same arguments."""
     found: dict[str, list[Call]] = {}
-    for name, given in (_images() | _norms() | _others()).items():
+    for name, given in (_images() | _norms() | _others() | _recurrences()).items():
         found[name] = [call for args in given if (call := fitting(name, args, {})) is not None]
     for pair in DONORS.split():
         name, donor = pair.split(":")
@@ -142,7 +156,8 @@ def written() -> Mapping[str, list[Call]]:
 
 def fitting(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call | None:
     """The overload that takes the arguments."""
-    packet = getattr(aten, name)
+    space, _, name = name.rpartition("::")
+    packet = getattr(getattr(torch.ops, space or "aten"), name)
     for overload in packet.overloads():
         call = Call(getattr(packet, overload), args, kwargs)
         if call.op._schema.is_mutable:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from graphs import Recorder, captured
 from psg_fx import facts
-from psg_fx.errors import NotYetSupported, PsgError, SamplesMixed
+from psg_fx.errors import NotYetSupported, SamplesMixed
 from psg_fx.facts import SampleAxis
 from psg_fx.passes.batch import batch
-from psg_fx.passes.probe import probe, take
+from psg_fx.passes.probe import take
 
 Program = Callable[[Tensor], Tensor]
 TABLE = torch.randn(10, 6, generator=torch.Generator().manual_seed(1))
@@ -329,117 +329,3 @@ def test_samples_in_another_dim() -> None:
     last = facts.outputs(gm)[0]
     assert last is not None
     assert facts.fact(last).samples == SampleAxis(1, 1, 5)
-
-
-# ---- the trial of ops without a rule -------------------------------------------------------------------------------
-
-
-def unruled(function: Program, monkeypatch: pytest.MonkeyPatch, *names: str) -> torch.fx.GraphModule:
-    from psg_fx.passes.independence import table
-
-    monkeypatch.setattr(table, "RULES", {k: v for k, v in table.RULES.items() if k.split(".")[0] not in names})
-    return batch(captured(function, None, (torch.randn(4, 6),)))
-
-
-def test_an_op_without_a_rule_is_tried_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    gm = unruled(lambda x: x.cumsum(1).view(-1, 3).cumsum(1), monkeypatch, "cumsum")
-    assert [facts.fact(n).proof for n in gm.graph.nodes if "cumsum" in n.name] == ["probed", "probed"]
-    assert facts.graph_facts(gm).notes[0].startswith("aten.cumsum (%cumsum) has no rule")
-    with pytest.raises(SamplesMixed, match="tried out on random values"):
-        unruled(lambda x: x.cumsum(0), monkeypatch, "cumsum")
-
-
-def test_rules_agree_with_the_trial() -> None:
-    """Every op of the accepted programs, tried out, keeps the samples where its rule says."""
-    tried = 0
-    for name in ("softmax over classes", "fold and unfold", "sort of dim 1", "einsum of a sample", "layer norm",
-                 "gather", "scatter", "cat then slice", "tiled samples", "conv of folded windows",
-                 "fft of dim 1", "topk", "table", "own place of each sample", "group norm", "triangle"):  # fmt: skip
-        gm = batch(captured(APART[name], None, (torch.randn(4, 6),)))
-        symbol = facts.graph_facts(gm).batch
-        for node in gm.graph.nodes:
-            known = {n: facts.fact(n).samples for n in node.all_input_nodes}
-            if (
-                node.op != "call_function"
-                or not isinstance(node.meta.get("val"), Tensor)
-                or "number of the sample" in {facts.fact(n).proof for n in (node, *known)}
-            ):
-                continue
-            if not any(isinstance(a, SampleAxis) for a in known.values()) or "sym_size" in node.name:
-                continue
-            found = probe(node, symbol, known, [])
-            assert found.axes == facts.fact(node).samples, (name, node.name)
-            tried += 1
-    assert tried > 20
-
-
-# ---- error texts ---------------------------------------------------------------------------------------------------
-
-
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.bn = nn.Conv1d(1, 2, 2), nn.BatchNorm1d(2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.bn(self.conv(x[:, None]))
-
-
-def _line(text: str) -> str:
-    """The text without the number of the line."""
-    import re
-
-    return re.sub(r"test_batch.py:\d+:", "test_batch.py:", text)
-
-
-def refusal(function: nn.Module | Program) -> str:
-    with pytest.raises(PsgError) as error:
-        batch(captured(function, None, (torch.randn(4, 6),)))
-    return _line(str(error.value))
-
-
-def test_text_for_batch_norm() -> None:
-    assert refusal(Normed()) == (
-        "aten._native_batch_norm_legit_functional mixes samples, so per-sample gradients do not exist\n"
-        "  where  %_native_batch_norm_legit_functional, sample dim 0;  "
-        "test_batch.py: return self.bn(self.conv(x[:, None]))\n"
-        "  why    its mean runs over dims 0, 2; dim 0 holds the samples of %conv1d\n"
-        "  fix    use GroupNorm, or model.eval() so that running statistics are used"
-    )
-
-
-class Centred(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x - x.mean(0)
-
-
-def test_text_for_a_batch_statistic() -> None:
-    assert refusal(Centred()) == (
-        "aten.sub mixes samples, so per-sample gradients do not exist\n"
-        "  where  %sub, sample dim 0;  test_batch.py: return x - x.mean(0)\n"
-        "  why    %inputs_0 carries samples, %mean is reduced over them by %mean (aten.mean, "
-        "test_batch.py: return x - x.mean(0))\n"
-        "  fix    a statistic over the batch makes each sample's loss depend on the others; take it within a sample"
-    )
-
-
-class Misfolded(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.reshape(2 * x.shape[0], 3).view(2, x.shape[0], 3)
-
-
-def test_text_for_a_fold_in_the_wrong_order() -> None:
-    assert refusal(Misfolded()) == (
-        "aten.view mixes samples, so per-sample gradients do not exist\n"
-        "  where  %view_1, sample dim 0 = B·2;  "
-        "test_batch.py: return x.reshape(2 * x.shape[0], 3).view(2, x.shape[0], 3)\n"
-        "  why    the samples are laid out as 1·B·6 elements, but the new dim 1 expects 2 elements before and 3 after "
-        "it, so a row of it holds parts of several samples\n"
-        "  fix    fold the sample dim outermost or innermost consistently: permute it next to the dims it is folded "
-        "with first"
-    )
-
-
-def test_text_for_an_op_that_cannot_be_shown() -> None:
-    with pytest.raises(NotYetSupported, match=r"aten\.as_strided cannot be shown to keep samples apart"):
-        batch(captured(lambda x: x.as_strided((x.shape[0], 2), (6, 1)), None, (torch.randn(4, 6),)))

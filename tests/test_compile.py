@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import oracle
 import psg_fx
-from psg_fx import ClippedSum, Grads, Norms, zoo
+from psg_fx import ClippedSum, Grads, Norms, WeightedSum, zoo
+from psg_fx.errors import BadArgument
 
 pytestmark = pytest.mark.inductor
 
@@ -63,3 +65,63 @@ def test_two_batch_sizes_of_one_capture() -> None:
         x = torch.randn(size, 4)
         compare(steps["inductor"](x), steps["eager"](x))
     assert len(steps["inductor"]._steps) == 1
+
+
+SIZES_DRAWN = [5, 1, 3, 0, 4, 4, 1, 6, 2, 3, 0, 1, 7, 5]
+"""Like Poisson sampling with a mean of 3; 5, 4 and 3 are also sizes of the model below."""
+
+
+def captures() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+@pytest.mark.parametrize("first", [0, 1, 4, 5])
+@pytest.mark.parametrize(("dynamic", "allowed"), [(True, 1), (None, 2)])
+def test_one_compilation_serves_all_batch_sizes(dynamic: bool | None, allowed: int, first: int) -> None:
+    """One graph from 2 samples on (None: and one of the first size alone), one for 1 sample, none for 0."""
+    torch._dynamo.utils.counters.clear()
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    step = psg_fx.transform(
+        model, F.cross_entropy, quantities=[Grads(), WeightedSum()], dynamic=dynamic, backend="aot_eager"
+    )
+    want = psg_fx.transform(model, F.cross_entropy, quantities=[Grads(), WeightedSum()], backend="eager")
+    counts = []
+    for size in [first, *SIZES_DRAWN]:
+        batch = torch.randn(size, 4), torch.randint(3, (size,))
+        compare(step(*batch, weights=torch.rand(size).fill_(0.5)), want(*batch, weights=torch.full((size,), 0.5)))
+        counts.append(captures())
+    assert len(step._steps) == 1
+    assert counts[-1] <= allowed + 1
+    assert counts[5:] == counts[5:6] * len(counts[5:])
+
+
+@pytest.mark.parametrize("name", ["gpt", "simplecnn"])
+def test_one_compilation_serves_all_batch_sizes_without_a_loss(name: str) -> None:
+    """A forward and a backward from 2 samples on, and for 1."""
+    torch._dynamo.utils.counters.clear()
+    ex = zoo.example(name, **SIZES[name] | {"batch": 7})
+    step = psg_fx.transform(ex.model, dynamic=True, backend="aot_eager")
+    counts = []
+    for size in (6, 1, 7, 2, 1, 3):
+        step(ex.inputs[:size]).square().sum().backward()
+        for parameter in ex.model.parameters():
+            parameter.grad_sample = None  # type: ignore[attr-defined]
+        counts.append(captures())
+    assert counts == [2, 4, 4, 4, 4, 4]
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
+def test_modes(mode: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    x, y = torch.randn(4, 4), torch.randint(3, (4,))
+    step = psg_fx.transform(model, F.cross_entropy, mode=mode, options={"epilogue_fusion": False})
+    want = psg_fx.transform(model, F.cross_entropy, backend="eager")(x, y)
+    first = step(x, y)
+    step(x.flip(0), y)
+    compare(first, want)
+
+
+def test_unknown_mode_is_refused() -> None:
+    with pytest.raises(BadArgument, match="mode='fast' is unknown"):
+        psg_fx.transform(nn.Linear(4, 3), F.cross_entropy, mode="fast")

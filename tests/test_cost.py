@@ -11,10 +11,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from psg_fx import cost
 from psg_fx.cost import CPU, CUDA, Device, Work
+from psg_fx.crossover import crossover, peak_bytes, resized, seconds
 from psg_fx.methods import METHODS, Arg, Pair
 from psg_fx.methods.dense import MatMul
+from psg_fx.methods.onehot import Equal
 from psg_fx.methods.patches import ConvWeight, GroupedConv
-from psg_fx.network import Dense, OneHot, Patches
+from psg_fx.network import Dense, Leaf, Network, OneHot, Patches, inner
+from psg_fx.paths import Expr, trees
 
 F32 = torch.float32
 SIZES = {"b": 3, "t": 10, "s": 10, "i": 4, "o": 6}
@@ -61,6 +64,12 @@ def test_convolution_flops(method: Any, out: str) -> None:
     assert groups * method.work(pair).flops == counted(method, pair, x, grad)
 
 
+def test_equality_reads_ids_once() -> None:
+    hot = [Arg(tuple(axes), OneHot(7), F32) for axes in ("btv", "bsv")]
+    work = Equal().work(Pair(*hot, tuple("bts"), {"b": 3, "t": 10, "s": 5, "v": 7}))
+    assert (work.read, work.written) == (8 * (3 * 10 + 3 * 5), 4 * 3 * 10 * 5)
+
+
 def symbolic(names: str) -> dict[str, sympy.Symbol]:
     return {name: sympy.Symbol(name.upper(), positive=True, integer=True) for name in names}
 
@@ -74,6 +83,7 @@ PAIRS = [
     (Arg(tuple("btv"), OneHot(7), F32), dense("bvd"), "btd"),
     (Arg(tuple("btgi"), CONVOLUTION, F32), dense("bgot"), "bgoi"),
     (Arg(tuple("btgi"), CONVOLUTION, F32), dense("bgot"), "goi"),
+    (Arg(tuple("btgi"), CONVOLUTION, F32), Arg(tuple("bsgi"), CONVOLUTION, F32), "bgts"),
 ]  # fmt: skip
 
 
@@ -127,3 +137,46 @@ def test_a_square_reads_its_operand_once() -> None:
 def test_devices() -> None:
     assert cost.device("cuda") is CUDA
     assert cost.device("cpu") is CPU
+
+
+def linear(t: int, i: int, o: int) -> Network:
+    """x[b,t,i] ȳ[b,t,o] -> [b,o,i] for symbolic b."""
+    x = Leaf("x", ("x",), "", tuple("bti"), (BATCH_SIZE, sympy.Integer(t), sympy.Integer(i)))
+    grad = Leaf("ȳ", ("y",), "", tuple("bto"), (BATCH_SIZE, sympy.Integer(t), sympy.Integer(o)))
+    return Network((x, grad), tuple("boi"))
+
+
+BATCH_SIZE = sympy.Symbol("N", positive=True, integer=True)
+FLOPS_ONLY = Device("cpu", {("bmm", F32): 1.0, ("pointwise", F32): 1e30}, 1e30, 0.0, 0.0, 0.0, 2**62, {})
+
+
+def norm_trees(network: Network, size: int) -> tuple[Network, dict[str, Expr]]:
+    doubled = inner(network, network)
+    return doubled, {str(tree): tree for tree in trees(doubled, lambda e: int(sympy.sympify(e).subs(BATCH_SIZE, size)))}
+
+
+GRAM, MATERIALISED = "((ȳ·ȳ)·(x·x))", "(x·ȳ)²"
+
+
+@pytest.mark.parametrize("t", [20, 500])
+def test_gram_against_materialised(t: int) -> None:
+    """2BT²(I+O) < 2BTIO below T = IO/(I+O), from either side."""
+    network, found = norm_trees(linear(t, 300, 600), 8)
+    border = crossover(network, found[GRAM], found[MATERIALISED], "t", BATCH_SIZE, 8, FLOPS_ONLY)
+    assert border in (200, 201)
+    assert crossover(network, found[GRAM], found[MATERIALISED], "b", BATCH_SIZE, 8, FLOPS_ONLY) is None
+
+
+def test_resizing_is_building_at_another_size() -> None:
+    _, small = norm_trees(linear(20, 30, 40), 8)
+    _, large = norm_trees(linear(50, 30, 40), 8)
+    for name in (GRAM, MATERIALISED):
+        assert seconds(resized(small[name], "t", 50), CPU) == seconds(large[name], CPU)
+        assert resized(small[name], "t", 50).key == small[name].key
+
+
+def test_peak_bytes() -> None:
+    """Materialised: x·ȳ and the result. Gram: both Gram matrices and the result."""
+    _, found = norm_trees(linear(20, 30, 40), 8)
+    assert peak_bytes(found[MATERIALISED]) == 4 * (8 * 30 * 40 + 8)
+    assert peak_bytes(found[GRAM]) == 4 * (2 * 8 * 20 * 20 + 8)

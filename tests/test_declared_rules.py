@@ -17,10 +17,11 @@ import psg_fx.passes.independence  # noqa: F401  (fills the table)
 from graphs import captured
 from op_extra import written
 from op_samples import Call, recorded
+from placements import PLAIN, placements, widened
 from psg_fx.errors import SamplesMixed
 from psg_fx.passes.batch import batch
 from psg_fx.passes.independence.table import RULES, find
-from trials import PLAIN, Outcome, placements, trial, widened
+from trials import Outcome, trial
 
 EACH = 5
 POINTWISE = "<pointwise>"

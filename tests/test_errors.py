@@ -66,7 +66,7 @@ BATCH_DIM_FIX = (
 BOUND_FIX = 'a float, a 0-d tensor, or with per="parameter" a mapping with every parameter name'
 LOSS_WHY = "per-sample gradients are those of a scalar loss or of a [B] tensor of losses"
 LOSS_FIX = "return a tensor from loss_fn; if the model computes its loss itself: loss_fn=lambda out: out.loss"
-QUANTITY_FIX = "use psg_fx.Grads(), Norms(), ClippedSum(max_norm), WeightedSum(), MeanGrad()"
+QUANTITY_FIX = "use psg_fx.Grads(), Norms(), ClippedSum(max_norm), Gram() or another of psg_fx.Quantity"
 
 Row = tuple[Callable[[], Any], type[Exception], str, str, str, str]
 
@@ -206,7 +206,7 @@ ROWS: dict[str, Row] = {
     ),
     "unread-argument": (
         lambda: step()(X, Y, weight=torch.ones(3)), BadArgument, "step() got weight", "step(inputs, targets, ...)",
-        "no quantity of this step reads it", "WeightedSum() reads weights=",
+        "no quantity of this step reads it", "WeightedSum() reads weights=, Dots() reads directions=",
     ),
     "not-captured-yet": (
         lambda: step().print_graph(), BadArgument, "nothing has been captured yet", "step.graphs",

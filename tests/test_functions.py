@@ -96,6 +96,18 @@ class ClippedBackward(Function):
         return g / g.norm()
 
 
+class Turned(Function):
+    """On complex values; its backward is twice the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor) -> Tensor:
+        return z * 1j
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * -2j
+
+
 class InPlace(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -126,6 +138,14 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(self, x)
+
+
+def _complex(x: Tensor) -> Tensor:
+    return torch.complex(*x.chunk(2, -1))
+
+
+def _real(z: Tensor) -> Tensor:
+    return torch.cat([z.real, z.imag], -1)
 
 
 def _two(m: Any, x: Tensor) -> Tensor:
@@ -176,6 +196,8 @@ EXACT: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "checkpointed": lambda m, x: checkpoint(lambda v: Scaled.apply(m.a(v)), m.b(x), use_reentrant=False),  # type: ignore[no-any-return]
     "nested checkpoints": lambda m, x: checkpoint(_nested, m, x, use_reentrant=False),  # type: ignore[no-any-return]
     "inference mode": _inferred,
+    "complex activations": lambda m, x: m.b(_real(Turned.apply(_complex(m.a(x))))),
+    "a complex weight": lambda m, x: _real(_complex(m.b(x)) @ Turned.apply(_complex(m.a.weight)[:2])),
     "data": lambda m, x: m.b(x) * m.a(x).data,
 }
 X = torch.randn(3, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -193,6 +215,9 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], type[Exception], str]]
     ),
     "mixing backward": (
         lambda m, x: ClippedBackward.apply(m.a(x)), SamplesMixed, "in a custom autograd.Function: aten.div mixes",
+    ),
+    "complex mixing backward": (
+        lambda m, x: _real(ClippedBackward.apply(_complex(m.a(x)))), SamplesMixed, "aten.div mixes",
     ),
     "in place": (lambda m, x: InPlace.apply(m.a(x)), NotYetSupported, "InPlace is not supported.*writes into its"),
     "noise on a weight": (

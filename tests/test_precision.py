@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import oracle
 import psg_fx
-from psg_fx import ClippedSum, Grads, Norms
+from psg_fx import ClippedSum, Dots, Grads, Gram, Norms, SecondMoment
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(5, 6, 8, generator=GENERATOR)
@@ -62,6 +62,25 @@ def test_half_precision_model(dtype: torch.dtype) -> None:
     assert all(g.dtype == dtype for g in out.grads.values())
     exact = oracle.norms({n: g.double() for n, g in out.grads.items()})
     assert oracle.relative_error(out.norms, exact) < 2.0 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_in_half_precision(dtype: torch.dtype) -> None:
+    """Sums of products are kept in float32: their error is that of the gradients, relative to the largest products."""
+    model = block(dtype)
+    tiny = lambda out, y: F.cross_entropy(out, y) * 1e-2  # noqa: E731  (squares of these gradients underflow in float16)
+    directions = {n: torch.randn(p.shape, generator=GENERATOR).to(dtype) for n, p in model.named_parameters()}
+    asked = [Gram(), Dots(), SecondMoment(), Grads()]
+    out = psg_fx.transform(model, tiny, quantities=asked, backend="eager")(X.to(dtype), Y, directions=directions)
+    grads = {n: g.double() for n, g in out.grads.items()}
+    flat = torch.cat([g.flatten(1) for g in grads.values()], 1)
+    eps = 4 * torch.finfo(dtype).eps
+    assert {v.dtype for v in (out.gram, out.dots, *out.second_moment.values())} == {torch.float32}
+    assert (out.gram - flat @ flat.T).abs().max() < eps * flat.norm(dim=1).max() ** 2
+    along = torch.cat([v.double().flatten() for v in directions.values()])
+    assert (out.dots - flat @ along).abs().max() < eps * flat.norm(dim=1).max() * along.norm()
+    for name, value in out.second_moment.items():
+        assert (value - grads[name].square().mean(0)).abs().max() < eps * grads[name].abs().max() ** 2
 
 
 def test_float16_with_a_loss_scale() -> None:

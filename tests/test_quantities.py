@@ -12,7 +12,18 @@ from torch import Tensor
 import oracle
 import psg_fx
 from cases import CASES, Case
-from psg_fx import ClippedSum, Grads, MeanGrad, Norms, WeightedSum
+from psg_fx import (
+    ClippedSum,
+    Dots,
+    Grads,
+    Gram,
+    MeanGrad,
+    Norms,
+    Projection,
+    SecondMoment,
+    WeightedSum,
+)  # fmt: skip
+from psg_fx.gradient import ParameterGradient
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning"),
@@ -29,6 +40,51 @@ FEW = [
     "group_norm/2d", "batch_norm/eval-images", "mul/column", "expand/class-token", "prefix/qkv-chunks",
     "prefix/weight-norm", "uses/straight-and-transposed", "uses/unused", "layers/lstm",
 ]  # fmt: skip
+
+
+def flat(grads: Mapping[str, Tensor]) -> Tensor:
+    return torch.cat([g.reshape(len(g), -1) for g in grads.values()], 1)
+
+
+def directions(grads: Mapping[str, Tensor], count: int | None) -> dict[str, Tensor]:
+    """One direction for each parameter, or `count`."""
+    generator = torch.Generator().manual_seed(5)
+    lead = [] if count is None else [count]
+    return {n: torch.randn(*lead, *g.shape[1:], generator=generator, dtype=torch.float64) for n, g in grads.items()}
+
+
+def dots(truth: Truth, quantity: Dots) -> Tensor:
+    chosen = directions(truth.grads, quantity.count)
+    if quantity.count is None:
+        return flat(truth.grads) @ torch.cat([v.flatten() for v in chosen.values()])
+    return flat(truth.grads) @ flat(chosen).T
+
+
+def second_moment(truth: Truth, quantity: SecondMoment) -> dict[str, Tensor]:
+    shifts = {n: g.mean(0) * quantity.centered for n, g in truth.grads.items()}
+    return {n: (g - shifts[n]).square().mean(0) for n, g in truth.grads.items()}
+
+
+def projection(truth: Truth, quantity: Projection) -> Tensor:
+    """Pᵀ g Q with the quantity's own matrices."""
+    parameters = {n: ParameterGradient(n, tuple(g.shape[1:]), g.dtype, ()) for n, g in truth.grads.items()}
+    matrices = {name: extra.value for name, extra in quantity.extras(parameters).items()}
+    found = []
+    for name, g in truth.grads.items():
+        left, right = (matrices.get(f"projection.{name}.{side}") for side in "PQ")
+        g = g.flatten(2) if g.ndim > 2 else g.reshape(len(g), -1)
+        if left is not None:
+            g = torch.einsum("bo...,op->bp...", g, left)
+        found.append((g if right is None else g @ right).flatten(1))
+    return torch.cat(found, 1)
+
+
+PRODUCTS: dict[str, Any] = {
+    "dots": dots,
+    "gram": lambda truth, quantity: flat(truth.grads) @ flat(truth.grads).T,
+    "second_moment": second_moment,
+    "projection": projection,
+}
 
 
 class Truth:
@@ -55,6 +111,8 @@ class Truth:
             return oracle.mean_grad(self.grads)
         if field == "weighted_sum":
             return oracle.weighted_sum(self.grads, self.weights)
+        if field in PRODUCTS:
+            return PRODUCTS[field](self, quantity)
         norms = self.own if per == "parameter" else dict.fromkeys(self.grads, self.norms)
         limit = quantity.max_norm
         bounds = limit if isinstance(limit, Mapping) else dict.fromkeys(self.grads, limit)
@@ -65,7 +123,8 @@ class Truth:
         if field == "clip_factors":
             return factors if per == "parameter" else next(iter(factors.values()))
         assert field == "clipped_sum"
-        return {n: oracle.weighted_sum({n: g}, factors[n])[n] for n, g in self.grads.items()}
+        kept = self.weights if quantity.weighted else torch.ones_like(self.weights)
+        return {n: oracle.weighted_sum({n: g}, factors[n] * kept)[n] for n, g in self.grads.items()}
 
 
 def compare(out: Any, truth: Truth, quantities: list[Any], tolerance: float) -> None:
@@ -90,8 +149,12 @@ def run(case: Case, quantities: list[Any], dtype: torch.dtype = torch.float64) -
     loss = case.loss_fn(model)
     step = psg_fx.transform(model, loss, quantities=quantities, backend="eager", batch_dim=case.dims)
     given = {}
-    if any(isinstance(q, WeightedSum) for q in quantities):
+    if any("weights" in q.reads for q in quantities):
         given["weights"] = torch.tensor([0.5, -2.0, 3.0], dtype=dtype)
+    if any(isinstance(q, Dots) for q in quantities):
+        like = {n: p.detach()[None] for n, p in oracle.tracked(model, None).items()}
+        (count,) = [q.count for q in quantities if isinstance(q, Dots)]
+        given["directions"] = {n: v.to(dtype) for n, v in directions(like, count).items()}
     return step(case.data(dtype), **given)
 
 
@@ -139,13 +202,25 @@ SETS = {
     "automatic-per-parameter": lambda t: [ClippedSum(t.bound, per="parameter", style="automatic")],
     "tensor-bound": lambda t: [ClippedSum(torch.tensor(t.bound, dtype=torch.float64))],
     "weighted": lambda t: [WeightedSum()],
+    "clipped-and-weighted": lambda t: [ClippedSum(t.bound, weighted=True), WeightedSum()],
     "mean": lambda t: [MeanGrad()],
     "mean-and-norms": lambda t: [MeanGrad(), Norms()],
+    "dots": lambda t: [Dots()],
+    "dots-several": lambda t: [Dots(count=4)],
+    "gram": lambda t: [Gram()],
+    "second-moment": lambda t: [SecondMoment()],
+    "variance": lambda t: [SecondMoment(centered=True)],
+    "projection": lambda t: [Projection(rank=2, seed=1)],
+    "all": lambda t: [*everything(t), Dots(count=2), Gram(), SecondMoment(), Projection(rank=3)],
 }  # fmt: skip
 
 
+SET_ROWS = ("conv2d/folded-windows", "embedding/tied-head", "uses/straight-and-transposed")
+"""Patches, rows of a table that is also a matrix, and cross terms of two uses."""
+
+
 @pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("row", FEW[::3])
+@pytest.mark.parametrize("row", [r if r in SET_ROWS else pytest.param(r, marks=pytest.mark.rest) for r in FEW[::3]])
 def test_set(row: str, name: str) -> None:
     """Each quantity alone and in every setting, on a few rows."""
     truth = Truth(ROWS[row])

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import psg_fx
+from psg_fx import sitecost
 
 ROWS = 5
 
@@ -76,6 +77,16 @@ def test_a_module_of_torch_is_named_by_its_path() -> None:
     made = psg_fx.transform(model, lambda out: out.sum(), backend="eager")
     made(torch.randn(2, 4))
     assert "in 0 (Linear)" in made.explain()
+
+
+def test_measured_beside_predicted(step: psg_fx.PerSampleModule, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A measured time for every tree that is not part of an earlier one, at random operands of every form."""
+    as_compiled = sitecost.compiled
+    monkeypatch.setattr(sitecost, "compiled", lambda run, given, backend: as_compiled(run, given, "eager"))
+    rows = [line for line in step.explain(measure=True).splitlines() if "->" in line]
+    assert len(rows) > len(list(step.parameters()))
+    assert all(re.search(r"[mµ]s, measured [0-9.]+ [mµ]s", row) for row in rows)
+    assert "measured" not in step.explain()
 
 
 def test_there_is_nothing_to_say_before_the_first_call() -> None:

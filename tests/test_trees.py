@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,20 +15,36 @@ import oracle
 import psg_fx
 from cases import CASES, Case
 from psg_fx import cost, facts
+from psg_fx.asks import (
+    Along,
+    Ask,
+    Contraction,
+    InnerProducts,
+    Materialized,
+    Projected,
+    SquaredNorm,
+    Squares,
+    ThroughTotal,
+    Weighted,
+    direction,
+    projection,
+    sides,
+    whole,
+)  # fmt: skip
 from psg_fx.evaluate import Evaluator
 from psg_fx.gradient import ParameterGradient
-from psg_fx.network import Network, weighted
 from psg_fx.paths import Expr, dense, trees
-from psg_fx.planning import ParameterPlan, Part, Plan, overlap, total_leaf, weights_leaf, why_not_direct
-from psg_fx.quantity import Materialized, SquaredNorm, Weighted, sq_norm_pairs
+from psg_fx.planning import ParameterPlan, Part, Plan
 from psg_fx.step import Binding, plain_mode
 from selection import selected
 from test_quantities import Truth, tolerance_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
 
-ASKS = (Materialized(), SquaredNorm(), Weighted("given"), Weighted(""))
-Open = list[tuple[Any, tuple[int, ...], Network, float]]
+ASKS = (
+    Materialized(), SquaredNorm(), Weighted("given"), Weighted(""), Along(2), InnerProducts(), Squares(), Projected(2),
+)  # fmt: skip
+Open = list[tuple[Ask, Contraction]]
 
 
 @dataclass
@@ -65,21 +82,12 @@ def joint(case: Case) -> Joint:
 
 def questions(gradient: ParameterGradient, batch: Any, through_total: bool) -> Open:
     """Everything that a plan may contract for this parameter, directly or through its materialised gradient."""
-    terms = tuple(t.network for t in gradient.terms)
-    found: Open = [(Materialized(), (k,), g, 1.0) for k, g in enumerate(terms)]
-    if through_total:
-        leaf = total_leaf(gradient, batch)
-        whole = Network((leaf,), leaf.axes)
-        found += [(SquaredNorm(), (), g, scale) for _, _, scale, g in sq_norm_pairs((whole,))]
-        found.append((Weighted("given"), (), weighted(whole, weights_leaf("given", whole)), 1.0))
-        found.append((Weighted(""), (), weighted(whole, None), 1.0))
-        return found
-    if not why_not_direct(gradient.terms):
-        pairs = [p for p in sq_norm_pairs(terms) if overlap(gradient.terms[p[0]], gradient.terms[p[1]])]
-        found += [(SquaredNorm(), (k, l), g, scale) for k, l, scale, g in pairs]
-    for k, g in enumerate(terms):
-        found.append((Weighted("given"), (k,), weighted(g, weights_leaf("given", g)), 1.0))
-        found.append((Weighted(""), (k,), weighted(g, None), 1.0))
+    found: Open = [(Materialized(), contraction) for contraction in Materialized().contractions(gradient)]
+    source = whole(gradient, batch) if through_total else gradient
+    for ask in ASKS[1:]:
+        with contextlib.suppress(ThroughTotal):
+            parts = ask.contractions(source)
+            found += [(ask, replace(part, terms=()) if through_total else part) for part in parts]
     return found
 
 
@@ -87,11 +95,11 @@ def plans(joint: Joint, gradient: ParameterGradient) -> Iterator[tuple[Expr, Par
     """Plans in which every tree of every question comes up once, the other questions answered by some tree."""
     for through_total in (False, True):
         asked = questions(gradient, joint.batch, through_total)
-        options = [[dense(tree) for tree in trees(network, joint.concrete)] for _, _, network, _ in asked]
+        options = [[dense(tree) for tree in trees(part.network, joint.concrete)] for _, part in asked]
         assert all(options), "a network without a tree"
         base = tuple(
-            Part(ask, terms, network, scale, trees_of[0], 0.0)
-            for (ask, terms, network, scale), trees_of in zip(asked, options, strict=True)
+            Part(ask, contraction, trees_of[0], 0.0)
+            for (ask, contraction), trees_of in zip(asked, options, strict=True)
         )
         yield base[0].tree, ParameterPlan(gradient, through_total, base, 0.0, "")
         for k, trees_of in enumerate(options):
@@ -105,24 +113,48 @@ def plans(joint: Joint, gradient: ParameterGradient) -> Iterator[tuple[Expr, Par
 def evaluate(joint: Joint, plan: ParameterPlan) -> dict[str, Tensor]:
     """The asks of the plan, by key."""
     asks = tuple(dict.fromkeys(part.ask for part in plan.parts))
-    whole = Plan((plan,), asks, cost.CPU, joint.batch, joint.size)
+    step = Plan((plan,), asks, cost.CPU, joint.batch, joint.size)
     with plain_mode():
-        evaluator = Evaluator(whole, dict(joint.env), joint.size, torch.device("cpu"))
+        evaluator = Evaluator(step, joint.env | given(plan.gradient), joint.size, torch.device("cpu"))
         evaluator.first()
         evaluator.second({"given": {plan.gradient.name: joint.truth.weights}, "": {}})
     return {key: values[plan.gradient.name] for key, values in evaluator.results.items() if values}
 
 
-def expected(joint: Joint, name: str) -> dict[str, Tensor]:
-    grads = {name: joint.truth.grads[name]}
+def given(gradient: ParameterGradient) -> dict[str, Tensor]:
+    """Directions and random matrices for a parameter."""
+    generator = torch.Generator().manual_seed(3)
+    found = {direction(gradient.name): torch.randn(2, *gradient.shape, generator=generator, dtype=torch.float64)}
+    for new, side in zip("PQ", sides(gradient.shape), strict=False):
+        found[projection(gradient.name, new)] = torch.randn(side, 2, generator=generator, dtype=torch.float64)
+    return found
+
+
+def projected(name: str, g: Tensor, values: dict[str, Tensor]) -> Tensor:
+    """Pᵀ g_b Q, a side of at most two elements as it is."""
+    matrix = g.reshape(g.shape[0], *sides(tuple(g.shape[1:])))
+    for dim, new in zip((1, 2), "PQ", strict=True):
+        if dim < matrix.ndim and matrix.shape[dim] > 2:
+            matrix = torch.tensordot(matrix, values[projection(name, new)], ([dim], [0])).movedim(-1, dim)
+    return matrix.flatten(1)
+
+
+def expected(joint: Joint, gradient: ParameterGradient) -> dict[str, Tensor]:
+    name, g = gradient.name, joint.truth.grads[gradient.name]
+    flat, values = g.reshape(len(g), -1), given(gradient)
     return {
-        "grads": grads[name],
+        "grads": g,
         "sq_norms": joint.truth.own[name].square(),
-        "weighted:given": oracle.weighted_sum(grads, joint.truth.weights)[name],
-        "weighted:": grads[name].sum(0),
+        "weighted:given": oracle.weighted_sum({name: g}, joint.truth.weights)[name],
+        "weighted:": g.sum(0),
+        "dots": flat @ values[direction(name)].reshape(2, -1).T,
+        "gram": flat @ flat.T,
+        "squares": g.square().sum(0),
+        "projection": projected(name, g, values),
     }
 
 
+SQUARED = ("sq_norms", "gram", "squares")
 ROWS = [case for case in CASES if not case.refused]
 FIRST = {case.name for case in ROWS if not case.name.startswith("traps/")}
 """Traps use the rules that other rows are for."""
@@ -135,9 +167,9 @@ def test_every_tree(case: Case) -> None:
     for name, gradient in values.gradients.items():
         if not gradient.terms:
             continue
-        want = expected(values, name)
+        want = expected(values, gradient)
         scale = max(g.abs().max().item() for g in values.truth.grads.values())
         for tree, plan in plans(values, gradient):
             for key, got in evaluate(values, plan).items():
-                error = oracle.relative_error(got, want[key], 1e-3 * scale ** (2 if key == "sq_norms" else 1))
+                error = oracle.relative_error(got, want[key], 1e-3 * scale ** (2 if key in SQUARED else 1))
                 assert error < tolerance, f"{key} of {name} by {tree}: relative error {error:.2e}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,15 +14,6 @@ from psg_fx.errors import PsgError, locate
 from psg_fx.facts import Axes, InputSpec
 from psg_fx.passes.independence.table import Answer, rule
 from psg_fx.passes.independence.values import Op, Result
-
-Part = Callable[[GraphModule, Mapping[Node, Result]], list[Result]]
-"""Proves a graph from what is known of its inputs: what is known of its outputs.  Set by `prove`, which knows rules."""
-_PROVE: list[Part] = []
-
-
-def prove_parts_with(part: Part) -> None:
-    """Let graphs inside of ops be proven by `part`."""
-    _PROVE[:] = [part]
 
 
 @rule("<custom>", proof="written out")
@@ -44,7 +35,7 @@ def _check_backward(
     outputs: Sequence[torch.Tensor], axes: Sequence[Axes],
 ) -> None:  # fmt: skip
     cotangents = [torch.empty_like(t) for t in outputs]
-    data = [i for i, v in enumerate(values) if known[i].axes is not None and v.is_floating_point()]
+    data = [i for i, v in enumerate(values) if known[i].axes is not None and facts.is_differentiable(v)]
     graph = backward_graph(call, values, cotangents, data)
     gradients = _proven(op, graph, [*known, *(Result(a) for a in axes)])
     for i, gradient in zip(data, gradients, strict=True):
@@ -58,7 +49,8 @@ def _check_backward(
 
 def _proven(op: Op, graph: GraphModule, known: Sequence[Result]) -> list[Result]:
     """What is known of the outputs of a graph of this op."""
-    (prove,) = _PROVE
+    from psg_fx.passes.independence.prove import prove_part  # it imports every rule, and so this file
+
     placeholders = facts.placeholders(graph)
     for i, node in enumerate(placeholders):
         count = len(op.node.args)
@@ -66,10 +58,7 @@ def _proven(op: Op, graph: GraphModule, known: Sequence[Result]) -> list[Result]
         node.meta["psg_fx_input"] = InputSpec("input", node.name)
     graph.meta[facts.KEY] = facts.GraphFacts(op.batch)
     try:
-        return prove(graph, dict(zip(placeholders, known, strict=True)))
+        return prove_part(graph, dict(zip(placeholders, known, strict=True)))
     except PsgError as error:
         at: dict[str, Any] = {"where": locate(op.node), "why": error.why, "fix": error.fix}
         raise type(error)(f"in a custom autograd.Function: {error.what}", **at) from None
-
-
-__all__ = ["custom", "prove_parts_with"]

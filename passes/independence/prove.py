@@ -22,11 +22,11 @@ from psg_fx.passes.independence import (  # noqa: F401  (they fill the table)
     functions,
     indexing,
     joins,
+    recurrence,
     reductions,
     views,
     windows,
 )
-from psg_fx.passes.independence.functions import prove_parts_with
 from psg_fx.passes.independence.table import Rule, find
 from psg_fx.passes.independence.values import (
     REDUCED,
@@ -56,9 +56,6 @@ def prove_part(gm: GraphModule, given: Mapping[Node, Result]) -> list[Result]:
     prover = Prover(gm, given)
     prover.walk()
     return [prover.known[n] if isinstance(n, Node) else Result() for n in facts.outputs(gm)]
-
-
-prove_parts_with(prove_part)
 
 
 class Prover:

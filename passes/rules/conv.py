@@ -88,9 +88,14 @@ def patches_leaf(
 ) -> Leaf:  # fmt: skip
     """patches(x)[b,t,g,i], met by `y`'s output plane.  `total` is the padding of both sides together; an odd one
     ("same" with an even kernel) is padded explicitly, one more on the right, as torch does.
+
+    With a kernel of one pixel and no padding, the patches are the pixels themselves.
     """
     axis = x.samples
     assert axis is not None
+    if set(kernel) == {1} and not any(total):
+        met = (slice(0, (int(n) - 1) * step + 1, step) for n, step in zip(y.shape[2:], stride, strict=True))
+        return plane_leaf(x, groups, "i", tuple(met))
     even = all(p % 2 == 0 for p in total)
     sides = [side for p in reversed(total) for side in (p // 2, p - p // 2)]
     space = tuple(int(s) for s in x.shape[2:])
@@ -113,14 +118,19 @@ def patches_leaf(
     return Leaf(label, (x.name,), recipe, ("b", "t", "g", "i"), tuple(map(sympy.sympify, sizes)), form, x.dtype, build)
 
 
-def plane_leaf(y: Value, groups: int, channel: str) -> Leaf:
-    """`[N, (g c), *space]` as y[b,g,c,t] with t = (fold, *space)."""
+def plane_leaf(y: Value, groups: int, channel: str, places: tuple[slice, ...] = ()) -> Leaf:
+    """`[N, (g c), *space]` as y[b,g,c,t] with t = (fold, *space), of each spatial axis only `places` if given."""
     axis = y.samples
     assert axis is not None
     folds = axis.outer * axis.inner
     channels = int(y.shape[1])
+    space = [range(int(size)) for size in y.shape[2:]]
+    kept = [size[place] for size, place in zip(space, places, strict=True)] if places else space
+    index: tuple[Any, ...] = (..., *places)
 
     def build(tensor: torch.Tensor) -> torch.Tensor:
+        if kept != space:
+            tensor = tensor[index]
         if folds == 1:
             return reshape(tensor, (tensor.shape[0], groups, channels // groups, math.prod(tensor.shape[2:])))
         tensor = unfold_samples(tensor, axis).movedim(1, 0)  # [b, outer, inner, c, *space]
@@ -128,9 +138,9 @@ def plane_leaf(y: Value, groups: int, channel: str) -> Leaf:
         tensor = tensor.reshape(n, folds, groups, channels // groups, -1)
         return tensor.permute(0, 2, 3, 1, 4).reshape(n, groups, channels // groups, -1)
 
-    sizes = (y.shape[0] / folds, groups, channels // groups, folds * math.prod(int(s) for s in y.shape[2:]))
+    sizes = (y.shape[0] / folds, groups, channels // groups, folds * math.prod(map(len, kept)))
     label = "ȳ" if y.name.startswith("cotangent:") else "x"
     return Leaf(
-        label, (y.name,), f"plane {axis} {groups}", ("b", "g", channel, "t"), tuple(map(sympy.sympify, sizes)),
+        label, (y.name,), f"plane {axis} {groups} {kept}", ("b", "g", channel, "t"), tuple(map(sympy.sympify, sizes)),
         dtype=y.dtype, build=build,
     )  # fmt: skip

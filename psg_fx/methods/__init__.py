@@ -3,12 +3,13 @@
 from .base import Arg, Method, Pair
 from .dense import Dot, MatMul, Multiply
 from .onehot import Equal, Gather, Scatter
-from .patches import ConvWeight, GroupedConv, Shifted
+from .patches import ConvWeight, GroupedConv, Shifted, WindowSum
+from .pixels import PixelGram
 
 METHODS: tuple[Method, ...] = (
     Multiply(), MatMul(), Dot(),
     Equal(), Gather(), Scatter(),
-    GroupedConv(), Shifted(), ConvWeight(),
+    GroupedConv(), Shifted(), WindowSum(), ConvWeight(), PixelGram(),
 )  # fmt: skip
 
 __all__ = ["METHODS", "Arg", "Method", "Pair"]

@@ -109,7 +109,7 @@ class Method:
 
     def seconds(self, p: Pair, device: Device) -> float:
         """Predicted time; methods whose rate depends on sizes override this."""
-        return device.seconds(self.work(p))
+        return device.seconds(self.work(p), p.dtype)
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """Compute the result from tensors laid out as `p.a.axes` and `p.b.axes` (or raw, for implicit forms)."""

@@ -38,6 +38,8 @@ class Multiply(Method):
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         out = self.out(p)
+        if p.same:  # squares of half precision leave its range
+            return expand_to(a, p.a.axes, out).to(accumulation_dtype(p.dtype)).square()
         return expand_to(a, p.a.axes, out) * expand_to(b, p.b.axes, out)
 
 

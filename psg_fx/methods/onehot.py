@@ -31,7 +31,8 @@ class Equal(Method):
 
     def work(self, p: Pair) -> Work:
         out = self.out(p)
-        return Work(p.count(out), 8 * p.count(p.a.axes[:-1] + p.b.axes[:-1]), p.bytes(out), p.bytes(out))
+        ids = p.count(p.a.axes[:-1]) + p.count(p.b.axes[:-1])  # eight bytes each
+        return Work(p.count(out), 8 * ids, p.bytes(out), p.bytes(out))
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         out = self.out(p)
@@ -39,7 +40,7 @@ class Equal(Method):
 
 
 class Gather(Method):
-    """Σ_v onehot(ids)[b,t,v] a[b,v,r..] = a[b, ids[b,t], r..]."""
+    """Σ_v onehot(ids)[b,t,v] a[b,v,r..] = a[b, ids[b,t], r..]; a may be the same for all samples."""
 
     name = "gather"
 
@@ -49,7 +50,8 @@ class Gather(Method):
         if not isinstance(hot.form, OneHot) or not other.dense:
             return False
         b, v = axes[0], axes[-1]
-        return v in other.axes and b in other.axes and v not in p.out and self.out(p) == _kept(p)
+        shared = set(axes[:-1]) & set(other.axes)  # none: one table for all samples
+        return v in other.axes and (b in shared or not shared) and v not in p.out and self.out(p) == _kept(p)
 
     def out(self, p: Pair) -> Axes:
         first, axes = _split(p)
@@ -66,6 +68,8 @@ class Gather(Method):
         shared = tuple(x for x in axes[:-1] if x in have)
         rest = tuple(x for x in have if x not in axes)
         table = other.permute([have.index(x) for x in (*shared, axes[-1], *rest)])
+        if not shared:
+            return table[ids]
         if shared != axes[:1]:  # the table depends on t too: pick along v, elementwise in t
             index = expand_to(ids, axes[:-1], (*axes, *rest))
             index = index.expand(*ids.shape, 1, *table.shape[len(shared) + 1 :])
@@ -109,7 +113,7 @@ class Scatter(Method):
     def seconds(self, p: Pair, device: Device) -> float:
         first, _ = _split(p)
         rows = p.count((p.b if first else p.a).axes)
-        return device.seconds(self.work(p)) + float(rows) * device.extra["scatter"]
+        return device.seconds(self.work(p), p.dtype) + float(rows) * device.extra["scatter"]
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         first, axes = _split(p)

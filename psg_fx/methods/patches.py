@@ -16,7 +16,8 @@ from psg_fx.cost import Device, Size, Work
 from psg_fx.layout import permute
 from psg_fx.network import Axes, Patches
 
-from .base import Method, Pair, arrange
+from .base import Method, Pair
+from .dense import accumulation_dtype
 
 aten = torch.ops.aten
 
@@ -46,6 +47,13 @@ def _other_axis(p: Pair) -> str:
     first, _, (b, t, g, _) = _split(p)
     other = p.b if first else p.a
     return next(x for x in other.axes if x not in (b, t, g))
+
+
+def _operands(p: Pair, a: torch.Tensor, b: torch.Tensor) -> tuple[Patches, torch.Tensor, torch.Tensor]:
+    """The form, x as it is stored, and the other operand as `[b, g, o, t]`."""
+    first, form, (sample, t, g, _) = _split(p)
+    x, other, have = (a, b, p.b.axes) if first else (b, a, p.a.axes)
+    return form, x, permute(other, [have.index(q) for q in (sample, g, _other_axis(p), t)])
 
 
 def _convolution_work(p: Pair, kind: str = "conv") -> Work:
@@ -97,25 +105,26 @@ class GroupedConv(Method):
 
     def seconds(self, p: Pair, device: Device) -> float:
         _, form, _ = _split(p)
-        small = not form.out_space or form.out_space[-1] <= 4
+        small = not form.out_space or form.out_space[-1] <= 2
         rate = device.extra["grouped_conv_small_output" if small else "grouped_conv_output"]
-        work = self.work(p)
-        channels = p.sizes[_split(p)[2][3]] // math.prod(form.kernel)
-        narrow = replace(work, flops=work.flops * 8 / min(channels, 8))  # kernels work on blocks of eight channels
-        return device.seconds(narrow) + float(p.count(p.out)) * rate
+        return device.seconds(_in_blocks(p, self.work(p)), p.dtype) + float(p.count(p.out)) * rate
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        first, form, (sample, t, g, _) = _split(p)
-        x, grad, have = (a, b, p.b.axes) if first else (b, a, p.a.axes)
-        o = _other_axis(p)
+        form, x, grad = _operands(p, a, b)
         n, folds, channels = x.shape[:3]
         x = x.transpose(0, 1).reshape(folds, n * channels, *form.space)
-        grad = permute(grad, [have.index(q) for q in (sample, g, o, t)])
         outputs = grad.shape[2]
         grad = grad.reshape(n * form.groups * outputs, folds, *form.out_space).transpose(0, 1)
         weight = [n * form.groups * outputs, channels // form.groups, *form.kernel]
         found = _weight_gradient(x, grad, form, weight, n * form.groups)
         return found.reshape(n, form.groups, outputs, -1)
+
+
+def _in_blocks(p: Pair, work: Work) -> Work:
+    """The work of a convolution with groups: kernels compute blocks of eight channels, however few a group has."""
+    _, form, axes = _split(p)
+    channels = p.sizes[axes[3]] // math.prod(form.kernel)
+    return replace(work, flops=work.flops * 8 / min(channels, 8))
 
 
 class ConvWeight(Method):
@@ -133,13 +142,14 @@ class ConvWeight(Method):
     def work(self, p: Pair) -> Work:
         return _convolution_work(p)
 
+    def seconds(self, p: Pair, device: Device) -> float:
+        work = self.work(p)
+        return device.seconds(_in_blocks(p, work) if _split(p)[1].groups > 1 else work, p.dtype)
+
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        first, form, (sample, t, g, _) = _split(p)
-        x, grad, have = (a, b, p.b.axes) if first else (b, a, p.a.axes)
-        o = _other_axis(p)
+        form, x, grad = _operands(p, a, b)
         n, folds, channels = x.shape[:3]
         x = x.reshape(n * folds, channels, *form.space)
-        grad = permute(grad, [have.index(q) for q in (sample, g, o, t)])
         outputs = grad.shape[2]
         grad = grad.reshape(n, form.groups * outputs, folds, *form.out_space).transpose(1, 2)
         grad = grad.reshape(n * folds, form.groups * outputs, *form.out_space)
@@ -148,10 +158,7 @@ class ConvWeight(Method):
 
 
 class Shifted(Method):
-    """Per-sample weight gradient, one kernel offset at a time, on shifted views of x: no K-fold copy of x.
-
-    For depthwise convolutions each offset is a multiply and reduce, without a matrix product.
-    """
+    """Per-sample weight gradient, one kernel offset at a time, on shifted slices of x: no K-fold copy of x."""
 
     name = "shifted"
 
@@ -169,61 +176,103 @@ class Shifted(Method):
         offsets = math.prod(form.kernel)
         base = _convolution_work(p, "bmm")
         read = offsets * (2 * p.count(axes) // offsets * p.dtype.itemsize + p.bytes(other.axes))
-        kind = "pointwise" if p.sizes[_other_axis(p)] == 1 else "bmm"
-        return Work(base.flops, read, base.written, base.out, kind, 2 * offsets)
+        return Work(base.flops, read, base.written, base.out, "bmm", 2 * offsets)
+
+    def seconds(self, p: Pair, device: Device) -> float:
+        """The products of all offsets are written one by one, then brought side by side."""
+        out = p.bytes(p.out)
+        return device.seconds(self.work(p), p.dtype) + device.seconds(Work(0, out, out, 0))
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        first, form, (sample, t, g, _) = _split(p)
-        x, grad, have = (a, b, p.b.axes) if first else (b, a, p.a.axes)
-        o = _other_axis(p)
-        grad = permute(grad, [have.index(q) for q in (sample, g, o, t)])
+        form, x, grad = _operands(p, a, b)
         n, folds, channels = x.shape[:3]
         per_group = channels // form.groups
         found = []
         for view in shifted_views(x, form):
             rows = view.reshape(n, folds, form.groups, per_group, -1).permute(0, 2, 3, 1, 4)
             rows = rows.reshape(n, form.groups, per_group, -1)
-            if per_group == 1 and grad.shape[2] == 1:
-                found.append((rows * grad).sum(-1, keepdim=True))
-            else:
-                found.append(torch.matmul(grad, rows.transpose(-1, -2)))
+            found.append(torch.matmul(grad, rows.transpose(-1, -2)))
         return torch.stack(found, -1).reshape(n, form.groups, grad.shape[2], -1)
+
+
+class WindowSum(Method):
+    """Weight gradient at stride 1 as one multiply and reduce over overlapping windows of x: nothing is copied.
+
+    The way of depthwise convolutions, whose matrix products have a single row.  The samples are kept or summed.
+    """
+
+    name = "windows"
+
+    def applies(self, p: Pair) -> bool:
+        return _is_gradient(p) and set(_split(p)[1].stride) == {1}
+
+    def out(self, p: Pair) -> Axes:
+        _, _, (b, _, g, i) = _split(p)
+        return (*((b,) if b in p.out else ()), g, _other_axis(p), i)
+
+    def work(self, p: Pair) -> Work:
+        return _convolution_work(p, "reduce")
+
+    def seconds(self, p: Pair, device: Device) -> float:
+        work, (_, form, _) = self.work(p), _split(p)
+        if form.out_space[-1] <= 8:  # a row shorter than a vector is computed element by element
+            work = replace(work, flops=12 * work.flops)
+        return device.seconds(work, p.dtype)
+
+    def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        form, x, grad = _operands(p, a, b)
+        dtype, nd = accumulation_dtype(p.dtype), len(form.kernel)
+        rows = windows(x, form).unsqueeze(2)  # [b, g, 1, c, *kernel, f, *out_space]
+        n, groups, outputs = grad.shape[:3]
+        grad = grad.reshape(n, groups, outputs, *[1] * (1 + nd), *rows.shape[4 + nd :])
+        positions = list(range(4 + nd, rows.ndim))
+        kept, lead = ([], [n]) if _split(p)[2][0] in p.out else ([0], [])
+        return (rows.to(dtype) * grad.to(dtype)).sum(kept + positions).reshape(*lead, groups, outputs, -1)
 
 
 def shifted_views(x: torch.Tensor, form: Patches) -> list[torch.Tensor]:
     """For each kernel offset (row-major) the part of padded x[b, f, c, *space] it meets, `[b, f, c, *out_space]`."""
-    padded = F.pad(x, [side for pad in reversed(form.padding) for side in (pad, pad)]) if any(form.padding) else x
+    padded = _padded(x, form)
     found = []
     for offset in itertools.product(*(range(k) for k in form.kernel)):
         view = padded
-        for axis, (k, stride, dilation, count) in enumerate(
-            zip(offset, form.stride, form.dilation, form.out_space, strict=True)
-        ):
-            start = k * dilation
-            view = view.narrow(3 + axis, start, (count - 1) * stride + 1)
-            if stride > 1:
-                view = view[(slice(None),) * (3 + axis) + (slice(None, None, stride),)]
+        for axis, k in enumerate(offset):
+            view = met(view, 3 + axis, form, axis, k)
         found.append(view)
     return found
 
 
-def densify(x: torch.Tensor, form: Patches) -> torch.Tensor:
-    """The patches as a tensor `[b, t, g, i]` in memory order (b, g, i, t)."""
-    padded = F.pad(x, [side for pad in reversed(form.padding) for side in (pad, pad)]) if any(form.padding) else x
+def met(x: torch.Tensor, dim: int, form: Patches, axis: int, k: int) -> torch.Tensor:
+    """The positions along `dim`, a padded spatial axis of x, that offset `k` of the kernel meets."""
+    start, stride, count = k * form.dilation[axis], form.stride[axis], form.out_space[axis]
+    view = x.narrow(dim, start, (count - 1) * stride + 1)
+    return view if stride == 1 else view[(slice(None),) * dim + (slice(None, None, stride),)]
+
+
+def _padded(x: torch.Tensor, form: Patches) -> torch.Tensor:
+    return F.pad(x, [side for pad in reversed(form.padding) for side in (pad, pad)]) if any(form.padding) else x
+
+
+def windows(x: torch.Tensor, form: Patches) -> torch.Tensor:
+    """The patches as an overlapping view of padded x: `[b, g, c, *kernel, f, *out_space]`."""
+    view = _padded(x, form)
     nd = len(form.kernel)
     for axis, (k, stride, dilation, count) in enumerate(
         zip(form.kernel, form.stride, form.dilation, form.out_space, strict=True)
     ):
         reach = (k - 1) * dilation + 1
-        padded = padded.narrow(3 + axis, 0, (count - 1) * stride + reach).unfold(3 + axis, reach, stride)
+        view = view.narrow(3 + axis, 0, (count - 1) * stride + reach).unfold(3 + axis, reach, stride)
         if dilation > 1:
-            padded = padded[..., ::dilation]
-    n, folds, channels = padded.shape[:3]
-    split = padded.reshape(n, folds, form.groups, channels // form.groups, *padded.shape[3:])
-    space, kernel = tuple(range(4, 4 + nd)), tuple(range(4 + nd, 4 + 2 * nd))
-    rows = split.permute(0, 2, 3, *kernel, 1, *space)
-    per_group = channels // form.groups * math.prod(form.kernel)
-    return rows.reshape(n, form.groups, per_group, folds * math.prod(form.out_space)).permute(0, 3, 1, 2)
+            view = view[..., ::dilation]
+    n, folds, channels = view.shape[:3]
+    split = view.reshape(n, folds, form.groups, channels // form.groups, *view.shape[3:])
+    space, kernel = range(4, 4 + nd), range(4 + nd, 4 + 2 * nd)
+    return split.permute(0, 2, 3, *kernel, 1, *space)
 
 
-__all__ = ["ConvWeight", "GroupedConv", "Shifted", "arrange", "densify", "shifted_views"]
+def densify(x: torch.Tensor, form: Patches) -> torch.Tensor:
+    """The patches as a tensor `[b, t, g, i]` in memory order (b, g, i, t)."""
+    rows = windows(x, form)
+    n, groups, channels = rows.shape[:3]
+    t = x.shape[1] * math.prod(form.out_space)
+    return rows.reshape(n, groups, channels * math.prod(form.kernel), t).permute(0, 3, 1, 2)

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from external import sequences
 from external.program import Problem, Program
 
 B = 3
@@ -55,8 +54,8 @@ OUT_DIMS: dict[str, Any] = {
 
 
 def programs() -> list[Program]:
-    """The programs of the database, then those written by hand."""
-    return [*database(), *sequences.programs()]
+    """The programs of the database."""
+    return list(database())
 
 
 @cache
@@ -106,12 +105,18 @@ class Entry:
 
     def __call__(self) -> Problem:
         model = self.module()
-        arguments, dims = self.batch(model)
+        named, places = self.batch(model)
         if self.name.startswith("Lazy"):
-            model(**arguments)
+            model(**named)
+        inputs, dims = (named, places) if self.has_gaps(named) else (tuple(named.values()), tuple(places.values()))
         out_dim = self.place(model, OUT_DIMS.get(self.name, 0))
         loss = (lambda out: out) if self.is_whole_loss() else None
-        return Problem(model, arguments, loss_fn=loss, batch_dim=(dims, None), out_dim=out_dim)
+        return Problem(model, inputs, loss_fn=loss, batch_dim=(dims, None), out_dim=out_dim)
+
+    def has_gaps(self, named: dict[str, Any]) -> bool:
+        """Whether an argument is left out before another, so that the others are given by name."""
+        _, *names = inspect.signature(self.kind.forward).parameters
+        return list(named) != names[: len(named)]
 
     def module(self) -> nn.Module:
         """The module, in float64."""

@@ -15,6 +15,7 @@ from external import module_db, sequences
 from external.program import Program, check, drop_in, with_loss
 from selection import selected
 
+EVERY = [*module_db.programs(), *sequences.programs()]
 WAYS = {"with_loss": with_loss, "drop_in": drop_in}
 
 
@@ -29,7 +30,7 @@ def chosen() -> set[str]:
 
 
 @pytest.mark.filterwarnings("ignore:linear_cross_entropy. ``options`` ignored:UserWarning")
-@pytest.mark.parametrize("program", selected(module_db.programs(), chosen()))
+@pytest.mark.parametrize("program", selected(EVERY, chosen()))
 def test_exact_or_refused(program: Program) -> None:
     """In one of the two ways, whichever its name picks; a loss of its own is inside the step."""
     name = list(WAYS)[zlib.crc32(program.name.encode()) // 7 % 2]
@@ -38,7 +39,7 @@ def test_exact_or_refused(program: Program) -> None:
 
 @pytest.mark.rest
 @pytest.mark.filterwarnings("ignore:linear_cross_entropy. ``options`` ignored:UserWarning")
-@pytest.mark.parametrize("program", module_db.programs(), ids=str)
+@pytest.mark.parametrize("program", EVERY, ids=str)
 def test_the_other_way(program: Program) -> None:
     name = list(WAYS)[zlib.crc32(program.name.encode()) // 7 % 2 - 1]
     if program.problem().loss_fn is None:

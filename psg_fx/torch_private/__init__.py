@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 from unittest import mock
@@ -14,9 +16,11 @@ import torch
 from torch._decomp import core_aten_decompositions
 from torch._dynamo.source import ConstantSource
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.codecache import PyCodeCache
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.fx.proxy import TracerBase
 from torch.fx.traceback import preserve_node_meta
@@ -28,22 +32,39 @@ from psg_fx.errors import is_library
 aten = torch.ops.aten
 
 __all__ = [
+    "allocating",
     "autocast_key",
     "core_decompositions",
+    "empty_strided_cpu",
     "fake_batch",
+    "inductor_modes",
+    "marked_dynamic",
+    "module_without_code",
     "no_modes",
     "partition",
     "preserve_node_meta",
     "symbolic_inputs",
+    "traced_without_code",
     "user_stack_traces",
     "watching_symbols",
     "without_checkpoints",
 ]
 
 
-def core_decompositions() -> dict[OpOverload, Callable[..., Any]]:
+@functools.cache
+def core_decompositions() -> Mapping[OpOverload, Callable[..., Any]]:
     """Torch's decompositions into core ATen ops."""
     return dict(core_aten_decompositions())
+
+
+def module_without_code(gm: GraphModule, graph: Graph) -> GraphModule:
+    """A graph module whose Python code is written when it is first asked for: most stages only hold a graph."""
+    return _LazyGraphModule(dict(gm.named_children()), graph, type(gm).__name__)
+
+
+def traced_without_code() -> contextlib.AbstractContextManager[None]:
+    """Let what is traced be such modules."""
+    return _use_lazy_graph_module(True)
 
 
 @contextlib.contextmanager
@@ -96,7 +117,6 @@ def watching_symbols(seen: Callable[[Any, Any, FrameType], None]) -> Iterator[No
     `SymBool.__bool__` and `SymInt.__int__` have no hook; `frame` is that of the code that asked.
     """
     methods = [(torch.SymBool, "__bool__"), (torch.SymInt, "__int__"), (torch.SymInt, "__index__")]
-    originals = [getattr(kind, name) for kind, name in methods]
 
     def watched(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def read(self: Any) -> Any:
@@ -108,13 +128,10 @@ def watching_symbols(seen: Callable[[Any, Any, FrameType], None]) -> Iterator[No
 
         return read
 
-    try:
-        for (kind, name), original in zip(methods, originals, strict=True):
-            setattr(kind, name, watched(original))
+    with contextlib.ExitStack() as patches:
+        for kind, name in methods:
+            patches.enter_context(mock.patch.object(kind, name, watched(getattr(kind, name))))
         yield
-    finally:
-        for (kind, name), original in zip(methods, originals, strict=True):
-            setattr(kind, name, original)
 
 
 @contextlib.contextmanager
@@ -135,22 +152,16 @@ def user_stack_traces() -> Iterator[None]:
     """Let traced nodes keep every frame inside the program: export's tracer keeps only those of functions named
     `forward`, so that nothing in a loss function or a helper has a line.
     """
-    name = "_filter_traceback_frames"
-    original = getattr(TracerBase, name, None)
-    if original is None:
-        yield
-        return
 
     def inner_frames(self: Any, summary: traceback.StackSummary) -> traceback.StackSummary:
         start = next((i for i, f in enumerate(summary) if _is_program(f)), len(summary))
         program, own = summary[start : start + 1], summary[start + 1 :]
         return traceback.StackSummary.from_list(program + [f for f in own if not is_library(f.filename)])
 
-    setattr(TracerBase, name, inner_frames)
-    try:
+    name = "_filter_traceback_frames"
+    patch = mock.patch.object(TracerBase, name, inner_frames) if hasattr(TracerBase, name) else contextlib.nullcontext()
+    with patch:
         yield
-    finally:
-        setattr(TracerBase, name, original)
 
 
 def _is_program(frame: traceback.FrameSummary) -> bool:
@@ -167,3 +178,64 @@ def symbolic_inputs(tensors: Sequence[torch.Tensor], dims: Sequence[int | None])
         context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
         made.append(mode.from_tensor(tensor, symbolic_context=context, source=ConstantSource(f"value_{index}")))
     return made
+
+
+Allocate = Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]
+"""Size, stride, dtype -> a tensor on the CPU, not filled."""
+
+empty_strided_cpu: Allocate = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]
+"""What the code generated by inductor calls for every buffer on the CPU."""
+
+_serving = threading.local()
+
+
+@contextlib.contextmanager
+def allocating(take: Allocate) -> Iterator[None]:
+    """Let code generated by inductor that runs in this thread take its buffers on the CPU from `take`.
+
+    Inductor has no setting for it; where its code no longer looks as expected, buffers are allocated as ever.
+    """
+    _reach_generated_code()
+    before = getattr(_serving, "take", None)
+    _serving.take = take
+    try:
+        yield
+    finally:
+        _serving.take = before
+
+
+def _empty_strided_cpu(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    take: Allocate = getattr(_serving, "take", None) or empty_strided_cpu
+    return take(size, stride, dtype)
+
+
+@functools.cache
+def _reach_generated_code() -> None:
+    """Give modules of generated code that are loaded while `allocating` is open our allocation: they call a global."""
+    original = PyCodeCache.load_by_key_path
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        module: Any = original(*args, **kwargs)
+        if getattr(_serving, "take", None) is not None and hasattr(module, "empty_strided_cpu"):
+            module.empty_strided_cpu = _empty_strided_cpu
+        return module
+
+    PyCodeCache.load_by_key_path = staticmethod(load)  # type: ignore[method-assign]
+
+
+def inductor_modes() -> dict[str, dict[str, Any]]:
+    """The modes of inductor, and the options that each stands for."""
+    found: dict[str, dict[str, Any]] = torch._inductor.list_mode_options()
+    return found
+
+
+def marked_dynamic(tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    """The tensor under another object whose sizes in `dims` `torch.compile` keeps as symbols.
+
+    `torch.compile(dynamic=True)` would make symbols of the parameters' sizes too, which costs speed, and holds two
+    sizes for the same that happen to be equal in the first call.
+    """
+    alias = tensor.detach()
+    for dim in dims:
+        torch._dynamo.maybe_mark_dynamic(alias, dim)
+    return alias

@@ -1,0 +1,49 @@
+"""Recurrent layers (`psg_fx/recurrence.py`): x `[T, B, ..]`, states `[B, ..]`; a step of a sample reads that sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from psg_fx.facts import SampleAxis
+from psg_fx.passes.independence.table import Answer, rule
+from psg_fx.passes.independence.values import Op, Value, broadcast
+
+
+@rule("psg_fx::lstm", "psg_fx::gru", "psg_fx::rnn", proof="recurrence")
+def loop(op: Op) -> Answer:
+    """All outputs are `[T, B, ..]`."""
+    return _loop(op, ("x", "h", "c"), ("w", "bias", "projection"))
+
+
+@rule("psg_fx::lstm_backward", "psg_fx::recurrence_backward", proof="recurrence")
+def loop_backward(op: Op) -> Answer:
+    """The gradients of the initial states are `[B, ..]`, all others `[T, B, ..]`."""
+    axis = _loop(op, ("dh", "dc", "kept", "scale"), ("w", "projection"))
+    return tuple(SampleAxis(len(out.shape) - 2, axis.outer, axis.inner) for out in op.outputs())
+
+
+@rule("psg_fx::attach", proof="recurrence")
+def attach(op: Op) -> Answer:
+    """The states, where they were; a sample's gradient with respect to `inputs` comes of that sample's states."""
+    _same_place(op, [v for name in ("states", "inputs", "saved") for v in op.values_of(name)], ("weights",))
+    return tuple(v.axis for v in op.values_of("states"))
+
+
+def _loop(op: Op, names: Sequence[str], weights: Sequence[str]) -> SampleAxis:
+    data = [v for name in names if (v := op.value(name))]
+    axis = _same_place(op, data, weights)
+    if axis is None or any(v.axis is None for v in data):
+        raise op.unsupported("some of its sequences and states carry samples and some do not")
+    return axis
+
+
+def _same_place(op: Op, data: Sequence[Value], weights: Sequence[str]) -> SampleAxis | None:
+    """Where the samples lie in all that runs over time: dim 1 of `[T, B, ..]`."""
+    if any(v.axis is not None for name in weights for v in op.values_of(name)):
+        raise op.refuse("its weights carry samples", "use one set of weights for all samples")
+    axis = broadcast(op, data, 3).axes
+    assert not isinstance(axis, tuple)
+    if axis is not None and axis.dim != 1:
+        over = "time, over which the layer runs" if axis.dim == 0 else "the features, which each step multiplies"
+        raise op.refuse(f"the samples lie in the dim of {over}", "check batch_first of the layer, and batch_dim")
+    return axis

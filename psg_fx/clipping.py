@@ -1,0 +1,118 @@
+"""`ClippedSum`: the sum of private training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from psg_fx.asks import Ask, SquaredNorm, Weighted
+from psg_fx.errors import BadArgument
+from psg_fx.gradient import ParameterGradient
+from psg_fx.quantity import Extra, Joins, Norms, Quantity, Results, Shapes, Weights, check_per, given_weights, total
+
+
+@dataclass(frozen=True)
+class ClippedSum(Quantity):
+    """Σ_b c_b g_b, the sum of private training: `out.clipped_sum[name]`, also `out.norms` and `out.clip_factors`.
+
+    style="abadi": c = min(1, max_norm / ‖g‖) (Abadi et al. 2016, arXiv:1607.00133);
+    style="automatic": c = max_norm / (‖g‖ + 0.01) (Bu et al. 2022, arXiv:2206.07136).
+    max_norm: a float or 0-d tensor, read at every call; with per="parameter" it holds for each parameter, or is a
+    mapping by name.
+    weighted: the sum is Σ_b w_b c_b g_b with weights [B] given at the call, so that a 0 masks a padded sample:
+    `step(x, y, weights=mask)`.
+    """
+
+    max_norm: Any
+    per: str = "model"
+    style: str = "abadi"
+    weighted: bool = False
+    field: ClassVar[str] = "clipped_sum"
+
+    @property
+    def reads(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("weights",) if self.weighted else ()
+
+    @property
+    def reads_each(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.reads
+
+    def __post_init__(self) -> None:
+        check_per(self.per, "ClippedSum")
+        if self.style not in ("abadi", "automatic"):
+            raise BadArgument(
+                f"style={self.style!r} is unknown", where="ClippedSum(style=...)",
+                why="it says how factors follow from norms",
+                fix='style="abadi" or style="automatic"',
+            )  # fmt: skip
+        for value in self.max_norm.values() if isinstance(self.max_norm, Mapping) else [self.max_norm]:
+            _check_max_norm(value)
+
+    def asks(self) -> tuple[Ask, ...]:
+        return (SquaredNorm(), Weighted("clip", late=True))
+
+    def extras(self, gradients: Mapping[str, ParameterGradient]) -> dict[str, Extra]:
+        found = {"max_norm": Extra(() if self.per == "model" else (len(gradients),))}
+        return found | ({"weights": Extra((None,))} if self.weighted else {})
+
+    def values(self, shapes: Shapes, given: Mapping[str, Any]) -> dict[str, Any]:
+        return {"max_norm": self._bounds(shapes)} | (given_weights("ClippedSum", given) if self.weighted else {})
+
+    def _bounds(self, shapes: Shapes) -> Any:
+        if self.per == "model":
+            if isinstance(self.max_norm, Mapping):
+                raise _bad_max_norm(self.max_norm, 'a mapping by parameter needs per="parameter"')
+            return self.max_norm
+        if not isinstance(self.max_norm, Mapping):
+            return [self.max_norm] * len(shapes)
+        if set(self.max_norm) != set(shapes):
+            odd = sorted(set(self.max_norm) ^ set(shapes))
+            raise _bad_max_norm(self.max_norm, f"its names are not those of the parameters: {', '.join(odd[:5])}")
+        return [self.max_norm[name] for name in shapes]
+
+    def weights(self, r: Results, extras: Mapping[str, torch.Tensor]) -> dict[str, Mapping[str, torch.Tensor]]:
+        sq_norms, limit = r["sq_norms"], extras["max_norm"]
+        if self.per == "model":
+            factors = dict.fromkeys(sq_norms, self._factor(total(sq_norms).sqrt(), limit))
+        else:
+            factors = {n: self._factor(v.sqrt(), limit[i]) for i, (n, v) in enumerate(sq_norms.items())}
+        if not self.weighted:
+            return {"factors": factors, "clip": factors}
+        return {"factors": factors, "clip": {n: c * extras["weights"].to(c.dtype) for n, c in factors.items()}}
+
+    def _factor(self, norm: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
+        limit = limit.to(norm.dtype)
+        if self.style == "automatic":
+            return limit / (norm + 0.01)
+        return torch.where(norm > limit, limit / norm, 1.0)
+
+    def finish(self, r: Results, weights: Weights, batch: int) -> dict[str, Any]:
+        norms = Norms(per=self.per).finish(r, weights, batch)
+        factors = weights["factors"]
+        return {
+            "clipped_sum": dict(r["weighted:clip"]),
+            "clip_factors": next(iter(factors.values())) if self.per == "model" else dict(factors),
+            **norms,
+        }
+
+    def joins(self) -> Joins:
+        return {"clipped_sum": "sum", "clip_factors": "cat", "norms": "cat"}
+
+
+def _check_max_norm(value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        if value.ndim != 0 or not value.is_floating_point():
+            raise _bad_max_norm(value, "a tensor must be a 0-d floating-point one")
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+        raise _bad_max_norm(value, "a norm's bound is a number that is not negative")
+
+
+def _bad_max_norm(value: Any, why: str) -> BadArgument:
+    return BadArgument(
+        f"max_norm={value!r} is not a bound on norms", where="ClippedSum(max_norm=...)", why=why,
+        fix='a float, a 0-d tensor, or with per="parameter" a mapping with every parameter name',
+    )  # fmt: skip

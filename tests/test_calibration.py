@@ -1,0 +1,91 @@
+"""Measured tables: written once when asked, read by steps that are built later, and nothing is measured unasked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import psg_fx
+from psg_fx import calibration, cli, cost
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A cache folder of this test's own, and a clock that says one millisecond without running much."""
+    monkeypatch.setattr(cost, "folder", lambda: tmp_path)
+    monkeypatch.setattr(calibration, "seconds", lambda run, device, total=0.0: 1e-3)
+    return tmp_path
+
+
+def test_a_measured_table_is_read_again(quick: Path) -> None:
+    assert cost.device("cpu") is cost.CPU
+    table = psg_fx.calibrate("cpu")
+    assert cost.device("cpu") == table
+    assert table.flops["gemm", torch.float32] == pytest.approx(2 * 768**3 / 1e-3)
+    assert table.origin.startswith("rates measured 20")
+    assert {dtype for _, dtype in table.flops} >= {torch.float32, torch.float64}
+    assert table.extra.keys() == cost.CPU.extra.keys()
+    assert cost.device("cuda") is cost.CUDA
+
+
+def test_another_number_of_threads_is_another_table(quick: Path) -> None:
+    psg_fx.calibrate("cpu")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        assert cost.device("cpu") is cost.CPU
+    finally:
+        torch.set_num_threads(threads)
+    assert cost.device("cpu") is not cost.CPU
+
+
+@pytest.mark.inductor
+def test_every_rate_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sample runs: none is dropped because its code is wrong."""
+
+    def run_once(run: object, device: torch.device, total: float = 0.0) -> float:
+        assert callable(run)
+        run()
+        return 1e-3
+
+    monkeypatch.setattr(calibration, "seconds", run_once)
+    where = torch.device("cpu")
+    found = calibration.rates(where) | calibration._reduction(where)
+    kinds = {kind for kind, dtype in found if dtype is torch.float32}
+    assert kinds == {kind for kind, _ in cost.CPU.flops}
+
+
+def test_a_step_says_which_table_it_used(quick: Path) -> None:
+    def explained() -> str:
+        step = psg_fx.transform(nn.Linear(4, 3), F.cross_entropy, backend="eager")
+        step(torch.randn(2, 4), torch.zeros(2, dtype=torch.int64))
+        return step.explain()
+
+    assert "with the shipped table" in explained()
+    psg_fx.calibrate("cpu")
+    assert "with rates measured 20" in explained()
+
+
+def test_the_command(quick: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["calibrate"]) == 0
+    assert str(quick) in capsys.readouterr().out
+    assert cost.table_path("cpu").exists()
+
+
+def test_a_step_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "rates", lambda device: pytest.fail("measured unasked"))
+    step = psg_fx.transform(nn.Linear(4, 3), F.cross_entropy, backend="eager")
+    step(torch.randn(2, 4), torch.zeros(2, dtype=torch.int64))
+
+
+def test_rates_by_dtype() -> None:
+    table = replace(cost.CPU, flops={("gemm", torch.float32): 8.0, ("pointwise", torch.float32): 2.0,
+                                     ("gemm", torch.bfloat16): 16.0})  # fmt: skip
+    assert table.rate("gemm", torch.bfloat16) == 16.0
+    assert table.rate("gemm", torch.float64) == 4.0
+    assert table.rate("bmm", torch.float32) == 2.0
