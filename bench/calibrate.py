@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 from compare import device_tag
@@ -47,24 +49,10 @@ def milliseconds(run: Callable[[], object], device: str, rounds: int = 15) -> fl
     return 1e3 * statistics.median(times)
 
 
-def rates(device: str) -> dict[str, float]:
-    """flop/s of matrix products, bytes/s of a copy, and seconds per byte of memory touched for the first time."""
-    a, b = torch.randn(1024, 1024, device=device), torch.randn(1024, 1024, device=device)
-    c, d = torch.randn(8, 768, 128, device=device), torch.randn(8, 128, 256, device=device)
-    e, f = torch.randn(2**20, device=device), torch.empty(2**20, device=device)
-    size = 2**25  # 128 MiB: never handed round by the allocator of a CPU
-    gemm = milliseconds(lambda: a @ b, device)
-    bmm = milliseconds(lambda: torch.bmm(c, d), device)
-    copy = milliseconds(lambda: f.copy_(e), device)
-    fresh = milliseconds(lambda: torch.empty(size, device=device).fill_(1.0), device)
-    used = torch.empty(size, device=device)
-    again = milliseconds(lambda: used.fill_(1.0), device)
-    return {
-        "gemm_flops": 2 * 1024**3 / gemm * 1e3,
-        "bmm_flops": 2 * 8 * 768 * 128 * 256 / bmm * 1e3,
-        "copy_bytes": 2 * 4 * 2**20 / copy * 1e3,
-        "fresh_s_per_byte": (fresh - again) / 1e3 / (4 * size),
-    }
+def rates(device: str) -> dict[str, Any]:
+    """The table that `psg-fx calibrate` keeps, which this measures and keeps too."""
+    found: dict[str, Any] = json.loads(cost.to_json(psg_fx.calibrate(device)))
+    return found
 
 
 def convolution(layer: tuple[int, ...], device: str) -> dict[str, float]:
@@ -114,21 +102,21 @@ def race(
     name: str, device: str, options: dict[str, dict[str, bool] | None], kept: dict[str, float]
 ) -> dict[str, float]:
     """Compile a clipped step under each setting and time them in turn."""
-    ex, table = zoo.example(name, device=device), cost.CPU
+    ex, table = zoo.example(name, device=device), cost.device(device)
     made = {}
     for setting, chosen in options.items():
-        cost.CPU = replace(table, kept=kept.get(setting, table.kept))
-        step = psg_fx.transform(
-            ex.model,
-            ex.loss_fn,
-            quantities=psg_fx.ClippedSum(1.0),
-            options=chosen,
-            batch_dim=ex.batch_dim,
-            dynamic=False,
-        )
-        step(ex.inputs, ex.targets)
+        priced = replace(table, kept=kept.get(setting, table.kept))
+        with mock.patch.object(cost, "device", lambda kind, priced=priced: priced):
+            step = psg_fx.transform(
+                ex.model,
+                ex.loss_fn,
+                quantities=psg_fx.ClippedSum(1.0),
+                options=chosen,
+                batch_dim=ex.batch_dim,
+                dynamic=False,
+            )
+            step(ex.inputs, ex.targets)
         made[setting] = step
-    cost.CPU = table
     times: dict[str, list[float]] = {setting: [] for setting in made}
     for _ in range(21):
         for setting, step in made.items():
@@ -146,7 +134,8 @@ def main() -> None:
     args = parser.parse_args()
     measured = rates(args.device)
     layers = {str(layer): convolution(layer, args.device) for layer in LAYERS}
-    print(tabulate([[k, f"{v:.3g}"] for k, v in measured.items()]))
+    print(tabulate([[k, v] for k, v in measured.items() if k != "flops"]))
+    print(tabulate(measured["flops"], ["kind", "dtype", "flop/s"], floatfmt=".3g"))
     rows = [[layer, *(f"{v:.2f}" for v in ways.values())] for layer, ways in layers.items()]
     print(tabulate(rows, ["B, C, O, H, k, stride, padding (ms)", *next(iter(layers.values()))], disable_numparse=True))
     whole = steps(args.device) if args.steps else {}

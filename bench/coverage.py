@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import date
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
@@ -183,21 +184,22 @@ def run_suite(suite: str, skip: int, limit: int | None, seconds: int) -> None:
         return
     programs = every if limit is None else every[:: max(1, math.ceil(len(every) / limit))]
     turns = [(p, c) for p in programs for c in CONTENDERS]
-    truths: dict[str, Any] = {}
     for program, contender in turns[skip:]:
         family = MIXING[0] if program.mixes and program.family not in MIXING else program.family or suite
         who = {"suite": suite, "family": family, "program": program.name, "contender": contender}
         print(json.dumps(who), file=out)
-        if program.name not in truths:
-            truths = {program.name: None if program.mixes else truth(program.problem())}
-        print(json.dumps(asdict(judged(who, program, truths[program.name], seconds))), file=out)
+        print(json.dumps(asdict(judged(who, program, seconds))), file=out)
 
 
-def truth(problem: Any) -> dict[str, torch.Tensor]:
-    """The loop over single samples; a batch that no dim splits says itself what its samples are."""
+@lru_cache(maxsize=1)
+def truth(asked: Any) -> dict[str, torch.Tensor] | None:
+    """The loop over single samples; a batch that no dim splits says itself what its samples are.  None if they mix."""
     import oracle
     from external import program
 
+    if asked.mixes:
+        return None
+    problem = asked.problem()
     if not hasattr(problem, "samples"):
         return program.truth(problem)
     wanted = oracle.tracked(problem.model, None)
@@ -208,7 +210,7 @@ def truth(problem: Any) -> dict[str, torch.Tensor]:
     return {name: torch.stack(column) for name, column in zip(wanted, zip(*rows, strict=True), strict=True)}
 
 
-def judged(who: dict[str, str], program: Any, want: dict[str, torch.Tensor] | None, seconds: int) -> Answer:
+def judged(who: dict[str, str], program: Any, seconds: int) -> Answer:
     """One contender's answer to a fresh copy of a program, held against the truth `name -> [B, *shape]`."""
     from external import peers
     from external.program import with_loss
@@ -226,6 +228,10 @@ def judged(who: dict[str, str], program: Any, want: dict[str, torch.Tensor] | No
     except Exception as error:
         kind = "crashed" if who["contender"] in OURS else "refused"
         return Answer(**who, kind=kind, reason=f"{type(error).__name__}: {error}"[:160])
+    try:
+        want = truth(program)
+    except Exception as error:  # a batch that no dim splits, and that does not say what its samples are
+        return Answer(**who, kind="unasked", reason=f"no single samples: {error}"[:160])
     return Answer(**who, **compared(got, want))
 
 
