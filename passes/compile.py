@@ -39,6 +39,8 @@ def compile_graph(
     # True would make the parameters' sizes symbols, too: the batch size is marked instead.
     by_size = None if dynamic else dynamic
     gm = _sizes_from_tensors(gm)
+    if backend == "inductor":
+        gm = _written_in_full(gm)
     run: Flat = torch.compile(gm, backend=backend, mode=mode, options=options, dynamic=by_size, fullgraph=True)
     if dynamic:
         run = _marking(run, gm)
@@ -86,6 +88,36 @@ def _sizes_from_tensors(gm: GraphModule) -> GraphModule:
     return changed
 
 
+_WRITES = {
+    "index_put", "_unsafe_index_put", "index_add", "index_copy", "index_fill", "masked_scatter", "scatter",
+    "scatter_add", "scatter_reduce", "slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter",
+}  # fmt: skip
+"""Ops whose result is their first argument with something written into it."""
+
+
+def _written_in_full(gm: GraphModule) -> GraphModule:
+    """Expanded tensors are copied before they are written to: inductor writes every sample's part into the one row that
+    they share in memory (torch 2.13: `index_put`, `index_add`, `index_copy`, `as_strided_scatter`).
+    """
+    changed = copy_graph(gm)
+    for node in list(changed.graph.nodes):
+        name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+        if node.op == "call_function" and name in _WRITES and _overlaps(node.args[0]):
+            with changed.graph.inserting_before(node):
+                own = changed.graph.call_function(
+                    aten.clone.default, node.args[:1], {"memory_format": torch.contiguous_format}
+                )
+            node.replace_input_with(node.args[0], own)
+    changed.recompile()
+    return changed
+
+
+def _overlaps(node: Any) -> bool:
+    """Whether elements of the node's value share memory."""
+    value = node.meta["val"]
+    return any(stride == 0 and size != 1 for stride, size in zip(value.stride(), value.shape, strict=True))
+
+
 def _outside_cuda_graphs(run: Flat, until_next_call: bool) -> Flat:
     """A CUDA graph writes its results to the same place at every call: they are copied out of its memory, unless they
     need to live only until the next call.
@@ -100,11 +132,13 @@ def _outside_cuda_graphs(run: Flat, until_next_call: bool) -> Flat:
 
 
 def _serving(run: Flat, memory: Memory) -> Flat:
-    order: list[Block] = []
+    order: list[Block | None] = []
 
     def served(*tensors: Any) -> Sequence[Any]:
         with memory.serving(order):
-            return run(*tensors)
+            results = run(*tensors)
+        memory.hand_out(order, results)
+        return results
 
     return served
 

@@ -17,9 +17,6 @@ from psg_fx.cost import Device
 from psg_fx.measure import synchronize
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16)
-_FRESH = 2**26
-"""Bytes of a block that no allocator keeps."""
-
 Rates = dict[tuple[str, torch.dtype], float]
 
 
@@ -30,9 +27,9 @@ def calibrate(device: str | torch.device = "cpu") -> Device:
     where = torch.device(device)
     shipped = cost.CUDA if where.type == "cuda" else cost.CPU
     flops = dict(shipped.flops) | rates(where) | _reduction(where)
-    bandwidth, fresh = _bandwidth(where), _fresh(where) if shipped.fresh else 0.0
+    bandwidth = _bandwidth(where)
     table = Device(
-        where.type, flops, bandwidth, _launch(where), fresh, fresh, shipped.reused, _extra(where, flops, bandwidth),
+        where.type, flops, bandwidth, _launch(where), shipped.kept, _extra(where, flops, bandwidth),
         f"rates measured {datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
     )  # fmt: skip
     path = cost.table_path(where.type)
@@ -115,14 +112,6 @@ def _launch(device: torch.device) -> float:
             one.add_(1.0)
 
     return seconds(many, device) / count
-
-
-def _fresh(device: torch.device) -> float:
-    """Seconds per byte that writing new memory takes longer than writing used memory."""
-    used = torch.empty(_FRESH // 4, device=device)
-    again = seconds(lambda: used.fill_(1.0), device)
-    first = seconds(lambda: torch.empty(_FRESH // 4, device=device).fill_(1.0), device)
-    return max(first - again, 0.0) / _FRESH
 
 
 def _extra(device: torch.device, flops: Rates, bandwidth: float) -> dict[str, float]:

@@ -51,9 +51,7 @@ class Device:
     """Rates of a device.
 
     flops: flop/s for each kind of step and dtype.  bandwidth: bytes/s.  launch: seconds for a kernel.
-    fresh: seconds per byte of memory that was not in use before (on CPU the first touch of a page costs as much as
-    computing what goes there); it is paid by results above `reused` bytes, and by what is kept until all norms are
-    known.
+    kept: seconds per byte of what is kept until all norms are known, the price of its memory.
     extra: further constants, seconds per unit, named by the method that reads them.
     origin: where the rates come from, as `explain()` says it.  working: seconds per byte that a tree holds at once, to
     plan for little memory.
@@ -63,9 +61,7 @@ class Device:
     flops: Mapping[tuple[str, torch.dtype], float]
     bandwidth: float
     launch: float
-    fresh: float
     kept: float
-    reused: int
     extra: Mapping[str, float]
     origin: str = ""
     working: float = 0.0
@@ -79,10 +75,9 @@ class Device:
         return self.flops[kind, torch.float32] * min(1.0, 4 / dtype.itemsize)
 
     def seconds(self, work: Work, dtype: torch.dtype = torch.float32) -> float:
-        """Predicted time of a step: the slower of computing and moving bytes, then launches and fresh memory."""
+        """Predicted time of a step: the slower of computing and moving bytes, then launches."""
         compute = float(work.flops) / self.rate(work.kind, dtype)
-        fresh = float(work.out) * self.fresh if work.out > self.reused else 0.0
-        return max(compute, float(work.read + work.written) / self.bandwidth) + work.calls * self.launch + fresh
+        return max(compute, float(work.read + work.written) / self.bandwidth) + work.calls * self.launch
 
 
 def _float32(**rates: float) -> dict[tuple[str, torch.dtype], float]:
@@ -93,12 +88,10 @@ def _float32(**rates: float) -> dict[tuple[str, torch.dtype], float]:
 # CUDA: data-sheet figures of an 80 GB class device with TF32 off, derated; not measured yet.
 CPU = Device(
     "cpu",
-    flops=_float32(gemm=1.3e11, bmm=1.5e11, conv=1.8e11, reduce=3.5e10, pointwise=1.0e10),
+    flops=_float32(gemm=1.7e11, bmm=1.55e11, conv=1.8e11, reduce=4.0e10, pointwise=1.5e10),
     bandwidth=2.5e10,
     launch=4e-6,
-    fresh=3.4e-10,
-    kept=3.4e-10,
-    reused=32 * 2**20,
+    kept=0.0,
     extra={"grouped_conv_small_output": 1.7e-9, "grouped_conv_output": 3e-10, "scatter": 7.5e-10},
     origin="the shipped table",
 )
@@ -107,9 +100,7 @@ CUDA = Device(
     flops=_float32(gemm=4.0e13, bmm=3.5e13, conv=2.5e13, pointwise=1.5e13),
     bandwidth=2.5e12,
     launch=3e-6,
-    fresh=0.0,
     kept=0.0,
-    reused=2**62,
     extra={"grouped_conv_small_output": 1e-11, "grouped_conv_output": 2e-12, "scatter": 1e-11},
     origin="the shipped table",
 )

@@ -16,6 +16,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.benchmark import Timer
 
+from psg_fx.outputs import blocks_used
+
 Step = Callable[[], Any]
 
 
@@ -54,10 +56,10 @@ def spread(times: Sequence[float]) -> tuple[float, float]:
 
 
 def peak_memory(step: Step, device: torch.device) -> int:
-    """Bytes allocated at the worst moment of one step, above what was allocated before; the answer itself counts.
+    """Bytes that one step takes at the worst moment, above what was allocated before; the answer itself counts.
 
     On CUDA from the allocator's statistics; on the CPU the largest running sum of the allocations and frees that the
-    profiler saw (scratch space inside libraries such as oneDNN is not seen).
+    profiler saw (scratch space inside libraries such as oneDNN is not seen), and all blocks of our own that were used.
     """
     gc.collect()
     if device.type == "cuda":
@@ -69,7 +71,9 @@ def peak_memory(step: Step, device: torch.device) -> int:
         peak = torch.cuda.max_memory_allocated(device) - before
         del answer
         return peak
-    return peak_of_events(allocation_events(step))
+    with blocks_used() as used:
+        events = allocation_events(step)
+    return peak_of_events(events) + sum(used.values())
 
 
 def allocation_events(step: Step) -> list[int]:

@@ -20,7 +20,7 @@ Axes = tuple[str, ...]
 
 
 class Form:
-    """How a leaf is stored.  `Dense` has all its axes in memory; other forms are kept implicit as long as that pays."""
+    """How an operand is stored.  `Dense` has all its axes in memory; other forms are kept as long as that pays."""
 
     name = "dense"
 
@@ -53,6 +53,16 @@ class Patches(Form):
     groups: int = 1
     space: tuple[int, ...] = ()
     out_space: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Symmetric(Form):
+    """A matrix `G[b, t, t']` that is symmetric: stored are its first `cut` columns and the block right below, flattened
+    and side by side, `[b, entries]`.
+    """
+
+    name = "symmetric"
+    cut: int = 0
 
 
 @dataclass(frozen=True)

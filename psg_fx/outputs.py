@@ -1,4 +1,4 @@
-"""Memory of large values on a CPU: huge pages, and blocks that live from call to call (docs/design/outputs.md)."""
+"""Memory of large values on a CPU: blocks that live from call to call, and huge pages (docs/design/outputs.md)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ from torch.utils import _pytree as pytree
 from psg_fx.errors import BadArgument
 from psg_fx.torch_private import allocating, empty_strided_cpu
 
-LARGE = 32 << 20
-"""Bytes from which a value is looked after; the C library itself keeps smaller pieces of memory for the next call."""
+LARGE = 2 << 20
+"""Bytes from which a value is looked after."""
 
-_SPARE = 4
+_MAPPED = 32 << 20
+"""Bytes from which the C library takes memory from the kernel, and gives it back as soon as it is free."""
+
+_SPARE = 2
 """A block is taken for another value if it is at most so many times too large."""
 
 _CALLS = 16
@@ -41,7 +44,7 @@ class Block:
         self.memory = mmap.mmap(-1, self.size, **private)
         self.address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
         _ask_for_huge_pages(self.address, self.size)
-        self.last_call = 0
+        self.last_call = self.taken = 0
         self._free = sys.getrefcount(self.memory)
 
     def is_free(self) -> bool:
@@ -68,19 +71,24 @@ class Block:
 
 
 class Memory:
-    """Where the large values of a step lie.  keep: blocks are used again once nobody holds what lies in them."""
+    """Where the large values of a step lie: in blocks, each used again once nobody holds what lies in it.
+
+    keep: results lie in such blocks, too; else they are fresh, and belong to the caller alone.
+    """
 
     def __init__(self, keep: bool) -> None:
         self.keep = keep
         self._blocks: list[Block] = []
-        self._calls = 0
+        self._calls = self._taken = 0
         self._lock = threading.Lock()
+        settle_allocator()
 
     @contextmanager
-    def serving(self, order: list[Block]) -> Iterator[None]:
+    def serving(self, order: list[Block | None]) -> Iterator[None]:
         """While open, this memory serves the compiled graph that runs in this thread.
 
-        order: the blocks that served the graph's last call, one value after the other; values return to their blocks.
+        order: the blocks that served the graph's last call, one value after the other, None for a fresh result; values
+        return to their blocks.
         """
         before, order[:] = list(order), []
         self._calls += 1
@@ -90,16 +98,29 @@ class Memory:
             count = math.prod(size) * dtype.itemsize
             if count < LARGE:
                 return empty_strided_cpu(size, stride, dtype)
-            if not self.keep:
-                value = empty_strided_cpu(size, stride, dtype)
-                _ask_for_huge_pages(value.data_ptr(), count)
-                return value
+            known = before[len(order) :][:1]
+            if known == [None]:
+                order.append(None)
+                return _fresh(size, stride, dtype, count)
             with self._lock:
-                order.append(self._block(count, before[len(order) :][:1]))
-                return order[-1].tensor(size, stride, dtype)
+                block = self._block(count, known)
+                order.append(block)
+                for used in _watchers:
+                    used[block.address] = max(count, used.get(block.address, 0))
+                return block.tensor(size, stride, dtype)
 
         with allocating(take):
             yield
+
+    def hand_out(self, order: list[Block | None], results: Iterable[Any]) -> None:
+        """After a call: the blocks of its results go to the caller, unless blocks are kept for results, too."""
+        if self.keep:
+            return
+        starts = {r.untyped_storage().data_ptr() for r in results if isinstance(r, torch.Tensor)}
+        given = {block.address for block in order if block is not None} & starts
+        if given:
+            order[:] = [None if block is None or block.address in given else block for block in order]
+            self._blocks = [block for block in self._blocks if block.address not in given]
 
     def lent(self, tensors: Iterable[torch.Tensor]) -> ExitStack:
         """A context in which the memory of these tensors counts as free."""
@@ -110,16 +131,48 @@ class Memory:
                 contexts.enter_context(block.lent())
         return contexts
 
-    def _block(self, count: int, wanted: list[Block]) -> Block:
-        """The block wanted if it will do, else the smallest that does, else a new one."""
-        found = [b for b in wanted if b in self._blocks and b.serves(count)]
+    def _block(self, count: int, wanted: Sequence[Block | None]) -> Block:
+        """The block wanted if it will do, else of those that do the one taken last (caches still hold it), else a new
+        one.
+        """
+        found = [b for b in wanted if b is not None and b in self._blocks and b.serves(count)]
         others = (b for b in self._blocks if b.size <= _SPARE * count and b.serves(count))
-        found = found or sorted(others, key=lambda b: b.size)
+        found = found or sorted(others, key=lambda b: b.taken, reverse=True)
         if not found:
             found = [Block(count)]
             self._blocks += found
-        found[0].last_call = self._calls
+        self._taken += 1
+        found[0].last_call, found[0].taken = self._calls, self._taken
         return found[0]
+
+
+_watchers: list[dict[int, int]] = []
+
+
+@contextmanager
+def blocks_used() -> Iterator[dict[int, int]]:
+    """While open: the bytes that values took in each block, by its address.  No allocator knows of them."""
+    used: dict[int, int] = {}
+    _watchers.append(used)
+    try:
+        yield used
+    finally:
+        _watchers.remove(used)
+
+
+def _fresh(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, count: int) -> torch.Tensor:
+    value = empty_strided_cpu(size, stride, dtype)
+    if count >= _MAPPED:
+        _ask_for_huge_pages(value.data_ptr(), count)
+    return value
+
+
+@functools.cache
+def settle_allocator() -> None:
+    """Let the C library keep freed memory below 32 MiB for the next call.  Glibc returns it to the kernel at once until
+    a piece of about that size has been freed, which in ordinary training happens sooner or later.
+    """
+    torch.empty(_MAPPED - (1 << 20), dtype=torch.uint8)
 
 
 def _ask_for_huge_pages(address: int, size: int) -> None:

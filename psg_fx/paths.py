@@ -140,6 +140,10 @@ class ContractExpr(Expr):
     def children(self) -> tuple[Expr, ...]:
         return (self.a, self.b)
 
+    @property
+    def arg(self) -> Arg:
+        return Arg(self.axes, self.method.form(self.pair), self.dtype)
+
     def work(self) -> Work:
         return self.method.work(self.pair)
 
@@ -206,7 +210,8 @@ def trees(network: Network, concrete: Concrete) -> list[Expr]:
         memo[inside] = list(unique.values())
         return memo[inside]
 
-    return build(whole) + _summed_last(network, concrete)
+    complete = [expr for expr in build(whole) if dense(expr).arg.dense]
+    return complete + _summed_last(network, concrete)
 
 
 def _summed_last(network: Network, concrete: Concrete) -> list[Expr]:
@@ -252,15 +257,11 @@ def contractions(a: Expr, b: Expr, needed: set[str], sizes: dict[str, Size], ord
     for x, y in variants:
         kept = [axis for axis in dict.fromkeys(x.axes + y.axes) if axis in needed]
         out = tuple(sorted(kept, key=lambda axis: order.index(axis) if axis in order else len(order)))
-        pair = Pair(x.arg, y.arg, out, sizes, same=x.key == y.key and _tied(x, y, out))
+        twin = x.key == y.key
+        pair = Pair(x.arg, y.arg, out, sizes, same=twin and x.axes == y.axes, twin=twin)
         for method in METHODS:
             if method.applies(pair):
                 yield ContractExpr(method.out(pair), sizes, pair.dtype, x, y, method, pair)
-
-
-def _tied(x: Expr, y: Expr, out: Axes) -> bool:
-    """Whether contracting two equal nodes is a plain square-and-sum (every axis tied to itself)."""
-    return x.axes == y.axes
 
 
 def _forms(expr: Expr) -> tuple[Expr, ...]:

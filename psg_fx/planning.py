@@ -99,27 +99,14 @@ def plan_step(
     """Choose trees for every parameter at batch size `size`; a batch of one is planned as two, because axes of size 1
     have no role in a contraction and the plan serves every batch size.
 
-    What is kept until the norms are known costs nothing as long as all of it together fits into the memory that the
-    allocator hands round; only if it does not, everything is planned again with a price on it.  price: seconds for a
-    byte that is kept or that a tree holds at once, whatever the device says.
+    price: seconds for a byte that is kept until the norms are known or that a tree holds at once, whatever the device
+    says.
     """
-    size, gradients = max(size, 2), list(gradients)
+    size = max(size, 2)
     if price is not None:
         device = replace(device, kept=price, working=price)
-    free = device if price is not None else replace(device, kept=0.0)
-    found = tuple(plan_parameter(g, asks, free, batch, size) for g in gradients)
-    if price is None and device.kept and sum(_kept(p) for p in found) > device.reused:
-        found = tuple(plan_parameter(g, asks, device, batch, size) for g in gradients)
+    found = tuple(plan_parameter(g, asks, device, batch, size) for g in gradients)
     return Plan(found, tuple(asks), device, batch, size, sum(p.seconds for p in found))
-
-
-def _kept(plan: ParameterPlan) -> int:
-    """Bytes that one parameter's plan keeps until the norms are known."""
-    kept: dict[int, int] = {}
-    for part in plan.parts:
-        if part.ask.late:
-            kept |= kept_until_norms(part.tree)
-    return sum(kept.values())
 
 
 def plan_parameter(

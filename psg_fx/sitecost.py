@@ -13,12 +13,10 @@ from psg_fx.cost import product
 from psg_fx.evaluate import compute
 from psg_fx.measure import time_rounds
 from psg_fx.network import OneHot, Patches
-from psg_fx.outputs import Memory
+from psg_fx.outputs import Memory, settle_allocator
 from psg_fx.passes.compile import compile_graph
 from psg_fx.paths import Expr, LeafExpr
 from psg_fx.planning import Plan
-
-_LARGE = 31 * 2**20
 
 Values = dict[int, torch.Tensor]
 """Node key -> its tensor."""
@@ -70,16 +68,11 @@ def compiled(
 
 def seconds(runs: Mapping[str, Callable[[], object]], rounds: int = 5, total: float = 0.1) -> dict[str, float]:
     """The median time of each, in interleaved rounds of about `total` seconds each in all."""
-    _settle()
+    settle_allocator()
     for run in runs.values():
         run()
     times = time_rounds(runs, rounds=rounds, min_run_time=total, note=lambda text: None)
     return {name: median(found) for name, found in times.items()}
-
-
-def _settle() -> None:
-    """Glibc returns freed memory to the system at once until a large block has been freed, as in any training step."""
-    torch.empty(_LARGE, dtype=torch.uint8)
 
 
 def measured(plan: Plan, backend: str = "inductor") -> dict[tuple[str, int], float]:

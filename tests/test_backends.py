@@ -22,7 +22,8 @@ pytestmark = [
 ]
 
 ROWS = [case for case in CASES if not case.refused]
-SOME = {case.name for case in ROWS[::25]}
+SOME = {case.name for case in ROWS[::25]} | {"prefix/slice"}
+"""The row by name writes into an expanded tensor, which inductor gets wrong."""
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 LAYERS = [
-    {"errors", "formulas", "layout", "cost", "measure", "recurrence", "torch_private", "tracing"},
-    {"facts", "network", "each", "arguments", "baked", "custom", "outputs"},
+    {"errors", "formulas", "layout", "cost", "measure", "outputs", "recurrence", "torch_private", "tracing"},
+    {"facts", "network", "each", "arguments", "baked", "custom"},
     {"axes", "sites", "methods"},
     {"gradient", "paths", "state", "prefixes", "overlap"},
     {"asks", "crossover"},

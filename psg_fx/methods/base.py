@@ -30,7 +30,8 @@ class Arg:
 class Pair:
     """A contraction of two operands: `a`, `b` -> `out`; every axis not in `out` is summed.
 
-    Axes of size 1 have no role.
+    Axes of size 1 have no role.  twin: both are the same tensor, if under other names of axes.  same: under the same
+    names, too, so that the contraction is a square.
     """
 
     a: Arg
@@ -38,6 +39,7 @@ class Pair:
     out: Axes
     sizes: Mapping[str, Size]
     same: bool = False
+    twin: bool = False
 
     def _roles(self, in_a: bool, in_b: bool, in_out: bool) -> Axes:
         order = self.a.axes + tuple(x for x in self.b.axes if x not in self.a.axes)
@@ -102,6 +104,10 @@ class Method:
     def out(self, p: Pair) -> Axes:
         """The order in which `emit` leaves the axes of the result."""
         raise NotImplementedError
+
+    def form(self, p: Pair) -> Form:
+        """How `emit` stores the result."""
+        return Dense()
 
     def work(self, p: Pair) -> Work:
         """Flops and bytes."""

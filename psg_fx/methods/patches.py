@@ -121,10 +121,15 @@ class GroupedConv(Method):
 
 
 def _in_blocks(p: Pair, work: Work) -> Work:
-    """The work of a convolution with groups: kernels compute blocks of eight channels, however few a group has."""
+    """The work of a convolution with groups, at the rate of a dense one: kernels compute blocks of eight channels and
+    more, and depthwise ones have fast kernels for small windows alone (oneDNN; bench/convolutions.py).
+    """
     _, form, axes = _split(p)
     channels = p.sizes[axes[3]] // math.prod(form.kernel)
-    return replace(work, flops=work.flops * 8 / min(channels, 8))
+    if channels >= 8:
+        return work
+    depthwise = channels == 1 and p.sizes[_other_axis(p)] == 1
+    return replace(work, flops=work.flops * ((8 if max(form.kernel) <= 3 else 28) if depthwise else 5))
 
 
 class ConvWeight(Method):
@@ -216,7 +221,7 @@ class WindowSum(Method):
     def seconds(self, p: Pair, device: Device) -> float:
         work, (_, form, _) = self.work(p), _split(p)
         if form.out_space[-1] <= 8:  # a row shorter than a vector is computed element by element
-            work = replace(work, flops=12 * work.flops)
+            work = replace(work, flops=3 * work.flops)
         return device.seconds(work, p.dtype)
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -32,8 +32,8 @@ class PixelGram(Method):
             return False
         (b, t, g, i), (b2, t2, g2, i2) = p.a.axes, p.b.axes
         return (
-            one.kernel == two.kernel and (g, i) == (g2, i2) and i not in p.out and t != t2
-            and {b, b2, t, t2} <= set(p.out)
+            one.kernel == two.kernel and set(one.stride + two.stride) == {1} and (g, i) == (g2, i2)
+            and i not in p.out and t != t2 and {b, b2, t, t2} <= set(p.out)
         )  # fmt: skip
 
     def out(self, p: Pair) -> Axes:
