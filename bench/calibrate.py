@@ -1,10 +1,10 @@
-"""Where the constants of the cost model come from, and two decisions that rest on them.
+"""Where the constants of the cost model come from, and a decision about inductor.
 
     python bench/calibrate.py [--device cpu|cuda] [--tag NAME] [--steps]
 
 Prints and writes to `bench/results/calibrate-<tag>.json`: the rates of a device; every way to get a convolution's
 per-sample weight gradients, norms and sums, layer by layer; with --steps also whole clipped steps with and without
-inductor's layout pass, and with and without a price on kept memory, in interleaved rounds.
+inductor's layout pass, in interleaved rounds.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from compare import device_tag
@@ -89,34 +87,22 @@ def convolution(layer: tuple[int, ...], device: str) -> dict[str, float]:
 
 
 def steps(device: str) -> dict[str, dict[str, float]]:
-    """Medians of whole clipped steps under two settings each, in interleaved rounds (CPU decisions)."""
-    found = {}
-    for name in ("simplecnn", "resnet18gn"):
-        found[f"{name}: layout pass"] = race(name, device, {"on": {"layout_optimization": True}, "off": None}, {})
-    kept = {"free": 0.0, "priced": cost.CPU.kept}
-    found["gpt: kept memory"] = race("gpt", device, dict.fromkeys(kept), kept)
-    return found
+    """Medians of whole clipped steps with and without inductor's layout pass, in interleaved rounds."""
+    return {f"{name}: layout pass": race(name, device) for name in ("simplecnn", "resnet18gn")}
 
 
-def race(
-    name: str, device: str, options: dict[str, dict[str, bool] | None], kept: dict[str, float]
-) -> dict[str, float]:
+def race(name: str, device: str) -> dict[str, float]:
     """Compile a clipped step under each setting and time them in turn."""
-    ex, table = zoo.example(name, device=device), cost.device(device)
-    made = {}
-    for setting, chosen in options.items():
-        priced = replace(table, kept=kept.get(setting, table.kept))
-        with mock.patch.object(cost, "device", lambda kind, priced=priced: priced):
-            step = psg_fx.transform(
-                ex.model,
-                ex.loss_fn,
-                quantities=psg_fx.ClippedSum(1.0),
-                options=chosen,
-                batch_dim=ex.batch_dim,
-                dynamic=False,
-            )
-            step(ex.inputs, ex.targets)
-        made[setting] = step
+    ex = zoo.example(name, device=device)
+    made = {
+        setting: psg_fx.transform(
+            ex.model, ex.loss_fn, quantities=psg_fx.ClippedSum(1.0), options={"layout_optimization": setting == "on"},
+            batch_dim=ex.batch_dim, dynamic=False,
+        )
+        for setting in ("on", "off")
+    }  # fmt: skip
+    for step in made.values():
+        step(ex.inputs, ex.targets)
     times: dict[str, list[float]] = {setting: [] for setting in made}
     for _ in range(21):
         for setting, step in made.items():

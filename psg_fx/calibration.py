@@ -97,8 +97,8 @@ def _weight_gradient(x: torch.Tensor, grad: torch.Tensor, groups: int) -> object
 
 
 def _bandwidth(device: torch.device) -> float:
-    """Bytes/s of a copy larger than the inner caches."""
-    size = 2**28 if device.type == "cuda" else 2**23
+    """Bytes/s of a copy larger than the caches."""
+    size = 2**28 if device.type == "cuda" else 2**26
     a, b = torch.randn(size // 4, device=device), torch.empty(size // 4, device=device)
     return 2 * size / seconds(lambda: b.copy_(a), device)
 

@@ -34,14 +34,12 @@ class Work:
     """What one step of a tree does.
 
     flops: floating-point operations (a multiply-add counts two).  read, written: bytes moved to and from memory.
-    out: bytes of the result, which live on.  kind: which rate of the device it runs at ("gemm", "pointwise", ...).
-    calls: kernels launched.
+    kind: which rate of the device it runs at ("gemm", "pointwise", ...).  calls: kernels launched.
     """
 
     flops: Size
     read: Size
     written: Size
-    out: Size
     kind: str = "pointwise"
     calls: int = 1
 

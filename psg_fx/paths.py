@@ -89,7 +89,7 @@ class LeafExpr(Expr):
         return Arg(self.axes, self.leaf.form, self.dtype)
 
     def work(self) -> Work:
-        return Work(0, 0, 0, 0, calls=0)
+        return Work(0, 0, 0, calls=0)
 
     def __str__(self) -> str:
         return self.leaf.label
@@ -110,7 +110,7 @@ class DenseExpr(Expr):
         return (self.child,)
 
     def work(self) -> Work:
-        return Work(0, self.bytes, self.bytes, self.bytes, calls=2)
+        return Work(0, self.bytes, self.bytes, calls=2)
 
     def seconds(self, device: Device) -> float:
         return device.seconds(self.work(), self.dtype)
@@ -174,7 +174,7 @@ class SumExpr(Expr):
     def work(self) -> Work:
         elements = product(self.sizes[a] for a in self.child.axes)
         out = product(self.sizes[a] for a in self.axes) * self.dtype.itemsize
-        return Work(elements, elements * self.dtype.itemsize, out, out)
+        return Work(elements, elements * self.dtype.itemsize, out)
 
     def __str__(self) -> str:
         return f"Σ{self.child}"

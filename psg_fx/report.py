@@ -197,7 +197,7 @@ def _symbolic_work(node: Expr) -> Work:
         return SumExpr(node.axes, sizes, node.dtype, _resized(node.child, sizes)).work()
     if isinstance(node, DenseExpr):
         return DenseExpr(node.axes, sizes, node.dtype, node.child).work()
-    return Work(0, 0, 0, 0)
+    return Work(0, 0, 0)
 
 
 def _resized(node: Expr, sizes: dict[str, Any]) -> Expr:

@@ -34,7 +34,7 @@ class Multiply(Method):
 
     def work(self, p: Pair) -> Work:
         read, written = p.moved()
-        return Work(p.count(p.everything), read, written, written)
+        return Work(p.count(p.everything), read, written)
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         out = self.out(p)
@@ -59,7 +59,7 @@ class Dot(Method):
 
     def work(self, p: Pair) -> Work:
         read, written = p.moved()
-        return Work(2 * p.count(p.everything), read, written, written)
+        return Work(2 * p.count(p.everything), read, written)
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         dtype = accumulation_dtype(p.dtype)
@@ -91,7 +91,7 @@ class MatMul(Method):
 
     def work(self, p: Pair) -> Work:
         read, written = p.moved()
-        return Work(2 * p.count(p.everything), read, written, written, "bmm" if p.batch else "gemm")
+        return Work(2 * p.count(p.everything), read, written, "bmm" if p.batch else "gemm")
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         a, b = _without_lonely(p, a, p.a.axes), _without_lonely(p, b, p.b.axes)

@@ -32,7 +32,7 @@ class Equal(Method):
     def work(self, p: Pair) -> Work:
         out = self.out(p)
         ids = p.count(p.a.axes[:-1]) + p.count(p.b.axes[:-1])  # eight bytes each
-        return Work(p.count(out), 8 * ids, p.bytes(out), p.bytes(out))
+        return Work(p.count(out), 8 * ids, p.bytes(out))
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         out = self.out(p)
@@ -60,7 +60,7 @@ class Gather(Method):
 
     def work(self, p: Pair) -> Work:
         out = self.out(p)
-        return Work(p.count(out), p.bytes(out), p.bytes(out), p.bytes(out))
+        return Work(p.count(out), p.bytes(out), p.bytes(out))
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         first, axes = _split(p)
@@ -108,7 +108,7 @@ class Scatter(Method):
         first, _ = _split(p)
         other = p.b if first else p.a
         table, rows = p.bytes(self.out(p)), p.bytes(other.axes)
-        return Work(p.count(other.axes), 2 * rows, table + rows, table, "pointwise", 2)
+        return Work(p.count(other.axes), 2 * rows, table + rows, "pointwise", 2)
 
     def seconds(self, p: Pair, device: Device) -> float:
         first, _ = _split(p)

@@ -62,7 +62,7 @@ def _convolution_work(p: Pair, kind: str = "conv") -> Work:
     o = _other_axis(p)
     raw = p.count(axes[:1]) * _raw_per_sample(p, form, axes) * p.dtype.itemsize
     out = p.bytes(p.out)
-    return Work(2 * p.count((*axes, o)), raw + p.bytes(other.axes), out, out, kind)
+    return Work(2 * p.count((*axes, o)), raw + p.bytes(other.axes), out, kind)
 
 
 def _raw_per_sample(p: Pair, form: Patches, axes: Axes) -> Size:
@@ -181,12 +181,12 @@ class Shifted(Method):
         offsets = math.prod(form.kernel)
         base = _convolution_work(p, "bmm")
         read = offsets * (2 * p.count(axes) // offsets * p.dtype.itemsize + p.bytes(other.axes))
-        return Work(base.flops, read, base.written, base.out, "bmm", 2 * offsets)
+        return Work(base.flops, read, base.written, "bmm", 2 * offsets)
 
     def seconds(self, p: Pair, device: Device) -> float:
         """The products of all offsets are written one by one, then brought side by side."""
         out = p.bytes(p.out)
-        return device.seconds(self.work(p), p.dtype) + device.seconds(Work(0, out, out, 0))
+        return device.seconds(self.work(p), p.dtype) + device.seconds(Work(0, out, out))
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         form, x, grad = _operands(p, a, b)

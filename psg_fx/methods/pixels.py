@@ -44,9 +44,7 @@ class PixelGram(Method):
     def work(self, p: Pair) -> Work:
         product = self._product(p)
         added = self._added(p)
-        return Work(
-            product.flops + added.flops, product.read + added.read, product.written + added.written, added.out, "bmm", 3
-        )
+        return Work(product.flops + added.flops, product.read + added.read, product.written + added.written, "bmm", 3)
 
     def seconds(self, p: Pair, device: Device) -> float:
         return device.seconds(self._product(p), p.dtype) + device.seconds(self._added(p), p.dtype)
@@ -59,13 +57,13 @@ class PixelGram(Method):
         size = p.dtype.itemsize
         read = groups * channels * size * (p.sizes[p.a.axes[0]] * one + p.sizes[p.b.axes[0]] * two)
         matrices = samples * (groups if p.a.axes[2] in p.out else 1) * one * two
-        return Work(2 * samples * groups * channels * one * two, read, matrices * size, 0, "bmm")
+        return Work(2 * samples * groups * channels * one * two, read, matrices * size, "bmm")
 
     def _added(self, p: Pair) -> Work:
         """The sums over offsets: each spatial axis reads and writes about one matrix for each of its offsets."""
         matrix, out = self._product(p).written, p.bytes(self.out(p))
         shifts = sum(k for k in _form(p.a).kernel if k > 1)
-        return Work(p.count(self.out(p)) * shifts, matrix, out, out, "pointwise", 2)
+        return Work(p.count(self.out(p)) * shifts, matrix, out, "pointwise", 2)
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         one, two = _form(p.a), _form(p.b)

@@ -45,7 +45,7 @@ class HalfGram(Method):
     def work(self, p: Pair) -> Work:
         samples, k, t = p.count(p.batch), p.count(p.summed), p.sizes[p.left[0]]
         out = samples * _entries(t) * accumulation_dtype(p.dtype).itemsize
-        return Work(2 * samples * k * _entries(t), 2 * p.bytes(p.a.axes), 2 * out, out, "bmm", 3)
+        return Work(2 * samples * k * _entries(t), 2 * p.bytes(p.a.axes), 2 * out, "bmm", 3)
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         x = arrange(a, p.a.axes, (p.batch, p.left, p.summed)).to(accumulation_dtype(p.dtype))
@@ -70,8 +70,7 @@ class HalfDot(Method):
 
     def work(self, p: Pair) -> Work:
         entries = p.count(p.out) * _entries(p.sizes[p.a.axes[-1]])
-        out = p.bytes(p.out)
-        return Work(3 * entries, (1 if p.same else 2) * entries * p.dtype.itemsize, out, out)
+        return Work(3 * entries, (1 if p.same else 2) * entries * p.dtype.itemsize, p.bytes(p.out))
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         assert isinstance(p.a.form, Symmetric)
