@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from psg_fx import facts
-from psg_fx.outputs import Block, Memory
+from psg_fx.outputs import Memory, Places
 from psg_fx.torch_private import inductor_modes, marked_dynamic
 
 from .runner import copy_graph
@@ -132,12 +132,12 @@ def _outside_cuda_graphs(run: Flat, until_next_call: bool) -> Flat:
 
 
 def _serving(run: Flat, memory: Memory) -> Flat:
-    order: list[Block | None] = []
+    places: Places = {}
 
     def served(*tensors: Any) -> Sequence[Any]:
-        with memory.serving(order):
+        with memory.serving(places):
             results = run(*tensors)
-        memory.hand_out(order, results)
+        memory.hand_out(places, results)
         return results
 
     return served

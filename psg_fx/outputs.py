@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import math
 import mmap
 import sys
@@ -70,6 +71,10 @@ class Block:
             self._free = kept
 
 
+Places = dict[int, Block | None]
+"""Where the values of a compiled graph lie, by their number in the order of allocation; None: a fresh result."""
+
+
 class Memory:
     """Where the large values of a step lie: in blocks, each used again once nobody holds what lies in it.
 
@@ -84,27 +89,23 @@ class Memory:
         settle_allocator()
 
     @contextmanager
-    def serving(self, order: list[Block | None]) -> Iterator[None]:
+    def serving(self, places: Places) -> Iterator[None]:
         """While open, this memory serves the compiled graph that runs in this thread.
 
-        order: the blocks that served the graph's last call, one value after the other, None for a fresh result; values
-        return to their blocks.
+        places: where the graph's values lay at its last call; they return there.
         """
-        before, order[:] = list(order), []
+        values = itertools.count()
         self._calls += 1
         self._blocks = [block for block in self._blocks if self._calls - block.last_call <= _CALLS]
 
         def take(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-            count = math.prod(size) * dtype.itemsize
+            value, count = next(values), math.prod(size) * dtype.itemsize
             if count < LARGE:
                 return empty_strided_cpu(size, stride, dtype)
-            known = before[len(order) :][:1]
-            if known == [None]:
-                order.append(None)
+            if value in places and places[value] is None:
                 return _fresh(size, stride, dtype, count)
             with self._lock:
-                block = self._block(count, known)
-                order.append(block)
+                block = places[value] = self._block(count, places.get(value))
                 for used in _watchers:
                     used[block.address] = max(count, used.get(block.address, 0))
                 return block.tensor(size, stride, dtype)
@@ -112,15 +113,15 @@ class Memory:
         with allocating(take):
             yield
 
-    def hand_out(self, order: list[Block | None], results: Iterable[Any]) -> None:
+    def hand_out(self, places: Places, results: Iterable[Any]) -> None:
         """After a call: the blocks of its results go to the caller, unless blocks are kept for results, too."""
         if self.keep:
             return
         starts = {r.untyped_storage().data_ptr() for r in results if isinstance(r, torch.Tensor)}
-        given = {block.address for block in order if block is not None} & starts
+        given = [block for block in self._blocks if block.address in starts]
         if given:
-            order[:] = [None if block is None or block.address in given else block for block in order]
-            self._blocks = [block for block in self._blocks if block.address not in given]
+            places.update((value, None) for value, block in places.items() if block in given)
+            self._blocks = [block for block in self._blocks if block not in given]
 
     def lent(self, tensors: Iterable[torch.Tensor]) -> ExitStack:
         """A context in which the memory of these tensors counts as free."""
@@ -131,19 +132,20 @@ class Memory:
                 contexts.enter_context(block.lent())
         return contexts
 
-    def _block(self, count: int, wanted: Sequence[Block | None]) -> Block:
+    def _block(self, count: int, wanted: Block | None) -> Block:
         """The block wanted if it will do, else of those that do the one taken last (caches still hold it), else a new
         one.
         """
-        found = [b for b in wanted if b is not None and b in self._blocks and b.serves(count)]
-        others = (b for b in self._blocks if b.size <= _SPARE * count and b.serves(count))
-        found = found or sorted(others, key=lambda b: b.taken, reverse=True)
-        if not found:
-            found = [Block(count)]
-            self._blocks += found
+        found = wanted
+        if found is None or found not in self._blocks or not found.serves(count):
+            others = (b for b in self._blocks if b.size <= _SPARE * count and b.serves(count))
+            found = max(others, key=lambda b: b.taken, default=None)
+        if found is None:
+            found = Block(count)
+            self._blocks.append(found)
         self._taken += 1
-        found[0].last_call, found[0].taken = self._calls, self._taken
-        return found[0]
+        found.last_call, found.taken = self._calls, self._taken
+        return found
 
 
 _watchers: list[dict[int, int]] = []
