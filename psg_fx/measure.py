@@ -78,7 +78,8 @@ def peak_memory(step: Step, device: torch.device) -> int:
 
 def allocation_events(step: Step) -> list[int]:
     """Bytes of each allocation (positive) and free (negative) on the CPU during one step, in order."""
-    with quiet_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    kinds = [ProfilerActivity.CPU]
+    with quiet_stderr(), profile(activities=kinds, profile_memory=True, acc_events=True) as recorded:
         answer = step()
     del answer
     results = recorded.profiler.kineto_results if recorded.profiler else None
