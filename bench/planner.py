@@ -1,11 +1,13 @@
 """How often the planner's choice is the fastest tree, over grids of linear layers, convolutions and embeddings.
 
-    python bench/planner.py [--device cpu|cuda] [--tag NAME] [--only linear,conv,embedding] [--eager]
+    python bench/planner.py [--device cpu|cuda] [--tag NAME] [--only linear,conv,embedding] [--drawn N] [--eager]
 
 For each layer and each of norms, clipped sum and gradients: every way whose prediction is within ten times the best is
 timed eagerly; the fastest four of these, if within 2.5 times the first, and the planner's choice are then compiled as
-in a step and timed in interleaved rounds. A choice counts as fastest within 5 % of the best. Writes
-`bench/results/planner-<tag>.json` and `.md`. Minutes; keep the machine otherwise idle.
+in a step and timed in interleaved rounds. A choice counts as fastest within 5 % of the best. Constants of the cost
+model were fitted on some layers of these grids; `--drawn N` takes N random layers of each kind instead (with a fixed
+seed), which nothing was fitted on. Writes `bench/results/planner-<tag>.json` and `.md`. Minutes; keep the machine
+otherwise idle.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -51,6 +54,8 @@ EMBEDDING = [  # B, V, T, D
     (32, 1000, 32, 64), (16, 100, 128, 64), (8, 1000, 128, 256), (8, 30000, 64, 128), (64, 16, 16, 32),
     (4, 5000, 512, 64),
 ]  # fmt: skip
+GRIDS = {"linear": LINEAR, "conv": CONV, "embedding": EMBEDDING}
+WIDTHS = [24, 48, 96, 160, 320, 640]
 ASKS: dict[str, tuple[Ask, ...]] = {
     "norms": (SquaredNorm(),),
     "clipped_sum": (SquaredNorm(), Weighted("clip", late=True)),
@@ -103,16 +108,38 @@ def leaf(label: str, axes: str, sizes: Sequence[int], form: Form | None = None) 
     return Leaf(label, (label,), label, tuple(axes), (B, *map(sympy.Integer, sizes)), form or Dense())
 
 
-def problems(kinds: Sequence[str]) -> Iterator[Problem]:
-    """The grids."""
+def drawn(count: int) -> dict[str, list[tuple[int, ...]]]:
+    """Random layers of every kind, of sizes that take part of a second at most."""
+    source = random.Random(0)
+
+    def sizes(*choices: Sequence[int]) -> tuple[int, ...]:
+        return tuple(source.choice(c) for c in choices)
+
+    def layer(kind: str) -> tuple[int, ...]:
+        if kind == "linear":
+            n, t, i, o = sizes([4, 8, 24, 48], [1, 4, 12, 48, 100, 200, 400], WIDTHS, WIDTHS)
+            return (n, t, i, o) if n * t * i * o < 2e9 and n * i * o < 5e7 else layer(kind)
+        if kind == "embedding":
+            n, v, t, d = sizes([4, 8, 24, 48], [50, 300, 3000, 20000], [8, 20, 100, 300], WIDTHS)
+            return (n, v, t, d) if n * v * d < 5e7 else layer(kind)
+        n, c, o, h, k, stride = sizes(
+            [4, 8, 24], [4, 12, 24, 48, 96], [12, 24, 48, 96], [5, 10, 12, 20, 28], [1, 3, 5], [1, 1, 2]
+        )
+        return (n, c, c if source.random() < 0.2 else o, h, k, stride, k // 2, c if c == o else 1)
+
+    return {kind: [layer(kind) for _ in range(count)] for kind in GRIDS}
+
+
+def problems(kinds: Sequence[str], grids: Mapping[str, Sequence[tuple[int, ...]]]) -> Iterator[Problem]:
+    """A layer for each row of the grids."""
     if "linear" in kinds:
-        for n, t, i, o in LINEAR:
+        for n, t, i, o in grids["linear"]:
             network = Network((leaf("x", "bti", (t, i)), leaf("ȳ", "bto", (t, o))), tuple("boi"))
             yield Problem("linear", f"B={n} T={t} I={i} O={o}", network, n)
     if "conv" in kinds:
-        yield from (convolution(*sizes) for sizes in CONV)
+        yield from (convolution(*sizes) for sizes in grids["conv"])
     if "embedding" in kinds:
-        for n, v, t, d in EMBEDDING:
+        for n, v, t, d in grids["embedding"]:
             ids = leaf("onehot(ids)", "btv", (t, v), OneHot(v))
             yield Problem("embedding", f"B={n} V={v} T={t} D={d}",
                           Network((ids, leaf("ȳ", "btd", (t, d))), tuple("bvd")), n)  # fmt: skip
@@ -239,10 +266,12 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--tag", help="names the result files (default: the device)")
     parser.add_argument("--only", default="linear,conv,embedding", help="kinds of layers, separated by commas")
+    parser.add_argument("--drawn", type=int, help="so many random layers of each kind instead of the grids")
     parser.add_argument("--eager", action="store_true", help="compile nothing: quick, but chains are not fused")
     args = parser.parse_args()
     device, rows = cost.device(args.device), []
-    for problem, asked in itertools.product(problems(args.only.split(",")), ASKS):
+    grids = drawn(args.drawn) if args.drawn else GRIDS
+    for problem, asked in itertools.product(problems(args.only.split(","), grids), ASKS):
         rows.append(judged(problem, asked, device, args.eager))
         print(f"{problem.kind} {problem.title} {asked}: {rows[-1]['ways']} ways")
         for raced in rows[-1]["raced"]:
@@ -254,7 +283,7 @@ def main() -> None:
     machine = environment(torch.device(args.device))
     notes = {"table": device.origin, "timed": "eager" if args.eager else "compiled"}
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"planner-{args.tag or device_tag(args.device)}"
+    path = RESULTS / f"planner-{args.tag or 'drawn-' * bool(args.drawn) + device_tag(args.device)}"
     data = {"environment": machine, "notes": notes, "rows": rows}
     path.with_suffix(".json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     text = ["# The planner's choices against the fastest tree", "Made by `bench/planner.py`.",

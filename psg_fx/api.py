@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,7 +64,8 @@ def transform(
             start; False: a graph for every size.  None and True: a batch of one sample is compiled once for itself.
         reuse_outputs: on CPU with inductor, keep the memory of large results and intermediate values for later calls,
             which saves the page faults of fresh memory.  Memory is used again once nobody holds a tensor in it, or
-            given back explicitly: `step(x, y, out=out)` writes into the tensors of a former output.  With CUDA graphs
+            given back explicitly: `step(x, y, out=out)` writes into the tensors of a former output.  Plans then save
+            time rather than memory.  With CUDA graphs
             (mode="reduce-overhead") the tensors of an output are valid until the next call.
         memory_budget: with a loss: what a step may allocate beside parameters and inputs, in bytes (int) or as a
             fraction of the device's memory (float).  The planner trades time for memory: cheaper trees, then parts of
@@ -265,8 +267,9 @@ class LossModule(PerSampleModule):
 
     def _build(self, tracked: Tracked, call: Call, quantities: Sequence[Quantity]) -> CompiledStep:
         program = Program(self.model, self.loss_fn, call)
-        device = cost.device(self._device(call).type)
-        budget = None
+        device, budget = cost.device(self._device(call).type), None
+        if self.settings.reuse_outputs:
+            device = replace(device, kept=0.0)  # the memory is held anyway
         if self.settings.memory_budget is not None:
             limit = in_bytes(self.settings.memory_budget, memory_size(self._device(call)))
             budget = Budget(limit, parts=all(q.joins() for q in quantities))

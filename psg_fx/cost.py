@@ -49,7 +49,7 @@ class Device:
     """Rates of a device.
 
     flops: flop/s for each kind of step and dtype.  bandwidth: bytes/s.  launch: seconds for a kernel.
-    kept: seconds per byte of what is kept until all norms are known, the price of its memory.
+    kept: seconds per byte of what is kept until all norms are known, the price of its memory: on CPU the first touch.
     extra: further constants, seconds per unit, named by the method that reads them.
     origin: where the rates come from, as `explain()` says it.  working: seconds per byte that a tree holds at once, to
     plan for little memory.
@@ -89,7 +89,7 @@ CPU = Device(
     flops=_float32(gemm=1.7e11, bmm=1.55e11, conv=1.8e11, reduce=4.0e10, pointwise=1.5e10),
     bandwidth=2.5e10,
     launch=4e-6,
-    kept=0.0,
+    kept=3.4e-10,
     extra={"grouped_conv_small_output": 1.7e-9, "grouped_conv_output": 3e-10, "scatter": 7.5e-10},
     origin="the shipped table",
 )

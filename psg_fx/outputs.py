@@ -20,7 +20,7 @@ from psg_fx.errors import BadArgument
 from psg_fx.torch_private import allocating, empty_strided_cpu
 
 LARGE = 2 << 20
-"""Bytes from which a value is looked after."""
+"""Bytes from which a value lies in a block."""
 
 _MAPPED = 32 << 20
 """Bytes from which the C library takes memory from the kernel, and gives it back as soon as it is free."""
@@ -71,15 +71,12 @@ class Block:
             self._free = kept
 
 
-Places = dict[int, Block | None]
-"""Where the values of a compiled graph lie, by their number in the order of allocation; None: a fresh result."""
+Places = dict[int, Block]
+"""Where the large values of a compiled graph lie, by their number in the order of allocation."""
 
 
 class Memory:
-    """Where the large values of a step lie: in blocks, each used again once nobody holds what lies in it.
-
-    keep: results lie in such blocks, too; else they are fresh, and belong to the caller alone.
-    """
+    """Where the large values of a step lie.  keep: in blocks, used again once nobody holds what lies in them."""
 
     def __init__(self, keep: bool) -> None:
         self.keep = keep
@@ -100,9 +97,7 @@ class Memory:
 
         def take(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
             value, count = next(values), math.prod(size) * dtype.itemsize
-            if count < LARGE:
-                return empty_strided_cpu(size, stride, dtype)
-            if value in places and places[value] is None:
+            if count < LARGE or not self.keep:
                 return _fresh(size, stride, dtype, count)
             with self._lock:
                 block = places[value] = self._block(count, places.get(value))
@@ -112,16 +107,6 @@ class Memory:
 
         with allocating(take):
             yield
-
-    def hand_out(self, places: Places, results: Iterable[Any]) -> None:
-        """After a call: the blocks of its results go to the caller, unless blocks are kept for results, too."""
-        if self.keep:
-            return
-        starts = {r.untyped_storage().data_ptr() for r in results if isinstance(r, torch.Tensor)}
-        given = [block for block in self._blocks if block.address in starts]
-        if given:
-            places.update((value, None) for value, block in places.items() if block in given)
-            self._blocks = [block for block in self._blocks if block not in given]
 
     def lent(self, tensors: Iterable[torch.Tensor]) -> ExitStack:
         """A context in which the memory of these tensors counts as free."""
@@ -139,7 +124,7 @@ class Memory:
         found = wanted
         if found is None or found not in self._blocks or not found.serves(count):
             others = (b for b in self._blocks if b.size <= _SPARE * count and b.serves(count))
-            found = max(others, key=lambda b: b.taken, default=None)
+            found = min(others, key=lambda b: (b.size, -b.taken), default=None)
         if found is None:
             found = Block(count)
             self._blocks.append(found)

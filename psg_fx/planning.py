@@ -21,6 +21,8 @@ from psg_fx.paths import Expr, LeafExpr, dense, trees
 
 _EXHAUSTIVE = 4000
 _KEPT = 24
+_LITTLE = 32 << 20
+"""Bytes that an allocator has at hand."""
 
 
 @dataclass(frozen=True)
@@ -99,14 +101,27 @@ def plan_step(
     """Choose trees for every parameter at batch size `size`; a batch of one is planned as two, because axes of size 1
     have no role in a contraction and the plan serves every batch size.
 
-    price: seconds for a byte that is kept until the norms are known or that a tree holds at once, whatever the device
-    says.
+    What is kept until the norms are known costs nothing as long as all of it together is little; only if it is not,
+    everything is planned again with the device's price on it.  price: seconds for a byte that is kept or that a tree
+    holds at once, whatever the device says.
     """
-    size = max(size, 2)
+    size, gradients = max(size, 2), list(gradients)
     if price is not None:
         device = replace(device, kept=price, working=price)
-    found = tuple(plan_parameter(g, asks, device, batch, size) for g in gradients)
+    free = device if price is not None else replace(device, kept=0.0)
+    found = tuple(plan_parameter(g, asks, free, batch, size) for g in gradients)
+    if price is None and device.kept and sum(_kept(p) for p in found) > _LITTLE:
+        found = tuple(plan_parameter(g, asks, device, batch, size) for g in gradients)
     return Plan(found, tuple(asks), device, batch, size, sum(p.seconds for p in found))
+
+
+def _kept(plan: ParameterPlan) -> int:
+    """Bytes that one parameter's plan keeps until the norms are known."""
+    kept: dict[int, int] = {}
+    for part in plan.parts:
+        if part.ask.late:
+            kept |= kept_until_norms(part.tree)
+    return sum(kept.values())
 
 
 def plan_parameter(

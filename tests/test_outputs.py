@@ -76,19 +76,6 @@ def test_memory_that_nobody_holds_is_used_again() -> None:
     assert step._memory._blocks == blocks
 
 
-def test_without_reuse_results_belong_to_the_caller() -> None:
-    """What is computed on the way lies in the same blocks at every call; no result does."""
-    step, want = make(), make("eager")
-    held = [step(*batch(4, seed)) for seed in range(4)]
-    places = {block.address for block in step._memory._blocks}
-    assert places
-    assert not places & {start for out in held for start in starts(out)}
-    step(*batch(4, 4))
-    assert {block.address for block in step._memory._blocks} == places
-    for seed, out in enumerate(held):
-        compare(out, want(*batch(4, seed)))
-
-
 def test_smaller_batch_lies_in_the_memory_of_a_larger_one() -> None:
     step = make(reuse_outputs=True, dynamic=True)
     step(*batch(9))
