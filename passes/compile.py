@@ -132,7 +132,7 @@ def _outside_cuda_graphs(run: Flat, until_next_call: bool) -> Flat:
 
 
 def _serving(run: Flat, memory: Memory) -> Flat:
-    places: Places = {}
+    places = Places()
 
     def served(*tensors: Any) -> Sequence[Any]:
         with memory.serving(places):

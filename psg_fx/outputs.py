@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch.utils import _pytree as pytree
@@ -45,7 +46,7 @@ class Block:
         self.memory = mmap.mmap(-1, self.size, **private)
         self.address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
         _ask_for_huge_pages(self.address, self.size)
-        self.last_call = self.taken = 0
+        self.last_call = 0
         self._free = sys.getrefcount(self.memory)
 
     def is_free(self) -> bool:
@@ -71,8 +72,10 @@ class Block:
             self._free = kept
 
 
-Places = dict[int, Block]
-"""Where the large values of a compiled graph lie, by their number in the order of allocation."""
+Places = WeakValueDictionary[int, Block]
+"""Where the large values of a compiled graph lie, by their number in the order of allocation; the blocks belong to a
+`Memory`.
+"""
 
 
 class Memory:
@@ -81,7 +84,7 @@ class Memory:
     def __init__(self, keep: bool) -> None:
         self.keep = keep
         self._blocks: list[Block] = []
-        self._calls = self._taken = 0
+        self._calls = 0
         self._lock = threading.Lock()
         settle_allocator()
 
@@ -118,18 +121,15 @@ class Memory:
         return contexts
 
     def _block(self, count: int, wanted: Block | None) -> Block:
-        """The block wanted if it will do, else of those that do the one taken last (caches still hold it), else a new
-        one.
-        """
+        """The block wanted if it will do, else the smallest that does, else a new one."""
         found = wanted
-        if found is None or found not in self._blocks or not found.serves(count):
+        if found is None or not found.serves(count):
             others = (b for b in self._blocks if b.size <= _SPARE * count and b.serves(count))
-            found = min(others, key=lambda b: (b.size, -b.taken), default=None)
+            found = min(others, key=lambda b: b.size, default=None)
         if found is None:
             found = Block(count)
             self._blocks.append(found)
-        self._taken += 1
-        found.last_call, found.taken = self._calls, self._taken
+        found.last_call = self._calls
         return found
 
 
