@@ -38,9 +38,11 @@ def compile_graph(
         options, mode = inductor_modes()[mode or "default"] | ours | (options or {}), None
     # True would make the parameters' sizes symbols, too: the batch size is marked instead.
     by_size = None if dynamic else dynamic
-    gm = _sizes_from_tensors(gm)
+    gm = copy_graph(gm)
+    _read_sizes_from_tensors(gm)
     if backend == "inductor":
-        gm = _written_in_full(gm)
+        _write_in_full(gm)
+    gm.recompile()
     run: Flat = torch.compile(gm, backend=backend, mode=mode, options=options, dynamic=by_size, fullgraph=True)
     if dynamic:
         run = _marking(run, gm)
@@ -73,19 +75,16 @@ def _sizes(node: Node) -> tuple[sympy.Expr, ...]:
     return facts.shape(value) if isinstance(value, torch.Tensor) else ()
 
 
-def _sizes_from_tensors(gm: GraphModule) -> GraphModule:
+def _read_sizes_from_tensors(gm: GraphModule) -> None:
     """Read the sizes that a backward graph takes as numbers from its tensors: a number is compiled as a constant."""
-    changed = copy_graph(gm)
-    nodes = facts.placeholders(changed)
+    nodes = facts.placeholders(gm)
     known = {size: (node, dim) for node in nodes for dim, size in enumerate(_sizes(node))}
     for node in nodes:
         value = node.meta["val"]
         if isinstance(value, torch.SymInt) and facts.expr(value) in known:
-            with changed.graph.inserting_after(nodes[-1]):
-                size = changed.graph.call_function(aten.sym_size.int, known[facts.expr(value)])
+            with gm.graph.inserting_after(nodes[-1]):
+                size = gm.graph.call_function(aten.sym_size.int, known[facts.expr(value)])
             node.replace_all_uses_with(size)
-    changed.recompile()
-    return changed
 
 
 _WRITES = {
@@ -95,21 +94,18 @@ _WRITES = {
 """Ops whose result is their first argument with something written into it."""
 
 
-def _written_in_full(gm: GraphModule) -> GraphModule:
+def _write_in_full(gm: GraphModule) -> None:
     """Expanded tensors are copied before they are written to: inductor writes every sample's part into the one row that
     they share in memory (torch 2.13: `index_put`, `index_add`, `index_copy`, `as_strided_scatter`).
     """
-    changed = copy_graph(gm)
-    for node in list(changed.graph.nodes):
+    for node in list(gm.graph.nodes):
         name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
         if node.op == "call_function" and name in _WRITES and _overlaps(node.args[0]):
-            with changed.graph.inserting_before(node):
-                own = changed.graph.call_function(
+            with gm.graph.inserting_before(node):
+                own = gm.graph.call_function(
                     aten.clone.default, node.args[:1], {"memory_format": torch.contiguous_format}
                 )
             node.replace_input_with(node.args[0], own)
-    changed.recompile()
-    return changed
 
 
 def _overlaps(node: Any) -> bool:

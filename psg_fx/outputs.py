@@ -86,7 +86,7 @@ class Memory:
         self._blocks: list[Block] = []
         self._calls = 0
         self._lock = threading.Lock()
-        settle_allocator()
+        _settle_allocator()
 
     @contextmanager
     def serving(self, places: Places) -> Iterator[None]:
@@ -155,7 +155,7 @@ def _fresh(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, count
 
 
 @functools.cache
-def settle_allocator() -> None:
+def _settle_allocator() -> None:
     """Let the C library keep freed memory below 32 MiB for the next call.  Glibc returns it to the kernel at once until
     a piece of about that size has been freed, which in ordinary training happens sooner or later.
     """

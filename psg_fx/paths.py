@@ -112,9 +112,6 @@ class DenseExpr(Expr):
     def work(self) -> Work:
         return Work(0, self.bytes, self.bytes, calls=2)
 
-    def seconds(self, device: Device) -> float:
-        return device.seconds(self.work(), self.dtype)
-
     def __str__(self) -> str:
         return "unfold(x)" if isinstance(self.child.leaf.form, Patches) else str(self.child)
 

@@ -13,7 +13,7 @@ from psg_fx.cost import product
 from psg_fx.evaluate import compute
 from psg_fx.measure import time_rounds
 from psg_fx.network import OneHot, Patches
-from psg_fx.outputs import Memory, settle_allocator
+from psg_fx.outputs import Memory
 from psg_fx.passes.compile import compile_graph
 from psg_fx.paths import Expr, LeafExpr
 from psg_fx.planning import Plan
@@ -68,7 +68,6 @@ def compiled(
 
 def seconds(runs: Mapping[str, Callable[[], object]], rounds: int = 5, total: float = 0.1) -> dict[str, float]:
     """The median time of each, in interleaved rounds of about `total` seconds each in all."""
-    settle_allocator()
     for run in runs.values():
         run()
     times = time_rounds(runs, rounds=rounds, min_run_time=total, note=lambda text: None)
