@@ -1,13 +1,13 @@
 """How often the planner's choice is the fastest tree, over grids of linear layers, convolutions and embeddings.
 
-    python bench/planner.py [--device cpu|cuda] [--tag NAME] [--only linear,conv,embedding] [--drawn N] [--eager]
+    python bench/planner.py [--device cpu|cuda] [--tag NAME] [--only linear,conv,embedding] [--eager]
+                            [--drawn N [--seed S]]
 
 For each layer and each of norms, clipped sum and gradients: every way whose prediction is within ten times the best is
 timed eagerly; the fastest four of these, if within 2.5 times the first, and the planner's choice are then compiled as
 in a step and timed in interleaved rounds. A choice counts as fastest within 5 % of the best. Constants of the cost
-model were fitted on some layers of these grids; `--drawn N` takes N random layers of each kind instead (with a fixed
-seed), which nothing was fitted on. Writes `bench/results/planner-<tag>.json` and `.md`. Minutes; keep the machine
-otherwise idle.
+model were fitted on layers of these grids, and on those that seed 0 draws; `--drawn N --seed S` takes N other layers of
+each kind. Writes `bench/results/planner-<tag>.json` and `.md`. Minutes; keep the machine otherwise idle.
 """
 
 from __future__ import annotations
@@ -108,9 +108,9 @@ def leaf(label: str, axes: str, sizes: Sequence[int], form: Form | None = None) 
     return Leaf(label, (label,), label, tuple(axes), (B, *map(sympy.Integer, sizes)), form or Dense())
 
 
-def drawn(count: int) -> dict[str, list[tuple[int, ...]]]:
+def drawn(count: int, seed: int) -> dict[str, list[tuple[int, ...]]]:
     """Random layers of every kind, of sizes that take part of a second at most."""
-    source = random.Random(0)
+    source = random.Random(seed)
 
     def sizes(*choices: Sequence[int]) -> tuple[int, ...]:
         return tuple(source.choice(c) for c in choices)
@@ -267,10 +267,11 @@ def main() -> None:
     parser.add_argument("--tag", help="names the result files (default: the device)")
     parser.add_argument("--only", default="linear,conv,embedding", help="kinds of layers, separated by commas")
     parser.add_argument("--drawn", type=int, help="so many random layers of each kind instead of the grids")
+    parser.add_argument("--seed", type=int, default=0, help="which random layers (default 0)")
     parser.add_argument("--eager", action="store_true", help="compile nothing: quick, but chains are not fused")
     args = parser.parse_args()
     device, rows = cost.device(args.device), []
-    grids = drawn(args.drawn) if args.drawn else GRIDS
+    grids = drawn(args.drawn, args.seed) if args.drawn else GRIDS
     for problem, asked in itertools.product(problems(args.only.split(","), grids), ASKS):
         rows.append(judged(problem, asked, device, args.eager))
         print(f"{problem.kind} {problem.title} {asked}: {rows[-1]['ways']} ways")
@@ -281,7 +282,9 @@ def main() -> None:
                 flush=True,
             )
     machine = environment(torch.device(args.device))
-    notes = {"table": device.origin, "timed": "eager" if args.eager else "compiled"}
+    notes: dict[str, Any] = {"table": device.origin, "timed": "eager" if args.eager else "compiled"}
+    if args.drawn:
+        notes["drawn"] = f"{args.drawn} layers of each kind, seed {args.seed}"
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"planner-{args.tag or 'drawn-' * bool(args.drawn) + device_tag(args.device)}"
     data = {"environment": machine, "notes": notes, "rows": rows}

@@ -15,7 +15,9 @@ from psg_fx import cost, facts
 from psg_fx.arguments import BatchDim, Call, take_apart
 from psg_fx.baked import Reads, values_read
 from psg_fx.budget import Budget, in_bytes, memory_size
+from psg_fx.clipping import ClippedSum
 from psg_fx.errors import BadArgument
+from psg_fx.nonfinite import with_finite_sum
 from psg_fx.outputs import Memory, write_into
 from psg_fx.passes.capture import Program
 from psg_fx.passes.compile import compile_graph
@@ -75,8 +77,10 @@ def transform(
         A module: `step(inputs, targets)` with a loss, `step(*args, **kwargs)` without.
 
     Raises:
-        BadArgument: an argument that does not mean anything.  At the first call: SamplesMixed, NotYetSupported,
-        CaptureFailed (all are ValueError).
+        BadArgument: an argument that does not mean anything.
+        SamplesMixed: at the first call: a sample's loss depends on other samples.
+        NotYetSupported: at the first call: the gradients exist, but cannot be computed exactly.
+        CaptureFailed: at the first call: model and loss do not become one graph.
     """
     if not isinstance(model, nn.Module):
         raise BadArgument(
@@ -230,17 +234,20 @@ class LossModule(PerSampleModule):
         step: CompiledStep = self._look_up(call, tracked, lambda: self._build(tracked, call, quantities), variant)
         if step.part is not None and call.batch_size() > step.part:
             return self._in_parts(step.part, call, given, out)
-        return step(call, self._extras(call, given, tracked, step.binding.given), out)
+        extras = self._extras(call, given, tracked, step.binding.given)
+        found = step(call, extras, out)
+        if any(isinstance(q, ClippedSum) and q.nonfinite == "drop" for q in quantities):
+            finite = with_finite_sum(step, call, extras, vars(found))
+            if finite is not None:
+                return _into(found, finite) if out is not None else StepOutput(finite)
+        return found
 
     def _in_parts(self, size: int, call: Call, given: Mapping[str, Any], out: StepOutput | None) -> StepOutput:
         """The step for a batch that does not fit into the memory budget."""
         from psg_fx.microbatch import run_in_parts
 
         found = run_in_parts(self, call, given, size)
-        if out is None:
-            return found
-        write_into(vars(out), vars(found))
-        return out
+        return found if out is None else _into(out, vars(found))
 
     def validate(
         self, inputs: Any, targets: Any = _ABSENT, *, tolerance: float | None = None, **given: Any
@@ -291,6 +298,8 @@ class LossModule(PerSampleModule):
         for quantity in self.settings.quantities:
             for name, value in quantity.values(tracked.shapes, given).items():
                 found[name] = _as_tensor(value, dtypes[name], self._device(call))
+        for name in set(dtypes) - set(found):  # how often each sample counts
+            found[name] = torch.ones(call.batch_size(), dtype=dtypes[name], device=self._device(call))
         unknown = set(given) - {name for quantity in self.settings.quantities for name in quantity.reads}
         if unknown:
             raise BadArgument(
@@ -303,6 +312,12 @@ class LossModule(PerSampleModule):
                 why=f"there is one weight for each of the {call.batch_size()} samples", fix="pass a [B] tensor",
             )  # fmt: skip
         return found
+
+
+def _into(out: StepOutput, fields: Mapping[str, Any]) -> StepOutput:
+    """The output with the values of these fields."""
+    write_into(vars(out), fields)
+    return out
 
 
 def _arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -98,8 +98,8 @@ class Quadratic(Ask):
         raise NotImplementedError
 
     def finish(self, value: torch.Tensor, parts: int) -> torch.Tensor:
-        """A square; of several parts it may be rounded below zero, since cross terms may be negative."""
-        return value.clamp(min=0) if parts > 1 else value
+        """A square; it may be rounded below zero where terms cancel, those of positions or of several parts."""
+        return value.clamp(min=0)
 
 
 @dataclass(frozen=True)

@@ -115,14 +115,15 @@ def _launch(device: torch.device) -> float:
 
 
 def _extra(device: torch.device, flops: Rates, bandwidth: float) -> dict[str, float]:
-    """Constants of single methods: what their time holds beside flops and bytes, for each element."""
-    found = {}
+    """Constants of single methods: what their time holds beside flops and bytes, for each call or element."""
+    tiny = torch.randn(1, 16, 4, 4, device=device)
+    found = {"convolution": seconds(lambda: _weight_gradient(tiny, tiny, 1), device)}
     for name, samples, channels, plane in (
         ("grouped_conv_output", 16, 64, 8), ("grouped_conv_small_output", 4, 256, 2),
     ):  # fmt: skip
         x = torch.randn(1, samples * channels, plane, plane, device=device)
         elements = samples * channels * channels * 9
-        known = 2 * elements * plane**2 / flops["conv", torch.float32]
+        known = 2 * elements * plane**2 / flops["conv", torch.float32] + found["convolution"]
         found[name] = max(seconds(lambda x=x, n=samples: _weight_gradient(x, x, n), device) - known, 0.0) / elements  # type: ignore[misc]
     rows, width, table = 4096, 64, torch.zeros(8192, 64, device=device)
     ids, values = torch.randint(8192, (rows,), device=device), torch.randn(rows, width, device=device)

@@ -57,15 +57,19 @@ def norms_check(*, per: str = "model", squared: bool = False) -> Check:
 
 
 def clip_factors_of(grads: Named, max_norm: Any, per: str, style: str) -> Named:
-    """cᵢ for each parameter, `[B]`: min(1, max_norm/‖gᵢ‖), or max_norm/(‖gᵢ‖ + 0.01) in the automatic style."""
-    factors = {}
-    for name, norm in norms_of(grads, per).items():
+    """cᵢ for each parameter, `[B]`: min(1, max_norm/‖gᵢ‖), or max_norm/(‖gᵢ‖ + 0.01) in the automatic style; 0 where a
+    norm of the sample is not finite.
+    """
+    factors, norms = {}, norms_of(grads, per)
+    finite = torch.stack([norm.isfinite() for norm in norms.values()]).all(0)
+    for name, norm in norms.items():
         value = max_norm[name] if isinstance(max_norm, Mapping) else max_norm
         limit = torch.as_tensor(value, dtype=norm.dtype, device=norm.device)
         if style == "automatic":
             factors[name] = limit / (norm + 0.01)
         else:
-            factors[name] = torch.where(norm > limit, limit / norm, torch.ones_like(norm))
+            factors[name] = torch.where(norm > limit, limit / norm, (limit > 0).to(norm))
+        factors[name] = factors[name].where(finite, 0.0)
     return factors
 
 
@@ -84,7 +88,8 @@ def clipped_sum_check(max_norm: Any, *, per: str = "model", style: str = "abadi"
 
     def expected(losses: Tensor, grads: Named) -> Answer:
         factors = clip_factors_of(grads, max_norm, per, style)
-        return {name: torch.tensordot(factors[name], g, dims=([0], [0])) for name, g in grads.items()}
+        kept = {name: factor > 0 for name, factor in factors.items()}  # 0·NaN is NaN
+        return {n: torch.tensordot(factors[n][kept[n]], g[kept[n]], dims=([0], [0])) for n, g in grads.items()}
 
     return Check("clipped_sum", expected, per_sample=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -12,6 +13,9 @@ from psg_fx.asks import Ask, SquaredNorm, Weighted
 from psg_fx.errors import BadArgument
 from psg_fx.gradient import ParameterGradient
 from psg_fx.quantity import Extra, Joins, Norms, Quantity, Results, Shapes, Weights, check_per, given_weights, total
+
+COUNTED = "counted"
+"""A further input of graphs with a clipped sum, [B]: how often each sample counts, 1 or 0."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +28,17 @@ class ClippedSum(Quantity):
     mapping by name.
     weighted: the sum is Σ_b w_b c_b g_b with weights [B] given at the call, so that a 0 masks a padded sample:
     `step(x, y, weights=mask)`.
+    nonfinite: "drop": a sample whose norm is NaN or inf has factor 0 and no part in the sum; then the sum is computed
+    by a second run of the step over the other samples (with dropout, of other draws).  `out.norms` shows which samples
+    these are. To know, the step waits for the norms, which on CUDA is a synchronisation. "keep": the sum is what
+    arithmetic makes of it, mostly NaN.
     """
 
     max_norm: Any
     per: str = "model"
     style: str = "abadi"
     weighted: bool = False
+    nonfinite: str = "drop"
     field: ClassVar[str] = "clipped_sum"
 
     @property
@@ -48,15 +57,25 @@ class ClippedSum(Quantity):
                 why="it says how factors follow from norms",
                 fix='style="abadi" or style="automatic"',
             )  # fmt: skip
+        if self.nonfinite not in ("drop", "keep"):
+            raise BadArgument(
+                f"nonfinite={self.nonfinite!r} is unknown", where="ClippedSum(nonfinite=...)",
+                why="it says what becomes of samples whose norm is NaN or inf",
+                fix='nonfinite="drop" or nonfinite="keep"',
+            )  # fmt: skip
         for value in self.max_norm.values() if isinstance(self.max_norm, Mapping) else [self.max_norm]:
-            _check_max_norm(value)
+            _check_max_norm(value, self.style)
 
     def asks(self) -> tuple[Ask, ...]:
         return (SquaredNorm(), Weighted("clip", late=True))
 
     def extras(self, gradients: Mapping[str, ParameterGradient]) -> dict[str, Extra]:
         found = {"max_norm": Extra(() if self.per == "model" else (len(gradients),))}
-        return found | ({"weights": Extra((None,))} if self.weighted else {})
+        return found | {name: Extra((None,)) for name in self._scales()}
+
+    def _scales(self) -> list[str]:
+        """Further inputs that multiply the factors."""
+        return [COUNTED] * (self.nonfinite == "drop") + ["weights"] * self.weighted
 
     def values(self, shapes: Shapes, given: Mapping[str, Any]) -> dict[str, Any]:
         return {"max_norm": self._bounds(shapes)} | (given_weights("ClippedSum", given) if self.weighted else {})
@@ -79,15 +98,20 @@ class ClippedSum(Quantity):
             factors = dict.fromkeys(sq_norms, self._factor(total(sq_norms).sqrt(), limit))
         else:
             factors = {n: self._factor(v.sqrt(), limit[i]) for i, (n, v) in enumerate(sq_norms.items())}
-        if not self.weighted:
+        scales = [extras[name] for name in self._scales()]
+        if not scales:
             return {"factors": factors, "clip": factors}
-        return {"factors": factors, "clip": {n: c * extras["weights"].to(c.dtype) for n, c in factors.items()}}
+        scale = math.prod(scales[1:], start=scales[0])
+        if self.per == "model":
+            some = next(iter(factors.values()))
+            return {"factors": factors, "clip": dict.fromkeys(factors, some * scale.to(some.dtype))}
+        return {"factors": factors, "clip": {n: c * scale.to(c.dtype) for n, c in factors.items()}}
 
     def _factor(self, norm: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
         limit = limit.to(norm.dtype)
         if self.style == "automatic":
             return limit / (norm + 0.01)
-        return torch.where(norm > limit, limit / norm, 1.0)
+        return torch.where(norm > limit, limit / norm, (limit > 0).to(norm.dtype))
 
     def finish(self, r: Results, weights: Weights, batch: int) -> dict[str, Any]:
         norms = Norms(per=self.per).finish(r, weights, batch)
@@ -102,13 +126,15 @@ class ClippedSum(Quantity):
         return {"clipped_sum": "sum", "clip_factors": "cat", "norms": "cat"}
 
 
-def _check_max_norm(value: Any) -> None:
+def _check_max_norm(value: Any, style: str) -> None:
     if isinstance(value, torch.Tensor):
         if value.ndim != 0 or not value.is_floating_point():
             raise _bad_max_norm(value, "a tensor must be a 0-d floating-point one")
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
         raise _bad_max_norm(value, "a norm's bound is a number that is not negative")
+    if style == "automatic" and math.isinf(value):
+        raise _bad_max_norm(value, 'style="automatic" divides it by the norm, so all factors would be infinite')
 
 
 def _bad_max_norm(value: Any, why: str) -> BadArgument:

@@ -50,7 +50,7 @@ class Device:
 
     flops: flop/s for each kind of step and dtype.  bandwidth: bytes/s.  launch: seconds for a kernel.
     kept: seconds per byte of what is kept until all norms are known, the price of its memory: on CPU the first touch.
-    extra: further constants, seconds per unit, named by the method that reads them.
+    extra: further constants, seconds per unit or call, named by the method that reads them.
     origin: where the rates come from, as `explain()` says it.  working: seconds per byte that a tree holds at once, to
     plan for little memory.
     """
@@ -86,11 +86,16 @@ def _float32(**rates: float) -> dict[tuple[str, torch.dtype], float]:
 # CUDA: data-sheet figures of an 80 GB class device with TF32 off, derated; not measured yet.
 CPU = Device(
     "cpu",
-    flops=_float32(gemm=1.7e11, bmm=1.55e11, conv=1.8e11, reduce=4.0e10, pointwise=1.5e10),
+    flops=_float32(gemm=1.7e11, bmm=1.55e11, conv=3.4e11, reduce=4.0e10, pointwise=1.5e10),
     bandwidth=2.5e10,
     launch=4e-6,
     kept=3.4e-10,
-    extra={"grouped_conv_small_output": 1.7e-9, "grouped_conv_output": 3e-10, "scatter": 7.5e-10},
+    extra={
+        "convolution": 5e-5,
+        "grouped_conv_small_output": 1.7e-9,
+        "grouped_conv_output": 3e-10,
+        "scatter": 7.5e-10,
+    },  # fmt: skip
     origin="the shipped table",
 )
 CUDA = Device(
@@ -99,7 +104,7 @@ CUDA = Device(
     bandwidth=2.5e12,
     launch=3e-6,
     kept=0.0,
-    extra={"grouped_conv_small_output": 1e-11, "grouped_conv_output": 2e-12, "scatter": 1e-11},
+    extra={"convolution": 1e-5, "grouped_conv_small_output": 1e-11, "grouped_conv_output": 2e-12, "scatter": 1e-11},
     origin="the shipped table",
 )
 

@@ -128,23 +128,26 @@ class CompiledStep:
         self.binding = Binding(gm, model, loss_fn)
         self.part: int | None = facts.graph_facts(gm).data["plan"].part
 
-    def __call__(self, call: Call, extras: Mapping[str, torch.Tensor], out: StepOutput | None = None) -> StepOutput:
-        """The results for one call, in the tensors of `out` if it is given."""
+    def __call__(
+        self, call: Call, extras: Mapping[str, torch.Tensor], out: StepOutput | None = None, *, buffers: bool = True
+    ) -> StepOutput:
+        """The results for one call, in the tensors of `out` if it is given.  buffers: leave the model's as forward does."""
         former = {} if out is None else vars(out)
         with plain_mode():
             arguments = self.binding.arguments(call, extras)
             with self._memory.lent(pytree.tree_leaves(former)):
-                fields = self.binding.fields(self._results(call, arguments))
+                fields = self.binding.fields(self._results(call, arguments, buffers))
             if out is None:
                 return StepOutput(fields)
             write_into(former, fields)
         return out
 
-    def _results(self, call: Call, arguments: Sequence[torch.Tensor]) -> Sequence[Any]:
+    def _results(self, call: Call, arguments: Sequence[torch.Tensor], buffers: bool) -> Sequence[Any]:
         if call.batch_size() == 0:
             return no_samples(self.gm, arguments[0].device)
         results = self._run(*arguments)
-        self.binding.write_buffers(results)
+        if buffers:
+            self.binding.write_buffers(results)
         return results
 
 

@@ -22,7 +22,7 @@ LAYERS = [
     {"passes"},
     {"passes.pipeline"},
     {"sitecost"},
-    {"step", "report", "checks", "validation", "reference"},
+    {"step", "nonfinite", "report", "checks", "validation", "reference"},
     {"api", "drop_in", "microbatch"},
 ]  # fmt: skip
 """Lowest first; a module imports from layers below its own, or from neighbours that do not import it."""

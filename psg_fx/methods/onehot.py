@@ -108,7 +108,7 @@ class Scatter(Method):
         first, _ = _split(p)
         other = p.b if first else p.a
         table, rows = p.bytes(self.out(p)), p.bytes(other.axes)
-        return Work(p.count(other.axes), 2 * rows, table + rows, "pointwise", 2)
+        return Work(p.count(other.axes), 2 * rows, table + rows, "pointwise", 5)
 
     def seconds(self, p: Pair, device: Device) -> float:
         first, _ = _split(p)

@@ -107,7 +107,7 @@ class GroupedConv(Method):
         _, form, _ = _split(p)
         small = not form.out_space or form.out_space[-1] <= 2
         rate = device.extra["grouped_conv_small_output" if small else "grouped_conv_output"]
-        return device.seconds(_in_blocks(p, self.work(p)), p.dtype) + float(p.count(p.out)) * rate
+        return _convolution_seconds(p, device, groups=True) + float(p.count(p.out)) * rate
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         form, x, grad = _operands(p, a, b)
@@ -120,16 +120,20 @@ class GroupedConv(Method):
         return found.reshape(n, form.groups, outputs, -1)
 
 
-def _in_blocks(p: Pair, work: Work) -> Work:
-    """The work of a convolution with groups, at the rate of a dense one: kernels compute blocks of eight channels and
-    more, and depthwise ones have fast kernels for small windows alone (oneDNN; bench/convolutions.py).
+def _convolution_seconds(p: Pair, device: Device, groups: bool) -> float:
+    """Kernels compute blocks of 16 channels in and out. With groups, what is left over is computed slowly, and depthwise
+    ones have fast kernels for small windows alone (oneDNN; bench/convolutions.py).
     """
     _, form, axes = _split(p)
-    channels = p.sizes[axes[3]] // math.prod(form.kernel)
-    if channels >= 8:
-        return work
-    depthwise = channels == 1 and p.sizes[_other_axis(p)] == 1
-    return replace(work, flops=work.flops * ((8 if max(form.kernel) <= 3 else 28) if depthwise else 5))
+    inputs, outputs = p.sizes[axes[3]] // math.prod(form.kernel), p.sizes[_other_axis(p)]
+    if inputs == outputs == 1 and groups:
+        slower = 16.0 if max(form.kernel) <= 3 else 53.0
+    else:
+        slower = (-inputs % 16 + inputs) * (-outputs % 16 + outputs) / (inputs * outputs)
+        if groups and inputs >= 8:
+            slower *= 4.0 if outputs % 8 else 1.5 if inputs % 16 or outputs % 16 else 1.0
+    work = _convolution_work(p)
+    return device.seconds(replace(work, flops=work.flops * slower), p.dtype) + device.extra["convolution"]
 
 
 class ConvWeight(Method):
@@ -148,8 +152,7 @@ class ConvWeight(Method):
         return _convolution_work(p)
 
     def seconds(self, p: Pair, device: Device) -> float:
-        work = self.work(p)
-        return device.seconds(_in_blocks(p, work) if _split(p)[1].groups > 1 else work, p.dtype)
+        return _convolution_seconds(p, device, groups=_split(p)[1].groups > 1)
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         form, x, grad = _operands(p, a, b)
