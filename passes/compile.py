@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,9 +12,10 @@ from torch.fx import GraphModule, Node
 
 from psg_fx import facts
 from psg_fx.outputs import Memory, Places
-from psg_fx.torch_private import inductor_modes, marked_dynamic
+from psg_fx.stages import Stage
+from psg_fx.torch_private import compilations, inductor_modes, marked_dynamic
 
-from .runner import copy_graph
+from .runner import History, Step, copy_graph, log
 
 aten = torch.ops.aten
 Flat = Callable[..., Sequence[Any]]
@@ -26,10 +28,10 @@ _CPU_OPTIONS = {"layout_optimization": False}
 
 def compile_graph(
     gm: GraphModule, backend: str, mode: str | None, options: dict[str, Any] | None, dynamic: bool | None, device: str,
-    memory: Memory,
+    memory: Memory, history: History,
 ) -> Flat:  # fmt: skip
     """`torch.compile(gm)`; `backend="eager"` runs the graph as it is.  The user's options come before ours, and ours
-    before those of the mode.
+    before those of the mode.  history: where compiling is recorded, whenever torch does it.
     """
     if backend == "eager":
         return _with_reshapes(gm)
@@ -44,6 +46,7 @@ def compile_graph(
         _write_in_full(gm)
     gm.recompile()
     run: Flat = torch.compile(gm, backend=backend, mode=mode, options=options, dynamic=by_size, fullgraph=True)
+    run = _recorded(run, gm, backend, history)
     if dynamic:
         run = _marking(run, gm)
     if backend != "inductor":
@@ -51,6 +54,28 @@ def compile_graph(
     if device == "cuda" and options and options.get("triton.cudagraphs"):
         return _outside_cuda_graphs(run, memory.keep)
     return _serving(run, memory) if device == "cpu" else run
+
+
+def _recorded(run: Flat, gm: GraphModule, backend: str, history: History) -> Flat:
+    """What torch compiles while the graph runs is a step of the history, and is shown."""
+    count, began = sum(node.op == "call_function" for node in gm.graph.nodes), 0.0
+
+    def started() -> None:
+        nonlocal began
+        began = time.perf_counter()
+        history.progress.say(f"compiling {count} ops with {backend}")
+
+    def ended() -> None:
+        history.progress.say("")
+        seconds = time.perf_counter() - began
+        history.record(Step("compile", Stage.TIDIED, Stage.TIDIED, seconds, count, count))
+        log.info("compiled %d ops with %s in %.1f s", count, backend, seconds)
+
+    def recorded(*tensors: Any) -> Sequence[Any]:
+        with compilations(started, ended):
+            return run(*tensors)
+
+    return recorded
 
 
 def _marking(run: Flat, gm: GraphModule) -> Flat:

@@ -20,7 +20,7 @@ from .differentiate import differentiate
 from .lower import lower
 from .networks import merge, networks
 from .plan import plan
-from .runner import History, Step, graph_pass, run
+from .runner import History, Step, graph_pass, log, run
 from .sites import find_sites
 from .tidy import tidy
 from .unreduce import unreduce
@@ -31,10 +31,9 @@ UNREDUCE = graph_pass("unreduce", before=Stage.BATCHED, after=Stage.UNREDUCED)(u
 
 def run_pipeline(
     program: Program, call: Call, tracked: dict[str, str], quantities: Sequence[Quantity], dtype: torch.dtype,
-    device: Device, input_gradients: tuple[bool, ...] = (), budget: Budget | None = None,
-) -> tuple[GraphModule, History]:  # fmt: skip
-    """From a model and a loss to a lowered graph, with every stage on the way."""
-    history = History()
+    device: Device, history: History, input_gradients: tuple[bool, ...] = (), budget: Budget | None = None,
+) -> GraphModule:  # fmt: skip
+    """From a model and a loss to a lowered graph; every stage on the way is kept in `history`."""
     gm = record_capture(program, call, tracked, history)
     gm = run(BATCH, gm, history)
     gm = run(UNREDUCE, gm, history)
@@ -46,15 +45,18 @@ def run_pipeline(
     gm = run(plan, gm, history, asks=asks, device=device, size=call.batch_size(), budget=budget)
     gm = run(lower, gm, history, quantities=quantities, dtype=dtype)
     gm = run(tidy, gm, history)
-    return gm, history
+    name, seconds = type(program.model).__name__, sum(step.seconds for step in history.steps)
+    log.info("%s: captured, planned and lowered in %.1f s, %d nodes", name, seconds, len(gm.graph.nodes))
+    return gm
 
 
 def record_capture(program: Program, call: Call, tracked: dict[str, str], history: History) -> GraphModule:
     """Capture, verified and recorded like any other pass."""
     start = time.perf_counter()
-    gm = capture(program, call, tracked)
-    verify(gm, Stage.CAPTURED)
+    with history.passing("capture"):
+        gm = capture(program, call, tracked)
+        verify(gm, Stage.CAPTURED)
     seconds = time.perf_counter() - start
     history.graphs[Stage.CAPTURED.value] = gm
-    history.steps.append(Step("capture", Stage.CAPTURED, Stage.CAPTURED, seconds, 0, len(gm.graph.nodes)))
+    history.record(Step("capture", Stage.CAPTURED, Stage.CAPTURED, seconds, 0, len(gm.graph.nodes)))
     return gm

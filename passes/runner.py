@@ -1,15 +1,17 @@
-"""Runs passes: copy, verify, call, lint, verify, record."""
+"""Runs passes: copy, verify, call, lint, verify, record, show."""
 
 from __future__ import annotations
 
 import copy
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torch.fx import GraphModule
 
+from psg_fx.progress import Progress
 from psg_fx.stages import Stage, verify
 from psg_fx.torch_private import module_without_code
 
@@ -42,10 +44,22 @@ class Step:
 
 @dataclass
 class History:
-    """Every stage of one compilation, in order: the graphs and the steps between them."""
+    """Every stage of one compilation, in order: the graphs and the steps between them; where they show themselves."""
 
     graphs: dict[str, GraphModule] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
+    progress: Progress = field(default_factory=Progress)
+
+    @contextmanager
+    def passing(self, name: str) -> Iterator[None]:
+        """A pass that has begun, and is shown until it ends."""
+        with self.progress.doing(f"{name} (pass {len(self.steps) + 1})"):
+            yield
+
+    def record(self, step: Step) -> None:
+        """A step that is done."""
+        self.steps.append(step)
+        log.debug("%-14s %6.0f ms  %d -> %d nodes", step.name, 1e3 * step.seconds, step.nodes_before, step.nodes_after)
 
 
 def graph_pass(name: str, *, before: Stage, after: Stage) -> Callable[[Transform], GraphPass]:
@@ -57,16 +71,14 @@ def run(step: GraphPass, gm: GraphModule, history: History, **arguments: object)
     """Run one pass on a copy of `gm` and keep the result in `history`."""
     verify(gm, step.before)
     start = time.perf_counter()
-    result = step.call(_without_code(gm), **arguments)
-    result.graph.lint()
-    result.recompile()
+    with history.passing(step.name):
+        result = step.call(_without_code(gm), **arguments)
+        result.graph.lint()
+        result.recompile()
     seconds = time.perf_counter() - start
     verify(result, step.after)
     history.graphs[step.after.value] = result
-    history.steps.append(
-        Step(step.name, step.before, step.after, seconds, len(gm.graph.nodes), len(result.graph.nodes))
-    )
-    log.debug("%-14s %6.0f ms  %d -> %d nodes", step.name, 1e3 * seconds, len(gm.graph.nodes), len(result.graph.nodes))
+    history.record(Step(step.name, step.before, step.after, seconds, len(gm.graph.nodes), len(result.graph.nodes)))
     return result
 
 

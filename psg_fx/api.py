@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +25,7 @@ from psg_fx.passes.capture import Program
 from psg_fx.passes.compile import compile_graph
 from psg_fx.passes.pipeline import run_pipeline
 from psg_fx.passes.runner import History
+from psg_fx.progress import Progress
 from psg_fx.quantity import Grads, Quantity
 from psg_fx.settings import Settings, needs_loss
 from psg_fx.state import ParamFilter, Tracked, capture_key, tracked_parameters
@@ -49,6 +52,7 @@ def transform(
     dynamic: bool | None = None,
     reuse_outputs: bool = False,
     memory_budget: float | None = None,
+    progress: bool = True,
 ) -> PerSampleModule:
     """Compile a model and its loss into one graph that computes per-sample quantities.
 
@@ -72,6 +76,7 @@ def transform(
         memory_budget: with a loss: what a step may allocate beside parameters and inputs, in bytes (int) or as a
             fraction of the device's memory (float).  The planner trades time for memory: cheaper trees, then parts of
             the batch one after the other, whose outputs are put together as by `microbatch`.
+        progress: while a step is captured and compiled, a line on stderr says so, if that is a terminal.
 
     Returns:
         A module: `step(inputs, targets)` with a loss, `step(*args, **kwargs)` without.
@@ -90,7 +95,7 @@ def transform(
     asked = (quantities,) if isinstance(quantities, Quantity) else () if quantities is None else tuple(quantities)
     settings = Settings(
         (Grads(),) if quantities is None else asked, params, batch_dim, loss_reduction, backend, mode, options, dynamic,
-        reuse_outputs, memory_budget,
+        reuse_outputs, memory_budget, progress,
     )  # fmt: skip
     if loss_fn is not None:
         return LossModule(model, loss_fn, settings)
@@ -146,8 +151,11 @@ class PerSampleModule(nn.Module):
 
     @property
     def timings(self) -> dict[str, float]:
-        """Seconds spent in each pass of the last capture."""
-        return {step.name: step.seconds for step in self._history("timings").steps}
+        """Seconds spent in each pass of the last capture, and in all that torch has compiled of it ("compile")."""
+        found: dict[str, float] = {}
+        for step in self._history("timings").steps:
+            found[step.name] = found.get(step.name, 0.0) + step.seconds
+        return found
 
     def print_graph(self, stage: str = "tidied") -> str:
         """Print (and return) a stage's graph as readable Python."""
@@ -171,6 +179,16 @@ class PerSampleModule(nn.Module):
         from psg_fx.report import explain
 
         return explain(self.graphs, measure)
+
+    def report(self, path: str | PathLike[str], *, measure: bool = False) -> Path:
+        """Write one HTML file that opens in any browser and needs nothing else: the graph after every pass with what
+        is known of each node, the plan, time per site and memory over the step.
+
+        path: of the file.  measure: as in `explain`.  Returns the path.
+        """
+        from psg_fx.html import write_report
+
+        return write_report(path, self.model, self.loss_fn, self._history("report"), measure)
 
     def _history(self, what: str) -> History:
         if self._last is None:
@@ -281,9 +299,10 @@ class LossModule(PerSampleModule):
             limit = in_bytes(self.settings.memory_budget, memory_size(self._device(call)))
             budget = Budget(limit, parts=all(q.joins() for q in quantities))
         dtype = self._extras_dtype()
-        gm, history = run_pipeline(program, call, tracked.aliases, quantities, dtype, device, budget=budget)
+        history = History(progress=Progress(self.settings.progress))
+        gm = run_pipeline(program, call, tracked.aliases, quantities, dtype, device, history, budget=budget)
         s = self.settings
-        run = compile_graph(gm, s.backend, s.mode, s.options, s.dynamic, device.name, self._memory)
+        run = compile_graph(gm, s.backend, s.mode, s.options, s.dynamic, device.name, self._memory, history)
         return CompiledStep(gm, history, self.model, self.loss_fn, run, self._memory)
 
     def _extras_dtype(self) -> torch.dtype:

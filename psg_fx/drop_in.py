@@ -22,6 +22,7 @@ from psg_fx.passes.capture import Program
 from psg_fx.passes.compile import compile_graph
 from psg_fx.passes.pipeline import run_pipeline
 from psg_fx.passes.runner import History, copy_graph
+from psg_fx.progress import Progress
 from psg_fx.state import Tracked, tracked_parameters
 from psg_fx.step import Binding, no_samples, plain_mode
 from psg_fx.torch_private import partition
@@ -54,13 +55,14 @@ class DropInModule(PerSampleModule):
         program = Program(self.model, None, call)
         wanted = tuple(t.requires_grad for t in call.tensors)
         device = cost.device(self._device(call).type)
-        gm, history = run_pipeline(
-            program, call, tracked.aliases, self.settings.quantities, torch.float32, device, wanted
+        history = History(progress=Progress(self.settings.progress))
+        gm = run_pipeline(
+            program, call, tracked.aliases, self.settings.quantities, torch.float32, device, history, wanted
         )
 
         def compiled(graph: GraphModule) -> Callable[..., Sequence[Any]]:
             s = self.settings
-            return compile_graph(graph, s.backend, s.mode, s.options, s.dynamic, device.name, self._memory)
+            return compile_graph(graph, s.backend, s.mode, s.options, s.dynamic, device.name, self._memory, history)
 
         return SplitStep(gm, history, program, compiled)
 

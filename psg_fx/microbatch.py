@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -11,16 +10,17 @@ import torch
 from psg_fx.api import LossModule, PerSampleModule, StepOutput
 from psg_fx.arguments import Call
 from psg_fx.errors import BadArgument
+from psg_fx.progress import Progress
 from psg_fx.quantity import Join
 
-Progress = bool | Callable[[int, int], None]
+Report = bool | Callable[[int, int], None]
 
 
 def _nothing(done: int, total: int) -> None:
     """No display."""
 
 
-def microbatch(step: PerSampleModule, size: int, *, progress: Progress = False) -> Callable[..., StepOutput]:
+def microbatch(step: PerSampleModule, size: int, *, progress: Report = False) -> Callable[..., StepOutput]:
     """A function that is called as the step is, runs it on parts of at most `size` samples, and joins the outputs.
 
     Sums are accumulated in the result of the first part, and means in one tensor more, so the memory is that of one
@@ -48,7 +48,8 @@ def microbatch(step: PerSampleModule, size: int, *, progress: Progress = False) 
             why="each part holds so many samples", fix="a positive int",
         )  # fmt: skip
     _joins(step)
-    report = progress if callable(progress) else _show if progress else _nothing
+    line = Progress(progress is True)
+    report = progress if callable(progress) else lambda done, total: line.say(f"{done} of {total} parts")
 
     def run(inputs: Any, *targets: Any, **given: Any) -> StepOutput:
         """The output of the step for the whole batch."""
@@ -56,7 +57,10 @@ def microbatch(step: PerSampleModule, size: int, *, progress: Progress = False) 
         if call.batch_size() <= size:
             whole: StepOutput = step(inputs, *targets, **given)
             return whole
-        return run_in_parts(step, call, given, size, report)
+        try:
+            return run_in_parts(step, call, given, size, report)
+        finally:
+            line.say("")
 
     return run
 
@@ -140,12 +144,6 @@ class Joined:
         shared = start in self._own or (self._overwritten and value.is_cuda)
         self._own.add(start)
         return value.clone() if shared else value
-
-
-def _show(done: int, total: int) -> None:
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r{done} of {total} parts" + "\n" * (done == total))
-        sys.stderr.flush()
 
 
 __all__ = ["microbatch"]

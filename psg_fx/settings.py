@@ -30,6 +30,7 @@ class Settings:
     dynamic: bool | None = None
     reuse_outputs: bool = False
     memory_budget: float | None = None
+    progress: bool = True
 
     def __post_init__(self) -> None:
         _check_quantities(self.quantities)

@@ -15,6 +15,7 @@ from psg_fx.measure import time_rounds
 from psg_fx.network import OneHot, Patches
 from psg_fx.outputs import Memory
 from psg_fx.passes.compile import compile_graph
+from psg_fx.passes.runner import History
 from psg_fx.paths import Expr, LeafExpr
 from psg_fx.planning import Plan
 
@@ -57,7 +58,7 @@ def compiled(
         return tuple(evaluate(dict(zip(given, inputs, strict=True))))
 
     gm = make_fx(evaluated, tracing_mode="fake")(*tensors)
-    run = compile_graph(gm, backend, None, None, False, tensors[0].device.type, Memory(keep=False))
+    run = compile_graph(gm, backend, None, None, False, tensors[0].device.type, Memory(keep=False), History())
 
     def once() -> object:
         with torch.no_grad():

@@ -10,7 +10,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 LAYERS = [
-    {"errors", "formulas", "layout", "cost", "measure", "outputs", "recurrence", "torch_private", "tracing"},
+    {
+        "errors", "formulas", "layout", "cost", "measure", "outputs", "progress", "recurrence", "torch_private", "tracing",
+    },
     {"facts", "network", "each", "arguments", "baked", "custom"},
     {"axes", "sites", "methods"},
     {"gradient", "paths", "state", "prefixes", "overlap"},
@@ -23,6 +25,7 @@ LAYERS = [
     {"passes.pipeline"},
     {"sitecost"},
     {"step", "nonfinite", "report", "checks", "validation", "reference"},
+    {"html"},
     {"api", "drop_in", "microbatch"},
 ]  # fmt: skip
 """Lowest first; a module imports from layers below its own, or from neighbours that do not import it."""

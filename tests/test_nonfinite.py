@@ -76,8 +76,10 @@ def test_other_quantities_and_buffers_are_those_of_one_run() -> None:
     asked = [psg_fx.ClippedSum(0.5), psg_fx.Norms(per="parameter"), psg_fx.Grads(), psg_fx.MeanGrad()]
     out = psg_fx.transform(model, F.cross_entropy, quantities=asked, backend="eager")(x, y)
     assert model.calls == 1
-    assert out.losses[2].isnan() and out.losses[[0, 1, 3, 4]].isfinite().all()
-    assert out.grads["head.weight"][2].isnan().all() and out.mean_grad["head.weight"].isnan().all()
+    assert out.losses[2].isnan()
+    assert out.losses[[0, 1, 3, 4]].isfinite().all()
+    assert out.grads["head.weight"][2].isnan().all()
+    assert out.mean_grad["head.weight"].isnan().all()
     assert out.clipped_sum["head.weight"].isfinite().all()
 
 
@@ -99,7 +101,8 @@ def test_written_into_a_former_output() -> None:
     again = step(x, y, out=former)
     rest = torch.tensor([0, 1, 3, 4])
     expected = step_of(model)(x[rest], y[rest]).clipped_sum["head.weight"]
-    assert again is former and again.clipped_sum["head.weight"] is kept
+    assert again is former
+    assert again.clipped_sum["head.weight"] is kept
     torch.testing.assert_close(kept, expected, rtol=1e-12, atol=1e-14)
 
 
@@ -111,7 +114,8 @@ def test_kept_on_demand() -> None:
 def test_validation_follows_the_rule() -> None:
     model, x, y = batch(float("nan"))
     report = step_of(model).validate(x, y)
-    assert report.ok and "clipped_sum" in str(report)
+    assert report.ok
+    assert "clipped_sum" in str(report)
 
 
 def test_rounding_does_not_make_a_norm_nan() -> None:
@@ -125,7 +129,8 @@ def test_rounding_does_not_make_a_norm_nan() -> None:
     )
     out = step(x)
     assert "((ȳ·ȳ)·(x·x))" in step.explain()
-    assert out.norms.isfinite().all() and (out.norms == 0).any()
+    assert out.norms.isfinite().all()
+    assert (out.norms == 0).any()
 
 
 def test_a_bound_of_zero_holds_where_squares_underflow() -> None:
@@ -134,7 +139,8 @@ def test_a_bound_of_zero_holds_where_squares_underflow() -> None:
         model, lambda out: 1e-25 * out.sum(1), quantities=psg_fx.ClippedSum(max_norm=0.0), backend="eager"
     )
     out = step(x)
-    assert (out.norms == 0).all() and all((value == 0).all() for value in out.clipped_sum.values())
+    assert (out.norms == 0).all()
+    assert all((value == 0).all() for value in out.clipped_sum.values())
 
 
 def test_automatic_clipping_needs_a_bound() -> None:

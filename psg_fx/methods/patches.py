@@ -121,7 +121,7 @@ class GroupedConv(Method):
 
 
 def _convolution_seconds(p: Pair, device: Device, groups: bool) -> float:
-    """Kernels compute blocks of 16 channels in and out. With groups, what is left over is computed slowly, and depthwise
+    """Kernels compute blocks of 16 channels in and out. With groups, what is left over is slow, and depthwise
     ones have fast kernels for small windows alone (oneDNN; bench/convolutions.py).
     """
     _, form, axes = _split(p)

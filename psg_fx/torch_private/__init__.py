@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 from torch._decomp import core_aten_decompositions
+from torch._dynamo import callback_handler
 from torch._dynamo.source import ConstantSource
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.codecache import PyCodeCache
@@ -34,6 +35,7 @@ aten = torch.ops.aten
 __all__ = [
     "allocating",
     "autocast_key",
+    "compilations",
     "core_decompositions",
     "empty_strided_cpu",
     "fake_batch",
@@ -55,6 +57,29 @@ __all__ = [
 def core_decompositions() -> Mapping[OpOverload, Callable[..., Any]]:
     """Torch's decompositions into core ATen ops."""
     return dict(core_aten_decompositions())
+
+
+@contextlib.contextmanager
+def compilations(started: Callable[[], None], ended: Callable[[], None]) -> Iterator[None]:
+    """While open, these are called before and after all that torch compiles in this thread."""
+    thread = threading.get_ident()
+
+    def first(_: object) -> None:
+        if threading.get_ident() == thread:
+            started()
+
+    def last(_: object) -> None:
+        if threading.get_ident() == thread:
+            ended()
+
+    callback_handler.register_start_callback(first)
+    callback_handler.register_end_callback(last)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # `torch._dynamo.reset()` forgets them all
+            callback_handler.remove_start_callback(first)
+            callback_handler.remove_end_callback(last)
 
 
 def module_without_code(gm: GraphModule, graph: Graph) -> GraphModule:
