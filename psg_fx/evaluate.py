@@ -8,7 +8,7 @@ import torch
 
 from psg_fx.asks import Ask, Materialized, Weighted
 from psg_fx.gradient import ParameterGradient
-from psg_fx.layout import permute, reshape
+from psg_fx.layout import contiguous, permute, reshape
 from psg_fx.methods import onehot, patches
 from psg_fx.methods.dense import accumulation_dtype
 from psg_fx.network import Axes, OneHot, Patches
@@ -65,7 +65,8 @@ class Evaluator:
         if not parts:
             return torch.zeros(shape, dtype=dtype, device=self.device)
         values = [self._pulled(part, gradient) if ask.like_parameter else self._value(part, gradient) for part in parts]
-        return reshape(ask.finish(sum(values[1:], start=values[0]), len(values)), shape).to(dtype)
+        found = reshape(ask.finish(sum(values[1:], start=values[0]), len(values)), shape).to(dtype)
+        return contiguous(found) if ask.like_parameter else found
 
     def _value(self, part: Part, gradient: ParameterGradient) -> torch.Tensor:
         """The part's contraction with its axes in the network's order."""

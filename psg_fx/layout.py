@@ -28,6 +28,17 @@ def reshape(x: torch.Tensor, shape: Sequence[Any]) -> torch.Tensor:
     return x.reshape(list(shape))
 
 
+def contiguous(x: torch.Tensor) -> torch.Tensor:
+    """`x.contiguous()`, or x itself where that changes nothing; asks nothing about symbols."""
+    expected: Any = 1
+    for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
+        if not same_size(size, 1):
+            if not same_size(stride, expected):
+                return x.contiguous()
+            expected = expected * size
+    return x
+
+
 def memory_order(x: torch.Tensor) -> list[int]:
     """The dims of x from the slowest to the fastest in memory."""
     strides = x.stride()

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 Maybe = Tensor | None
-_LIBRARY = torch.library.Library("psg_fx", "DEF")
+_LIBRARY = torch.library.Library("psg_fx", "FRAGMENT")
 _NONLINEAR = {"tanh": torch.tanh_, "relu": torch.relu_}
 
 

@@ -131,7 +131,7 @@ class CompiledStep:
     def __call__(
         self, call: Call, extras: Mapping[str, torch.Tensor], out: StepOutput | None = None, *, buffers: bool = True
     ) -> StepOutput:
-        """The results for one call, in the tensors of `out` if it is given.  buffers: write those that forward writes."""
+        """The results for one call, in the tensors of `out` if it is given.  buffers: whether to write them, too."""
         former = {} if out is None else vars(out)
         with plain_mode():
             arguments = self.binding.arguments(call, extras)

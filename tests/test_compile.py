@@ -110,6 +110,19 @@ def test_one_compilation_serves_all_batch_sizes_without_a_loss(name: str) -> Non
     assert counts == [2, 4, 4, 4, 4, 4]
 
 
+def test_inductor_compiles_a_convolution_once_for_all_batch_sizes() -> None:
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(16, 16, 3), nn.Tanh(), nn.AvgPool2d(30), nn.Flatten(), nn.Linear(16, 3))
+    x, y = torch.randn(9, 16, 32, 32), torch.randint(3, (9,))
+    step = psg_fx.transform(model, F.cross_entropy, quantities=[Grads(), ClippedSum(0.1)], dynamic=True)
+    want = psg_fx.transform(model, F.cross_entropy, quantities=[Grads(), ClippedSum(0.1)], backend="eager")
+    for size in (6, 2, 9, 4):
+        compare(step(x[:size], y[:size]), want(x[:size], y[:size]))
+    assert captures() == 1
+    assert "grouped-conv" in step.explain()
+
+
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
 def test_modes(mode: str) -> None:
     torch.manual_seed(0)

@@ -138,6 +138,7 @@ def compare(out: Any, truth: Truth, quantities: list[Any], tolerance: float) -> 
             got, want = getattr(out, field), truth.expected(field, quantity)
             if isinstance(want, dict):
                 assert list(got) == list(want), field
+                assert all(value.is_contiguous() for value in got.values()), field
                 error = oracle.worst_error(got, want)
             else:
                 error = oracle.relative_error(got, want)

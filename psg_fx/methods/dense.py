@@ -30,7 +30,7 @@ class Multiply(Method):
         return p.a.dense and p.b.dense and all(x in p.out or p.sizes[x] == 1 for x in p.everything)
 
     def out(self, p: Pair) -> Axes:
-        return tuple(x for x in p.everything if x in p.out)
+        return p.out if p.left and p.right else tuple(x for x in p.everything if x in p.out)
 
     def work(self, p: Pair) -> Work:
         read, written = p.moved()

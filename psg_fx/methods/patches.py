@@ -18,6 +18,7 @@ from psg_fx.network import Axes, Patches
 
 from .base import Method, Pair
 from .dense import accumulation_dtype
+from .grouped import grouped_weight_gradient
 
 aten = torch.ops.aten
 
@@ -115,8 +116,8 @@ class GroupedConv(Method):
         x = x.transpose(0, 1).reshape(folds, n * channels, *form.space)
         outputs = grad.shape[2]
         grad = grad.reshape(n * form.groups * outputs, folds, *form.out_space).transpose(0, 1)
-        weight = [n * form.groups * outputs, channels // form.groups, *form.kernel]
-        found = _weight_gradient(x, grad, form, weight, n * form.groups)
+        window = [list(sizes) for sizes in (form.kernel, form.stride, form.padding, form.dilation)]
+        found = grouped_weight_gradient(grad, x, n * form.groups, *window)
         return found.reshape(n, form.groups, outputs, -1)
 
 

@@ -1,0 +1,112 @@
+"""The first call of a step: with an empty cache of kernels, and in a second process that finds them.
+
+    python bench/first_call.py [--models simplecnn,gpt] [--device cpu|cuda] [--tag NAME]
+
+For each model, a clipped sum and the ordinary step by `torch.compile`, each in a process of its own with a cache folder
+of its own (`TORCHINDUCTOR_CACHE_DIR`), twice. Something trivial is compiled before, so that nobody pays for starting
+the compiler. Writes `bench/results/first-call-<tag>.json` and `.md`. Minutes; keep the machine otherwise idle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from compare import RUNS, device_tag
+from tabulate import tabulate
+
+import psg_fx
+from psg_fx import zoo
+from psg_fx.contenders import Problem, ordinary_compiled
+from psg_fx.measure import environment, synchronize
+
+RESULTS = Path(__file__).parent / "results"
+MODELS = "simplecnn,resnet18gn,gpt,vit,lstm"
+HEADERS = [
+    "model", "ordinary, cold s", "clipped sum, cold s", "ratio", "capture s", "other passes s", "other passes, cold %",
+    "ordinary, warm s", "clipped sum, warm s", "all passes, warm %",
+]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=MODELS, help=f"separated by commas (default {MODELS})")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--tag", help="names the result files (default: the device)")
+    parser.add_argument("--one", nargs=2, metavar=("MODEL", "STEP"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(first_call(*args.one, args.device)))
+        return
+    found = {name: {step: both(name, step, args.device) for step in ("ordinary", "clipped")}
+             for name in args.models.split(",")}  # fmt: skip
+    tag = args.tag or device_tag(args.device)
+    RESULTS.mkdir(exist_ok=True)
+    data = {"environment": environment(torch.device(args.device)), "results": found}
+    (RESULTS / f"first-call-{tag}.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    rows = [row(name, runs) for name, runs in found.items()]
+    text = tabulate(rows, HEADERS, tablefmt="github", disable_numparse=True)
+    machine = "\n".join(f"- {key}: {value}" for key, value in data["environment"].items())
+    (RESULTS / f"first-call-{tag}.md").write_text(f"# First calls\n\n{machine}\n\n{text}\n", encoding="utf-8")
+    print(f"{text}\nwrote {RESULTS / f'first-call-{tag}'}.json and .md")
+
+
+def both(name: str, step: str, device: str) -> dict[str, Any]:
+    """The first call in two processes, one after the other, that share a cache folder nobody else uses."""
+    with tempfile.TemporaryDirectory() as folder:
+        environ = os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder}
+        command = [sys.executable, __file__, "--one", name, step, "--device", device]
+        runs = [
+            json.loads(subprocess.run(command, env=environ, check=True, capture_output=True, text=True).stdout)
+            for _ in range(2)
+        ]
+    print(f"{name} {step}: cold {runs[0]['seconds']:.1f} s, warm {runs[1]['seconds']:.1f} s", flush=True)
+    return {"cold": runs[0], "warm": runs[1]}
+
+
+def first_call(name: str, step: str, device: str) -> dict[str, Any]:
+    """Seconds of the first call, and of its passes."""
+    run = RUNS[name]
+    ex = zoo.example(run.example, run.batch, device, **run.sizes)
+    torch.compile(lambda x: x.sin().sum())(torch.ones(8, device=device))
+    start = time.perf_counter()
+    timings: dict[str, float] = {}
+    if step == "ordinary":
+        ordinary_compiled(Problem(ex.model, ex.loss_fn, ex.inputs, ex.targets, ex.batch_dim))()
+    else:
+        asked = psg_fx.ClippedSum(max_norm=1.0)
+        compiled = psg_fx.transform(
+            ex.model, ex.loss_fn, quantities=asked, batch_dim=ex.batch_dim, dynamic=False, progress=False
+        )
+        compiled(ex.inputs, ex.targets)
+        timings = compiled.timings
+    synchronize(torch.device(device))
+    return {"seconds": time.perf_counter() - start, "timings": timings}
+
+
+def row(name: str, runs: dict[str, Any]) -> list[str]:
+    """What `HEADERS` says."""
+    (oc, ow), (cc, cw) = ([runs[step][when] for when in ("cold", "warm")] for step in ("ordinary", "clipped"))
+    capture, others = cc["timings"]["capture"], passes(cc) - cc["timings"]["capture"]
+    return [
+        RUNS[name].title, f"{oc['seconds']:.1f}", f"{cc['seconds']:.1f}", f"{cc['seconds'] / oc['seconds']:.2f}",
+        f"{capture:.1f}", f"{others:.1f}", f"{100 * others / cc['seconds']:.0f}",
+        f"{ow['seconds']:.1f}", f"{cw['seconds']:.1f}", f"{100 * passes(cw) / cw['seconds']:.0f}",
+    ]  # fmt: skip
+
+
+def passes(run: dict[str, Any]) -> float:
+    """Seconds of all passes; the compiler is not one."""
+    return sum(seconds for name, seconds in run["timings"].items() if name != "compile")
+
+
+if __name__ == "__main__":
+    main()
