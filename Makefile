@@ -14,9 +14,9 @@ MIRROR := .cache/typecheck
 
 # Inductor's compiled kernels stay here between runs, so that only the first run pays for them.
 test test-fast test-all test-backends test-latest: export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
-test test-fast test-all test-backends test-latest: export OMP_NUM_THREADS ?= 1
+test test-fast test-all test-backends test-browser test-latest: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup test test-fast test-all test-backends test-latest demo bench coverage lint style typecheck format clean
+.PHONY: help setup test test-fast test-all test-backends test-browser test-latest demo bench coverage docs lint style typecheck format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -26,17 +26,20 @@ setup: $(VENV)/.stamp  ## make .venv with the pinned development environment
 # Runs again only when the pins or the project's own metadata change.
 $(VENV)/.stamp: pyproject.toml constraints.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[dev,demo,bench]'
+	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[dev,demo,bench,docs]'
 	touch $@
 
 test: lint  ## everything a change must pass: style, types, all tests
 	@$(BIN)/python -m pytest -q $(PYTEST_ARGS)
 
 test-fast: setup  ## the tests without those that are slow or compile with inductor
-	@$(BIN)/python -m pytest -q $(PYTEST_ARGS) -m 'not slow and not inductor and not rest'
+	@$(BIN)/python -m pytest -q $(PYTEST_ARGS) -m 'not slow and not inductor and not rest and not browser'
 
 test-all: setup  ## all tests, also the rest of the long lists of other people's models (hours)
-	@$(BIN)/python -m pytest -q $(PYTEST_ARGS) -m ''
+	@$(BIN)/python -m pytest -q $(PYTEST_ARGS) -m 'not browser'
+
+test-browser: setup  ## the report in headless Chromium, which must be installed
+	@$(BIN)/python -m pytest -q -m browser tests/test_browser.py
 
 test-backends: setup  ## every row on every backend (about half an hour on two cores)
 	@$(BIN)/python -m pytest -q $(PYTEST_ARGS) -m '' tests/test_backends.py
@@ -55,6 +58,10 @@ bench: setup  ## run every script in bench/ but coverage (minutes; results depen
 
 coverage: setup  ## who answers which program, and rightly: psg_fx and its peers on all suites (an hour or more)
 	@$(BIN)/python bench/coverage.py
+
+docs: setup  ## build the documentation into build/site; what mkdocs would warn about is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "build/site/index.html; to search in it: $(VENV)/bin/python -m http.server -d build/site"
 
 lint: style typecheck  ## check style and types, change nothing
 

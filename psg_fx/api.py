@@ -351,7 +351,7 @@ def _arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _as_tensor(value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if isinstance(value, (list, tuple)):
         return torch.stack([torch.as_tensor(v, dtype=dtype, device=device) for v in value])
-    return torch.as_tensor(value, dtype=dtype, device=device)
+    return torch.as_tensor(value, dtype=dtype, device=device).contiguous()
 
 
 __all__ = ["PerSampleModule", "StepOutput", "transform"]

@@ -18,10 +18,11 @@ from torch.fx import GraphModule, Node
 
 from psg_fx import facts
 from psg_fx.asks import Ask, Weighted
-from psg_fx.cost import Device, product
+from psg_fx.cost import Device
 from psg_fx.crossover import peak_bytes
 from psg_fx.errors import BadArgument
 from psg_fx.gradient import ParameterGradient
+from psg_fx.lives import bytes_of, lives
 from psg_fx.network import Leaf
 from psg_fx.paths import LeafExpr
 from psg_fx.planning import Part, Plan, kept_until_norms, plan_step
@@ -107,14 +108,14 @@ def _joint(gm: GraphModule, sources: set[str], size: int) -> tuple[int, dict[str
     graph computes; and the bytes of every node.
     """
     info, order = facts.graph_facts(gm), list(gm.graph.nodes)
-    owner, last = _lives(order)
+    owner, last = lives(order)
     named = [(f"{spec.kind}:{spec.name}", n) for spec, n in zip(info.outputs, facts.outputs(gm), strict=True)]
     owners = {source: owner[n] for source, n in named if n is not None and source in sources}
     kept = {*owners.values(), *(owner[n] for s, n in named if n is not None and not s.startswith(_READ))}
     live, peak, sizes = 0, 0, {}
     for index, node in enumerate(order):
         if node.op == "call_function" and owner[node] is node:
-            sizes[node] = sum(_bytes(t, info.batch, size) for t in facts.tensors(node.meta.get("val")))
+            sizes[node] = bytes_of(node, info.batch, size)
             live += sizes[node]
             peak = max(peak, live)
         live -= sum(sizes.get(n, 0) for n in {owner[n] for n in node.all_input_nodes} - kept if last[n] == index)
@@ -123,29 +124,6 @@ def _joint(gm: GraphModule, sources: set[str], size: int) -> tuple[int, dict[str
 
 _READ = ("activation:", "cotangent:")
 """Outputs of the joint graph that contractions alone read."""
-
-
-def _lives(order: Sequence[Node]) -> tuple[dict[Node, Node], dict[Node, int]]:
-    """For each node the one whose memory it shows; and when that memory is last read."""
-    owner: dict[Node, Node] = {}
-    last: dict[Node, int] = {}
-    for index, node in enumerate(order):
-        owner[node] = owner[node.all_input_nodes[0]] if _is_view(node) else node
-        if node.op != "output":
-            last.update({owner[used]: index for used in node.all_input_nodes})
-    return owner, last
-
-
-def _is_view(node: Node) -> bool:
-    if node.op != "call_function" or not node.all_input_nodes:
-        return False
-    schema = getattr(node.target, "_schema", None)
-    return schema is None or any(value.alias_info is not None for value in schema.returns)
-
-
-def _bytes(value: torch.Tensor, batch: sympy.Symbol, size: int) -> int:
-    count: int = product(facts.at(s, batch, size) for s in facts.shape(value))
-    return count * value.dtype.itemsize
 
 
 def in_bytes(budget: Any, total: int) -> int:

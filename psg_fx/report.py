@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -27,7 +29,7 @@ from psg_fx.stages import Stage
 _SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 _COMMENT = "# File: code:1 in _, code: "
 _NO_COMMENT = "# No stacktrace found for following nodes"
-_LEGEND = """\
+LEGEND = """\
 x: input of the op, ȳ: gradient of its output, c: weights of the samples;  b: samples, t: positions, i, o: in and out
 a·b: contracted, a²: squared and summed, Σ: summed over positions
 
@@ -61,15 +63,16 @@ def explain(graphs: dict[str, GraphModule], measure: bool = False) -> str:
     sites: tuple[Site, ...] = info.data["sites"]
     return "\n\n".join(
         [
-            _summary(gm, plan, sites),
-            "Sites: where a parameter meets data\n" + _sites(sites, plan.batch, _uses(plan)),
-            "Plan: what is computed of each parameter's gradient, and how\n" + _LEGEND + _plan(plan, measure),
+            summary(gm, plan, sites),
+            "Sites: where a parameter meets data\n" + _sites(sites, plan),
+            "Plan: what is computed of each parameter's gradient, and how\n" + LEGEND + _plan(plan, measure),
             *_notes(graphs, plan),
         ]
     )
 
 
-def _summary(gm: GraphModule, plan: Plan, sites: tuple[Site, ...]) -> str:
+def summary(gm: GraphModule, plan: Plan, sites: tuple[Site, ...]) -> str:
+    """How large the step is, what it was planned for, what is asked, and what that should cost."""
     asked = ", ".join(map(str, plan.asks))
     count = sum(1 for n in gm.graph.nodes if n.op == "call_function")
     return (
@@ -79,7 +82,7 @@ def _summary(gm: GraphModule, plan: Plan, sites: tuple[Site, ...]) -> str:
     )
 
 
-def _uses(plan: Plan) -> dict[str, list[str]]:
+def uses(plan: Plan) -> dict[str, list[str]]:
     """Site -> the parameters that are used there."""
     found: dict[str, list[str]] = {}
     for parameter in plan.parameters:
@@ -91,18 +94,23 @@ def _uses(plan: Plan) -> dict[str, list[str]]:
     return found
 
 
-def _sites(sites: tuple[Site, ...], batch: sympy.Symbol, uses: dict[str, list[str]]) -> str:
-    rows = []
-    for site in sites:
-        out = site.outputs[0]
-        assert out is not None
-        rows.append(
-            [
-                site.name, site.op, ", ".join(uses.get(site.name, [])) or "none reaches the loss",
-                _shape(out.shape, batch), str(out.samples), _source(site),
-            ]
-        )  # fmt: skip
-    return tabulate(rows, ["site", "op", "parameters", "output", "samples", "source"], tablefmt="simple")
+SITES = ("site", "op", "parameters", "output", "samples", "source")
+"""The columns of the sites table."""
+
+
+def site_cells(site: Site, used: Mapping[str, list[str]]) -> list[str]:
+    """The row of one site; used: the parameters of every site."""
+    out = site.outputs[0]
+    assert out is not None
+    return [
+        site.name, site.op, ", ".join(used.get(site.name, [])) or "none reaches the loss",
+        shape_text(out.shape, site.batch), str(out.samples), _source(site),
+    ]  # fmt: skip
+
+
+def _sites(sites: tuple[Site, ...], plan: Plan) -> str:
+    used = uses(plan)
+    return tabulate([site_cells(site, used) for site in sites], SITES, tablefmt="simple")
 
 
 def _source(site: Site) -> str:
@@ -110,22 +118,44 @@ def _source(site: Site) -> str:
     return site.where.split(";  ", 1)[-1].split("  #", 1)[0][:60]
 
 
-def _shape(shape: tuple[sympy.Expr, ...], batch: sympy.Symbol) -> str:
+def shape_text(shape: tuple[sympy.Expr, ...], batch: sympy.Symbol) -> str:
+    """`[B, 12, 16]`"""
     return "[" + ", ".join(_formula(s.subs(batch, sympy.Symbol("B"))) for s in shape) + "]"
 
 
-def _plan(plan: Plan, measure: bool) -> str:
-    header = ["parameter", "shape", "asked", "tree", "method", "flops", "moved", "peak", "time", "instead"]
-    rows, found = [], measured(plan) if measure else {}
+PLAN = ("parameter", "shape", "asked", "tree", "method", "flops", "moved", "peak", "time", "instead")
+"""The columns of the plan table."""
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """A row of the plan table.  part: None for a parameter that the loss does not reach.  measured: seconds."""
+
+    parameter: ParameterPlan
+    part: Part | None
+    measured: float | None
+    cells: list[str]
+
+
+def plan_rows(plan: Plan, times: Mapping[tuple[str, int], float]) -> list[PlanRow]:
+    """Every row; times: what `measured` found, or nothing."""
+    rows = []
     for parameter in plan.parameters:
         name = parameter.gradient.name
         if not parameter.parts:
-            rows.append([name, _shape_of(parameter.gradient), "", "0", *[""] * (len(header) - 5), parameter.why])
+            cells = [name, _shape_of(parameter.gradient), "", "0", *[""] * (len(PLAN) - 5), parameter.why]
+            rows.append(PlanRow(parameter, None, None, cells))
         for index, part in enumerate(parameter.parts):
-            rows.append(_row(plan, parameter, part, index == 0))
-            if (name, index) in found:
-                rows[-1][-2] += f", measured {_time(found[name, index])}"
-    return tabulate(rows, header, tablefmt="simple", disable_numparse=True)
+            cells, seconds = _row(plan, parameter, part, index == 0), times.get((name, index))
+            if seconds is not None:
+                cells[-2] += f", measured {_time(seconds)}"
+            rows.append(PlanRow(parameter, part, seconds, cells))
+    return rows
+
+
+def _plan(plan: Plan, measure: bool) -> str:
+    rows = plan_rows(plan, measured(plan) if measure else {})
+    return tabulate([row.cells for row in rows], PLAN, tablefmt="simple", disable_numparse=True)
 
 
 def _shape_of(gradient: ParameterGradient) -> str:
@@ -141,7 +171,7 @@ def _row(plan: Plan, parameter: ParameterPlan, part: Part, first: bool) -> list[
         _shape_of(parameter.gradient) if first else "",
         part.contraction.network.equation,
         str(part.tree),
-        _methods(part.tree),
+        methods(part.tree),
         f"{_formula(flops)} = {_count(float(sympy.sympify(flops).subs(numbers)))}",
         f"{_count(float(sympy.sympify(moved).subs(numbers)))}B",
         f"{_count(peak_bytes(part.tree))}B",
@@ -150,7 +180,8 @@ def _row(plan: Plan, parameter: ParameterPlan, part: Part, first: bool) -> list[
     ]
 
 
-def _methods(tree: Expr) -> str:
+def methods(tree: Expr) -> str:
+    """`matmul×2+dot`: what the tree runs, operands first."""
     names = [node.method.name for node in tree.nodes().values() if isinstance(node, ContractExpr)]
     return "+".join(f"{n}×{c}" if c > 1 else n for n, c in Counter(names).items())
 
@@ -158,8 +189,8 @@ def _methods(tree: Expr) -> str:
 def _instead(plan: Plan, part: Part) -> str:
     """The best tree of another shape, what it would cost, and for which size it would be the faster one."""
     for tree, seconds in part.alternatives:
-        if str(tree) != str(part.tree) or _methods(tree) != _methods(part.tree):
-            return f"{tree} {_methods(tree)} {_time(seconds)}{_border(plan, part, tree)}"
+        if str(tree) != str(part.tree) or methods(tree) != methods(part.tree):
+            return f"{tree} {methods(tree)} {_time(seconds)}{_border(plan, part, tree)}"
     return "-"
 
 
@@ -224,10 +255,16 @@ def _time(seconds: float) -> str:
 
 
 def _notes(graphs: dict[str, GraphModule], plan: Plan) -> list[str]:
+    found = notes(graphs, plan)
+    return ["Notes\n" + "\n".join(f"- {note}" for note in found)] if found else []
+
+
+def notes(graphs: dict[str, GraphModule], plan: Plan) -> list[str]:
+    """What the passes noted, and the ops without a rule."""
     found = list(facts.graph_facts(graphs[Stage.PLANNED.value]).notes)
     terms = [term for parameter in plan.parameters for term in parameter.gradient.terms]
     fallbacks = sorted({f"{t.op} ({', '.join(t.sites)})" for t in terms if t.rule == "fallback"})
     if fallbacks:
         listed = "; ".join(fallbacks)
         found.append(f"no rule covers these, so vmap(vjp) of the op materialises their gradients: {listed}")
-    return ["Notes\n" + "\n".join(f"- {note}" for note in found)] if found else []
+    return found

@@ -11,9 +11,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LAYERS = [
     {
-        "errors", "formulas", "layout", "cost", "measure", "outputs", "progress", "recurrence", "torch_private", "tracing",
+        "errors", "formulas", "layout", "cost", "measure", "outputs", "progress", "recurrence", "torch_private",
+        "tracing",
     },
-    {"facts", "network", "each", "arguments", "baked", "custom"},
+    {"facts", "lives", "network", "each", "arguments", "baked", "custom"},
     {"axes", "sites", "methods"},
     {"gradient", "paths", "state", "prefixes", "overlap"},
     {"asks", "crossover"},
@@ -103,5 +104,5 @@ def test_only_the_interface_imports_passes() -> None:
 
 def test_every_module_has_a_layer() -> None:
     """Beside the tools around the compiler."""
-    tools = {"", "cli", "benchmarking", "contenders", "demo", "zoo"}
+    tools = {"", "cli", "benchmarking", "contenders", "problem", "peers", "demo", "zoo"}
     assert {n for n in modules() if layer(n) is None and n.split(".")[0] not in tools} == set()

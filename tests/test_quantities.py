@@ -234,3 +234,13 @@ def test_float32(row: str) -> None:
     truth = Truth(ROWS[row])
     quantities = everything(truth)
     compare(run(ROWS[row], quantities, torch.float32), truth, quantities, 2e-5)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_directions_may_lie_in_memory_as_they_like(backend: str) -> None:
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(3, 2), torch.randn(4, 3)
+    given = {"weight": torch.randn(5, 3, 2).transpose(1, 2), "bias": torch.randn(2, 5).T}
+    step = psg_fx.transform(model, lambda out: out.square().sum(1), quantities=Dots(count=5), backend=backend)
+    flat_copies = {name: value.contiguous() for name, value in given.items()}
+    torch.testing.assert_close(step(x, directions=given).dots, step(x, directions=flat_copies).dots, rtol=0, atol=0)

@@ -7,7 +7,7 @@ compiled anew. Inside an op that it does not know, the size stays a symbol.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ _LIBRARY.define(
     "int[] dilation) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
 )
-grouped_weight_gradient = torch.ops.psg_fx.grouped_weight_gradient.default
+grouped_weight_gradient: Callable[..., torch.Tensor] = torch.ops.psg_fx.grouped_weight_gradient.default
 """grad[n, g·o, *out_space], x[n, g·c, *space] -> the weight's gradient [g·o, c, *kernel], contiguous."""
 
 
@@ -41,9 +41,11 @@ def _computed(
     return found.contiguous()
 
 
-@torch.library.register_fake("psg_fx::grouped_weight_gradient", lib=_LIBRARY)
 def _fake(grad: torch.Tensor, x: torch.Tensor, groups: int, kernel: list[int], *rest: list[int]) -> torch.Tensor:
     return x.new_empty(_shape(grad, x, groups, kernel))
+
+
+torch.library.register_fake("psg_fx::grouped_weight_gradient", _fake, lib=_LIBRARY)
 
 
 @register_flop_formula(torch.ops.psg_fx.grouped_weight_gradient)

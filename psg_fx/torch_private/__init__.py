@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 from torch._decomp import core_aten_decompositions
-from torch._dynamo import callback_handler
+from torch._dynamo.callback import callback_handler
 from torch._dynamo.source import ConstantSource
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.codecache import PyCodeCache
