@@ -40,7 +40,7 @@ class Run:
     where: tuple[str, ...] = ("cpu", "cuda")
 
 
-CONTENDERS = ["ordinary*", "loop/grads", "vmap*/grads", "opacus*", "psg*"]
+CONTENDERS = ["ordinary*", "loop/grads", "vmap*/grads", "opacus-hooks/grads", "psg*"]
 LARGE_GPT = {"layers": 12, "width": 768, "heads": 12, "tokens": 512}
 RUNS = {
     "simplecnn": Run("SimpleCNN, B=64", "simplecnn", 64),

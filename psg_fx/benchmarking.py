@@ -1,4 +1,4 @@
-"""`psg_fx.benchmark`: what a step of psg_fx costs beside an ordinary training step, the loop and vmap.
+"""`psg_fx.benchmark`: what a step of psg_fx costs beside an ordinary training step, the loop, vmap and other libraries.
 
 Every contender is built and called once (its first call holds the compilation), its answer is compared with that of
 `vmap(grad)` or the loop, its peak memory is taken, and then all of them are timed in interleaved rounds. A contender
@@ -7,6 +7,7 @@ that fails keeps its row, with the reason.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import math
@@ -21,8 +22,10 @@ from tabulate import tabulate
 from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache  # private: an empty kernel cache, so that compile times are cold ones
 
-from psg_fx.contenders import ORDINARY, QUANTITIES, Answer, Contender, Problem, Step, field_of, from_grads
-from psg_fx.measure import environment, peak_memory, spread, synchronize, time_rounds
+from psg_fx.contenders import field_of
+from psg_fx.measure import environment, spread, synchronize, time_rounds
+from psg_fx.problem import ORDINARY, USUAL, Answer, Asked, Contender, Problem, Step, by_label, from_grads
+from psg_fx.quantity import Quantity
 from psg_fx.reference import Loss, draws_random_numbers, quiet_vmap, reference_grads, vmap_reference
 
 
@@ -118,8 +121,9 @@ def benchmark(
     inputs: Any,
     targets: Any = None,
     *,
-    quantities: Sequence[str] = QUANTITIES,
+    quantities: Asked = tuple(USUAL),
     contenders: Sequence[str] | None = None,
+    peers: bool = False,
     batch_dim: Any = 0,
     backend: str = "inductor",
     min_run_time: float = 2.0,
@@ -129,32 +133,34 @@ def benchmark(
 ) -> BenchmarkReport:
     """Races the contenders on one batch, and returns a table of times, memory and errors.
 
-    `contenders`: globs on names or `name/quantity` (`["ordinary*", "psg*"]`); by default all but those who first
-    materialise gradients to make a norm or clipped sum of them. `min_run_time`: seconds of timing per contender, over
-    all `rounds`. A per-sample answer further than `tolerance` (relative to each tensor's largest entry) from that of
-    vmap or the loop is a failure. Forgets what `torch.compile` has compiled in this process so far.
+    `quantities`: names of the usual three, or any of `psg_fx.Quantity`, each raced by itself. `contenders`: globs on
+    names or `name/quantity` (`["ordinary*", "psg*"]`); by default all but other libraries, which `peers` adds, and
+    those who first materialise gradients to make another quantity of them. `min_run_time`: seconds of timing per
+    contender, over all `rounds`. A per-sample answer further than `tolerance` (relative to each tensor's largest entry)
+    from that of vmap or the loop is a failure. Forgets what `torch.compile` has compiled in this process so far.
     """
     torch.compiler.reset()
     problem = Problem(model, loss_fn, inputs, targets, batch_dim, backend)
-    chosen = field_of(quantities, contenders)
+    asked = by_label(quantities)
+    chosen = field_of(asked, contenders, peers)
     note = Progress(progress)
     notes: list[str] = []
-    expected = None
+    expected: dict[str, Answer] = {}
     if draws_random_numbers(model, loss_fn, inputs, targets, batch_dim):
         notes.append("answers were not compared: the model draws random numbers (call model.eval())")
     elif any(c.quantity != ORDINARY for c in chosen):
         note("reference gradients")
-        expected, judge = reference(problem)
+        expected, judge = answers(problem, asked)
         notes.append(f"error: largest difference from {judge}, relative to the tensor's largest entry")
     note("starting the compiler")
     start_compiler(problem)
     rows = {c.label: BenchmarkRow(c.name, c.quantity) for c in chosen}
     steps: dict[str, Step] = {}
     for c in chosen:
-        step = _prepare(c, problem, rows[c.label], expected, tolerance, note)
+        step = _prepare(c, problem, rows[c.label], expected.get(c.quantity), tolerance, note)
         if step is not None:
             steps[c.label] = step
-    expected = None
+    expected.clear()
     gc.collect()
     with quiet_vmap():
         times = time_rounds(steps, rounds=rounds, min_run_time=min_run_time, note=note)
@@ -167,6 +173,16 @@ def benchmark(
         for row in report.rows:
             row.ratio = None if row.median_s is None else row.median_s / base.median_s
     return report
+
+
+def answers(problem: Problem, quantities: Mapping[str, Quantity]) -> tuple[dict[str, Answer], str]:
+    """What each quantity should be, by label, and who says so; without those that no formula makes of gradients."""
+    grads, judge = reference(problem)
+    found: dict[str, Answer] = {}
+    for label, quantity in quantities.items():
+        with contextlib.suppress(NotImplementedError):
+            found[label] = from_grads(quantity, grads, problem.given(quantity))
+    return found, judge
 
 
 def reference(problem: Problem) -> tuple[Mapping[str, Tensor], str]:
@@ -191,7 +207,7 @@ def _prepare(
     contender: Contender,
     problem: Problem,
     row: BenchmarkRow,
-    expected: Mapping[str, Tensor] | None,
+    expected: Answer | None,
     tolerance: float,
     note: Callable[[str], None],
 ) -> Step | None:
@@ -205,13 +221,13 @@ def _prepare(
             answer = step()
             synchronize(problem.device)
             row.first_call_s = time.perf_counter() - start
-            if expected is not None and contender.quantity != ORDINARY:
-                row.error = answer_error(answer, from_grads(contender.quantity, expected))
+            if expected is not None:
+                row.error = answer_error(answer, expected)
                 if not row.error <= tolerance:
                     row.failure = f"wrong answer: relative error {row.error:.1e} > {tolerance:g}"
                     return None
             del answer
-            row.peak_bytes = peak_memory(step, problem.device)
+            row.peak_bytes = contender.memory(step, problem.device)
         except Exception as error:  # whatever it is, it is this contender's result
             row.failure = failure(error)
             return None

@@ -83,12 +83,16 @@ def clip_factors_check(max_norm: Any, *, per: str = "model", style: str = "abadi
     return Check("clip_factors", expected)
 
 
-def clipped_sum_check(max_norm: Any, *, per: str = "model", style: str = "abadi") -> Check:
-    """`ClippedSum(max_norm, per, style)`: Σᵢ cᵢ gᵢ, `name -> shape`."""
+def clipped_sum_check(
+    max_norm: Any, *, per: str = "model", style: str = "abadi", weights: Tensor | None = None
+) -> Check:
+    """`ClippedSum(max_norm, per, style)`: Σᵢ wᵢ cᵢ gᵢ, `name -> shape`; without weights `[B]` they are 1."""
 
     def expected(losses: Tensor, grads: Named) -> Answer:
         factors = clip_factors_of(grads, max_norm, per, style)
         kept = {name: factor > 0 for name, factor in factors.items()}  # 0·NaN is NaN
+        if weights is not None:
+            factors = {name: factor * weights.to(factor) for name, factor in factors.items()}
         return {n: torch.tensordot(factors[n][kept[n]], g[kept[n]], dims=([0], [0])) for n, g in grads.items()}
 
     return Check("clipped_sum", expected, per_sample=False)
@@ -130,7 +134,7 @@ _MAKERS: dict[str, Callable[[Any, Mapping[str, Any]], list[Check]]] = {
     "clipped_sum": lambda q, given: [
         norms_check(per=q.per),
         clip_factors_check(q.max_norm, per=q.per, style=q.style),
-        clipped_sum_check(q.max_norm, per=q.per, style=q.style),
+        clipped_sum_check(q.max_norm, per=q.per, style=q.style, weights=given["weights"] if q.weighted else None),
     ],
     "weighted_sum": lambda q, given: [weighted_sum_check(given["weights"])],
     "mean_grad": lambda q, given: [MEAN_GRAD],

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from psg_fx import benchmarking, contenders, measure, zoo
-from psg_fx.contenders import Contender, Problem
+from psg_fx import ClippedSum, Grads, Gram, MeanGrad, Projection, Quantity, benchmarking, contenders, measure, zoo
 from psg_fx.errors import BadArgument
+from psg_fx.problem import ORDINARY, Answer, Contender, Problem, Step, by_label, from_grads, spelled
 
 CPU = torch.device("cpu")
 MEGA = 1_000_000
@@ -75,14 +75,58 @@ def test_every_contender_answers_and_is_measured() -> None:
     assert "ordinary-one-graph" in str(report)
 
 
+def test_any_quantity_may_race() -> None:
+    ex = zoo.example("mlp", batch=3)
+    report = benchmarking.benchmark(
+        ex.model,
+        ex.loss_fn,
+        ex.inputs,
+        ex.targets,
+        quantities=[Gram(), ClippedSum(max_norm=0.5), Projection(rank=2)],
+        contenders=["psg-eager", "loop/gram"],
+        backend="eager",
+        min_run_time=0.02,
+        rounds=1,
+        progress=False,
+    )
+    assert [r.quantity for r in report.rows] == ["gram", "gram", "clipped_sum(max_norm=0.5)", "projection(rank=2)"]
+    assert all(r.median_s and r.failure is None for r in report.rows)
+    assert [r.error is not None and r.error < 1e-5 for r in report.rows] == [True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("quantity", "text"),
+    [(Gram(), "gram"), (ClippedSum(0.5, per="parameter"), "clipped_sum(max_norm=0.5, per='parameter')")],
+)
+def test_quantities_are_labelled_by_what_is_unusual(quantity: Quantity, text: str) -> None:
+    assert spelled(quantity) == text
+    assert by_label([quantity]) == {text: quantity}
+
+
+def test_a_quantity_without_a_formula_is_not_compared() -> None:
+    with pytest.raises(NotImplementedError, match="projection"):
+        from_grads(Projection(), {"w": torch.ones(2, 3)}, {})
+
+
+def test_clipping_of_materialised_gradients() -> None:
+    grads = {"w": torch.tensor([[3.0, 0.0], [0.3, 0.0]]), "b": torch.tensor([4.0, 0.4])}
+    answer = from_grads(ClippedSum(max_norm=1.0), grads, {})
+    assert not isinstance(answer, Tensor)
+    assert answer["w"].tolist() == pytest.approx([3 / 5 + 0.3, 0.0])
+    assert answer["b"].item() == pytest.approx(4 / 5 + 0.4)
+    mean = from_grads(MeanGrad(), grads, {})
+    assert not isinstance(mean, Tensor)
+    assert mean["b"].item() == pytest.approx(2.2)
+
+
 def test_a_failing_and_a_wrong_contender_keep_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(problem: Problem) -> contenders.Step:
+    def broken(problem: Problem) -> Step:
         raise RuntimeError("no such thing\nmore")
 
-    def wrong(problem: Problem) -> contenders.Step:
-        right = contenders.loop("grads")(problem)
+    def wrong(problem: Problem) -> Step:
+        right = contenders.loop(problem, Grads())
 
-        def step() -> contenders.Answer:
+        def step() -> Answer:
             answer = right()
             assert not isinstance(answer, Tensor)
             return {name: 1.1 * g for name, g in answer.items()}
@@ -90,11 +134,11 @@ def test_a_failing_and_a_wrong_contender_keep_their_rows(monkeypatch: pytest.Mon
         return step
 
     racers = [
-        Contender("ordinary-eager", contenders.ORDINARY, contenders.ordinary_eager),
+        Contender("ordinary-eager", ORDINARY, contenders.ordinary_eager),
         Contender("broken", "grads", broken),
         Contender("wrong", "grads", wrong),
     ]
-    monkeypatch.setattr(benchmarking, "field_of", lambda quantities, patterns: racers)
+    monkeypatch.setattr(benchmarking, "field_of", lambda quantities, patterns, peers: racers)
     report = run("*")
     assert [r.failure for r in report.rows] == [
         None,

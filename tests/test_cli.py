@@ -1,26 +1,103 @@
 """The command line: what each command prints, and its exit codes."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 import psg_fx
 from psg_fx import cli, zoo
+from psg_fx.cli import commands, load, quantities
+from psg_fx.cli.usage import UsageError
+from psg_fx.problem import KINDS, Problem
 from psg_fx.validation import ValidationReport, ValidationRow
 
 BENCH = ["bench", "mlp", "--batch", "2", "--backend", "eager", "--seconds", "0.01", "--rounds", "1"]
+FACTORIES = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+print("the module prints")
+
+def tiny():
+    print("the factory prints")
+    return nn.Linear(3, 2), F.cross_entropy, torch.randn(4, 3), torch.randint(2, (4,))
+
+def transposed():
+    return nn.Linear(3, 2), lambda z, y: z.sum(), torch.randn(4, 3), torch.randint(2, (4,)), 0
+
+def raises():
+    raise ValueError("no data\\nand more")
+
+def three():
+    return 1, 2, 3
+
+def nothing():
+    pass
+
+def needs(size):
+    pass
+
+def no_model():
+    return F.relu, F.cross_entropy, torch.randn(4, 3), None
+
+def no_loss():
+    return nn.Linear(3, 2), None, torch.randn(4, 3), None
+
+def mixes():
+    return nn.BatchNorm1d(3), F.cross_entropy, torch.randn(4, 3), torch.randint(3, (4,))
+"""
 
 
-def test_help_names_commands_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module in the current folder."""
+    (tmp_path / "cli_factories.py").write_text(FACTORIES)
+    (tmp_path / "cli_broken.py").write_text("import no_such_module_either\n")
+    (tmp_path / "cli_no_python.py").write_text("def f(:\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("cli_factories", "cli_broken", "cli_no_python"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return "cli_factories"
+
+
+def test_help_names_commands_quantities_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    assert all(word in text for word in ["bench", "explain", "validate", "MODULE:FACTORY", *zoo.names()])
+    words = ["bench", "explain", "validate", "report", "graph", "calibrate", "MODULE:FACTORY", *zoo.names(), *KINDS]
+    assert [w for w in words if w not in text] == []
+
+
+def test_alone_it_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    assert capsys.readouterr().out.startswith("usage: psg-fx")
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out.startswith(f"psg-fx {psg_fx.__version__}, torch ")
+
+
+@pytest.mark.parametrize("command", ["explain", "validate", "bench", "report", "graph"])
+def test_examples_of_the_help_parse(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    import shlex
+
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    examples = [line.removeprefix("psg-fx ").split(" > ")[0] for line in lines if line.startswith("psg-fx ")]
+    assert examples
+    for example in examples:
+        args = cli.build_parser().parse_args(shlex.split(example))
+        assert quantities.parsed(args.quantity)
 
 
 def test_bench_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,65 +108,211 @@ def test_bench_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "vmap " not in text
 
 
-def test_bench_writes_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    out = tmp_path / "result.json"
-    assert cli.main([*BENCH, "--contenders", "ordinary-eager", "--json", str(out)]) == 0
-    assert json.loads(out.read_text())["problem"]["batch"] == 2
-    capsys.readouterr()
-    assert cli.main([*BENCH, "--contenders", "ordinary-eager", "--json", "-"]) == 0
-    assert json.loads(capsys.readouterr().out)["rows"][0]["contender"] == "ordinary-eager"
+def test_bench_takes_every_quantity(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["gram", "clipped_sum(max_norm=0.5)", "projection(rank=3)"]
+    options = [part for text in asked for part in ("--quantity", text)]
+    assert cli.main([*BENCH, "--json", "--contenders", "psg-eager,vmap/gram", *options]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(r["contender"], r["quantity"]) for r in rows] == [
+        ("vmap", "gram"), ("psg-eager", "gram"), ("psg-eager", asked[1]), ("psg-eager", asked[2])
+    ]  # fmt: skip
+    assert [r["failure"] for r in rows] == [None] * 4
+    assert [r["error"] is None for r in rows] == [False, False, False, True]  # no formula for projections
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["explain"],
+        ["validate", "--backend", "eager"],
+        ["graph"],
+        ["graph", "--stages"],
+        ["bench", "--contenders", "psg-eager", "--seconds", "0.01", "--rounds", "1"],
+    ],
+)
+def test_json_is_all_that_is_printed(command: list[str], factories: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([command[0], f"{factories}:tiny", *command[1:], "--quantity", "weighted_sum", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)
+    assert "the factory prints" in printed.err
+    assert "weights: 1 for every sample" in printed.err
+
+
+def test_explain_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", "mlp", "--batch", "5", "--quantity", "norms", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["batch"], found["asked"], found["device"]) == (5, ["‖g[b]‖²"], "cpu")
+    assert [site["parameters"] for site in found["sites"]] == [[f"fc{k}.weight", f"fc{k}.bias"] for k in (1, 2, 3)]
+    assert found["sites"][0]["output"] == ["B", 32]
+    row = next(r for r in found["plan"] if r["parameter"] == "fc2.weight")
+    assert row["shape"] == [32, 32]
+    assert 0 < row["seconds"] <= found["seconds"]
+    assert row["flops"] > 0
+    assert row["peak_bytes"] > 0
+
+
+def test_graph_prints_one_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    ask = ["graph", "mlp", "--quantity", "norms"]
+    assert cli.main([*ask, "--stage", "captured"]) == 0
+    captured = capsys.readouterr().out
+    assert "torch.ops.aten.tanh" in captured
+    assert "tanh_backward" not in captured
+    assert cli.main(ask) == 0
+    assert len(capsys.readouterr().out) > len(captured)
+    assert cli.main([*ask, "--stages", "--json"]) == 0
+    stages = json.loads(capsys.readouterr().out)
+    assert [s["stage"] for s in stages] == [s.value for s in psg_fx.stages.Stage]
+    assert cli.main([*ask, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["stage"] == "tidied"
+    assert len(found["nodes"]) == stages[-1]["nodes"]
+    names = {node["name"] for node in found["nodes"]}
+    assert all(set(node["inputs"]) <= names for node in found["nodes"])
+
+
+def test_report_is_written_where_it_is_wanted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["report", "mlp", "--quantity", "norms"]) == 0
+    assert capsys.readouterr().out == "wrote report.html\n"
+    assert (tmp_path / "report.html").read_text(encoding="utf-8").lower().startswith("<!doctype html>")
+    assert cli.main(["report", "mlp", "--quantity", "norms", "--out", "nowhere/page.html"]) == 2
+    assert capsys.readouterr().err == "psg-fx: --out nowhere/page.html: No such file or directory\n"
 
 
 @pytest.mark.parametrize(("verdict", "code"), [("ok", 0), ("WRONG", 1)])
-def test_validate_exit_code(monkeypatch: pytest.MonkeyPatch, verdict: str, code: int) -> None:
-    report = ValidationReport([ValidationRow("w", 0.5, 1, verdict)], 1e-3, "")
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_validate_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verdict: str, code: int, options: list[str]
+) -> None:
+    report = ValidationReport([ValidationRow("w", float("inf"), 1, verdict)], 1e-3, "")
     step = SimpleNamespace(validate=lambda *batch, **options: report)
-    monkeypatch.setattr(cli, "compiled_step", lambda *args, **options: step)
-    assert cli.main(["validate", "mlp"]) == code
+    ex = zoo.example("mlp")
+    problem = Problem(ex.model, ex.loss_fn, ex.inputs, ex.targets)
+    monkeypatch.setattr(commands, "made", lambda *args, **options: (step, problem, {}))
+    assert cli.main(["validate", "mlp", *options]) == code
+    if options:
+        found = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+        assert (found["ok"], found["rows"][0]["max_error"]) == (verdict == "ok", None)
 
 
-def test_a_refusal_is_printed_whole(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def refuse(*args: Any, **options: Any) -> None:
-        raise psg_fx.errors.SamplesMixed("it mixes", where="here", why="a mean", fix="GroupNorm")
-
-    monkeypatch.setattr(cli, "compiled_step", refuse)
-    assert cli.main(["explain", "mlp"]) == 1
-    assert capsys.readouterr().err == "it mixes\n  where  here\n  why    a mean\n  fix    GroupNorm\n"
+def test_a_refusal_is_printed_whole(factories: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", f"{factories}:mixes"]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    refusal = printed.err[printed.err.index("aten.") :].splitlines()
+    assert refusal[0].endswith("mixes samples, so per-sample gradients do not exist")
+    assert [line.split()[0] for line in refusal[1:]] == ["where", "why", "fix"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["explain", "nope"], "no example is called 'nope'"),
+        (["explain", "nope"], "or name your own as MODULE:FACTORY"),
         (["explain", "mlp", "--set", "depth=3"], "mlp has no size called 'depth'"),
         (["explain", "mlp", "--set", "depth"], "--set needs KEY=VALUE"),
-        (["explain", "mlp", "--quantities", "gradients"], "no contender computes 'gradients'"),
+        (["explain", "mlp", "--quantity", "gradients"], "there is no quantity 'gradients'; there are grads, norms"),
+        (["explain", "mlp", "--quantity", "norms(p=1)"], "norms has no argument 'p'; it has per, squared"),
+        (["explain", "mlp", "--quantity", "grads(p=1)"], "grads has no argument 'p'; it takes none"),
+        (["explain", "mlp", "--quantity", "norms(1)"], "not a name with keyword arguments"),
+        (["explain", "mlp", "--quantity", "norms(per=print())"], "not a name with keyword arguments"),
+        (["explain", "mlp", "--quantity", "norms("], "not a name with keyword arguments"),
+        (["explain", "mlp", "--quantity", "clipped_sum(max_norm=-1)"], "max_norm=-1 is not a bound on norms"),
+        (["explain", "mlp", "--quantity", "clipped_sum(per='model')"], "clipped_sum needs max_norm"),
+        (["explain", "mlp", "--quantity", "gram", "--quantity", "gram( )"], "two quantities fill out.gram"),
         (["explain", "mlp", "--device", "nonsense"], "nonsense"),
+        (["explain", "mlp", "--backend", "nonsense"], "backend='nonsense' is unknown"),
         (["bench", "mlp", "--contenders", "psg_fx"], "no contender matches 'psg_fx'"),
-        (["explain", "no_such_module:make"], "cannot import 'no_such_module:make'"),
-        (["explain", "json:nothing"], "cannot import 'json:nothing'"),
+        (["explain", "no_such_module:make"], "there is no module 'no_such_module'"),
+        (["explain", "json.nowhere.at_all:make"], "there is no module 'json.nowhere'"),
+        (["explain", "json:dumsp"], "module json has no 'dumsp'; did you mean dump?"),
+        (["explain", ":make"], "is not of the form MODULE:FACTORY"),
         (["explain", "json:dumps"], "must be callable with no arguments"),
         (["explain", "sys:maxsize"], "is a int, not a function"),
-        (["explain", "builtins:dict"], "must return (model, loss_fn, inputs, targets[, batch_dim])"),
+        (
+            ["explain", "builtins:dict"],
+            "returned a dict; it must return (model, loss_fn, inputs, targets[, batch_dim])",
+        ),
         (["explain", "builtins:dict", "--batch", "3"], "are for examples of the zoo"),
+        (["explain", "cli_factories:raises"], "cli_factories:raises raised ValueError: no data (cli_factories.py:16)"),
+        (["explain", "cli_factories:three"], "returned 3 values; it must return (model, loss_fn, inputs, targets"),
+        (["explain", "cli_factories:nothing"], "returned a NoneType; it must return"),
+        (["explain", "cli_factories:needs"], "must be callable with no arguments: missing a required argument"),
+        (["explain", "cli_factories:no_model"], "returned a function as model, not a torch.nn.Module"),
+        (["explain", "cli_factories:no_loss"], "returned a NoneType as loss_fn, not a function"),
+        (["explain", "cli_broken:f"], "importing cli_broken raised ModuleNotFoundError: No module named 'no_such_mod"),
+        (["explain", "cli_no_python:f"], "importing cli_no_python raised SyntaxError: invalid syntax"),
     ],
 )
-def test_wrong_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage(arguments: list[str], message: str, factories: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(arguments) == 2
-    assert message in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert [line for line in printed.err.splitlines() if line.startswith("psg-fx: ")] == printed.err.splitlines()[-1:]
+    assert printed.out == ""
 
 
-@pytest.mark.parametrize("option", ["--batch=0", "--threads=-1", "--quantities=,"])
+@pytest.mark.parametrize("option", ["--batch=0", "--threads=-1", "--stage=nowhere"])
 def test_argparse_refuses(option: str) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.main(["explain", "mlp", option])
+        cli.main(["graph", "mlp", option])
     assert ended.value.code == 2
 
 
-def test_a_factory_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = "from psg_fx import zoo\ndef make():\n    ex = zoo.example('mlp')\n"
-    source += "    return ex.model, ex.loss_fn, ex.inputs, ex.targets, 0\n"
-    (tmp_path / "cli_factory_module.py").write_text(source)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    assert cli.from_factory("cli_factory_module:make").targets.shape == (32,)
+def test_a_factory_in_the_current_folder(factories: str) -> None:
+    assert load.from_factory(f"{factories}:tiny").targets.shape == (4,)
+    assert load.from_factory(f"{factories}:transposed").batch_dim == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("norms", psg_fx.Norms()),
+        (" norms( ) ", psg_fx.Norms()),
+        ('norms(per="parameter", squared=True)', psg_fx.Norms(per="parameter", squared=True)),
+        ("clipped_sum", psg_fx.ClippedSum(max_norm=1.0)),
+        ("clipped_sum(max_norm=0.5)", psg_fx.ClippedSum(max_norm=0.5)),
+        ("projection(rank=4)", psg_fx.Projection(rank=4)),
+        ("second_moment(centered=True)", psg_fx.SecondMoment(centered=True)),
+    ],
+)
+def test_quantities_are_written_as_in_python(text: str, expected: psg_fx.Quantity) -> None:
+    assert quantities.quantity(text) == expected
+
+
+def test_every_quantity_of_the_package_has_a_name() -> None:
+    exported = {v for v in vars(psg_fx).values() if isinstance(v, type) and issubclass(v, psg_fx.Quantity)}
+    assert set(KINDS.values()) == exported - {psg_fx.Quantity}
+    assert all(name == kind.field for name, kind in KINDS.items())
+
+
+def test_nothing_of_a_quantity_is_executed(tmp_path: Path) -> None:
+    mark = tmp_path / "executed"
+    with pytest.raises(UsageError):
+        quantities.quantity(f"norms(per=open({str(mark)!r}, 'w'))")
+    assert not mark.exists()
+
+
+def test_values_that_a_step_reads_are_made_up() -> None:
+    ex = zoo.example("mlp", 3)
+    problem = Problem(ex.model, ex.loss_fn, ex.inputs, ex.targets)
+    asked = [psg_fx.WeightedSum(), psg_fx.Dots(count=2), psg_fx.ClippedSum(max_norm=1.0, weighted=True)]
+    values, notes = quantities.given(asked, problem)
+    assert values["weights"].tolist() == [1.0] * 3
+    assert values["directions"]["fc1.weight"].shape == (2, 32, 16)
+    assert len(notes) == 2
+    assert quantities.given([psg_fx.Norms(), psg_fx.ClippedSum(max_norm=1.0)], problem) == ({}, [])
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    """The graph of a GPT is longer than what a pipe holds."""
+    command = [sys.executable, "-m", "psg_fx.cli", "graph", "gpt", "--set", "vocabulary=20"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(10)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141

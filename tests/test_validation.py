@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import oracle
+import psg_fx
 from psg_fx import zoo
 from psg_fx.checks import GRADS, LOSSES, MEAN_GRAD, checks_for, clipped_sum_check, norms_check
 from psg_fx.errors import BadArgument
@@ -214,3 +216,11 @@ def test_a_quantity_without_a_formula_is_mentioned() -> None:
     checks, notes = checks_for([quantity("projection"), quantity("grads")])
     assert [check.field for check in checks] == ["losses", "grads"]
     assert notes == ["not checked: projection has no formula to hold it against"]
+
+
+def test_weights_of_a_clipped_sum_are_checked() -> None:
+    torch.manual_seed(0)
+    model, weights = nn.Linear(3, 2), torch.tensor([0.0, 1.0, 2.5])
+    step = psg_fx.transform(model, F.cross_entropy, quantities=psg_fx.ClippedSum(0.5, weighted=True), backend="eager")
+    report = step.validate(torch.randn(3, 3), torch.tensor([0, 1, 1]), weights=weights)
+    assert report.ok, report

@@ -1,0 +1,126 @@
+"""What each command does: from the parsed options to an exit code and what is printed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from psg_fx import cost
+from psg_fx.api import LossModule, transform
+from psg_fx.benchmarking import benchmark
+from psg_fx.calibration import calibrate as calibrated
+from psg_fx.cli import as_json
+from psg_fx.cli.load import load, require_device
+from psg_fx.cli.quantities import given, parsed
+from psg_fx.cli.usage import UsageError
+from psg_fx.contenders import field_of
+from psg_fx.errors import BadArgument
+from psg_fx.problem import Problem
+from psg_fx.report import readable
+
+OK, FAILED = 0, 1
+
+Outcome = tuple[int, str]
+"""The exit code and the text for standard output."""
+
+
+def explain(args: argparse.Namespace) -> Outcome:
+    """One step without compiling kernels, then its plan."""
+    step = called(args)
+    return OK, _json(as_json.explained(step.graphs, args.measure)) if args.json else step.explain(measure=args.measure)
+
+
+def validate(args: argparse.Namespace) -> Outcome:
+    """The report; fails when an answer is wrong."""
+    step, problem, values = made(args, backend="inductor")
+    found = step.validate(*problem.arguments, tolerance=args.tolerance, **values)
+    return OK if found.ok else FAILED, _json(as_json.validated(found)) if args.json else str(found)
+
+
+def bench(args: argparse.Namespace) -> Outcome:
+    """The table of all contenders; fails when psg_fx itself did."""
+    asked = parsed(args.quantity)
+    try:
+        field_of(asked, args.contenders, args.peers)
+    except BadArgument as error:
+        raise UsageError(f"{error.what}: {error.why}") from error
+    ex = load(args)
+    problem = Problem(ex.model, ex.loss_fn, ex.inputs, ex.targets, ex.batch_dim)
+    say(given(list(asked.values()), problem)[1])
+    found = benchmark(
+        ex.model,
+        ex.loss_fn,
+        ex.inputs,
+        ex.targets,
+        quantities=asked,
+        contenders=args.contenders,
+        peers=args.peers,
+        batch_dim=ex.batch_dim,
+        backend=args.backend or "inductor",
+        min_run_time=args.seconds,
+        rounds=args.rounds,
+    )
+    failed = any(row.failure and row.contender.startswith("psg") for row in found.rows)
+    return FAILED if failed else OK, found.to_json() if args.json else str(found)
+
+
+def report(args: argparse.Namespace) -> Outcome:
+    """The page of one step, as a file."""
+    step = called(args)
+    try:
+        step.report(args.out, measure=args.measure)
+    except OSError as error:
+        raise UsageError(f"--out {args.out}: {error.strerror or error}") from error
+    return OK, f"wrote {args.out}"
+
+
+def graph(args: argparse.Namespace) -> Outcome:
+    """A stage's graph, or the list of stages."""
+    graphs = called(args).graphs
+    if args.stages:
+        return OK, _json(as_json.stages(graphs)) if args.json else as_json.stages_table(graphs)
+    gm = graphs[args.stage]
+    return OK, _json(as_json.graph(args.stage, gm)) if args.json else readable(gm)
+
+
+def calibrate(args: argparse.Namespace) -> Outcome:
+    """The measured table and where it is kept."""
+    require_device(args.device)
+    table = calibrated(args.device)
+    return OK, cost.to_json(table) + f"kept in {cost.table_path(table.name)}"
+
+
+def made(args: argparse.Namespace, *, backend: str) -> tuple[LossModule, Problem, dict[str, Any]]:
+    """The step for what was asked, with its batch and the values that it reads at the call."""
+    asked = list(parsed(args.quantity).values())
+    ex = load(args)
+    problem = Problem(ex.model, ex.loss_fn, ex.inputs, ex.targets, ex.batch_dim)
+    try:
+        step = transform(
+            ex.model, ex.loss_fn, quantities=asked, batch_dim=ex.batch_dim, backend=args.backend or backend
+        )
+    except BadArgument as error:
+        raise UsageError(f"{error.what}: {error.why}") from error
+    values, notes = given(asked, problem)
+    say(notes)
+    assert isinstance(step, LossModule)
+    return step, problem, values
+
+
+def called(args: argparse.Namespace) -> LossModule:
+    """The step after one call, by default without compiling kernels."""
+    step, problem, values = made(args, backend="eager")
+    step(*problem.arguments, **values)
+    return step
+
+
+def say(notes: list[str]) -> None:
+    """Notes for people, on standard error."""
+    for note in notes:
+        print(note, file=sys.stderr)
+
+
+def _json(data: Any) -> str:
+    return json.dumps(data, indent=2, ensure_ascii=False)
