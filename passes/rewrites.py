@@ -69,6 +69,15 @@ def embedding_bag(
     return total if mode == "sum" else total / kept.sum(1).clamp(min=1)
 
 
+def pack_padded_sequence(*_: Any, **__: Any) -> Any:
+    """Refused: what is packed has no dim of samples."""
+    raise NotYetSupported(
+        "a packed sequence", where="nn.utils.rnn.pack_padded_sequence",
+        why="the rows of all samples lie in one dim, in an order that depends on their lengths",
+        fix="pass the padded tensor to the recurrent layer, and pick or mask what belongs to each sample afterwards",
+    )  # fmt: skip
+
+
 def linear_cross_entropy(*args: Any, options: Any = None, **named: Any) -> Tensor:
     """Without the options, which say in how many pieces it is computed."""
     return F.linear_cross_entropy(*args, **named)
@@ -132,6 +141,7 @@ def rewritten() -> Iterator[None]:
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     F.embedding_bag: embedding_bag,
     F.gaussian_nll_loss: gaussian_nll_loss,
+    torch._VF._pack_padded_sequence: pack_padded_sequence,  # type: ignore[attr-defined]
     **recurrent_functions(),
 }
 if hasattr(F, "linear_cross_entropy"):  # since torch 2.13

@@ -11,7 +11,6 @@ import contextlib
 import gc
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -25,6 +24,7 @@ from torch._inductor.utils import fresh_cache  # private: an empty kernel cache,
 from psg_fx.contenders import field_of
 from psg_fx.measure import environment, spread, synchronize, time_rounds
 from psg_fx.problem import ORDINARY, USUAL, Answer, Asked, Contender, Problem, Step, by_label, from_grads
+from psg_fx.progress import Progress
 from psg_fx.quantity import Quantity
 from psg_fx.reference import Loss, draws_random_numbers, quiet_vmap, reference_grads, vmap_reference
 
@@ -102,19 +102,6 @@ def _shown(value: float | None, scale: float, digits: int) -> str:
     return "-" if value is None else f"{value * scale:.{digits}f}"
 
 
-class Progress:
-    """One line on stderr that is written over; silent where stderr is no terminal."""
-
-    def __init__(self, wanted: bool) -> None:
-        self.on = wanted and sys.stderr.isatty()
-
-    def __call__(self, text: str) -> None:
-        """Shows `text` in place of the last one."""
-        if self.on:
-            sys.stderr.write(f"\r\033[K{text[:100]}")
-            sys.stderr.flush()
-
-
 def benchmark(
     model: nn.Module,
     loss_fn: Loss,
@@ -143,7 +130,7 @@ def benchmark(
     problem = Problem(model, loss_fn, inputs, targets, batch_dim, backend)
     asked = by_label(quantities)
     chosen = field_of(asked, contenders, peers)
-    note = Progress(progress)
+    note = Progress(progress).say
     notes: list[str] = []
     expected: dict[str, Answer] = {}
     if draws_random_numbers(model, loss_fn, inputs, targets, batch_dim):

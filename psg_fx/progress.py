@@ -25,5 +25,5 @@ class Progress:
     def say(self, what: str) -> None:
         """Show `what` in place of what was shown; nothing for an empty text."""
         if self.shown and sys.stderr.isatty():
-            sys.stderr.write(f"\r\033[K{'psg_fx: ' * bool(what)}{what}")
+            sys.stderr.write(f"\r\033[K{'psg_fx: ' * bool(what)}{what[:100]}")
             sys.stderr.flush()

@@ -179,11 +179,11 @@ def test_checks_of_every_quantity_agree_with_the_oracle() -> None:
         (quantity("norms", per="model", squared=True), [losses, whole**2]),
         (quantity("norms", per="parameter", squared=False), [losses, own]),
         (
-            quantity("clipped_sum", max_norm=limit, per="model", style="abadi"),
+            quantity("clipped_sum", max_norm=limit, per="model", style="abadi", weighted=False),
             [losses, whole, oracle.clip_factors(whole, limit), oracle.clipped_sum(grads, limit)],
         ),
         (
-            quantity("clipped_sum", max_norm=limits, per="parameter", style="abadi"),
+            quantity("clipped_sum", max_norm=limits, per="parameter", style="abadi", weighted=False),
             [
                 losses,
                 own,
@@ -192,7 +192,7 @@ def test_checks_of_every_quantity_agree_with_the_oracle() -> None:
             ],
         ),
         (
-            quantity("clipped_sum", max_norm=torch.tensor(0.5), per="model", style="automatic"),
+            quantity("clipped_sum", max_norm=torch.tensor(0.5), per="model", style="automatic", weighted=False),
             [losses, whole, 0.5 / (whole + 0.01), oracle.weighted_sum(grads, 0.5 / (whole + 0.01))],
         ),
         (quantity("weighted_sum"), [losses, oracle.weighted_sum(grads, weights)]),
