@@ -126,7 +126,11 @@ def plot(reports: dict[str, BenchmarkReport], path: Path) -> None:
         panel.tick_params(labelsize=8)
         panel.grid(axis="x", alpha=0.3)
         low, high = panel.get_xlim()
-        panel.set_xlim(min(low, 0.4), max(high, 2.5) * 1.6)
+        low, high = min(low, 0.4), max(high, 2.5) * 1.6
+        ticks = [t for t in (0.5, 1, 2, 5, 10, 20, 50, 100) if low <= t <= high]
+        panel.set_xticks(ticks, [f"{t:g}" for t in ticks])
+        panel.set_xticks([], minor=True)
+        panel.set_xlim(low, high)
     axes[0][0].set_yticks(places, labels)
     axes[0][0].invert_yaxis()
     figure.savefig(path, dpi=110)
