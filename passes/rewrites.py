@@ -141,7 +141,7 @@ def rewritten() -> Iterator[None]:
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     F.embedding_bag: embedding_bag,
     F.gaussian_nll_loss: gaussian_nll_loss,
-    torch._VF._pack_padded_sequence: pack_padded_sequence,  # type: ignore[attr-defined]
+    torch._VF._pack_padded_sequence: pack_padded_sequence,
     **recurrent_functions(),
 }
 if hasattr(F, "linear_cross_entropy"):  # since torch 2.13
