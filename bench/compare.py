@@ -58,10 +58,7 @@ def main() -> int:
     if args.one is not None:
         run_one(args)
         return 0
-    names = [n for n, r in RUNS.items() if args.device in r.where] if args.models is None else args.models.split(",")
-    if unknown := [n for n in names if n not in RUNS]:
-        sys.exit(f"unknown model {unknown[0]!r}; there are: {', '.join(RUNS)}")
-    results = {name: in_own_process(name, args) for name in names}
+    results = {name: in_own_process(name, args) for name in chosen(args)}
     tag = args.tag or device_tag(args.device)
     RESULTS.mkdir(exist_ok=True)
     data = {"results": {n: r for n, r in results.items() if "failure" not in r}}
@@ -71,14 +68,30 @@ def main() -> int:
     return int(any("failure" in r for r in results.values()))
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def chosen(args: argparse.Namespace) -> list[str]:
+    """The names of `RUNS` that are asked for: by default all that run on the device."""
+    if args.models is None:
+        return [name for name, run in RUNS.items() if args.device in run.where]
+    names: list[str] = args.models.split(",")
+    if unknown := [name for name in names if name not in RUNS]:
+        sys.exit(f"unknown model {unknown[0]!r}; there are: {', '.join(RUNS)}")
+    return names
+
+
+def options(description: str | None) -> argparse.ArgumentParser:
+    """What every race over `RUNS` may be told."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", help=f"separated by commas, from {', '.join(RUNS)}")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--tag", help="names the result files (default: the device)")
-    parser.add_argument("--contenders", help="globs separated by commas (default: the usual ones)")
     parser.add_argument("--seconds", type=float, default=4.0, help="timing per contender (default 4)")
     parser.add_argument("--quick", action="store_true", help="a smoke test: half a second per contender")
+    return parser
+
+
+def arguments() -> argparse.Namespace:
+    parser = options(__doc__)
+    parser.add_argument("--contenders", help="globs separated by commas (default: the usual ones)")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -16,8 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
-from compare import RUNS, device_tag, in_own_process, read
+from compare import RUNS, chosen, device_tag, in_own_process, options, read
 
 from psg_fx.benchmarking import BenchmarkReport, BenchmarkRow
 
@@ -44,10 +43,7 @@ OURS, OTHERS, FAILED = "#c0392b", "#7f8c9b", "#a04000"
 
 def main() -> int:
     args = arguments()
-    names = [n for n, r in RUNS.items() if args.device in r.where] if args.models is None else args.models.split(",")
-    if unknown := [n for n in names if n not in RUNS]:
-        sys.exit(f"unknown model {unknown[0]!r}; there are: {', '.join(RUNS)}")
-    results = {name: in_own_process(name, args) for name in names}
+    results = {name: in_own_process(name, args) for name in chosen(args)}
     path = RESULTS / f"peers-{args.tag or device_tag(args.device)}"
     RESULTS.mkdir(exist_ok=True)
     data = {"libraries": libraries(), "results": {n: r for n, r in results.items() if "failure" not in r}}
@@ -61,13 +57,7 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", help=f"separated by commas, from {', '.join(RUNS)}")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--tag", help="names the result files (default: the device)")
-    parser.add_argument("--seconds", type=float, default=4.0, help="timing per contender (default 4)")
-    parser.add_argument("--quick", action="store_true", help="a smoke test: half a second per contender")
-    args = parser.parse_args()
+    args = options(__doc__).parse_args()
     args.contenders = ",".join(["ordinary*", *NAMES])
     return args
 

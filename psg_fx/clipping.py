@@ -12,7 +12,19 @@ import torch
 from psg_fx.asks import Ask, SquaredNorm, Weighted
 from psg_fx.errors import BadArgument
 from psg_fx.gradient import ParameterGradient
-from psg_fx.quantity import Extra, Joins, Norms, Quantity, Results, Shapes, Weights, check_per, given_weights, total
+from psg_fx.quantity import (
+    Extra,
+    Joins,
+    Norms,
+    Quantity,
+    Results,
+    Shapes,
+    Weights,
+    check_choice,
+    check_per,
+    given_weights,
+    total,
+)
 
 COUNTED = "counted"
 """A further input of graphs with a clipped sum, [B]: how often each sample counts, 1 or 0."""
@@ -51,18 +63,10 @@ class ClippedSum(Quantity):
 
     def __post_init__(self) -> None:
         check_per(self.per, "ClippedSum")
-        if self.style not in ("abadi", "automatic"):
-            raise BadArgument(
-                f"style={self.style!r} is unknown", where="ClippedSum(style=...)",
-                why="it says how factors follow from norms",
-                fix='style="abadi" or style="automatic"',
-            )  # fmt: skip
-        if self.nonfinite not in ("drop", "keep"):
-            raise BadArgument(
-                f"nonfinite={self.nonfinite!r} is unknown", where="ClippedSum(nonfinite=...)",
-                why="it says what becomes of samples whose norm is NaN or inf",
-                fix='nonfinite="drop" or nonfinite="keep"',
-            )  # fmt: skip
+        why = "it says how factors follow from norms"
+        check_choice("ClippedSum", "style", self.style, ("abadi", "automatic"), why)
+        why = "it says what becomes of samples whose norm is NaN or inf"
+        check_choice("ClippedSum", "nonfinite", self.nonfinite, ("drop", "keep"), why)
         for value in self.max_norm.values() if isinstance(self.max_norm, Mapping) else [self.max_norm]:
             _check_max_norm(value, self.style)
 

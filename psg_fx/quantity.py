@@ -108,14 +108,18 @@ class Grads(Quantity):
         return {"grads": "cat"}
 
 
+def check_choice(owner: str, name: str, value: str, known: tuple[str, ...], why: str) -> None:
+    """Refuse an argument that is none of the known words."""
+    if value not in known:
+        raise BadArgument(
+            f"{name}={value!r} is unknown", where=f"{owner}({name}=...)", why=why,
+            fix=" or ".join(f'{name}="{word}"' for word in known),
+        )  # fmt: skip
+
+
 def check_per(per: str, owner: str) -> None:
     """Refuse what is neither "model" nor "parameter"."""
-    if per not in ("model", "parameter"):
-        raise BadArgument(
-            f"per={per!r} is unknown", where=f"{owner}(per=...)",
-            why="norms are taken over the whole model or per parameter",
-            fix='per="model" or per="parameter"',
-        )  # fmt: skip
+    check_choice(owner, "per", per, ("model", "parameter"), "norms are taken over the whole model or per parameter")
 
 
 def total(sq_norms: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -29,16 +29,21 @@ def _shape(grad: torch.Tensor, x: torch.Tensor, groups: Any, kernel: Sequence[in
     return [grad.shape[1], x.shape[1] // groups, *kernel]
 
 
-@torch.library.impl(_LIBRARY, "grouped_weight_gradient", "CompositeExplicitAutograd")
-def _computed(
+def weight_gradient(
     grad: torch.Tensor, x: torch.Tensor, groups: int, kernel: list[int], stride: list[int], padding: list[int],
     dilation: list[int],
 ) -> torch.Tensor:  # fmt: skip
+    """The weight's gradient of an ordinary convolution of x[n, g·c, *space] with cotangent grad[n, g·o, *out_space]."""
     template = x.new_empty(_shape(grad, x, groups, kernel))  # only its shape is read
     found: torch.Tensor = aten.convolution_backward(
         grad, x, template, None, stride, padding, dilation, False, [0] * len(kernel), groups, [False, True, False]
     )[1]
-    return found.contiguous()
+    return found
+
+
+@torch.library.impl(_LIBRARY, "grouped_weight_gradient", "CompositeExplicitAutograd")
+def _computed(*arguments: Any) -> torch.Tensor:
+    return weight_gradient(*arguments).contiguous()
 
 
 def _fake(grad: torch.Tensor, x: torch.Tensor, groups: int, kernel: list[int], *rest: list[int]) -> torch.Tensor:

@@ -18,9 +18,7 @@ from psg_fx.network import Axes, Patches
 
 from .base import Method, Pair
 from .dense import accumulation_dtype
-from .grouped import grouped_weight_gradient
-
-aten = torch.ops.aten
+from .grouped import grouped_weight_gradient, weight_gradient
 
 
 def _split(p: Pair) -> tuple[bool, Patches, Axes]:
@@ -70,20 +68,6 @@ def _raw_per_sample(p: Pair, form: Patches, axes: Axes) -> Size:
     channels = p.sizes[axes[3]] // math.prod(form.kernel) * form.groups
     folds = p.sizes[axes[1]] // max(math.prod(form.out_space), 1)
     return channels * folds * math.prod(form.space)
-
-
-def _weight_gradient(
-    x: torch.Tensor, grad: torch.Tensor, form: Patches, weight: list[int], groups: int
-) -> torch.Tensor:
-    """The weight gradient of an ordinary convolution of x[n, c, *space] with cotangent grad[n, o, *out_space]."""
-    template = x.new_empty(weight)  # only its shape is read
-    nd = len(form.kernel)
-    found = aten.convolution_backward(
-        grad, x, template, None, list(form.stride), list(form.padding), list(form.dilation), False, [0] * nd, groups,
-        [False, True, False],
-    )  # fmt: skip
-    result: torch.Tensor = found[1]
-    return result
 
 
 class GroupedConv(Method):
@@ -162,8 +146,8 @@ class ConvWeight(Method):
         outputs = grad.shape[2]
         grad = grad.reshape(n, form.groups * outputs, folds, *form.out_space).transpose(1, 2)
         grad = grad.reshape(n * folds, form.groups * outputs, *form.out_space)
-        weight = [form.groups * outputs, channels // form.groups, *form.kernel]
-        return _weight_gradient(x, grad, form, weight, form.groups).reshape(form.groups, outputs, -1)
+        window = [list(sizes) for sizes in (form.kernel, form.stride, form.padding, form.dilation)]
+        return weight_gradient(grad, x, form.groups, *window).reshape(form.groups, outputs, -1)
 
 
 class Shifted(Method):
