@@ -123,6 +123,8 @@ class PerSampleModule(nn.Module):
         for group in _STATE:
             object.__setattr__(self, group, getattr(model, group))
         object.__setattr__(self, "loss_fn", loss_fn)
+        self.training = model.training
+        nn.Module.register_load_state_dict_post_hook(self, _after_loading)
         self.settings = settings
         self._memory = Memory(keep=settings.reuse_outputs)
         self._steps: dict[Any, Any] = {}
@@ -143,6 +145,10 @@ class PerSampleModule(nn.Module):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load the model's state."""
         return self.model.load_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """The model's own way to load, also where a module around this one is loaded (Opacus wraps it)."""
+        self.model._load_from_state_dict(*args, **kwargs)
 
     @property
     def graphs(self) -> dict[str, GraphModule]:
@@ -220,6 +226,12 @@ class PerSampleModule(nn.Module):
             self._steps[key, values, size] = step
         self._last = self._steps[key, values, size]
         return self._last
+
+
+def _after_loading(step: PerSampleModule, found: Any) -> None:
+    """The model's hooks, where a module around the step is loaded."""
+    for hook in step.model._load_state_dict_post_hooks.values():
+        hook(step.model, found)
 
 
 class LossModule(PerSampleModule):

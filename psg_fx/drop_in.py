@@ -46,8 +46,9 @@ class DropInModule(PerSampleModule):
         step: SplitStep = self._look_up(call, tracked, lambda: self._build(tracked, call))
         if torch.is_grad_enabled():
             _refuse_leftovers(
-                step, "step(*args, **kwargs)", "set p.grad_sample = None (or delete it) before the next call"
-            )
+                step, "step(*args, **kwargs)",
+                "set p.grad_sample = None (or delete it) before the next call, or call it under torch.no_grad()",
+            )  # fmt: skip
         flat = step.run(call, self.settings.loss_reduction)
         return step.program.output.rebuild(flat)
 

@@ -59,6 +59,33 @@ def test_load_state_dict_is_seen() -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
+class Own(nn.Module):
+    """Loads in ways of its own: a buffer that is not saved, extra state, hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.extra, self.seen = nn.Linear(4, 3).double(), 0, list[str]()
+        self.register_buffer("fixed", torch.ones(3), persistent=False)
+        self.register_load_state_dict_pre_hook(lambda model, *_: model.seen.append("before"))
+        self.register_load_state_dict_post_hook(lambda model, _: model.seen.append("after"))
+
+    def get_extra_state(self) -> int:
+        return self.extra
+
+    def set_extra_state(self, state: int) -> None:
+        self.extra = state
+
+
+@pytest.mark.parametrize("around", [lambda step: step, nn.Sequential])
+def test_a_state_dict_is_loaded_as_the_model_does(around: Any) -> None:
+    """By the step itself and by a module around it, as Opacus' is."""
+    model, other = Own(), Own()
+    other.extra = 7
+    around(step_of(model)).load_state_dict(around(step_of(other)).state_dict())
+    assert torch.equal(model.layer.weight, other.layer.weight)
+    assert (model.extra, model.seen) == (7, ["before", "after"])
+
+
 def test_replaced_parameter_is_seen() -> None:
     model = mlp()
     step = step_of(model)
