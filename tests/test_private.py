@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,78 +17,15 @@ pytest.importorskip("hypothesis")
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from opacus import PrivacyEngine
 from opacus.accountants import RDPAccountant
 from opacus.data_loader import DPDataLoader
 from opacus.optimizers import DPOptimizerFastGradientClipping
-from opacus.utils.batch_memory_manager import BatchMemoryManager
-from torch.utils.data import DataLoader, TensorDataset
 
 import oracle
 import psg_fx
+from training import CLASSES, MAX_NORM, SIGMA, Run, Training, engine, in_parts, quietly, same, trained
 
 Named = dict[str, Tensor]
-
-SIGMA, MAX_NORM, CLASSES = 0.7, 0.4, 3
-
-
-class Training:
-    """The same weights, data, order of batches and noise for every way to train."""
-
-    def __init__(self, batch: int = 8, count: int = 32, seed: int = 0, backend: str = "eager") -> None:
-        self.backend = backend
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(4 * 16, CLASSES))
-        draw = torch.Generator().manual_seed(1)
-        images = torch.randn(count, 1, 6, 6, generator=draw)
-        data = TensorDataset(images, torch.randint(CLASSES, (count,), generator=draw))
-        self.batch = batch
-        self.loader = DataLoader(data, batch, generator=torch.Generator().manual_seed(seed))
-        self.noise = torch.Generator().manual_seed(2)
-        self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=0.5, momentum=0.9)
-        self.sizes: list[int] = []
-
-    def weights(self) -> Tensor:
-        return nn.utils.parameters_to_vector(self.model.parameters()).detach()
-
-    def run(self, loader: Any, step: Callable[[Tensor, Tensor], None], passes: int) -> None:
-        for images, labels in itertools.chain.from_iterable(itertools.repeat(loader, passes)):
-            self.sizes.append(len(labels))
-            step(images, labels)
-
-
-Run = Callable[[Training, int, int | None], float]
-"""Trains for some passes, in parts of at most so many samples (None: whole batches); returns ε at δ = 1e-3."""
-
-
-def engine(mode: str, wrapped: bool = True) -> Run:
-    """Opacus' PrivacyEngine, by its own hooks or by what psg_fx leaves in grad_sample."""
-
-    def run(t: Training, passes: int, part: int | None) -> float:
-        privacy = PrivacyEngine(accountant="rdp")
-        step = psg_fx.transform(t.model, loss_reduction="mean", backend=t.backend) if mode == "no_op" else t.model
-        private, optimizer, loader = privacy.make_private(
-            module=step if wrapped else t.model, optimizer=t.optimizer, data_loader=t.loader, noise_multiplier=SIGMA,
-            max_grad_norm=MAX_NORM, noise_generator=t.noise, grad_sample_mode=mode, wrap_model=wrapped,
-        )  # fmt: skip
-        model = private if wrapped else step
-
-        def one(images: Tensor, labels: Tensor) -> None:
-            optimizer.zero_grad()
-            F.cross_entropy(model(images), labels).backward()
-            optimizer.step()
-
-        in_parts(t, loader, optimizer, one, passes, part)
-        return float(privacy.get_epsilon(1e-3))
-
-    return run
-
-
-def in_parts(t: Training, loader: Any, optimizer: Any, one: Any, passes: int, part: int | None) -> None:
-    if part is None:
-        return t.run(loader, one, passes)
-    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=part, optimizer=optimizer) as parts:
-        return t.run(parts, one, passes)
 
 
 def opacus_optimizer(t: Training, passes: int, part: int | None) -> float:
@@ -135,29 +71,6 @@ WAYS: dict[str, Run] = {
     "Opacus' optimizer": opacus_optimizer,
     "plain loop": plain_loop,
 }
-
-quiet = [
-    pytest.mark.filterwarnings("ignore:Secure RNG turned off:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Optimal order is the:UserWarning"),
-]
-
-
-def quietly(test: Any) -> Any:
-    return functools.reduce(lambda t, mark: mark(t), quiet, test)
-
-
-def trained(run: Run, passes: int, part: int | None = None, **kwargs: Any) -> tuple[Training, float]:
-    t = Training(**kwargs)
-    return t, run(t, passes, part)
-
-
-def same(mine: tuple[Training, float], theirs: tuple[Training, float], rtol: float = 1e-5) -> None:
-    (a, epsilon), (b, want) = mine, theirs
-    assert epsilon == want > 0
-    start = Training().weights()
-    assert (b.weights() - start).norm() > 0.1 * start.norm()
-    assert (a.weights() - b.weights()).norm() < rtol * b.weights().norm()
 
 
 @pytest.mark.parametrize("way", WAYS)
