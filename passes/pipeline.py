@@ -20,7 +20,7 @@ from .differentiate import differentiate
 from .lower import lower
 from .networks import merge, networks
 from .plan import plan
-from .runner import History, Step, graph_pass, log, run
+from .runner import History, Step, graph_pass, log, run, without_collection
 from .sites import find_sites
 from .tidy import tidy
 from .unreduce import unreduce
@@ -29,6 +29,7 @@ BATCH = graph_pass("batch", before=Stage.CAPTURED, after=Stage.BATCHED)(batch)
 UNREDUCE = graph_pass("unreduce", before=Stage.BATCHED, after=Stage.UNREDUCED)(unreduce)
 
 
+@without_collection()
 def run_pipeline(
     program: Program, call: Call, tracked: dict[str, str], quantities: Sequence[Quantity], dtype: torch.dtype,
     device: Device, history: History, input_gradients: tuple[bool, ...] = (), budget: Budget | None = None,

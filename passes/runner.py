@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -60,6 +61,20 @@ class History:
         """A step that is done."""
         self.steps.append(step)
         log.debug("%-14s %6.0f ms  %d -> %d nodes", step.name, 1e3 * step.seconds, step.nodes_before, step.nodes_after)
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """No search for cyclic garbage: passes make many small objects that stay, and every full search walks all of
+    torch's.  (Also a decorator.)
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def graph_pass(name: str, *, before: Stage, after: Stage) -> Callable[[Transform], GraphPass]:

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from psg_fx import facts
 from psg_fx.stages import Stage
 
+from .equal import computation
 from .runner import graph_pass
 
 aten = torch.ops.aten
@@ -74,9 +75,7 @@ def _merge_equal(gm: GraphModule) -> None:
     """Common sub-expressions, by target and arguments.  Random ops stay apart."""
     seen: dict[Any, Node] = {}
     for node in list(gm.graph.nodes):
-        if node.op != "call_function" or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-            continue
-        key = _key(node)
+        key = computation(node)
         if key is None:
             continue
         if key in seen:
@@ -84,21 +83,3 @@ def _merge_equal(gm: GraphModule) -> None:
             gm.graph.erase_node(node)
         else:
             seen[key] = node
-
-
-def _key(node: Node) -> Any:
-    """Hashable identity of what a node computes; types are part of it, since 1 == 1.0 == True."""
-
-    def typed(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return tuple(typed(v) for v in value)
-        if isinstance(value, slice):
-            return ("slice", typed(value.start), typed(value.stop), typed(value.step))
-        return (type(value), value)
-
-    key = (node.target, typed(node.args), tuple((k, typed(v)) for k, v in sorted(node.kwargs.items())))
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key

@@ -20,15 +20,18 @@ from psg_fx.prefixes import pull_back
 class Evaluator:
     """Computes every part of a plan; equal nodes are computed once.
 
-    env: name of a source -> tensor.  results: ask key -> parameter -> tensor.
-    named: tensors worth a name in the graph.
+    env: name of a source -> tensor.  known: key of a node -> its tensor, for those that are computed already.
+    results: ask key -> parameter -> tensor.  named: contractions, worth a name in the graph: parameter, kind, tensor.
     """
 
-    def __init__(self, plan: Plan, env: dict[str, torch.Tensor], count: int, device: torch.device) -> None:
+    def __init__(
+        self, plan: Plan, env: dict[str, torch.Tensor], count: int, device: torch.device,
+        known: Mapping[int, torch.Tensor] | None = None,
+    ) -> None:  # fmt: skip
         self.plan, self.env, self.count, self.device = plan, env, count, device
         self.results: dict[str, dict[str, torch.Tensor]] = {ask.key: {} for ask in plan.asks}
-        self.named: dict[str, torch.Tensor] = {}
-        self._memo: dict[int, torch.Tensor] = {}
+        self.named: list[tuple[str, str, torch.Tensor]] = []
+        self.known: dict[int, torch.Tensor] = dict(known or {})
         self._weights: Mapping[str, Mapping[str, torch.Tensor]] = {}
 
     def first(self) -> None:
@@ -75,7 +78,7 @@ class Evaluator:
             assert isinstance(part.ask, Weighted)
             chosen = self._weights[part.ask.weights][gradient.name]
             self.env[f"weights:{part.ask.weights}"] = chosen.to(network.leaves[0].dtype)
-        local: dict[int, torch.Tensor] = {} if self._own_weights(part) else self._memo
+        local: dict[int, torch.Tensor] = {} if self._own_weights(part) else self.known
         tensor = self._evaluate(part.tree, gradient, local)
         return _scaled(permuted(tensor, part.tree.axes, network.out), network.scale * part.contraction.scale)
 
@@ -95,14 +98,14 @@ class Evaluator:
         return reshape(pulled, (*lead, *gradient.shape))
 
     def _evaluate(self, expr: Expr, gradient: ParameterGradient, local: dict[int, torch.Tensor]) -> torch.Tensor:
-        if expr.key in self._memo:
-            return self._memo[expr.key]
+        if expr.key in self.known:
+            return self.known[expr.key]
         if expr.key in local:
             return local[expr.key]
         value = self._compute(expr, gradient, local)
-        (local if reads_weights(expr) else self._memo)[expr.key] = value
+        (local if reads_weights(expr) else self.known)[expr.key] = value
         if isinstance(expr, ContractExpr):
-            self.named[f"{gradient.name}_{_kind(expr)}_{len(self.named)}"] = value
+            self.named.append((gradient.name, _kind(expr), value))
         return value
 
     def _compute(self, expr: Expr, gradient: ParameterGradient, local: dict[int, torch.Tensor]) -> torch.Tensor:

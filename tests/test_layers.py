@@ -19,9 +19,10 @@ LAYERS = [
     {"gradient", "paths", "state", "prefixes", "overlap"},
     {"asks", "crossover"},
     {"rules", "stages", "planning", "quantity", "products", "clipping"},
-    {"evaluate", "calibration", "budget", "settings"},
-    {f"passes.{name}" for name in ("branches", "reasons", "recurrent", "twins", "rewrites", "writes", "losses")},
-    {f"passes.{name}" for name in ("runner", "independence", "export", "lift", "rules", "probe")},
+    {"evaluate", "groups", "calibration", "budget", "settings"},
+    {f"passes.{name}" for name in ("branches", "reasons", "recurrent", "twins", "rewrites", "writes", "equal")},
+    {f"passes.{name}" for name in ("losses", "runner", "independence", "export", "lift", "rules", "probe")},
+    {"passes.pieces", "passes.writing"},
     {"passes"},
     {"passes.pipeline"},
     {"sitecost"},
@@ -32,8 +33,8 @@ LAYERS = [
 """Lowest first; a module imports from layers below its own, or from neighbours that do not import it."""
 
 SHARED = {
-    "branches", "export", "independence", "lift", "losses", "probe", "reasons", "recurrent", "rewrites", "rules",
-    "runner", "twins", "writes",
+    "branches", "equal", "export", "independence", "lift", "losses", "pieces", "probe", "reasons", "recurrent",
+    "rewrites", "rules", "runner", "twins", "writes", "writing",
 }  # fmt: skip
 """What passes share; beside these no pass imports another, and `pipeline` imports all of them."""
 

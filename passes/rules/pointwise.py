@@ -77,7 +77,7 @@ def pointwise(site: Site, position: int) -> Network | None:
         (found,) = torch.autograd.grad(result, expanded, cotangent)
         return found
 
-    recipe = f"pointwise {site.target} {position} {[v for v in flat if not isinstance(v, Value)]}"
+    recipe = f"pointwise {site.target} {position} {['·' if isinstance(v, Value) else v for v in flat]} {spec}"
     return broadcast_network(site, operand.value.shape, "x∘ȳ", recipe, (*values, ybar), gradient)
 
 

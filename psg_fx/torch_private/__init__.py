@@ -20,6 +20,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.codecache import PyCodeCache
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import disable_fake_tensor_cache
 from torch.fx import Graph, GraphModule
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -50,6 +51,7 @@ __all__ = [
     "user_stack_traces",
     "watching_symbols",
     "without_checkpoints",
+    "without_fake_cache",
 ]
 
 
@@ -90,6 +92,14 @@ def module_without_code(gm: GraphModule, graph: Graph) -> GraphModule:
 def traced_without_code() -> contextlib.AbstractContextManager[None]:
     """Let what is traced be such modules."""
     return _use_lazy_graph_module(True)
+
+
+def without_fake_cache(value: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+    """Run ops on fake tensors like this one without remembering their results: what is traced only once pays twice for
+    the memory, because torch checks each entry when it makes it.
+    """
+    found: contextlib.AbstractContextManager[None] = disable_fake_tensor_cache(value.fake_mode)  # type: ignore[attr-defined]
+    return found
 
 
 @contextlib.contextmanager

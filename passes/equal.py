@@ -1,0 +1,31 @@
+"""When two nodes compute the same."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+
+def computation(node: Node) -> Hashable | None:
+    """What an op computes: equal for equal ops on equal arguments.  None for what must stay apart: random draws, and
+    whatever is no op.  Types are part of it, since 1 == 1.0 == True.
+    """
+    if node.op != "call_function" or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        return None
+    key = (node.target, _typed(node.args), tuple((k, _typed(v)) for k, v in sorted(node.kwargs.items())))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _typed(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(_typed(v) for v in value)
+    if isinstance(value, slice):
+        return ("slice", _typed(value.start), _typed(value.stop), _typed(value.step))
+    return (type(value), value)

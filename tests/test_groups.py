@@ -1,0 +1,124 @@
+"""What is alike is traced once, and copies are what tracing them would have given."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import psg_fx
+from psg_fx import groups, zoo
+from psg_fx.passes.pieces import Pieces
+
+MANY = [
+    psg_fx.ClippedSum(max_norm=1.0), psg_fx.Grads(), psg_fx.Gram(), psg_fx.SecondMoment(), psg_fx.Projection(rank=4),
+]  # fmt: skip
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """One entry for every piece that is traced."""
+    found: list[Any] = []
+    original: Callable[..., Any] = Pieces._trace
+
+    def counted(self: Pieces, piece: Any, values: list[Tensor]) -> Any:
+        found.append(piece)
+        return original(self, piece, values)
+
+    monkeypatch.setattr(Pieces, "_trace", counted)
+    return found
+
+
+def tidied(model: nn.Module, x: Tensor, quantities: Any = MANY) -> torch.fx.GraphModule:
+    step = psg_fx.transform(model, lambda y, t: (y - t).square().flatten(1).sum(1), quantities=quantities,
+                            backend="eager", progress=False)  # fmt: skip
+    step(x, torch.zeros(()).expand(model(x).shape))
+    return step.graphs["tidied"]
+
+
+def stack(depth: int) -> nn.Module:
+    return nn.Sequential(*(layer for _ in range(depth) for layer in (nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU())))
+
+
+def test_depth_costs_no_traces(traced: list[Any]) -> None:
+    x = torch.randn(3, 5, 4)
+    tidied(stack(3), x)
+    few = len(traced)
+    traced.clear()
+    tidied(stack(9), x)
+    assert len(traced) == few
+
+
+@pytest.mark.parametrize(
+    ("second", "alike"),
+    [
+        (nn.LayerNorm(4), True),
+        (nn.LayerNorm(4, eps=1e-3), False),
+        (nn.LayerNorm(4, bias=False), True),
+        (nn.RMSNorm(4), False),
+    ],
+    ids=["same", "eps", "no bias", "rms norm"],
+)
+def test_only_what_is_alike(second: nn.Module, alike: bool, traced: list[Any]) -> None:
+    x = torch.randn(3, 5, 4)
+    tidied(nn.Sequential(nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 4)), x, psg_fx.Norms())
+    alone = len(traced)
+    traced.clear()
+    tidied(nn.Sequential(nn.LayerNorm(4), nn.GELU(), second, nn.Tanh(), nn.Linear(4, 4)), x, psg_fx.Norms())
+    assert (len(traced) == alone) is alike
+
+
+class Turned(nn.Module):
+    """Two equal layers, the second of which reads memory in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x).transpose(1, 2)).transpose(1, 2)
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    "stack": lambda: (stack(3), torch.randn(3, 5, 4)),
+    "turned": lambda: (Turned(), torch.randn(3, 4, 4)),
+    "tied": lambda: (nn.Sequential(*[nn.Linear(4, 4)] * 2, nn.Linear(4, 4)), torch.randn(3, 5, 4)),
+    "convolutions": lambda: (
+        nn.Sequential(*(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(2, 4)) for _ in range(3))),
+        torch.randn(3, 4, 6, 6),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_copies_are_what_tracing_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = MODELS[name]()
+    copied = tidied(model, x)
+    monkeypatch.setattr(groups.Group, "signature", property(lambda group: id(group)))
+    traced = tidied(model, x)
+    assert operations(copied) == operations(traced)
+
+
+def test_copies_of_a_transformer(traced: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    copied, few = gpt(), len(traced)
+    traced.clear()
+    monkeypatch.setattr(groups.Group, "signature", property(lambda group: id(group)))
+    assert operations(gpt()) == operations(copied)
+    assert few < len(traced) * 2 / 3
+
+
+def gpt() -> torch.fx.GraphModule:
+    ex = zoo.example("gpt", 3)
+    step = psg_fx.transform(ex.model, ex.loss_fn, quantities=MANY, backend="eager", progress=False)
+    step(ex.inputs, ex.targets)
+    return step.graphs["tidied"]
+
+
+def operations(gm: torch.fx.GraphModule) -> Counter[tuple[str, str]]:
+    """Every op with the shape of its result, counted."""
+    ops = (n for n in gm.graph.nodes if n.op == "call_function")
+    return Counter((str(n.target), str(getattr(n.meta.get("val"), "shape", ""))) for n in ops)
