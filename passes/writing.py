@@ -11,17 +11,20 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from psg_fx import facts
-from psg_fx.asks import Ask, Weighted
+from psg_fx.asks import Weighted
 from psg_fx.evaluate import Evaluator
 from psg_fx.facts import OutputSpec
 from psg_fx.groups import Group, groups
 from psg_fx.planning import Plan
-from psg_fx.quantity import Quantity, Results, Weights
+from psg_fx.quantity import FLOORS, Quantity, Results, Weights
 
 from .pieces import Pieces, rename
 
 Named = Mapping[str, Mapping[str, Node]]
 """Ask or weights -> parameter -> node."""
+
+_Note = tuple[list[tuple[str, int]], list[tuple[str, int]]]
+"""What the results of a group are (key), and its contractions (kind), each with the index of its parameter."""
 
 
 class Writer:
@@ -37,7 +40,7 @@ class Writer:
         self.plan, self.batch, self.known, self.extras = plan, batch, known, extras
         self.pieces = Pieces(gm, "lower")
         self.groups = groups(plan)
-        self.asked: dict[str, dict[str, Node]] = {ask.key: {} for ask in plan.asks}
+        self.found: dict[str, dict[str, Node]] = {key: {} for key in (*(ask.key for ask in plan.asks), FLOORS)}
         self.contractions = 0
 
     def results(self, quantities: Sequence[Quantity]) -> list[tuple[OutputSpec, Node]]:
@@ -50,16 +53,15 @@ class Writer:
 
     def _first(self, group: Group) -> list[Node]:
         """Everything that needs no weights; what the second phase reads of it."""
-        asks = [ask for ask in self.plan.asks if not isinstance(ask, Weighted)]
 
         def piece(carrier: torch.Tensor, *values: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
             evaluator = self._evaluator(group, carrier, values)
             evaluator.first()
             totals = [evaluator.env[f"grads:{name}"] for name in group.totals]
-            return _returned(evaluator, group, asks, [*(evaluator.known[key] for key in group.handed), *totals])
+            return _returned(evaluator, group, [*(evaluator.known[key] for key in group.handed), *totals])
 
-        found, note = self.pieces.write(piece, [self.batch, *self._inputs(group)], ("first", group.signature))
-        return self._take(found, note, group, asks)
+        inputs = [self.batch, *self._inputs(group)]
+        return self._take(*self.pieces.write(piece, inputs, ("first", group.signature)), group)
 
     def _second(self, group: Group, handed: list[Node], weights: Named) -> None:
         """The weighted sums."""
@@ -74,11 +76,11 @@ class Writer:
             evaluator.known |= {key: known[key] for key in group.handed}
             evaluator.env |= {f"grads:{name}": known[name] for name in group.totals}
             evaluator.second(_by_name(dict(zip(wanted, given, strict=True))))
-            return _returned(evaluator, group, asks, [])
+            return _returned(evaluator, group, [])
 
         if asks:
             inputs = [self.batch, *(weights[w][name] for w, name in wanted), *handed, *self._inputs(group)]
-            self._take(*self.pieces.write(piece, inputs, ("second", group.signature)), group, asks)
+            self._take(*self.pieces.write(piece, inputs, ("second", group.signature)), group)
 
     def _evaluator(self, group: Group, carrier: torch.Tensor, values: Sequence[torch.Tensor]) -> Evaluator:
         env = dict(zip(group.sources, values, strict=True))
@@ -91,15 +93,21 @@ class Writer:
     def _inputs(self, group: Group) -> list[Node]:
         return [self.known[source] for source in group.sources]
 
-    def _take(self, found: list[Node], note: list[tuple[int, str]], group: Group, asks: Sequence[Ask]) -> list[Node]:
+    def _take(self, nodes: list[Node], note: _Note, group: Group) -> list[Node]:
         """Keep the results of a group and name its contractions; whatever else it returned."""
-        nodes = iter(found)
-        for ask in asks:
-            self.asked[ask.key] |= {name: next(nodes) for name in group.names}
-        for index, kind in note:
-            rename(next(nodes), f"{group.names[index]}_{kind}_{self.contractions}")
+        results, contractions = note
+        rest = iter(nodes)
+        for key, index in results:
+            self.found[key][group.names[index]] = next(rest)
+        for kind, index in contractions:
+            rename(next(rest), f"{group.names[index]}_{kind}_{self.contractions}")
             self.contractions += 1
-        return list(nodes)
+        return list(rest)
+
+    def _asked(self) -> Named:
+        """What is found, parameters in the plan's order."""
+        names = [parameter.gradient.name for parameter in self.plan.parameters]
+        return {key: {name: of[name] for name in names if name in of} for key, of in self.found.items()}
 
     def _weights(self, quantities: Sequence[Quantity]) -> Named:
         """The weights that quantities make of the norms and of their further inputs."""
@@ -111,7 +119,7 @@ class Writer:
             names = [parameter.gradient.name for parameter in self.plan.parameters]
             return {(weights, name): of[name] for weights, of in found.items() for name in names}
 
-        return _by_name(self._written(function, self.asked, self.extras))
+        return _by_name(self._written(function, self._asked(), self.extras))
 
     def _fields(self, quantities: Sequence[Quantity], weights: Named) -> list[tuple[OutputSpec, Node]]:
         """What quantities make of the results."""
@@ -119,7 +127,7 @@ class Writer:
         def function(count: Any, results: Results, weights: Weights) -> dict[Any, torch.Tensor]:
             return _fields(quantities, results, weights, count)
 
-        return list(self._written(function, self.asked, weights).items())
+        return list(self._written(function, self._asked(), weights).items())
 
     def _written(self, function: Callable[..., dict[Any, torch.Tensor]], *named: Any) -> dict[Any, Node]:
         """`function(B, *named)` with tensors in place of nodes, as nodes."""
@@ -143,13 +151,12 @@ def _by_name(flat: Mapping[tuple[str, str], Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _returned(
-    evaluator: Evaluator, group: Group, asks: Sequence[Ask], others: list[torch.Tensor]
-) -> tuple[list[torch.Tensor], list[tuple[int, str]]]:
-    """The results, the contractions and other tensors of a group; whose the contractions are and what."""
-    results = [evaluator.results[ask.key][name] for ask in asks for name in group.names]
+def _returned(evaluator: Evaluator, group: Group, others: list[torch.Tensor]) -> tuple[list[torch.Tensor], _Note]:
+    """The results, the contractions and other tensors of a group, and the note on them."""
+    results = {(key, group.names.index(name)): t for key, of in evaluator.results.items() for name, t in of.items()}
     named = [tensor for _, _, tensor in evaluator.named]
-    return [*results, *named, *others], [(group.names.index(name), kind) for name, kind, _ in evaluator.named]
+    contractions = [(kind, group.names.index(name)) for name, kind, _ in evaluator.named]
+    return [*results.values(), *named, *others], (list(results), contractions)
 
 
 def _fields(

@@ -13,6 +13,7 @@ from psg_fx.asks import Ask, SquaredNorm, Weighted
 from psg_fx.errors import BadArgument
 from psg_fx.gradient import ParameterGradient
 from psg_fx.quantity import (
+    FLOORS,
     Extra,
     Joins,
     Norms,
@@ -97,11 +98,13 @@ class ClippedSum(Quantity):
         return [self.max_norm[name] for name in shapes]
 
     def weights(self, r: Results, extras: Mapping[str, torch.Tensor]) -> dict[str, Mapping[str, torch.Tensor]]:
-        sq_norms, limit = r["sq_norms"], extras["max_norm"]
+        sq_norms, floors, limit = r["sq_norms"], r[FLOORS], extras["max_norm"]
         if self.per == "model":
-            factors = dict.fromkeys(sq_norms, self._factor(total(sq_norms).sqrt(), limit))
+            lowest = total(floors) if floors else None
+            factors = dict.fromkeys(sq_norms, self._factor(_at_least(total(sq_norms), lowest).sqrt(), limit))
         else:
-            factors = {n: self._factor(v.sqrt(), limit[i]) for i, (n, v) in enumerate(sq_norms.items())}
+            norms = {name: _at_least(value, floors.get(name)).sqrt() for name, value in sq_norms.items()}
+            factors = {name: self._factor(norm, limit[i]) for i, (name, norm) in enumerate(norms.items())}
         scales = [extras[name] for name in self._scales()]
         if not scales:
             return {"factors": factors, "clip": factors}
@@ -128,6 +131,13 @@ class ClippedSum(Quantity):
 
     def joins(self) -> Joins:
         return {"clipped_sum": "sum", "clip_factors": "cat", "norms": "cat"}
+
+
+def _at_least(sq_norm: torch.Tensor, lowest: torch.Tensor | None) -> torch.Tensor:
+    """The squared norm, not taken for less than what it may be; NaN stays NaN."""
+    if lowest is None:
+        return sq_norm
+    return torch.where(lowest > sq_norm, lowest.to(sq_norm.dtype), sq_norm)
 
 
 def _check_max_norm(value: Any, style: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -15,13 +16,16 @@ from psg_fx.network import Axes, OneHot, Patches
 from psg_fx.paths import ContractExpr, DenseExpr, Expr, LeafExpr, SumExpr
 from psg_fx.planning import ParameterPlan, Part, Plan, reads_weights
 from psg_fx.prefixes import pull_back
+from psg_fx.quantity import FLOORS
+from psg_fx.rounding import floor
 
 
 class Evaluator:
     """Computes every part of a plan; equal nodes are computed once.
 
     env: name of a source -> tensor.  known: key of a node -> its tensor, for those that are computed already.
-    results: ask key -> parameter -> tensor.  named: contractions, worth a name in the graph: parameter, kind, tensor.
+    results: ask key -> parameter -> tensor; also the FLOORS of norms, for those that have one.
+    named: contractions, worth a name in the graph: parameter, kind, tensor.
     """
 
     def __init__(
@@ -29,7 +33,7 @@ class Evaluator:
         known: Mapping[int, torch.Tensor] | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.env, self.count, self.device = plan, env, count, device
-        self.results: dict[str, dict[str, torch.Tensor]] = {ask.key: {} for ask in plan.asks}
+        self.results: dict[str, dict[str, torch.Tensor]] = {key: {} for key in (*(a.key for a in plan.asks), FLOORS)}
         self.named: list[tuple[str, str, torch.Tensor]] = []
         self.known: dict[int, torch.Tensor] = dict(known or {})
         self._weights: Mapping[str, Mapping[str, torch.Tensor]] = {}
@@ -41,6 +45,9 @@ class Evaluator:
             for ask in self.plan.asks:
                 if not isinstance(ask, (Materialized, Weighted)):
                     self._ask(parameter, ask)
+            found = floor(parameter, partial(self._evaluate, gradient=parameter.gradient, local=self.known))
+            if found is not None:
+                self.results[FLOORS][parameter.gradient.name] = found
 
     def second(self, weights: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """The weighted sums."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from psg_fx.asks import Weighted
+from psg_fx.gradient import Term
+from psg_fx.network import Leaf
 from psg_fx.paths import ContractExpr, DenseExpr, Expr, LeafExpr
 from psg_fx.planning import ParameterPlan, Part, Plan, reads_weights
 
@@ -63,7 +64,7 @@ class Group:
         """Equal for groups that are the same computation, whatever their parameters and sources are called."""
         writer = _Signature(self)
         return tuple(
-            (p.total, p.gradient.shape, p.gradient.dtype, tuple(_signed(term) for term in p.gradient.terms),
+            (p.total, p.gradient.shape, p.gradient.dtype, tuple(writer.term(term) for term in p.gradient.terms),
              tuple(writer.part(part) for part in p.parts))
             for p in self.parameters
         )  # fmt: skip
@@ -99,11 +100,6 @@ def _late(part: Part) -> bool:
     return isinstance(part.ask, Weighted)
 
 
-def _signed(term: Any) -> Hashable:
-    """A term; one whose operand is computed from the parameter is like no other."""
-    return (term.shape, None if term.prefix.trivial else id(term.prefix))
-
-
 class _Signature:
     """Writes trees with numbers in place of names."""
 
@@ -111,6 +107,12 @@ class _Signature:
         self._sources: dict[str, Hashable] = {name: k for k, name in enumerate(group.sources)}
         self._sources |= {f"grads:{name}": ("grads", k) for k, name in enumerate(group.names)}
         self._nodes: dict[int, int] = {}
+
+    def term(self, term: Term) -> Hashable:
+        """A use; one whose operand is computed from the parameter is like no other."""
+        g = term.network
+        leaves = tuple((leaf.axes, self._leaf(leaf)) for leaf in g.leaves)
+        return (term.shape, g.out, g.scale, leaves, None if term.prefix.trivial else id(term.prefix))
 
     def part(self, part: Part) -> Hashable:
         """Everything that its evaluation depends on."""
@@ -131,9 +133,11 @@ class _Signature:
 
     def _own(self, expr: Expr) -> Hashable:
         if isinstance(expr, LeafExpr):
-            leaf = expr.leaf
-            return (tuple(self._sources.get(s, s) for s in leaf.sources), leaf.recipe, leaf.form, leaf.sizes)
+            return self._leaf(expr.leaf)
         if isinstance(expr, ContractExpr):
             p = expr.pair
             return (expr.method.name, p.out, p.a, p.b, p.same, p.twin, tuple((x, p.sizes[x]) for x in p.everything))
         return None
+
+    def _leaf(self, leaf: Leaf) -> Hashable:
+        return (tuple(self._sources.get(s, s) for s in leaf.sources), leaf.recipe, leaf.form, leaf.sizes, leaf.dtype)

@@ -43,6 +43,13 @@ class Expr:
         raise NotImplementedError
 
     @property
+    def rank(self) -> str:
+        """Where it stands among the operands of a contraction: by its label, then by what it is made of.  The order is
+        the same in every process, and for layers that are alike.
+        """
+        raise NotImplementedError
+
+    @property
     def arg(self) -> Arg:
         """This node as an operand of a contraction."""
         return Arg(self.axes, Dense(), self.dtype)
@@ -84,6 +91,10 @@ class LeafExpr(Expr):
     def key(self) -> int:
         return _intern(self.leaf.key)
 
+    @cached_property
+    def rank(self) -> str:
+        return f"{self.leaf.label} {self.leaf.sources} {self.leaf.recipe}"
+
     @property
     def arg(self) -> Arg:
         return Arg(self.axes, self.leaf.form, self.dtype)
@@ -104,6 +115,10 @@ class DenseExpr(Expr):
     @cached_property
     def key(self) -> int:
         return _intern(("dense", self.child.key))
+
+    @cached_property
+    def rank(self) -> str:
+        return self.child.rank
 
     @property
     def children(self) -> tuple[Expr, ...]:
@@ -132,6 +147,10 @@ class ContractExpr(Expr):
             tuple(names.setdefault(x, len(names)) for x in axes) for axes in (self.a.axes, self.b.axes, self.axes)
         )
         return _intern((self.method.name, self.a.key, self.b.key, pattern))
+
+    @cached_property
+    def rank(self) -> str:
+        return f"({self.a.rank}·{self.b.rank})"
 
     @property
     def children(self) -> tuple[Expr, ...]:
@@ -163,6 +182,10 @@ class SumExpr(Expr):
     def key(self) -> int:
         kept = tuple(self.child.axes.index(x) for x in self.axes)
         return _intern(("sum", self.child.key, kept))
+
+    @cached_property
+    def rank(self) -> str:
+        return self.child.rank
 
     @property
     def children(self) -> tuple[Expr, ...]:
@@ -248,7 +271,7 @@ def contractions(a: Expr, b: Expr, needed: set[str], sizes: dict[str, Size], ord
 
     order: that of the result's axes, which methods keep where they can, so that nothing is transposed.
     """
-    if b.key < a.key:
+    if (b.rank, b.key) < (a.rank, a.key):
         a, b = b, a
     variants = [(x, y) for x in _forms(a) for y in _forms(b)]
     for x, y in variants:

@@ -19,6 +19,10 @@ from psg_fx.gradient import ParameterGradient
 Results = Mapping[str, Mapping[str, torch.Tensor]]
 """Ask key -> parameter name -> tensor."""
 
+FLOORS = "sq_norm_floors"
+"""Beside the squared norms, for parameters whose norm is found without their gradient: what rounding errors of the
+squared norm do not exceed, [B] (`psg_fx/rounding.py`)."""
+
 Weights = Mapping[str, Mapping[str, torch.Tensor]]
 """Name of the weights -> parameter name -> [B]."""
 

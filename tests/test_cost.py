@@ -164,7 +164,7 @@ def _is_by_half(tree: Expr) -> bool:
     return any(isinstance(node.arg.form, Symmetric) for node in tree.nodes().values())
 
 
-GRAM, HALF, MATERIALISED = "((ȳ·ȳ)·(x·x))", "((ȳ·ȳ)·(x·x)) by half", "(x·ȳ)²"
+GRAM, HALF, MATERIALISED = "((x·x)·(ȳ·ȳ))", "((x·x)·(ȳ·ȳ)) by half", "(x·ȳ)²"
 
 
 @pytest.mark.parametrize("t", [40, 500])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import psg_fx
-from psg_fx import groups, zoo
+from psg_fx import facts, groups, zoo
 from psg_fx.passes.pieces import Pieces
 
 MANY = [
@@ -122,3 +122,28 @@ def operations(gm: torch.fx.GraphModule) -> Counter[tuple[str, str]]:
     """Every op with the shape of its result, counted."""
     ops = (n for n in gm.graph.nodes if n.op == "call_function")
     return Counter((str(n.target), str(getattr(n.meta.get("val"), "shape", ""))) for n in ops)
+
+
+class Interleaved(nn.Module):
+    """Two layers that read the same values, and one between them in the order of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.two = (nn.Linear(128, 128, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(self.one(x).tanh() + self.two(x).tanh())
+
+
+def test_results_keep_the_order_of_parameters() -> None:
+    """Bounds of parameters are told apart by their order."""
+    torch.manual_seed(0)
+    model, x = Interleaved().double(), torch.randn(3, 16, 128, dtype=torch.float64)
+    bounds = {"one.weight": 1.0, "other.weight": 0.1, "two.weight": 0.01}
+    asked = psg_fx.ClippedSum(max_norm=bounds, per="parameter")
+    step = psg_fx.transform(model, lambda y: y.square().sum((1, 2)), quantities=asked, backend="eager", progress=False)
+    factors, norms = (lambda out: (out.clip_factors, out.norms))(step(x))
+    plan = facts.graph_facts(step.graphs["planned"]).data["plan"]
+    assert [group.names for group in groups.groups(plan)] == [("one.weight", "two.weight"), ("other.weight",)]
+    for name, bound in bounds.items():
+        torch.testing.assert_close(factors[name] * norms[name], torch.full((3,), bound, dtype=torch.float64))

@@ -19,7 +19,7 @@ LAYERS = [
     {"gradient", "paths", "state", "prefixes", "overlap"},
     {"asks", "crossover"},
     {"rules", "stages", "planning", "quantity", "products", "clipping"},
-    {"evaluate", "groups", "calibration", "budget", "settings"},
+    {"evaluate", "groups", "rounding", "calibration", "budget", "settings"},
     {f"passes.{name}" for name in ("branches", "reasons", "recurrent", "twins", "rewrites", "writes", "equal")},
     {f"passes.{name}" for name in ("losses", "runner", "independence", "export", "lift", "rules", "probe")},
     {"passes.pieces", "passes.writing"},

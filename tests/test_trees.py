@@ -31,11 +31,14 @@ from psg_fx.asks import (
     sides,
     whole,
 )  # fmt: skip
-from psg_fx.evaluate import Evaluator
+from psg_fx.cost import product
+from psg_fx.evaluate import Evaluator, compute
 from psg_fx.gradient import ParameterGradient
 from psg_fx.methods import symmetric
-from psg_fx.paths import Expr, dense, trees
+from psg_fx.network import BATCH, Leaf
+from psg_fx.paths import Expr, LeafExpr, dense, trees
 from psg_fx.planning import ParameterPlan, Part, Plan
+from psg_fx.quantity import FLOORS
 from psg_fx.step import Binding, plain_mode
 from selection import selected
 from test_quantities import Truth, tolerance_of
@@ -131,6 +134,31 @@ def given(gradient: ParameterGradient) -> dict[str, Tensor]:
     return found
 
 
+def floors(joint: Joint, gradient: ParameterGradient) -> Tensor:
+    """8 ε S² by its definition: the gradient of every position by itself, their norms added up; groups apart."""
+    reach, eps = torch.zeros(joint.size, dtype=torch.float64), 0.0
+    for term in gradient.terms:
+        g, letters = term.network, dict(zip(term.network.sizes, "abcdefghijklmnop", strict=False))
+        operands = [built(leaf, joint) for leaf in g.leaves]
+        eps = torch.finfo(operands[-1].dtype).eps
+        shared = [x for x in g.out if x != BATCH and sum(x in leaf.axes for leaf in g.leaves) > 1]
+        own = [x for x in g.out if x != BATCH and x not in shared]
+        summed = [x for x in g.sizes if x not in g.out]
+        spelled = ",".join("".join(letters[x] for x in leaf.axes) for leaf in g.leaves)
+        each = torch.einsum(f"{spelled}->{''.join(letters[x] for x in (BATCH, *shared, *summed, *own))}", *operands)
+        lead = each.shape[: 1 + len(shared)]
+        rows = each.double().reshape(*lead, product(g.sizes[x].subs(joint.batch, joint.size) for x in summed), -1)
+        reach += abs(g.scale) * rows.norm(dim=-1).sum(-1).reshape(joint.size, -1).norm(dim=1)
+    return 8 * eps * reach.square()
+
+
+def built(leaf: Leaf, joint: Joint) -> Tensor:
+    """The operand as a tensor with all its axes."""
+    expr = dense(LeafExpr(leaf.axes, {}, leaf.dtype, leaf))
+    stored = leaf.build(*(joint.env[source] for source in leaf.sources))
+    return compute(expr, [stored]) if expr.children else stored
+
+
 def projected(name: str, g: Tensor, values: dict[str, Tensor]) -> Tensor:
     """Pᵀ g_b Q, a side of at most two elements as it is."""
     matrix = g.reshape(g.shape[0], *sides(tuple(g.shape[1:])))
@@ -146,6 +174,7 @@ def expected(joint: Joint, gradient: ParameterGradient) -> dict[str, Tensor]:
     return {
         "grads": g,
         "sq_norms": joint.truth.own[name].square(),
+        FLOORS: floors(joint, gradient),
         "weighted:given": oracle.weighted_sum({name: g}, joint.truth.weights)[name],
         "weighted:": g.sum(0),
         "dots": flat @ values[direction(name)].reshape(2, -1).T,
@@ -179,5 +208,6 @@ def test_every_tree(case: Case) -> None:
         scale = max(g.abs().max().item() for g in values.truth.grads.values())
         for tree, plan in plans(values, gradient):
             for key, got in evaluate(values, plan).items():
-                error = oracle.relative_error(got, want[key], 1e-3 * scale ** (2 if key in SQUARED else 1))
+                smallest = 0.0 if key == FLOORS else 1e-3 * scale ** (2 if key in SQUARED else 1)
+                error = oracle.relative_error(got, want[key], smallest)
                 assert error < tolerance, f"{key} of {name} by {tree}: relative error {error:.2e}"
