@@ -44,7 +44,8 @@ def floor(plan: ParameterPlan, evaluate: Evaluate) -> torch.Tensor | None:
         return None
     if len(parts) == 1 and (grams := _grams(parts[0].tree)):
         (term,) = plan.gradient.terms
-        reach = _reach([_diagonal(gram, evaluate(gram)) for gram in grams], term.network)
+        sections = zip(*(_diagonal(gram, evaluate(gram)) for gram in grams), strict=True)
+        reach = reduce(torch.add, (_reach(energies, term.network) for energies in sections))
     else:
         reach = reduce(torch.add, (_of_term(term, evaluate) for term in plan.gradient.terms))
     return _KAPPA * torch.finfo(reach.dtype).eps * reach.square()
@@ -96,26 +97,30 @@ def _twins(axes: Axes) -> Axes:
     return tuple(x for x in axes if f"{x}'" in axes)
 
 
-def _diagonal(gram: ContractExpr, tensor: torch.Tensor) -> Named:
-    """E[b, .., t] = G[b, .., t, t], the squares of the norms of rows."""
+def _diagonal(gram: ContractExpr, tensor: torch.Tensor) -> list[Named]:
+    """E[b, .., t] = G[b, .., t, t], the squares of the norms of rows, in one section along t, or in two (concatenations
+    take long to compile).
+    """
     form, axes, twins = gram.arg.form, gram.axes, _twins(gram.axes)
     if isinstance(form, Symmetric):
         size, cut = int(gram.sizes[twins[0]]), form.cut
+        if size == 2 * cut:  # three blocks of the same size
+            blocks = tensor.reshape(tensor.shape[0], 3, cut * cut)
+            return [((BATCH, "block", *twins), blocks[:, ::2, :: cut + 1])]
         first, rest = tensor[:, : cut * cut : cut + 1], tensor[:, size * cut :: size - cut + 1]
-        return (BATCH, *twins), torch.cat([first, rest], 1)
+        return [((BATCH, *twins), first), ((BATCH, *twins), rest)]
     for twin in twins:
         tensor = tensor.diagonal(0, axes.index(twin), axes.index(f"{twin}'"))
         axes = (*(x for x in axes if x not in (twin, f"{twin}'")), twin)
-    return axes, tensor.to(accumulation_dtype(tensor.dtype))
+    return [(axes, tensor.to(accumulation_dtype(tensor.dtype)))]
 
 
 def _reach(energies: Sequence[Named], network: Network) -> torch.Tensor:
-    """S [B] from the squared norms of the rows of all operands: the products of their roots summed over positions; then
+    """S [B] from the squared norms of the rows of all operands: the roots of their products summed over positions; then
     the 2-norm over axes of the gradient that operands share (groups).
     """
     axes = tuple(dict.fromkeys(x for names, _ in energies for x in names))
-    roots = [expand_to(energy, names, axes).clamp(min=0).sqrt() for names, energy in energies]
-    found = reduce(torch.mul, roots)
+    found = reduce(torch.mul, [expand_to(energy, names, axes) for names, energy in energies]).sqrt()
     summed = [k for k, x in enumerate(axes) if x not in network.out]
     found = found.sum(summed) if summed else found
     shared = [k for k, x in enumerate(x for x in axes if x in network.out) if x != BATCH]
