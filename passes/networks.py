@@ -49,7 +49,8 @@ def site_terms(site: Site) -> list[tuple[str, Term]]:
 
 
 def _term(site: Site, operand: Operand, network: Network, rule: str) -> Term:
-    return Term(network, (site.name,), site.op, rule, operand.value.shape, operand.prefix, site.where)
+    kinds = (f"{operand.position} of {site.kind}",)
+    return Term(network, (site.name,), site.op, rule, operand.value.shape, operand.prefix, site.where, kinds)
 
 
 @graph_pass("merge", before=Stage.NETWORKED, after=Stage.MERGED)

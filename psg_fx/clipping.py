@@ -39,6 +39,8 @@ class ClippedSum(Quantity):
     style="automatic": c = max_norm / (‖g‖ + 0.01) (Bu et al. 2022, arXiv:2206.07136).
     max_norm: a float or 0-d tensor, read at every call; with per="parameter" it holds for each parameter, or is a
     mapping by name.
+    Where ‖g‖ comes from Gram matrices, c does not take it for smaller than rounding lets one know: a part of the sum is
+    at most √2 max_norm, also where the gradients of a sample's positions cancel (`psg_fx/rounding.py`).
     weighted: the sum is Σ_b w_b c_b g_b with weights [B] given at the call, so that a 0 masks a padded sample:
     `step(x, y, weights=mask)`.
     nonfinite: "drop": a sample whose norm is NaN or inf has factor 0 and no part in the sum; then the sum is computed

@@ -14,7 +14,10 @@ from psg_fx.sites import Prefix
 
 @dataclass(frozen=True)
 class Term:
-    """One use of a parameter (or several merged ones): a network for the operand, and the way back to the parameter."""
+    """One use of a parameter (or several merged ones): a network for the operand, and the way back to the parameter.
+
+    kinds: the position of the operand and the kind of its site, for each use.
+    """
 
     network: Network
     sites: tuple[str, ...]
@@ -23,6 +26,7 @@ class Term:
     shape: tuple[sympy.Expr, ...]
     prefix: Prefix
     where: str = ""
+    kinds: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,8 @@ def _concatenated(group: list[Term]) -> Term:
     (along,) = {a for leaf in first.leaves for a in leaf.axes} - set(first.out)
     leaves = tuple(_cat([term.network.leaves[k] for term in group], along) for k in range(len(first.leaves)))
     sites = tuple(site for term in group for site in term.sites)
-    return replace(group[0], network=Network(leaves, first.out), sites=sites)
+    kinds = tuple(kind for term in group for kind in term.kinds)
+    return replace(group[0], network=Network(leaves, first.out), sites=sites, kinds=kinds)
 
 
 def _cat(leaves: list[Leaf], along: str) -> Leaf:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from psg_fx.asks import Weighted
-from psg_fx.gradient import Term
+from psg_fx.gradient import ParameterGradient, Term
 from psg_fx.network import Leaf
 from psg_fx.paths import ContractExpr, DenseExpr, Expr, LeafExpr
 from psg_fx.planning import ParameterPlan, Part, Plan, reads_weights
@@ -63,11 +63,12 @@ class Group:
     def signature(self) -> Hashable:
         """Equal for groups that are the same computation, whatever their parameters and sources are called."""
         writer = _Signature(self)
-        return tuple(
-            (p.total, p.gradient.shape, p.gradient.dtype, tuple(writer.term(term) for term in p.gradient.terms),
-             tuple(writer.part(part) for part in p.parts))
+        told_apart = self.names if any(_is_foreign(part) for part in self._parts()) else ()
+        parameters = [
+            (p.total, writer.gradient(p.gradient), tuple(writer.part(part) for part in p.parts))
             for p in self.parameters
-        )  # fmt: skip
+        ]
+        return (told_apart, *parameters)
 
     def _parts(self) -> Iterator[Part]:
         return (part for p in self.parameters for part in p.parts)
@@ -100,6 +101,11 @@ def _late(part: Part) -> bool:
     return isinstance(part.ask, Weighted)
 
 
+def _is_foreign(part: Part) -> bool:
+    """Whether the ask is somebody else's, whose networks may depend on the name of the parameter."""
+    return not type(part.ask).__module__.startswith("psg_fx.")
+
+
 class _Signature:
     """Writes trees with numbers in place of names."""
 
@@ -108,11 +114,24 @@ class _Signature:
         self._sources |= {f"grads:{name}": ("grads", k) for k, name in enumerate(group.names)}
         self._nodes: dict[int, int] = {}
 
-    def term(self, term: Term) -> Hashable:
-        """A use; one whose operand is computed from the parameter is like no other."""
+    def gradient(self, gradient: ParameterGradient) -> Hashable:
+        """The parameter without its name, and all its uses."""
+        return (gradient.shape, gradient.dtype, tuple(self.term(term, gradient.name) for term in gradient.terms))
+
+    def term(self, term: Term, parameter: str) -> Hashable:
+        """A use; one whose operand is computed from the parameter is like no other, not even like that of another
+        parameter that the operand is computed from.
+        """
         g = term.network
         leaves = tuple((leaf.axes, self._leaf(leaf)) for leaf in g.leaves)
-        return (term.shape, g.out, g.scale, leaves, None if term.prefix.trivial else id(term.prefix))
+        return (
+            term.kinds,
+            term.shape,
+            g.out,
+            g.scale,
+            leaves,
+            None if term.prefix.trivial else (id(term.prefix), parameter),
+        )
 
     def part(self, part: Part) -> Hashable:
         """Everything that its evaluation depends on."""

@@ -86,6 +86,19 @@ class Site:
         return str(self.target).removeprefix("aten.").removesuffix(".default")
 
     @property
+    def kind(self) -> str:
+        """All that rules see of the site, with numbers in place of names: sites of one kind get the same networks."""
+        numbers: dict[str, int] = {}
+
+        def nameless(value: Any) -> Any:
+            if not isinstance(value, Value):
+                return value
+            return (numbers.setdefault(value.name, len(numbers)), value.shape, value.dtype, value.samples)
+
+        seen = (self.target, self.args, self.kwargs, self.outputs, self.cotangents, [o.position for o in self.operands])
+        return repr(pytree.tree_map(nameless, seen, is_leaf=lambda v: isinstance(v, Value)))
+
+    @property
     def is_complex(self) -> bool:
         """Whether any value at the site is complex."""
         flat = pytree.tree_leaves((self.args, self.kwargs), is_leaf=lambda v: isinstance(v, Value))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ from torch import Tensor, nn
 
 import psg_fx
 from psg_fx import facts, groups, zoo
+from psg_fx.asks import Along, Ask
+from psg_fx.gradient import Term
+from psg_fx.network import Network
 from psg_fx.passes.pieces import Pieces
 
 MANY = [
@@ -58,7 +62,7 @@ def test_depth_costs_no_traces(traced: list[Any]) -> None:
     [
         (nn.LayerNorm(4), True),
         (nn.LayerNorm(4, eps=1e-3), False),
-        (nn.LayerNorm(4, bias=False), True),
+        (nn.LayerNorm(4, bias=False), False),
         (nn.RMSNorm(4), False),
     ],
     ids=["same", "eps", "no bias", "rms norm"],
@@ -83,9 +87,21 @@ class Turned(nn.Module):
         return self.two(self.one(x).transpose(1, 2)).transpose(1, 2)
 
 
+class Both(nn.Module):
+    """One operand made of two parameters that are alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.real, self.imaginary = (nn.Parameter(torch.randn(4, 4)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.view_as_real(torch.fft.fft(x) @ torch.complex(self.real, self.imaginary)).flatten(-2)
+
+
 MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "stack": lambda: (stack(3), torch.randn(3, 5, 4)),
     "turned": lambda: (Turned(), torch.randn(3, 4, 4)),
+    "both": lambda: (Both(), torch.randn(3, 5, 4)),
     "tied": lambda: (nn.Sequential(*[nn.Linear(4, 4)] * 2, nn.Linear(4, 4)), torch.randn(3, 5, 4)),
     "convolutions": lambda: (
         nn.Sequential(*(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(2, 4)) for _ in range(3))),
@@ -147,3 +163,32 @@ def test_results_keep_the_order_of_parameters() -> None:
     assert [group.names for group in groups.groups(plan)] == [("one.weight", "two.weight"), ("other.weight",)]
     for name, bound in bounds.items():
         torch.testing.assert_close(factors[name] * norms[name], torch.full((3,), bound, dtype=torch.float64))
+
+
+class Half(Along):
+    """⟨g, v⟩, half of it for one parameter: somebody's ask that looks at names."""
+
+    def contract(self, term: Term, name: str) -> Network:
+        found = super().contract(term, name)
+        leaf = found.leaves[-1]
+        scale = 0.5 if name == "1.weight" else 1.0
+        return replace(found, leaves=(*found.leaves[:-1], replace(leaf, build=lambda v: v.reshape(4, 4) * scale)))
+
+
+@dataclass(frozen=True)
+class Halves(psg_fx.Dots):
+    """`Dots` by that ask."""
+
+    def asks(self) -> tuple[Ask, ...]:
+        return (Half(),)
+
+
+def test_an_ask_of_somebody_else_may_look_at_names() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2))), torch.randn(3, 5, 4)
+    direction = {name: torch.randn(4, 4) for name in ("0.weight", "1.weight")}
+    loss = lambda y: y.square().sum((1, 2))  # noqa: E731
+    step = psg_fx.transform(model, loss, quantities=[Halves(), psg_fx.Grads()], backend="eager", progress=False)
+    out = step(x, directions=direction)
+    dots = {name: (out.grads[name] * v).sum((1, 2)) for name, v in direction.items()}
+    torch.testing.assert_close(out.dots, dots["0.weight"] + dots["1.weight"] / 2)
