@@ -128,6 +128,26 @@ def second_moment_check(*, centered: bool = False) -> Check:
     return Check("second_moment", expected, per_sample=False)
 
 
+def projection_check(rank: int, matrix: Callable[[str, str, int], Tensor]) -> Check:
+    """`Projection(rank)`: Pᵀ gᵢ Q of every matrix, Pᵀ gᵢ of every vector, side by side, `[B, k]`; P, Q by `matrix`.
+
+    A side of at most `rank` elements is kept as it is.
+    """
+
+    def expected(losses: Tensor, grads: Named) -> Answer:
+        found = []
+        for name, g in grads.items():
+            kept = g.flatten(2) if g.dim() > 2 else g.reshape(g.shape[0], -1)
+            for dim, side in zip(range(1, kept.dim()), "PQ", strict=False):
+                if kept.shape[dim] > rank:
+                    columns = matrix(name, side, kept.shape[dim]).to(kept)
+                    kept = torch.tensordot(kept, columns, ([dim], [0])).movedim(-1, dim)
+            found.append(kept.flatten(1))
+        return torch.cat(found, 1)
+
+    return Check("projection", expected)
+
+
 _MAKERS: dict[str, Callable[[Any, Mapping[str, Any]], list[Check]]] = {
     "grads": lambda q, given: [GRADS],
     "norms": lambda q, given: [norms_check(per=q.per, squared=q.squared)],
@@ -141,6 +161,7 @@ _MAKERS: dict[str, Callable[[Any, Mapping[str, Any]], list[Check]]] = {
     "dots": lambda q, given: [dots_check(given["directions"])],
     "gram": lambda q, given: [GRAM],
     "second_moment": lambda q, given: [second_moment_check(centered=q.centered)],
+    "projection": lambda q, given: [projection_check(q.rank, q.matrix)],
 }
 """Field of a quantity -> its checks, from its settings and the keyword arguments of the call."""
 

@@ -147,11 +147,12 @@ class Projection(Quantity):
         for name, gradient in gradients.items():
             for new, side in zip("PQ", sides(gradient.shape), strict=False):
                 if side > self.rank:
-                    matrix = self._matrix(name, new, side).to(gradient.dtype)
+                    matrix = self.matrix(name, new, side).to(gradient.dtype)
                     found[_given(projection(name, new))] = Extra((side, self.rank), gradient.dtype, matrix)
         return found
 
-    def _matrix(self, name: str, side: str, rows: int) -> torch.Tensor:
+    def matrix(self, name: str, side: str, rows: int) -> torch.Tensor:
+        """P or Q (`side`) of a parameter, `[rows, rank]` in float64."""
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {side} {name}".encode()))
         return torch.randn(rows, self.rank, generator=generator, dtype=torch.float64) / math.sqrt(self.rank)
 

@@ -44,8 +44,7 @@ def floor(plan: ParameterPlan, evaluate: Evaluate) -> torch.Tensor | None:
         return None
     if len(parts) == 1 and (grams := _grams(parts[0].tree)):
         (term,) = plan.gradient.terms
-        sections = zip(*(_diagonal(gram, evaluate(gram)) for gram in grams), strict=True)
-        reach = reduce(torch.add, (_reach(energies, term.network) for energies in sections))
+        reach = _reach([_diagonal(gram, evaluate(gram)) for gram in grams], term.network)
     else:
         reach = reduce(torch.add, (_of_term(term, evaluate) for term in plan.gradient.terms))
     return _KAPPA * torch.finfo(reach.dtype).eps * reach.square()
@@ -97,22 +96,21 @@ def _twins(axes: Axes) -> Axes:
     return tuple(x for x in axes if f"{x}'" in axes)
 
 
-def _diagonal(gram: ContractExpr, tensor: torch.Tensor) -> list[Named]:
-    """E[b, .., t] = G[b, .., t, t], the squares of the norms of rows, in one section along t, or in two (concatenations
-    take long to compile).
-    """
+def _diagonal(gram: ContractExpr, tensor: torch.Tensor) -> Named:
+    """E[b, .., t] = G[b, .., t, t], the squares of the norms of rows."""
     form, axes, twins = gram.arg.form, gram.axes, _twins(gram.axes)
     if isinstance(form, Symmetric):
-        size, cut = int(gram.sizes[twins[0]]), form.cut
-        if size == 2 * cut:  # three blocks of the same size
-            blocks = tensor.reshape(tensor.shape[0], 3, cut * cut)
-            return [((BATCH, "block", *twins), blocks[:, ::2, :: cut + 1])]
-        first, rest = tensor[:, : cut * cut : cut + 1], tensor[:, size * cut :: size - cut + 1]
-        return [((BATCH, *twins), first), ((BATCH, *twins), rest)]
+        return (BATCH, *twins), _of_halves(tensor, int(gram.sizes[twins[0]]), form.cut)
     for twin in twins:
         tensor = tensor.diagonal(0, axes.index(twin), axes.index(f"{twin}'"))
         axes = (*(x for x in axes if x not in (twin, f"{twin}'")), twin)
-    return [(axes, tensor.to(accumulation_dtype(tensor.dtype)))]
+    return axes, tensor.to(accumulation_dtype(tensor.dtype))
+
+
+def _of_halves(tensor: torch.Tensor, size: int, cut: int) -> torch.Tensor:
+    """The diagonal of a matrix that is stored as its first `cut` columns and the block right below, `[B, size]`."""
+    t = torch.arange(size, device=tensor.device)
+    return tensor.index_select(1, torch.where(t < cut, t * (cut + 1), size * cut + (t - cut) * (size - cut + 1)))
 
 
 def _reach(energies: Sequence[Named], network: Network) -> torch.Tensor:

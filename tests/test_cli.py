@@ -117,7 +117,7 @@ def test_bench_takes_every_quantity(capsys: pytest.CaptureFixture[str]) -> None:
         ("vmap", "gram"), ("psg-eager", "gram"), ("psg-eager", asked[1]), ("psg-eager", asked[2])
     ]  # fmt: skip
     assert [r["failure"] for r in rows] == [None] * 4
-    assert [r["error"] is None for r in rows] == [False, False, False, True]  # no formula for projections
+    assert all(r["error"] is not None for r in rows)
 
 
 @pytest.mark.parametrize(

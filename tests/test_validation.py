@@ -213,9 +213,23 @@ def test_checks_of_every_quantity_agree_with_the_oracle() -> None:
 
 
 def test_a_quantity_without_a_formula_is_mentioned() -> None:
-    checks, notes = checks_for([quantity("projection"), quantity("grads")])
+    checks, notes = checks_for([quantity("own"), quantity("grads")])
     assert [check.field for check in checks] == ["losses", "grads"]
-    assert notes == ["not checked: projection has no formula to hold it against"]
+    assert notes == ["not checked: own has no formula to hold it against"]
+
+
+def test_projections_are_checked_by_their_matrices() -> None:
+    ex = zoo.example("mlp", batch=3, dtype=torch.float64)
+    _, grads = oracle.loop_grads(ex.model, ex.loss_fn, ex.inputs, ex.targets)
+    asked = psg_fx.Projection(rank=2, seed=1)
+    step = psg_fx.transform(ex.model, ex.loss_fn, quantities=asked, backend="eager")
+    assert "projection" in str(step.validate(ex.inputs, ex.targets))
+    found = step(ex.inputs, ex.targets).projection
+    for seed, same in ((1, True), (2, False)):
+        (_, check), _ = checks_for([psg_fx.Projection(rank=2, seed=seed)])
+        want = check.expected(torch.empty(0), grads)
+        assert isinstance(want, torch.Tensor)
+        assert (oracle.relative_error(found, want) < 1e-12) is same
 
 
 def test_weights_of_a_clipped_sum_are_checked() -> None:
