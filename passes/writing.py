@@ -125,7 +125,7 @@ class Writer:
         """What quantities make of the results."""
 
         def function(count: Any, results: Results, weights: Weights) -> dict[Any, torch.Tensor]:
-            return _fields(quantities, results, weights, count)
+            return _finished(quantities, results, weights, count)
 
         return list(self._written(function, self._asked(), weights).items())
 
@@ -159,9 +159,10 @@ def _returned(evaluator: Evaluator, group: Group, others: list[torch.Tensor]) ->
     return [*results.values(), *named, *others], (list(results), contractions)
 
 
-def _fields(
+def _finished(
     quantities: Sequence[Quantity], results: Results, weights: Weights, count: Any
 ) -> dict[OutputSpec, torch.Tensor]:
+    """Every field, from results and weights."""
     found: dict[OutputSpec, torch.Tensor] = {}
     asked = {quantity.field for quantity in quantities}
     for quantity in quantities:

@@ -15,6 +15,7 @@ from psg_fx.gradient import ParameterGradient, Term
 from psg_fx.network import Leaf
 from psg_fx.paths import ContractExpr, DenseExpr, Expr, LeafExpr
 from psg_fx.planning import ParameterPlan, Part, Plan, reads_weights
+from psg_fx.prefixes import sources
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Group:
         leaves = (n.leaf for part in self._parts() for n in part.tree.nodes().values() if isinstance(n, LeafExpr))
         found = [source for leaf in leaves for source in leaf.sources if not source.startswith(("grads:", "weights:"))]
         prefixes = [term.prefix for p in self.parameters for term in p.gradient.terms if not term.prefix.trivial]
-        return tuple(dict.fromkeys(found + [f"placeholder:{name}" for prefix in prefixes for name in prefix.inputs]))
+        return tuple(dict.fromkeys(found + [source for prefix in prefixes for source in sources(prefix)]))
 
     @cached_property
     def handed(self) -> tuple[int, ...]:
@@ -124,14 +125,8 @@ class _Signature:
         """
         g = term.network
         leaves = tuple((leaf.axes, self._leaf(leaf)) for leaf in g.leaves)
-        return (
-            term.kinds,
-            term.shape,
-            g.out,
-            g.scale,
-            leaves,
-            None if term.prefix.trivial else (id(term.prefix), parameter),
-        )
+        made = None if term.prefix.trivial else (id(term.prefix), parameter)
+        return (term.kinds, term.shape, g.out, g.scale, leaves, made)
 
     def part(self, part: Part) -> Hashable:
         """Everything that its evaluation depends on."""
