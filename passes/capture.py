@@ -19,10 +19,11 @@ from torch.utils import _pytree as pytree
 
 from psg_fx import facts
 from psg_fx.arguments import Call
-from psg_fx.baked import Reads, attributes_read
 from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.facts import GraphFacts, InputSpec, OutputSpec
 from psg_fx.layout import memory_order
+from psg_fx.program.effects import Effects, Written
+from psg_fx.program.observe import Observed, observing
 
 from .export import Exported, export
 from .writes import computed_outside
@@ -46,7 +47,11 @@ class Output:
 
 
 class Program(nn.Module):
-    """The model followed by the loss, on a flat list of tensors."""
+    """The model followed by the loss, on a flat list of tensors.
+
+    observed: what their code has read.  written: what it leaves in the Python around it, by tensors that are returned
+    after the loss or the outputs.
+    """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, call: Call) -> None:
         super().__init__()
@@ -54,12 +59,26 @@ class Program(nn.Module):
         self.loss_fn = loss_fn
         self.call = call
         self.output = Output()
+        self.observed = Observed(hidden=(self,))
+        self.written: list[Written] = []
 
     def forward(self, tensors: list[torch.Tensor]) -> Any:
         (args, kwargs), (targets, target_kwargs) = self.call.rebuild(tensors)
-        output = self.model(*args, **kwargs)
+        effects = Effects((self.model, self.loss_fn))
+        loss = None
+        try:
+            with observing(self.observed):
+                output = self.model(*args, **kwargs)
+                if self.loss_fn is not None:
+                    loss = self.loss_fn(output, *targets, **target_kwargs)
+        except BaseException:
+            effects.undo(self.observed)
+            raise
+        self.written, kept = effects.settle(self.observed)
+        return (*self._results(output, loss), *kept)
+
+    def _results(self, output: Any, loss: Any) -> tuple[torch.Tensor, ...]:
         if self.loss_fn is not None:
-            loss = self.loss_fn(output, *targets, **target_kwargs)
             _require_loss(loss)
             return (loss,)
         leaves, self.output.spec = pytree.tree_flatten(output)
@@ -99,21 +118,18 @@ def capture(program: Program, call: Call, tracked: dict[str, str]) -> GraphModul
         return [example_like(t, d, size) for t, d in zip(call.tensors, call.dims, strict=True)]
 
     sizes = _hint(call, program), call.batch_size()
-    reads: Reads = set()
-    with torch.inference_mode(False), attributes_read(reads):
-        exported = export(program, example, call.dims, sizes)
+    exported = export(program, example, call.dims, sizes, program.observed)
     held: dict[int, str] = {}
     if closed_over := _aliases(exported, program):
         with _moved(closed_over) as held:
-            exported = export(program, example, call.dims, sizes)
-    own = {read for read in reads if read[0].thing is not program}
-    return _flat(exported, call, tracked, "output" if program.loss_fn is None else "loss", held, own)
+            exported = export(program, example, call.dims, sizes, program.observed)
+    return _flat(exported, call, tracked, program, held)
 
 
 def example_like(tensor: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
     """A tensor like `tensor` with `size` samples in `dim`, in the same memory order.  Its values mean nothing."""
     if dim is None:
-        return tensor.detach()
+        return tensor.clone() if tensor.is_inference() else tensor.detach()
     order = memory_order(tensor)
     sizes = [size if d == dim else tensor.shape[d] for d in range(tensor.ndim)]
     made = tensor.new_zeros([sizes[d] for d in order])
@@ -152,7 +168,7 @@ def _moved(parameters: dict[str, nn.Parameter]) -> Iterator[dict[int, str]]:
 
 
 def _flat(
-    exported: Exported, call: Call, tracked: dict[str, str], result: str, held: dict[int, str], reads: Reads
+    exported: Exported, call: Call, tracked: dict[str, str], program: Program, held: dict[int, str]
 ) -> GraphModule:
     """The exported program as a graph module whose placeholders and outputs say what they hold.
 
@@ -189,8 +205,8 @@ def _flat(
                 why="only tensors can be inputs of a compiled step", fix="replace it by tensors",
             )  # fmt: skip
     notes = (exported.note,) if exported.note else ()
-    data = {"constants": constants, "one_size": exported.one_size, "reads": reads}
-    gm.meta[facts.KEY] = GraphFacts(_batch_symbol(nodes), _outputs(exported, result), notes, data)
+    data = {"constants": constants, "one_size": exported.one_size, "written": tuple(program.written)}
+    gm.meta[facts.KEY] = GraphFacts(_batch_symbol(nodes), _outputs(exported, program), notes, data)
     return gm
 
 
@@ -216,13 +232,17 @@ def _batch_symbol(nodes: Sequence[torch.fx.Node]) -> Any:
     raise AssertionError("no input carries samples")
 
 
-def _outputs(exported: Exported, result: str) -> tuple[OutputSpec, ...]:
+def _outputs(exported: Exported, program: Program) -> tuple[OutputSpec, ...]:
     found = []
+    result = "output" if program.loss_fn is None else "loss"
+    kept = sum(len(entry.tensors) for entry in program.written)
+    first = len(exported.signature.output_specs) - kept
     for index, spec in enumerate(exported.signature.output_specs):
         if spec.kind is OutputKind.BUFFER_MUTATION:
             found.append(OutputSpec("buffer", spec.target or ""))
         elif spec.kind is OutputKind.USER_OUTPUT:
-            found.append(OutputSpec(result, f"{result}_{index}"))
+            kind = result if index < first else "written"
+            found.append(OutputSpec(kind, f"{kind}_{index}"))
         else:
             raise NotYetSupported(
                 f"the forward pass writes into {spec.target or 'one of its inputs'}", where=str(spec.target),

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -28,8 +27,10 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from psg_fx.custom import as_one_op
 from psg_fx.errors import CaptureFailed, NotYetSupported, PsgError
-from psg_fx.torch_private import core_decompositions, user_stack_traces
+from psg_fx.program.observe import Observed
+from psg_fx.torch_private import core_decompositions, own_attributes, user_stack_traces
 from psg_fx.torch_private.composites import remembered_composites
+from psg_fx.torch_private.patching import patched_here
 
 from .branches import Readings, watch_the_batch_size
 from .losses import loss_decompositions
@@ -63,19 +64,22 @@ class Exported:
     one_size: bool = False
 
 
-def export(program: nn.Module, example: Example, dims: Sequence[int | None], sizes: tuple[int, int]) -> Exported:
+def export(
+    program: nn.Module, example: Example, dims: Sequence[int | None], sizes: tuple[int, int], observed: Observed
+) -> Exported:
     """`program(example(B))` for every batch size B; where only that fails, for one.
 
     example: the inputs with B samples.  dims: where the samples lie in them.  sizes: one that nothing else equals, and
-    that of the call.
+    that of the call.  observed: is told what runs unseen.
     """
     batch = Dim("batch", min=2)
     readings = Readings()
-    try:
-        with watch_the_batch_size(readings):
-            found = _functional(program, example(sizes[0]), [{} if d is None else {d: batch} for d in dims])
-    except CaptureFailed as failure:
-        return _one_size(program, example, dims, sizes, failure, readings)
+    with _keep_custom_backward(observed):
+        try:
+            with watch_the_batch_size(readings):
+                found = _functional(program, example(sizes[0]), [{} if d is None else {d: batch} for d in dims])
+        except CaptureFailed as failure:
+            return _one_size(program, example, dims, sizes, failure, readings)
     return Exported(found.graph_module, found.graph_signature, found.constants, found.state_dict)
 
 
@@ -105,9 +109,9 @@ def _one_size(
 def _functional(program: nn.Module, examples: Sequence[torch.Tensor], dynamic: list[dict[int, Any]]) -> ExportedProgram:
     """`program(examples)` as functional ATen, differentiable, losses and recurrent layers written out."""
     shapes = (dynamic,) if dynamic else None
-    with torch.enable_grad(), _keep_custom_backward(), _quiet(), user_stack_traces():
+    with torch.enable_grad(), _quiet(), user_stack_traces():
         try:
-            with rewritten(), seen_by_autograd():
+            with rewritten(), seen_by_autograd(), own_attributes():
                 exported = torch.export.export(program, (list(examples),), dynamic_shapes=shapes, strict=False)
             detach_no_grad_regions(exported.graph_module)
             with remembered_composites():
@@ -140,7 +144,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _keep_custom_backward() -> Iterator[None]:
+def _keep_custom_backward(observed: Observed) -> Iterator[None]:
     """Custom autograd functions become ops of their own: export would follow their forward and drop their backward."""
 
     def apply(cls: type[torch.autograd.Function], *args: Any) -> Any:
@@ -149,6 +153,7 @@ def _keep_custom_backward() -> Iterator[None]:
             return block(*given)
         if cls is BackwardHookFunction:
             raise _hooked("a module has a backward hook", "register_full_backward_hook")
+        observed.functions([cls.forward, cls.backward, cls.setup_context])
         with unwatched():
             return as_one_op(cls, args)
 
@@ -156,8 +161,8 @@ def _keep_custom_backward() -> Iterator[None]:
         raise _hooked("the code puts a hook on a tensor's gradient", "register_hook")
 
     with (
-        mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)),
-        mock.patch.object(torch.Tensor, "register_hook", register_hook),
+        patched_here(torch.autograd.Function, "apply", classmethod(apply)),
+        patched_here(torch.Tensor, "register_hook", register_hook),
     ):
         yield
 

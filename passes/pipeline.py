@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 from psg_fx.arguments import Call
 from psg_fx.budget import Budget
 from psg_fx.cost import Device
+from psg_fx.program.ambient import without_autocast
 from psg_fx.quantity import Quantity
 from psg_fx.stages import Stage, verify
 
@@ -36,6 +37,17 @@ def run_pipeline(
 ) -> GraphModule:  # fmt: skip
     """From a model and a loss to a lowered graph; every stage on the way is kept in `history`."""
     gm = record_capture(program, call, tracked, history)
+    with without_autocast():
+        gm = _passes(gm, call, quantities, dtype, device, history, input_gradients, budget)
+    name, seconds = type(program.model).__name__, sum(step.seconds for step in history.steps)
+    log.info("%s: captured, planned and lowered in %.1f s, %d nodes", name, seconds, len(gm.graph.nodes))
+    return gm
+
+
+def _passes(
+    gm: GraphModule, call: Call, quantities: Sequence[Quantity], dtype: torch.dtype, device: Device, history: History,
+    input_gradients: tuple[bool, ...], budget: Budget | None,
+) -> GraphModule:  # fmt: skip
     gm = run(BATCH, gm, history)
     gm = run(UNREDUCE, gm, history)
     gm = run(find_sites, gm, history)
@@ -45,10 +57,7 @@ def run_pipeline(
     asks = tuple(dict.fromkeys(ask for quantity in quantities for ask in quantity.asks()))
     gm = run(plan, gm, history, asks=asks, device=device, size=call.batch_size(), budget=budget)
     gm = run(lower, gm, history, quantities=quantities, dtype=dtype)
-    gm = run(tidy, gm, history)
-    name, seconds = type(program.model).__name__, sum(step.seconds for step in history.steps)
-    log.info("%s: captured, planned and lowered in %.1f s, %d nodes", name, seconds, len(gm.graph.nodes))
-    return gm
+    return run(tidy, gm, history)
 
 
 def record_capture(program: Program, call: Call, tracked: dict[str, str], history: History) -> GraphModule:

@@ -12,7 +12,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +20,7 @@ from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 
 from psg_fx.errors import NotYetSupported
+from psg_fx.torch_private.patching import patched_here
 
 from .recurrent import recurrent_functions
 
@@ -130,10 +130,10 @@ _ENCODER = nn.TransformerEncoder.forward
 def rewritten() -> Iterator[None]:
     """While the model is captured, some functions run as written here."""
     with (
-        mock.patch.object(transformer, "_detect_is_causal_mask", is_causal),
-        mock.patch.object(nn.TransformerEncoder, "forward", encoder),
-        mock.patch.object(torch.distributions.Distribution, "_validate_args", False),
-        torch.backends.opt_einsum.flags(enabled=False), _Rewritten(),
+        patched_here(transformer, "_detect_is_causal_mask", is_causal),
+        patched_here(nn.TransformerEncoder, "forward", encoder),
+        patched_here(torch.distributions.Distribution, "_validate_args", False),
+        patched_here(torch.backends.opt_einsum.m, "is_available", lambda: False), _Rewritten(),  # type: ignore[attr-defined]
     ):  # fmt: skip
         yield
 

@@ -11,7 +11,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -19,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from psg_fx.errors import NotYetSupported, is_library
 from psg_fx.torch_private import without_checkpoints
+from psg_fx.torch_private.patching import patched_here
 
 from .branches import line_of
 
@@ -111,7 +111,7 @@ def _line(func: Callable[..., Any]) -> str:
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
     """For code whose backward is known otherwise: a custom function's own forward."""
-    with mock.patch.object(_Writes, "watching", False):
+    with patched_here(_Writes, "watching", False):
         yield
 
 
@@ -130,7 +130,7 @@ def seen_by_autograd() -> Iterator[None]:
     """Refuse hidden writes; `torch.inference_mode()` is `torch.no_grad()`; checkpointed blocks run as they are."""
     inference = torch.inference_mode
     with (
-        mock.patch.object(inference, "__enter__", _enter_inference),
-        mock.patch.object(inference, "__exit__", _leave_inference), without_checkpoints(), _Writes(),
+        patched_here(inference, "__enter__", _enter_inference),
+        patched_here(inference, "__exit__", _leave_inference), without_checkpoints(), _Writes(),
     ):  # fmt: skip
         yield

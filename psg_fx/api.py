@@ -15,7 +15,6 @@ from torch.fx import GraphModule
 
 from psg_fx import cost, facts
 from psg_fx.arguments import BatchDim, Call, take_apart
-from psg_fx.baked import Reads, values_read
 from psg_fx.budget import Budget, in_bytes, memory_size
 from psg_fx.clipping import ClippedSum
 from psg_fx.errors import BadArgument
@@ -25,10 +24,13 @@ from psg_fx.passes.capture import Program
 from psg_fx.passes.compile import compile_graph
 from psg_fx.passes.pipeline import run_pipeline
 from psg_fx.passes.runner import History
+from psg_fx.program.ambient import ambient_key, isolated
+from psg_fx.program.captured import Cache, Captured
+from psg_fx.program.guard import Guard, Lying, Structure, refuse_iterators
 from psg_fx.progress import Progress
 from psg_fx.quantity import Grads, Quantity
 from psg_fx.settings import Settings, needs_loss
-from psg_fx.state import ParamFilter, Tracked, capture_key, tracked_parameters
+from psg_fx.state import ParamFilter, Tracked, call_key, refuse_hooks, tracked_parameters
 from psg_fx.step import CompiledStep, StepOutput
 
 if TYPE_CHECKING:
@@ -127,9 +129,8 @@ class PerSampleModule(nn.Module):
         nn.Module.register_load_state_dict_post_hook(self, _after_loading)
         self.settings = settings
         self._memory = Memory(keep=settings.reuse_outputs)
-        self._steps: dict[Any, Any] = {}
-        self._reads: dict[Any, Reads] = {}
-        self._one_size: set[Any] = set()
+        self._cache = Cache()
+        self._structure: tuple[Structure, Tracked] | None = None
         self._last: Any = None
 
     def train(self, mode: bool = True) -> PerSampleModule:
@@ -208,24 +209,42 @@ class PerSampleModule(nn.Module):
     def _device(self, call: Call) -> torch.device:
         return call.tensors[0].device if call.tensors else torch.device("cpu")
 
-    def _look_up(self, call: Call, tracked: Tracked, build: Callable[[], Any], variant: Hashable = None) -> Any:
-        """The compiled step for the model as it is now, made if it is new."""
-        key = (variant, capture_key(self.model, self.loss_fn, tracked, call))
-        reads = self._reads.setdefault(key, set())
-        size = call.batch_size() if self.settings.dynamic is False or key in self._one_size else None
-        values = values_read(reads)
-        if (key, values, size) not in self._steps:
-            step = build()
-            known = facts.graph_facts(step.gm)
-            reads |= known.data["reads"]
-            values = values_read(reads)
-            if size is None and known.data["one_size"]:
-                self._one_size.add(key)
-                size = call.batch_size()
-                warnings.warn(known.notes[0], stacklevel=5)
-            self._steps[key, values, size] = step
-        self._last = self._steps[key, values, size]
-        return self._last
+    def _tracked(self) -> Tracked:
+        """The parameters that are asked, as the model is now."""
+        if self._structure is None or not self._structure[0].holds() or callable(self.settings.params):
+            roots = [m for m in (self.model, self.loss_fn) if isinstance(m, nn.Module)]
+            self._structure = Structure(roots), tracked_parameters(self.model, self.settings.params)
+        structure, tracked = self._structure
+        if structure.has_hooks():
+            refuse_hooks(self.model, tracked)
+        return tracked
+
+    def _look_up(self, call: Call, build: Callable[[], tuple[Any, Program]], variant: Hashable = None) -> Any:
+        """The compiled step for the model and the code around it as they are now, made if it is new."""
+        assert self._structure is not None
+        structure, tracked = self._structure
+        ambient = ambient_key(self._device(call).type)
+        key = (variant, structure.meaning, tuple(tracked.aliases.items()), call_key(call), ambient)
+        found = self._cache.find(key, call.batch_size())
+        if found is None:
+            with isolated():
+                found = self._cache.find(key, call.batch_size()) or self._capture(key, call, build, structure)
+        self._last = found.step
+        return found.step
+
+    def _capture(
+        self, key: Hashable, call: Call, build: Callable[[], tuple[Any, Program]], structure: Structure
+    ) -> Captured:
+        self._cache.tell(key)
+        step, program = build()
+        guard = Guard(program.observed, [("the loss", self.loss_fn)], structure)
+        refuse_iterators(guard.walk)
+        step.binding.follow(Lying(guard.walk))
+        known = facts.graph_facts(step.gm)
+        if known.data["one_size"] and not self._cache.knows(key):
+            warnings.warn(known.notes[0], stacklevel=6)
+        size = call.batch_size() if self.settings.dynamic is False or known.data["one_size"] else None
+        return self._cache.add(key, Captured(step, guard, size))
 
 
 def _after_loading(step: PerSampleModule, found: Any) -> None:
@@ -258,10 +277,10 @@ class LossModule(PerSampleModule):
                 why="the results would be written to fresh memory first", fix="transform(..., reuse_outputs=True)",
             )  # fmt: skip
         call = self._take_apart(inputs, targets)
-        tracked = tracked_parameters(self.model, self.settings.params)
+        tracked = self._tracked()
         quantities = tuple(q.resolved(tracked.shapes, given) for q in self.settings.quantities)
         variant = tuple(q.variant for q in quantities)
-        step: CompiledStep = self._look_up(call, tracked, lambda: self._build(tracked, call, quantities), variant)
+        step: CompiledStep = self._look_up(call, lambda: self._build(tracked, call, quantities), variant)
         if step.part is not None and call.batch_size() > step.part:
             return self._in_parts(step.part, call, given, out)
         extras = self._extras(call, given, tracked, step.binding.given)
@@ -302,7 +321,7 @@ class LossModule(PerSampleModule):
         given = ((), {}) if targets is _ABSENT else _arguments(targets)
         return take_apart((_arguments(inputs), given), self.settings.batch_dim)
 
-    def _build(self, tracked: Tracked, call: Call, quantities: Sequence[Quantity]) -> CompiledStep:
+    def _build(self, tracked: Tracked, call: Call, quantities: Sequence[Quantity]) -> tuple[CompiledStep, Program]:
         program = Program(self.model, self.loss_fn, call)
         device, budget = cost.device(self._device(call).type), None
         if self.settings.reuse_outputs:
@@ -315,7 +334,7 @@ class LossModule(PerSampleModule):
         gm = run_pipeline(program, call, tracked.aliases, quantities, dtype, device, history, budget=budget)
         s = self.settings
         run = compile_graph(gm, s.backend, s.mode, s.options, s.dynamic, device.name, self._memory, history)
-        return CompiledStep(gm, history, self.model, self.loss_fn, run, self._memory)
+        return CompiledStep(gm, history, self.model, self.loss_fn, run, self._memory), program
 
     def _extras_dtype(self) -> torch.dtype:
         """Bounds and weights are given in float64 to a float64 model, else in float32."""

@@ -23,11 +23,11 @@ from psg_fx.passes.compile import compile_graph
 from psg_fx.passes.pipeline import run_pipeline
 from psg_fx.passes.runner import History, copy_graph
 from psg_fx.progress import Progress
-from psg_fx.state import Tracked, tracked_parameters
+from psg_fx.state import Tracked
 from psg_fx.step import Binding, no_samples, plain_mode
 from psg_fx.torch_private import partition
 
-_FORWARD = ("output", "buffer")
+_FORWARD = ("output", "buffer", "written")
 
 
 class DropInModule(PerSampleModule):
@@ -42,8 +42,8 @@ class DropInModule(PerSampleModule):
         """
         call = take_apart(((args, kwargs), ((), {})), (self.settings.batch_dim, None))
         call.batch_size()
-        tracked = tracked_parameters(self.model, self.settings.params)
-        step: SplitStep = self._look_up(call, tracked, lambda: self._build(tracked, call))
+        tracked = self._tracked()
+        step: SplitStep = self._look_up(call, lambda: self._build(tracked, call))
         if torch.is_grad_enabled():
             _refuse_leftovers(
                 step, "step(*args, **kwargs)",
@@ -52,7 +52,7 @@ class DropInModule(PerSampleModule):
         flat = step.run(call, self.settings.loss_reduction)
         return step.program.output.rebuild(flat)
 
-    def _build(self, tracked: Tracked, call: Call) -> SplitStep:
+    def _build(self, tracked: Tracked, call: Call) -> tuple[SplitStep, Program]:
         program = Program(self.model, None, call)
         wanted = tuple(t.requires_grad for t in call.tensors)
         device = cost.device(self._device(call).type)
@@ -65,7 +65,7 @@ class DropInModule(PerSampleModule):
             s = self.settings
             return compile_graph(graph, s.backend, s.mode, s.options, s.dynamic, device.name, self._memory, history)
 
-        return SplitStep(gm, history, program, compiled)
+        return SplitStep(gm, history, program, compiled), program
 
 
 class SplitStep:
@@ -114,7 +114,7 @@ class SplitStep:
             ordered: list[Any] = [None] * len(self.binding.outputs)
             for (index, _), value in zip(self.outputs, results, strict=False):
                 ordered[index] = value
-            self.binding.write_buffers(ordered)
+            self.binding.write_back(ordered, call.batch_size())
         kept = [v for (_, spec), v in zip(self.outputs, results, strict=False) if spec.kind == "output"]
         return kept, [results[i] for i in self.order]
 

@@ -6,6 +6,8 @@ Three kinds: *never* (per-sample gradients do not exist), *not yet* (they exist,
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import os
 import re
 
@@ -52,12 +54,24 @@ _FRAME = re.compile(
     r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]+)(\n(?! *File ")[ \t]*(?P<code>[^\n]+))?'
 )
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_OWN = re.compile(r"<eval_with_key>|<frozen|<string>|/psg_fx/(?!zoo/|demo/)|/passes/")
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_GENERATED = ("<eval_with_key>", "<frozen", "<string>")
+_EXAMPLES = tuple(os.path.join(_HERE, name, "") for name in ("zoo", "demo"))
 
 
+@functools.cache
 def is_library(file: str) -> bool:
-    """Whether a file is torch's or psg_fx's rather than the user's."""
-    return file.startswith(_TORCH) or _OWN.search(file) is not None
+    """Whether a file is torch's or psg_fx's rather than the user's: by where these lie, not by what they are called."""
+    if file.startswith((_TORCH, *_GENERATED)):
+        return True
+    return file.startswith(_own_folders()) and not file.startswith(_EXAMPLES)
+
+
+@functools.cache
+def _own_folders() -> tuple[str, ...]:
+    passes = importlib.util.find_spec("psg_fx.passes")
+    folders = (_HERE, *(passes.submodule_search_locations or () if passes is not None else ()))
+    return tuple(os.path.join(os.path.abspath(folder), "") for folder in folders)
 
 
 def source_line(node: torch.fx.Node) -> str:

@@ -7,14 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from psg_fx.arguments import Call
-from psg_fx.baked import Same, argument, function
 from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.layout import memory_order
-from psg_fx.torch_private import autocast_key
+from psg_fx.program.values import argument
 
 ParamFilter = None | str | Iterable[str] | Callable[[str, nn.Parameter], bool]
 
@@ -52,14 +50,18 @@ def tracked_parameters(model: nn.Module, params: ParamFilter) -> Tracked:
             else f"params={params!r} leaves none that requires gradients",
             fix="set requires_grad on some parameters, or widen params=",
         )  # fmt: skip
-    for name, parameter in named:
-        if aliases[name] and parameter._backward_hooks:
+    return Tracked(aliases, {name: tuple(p.shape) for name, p in named if aliases[name] == name})
+
+
+def refuse_hooks(model: nn.Module, tracked: Tracked) -> None:
+    """Refuse hooks on gradients of parameters that are asked."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if tracked.aliases[name] and parameter._backward_hooks:
             raise NotYetSupported(
                 f"{name} has a hook on its gradient", where=f"{name}.register_hook",
                 why="a hook may change the gradient, and a compiled step would not call it",
                 fix="remove the hook, and apply it to what the step returns",
             )  # fmt: skip
-    return Tracked(aliases, {name: tuple(p.shape) for name, p in named if aliases[name] == name})
 
 
 def _wanted(named: Sequence[tuple[str, nn.Parameter]], params: ParamFilter) -> set[str]:
@@ -81,27 +83,13 @@ def _wanted(named: Sequence[tuple[str, nn.Parameter]], params: ParamFilter) -> s
     return found
 
 
-def capture_key(model: nn.Module, loss_fn: Any, tracked: Tracked, call: Call) -> Any:
-    """Everything that a captured graph has baked in.  Equal keys: the same graph serves."""
-    parts = [m for root in (model, loss_fn) if isinstance(root, nn.Module) for m in root.modules()]
-    modules = tuple((Same(m), m.training) for m in parts)
-    state = tuple((_meta(t), t.requires_grad) for t in _state_tensors(parts))
+def call_key(call: Call) -> Any:
+    """What a captured graph depends on of one call's arguments: all but the batch size and the tensors' values."""
     inputs = tuple(
         (t.dtype, t.device, d, *(s for i, s in enumerate(t.shape) if i != d), tuple(memory_order(t)), t.requires_grad)
         for t, d in zip(call.tensors, call.dims, strict=True)
     )
-    device = call.tensors[0].device.type if call.tensors else "cpu"
-    constants = tuple((place, argument(value)) for place, value in call.constants)
-    return (modules, state, tuple(tracked.aliases.items()), inputs, call.spec, constants, function(loss_fn),
-            autocast_key(device))  # fmt: skip
-
-
-def _state_tensors(modules: Sequence[nn.Module]) -> list[torch.Tensor]:
-    return [t for m in modules for group in (m._parameters, m._buffers) for t in group.values() if t is not None]
-
-
-def _meta(tensor: torch.Tensor) -> Any:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    return inputs, call.spec, tuple((place, argument(value)) for place, value in call.constants)
 
 
 def holder(model: nn.Module, loss_fn: Any, target: str) -> tuple[dict[str, Any], str]:

@@ -17,6 +17,9 @@ from psg_fx.facts import InputSpec, OutputSpec
 from psg_fx.layout import memory_order
 from psg_fx.outputs import Memory, write_into
 from psg_fx.passes.runner import History
+from psg_fx.program.ambient import without_autocast
+from psg_fx.program.effects import Written
+from psg_fx.program.guard import Lying
 from psg_fx.state import holder
 
 
@@ -44,11 +47,7 @@ def _brief(value: Any) -> str:
 @contextlib.contextmanager
 def plain_mode() -> Iterator[None]:
     """No autograd and no autocast: a captured graph has its casts written out."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
+    with torch.no_grad(), without_autocast():
         yield
 
 
@@ -73,6 +72,8 @@ class Binding:
         self.given = {s.name: n.meta["val"].dtype for s, n in zip(self.specs, nodes, strict=True) if s.kind == "given"}
         self.outputs = facts.graph_facts(gm).outputs
         constants = facts.graph_facts(gm).data["constants"]
+        self._written: Sequence[Written] = facts.graph_facts(gm).data["written"]
+        self._batch = facts.graph_facts(gm).batch
         self._slots = [self._slot(spec, model, loss_fn, constants) for spec in self.specs]
         self._buffers = [
             (i, *holder(model, loss_fn, spec.name)) for i, spec in enumerate(self.outputs) if spec.kind == "buffer"
@@ -98,10 +99,19 @@ class Binding:
                 found.append(in_one_block(next(tensors)))
         return found
 
-    def write_buffers(self, results: Sequence[Any]) -> None:
-        """Leave in the model's buffers what an ordinary forward would."""
+    def write_back(self, results: Sequence[Any], size: int) -> None:
+        """Leave in the model's buffers, and in the Python around it, what an ordinary forward would."""
         for index, group, name in self._buffers:
             group[name].copy_(results[index])
+        kept = (v for v, spec in zip(results, self.outputs, strict=True) if spec.kind == "written")
+        for entry in self._written:
+            entry.store(kept, self._batch, size)
+
+    def follow(self, lying: Lying) -> None:
+        """Read constants where they were found, so that another tensor that comes to lie there is the one read."""
+        for index, slot in enumerate(self._slots):
+            if isinstance(slot, torch.Tensor):
+                self._slots[index] = lying.find(slot)
 
     def fields(self, results: Sequence[Any]) -> dict[str, Any]:
         """Results by field: losses and what the quantities asked."""
@@ -109,7 +119,7 @@ class Binding:
         for spec, value in zip(self.outputs, results, strict=True):
             if spec.kind == "loss":
                 found["losses"] = value
-            elif spec.kind != "buffer":
+            elif spec.kind not in ("buffer", "written"):
                 if spec.name:
                     found.setdefault(spec.kind, {})[spec.name] = value
                 else:
@@ -147,7 +157,7 @@ class CompiledStep:
             return no_samples(self.gm, arguments[0].device)
         results = self._run(*arguments)
         if buffers:
-            self.binding.write_buffers(results)
+            self.binding.write_back(results, call.batch_size())
         return results
 
 

@@ -67,7 +67,7 @@ def test_one_graph_for_each_size(function: Callable[[Layer, Tensor], Tensor]) ->
         out = step(x, y)
         assert oracle.relative_error(out.losses, losses) < 1e-12
         assert oracle.worst_error(out.grads, grads) < 1e-12
-    assert len(step._steps) == 3
+    assert len(step._cache) == 3
 
 
 def test_it_is_said_once_and_kept_in_the_plan() -> None:

@@ -10,13 +10,15 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
-from unittest import mock
 
 import torch
+import torch.export._trace
+from torch._C._dynamo.guards import TensorGuards
 from torch._decomp import core_aten_decompositions
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.source import ConstantSource
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._inductor.codecache import PyCodeCache
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
@@ -30,6 +32,7 @@ from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import _disable_current_modes as no_modes
 
 from psg_fx.errors import is_library
+from psg_fx.torch_private.patching import patched_here
 
 aten = torch.ops.aten
 
@@ -43,10 +46,14 @@ __all__ = [
     "inductor_modes",
     "marked_dynamic",
     "module_without_code",
+    "no_function_modes",
+    "no_functorch_levels",
     "no_modes",
+    "own_attributes",
     "partition",
     "preserve_node_meta",
     "symbolic_inputs",
+    "tensor_guards",
     "traced_without_code",
     "user_stack_traces",
     "watching_symbols",
@@ -100,6 +107,48 @@ def without_fake_cache(value: torch.Tensor) -> contextlib.AbstractContextManager
     """
     found: contextlib.AbstractContextManager[None] = disable_fake_tensor_cache(value.fake_mode)  # type: ignore[attr-defined]
     return found
+
+
+def tensor_guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """A question in C++ to that many tensors: have they the types, dtypes, devices, sizes, strides and `requires_grad`
+    of these?  Of modes it depends on inference mode, so each has a guard of its own.
+    """
+    check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return check
+
+
+@contextlib.contextmanager
+def no_functorch_levels() -> Iterator[None]:
+    """Outside of all transformations of `torch.func` for a while."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        yield
+        return
+    with temporarily_clear_interpreter_stack():
+        yield
+
+
+@contextlib.contextmanager
+def no_function_modes() -> Iterator[None]:
+    """Outside of all modes that see torch's functions (`TorchFunctionMode`) for a while."""
+    modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            torch._C._push_on_torch_function_stack(mode)
+
+
+@contextlib.contextmanager
+def own_attributes() -> Iterator[None]:
+    """Let export leave attributes of modules alone: it would replace containers in them by copies, warn of tensors that
+    are stored there, and put numbers back.
+    """
+    name = "_detect_attribute_assignment"
+    if not hasattr(torch.export._trace, name):
+        yield
+        return
+    with patched_here(torch.export._trace, name, lambda module: contextlib.nullcontext()):
+        yield
 
 
 @contextlib.contextmanager
@@ -165,7 +214,7 @@ def watching_symbols(seen: Callable[[Any, Any, FrameType], None]) -> Iterator[No
 
     with contextlib.ExitStack() as patches:
         for kind, name in methods:
-            patches.enter_context(mock.patch.object(kind, name, watched(getattr(kind, name))))
+            patches.enter_context(patched_here(kind, name, watched(getattr(kind, name))))
         yield
 
 
@@ -182,7 +231,7 @@ def without_checkpoints() -> Iterator[None]:
     with contextlib.ExitStack() as patches:
         for found in (name, f"{name}_impl"):  # the second since torch 2.15
             if hasattr(checkpointing, found):
-                patches.enter_context(mock.patch.object(checkpointing, found, nothing))
+                patches.enter_context(patched_here(checkpointing, found, nothing))
         yield
 
 
@@ -198,7 +247,7 @@ def user_stack_traces() -> Iterator[None]:
         return traceback.StackSummary.from_list(program + [f for f in own if not is_library(f.filename)])
 
     name = "_filter_traceback_frames"
-    patch = mock.patch.object(TracerBase, name, inner_frames) if hasattr(TracerBase, name) else contextlib.nullcontext()
+    patch = patched_here(TracerBase, name, inner_frames) if hasattr(TracerBase, name) else contextlib.nullcontext()
     with patch:
         yield
 

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch.export import exported_program
+
+from psg_fx.torch_private.patching import patched_here
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,8 @@ def remembered_composites() -> Iterator[None]:
 
     found = partial(_composites, collect)
     with (
-        mock.patch.object(exported_program, names[0], found),
-        mock.patch.object(exported_program, names[1], overridden),
+        patched_here(exported_program, names[0], found),
+        patched_here(exported_program, names[1], overridden),
     ):
         yield
 

@@ -1,0 +1,54 @@
+"""The modes around a call: what a program's meaning depends on is part of its key, the rest does not reach it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from psg_fx.torch_private import autocast_key, no_function_modes, no_functorch_levels, no_modes
+
+_CAPTURING = threading.RLock()
+
+
+def ambient_key(device: str) -> Any:
+    """What of the caller's modes a captured program depends on: autocast, and defaults for new tensors."""
+    return (
+        autocast_key(device), torch.get_default_dtype(), torch.get_default_device(),
+        torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def isolated() -> Iterator[None]:
+    """One capture at a time, and none of the caller's modes in it but those of `ambient_key`.
+
+    `inference_mode` and `no_grad` do not reach it, nor do modes of dispatch (`FakeTensorMode`), levels of
+    `torch.func`, and anomaly detection, which torch has for the whole process.
+    """
+    device = torch.get_default_device()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_CAPTURING)
+        stack.enter_context(no_functorch_levels())
+        stack.enter_context(no_function_modes())
+        stack.enter_context(no_modes())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        if torch.is_anomaly_enabled():
+            stack.enter_context(torch.autograd.set_detect_anomaly(False))
+        if device != torch.device("cpu"):
+            stack.enter_context(device)
+        yield
+
+
+@contextlib.contextmanager
+def without_autocast() -> Iterator[None]:
+    """No autocast: a captured graph has its casts written out."""
+    with contextlib.ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

@@ -1,0 +1,111 @@
+"""Whose code a file is, and which names a function's code mentions."""
+
+from __future__ import annotations
+
+import dis
+import enum
+import functools
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import CodeType
+
+from psg_fx.errors import is_library
+
+
+class Origin(enum.Enum):
+    """Who wrote a file: torch or psg_fx, Python's standard library, an installed package, or the user."""
+
+    COMPILER = "torch or psg_fx"
+    STANDARD = "the standard library"
+    PACKAGE = "an installed package"
+    USER = "the user"
+
+
+_PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_STANDARD = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib")})
+
+
+@functools.cache
+def origin(file: str) -> Origin:
+    """Whose a file is.  Functions that Python itself writes (of a dataclass, say) count as the library's."""
+    if is_library(file):
+        return Origin.COMPILER if file.endswith(".py") or file.startswith("<eval") else Origin.STANDARD
+    if any(part in file for part in _PACKAGES):
+        return Origin.PACKAGE
+    return Origin.STANDARD if file.startswith(_STANDARD) else Origin.USER
+
+
+@functools.cache
+def origin_of_module(name: str) -> Origin:
+    """Whose a module is, by the file that it was loaded from; one without a file is the standard library's."""
+    import sys
+
+    module = sys.modules.get(name)
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return Origin.USER if name == "__main__" else Origin.STANDARD
+    return origin(file)
+
+
+def is_theirs(owner: Origin) -> bool:
+    """Whether code is followed: that of the user and of packages."""
+    return owner in (Origin.USER, Origin.PACKAGE)
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a function's code mentions, that of the functions inside it included.
+
+    read: the globals that it reads.  attributes: every name that may be an attribute's, constants of text among them.
+    open: it may reach attributes by names that its code does not have.
+    """
+
+    read: frozenset[str]
+    attributes: frozenset[str]
+    open: bool
+
+
+_OPENING = {"getattr", "attrgetter", "vars", "__dict__", "globals", "locals", "eval", "exec"}
+
+
+@functools.cache
+def names_of(code: CodeType) -> Names:
+    """The names in a code object."""
+    read, attributes = set(), set()
+    for inner in nested(code):
+        attributes |= set(inner.co_names) | {c for c in inner.co_consts if isinstance(c, str) and c.isidentifier()}
+        read |= {i.argval for i in dis.get_instructions(inner) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return Names(frozenset(read), frozenset(attributes), bool(_OPENING & attributes))
+
+
+def nested(code: CodeType) -> Iterator[CodeType]:
+    """The code and that of all functions written inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from nested(constant)
+
+
+def line_naming(codes: Iterator[CodeType], name: str) -> str:
+    """The first line of these that mentions a name: `model.py:17: self.calls += 1`, those that store it first."""
+    found = ""
+    for code in codes:
+        line = code.co_firstlineno
+        for instruction in dis.get_instructions(code):
+            line = instruction.starts_line or line if not isinstance(instruction.starts_line, bool) else line
+            if instruction.argval != name:
+                continue
+            text = source(code.co_filename, line)
+            if instruction.opname.startswith("STORE"):
+                return text
+            found = found or text
+    return found
+
+
+def source(file: str, line: int) -> str:
+    """`model.py:17: self.calls += 1`."""
+    import linecache
+
+    return f"{os.path.basename(file)}:{line}: {linecache.getline(file, line).strip()}"

@@ -1,0 +1,251 @@
+"""Does a captured graph still stand for the program?  Asked at every call, so in one step for each kind of place.
+
+First by identity: the same objects lie in the places that the last walk noted, and tensors have the same descriptions.
+Where that fails, another walk tells whether the meaning has changed.  If not (a list was replaced by an equal one),
+its places are those to ask next time.
+"""
+
+from __future__ import annotations
+
+import collections
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, repeat
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from psg_fx.errors import NotYetSupported
+from psg_fx.program.observe import Observed
+from psg_fx.program.values import Same
+from psg_fx.program.walk import HOOKS, MISSING, Walk, contents, describe
+from psg_fx.torch_private import tensor_guards
+
+_CODE = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
+_HOOKS = operator.itemgetter(*HOOKS)
+_GRADIENT_HOOKS = operator.attrgetter("_backward_hooks")
+_GROUPS = ("_parameters", "_buffers", "_modules")
+
+
+class Guard:
+    """Whether what the code of a program reads is what it was when the program was captured.
+
+    structure: of the model and the loss, asked before; what it knows is not asked again.
+    """
+
+    def __init__(self, observed: Observed, roots: Sequence[tuple[str, Any]], structure: Structure) -> None:
+        self._observed, self._roots, self._structure = observed, roots, structure
+        self.walk = self.refresh()
+
+    def refresh(self) -> Walk:
+        """Take what is now for what it must be."""
+        walk = Walk(self._observed).run(self._roots)
+        self.meaning, self.labels = walk.meaning, walk.labels
+        self._places = Places(walk, self._structure.groups)
+        return walk
+
+    def holds(self) -> bool:
+        """Whether the graph still serves."""
+        if self._places.same():
+            return True
+        walk = Walk(self._observed).run(self._roots)
+        if walk.meaning != self.meaning:
+            return False
+        self._places = Places(walk, self._structure.groups)
+        return True
+
+    def changed(self) -> str:
+        """The first of what is not as it was, as a user would write it; "" if all is."""
+        walk = Walk(self._observed).run(self._roots)
+        pairs = zip(self.meaning, walk.meaning, strict=False)
+        index = next((i for i, (before, now) in enumerate(pairs) if before != now), None)
+        if index is None:
+            return walk.labels[-1] if len(walk.meaning) != len(self.meaning) else ""
+        return self.labels[index]
+
+
+class Places:
+    """Where the values of a walk lie, by the kinds of places.
+
+    A tensor that lies in one place only may be replaced by another of its description, which is then the one read.
+    """
+
+    def __init__(self, walk: Walk, known: frozenset[int]) -> None:
+        """known: the identities of dicts whose entries and tensors have been asked."""
+        counts = collections.Counter(id(t) for t, _ in walk.tensors)
+        asked = {id(t) for t, place in walk.tensors if place is not None and id(place[0]) in known}
+        tensors = [(t, place) for t, place in walk.tensors if id(t) not in asked]
+        lying = [(t, place) for t, place in tensors if place is not None and counts[id(t)] == 1]
+        apart = {(id(place[0]), place[1]) for _, place in lying}
+        left = [s for s in walk.slots if id(s[0]) not in known and (id(s[0]), s[1]) not in apart]
+        self.slots = Slots(left, dict.get)
+        self.classes = Slots(walk.classes, MappingProxyType.get)
+        self.cells, self.contents = [c for c, _ in walk.cells], [held for _, held in walk.cells]
+        self.functions = walk.functions
+        self.codes = [_CODE(f) for f in walk.functions]
+        self.named, self.items = walk.keys, walk.items
+        self.hookless = walk.hookless
+        self.arrays, self.looked = walk.arrays, walk.looked
+        self.holders, self.keys = [place[0] for _, place in lying], [place[1] for _, place in lying]
+        own = {id(t) for t, _ in lying}
+        self.fixed = list({id(t): t for t, _ in tensors if id(t) not in own}.values())
+        self.tensors = Tensors([t for t, _ in lying] + self.fixed)
+
+    def same(self) -> bool:
+        """Whether all is as it was, as far as that can be told at once."""
+        return (
+            self.slots.same()
+            and self.classes.same()
+            and not any(chain.from_iterable(map(_HOOKS, self.hookless)))
+            and all(map(operator.is_, map(contents, self.cells), self.contents))
+            and all(map(_identical, map(_CODE, self.functions), self.codes))
+            and all(tuple(get()) == held for get, held in self.named)
+            and all(_identical(tuple(get()), held) for get, held in self.items)
+            and self.tensors.same([*map(dict.get, self.holders, self.keys), *self.fixed])
+            and all(_equal(a, b) for a, b in self.arrays)
+            and all(torch.equal(a, b) for a, b in self.looked)
+        )
+
+
+class Lying:
+    """Where tensors lie that a graph holds as constants."""
+
+    def __init__(self, walk: Walk) -> None:
+        counts = collections.Counter(id(t) for t, _ in walk.tensors)
+        self._known = [(t, place if counts[id(t)] == 1 else None) for t, place in walk.tensors]
+
+    def find(self, constant: torch.Tensor) -> Any:
+        """The place `(dict, key)` of a constant, the tensor of the user's that it is, or itself."""
+        same = [e for e in self._known if e[0] is constant] or [e for e in self._known if _alias(e[0], constant)]
+        if not same:
+            return constant
+        tensor, place = same[0]
+        return tensor if place is None else place
+
+
+def refuse_iterators(walk: Walk) -> None:
+    """What an iterator gives next is another thing at every call, and taking it changes it."""
+    if walk.iterators:
+        raise NotYetSupported(
+            f"the code reads an iterator, {walk.iterators[0]}", where="the model or the loss",
+            why="what comes next is another value at every call, and a graph would hold the first for ever",
+            fix="take the next value outside, and pass it as an input",
+        )  # fmt: skip
+
+
+def _alias(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether both are the same view of the same memory."""
+    if a.layout is not torch.strided or b.layout is not torch.strided:
+        return False
+    return (a.data_ptr(), a.shape, a.stride(), a.dtype) == (
+        b.data_ptr(),
+        b.shape,
+        b.stride(),
+        b.dtype,
+    ) and a.numel() > 0
+
+
+class Slots:
+    """Keys of many dicts, and what lay there."""
+
+    def __init__(self, slots: Iterable[tuple[Any, Any, Any]], get: Callable[..., Any]) -> None:
+        found = list(slots)
+        self._get = get
+        self._holders, self._keys, self._values = ([s[i] for s in found] for i in range(3))
+
+    def same(self) -> bool:
+        """Whether the same objects lie there."""
+        return all(map(operator.is_, map(self._get, self._holders, self._keys, repeat(MISSING)), self._values))
+
+
+class Tensors:
+    """Tensors, or others in their places, that are to be of the same description."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = list(tensors)
+        self._distinct = len(set(map(id, tensors)))
+        self._descriptions = [describe(t) for t in tensors]
+        self._quick: dict[bool, Any] = {}
+
+    def same(self, now: Sequence[Any] | None = None) -> bool:
+        """Whether the tensors have kept their descriptions, and are as many different ones."""
+        now = self._tensors if now is None else now
+        if not now:
+            return True
+        if len(set(map(id, now))) != self._distinct:
+            return False
+        inference = torch.is_inference_mode_enabled()
+        quick = self._quick.get(inference)
+        if quick is not None and quick(*now):
+            return True
+        same = all(
+            isinstance(t, torch.Tensor) and describe(t) == d for t, d in zip(now, self._descriptions, strict=True)
+        )
+        if same and quick is None:
+            self._quick[inference] = tensor_guards(now)
+        return same
+
+
+class _Once:
+    """A large key whose hash is taken once."""
+
+    def __init__(self, key: Any) -> None:
+        self._key, self._hash = key, hash(key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, _Once) and self._key == other._key)
+
+
+class Structure:
+    """The modules, parameters and buffers of module trees: which there are, and of which description."""
+
+    def __init__(self, roots: Sequence[nn.Module]) -> None:
+        self._roots = roots
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take what is now for what it must be."""
+        modules = [m for root in self._roots for m in root.modules()]
+        groups = [m.__dict__[g] for m in modules for g in _GROUPS]
+        entries = [(group, key, value) for group in groups for key, value in group.items()]
+        self._kinds = [(m, type(m)) for m in modules]
+        self._groups, self._count = groups, len(entries)
+        self.groups = frozenset(map(id, groups))
+        self._owners = [(m.__dict__, g, m.__dict__[g]) for m in modules for g in _GROUPS]
+        self._slots = Slots(self._owners + entries, dict.get)
+        self.held = [t for _, _, t in entries if isinstance(t, torch.Tensor)]
+        self._tensors = Tensors(self.held)
+        order: dict[int, int] = {}
+        tied = [order.setdefault(id(t), len(order)) for t in self.held]
+        meaning = (
+            tuple((Same(m), Same(k)) for m, k in self._kinds), tuple(map(Same, groups)),
+            tuple((k, None if isinstance(v, torch.Tensor) or v is None else Same(v)) for _, k, v in entries),
+            tuple(tied), tuple(describe(t) for t in self.held),
+        )  # fmt: skip
+        self.meaning = _Once(meaning)
+
+    def holds(self) -> bool:
+        """Whether all is as it was."""
+        return (
+            self._slots.same()
+            and sum(map(len, self._groups)) == self._count
+            and all(type(m) is k for m, k in self._kinds)
+            and self._tensors.same()
+        )
+
+    def has_hooks(self) -> bool:
+        """Whether a parameter has hooks on its gradient."""
+        return any(map(_GRADIENT_HOOKS, self.held))
+
+
+def _identical(now: Sequence[Any], before: Sequence[Any]) -> bool:
+    return len(now) == len(before) and all(map(operator.is_, now, before))
+
+
+def _equal(now: Any, before: Any) -> bool:
+    return bool(now.shape == before.shape and now.dtype == before.dtype and now.tobytes() == before.tobytes())

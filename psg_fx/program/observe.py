@@ -1,0 +1,227 @@
+"""What code reads and calls while it is captured, noted as it happens, in its own thread only.
+
+Attributes of modules are noted one by one.  Of everything else is known which functions ran, and so which names may
+have been read; `walk` follows those.  Values that are others at every call (random numbers of Python, the clock, the
+environment, files) cannot be part of a graph and are refused with the line that asks for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from psg_fx.errors import NotYetSupported
+from psg_fx.program.code import Origin, is_theirs, origin, source
+from psg_fx.program.values import Same
+from psg_fx.torch_private.patching import patched_here
+
+
+@dataclass
+class Observed:
+    """What was seen: attributes read of modules (by their identity); the code of the user or of packages that ran, with
+    its globals; tensors whose values Python looked at.  hidden: modules of ours around the user's, which do not count.
+    """
+
+    reads: dict[int, tuple[nn.Module, dict[str, None]]] = field(default_factory=dict)
+    code: dict[CodeType, dict[str, Any]] = field(default_factory=dict)
+    values: dict[Same, None] = field(default_factory=dict)
+    hidden: tuple[nn.Module, ...] = ()
+    refusal: NotYetSupported | None = None
+
+    def read(self, module: nn.Module, name: str) -> None:
+        """An attribute of a module is read."""
+        known = self.reads.get(id(module))
+        if known is None:
+            if any(module is m for m in self.hidden):
+                return
+            known = self.reads[id(module)] = (module, {})
+        known[1].setdefault(name)
+
+    def forget(self, module: nn.Module | None, name: str) -> None:
+        """An attribute does not count."""
+        if id(module) in self.reads:
+            self.reads[id(module)][1].pop(name, None)
+
+    def may_read(self, module: nn.Module | None, name: str) -> bool:
+        """Whether an attribute may have been read: of objects that are no modules, this is not known."""
+        return module is None or id(module) not in self.reads or name in self.reads[id(module)][1]
+
+    def functions(self, functions: Sequence[Callable[..., Any]]) -> None:
+        """Functions that run where no observer sees them, such as the backward of a custom function."""
+        for function in functions:
+            code = getattr(function, "__code__", None)
+            if code is not None and is_theirs(origin(code.co_filename)):
+                self.code.setdefault(code, getattr(function, "__globals__", {}))
+
+    def named(self, code: CodeType) -> Any:
+        """What is found under the qualified name of a function that ran: the function itself, or a wrapper of it."""
+        first, *rest = code.co_qualname.split(".")
+        found = self.code[code].get(first)
+        for name in rest:
+            found = getattr(found, "__dict__", {}).get(name)
+        return found
+
+
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training", "_parameters", "_buffers", "_modules"}
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+_LAYERS = os.path.join(_TORCH, "nn", "")
+
+
+@functools.cache
+def _is_machinery(file: str) -> bool:
+    """Whether a file is of torch, and not of its layers: tracers look at modules of their own, and at the user's."""
+    return file.startswith(_TORCH) and not file.startswith(_LAYERS)
+
+
+_MODULE_FILE = sys.modules[nn.Module.__module__].__file__
+
+
+@contextlib.contextmanager
+def observing(found: Observed) -> Iterator[None]:
+    """Note what the code that runs in the meantime reads and calls."""
+    original: Callable[[Any, str], Any] = nn.Module.__getattribute__
+
+    def read(self: nn.Module, name: str) -> Any:
+        if name == "__dict__" and sys._getframe(1).f_code.co_filename != _MODULE_FILE:
+            for each in ("__dict__", *(set(original(self, "__dict__")) - _OF_EVERY_MODULE)):
+                found.read(self, each)
+        elif (
+            name not in _OF_EVERY_MODULE
+            and not name.startswith("__")
+            and not _is_machinery(sys._getframe(1).f_code.co_filename)
+        ):
+            found.read(self, name)
+        return original(self, name)
+
+    profile = _Profile(found)
+    with patched_here(nn.Module, "__getattribute__", read), _Apart(profile, found), profile:
+        yield
+    if found.refusal is not None:
+        raise found.refusal
+
+
+class _Profile:
+    """Sees every call of a function while it is on; a profiler or coverage tool of the user's is put back after."""
+
+    def __init__(self, found: Observed) -> None:
+        self.found = found
+        self.known: dict[CodeType, Origin] = {}
+
+    def __enter__(self) -> None:
+        self.before = sys.getprofile()
+        sys.setprofile(self)
+
+    def __exit__(self, *error: object) -> None:
+        sys.setprofile(None)
+        before: Any = self.before
+        if callable(before):
+            sys.setprofile(before)
+        elif before is not None:  # that of cProfile, which is an object with a switch
+            before.enable()
+
+    def __call__(self, frame: FrameType, event: str, what: Any) -> None:
+        if event == "call":
+            code = frame.f_code
+            owner = self.known.get(code)
+            if owner is None:
+                owner = self.known[code] = origin(code.co_filename)
+                if is_theirs(owner):
+                    self.found.code.setdefault(code, frame.f_globals)
+            if owner is Origin.STANDARD and (asked := _asked_of_python(frame)):
+                caller = frame.f_back
+                while caller is not None and origin(caller.f_code.co_filename) is Origin.STANDARD:
+                    caller = caller.f_back
+                if caller is not None:
+                    self._judge(asked, caller)
+        elif event == "c_call":
+            self._judge(_asked(what), frame)
+
+    def _judge(self, asked: str, frame: FrameType) -> None:
+        if not asked or self.found.refusal is not None:
+            return
+        owner = self.known.get(frame.f_code) or origin(frame.f_code.co_filename)
+        if owner is Origin.USER or (owner is Origin.PACKAGE and asked == _RANDOM):
+            self.found.refusal = changing(asked, source(frame.f_code.co_filename, frame.f_lineno))
+
+
+_RANDOM = "a random number of Python's"
+_FIXES = {
+    _RANDOM: "draw with torch.rand, torch.randn or torch.randint inside the code, or pass the number as an input",
+}
+
+
+def changing(asked: str, where: str) -> NotYetSupported:
+    """The refusal of a value that is another one at every call."""
+    return NotYetSupported(
+        f"the code asks for {asked}", where=where,
+        why="a graph would hold the value of the first call for ever",
+        fix=_FIXES.get(asked, "ask outside of the model and the loss, and pass what comes as a tensor"),
+    )  # fmt: skip
+
+
+_CLOCKS = {getattr(time, name) for name in dir(time) if name.endswith(("time", "time_ns", "counter", "counter_ns"))
+           or name.startswith("monotonic")}  # fmt: skip
+
+
+def _asked(what: Any) -> str:
+    """What a built-in function asks of the world beside its arguments, or ""."""
+    owner, name = getattr(what, "__self__", None), getattr(what, "__name__", "")
+    if isinstance(owner, random.Random):
+        return _RANDOM if name not in ("seed", "setstate", "getstate") else ""
+    try:
+        if what in _CLOCKS:
+            return "the time"
+    except TypeError:  # a method of something that cannot be hashed
+        return ""
+    if name in ("now", "utcnow", "today") and isinstance(owner, type) and owner.__module__ == "datetime":
+        return "the time"
+    if name == "open" and getattr(what, "__module__", "") in ("io", "_io"):
+        return "a file"
+    return "an input" if what is input else _RANDOM if name == "urandom" else ""
+
+
+def _asked_of_python(frame: FrameType) -> str:
+    """The same for functions of the standard library that are written in Python."""
+    module, name = frame.f_globals.get("__name__"), frame.f_code.co_name
+    if module in ("random", "secrets", "uuid"):
+        return _RANDOM if name not in ("seed", "__init__", "getstate", "setstate") else ""
+    if module == "os" and name in ("getenv", "__getitem__"):
+        return "the environment"
+    return ""
+
+
+class _Apart(TorchFunctionMode):
+    """Nothing is observed inside torch's own functions, which saves most of the time; reads of values are noted."""
+
+    def __init__(self, profile: _Profile, found: Observed) -> None:
+        super().__init__()
+        self.profile, self.found = profile, found
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        sys.setprofile(None)
+        try:
+            if func in _LOOKS and type(args[0]) in (torch.Tensor, nn.Parameter):
+                self.found.values.setdefault(Same(args[0]))
+            return func(*args, **(kwargs or {}))
+        finally:
+            sys.setprofile(self.profile)
+
+
+_LOOKS = {
+    getattr(torch.Tensor, name)
+    for name in ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "__complex__")
+}

@@ -1,0 +1,54 @@
+"""Python values as something hashable that is equal where a captured graph is the same."""
+
+from __future__ import annotations
+
+import pickle
+from types import FunctionType
+from typing import Any
+
+import torch
+
+_PLAIN = (type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.Size)
+_LONG = 64
+
+
+class Same:
+    """An object that equals itself only; it is kept, so that no other takes its place."""
+
+    __slots__ = ("thing",)
+
+    def __init__(self, thing: Any) -> None:
+        self.thing = thing
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.thing is other.thing
+
+    def __hash__(self) -> int:
+        return id(self.thing)
+
+    def __repr__(self) -> str:
+        return f"{type(self.thing).__name__} at {id(self.thing):#x}"
+
+
+def baked(value: Any, depth: int = 3) -> Any:
+    """Something hashable that is equal for values of the same meaning: 1, 1.0 and True differ."""
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, (float, complex)):
+        return type(value), repr(value)
+    if isinstance(value, (tuple, list)) and depth and len(value) <= _LONG:
+        return type(value), tuple(baked(v, depth - 1) for v in value)
+    if isinstance(value, dict) and depth and len(value) <= _LONG:
+        return type(value), tuple((baked(k, 0), baked(v, depth - 1)) for k, v in value.items())
+    return Same(value)
+
+
+def argument(value: Any) -> Any:
+    """The same for an argument of a call that is not a tensor: an array or a record counts by all that it holds."""
+    known = baked(value)
+    if not isinstance(known, Same) or isinstance(value, (type, FunctionType)):
+        return known
+    try:
+        return type(value), pickle.dumps(value)
+    except Exception:  # whatever keeps an object from being pickled
+        return known
