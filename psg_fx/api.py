@@ -211,10 +211,13 @@ class PerSampleModule(nn.Module):
 
     def _tracked(self) -> Tracked:
         """The parameters that are asked, as the model is now."""
-        if self._structure is None or not self._structure[0].holds() or callable(self.settings.params):
+        if self._structure is None or not self._structure[0].holds():
             roots = [m for m in (self.model, self.loss_fn) if isinstance(m, nn.Module)]
             self._structure = Structure(roots), tracked_parameters(self.model, self.settings.params)
         structure, tracked = self._structure
+        if callable(self.settings.params):
+            tracked = tracked_parameters(self.model, self.settings.params)
+            self._structure = structure, tracked
         if structure.has_hooks():
             refuse_hooks(self.model, tracked)
         return tracked

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import threading
 import warnings
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -29,21 +30,21 @@ class Cache:
     def __init__(self) -> None:
         self._found: collections.OrderedDict[Hashable, list[Captured]] = collections.OrderedDict()
         self._told = False
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return sum(map(len, self._found.values()))
 
     def find(self, key: Hashable, size: int) -> Captured | None:
         """The step that serves, or None."""
-        known = self._found.get(key)
-        if known is None:
-            return None
-        for place, entry in enumerate(known):
-            if entry.size in (None, size) and entry.guard.holds():
-                if place:
-                    known.insert(0, known.pop(place))
-                self._found.move_to_end(key)
-                return entry
+        with self._lock:
+            known = self._found.get(key, [])
+            for place, entry in enumerate(known):
+                if entry.size in (None, size) and entry.guard.holds():
+                    if place:
+                        known.insert(0, known.pop(place))
+                    self._found.move_to_end(key)
+                    return entry
         return None
 
     def knows(self, key: Hashable) -> bool:
@@ -52,13 +53,14 @@ class Cache:
 
     def add(self, key: Hashable, entry: Captured) -> Captured:
         """Keep a step."""
-        self._found.setdefault(key, []).insert(0, entry)
-        self._found.move_to_end(key)
-        while len(self) > MOST:
-            oldest = next(iter(self._found))
-            self._found[oldest].pop()
-            if not self._found[oldest]:
-                del self._found[oldest]
+        with self._lock:
+            self._found.setdefault(key, []).insert(0, entry)
+            self._found.move_to_end(key)
+            while len(self) > MOST:
+                oldest = next(iter(self._found))
+                self._found[oldest].pop()
+                if not self._found[oldest]:
+                    del self._found[oldest]
         return entry
 
     def tell(self, key: Hashable) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dis
 import enum
 import functools
+import linecache
 import os
+import sys
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +26,8 @@ class Origin(enum.Enum):
 
 
 _PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_OF_TORCH = tuple(f"{os.sep}{name}{os.sep}" for name in ("sympy", "mpmath", "numpy"))
+"""Packages that torch calculates sizes with: they count as the standard library."""
 _STANDARD = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib")})
 
 
@@ -33,16 +37,14 @@ def origin(file: str) -> Origin:
     if is_library(file):
         return Origin.COMPILER if file.endswith(".py") or file.startswith("<eval") else Origin.STANDARD
     if any(part in file for part in _PACKAGES):
-        return Origin.PACKAGE
+        return Origin.STANDARD if any(part in file for part in _OF_TORCH) else Origin.PACKAGE
     return Origin.STANDARD if file.startswith(_STANDARD) else Origin.USER
 
 
 @functools.cache
 def origin_of_module(name: str) -> Origin:
     """Whose a module is, by the file that it was loaded from; one without a file is the standard library's."""
-    import sys
-
-    module = sys.modules.get(name)
+    module = sys.modules.get(str(name))
     file = getattr(module, "__file__", None)
     if file is None:
         return Origin.USER if name == "__main__" else Origin.STANDARD
@@ -106,6 +108,4 @@ def line_naming(codes: Iterator[CodeType], name: str) -> str:
 
 def source(file: str, line: int) -> str:
     """`model.py:17: self.calls += 1`."""
-    import linecache
-
     return f"{os.path.basename(file)}:{line}: {linecache.getline(file, line).strip()}"

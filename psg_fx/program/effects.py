@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import operator
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -40,10 +41,10 @@ class Holder:
     keyed: whether single keys can be written.  label, name: for messages.  owner: the module whose attributes they are.
     """
 
-    read: Callable[[], dict[Any, Any]]
-    write: Callable[[dict[Any, Any]], None]
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
     put: Callable[[Any, Any], None]
-    before: dict[Any, Any]
+    before: Any
     label: str
     name: str
     keyed: bool = True
@@ -105,6 +106,8 @@ class Effects:
             raise changing("a random number of numpy's", "the model or the loss")
         written, tensors = [], []
         for holder, now in changes:
+            if not holder.keyed:
+                raise _refusal(holder.label, holder.name, observed)
             for key in dict.fromkeys((*holder.before, *now)):
                 old, new = holder.before.get(key, MISSING), now.get(key, MISSING)
                 if old is new:
@@ -127,19 +130,12 @@ class Effects:
         return changes
 
     def _repeated(self, holder: Holder, key: Any, new: Any, observed: Observed) -> tuple[Written, list[torch.Tensor]]:
+        """What every step has to write, and the tensors among it."""
         label = f"{holder.label}.{key}" if isinstance(key, str) else f"{holder.label}[{key!r}]"
         leaves, spec = pytree.tree_flatten(new)
         counts = _counts(holder.before.get(key), new) and observed.may_read(holder.owner, key)
-        if counts or not holder.keyed or new is MISSING or not all(isinstance(v, _REPEATED) for v in leaves):
-            name = holder.name if not holder.keyed or not isinstance(key, str) else key
-            raise NotYetSupported(
-                f"the code changes {holder.label if not holder.keyed else label}",
-                where=line_naming(iter(observed.code), name) or label,
-                why="it reads the number that it changes, so every call would need another graph" if counts
-                else "a graph runs no Python, so this would happen once, while the model is captured",
-                fix="make it a buffer (torch.zeros(()), then add_), which every step writes" if counts
-                else "return the value from the model, keep it in an attribute as a tensor, or leave the line out",
-            )  # fmt: skip
+        if counts or new is MISSING or not all(isinstance(v, _REPEATED) for v in leaves):
+            raise _refusal(label, key if isinstance(key, str) else holder.name, observed, counts)
         tensors = [v for v in leaves if isinstance(v, torch.Tensor)]
         parts = tuple(_RESULT if isinstance(v, torch.Tensor) else _expression(v) for v in leaves)
         return Written(holder.put, key, label, spec, parts), tensors
@@ -156,14 +152,14 @@ class Effects:
         elif isinstance(value, FunctionType):
             self._function(value)
         elif isinstance(value, (list, collections.deque)):
-            self._sequence(value, name)
+            self._items(value, name, value.extend)
         elif isinstance(value, dict):
             self._keyed(value, name, name)
             self._wait(value)
         elif isinstance(value, set):
-            self._set(value, name)
+            self._items(value, name, value.update)
         elif isinstance(value, (tuple, frozenset)):
-            self._waiting.extend((v, name) for v in value)
+            self._waiting.extend((v, name) for v in value if type(v) not in _ATOMS)
         elif isinstance(value, MethodType):
             self._waiting.extend([(value.__self__, name), (value.__func__, name)])
         elif isinstance(value, functools.partial):
@@ -174,7 +170,8 @@ class Effects:
             self._thing(value, name)
 
     def _wait(self, held: dict[Any, Any]) -> None:
-        self._waiting.extend((v, k if isinstance(k, str) else str(k)) for k, v in list(held.items()))
+        found = ((k, v) for k, v in list(held.items()) if type(v) not in _ATOMS)
+        self._waiting.extend((v, k if isinstance(k, str) else str(k)) for k, v in found)
 
     def _keyed(self, held: dict[Any, Any], label: str, name: str, only: Sequence[str] | None = None) -> None:
         """A dict, or some keys of it."""
@@ -205,25 +202,15 @@ class Effects:
         if is_theirs(origin_of_module(type(value).__module__)):
             self._waiting.append((type(value), ""))
 
-    def _sequence(self, value: Any, name: str) -> None:
-        def write(before: dict[Any, Any]) -> None:
+    def _items(self, value: Any, name: str, refill: Callable[[Any], None]) -> None:
+        """A list or a set."""
+
+        def write(before: tuple[Any, ...]) -> None:
             value.clear()
-            value.extend(before.values())
+            refill(before)
 
-        def read() -> dict[Any, Any]:
-            return dict(enumerate(value))
-
-        self.holders.append(Holder(read, write, _unwritten, read(), name, name, keyed=False))
-        self._waiting.extend((v, name) for v in value)
-
-    def _set(self, value: set[Any], name: str) -> None:
-        def write(before: dict[Any, Any]) -> None:
-            value.clear()
-            value.update(before)
-
-        self.holders.append(
-            Holder(lambda: dict.fromkeys(value), write, _unwritten, dict.fromkeys(value), name, name, False)
-        )
+        self.holders.append(Holder(lambda: tuple(value), write, _unwritten, tuple(value), name, name, keyed=False))
+        self._waiting.extend((v, name) for v in value if type(v) not in _ATOMS)
 
     def _function(self, value: FunctionType) -> None:
         owner = origin(value.__code__.co_filename)
@@ -295,10 +282,21 @@ class Effects:
             self._attributes(value, own, kind.__name__)
 
 
+_ATOMS = (bool, int, float, str, bytes, type(None), torch.Tensor, nn.Parameter)
 _PLAIN_HOLDERS = (list, dict, set, FunctionType)
 _LOOKED_INTO = ("types", "argparse", "collections", "dataclasses", "enum", "configparser", "string")
 _REPEATED = (torch.Tensor, bool, int, float, str, bytes, type(None), torch.SymInt, torch.dtype, torch.device,
              torch.Size)  # fmt: skip
+
+
+def _refusal(label: str, name: str, observed: Observed, counts: bool = False) -> NotYetSupported:
+    return NotYetSupported(
+        f"the code changes {label}", where=line_naming(iter(observed.code), name) or label,
+        why="it reads the number that it changes, so every call would need another graph" if counts
+        else "a graph runs no Python, so this would happen once, while the model is captured",
+        fix="make it a buffer (torch.zeros(()), then add_), which every step writes" if counts
+        else "return the value from the model, keep it in an attribute as a tensor, or leave the line out",
+    )  # fmt: skip
 
 
 def _kept_by_torch(holder: Holder, key: Any, observed: Observed) -> bool:
@@ -320,7 +318,9 @@ def _unwritten(key: Any, value: Any) -> None:
     raise AssertionError("lists and sets are not written by key")
 
 
-def _same(before: dict[Any, Any], now: dict[Any, Any]) -> bool:
+def _same(before: Any, now: Any) -> bool:
+    if isinstance(before, tuple):
+        return len(before) == len(now) and all(map(operator.is_, before, now))
     return len(before) == len(now) and all(k in now and now[k] is v for k, v in before.items())
 
 

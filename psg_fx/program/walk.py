@@ -61,8 +61,9 @@ class Walk:
     """What the code could read, as it is now.
 
     meaning, labels: one entry for each value met, and how a user would write it.
-    slots, classes: `(dict, key, value)` that were looked up, of objects and of classes.  cells, functions: those met.
-    keys, items: what to iterate, and what that gave: names, and things.  tensors: those met, and the dict in which they lie, if they lie in one.
+    slots, classes: `(dict, key, value)` that were looked up, of objects and of classes.
+    keys, items: what to iterate, and what that gave: names, and things.
+    tensors: those met, and the dict in which they lie, if they lie in one.
     """
 
     def __init__(self, observed: Observed) -> None:
@@ -302,7 +303,7 @@ class Walk:
         self.emit((Same(value), Same(kind)), label)
         if hasattr(kind, "__next__"):
             self.iterators.append(label)
-        if kind.__module__.partition(".")[0] in _UNLOOKED:
+        if str(kind.__module__).partition(".")[0] in _UNLOOKED:
             return
         try:
             own = object.__getattribute__(value, "__dict__")
