@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from statistics import median
 
 import torch
-from torch.utils.benchmark import Timer
 
 from psg_fx import cost
 from psg_fx.cost import Device
@@ -40,6 +39,9 @@ def calibrate(device: str | torch.device = "cpu") -> Device:
 
 def seconds(run: Callable[[], object], device: torch.device, total: float = 0.08) -> float:
     """The median time of one run; work that the device does later is waited for."""
+    from torch.utils.benchmark import (
+        Timer,
+    )  # loads what builds C++ extensions, setuptools and all: not for every import
 
     def once() -> None:
         run()

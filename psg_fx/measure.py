@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.benchmark import Timer
 
 from psg_fx.outputs import blocks_used
 
@@ -35,6 +34,10 @@ def time_rounds(
     What slows the machine down for a while then slows all contenders down alike. Every contender runs for about
     `min_run_time` seconds in all, warm-up not counted.
     """
+    from torch.utils.benchmark import (
+        Timer,
+    )  # loads what builds C++ extensions, setuptools and all: not for every import
+
     timers = {
         name: Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
         for name, step in steps.items()

@@ -34,7 +34,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         _check_quantities(self.quantities)
-        _check_choice("backend", self.backend, ("eager", *torch.compiler.list_backends(exclude_tags=())))
+        if self.backend not in ("eager", "inductor"):  # a list of the others loads them all
+            _check_choice("backend", self.backend, ("eager", *torch.compiler.list_backends(exclude_tags=())))
         _check_choice("loss_reduction", self.loss_reduction, ("sum", "mean"))
         if self.backend == "inductor":
             _check_choice("mode", self.mode or "default", tuple(inductor_modes()))

@@ -17,9 +17,7 @@ from torch._C._dynamo.guards import TensorGuards
 from torch._decomp import core_aten_decompositions
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.source import ConstantSource
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._inductor.codecache import PyCodeCache
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import disable_fake_tensor_cache
@@ -183,6 +181,8 @@ def partition(joint: GraphModule, num_fwd_outputs: int) -> tuple[GraphModule, Gr
     """Split a joint graph with placeholders `primals_*` and `tangents_*` into a forward and a backward graph, with the
     fewest bytes saved between them (Chen et al. 2016, arXiv:1604.06174, by min-cut).
     """
+    from torch._functorch.partitioners import min_cut_rematerialization_partition  # slow to import, and seldom used
+
     forward, backward = min_cut_rematerialization_partition(joint, None, num_fwd_outputs=num_fwd_outputs)
     return forward, backward
 
@@ -300,6 +300,8 @@ def _empty_strided_cpu(size: Sequence[int], stride: Sequence[int], dtype: torch.
 @functools.cache
 def _reach_generated_code() -> None:
     """Give modules of generated code that are loaded while `allocating` is open our allocation: they call a global."""
+    from torch._inductor.codecache import PyCodeCache  # what does not use inductor need not load it
+
     original = PyCodeCache.load_by_key_path
 
     def load(*args: Any, **kwargs: Any) -> Any:
