@@ -21,6 +21,7 @@ from psg_fx.recurrence import DIFFERENTIABLE
 from psg_fx.sites import Operand, Site, Value
 from psg_fx.stages import Stage
 from psg_fx.torch_private import preserve_node_meta
+from psg_fx.torch_private.tracer import remembering_fakes
 from psg_fx.tracing import trace
 
 from .runner import graph_pass
@@ -87,7 +88,7 @@ def differentiate(gm: GraphModule, input_gradients: tuple[bool, ...] = ()) -> Gr
         layout[:], flat = _layout(info.outputs, taps.seen, gradients, [nodes[i].name for i in wanted])
         return (*results, *flat)
 
-    with preserve_node_meta():
+    with preserve_node_meta(), remembering_fakes(values[0].fake_mode, gm.graph):
         traced = trace(joint, [*values, *tangents])
     _describe(traced, nodes, [info.outputs[i].name for i in roots] if not with_loss else [])
     traced.meta[facts.KEY] = dataclasses.replace(

@@ -52,7 +52,7 @@ class Pieces:
             return found
 
         with torch.no_grad(), without_fake_cache(values[0]):
-            traced = trace(results, _distinct(values))
+            traced = trace(results, values)
         traced.graph.eliminate_dead_code()
         return traced, notes[0]
 
@@ -94,16 +94,6 @@ def _metadata(value: torch.Tensor) -> Hashable:
     """What tracing can depend on."""
     strides = tuple(facts.expr(stride) for stride in value.stride())
     return (facts.shape(value), strides, facts.expr(value.storage_offset()), value.dtype, value.device)
-
-
-def _distinct(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The values, none of them twice (copies share theirs): a tracer would take the second for the first."""
-    seen: set[int] = set()
-    found = []
-    for value in values:
-        found.append(value.detach() if id(value) in seen else value)
-        seen.add(id(value))
-    return found
 
 
 def rename(node: Node, name: str) -> None:

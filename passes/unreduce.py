@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from psg_fx import facts
 from psg_fx.axes import single
@@ -24,6 +23,7 @@ from psg_fx.passes.independence import prove, symbolic_values
 from psg_fx.passes.independence.values import flat_nodes, is_symbolic, op_name
 from psg_fx.passes.lift import lifted
 from psg_fx.torch_private import traced_without_code
+from psg_fx.torch_private.tracer import trace_fakes
 
 _ORIGINS = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "custom")
 
@@ -188,7 +188,7 @@ class Unreduction:
         values = [n.meta["val"] for n in arguments]
         try:
             with torch.no_grad(), traced_without_code():
-                traced = make_fx(function, tracing_mode="symbolic")(*values)
+                traced = trace_fakes(function, values)
         except Exception as error:
             raise _not_yet(node, f"it cannot be batched over samples: {type(error).__name__}: {error}") from error
         self.check_symbol(node, arguments, traced)

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Interpreter, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from psg_fx.torch_private import traced_without_code
+from psg_fx.torch_private.tracer import trace_fakes
 
 
 def trace(function: Callable[..., Any], arguments: Sequence[Any]) -> GraphModule:
@@ -19,10 +19,10 @@ def trace(function: Callable[..., Any], arguments: Sequence[Any]) -> GraphModule
     functional ops in their place.
     """
     with traced_without_code():
-        traced: GraphModule = make_fx(function, tracing_mode="symbolic", _error_on_data_dependent_ops=True)(*arguments)
+        traced = trace_fakes(function, arguments)
         if any(mutates(node) for node in traced.graph.nodes):
             again = torch.func.functionalize(Interpreter(traced).run)
-            traced = make_fx(again, tracing_mode="symbolic")(*arguments)
+            traced = trace_fakes(again, arguments)
     return traced
 
 
