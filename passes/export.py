@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.export import Dim, ExportedProgram
+from torch.export import Dim
 from torch.export.graph_signature import ExportGraphSignature, InputKind
 from torch.fx import GraphModule
 from torch.nn.modules._functions import BackwardHookFunction
@@ -29,8 +29,9 @@ from psg_fx.custom import as_one_op
 from psg_fx.errors import CaptureFailed, NotYetSupported, PsgError
 from psg_fx.program.observe import Observed
 from psg_fx.torch_private import core_decompositions, own_attributes, user_stack_traces
-from psg_fx.torch_private.composites import remembered_composites
+from psg_fx.torch_private.functional import Functional, functional
 from psg_fx.torch_private.patching import patched_here
+from psg_fx.torch_private.tracer import forgetful_fakes
 
 from .branches import Readings, watch_the_batch_size
 from .losses import loss_decompositions
@@ -106,23 +107,27 @@ def _one_size(
     return Exported(gm, first.graph_signature, first.constants, first.state_dict, note, one_size=True)
 
 
-def _functional(program: nn.Module, examples: Sequence[torch.Tensor], dynamic: list[dict[int, Any]]) -> ExportedProgram:
+def _functional(program: nn.Module, examples: Sequence[torch.Tensor], dynamic: list[dict[int, Any]]) -> Functional:
     """`program(examples)` as functional ATen, differentiable, losses and recurrent layers written out."""
     shapes = (dynamic,) if dynamic else None
     with torch.enable_grad(), _quiet(), user_stack_traces():
         try:
-            with rewritten(), seen_by_autograd(), own_attributes():
+            with rewritten(), seen_by_autograd(), own_attributes(), forgetful_fakes(not _repeats(program)):
                 exported = torch.export.export(program, (list(examples),), dynamic_shapes=shapes, strict=False)
             detach_no_grad_regions(exported.graph_module)
-            with remembered_composites():
-                functional: ExportedProgram = exported.run_decompositions(
-                    recurrent_decompositions() | loss_decompositions() | _FUNCTIONAL
-                )
+            found = functional(exported, recurrent_decompositions() | loss_decompositions() | _FUNCTIONAL)
         except PsgError as error:  # torch.fx writes the graph's own traceback into its text
             raise type(error)(error.what, where=error.where, why=error.why, fix=error.fix) from None
         except Exception as error:
             raise capture_failed(error) from error
-    return functional
+    return found
+
+
+def _repeats(program: nn.Module) -> bool:
+    """Whether most layers are like another one."""
+    layers = [m for m in program.modules() if not any(m.children())]
+    kinds = {(type(m), *(p.shape for p in m.parameters())) for m in layers}
+    return len(layers) > 2 * len(kinds)
 
 
 @contextlib.contextmanager
