@@ -80,8 +80,9 @@ def answers(name: str, again: int) -> dict[str, Any]:
         found.append((seconds, step.timings["capture"], ops))
     later = found[1:]
     return {
-        "import": imported, "first": found[0][0], "modules": loaded, "later": min((s for s, _, _ in later), default=0.0),
-        "capture": min((c for _, c, _ in later), default=0.0), "ops": found[0][2],
+        "import": imported, "first": found[0][0], "modules": loaded,
+        "later": min((seconds for seconds, _, _ in later), default=0.0),
+        "capture": min((capture for _, capture, _ in later), default=0.0), "ops": found[0][2],
     }  # fmt: skip
 
 

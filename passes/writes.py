@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from psg_fx.errors import NotYetSupported, is_library
-from psg_fx.torch_private import without_checkpoints
+from psg_fx.torch_private import without_checkpoints, without_functions
 from psg_fx.torch_private.patching import patched_here
 
 from .branches import line_of
@@ -43,20 +43,22 @@ class _Writes(TorchFunctionMode):
         if func in _BACKWARD:
             raise _own_backward(func)
         func = torch.Tensor.detach if func == _DATA else func
-        given = _tensors((args, kwargs))
-        if outside := [t for t in given if type(t) is torch.Tensor and t.grad_fn is not None]:
-            raise computed_outside(outside[0])
-        given = [t for t in given if not t.is_inference()]
-        versions = [t._version for t in given]
+        with without_functions():
+            given = _tensors((args, kwargs))
+            if outside := [t for t in given if type(t) is torch.Tensor and t.grad_fn is not None]:
+                raise computed_outside(outside[0])
+            given = [t for t in given if not t.is_inference()]
+            versions = [t._version for t in given]
         result = func(*args, **(kwargs or {}))
-        written = [t for t, version in zip(given, versions, strict=True) if t._version != version]
-        for tensor in written:
-            hidden = not (torch.is_grad_enabled() and tensor.requires_grad)
-            if hidden and (tensor.requires_grad or _place(tensor) in self.learning):
-                raise _hidden_write(func)
-        for tensor in (*given, *_tensors(result)):
-            if tensor.requires_grad:
-                self.learning.setdefault(_place(tensor), tensor.untyped_storage())
+        with without_functions():
+            written = [t for t, version in zip(given, versions, strict=True) if t._version != version]
+            for tensor in written:
+                hidden = not (torch.is_grad_enabled() and tensor.requires_grad)
+                if hidden and (tensor.requires_grad or _place(tensor) in self.learning):
+                    raise _hidden_write(func)
+            for tensor in (*given, *_tensors(result)):
+                if tensor.requires_grad:
+                    self.learning.setdefault(_place(tensor), tensor.untyped_storage())
         return result
 
 

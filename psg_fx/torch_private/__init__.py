@@ -57,6 +57,7 @@ __all__ = [
     "watching_symbols",
     "without_checkpoints",
     "without_fake_cache",
+    "without_functions",
 ]
 
 
@@ -105,6 +106,10 @@ def without_fake_cache(value: torch.Tensor) -> contextlib.AbstractContextManager
     """
     found: contextlib.AbstractContextManager[None] = disable_fake_tensor_cache(value.fake_mode)  # type: ignore[attr-defined]
     return found
+
+
+without_functions: Callable[[], contextlib.AbstractContextManager[None]] = torch._C.DisableTorchFunction
+"""While open, a question to a tensor (`t.requires_grad`) passes no mode of functions: each would call Python for it."""
 
 
 def tensor_guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:

@@ -120,7 +120,7 @@ def _signature(old: ExportGraphSignature, written: Sequence[InputSpec], outputs:
 
 @contextlib.contextmanager
 def _as_export_does(fake_mode: Any, table: Table) -> Any:
-    """The state of torch in which `run_decompositions` traces; yields the decompositions of ops that are not composite."""
+    """The state in which `run_decompositions` traces; yields the decompositions of ops that are not composite."""
     from torch._guards import TracingContext, tracing
     from torch.export import _trace, exported_program
 

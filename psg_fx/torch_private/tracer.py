@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
@@ -39,7 +41,7 @@ def trace_fakes(function: Callable[..., Any], arguments: Sequence[Any], **option
         with lazy_sizes():
             return function(*args)
 
-    with tracing_symbols(arguments):
+    with tracing_symbols(arguments), without_tensor_meta():
         return make_fx(run, **_WITHOUT_TORCH_NAMES, **options)(*_distinct(arguments))
 
 
@@ -70,6 +72,24 @@ def _kind(node: Node) -> Any:
     shapes = tuple(str(v.shape) if isinstance(v, torch.Tensor) else "" for v in values)
     rest = torch.fx.map_arg((node.args, node.kwargs), lambda n: None)
     return node.target, shapes, str(rest)
+
+
+@contextlib.contextmanager
+def without_tensor_meta() -> Iterator[None]:
+    """Traced nodes of this thread have `meta["tensor_meta"]` without content: `meta["val"]` says it all, and whether a
+    tensor with a symbol among its sizes is contiguous takes long to find out.
+    """
+    name, thread = "_extract_tensor_metadata", threading.get_ident()
+    original = getattr(proxy_tensor, name, None)
+    if original is None:
+        yield
+        return
+
+    def found(*args: Any, **kwargs: Any) -> Any:
+        return None if threading.get_ident() == thread else original(*args, **kwargs)
+
+    with mock.patch.object(proxy_tensor, name, found):
+        yield
 
 
 @contextlib.contextmanager
