@@ -28,7 +28,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from psg_fx.custom import as_one_op
 from psg_fx.errors import CaptureFailed, NotYetSupported, PsgError
 from psg_fx.program.observe import Observed
-from psg_fx.torch_private import core_decompositions, own_attributes, user_stack_traces
+from psg_fx.torch_private import core_decompositions, own_attributes, traced_without_code, user_stack_traces
 from psg_fx.torch_private.functional import Functional, functional
 from psg_fx.torch_private.patching import patched_here
 from psg_fx.torch_private.tracer import forgetful_fakes, without_tensor_meta
@@ -110,7 +110,7 @@ def _one_size(
 def _functional(program: nn.Module, examples: Sequence[torch.Tensor], dynamic: list[dict[int, Any]]) -> Functional:
     """`program(examples)` as functional ATen, differentiable, losses and recurrent layers written out."""
     shapes = (dynamic,) if dynamic else None
-    with torch.enable_grad(), _quiet(), user_stack_traces(), without_tensor_meta():
+    with torch.enable_grad(), _quiet(), user_stack_traces(), without_tensor_meta(), traced_without_code():
         try:
             with rewritten(), seen_by_autograd(), own_attributes(), forgetful_fakes(not _repeats(program)):
                 exported = torch.export.export(program, (list(examples),), dynamic_shapes=shapes, strict=False)

@@ -32,7 +32,7 @@ def lazy_sizes() -> contextlib.AbstractContextManager[None]:
 
 
 def trace_fakes(function: Callable[..., Any], arguments: Sequence[Any], **options: Any) -> GraphModule:
-    """`make_fx(function, tracing_mode="symbolic")(*arguments)`, whose every tensor is fake: they are not made fake again.
+    """`make_fx(function, tracing_mode="symbolic")(*arguments)` for fake tensors, which are not made fake again.
 
     options: further ones of `make_fx`.
     """
@@ -54,8 +54,8 @@ def forgetful_fakes(forgetful: bool) -> contextlib.AbstractContextManager[Any]:
 def remembering_fakes(mode: Any, graph: Graph) -> Iterator[None]:
     """Results of ops on fake tensors are remembered where most ops of the graph are like another one.
 
-    An op that torch remembers costs it twice what it costs otherwise, because each entry is checked when it is made; one
-    that it finds again costs it next to nothing.
+    An op that torch remembers costs it twice what it costs otherwise, because each entry is checked when it is made; an
+    op that it finds again costs it next to nothing.
     """
     kinds = Counter(_kind(node) for node in graph.nodes if node.op == "call_function")
     before = mode.cache_enabled
