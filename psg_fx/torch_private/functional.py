@@ -103,8 +103,12 @@ def _traced(exported: ExportedProgram, table: Table) -> Functional | None:
     if any(specs[i].kind is not InputKind.BUFFER for i in written):
         return None
     gm.graph.eliminate_dead_code()
+    ops = {node.name for node in gm.graph.nodes if node.op != "placeholder"}
     for new, node in zip(gm.graph.find_nodes(op="placeholder"), placeholders, strict=True):
-        new._rename(node.name)
+        if node.name in ops:
+            new._rename(node.name)
+        else:  # `_rename` would not call anything `input`
+            new.name = node.name
         new.target, new.meta = new.name, dict(node.meta)
     gm.graph.output_node().meta.clear()
     signature = _signature(exported.graph_signature, [specs[i] for i in written], gm.graph.output_node().args[0])
