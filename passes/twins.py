@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
@@ -21,6 +20,7 @@ from torch.utils import _pytree as pytree
 from psg_fx import facts
 from psg_fx.errors import NotYetSupported, locate
 from psg_fx.torch_private import symbolic_inputs
+from psg_fx.torch_private.functional import Functional
 
 aten = torch.ops.aten
 
@@ -55,7 +55,7 @@ def join(
     return first
 
 
-def values_of(exported: ExportedProgram, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def values_of(exported: Functional, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """What each placeholder holds."""
     given, found = iter(inputs), []
     for spec in exported.graph_signature.input_specs:
@@ -69,7 +69,7 @@ def values_of(exported: ExportedProgram, inputs: Sequence[torch.Tensor]) -> list
     return [v.detach() for v in found]
 
 
-def same_constants(programs: Sequence[ExportedProgram]) -> None:
+def same_constants(programs: Sequence[Functional]) -> None:
     """Refuse tensors that the code computes from the batch size and that the graph would hold as they are."""
     first, *others = programs
     for name, value in first.constants.items():

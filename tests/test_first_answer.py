@@ -109,6 +109,25 @@ def test_only_plain_programs_are_traced_here(name: str, plain: bool, monkeypatch
     assert bool(calls) is not plain
 
 
+class Aliased(nn.Module):
+    """Two buffers in one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("whole", torch.zeros(4))
+        self.register_buffer("part", self.whole[:2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.part.add_(1.0)
+        return (x * self.whole).sum(1)
+
+
+def test_a_write_into_memory_that_two_buffers_share_is_left_to_torch() -> None:
+    program = exported(Aliased())
+    assert private._is_plain(program)
+    assert private._traced(program, {}) is None
+
+
 def test_a_write_into_an_input_is_left_to_torch() -> None:
     found = functional(exported(WritesInput()), {})
     assert found.graph_signature.output_specs[0].kind is OutputKind.USER_INPUT_MUTATION
@@ -117,7 +136,8 @@ def test_a_write_into_an_input_is_left_to_torch() -> None:
 def test_without_torch_s_tools_torch_decomposes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch._functorch._aot_autograd.functional_utils", None)
     program = exported(MODELS["linear"]())
-    assert private._traced(program, {}) is None
+    with pytest.raises(ImportError):
+        private._traced(program, {})
     assert len(functional(program, {}).graph_signature.output_specs) == 1
 
 

@@ -8,12 +8,14 @@ once under functionalisation, and what it wrote into is read afterwards.
 from __future__ import annotations
 
 import contextlib
+import logging
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import (
     ExportGraphSignature,
@@ -27,9 +29,12 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 
+from psg_fx.errors import PsgError
+
 from .composites import remembered_composites
 from .tracer import remembering_fakes, trace_fakes
 
+log = logging.getLogger("psg_fx")
 Table = Mapping[Any, Callable[..., Any]]
 _KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR, InputKind.USER_INPUT)
 _NAMESPACES = ("aten", "psg_fx", "psg_fx_functions")
@@ -48,7 +53,13 @@ class Functional:
 def functional(exported: ExportedProgram, table: Table) -> Functional:
     """The program in functional ATen ops, those of `table` written out, other composite ones kept whole."""
     with remembered_composites():
-        found = _traced(exported, table) if _is_plain(exported) else None
+        try:
+            found = _traced(exported, table) if _is_plain(exported) else None
+        except PsgError:
+            raise
+        except Exception as error:  # of this torch, or of the program: then torch has the words for it
+            log.debug("left to run_decompositions: %s: %s", type(error).__name__, error)
+            found = None
         if found is not None:
             return found
         program = exported.run_decompositions(dict(table))
@@ -61,7 +72,11 @@ def _is_plain(exported: ExportedProgram) -> bool:
         return False
     nodes = exported.graph_module.graph.nodes
     inputs = [node.meta.get("val") for node in nodes if node.op == "placeholder"]
-    if not all(isinstance(value, torch.Tensor) for value in inputs) or len(set(map(id, inputs))) < len(inputs):
+    if (
+        not inputs
+        or not all(isinstance(value, FakeTensor) for value in inputs)
+        or len({*map(id, inputs)}) < len(inputs)
+    ):
         return False
     return all(_is_plain_op(node) for node in nodes if node.op not in ("placeholder", "output"))
 
@@ -75,22 +90,28 @@ def _is_plain_op(node: Node) -> bool:
 
 
 def _traced(exported: ExportedProgram, table: Table) -> Functional | None:
-    """None: it writes into an input that is not a buffer, or torch has no such tools."""
-    try:
-        from torch._functorch._aot_autograd.functional_utils import from_fun, has_data_mutation, to_fun
-        from torch._subclasses.functional_tensor import FunctionalTensorMode
-    except ImportError:
-        return None
+    """None: it writes into an input that is not a buffer, or into memory that another input has, too."""
+    from torch._functorch._aot_autograd.functional_utils import (
+        from_fun,
+        has_data_mutation,
+        has_metadata_mutation,
+        to_fun,
+    )
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
+
     old = exported.graph_module
     placeholders = old.graph.find_nodes(op="placeholder")
     specs = exported.graph_signature.input_specs
     written: list[int] = []
+    reshaped: list[int] = []
 
     def program(*args: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)):
             inputs = [to_fun(a) for a in args]
             outputs = Interpreter(old).run(*inputs, enable_io_processing=False)
         written[:] = [i for i, value in enumerate(inputs) if has_data_mutation(value)]
+        pairs = enumerate(zip(inputs, args, strict=True))
+        reshaped[:] = [i for i, (new, a) in pairs if has_metadata_mutation(new, a, check_only_storage_mutation=False)]
         return pytree.tree_map(from_fun, (*[inputs[i] for i in written], *outputs))
 
     values = [node.meta["val"].detach() for node in placeholders]
@@ -100,7 +121,8 @@ def _traced(exported: ExportedProgram, table: Table) -> Functional | None:
         remembering_fakes(mode, old.graph),
     ):  # fmt: skip
         gm = trace_fakes(program, values, decomposition_table=rest)
-    if any(specs[i].kind is not InputKind.BUFFER for i in written):
+    shared = len({value.untyped_storage()._cdata for value in values}) < len(values)
+    if reshaped or (written and shared) or any(specs[i].kind is not InputKind.BUFFER for i in written):
         return None
     gm.graph.eliminate_dead_code()
     ops = {node.name for node in gm.graph.nodes if node.op != "placeholder"}
@@ -111,7 +133,8 @@ def _traced(exported: ExportedProgram, table: Table) -> Functional | None:
             new.name = node.name
         new.target, new.meta = new.name, dict(node.meta)
     gm.graph.output_node().meta.clear()
-    signature = _signature(exported.graph_signature, [specs[i] for i in written], gm.graph.output_node().args[0])
+    outputs: Any = gm.graph.output_node().args[0]
+    signature = _signature(exported.graph_signature, [specs[i] for i in written], outputs)
     return Functional(gm, signature, exported.constants, exported.state_dict)
 
 
@@ -123,14 +146,15 @@ def _signature(old: ExportGraphSignature, written: Sequence[InputSpec], outputs:
 
 
 @contextlib.contextmanager
-def _as_export_does(fake_mode: Any, table: Table) -> Any:
+def _as_export_does(fake_mode: Any, table: Table) -> Iterator[Any]:
     """The state in which `run_decompositions` traces; yields the decompositions of ops that are not composite."""
     from torch._guards import TracingContext, tracing
     from torch.export import _trace, exported_program
 
+    state: Any = _trace
     composites, rest = exported_program._split_decomp_table_to_cia_and_python_decomp(dict(table))
     with (
         fake_mode, exported_program._override_composite_implicit_decomp(composites), tracing(TracingContext(fake_mode)),
-        _trace._ignore_backend_decomps(), _trace._compiling_state_context(), torch.no_grad(),
+        state._ignore_backend_decomps(), state._compiling_state_context(), torch.no_grad(),
     ):  # fmt: skip
         yield rest

@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-_WITHOUT_TORCH_NAMES = (
+_WITHOUT_TORCH_NAMES: dict[str, Any] = (
     {"_disable_torch_fn_metadata_mode": True}
     if "_disable_torch_fn_metadata_mode" in inspect.signature(make_fx).parameters
     else {}
