@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
@@ -16,6 +14,8 @@ from torch._guards import detect_fake_mode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+
+from .patching import patched_here
 
 _WITHOUT_TORCH_NAMES: dict[str, Any] = (
     {"_disable_torch_fn_metadata_mode": True}
@@ -79,16 +79,11 @@ def without_tensor_meta() -> Iterator[None]:
     """Traced nodes of this thread have `meta["tensor_meta"]` without content: `meta["val"]` says it all, and whether a
     tensor with a symbol among its sizes is contiguous takes long to find out.
     """
-    name, thread = "_extract_tensor_metadata", threading.get_ident()
-    original = getattr(proxy_tensor, name, None)
-    if original is None:
+    name = "_extract_tensor_metadata"
+    if not hasattr(proxy_tensor, name):
         yield
         return
-
-    def found(*args: Any, **kwargs: Any) -> Any:
-        return None if threading.get_ident() == thread else original(*args, **kwargs)
-
-    with mock.patch.object(proxy_tensor, name, found):
+    with patched_here(proxy_tensor, name, lambda *args, **kwargs: None):
         yield
 
 
