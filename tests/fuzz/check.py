@@ -1,0 +1,161 @@
+"""One program, held against the float64 loop over single samples: exact, refused, or a failure."""
+
+from __future__ import annotations
+
+import math
+import re
+import traceback
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import oracle
+import psg_fx
+from fuzz.program import Misfit, Program
+from fuzz.quantities import SETS, given
+from fuzz.source import Built, build
+from psg_fx.checks import Check, checks_for
+from psg_fx.errors import BadArgument, InternalError, PsgError
+
+TOLERANCE, ROUGH = 1e-8, 1e-4
+FAILURES = ("wrong", "mixed", "crash", "warning")
+SAID_ONCE = re.compile("one graph for each batch size")
+Truth = tuple[Tensor, dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """kind: ok, refused, discarded, or one of `FAILURES`.  reason: what happened, without names and numbers."""
+
+    kind: str
+    reason: str = ""
+    text: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return self.kind in FAILURES
+
+
+def check(program: Program, backend: str = "eager") -> Outcome:
+    """Run the program and compare every quantity at every batch size."""
+    try:
+        built = build(program)
+    except Misfit as misfit:
+        return Outcome("discarded", f"misfit: {misfit}")
+    with warnings.catch_warnings(record=True) as ordinary:
+        warnings.simplefilter("always")
+        try:
+            truths = {b: truth(built, b) for b in program.batches if b}
+            apart = not built.mixes or all(stays_apart(built, b) for b in program.batches if b)
+        except Exception as error:
+            return Outcome("discarded", f"does not run: {brief(error)}", traceback.format_exc())
+    if not all(v.isfinite().all() for losses, grads in truths.values() for v in (losses, *grads.values())):
+        return Outcome("discarded", "not finite")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        found = answered(built, truths, backend)
+    if found.kind != "ok":
+        return found
+    if not apart:
+        return Outcome("mixed", "a program whose samples mix was answered")
+    known = {str(w.message) for w in ordinary}
+    said = [str(w.message) for w in seen if str(w.message) not in known and not expected_warning(w)]
+    return Outcome("warning", said[0].splitlines()[0], said[0]) if said else found
+
+
+def expected_warning(found: warnings.WarningMessage) -> bool:
+    """psg_fx's own word to the user, and what torch says of its own code."""
+    return bool(SAID_ONCE.search(str(found.message))) or issubclass(found.category, (DeprecationWarning, FutureWarning))
+
+
+def truth(built: Built, batch: int, nudge: float = 0.0) -> Truth:
+    """Losses and gradients of single samples, the data moved by a relative `nudge`."""
+    inputs, targets = built.draw(batch, batch)
+    if nudge:
+        generator = torch.Generator().manual_seed(7)
+        inputs = tuple(
+            x * (1 + nudge * torch.randn(x.shape, generator=generator, dtype=x.dtype)) if x.is_floating_point() else x
+            for x in inputs
+        )
+    return oracle.loop_grads(built.model, built.loss, inputs, targets or None, batch_dim=built.batch_dim)
+
+
+def stays_apart(built: Built, batch: int) -> bool:
+    """Whether the ordinary model gives every sample the output that it has alone."""
+    inputs, _ = built.draw(batch, batch)
+    with torch.no_grad():
+        whole = built.model(*inputs)
+        if built.program.loss.op == "loss.penalised":
+            return True  # one number for the batch: its gradients say
+        for i in range(batch):
+            alone = built.model(*(x.narrow(d, i, 1) for x, d in zip(inputs, built.batch_dim[0], strict=True)))
+            if not torch.allclose(whole[i : i + 1], alone, rtol=1e-6, atol=1e-9, equal_nan=True):
+                return False
+    return True
+
+
+def answered(built: Built, truths: Mapping[int, Truth], backend: str) -> Outcome:
+    """What the step says."""
+    norms = oracle.norms(next(iter(truths.values()))[1])
+    quantities = SETS[built.program.quantities](0.7 * norms.median().item() or 1.0)
+    parameters = dict(built.model.named_parameters())
+    try:
+        step = psg_fx.transform(built.model, built.loss, quantities=quantities, backend=backend, batch_dim=built.batch_dim)
+        for batch in built.program.batches:
+            inputs, targets = built.draw(batch, batch)
+            extra = given(quantities, parameters, batch)
+            out = step(inputs, targets, **extra) if targets else step(inputs, **extra)
+            checks, notes = checks_for(quantities, extra)
+            assert not notes
+            for one in checks if batch else ():
+                if wrong := compare(built, one, getattr(out, one.field), truths[batch], batch):
+                    return Outcome("wrong", one.field, f"{one.field} at B = {batch}: {wrong}")
+    except (BadArgument, InternalError) as error:
+        return Outcome("crash", brief(error), traceback.format_exc())
+    except PsgError as error:
+        return Outcome("refused", brief(error), str(error))
+    except Exception as error:
+        return Outcome("crash", brief(error), traceback.format_exc())
+    return Outcome("ok")
+
+
+def compare(built: Built, one: Check, found: Any, expected: Truth, batch: int) -> str:
+    """What is wrong, or nothing; what the program itself does to a tiny change of its data is not an error."""
+    limit = ROUGH if built.rough else TOLERANCE
+    wanted = one.expected(*expected)
+    error = distance(found, wanted)
+    if error <= limit:
+        return ""
+    noise = distance(one.expected(*truth(built, batch, 1e-11)), wanted)
+    return "" if error <= 100 * noise else f"relative error {error:.1e} (a change of 1e-11 makes {noise:.1e})"
+
+
+def distance(found: Any, wanted: Any) -> float:
+    """The largest difference of all entries, relative to the largest entry; infinite for other names or shapes."""
+    if isinstance(wanted, Mapping):
+        if set(found) != set(wanted):
+            return math.inf
+        floor = max((w.abs().max().item() for w in wanted.values() if w.numel()), default=0.0) * 1e-3
+        return max((_distance(found[n], w, floor) for n, w in wanted.items()), default=0.0)
+    return _distance(found, wanted, 0.0)
+
+
+def _distance(found: Tensor, wanted: Tensor, floor: float) -> float:
+    if found.shape != wanted.shape:
+        return math.inf
+    if not wanted.numel():
+        return 0.0
+    difference = (found.detach().double() - wanted.double()).abs().max().item()
+    scale = max(wanted.abs().max().item(), floor, 1e-12)
+    return difference / scale if difference == difference else math.inf
+
+
+def brief(error: BaseException) -> str:
+    """An error in one line, without names and numbers of a program."""
+    text = f"{error.what}; {error.why}" if isinstance(error, PsgError) else str(error).strip().split("\n")[0]
+    text = re.sub(r"%\w+|'[^']*'|\bh\d+\b|\bs\d+\b", "_", text)
+    return f"{type(error).__name__}: " + re.sub(r"\d+", "N", text)[:160]
