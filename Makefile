@@ -11,12 +11,16 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 # One process per core and one thread per process: the tests' tensors are small.
 PYTEST_ARGS ?= -n auto --maxprocesses 8
 MIRROR := .cache/typecheck
+# Of `make fuzz`: how long, which programs, and further options (`make fuzz FUZZ_ARGS=--help`).
+SECONDS ?= 600
+SEED ?= $(shell date +%j%H%M)
+FUZZ_ARGS ?=
 
 # Inductor's compiled kernels stay here between runs, so that only the first run pays for them.
-test test-fast test-all test-backends test-latest: export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
-test test-fast test-all test-backends test-browser test-latest: export OMP_NUM_THREADS ?= 1
+test test-fast test-all test-backends test-latest fuzz: export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
+test test-fast test-all test-backends test-browser test-latest fuzz: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup test test-fast test-all test-backends test-browser test-latest demo bench coverage docs lint style typecheck format clean
+.PHONY: help setup test test-fast test-all test-backends test-browser test-latest fuzz demo bench coverage docs lint style typecheck format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -49,6 +53,9 @@ test-latest:  ## all tests on the newest torch that pyproject.toml allows, in .v
 	$(LATEST)/bin/python $(PIP_INSTALL) --upgrade -e '.[dev,demo,bench]' torch
 	$(LATEST)/bin/python -c 'import torch; print("torch", torch.__version__)'
 	@$(LATEST)/bin/python -m pytest -q $(PYTEST_ARGS)
+
+fuzz: setup  ## random programs against a float64 loop: SECONDS=600 SEED=1 FUZZ_ARGS="--proof --write DIR"
+	@PYTHONPATH=tests $(BIN)/python -m fuzz --seconds $(SECONDS) --seed $(SEED) $(FUZZ_ARGS)
 
 demo: setup  ## run the demo
 	@$(BIN)/python -m psg_fx.demo

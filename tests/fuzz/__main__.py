@@ -10,11 +10,13 @@ from pathlib import Path
 import torch
 
 from fuzz.check import Outcome, check
+from fuzz.corpus import write
 from fuzz.generate import program
 from fuzz.program import Program
 from fuzz.shrink import shrunk
 from fuzz.source import script
 from fuzz.trial import trial
+
 
 def arguments() -> argparse.Namespace:
     """The command line."""
@@ -24,7 +26,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=0, help="number of the first program")
     parser.add_argument("--count", type=int, default=10**9, help="number of programs")
     parser.add_argument("--length", type=int, default=6, help="instructions of the longest program")
-    parser.add_argument("--proof", action="store_true", help="only the proof that samples stay apart: many more programs")
+    parser.add_argument(
+        "--proof", action="store_true", help="only the proof that samples stay apart: many more programs"
+    )
     parser.add_argument("--inductor", type=float, default=0.0, help="part of the programs that inductor compiles")
     parser.add_argument("--write", type=Path, help="folder for what fails: a script and a row for the corpus each")
     return parser.parse_args()
@@ -69,10 +73,11 @@ def report(made: Program, found: Outcome, number: int, options: argparse.Namespa
     small = shrunk(made, lambda p: (o := one(p, number, options)).kind == found.kind and o.reason == found.reason)
     last = one(small, number, options)
     small = small.changed(note=f"{last.kind}: {last.reason}")
-    print(f"\n==== {made.name}: {last.kind}: {last.text or last.reason}\n{script(small)}\n{small.to_json()}", flush=True)
+    print(
+        f"\n==== {made.name}: {last.kind}: {last.text or last.reason}\n{script(small)}\n{small.to_json()}", flush=True
+    )
     if options.write:
-        options.write.mkdir(parents=True, exist_ok=True)
-        (options.write / f"{made.name}.json").write_text(small.to_json() + "\n")
+        write(options.write, small, f"{last.kind}: {last.reason}")
         (options.write / f"{made.name}.py").write_text(script(small))
 
 

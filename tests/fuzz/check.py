@@ -104,7 +104,9 @@ def answered(built: Built, truths: Mapping[int, Truth], backend: str) -> Outcome
     quantities = SETS[built.program.quantities](0.7 * norms.median().item() or 1.0)
     parameters = dict(built.model.named_parameters())
     try:
-        step = psg_fx.transform(built.model, built.loss, quantities=quantities, backend=backend, batch_dim=built.batch_dim)
+        step = psg_fx.transform(
+            built.model, built.loss, quantities=quantities, backend=backend, batch_dim=built.batch_dim
+        )
         for batch in built.program.batches:
             inputs, targets = built.draw(batch, batch)
             extra = given(quantities, parameters, batch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 from fuzz.grammar import FAMILIES, OPS
+from fuzz.grammar.mixing import INSIDE, LOSSES
 from fuzz.program import Instruction, Misfit, Program, elaborate
 from fuzz.quantities import SETS
 
@@ -26,10 +27,28 @@ def program(seed: int, number: int, length: int = 6, mixing: float = MIXING) -> 
     found = empty
     for _ in range(rng.randint(1, length)):
         found = _longer(found, rng, _family(rng, WEIGHTS))
-    if (mixed := rng.random() < mixing) and (mixed := rng.random() < 0.7):
-        found = _longer(_longer(found, rng, "mixing"), rng, "layer")
+    if rng.random() >= mixing:
         return _finished(found, rng, "loss")
-    return _finished(found, rng, "mixing loss" if mixed else "loss")
+    if rng.random() < 0.7:
+        return _finished(_longer(_longer(found, rng, "mixing"), rng, "layer"), rng, "loss")
+    return _finished(found, rng, "mixing loss")
+
+
+def mixing_programs(seed: int) -> list[Program]:
+    """A short program for each way to mix."""
+    found = []
+    for k, how in enumerate((*INSIDE, *LOSSES)):
+        rng = random.Random(f"{seed}/mixing/{k}")
+        inside = how in INSIDE
+        step = Instruction(2, "mixing.inside" if inside else "mixing loss.over_samples", 1, {"how": how})
+        first = (Instruction(1, "layer.linear", 0, {"weight": "own", "how": "F.linear", "with bias": False}),)
+        made = Program(f"{seed}-mixing-{k}", (rng.choice((2, 3)), 3), (3, 4), 0, "grads", first, NONE)
+        made = made.changed(body=(*first, step)) if inside else made.changed(loss=step)
+        if inside:
+            made = _finished(made, rng, "loss")
+        elaborate(made, OPS, rng)
+        found.append(made)
+    return found
 
 
 def _family(rng: random.Random, weights: dict[str, int]) -> str:

@@ -23,7 +23,7 @@ class Misfit(Exception):
 
 @dataclass
 class Instruction:
-    """One step.  source: the id of its main operand (0 is the input); choices by name, ids of operands under `@name`."""
+    """One step.  source: the id of its main operand, 0 for the input; choices by name, other operands' ids under `@name`."""
 
     id: int
     op: str
@@ -113,7 +113,7 @@ def times(*factors: Any) -> str:
 
 @dataclass(frozen=True)
 class Data:
-    """A further input or the target: its sizes without samples, and the code that draws it (`{shape}` for its shape)."""
+    """A further input or the target: its sizes without samples, and the code that draws it, with `{shape}` in it."""
 
     name: str
     sizes: tuple[int, ...]
@@ -227,7 +227,9 @@ def _plain(option: Any) -> Any:
     return list(option) if isinstance(option, tuple) else option
 
 
-def elaborate(program: Program, ops: dict[str, Callable[[Writer, Val], Val]], rng: random.Random | None = None) -> Writer:
+def elaborate(
+    program: Program, ops: dict[str, Callable[[Writer, Val], Val]], rng: random.Random | None = None
+) -> Writer:
     """The program as code.  Raises `Misfit`."""
     w = Writer(program, rng)
     dim, sizes = program.batch_dim, program.sizes

@@ -12,7 +12,8 @@ from psg_fx import ClippedSum, Dots, Grads, Gram, MeanGrad, Norms, Projection, S
 
 SETS: dict[str, Callable[[float], list[Any]]] = {
     "all": lambda c: [
-        Grads(), Norms(per="parameter"), ClippedSum(c), WeightedSum(), MeanGrad(), Dots(), Gram(), SecondMoment(), Projection(rank=2),
+        Grads(), Norms(per="parameter"), ClippedSum(c), WeightedSum(), MeanGrad(), Dots(), Gram(), SecondMoment(),
+        Projection(rank=2),
     ],
     "grads": lambda c: [Grads()],
     "norms": lambda c: [Norms()],

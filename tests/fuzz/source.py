@@ -18,7 +18,8 @@ from fuzz.program import Data, Program, Writer, elaborate
 _TRUTH = """
 rows, losses = [], []
 for i in range(B):
-    loss = loss_fn(model(*(v.narrow(d, i, 1) for v, d in zip(inputs, dims))), *(t[i : i + 1] for t in targets)).reshape(())
+    o = model(*(v.narrow(d, i, 1) for v, d in zip(inputs, dims)))
+    loss = loss_fn(o, *(t[i : i + 1] for t in targets)).reshape(())
     found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
     rows.append([torch.zeros_like(p) if g is None else g for g, p in zip(found, model.parameters())])
     losses.append(loss.detach())
@@ -110,12 +111,14 @@ def script(program: Program, quantities: str = "psg_fx.Grads()") -> str:
         f"B, dims = {program.batches[0]}, {dims}",
         "torch.manual_seed(0)",
         "model = Model().double()",
-        f"step = psg_fx.transform(model, loss_fn, quantities=[{quantities}], batch_dim=(dims, {0 if w.target else None}), "
-        'backend="eager")',
+        f"step = psg_fx.transform(model, loss_fn, quantities=[{quantities}], backend='eager', "
+        f"batch_dim=(dims, {0 if w.target else None}))",
         "for B in " + repr(program.batches) + ":",
         "    torch.manual_seed(1)",
         "    inputs, targets = draw(B)",
         "    out = step(inputs, targets) if targets else step(inputs)",
     ]
     note = [f"# {line}" for line in program.note.splitlines()]
-    return "\n".join([*note, *head, module_code(w), "", *calls, *indent(_TRUTH.strip("\n"), "    ").splitlines()]) + "\n"
+    return (
+        "\n".join([*note, *head, module_code(w), "", *calls, *indent(_TRUTH.strip("\n"), "    ").splitlines()]) + "\n"
+    )

@@ -8,18 +8,21 @@ from fuzz.program import Val, Writer
 SCANS = (
     "{x}.cumsum({d})", "{x}.cumprod({d})", "{x}.logcumsumexp({d})", "{x}.cummax({d})[0]", "{x}.cummin({d})[0]",
     "{x}.flip({d}).cumsum({d}).flip({d})", "{x}.softmax({d})", "{x}.log_softmax({d})", "F.softmin({x}, {d})",
-    "F.normalize({x}, dim={d})", "{x}.sort({d})[0]", "{x}.sort({d}, descending=True)[0]", "{x}.msort() if {d} == 0 else {x}",
-    "{x} - {x}.mean({d}, keepdim=True)", "{x} / (1 + {x}.var({d}, correction=0, keepdim=True))",
-    "torch.fft.fft({x}, dim={d}).real", "torch.fft.fft({x}, dim={d}).imag", "torch.fft.irfft(torch.fft.rfft({x}, dim={d}), n={n}, dim={d})",
+    "F.normalize({x}, dim={d})", "{x}.sort({d})[0]", "{x}.sort({d}, descending=True)[0]",
+    "{x} - {x}.mean({d}, keepdim=True)",
+    "{x} / (1 + {x}.var({d}, correction=0, keepdim=True))", "torch.fft.fft({x}, dim={d}).real",
+    "torch.fft.fft({x}, dim={d}).imag", "torch.fft.irfft(torch.fft.rfft({x}, dim={d}), n={n}, dim={d})",
     "{x} * ({x} == {x}.amax({d}, keepdim=True))", "{x}.softmax({d}).cumsum({d}).log1p()",
-    "torch.special.log_softmax({x}, {d})", "{x}.cumsum({d}) / torch.arange(1, {n} + 1, dtype={x}.dtype).view([{n} if k == {d} else 1 for k in range({x}.ndim)])",
+    "torch.special.log_softmax({x}, {d})",
+    "{x}.cumsum({d}).movedim({d}, -1).div(torch.arange(1, {n} + 1)).movedim(-1, {d})",
 )  # fmt: skip
 
 REDUCTIONS = (
-    "{x}.mean({d})", "{x}.sum({d})", "{x}.amax({d})", "{x}.amin({d})", "{x}.max({d})[0]", "{x}.min({d})[0]", "{x}.prod({d})",
-    "{x}.logsumexp({d})", "{x}.norm(dim={d})", "torch.linalg.vector_norm({x}, 3, {d})", "{x}.median({d})[0]",
-    "{x}.kthvalue(1, {d})[0]", "{x}.var({d}, correction=0)", "{x}.square().mean({d})", "{x}.quantile(0.3, dim={d})",
-    "{x}.std({d}, correction=0)", "{x}.nansum({d})", "torch.trapezoid({x}, dim={d})", "{x}.mode({d})[0]", "{x}.aminmax(dim={d})[1]",
+    "{x}.mean({d})", "{x}.sum({d})", "{x}.amax({d})", "{x}.amin({d})", "{x}.max({d})[0]", "{x}.min({d})[0]",
+    "{x}.prod({d})", "{x}.logsumexp({d})", "{x}.norm(dim={d})", "torch.linalg.vector_norm({x}, 3, {d})",
+    "{x}.median({d})[0]", "{x}.kthvalue(1, {d})[0]", "{x}.var({d}, correction=0)", "{x}.square().mean({d})",
+    "{x}.quantile(0.3, dim={d})", "{x}.std({d}, correction=0)", "{x}.nansum({d})", "torch.trapezoid({x}, dim={d})",
+    "{x}.mode({d})[0]", "{x}.aminmax(dim={d})[1]",
 )  # fmt: skip
 
 

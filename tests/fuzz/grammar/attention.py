@@ -25,10 +25,16 @@ def heads(w: Writer, x: Val) -> Val:
         w.line(f"{q} = {q}.permute(2, 3, 0, 1, 4).reshape(3, {h} * {lead}, {t}, {e // h})")
     a = w.fresh("a")
     if how == "sdpa":
-        mask = f"attn_mask=torch.arange({t}) <= torch.arange({t}).view(-1, 1)" if w.flag("mask", 0.3) else f"is_causal={causal}"
+        mask = (
+            f"attn_mask=torch.arange({t}) <= torch.arange({t}).view(-1, 1)"
+            if w.flag("mask", 0.3)
+            else f"is_causal={causal}"
+        )
         w.line(f"{a} = F.scaled_dot_product_attention({q}[0], {q}[1], {q}[2], {mask})")
     else:
-        score = f"torch.einsum('bhid,bhjd->bhij', {q}[0], {q}[1])" if how == "einsum" else f"torch.bmm({q}[0], {q}[1].mT)"
+        score = (
+            f"torch.einsum('bhid,bhjd->bhij', {q}[0], {q}[1])" if how == "einsum" else f"torch.bmm({q}[0], {q}[1].mT)"
+        )
         masked = f".masked_fill(torch.ones({t}, {t}, dtype=torch.bool).triu(1), float('-inf'))" if causal else ""
         w.line(f"{a} = {score}{masked}.softmax(-1) @ {q}[2]")
     back = {
@@ -54,7 +60,8 @@ def module(w: Writer, x: Val) -> Val:
     if how == "encoder":
         if e < 2:
             raise Misfit("one feature")
-        layer = w.made("layer", f"nn.TransformerEncoderLayer({e}, {h}, 3, dropout=0.0, batch_first={first}, norm_first={w.flag('norm first')})")
+        options = f"dropout=0.0, batch_first={first}, norm_first={w.flag('norm first')}"
+        layer = w.made("layer", f"nn.TransformerEncoderLayer({e}, {h}, 3, {options})")
         return w.emit(f"{layer}({y}{mask.replace('attn_mask', 'src_mask')}){back}", x.sizes, 0, x.outer, x.inner)
     layer = w.made("attention", f"nn.MultiheadAttention({e}, {h}, batch_first={first}, bias={w.flag('bias')})")
     need = how == "weights"

@@ -10,6 +10,10 @@ from fuzz.grammar.views import plain, ranked
 from fuzz.program import Misfit, Val, Writer
 
 WIDTHS = [1, 2, 3, 4]
+AFFINE = (
+    "{x} * {p}", "{x} + {p}", "torch.where({x} > 0, {x}, {p} * {x})", "{x} * ({p} + {x}).tanh()", "{p} - {x}",
+    "{x} / ({p}.square() + 1)", "torch.maximum({x}, {p})", "torch.addcmul({x}, {x}, {p})",
+)  # fmt: skip
 
 
 def bias(w: Writer, size: int) -> str:
@@ -37,7 +41,9 @@ def linear(w: Writer, x: Val) -> Val:
             raise Misfit("two dims")
         return w.resized(x, f"{parameter(w, [o, x.sizes[-2]])} @ {{x}}", d - 1, o)
     letters = "abcdef"[: x.ndim]
-    return w.resized(x, f"torch.einsum('{letters},{letters[-1]}z->{letters[:-1]}z', {{x}}, {parameter(w, [i, o])})", d, o)
+    return w.resized(
+        x, f"torch.einsum('{letters},{letters[-1]}z->{letters[:-1]}z', {{x}}, {parameter(w, [i, o])})", d, o
+    )
 
 
 @op("layer")
@@ -68,9 +74,7 @@ def affine(w: Writer, x: Val) -> Val:
     shape = [x.sizes[d] if d in dims else 1 for d in range(x.ndim)]
     while len(shape) > 1 and shape[0] == 1 and w.flag(f"drop {len(shape)}", 0.5):
         shape = shape[1:]
-    code = w.pick("how", ["{x} * {p}", "{x} + {p}", "torch.where({x} > 0, {x}, {p} * {x})", "{x} * ({p} + {x}).tanh()", "{p} - {x}",
-                          "{x} / ({p}.square() + 1)", "torch.maximum({x}, {p})", "torch.addcmul({x}, {x}, {p})"])  # fmt: skip
-    return w.like(x, code.replace("{p}", parameter(w, shape)))
+    return w.like(x, w.pick("how", AFFINE).replace("{p}", parameter(w, shape)))
 
 
 @op("layer")
@@ -151,7 +155,15 @@ def table(w: Writer, x: Val) -> Val:
     if w.flag("given", 0.4):
         ids = w.given(x.sizes[1:], f"torch.randint({rows}, {{shape}})").name
     weight = parameter(w, [rows, width])
-    code = w.pick("how", ["F.embedding({i}, {p})", "{p}[{i}]", "F.embedding({i}, {p}, padding_idx=1)", "F.one_hot({i}, {n}).to({p}.dtype) @ {p}"])
+    code = w.pick(
+        "how",
+        [
+            "F.embedding({i}, {p})",
+            "{p}[{i}]",
+            "F.embedding({i}, {p}, padding_idx=1)",
+            "F.one_hot({i}, {n}).to({p}.dtype) @ {p}",
+        ],
+    )
     found = code.replace("{i}", ids).replace("{p}", weight).replace("{n}", str(rows))
     return w.emit(f"{found} * (1 + 0.1 * {x.name}.unsqueeze(-1))", [*x.sizes, width])
 
@@ -187,7 +199,8 @@ def scan_with(w: Writer, x: Val) -> Val:
         keys = parameter(w, [3, n])
         return w.resized(x, f"({{x}}.unsqueeze(-2) - {keys}).square().sum(-1)", d, 3)
     if how == "solve":
-        return w.like(x, f"torch.linalg.solve(torch.eye({n}, dtype={{x}}.dtype) * 3 + {parameter(w, [n, n])}, {{x}}.unsqueeze(-1)).squeeze(-1)")
+        matrix = f"torch.eye({n}, dtype={{x}}.dtype) * 3 + {parameter(w, [n, n])}"
+        return w.like(x, f"torch.linalg.solve({matrix}, {{x}}.unsqueeze(-1)).squeeze(-1)")
     if how == "cumsum":
         return w.like(x, f"({{x}} * {parameter(w, [n])}).cumsum(-1)")
     x = plain(w, x)

@@ -11,29 +11,38 @@ FLOAT = "torch.randn({shape}, dtype=torch.float64)"
 UNIT = "torch.rand({shape}, dtype=torch.float64)"
 SIGN = "torch.randint(2, {shape}) * 2.0 - 1"
 ELEMENTS = {
-    "F.mse_loss(o, t, reduction={r})": FLOAT, "F.l1_loss(o, t, reduction={r})": FLOAT, "F.smooth_l1_loss(o, t, reduction={r}, beta=0.7)": FLOAT,
-    "F.huber_loss(o, t, reduction={r}, delta=0.6)": FLOAT, "F.binary_cross_entropy_with_logits(o, t, reduction={r})": UNIT,
+    "F.mse_loss(o, t, reduction={r})": FLOAT, "F.l1_loss(o, t, reduction={r})": FLOAT,
+    "F.smooth_l1_loss(o, t, reduction={r}, beta=0.7)": FLOAT, "F.huber_loss(o, t, reduction={r}, delta=0.6)": FLOAT,
+    "F.binary_cross_entropy_with_logits(o, t, reduction={r})": UNIT,
     "F.binary_cross_entropy(o.sigmoid(), t, reduction={r})": UNIT, "F.soft_margin_loss(o, t, reduction={r})": SIGN,
-    "F.poisson_nll_loss(o, t.abs(), reduction={r})": FLOAT, "F.gaussian_nll_loss(o, t, o.detach().square() + 0.1, reduction={r})": FLOAT,
-    "F.kl_div(o.log_softmax(-1), t.softmax(-1), reduction={r})": FLOAT, "F.hinge_embedding_loss(o, t, reduction={r})": SIGN,
+    "F.poisson_nll_loss(o, t.abs(), reduction={r})": FLOAT,
+    "F.gaussian_nll_loss(o, t, o.detach().square() + 0.1, reduction={r})": FLOAT,
+    "F.kl_div(o.log_softmax(-1), t.softmax(-1), reduction={r})": FLOAT,
+    "F.hinge_embedding_loss(o, t, reduction={r})": SIGN,
     "F.margin_ranking_loss(o, o.detach() * 0.5, t, reduction={r})": SIGN,
     "F.binary_cross_entropy_with_logits(o, t, reduction={r}, pos_weight=torch.tensor(1.5))": UNIT,
 }  # fmt: skip
 REDUCTIONS = ("mean", "sum", "none")
 OWN = {
     "((o - t) ** 2).mean()": FLOAT, "((o - t) ** 2).sum()": FLOAT, "((o - t) ** 2).flatten(1).mean(1)": FLOAT,
-    "((o - t) ** 2).flatten(1).sum(1).mean()": FLOAT, "((o - t) ** 2).sum() / o.shape[0]": FLOAT, "((o - t) ** 2).sum() / len(o)": FLOAT,
-    "((o - t) ** 2).sum() / o.numel()": FLOAT, "((o - t) ** 2 * (t > 0)).sum() / ((t > 0).sum() + 1)": FLOAT,
-    "((o - t) ** 2 * (t > 0)).sum() / (t > 0).sum().clamp(min=1)": FLOAT, "(o * t).flatten(1).sum(1).logsumexp(0)": FLOAT,
-    "(o - t).square().mean().sqrt()": FLOAT, "(o - t).norm()": FLOAT, "(o * t).sum().square()": FLOAT, "o.sin().mul(t).mean().exp()": FLOAT,
+    "((o - t) ** 2).flatten(1).sum(1).mean()": FLOAT, "((o - t) ** 2).sum() / o.shape[0]": FLOAT,
+    "((o - t) ** 2).sum() / len(o)": FLOAT, "((o - t) ** 2).sum() / o.numel()": FLOAT,
+    "((o - t) ** 2 * (t > 0)).sum() / ((t > 0).sum() + 1)": FLOAT,
+    "((o - t) ** 2 * (t > 0)).sum() / (t > 0).sum().clamp(min=1)": FLOAT,
+    "(o * t).flatten(1).sum(1).logsumexp(0)": FLOAT, "(o - t).square().mean().sqrt()": FLOAT,
+    "(o - t).norm()": FLOAT, "(o * t).sum().square()": FLOAT, "o.sin().mul(t).mean().exp()": FLOAT,
     "(o - t).abs().amax()": FLOAT, "torch.stack([(o - t).square().mean(), o.abs().sum()]).sum()": FLOAT,
-    "(o - t).square().mean() + 0.1 * o.abs().mean()": FLOAT, "(o - t).square().sum(0).sum()": FLOAT, "(o * t).mean(0).sum()": FLOAT,
-    "((o - t) ** 2).flatten(1).mean(1).sum()": FLOAT, "(o - t).square().flatten().mean()": FLOAT, "torch.mean((o - t) ** 2, dim=list(range(o.ndim)))": FLOAT,
+    "(o - t).square().mean() + 0.1 * o.abs().mean()": FLOAT, "(o - t).square().sum(0).sum()": FLOAT,
+    "(o * t).mean(0).sum()": FLOAT, "((o - t) ** 2).flatten(1).mean(1).sum()": FLOAT,
+    "(o - t).square().flatten().mean()": FLOAT, "torch.mean((o - t) ** 2, dim=list(range(o.ndim)))": FLOAT,
     "torch.dot(o.flatten(), t.flatten())": FLOAT, "torch.einsum('bi,bi->', o.flatten(1), t.flatten(1))": FLOAT,
     "((o - t) ** 2).nanmean()": FLOAT, "torch.linalg.vector_norm(o - t, 3)": FLOAT, "torch.dist(o, t)": FLOAT,
+    "o.square().flatten(1).sum(1).max() * t.flatten(1).mean(1).sum()": FLOAT,
 }  # fmt: skip
-OPTIONS = ("", ", weight=torch.linspace(0.5, 1.5, {c}, dtype=o.dtype)", ", ignore_index=1", ", label_smoothing=0.2",
-           ", weight=torch.linspace(0.5, 1.5, {c}, dtype=o.dtype), ignore_index=0", ", ignore_index=1, label_smoothing=0.1")  # fmt: skip
+OPTIONS = (
+    "", ", weight=torch.linspace(0.5, 1.5, {c}, dtype=o.dtype)", ", ignore_index=1", ", label_smoothing=0.2",
+    ", weight=torch.linspace(0.5, 1.5, {c}, dtype=o.dtype), ignore_index=0", ", ignore_index=1, label_smoothing=0.1",
+)  # fmt: skip
 
 
 def output(w: Writer, x: Val, penalty: bool = True) -> Val:
@@ -62,7 +71,11 @@ def _closed(w: Writer, code: str, each: bool, o: Val) -> list[str]:
     if not each:
         return [f"return {code}"]
     flat = "v.flatten(1)" if o.ndim > 1 else "v.unsqueeze(1)"
-    return [f"v = {code}", "return " + w.pick("own", ["v.mean()", f"{flat}.sum(1)", f"{flat}.mean(1).mean()", f"{flat}.mean(1).sum()", "v.sum()"])]
+    return [
+        f"v = {code}",
+        "return "
+        + w.pick("own", ["v.mean()", f"{flat}.sum(1)", f"{flat}.mean(1).mean()", f"{flat}.mean(1).sum()", "v.sum()"]),
+    ]
 
 
 @op("loss")
@@ -110,7 +123,15 @@ def classes(w: Writer, x: Val) -> Val:
 def penalised(w: Writer, x: Val) -> Val:
     """The model returns its own loss: one for each sample, a mean, or a sum."""
     o = output(w, x)
-    code = w.pick("how", ["{x}.square().mean()", "{x}.sin().sum()", "{x}.square().reshape(b, -1).sum(1)", "{x}.square().mean() + {p}.square().sum()"])
+    code = w.pick(
+        "how",
+        [
+            "{x}.square().mean()",
+            "{x}.sin().sum()",
+            "{x}.square().reshape(b, -1).sum(1)",
+            "{x}.square().mean() + {p}.square().sum()",
+        ],
+    )
     if "{p}" in code:
         code = code.replace("{p}", parameter(w, [2], "penalty"))
     w.loss_lines = ["return o"]

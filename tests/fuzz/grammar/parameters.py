@@ -8,16 +8,17 @@ from collections.abc import Sequence
 from fuzz.program import Misfit, Writer
 
 PREFIXES = (
-    "own", "again", "transposed", "slice", "expand", "product", "low rank", "weight norm", "gather", "softmax", "cat", "stack", "tanh",
-    "flip", "flat", "cumsum", "scaled", "symmetric", "tril", "centred", "cast", "spectral", "again with own", "masked", "permuted",
-    "repeat", "selected", "outer", "padded", "exp",
+    "own", "again", "transposed", "slice", "expand", "product", "low rank", "weight norm", "gather", "softmax",
+    "cat", "stack", "tanh", "flip", "flat", "cumsum", "scaled", "symmetric", "tril", "centred", "cast", "spectral",
+    "again with own", "masked", "permuted", "repeat", "selected", "outer", "padded", "exp",
 )  # fmt: skip
 
 
 def parameter(w: Writer, shape: Sequence[int], name: str = "weight") -> str:
     """The code of an operand of that shape that is made of parameters."""
     shape = list(shape)
-    how = w.pick(name, ["own"] * 25 + ["again"] * 12 + list(PREFIXES[2:]))
+    again = _again_options(w, shape)
+    how = w.pick(name, ["own"] * 20 + ["again"] * (20 if again else 0) + list(PREFIXES[2:]))
     code = _made(w, how, shape, name)
     w.rough |= how == "cast"
     if how in ("own", "again"):
@@ -31,7 +32,7 @@ def _made(w: Writer, how: str, shape: list[int], name: str) -> str:
     if how in _SIMPLE:
         return _SIMPLE[how].replace("{p}", w.stored(shape)).replace("{shape}", str(shape))
     if how in ("again", "again with own"):
-        return _again(w, shape, name) + (f" + {w.stored(shape)}" if how != "again" else "")
+        return w.pick(name + " again", _again_options(w, shape)) + (f" + {w.stored(shape)}" if how != "again" else "")
     if how == "product":
         return f"{w.stored(shape)} * {w.stored(shape)}"
     if not shape:
@@ -59,7 +60,12 @@ def _made(w: Writer, how: str, shape: list[int], name: str) -> str:
     if how == "padded" and n > 1 and d == len(shape) - 1:
         return f"F.pad({w.stored([*shape[:d], n - 1])}, (1, 0))"
     if how in _ALONG:
-        return _ALONG[how].replace("{p}", w.stored(shape)).replace("{d}", str(d)).replace("{g}", w.stored([n] + [1] * (len(shape) - d - 1)))
+        return (
+            _ALONG[how]
+            .replace("{p}", w.stored(shape))
+            .replace("{d}", str(d))
+            .replace("{g}", w.stored([n] + [1] * (len(shape) - d - 1)))
+        )
     return _matrix(w, how, shape)
 
 
@@ -68,13 +74,14 @@ _SIMPLE = {
     "masked": "{p} * ({p}.detach().abs() > 0.2)",
 }  # fmt: skip
 _ALONG = {
-    "softmax": "{p}.softmax({d})", "flip": "{p}.flip({d})", "cumsum": "{p}.cumsum({d})", "centred": "{p} - {p}.mean({d}, keepdim=True)",
-    "scaled": "{p} * {g}", "weight norm": "{g} * {p} / {p}.norm(dim={d}, keepdim=True)",
+    "softmax": "{p}.softmax({d})", "flip": "{p}.flip({d})", "cumsum": "{p}.cumsum({d})",
+    "centred": "{p} - {p}.mean({d}, keepdim=True)", "scaled": "{p} * {g}",
+    "weight norm": "{g} * {p} / {p}.norm(dim={d}, keepdim=True)",
 }  # fmt: skip
 
 
-def _again(w: Writer, shape: list[int], name: str) -> str:
-    """A parameter used before, with its own layout or another."""
+def _again_options(w: Writer, shape: list[int]) -> list[str]:
+    """The parameters used before that fit, with their own layout or another."""
     options = []
     for known, sizes in w.parameters.items():
         if list(sizes) == shape:
@@ -85,7 +92,7 @@ def _again(w: Writer, shape: list[int], name: str) -> str:
             options.append(f"self.{known}.reshape({shape})")
         if len(sizes) == len(shape) and list(sizes) != shape and all(s >= t for s, t in zip(sizes, shape, strict=True)):
             options.append(f"self.{known}[{', '.join(f':{t}' for t in shape)}]")
-    return w.pick(name + " again", options)
+    return options
 
 
 def _matrix(w: Writer, how: str, shape: list[int]) -> str:

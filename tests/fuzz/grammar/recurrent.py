@@ -31,7 +31,9 @@ def loop(w: Writer, x: Val) -> Val:
         if "{" + letter + "}" in code:
             code = code.replace("{" + letter + "}", parameter(w, shape, letter))
     learnt = w.flag("learnt start", 0.3)
-    start = f"{parameter(w, [n], 'start')}.expand({x.size(0)}, {n})" if learnt else f"{x.name}.new_zeros({x.size(0)}, {n})"
+    start = (
+        f"{parameter(w, [n], 'start')}.expand({x.size(0)}, {n})" if learnt else f"{x.name}.new_zeros({x.size(0)}, {n})"
+    )
     w.line(f"s, kept = {start}, []")
     w.line(f"for z in {x.name}.unbind(1):")
     w.line(f"    {code}")
@@ -65,6 +67,8 @@ def layer(w: Writer, x: Val) -> Val:
     both, layers = w.flag("bidirectional", 0.3), w.pick("layers", [1, 1, 2])
     if t > 4:
         raise Misfit("long")
-    module = w.made("rnn", f"nn.{kind}({i}, {n}, {layers}, batch_first={first}, bidirectional={both}, bias={w.flag('bias')})")
+    module = w.made(
+        "rnn", f"nn.{kind}({i}, {n}, {layers}, batch_first={first}, bidirectional={both}, bias={w.flag('bias')})"
+    )
     turn = "" if first else ".transpose(0, 1)"
     return w.emit(f"{module}({x.name}{turn})[0]{turn}", [x.sizes[0], t, n * (1 + both)], 0, x.outer, x.inner)

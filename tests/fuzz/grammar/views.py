@@ -11,7 +11,7 @@ VIEW = ("reshape", "contiguous().view", "clone().reshape")
 @op("fold")
 def merge(w: Writer, x: Val) -> Val:
     """Two neighbouring dims become one; with the samples in it, that is a fold."""
-    near = [d for d in range(x.ndim - 1) if x.dim in (d, d + 1)] + [d for d in range(x.ndim - 1)]
+    near = [d for d in range(x.ndim - 1) if x.dim in (d, d + 1)] + list(range(x.ndim - 1))
     d = w.pick("dim", near)
     sizes = [*x.sizes[:d], x.sizes[d] * x.sizes[d + 1], *x.sizes[d + 2 :]]
     outer, inner, dim = x.outer, x.inner, x.dim
@@ -199,7 +199,9 @@ def piece(w: Writer, x: Val) -> Val:
 def order(w: Writer, x: Val) -> Val:
     """Elements at other places of a dim without samples."""
     d = w.pick("dim", x.free)
-    code = w.pick("how", ["{x}.flip({d})", "{x}.roll(1, {d})", "{x}.repeat_interleave(2, {d})", "torch.cat([{x}, {x} * 2], {d})"])
+    code = w.pick(
+        "how", ["{x}.flip({d})", "{x}.roll(1, {d})", "{x}.repeat_interleave(2, {d})", "torch.cat([{x}, {x} * 2], {d})"]
+    )
     size = x.sizes[d] * (2 if "repeat" in code or "cat" in code else 1)
     return w.resized(x, code.replace("{d}", str(d)), d, size)
 
@@ -223,7 +225,9 @@ def pad(w: Writer, x: Val) -> Val:
     left, right = w.pick("amount", [(0, 1), (1, 1), (2, 0), (-1, 1), (0, -1)])
     if x.sizes[d] + left + right < 1:
         raise Misfit("empty")
-    return w.resized(x, f"F.pad({{x}}, ({left}, {right}), value={w.pick('value', [0.0, 0.5])})", d, x.sizes[d] + left + right)
+    return w.resized(
+        x, f"F.pad({{x}}, ({left}, {right}), value={w.pick('value', [0.0, 0.5])})", d, x.sizes[d] + left + right
+    )
 
 
 @op("view")
