@@ -15,6 +15,7 @@ from torch import Tensor
 
 import oracle
 import psg_fx
+from fuzz.plans import drawn
 from fuzz.program import Misfit, Program
 from fuzz.quantities import SETS, given
 from fuzz.source import Built, build
@@ -110,7 +111,8 @@ def answered(built: Built, truths: Mapping[int, Truth], backend: str) -> Outcome
         for batch in built.program.batches:
             inputs, targets = built.draw(batch, batch)
             extra = given(quantities, parameters, batch)
-            out = step(inputs, targets, **extra) if targets else step(inputs, **extra)
+            with drawn(built.program.plan):
+                out = step(inputs, targets, **extra) if targets else step(inputs, **extra)
             checks, notes = checks_for(quantities, extra)
             assert not notes
             for one in checks if batch else ():

@@ -23,7 +23,7 @@ def program(seed: int, number: int, length: int = 6, mixing: float = MIXING) -> 
     sizes = tuple(rng.choice(pool) for _ in range(rng.choice((1, 2, 2, 3, 3))))
     batches = (rng.choice((3, 2, 4, 5, *pool)) if rng.random() < 0.85 else 1, *rng.sample((0, 1, 2, 3, 4, 6), 2))
     batch_dim = rng.randrange(len(sizes) + 1) if rng.random() < 0.2 else 0
-    empty = Program(f"{seed}-{number}", sizes, batches, batch_dim, rng.choice(list(SETS)), (), NONE)
+    empty = Program(f"{seed}-{number}", sizes, batches, batch_dim, rng.choice(list(SETS)), rng.random() < 0.25, rng.randrange(4), (), NONE)
     found = empty
     for _ in range(rng.randint(1, length)):
         found = _longer(found, rng, _family(rng, WEIGHTS))
@@ -42,7 +42,7 @@ def mixing_programs(seed: int) -> list[Program]:
         inside = how in INSIDE
         step = Instruction(2, "mixing.inside" if inside else "mixing loss.over_samples", 1, {"how": how})
         first = (Instruction(1, "layer.linear", 0, {"weight": "own", "how": "F.linear", "with bias": False}),)
-        made = Program(f"{seed}-mixing-{k}", (rng.choice((2, 3)), 3), (3, 4), 0, "grads", first, NONE)
+        made = Program(f"{seed}-mixing-{k}", (rng.choice((2, 3)), 3), (3, 4), 0, "grads", False, 0, first, NONE)
         made = made.changed(body=(*first, step)) if inside else made.changed(loss=step)
         if inside:
             made = _finished(made, rng, "loss")

@@ -23,7 +23,7 @@ class Misfit(Exception):
 
 @dataclass
 class Instruction:
-    """One step.  source: the id of its main operand, 0 for the input; choices by name, other operands' ids under `@name`."""
+    """One step.  source: the id of its main operand (0: the input); choices by name, ids of others under `@name`."""
 
     id: int
     op: str
@@ -37,6 +37,7 @@ class Program:
 
     sizes: of the input without its samples.  batches: the sizes of the calls, the first one captures.
     batch_dim: where the input has its samples.  quantities: what is asked (a name in `quantities.py`).
+    tied: most parameters are used several times.  plan: 0 for the cheapest, else one drawn with that seed.
     """
 
     name: str
@@ -44,6 +45,8 @@ class Program:
     batches: tuple[int, ...]
     batch_dim: int
     quantities: str
+    tied: bool
+    plan: int
     body: tuple[Instruction, ...]
     loss: Instruction
     note: str = ""

@@ -42,6 +42,8 @@ def candidates(program: Program) -> Iterator[Program]:
         yield dropped(program, k)
     if program.quantities != "grads":
         yield program.changed(quantities="grads")
+    if program.plan:
+        yield program.changed(plan=0)
     if len(program.batches) > 1:
         yield from (program.changed(batches=b) for b in (program.batches[:1], program.batches[:2]))
     if program.loss.op != "loss.by_hand":

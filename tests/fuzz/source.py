@@ -118,6 +118,11 @@ def script(program: Program, quantities: str = "psg_fx.Grads()") -> str:
         "    inputs, targets = draw(B)",
         "    out = step(inputs, targets) if targets else step(inputs)",
     ]
+    if program.plan:  # the plan is a part of what fails
+        head[4:4] = ["from fuzz.plans import drawn  # with tests/ on the path"]
+        calls[calls.index("    out = step(inputs, targets) if targets else step(inputs)")] = (
+            f"    with drawn({program.plan}):\n        out = step(inputs, targets) if targets else step(inputs)"
+        )
     note = [f"# {line}" for line in program.note.splitlines()]
     return (
         "\n".join([*note, *head, module_code(w), "", *calls, *indent(_TRUTH.strip("\n"), "    ").splitlines()]) + "\n"

@@ -27,7 +27,8 @@ def linear(w: Writer, x: Val) -> Val:
     d = x.ndim - 1
     if d == x.dim:
         raise Misfit("samples last")
-    i, o = x.sizes[-1], w.pick("out", WIDTHS)
+    i = x.sizes[-1]
+    o = w.pick("out", [*WIDTHS, i, i])
     how = w.pick("how", ["F.linear", "right", "einsum", "left", "addmm"])
     if how in ("F.linear", "addmm"):
         weight, b = parameter(w, [o, i]), bias(w, o)

@@ -18,7 +18,8 @@ def parameter(w: Writer, shape: Sequence[int], name: str = "weight") -> str:
     """The code of an operand of that shape that is made of parameters."""
     shape = list(shape)
     again = _again_options(w, shape)
-    how = w.pick(name, ["own"] * 20 + ["again"] * (20 if again else 0) + list(PREFIXES[2:]))
+    odds = (100 if w.program.tied else 15) if again else 0
+    how = w.pick(name, ["own"] * 20 + ["again"] * odds + list(PREFIXES[2:]))
     code = _made(w, how, shape, name)
     w.rough |= how == "cast"
     if how in ("own", "again"):
