@@ -45,18 +45,26 @@ def main() -> None:
             break
         made = program(options.seed, number, options.length)
         found = one(made, number, options)
-        outcomes[found.kind] += 1
-        if found.kind in ("refused", "discarded"):
+        must = found.kind == "refused" and any(i.op.startswith("mixing") for i in (*made.body, made.loss))
+        outcomes["refused, as it must be" if must else found.kind] += 1
+        if found.kind in ("refused", "discarded") and not must:
             reasons[f"{found.kind}: {found.reason}"] += 1
         if found.failed and found.reason not in failures:
             failures[found.reason] = made.name
             report(made, found, number, options)
-    print("\nprograms", sum(outcomes.values()), dict(outcomes))
+        if sum(outcomes.values()) % 50 == 0:
+            print(sum(outcomes.values()), "programs:", dict(outcomes), flush=True)
+    summary(outcomes, reasons, failures)
+    raise SystemExit(1 if failures else 0)
+
+
+def summary(outcomes: Counter[str], reasons: Counter[str], failures: dict[str, str]) -> None:
+    """How many programs there were, and what was refused; a reason that comes often is worth an answer."""
+    print(f"\n{sum(outcomes.values())} programs:", dict(outcomes))
     for reason, times in reasons.most_common(40):
         print(f"{times:6} {reason}")
     for reason, name in failures.items():
         print("FAILED", name, reason)
-    raise SystemExit(1 if failures else 0)
 
 
 def one(made: Program, number: int, options: argparse.Namespace) -> Outcome:

@@ -23,7 +23,17 @@ def program(seed: int, number: int, length: int = 6, mixing: float = MIXING) -> 
     sizes = tuple(rng.choice(pool) for _ in range(rng.choice((1, 2, 2, 3, 3))))
     batches = (rng.choice((3, 2, 4, 5, *pool)) if rng.random() < 0.85 else 1, *rng.sample((0, 1, 2, 3, 4, 6), 2))
     batch_dim = rng.randrange(len(sizes) + 1) if rng.random() < 0.2 else 0
-    empty = Program(f"{seed}-{number}", sizes, batches, batch_dim, rng.choice(list(SETS)), rng.random() < 0.25, rng.randrange(4), (), NONE)
+    empty = Program(
+        f"{seed}-{number}",
+        sizes,
+        batches,
+        batch_dim,
+        rng.choice(list(SETS)),
+        rng.random() < 0.25,
+        rng.randrange(4),
+        (),
+        NONE,
+    )
     found = empty
     for _ in range(rng.randint(1, length)):
         found = _longer(found, rng, _family(rng, WEIGHTS))
