@@ -6,6 +6,8 @@ import functools
 import os
 import random
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from sympy.core.cache import clear_cache
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
@@ -236,6 +239,29 @@ CHANGING: dict[str, tuple[Callable[[], Any], str]] = {
     "getenv": (lambda: float(os.getenv("NO_SUCH_THING", "1.0")), "the environment"),
     "file": (lambda: len(open(__file__).read()), "a file"),  # noqa: SIM115
 }
+
+
+def test_sizes_are_computed_by_a_package_that_draws() -> None:
+    """Sympy, which torch computes sizes with, shuffles what it asks; that is not the user's code."""
+    clear_cache()
+    loss = lambda o: o.reshape(o.shape[0] * 6 // 3, -1).square().sum()  # noqa: E731
+    psg_fx.transform(nn.Linear(3, 4), loss, backend="eager")(torch.randn(3, 3))
+
+
+SCRIPT = """
+import torch
+import psg_fx
+
+step = psg_fx.transform(torch.nn.Linear(3, 2), lambda o: o.square().sum() / max(len(o), 1), backend="eager")
+print(len(step(torch.randn(4, 3)).losses))
+"""
+
+
+def test_a_script(tmp_path: Path) -> None:
+    """Where `__builtins__` is a module among the globals, not a dict as elsewhere."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run([sys.executable, str(tmp_path / "script.py")], capture_output=True, text=True, check=False)
+    assert done.stdout == "4\n", done.stderr
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")

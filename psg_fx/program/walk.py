@@ -252,8 +252,11 @@ class Walk:
             else:
                 self.visit(held, name)
         known = value.__globals__
+        builtins = known.get("__builtins__", _BUILTINS)
+        if isinstance(builtins, ModuleType):  # so in a script; a dict in an imported module
+            builtins = vars(builtins)
         for name in sorted(names_of(code).read):
-            if name in known or name not in known.get("__builtins__", _BUILTINS):
+            if name in known or name not in builtins:
                 self.look(known, name, name)
         if value.__dict__:
             self.attributes_of(value, value.__dict__, label, every=False)
