@@ -131,21 +131,26 @@ def compare(built: Built, one: Check, found: Any, expected: Truth, batch: int) -
     """What is wrong, or nothing; what the program itself does to a tiny change of its data is not an error."""
     limit = ROUGH if built.rough else TOLERANCE
     wanted = one.expected(*expected)
-    error = distance(found, wanted)
+    largest = max((g.abs().max().item() for g in expected[1].values() if g.numel()), default=0.0)
+    floor = 1e-6 * largest ** (2 if one.field in ("gram", "second_moment") else 1)  # what cancels is zero up to rounding
+    error = distance(found, wanted, floor)
     if error <= limit:
         return ""
-    noise = distance(one.expected(*truth(built, batch, 1e-11)), wanted)
+    noise = distance(one.expected(*truth(built, batch, 1e-11)), wanted, floor)
     return "" if error <= 100 * noise else f"relative error {error:.1e} (a change of 1e-11 makes {noise:.1e})"
 
 
-def distance(found: Any, wanted: Any) -> float:
-    """The largest difference of all entries, relative to the largest entry; infinite for other names or shapes."""
+def distance(found: Any, wanted: Any, floor: float) -> float:
+    """The largest difference of all entries, relative to the largest entry; infinite for other names or shapes.
+
+    floor: what a difference is relative to at least.
+    """
     if isinstance(wanted, Mapping):
         if set(found) != set(wanted):
             return math.inf
-        floor = max((w.abs().max().item() for w in wanted.values() if w.numel()), default=0.0) * 1e-3
+        floor = max([floor, *(1e-3 * w.abs().max().item() for w in wanted.values() if w.numel())])
         return max((_distance(found[n], w, floor) for n, w in wanted.items()), default=0.0)
-    return _distance(found, wanted, 0.0)
+    return _distance(found, wanted, floor)
 
 
 def _distance(found: Tensor, wanted: Tensor, floor: float) -> float:
