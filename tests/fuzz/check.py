@@ -132,7 +132,8 @@ def compare(built: Built, one: Check, found: Any, expected: Truth, batch: int) -
     limit = ROUGH if built.rough else TOLERANCE
     wanted = one.expected(*expected)
     largest = max((g.abs().max().item() for g in expected[1].values() if g.numel()), default=0.0)
-    floor = 1e-6 * largest ** (2 if one.field in ("gram", "second_moment") else 1)  # what cancels is zero up to rounding
+    squared = one.field in ("gram", "second_moment")
+    floor = 1e-6 * largest ** (2 if squared else 1)  # what cancels is zero up to rounding
     error = distance(found, wanted, floor)
     if error <= limit:
         return ""
