@@ -12,7 +12,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.export._trace
 from torch._C._dynamo.guards import TensorGuards
 from torch._decomp import core_aten_decompositions
 from torch._dynamo.callback import callback_handler
@@ -147,10 +146,12 @@ def own_attributes() -> Iterator[None]:
     are stored there, and put numbers back.
     """
     name = "_detect_attribute_assignment"
-    if not hasattr(torch.export._trace, name):
+    from torch.export import _trace
+
+    if not hasattr(_trace, name):
         yield
         return
-    with patched_here(torch.export._trace, name, lambda module: contextlib.nullcontext()):
+    with patched_here(_trace, name, lambda module: contextlib.nullcontext()):
         yield
 
 
