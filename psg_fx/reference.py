@@ -39,6 +39,7 @@ class Batch:
         whole = batch_dim if isinstance(batch_dim, tuple) else (batch_dim, batch_dim)
         if len(whole) != 2:
             raise _misfit(f"batch_dim has {len(whole)} parts", "pass an int or (inputs_dims, targets_dims)")
+        inputs, targets = _as_dict(inputs), _as_dict(targets)
         leaves, spec = tree_flatten((inputs, targets))
         dims = [*_spread(whole[0], inputs, "inputs"), *_spread(whole[1], targets, "targets")]
         sizes = {_size(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True) if dim is not None}
@@ -60,6 +61,11 @@ class Batch:
     def to(self, dtype: torch.dtype | None) -> Batch:
         """The batch with its floating-point tensors in `dtype` (None: as they are)."""
         return replace(self, leaves=tuple(_cast(leaf, dtype) for leaf in self.leaves))
+
+
+def _as_dict(value: Any) -> Any:
+    """Mappings of other classes (a tokenizer's output) are no trees."""
+    return dict(value) if isinstance(value, Mapping) else value
 
 
 def _misfit(why: str, fix: str) -> BadArgument:
@@ -100,8 +106,8 @@ class WithLoss(nn.Module):
         self.loss_fn = loss_fn
 
     def forward(self, inputs: Any, targets: Any) -> Tensor:
-        """Inputs: tensor, tuple (positional) or dict (keyword); targets: the same, or None for none."""
-        if isinstance(inputs, tuple):
+        """Inputs: tensor, tuple or list (positional) or dict (keyword); targets: the same, or None for none."""
+        if isinstance(inputs, (tuple, list)):
             output = self.model(*inputs)
         elif isinstance(inputs, dict):
             output = self.model(**inputs)
@@ -109,7 +115,7 @@ class WithLoss(nn.Module):
             output = self.model(inputs)
         if targets is None:
             return self.loss_fn(output)
-        if isinstance(targets, tuple):
+        if isinstance(targets, (tuple, list)):
             return self.loss_fn(output, *targets)
         if isinstance(targets, dict):
             return self.loss_fn(output, **targets)
