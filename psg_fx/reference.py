@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from psg_fx.errors import BadArgument
@@ -122,6 +123,24 @@ class WithLoss(nn.Module):
         return self.loss_fn(output, targets)
 
 
+class Widened(TorchFunctionMode):
+    """Where an op refuses tensors of several floating dtypes, the narrow ones become float64: a loss may hold tensors of
+    its own (weights of classes), and only the model and the batch are known here.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError:
+            leaves, spec = tree_flatten((args, kwargs))
+            dtypes = {leaf.dtype for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()}
+            if torch.float64 not in dtypes or len(dtypes) == 1:
+                raise
+            wide_args, wide_kwargs = tree_unflatten([_cast(leaf, torch.float64) for leaf in leaves], spec)
+            return func(*wide_args, **wide_kwargs)
+
+
 def one_loss(loss: Tensor) -> Tensor:
     """The loss of a single sample as a scalar."""
     if loss.numel() != 1:
@@ -196,7 +215,7 @@ def reference_grads(
     program = WithLoss(model, loss_fn)
     losses: list[Tensor] = []
     rows: dict[str, list[Tensor]] = {name: [] for name in wanted}
-    with borrowed(model, dtype) as reset, own_random_state(model), torch.enable_grad():
+    with borrowed(model, dtype) as reset, own_random_state(model), torch.enable_grad(), Widened():
         for p in wanted.values():
             p.requires_grad_(True)
         for i in range(batch.size):
@@ -207,6 +226,26 @@ def reference_grads(
             for row, g in zip(rows.values(), found, strict=True):
                 row.append(g)
     return torch.stack(losses), {name: torch.stack(row) for name, row in rows.items()}
+
+
+def loss_of_the_batch(
+    model: nn.Module,
+    loss_fn: Loss,
+    inputs: Any,
+    targets: Any = None,
+    *,
+    batch_dim: Any = 0,
+    dtype: torch.dtype | None = torch.float64,
+) -> float | None:
+    """`loss_fn(model(x), y)` of the whole batch, as an ordinary step has it; None where that is not one number."""
+    batch = Batch.of(inputs, targets, batch_dim).to(dtype)
+    with borrowed(model, dtype) as reset, own_random_state(model), torch.no_grad(), Widened():
+        reset()
+        try:
+            loss = WithLoss(model, loss_fn)(*batch.tree())
+        except Exception:  # code for one sample need not run on several, and a step has answered already
+            return None
+    return loss.item() if isinstance(loss, Tensor) and loss.numel() == 1 else None
 
 
 def own_random_state(model: nn.Module) -> AbstractContextManager[None]:
