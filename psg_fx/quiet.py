@@ -13,7 +13,9 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from psg_fx.errors import is_library
+import torch
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 class _Dropped(logging.Filter):
@@ -37,7 +39,7 @@ class _Stderr:
     def write(self, text: str) -> int:
         """Write what was not printed by torch."""
         caller = sys._getframe(1).f_code.co_filename
-        if self.active and threading.get_ident() == self.thread and is_library(caller):
+        if self.active and threading.get_ident() == self.thread and caller.startswith(_TORCH):
             return len(text)
         written: int = self.stream.write(text)
         return written

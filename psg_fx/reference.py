@@ -124,8 +124,8 @@ class WithLoss(nn.Module):
 
 
 class Widened(TorchFunctionMode):
-    """Where an op refuses tensors of several floating dtypes, the narrow ones become float64: a loss may hold tensors of
-    its own (weights of classes), and only the model and the batch are known here.
+    """Where an op refuses tensors of several floating dtypes, the narrow ones become float64: a loss may hold tensors
+    of its own (weights of classes), and only the model and the batch are known here.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
