@@ -23,6 +23,8 @@ from psg_fx.passes.reasons import NOT_ONE_GRAPH, user_line
 from psg_fx.quiet import quiet
 
 _Made = TypeVar("_Made")
+_Found = tuple[BadArgument, Exception]
+_SHOWN = 6
 _QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")
 _ABOUT_MASKS = re.compile(r"mask|pad_token|padding")
 _OWN_LOSS = "if the model computes its loss itself: loss_fn=lambda out: out.loss"
@@ -110,8 +112,8 @@ def built(build: Callable[[], _Made], model: nn.Module, loss_fn: Any, call: Call
 
 @contextlib.contextmanager
 def blamed(model: nn.Module, loss_fn: Any, call: Call) -> Iterator[None]:
-    """While open, an error of torch is replaced by that of the user's own code on one sample, if that fails, too: a
-    capture does not see everything (dtypes of a product) that a run sees.
+    """While open, an error of torch is replaced by that of the user's own code, if that fails, too: a capture does not
+    see everything that a run sees (dtypes of a product, an index that is too large).
 
     Raises BadArgument.
     """
@@ -120,7 +122,7 @@ def blamed(model: nn.Module, loss_fn: Any, call: Call) -> Iterator[None]:
     except PsgError:
         raise
     except (RuntimeError, TypeError, IndexError, ValueError) as failure:
-        found = _own_error(model, loss_fn, call)
+        found = _own_error(model, loss_fn, call, whole=True)
         if found is None:
             raise
         raise found[0] from failure
@@ -145,33 +147,33 @@ def _check_values(model: nn.Module) -> None:
             )  # fmt: skip
 
 
-def _own_error(model: nn.Module, loss_fn: Any, call: Call) -> tuple[BadArgument, Exception] | None:
-    """What fails when the code runs on the first sample alone, and the exception.  None: nothing does."""
+def _own_error(model: nn.Module, loss_fn: Any, call: Call, whole: bool = False) -> _Found | None:
+    """What fails when the code runs on the first sample alone (whole: or on all of them), and the exception."""
     if call.batch_size() == 0:
         return None
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(unchanged(model, loss_fn))
-            sample = [_first(t, d) for t, d in zip(call.tensors, call.dims, strict=True)]
-        except Exception:  # no memory to set the state aside, or tensors of another kind: export's reason stands
+            pairs = list(zip(call.tensors, call.dims, strict=True))
+            batches = [[_copy(t, d) for t, d in pairs], *([[_copy(t, None) for t, _ in pairs]] if whole else [])]
+        except Exception:  # no memory to set the state aside, or tensors of another kind: torch's reason stands
             return None
         stack.enter_context(torch.enable_grad())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # said before, while it was captured
-        return _run(model, loss_fn, call, sample)
+        found = (_run(model, loss_fn, call, tensors, size) for tensors, size in zip(batches, ("1", ""), strict=False))
+        return next((failure for failure in found if failure is not None), None)
 
 
-def _run(
-    model: nn.Module, loss_fn: Any, call: Call, sample: list[torch.Tensor]
-) -> tuple[BadArgument, Exception] | None:
-    (args, kwargs), (targets, target_kwargs) = call.rebuild(sample)
-    named = list(zip(call.names, sample, strict=True))
+def _run(model: nn.Module, loss_fn: Any, call: Call, tensors: list[torch.Tensor], size: str) -> _Found | None:
+    """What fails on these tensors: as many samples as `size` says, or all."""
+    (args, kwargs), (targets, target_kwargs) = call.rebuild(tensors)
     try:
         output = model(*args, **kwargs)
     except Exception as error:
         if isinstance(error, TypeError) and (text := _misfit(model, args, kwargs)):
             return _not_taken("model", model, args, kwargs, text, loss_fn is not None), error
-        return _fails("model", error, model, dict(named[: call.inputs])), error
+        return _fails("model", error, model, _named("input", args, kwargs), size), error
     if loss_fn is None:
         return None
     try:
@@ -179,12 +181,18 @@ def _run(
     except Exception as error:
         if isinstance(error, TypeError) and (text := _misfit(loss_fn, (output, *targets), target_kwargs)):
             return _not_taken("loss", loss_fn, (output, *targets), target_kwargs, text, True), error
-        return _fails("loss", error, model, {"the output": output, **dict(named[call.inputs :])}), error
+        values = {"the output": output, **_named("target", targets, target_kwargs)}
+        return _fails("loss", error, model, values, size), error
     return None
 
 
-def _first(tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
-    """A copy of the first sample."""
+def _named(kind: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments by the names that psg_fx has for them."""
+    return {f"{kind}_{key}": value for key, value in (*enumerate(args), *kwargs.items())}
+
+
+def _copy(tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
+    """A copy of the first sample, or of all there is."""
     one = tensor if dim is None else tensor.narrow(dim, 0, 1)
     return one.detach().clone().requires_grad_(tensor.requires_grad)
 
@@ -268,16 +276,18 @@ def _not_taken(
     )  # fmt: skip
 
 
-def _fails(what: str, error: Exception, model: nn.Module, values: Mapping[str, Any]) -> BadArgument:
-    call = "model(x[:1])" if what == "model" else "loss_fn(model(x[:1]), y[:1])"
+def _fails(what: str, error: Exception, model: nn.Module, values: Mapping[str, Any], size: str) -> BadArgument:
+    call = f"model(x[:{size}])" if what == "model" else f"loss_fn(model(x[:{size}]), y[:{size}])"
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    seen = "; ".join(f"{name} is {_described(value)}" for name, value in values.items())
-    fix = f"the error is that of your code: make {call} run by itself"
+    seen = [f"{name} is {_described(value)}" for name, value in values.items()]
+    seen[_SHOWN:] = [f"{len(seen) - _SHOWN} more"] if len(seen) > _SHOWN else []
+    fix = f"the error is that of your code: make {call.replace('[:]', '')} run by itself"
     if what == "loss" and not isinstance(values["the output"], torch.Tensor):
         fix += f"; {_OWN_LOSS}"
     return BadArgument(
-        f"the {what} does not run on a batch of one sample", where=_where(what, error, model),
-        why=f"{type(error).__name__}: {first}" + (f"  ({seen})" if seen else ""), fix=fix,
+        f"the {what} does not run on " + ("a batch of one sample" if size else "this batch, though on one sample"),
+        where=_where(what, error, model),
+        why=f"{type(error).__name__}: {first}" + (f"  ({'; '.join(seen)})" if seen else ""), fix=fix,
     )  # fmt: skip
 
 
@@ -305,6 +315,8 @@ def _described(value: Any) -> str:
         return f"a {type(value).__name__} of {', '.join(map(str, value))}"
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of {len(value)}"
+    if value is None or isinstance(value, (bool, int, float)):
+        return repr(value)
     return f"a {type(value).__name__}"
 
 

@@ -151,6 +151,25 @@ ROWS: dict[str, Row] = {
         "RuntimeError: The size of tensor a (3) must match the size of tensor b (5) at non-singleton dimension 1  "
         "(the output is float32 [1, 3]; target_0 is float32 [1, 5])", RUN_LOSS,
     ),
+    "a-target-that-is-no-class": (
+        lambda: step()(X, Y + 1), BadArgument, "the loss does not run on this batch, though on one sample",
+        "in the loss", "IndexError: Target 3 is out of bounds.  (the output is float32 [3, 3]; target_0 is int64 [3])",
+        "the error is that of your code: make loss_fn(model(x), y) run by itself",
+    ),
+    "targets-in-a-list": (
+        lambda: step(loss=lambda out, a, b, c: F.cross_entropy(out, a))(X, [0, 1, 2]), BadArgument, LOSS_FAILS,
+        "test_mistakes.py:<line>: lambda: step(loss=lambda out, a, b, c: F.cross_entropy(out, a))(X, [0, 1, 2]), "
+        "BadArgument, LOSS_FAILS,",
+        "TypeError: cross_entropy_loss(): argument 'target' (position 2) must be Tensor, not int  (the output is "
+        "float32 [1, 3]; target_0 is 0; target_1 is 1; target_2 is 2)", RUN_LOSS,
+    ),
+    "an-unknown-word": (
+        lambda: step(nn.Sequential(nn.Embedding(5, 4), nn.Flatten(), nn.Linear(8, 3)))(
+            torch.tensor([[1, 2], [3, 9], [1, 1]]), Y
+        ), BadArgument, "the model does not run on this batch, though on one sample", "in 0 (Embedding)",
+        "IndexError: index out of range in self  (input_0 is int64 [3, 2])",
+        "the error is that of your code: make model(x) run by itself",
+    ),
     "no-target": (
         lambda: step()(X), BadArgument, "the loss does not take these targets", "cross_entropy(input, target, ...)",
         "it is called with 1 positional argument: missing a required argument: 'target'", TARGETS,
