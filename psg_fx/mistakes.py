@@ -130,9 +130,9 @@ def blamed(model: nn.Module, loss_fn: Any, call: Call) -> Iterator[None]:
 
 def _with_hint(refusal: PsgError, model: nn.Module, call: Call) -> PsgError:
     """The refusal, and what a model of sequences was not given, where the refused line is about that."""
-    (_, kwargs), _ = call.rebuild(call.tensors)
-    takes = "attention_mask" in inspect.signature(model.forward).parameters
-    if not takes or "attention_mask" in kwargs or not _ABOUT_MASKS.search(refusal.where):
+    takes = any("attention_mask" in _parameters(m) for m in model.modules())
+    given = any(name.endswith("attention_mask") for name in call.names)
+    if not takes or given or not _ABOUT_MASKS.search(refusal.where):
         return refusal
     fix = f"pass attention_mask, which the model makes itself where none is given; or {refusal.fix}"
     return type(refusal)(refusal.what, where=refusal.where, why=refusal.why, fix=fix)
@@ -235,6 +235,14 @@ def _function(thing: Any) -> Any:
     return thing.forward if isinstance(thing, nn.Module) else thing
 
 
+def _parameters(thing: Any) -> Mapping[str, inspect.Parameter]:
+    """What a function or module takes; nothing is known of those written in C."""
+    try:
+        return inspect.signature(_function(thing)).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
 def _misfit(thing: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     """Why a function or module cannot be called with these arguments, or ""."""
     try:
@@ -251,7 +259,7 @@ def _misfit(thing: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str
 def _signature(thing: Any) -> str:
     """`cross_entropy(input, target, ...)`: the name, what must be given, and whether there is more."""
     name = f"{type(thing).__name__}.forward" if isinstance(thing, nn.Module) else getattr(thing, "__name__", "loss_fn")
-    parameters = inspect.signature(_function(thing)).parameters.values()
+    parameters = _parameters(thing).values()
     needed = [str(p).partition(":")[0] for p in parameters if p.default is p.empty]
     return f"{name}({', '.join([*needed, *(['...'] if len(needed) < len(parameters) else [])])})"
 
