@@ -99,7 +99,7 @@ def built(build: Callable[[], _Made], model: nn.Module, loss_fn: Any, call: Call
     check_model(model)
     _check_values(model)
     try:
-        with quiet(), torch.autograd.set_detect_anomaly(False):  # its checks read values, and a capture has none
+        with quiet():
             return build()
     except CaptureFailed as refusal:
         found = _own_error(model, loss_fn, call) if refusal.what == NOT_ONE_GRAPH else None
