@@ -7,9 +7,6 @@ custom autograd functions become ops of their own, because export follows their 
 from __future__ import annotations
 
 import contextlib
-import io
-import logging
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +25,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from psg_fx.custom import as_one_op
 from psg_fx.errors import CaptureFailed, NotYetSupported, PsgError
 from psg_fx.program.observe import Observed
+from psg_fx.quiet import quiet
 from psg_fx.torch_private import core_decompositions, own_attributes, traced_without_code, user_stack_traces
 from psg_fx.torch_private.functional import Functional, functional
 from psg_fx.torch_private.patching import patched_here
@@ -132,20 +130,11 @@ def _repeats(program: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep export's own remarks from the user: a failed export prints its graph, and recurrent layers make it warn of
-    attributes that it restores.  What the model itself writes to stderr is kept, unless export fails.
-    """
-    shapes = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    level, written = shapes.level, io.StringIO()
-    shapes.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(written):
-            warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export", UserWarning)
-            warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec.` is deprecated", FutureWarning)
-            yield
-        sys.stderr.write(written.getvalue())
-    finally:
-        shapes.setLevel(level)
+    """Keep export's own remarks from the user: recurrent layers make it warn of attributes that it restores."""
+    with quiet(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export", UserWarning)
+        warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec.` is deprecated", FutureWarning)
+        yield
 
 
 @contextlib.contextmanager

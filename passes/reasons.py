@@ -7,7 +7,9 @@ import traceback
 
 from psg_fx.errors import CaptureFailed, is_library
 
-_WHAT = "the model and loss could not be captured as one graph"
+NOT_ONE_GRAPH = "the model and loss could not be captured as one graph"
+"""What is wrong, where nothing more is known than that a capture failed."""
+
 _FIXED = ("Constraints violated", "specializ", "is invalid for input of size")
 
 
@@ -25,7 +27,7 @@ def capture_failed(error: Exception) -> CaptureFailed:
     else:
         why = f"{kind}: {first}"
         fix = "make the forward pass and loss run under torch.export.export(strict=False)"
-    return CaptureFailed(_WHAT, where=_where(error), why=why, fix=fix)
+    return CaptureFailed(NOT_ONE_GRAPH, where=user_line(error) or "the model or loss", why=why, fix=fix)
 
 
 def failure_at(error: CaptureFailed, size: int, wanted: int) -> CaptureFailed:
@@ -38,10 +40,11 @@ def failure_at(error: CaptureFailed, size: int, wanted: int) -> CaptureFailed:
     )  # fmt: skip
 
 
-def _where(error: Exception) -> str:
+def user_line(error: Exception) -> str:
+    """`model.py:17: x = self.fc(x)`: the innermost line of the user's code that an exception came through, or ""."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_library(f.filename)]
     if not frames:
-        return "the model or loss"
+        return ""
     return f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}: {frames[-1].line}"
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from psg_fx import cost, facts
+from psg_fx import copies, cost, facts, mistakes
 from psg_fx.arguments import BatchDim, Call, take_apart
 from psg_fx.budget import Budget, in_bytes, memory_size
 from psg_fx.clipping import ClippedSum
@@ -29,7 +29,7 @@ from psg_fx.program.captured import Cache, Captured
 from psg_fx.program.guard import Guard, Lying, Structure, refuse_iterators
 from psg_fx.progress import Progress
 from psg_fx.quantity import Grads, Quantity
-from psg_fx.settings import Settings, needs_loss
+from psg_fx.settings import Settings, as_sequence, needs_loss, without_loss
 from psg_fx.state import ParamFilter, Tracked, call_key, refuse_hooks, tracked_parameters
 from psg_fx.step import CompiledStep, StepOutput
 
@@ -47,7 +47,7 @@ def transform(
     quantities: Quantity | Sequence[Quantity] | None = None,
     params: ParamFilter = None,
     batch_dim: BatchDim = 0,
-    loss_reduction: str = "sum",
+    loss_reduction: str | None = None,
     backend: str = "inductor",
     mode: str | None = None,
     options: dict[str, Any] | None = None,
@@ -55,6 +55,7 @@ def transform(
     reuse_outputs: bool = False,
     memory_budget: float | None = None,
     progress: bool = True,
+    accumulate: bool = False,
 ) -> PerSampleModule:
     """Compile a model and its loss into one graph that computes per-sample quantities.
 
@@ -66,7 +67,9 @@ def transform(
         quantities: one quantity or several; each fills a field of the step's output.  Default `Grads()`.
         params: which parameters: None for all that require gradients, globs on names, or a predicate (name, parameter).
         batch_dim: where the samples lie: an int, or `(inputs_dims, targets_dims)` of ints and None (shared by all).
-        loss_reduction: without `loss_fn` only: "sum", or "mean" if the loss is a mean over the batch.
+        loss_reduction: without `loss_fn` only, where psg_fx does not see the loss: "sum" (the default), or "mean" if
+            the loss is a mean over the batch.  Under a mean loss the default leaves gᵢ / B, each sample's part of the
+            ordinary gradient, where Opacus and "mean" leave gᵢ, the gradient of its own loss.
         backend, mode, options: as in `torch.compile`; "eager" runs the lowered graph as it is.
         dynamic: None: the first batch size is compiled statically, the next one dynamically; True: dynamically from the
             start; False: a graph for every size.  None and True: a batch of one sample is compiled once for itself.
@@ -79,6 +82,8 @@ def transform(
             fraction of the device's memory (float).  The planner trades time for memory: cheaper trees, then parts of
             the batch one after the other, whose outputs are put together as by `microbatch`.
         progress: while a step is captured and compiled, a line on stderr says so, if that is a terminal.
+        accumulate: without `loss_fn` only: a further `backward()` makes `grad_sample` a list of those of each call, as
+            Opacus does.  Otherwise it is refused while a `grad_sample` of the parameters as they are is there.
 
     Returns:
         A module: `step(inputs, targets)` with a loss, `step(*args, **kwargs)` without.
@@ -89,17 +94,18 @@ def transform(
         NotYetSupported: at the first call: the gradients exist, but cannot be computed exactly.
         CaptureFailed: at the first call: model and loss do not become one graph.
     """
-    if not isinstance(model, nn.Module):
-        raise BadArgument(
-            f"model is a {type(model).__name__}, not an nn.Module", where="transform(model)",
-            why="its parameters are found by name", fix="wrap the function in an nn.Module",
-        )  # fmt: skip
-    asked = (quantities,) if isinstance(quantities, Quantity) else () if quantities is None else tuple(quantities)
+    mistakes.check_model(model)
     settings = Settings(
-        (Grads(),) if quantities is None else asked, params, batch_dim, loss_reduction, backend, mode, options, dynamic,
-        reuse_outputs, memory_budget, progress,
+        (Grads(),) if quantities is None else as_sequence(quantities), params, batch_dim, loss_reduction or "sum",
+        backend, mode, options, dynamic, reuse_outputs, memory_budget, progress, accumulate,
     )  # fmt: skip
     if loss_fn is not None:
+        mistakes.check_loss(loss_fn)
+        if loss_reduction is not None:
+            raise without_loss("loss_reduction", "a loss that is given is taken apart into those of its samples, "
+                               "whatever its reduction")  # fmt: skip
+        if accumulate:
+            raise without_loss("accumulate", "with a loss nothing is left on the parameters")
         return LossModule(model, loss_fn, settings)
     if quantities is not None:
         raise needs_loss(
@@ -138,6 +144,12 @@ class PerSampleModule(nn.Module):
         self.training = mode
         self.model.train(mode)
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return copies.carried(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        copies.restore(self, state)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's state_dict."""
@@ -239,7 +251,7 @@ class PerSampleModule(nn.Module):
         self, key: Hashable, call: Call, build: Callable[[], tuple[Any, Program]], structure: Structure
     ) -> Captured:
         self._cache.tell(key)
-        step, program = build()
+        step, program = mistakes.built(build, self.model, self.loss_fn, call)
         guard = Guard(program.observed, [("the loss", self.loss_fn)], structure)
         refuse_iterators(guard.walk)
         step.binding.follow(Lying(guard.walk))
@@ -265,15 +277,19 @@ class LossModule(PerSampleModule):
         return self.settings.quantities
 
     def forward(
-        self, inputs: Any, targets: Any = _ABSENT, *, out: StepOutput | None = None, **given: Any
+        self, inputs: Any = _ABSENT, targets: Any = _ABSENT, *more: Any, out: StepOutput | None = None, **given: Any
     ) -> StepOutput:
         """Run the step.
 
-        inputs: a tensor, a tuple (positional) or a dict (keyword).  targets: a tensor, a tuple, a dict, or absent.
+        inputs: a tensor, a tuple or list (positional) or a dict (keyword).  targets: the same, or absent.
         weights: [B], for WeightedSum and a weighted ClippedSum.  directions: a mapping by parameter name, for Dots.
         out: a former output: the results are written into its tensors (for another batch size, into its memory), and
         it is returned.
         """
+        if inputs is _ABSENT:
+            raise mistakes.no_inputs(given)
+        if more:
+            raise mistakes.too_many(2 + len(more))
         if out is not None and not self._memory.keep:
             raise BadArgument(
                 "out= needs a step that reuses its outputs", where="step(inputs, targets, out=...)",
@@ -287,7 +303,8 @@ class LossModule(PerSampleModule):
         if step.part is not None and call.batch_size() > step.part:
             return self._in_parts(step.part, call, given, out)
         extras = self._extras(call, given, tracked, step.binding.given)
-        found = step(call, extras, out)
+        with mistakes.blamed(self.model, self.loss_fn, call):
+            found = step(call, extras, out)
         if any(isinstance(q, ClippedSum) and q.nonfinite == "drop" for q in quantities):
             finite = with_finite_sum(step, call, extras, vars(found))
             if finite is not None:
@@ -357,7 +374,9 @@ class LossModule(PerSampleModule):
         if unknown:
             raise BadArgument(
                 f"step() got {', '.join(sorted(unknown))}", where="step(inputs, targets, ...)",
-                why="no quantity of this step reads it", fix="WeightedSum() reads weights=, Dots() reads directions=",
+                why="no quantity of this step reads it",
+                fix="WeightedSum() reads weights=, Dots() reads directions=; what the model reads goes into a dict of "
+                "inputs: step({name: value, ...}, targets)",
             )  # fmt: skip
         if "weights" in found and tuple(found["weights"].shape) != (call.batch_size(),):
             raise BadArgument(

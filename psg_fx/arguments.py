@@ -69,12 +69,37 @@ def take_apart(structure: Any, batch_dim: BatchDim) -> Call:
         is_input = path[0].idx == 0  # type: ignore[attr-defined]
         name = _name(path, is_input)
         inputs += is_input
+        _refuse_other_kinds(leaf, name)
         tensors.append(leaf)
         names.append(name)
         kept.append(_checked(dim, leaf, name))
     call = Call(tuple(tensors), tuple(names), tuple(kept), inputs, spec, tuple(constants))
     call.batch_size()
     return call
+
+
+def _refuse_other_kinds(tensor: torch.Tensor, name: str) -> None:
+    """Refuse tensors whose samples are not slices of one block of numbers."""
+    if tensor.is_nested:
+        what = (
+            "nested",
+            "its samples differ in size, and a graph is for one size",
+            ("pad it (torch.nested.to_padded_tensor), and mask the padding in the model and the loss"),
+        )
+    elif tensor.layout is not torch.strided:
+        kind = str(tensor.layout).removeprefix("torch.").removeprefix("_").replace("_", " ")
+        what = f"of the layout {kind}", "a graph reads strided tensors", f"pass {name}.to_dense()"
+    elif tensor.is_quantized:
+        what = "quantised", "a graph reads numbers that have gradients, or indices", f"pass {name}.dequantize()"
+    elif tensor.is_meta:
+        what = "on the meta device", "it has a shape and no values", "pass a tensor on a device that computes"
+    else:
+        return
+    raise BadArgument(f"{name} is {what[0]}", where=f"{name}, {_sizes(tensor)}", why=what[1], fix=what[2])
+
+
+def _sizes(tensor: torch.Tensor) -> str:
+    return f"{tensor.size(0)} samples" if tensor.is_nested else f"of shape {tuple(tensor.shape)}"
 
 
 def _checked(dim: Any, tensor: torch.Tensor, name: str) -> int | None:

@@ -16,8 +16,9 @@ from torch.fx import GraphModule, Node
 from psg_fx import cost, facts
 from psg_fx.api import PerSampleModule
 from psg_fx.arguments import Call, take_apart
-from psg_fx.errors import BadArgument
 from psg_fx.facts import OutputSpec
+from psg_fx.grad_samples import Ticket, begin, clear, deliver
+from psg_fx.mistakes import blamed
 from psg_fx.passes.capture import Program
 from psg_fx.passes.compile import compile_graph
 from psg_fx.passes.pipeline import run_pipeline
@@ -35,7 +36,8 @@ class DropInModule(PerSampleModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output.  `backward()` of any loss on it sets `p.grad_sample`, `[B, *shape]`, and leaves `p.grad`
-        alone.
+        alone.  A `grad_sample` of an earlier call is dropped if a parameter has been written since (an optimizer's
+        step); else `accumulate=True` makes a list of both, and otherwise the call is refused.
 
         Raises:
             BadArgument: a parameter still has a `grad_sample`, or the inputs disagree on the batch size.
@@ -44,13 +46,17 @@ class DropInModule(PerSampleModule):
         call.batch_size()
         tracked = self._tracked()
         step: SplitStep = self._look_up(call, lambda: self._build(tracked, call))
+        ticket = None
         if torch.is_grad_enabled():
-            _refuse_leftovers(
-                step, "step(*args, **kwargs)",
-                "set p.grad_sample = None (or delete it) before the next call, or call it under torch.no_grad()",
-            )  # fmt: skip
-        flat = step.run(call, self.settings.loss_reduction)
+            ticket = begin(dict(step.parameters()), self.settings.accumulate, self.settings.loss_reduction == "mean")
+        with blamed(self.model, None, call):
+            flat = step.run(call, ticket)
         return step.program.output.rebuild(flat)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of the model's parameters: `grad` as every module does, and `grad_sample`."""
+        super().zero_grad(set_to_none)
+        clear(self.model.parameters())
 
     def _build(self, tracked: Tracked, call: Call) -> tuple[SplitStep, Program]:
         program = Program(self.model, None, call)
@@ -61,15 +67,21 @@ class DropInModule(PerSampleModule):
             program, call, tracked.aliases, self.settings.quantities, torch.float32, device, history, wanted
         )
 
+        s = self.settings
+
         def compiled(graph: GraphModule) -> Callable[..., Sequence[Any]]:
-            s = self.settings
             return compile_graph(graph, s.backend, s.mode, s.options, s.dynamic, device.name, self._memory, history)
 
-        return SplitStep(gm, history, program, compiled), program
+        graphs = s.mode in ("reduce-overhead", "max-autotune") or (s.options or {}).get("triton.cudagraphs", False)
+        replayed = graphs and self._device(call).type == "cuda"
+        return SplitStep(gm, history, program, compiled, overwrites=replayed), program
 
 
 class SplitStep:
-    """A lowered joint graph, split into a compiled forward and a compiled backward."""
+    """A lowered joint graph, split into a compiled forward and a compiled backward.
+
+    overwrites: a backward's results are those of a CUDA graph, and live until its next run.
+    """
 
     def __init__(
         self,
@@ -77,8 +89,9 @@ class SplitStep:
         history: History,
         program: Program,
         compiled: Callable[[GraphModule], Callable[..., Sequence[Any]]],
+        overwrites: bool = False,
     ) -> None:
-        self.gm, self.history, self.program = gm, history, program
+        self.gm, self.history, self.program, self.overwrites = gm, history, program, overwrites
         self.binding = Binding(gm, program.model, None)
         joint, self.outputs, self.results = _ordered(gm)
         forward, backward = partition(joint, len(self.outputs))
@@ -96,13 +109,13 @@ class SplitStep:
         """The tracked parameters, as they are now."""
         return [(name, group[key]) for name, (group, key) in self._owners.items()]
 
-    def run(self, call: Call, loss_reduction: str) -> list[torch.Tensor]:
-        """The model's tensor outputs; they carry the backward."""
+    def run(self, call: Call, ticket: Ticket | None) -> list[torch.Tensor]:
+        """The model's tensor outputs; they carry the backward.  ticket: of the call, None without gradients."""
         with plain_mode():
             arguments = self.binding.arguments(call, {})
         anchor = torch.zeros((), requires_grad=True)
         apply: Callable[..., tuple[torch.Tensor, ...]] = _Joined.apply
-        return list(apply(self, call, loss_reduction, arguments, anchor, *call.tensors))
+        return list(apply(self, call, ticket, arguments, anchor, *call.tensors))
 
     def forward_results(self, arguments: list[torch.Tensor], call: Call) -> tuple[list[torch.Tensor], list[Any]]:
         """The model's outputs, and what the backward needs.  Buffers are written."""
@@ -132,10 +145,10 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, step: SplitStep, call: Call, loss_reduction: str, arguments: list[Any], anchor: Any, *inputs: Any
+        ctx: Any, step: SplitStep, call: Call, ticket: Ticket, arguments: list[Any], anchor: Any, *inputs: Any
     ) -> tuple[torch.Tensor, ...]:
         outputs, saved = step.forward_results(arguments, call)
-        ctx.step, ctx.call, ctx.loss_reduction = step, call, loss_reduction
+        ctx.step, ctx.call, ctx.ticket = step, call, ticket
         ctx.tensors = [isinstance(v, torch.Tensor) for v in saved]
         ctx.others = [v for v in saved if not isinstance(v, torch.Tensor)]
         ctx.save_for_backward(*(v for v in saved if isinstance(v, torch.Tensor)))
@@ -156,15 +169,6 @@ class _Joined(torch.autograd.Function):
         return (None, None, None, None, None, *_deliver(ctx, step, found))
 
 
-def _refuse_leftovers(step: SplitStep, where: str, fix: str) -> None:
-    for name, parameter in step.parameters():
-        if getattr(parameter, "grad_sample", None) is not None:
-            raise BadArgument(
-                f"{name} still has a grad_sample", where=where,
-                why="a second backward would overwrite the per-sample gradients of another batch", fix=fix,
-            )  # fmt: skip
-
-
 def _laid_out(gradient: torch.Tensor | None, like: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The gradient of an output (None: zero) in the memory order of the output, for which the backward was traced."""
     if gradient is None:
@@ -176,18 +180,15 @@ def _laid_out(gradient: torch.Tensor | None, like: torch.Tensor, device: torch.d
 
 def _deliver(ctx: Any, step: SplitStep, found: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     """Set `grad_sample` on every tracked parameter; return the gradients of the inputs."""
-    _refuse_leftovers(
-        step, "backward()",
-        "call the step once for each backward: a model that runs twice in one loss is one module that runs it twice",
-    )  # fmt: skip
-    scale = ctx.call.batch_size() if ctx.loss_reduction == "mean" else 1
-    owners = dict(step.parameters())
+    scale = ctx.call.batch_size() if ctx.ticket.mean else 1
     by_input: dict[str, torch.Tensor] = {}
+    by_parameter: dict[str, torch.Tensor] = {}
     for (_, spec), value in zip(step.results, found, strict=True):
         if spec.kind == "grads":
-            owners[spec.name].grad_sample = value * scale if scale != 1 else value  # type: ignore[attr-defined]
+            by_parameter[spec.name] = value * scale if scale != 1 else value
         else:
             by_input[spec.name] = value
+    deliver(ctx.ticket, dict(step.parameters()), by_parameter, step.overwrites)
     names = [n.name for n in facts.placeholders(step.gm) if facts.input_spec(n).kind == "input"]
     return [by_input.get(name) for name in names]
 

@@ -208,7 +208,13 @@ class _Everywhere(dict[str, torch.Tensor]):
 
 @dataclass(frozen=True)
 class MeanGrad(Quantity):
-    """The gradient of the mean of the per-sample losses: `out.mean_grad[name]`, shape of the parameter."""
+    """The gradient of the mean of the per-sample losses: `out.mean_grad[name]`, shape of the parameter.
+
+    That is `p.grad` of a loss that is a mean over samples.  A loss that divides by something else (`ignore_index`,
+    weights of classes, tokens that are not padding) divides by that of each sample here, and by that of the batch in
+    `p.grad`: a loss with `reduction="sum"` and `WeightedSum`, with one over the batch's divisor as every weight, is
+    `p.grad` there.
+    """
 
     field: ClassVar[str] = "mean_grad"
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from psg_fx.errors import BadArgument
@@ -39,6 +40,7 @@ class Batch:
         whole = batch_dim if isinstance(batch_dim, tuple) else (batch_dim, batch_dim)
         if len(whole) != 2:
             raise _misfit(f"batch_dim has {len(whole)} parts", "pass an int or (inputs_dims, targets_dims)")
+        inputs, targets = _as_dict(inputs), _as_dict(targets)
         leaves, spec = tree_flatten((inputs, targets))
         dims = [*_spread(whole[0], inputs, "inputs"), *_spread(whole[1], targets, "targets")]
         sizes = {_size(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True) if dim is not None}
@@ -60,6 +62,11 @@ class Batch:
     def to(self, dtype: torch.dtype | None) -> Batch:
         """The batch with its floating-point tensors in `dtype` (None: as they are)."""
         return replace(self, leaves=tuple(_cast(leaf, dtype) for leaf in self.leaves))
+
+
+def _as_dict(value: Any) -> Any:
+    """Mappings of other classes (a tokenizer's output) are no trees."""
+    return dict(value) if isinstance(value, Mapping) else value
 
 
 def _misfit(why: str, fix: str) -> BadArgument:
@@ -100,8 +107,8 @@ class WithLoss(nn.Module):
         self.loss_fn = loss_fn
 
     def forward(self, inputs: Any, targets: Any) -> Tensor:
-        """Inputs: tensor, tuple (positional) or dict (keyword); targets: the same, or None for none."""
-        if isinstance(inputs, tuple):
+        """Inputs: tensor, tuple or list (positional) or dict (keyword); targets: the same, or None for none."""
+        if isinstance(inputs, (tuple, list)):
             output = self.model(*inputs)
         elif isinstance(inputs, dict):
             output = self.model(**inputs)
@@ -109,11 +116,29 @@ class WithLoss(nn.Module):
             output = self.model(inputs)
         if targets is None:
             return self.loss_fn(output)
-        if isinstance(targets, tuple):
+        if isinstance(targets, (tuple, list)):
             return self.loss_fn(output, *targets)
         if isinstance(targets, dict):
             return self.loss_fn(output, **targets)
         return self.loss_fn(output, targets)
+
+
+class Widened(TorchFunctionMode):
+    """Where an op refuses tensors of several floating dtypes, the narrow ones become float64: a loss may hold tensors
+    of its own (weights of classes), and only the model and the batch are known here.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError:
+            leaves, spec = tree_flatten((args, kwargs))
+            dtypes = {leaf.dtype for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()}
+            if torch.float64 not in dtypes or len(dtypes) == 1:
+                raise
+            wide_args, wide_kwargs = tree_unflatten([_cast(leaf, torch.float64) for leaf in leaves], spec)
+            return func(*wide_args, **wide_kwargs)
 
 
 def one_loss(loss: Tensor) -> Tensor:
@@ -190,7 +215,7 @@ def reference_grads(
     program = WithLoss(model, loss_fn)
     losses: list[Tensor] = []
     rows: dict[str, list[Tensor]] = {name: [] for name in wanted}
-    with borrowed(model, dtype) as reset, own_random_state(model), torch.enable_grad():
+    with borrowed(model, dtype) as reset, own_random_state(model), torch.enable_grad(), Widened():
         for p in wanted.values():
             p.requires_grad_(True)
         for i in range(batch.size):
@@ -201,6 +226,26 @@ def reference_grads(
             for row, g in zip(rows.values(), found, strict=True):
                 row.append(g)
     return torch.stack(losses), {name: torch.stack(row) for name, row in rows.items()}
+
+
+def loss_of_the_batch(
+    model: nn.Module,
+    loss_fn: Loss,
+    inputs: Any,
+    targets: Any = None,
+    *,
+    batch_dim: Any = 0,
+    dtype: torch.dtype | None = torch.float64,
+) -> float | None:
+    """`loss_fn(model(x), y)` of the whole batch, as an ordinary step has it; None where that is not one number."""
+    batch = Batch.of(inputs, targets, batch_dim).to(dtype)
+    with borrowed(model, dtype) as reset, own_random_state(model), torch.no_grad(), Widened():
+        reset()
+        try:
+            loss = WithLoss(model, loss_fn)(*batch.tree())
+        except Exception:  # code for one sample need not run on several, and a step has answered already
+            return None
+    return loss.item() if isinstance(loss, Tensor) and loss.numel() == 1 else None
 
 
 def own_random_state(model: nn.Module) -> AbstractContextManager[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ class Settings:
     reuse_outputs: bool = False
     memory_budget: float | None = None
     progress: bool = True
+    accumulate: bool = False
 
     def __post_init__(self) -> None:
         _check_quantities(self.quantities)
@@ -54,6 +55,20 @@ def needs_loss(name: str, why: str) -> BadArgument:
     return BadArgument(
         f"{name} {verb} a loss", where=f"transform({name}=...)", why=why, fix=f"pass loss_fn, or leave {name} out"
     )
+
+
+def without_loss(name: str, why: str) -> BadArgument:
+    """The error for an argument that means nothing with a loss."""
+    return BadArgument(
+        f"{name} is for steps without a loss", where=f"transform(model, loss_fn, {name}=...)", why=why,
+        fix=f"leave {name} out, or leave loss_fn out",
+    )  # fmt: skip
+
+
+def as_sequence(quantities: Any) -> tuple[Any, ...]:
+    """One quantity or several as a tuple; what is neither is in it as it is, for `Settings` to refuse."""
+    several = isinstance(quantities, Iterable) and not isinstance(quantities, (type, str))
+    return tuple(quantities) if several else (quantities,)
 
 
 def _check_quantities(quantities: Sequence[Any]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from psg_fx.checks import GRADS, LOSSES, Answer, Check
 from psg_fx.errors import BadArgument
-from psg_fx.reference import Loss, Named, draws_random_numbers, reference_grads, vmap_reference
+from psg_fx.reference import Loss, Named, draws_random_numbers, loss_of_the_batch, reference_grads, vmap_reference
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 """Default tolerance by the dtype of the parameters; ReLU kinks alone cost float32 a few 1e-4."""
@@ -26,6 +26,9 @@ FLOOR = 1e-3
 """Errors are relative to the largest truth of the parameter, or to this fraction of the largest of all if greater.
 
 Some gradients are zero in exact arithmetic (the bias of an attention's keys): nothing is relative to those."""
+
+SAME_LOSS = 1e-9
+"""Losses in float64 that differ by less, relatively, are the same."""
 
 NOISE_FACTOR = 10.0
 """An error is also accepted when the loop in the model's own dtype is wrong by a tenth of it."""
@@ -127,7 +130,21 @@ def validate(
         near = _named(check.expected(*rough))
         rows += _compare(check, _named(getattr(out, check.field)), want, near, limit)
     note = _second_opinion(model, loss_fn, inputs, targets, batch_dim, params, grads)
-    return ValidationReport(rows, limit, note, notes)
+    whole = loss_of_the_batch(model, loss_fn, inputs, targets, batch_dim=batch_dim)
+    return ValidationReport(rows, limit, note, [*notes, *_of_the_batch(losses, whole)])
+
+
+def _of_the_batch(losses: Tensor, whole: float | None) -> list[str]:
+    """What the loss of the batch is, where it is not the mean of the losses `[B]` of its samples."""
+    mean, total, close = losses.mean().item(), losses.sum().item(), SAME_LOSS * losses.abs().mean().item()
+    if whole is None or not math.isfinite(whole) or not math.isfinite(mean) or abs(whole - mean) <= close:
+        return []
+    if abs(whole - total) <= close * len(losses):
+        return [f"the loss of the batch is the sum of its samples' losses: its p.grad is {len(losses)} · mean_grad"]
+    return [
+        f"the loss of the batch, {whole:.4g}, is not the mean of its samples' losses, {mean:.4g}: its p.grad is not "
+        "mean_grad (weights or ignored targets are counted over the batch there, and over the sample here)"
+    ]
 
 
 def _named(answer: Answer) -> Mapping[str, Tensor]:

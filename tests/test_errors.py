@@ -206,7 +206,9 @@ ROWS: dict[str, Row] = {
     ),
     "unread-argument": (
         lambda: step()(X, Y, weight=torch.ones(3)), BadArgument, "step() got weight", "step(inputs, targets, ...)",
-        "no quantity of this step reads it", "WeightedSum() reads weights=, Dots() reads directions=",
+        "no quantity of this step reads it",
+        "WeightedSum() reads weights=, Dots() reads directions=; what the model reads goes into a dict of inputs: "
+        "step({name: value, ...}, targets)",
     ),
     "not-captured-yet": (
         lambda: step().print_graph(), BadArgument, "nothing has been captured yet", "step.graphs",

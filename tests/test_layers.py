@@ -11,8 +11,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LAYERS = [
     {
-        "errors", "formulas", "layout", "cost", "measure", "outputs", "progress", "recurrence", "torch_private",
-        "tracing",
+        "copies", "errors", "formulas", "grad_samples", "layout", "cost", "measure", "outputs", "progress", "quiet",
+        "recurrence", "torch_private", "tracing",
     },
     {"facts", "lives", "network", "each", "arguments", "custom", "program"},
     {"axes", "sites", "methods"},
@@ -26,7 +26,7 @@ LAYERS = [
     {"passes"},
     {"passes.pipeline"},
     {"sitecost"},
-    {"step", "nonfinite", "report", "checks", "validation", "reference"},
+    {"mistakes", "step", "nonfinite", "report", "checks", "validation", "reference"},
     {"html"},
     {"api", "drop_in", "microbatch"},
 ]  # fmt: skip
@@ -100,7 +100,9 @@ def test_passes_do_not_import_one_another(name: str) -> None:
 
 
 def test_only_the_interface_imports_passes() -> None:
-    allowed = {"api", "drop_in", "step", "report", "cli", "benchmarking", "contenders", "validation", "sitecost"}
+    allowed = {
+        "api", "drop_in", "step", "report", "cli", "benchmarking", "contenders", "mistakes", "validation", "sitecost",
+    }  # fmt: skip
     for name, path in modules().items():
         if name and not name.startswith("passes"):
             above = {other for other in imported(name, path) if other.startswith("passes")}

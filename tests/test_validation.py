@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import oracle
 import psg_fx
@@ -238,3 +238,38 @@ def test_weights_of_a_clipped_sum_are_checked() -> None:
     step = psg_fx.transform(model, F.cross_entropy, quantities=psg_fx.ClippedSum(0.5, weighted=True), backend="eager")
     report = step.validate(torch.randn(3, 3), torch.tensor([0, 1, 1]), weights=weights)
     assert report.ok, report
+
+
+X, Y = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 0, 0, 1])
+SEVERAL = torch.tensor([[0, 1], [1, -100], [2, 2], [0, -100], [0, 1], [-100, 1]])
+
+
+def per_token(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out[:, None].expand(-1, 2, -1).flatten(0, 1), y.flatten())
+
+
+BATCH_LOSSES: dict[str, tuple[Any, Tensor, str]] = {
+    "mean": (F.cross_entropy, Y, ""),
+    "per-sample": (lambda out, y: F.cross_entropy(out, y, reduction="none"), Y, ""),
+    "sum": (nn.CrossEntropyLoss(reduction="sum"), Y, "is the sum of its samples' losses: its p.grad is 6 · mean_grad"),
+    "class-weights": (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 5.0])), Y, "is not the mean of its samples'"),
+    "ignored-tokens": (per_token, SEVERAL, "is not the mean of its samples' losses"),
+    "runs-on-one-only": (lambda out, y: F.cross_entropy(out.reshape(1, 3), y), Y, ""),
+}
+
+
+@pytest.mark.parametrize("name", BATCH_LOSSES)
+def test_a_loss_that_is_not_the_mean_of_its_samples_is_mentioned(name: str) -> None:
+    """And is not counted as an error: `mean_grad` is what it is defined to be."""
+    loss_fn, y, words = BATCH_LOSSES[name]
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    losses, grads = reference_grads(model, loss_fn, X, y)
+    out = SimpleNamespace(losses=losses, mean_grad=oracle.mean_grad(grads))
+    report = validate(lambda *batch: out, model, loss_fn, X, y, checks=(LOSSES, MEAN_GRAD))
+    assert report.ok, report
+    assert len(report.notes) == bool(words)
+    assert words in str(report)
+    if not words and name != "runs-on-one-only":
+        found = torch.autograd.grad(loss_fn(model(X), y).mean(), [model.weight])
+        torch.testing.assert_close(found[0], out.mean_grad["weight"].float())

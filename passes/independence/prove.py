@@ -273,7 +273,8 @@ class Prover:
                 raise mixed(entry, _NUMBERS, "return values of the sample")
             if spec.kind == "output" and found.reduced:
                 raise mixed(self.origin[entry], f"the output {spec.name!r} of the model is reduced over the samples",
-                            "return one row for each sample")  # fmt: skip
+                            "return one row for each sample; if it is the model's own loss: transform(model, "
+                            "loss_fn=lambda out: out.loss)")  # fmt: skip
             if spec.kind == "buffer" and (found.reduced or found.axes is not None):
                 origin = self.origin.get(entry, entry)
                 raise mixed(origin, f"the buffer {spec.name!r} takes a value that depends on how the samples mix",

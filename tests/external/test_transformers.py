@@ -52,3 +52,14 @@ def test_grouped_experts_are_refused() -> None:
         step(zoo.labelled(zoo.padded, labels=zoo.token_labels)())
     assert "it sorts the rows of all samples by an integer" in error.value.why
     assert "gather" in error.value.fix
+
+
+def test_a_mask_that_the_model_makes_itself_is_named() -> None:
+    """And the model is answered once the mask is passed."""
+    problem = next(p for p in zoo.programs() if p.name == "gpt2/checkpointed").problem()
+    step = psg_fx.transform(problem.model, problem.loss, backend="eager")
+    inputs = {name: value for name, value in problem.inputs.items() if name != "attention_mask"}
+    with pytest.raises(NotYetSupported) as error:
+        step(inputs)
+    assert error.value.fix.startswith("pass attention_mask, which the model makes itself where none is given; or ")
+    step({**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])})

@@ -1,0 +1,112 @@
+"""`p.grad_sample` from call to call: when it is set, replaced, collected or refused.
+
+A `grad_sample` belongs to a batch and to the values that the parameters had.  Nothing is added up in silence, since the
+rows of two batches are other samples, and nothing is lost in silence, since `backward()` is known for adding up.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from psg_fx.errors import BadArgument
+
+_MARK = "_psg_fx_left"
+_events = itertools.count()
+Parameters = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Left:
+    """A mark on a `grad_sample`: when its backward ended, and the versions of the step's parameters then, by `id`."""
+
+    event: int
+    versions: dict[int, int]
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """One call of a step: when it began, whether its gradients join those of other calls, and what they are times."""
+
+    event: int
+    accumulate: bool
+    mean: bool
+
+
+def begin(parameters: Parameters, accumulate: bool, mean: bool) -> Ticket:
+    """A call with gradients.  What earlier calls left on parameters that have changed since is dropped.
+
+    Raises BadArgument: a `grad_sample` of the parameters as they are, that is not to be accumulated.
+    """
+    for name, parameter in parameters.items():
+        left = getattr(parameter, "grad_sample", None)
+        if left is None:
+            continue
+        if _is_stale(left, parameters):
+            parameter.grad_sample = None  # type: ignore[attr-defined]
+        elif not accumulate or _mark(left) is None:
+            raise BadArgument(
+                f"{name} still has a grad_sample", where="step(*args, **kwargs)",
+                why="a second backward would overwrite the per-sample gradients of another batch",
+                fix="step.zero_grad() clears grad_sample and grad, where optimizer.zero_grad() knows grad only; "
+                "transform(..., accumulate=True) makes it a list, with an entry for each call; torch.no_grad() if no "
+                "gradients are wanted",
+            )  # fmt: skip
+    return Ticket(next(_events), accumulate, mean)
+
+
+def deliver(ticket: Ticket, parameters: Parameters, found: Mapping[str, torch.Tensor], copied: bool) -> None:
+    """Set `grad_sample`, or append to it.  copied: the values are overwritten by a later call.
+
+    Raises BadArgument: another backward came between the call and this one, or a `grad_sample` is not ours.
+    """
+    for name, parameter in parameters.items():
+        left = getattr(parameter, "grad_sample", None)
+        mark = _mark(left)
+        if left is not None and (not ticket.accumulate or mark is None or mark.event > ticket.event):
+            raise BadArgument(
+                f"{name} still has a grad_sample", where="backward()",
+                why="a second backward would overwrite the per-sample gradients of another batch",
+                fix="call the step once for each backward, and backward before the next call: a model that runs twice "
+                "in one loss is one module that runs it twice",
+            )  # fmt: skip
+    mark = Left(next(_events), _versions(parameters))
+    for name, value in found.items():
+        parameter = parameters[name]
+        left = getattr(parameter, "grad_sample", None)
+        value = value.clone() if copied and ticket.accumulate else value
+        setattr(value, _MARK, mark)
+        former = left if isinstance(left, list) else [] if left is None else [left]
+        parameter.grad_sample = [*former, value] if former else value  # type: ignore[attr-defined]
+
+
+def clear(parameters: Any) -> None:
+    """No parameter has a `grad_sample`."""
+    for parameter in parameters:
+        if getattr(parameter, "grad_sample", None) is not None:
+            parameter.grad_sample = None
+
+
+def _mark(left: Any) -> Left | None:
+    last = left[-1] if isinstance(left, list) and left else left
+    found: Left | None = getattr(last, _MARK, None)
+    return found
+
+
+def _versions(parameters: Parameters) -> dict[int, int]:
+    return {id(p): p._version for p in parameters.values()}
+
+
+def _is_stale(left: Any, parameters: Parameters) -> bool:
+    """Whether a parameter has been written since: the gradients are those of other values."""
+    mark = _mark(left)
+    if mark is None:
+        return False
+    return any(mark.versions.get(key, version) != version for key, version in _versions(parameters).items())
+
+
+__all__ = ["Ticket", "begin", "clear", "deliver"]
