@@ -99,6 +99,9 @@ def _norms() -> dict[str, list[tuple[Any, ...]]]:
 def _others() -> dict[str, list[tuple[Any, ...]]]:
     x, ids, bit = real(3, 4), torch.tensor([2, 0, 1, 1]), real(3, 4) > 0
     return {
+        "_prelu_kernel_backward": [(x, x.cos(), real(3, 4).sin()), (x, x.cos(), real(3, 1).sin().expand(3, 4))],
+        "_fused_rms_norm_backward": [(x, x.cos(), [4], x.abs()[:, :1], None, [True, False])],
+        "_masked_softmax_backward": [(x, x.softmax(1), bit, 1)],
         "_int_mm": [(torch.arange(36).view(4, 9).char(), torch.arange(9).view(9, 1).char())],
         "_euclidean_dist": [(x, real(2, 4))],
         "_autocast_to_full_precision": [(x.half(), True, True)],

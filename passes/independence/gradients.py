@@ -285,6 +285,8 @@ def cdist_backward(op: Op) -> Answer:
     lead = [[f"n{d}" for d in range(len(op.out().shape) - v.ndim, len(op.out().shape) - 2)] for v in operands]
     last = (["i", "j"], ["i", "k"], ["j", "k"], ["i", "j"])
     labels = [[*a, *b] for a, b in zip(lead, last, strict=True)]
+    if op.out().dim is None and op.sampled():
+        raise op.refuse("its sum runs over the samples")
     return contraction(op, operands, labels, [f"n{d}" for d in range(len(op.out().shape) - 2)] + ["i", "k"])
 
 

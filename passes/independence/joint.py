@@ -51,9 +51,10 @@ class JointProver(Prover):
 
     def step(self, node: Node) -> None:
         """One node; with a loss, a number that depends on the batch size has no part in the gradient of a sample."""
-        found, _ = self.visit(node)
+        found, proof = self.visit(node)
         self.check(node, found)
         self.note(node, found)
+        facts.update(node, samples=found.axes, reduced=found.reduced, uniform=found.uniform, proof=proof)
         numbers = symbolic_values(node, self.batch) if self.with_loss and found.axes is not None else []
         if numbers:
             raise mixed(node, f"%{numbers[0].name} depends on the batch size, which is 1 for the loss of one sample",
