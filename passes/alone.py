@@ -7,6 +7,7 @@ the two could differ the code is run on single samples, and must give what the g
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -108,7 +109,10 @@ def _one(tensor: Tensor, dim: int | None, index: int) -> Tensor:
 def _undisturbed(inputs: Sequence[Tensor]) -> Iterator[None]:
     """The same random draws in each run, and none taken from the user's."""
     devices = list({t.device for t in inputs if t.device.type == "cuda"})
-    with torch.no_grad(), torch.inference_mode(False), torch.random.fork_rng(devices):
+    with (
+        torch.no_grad(), torch.inference_mode(False), torch.random.fork_rng(devices), warnings.catch_warnings(),
+    ):  # fmt: skip
+        warnings.simplefilter("ignore")
         torch.manual_seed(0)
         yield
 

@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 
 from psg_fx import facts
 from psg_fx.axes import positive
-from psg_fx.passes.independence import prove
+from psg_fx.passes.independence.prove import prove
 
 aten = torch.ops.aten
 _SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)

@@ -128,16 +128,16 @@ def _prove(gm: GraphModule, traced: GraphModule, known: dict[Node, Result]) -> N
     named = {n.name: n for n in gm.graph.nodes}
     by_output = {s.name: n for s, n in zip(facts.graph_facts(gm).outputs, facts.outputs(gm), strict=True)}
     for node in facts.placeholders(traced):
-        spec = facts.input_spec(node)
-        if spec.kind == "tangent" and (output := by_output[spec.name]) is not None:
+        given = facts.input_spec(node)
+        if given.kind == "tangent" and (output := by_output[given.name]) is not None:
             known[node] = Result(fact(output).samples)
     wanted: dict[Node, Any] = {}
-    for spec, node in zip(facts.graph_facts(traced).outputs, facts.outputs(traced), strict=True):
-        if spec.kind not in ("cotangent", "input_gradient") or node is None:
+    for spec, entry in zip(facts.graph_facts(traced).outputs, facts.outputs(traced), strict=True):
+        if spec.kind not in ("cotangent", "input_gradient") or entry is None:
             continue
         name, _, place = spec.name.rpartition(".") if spec.kind == "cotangent" else (spec.name, "", "0")
         axes = fact(named[name]).samples
-        wanted[node] = named[name], axes[int(place)] if isinstance(axes, tuple) else axes
+        wanted[entry] = named[name], axes[int(place)] if isinstance(axes, tuple) else axes
     prove_joint(traced, known, wanted)
 
 

@@ -149,7 +149,7 @@ class Trial:
 
     def largest(self, size: int) -> int:
         """The number of entries of the largest argument or output."""
-        nodes = [n for n in (self.node, *self.node.all_input_nodes)]
+        nodes = self.node, *self.node.all_input_nodes
         shapes = [facts.shape(t) for n in nodes for t in facts.tensors(n.meta.get("val"))]
         return max(torch.Size([facts.at(s, self.batch, size) for s in shape]).numel() for shape in shapes)
 

@@ -19,7 +19,7 @@ from psg_fx.passes.independence.table import Rule
 
 PIVOTED = ("linalg_lu_solve", "lu_solve", "lu_unpack")  # other pivots are read outside of memory
 UNSAFE = re.compile(
-    ".*(embedding|segment_reduce|pdist|masked_scatter|nll_loss2?d?|margin_loss|ctc_loss|attention)[a-z_]*_backward"
+    ".*(embedding|segment_reduce|pdist|masked_scatter|nll_loss2?d?|multi[a-z]*_margin_loss|ctc_loss|attention)[a-z_]*_backward"
 )
 PLAIN, SAME, NUMBER = "samples", "the same for all samples", "the number of the sample"
 
@@ -120,7 +120,8 @@ def safe(call: Call, placement: Placement) -> bool:
     if call.name == "_fft_c2r":
         return all(dim not in call.args[1] for _, dim in places)
     if call.name in PIVOTED:
-        return all(dim < v.ndim - (1 if v.dtype == torch.int32 else 2) for v, dim in places)
+        whole = call.name != "lu_unpack" or (len(set(placement.axes.values())) == 1 and len(placement.axes) == 2)
+        return whole and all(dim < v.ndim - (1 if v.dtype == torch.int32 else 2) for v, dim in places)
     if "batch_norm" in call.name:
         return set(placement.axes) == {0} and placement.axes[0].dim != 1
     if call.name in ("_cholesky_solve_helper", "_masked_softmax"):

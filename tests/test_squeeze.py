@@ -52,6 +52,7 @@ DIFFERENT: dict[str, tuple[tuple[int, ...], Loss]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Using a target size")
 @pytest.mark.parametrize("name", HARMLESS)
 def test_a_harmless_squeeze_is_answered_exactly(name: str) -> None:
     shape, loss = HARMLESS[name]
@@ -69,7 +70,9 @@ def test_a_squeeze_that_means_something_else_for_one_sample_is_refused(name: str
         psg_fx.transform(Net(*shape).double(), loss, backend="eager")(X, Y)
     place, _, rest = str(error.value).partition(";  ")
     line, _, rest = rest.partition("\n")
-    assert place == "squeeze treats a batch of one sample differently\n  where  %squeeze" + "_1" * ("number" in name and "dim by" in name)
+    assert place == "squeeze treats a batch of one sample differently\n  where  %squeeze" + "_1" * (
+        "number" in name and "dim by" in name
+    )
     assert line.startswith("test_squeeze.py:")
     assert rest == (
         "  why    it takes the sample dim of a batch of one, and what follows then means something else: the loss of a "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +20,6 @@ from psg_fx.errors import BadArgument, NotYetSupported, SamplesMixed
 from psg_fx.passes.batch import batch
 from psg_fx.trusted import _TRUSTED
 
-LINE = "test_trust.py:78: return self.last(self.op(self.first(x)))"
 X, Y = torch.randn(6, 4), torch.randint(3, (6,))
 
 
@@ -49,7 +49,9 @@ flipped_backward = define("flipped_backward", lambda x: 2 * x, lambda ctx, g: g.
 MIXING: dict[str, Any] = {
     "blocks of 64": define("blocks_of_64", lambda x: in_blocks(x, 64)),
     "blocks of 1000": define("blocks_of_1000", lambda x: in_blocks(x, 1000)),
-    "tiles of 64 rows": define("tiles", lambda x: torch.cat([t - t.mean(0) if len(t) == 64 else t for t in x.split(64)])),
+    "tiles of 64 rows": define(
+        "tiles", lambda x: torch.cat([t - t.mean(0) if len(t) == 64 else t for t in x.split(64)])
+    ),
     "large batches": define("large_batches", lambda x: x.flip(0) if len(x) > 100 else x),
     "large values": define("large_values", lambda x: x / x.norm() if x.abs().max() > 1e3 else x),
     "tiny values": define("tiny_values", lambda x: x / x.norm() if x.abs().max() < 1e-3 else x),
@@ -78,10 +80,13 @@ class Model(nn.Module):
         return self.last(self.op(self.first(x)))
 
 
+LINE = f"test_trust.py:{inspect.getsourcelines(Model.forward)[1] + 1}: return self.last(self.op(self.first(x)))"
+
+
 def text(op: Any, loss_fn: Any = F.cross_entropy) -> str:
     """The refusal of a model with the operator."""
+    step = psg_fx.transform(Model(op), loss_fn, backend="eager")
     with pytest.raises((NotYetSupported, SamplesMixed)) as error:
-        step = psg_fx.transform(Model(op), loss_fn, backend="eager")
         step(*((X, Y) if loss_fn else (X,)))
     return f"{type(error.value).__name__}: {error.value}"
 
@@ -97,7 +102,9 @@ def test_an_unknown_operator_needs_the_users_word() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [twice, torch.ops.trust_tests.twice, torch.ops.trust_tests.twice.default], ids=["def", "packet", "overload"]
+    "given",
+    [twice, torch.ops.trust_tests.twice, torch.ops.trust_tests.twice.default],
+    ids=["def", "packet", "overload"],
 )
 def test_with_it_the_step_is_exact(given: Any) -> None:
     assert psg_fx.trust(given) is given
@@ -225,10 +232,10 @@ def test_an_operator_composed_of_others_is_looked_into() -> None:
 
 RUNS: list[str] = []
 LIBRARY = torch.library.Library("trust_tests", "FRAGMENT")
-for _name, _schema in (("drawn", "(Tensor x) -> Tensor"), ("told", "(Tensor x) -> Tensor"), ("silent", "(Tensor x) -> ()"),
-                       ("written", "(Tensor(a!) x) -> Tensor")):  # fmt: skip
+SCHEMAS = {"drawn": "Tensor x", "told": "Tensor x", "silent": "Tensor x", "written": "Tensor(a!) x"}
+for _name, _arguments in SCHEMAS.items():
     _tags = (torch.Tag.nondeterministic_seeded,) if _name == "drawn" else ()
-    LIBRARY.define(_name + _schema, tags=_tags)
+    LIBRARY.define(f"{_name}({_arguments}) -> {'()' if _name == 'silent' else 'Tensor'}", tags=_tags)
     LIBRARY.impl(_name, lambda x, name=_name: RUNS.append(name), "CompositeExplicitAutograd")
 _register_effectful_op("trust_tests::told", _EffectType.ORDERED)
 

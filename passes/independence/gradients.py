@@ -27,7 +27,7 @@ def _together(op: Op, values: Sequence[Value | None], ndim: int) -> SampleAxis |
     return found
 
 
-def _only(op: Op, axis: SampleAxis | None, *wanted: bool) -> Answer:
+def _only(op: Op, axis: Answer, *wanted: bool) -> Answer:
     """The axis for the gradients of data; no gradient of a weight may be computed."""
     mask = op.raw("output_mask")
     if mask is not None and any(asked and not data for asked, data in zip(mask, wanted, strict=True)):
@@ -40,7 +40,7 @@ def _only(op: Op, axis: SampleAxis | None, *wanted: bool) -> Answer:
 _ELEMENTWISE = """
     hardshrink_backward hardsigmoid_backward hardswish_backward hardtanh_backward leaky_relu_backward elu_backward
     mish_backward softplus_backward softshrink_backward rrelu_with_noise_backward threshold_backward
-    _prelu_kernel_backward native_dropout_backward infinitely_differentiable_gelu_backward
+    _prelu_kernel_backward native_dropout_backward
 """
 
 
@@ -163,7 +163,7 @@ def rows_of(count: int, *names: str) -> Callable[[Op], Answer]:
 for _count, _names in (
     (1, """reflection_pad1d_backward replication_pad1d_backward upsample_nearest1d_backward upsample_linear1d_backward
            _upsample_nearest_exact1d_backward"""),
-    (2, """_adaptive_avg_pool2d_backward adaptive_max_pool2d_backward avg_pool2d_backward max_pool2d_backward
+    (2, """_adaptive_avg_pool2d_backward adaptive_max_pool2d_backward avg_pool2d_backward
            max_pool2d_with_indices_backward fractional_max_pool2d_backward reflection_pad2d_backward
            replication_pad2d_backward upsample_nearest2d_backward _upsample_nearest_exact2d_backward
            upsample_bilinear2d_backward upsample_bicubic2d_backward _upsample_bilinear2d_aa_backward

@@ -54,7 +54,9 @@ class JointProver(Prover):
         found, proof = self.visit(node)
         self.check(node, found)
         self.note(node, found)
-        facts.update(node, samples=found.axes, reduced=found.reduced, uniform=found.uniform, proof=proof)
+        facts.update(
+            node, samples=found.axes, reduced=found.reduced, uniform=found.uniform, index=found.index, proof=proof
+        )
         numbers = symbolic_values(node, self.batch) if self.with_loss and found.axes is not None else []
         if numbers:
             raise mixed(node, f"%{numbers[0].name} depends on the batch size, which is 1 for the loss of one sample",

@@ -287,5 +287,3 @@ def in_model(node: Node) -> bool:
     stack = node.meta.get("nn_module_stack") or {}
     names = [entry[0] for entry in stack.values() if isinstance(entry, tuple)]
     return any(name == "model" or name.startswith("model.") for name in names)
-
-

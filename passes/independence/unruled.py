@@ -26,9 +26,7 @@ _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional
 _REWRITE = "rewrite this line with other ops, or ask for a rule for this op"
 
 
-def without_rule(
-    node: Node, batch: sympy.Symbol, known: Mapping[Node, Result], notes: list[str]
-) -> tuple[Result, str]:
+def without_rule(node: Node, batch: sympy.Symbol, known: Mapping[Node, Result], notes: list[str]) -> tuple[Result, str]:
     """What is known of the value of an op that has no rule, and the name of the proof; or a refusal."""
     target = node.target
     refuse_effects(node)
@@ -36,7 +34,12 @@ def without_rule(
         raise _refusal(node, "it is not an operator", _REWRITE)
     if (graph := _written_out(node)) is not None:
         inputs = [known.get(n, Result()) for n in node.all_input_nodes]
-        found = proven(node, batch, graph, inputs, op_name(node))
+        try:
+            found = proven(node, batch, graph, inputs, op_name(node))
+        except NotYetSupported as error:
+            if target.namespace not in _TORCH:
+                raise
+            raise _refusal(node, "it has no rule that says how it treats the samples", _REWRITE) from error
         axes = tuple(r.axes for r in found)
         return _one(node, found) if isinstance(node.meta["val"], torch.Tensor) else Result(axes), "written out"  # type: ignore[arg-type]
     if torch.Tag.nondeterministic_seeded in target.tags:

@@ -202,6 +202,7 @@ def _range(op: Op, x: Value, dim: int) -> tuple[int, int]:
 
 
 def cut_bound(op: Op, given: Any, dim: int, end: int) -> int:
+    """A bound of a range of the sample dim as a multiple of B; `end` is that of the dim."""
     if isinstance(given, int):
         if given == 0:
             return 0

@@ -58,10 +58,8 @@ def convolution(op: Op) -> Answer:
             raise op.refuse(f"its argument %{sizes[0].name} depends on the batch size")
         return _by_rows(op)
     groups, own = op.number("groups", 1), SampleAxis(0, 1, weight.shape[0])
-    if (
-        op.raw("transposed", False) or x.axis != SampleAxis(1, 1, x.shape[1]) or weight.axis != own or (bias is not None and bias.axis != own)
-        or weight.shape[1] * groups != x.shape[1] or weight.shape[0] % groups
-    ):  # fmt: skip
+    apart = x.axis == SampleAxis(1, 1, x.shape[1]) and weight.axis == own and (bias is None or bias.axis == own)
+    if op.raw("transposed", False) or not apart or weight.shape[1] * groups != x.shape[1] or weight.shape[0] % groups:
         raise op.refuse("its groups are not those of single samples")
     return SampleAxis(1, 1, weight.shape[0])
 
@@ -119,7 +117,8 @@ def batch_norm(op: Op) -> Answer:
     x = _main(op)
     if x.axis is None:
         return None
-    if x.axis.dim == 1 and (channels := axes.moved(x.axis, 0)) and _by_channel(op, channels):
+    channels = axes.moved(x.axis, 0)
+    if x.axis.dim == 1 and _by_channel(op, channels):
         values = tensors(op.node.meta["val"])
         found = tuple(x.axis if v.ndim == x.ndim else channels if v.shape != (0,) else None for v in values)
         return found if isinstance(op.node.meta["val"], (tuple, list)) else x.axis

@@ -88,7 +88,9 @@ def custom_op_name(op: object) -> str | None:
 
 def has_effect(op: OpOverload) -> bool:
     """Whether an op is registered as one that does something beside computing its result."""
-    arguments = (op, (), {})[: len(inspect.signature(has_effects).parameters)]  # of the op alone since torch 2.10
+    arguments: tuple[Any, ...] = (op, (), {})[
+        : len(inspect.signature(has_effects).parameters)
+    ]  # of the op alone since torch 2.10
     return bool(has_effects(*arguments))
 
 
