@@ -154,7 +154,7 @@ def proven(gm: GraphModule) -> int:
     return count
 
 
-@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize("name", [name for name in APART if name != "assignment"])  # torch has no backward of aten.copy
 def test_a_program_that_is_apart_has_a_backward_that_is(name: str) -> None:
     joint(Around(APART[name]))
     joint(Around(APART[name]), with_loss=False)
