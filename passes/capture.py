@@ -206,6 +206,7 @@ def _flat(
             )  # fmt: skip
     notes = (exported.note,) if exported.note else ()
     data = {"constants": constants, "one_size": exported.one_size, "written": tuple(program.written)}
+    data["held"] = frozenset(held.values())
     gm.meta[facts.KEY] = GraphFacts(_batch_symbol(nodes), _outputs(exported, program), notes, data)
     return gm
 

@@ -7,6 +7,7 @@ batch size stays the one symbol.  Parameters do not require gradients here: no o
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from psg_fx.torch_private import preserve_node_meta
 from psg_fx.torch_private.tracer import remembering_fakes
 from psg_fx.tracing import trace
 
+from .independence import Result, prove_joint
 from .runner import graph_pass
 
 aten = torch.ops.aten
@@ -74,6 +76,8 @@ def differentiate(gm: GraphModule, input_gradients: tuple[bool, ...] = ()) -> Gr
     wanted = [i for i, asked in zip(inputs, input_gradients, strict=False) if asked]
     layout: list[OutputSpec] = []
 
+    forward: list[Node] = []
+
     def joint(*args: Any) -> tuple[Any, ...]:
         primals = list(args[: len(nodes)])
         for i in wanted:
@@ -86,15 +90,55 @@ def differentiate(gm: GraphModule, input_gradients: tuple[bool, ...] = ()) -> Gr
             extra = [primals[i] for i in wanted]
             gradients = _gradients(heads, seeds, [t for _, outs in taps.seen.values() for t in outs] + extra)
         layout[:], flat = _layout(info.outputs, taps.seen, gradients, [nodes[i].name for i in wanted])
-        return (*results, *flat)
+        forward[:] = [n for n, v in taps.env.items() if n.op != "output" and isinstance(v, (torch.Tensor, tuple, list))]
+        return (*results, *flat, *facts.tensors([taps.env[n] for n in forward]))
 
     with preserve_node_meta(), remembering_fakes(values[0].fake_mode, gm.graph):
         traced = trace(joint, [*values, *tangents])
+    known = _known(traced, forward, len(layout))
     _describe(traced, nodes, [info.outputs[i].name for i in roots] if not with_loss else [])
     traced.meta[facts.KEY] = dataclasses.replace(
         info, outputs=tuple(layout), data={**info.data, "sites": _sites(gm, traced, layout)}
     )
+    _prove(gm, traced, known)
     return traced
+
+
+def _known(traced: GraphModule, forward: list[Node], count: int) -> dict[Node, Result]:
+    """What is known of the values of the forward, by the nodes that hold them: the outputs after the first `count`,
+    which are taken away.
+    """
+    out = traced.graph.output_node()
+    found: dict[Node, Result] = {}
+    rest = iter(facts.outputs(traced)[count:])
+    for node in forward:
+        of = fact(node)
+        axes = of.samples if isinstance(of.samples, tuple) else itertools.repeat(of.samples)
+        values = node.meta["val"]
+        for value, axis in zip(values if isinstance(values, (tuple, list)) else [values], axes, strict=False):
+            if isinstance(value, torch.Tensor) and isinstance(holder := next(rest), Node):
+                found.setdefault(holder, Result(axis, of.uniform, of.index, of.reduced))
+    out.args = (tuple(facts.outputs(traced)[:count]),)
+    traced.graph.eliminate_dead_code()
+    return found
+
+
+def _prove(gm: GraphModule, traced: GraphModule, known: dict[Node, Result]) -> None:
+    """The samples lie in every cotangent where they lie in the value it belongs to."""
+    named = {n.name: n for n in gm.graph.nodes}
+    by_output = {s.name: n for s, n in zip(facts.graph_facts(gm).outputs, facts.outputs(gm), strict=True)}
+    for node in facts.placeholders(traced):
+        given = facts.input_spec(node)
+        if given.kind == "tangent" and (output := by_output[given.name]) is not None:
+            known[node] = Result(fact(output).samples)
+    wanted: dict[Node, Any] = {}
+    for spec, entry in zip(facts.graph_facts(traced).outputs, facts.outputs(traced), strict=True):
+        if spec.kind not in ("cotangent", "input_gradient") or entry is None:
+            continue
+        name, _, place = spec.name.rpartition(".") if spec.kind == "cotangent" else (spec.name, "", "0")
+        axes = fact(named[name]).samples
+        wanted[entry] = named[name], axes[int(place)] if isinstance(axes, tuple) else axes
+    prove_joint(traced, known, wanted)
 
 
 def _normalized(

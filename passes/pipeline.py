@@ -15,6 +15,7 @@ from psg_fx.program.ambient import without_autocast
 from psg_fx.quantity import Quantity
 from psg_fx.stages import Stage, verify
 
+from .alone import Alone
 from .batch import batch
 from .capture import Program, capture
 from .differentiate import differentiate
@@ -37,18 +38,19 @@ def run_pipeline(
 ) -> GraphModule:  # fmt: skip
     """From a model and a loss to a lowered graph; every stage on the way is kept in `history`."""
     gm = record_capture(program, call, tracked, history)
+    alone = Alone(program, call)
     with without_autocast():
-        gm = _passes(gm, call, quantities, dtype, device, history, input_gradients, budget)
+        gm = _passes(gm, alone, call, quantities, dtype, device, history, input_gradients, budget)
     name, seconds = type(program.model).__name__, sum(step.seconds for step in history.steps)
     log.info("%s: captured, planned and lowered in %.1f s, %d nodes", name, seconds, len(gm.graph.nodes))
     return gm
 
 
 def _passes(
-    gm: GraphModule, call: Call, quantities: Sequence[Quantity], dtype: torch.dtype, device: Device, history: History,
-    input_gradients: tuple[bool, ...], budget: Budget | None,
+    gm: GraphModule, alone: Alone, call: Call, quantities: Sequence[Quantity], dtype: torch.dtype, device: Device,
+    history: History, input_gradients: tuple[bool, ...], budget: Budget | None,
 ) -> GraphModule:  # fmt: skip
-    gm = run(BATCH, gm, history)
+    gm = run(BATCH, gm, history, alone=alone)
     gm = run(UNREDUCE, gm, history)
     gm = run(find_sites, gm, history)
     gm = run(differentiate, gm, history, input_gradients=input_gradients)

@@ -10,6 +10,7 @@ from psg_fx.errors import BadArgument, CaptureFailed, InternalError, NotYetSuppo
 from psg_fx.microbatch import microbatch
 from psg_fx.products import Dots, Gram, Projection, SecondMoment
 from psg_fx.quantity import Grads, MeanGrad, Norms, Quantity, WeightedSum
+from psg_fx.trusted import trust
 
 __version__ = "0.1.0"
 
@@ -35,4 +36,5 @@ __all__ = [
     "calibrate",
     "microbatch",
     "transform",
+    "trust",
 ]

@@ -73,6 +73,7 @@ class Fact:
 
     samples: where the samples lie (set by batch).
     reduced: the value is reduced over the samples; only the loss may consume it (set by batch, gone after unreduce).
+    uniform, index: all samples hold the same; the values are the numbers of the samples (set by batch).
     proof: which argument shows that the op keeps the samples apart ("elementwise", "view", "linear", "probed", ...).
     params: names of the tracked parameters the value is derived from, when it carries no samples (set by sites).
     site: the name of the site this node is (set by sites).
@@ -80,6 +81,8 @@ class Fact:
 
     samples: Axes = None
     reduced: bool = False
+    uniform: bool = False
+    index: bool = False
     proof: str = ""
     params: frozenset[str] = frozenset()
     site: str = ""

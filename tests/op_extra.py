@@ -98,7 +98,28 @@ def _norms() -> dict[str, list[tuple[Any, ...]]]:
 
 def _others() -> dict[str, list[tuple[Any, ...]]]:
     x, ids, bit = real(3, 4), torch.tensor([2, 0, 1, 1]), real(3, 4) > 0
+    image, only = real(1, 2, 5, 4), [True, False, False]
     return {
+        "_upsample_bicubic2d_aa_backward": [(image, [5, 4], [1, 2, 4, 3], False)],
+        "_upsample_lanczos2d_aa_backward": [(image, [5, 4], [1, 2, 4, 3], False)],
+        "_upsample_nearest_exact3d_backward": [(real(1, 2, 5, 4, 3), [5, 4, 3], [1, 2, 4, 3, 2])],
+        "affine_grid_generator_backward": [(real(1, 4, 4, 2), [1, 2, 4, 4], False)],
+        "fake_quantize_per_tensor_affine": [(x, 0.1, 0, -8, 7)],
+        "fake_quantize_per_tensor_affine_cachemask": [(x, 0.1, 0, -8, 7)],
+        "binary_cross_entropy_backward": [(x, x.sigmoid(), bit.double(), None, 0)],
+        "mse_loss_backward": [(x, x.cos(), x.sin(), 0)],
+        "smooth_l1_loss_backward": [(x, x.cos(), x.sin(), 0, 1.0)],
+        "huber_loss_backward": [(x, x.cos(), x.sin(), 0, 1.0)],
+        "soft_margin_loss_backward": [(x, x.cos(), bit.double(), 0)],
+        "convolution_backward": [
+            (real(1, 3, 3, 3), image, real(3, 2, 3, 2), [3], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, only)
+        ],
+        "native_group_norm_backward": [(image, image.cos(), real(1, 2), real(1, 2).abs(), real(2), 1, 2, 20, 2, only)],
+        "slice_backward": [(real(3, 2), [3, 4], 1, 1, 3, 1), (real(2, 3), [4, 3], 0, 1, 3, 1)],
+        "diagonal_backward": [(real(3, 2), [3, 2, 4], 0, 1, 2), (real(3, 2), [2, 3, 4], 1, 0, 2)],
+        "_prelu_kernel_backward": [(x, x.cos(), real(3, 4).sin()), (x, x.cos(), real(3, 1).sin().expand(3, 4))],
+        "_fused_rms_norm_backward": [(x, x.cos(), [4], x.abs()[:, :1], None, [True, False])],
+        "_masked_softmax_backward": [(x, x.softmax(1), bit, 1)],
         "_int_mm": [(torch.arange(36).view(4, 9).char(), torch.arange(9).view(9, 1).char())],
         "_euclidean_dist": [(x, real(2, 4))],
         "_autocast_to_full_precision": [(x.half(), True, True)],

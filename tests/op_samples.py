@@ -6,6 +6,7 @@ keeps whole as well as those that they are made of.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import types
@@ -159,6 +160,9 @@ def recorded() -> Mapping[OpOverload, list[Call]]:
                         function()
                     except Exception:  # an operator that this machine or this dtype lacks
                         continue
+            for function in backward_passes(info):
+                with Parts(notes), contextlib.suppress(Exception):
+                    function()
     ops = [*notes.own, *(op for op in notes.met if op not in notes.own)]
     found = {op: [*notes.own.get(op, {}).values(), *notes.met.get(op, {}).values()] for op in ops}
     return {op: calls[:KEPT] for op, calls in found.items() if calls}
@@ -173,3 +177,23 @@ def programs(info: Any) -> Iterator[Callable[[], Any]]:
         if count >= INPUTS:
             return
         yield functools.partial(info.op, sample.input, *sample.args, **sample.kwargs)
+
+
+def backward_passes(info: Any) -> Iterator[Callable[[], Any]]:
+    """The backward of each input of one entry of `op_db`."""
+    if torch.float64 not in info.supported_backward_dtypes("cpu"):
+        return
+    for count, sample in enumerate(info.sample_inputs_func(info, "cpu", torch.float64, True)):
+        if count >= INPUTS:
+            return
+        try:
+            found = pytree.tree_leaves(info.op(sample.input, *sample.args, **sample.kwargs))
+        except Exception:
+            continue
+        outputs = [o for o in found if isinstance(o, Tensor) and o.requires_grad and o.layout is torch.strided]
+        if outputs:
+            yield functools.partial(_backward, outputs)
+
+
+def _backward(outputs: list[Tensor]) -> None:
+    torch.autograd.backward(outputs, [o.detach().cos() for o in outputs])

@@ -18,6 +18,9 @@ from psg_fx.facts import SampleAxis
 from psg_fx.passes.independence.table import Rule
 
 PIVOTED = ("linalg_lu_solve", "lu_solve", "lu_unpack")  # other pivots are read outside of memory
+UNSAFE = re.compile(
+    ".*(embedding|segment_reduce|pdist|masked_scatter|nll_loss2?d?|multi[a-z]*_margin_loss|ctc_loss|attention)[a-z_]*_backward"
+)
 PLAIN, SAME, NUMBER = "samples", "the same for all samples", "the number of the sample"
 
 
@@ -111,11 +114,14 @@ def by_schema(call: Call) -> Iterator[tuple[Any, Any]]:
 
 def safe(call: Call, placement: Placement) -> bool:
     """Some operators do not check the sizes of their arguments and would read outside of memory."""
+    if UNSAFE.match(call.name):
+        return False
     places = [(call.leaves()[0][k], axis.dim) for k, axis in placement.axes.items()]
     if call.name == "_fft_c2r":
         return all(dim not in call.args[1] for _, dim in places)
     if call.name in PIVOTED:
-        return all(dim < v.ndim - (1 if v.dtype == torch.int32 else 2) for v, dim in places)
+        whole = call.name != "lu_unpack" or (len(set(placement.axes.values())) == 1 and len(placement.axes) == 2)
+        return whole and all(dim < v.ndim - (1 if v.dtype == torch.int32 else 2) for v, dim in places)
     if "batch_norm" in call.name:
         return set(placement.axes) == {0} and placement.axes[0].dim != 1
     if call.name in ("_cholesky_solve_helper", "_masked_softmax"):
@@ -124,6 +130,13 @@ def safe(call: Call, placement: Placement) -> bool:
         return 0 in placement.axes
     if "flash_attention" in call.name:
         return len({a for k, a in placement.axes.items() if k < 3}) == 1 and {0, 1, 2} <= set(placement.axes)
+    if "_backward" in call.name and call.name != "_cdist_backward":
+        leaves = call.leaves()[0]
+        least = 2 if "group_norm" in call.name else leaves[0].ndim
+        same = [k for k, v in enumerate(leaves) if isinstance(v, Tensor) and v.ndim >= min(least, leaves[0].ndim)]
+        if "convolution" in call.name:
+            same = same[:2]
+        return set(same) <= set(placement.axes) and len({placement.axes[k].dim for k in same}) == 1
     if call.name == "native_group_norm":
         return list(placement.axes) == [0] and placement.axes[0].dim == 0 and placement.sized == (3,)
     return True

@@ -32,7 +32,9 @@ UNTRIED = {
         _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
         _scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable cudnn_convolution
         cudnn_convolution_transpose miopen_convolution cudnn_batch_norm miopen_batch_norm conv_depthwise3d
-        _conv_depthwise2d _masked_scale
+        _conv_depthwise2d _masked_scale _scaled_dot_product_flash_attention_backward
+        _scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention_backward
+        _scaled_dot_product_fused_attention_overrideable_backward cudnn_batch_norm_backward miopen_batch_norm_backward
     """,
     "refuses all samples": """
         kron chain_matmul linalg_multi_dot addbmm block_diag cartesian_prod _weight_norm _weight_norm_interface
@@ -44,13 +46,20 @@ UNTRIED = {
         multilabel_margin_loss_forward ctc_loss _ctc_loss as_strided as_strided_copy as_strided_scatter set resize
         embedding_renorm embedding_bag _embedding_bag _embedding_bag_forward_only lstm gru rnn_tanh rnn_relu
         _batch_norm_with_update _batch_norm_with_update_functional _native_batch_norm_legit
-        linalg_householder_product linalg_lu_solve lu_solve
+        linalg_householder_product ormqr
+        embedding_dense_backward embedding_backward _embedding_bag_backward _embedding_bag_dense_backward
+        _embedding_bag_per_sample_weights_backward _pdist_backward _segment_reduce_backward masked_scatter_backward
+        nll_loss_backward nll_loss2d_backward multi_margin_loss_backward multilabel_margin_loss_backward
+        _ctc_loss_backward
     """,
+    "the samples lie in its channels, which no trial does": "native_batch_norm_backward batch_norm_backward",
     "writes into an argument, so it is never asked": "rrelu_with_noise",
     "its size is never a multiple of B": "range",
     "stands for operators of other libraries": "<custom>",
     "always a reduction over the samples, which claims no place": "dot vdot dist",
-    "its kernel reads outside of memory where the arguments do not fit": "linalg_ldl_solve",
+    "its kernel reads outside of memory where the arguments do not fit": """
+        linalg_ldl_solve _scaled_dot_product_flash_attention_for_cpu_backward
+    """,
 }
 
 

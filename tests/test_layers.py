@@ -14,7 +14,7 @@ LAYERS = [
         "copies", "errors", "formulas", "grad_samples", "layout", "cost", "measure", "outputs", "progress", "quiet",
         "recurrence", "torch_private", "tracing",
     },
-    {"facts", "lives", "network", "each", "arguments", "custom", "program"},
+    {"facts", "lives", "network", "each", "arguments", "custom", "program", "trusted"},
     {"axes", "sites", "methods"},
     {"gradient", "paths", "state", "prefixes", "overlap"},
     {"asks", "crossover"},

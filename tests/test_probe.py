@@ -1,4 +1,4 @@
-"""Ops without an independence rule are tried out on random values; where there is a rule, the trial agrees with it."""
+"""Torch's ops have rules or are composed of ops that have; where there is a rule, trying it out agrees with it."""
 
 import pytest
 import torch
@@ -6,26 +6,33 @@ from torch import Tensor
 
 from graphs import captured
 from psg_fx import facts
-from psg_fx.errors import SamplesMixed
+from psg_fx.errors import NotYetSupported, SamplesMixed
 from psg_fx.facts import SampleAxis
 from psg_fx.passes.batch import batch
 from psg_fx.passes.probe import probe
-from test_batch import APART, Program
+from test_batch import APART
 
 
-def unruled(function: Program, monkeypatch: pytest.MonkeyPatch, *names: str) -> torch.fx.GraphModule:
+def test_an_op_of_torch_without_a_rule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is neither tried out nor taken on anyone's word."""
     from psg_fx.passes.independence import table
 
-    monkeypatch.setattr(table, "RULES", {k: v for k, v in table.RULES.items() if k.split(".")[0] not in names})
-    return batch(captured(function, None, (torch.randn(4, 6),)))
+    monkeypatch.setattr(table, "RULES", {k: v for k, v in table.RULES.items() if k != "cumsum"})
+    with pytest.raises(NotYetSupported) as error:
+        batch(captured(lambda x: x.cumsum(1), None, (torch.randn(4, 6),)))
+    assert error.value.what == "aten.cumsum cannot be shown to keep samples apart"
+    assert error.value.why == "it has no rule that says how it treats the samples"
 
 
-def test_an_op_without_a_rule_is_tried_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    gm = unruled(lambda x: x.cumsum(1).view(-1, 3).cumsum(1), monkeypatch, "cumsum")
-    assert [facts.fact(n).proof for n in gm.graph.nodes if "cumsum" in n.name] == ["probed", "probed"]
-    assert facts.graph_facts(gm).notes[0].startswith("aten.cumsum (%cumsum) has no rule")
-    with pytest.raises(SamplesMixed, match="tried out on random values"):
-        unruled(lambda x: x.cumsum(0), monkeypatch, "cumsum")
+def test_an_op_composed_of_others_needs_no_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    from psg_fx.passes.independence import table
+
+    names = ("matmul", "softmax", "renorm")
+    monkeypatch.setattr(table, "RULES", {k: v for k, v in table.RULES.items() if k not in names})
+    gm = batch(captured(lambda x: (x @ torch.ones(6, 6)).softmax(1).renorm(2, 0, 1.0), None, (torch.randn(4, 6),)))
+    assert [facts.fact(n).proof for n in gm.graph.nodes if n.name in names] == ["written out"] * 3
+    with pytest.raises(SamplesMixed, match=r"in aten\.softmax: aten\._softmax mixes samples"):
+        batch(captured(lambda x: x.softmax(0), None, (torch.randn(4, 6),)))
 
 
 def test_rules_agree_with_the_trial() -> None:

@@ -146,7 +146,7 @@ def symbolic(single: tuple[int, ...], whole: tuple[int, ...], dtype: torch.dtype
 def symbolic_size(single: int, whole: int) -> Any:
     """A size as c·B + a; B² where no whole numbers fit, since no rule may accept either."""
     batch, slope = shapes()[1], (whole - single) // (SIZE - 1)
-    if slope * (SIZE - 1) != whole - single or single < slope:
+    if slope * (SIZE - 1) != whole - single or single < slope or slope < 0:
         return batch * batch
     return slope * batch + (single - slope) if slope else single
 

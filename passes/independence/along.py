@@ -145,7 +145,7 @@ _SQUARE = """
     linalg_cholesky linalg_cholesky_ex cholesky cholesky_inverse linalg_eigh _linalg_eigh linalg_eigvalsh linalg_eig
     linalg_eigvals _linalg_eigvals linalg_svd _linalg_svd linalg_svdvals linalg_qr qr linalg_pinv pinverse matrix_exp
     linalg_matrix_exp linalg_matrix_power matrix_power linalg_lu linalg_lu_factor linalg_lu_factor_ex linalg_cond
-    linalg_matrix_rank
+    linalg_matrix_rank geqrf linalg_ldl_factor linalg_ldl_factor_ex
 """
 rule(*_SQUARE.split(), proof="trailing dims")(trailing(2, "it works on"))
 rule("constant_pad_nd", "pad", "_pad_enum", "_pad_circular", proof="trailing dims")(
@@ -168,7 +168,7 @@ def diag_embed(op: Op) -> Answer:
 
 _SOLVES = """
     linalg_solve linalg_solve_ex _linalg_solve_ex linalg_solve_triangular triangular_solve cholesky_solve
-    _cholesky_solve_helper linalg_lu_solve lu_solve linalg_lstsq linalg_ldl_solve linalg_householder_product
+    _cholesky_solve_helper linalg_lstsq linalg_ldl_solve linalg_householder_product ormqr
 """
 
 
@@ -181,6 +181,40 @@ def solve(op: Op) -> Answer:
     if len({v.ndim for v in op.values()}) > 1:
         raise op.unsupported("its arguments have different numbers of dims")
     return Result(broadcast(op, values, values[0].ndim).axes) if values else None
+
+
+@rule("lu_unpack", proof="trailing dims")
+def lu_unpack(op: Op) -> Answer:
+    """P, L, U `[n.., :, :]` of LU `[n.., :, :]` and pivots `[n.., :]`; what is not asked for is empty."""
+    lu, pivots = op.need("LU_data"), op.need("LU_pivots")
+    if lu.axis is None and pivots.axis is None:
+        return None
+    if lu.axis is None or lu.axis != pivots.axis or lu.axis.dim >= lu.ndim - 2:
+        raise op.refuse("its matrices run over the sample dim")
+    return tuple(None if out.shape == (0,) else lu.axis for out in op.outputs())
+
+
+@rule("linalg_lu_solve", "lu_solve", proof="trailing dims")
+def lu_solve(op: Op) -> Answer:
+    """Matrices in the last two dims, pivots in the last one, the same leading dims in all."""
+    lu, pivots = (op.value(n) or op.need(m) for n, m in (("LU", "LU_data"), ("pivots", "LU_pivots")))
+    right = op.value("B") or op.need("self")
+    if not op.sampled():
+        return None
+    if lu.axis is None or lu.axis.dim >= lu.ndim - 2 or {lu.axis} != {pivots.axis, right.axis}:
+        raise op.refuse("its matrices run over the sample dim, or not all of them carry samples")
+    if lu.ndim != right.ndim:
+        raise op.unsupported("its arguments have different numbers of dims")
+    return lu.axis
+
+
+@rule("renorm", proof="norm of each row")
+def renorm(op: Op) -> Answer:
+    """Each index of `dim` is scaled by the norm over all other dims."""
+    x = op.need("self")
+    if x.axis is not None and x.axis.dim != op.dim("dim", x.ndim):
+        raise op.refuse(f"its norms run over dim {x.axis.dim}, the sample dim")
+    return x.axis
 
 
 @rule("searchsorted", proof="along another dim")

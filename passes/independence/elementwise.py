@@ -16,7 +16,8 @@ _UNTAGGED = """
     special_gammainc special_gammaincc special_gammaln special_i0 special_log1p special_logit special_ndtr
     special_polygamma special_psi special_round special_sinc special_xlogy subtract to _to_copy type_as
     poisson binomial rrelu_with_noise rrelu_with_noise_functional _add_relu where native_dropout dropout
-    alpha_dropout bernoulli _autocast_to_full_precision _autocast_to_reduced_precision
+    alpha_dropout bernoulli masked_fill cauchy geometric log_normal fake_quantize_per_tensor_affine_cachemask
+    fake_quantize_per_tensor_affine _autocast_to_full_precision _autocast_to_reduced_precision
 """
 _KEEPS_INDEX = "alias clone contiguous detach lift_fresh lift_fresh_copy to _to_copy type_as"
 

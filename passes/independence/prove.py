@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from psg_fx import facts
 from psg_fx.axes import Misfit, single
-from psg_fx.errors import InternalError, NotYetSupported, locate, source_line
+from psg_fx.errors import InternalError, locate, source_line
 from psg_fx.facts import SampleAxis
 from psg_fx.passes.independence import (  # noqa: F401  (they fill the table)
     along,
@@ -20,6 +20,7 @@ from psg_fx.passes.independence import (  # noqa: F401  (they fill the table)
     elementwise,
     factories,
     functions,
+    gradients,
     indexing,
     joins,
     recurrence,
@@ -28,18 +29,17 @@ from psg_fx.passes.independence import (  # noqa: F401  (they fill the table)
     windows,
 )
 from psg_fx.passes.independence.table import Rule, find
+from psg_fx.passes.independence.unruled import no_graph_inside, refuse_effects, without_rule
 from psg_fx.passes.independence.values import (
     REDUCED,
     Op,
     Result,
-    is_symbolic,
     mixed,
     no_place,
     op_name,
     symbolic_sizes,
     tensors,
 )
-from psg_fx.passes.probe import probe
 
 _NUMBERS = "it computes with the numbers of the samples (arange over the batch), which one sample alone lacks"
 _STATISTIC = "a statistic over the batch makes each sample's loss depend on the others; take it within a sample"
@@ -85,11 +85,17 @@ class Prover:
                 break
             found, proof = self.visit(node)
             self.check(node, found)
-            self.known[node] = found
-            if found.reduced:
-                inputs = [self.origin[n] for n in node.all_input_nodes if n in self.origin]
-                self.origin[node] = inputs[0] if inputs else node
-            facts.update(node, samples=found.axes, reduced=found.reduced, proof=proof)
+            self.note(node, found)
+            facts.update(
+                node, samples=found.axes, reduced=found.reduced, uniform=found.uniform, index=found.index, proof=proof
+            )
+
+    def note(self, node: Node, found: Result) -> None:
+        """Keep what is known of a node, and where it was first reduced."""
+        self.known[node] = found
+        if found.reduced:
+            inputs = [self.origin[n] for n in node.all_input_nodes if n in self.origin]
+            self.origin[node] = inputs[0] if inputs else node
 
     def visit(self, node: Node) -> tuple[Result, str]:
         """What is known of the value of a node, and the name of the proof."""
@@ -101,12 +107,7 @@ class Prover:
         if node.op == "get_attr":
             return Result(), "constant"
         if node.op != "call_function" or isinstance(node.target, torch._ops.HigherOrderOperator):
-            raise NotYetSupported(
-                f"{op_name(node)} holds a graph of its own, which is not looked into",
-                where=locate(node),
-                why="only flat graphs of ATen ops are proven sample by sample",
-                fix="write this part of the model without control flow, contexts or custom operators",
-            )
+            raise no_graph_inside(node)
         if node.target is operator.getitem:
             return self.getitem(node)
         if not tensors(node.meta.get("val")):
@@ -124,6 +125,7 @@ class Prover:
 
     def number(self, node: Node) -> Result:
         """Sizes and asserts; a number read out of a tensor (`.item()`) that knows the samples is refused."""
+        refuse_effects(node)
         value = node.meta.get("val")
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)):
             for source in node.all_input_nodes:
@@ -151,7 +153,7 @@ class Prover:
             return Result(), "no samples"
         if rule is None:
             self.refuse_numbers(node)
-            return probe(node, self.batch, {n: self.known[n].axes for n in inputs}, self.notes), "probed"
+            return without_rule(node, self.batch, {n: self.known[n] for n in inputs}, self.notes)
         return self.apply(node, rule), rule.proof
 
     def like_reduced(self, node: Node, inputs: list[Node]) -> bool:
@@ -286,6 +288,3 @@ def in_model(node: Node) -> bool:
     stack = node.meta.get("nn_module_stack") or {}
     names = [entry[0] for entry in stack.values() if isinstance(entry, tuple)]
     return any(name == "model" or name.startswith("model.") for name in names)
-
-
-__all__ = ["Prover", "in_model", "is_symbolic", "prove"]

@@ -195,13 +195,14 @@ def _range(op: Op, x: Value, dim: int) -> tuple[int, int]:
     """The range as multiples of B; a bound without B is only allowed at 0 and at the end."""
     if op.raw("step", 1) != 1:
         raise op.refuse(f"it takes every {op.raw('step')}th row of dim {dim}, the sample dim", _ONE)
-    first = _bound(op, op.raw("start", 0), dim, x.layout.factor)
+    first = cut_bound(op, op.raw("start", 0), dim, x.layout.factor)
     if "length" in op.args:
-        return first, first + _bound(op, op.raw("length"), dim, x.layout.factor)
-    return first, min(_bound(op, op.raw("end", 2**62), dim, x.layout.factor), x.layout.factor)
+        return first, first + cut_bound(op, op.raw("length"), dim, x.layout.factor)
+    return first, min(cut_bound(op, op.raw("end", 2**62), dim, x.layout.factor), x.layout.factor)
 
 
-def _bound(op: Op, given: Any, dim: int, end: int) -> int:
+def cut_bound(op: Op, given: Any, dim: int, end: int) -> int:
+    """A bound of a range of the sample dim as a multiple of B; `end` is that of the dim."""
     if isinstance(given, int):
         if given == 0:
             return 0

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from psg_fx import axes
 from psg_fx.facts import SampleAxis
 from psg_fx.passes.independence.along import trailing
 from psg_fx.passes.independence.table import Answer, rule
-from psg_fx.passes.independence.values import Op, Value, broadcast, symbolic_sizes
+from psg_fx.passes.independence.values import Op, Value, broadcast, symbolic_sizes, tensors
 
 
 def _main(op: Op) -> Value:
@@ -39,7 +40,7 @@ def _kernel(op: Op, _: Value) -> int:
 
 
 _CONVOLUTIONS = """
-    convolution _convolution _convolution_mode conv_transpose1d conv_transpose2d conv_transpose3d
+    _convolution _convolution_mode conv_transpose1d conv_transpose2d conv_transpose3d
     thnn_conv2d _slow_conv2d_forward slow_conv3d conv_depthwise3d _conv_depthwise2d mkldnn_convolution cudnn_convolution
     cudnn_convolution_transpose miopen_convolution slow_conv_dilated2d slow_conv_transpose2d
 """
@@ -47,7 +48,7 @@ _by_rows = leading(_kernel, "its sum runs over")
 rule(*_CONVOLUTIONS.split(), proof="convolution")(_by_rows)
 
 
-@rule("conv1d", "conv2d", "conv3d", proof="convolution", sizes=True)
+@rule("conv1d", "conv2d", "conv3d", "convolution", proof="convolution", sizes=True)
 def convolution(op: Op) -> Answer:
     """The samples are rows of x, or groups of its channels: x `[N, B·C, ..]`, kernels `[B·O, C/g, ..]`, B·g groups."""
     x, weight, bias = _main(op), op.need("weight"), op.value("bias")
@@ -57,10 +58,8 @@ def convolution(op: Op) -> Answer:
             raise op.refuse(f"its argument %{sizes[0].name} depends on the batch size")
         return _by_rows(op)
     groups, own = op.number("groups", 1), SampleAxis(0, 1, weight.shape[0])
-    if (
-        x.axis != SampleAxis(1, 1, x.shape[1]) or weight.axis != own or (bias is not None and bias.axis != own)
-        or weight.shape[1] * groups != x.shape[1] or weight.shape[0] % groups
-    ):  # fmt: skip
+    apart = x.axis == SampleAxis(1, 1, x.shape[1]) and weight.axis == own and (bias is None or bias.axis == own)
+    if op.raw("transposed", False) or not apart or weight.shape[1] * groups != x.shape[1] or weight.shape[0] % groups:
         raise op.refuse("its groups are not those of single samples")
     return SampleAxis(1, 1, weight.shape[0])
 
@@ -111,10 +110,18 @@ _BATCH_NORMS = """
 
 @rule(*_BATCH_NORMS.split(), proof="running statistics")
 def batch_norm(op: Op) -> Answer:
-    """y[b, c, ..] = (x - running_mean[c]) / σ[c] · γ[c] + β[c]; in training its statistics are those of the batch."""
+    """y[b, c, ..] = (x - running_mean[c]) / σ[c] · γ[c] + β[c]; in training its statistics are those of the batch.
+
+    Instance norm is that of `[1, B·C, ..]`: each channel belongs to one sample, and so do its statistics.
+    """
     x = _main(op)
     if x.axis is None:
         return None
+    channels = axes.moved(x.axis, 0)
+    if x.axis.dim == 1 and _by_channel(op, channels):
+        values = tensors(op.node.meta["val"])
+        found = tuple(x.axis if v.ndim == x.ndim else channels if v.shape != (0,) else None for v in values)
+        return found if isinstance(op.node.meta["val"], (tuple, list)) else x.axis
     training = not op.name.endswith(("no_training", "no_update")) and (
         op.raw("training", op.raw("train", True)) or op.raw("running_mean") is None
     )
@@ -131,6 +138,13 @@ def batch_norm(op: Op) -> Answer:
         raise op.unsupported("its statistics carry samples")
     values = op.node.meta["val"]
     return (x.axis, *(None for _ in values[1:])) if isinstance(values, (tuple, list)) else x.axis
+
+
+def _by_channel(op: Op, channels: SampleAxis) -> bool:
+    """Whether all that it knows of a channel belongs to the sample of the channel; it has no running statistics."""
+    if op.name.endswith(("functional", "with_update")) or op.raw("running_mean") is not None:
+        return False
+    return all(v.axis == channels for v in op.values() if v.ndim == 1)
 
 
 @rule("instance_norm", proof="norm of each row of dims 0 and 1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 import threading
 import traceback
@@ -13,10 +14,12 @@ from typing import Any
 
 import torch
 from torch._C._dynamo.guards import TensorGuards
-from torch._decomp import core_aten_decompositions
+from torch._decomp import core_aten_decompositions, decomposition_table
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.source import ConstantSource
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._higher_order_ops.effects import has_effects
+from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import disable_fake_tensor_cache
@@ -38,8 +41,10 @@ __all__ = [
     "autocast_key",
     "compilations",
     "core_decompositions",
+    "custom_op_name",
     "empty_strided_cpu",
     "fake_batch",
+    "has_effect",
     "inductor_modes",
     "marked_dynamic",
     "module_without_code",
@@ -49,6 +54,7 @@ __all__ = [
     "own_attributes",
     "partition",
     "preserve_node_meta",
+    "python_decomposition",
     "symbolic_inputs",
     "tensor_guards",
     "traced_without_code",
@@ -64,6 +70,27 @@ __all__ = [
 def core_decompositions() -> Mapping[OpOverload, Callable[..., Any]]:
     """Torch's decompositions into core ATen ops."""
     return dict(core_aten_decompositions())
+
+
+def python_decomposition(op: OpOverload) -> Callable[..., Any] | None:
+    """What computes a composite op by others: its composite kernel, or a function from torch's table."""
+    if op._can_decompose():
+        return op.decompose
+    found: Callable[..., Any] | None = decomposition_table.get(op)
+    return found
+
+
+def custom_op_name(op: object) -> str | None:
+    """`mylib::myop` of what `torch.library.custom_op` returns; None of anything else."""
+    return op._qualname if isinstance(op, CustomOpDef) else None
+
+
+def has_effect(op: OpOverload) -> bool:
+    """Whether an op is registered as one that does something beside computing its result."""
+    arguments: tuple[Any, ...] = (op, (), {})[
+        : len(inspect.signature(has_effects).parameters)
+    ]  # of the op alone since torch 2.10
+    return bool(has_effects(*arguments))
 
 
 @contextlib.contextmanager

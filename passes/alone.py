@@ -1,0 +1,144 @@
+"""A squeeze and a batch of one sample: `x.squeeze()` takes the sample dim too, and later dims have other numbers.
+
+The graph keeps the sample dim.  The loss of a sample is by definition what the code computes for it alone, so where
+the two could differ the code is run on single samples, and must give what the graph gives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Interpreter, Node
+from torch.utils import _pytree as pytree
+
+from psg_fx import facts
+from psg_fx.arguments import Call
+from psg_fx.errors import NotYetSupported, locate
+from psg_fx.program.observe import Observed
+from psg_fx.torch_private import autocast_key
+
+if TYPE_CHECKING:
+    from .capture import Program
+
+NOISE = 0.1
+
+
+class Alone:
+    """Compares a graph with its program on single samples, under the autocast of the capture."""
+
+    def __init__(self, program: Program, call: Call) -> None:
+        self.program, self.call = program, call
+        self.casts = {kind: key[1] for kind in ("cpu", "cuda") if (key := autocast_key(kind)) is not None}
+
+    def __call__(self, gm: GraphModule, squeezes: Sequence[Node]) -> str:
+        """Refuse a graph that gives something else than the code for one sample; a note where the code does not run so.
+
+        squeezes: the ops of the graph that keep the sample dim where the code drops it.
+        """
+        state = _perturbed(gm, self.program)
+        for index in sorted({0, max(self.call.batch_size() - 1, 0)}):
+            inputs = [_one(t, d, index) for t, d in zip(self.call.tensors, self.call.dims, strict=True)]
+            with _undisturbed(inputs):
+                ours = _results(gm, state, inputs)
+            try:
+                with _undisturbed(inputs):
+                    expected = self.run(state, inputs)[: len(ours)]
+            except Exception as error:  # then nothing is said of it by the code
+                why = f"on which the code does not run ({type(error).__name__})"
+                return f"{locate(squeezes[0])} takes the sample dim of a batch of one, {why}; it is kept"
+            if len(ours) != len(expected) or not all(map(_equal, ours, expected)):
+                raise NotYetSupported(
+                    "squeeze treats a batch of one sample differently", where=locate(squeezes[0]),
+                    why="it takes the sample dim of a batch of one, and what follows then means something else: the "
+                    "loss of a sample is that of a batch of one",
+                    fix="name the dim: x.squeeze(1), or x.flatten(1)",
+                )  # fmt: skip
+        return ""
+
+    def run(self, state: dict[str, Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+        """What the program returns; what is noted of it while it runs is that of its capture."""
+        program, given = self.program, ([t.clone() for t in inputs],)
+        kept = program.observed, program.written
+        program.observed = Observed(hidden=(program,))
+        try:
+            with contextlib.ExitStack() as stack:
+                for kind, dtype in self.casts.items():
+                    stack.enter_context(torch.autocast(kind, dtype))
+                found = torch.func.functional_call(program, state, given, tie_weights=False)
+        finally:
+            program.observed, program.written = kept
+        return [t for t in pytree.tree_leaves(found) if isinstance(t, Tensor)]
+
+
+def _perturbed(gm: GraphModule, program: nn.Module) -> dict[str, Tensor]:
+    """The program's tensors, parameters moved at random (zeros would hide differences), but for those that the loss
+    reaches through its closure.
+    """
+    held = facts.graph_facts(gm).data.get("held", frozenset())
+    made: dict[int, Tensor] = {}
+    for name, p in program.named_parameters(remove_duplicate=False):
+        moved = p.is_floating_point() and name.removeprefix("model.") not in held
+        with torch.no_grad():
+            made.setdefault(id(p), p + NOISE * torch.randn(p.shape, generator=_generator()).to(p) if moved else p)
+    found = {name: made[id(p)] for name, p in program.named_parameters(remove_duplicate=False)}
+    return found | {name: b.clone() for name, b in program.named_buffers(remove_duplicate=False)}
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def _one(tensor: Tensor, dim: int | None, index: int) -> Tensor:
+    """Sample `index` of an input, with a little noise; any values for an empty batch."""
+    if dim is None:
+        return tensor.detach()
+    one = tensor.detach().narrow(dim, index, 1) if tensor.shape[dim] else tensor.new_zeros(
+        [1 if d == dim else n for d, n in enumerate(tensor.shape)]
+    )  # fmt: skip
+    if not one.is_floating_point():
+        return one
+    return one + NOISE * torch.randn(one.shape, generator=_generator()).to(one)
+
+
+@contextlib.contextmanager
+def _undisturbed(inputs: Sequence[Tensor]) -> Iterator[None]:
+    """The same random draws in each run, and none taken from the user's."""
+    devices = list({t.device for t in inputs if t.device.type == "cuda"})
+    with (
+        torch.no_grad(), torch.inference_mode(False), torch.random.fork_rng(devices), warnings.catch_warnings(),
+    ):  # fmt: skip
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        yield
+
+
+def _results(gm: GraphModule, state: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The losses or outputs of the graph."""
+    info, rest = facts.graph_facts(gm), iter(inputs)
+    arguments: list[Any] = []
+    for node in facts.placeholders(gm):
+        spec = facts.input_spec(node)
+        if spec.kind in ("input", "target"):
+            arguments.append(next(rest).clone())
+        else:
+            arguments.append(info.data["constants"][spec.name] if spec.kind == "constant" else state[spec.target])
+    device = inputs[0].device.type
+    with torch.autocast(device, enabled=False):
+        results = Interpreter(gm).run(*arguments)
+    return [r for r, spec in zip(results, info.outputs, strict=True) if spec.kind in ("loss", "output")]
+
+
+def _equal(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether two results hold the same numbers; the sample dim, of size 1, may be missing."""
+    if ours.numel() != theirs.numel() or ours.dtype != theirs.dtype:
+        return False
+    first, second = (t.flatten() for t in (ours, theirs))
+    if not facts.is_differentiable(ours):
+        return torch.equal(first, second)
+    tolerance = max(1e-8, 1e3 * torch.finfo(ours.dtype).eps)
+    return torch.allclose(first, second, rtol=tolerance, atol=tolerance, equal_nan=True)

@@ -1,0 +1,100 @@
+"""The proof of the joint graph: the cotangents that are read hold the samples where the values of the forward do.
+
+What the forward proof has found is taken as it is; only the nodes between it and the cotangents are visited.  So a
+backward that mixes samples is refused although its forward keeps them apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch.fx import GraphModule, Node
+
+from psg_fx import facts
+from psg_fx.errors import PsgError, locate
+from psg_fx.facts import SampleAxis
+from psg_fx.passes.independence.prove import Prover
+from psg_fx.passes.independence.values import Result, mixed, symbolic_values
+
+_FIX = "write the backward so that a sample's gradient is computed from that sample alone"
+
+
+def prove_joint(
+    gm: GraphModule, given: Mapping[Node, Result], wanted: Mapping[Node, tuple[Node, SampleAxis | None]]
+) -> None:
+    """Refuse a joint graph whose cotangents are not those of single samples.
+
+    given: what is known of nodes of the forward.  wanted: cotangents, each with the node of the forward graph to whose
+    value it belongs, and where the samples of that value lie.
+    """
+    prover = JointProver(gm, given)
+    needed = _between(wanted, given)
+    for node in gm.graph.nodes:
+        if node in needed:
+            try:
+                prover.step(node)
+            except PsgError as error:
+                raise _backward(error, node, wanted) from None
+    for node, (_, axis) in wanted.items():
+        try:
+            _require(prover, node, axis)
+        except PsgError as error:
+            raise _backward(error, node, wanted) from None
+
+
+class JointProver(Prover):
+    """The walk over what is not known yet."""
+
+    def __init__(self, gm: GraphModule, given: Mapping[Node, Result]) -> None:
+        super().__init__(gm, given)
+        self.with_loss = any(spec.kind == "loss" for spec in facts.graph_facts(gm).outputs)
+
+    def step(self, node: Node) -> None:
+        """One node; with a loss, a number that depends on the batch size has no part in the gradient of a sample."""
+        found, proof = self.visit(node)
+        self.check(node, found)
+        self.note(node, found)
+        facts.update(
+            node, samples=found.axes, reduced=found.reduced, uniform=found.uniform, index=found.index, proof=proof
+        )
+        numbers = symbolic_values(node, self.batch) if self.with_loss and found.axes is not None else []
+        if numbers:
+            raise mixed(node, f"%{numbers[0].name} depends on the batch size, which is 1 for the loss of one sample",
+                        "do not divide by the batch size: the losses of the samples are summed")  # fmt: skip
+
+
+def _between(wanted: Iterable[Node], given: Mapping[Node, Result]) -> set[Node]:
+    """What is computed from known nodes on the way to `wanted`; both ends included."""
+    found: set[Node] = set()
+    waiting = list(wanted)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            if node not in given:
+                waiting.extend(node.all_input_nodes)
+    return found
+
+
+def _backward(error: PsgError, node: Node, wanted: Mapping[Node, tuple[Node, SampleAxis | None]]) -> PsgError:
+    """The error with a line of the user's: ops of a backward have none, but what they lead to has."""
+    seen, waiting = {node}, [node]
+    for now in waiting:
+        if now in wanted:
+            where = f"{error.where};  its result leads to the gradient of {locate(wanted[now][0])}"
+            return type(error)(f"in the backward pass, {error.what}", where=where, why=error.why, fix=error.fix)
+        waiting += [n for n in now.users if n not in seen]
+        seen.update(now.users)
+    return error
+
+
+def _require(prover: Prover, node: Node, axis: SampleAxis | None) -> None:
+    found = prover.known[node]
+    if found.index:
+        raise mixed(node, "the gradient holds the numbers of the samples", _FIX)
+    same = isinstance(found.axes, SampleAxis) and found.uniform and axis is not None and found.axes.dim == axis.dim
+    if found.reduced or (found.axes != axis and not same):
+        where = "no dim" if found.reduced or found.axes is None else str(found.axes)
+        origin = prover.origin.get(node, node)
+        raise mixed(origin, f"the gradient holds the samples in {where}, and not in "
+                    f"{axis or 'no dim'} as its value does", _FIX)  # fmt: skip

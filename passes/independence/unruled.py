@@ -1,0 +1,132 @@
+"""Ops without a rule: written out where they are composed of others, tried out where the user vouches for them, refused
+otherwise.  What has effects is never run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.fx import GraphModule, Node
+
+from psg_fx import facts
+from psg_fx.errors import NotYetSupported, locate
+from psg_fx.passes.independence.functions import proven
+from psg_fx.passes.independence.values import Result, op_name
+from psg_fx.passes.probe import probe
+from psg_fx.torch_private import has_effect, python_decomposition
+from psg_fx.tracing import trace
+from psg_fx.trusted import is_trusted
+
+_TORCH = ("aten", "prims", "prim", "_operator", "math")
+_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor")
+_REWRITE = "rewrite this line with other ops, or ask for a rule for this op"
+
+
+def without_rule(node: Node, batch: sympy.Symbol, known: Mapping[Node, Result], notes: list[str]) -> tuple[Result, str]:
+    """What is known of the value of an op that has no rule, and the name of the proof; or a refusal."""
+    target = node.target
+    refuse_effects(node)
+    if not isinstance(target, OpOverload):
+        raise _refusal(node, "it is not an operator", _REWRITE)
+    if (graph := _written_out(node)) is not None:
+        inputs = [known.get(n, Result()) for n in node.all_input_nodes]
+        try:
+            found = proven(node, batch, graph, inputs, op_name(node))
+        except NotYetSupported as error:
+            if target.namespace not in _TORCH:
+                raise
+            raise _refusal(node, "it has no rule that says how it treats the samples", _REWRITE) from error
+        axes = tuple(r.axes for r in found)
+        return _one(node, found) if isinstance(node.meta["val"], torch.Tensor) else Result(axes), "written out"  # type: ignore[arg-type]
+    if torch.Tag.nondeterministic_seeded in target.tags:
+        raise _refusal(node, "it draws at random, and has no rule that says how", _REWRITE)
+    if target.namespace in _TORCH:
+        raise _refusal(node, "it has no rule that says how it treats the samples", _REWRITE)
+    if not is_trusted(target):
+        raise _refusal(
+            node, "it is a custom operator, which cannot be looked into",
+            f"if each row of its output, and of the gradient that its backward gives, is computed from that row alone: "
+            f"psg_fx.trust(torch.ops.{target.namespace}.{target._opname})",
+        )  # fmt: skip
+    return probe(node, batch, {n: r.axes for n, r in known.items()}, notes), "trusted"
+
+
+def refuse_effects(node: Node) -> None:
+    """Refuse an op that does something beside computing its result, without running it."""
+    if (why := _effect(node)) is not None:
+        raise _refusal(node, why, "leave it out of the model and loss: compute such things before or after the step")
+
+
+def no_graph_inside(node: Node) -> NotYetSupported:
+    """The refusal of what holds a graph or another op: control flow, contexts, an op with effects."""
+    inner = next((a for a in node.args if isinstance(a, OpOverload)), None)
+    if isinstance(node.target, HigherOrderOperator) and inner is not None:
+        name = inner._schema.name.replace("::", ".")
+        return NotYetSupported(
+            f"{name} cannot be shown to keep samples apart", where=locate(node),
+            why="it writes into its argument" if inner._schema.is_mutable else "it has effects beside its result",
+            fix="leave it out of the model and loss: compute such things before or after the step",
+        )  # fmt: skip
+    return NotYetSupported(
+        f"{op_name(node)} holds a graph of its own, which is not looked into",
+        where=locate(node),
+        why="only flat graphs of ATen ops are proven sample by sample",
+        fix="write this part of the model without control flow, contexts or custom operators",
+    )
+
+
+def _effect(node: Node) -> str | None:
+    """Why an op must not be run to see what it does; None if nothing is known against it."""
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return None
+    if target.namespace in _COLLECTIVES:
+        return "it is a collective, in which other processes take part"
+    if target.namespace in _TORCH:
+        return None
+    if target._schema.is_mutable:
+        return "it writes into its argument"
+    if has_effect(target):
+        return "it has effects beside its result"
+    if not list(facts.tensors(node.meta.get("val"))):
+        return "it returns no tensor, so it can only be there for its effects"
+    return None
+
+
+def _one(node: Node, found: list[Result]) -> Result:
+    (result,) = found
+    return result
+
+
+def _written_out(node: Node) -> GraphModule | None:
+    """(inputs..) -> outputs in other ops, if the op is composed of such."""
+    assert isinstance(node.target, OpOverload)
+    function = python_decomposition(node.target)
+    if function is None:
+        return None
+    inputs = node.all_input_nodes
+
+    def run(*values: Any) -> Any:
+        given = dict(zip(inputs, values, strict=True))
+        args = torch.fx.map_arg(node.args, lambda n: given[n])
+        kwargs = torch.fx.map_arg(node.kwargs, lambda n: given[n])
+        return list(facts.tensors(function(*args, **kwargs)))
+
+    try:
+        with torch.no_grad():
+            graph = trace(run, [n.meta["val"] for n in inputs])
+    except Exception:  # it does not run on fake tensors, or not with a symbol for the batch size
+        return None
+    graph.graph.eliminate_dead_code()
+    same = any(n.target is node.target for n in graph.graph.nodes)
+    return None if same else graph
+
+
+def _refusal(node: Node, why: str, fix: str) -> NotYetSupported:
+    return NotYetSupported(
+        f"{op_name(node)} cannot be shown to keep samples apart", where=locate(node), why=why, fix=fix
+    )
