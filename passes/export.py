@@ -28,6 +28,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from psg_fx.custom import as_one_op
 from psg_fx.errors import CaptureFailed, NotYetSupported, PsgError
 from psg_fx.program.observe import Observed
+from psg_fx.strides import free_of_strides, refuse_strides
 from psg_fx.torch_private import core_decompositions, own_attributes, traced_without_code, user_stack_traces
 from psg_fx.torch_private.functional import Functional, functional
 from psg_fx.torch_private.patching import patched_here
@@ -120,6 +121,8 @@ def _functional(program: nn.Module, examples: Sequence[torch.Tensor], dynamic: l
             raise type(error)(error.what, where=error.where, why=error.why, fix=error.fix) from None
         except Exception as error:
             raise capture_failed(error) from error
+    refuse_strides(found.graph_module)
+    free_of_strides(found.graph_module)
     return found
 
 

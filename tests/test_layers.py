@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = [
     {
         "errors", "formulas", "layout", "cost", "measure", "outputs", "progress", "recurrence", "torch_private",
-        "tracing",
+        "strides", "tracing",
     },
     {"facts", "lives", "network", "each", "arguments", "custom", "program"},
     {"axes", "sites", "methods"},
