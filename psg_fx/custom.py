@@ -158,9 +158,7 @@ def differentiable(
         inputs = [torch.zeros(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
         forward = free_of_strides(make_fx(lambda *t: _list(call(*t)), tracing_mode="fake")(*inputs))
         outputs = forward(*inputs)
-        backward = free_of_strides(
-            make_fx(_backward(call, len(inputs)), tracing_mode="fake")(*inputs, *outputs)
-        )
+        backward = free_of_strides(make_fx(_backward(call, len(inputs)), tracing_mode="fake")(*inputs, *outputs))
     for node in (*forward.graph.nodes, *backward.graph.nodes):
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise call.refusal("it draws random numbers, and a parameter is among its arguments")

@@ -51,9 +51,7 @@ def free_of_strides(gm: GraphModule) -> GraphModule:
 def _contiguous(gm: GraphModule, reader: Node) -> Node:
     """The first argument of `reader`, contiguous and at the start of its memory."""
     with gm.graph.inserting_before(reader):
-        made = gm.graph.call_function(
-            aten.clone.default, reader.args[:1], {"memory_format": torch.contiguous_format}
-        )
+        made = gm.graph.call_function(aten.clone.default, reader.args[:1], {"memory_format": torch.contiguous_format})
     made.meta = {key: reader.meta[key] for key in _ORIGINS if key in reader.meta}
     value = reader.args[0].meta["val"]  # type: ignore[union-attr]
     with getattr(value, "fake_mode", contextlib.nullcontext()):
