@@ -108,10 +108,15 @@ class Site:
         return (self.target, spec, tuple(map(nameless, flat)))
 
     @property
+    def values(self) -> tuple[Value, ...]:
+        """The tensors among its arguments."""
+        flat = pytree.tree_leaves((self.args, self.kwargs), is_leaf=lambda v: isinstance(v, Value))
+        return tuple(v for v in flat if isinstance(v, Value))
+
+    @property
     def is_complex(self) -> bool:
         """Whether any value at the site is complex."""
-        flat = pytree.tree_leaves((self.args, self.kwargs), is_leaf=lambda v: isinstance(v, Value))
-        return any(isinstance(v, Value) and v.dtype.is_complex for v in (*flat, *self.outputs))
+        return any(v is not None and v.dtype.is_complex for v in (*self.values, *self.outputs))
 
     def input(self, index: int) -> Value:
         """The tensor argument `index`."""
