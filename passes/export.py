@@ -187,7 +187,7 @@ def detach_no_grad_regions(gm: GraphModule) -> None:
     that differentiation stops there as the user asked.
     """
     for node in list(gm.graph.nodes):
-        if node.op != "call_function" or "set_grad_enabled" not in str(node.target):
+        if node.op != "call_function" or node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled:
             continue
         enabled, region = node.args[0], getattr(gm, node.args[1].target)
         detach_no_grad_regions(region)
