@@ -90,7 +90,7 @@ def _one_size(
     readings: Readings,
 ) -> Exported:  # fmt: skip
     """The program at the batch size of the call, its numbers that follow the batch size found by other sizes."""
-    hint, size = sizes
+    hint, size = sizes[0], sizes[1] or sizes[0]  # for no samples, a graph says what is empty, and does not run
     each = list(dict.fromkeys((size, hint, 1)))
     found = [_functional(program, example(size), [])]  # what fails here does not fail for the batch size
     try:
