@@ -43,6 +43,7 @@ def check_answers(case: Case, step: Any) -> None:
     """The rules that the row is for answered, and the fallback for no parameter but those that the row names."""
     found = answers(step)
     assert {name for name, rules in found.items() if FALLBACK in rules} == set(case.fallback)
+    assert case.fallback or case.name.partition("/")[0] != FALLBACK
     used = set().union(*found.values())
     if used <= {FALLBACK}:
         return
