@@ -32,7 +32,7 @@ from psg_fx import cost
 from psg_fx.asks import Ask, Materialized, SquaredNorm, Weighted
 from psg_fx.gradient import ParameterGradient, Term
 from psg_fx.measure import environment
-from psg_fx.network import BATCH, Dense, Form, Leaf, Network, OneHot, Patches
+from psg_fx.network import BATCH, Dense, Form, Kind, Leaf, Network, OneHot, Patches, Source
 from psg_fx.paths import ContractExpr, Expr, LeafExpr, dense, trees
 from psg_fx.planning import plan_step, reads_weights
 from psg_fx.sitecost import Values, compiled, evaluate_tree, random_operands, seconds
@@ -105,7 +105,8 @@ def methods(tree: Expr) -> str:
 
 def leaf(label: str, axes: str, sizes: Sequence[int], form: Form | None = None) -> Leaf:
     """An operand of a problem."""
-    return Leaf(label, (label,), label, tuple(axes), (B, *map(sympy.Integer, sizes)), form or Dense())
+    source = Source(Kind.COTANGENT if "ȳ" in label else Kind.ACTIVATION, label)
+    return Leaf(label, (source,), label, tuple(axes), (B, *map(sympy.Integer, sizes)), form or Dense())
 
 
 def drawn(count: int, seed: int) -> dict[str, list[tuple[int, ...]]]:

@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 from psg_fx import facts
 from psg_fx.outputs import Memory, Places
 from psg_fx.stages import Stage
+from psg_fx.strides import free_of_strides
 from psg_fx.torch_private import compilations, inductor_modes, marked_dynamic
 
 from .runner import History, Step, copy_graph, log
@@ -33,14 +34,14 @@ def compile_graph(
     """`torch.compile(gm)`; `backend="eager"` runs the graph as it is.  The user's options come before ours, and ours
     before those of the mode.  history: where compiling is recorded, whenever torch does it.
     """
+    gm = free_of_strides(copy_graph(gm))
     if backend == "eager":
-        return _with_reshapes(gm)
+        return gm
     if backend == "inductor":
         ours = _CPU_OPTIONS if device == "cpu" else {}
         options, mode = inductor_modes()[mode or "default"] | ours | (options or {}), None
     # True would make the parameters' sizes symbols, too: the batch size is marked instead.
     by_size = None if dynamic else dynamic
-    gm = copy_graph(gm)
     _read_sizes_from_tensors(gm)
     if backend == "inductor":
         _write_in_full(gm)
@@ -160,15 +161,3 @@ def _serving(run: Flat, memory: Memory) -> Flat:
             return run(*tensors)
 
     return served
-
-
-def _with_reshapes(gm: GraphModule) -> GraphModule:
-    """Views as reshapes: a kernel may lay out its result otherwise than the fake one said that the graph was traced
-    with (a convolution of channels-last images), and then a view that was possible is not.
-    """
-    changed = copy_graph(gm)
-    for node in changed.graph.nodes:
-        if node.target in (aten.view.default, aten._unsafe_view.default):
-            node.target = aten.reshape.default
-    changed.recompile()
-    return changed

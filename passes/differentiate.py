@@ -18,6 +18,7 @@ from psg_fx import facts
 from psg_fx.custom import custom_call
 from psg_fx.errors import InternalError, NotYetSupported, locate
 from psg_fx.facts import InputSpec, OutputSpec, fact
+from psg_fx.network import Kind, Source
 from psg_fx.recurrence import DIFFERENTIABLE
 from psg_fx.sites import Operand, Site, Value
 from psg_fx.stages import Stage
@@ -98,7 +99,7 @@ def differentiate(gm: GraphModule, input_gradients: tuple[bool, ...] = ()) -> Gr
     known = _known(traced, forward, len(layout))
     _describe(traced, nodes, [info.outputs[i].name for i in roots] if not with_loss else [])
     traced.meta[facts.KEY] = dataclasses.replace(
-        info, outputs=tuple(layout), data={**info.data, "sites": _sites(gm, traced, layout)}
+        info, outputs=tuple(layout), data={**info.data, "sites": _sites(gm, layout)}
     )
     _prove(gm, traced, known)
     return traced
@@ -262,18 +263,18 @@ def _describe(traced: GraphModule, nodes: list[Node], tangents: list[str]) -> No
             node.meta["psg_fx_input"] = InputSpec("tangent", tangents[index - len(nodes)])
 
 
-def _sites(gm: GraphModule, traced: GraphModule, layout: list[OutputSpec]) -> tuple[Site, ...]:
+def _sites(gm: GraphModule, layout: list[OutputSpec]) -> tuple[Site, ...]:
     """The sites with all that rules need, values named as in the joint graph's outputs."""
-    by_name = {f"{spec.kind}:{spec.name}": node for spec, node in zip(layout, facts.outputs(traced), strict=True)}
+    known = {spec.name for spec in layout if spec.kind == "cotangent"}
     batch = facts.graph_facts(gm).batch
     found = []
     for node in gm.graph.nodes:
         if fact(node).site:
-            found.append(_site(gm, node, by_name, batch))
+            found.append(_site(gm, node, known, batch))
     return tuple(found)
 
 
-def _site(gm: GraphModule, node: Node, joint: dict[str, Node | None], batch: Any) -> Site:
+def _site(gm: GraphModule, node: Node, known: set[str], batch: Any) -> Site:
     def convert(arg: Any) -> Any:
         if isinstance(arg, Node):
             value = arg.meta["val"]
@@ -293,11 +294,9 @@ def _site(gm: GraphModule, node: Node, joint: dict[str, Node | None], batch: Any
     axes = axes if isinstance(axes, tuple) else (axes,)
     outputs, cotangents = [], []
     for k, (out, axis) in enumerate(zip(outs, axes, strict=True)):
-        found = joint.get(f"cotangent:{node.name}.{k}")
-        outputs.append(Value(f"{node.name}.{k}", facts.shape(out), out.dtype, axis))
-        cotangents.append(
-            Value(f"cotangent:{node.name}.{k}", facts.shape(out), out.dtype, axis) if found is not None else None
-        )
+        source = Source(Kind.COTANGENT, f"{node.name}.{k}")
+        outputs.append(Value(Source(Kind.OUTPUT, f"{node.name}.{k}"), facts.shape(out), out.dtype, axis))
+        cotangents.append(Value(source, facts.shape(out), out.dtype, axis) if source.name in known else None)
     return Site(
         node.name, node.target, tuple(args), dict(kwargs), operands, tuple(outputs), tuple(cotangents), batch,
         locate(node),
@@ -311,4 +310,4 @@ def _argument(path: pytree.KeyPath) -> str:
 def _value(node: Node, value: torch.Tensor) -> Value:
     axis = fact(node).samples
     assert not isinstance(axis, tuple)
-    return Value(f"activation:{node.name}", facts.shape(value), value.dtype, axis)
+    return Value(Source(Kind.ACTIVATION, node.name), facts.shape(value), value.dtype, axis)

@@ -26,6 +26,7 @@ from psg_fx.custom import as_one_op
 from psg_fx.errors import CaptureFailed, NotYetSupported, PsgError
 from psg_fx.program.observe import Observed
 from psg_fx.quiet import quiet
+from psg_fx.strides import free_of_strides, refuse_strides
 from psg_fx.torch_private import core_decompositions, own_attributes, traced_without_code, user_stack_traces
 from psg_fx.torch_private.functional import Functional, functional
 from psg_fx.torch_private.patching import patched_here
@@ -87,7 +88,7 @@ def _one_size(
     readings: Readings,
 ) -> Exported:  # fmt: skip
     """The program at the batch size of the call, its numbers that follow the batch size found by other sizes."""
-    hint, size = sizes
+    hint, size = sizes[0], sizes[1] or sizes[0]  # for no samples, a graph says what is empty, and does not run
     each = list(dict.fromkeys((size, hint, 1)))
     found = [_functional(program, example(size), [])]  # what fails here does not fail for the batch size
     try:
@@ -118,6 +119,8 @@ def _functional(program: nn.Module, examples: Sequence[torch.Tensor], dynamic: l
             raise type(error)(error.what, where=error.where, why=error.why, fix=error.fix) from None
         except Exception as error:
             raise capture_failed(error) from error
+    refuse_strides(found.graph_module)
+    free_of_strides(found.graph_module)
     return found
 
 
@@ -173,7 +176,7 @@ def detach_no_grad_regions(gm: GraphModule) -> None:
     that differentiation stops there as the user asked.
     """
     for node in list(gm.graph.nodes):
-        if node.op != "call_function" or "set_grad_enabled" not in str(node.target):
+        if node.op != "call_function" or node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled:
             continue
         enabled, region = node.args[0], getattr(gm, node.args[1].target)
         detach_no_grad_regions(region)

@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 
 from psg_fx import facts
 from psg_fx.facts import InputSpec, OutputSpec
+from psg_fx.network import Kind, Source
 from psg_fx.planning import Plan
 from psg_fx.quantity import Extra, Quantity
 from psg_fx.stages import Stage
@@ -39,13 +40,13 @@ def lower(gm: GraphModule, quantities: Sequence[Quantity], dtype: torch.dtype) -
     return gm
 
 
-def _known_values(gm: GraphModule, extras: Mapping[str, Node]) -> dict[str, Node]:
-    """Names that leaves and prefixes may use -> nodes of the joint graph."""
-    found: dict[str, Node] = {f"placeholder:{n.name}": n for n in facts.placeholders(gm)}
-    found |= {f"given:{name}": node for name, node in extras.items()}
+def _known_values(gm: GraphModule, extras: Mapping[str, Node]) -> dict[Source, Node]:
+    """What leaves and prefixes may read -> nodes of the joint graph."""
+    found = {Source(Kind.PLACEHOLDER, n.name): n for n in facts.placeholders(gm)}
+    found |= {Source(Kind.GIVEN, name): node for name, node in extras.items()}
     for spec, node in zip(facts.graph_facts(gm).outputs, facts.outputs(gm), strict=True):
         if node is not None and spec.kind in ("activation", "cotangent"):
-            found[f"{spec.kind}:{spec.name}"] = node
+            found[Source(Kind(spec.kind), spec.name)] = node
     return found
 
 

@@ -49,7 +49,7 @@ def site_terms(site: Site) -> list[tuple[str, Term]]:
 
 
 def _term(site: Site, operand: Operand, network: Network, rule: str) -> Term:
-    kinds = (f"{operand.position} of {site.kind}",)
+    kinds = ((operand.position, site.kind),)
     return Term(network, (site.name,), site.op, rule, operand.value.shape, operand.prefix, site.where, kinds)
 
 

@@ -11,10 +11,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from psg_fx import facts
+from psg_fx.equal import computation
 from psg_fx.torch_private import without_fake_cache
 from psg_fx.tracing import trace
-
-from .equal import computation
 
 Piece = Callable[..., tuple[list[torch.Tensor], Any]]
 """Tensors -> the results, and a note that holds for every copy."""

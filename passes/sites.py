@@ -112,7 +112,8 @@ def prefix(gm: GraphModule, operand: Node) -> Prefix:
     real = not operand.meta["val"].is_complex()
     selects = real and len(inputs) == 1 and all(getattr(n.target, "overloadpacket", None) in _SELECTING for n in ops)
     listed = tuple(str(n.target).split(".")[1] for n in ops)
-    return Prefix(operand.name, inputs, names, owners, listed, selects=selects, graph=GraphModule(gm, graph))
+    casts = any(getattr(n.target, "overloadpacket", None) is aten._to_copy for n in ops)
+    return Prefix(operand.name, inputs, names, owners, listed, casts, selects=selects, graph=GraphModule(gm, graph))
 
 
 def _transformable(call: CustomCall, node: Node) -> Callable[..., Any]:

@@ -14,9 +14,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from psg_fx import facts
+from psg_fx.equal import computation
 from psg_fx.stages import Stage
 
-from .equal import computation
 from .runner import graph_pass
 
 aten = torch.ops.aten

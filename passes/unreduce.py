@@ -22,6 +22,7 @@ from psg_fx.facts import SampleAxis
 from psg_fx.passes.independence import prove, symbolic_values
 from psg_fx.passes.independence.values import flat_nodes, is_symbolic, op_name
 from psg_fx.passes.lift import lifted
+from psg_fx.strides import free_of_strides
 from psg_fx.torch_private import traced_without_code
 from psg_fx.torch_private.tracer import trace_fakes
 
@@ -41,6 +42,7 @@ def unreduce(gm: GraphModule) -> GraphModule:
     assert isinstance(loss, Node)
     rewriting = Unreduction(gm, places)
     rewriting.run()
+    free_of_strides(gm)
     gm.graph.eliminate_dead_code()
     prove(gm)
     _check_result(gm, places[0])

@@ -15,6 +15,7 @@ from psg_fx.asks import Weighted
 from psg_fx.evaluate import Evaluator
 from psg_fx.facts import OutputSpec
 from psg_fx.groups import Group, groups
+from psg_fx.network import Kind, Source
 from psg_fx.planning import Plan
 from psg_fx.quantity import FLOORS, Quantity, Results, Weights
 
@@ -35,7 +36,7 @@ class Writer:
     """
 
     def __init__(
-        self, gm: GraphModule, plan: Plan, batch: Node, known: Mapping[str, Node], extras: Mapping[str, Node]
+        self, gm: GraphModule, plan: Plan, batch: Node, known: Mapping[Source, Node], extras: Mapping[str, Node]
     ) -> None:
         self.plan, self.batch, self.known, self.extras = plan, batch, known, extras
         self.pieces = Pieces(gm, "lower")
@@ -57,7 +58,7 @@ class Writer:
         def piece(carrier: torch.Tensor, *values: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
             evaluator = self._evaluator(group, carrier, values)
             evaluator.first()
-            totals = [evaluator.env[f"grads:{name}"] for name in group.totals]
+            totals = [evaluator.env[Source(Kind.GRADS, name)] for name in group.totals]
             return _returned(evaluator, group, [*(evaluator.known[key] for key in group.handed), *totals])
 
         inputs = [self.batch, *self._inputs(group)]
@@ -74,7 +75,7 @@ class Writer:
             known = dict(zip(kept, rest, strict=False))
             evaluator = self._evaluator(group, carrier, rest[len(kept) :])
             evaluator.known |= {key: known[key] for key in group.handed}
-            evaluator.env |= {f"grads:{name}": known[name] for name in group.totals}
+            evaluator.env |= {Source(Kind.GRADS, name): known[name] for name in group.totals}
             evaluator.second(_by_name(dict(zip(wanted, given, strict=True))))
             return _returned(evaluator, group, [])
 

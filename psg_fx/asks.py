@@ -17,7 +17,7 @@ import torch
 from psg_fx.cost import product
 from psg_fx.gradient import ParameterGradient, Term
 from psg_fx.layout import reshape
-from psg_fx.network import BATCH, Axes, Leaf, Network, inner, weighted
+from psg_fx.network import BATCH, Axes, Kind, Leaf, Network, Source, inner, weighted
 from psg_fx.overlap import overlap, why_not_direct
 from psg_fx.prefixes import push_forward, sources
 from psg_fx.sites import Prefix
@@ -192,7 +192,7 @@ class Weighted(Linear):
         g = term.network
         if not self.weights:
             return weighted(g, None)
-        source = (f"weights:{self.weights}",)
+        source = (Source(Kind.WEIGHTS, self.weights),)
         return weighted(g, Leaf("c", source, "weights", (BATCH,), (g.sizes[BATCH],), dtype=g.leaves[0].dtype))
 
     def shape(self, gradient: ParameterGradient, batch: Any) -> tuple[Any, ...]:
@@ -233,9 +233,9 @@ class Along(Linear):
         return "⟨g[b], v⟩" if self.count is None else "⟨g[b], v[k]⟩"
 
 
-def direction(name: str) -> str:
+def direction(name: str) -> Source:
     """The source that holds the direction of a parameter."""
-    return f"given:direction.{name}"
+    return Source(Kind.GIVEN, f"direction.{name}")
 
 
 def _shaped(sizes: tuple[sympy.Expr, ...], push: Callable[..., torch.Tensor] | None = None) -> Callable[..., Any]:
@@ -282,9 +282,9 @@ class Projected(Linear):
         return "Pᵀ g[b] Q"
 
 
-def projection(name: str, side: str) -> str:
+def projection(name: str, side: str) -> Source:
     """The source that holds the random matrix for one side of a parameter."""
-    return f"given:projection.{name}.{side}"
+    return Source(Kind.GIVEN, f"projection.{name}.{side}")
 
 
 def sides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -307,7 +307,7 @@ def whole(gradient: ParameterGradient, batch: sympy.Symbol) -> ParameterGradient
     """The gradient as one term that is read from memory: what other asks contract once it is materialised."""
     shape = tuple(sympy.Integer(side) for side in sides(gradient.shape))
     axes = (BATCH, *("pq"[: len(shape)]))
-    leaf = Leaf("g", (f"grads:{gradient.name}",), "total", axes, (batch, *shape), dtype=gradient.dtype,
+    leaf = Leaf("g", (Source(Kind.GRADS, gradient.name),), "total", axes, (batch, *shape), dtype=gradient.dtype,
                 build=lambda g: reshape(g, (g.shape[0], *(int(s) for s in shape))))  # fmt: skip
     prefix = Prefix(gradient.name, (), (gradient.name,), {}, trivial=True, selects=True)
     term = Term(Network((leaf,), axes), (), "total", "total", tuple(map(sympy.Integer, gradient.shape)), prefix)

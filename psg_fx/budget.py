@@ -23,7 +23,7 @@ from psg_fx.crossover import peak_bytes
 from psg_fx.errors import BadArgument
 from psg_fx.gradient import ParameterGradient
 from psg_fx.lives import bytes_of, lives
-from psg_fx.network import Leaf
+from psg_fx.network import Kind, Leaf, Source
 from psg_fx.paths import LeafExpr
 from psg_fx.planning import Part, Plan, kept_until_norms, plan_step
 
@@ -103,15 +103,16 @@ def _leaves(part: Part) -> tuple[Leaf, ...]:
     return part.contraction.network.leaves
 
 
-def _joint(gm: GraphModule, sources: set[str], size: int) -> tuple[int, dict[str, Node], dict[Node, int]]:
+def _joint(gm: GraphModule, sources: set[Source], size: int) -> tuple[int, dict[Source, Node], dict[Node, int]]:
     """The most bytes alive at once while the graph runs; the node that owns the memory of each of `sources` that the
     graph computes; and the bytes of every node.
     """
     info, order = facts.graph_facts(gm), list(gm.graph.nodes)
     owner, last = lives(order)
-    named = [(f"{spec.kind}:{spec.name}", n) for spec, n in zip(info.outputs, facts.outputs(gm), strict=True)]
-    owners = {source: owner[n] for source, n in named if n is not None and source in sources}
-    kept = {*owners.values(), *(owner[n] for s, n in named if n is not None and not s.startswith(_READ))}
+    named = [(spec, n) for spec, n in zip(info.outputs, facts.outputs(gm), strict=True) if n is not None]
+    read = {Source(_READ[spec.kind], spec.name): n for spec, n in named if spec.kind in _READ}
+    owners = {source: owner[n] for source, n in read.items() if source in sources}
+    kept = {*owners.values(), *(owner[n] for spec, n in named if spec.kind not in _READ)}
     live, peak, sizes = 0, 0, {}
     for index, node in enumerate(order):
         if node.op == "call_function" and owner[node] is node:
@@ -122,7 +123,7 @@ def _joint(gm: GraphModule, sources: set[str], size: int) -> tuple[int, dict[str
     return peak, {s: n for s, n in owners.items() if n in sizes}, sizes
 
 
-_READ = ("activation:", "cotangent:")
+_READ = {"activation": Kind.ACTIVATION, "cotangent": Kind.COTANGENT}
 """Outputs of the joint graph that contractions alone read."""
 
 

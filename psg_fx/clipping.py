@@ -38,7 +38,8 @@ class ClippedSum(Quantity):
     style="abadi": c = min(1, max_norm / ‖g‖) (Abadi et al. 2016, arXiv:1607.00133);
     style="automatic": c = max_norm / (‖g‖ + 0.01) (Bu et al. 2022, arXiv:2206.07136).
     max_norm: a float or 0-d tensor, read at every call; with per="parameter" it holds for each parameter, or is a
-    mapping by name.
+    mapping by name.  A negative one is refused; on CUDA, where to look at its value would be a synchronisation, factors
+    and sum are NaN instead.
     Where ‖g‖ comes from Gram matrices, c does not take it for smaller than rounding lets one know: a part of the sum is
     at most √2 max_norm, also where the gradients of a sample's positions cancel (`psg_fx/rounding.py`).
     weighted: the sum is Σ_b w_b c_b g_b with weights [B] given at the call, so that a 0 masks a padded sample:
@@ -88,6 +89,9 @@ class ClippedSum(Quantity):
         return {"max_norm": self._bounds(shapes)} | (given_weights("ClippedSum", given) if self.weighted else {})
 
     def _bounds(self, shapes: Shapes) -> Any:
+        for value in self.max_norm.values() if isinstance(self.max_norm, Mapping) else [self.max_norm]:
+            if isinstance(value, torch.Tensor):
+                _check_max_norm(value, self.style)
         if self.per == "model":
             if isinstance(self.max_norm, Mapping):
                 raise _bad_max_norm(self.max_norm, 'a mapping by parameter needs per="parameter"')
@@ -119,8 +123,10 @@ class ClippedSum(Quantity):
     def _factor(self, norm: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
         limit = limit.to(norm.dtype)
         if self.style == "automatic":
-            return limit / (norm + 0.01)
-        return torch.where(norm > limit, limit / norm, (limit > 0).to(norm.dtype))
+            found = limit / (norm + 0.01)
+        else:
+            found = torch.where(norm > limit, limit / norm, (limit > 0).to(norm.dtype))
+        return torch.where(limit >= 0, found, math.nan)
 
     def finish(self, r: Results, weights: Weights, batch: int) -> dict[str, Any]:
         norms = Norms(per=self.per).finish(r, weights, batch)
@@ -146,7 +152,9 @@ def _check_max_norm(value: Any, style: str) -> None:
     if isinstance(value, torch.Tensor):
         if value.ndim != 0 or not value.is_floating_point():
             raise _bad_max_norm(value, "a tensor must be a 0-d floating-point one")
-        return
+        if value.device.type != "cpu":
+            return
+        value = value.item()
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
         raise _bad_max_norm(value, "a norm's bound is a number that is not negative")
     if style == "automatic" and math.isinf(value):

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from psg_fx.errors import NotYetSupported
 from psg_fx.facts import is_differentiable
+from psg_fx.strides import free_of_strides
 from psg_fx.torch_private import no_modes
 from psg_fx.tracing import trace
 
@@ -155,9 +156,9 @@ def differentiable(
     """The call for inputs of these shapes as a function that `torch.func` and `vmap` understand."""
     with no_modes():
         inputs = [torch.zeros(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
-        forward = make_fx(lambda *t: _list(call(*t)), tracing_mode="fake")(*inputs)
+        forward = free_of_strides(make_fx(lambda *t: _list(call(*t)), tracing_mode="fake")(*inputs))
         outputs = forward(*inputs)
-        backward = make_fx(_backward(call, len(inputs)), tracing_mode="fake")(*inputs, *outputs)
+        backward = free_of_strides(make_fx(_backward(call, len(inputs)), tracing_mode="fake")(*inputs, *outputs))
     for node in (*forward.graph.nodes, *backward.graph.nodes):
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise call.refusal("it draws random numbers, and a parameter is among its arguments")

@@ -96,7 +96,7 @@ class SplitStep:
         joint, self.outputs, self.results = _ordered(gm)
         forward, backward = partition(joint, len(self.outputs))
         history.graphs["forward"], history.graphs["backward"] = forward, backward
-        self.order = _saved_order(forward, backward)
+        self.order = _saved_order(forward, backward, joint)
         self.forward, self.backward = compiled(forward), compiled(backward)
         self._owners = self._find_owners()
 
@@ -214,8 +214,9 @@ def _ordered(gm: GraphModule) -> tuple[GraphModule, list[Placed], list[Placed]]:
     return joint, forward, backward
 
 
-def _saved_order(forward: GraphModule, backward: GraphModule) -> list[int]:
+def _saved_order(forward: GraphModule, backward: GraphModule, joint: GraphModule) -> list[int]:
     """For each placeholder of the backward but the tangents: which output of the forward it is."""
+    tangents = {n.name for n in facts.placeholders(joint) if facts.input_spec(n).kind == "tangent"}
     (values,) = forward.graph.output_node().args
     place = {value.name: i for i, value in enumerate(values) if isinstance(value, Node)}  # type: ignore[arg-type]
-    return [place[n.name] for n in facts.placeholders(backward) if not n.name.startswith("tangents")]
+    return [place[n.name] for n in facts.placeholders(backward) if n.name not in tangents]

@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from psg_fx.errors import NotYetSupported
 from psg_fx.formulas import FORMULAS
+from psg_fx.strides import free_of_strides
 from psg_fx.torch_private import core_decompositions, fake_batch, no_modes
 
 aten = torch.ops.aten
@@ -69,7 +70,9 @@ def _written_out(one: OneSample, dims: Dims, tensors: Sequence[torch.Tensor]) ->
             for t, dim in zip(tensors, dims, strict=True)
         ]
         try:
-            return make_fx(one, decomposition_table=core_decompositions(), tracing_mode="fake")(*sample)
+            return free_of_strides(
+                make_fx(one, decomposition_table=core_decompositions(), tracing_mode="fake")(*sample)
+            )
         except Exception:  # a decomposition that cannot be traced
             return None
 

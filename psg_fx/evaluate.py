@@ -12,7 +12,7 @@ from psg_fx.gradient import ParameterGradient
 from psg_fx.layout import contiguous, permute, reshape
 from psg_fx.methods import onehot, patches
 from psg_fx.methods.dense import accumulation_dtype
-from psg_fx.network import Axes, OneHot, Patches
+from psg_fx.network import Axes, Kind, OneHot, Patches, Source
 from psg_fx.paths import ContractExpr, DenseExpr, Expr, LeafExpr, SumExpr
 from psg_fx.planning import ParameterPlan, Part, Plan, reads_weights
 from psg_fx.prefixes import pull_back
@@ -23,13 +23,13 @@ from psg_fx.rounding import floor
 class Evaluator:
     """Computes every part of a plan; equal nodes are computed once.
 
-    env: name of a source -> tensor.  known: key of a node -> its tensor, for those that are computed already.
+    env: source -> tensor.  known: key of a node -> its tensor, for those that are computed already.
     results: ask key -> parameter -> tensor; also the FLOORS of norms, for those that have one.
     named: contractions, worth a name in the graph: parameter, kind, tensor.
     """
 
     def __init__(
-        self, plan: Plan, env: dict[str, torch.Tensor], count: int, device: torch.device,
+        self, plan: Plan, env: dict[Source, torch.Tensor], count: int, device: torch.device,
         known: Mapping[int, torch.Tensor] | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.env, self.count, self.device = plan, env, count, device
@@ -64,7 +64,7 @@ class Evaluator:
             return
         value = self._sum(plan.gradient, ask, parts)
         if isinstance(ask, Materialized):
-            self.env[f"grads:{plan.gradient.name}"] = value
+            self.env[Source(Kind.GRADS, plan.gradient.name)] = value
         if asked:
             self.results[ask.key][plan.gradient.name] = value
 
@@ -84,7 +84,7 @@ class Evaluator:
         if self._own_weights(part):
             assert isinstance(part.ask, Weighted)
             chosen = self._weights[part.ask.weights][gradient.name]
-            self.env[f"weights:{part.ask.weights}"] = chosen.to(network.leaves[0].dtype)
+            self.env[Source(Kind.WEIGHTS, part.ask.weights)] = chosen.to(network.leaves[0].dtype)
         local: dict[int, torch.Tensor] = {} if self._own_weights(part) else self.known
         tensor = self._evaluate(part.tree, gradient, local)
         return _scaled(permuted(tensor, part.tree.axes, network.out), network.scale * part.contraction.scale)

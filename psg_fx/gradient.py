@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +27,7 @@ class Term:
     shape: tuple[sympy.Expr, ...]
     prefix: Prefix
     where: str = ""
-    kinds: tuple[str, ...] = ()
+    kinds: tuple[Hashable, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def _signature(term: Term) -> Any:
     (along,) = summed
     if any(along not in leaf.axes or leaf.form.name == "patches" for leaf in g.leaves):
         return None
-    fixed = tuple((leaf.label, leaf.form, leaf.dtype, leaf.axes, _without(leaf, along)) for leaf in g.leaves)
+    fixed = tuple((leaf.kinds, leaf.form, leaf.dtype, leaf.axes, _without(leaf, along)) for leaf in g.leaves)
     return (term.rule, term.prefix.operand, g.out, fixed)
 
 

@@ -10,12 +10,18 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from psg_fx.asks import Weighted
+from psg_fx.asks import Along, InnerProducts, Materialized, Projected, SquaredNorm, Squares, Weighted
 from psg_fx.gradient import ParameterGradient, Term
-from psg_fx.network import Leaf
+from psg_fx.network import Kind, Leaf, Source
 from psg_fx.paths import ContractExpr, DenseExpr, Expr, LeafExpr
 from psg_fx.planning import ParameterPlan, Part, Plan, reads_weights
 from psg_fx.prefixes import sources
+
+_MADE = (Kind.GRADS, Kind.WEIGHTS)
+"""What the evaluation of a plan makes for itself."""
+
+_OURS = (Materialized, SquaredNorm, InnerProducts, Squares, Weighted, Along, Projected)
+"""Asks whose networks do not depend on the name of the parameter."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +41,10 @@ class Group:
         return tuple(p.gradient.name for p in self.parameters if p.total)
 
     @cached_property
-    def sources(self) -> tuple[str, ...]:
+    def sources(self) -> tuple[Source, ...]:
         """The values of the joint graph and the inputs that are read, in the order of their first use."""
         leaves = (n.leaf for part in self._parts() for n in part.tree.nodes().values() if isinstance(n, LeafExpr))
-        found = [source for leaf in leaves for source in leaf.sources if not source.startswith(("grads:", "weights:"))]
+        found = [source for leaf in leaves for source in leaf.sources if source.kind not in _MADE]
         prefixes = [term.prefix for p in self.parameters for term in p.gradient.terms if not term.prefix.trivial]
         return tuple(dict.fromkeys(found + [source for prefix in prefixes for source in sources(prefix)]))
 
@@ -104,15 +110,15 @@ def _late(part: Part) -> bool:
 
 def _is_foreign(part: Part) -> bool:
     """Whether the ask is somebody else's, whose networks may depend on the name of the parameter."""
-    return not type(part.ask).__module__.startswith("psg_fx.")
+    return type(part.ask) not in _OURS
 
 
 class _Signature:
     """Writes trees with numbers in place of names."""
 
     def __init__(self, group: Group) -> None:
-        self._sources: dict[str, Hashable] = {name: k for k, name in enumerate(group.sources)}
-        self._sources |= {f"grads:{name}": ("grads", k) for k, name in enumerate(group.names)}
+        self._sources: dict[Source, Hashable] = {name: k for k, name in enumerate(group.sources)}
+        self._sources |= {Source(Kind.GRADS, name): ("grads", k) for k, name in enumerate(group.names)}
         self._nodes: dict[int, int] = {}
 
     def gradient(self, gradient: ParameterGradient) -> Hashable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -35,18 +36,20 @@ def microbatch(step: PerSampleModule, size: int, *, progress: Report = False) ->
         progress: True: a line on stderr, where that is a terminal; or a function of (parts done, parts in all).
 
     Raises:
-        BadArgument: a step without a loss, a size that is not positive, or a quantity that parts do not tell.
+        BadArgument: a step without a loss, a size that is no positive int, or a quantity that parts do not tell; when
+            called, weights for another number of samples.
     """
     if not isinstance(step, LossModule):
         raise BadArgument(
             f"{type(step).__name__} is not a step with a loss", where="microbatch(step, size)",
             why="only such a step has outputs that can be joined", fix="pass what transform(model, loss_fn) returns",
         )  # fmt: skip
-    if size < 1:
+    if isinstance(size, bool) or not hasattr(size, "__index__") or size < 1:
         raise BadArgument(
             f"size={size!r} is not a number of samples", where="microbatch(step, size)",
             why="each part holds so many samples", fix="a positive int",
         )  # fmt: skip
+    size = operator.index(size)
     _joins(step)
     line = Progress(progress is True)
     report = progress if callable(progress) else lambda done, total: line.say(f"{done} of {total} parts")
@@ -70,6 +73,7 @@ def run_in_parts(
 ) -> StepOutput:
     """The output of the step for a call, from parts of at most `size` samples."""
     count = call.batch_size()
+    _check_each(step, given, count)
     joined = Joined(_joins(step), count, step.settings.reuse_outputs)
     starts = range(0, count, size)
     for done, start in enumerate(starts, 1):
@@ -103,8 +107,24 @@ def _cut(call: Call, part: slice) -> Iterator[Any]:
             yield arguments or keywords
 
 
+def _each(step: LossModule) -> set[str]:
+    """What is given for every sample."""
+    return {name for quantity in step.settings.quantities for name in quantity.reads_each}
+
+
+def _check_each(step: LossModule, given: Mapping[str, Any], count: int) -> None:
+    """Refuse what is given for another number of samples: parts would be cut out of it that fit."""
+    for name in _each(step) & set(given):
+        shape = tuple(torch.as_tensor(given[name]).shape)
+        if shape != (count,):
+            raise BadArgument(
+                f"{name} have shape {shape}", where=f"microbatch(step, size)(inputs, targets, {name}=...)",
+                why=f"there is one for each of the {count} samples", fix="pass a [B] tensor",
+            )  # fmt: skip
+
+
 def _cut_given(step: LossModule, given: Mapping[str, Any], part: slice) -> dict[str, Any]:
-    each = {name for quantity in step.settings.quantities for name in quantity.reads_each}
+    each = _each(step)
     return {name: value[part] if name in each else value for name, value in given.items()}
 
 

@@ -8,15 +8,40 @@ sympy expressions in the batch symbol; nothing here holds a tensor.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 import torch
 
 BATCH = "b"
 Axes = tuple[str, ...]
+
+
+class Kind(enum.Enum):
+    """What a leaf may read, in the order in which operands stand in a contraction."""
+
+    GIVEN = "given"
+    WEIGHTS = "weights"
+    GRADS = "grads"
+    PLACEHOLDER = "placeholder"
+    ACTIVATION = "activation"
+    COTANGENT = "cotangent"
+    OUTPUT = "output"
+
+
+class Source(NamedTuple):
+    """One tensor that a leaf reads: an input given at the call, the weights of samples, the materialised gradient of a
+    parameter, or a value of the joint graph (a placeholder; what a site reads; ȳ; the output of a site).
+    """
+
+    kind: Kind
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}:{self.name}"
 
 
 class Form:
@@ -69,14 +94,14 @@ class Symmetric(Form):
 class Leaf:
     """One operand.
 
-    label: how it prints ("x", "ȳ", "onehot(ids)").
-    sources: names of joint-graph values it is made of.
+    label: how it prints ("x", "ȳ", "onehot(ids)"); nothing else may depend on it.
+    sources: what it is made of.
     recipe: names how `build` makes it of them; leaves are equal if their sources, recipe and form are.
     axes: one letter (or name) per dim of the built tensor, or of what an implicit form stands for.
     """
 
     label: str
-    sources: tuple[str, ...]
+    sources: tuple[Source, ...]
     recipe: str
     axes: tuple[str, ...]
     sizes: tuple[sympy.Expr, ...]
@@ -86,6 +111,11 @@ class Leaf:
 
     def __post_init__(self) -> None:
         assert len(self.axes) == len(self.sizes), (self.axes, self.sizes)
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Of its sources."""
+        return tuple(source.kind for source in self.sources)
 
     @property
     def key(self) -> tuple[Any, ...]:

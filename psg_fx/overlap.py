@@ -52,7 +52,7 @@ def _selected(term: Term) -> torch.Tensor | None:
     (node,) = [n for n in prefix.graph.graph.nodes if n.op == "placeholder"]
     shape = tuple(int(s) for s in node.meta["val"].shape)
     index = torch.arange(product(shape), dtype=torch.float64).reshape(shape)
-    if any(op == "_to_copy" for op in prefix.ops):
+    if prefix.casts:
         return None
     selected: torch.Tensor = prefix.graph(index).flatten()
     return selected

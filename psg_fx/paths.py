@@ -17,12 +17,13 @@ import torch
 
 from psg_fx.cost import Device, Size, Work, product
 from psg_fx.methods import METHODS, Arg, Method, Pair
-from psg_fx.network import BATCH, Axes, Dense, Leaf, Network, OneHot, Patches
+from psg_fx.network import BATCH, Axes, Dense, Kind, Leaf, Network, OneHot, Patches
 
 Concrete = Callable[[sympy.Expr], int]
 """Turns a size expression into an int, at one batch size."""
 
 _IDS: dict[Any, int] = {}
+_RANKS = {kind: rank for rank, kind in enumerate(Kind)}
 
 
 def _intern(key: Any) -> int:
@@ -44,7 +45,7 @@ class Expr:
 
     @property
     def rank(self) -> str:
-        """Where it stands among the operands of a contraction: by its label, then by what it is made of.  The order is
+        """Where it stands among the operands of a contraction: by what it reads.  The order is
         the same in every process, and for layers that are alike.
         """
         raise NotImplementedError
@@ -93,7 +94,8 @@ class LeafExpr(Expr):
 
     @cached_property
     def rank(self) -> str:
-        return f"{self.leaf.label} {self.leaf.sources} {self.leaf.recipe}"
+        kinds = "".join(str(_RANKS[kind]) for kind in self.leaf.kinds)
+        return f"{kinds} {self.leaf.form.name} {' '.join(s.name for s in self.leaf.sources)} {self.leaf.recipe}"
 
     @property
     def arg(self) -> Arg:

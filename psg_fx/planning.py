@@ -16,7 +16,7 @@ from psg_fx.asks import Ask, Contraction, Materialized, ThroughTotal, whole
 from psg_fx.cost import Device, product
 from psg_fx.crossover import peak_bytes
 from psg_fx.gradient import ParameterGradient
-from psg_fx.network import Network
+from psg_fx.network import Kind, Network
 from psg_fx.paths import Expr, LeafExpr, dense, trees
 
 _EXHAUSTIVE = 4000
@@ -211,14 +211,19 @@ def kept_until_norms(tree: Expr) -> dict[int, int]:
     for node in tree.nodes().values():
         if reads_weights(node):
             for child in node.children:
-                if not reads_weights(child) and not str(child).startswith(("x", "patches(x)", "onehot")):
+                if not reads_weights(child) and not _is_alive(child):
                     kept[child.key] = child.bytes
     return kept
 
 
+def _is_alive(expr: Expr) -> bool:
+    """Whether it is an activation as it is stored."""
+    return isinstance(expr, LeafExpr) and set(expr.leaf.kinds) == {Kind.ACTIVATION}
+
+
 def reads_weights(expr: Expr) -> bool:
     """Whether the per-sample weights are among the leaves."""
-    return any(isinstance(n, LeafExpr) and n.leaf.sources[0].startswith("weights:") for n in expr.nodes().values())
+    return any(isinstance(n, LeafExpr) and Kind.WEIGHTS in n.leaf.kinds for n in expr.nodes().values())
 
 
 def _search(questions: list[list[_Option]]) -> list[_Option]:

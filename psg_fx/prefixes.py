@@ -9,11 +9,12 @@ import torch
 
 from psg_fx.each import Gathered, for_each_sample
 from psg_fx.gradient import Term
+from psg_fx.network import Kind, Source
 from psg_fx.sites import Prefix
 
 
 def pull_back(
-    term: Term, name: str, value: torch.Tensor, env: Mapping[str, torch.Tensor], batched: bool
+    term: Term, name: str, value: torch.Tensor, env: Mapping[Source, torch.Tensor], batched: bool
 ) -> torch.Tensor:
     """From the operand back to the parameter through what made it: Jᵀ v, for each sample if `batched`."""
     prefix = term.prefix
@@ -43,9 +44,9 @@ def push_forward(term: Term, name: str, several: bool) -> Callable[..., torch.Te
     return each if several else push
 
 
-def sources(prefix: Prefix) -> list[str]:
+def sources(prefix: Prefix) -> list[Source]:
     """The values of the joint graph that the prefix reads."""
-    return [f"placeholder:{name}" for name in prefix.inputs]
+    return [Source(Kind.PLACEHOLDER, name) for name in prefix.inputs]
 
 
 def _pull(prefix: Prefix, name: str) -> Callable[..., torch.Tensor]:

@@ -48,10 +48,10 @@ class Dots(Quantity):
 
     def extras(self, gradients: Mapping[str, ParameterGradient]) -> dict[str, Extra]:
         lead = () if self.count is None else (self.count,)
-        return {_given(direction(n)): Extra((*lead, *g.shape), g.dtype) for n, g in gradients.items()}
+        return {direction(n).name: Extra((*lead, *g.shape), g.dtype) for n, g in gradients.items()}
 
     def values(self, shapes: Shapes, given: Mapping[str, Any]) -> dict[str, Any]:
-        return {_given(direction(name)): given["directions"][name] for name in shapes}
+        return {direction(name).name: given["directions"][name] for name in shapes}
 
     def finish(self, r: Results, weights: Weights, batch: int) -> dict[str, Any]:
         return {"dots": _sum(r["dots"])}
@@ -148,7 +148,7 @@ class Projection(Quantity):
             for new, side in zip("PQ", sides(gradient.shape), strict=False):
                 if side > self.rank:
                     matrix = self.matrix(name, new, side).to(gradient.dtype)
-                    found[_given(projection(name, new))] = Extra((side, self.rank), gradient.dtype, matrix)
+                    found[projection(name, new).name] = Extra((side, self.rank), gradient.dtype, matrix)
         return found
 
     def matrix(self, name: str, side: str, rows: int) -> torch.Tensor:
@@ -161,11 +161,6 @@ class Projection(Quantity):
 
     def joins(self) -> Joins:
         return {"projection": "cat"}
-
-
-def _given(source: str) -> str:
-    """The name of the graph's input for a source."""
-    return source.removeprefix("given:")
 
 
 def _sum(values: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -110,8 +110,8 @@ def arranged(value: Value, term: tuple[str, ...], label: str | None = None) -> L
     plan = Arrangement.of(value, term)
     if plan is None:
         return None
-    label = label or ("ȳ" if value.name.startswith("cotangent:") else "x")
-    return Leaf(label, (value.name,), f"arrange {plan}", plan.axes, plan.sizes, Dense(), value.dtype, plan)
+    label = label or value.symbol
+    return Leaf(label, (value.source,), f"arrange {plan}", plan.axes, plan.sizes, Dense(), value.dtype, plan)
 
 
 class Arrangement:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,16 +12,22 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from psg_fx.facts import SampleAxis
+from psg_fx.network import Kind, Source
 
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor of the joint graph, seen by a rule: its name there, shape (in the batch symbol), dtype, sample axis."""
+    """A tensor of the joint graph, seen by a rule: where it is, shape (in the batch symbol), dtype, sample axis."""
 
-    name: str
+    source: Source
     shape: tuple[sympy.Expr, ...]
     dtype: torch.dtype
     samples: SampleAxis | None = None
+
+    @property
+    def symbol(self) -> str:
+        """How it prints in a network."""
+        return "ȳ" if self.source.kind is Kind.COTANGENT else "x"
 
     @property
     def ndim(self) -> int:
@@ -34,7 +40,7 @@ class Prefix:
     """How a site's operand is made of parameters: `graph(*inputs) -> operand`, reading no data.
 
     inputs: names of the captured placeholders it reads; owners: for each, the parameter it holds ("" for others).
-    trivial: the operand is the parameter itself.
+    ops: how it prints.  casts: some op changes the dtype.  trivial: the operand is the parameter itself.
     selects: it only moves, drops or casts elements of one parameter (transpose, slice, view, ...), so that norms and
     inner products of gradients are the same before and after the pull-back.
     """
@@ -44,6 +50,7 @@ class Prefix:
     parameters: tuple[str, ...]
     owners: Mapping[str, str]
     ops: tuple[str, ...] = ()
+    casts: bool = False
     trivial: bool = False
     selects: bool = False
     graph: GraphModule | None = field(default=None, compare=False, repr=False)
@@ -86,23 +93,30 @@ class Site:
         return str(self.target).removeprefix("aten.").removesuffix(".default")
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> Hashable:
         """All that rules see of the site, with numbers in place of names: sites of one kind get the same networks."""
-        numbers: dict[str, int] = {}
+        numbers: dict[Source, int] = {}
 
-        def nameless(value: Any) -> Any:
+        def nameless(value: Any) -> Hashable:
             if not isinstance(value, Value):
-                return value
-            return (numbers.setdefault(value.name, len(numbers)), value.shape, value.dtype, value.samples)
+                return (type(value), repr(value) if isinstance(value, float) else value)  # nan is not itself
+            number = numbers.setdefault(value.source, len(numbers))
+            return (number, value.source.kind, value.shape, value.dtype, value.samples)
 
-        seen = (self.target, self.args, self.kwargs, self.outputs, self.cotangents, [o.position for o in self.operands])
-        return repr(pytree.tree_map(nameless, seen, is_leaf=lambda v: isinstance(v, Value)))
+        seen = (self.args, self.kwargs, self.outputs, self.cotangents, [o.position for o in self.operands])
+        flat, spec = pytree.tree_flatten(seen, is_leaf=lambda v: v is None or isinstance(v, Value))
+        return (self.target, spec, tuple(map(nameless, flat)))
+
+    @property
+    def values(self) -> tuple[Value, ...]:
+        """The tensors among its arguments."""
+        flat = pytree.tree_leaves((self.args, self.kwargs), is_leaf=lambda v: isinstance(v, Value))
+        return tuple(v for v in flat if isinstance(v, Value))
 
     @property
     def is_complex(self) -> bool:
         """Whether any value at the site is complex."""
-        flat = pytree.tree_leaves((self.args, self.kwargs), is_leaf=lambda v: isinstance(v, Value))
-        return any(isinstance(v, Value) and v.dtype.is_complex for v in (*flat, *self.outputs))
+        return any(v is not None and v.dtype.is_complex for v in (*self.values, *self.outputs))
 
     def input(self, index: int) -> Value:
         """The tensor argument `index`."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
+from psg_fx.strides import free_of_strides
 from psg_fx.torch_private import traced_without_code
 from psg_fx.torch_private.tracer import trace_fakes
 
@@ -21,7 +22,7 @@ def trace(function: Callable[..., Any], arguments: Sequence[Any]) -> GraphModule
     with traced_without_code():
         traced = trace_fakes(function, arguments)
         if any(mutates(node) for node in traced.graph.nodes):
-            again = torch.func.functionalize(Interpreter(traced).run)
+            again = torch.func.functionalize(Interpreter(free_of_strides(traced)).run)
             traced = trace_fakes(again, arguments)
     return traced
 

@@ -23,7 +23,8 @@ class Case:
     x, more: shapes of floating-point inputs, the samples in `batch_dim`. ids: shape of an integer input < `classes`.
     out_dim: where the samples lie in the output. loss: how the loss is reduced, "sum", "mean" or "none" (`[B]`).
     shift: added to the parameters (keeps denominators off zero). frozen: parameters that need no gradient.
-    covers: names of rules that this row is for, beside that of its first word. dtype: where float64 cannot run.
+    covers: names of rules that this row is for, beside that of its first word; they must answer for its parameters.
+    fallback: parameters for which no rule answers at some use. dtype: where float64 cannot run.
     vmap: whether `vmap(grad)` can run it. penalty: the loss also has the squares of the named parameter.
     criterion: the loss of the output instead of the fixed one.  refused: words of the error, where this is not
     supported yet.
@@ -42,6 +43,7 @@ class Case:
     shift: float = 0.0
     frozen: tuple[str, ...] = ()
     covers: tuple[str, ...] = ()
+    fallback: tuple[str, ...] = ()
     module: Callable[[], nn.Module] | None = None
     vmap: bool = True
     penalty: str = ""

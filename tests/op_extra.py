@@ -74,6 +74,7 @@ def _images() -> dict[str, list[tuple[Any, ...]]]:
 
 def _norms() -> dict[str, list[tuple[Any, ...]]]:
     x, one = real(2, 3, 4), real(3).abs()
+    several = torch.tensor([0.2, 0.7], dtype=x.dtype)
     return {
         "_batch_norm_impl_index": [(x, one, one, one, one, False, 0.1, 1e-5, False)],
         "_native_batch_norm_legit_functional": [(x, one, one, one, one, False, 0.1, 1e-5)],
@@ -83,8 +84,8 @@ def _norms() -> dict[str, list[tuple[Any, ...]]]:
         "nuclear_norm": [(x, [1, 2]), (x, [0, 1], True)],
         "linalg_vector_norm": [(x, 2, [1]), (x, 3, [0], True)],
         "linalg_norm": [(x, None, [1]), (x, None, [0, 2])],
-        "quantile": [(x, 0.5, 1), (x, 0.2, -1, True)],
-        "nanquantile": [(x, 0.5, 1), (x, 0.2, -1, True)],
+        "quantile": [(x, 0.5, 1), (x, 0.2, -1, True), (x, several, 1), (x, several, -1, True), (x, several[0], 1)],
+        "nanquantile": [(x, 0.5, 1), (x, 0.2, -1, True), (x, several, 1), (x, several, -1, True)],
         "linalg__powsum": [(x, 2, [1])],
         "_linalg_eigvals": [(real(2, 3, 3),)],
         "_cholesky_solve_helper": [(real(2, 3, 2), spd(2), False)],

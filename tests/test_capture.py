@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import oracle
 import psg_fx
-from psg_fx import CaptureFailed, NotYetSupported, SamplesMixed
+from psg_fx import CaptureFailed, ClippedSum, Grads, Norms, NotYetSupported, SamplesMixed
 
 GENERATOR = torch.Generator().manual_seed(0)
 X, Y = torch.randn(6, 4, dtype=torch.float64, generator=GENERATOR), torch.tensor([0, 2, 1, 1, 0, 2])
@@ -68,6 +68,26 @@ def test_one_graph_for_each_size(function: Callable[[Layer, Tensor], Tensor]) ->
         assert oracle.relative_error(out.losses, losses) < 1e-12
         assert oracle.worst_error(out.grads, grads) < 1e-12
     assert len(step._cache) == 3
+
+
+@pytest.mark.filterwarnings("ignore:one graph for each batch size")
+@pytest.mark.parametrize("function", EXACT, ids=lambda f: f.__name__)
+def test_no_samples(function: Callable[[Layer, Tensor], Tensor]) -> None:
+    """Rows are empty and sums are zero, whatever the code would divide by."""
+    asked = [Grads(), Norms(), ClippedSum(1.0)]
+    loss = lambda out, y: F.cross_entropy(out, y, reduction="sum") / len(out)  # noqa: E731
+    step = psg_fx.transform(Model(function), loss, quantities=asked, backend="eager")
+    for _ in range(2):
+        out = step(X[:0], Y[:0])
+        assert out.losses.shape == out.norms.shape == (0,)
+        for name, p in step.model.named_parameters():
+            assert out.grads[name].shape == (0, *p.shape)
+            assert torch.equal(out.clipped_sum[name], torch.zeros_like(p))
+    _, grads = oracle.loop_grads(step.model, F.cross_entropy, X, Y)
+    assert oracle.worst_error(step(X, Y).grads, grads) < 1e-12
+    without = psg_fx.transform(Model(function), backend="eager")
+    without(X[:0]).sum().backward()
+    assert without.model.layer.weight.grad_sample.shape == (0, 3, 4)
 
 
 def test_it_is_said_once_and_kept_in_the_plan() -> None:

@@ -282,12 +282,6 @@ def test_quantities_are_written_as_in_python(text: str, expected: psg_fx.Quantit
     assert quantities.quantity(text) == expected
 
 
-def test_every_quantity_of_the_package_has_a_name() -> None:
-    exported = {v for v in vars(psg_fx).values() if isinstance(v, type) and issubclass(v, psg_fx.Quantity)}
-    assert set(KINDS.values()) == exported - {psg_fx.Quantity}
-    assert all(name == kind.field for name, kind in KINDS.items())
-
-
 def test_nothing_of_a_quantity_is_executed(tmp_path: Path) -> None:
     mark = tmp_path / "executed"
     with pytest.raises(UsageError):

@@ -17,7 +17,7 @@ from psg_fx.methods.dense import MatMul
 from psg_fx.methods.onehot import Equal
 from psg_fx.methods.patches import ConvWeight, GroupedConv
 from psg_fx.methods.symmetric import HalfGram
-from psg_fx.network import Dense, Leaf, Network, OneHot, Patches, Symmetric, inner
+from psg_fx.network import Dense, Kind, Leaf, Network, OneHot, Patches, Source, Symmetric, inner
 from psg_fx.paths import Expr, trees
 
 F32 = torch.float32
@@ -145,8 +145,8 @@ def test_devices() -> None:
 
 def linear(t: int, i: int, o: int) -> Network:
     """x[b,t,i] ȳ[b,t,o] -> [b,o,i] for symbolic b."""
-    x = Leaf("x", ("x",), "", tuple("bti"), (BATCH_SIZE, sympy.Integer(t), sympy.Integer(i)))
-    grad = Leaf("ȳ", ("y",), "", tuple("bto"), (BATCH_SIZE, sympy.Integer(t), sympy.Integer(o)))
+    x = Leaf("x", (Source(Kind.ACTIVATION, "x"),), "", tuple("bti"), (BATCH_SIZE, sympy.Integer(t), sympy.Integer(i)))
+    grad = Leaf("ȳ", (Source(Kind.COTANGENT, "y"),), "", tuple("bto"), (BATCH_SIZE, sympy.Integer(t), sympy.Integer(o)))
     return Network((x, grad), tuple("boi"))
 
 

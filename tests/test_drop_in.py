@@ -14,6 +14,7 @@ from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 import oracle
 import psg_fx
 from psg_fx import BadArgument, NotYetSupported, zoo
+from psg_fx.drop_in import _laid_out
 
 SMALL: dict[str, dict[str, Any]] = {
     "mlp": {},
@@ -69,6 +70,51 @@ def test_gradients_of_the_inputs_are_the_ordinary_ones() -> None:
     F.cross_entropy(psg_fx.transform(model, backend="eager")(ours), y).backward()
     F.cross_entropy(model(ordinary), y).backward()
     torch.testing.assert_close(ours.grad, ordinary.grad)
+
+
+INCOMING: dict[str, Any] = {
+    "as the output": lambda g: g.clone(memory_format=torch.preserve_format),
+    "expanded": lambda g: g[:, :1, :1, :1].expand_as(g),
+    "one number": lambda g: g.new_ones(()).expand_as(g),
+    "transposed": lambda g: g.transpose(1, 3).contiguous().transpose(1, 3),
+    "samples inside": lambda g: g.permute(1, 2, 3, 0).contiguous().permute(3, 0, 1, 2),
+    "channels last": lambda g: g.contiguous(memory_format=torch.channels_last),
+    "a part": lambda g: torch.cat([g, g], 3)[..., : g.shape[3]],
+    "every second": lambda g: torch.stack([g, -g], -1).flatten(3)[..., ::2],
+}
+"""A gradient of the output, as a loss may hand it over in memory."""
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.inductor)])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_the_layout_of_an_incoming_gradient(channels_last: bool, backend: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Conv2d(3, 4, 2), nn.Flatten(2), nn.Unflatten(2, (3, 5)))
+    model, x = model.double(), torch.randn(4, 2, 5, 7, dtype=torch.float64)
+    if channels_last:
+        x = x.contiguous(memory_format=torch.channels_last)
+    step, plain = psg_fx.transform(model, backend=backend), torch.randn(4, 4, 3, 5, dtype=torch.float64)
+    for name, lay in INCOMING.items():
+        incoming = lay(plain)
+        for p in model.parameters():
+            p.grad_sample = None
+        step(x).backward(incoming)
+        for p, parameter in model.named_parameters():
+            rows = [torch.autograd.grad(model(x[i : i + 1]), parameter, incoming[i : i + 1])[0] for i in range(4)]
+            assert oracle.relative_error(parameter.grad_sample, torch.stack(rows)) < 1e-10, (name, p)
+
+
+@pytest.mark.parametrize("name", INCOMING)
+def test_an_incoming_gradient_is_laid_out_as_the_output(name: str) -> None:
+    """The backward is compiled for one memory order: another one would be compiled once more."""
+    plain = torch.randn(4, 4, 3, 5)
+    incoming = INCOMING[name](plain)
+    for like in (torch.empty_like(plain, device="meta"), plain.to("meta").permute(1, 0, 3, 2).contiguous().mT):
+        like = like if like.shape == plain.shape else like.transpose(0, 1)
+        found = _laid_out(incoming, like, plain.device)
+        assert found.stride() == like.stride()
+        assert torch.equal(found, incoming)
+        assert torch.equal(_laid_out(None, like, plain.device), torch.zeros(4, 4, 3, 5))
 
 
 class TwoHeads(nn.Module):

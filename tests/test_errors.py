@@ -25,6 +25,15 @@ def step(model: nn.Module | None = None, loss: Any = F.cross_entropy, **options:
     return psg_fx.transform(mlp() if model is None else model, loss, **{"backend": "eager"} | options)
 
 
+def changed_bound(to: float, **options: Any) -> Any:
+    """A step whose bound is changed between two calls."""
+    bound = torch.tensor(1.0)
+    made = step(quantities=ClippedSum(bound, **options))
+    made(X, Y)
+    bound.fill_(to)
+    return made(X, Y)
+
+
 class Branch(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -132,6 +141,29 @@ ROWS: dict[str, Row] = {
     "not-a-number": (
         lambda: ClippedSum(float("nan")), BadArgument, "max_norm=nan is not a bound on norms",
         "ClippedSum(max_norm=...)", "a norm's bound is a number that is not negative", BOUND_FIX,
+    ),
+    "negative-bound-in-a-tensor": (
+        lambda: ClippedSum(torch.tensor(-1.0)), BadArgument, "max_norm=-1.0 is not a bound on norms",
+        "ClippedSum(max_norm=...)", "a norm's bound is a number that is not negative", BOUND_FIX,
+    ),
+    "bound-made-negative": (
+        lambda: changed_bound(-0.5), BadArgument, "max_norm=-0.5 is not a bound on norms",
+        "ClippedSum(max_norm=...)", "a norm's bound is a number that is not negative", BOUND_FIX,
+    ),
+    "bound-made-infinite": (
+        lambda: changed_bound(float("inf"), style="automatic"), BadArgument, "max_norm=inf is not a bound on norms",
+        "ClippedSum(max_norm=...)",
+        'style="automatic" divides it by the norm, so all factors would be infinite', BOUND_FIX,
+    ),
+    "parts-of-a-fraction": (
+        lambda: psg_fx.microbatch(step(), 2.5), BadArgument,  # type: ignore[arg-type]
+        "size=2.5 is not a number of samples", "microbatch(step, size)", "each part holds so many samples",
+        "a positive int",
+    ),
+    "weights-for-other-samples": (
+        lambda: psg_fx.microbatch(step(quantities=WeightedSum()), 1)(X, Y, weights=torch.ones(9)), BadArgument,
+        "weights have shape (9,)", "microbatch(step, size)(inputs, targets, weights=...)",
+        f"there is one for each of the {len(X)} samples", "pass a [B] tensor",
     ),
     "bound-of-many": (
         lambda: ClippedSum(torch.ones(2)), BadArgument, "max_norm=tensor([1., 1.]) is not a bound on norms",

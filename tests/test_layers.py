@@ -11,16 +11,16 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LAYERS = [
     {
-        "copies", "errors", "formulas", "grad_samples", "layout", "cost", "measure", "outputs", "progress", "quiet",
-        "recurrence", "torch_private", "tracing",
+        "copies", "equal", "errors", "formulas", "grad_samples", "layout", "cost", "measure", "outputs", "progress",
+        "quiet", "recurrence", "strides", "torch_private", "tracing",
     },
     {"facts", "lives", "network", "each", "arguments", "custom", "program", "trusted"},
     {"axes", "sites", "methods"},
     {"gradient", "paths", "state", "prefixes", "overlap"},
     {"asks", "crossover"},
-    {"rules", "stages", "planning", "quantity", "products", "clipping"},
+    {"rules", "stages", "promises", "planning", "quantity", "products", "clipping"},
     {"evaluate", "groups", "rounding", "calibration", "budget", "settings"},
-    {f"passes.{name}" for name in ("branches", "reasons", "recurrent", "twins", "rewrites", "writes", "equal")},
+    {f"passes.{name}" for name in ("branches", "reasons", "recurrent", "twins", "rewrites", "writes")},
     {f"passes.{name}" for name in ("losses", "runner", "independence", "export", "lift", "rules", "probe")},
     {"passes.pieces", "passes.writing"},
     {"passes"},
@@ -33,7 +33,7 @@ LAYERS = [
 """Lowest first; a module imports from layers below its own, or from neighbours that do not import it."""
 
 SHARED = {
-    "branches", "equal", "export", "independence", "lift", "losses", "pieces", "probe", "reasons", "recurrent",
+    "branches", "export", "independence", "lift", "losses", "pieces", "probe", "reasons", "recurrent",
     "rewrites", "rules", "runner", "twins", "writes", "writing",
 }  # fmt: skip
 """What passes share; beside these no pass imports another, and `pipeline` imports all of them."""

@@ -143,5 +143,12 @@ def test_refusals() -> None:
         psg_fx.microbatch(make(quantities=[SecondMoment(centered=True)]), 2)
     with pytest.raises(BadArgument, match="size=0 is not a number of samples"):
         psg_fx.microbatch(make(), 0)
+    for size in (2.5, 2.0, True, "2"):
+        with pytest.raises(BadArgument, match="is not a number of samples"):
+            psg_fx.microbatch(make(), size)  # type: ignore[arg-type]
+    for weights in (torch.ones(9), torch.ones(5), torch.ones(6, 1), [1.0] * 7):
+        for part in (2, 6, 8):
+            with pytest.raises(BadArgument, match=r"weights have shape \("):
+                psg_fx.microbatch(make(quantities=[WeightedSum()]), part)(*batch(6), weights=weights)
     with pytest.raises(BadArgument, match="DropInModule is not a step with a loss"):
         psg_fx.microbatch(psg_fx.transform(nn.Linear(4, 3), backend="eager"), 2)

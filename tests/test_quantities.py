@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from torch import Tensor
 
 import oracle
 import psg_fx
+from answered import check_answers
 from cases import CASES, Case
 from psg_fx import (
     ClippedSum,
@@ -23,7 +24,9 @@ from psg_fx import (
     SecondMoment,
     WeightedSum,
 )  # fmt: skip
+from psg_fx.checks import checks_for
 from psg_fx.gradient import ParameterGradient
+from psg_fx.problem import KINDS
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning"),
@@ -146,6 +149,11 @@ def compare(out: Any, truth: Truth, quantities: list[Any], tolerance: float) -> 
 
 
 def run(case: Case, quantities: list[Any], dtype: torch.dtype = torch.float64) -> Any:
+    return stepped(case, quantities, dtype)[1]
+
+
+def stepped(case: Case, quantities: list[Any], dtype: torch.dtype = torch.float64) -> tuple[Any, Any]:
+    """The step and its output."""
     model = case.model(dtype)
     loss = case.loss_fn(model)
     step = psg_fx.transform(model, loss, quantities=quantities, backend="eager", batch_dim=case.dims)
@@ -156,7 +164,7 @@ def run(case: Case, quantities: list[Any], dtype: torch.dtype = torch.float64) -
         like = {n: p.detach()[None] for n, p in oracle.tracked(model, None).items()}
         (count,) = [q.count for q in quantities if isinstance(q, Dots)]
         given["directions"] = {n: v.to(dtype) for n, v in directions(like, count).items()}
-    return step(case.data(dtype), **given)
+    return step, step(case.data(dtype), **given)
 
 
 def everything(truth: Truth) -> list[Any]:
@@ -169,14 +177,16 @@ def tolerance_of(case: Case) -> float:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_row(case: Case) -> None:
-    """All quantities at once, at a batch size that the graph was not traced with."""
+    """All quantities at once, at a batch size that the graph was not traced with, by the row's own rules."""
     if case.refused:
         with pytest.raises(ValueError, match=case.refused):
             run(case, [Grads()])
         return
     truth = Truth(case)
     quantities = everything(truth)
-    compare(run(case, quantities), truth, quantities, tolerance_of(case))
+    step, out = stepped(case, quantities)
+    compare(out, truth, quantities, tolerance_of(case))
+    check_answers(case, step)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.vmap], ids=str)
@@ -187,6 +197,34 @@ def test_vmap_agrees(case: Case) -> None:
     losses, grads = oracle.vmap_grads(model, case.loss_fn(model), case.data(), batch_dim=case.dims)
     assert oracle.relative_error(losses, truth.losses) < tolerance_of(case)
     assert oracle.worst_error(grads, truth.grads) < tolerance_of(case)
+
+
+def kinds(kind: type[psg_fx.Quantity] = psg_fx.Quantity) -> Iterator[type[psg_fx.Quantity]]:
+    """Every quantity of the package."""
+    for sub in kind.__subclasses__():
+        if sub.__module__.startswith("psg_fx."):
+            yield sub
+        yield from kinds(sub)
+
+
+@pytest.mark.parametrize("kind", dict.fromkeys(kinds()), ids=lambda k: k.__name__)
+def test_every_quantity_is_public_checked_and_has_a_name(kind: type[psg_fx.Quantity]) -> None:
+    assert kind.__name__ in psg_fx.__all__
+    assert getattr(psg_fx, kind.__name__) is kind
+    assert KINDS.get(kind.field) is kind, "the command line has no name for it"
+    (asked,) = [made for made in ASKED if type(made) is kind]
+    given = {"weights": torch.ones(3), "directions": {"w": torch.ones(4)}}
+    checks, notes = checks_for([asked], given)
+    assert not notes, "step.validate has no definition of it"
+    assert asked.field in {check.field for check in checks}
+    grads = {"w": torch.randn(3, 4)}
+    for check in checks:
+        check.expected(torch.ones(3), grads)
+
+
+ASKED = [
+    Grads(), Norms(), ClippedSum(1.0), WeightedSum(), MeanGrad(), Dots(), Gram(), SecondMoment(), Projection(rank=2)
+]  # fmt: skip
 
 
 SETS = {

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -14,18 +16,31 @@ from torch.fx import GraphModule, Node
 
 import psg_fx
 from psg_fx import InternalError, facts
+from psg_fx.network import Kind, Source
 from psg_fx.passes.runner import History, copy_graph, graph_pass, run
 from psg_fx.stages import Stage, broken, checks, verify
 
 aten = torch.ops.aten
 
 
+class Small(nn.Module):
+    """A layer used twice, and a parameter that is scaled before its use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.scaled = nn.Parameter(torch.randn(2, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.layer(x).tanh()) @ (2 * self.scaled).t()
+
+
 @cache
 def graphs() -> dict[str, GraphModule]:
     """A sound graph of every stage."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
-    step = psg_fx.transform(model, lambda out: out.square().sum(), backend="eager")
+    asked = [psg_fx.Norms(), psg_fx.ClippedSum(1.0)]
+    step = psg_fx.transform(Small(), lambda out: out.square().sum(), quantities=asked, backend="eager")
     step(torch.randn(3, 4))
     return step.graphs
 
@@ -73,6 +88,171 @@ def keep_a_cotangent(gm: GraphModule) -> None:
     gm.meta[facts.KEY] = dataclasses.replace(info, outputs=outputs)
 
 
+def data(gm: GraphModule, **changes: Any) -> None:
+    """Replace what is known of the whole graph."""
+    info = facts.graph_facts(gm)
+    gm.meta[facts.KEY] = dataclasses.replace(info, data={**info.data, **changes})
+
+
+def known(gm: GraphModule, what: str) -> Any:
+    return facts.graph_facts(gm).data[what]
+
+
+def read_strides(gm: GraphModule) -> None:
+    node = last_op(gm)
+    with gm.graph.inserting_after(node):
+        gm.graph.call_function(aten.view.default, (node, [-1])).meta = dict(node.meta)
+
+
+def reduce_on_the_way(gm: GraphModule) -> None:
+    facts.update(next(n for n in gm.graph.nodes if n.target is aten.tanh.default), reduced=True)
+
+
+def the_site(gm: GraphModule) -> Node:
+    return next(n for n in gm.graph.nodes if facts.fact(n).site)
+
+
+def unmark_a_site(gm: GraphModule) -> None:
+    facts.update(the_site(gm), site="")
+
+
+def mark_a_second_site(gm: GraphModule) -> None:
+    facts.update(next(n for n in gm.graph.nodes if n.target is aten.tanh.default), site="tanh")
+
+
+def pass_a_site_by(gm: GraphModule) -> None:
+    """A site that reads a value made of the same parameter by an op that says nothing of it."""
+    facts.update(next(n for n in gm.graph.nodes if n.target is aten.mul.Tensor), params=frozenset())
+
+
+def forget_a_prefix(gm: GraphModule) -> None:
+    data(gm, prefixes=dict(list(known(gm, "prefixes").items())[1:]))
+
+
+def change_outputs(gm: GraphModule, change: Callable[[list[Any]], list[Any]]) -> None:
+    info = facts.graph_facts(gm)
+    placed = change(list(zip(info.outputs, facts.outputs(gm), strict=True)))
+    gm.graph.output_node().args = (tuple(node for _, node in placed),)
+    gm.meta[facts.KEY] = dataclasses.replace(info, outputs=tuple(spec for spec, _ in placed))
+
+
+def lose_a_cotangent(gm: GraphModule) -> None:
+    change_outputs(gm, lambda placed: [(s, n) for s, n in placed if s.name != "linear_1.0"])
+
+
+def exchange_two_cotangents(gm: GraphModule) -> None:
+    def exchange(placed: list[Any]) -> list[Any]:
+        nodes = {spec.name: node for spec, node in placed}
+        names = {"linear_1.0": "matmul.0", "matmul.0": "linear_1.0"}
+        return [(spec, nodes[names.get(spec.name, spec.name)]) for spec, _ in placed]
+
+    change_outputs(gm, exchange)
+
+
+def cast_a_cotangent(gm: GraphModule) -> None:
+    node = next(
+        n for s, n in zip(facts.graph_facts(gm).outputs, facts.outputs(gm), strict=True) if s.kind == "cotangent"
+    )
+    assert node is not None
+    node.meta["val"] = node.meta["val"].to(torch.float64)
+
+
+def differentiate_a_parameter(gm: GraphModule) -> None:
+    spec = facts.OutputSpec("cotangent", "layer.weight")
+    change_outputs(gm, lambda placed: [*placed, (spec, facts.placeholders(gm)[0])])
+
+
+def change_gradients(gm: GraphModule, change: Callable[[Any], Any]) -> None:
+    """The gradient of the layer's weight, in the plan too."""
+    old = known(gm, "gradients")["layer.weight"]
+    data(gm, gradients={**known(gm, "gradients"), "layer.weight": change(old)})
+
+
+def lose_a_gradient(gm: GraphModule) -> None:
+    data(gm, gradients=dict(list(known(gm, "gradients").items())[1:]))
+
+
+def lose_a_use(gm: GraphModule) -> None:
+    change_gradients(gm, lambda g: dataclasses.replace(g, terms=g.terms[:1]))
+
+
+def count_a_use_twice(gm: GraphModule) -> None:
+    change_gradients(gm, lambda g: dataclasses.replace(g, terms=(*g.terms, g.terms[0])))
+
+
+def change_term(gm: GraphModule, change: Callable[[Any], Any]) -> None:
+    change_gradients(gm, lambda g: dataclasses.replace(g, terms=(change(g.terms[0]), *g.terms[1:])))
+
+
+def read_what_is_not_there(gm: GraphModule) -> None:
+    def change(term: Any) -> Any:
+        first, *rest = term.network.leaves
+        lost = dataclasses.replace(first, sources=(Source(Kind.ACTIVATION, "nothing"),))
+        return dataclasses.replace(term, network=dataclasses.replace(term.network, leaves=(lost, *rest)))
+
+    change_term(gm, change)
+
+
+def sum_a_kept_axis(gm: GraphModule) -> None:
+    def change(term: Any) -> Any:
+        return dataclasses.replace(term, network=dataclasses.replace(term.network, out=term.network.out[:-1]))
+
+    change_term(gm, change)
+
+
+def merge_nothing(gm: GraphModule) -> None:
+    data(gm, gradients=facts.graph_facts(graphs()["networked"]).data["gradients"])
+
+
+def change_plan(gm: GraphModule, change: Callable[[Any], list[Any]]) -> None:
+    """Other parts for the layer's weight."""
+    plan = known(gm, "plan")
+    changed = [
+        dataclasses.replace(p, parts=tuple(change(p))) if p.gradient.name == "layer.weight" else p
+        for p in plan.parameters
+    ]
+    data(gm, plan=dataclasses.replace(plan, parameters=tuple(changed)))
+
+
+def plan_without_a_parameter(gm: GraphModule) -> None:
+    plan = known(gm, "plan")
+    data(gm, plan=dataclasses.replace(plan, parameters=plan.parameters[1:]))
+
+
+def answer_one_question_less(gm: GraphModule) -> None:
+    change_plan(gm, lambda p: p.parts[:-1])
+
+
+def answer_a_question_twice(gm: GraphModule) -> None:
+    change_plan(gm, lambda p: [*p.parts, p.parts[-1]])
+
+
+def contract_something_else(gm: GraphModule) -> None:
+    change_plan(gm, lambda p: [dataclasses.replace(part, tree=p.parts[0].tree) for part in p.parts])
+
+
+def do_twice(gm: GraphModule) -> None:
+    node = next(n for n in gm.graph.nodes if n.op == "call_function" and len(n.users) > 1)
+    with gm.graph.inserting_after(node):
+        again = gm.graph.node_copy(node)
+    next(iter(node.users)).replace_input_with(node, again)
+
+
+def do_for_nothing(gm: GraphModule) -> None:
+    node = last_op(gm)
+    with gm.graph.inserting_after(node):
+        gm.graph.call_function(aten.cos.default, (node,)).meta = dict(node.meta)
+
+
+def count_twice(gm: GraphModule) -> None:
+    size = next(n for n in gm.graph.nodes if n.target is aten.sym_size.int)
+    other = next(n for n in gm.graph.nodes if n.target is aten.tanh.default)
+    with gm.graph.inserting_after(other):
+        again = gm.graph.call_function(aten.sym_size.int, (other, 0))
+    again.meta = dict(size.meta)
+    list(size.users)[-1].replace_input_with(size, again)
+
+
 def fix_the_batch(gm: GraphModule) -> None:
     node = carrier(gm)
     value = node.meta["val"]
@@ -82,13 +262,40 @@ def fix_the_batch(gm: GraphModule) -> None:
 
 BREAKS: dict[str, tuple[Stage, Callable[[GraphModule], None], str]] = {
     "described-inputs": (Stage.CAPTURED, forget_an_input, "every placeholder has an InputSpec"),
-    "described-outputs": (Stage.JOINT, forget_an_output, "every output has an OutputSpec"),
+    "described-outputs": (Stage.LOWERED, forget_an_output, "every output has an OutputSpec"),
     "functional": (Stage.BATCHED, write_in_place, "no op writes into a tensor"),
+    "any_batch": (Stage.CAPTURED, fix_the_batch, "the batch size stays a symbol"),
+    "captured": (Stage.CAPTURED, read_strides, "no op reads strides"),
     "batched": (Stage.BATCHED, forget_a_fact, "every op has a fact about its samples"),
     "unreduced": (Stage.UNREDUCED, sum_the_loss, "the loss carries the samples in dim 0"),
+    "unreduced-way": (Stage.UNREDUCED, reduce_on_the_way, "nothing reduced over the samples leads to the loss"),
+    "sited": (Stage.SITED, unmark_a_site, "a parameter meets the samples at a site, and nowhere else"),
+    "sited-second": (Stage.SITED, mark_a_second_site, "a parameter meets the samples at a site, and nowhere else"),
+    "sited-params": (Stage.SITED, pass_a_site_by, "what is made of parameters says of which"),
+    "sited-prefix": (Stage.SITED, forget_a_prefix, "a site knows how its operands are made of parameters"),
+    "differentiated": (Stage.JOINT, lose_a_cotangent, "what a site reads is an output, cotangent:linear_1.0 too"),
+    "differentiated-shape": (
+        Stage.JOINT, exchange_two_cotangents, "cotangent:linear_1.0 has the shape and dtype that its site says"
+    ),
+    "differentiated-dtype": (Stage.JOINT, cast_a_cotangent, "cotangent:linear.0 has the shape and dtype"),
+    "differentiated-more": (
+        Stage.JOINT, differentiate_a_parameter, "nothing is differentiated but what sites make"
+    ),
+    "networked": (Stage.NETWORKED, lose_a_use, "every use of layer.weight is in one term"),
+    "networked-twice": (Stage.NETWORKED, count_a_use_twice, "every use of layer.weight is in one term"),
+    "networked-all": (Stage.NETWORKED, lose_a_gradient, "every tracked parameter has a gradient"),
+    "networked-leaf": (Stage.NETWORKED, read_what_is_not_there, "the networks of layer.weight read values of"),
+    "networked-shape": (Stage.NETWORKED, sum_a_kept_axis, "the networks of layer.weight have its use's shape"),
+    "merged": (Stage.MERGED, merge_nothing, "no two terms of layer.weight could be one"),
+    "planned": (Stage.PLANNED, answer_one_question_less, "everything asked of layer.weight has a tree"),
+    "planned-twice": (Stage.PLANNED, answer_a_question_twice, "everything asked of layer.weight has a tree"),
+    "planned-all": (Stage.PLANNED, plan_without_a_parameter, "every gradient is planned"),
+    "planned-tree": (Stage.PLANNED, contract_something_else, "the trees of layer.weight contract their networks"),
     "lowered": (Stage.LOWERED, keep_a_cotangent, "a lowered graph returns results only"),
-    "any_batch": (Stage.MERGED, fix_the_batch, "the batch size stays a symbol"),
-}
+    "tidied": (Stage.TIDIED, do_twice, "no op is done twice"),
+    "tidied-dead": (Stage.TIDIED, do_for_nothing, "every value is read"),
+    "tidied-batch": (Stage.TIDIED, count_twice, "one node computes the batch size"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("stage", Stage, ids=lambda s: s.value)
@@ -101,13 +308,25 @@ def test_broken_graph_is_refused(name: str) -> None:
     stage, damage, promise = BREAKS[name]
     gm = graph(stage)
     damage(gm)
-    with pytest.raises(InternalError, match=f"a pass broke the promise: {promise}"):
+    for check in checks(stage):
+        if check.__name__ != name.partition("-")[0] and name != "described-inputs":  # all read what inputs hold
+            check(gm)  # nothing else would catch it
+    with pytest.raises(InternalError, match=f"a pass broke the promise: {re.escape(promise)}"):
         verify(gm, stage)
 
 
 def test_every_check_is_broken_here() -> None:
     names = {check.__name__ for stage in Stage for check in checks(stage)}
-    assert names <= {name.partition("-")[0] for name in BREAKS}
+    assert names == {name.partition("-")[0] for name in BREAKS}
+
+
+def test_every_stage_has_a_promise_of_its_own() -> None:
+    """One that no stage before it makes."""
+    made: set[str] = set()
+    for stage in Stage:
+        own = {check.__name__ for check in checks(stage)}
+        assert own - made, stage
+        made |= own
 
 
 def test_runner_refuses_what_a_pass_breaks() -> None:

@@ -35,7 +35,7 @@ from psg_fx.cost import product
 from psg_fx.evaluate import Evaluator, compute
 from psg_fx.gradient import ParameterGradient
 from psg_fx.methods import symmetric
-from psg_fx.network import BATCH, Leaf
+from psg_fx.network import BATCH, Kind, Leaf, Source
 from psg_fx.paths import Expr, LeafExpr, dense, trees
 from psg_fx.planning import ParameterPlan, Part, Plan
 from psg_fx.quantity import FLOORS
@@ -56,7 +56,7 @@ class Joint:
     """A captured row with the values of its joint graph."""
 
     gradients: dict[str, ParameterGradient]
-    env: dict[str, Tensor]
+    env: dict[Source, Tensor]
     batch: Any
     size: int
     truth: Truth
@@ -79,8 +79,9 @@ def joint(case: Case) -> Joint:
     with plain_mode():
         arguments = Binding(gm, model, loss).arguments(call, {})
         results = gm(*arguments)
-    env = {f"placeholder:{n.name}": a for n, a in zip(facts.placeholders(gm), arguments, strict=True)}
-    env |= {f"{spec.kind}:{spec.name}": value for spec, value in zip(info.outputs, results, strict=True)}
+    env = {Source(Kind.PLACEHOLDER, n.name): a for n, a in zip(facts.placeholders(gm), arguments, strict=True)}
+    read = [(s, v) for s, v in zip(info.outputs, results, strict=True) if s.kind in ("activation", "cotangent")]
+    env |= {Source(Kind(spec.kind), spec.name): value for spec, value in read}
     return Joint(info.data["gradients"], env, info.batch, call.batch_size(), Truth(case))
 
 
@@ -125,7 +126,7 @@ def evaluate(joint: Joint, plan: ParameterPlan) -> dict[str, Tensor]:
     return {key: values[plan.gradient.name] for key, values in evaluator.results.items() if values}
 
 
-def given(gradient: ParameterGradient) -> dict[str, Tensor]:
+def given(gradient: ParameterGradient) -> dict[Source, Tensor]:
     """Directions and random matrices for a parameter."""
     generator = torch.Generator().manual_seed(3)
     found = {direction(gradient.name): torch.randn(2, *gradient.shape, generator=generator, dtype=torch.float64)}
@@ -159,7 +160,7 @@ def built(leaf: Leaf, joint: Joint) -> Tensor:
     return compute(expr, [stored]) if expr.children else stored
 
 
-def projected(name: str, g: Tensor, values: dict[str, Tensor]) -> Tensor:
+def projected(name: str, g: Tensor, values: dict[Source, Tensor]) -> Tensor:
     """Pᵀ g_b Q, a side of at most two elements as it is."""
     matrix = g.reshape(g.shape[0], *sides(tuple(g.shape[1:])))
     for dim, new in zip((1, 2), "PQ", strict=True):

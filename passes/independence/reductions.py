@@ -19,13 +19,13 @@ _MANY = """
 @rule(*_MANY.split(), proof="reduction")
 def reduction(op: Op) -> Answer:
     """Over `dim` (all dims where it is absent); two tensors (max.other) are elementwise and never come here."""
-    x = op.value("self") or op.need("input")
+    x, q = op.value("self") or op.need("input"), op.value("q")
+    if q is not None and q.axis is not None:
+        raise op.unsupported("which quantiles it takes depends on the samples")
     if x.axis is None:
         return None
-    for name in ("other", "q"):
-        second = op.value(name)
-        if second is not None and (second.axis is not None or name == "other"):
-            raise op.unsupported("its second argument is a tensor")
+    if op.value("other") is not None:
+        raise op.unsupported("its second argument is a tensor")
     default = -1 if op.name.endswith(("kthvalue", "mode")) else None
     given = op.dims("dim", x.ndim)
     if given is None and default is not None:
@@ -33,6 +33,8 @@ def reduction(op: Op) -> Answer:
     found = reduced_over(op, x.axis, x.ndim, given)
     if found is REDUCED and op.name.endswith(_SPREADS):
         _require_a_spread(op, x, given)
+    if isinstance(found, SampleAxis) and q is not None and q.ndim:
+        return axes.moved(found, found.dim + 1)  # several quantiles lie in a new first dim
     return found
 
 

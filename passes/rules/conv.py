@@ -114,8 +114,8 @@ def patches_leaf(
 
     sizes = (samples, folds * math.prod(form.out_space), groups, channels // groups * math.prod(kernel))
     recipe = f"planes {axis} {sides if not even else ''}"
-    label = "patches(ȳ)" if x.name.startswith("cotangent:") else "patches(x)"
-    return Leaf(label, (x.name,), recipe, ("b", "t", "g", "i"), tuple(map(sympy.sympify, sizes)), form, x.dtype, build)
+    label, axes = f"patches({x.symbol})", ("b", "t", "g", "i")
+    return Leaf(label, (x.source,), recipe, axes, tuple(map(sympy.sympify, sizes)), form, x.dtype, build)
 
 
 def plane_leaf(y: Value, groups: int, channel: str, places: tuple[slice, ...] = ()) -> Leaf:
@@ -139,8 +139,8 @@ def plane_leaf(y: Value, groups: int, channel: str, places: tuple[slice, ...] = 
         return tensor.permute(0, 2, 3, 1, 4).reshape(n, groups, channels // groups, -1)
 
     sizes = (y.shape[0] / folds, groups, channels // groups, folds * math.prod(map(len, kept)))
-    label = "ȳ" if y.name.startswith("cotangent:") else "x"
+    label = y.symbol
     return Leaf(
-        label, (y.name,), f"plane {axis} {groups} {kept}", ("b", "g", channel, "t"), tuple(map(sympy.sympify, sizes)),
+        label, (y.source,), f"plane {axis} {groups} {kept}", ("b", "g", channel, "t"), tuple(map(sympy.sympify, sizes)),
         dtype=y.dtype, build=build,
     )  # fmt: skip

@@ -28,7 +28,7 @@ def embedding(site: Site) -> dict[str, Network | None]:
         return {}
     classes = int(weight.shape[0])
     hot = Leaf(
-        "onehot(ids)", (ids.name,), f"arrange {plan}", ("b", "t", "v"), (*plan.sizes, weight.shape[0]),
+        "onehot(ids)", (ids.source,), f"arrange {plan}", ("b", "t", "v"), (*plan.sizes, weight.shape[0]),
         OneHot(classes), ybar.dtype, plan,
     )  # fmt: skip
     if padding < 0:
@@ -38,8 +38,8 @@ def embedding(site: Site) -> dict[str, Network | None]:
         return rows(gradient) * (plan(index) != padding).unsqueeze(-1)
 
     kept = Leaf(
-        "ȳ", (ids.name, ybar.name), f"masked {padding} {plan} {rows}", ("b", "t", "d"), rows.sizes, dtype=ybar.dtype,
-        build=masked,
+        "ȳ", (ids.source, ybar.source), f"masked {padding} {plan} {rows}", ("b", "t", "d"), rows.sizes,
+        dtype=ybar.dtype, build=masked,
     )  # fmt: skip
     return {"weight": network("b t v, b t d -> b v d", hot, kept)}
 
@@ -83,8 +83,8 @@ def rows_along(site: Site, dim: int, ids: Value) -> Network | None:
         return plan(torch.where(value < 0, value + classes, value))
 
     hot = Leaf(
-        "onehot(ids)", (ids.name,), f"positive {classes} {plan}", (BATCH, "t", "v"), (*plan.sizes, weight.shape[dim]),
+        "onehot(ids)", (ids.source,), f"positive {classes} {plan}", (BATCH, "t", "v"), (*plan.sizes, weight.shape[dim]),
         OneHot(classes), ybar.dtype, positive,
     )  # fmt: skip
-    grad = Leaf("ȳ", (ybar.name,), f"arrange {rows}", rows.axes, rows.sizes, dtype=ybar.dtype, build=rows)
+    grad = Leaf("ȳ", (ybar.source,), f"arrange {rows}", rows.axes, rows.sizes, dtype=ybar.dtype, build=rows)
     return Network((hot, grad), (BATCH, "p", "v", "q"))

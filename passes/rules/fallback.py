@@ -60,7 +60,7 @@ def fallback(site: Site, operand: Operand) -> Network:
         found = for_each_sample(one, every, (*rows, *grad_rows), site.op, site.where)
         return found.flatten(1) if found.ndim > 1 else found.unsqueeze(1)
 
-    sources = (*(v.name for v in values), *(c.name for _, c in cotangents))
+    sources = (*(v.source for v in values), *(c.source for _, c in cotangents))
     samples = _samples(site)
     leaf = Leaf(
         f"vjp({site.op})", sources, f"fallback {site.name} {operand.position}", (BATCH, "p"),

@@ -122,8 +122,7 @@ def lettered(value: Value, letters: str, groups: dict[str, tuple[str, ...]]) -> 
     """
     own = {name: tuple(letters.index(c) for c in group) for name, group in groups.items() if set(group) <= set(letters)}
     plan = Arrangement.grouped(value, own)
-    label = "ȳ" if value.name.startswith("cotangent:") else "x"
-    return Leaf(label, (value.name,), f"arrange {plan}", plan.axes, plan.sizes, dtype=value.dtype, build=plan)
+    return Leaf(value.symbol, (value.source,), f"arrange {plan}", plan.axes, plan.sizes, dtype=value.dtype, build=plan)
 
 
 def _scaled(found: Network | None, scale: float) -> Network | None:

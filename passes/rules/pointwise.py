@@ -35,12 +35,12 @@ def broadcast_network(
         if own != 1:
             kept.append(dim)
     plan = Arrangement.keeping(ybar, tuple(kept))
-    names = tuple(v.name for v in sources)
+    read = tuple(v.source for v in sources)
 
     def build(*tensors: torch.Tensor) -> torch.Tensor:
         return plan(gradient(*tensors))
 
-    leaf = Leaf(label, names, f"{recipe} {plan}", plan.axes, plan.sizes, dtype=ybar.dtype, build=build)
+    leaf = Leaf(label, read, f"{recipe} {plan}", plan.axes, plan.sizes, dtype=ybar.dtype, build=build)
     return Network((leaf,), tuple(axis for axis in plan.axes if axis != "t"))
 
 
@@ -62,7 +62,7 @@ def pointwise(site: Site, position: int) -> Network | None:
     values = tuple(v for v in flat if isinstance(v, Value))
     if any(isinstance(v, sympy.Expr) for v in flat):
         return None
-    if str(site.target).startswith("aten.add.") and "alpha" not in site.kwargs:
+    if site.target.overloadpacket is aten.add and "alpha" not in site.kwargs:
         return broadcast_network(site, operand.value.shape, "ȳ", "ȳ", (ybar,), lambda g: g)
 
     def gradient(*tensors: torch.Tensor) -> torch.Tensor:
