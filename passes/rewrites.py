@@ -98,6 +98,33 @@ def gaussian_nll_loss(
     return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
 
 
+def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
+    """y[i.., j, k..] = x[i.., ids[i.., j, k..], k..] along dim, both broadcast in the others.  Torch's own reads the
+    batch size as a number.
+    """
+    if dim is None:
+        return input.reshape(-1).gather(0, indices.reshape(-1))
+    dim = dim % max(input.dim(), 1)
+    both = torch.broadcast_shapes(*([*t.shape[:dim], 1, *t.shape[dim + 1 :]] for t in (input, indices)))
+
+    def wide(t: Tensor) -> Tensor:
+        return t.expand([*both[:dim], t.shape[dim], *both[dim + 1 :]])
+
+    return wide(input).gather(dim, wide(indices))
+
+
+def diff(
+    input: Tensor, n: int = 1, dim: int = -1, prepend: Tensor | None = None, append: Tensor | None = None
+) -> Tensor:
+    """y[i] = x[i + 1] - x[i] along dim, n times, of x between `prepend` and `append`."""
+    parts = [t for t in (prepend, input, append) if t is not None]
+    x = torch.cat(parts, dim) if len(parts) > 1 else input
+    for _ in range(min(n, x.shape[dim])):
+        later, earlier = x.narrow(dim, 1, x.shape[dim] - 1), x.narrow(dim, 0, x.shape[dim] - 1)
+        x = later ^ earlier if x.dtype is torch.bool else later - earlier
+    return x if n else x.clone()
+
+
 def is_causal(mask: Tensor | None, given: bool | None = None, size: int | None = None) -> bool:
     """Whether the caller said that the mask is causal; a mask that is given is used either way."""
     return given is True
@@ -141,6 +168,8 @@ def rewritten() -> Iterator[None]:
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     F.embedding_bag: embedding_bag,
     F.gaussian_nll_loss: gaussian_nll_loss,
+    **dict.fromkeys((torch.take_along_dim, Tensor.take_along_dim), take_along_dim),
+    **dict.fromkeys((torch.diff, Tensor.diff), diff),
     torch._VF._pack_padded_sequence: pack_padded_sequence,
     **recurrent_functions(),
 }

@@ -36,7 +36,7 @@ UNTRIED = {
     """,
     "refuses all samples": """
         kron chain_matmul linalg_multi_dot addbmm block_diag cartesian_prod _weight_norm _weight_norm_interface
-        norm_except_dim randperm masked_scatter take put repeat_interleave.Tensor repeat_interleave.self_Tensor
+        norm_except_dim randperm masked_scatter put repeat_interleave.Tensor repeat_interleave.self_Tensor
         _unsafe_masked_index _unsafe_masked_index_put_accumulate segment_reduce meshgrid pad_sequence _chunk_cat
         histc bincount trace cov corrcoef unique_consecutive _unique2 unique_dim nonzero nonzero_static masked_select
         argwhere pdist _pdist_forward nll_loss nll_loss2d nll_loss_nd nll_loss_forward nll_loss2d_forward

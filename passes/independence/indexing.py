@@ -173,7 +173,16 @@ def index_write(op: Op) -> Answer:
     return x.axis
 
 
-@rule("masked_scatter", "take", "put", "repeat_interleave.Tensor", "repeat_interleave.self_Tensor", "isin",
+@rule("take", proof="indexing")
+def take(op: Op) -> Answer:
+    """y[..] = x.flatten()[ids[..]]."""
+    x, ids = op.need("self"), op.need("index")
+    if x.axis is not None:
+        raise op.refuse("it counts places through the rows of all samples", _PICK)
+    return ids.axis
+
+
+@rule("masked_scatter", "put", "repeat_interleave.Tensor", "repeat_interleave.self_Tensor", "isin",
       "_unsafe_masked_index", "_unsafe_masked_index_put_accumulate", "segment_reduce", proof="indexing")  # fmt: skip
 def flat_places(op: Op) -> Answer:
     """Places are counted through all samples."""

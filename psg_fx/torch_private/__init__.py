@@ -15,6 +15,7 @@ import torch
 import torch.export._trace
 from torch._C._dynamo.guards import TensorGuards
 from torch._decomp import core_aten_decompositions
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.source import ConstantSource
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -40,6 +41,7 @@ __all__ = [
     "compilations",
     "core_decompositions",
     "empty_strided_cpu",
+    "enable_python_dispatcher",
     "fake_batch",
     "inductor_modes",
     "marked_dynamic",

@@ -1,0 +1,199 @@
+"""Programs that a look at single ops would refuse although their samples do not mix, each against the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import oracle
+import psg_fx
+from psg_fx import BadArgument, ClippedSum, Grads, Gram, NotYetSupported, PsgError, SamplesMixed
+
+B, T, C = 3, 5, 3
+Make = Callable[..., Tensor]
+
+
+class Program(nn.Module):
+    """A function of data and parameters `[shape]`."""
+
+    def __init__(self, function: Callable[..., Any], **shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.function = function
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(0.5 * torch.randn(shape)))
+
+    def forward(self, *data: Tensor) -> Any:
+        return self.function(*data, **dict(self._parameters))
+
+
+@dataclass
+class Row:
+    """A model, a loss, and a maker of `(inputs, targets)` for a batch size.
+
+    at: the batch sizes of the calls.
+    """
+
+    model: Callable[[], nn.Module]
+    loss: Callable[..., Tensor]
+    draw: Callable[[int], tuple[Any, Any]]
+    at: tuple[int, ...] = (B, 1)
+
+
+def head() -> nn.Module:
+    return nn.Linear(4, C)
+
+
+def program(function: Callable[..., Any], **shapes: tuple[int, ...]) -> Callable[[], nn.Module]:
+    return lambda: Program(function, **shapes)
+
+
+def square(o: Tensor, *_: Tensor) -> Tensor:
+    return o.square().mean()
+
+
+def flat(size: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, 4).double(), torch.randn(size, C).double()
+
+
+def classes(size: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, 4).double(), torch.randint(C, (size,))
+
+
+def tokens(size: int) -> tuple[Tensor, None]:
+    return torch.randn(size, T, 4).double(), None
+
+
+def ids(*shape: int) -> Callable[[int], tuple[Tensor, None]]:
+    return lambda size: (torch.randint(7, (size, *shape)), None)
+
+
+def images(size: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, 2, 5, 5).double(), torch.randn(size, 2, 5, 5).double()
+
+
+def total(o: Tensor, y: Tensor) -> Tensor:
+    return (o - y).square().sum()
+
+
+def conv() -> nn.Module:
+    return nn.Conv2d(2, 2, 3)
+
+
+TAKEN = {
+    "take_along_dim": Row(head, lambda o, y: -o.log_softmax(-1).take_along_dim(y[:, None], 1).mean(), classes),
+    "take_along_dim, broadcast": Row(
+        head, lambda o, y: torch.take_along_dim(o, torch.tensor([[1, 2]]), -1).square().mean(), classes
+    ),
+    "take_along_dim in the model": Row(
+        program(lambda x, w: torch.take_along_dim(x @ w, (x @ w).argsort(-1), -1)[..., 0], w=(4, 3)), square, tokens
+    ),
+    "elements of a parameter": Row(program(lambda i, p: p.gather(0, i), p=(7,)), square, ids()),
+    "columns of a parameter": Row(program(lambda i, p: p.gather(0, i), p=(7, 4)), square, ids(4)),
+    "an expanded parameter": Row(program(lambda i, p: p.expand(len(i), -1).gather(1, i), p=(7,)), square, ids(4)),
+    "take of a parameter": Row(program(lambda i, p: torch.take(p, -i) + p.sum(), p=(4, 2)), square, ids(4)),
+    "diff with prepend": Row(
+        program(lambda x, w: torch.diff(x @ w, dim=1, prepend=x.new_zeros(x.shape[0], 1, 3)), w=(4, 3)), square, tokens
+    ),
+    "diff with append, twice": Row(
+        program(lambda x, w: (x @ w).diff(n=2, dim=1, append=(x @ w)[:, :1]), w=(4, 3)), square, tokens
+    ),
+    "diff with a parameter": Row(
+        program(lambda x, w, p: torch.diff(x @ w, dim=1, prepend=p.expand(x.shape[0], 1, 3)), w=(4, 3), p=(3,)),
+        square, tokens,
+    ),
+}  # fmt: skip
+
+COUNTED = {
+    "tensor of the length": Row(head, lambda o, y: total(o, y) / torch.tensor(len(o)), flat),
+    "as_tensor": Row(head, lambda o, y: total(o, y) / torch.as_tensor(o.shape[0], dtype=torch.float64), flat),
+    "full": Row(head, lambda o, y: total(o, y) / torch.full((), len(o)), flat),
+    "new_tensor of several": Row(
+        head, lambda o, y: (total(o, y) / o.new_tensor([[len(o), 2.0], [0.1 * len(o), 1 / len(o)]])).sum(), flat
+    ),
+    "a float multiple": Row(head, lambda o, y: total(o, y) / (0.3 * len(o)), flat),
+    "in the model": Row(program(lambda x, w: x @ w / torch.tensor(len(x)), w=(4, 3)), square, tokens),
+    "interpolate": Row(conv, lambda o, y: F.interpolate(o, scale_factor=2.0).square().sum() / len(o), images),
+    "interpolate, bicubic": Row(
+        conv, lambda o, y: (F.interpolate(o, size=y.shape[-2:], mode="bicubic") - y).square().sum() / len(o), images
+    ),
+    "take_along_dim and the length": Row(
+        head, lambda o, y: o.take_along_dim(y[:, None], 1).square().sum() / len(o), classes
+    ),
+}  # fmt: skip
+
+ONE_NUMBER = {
+    "[1]": Row(head, lambda o, y: (o - y).square().mean(-1).mean(0, keepdim=True), flat),
+    "[1, 1]": Row(head, lambda o, y: (o - y).square().mean((0, 1), keepdim=True), flat),
+    "[B, 1]": Row(head, lambda o, y: (o - y).square().mean(-1, keepdim=True), flat),
+    "[1, B, 1]": Row(head, lambda o, y: (o - y).square().mean(-1, keepdim=True)[None], flat),
+    "reshaped": Row(head, lambda o, y: F.mse_loss(o, y).reshape(1), flat),
+}
+
+ROWS = {
+    f"{group}: {name}": row
+    for group, rows in {"taken": TAKEN, "counted": COUNTED, "one number": ONE_NUMBER}.items()
+    for name, row in rows.items()
+}
+
+
+@pytest.mark.filterwarnings("ignore:one graph for each batch size")
+@pytest.mark.parametrize("name", ROWS)
+def test_equals_the_loop(name: str) -> None:
+    row = ROWS[name]
+    torch.manual_seed(0)
+    model = row.model().double()
+    step = psg_fx.transform(model, row.loss, quantities=[Grads(), ClippedSum(0.3), Gram()], backend="eager")
+    for size in row.at:
+        x, y = row.draw(size)
+        out = step(x) if y is None else step(x, y)
+        losses, grads = oracle.loop_grads(model, row.loss, x, y)
+        torch.testing.assert_close(out.losses, losses, rtol=1e-7, atol=1e-9, equal_nan=True)
+        rows = torch.cat([g.flatten(1) for g in grads.values()], 1)
+        for name, want in grads.items():
+            torch.testing.assert_close(out.grads[name], want, rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(out.norms, rows.norm(dim=1), rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(out.gram, rows @ rows.T, rtol=1e-7, atol=1e-9)
+        for name, want in oracle.clipped_sum(grads, 0.3).items():
+            torch.testing.assert_close(out.clipped_sum[name], want, rtol=1e-7, atol=1e-9)
+
+
+Refused = tuple[Callable[[], nn.Module], Callable[..., Tensor], Callable[[int], tuple[Any, Any]], type[PsgError], str]
+
+REFUSED: dict[str, Refused] = {
+    "rows of a parameter by the sample's number": (
+        program(lambda i, p: p[: i.shape[0]].gather(1, i), p=(9, 7)), square, ids(4), PsgError, "",
+    ),
+    "take from the samples": (
+        program(lambda x, w: torch.take(x @ w, torch.tensor([0, 1])), w=(4, 3)), square, tokens, SamplesMixed,
+        "counts places through the rows of all samples",
+    ),
+    "diff over the samples": (
+        program(lambda x, w: torch.diff(x @ w, dim=0, prepend=(x @ w)[:1]), w=(4, 3)), square, tokens, SamplesMixed, "",
+    ),
+    "a tensor of the length squared": (
+        head, lambda o, y: total(o, y) / torch.tensor(len(o) ** 2), flat, NotYetSupported, "in no simple way",
+    ),
+    "two numbers": (
+        head, lambda o, y: (o - y).square().mean(0)[:2], flat, BadArgument, "its shape is [2]",
+    ),
+    "two numbers a sample": (
+        head, lambda o, y: (o - y).square()[:, :2], flat, BadArgument, "its shape is [B, 2]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_stays_refused(name: str) -> None:
+    model, loss, draw, kind, words = REFUSED[name]
+    torch.manual_seed(0)
+    x, y = draw(B)
+    step = psg_fx.transform(model().double(), loss, backend="eager")
+    with pytest.raises(kind) as caught:
+        step(x) if y is None else step(x, y)
+    assert words in str(caught.value)
