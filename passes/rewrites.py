@@ -125,6 +125,22 @@ def diff(
     return x if n else x.clone()
 
 
+def instance_norm(
+    input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None, weight: Tensor | None = None,
+    bias: Tensor | None = None, use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    """Running statistics in training as writes of their own: m' = (1 - μ) m + μ mean_b mean(x[b,c]), and v' of unbiased
+    variances.  Torch's op writes them unseen, and they do not enter the output.
+    """
+    if not use_input_stats or running_mean is None or running_var is None:
+        return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+    with torch.no_grad():
+        rows = input.detach().flatten(2)
+        for running, new in ((running_mean, rows.mean(2)), (running_var, rows.var(2))):
+            running.copy_((1 - momentum) * running + momentum * new.mean(0))
+    return F.instance_norm(input, None, None, weight, bias, True, momentum, eps)
+
+
 def is_causal(mask: Tensor | None, given: bool | None = None, size: int | None = None) -> bool:
     """Whether the caller said that the mask is causal; a mask that is given is used either way."""
     return given is True
@@ -168,6 +184,7 @@ def rewritten() -> Iterator[None]:
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     F.embedding_bag: embedding_bag,
     F.gaussian_nll_loss: gaussian_nll_loss,
+    F.instance_norm: instance_norm,
     **dict.fromkeys((torch.take_along_dim, Tensor.take_along_dim), take_along_dim),
     **dict.fromkeys((torch.diff, Tensor.diff), diff),
     torch._VF._pack_padded_sequence: pack_padded_sequence,

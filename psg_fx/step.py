@@ -137,6 +137,7 @@ class CompiledStep:
         self.gm, self.history, self._run, self._memory = gm, history, run, memory
         self.binding = Binding(gm, model, loss_fn)
         self.part: int | None = facts.graph_facts(gm).data["plan"].part
+        self.statistics: tuple[str, ...] = facts.graph_facts(gm).data.get("statistics", ())
 
     def __call__(
         self, call: Call, extras: Mapping[str, torch.Tensor], out: StepOutput | None = None, *, buffers: bool = True

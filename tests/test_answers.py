@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -135,9 +136,55 @@ ONE_NUMBER = {
     "reshaped": Row(head, lambda o, y: F.mse_loss(o, y).reshape(1), flat),
 }
 
+
+class Logging(nn.Module):
+    """A layer, and a buffer that `write(self, h)` writes while its output h is passed on."""
+
+    def __init__(self, write: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.write = nn.Linear(4, C), write
+        self.extra = nn.Parameter(torch.randn(C))
+        self.register_buffer("seen", torch.zeros(C))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        with torch.no_grad():
+            self.write(self, h)
+        return h.sin()
+
+
+class Reading(Logging):
+    """The buffer enters the output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.seen
+
+
+def running(m: Any, h: Tensor) -> None:
+    m.seen.mul_(0.9).add_(0.1 * (h.mean(0) + m.extra * h.shape[0]))
+
+
+def covered(m: Any, h: Tensor) -> None:
+    """Ops that no rule allows over samples."""
+    m.seen.copy_((h - h.mean(0)).abs().amax(0) + h.sort(0).values[0] + h.t().matmul(h).diagonal().cumsum(0))
+
+
+def instance_norm() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 3, 3), nn.InstanceNorm2d(3, affine=True, track_running_stats=True))
+
+
+LOGGED = {
+    "a mean": Row(lambda: Logging(lambda m, h: m.seen.copy_(h.mean(0))), square, flat),
+    "a running mean": Row(lambda: Logging(running), square, flat),
+    "anything": Row(lambda: Logging(covered), square, flat),
+    "the first sample": Row(lambda: Logging(lambda m, h: m.seen.copy_(h[0])), square, flat),
+    "instance norm": Row(instance_norm, square, images),
+    "momentum": Row(lambda: nn.InstanceNorm2d(2, True, 0.3, affine=True, track_running_stats=True), square, images),
+}
+
 ROWS = {
     f"{group}: {name}": row
-    for group, rows in {"taken": TAKEN, "counted": COUNTED, "one number": ONE_NUMBER}.items()
+    for group, rows in {"taken": TAKEN, "counted": COUNTED, "one number": ONE_NUMBER, "logged": LOGGED}.items()
     for name, row in rows.items()
 }
 
@@ -151,7 +198,11 @@ def test_equals_the_loop(name: str) -> None:
     step = psg_fx.transform(model, row.loss, quantities=[Grads(), ClippedSum(0.3), Gram()], backend="eager")
     for size in row.at:
         x, y = row.draw(size)
+        ordinary = copy.deepcopy(model)
+        ordinary(x)
         out = step(x) if y is None else step(x, y)
+        for name, buffer in model.named_buffers():
+            torch.testing.assert_close(buffer, ordinary.get_buffer(name), rtol=1e-9, atol=1e-12, equal_nan=True)
         losses, grads = oracle.loop_grads(model, row.loss, x, y)
         torch.testing.assert_close(out.losses, losses, rtol=1e-7, atol=1e-9, equal_nan=True)
         rows = torch.cat([g.flatten(1) for g in grads.values()], 1)
@@ -178,6 +229,9 @@ REFUSED: dict[str, Refused] = {
     ),
     "a tensor of the length squared": (
         head, lambda o, y: total(o, y) / torch.tensor(len(o) ** 2), flat, NotYetSupported, "in no simple way",
+    ),
+    "a logged mean that is read": (
+        lambda: Reading(lambda m, h: m.seen.copy_(h.mean(0))), square, flat, SamplesMixed, "reduced over them by %mean",
     ),
     "two numbers": (
         head, lambda o, y: (o - y).square().mean(0)[:2], flat, BadArgument, "its shape is [2]",

@@ -27,6 +27,7 @@ from psg_fx.passes.independence import (  # noqa: F401  (they fill the table)
     views,
     windows,
 )
+from psg_fx.passes.independence.logged import logged
 from psg_fx.passes.independence.table import Rule, find
 from psg_fx.passes.independence.values import (
     REDUCED,
@@ -68,6 +69,9 @@ class Prover:
         self.known: dict[Node, Result] = {}
         self.origin: dict[Node, Node] = {}
         self.notes: list[str] = []
+        self.logged = logged(gm)
+        self.statistics: set[Node] = set()  # those of the logged nodes that know the samples
+        self.kept: list[str] = []  # the buffers that take such a value
 
     def run(self) -> None:
         """Visit all nodes in order, then check what leaves the model and the graph."""
@@ -75,14 +79,20 @@ class Prover:
         self.check_model()
         self.check_outputs()
         known = facts.graph_facts(self.gm)
-        new = tuple(n for n in self.notes if n not in known.notes)
-        self.gm.meta[facts.KEY] = dataclasses.replace(known, notes=known.notes + new)
+        new = tuple(dict.fromkeys(n for n in self.notes if n not in known.notes))
+        data = {**known.data, "statistics": tuple(self.kept)}
+        self.gm.meta[facts.KEY] = dataclasses.replace(known, notes=known.notes + new, data=data)
 
     def walk(self) -> None:
         """Visit all nodes in order."""
         for node in self.gm.graph.nodes:
             if node.op == "output":
                 break
+            if node in self.logged and self.is_statistic(node):
+                self.statistics.add(node)
+                self.known[node] = Result()
+                facts.update(node, samples=None, reduced=False, proof="logged")
+                continue
             found, proof = self.visit(node)
             self.check(node, found)
             self.known[node] = found
@@ -90,6 +100,13 @@ class Prover:
                 inputs = [self.origin[n] for n in node.all_input_nodes if n in self.origin]
                 self.origin[node] = inputs[0] if inputs else node
             facts.update(node, samples=found.axes, reduced=found.reduced, proof=proof)
+
+    def is_statistic(self, node: Node) -> bool:
+        """Whether a logged value depends on the samples."""
+        return node in self.statistics or any(
+            n in self.statistics or self.known[n].reduced or self.known[n].axes is not None
+            for n in node.all_input_nodes
+        )
 
     def visit(self, node: Node) -> tuple[Result, str]:
         """What is known of the value of a node, and the name of the proof."""
@@ -274,10 +291,18 @@ class Prover:
             if spec.kind == "output" and found.reduced:
                 raise mixed(self.origin[entry], f"the output {spec.name!r} of the model is reduced over the samples",
                             "return one row for each sample")  # fmt: skip
-            if spec.kind == "buffer" and (found.reduced or found.axes is not None):
-                origin = self.origin.get(entry, entry)
-                raise mixed(origin, f"the buffer {spec.name!r} takes a value that depends on how the samples mix",
-                            "model.eval(), or keep such statistics out of forward")  # fmt: skip
+            if spec.kind == "buffer":
+                self.check_buffer(entry, spec.name)
+
+    def check_buffer(self, entry: Node, name: str) -> None:
+        """A buffer may hold a statistic of the batch, not values of single samples."""
+        found, size = self.known[entry], self.knows_batch(entry)
+        if found.axes is not None or size:
+            raise mixed(entry, f"the buffer {name!r} takes the values of the samples of this batch",
+                        "model.eval(), or keep a value whose shape does not depend on the batch")  # fmt: skip
+        if found.reduced or entry in self.statistics:
+            self.kept.append(name.removeprefix("model."))
+            self.notes.append(f"the buffer {self.kept[-1]} keeps a statistic of the whole batch")
 
 
 def in_model(node: Node) -> bool:

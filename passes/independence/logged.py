@@ -1,0 +1,37 @@
+"""Values that only the model's buffers read: statistics of the batch that lead to no loss and no output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch.fx import GraphModule, Node
+
+from psg_fx import facts
+
+
+def logged(gm: GraphModule) -> set[Node]:
+    """The nodes that lead to new values of buffers and to nothing else: there samples may mix.
+
+    A buffer holds, after a step, what one ordinary forward of the batch leaves there; only what leads to a loss or an
+    output has to be that of each sample alone.
+    """
+    specs = facts.graph_facts(gm).outputs
+    entries = list(zip(facts.outputs(gm), specs, strict=False))  # the parts of an op have no specs, and no buffers
+    kept = [n for n, spec in entries if isinstance(n, Node) and spec.kind == "buffer"]
+    if not kept:
+        return set()
+    read = [n for n, spec in entries if isinstance(n, Node) and spec.kind != "buffer"]
+    dead = [n for n in gm.graph.nodes if not n.users and n.op == "call_function"]
+    return _before(kept) - _before([*read, *dead])
+
+
+def _before(nodes: Iterable[Node]) -> set[Node]:
+    """The nodes and all they are computed from."""
+    found: set[Node] = set()
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting.extend(node.all_input_nodes)
+    return found
