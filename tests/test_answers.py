@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 import oracle
 import psg_fx
-from psg_fx import BadArgument, ClippedSum, Grads, Gram, NotYetSupported, PsgError, SamplesMixed
+from psg_fx import BadArgument, CaptureFailed, ClippedSum, Grads, Gram, NotYetSupported, PsgError, SamplesMixed
 
 B, T, C = 3, 5, 3
 Make = Callable[..., Tensor]
@@ -182,11 +183,63 @@ LOGGED = {
     "momentum": Row(lambda: nn.InstanceNorm2d(2, True, 0.3, affine=True, track_running_stats=True), square, images),
 }
 
-ROWS = {
-    f"{group}: {name}": row
-    for group, rows in {"taken": TAKEN, "counted": COUNTED, "one number": ONE_NUMBER, "logged": LOGGED}.items()
-    for name, row in rows.items()
-}
+
+class Checked(nn.Module):
+    """A layer whose labels are looked at by `check(y)`."""
+
+    def __init__(self, check: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.check = nn.Linear(4, C), check
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if y.max() >= C or not (y >= -100).all():
+            raise ValueError(f"label out of range: {y}")
+        self.check(y)
+        return F.cross_entropy(self.layer(x), y)
+
+
+def in_helper(y: Tensor) -> None:
+    with torch.no_grad():
+        if not bool_of(y):
+            message = "no label is small"
+            raise ValueError(message)
+
+
+def bool_of(y: Tensor) -> Tensor:
+    return (y < C).any()
+
+
+def after_a_flag(y: Tensor, strict: bool = True) -> None:
+    if strict and y.min() < 0:
+        raise ValueError
+
+
+def asserted(y: Tensor) -> None:
+    assert (y < C).all(), f"labels must be below {C}"
+    torch._assert((y >= 0).all(), "labels must be positive")
+
+
+def known(y: Tensor) -> None:
+    """A condition that is known while the program is captured."""
+    if torch.tensor(3.0) > 4:
+        raise ValueError
+
+
+def labelled(size: int) -> tuple[Any, None]:
+    return (torch.randn(size, 4).double(), torch.randint(C, (size,))), None
+
+
+def itself(o: Tensor) -> Tensor:
+    return o
+
+
+CHECKS = {f.__name__: f for f in (in_helper, after_a_flag, asserted, known)}
+CHECKED = {name: Row(lambda f=f: Checked(f), itself, labelled) for name, f in CHECKS.items()}
+
+GROUPS = {
+    "taken": TAKEN, "counted": COUNTED, "one number": ONE_NUMBER, "logged": LOGGED, "checked": CHECKED,
+}  # fmt: skip
+ROWS = {f"{group}: {name}": row for group, rows in GROUPS.items() for name, row in rows.items()}
 
 
 @pytest.mark.filterwarnings("ignore:one graph for each batch size")
@@ -199,7 +252,7 @@ def test_equals_the_loop(name: str) -> None:
     for size in row.at:
         x, y = row.draw(size)
         ordinary = copy.deepcopy(model)
-        ordinary(x)
+        ordinary(*(x if isinstance(x, tuple) else (x,)))
         out = step(x) if y is None else step(x, y)
         for name, buffer in model.named_buffers():
             torch.testing.assert_close(buffer, ordinary.get_buffer(name), rtol=1e-9, atol=1e-12, equal_nan=True)
@@ -212,6 +265,29 @@ def test_equals_the_loop(name: str) -> None:
         torch.testing.assert_close(out.gram, rows @ rows.T, rtol=1e-7, atol=1e-9)
         for name, want in oracle.clipped_sum(grads, 0.3).items():
             torch.testing.assert_close(out.clipped_sum[name], want, rtol=1e-7, atol=1e-9)
+
+
+def two_arms(y: Tensor) -> Tensor:
+    if y.max() > 1:
+        return y + 1
+    return y
+
+
+def caught(y: Tensor) -> Tensor:
+    try:
+        if y.max() > 1:
+            raise ValueError
+    except ValueError:
+        y = y + 1
+    return y
+
+
+def caught_outside(y: Tensor) -> None:
+    with contextlib.suppress(TypeError):
+        try:
+            asserted(y)
+        except AssertionError:
+            y.sum()
 
 
 Refused = tuple[Callable[[], nn.Module], Callable[..., Tensor], Callable[[int], tuple[Any, Any]], type[PsgError], str]
@@ -233,6 +309,15 @@ REFUSED: dict[str, Refused] = {
     "a logged mean that is read": (
         lambda: Reading(lambda m, h: m.seen.copy_(h.mean(0))), square, flat, SamplesMixed, "reduced over them by %mean",
     ),
+    "a branch of two arms": (
+        lambda: Checked(two_arms), itself, labelled, CaptureFailed, "branches on values of a tensor",
+    ),
+    "an error that is caught": (
+        lambda: Checked(caught), itself, labelled, CaptureFailed, "branches on values of a tensor",
+    ),
+    "an error that is caught outside": (
+        lambda: Checked(caught_outside), itself, labelled, CaptureFailed, "branches on values of a tensor",
+    ),
     "two numbers": (
         head, lambda o, y: (o - y).square().mean(0)[:2], flat, BadArgument, "its shape is [2]",
     ),
@@ -251,3 +336,45 @@ def test_stays_refused(name: str) -> None:
     with pytest.raises(kind) as caught:
         step(x) if y is None else step(x, y)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["in_helper", "asserted"])
+def test_a_check_is_looked_at_at_every_call(name: str) -> None:
+    step = psg_fx.transform(Checked(CHECKS[name]).double(), itself, backend="eager")
+    inputs, _ = labelled(B)
+    step(inputs)
+    x, y = inputs
+    with pytest.raises(BadArgument) as caught:
+        step((x, torch.full_like(y, C)))
+    line = Checked.forward.__code__.co_firstlineno + 1
+    assert str(caught.value).splitlines()[:2] == [
+        "the code of the model or loss refuses these values",
+        f"  where  test_answers.py:{line}: if y.max() >= C or not (y >= -100).all():",
+    ]
+    if name == "asserted":
+        with pytest.raises(BadArgument, match=r"where  .*: torch\._assert"):
+            step((x, torch.full_like(y, -100)))
+    step(inputs)
+
+
+def test_a_failed_check_leaves_buffers_as_they_were() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, C)
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen += 1
+            h = self.layer(x)
+            if h.abs().max() > 1e3:
+                raise ValueError("too large")
+            return h
+
+    for loss in (square, None):
+        model = Counting()
+        step = psg_fx.transform(model, loss, backend="eager")
+        step(torch.ones(B, 4))
+        with pytest.raises(BadArgument, match=r"if h\.abs"):
+            step(torch.full((B, 4), 1e6))
+        assert model.seen == 1

@@ -8,19 +8,21 @@ from torch.fx import GraphModule, Node
 
 from psg_fx import facts
 
+_LOGS = ("buffer", "written", "check")
+
 
 def logged(gm: GraphModule) -> set[Node]:
-    """The nodes that lead to new values of buffers and to nothing else: there samples may mix.
+    """The nodes that lead to new values of buffers and attributes, or to checks, and to nothing else: there samples may mix.
 
     A buffer holds, after a step, what one ordinary forward of the batch leaves there; only what leads to a loss or an
     output has to be that of each sample alone.
     """
     specs = facts.graph_facts(gm).outputs
     entries = list(zip(facts.outputs(gm), specs, strict=False))  # the parts of an op have no specs, and no buffers
-    kept = [n for n, spec in entries if isinstance(n, Node) and spec.kind == "buffer"]
+    kept = [n for n, spec in entries if isinstance(n, Node) and spec.kind in _LOGS]
     if not kept:
         return set()
-    read = [n for n, spec in entries if isinstance(n, Node) and spec.kind != "buffer"]
+    read = [n for n, spec in entries if isinstance(n, Node) and spec.kind not in _LOGS]
     dead = [n for n in gm.graph.nodes if not n.users and n.op == "call_function"]
     return _before(kept) - _before([*read, *dead])
 

@@ -71,7 +71,7 @@ class Prover:
         self.notes: list[str] = []
         self.logged = logged(gm)
         self.statistics: set[Node] = set()  # those of the logged nodes that know the samples
-        self.kept: list[str] = []  # the buffers that take such a value
+        self.following: list[str] = []  # the buffers that take such a value
 
     def run(self) -> None:
         """Visit all nodes in order, then check what leaves the model and the graph."""
@@ -80,7 +80,7 @@ class Prover:
         self.check_outputs()
         known = facts.graph_facts(self.gm)
         new = tuple(dict.fromkeys(n for n in self.notes if n not in known.notes))
-        data = {**known.data, "statistics": tuple(self.kept)}
+        data = {**known.data, "statistics": tuple(self.following)}
         self.gm.meta[facts.KEY] = dataclasses.replace(known, notes=known.notes + new, data=data)
 
     def walk(self) -> None:
@@ -301,8 +301,8 @@ class Prover:
             raise mixed(entry, f"the buffer {name!r} takes the values of the samples of this batch",
                         "model.eval(), or keep a value whose shape does not depend on the batch")  # fmt: skip
         if found.reduced or entry in self.statistics:
-            self.kept.append(name.removeprefix("model."))
-            self.notes.append(f"the buffer {self.kept[-1]} keeps a statistic of the whole batch")
+            self.following.append(name.removeprefix("model."))
+            self.notes.append(f"the buffer {self.following[-1]} keeps a statistic of the whole batch")
 
 
 def in_model(node: Node) -> bool:

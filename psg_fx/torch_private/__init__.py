@@ -21,7 +21,7 @@ from torch._dynamo.source import ConstantSource
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
-from torch._subclasses.fake_tensor import disable_fake_tensor_cache
+from torch._subclasses.fake_tensor import FakeTensor, disable_fake_tensor_cache
 from torch.fx import Graph, GraphModule
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -43,6 +43,7 @@ __all__ = [
     "empty_strided_cpu",
     "enable_python_dispatcher",
     "fake_batch",
+    "has_known_value",
     "inductor_modes",
     "marked_dynamic",
     "module_without_code",
@@ -154,6 +155,13 @@ def own_attributes() -> Iterator[None]:
         return
     with patched_here(torch.export._trace, name, lambda module: contextlib.nullcontext()):
         yield
+
+
+def has_known_value(tensor: torch.Tensor) -> bool:
+    """Whether the values of a tensor can be looked at while a program is traced: it is a constant of the code."""
+    if isinstance(tensor, FakeTensor):
+        return tensor.constant is not None
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
 @contextlib.contextmanager
