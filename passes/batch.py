@@ -7,6 +7,7 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.axes import positive
 from psg_fx.passes.independence import prove
+from psg_fx.passes.masked import pad_masked_rows
 
 aten = torch.ops.aten
 _SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
@@ -19,6 +20,7 @@ def batch(gm: GraphModule) -> GraphModule:
     sample i.  A *reduced* value is reduced over the samples; only the loss may come from it.
     """
     keep_the_sample_dim(gm)
+    pad_masked_rows(gm)
     return prove(gm)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 import sympy
 import torch
@@ -83,11 +83,13 @@ class Prover:
         data = {**known.data, "statistics": tuple(self.following)}
         self.gm.meta[facts.KEY] = dataclasses.replace(known, notes=known.notes + new, data=data)
 
-    def walk(self) -> None:
-        """Visit all nodes in order."""
+    def walk(self, skip: Set[Node] = frozenset()) -> None:
+        """Visit all nodes in order, but those of `skip` (and all that is computed from them)."""
         for node in self.gm.graph.nodes:
             if node.op == "output":
                 break
+            if node in skip:
+                continue
             if node in self.logged and self.is_statistic(node):
                 self.statistics.add(node)
                 self.known[node] = Result()
