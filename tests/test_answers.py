@@ -287,7 +287,30 @@ MASKED = {
     "any": Row(head, lambda o, y, m: o.square().sum() * (o[m] > 0.5).any() * (o[m] > -9).all(), padded),
 }  # fmt: skip
 
+
+def rows_of(pick: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[], nn.Module]:
+    """`pick(h, n, c)`: of h `[B·T, C]`, with the numbers n of the samples and places c of each, `[B]` in 0..T-1."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        places = (x.sum(-1) * 3).long().abs().remainder(T)[:, 0]
+        return pick((x @ w).reshape(-1, C), torch.arange(x.shape[0]), places)
+
+    return program(function, w=(4, C))
+
+
+FLAT = {
+    "clamped": Row(rows_of(lambda h, n, c: h[n * T + (3 * c).clamp(0, T - 1)]), square, tokens),
+    "remainder": Row(rows_of(lambda h, n, c: h[c + T * n]), square, tokens),
+    "last": Row(rows_of(lambda h, n, c: h[n * T + T - 1] * h[(n + 0) * T]), square, tokens),
+    "several": Row(rows_of(lambda h, n, c: h[(n[:, None] * T + torch.arange(2, T)).view(-1)]), square, tokens),
+    "argmax": Row(rows_of(lambda h, n, c: h[n * T + h.view(-1, T, C).sum(-1).argmax(-1)]), square, tokens),
+    "elements": Row(rows_of(lambda h, n, c: h.view(-1)[(n * T + c) * C + 1]), square, tokens),
+    "index_select": Row(rows_of(lambda h, n, c: h.index_select(0, n * T + (c - 1).clamp(min=0))), square, tokens),
+    "embedding": Row(rows_of(lambda h, n, c: F.embedding(n[:, None] * T + c[:, None], h)), square, tokens),
+}
+
 GROUPS = {
+    "flat": FLAT,
     "masked": MASKED,
     "taken": TAKEN, "counted": COUNTED, "one number": ONE_NUMBER, "logged": LOGGED, "checked": CHECKED,
 }  # fmt: skip
@@ -393,6 +416,21 @@ REFUSED: dict[str, Refused] = {
     ),
     "a variance of rows": (
         head, lambda o, y, m: o[m].var(), padded, PsgError, "a mask picks",
+    ),
+    "a flat index of any labels": (
+        rows_of(lambda h, n, c: h[n * T + 2 * c]), square, tokens, SamplesMixed, "c may lie outside of 0..4",
+    ),
+    "a flat index with another step": (
+        rows_of(lambda h, n, c: h[n * 4 + c.clamp(max=1)]), square, tokens, SamplesMixed, "does not number the rows",
+    ),
+    "a flat index that starts later": (
+        rows_of(lambda h, n, c: h[n * T + c - 1]), square, tokens, SamplesMixed, "c may lie outside",
+    ),
+    "the numbers of the samples as values": (
+        rows_of(lambda h, n, c: h[n * T] * (n * T + c)[:, None]), square, tokens, SamplesMixed, "the numbers of",
+    ),
+    "numbers taken from numbers": (
+        rows_of(lambda h, n, c: h[c * T - n]), square, tokens, SamplesMixed, "",
     ),
     "two numbers": (
         head, lambda o, y: (o - y).square().mean(0)[:2], flat, BadArgument, "its shape is [2]",

@@ -30,6 +30,8 @@ from psg_fx.passes.independence import (  # noqa: F401  (they fill the table)
 from psg_fx.passes.independence.logged import logged
 from psg_fx.passes.independence.table import Rule, find
 from psg_fx.passes.independence.values import (
+    NUMBERS,
+    NUMBERS_FIX,
     REDUCED,
     Op,
     Result,
@@ -42,7 +44,6 @@ from psg_fx.passes.independence.values import (
 )
 from psg_fx.passes.probe import probe
 
-_NUMBERS = "it computes with the numbers of the samples (arange over the batch), which one sample alone lacks"
 _STATISTIC = "a statistic over the batch makes each sample's loss depend on the others; take it within a sample"
 
 
@@ -197,7 +198,7 @@ class Prover:
     def refuse_numbers(self, node: Node) -> None:
         """The numbers of the samples, `arange(B)`, may only pick rows."""
         if any(self.known[n].index for n in node.all_input_nodes if n in self.known):
-            raise mixed(node, _NUMBERS, "use arange(B) only to pick each sample's row: x[torch.arange(B), ids]")
+            raise mixed(node, NUMBERS, NUMBERS_FIX)
 
     def complete(self, node: Node, found: Result) -> Result:
         """One axis for an op with several outputs stands for each of them that knows the batch."""
@@ -289,7 +290,7 @@ class Prover:
                 continue
             found = self.known[entry]
             if found.index:
-                raise mixed(entry, _NUMBERS, "return values of the sample")
+                raise mixed(entry, NUMBERS, "return values of the sample")
             if spec.kind == "output" and found.reduced:
                 raise mixed(self.origin[entry], f"the output {spec.name!r} of the model is reduced over the samples",
                             "return one row for each sample")  # fmt: skip

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from psg_fx.facts import SampleAxis
 from psg_fx.passes.independence.along import trailing
+from psg_fx.passes.independence.indexing import require_own_rows
 from psg_fx.passes.independence.table import Answer, rule
-from psg_fx.passes.independence.values import Op, Value, broadcast, symbolic_sizes
+from psg_fx.passes.independence.values import NUMBERS, NUMBERS_FIX, Op, Value, broadcast, symbolic_sizes
 
 
 def _main(op: Op) -> Value:
@@ -182,10 +183,15 @@ def _same_rows(op: Op, values: list[Value]) -> Answer:
     return values[0].axis
 
 
-@rule("embedding", proof="embedding")
+@rule("embedding", proof="embedding", index=True)
 def embedding(op: Op) -> Answer:
     """y[.., :] = W[ids[..], :]."""
     weight, ids = op.need("weight"), op.need("indices")
+    if weight.axis is not None and weight.axis.dim == 0 and ids.found.index and op.raw("padding_idx", -1) == -1:
+        require_own_rows(op, weight, ids)
+        return ids.axis
+    if weight.found.index or ids.found.index:
+        raise op.refuse(NUMBERS, NUMBERS_FIX)
     if weight.axis is not None:
         raise op.refuse("it looks up rows in a table that holds the samples")
     return ids.axis
