@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 
+from psg_fx.ctc import ctc
 from psg_fx.errors import NotYetSupported
 from psg_fx.torch_private.patching import patched_here
 
@@ -141,6 +142,38 @@ def instance_norm(
     return F.instance_norm(input, None, None, weight, bias, True, momentum, eps)
 
 
+def ctc_loss(
+    log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0,
+    reduction: str = "mean", zero_infinity: bool = False,
+) -> Tensor:  # fmt: skip
+    """L[b] = -log p(target[b]), its mean that of L[b] / max(1, length of target b); an op that knows the samples."""
+    given = (log_probs, targets, input_lengths, target_lengths)
+    if log_probs.dim() != 3:
+        return F.ctc_loss(*given, blank, reduction, zero_infinity)
+    if targets.dim() != 2:
+        raise NotYetSupported(
+            "ctc_loss with the targets of all samples in one dim", where="F.ctc_loss",
+            why="where a sample's target begins depends on the others' lengths", fix="pass padded targets, [B, S]",
+        )  # fmt: skip
+    lengths = [_lengths(v, log_probs) for v in (input_lengths, target_lengths)]
+    losses: Tensor = ctc(log_probs, targets, *lengths, blank, zero_infinity)
+    if reduction == "mean":
+        return (losses / lengths[1].clamp(min=1)).mean()
+    return losses.sum() if reduction == "sum" else losses
+
+
+def _lengths(given: Any, log_probs: Tensor) -> Tensor:
+    """Lengths `[B]`, where they are given as numbers: the same for all samples."""
+    if isinstance(given, Tensor):
+        return given
+    if len(set(given)) > 1:
+        raise NotYetSupported(
+            "ctc_loss with other lengths for each sample, as numbers", where="F.ctc_loss",
+            why="a list in the code is the same at every call", fix="pass them as tensors [B] among inputs or targets",
+        )  # fmt: skip
+    return torch.full((log_probs.shape[1],), next(iter(given)), dtype=torch.int64, device=log_probs.device)
+
+
 def is_causal(mask: Tensor | None, given: bool | None = None, size: int | None = None) -> bool:
     """Whether the caller said that the mask is causal; a mask that is given is used either way."""
     return given is True
@@ -185,6 +218,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     F.embedding_bag: embedding_bag,
     F.gaussian_nll_loss: gaussian_nll_loss,
     F.instance_norm: instance_norm,
+    F.ctc_loss: ctc_loss,
     **dict.fromkeys((torch.take_along_dim, Tensor.take_along_dim), take_along_dim),
     **dict.fromkeys((torch.diff, Tensor.diff), diff),
     torch._VF._pack_padded_sequence: pack_padded_sequence,

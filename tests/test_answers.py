@@ -309,7 +309,69 @@ FLAT = {
     "embedding": Row(rows_of(lambda h, n, c: F.embedding(n[:, None] * T + c[:, None], h)), square, tokens),
 }
 
+
+def spoken(size: int) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Labels 1 and 2 with a repetition, their lengths (one of them 0), and the lengths of the inputs."""
+    labels = torch.tensor([[1, 2, 2], [2, 1, 1], [1, 1, 2]]).repeat(size, 1)[:size]
+    lengths = torch.tensor([2, 0, 1]).repeat(size)[:size]
+    return torch.randn(size, 6, 4).double(), (labels, torch.tensor([6, 4, 5]).repeat(size)[:size], lengths)
+
+
+def ctc(reduction: str, **options: Any) -> Callable[..., Tensor]:
+    def loss(o: Tensor, y: Tensor, steps: Tensor, lengths: Tensor) -> Tensor:
+        time_major = o.log_softmax(-1).transpose(0, 1)
+        return F.ctc_loss(time_major, y, steps, lengths, reduction=reduction, **options)
+
+    return loss
+
+
+def ctc_of_all_steps(o: Tensor, y: Tensor, steps: Tensor, lengths: Tensor) -> Tensor:
+    size = o.shape[0]
+    return nn.CTCLoss(zero_infinity=True)(o.log_softmax(-1).transpose(0, 1), y, [6] * size, [3] * size)
+
+
+CTC = {
+    "mean": Row(head, ctc("mean"), spoken),
+    "sum": Row(head, ctc("sum", blank=2 - 2), spoken),
+    "none": Row(head, ctc("none"), spoken),
+    "impossible targets": Row(
+        head, lambda o, y, s, n: ctc("mean", zero_infinity=True)(o, y, s - 4, torch.full_like(n, 3)) + o.mean(), spoken
+    ),
+    "numbers for lengths": Row(head, ctc_of_all_steps, spoken),
+}
+
+
+def kernels(size: int) -> tuple[Any, None]:
+    """Images and the kernels of each sample."""
+    return (torch.randn(size, 2, 5, 5).double(), torch.randn(size, 3, 2, 3, 3).double()), None
+
+
+def grouped(x: Tensor, k: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    """Each sample a group of its own."""
+    size = x.shape[0]
+    out = F.conv2d((x * w).reshape(1, -1, 5, 5), (k * v).reshape(-1, 2, 3, 3), groups=size)
+    return out.view(size, 3, 3, 3)
+
+
+def shared_image(x: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """One image that all samples share, under the kernels of each."""
+    image = torch.linspace(-1, 1, 50, dtype=k.dtype).view(1, 2, 5, 5).sin()
+    return F.conv2d(image, (k * v).reshape(-1, 2, 3, 3), padding=1).view(k.shape[0], 3, 5, 5) * x[:, :1]
+
+
+def learned_image(x: Tensor, k: Tensor, p: Tensor) -> Tensor:
+    """The image is a parameter."""
+    return F.conv2d(p, k.reshape(-1, 2, 3, 3), padding=1).view(k.shape[0], 3, 5, 5) * x[:, :1]
+
+
+KERNELS = {
+    "groups": Row(program(grouped, w=(2, 1, 1), v=(3, 1, 1, 1)), square, kernels),
+    "a shared image": Row(program(shared_image, v=(3, 1, 1, 1)), square, kernels),
+}
+
 GROUPS = {
+    "kernels": KERNELS,
+    "ctc": CTC,
     "flat": FLAT,
     "masked": MASKED,
     "taken": TAKEN, "counted": COUNTED, "one number": ONE_NUMBER, "logged": LOGGED, "checked": CHECKED,
@@ -431,6 +493,27 @@ REFUSED: dict[str, Refused] = {
     ),
     "numbers taken from numbers": (
         rows_of(lambda h, n, c: h[c * T - n]), square, tokens, SamplesMixed, "",
+    ),
+    "targets of all samples in one dim": (
+        head, lambda o, y, s, n: ctc("sum")(o, y[:, :2].reshape(-1), s, torch.full_like(n, 2)), spoken, NotYetSupported,
+        "pass padded targets",
+    ),
+    "lengths as different numbers": (
+        head, lambda o, y, s, n: ctc("sum")(o, y, [6, 5, 4], n), spoken, NotYetSupported, "pass them as tensors",
+    ),
+    "ctc over the samples": (
+        head, lambda o, y, s, n: F.ctc_loss(o.log_softmax(-1), y[:1].expand(6, 3), [3] * 6, [2] * 6), spoken, PsgError,
+        "",
+    ),
+    "kernels of all samples on every image": (
+        program(lambda x, k, w: F.conv2d(x * w, k.reshape(-1, 2, 3, 3)), w=(2, 1, 1)), square, kernels, NotYetSupported,
+        "groups=B",
+    ),
+    "a parameter as the image": (
+        program(learned_image, p=(1, 2, 5, 5)), square, kernels, NotYetSupported, "conv2d has no gradient rule",
+    ),
+    "samples as channels of the kernel": (
+        program(lambda x, k, w: F.conv2d(w[None], k[:, 0, 0][None]), w=(3, 5, 5)), square, kernels, PsgError, "",
     ),
     "two numbers": (
         head, lambda o, y: (o - y).square().mean(0)[:2], flat, BadArgument, "its shape is [2]",

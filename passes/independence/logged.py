@@ -18,10 +18,10 @@ def logged(gm: GraphModule) -> set[Node]:
     output has to be that of each sample alone.
     """
     specs = facts.graph_facts(gm).outputs
-    entries = list(zip(facts.outputs(gm), specs, strict=False))  # the parts of an op have no specs, and no buffers
-    kept = [n for n, spec in entries if isinstance(n, Node) and spec.kind in _LOGS]
-    if not kept:
+    if not any(spec.kind in _LOGS for spec in specs):
         return set()
+    entries = list(zip(facts.outputs(gm), specs, strict=True))
+    kept = [n for n, spec in entries if isinstance(n, Node) and spec.kind in _LOGS]
     read = [n for n, spec in entries if isinstance(n, Node) and spec.kind not in _LOGS]
     dead = [n for n in gm.graph.nodes if not n.users and n.op == "call_function"]
     return _before(kept) - _before([*read, *dead])

@@ -56,7 +56,7 @@ def convolution(op: Op) -> Answer:
     if sizes != [op.raw("groups")]:
         if sizes:
             raise op.refuse(f"its argument %{sizes[0].name} depends on the batch size")
-        return _by_rows(op)
+        return _by_rows(op) if weight.axis is None else _own_kernels(op, x, weight, bias)
     groups, own = op.number("groups", 1), SampleAxis(0, 1, weight.shape[0])
     if (
         x.axis != SampleAxis(1, 1, x.shape[1]) or weight.axis != own or (bias is not None and bias.axis != own)
@@ -64,6 +64,21 @@ def convolution(op: Op) -> Answer:
     ):  # fmt: skip
         raise op.refuse("its groups are not those of single samples")
     return SampleAxis(1, 1, weight.shape[0])
+
+
+def _own_kernels(op: Op, x: Value, weight: Value, bias: Value | None) -> Answer:
+    """Kernels `[B·O, C, ..]` of the samples on images that all share, `[N, C, ..]`: `[N, B·O, ..]`."""
+    own = weight.axis
+    if x.axis is not None:
+        raise op.unsupported(
+            f"its kernels %{weight.node.name} carry samples, and so does %{x.node.name}",
+            "give each sample a group of its own: x [1, B·C, ..], kernels [B·O, C, ..], groups=B",
+        )
+    if own is None or own.dim != 0 or op.number("groups", 1) != 1 or x.ndim != weight.ndim:
+        raise op.refuse("its sum runs over the samples of its kernels", "kernels [B·O, C, ..] for images [N, C, ..]")
+    if bias is not None and bias.axis != own:
+        raise op.refuse("its bias does not hold the samples where its kernels do")
+    return SampleAxis(1, own.outer, own.inner)
 
 
 _rows = leading(lambda op, x: x.ndim - 2, "it mixes")
