@@ -117,7 +117,7 @@ def _handlers(code: CodeType) -> list[tuple[int, int, bool]]:
     at, following = _instructions(code)
     ends = ("RERAISE", "WITH_EXCEPT_START", "CHECK_EXC_MATCH", "POP_EXCEPT", "CHECK_EG_MATCH")
     found = []
-    for entry in dis.Bytecode(code).exception_entries:
+    for entry in dis.Bytecode(code).exception_entries:  # type: ignore[attr-defined]
         place: int | None = entry.target
         while place is not None and at[place].opname not in ends:
             place = following.get(place)

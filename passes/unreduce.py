@@ -78,7 +78,7 @@ def _check_loss(gm: GraphModule, loss: object) -> None:
 
 def _ones(value: Tensor) -> list[int]:
     """The dims of size 1."""
-    return [d for d, size in enumerate(value.shape) if isinstance(size, int) and size == 1]
+    return [d for d, size in enumerate(facts.shape(value)) if size == 1]
 
 
 def _check_result(gm: GraphModule, place: int) -> None:

@@ -50,7 +50,7 @@ UNTRIED = {
     "its size is never a multiple of B": "range",
     "stands for operators of other libraries": "<custom>",
     "always a reduction over the samples, which claims no place": "dot vdot dist",
-    "four arguments carry the samples, in places that are not found by chance: compared with a loop in test_answers.py": "psg_fx::ctc psg_fx::ctc_backward",
+    "its samples lie in four arguments; compared with a loop in test_answers.py": "psg_fx::ctc psg_fx::ctc_backward",
     "its kernel reads outside of memory where the arguments do not fit": "linalg_ldl_solve",
 }
 

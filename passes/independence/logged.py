@@ -12,7 +12,7 @@ _LOGS = ("buffer", "written", "check")
 
 
 def logged(gm: GraphModule) -> set[Node]:
-    """The nodes that lead to new values of buffers and attributes, or to checks, and to nothing else: there samples may mix.
+    """The nodes that lead to new values of buffers and attributes, or to checks, alone: there samples may mix.
 
     A buffer holds, after a step, what one ordinary forward of the batch leaves there; only what leads to a loss or an
     output has to be that of each sample alone.
