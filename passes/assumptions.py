@@ -72,13 +72,15 @@ class _Assuming(TorchFunctionMode):
         return outcome
 
 
-_BETWEEN = ("/torch/overrides.py", "/torch/_tensor.py", "/passes/rewrites.py", "/passes/writes.py", __file__)
+_BETWEEN = ("/torch/overrides.py", "/torch/_tensor.py")
 
 
 def _asking(frame: FrameType) -> FrameType:
     """The frame that asked, under those of the function modes."""
-    while frame.f_back is not None and frame.f_code.co_filename.endswith(_BETWEEN):
+    code = frame.f_code
+    while frame.f_back is not None and (code.co_name == "__torch_function__" or code.co_filename.endswith(_BETWEEN)):
         frame = frame.f_back
+        code = frame.f_code
     return frame
 
 
