@@ -15,7 +15,6 @@ import sympy
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from psg_fx import facts
 from psg_fx.errors import PsgError
@@ -23,6 +22,7 @@ from psg_fx.facts import GraphFacts, InputSpec, SampleAxis
 from psg_fx.passes.independence.prove import Prover
 from psg_fx.passes.independence.values import Result, bound
 from psg_fx.torch_private import enable_python_dispatcher, symbolic_inputs, traced_without_code
+from psg_fx.torch_private.tracer import trace_fakes
 
 from .row_sums import SUMS, apart, together
 
@@ -277,7 +277,7 @@ class Padding:
     def splice(self, node: Node, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         """Trace the function on the nodes' fake values and put its nodes before `node`."""
         with torch.no_grad(), traced_without_code():
-            traced = make_fx(function, tracing_mode="symbolic")(*(n.meta["val"] for n in arguments))
+            traced = trace_fakes(function, [n.meta["val"] for n in arguments])
         traced.graph.eliminate_dead_code()
         made: dict[Node, Any] = dict(zip(traced.graph.find_nodes(op="placeholder"), arguments, strict=True))
         with self.gm.graph.inserting_before(node):

@@ -11,7 +11,6 @@ import importlib.util
 import os
 import re
 
-import sympy
 import torch
 import torch.fx
 
@@ -55,7 +54,6 @@ _FRAME = re.compile(
     r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]+)(\n(?! *File ")[ \t]*(?P<code>[^\n]+))?'
 )
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_SYMPY = os.path.dirname(sympy.__file__) + os.sep  # torch's sizes; it draws random numbers of its own
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _GENERATED = ("<eval_with_key>", "<frozen", "<string>")
 _EXAMPLES = tuple(os.path.join(_HERE, name, "") for name in ("zoo", "demo"))
@@ -64,7 +62,7 @@ _EXAMPLES = tuple(os.path.join(_HERE, name, "") for name in ("zoo", "demo"))
 @functools.cache
 def is_library(file: str) -> bool:
     """Whether a file is torch's or psg_fx's rather than the user's: by where these lie, not by what they are called."""
-    if file.startswith((_TORCH, _SYMPY, *_GENERATED)):
+    if file.startswith((_TORCH, *_GENERATED)):
         return True
     return file.startswith(_own_folders()) and not file.startswith(_EXAMPLES)
 
