@@ -79,7 +79,7 @@ def constants_that_follow(programs: Sequence[Functional], sizes: Sequence[int]) 
     first = programs[0]
     found: dict[str, list[Any]] = {}
     for spec in first.graph_signature.input_specs:
-        values = [p.constants.get(spec.target or "") for p in programs]
+        values: list[Any] = [p.constants.get(spec.target or "") for p in programs]
         if spec.kind is not InputKind.CONSTANT_TENSOR or not all(isinstance(v, torch.Tensor) for v in values):
             continue
         if any(v.shape != values[0].shape for v in values) or values[0].numel() > _FEW:
