@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 from psg_fx import facts
 from psg_fx.axes import positive
 from psg_fx.passes.independence.prove import prove
+from psg_fx.passes.masked import pad_masked_rows
 
 aten = torch.ops.aten
 _SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
@@ -26,8 +27,9 @@ def batch(gm: GraphModule, alone: Callable[[GraphModule, list[Node]], str] | Non
     drops it; returns a note, or refuses.
     """
     taken = keep_the_sample_dim(gm)
+    pad_masked_rows(gm)
     prove(gm)
-    dropping = [node for node, dims in taken.items() if _is_sample_dim(node, dims)]
+    dropping = [node for node, dims in taken.items() if not node._erased and _is_sample_dim(node, dims)]
     if dropping and alone is not None and (note := alone(gm, dropping)):
         info = facts.graph_facts(gm)
         gm.meta[facts.KEY] = dataclasses.replace(info, notes=(*info.notes, note))

@@ -25,6 +25,7 @@ from psg_fx.layout import memory_order
 from psg_fx.program.effects import Effects, Written
 from psg_fx.program.observe import Observed, observing
 
+from .assumptions import Assumption, assuming
 from .export import Exported, export
 from .writes import computed_outside
 
@@ -36,6 +37,7 @@ class Output:
 
     spec: pytree.TreeSpec | None = None
     constants: Mapping[int, Any] = MappingProxyType({})
+    assumed: tuple[str, ...] = ()  # lines whose conditions are outputs, after the results
 
     def rebuild(self, tensors: Sequence[Any]) -> Any:
         """The structure around `tensors`."""
@@ -63,6 +65,14 @@ class Program(nn.Module):
         self.written: list[Written] = []
 
     def forward(self, tensors: list[torch.Tensor]) -> Any:
+        assumed: list[Assumption] = []
+        with assuming(assumed):
+            results = self.results(tensors)
+        self.output.assumed = tuple(a.line for a in assumed)
+        return (*results, *(a.violated for a in assumed))
+
+    def results(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The loss, or the tensors of the model's output."""
         (args, kwargs), (targets, target_kwargs) = self.call.rebuild(tensors)
         effects = Effects((self.model, self.loss_fn))
         loss = None
@@ -236,14 +246,16 @@ def _batch_symbol(nodes: Sequence[torch.fx.Node]) -> Any:
 def _outputs(exported: Exported, program: Program) -> tuple[OutputSpec, ...]:
     found = []
     result = "output" if program.loss_fn is None else "loss"
-    kept = sum(len(entry.tensors) for entry in program.written)
-    first = len(exported.signature.output_specs) - kept
+    kept, checks = sum(len(entry.tensors) for entry in program.written), program.output.assumed
+    last = len(exported.signature.output_specs) - len(checks)
     for index, spec in enumerate(exported.signature.output_specs):
         if spec.kind is OutputKind.BUFFER_MUTATION:
             found.append(OutputSpec("buffer", spec.target or ""))
         elif spec.kind is OutputKind.USER_OUTPUT:
-            kind = result if index < first else "written"
-            found.append(OutputSpec(kind, f"{kind}_{index}"))
+            kind = result if index < last - kept else "written"
+            found.append(
+                OutputSpec(kind, f"{kind}_{index}") if index < last else OutputSpec("check", checks[index - last])
+            )
         else:
             raise NotYetSupported(
                 f"the forward pass writes into {spec.target or 'one of its inputs'}", where=str(spec.target),

@@ -37,7 +37,7 @@ from .losses import loss_decompositions
 from .reasons import capture_failed, failure_at
 from .recurrent import recurrent_decompositions
 from .rewrites import rewritten
-from .twins import join, same_constants, values_of
+from .twins import constants_that_follow, join, values_of
 from .writes import seen_by_autograd, unwatched
 
 aten = torch.ops.aten
@@ -99,8 +99,8 @@ def _one_size(
     tensors = values_of(first, example(hint))
     samples = iter(dims)
     places = [next(samples) if s.kind is InputKind.USER_INPUT else None for s in first.graph_signature.input_specs]
-    same_constants(found)
-    gm = join([f.graph_module for f in found], each, tensors, places)
+    follow = constants_that_follow(found, each)
+    gm = join([f.graph_module for f in found], each, tensors, places, follow)
     why = readings.why() or failure.why
     note = f"one graph for each batch size: {why}"
     return Exported(gm, first.graph_signature, first.constants, first.state_dict, note, one_size=True)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 
+from psg_fx.ctc import ctc
 from psg_fx.errors import NotYetSupported
 from psg_fx.torch_private.patching import patched_here
 
@@ -98,6 +99,81 @@ def gaussian_nll_loss(
     return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
 
 
+def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
+    """y[i.., j, k..] = x[i.., ids[i.., j, k..], k..] along dim, both broadcast in the others.  Torch's own reads the
+    batch size as a number.
+    """
+    if dim is None:
+        return input.reshape(-1).gather(0, indices.reshape(-1))
+    dim = dim % max(input.dim(), 1)
+    both = torch.broadcast_shapes(*([*t.shape[:dim], 1, *t.shape[dim + 1 :]] for t in (input, indices)))
+
+    def wide(t: Tensor) -> Tensor:
+        return t.expand([*both[:dim], t.shape[dim], *both[dim + 1 :]])
+
+    return wide(input).gather(dim, wide(indices))
+
+
+def diff(
+    input: Tensor, n: int = 1, dim: int = -1, prepend: Tensor | None = None, append: Tensor | None = None
+) -> Tensor:
+    """y[i] = x[i + 1] - x[i] along dim, n times, of x between `prepend` and `append`."""
+    parts = [t for t in (prepend, input, append) if t is not None]
+    x = torch.cat(parts, dim) if len(parts) > 1 else input
+    for _ in range(min(n, x.shape[dim])):
+        later, earlier = x.narrow(dim, 1, x.shape[dim] - 1), x.narrow(dim, 0, x.shape[dim] - 1)
+        x = later ^ earlier if x.dtype is torch.bool else later - earlier
+    return x if n else x.clone()
+
+
+def instance_norm(
+    input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None, weight: Tensor | None = None,
+    bias: Tensor | None = None, use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    """Running statistics in training as writes of their own: m' = (1 - μ) m + μ mean_b mean(x[b,c]), and v' of unbiased
+    variances.  Torch's op writes them unseen, and they do not enter the output.
+    """
+    if not use_input_stats or running_mean is None or running_var is None:
+        return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+    with torch.no_grad():
+        rows = input.detach().flatten(2)
+        for running, new in ((running_mean, rows.mean(2)), (running_var, rows.var(2))):
+            running.copy_((1 - momentum) * running + momentum * new.mean(0))
+    return F.instance_norm(input, None, None, weight, bias, True, momentum, eps)
+
+
+def ctc_loss(
+    log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0,
+    reduction: str = "mean", zero_infinity: bool = False,
+) -> Tensor:  # fmt: skip
+    """L[b] = -log p(target[b]), its mean that of L[b] / max(1, length of target b); an op that knows the samples."""
+    given = (log_probs, targets, input_lengths, target_lengths)
+    if log_probs.dim() != 3:
+        return F.ctc_loss(*given, blank, reduction, zero_infinity)
+    if targets.dim() != 2:
+        raise NotYetSupported(
+            "ctc_loss with the targets of all samples in one dim", where="F.ctc_loss",
+            why="where a sample's target begins depends on the others' lengths", fix="pass padded targets, [B, S]",
+        )  # fmt: skip
+    lengths = [_lengths(v, log_probs) for v in (input_lengths, target_lengths)]
+    losses: Tensor = ctc(log_probs, targets, *lengths, blank, zero_infinity)
+    if reduction == "mean":
+        return (losses / lengths[1].clamp(min=1)).mean()
+    return losses.sum() if reduction == "sum" else losses
+
+
+def _lengths(given: Any, log_probs: Tensor) -> Tensor:
+    """Lengths `[B]`, where they are given as numbers: the same for all samples."""
+    if isinstance(given, Tensor):
+        return given
+    if len(set(given)) > 1:
+        raise NotYetSupported(
+            "ctc_loss with other lengths for each sample, as numbers", where="F.ctc_loss",
+            why="a list in the code is the same at every call", fix="pass them as tensors [B] among inputs or targets",
+        )  # fmt: skip
+    return torch.full((log_probs.shape[1],), next(iter(given)), dtype=torch.int64, device=log_probs.device)
+
+
 def is_causal(mask: Tensor | None, given: bool | None = None, size: int | None = None) -> bool:
     """Whether the caller said that the mask is causal; a mask that is given is used either way."""
     return given is True
@@ -141,6 +217,10 @@ def rewritten() -> Iterator[None]:
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     F.embedding_bag: embedding_bag,
     F.gaussian_nll_loss: gaussian_nll_loss,
+    F.instance_norm: instance_norm,
+    F.ctc_loss: ctc_loss,
+    **dict.fromkeys((torch.take_along_dim, Tensor.take_along_dim), take_along_dim),
+    **dict.fromkeys((torch.diff, Tensor.diff), diff),
     torch._VF._pack_padded_sequence: pack_padded_sequence,
     **recurrent_functions(),
 }

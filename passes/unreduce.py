@@ -26,6 +26,7 @@ from psg_fx.strides import free_of_strides
 from psg_fx.torch_private import traced_without_code
 from psg_fx.torch_private.tracer import trace_fakes
 
+aten = torch.ops.aten
 _ORIGINS = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "custom")
 
 
@@ -52,7 +53,7 @@ def unreduce(gm: GraphModule) -> GraphModule:
 
 
 def _check_loss(gm: GraphModule, loss: object) -> None:
-    """The loss is a scalar reduced over the samples, or `[B]`."""
+    """The loss is one number reduced over the samples, or one for each sample; its other dims have size 1."""
     value = loss.meta.get("val") if isinstance(loss, Node) else loss
     if not isinstance(loss, Node) or not isinstance(value, Tensor):
         raise BadArgument(
@@ -62,9 +63,10 @@ def _check_loss(gm: GraphModule, loss: object) -> None:
             fix="return the loss tensor alone",
         )
     known = facts.fact(loss)
-    if known.reduced and value.ndim == 0:
+    axis = known.samples
+    if known.reduced and value.numel() == 1:
         return
-    if known.samples == SampleAxis(0) and value.ndim == 1:
+    if isinstance(axis, SampleAxis) and axis.outer * axis.inner == 1 and len(_ones(value)) == value.ndim - 1:
         return
     shape = "[" + ", ".join(str(s).replace(str(facts.graph_facts(gm).batch), "B") for s in facts.shape(value)) + "]"
     if known.samples is None and not known.reduced:
@@ -74,6 +76,11 @@ def _check_loss(gm: GraphModule, loss: object) -> None:
         what, why = "the loss is neither a scalar nor [B]", f"its shape is {shape}"
         fix = "reduce it to one number for each sample ([B]) or to one in all (mean or sum)"
     raise BadArgument(what, where=locate(loss), why=why, fix=fix)
+
+
+def _ones(value: Tensor) -> list[int]:
+    """The dims of size 1."""
+    return [d for d, size in enumerate(facts.shape(value)) if size == 1]
 
 
 def _check_result(gm: GraphModule, place: int) -> None:
@@ -123,8 +130,20 @@ class Unreduction:
                 self.renumber(node)
         out = self.gm.graph.output_node()
         entries = facts.outputs(self.gm)
-        changed = [self.new.get(n, n) if k in self.places and n else n for k, n in enumerate(entries)]
+        changed = [self.flat(self.new.get(n, n)) if k in self.places and n else n for k, n in enumerate(entries)]
         out.args = (tuple(changed),)
+
+    def flat(self, loss: Node) -> Node:
+        """The losses `[B]`, without dims of size 1."""
+        value = loss.meta["val"]
+        if value.ndim == 1:
+            return loss
+        with self.gm.graph.inserting_before(self.gm.graph.output_node()):
+            found: Node = self.gm.graph.call_function(aten.squeeze.dims, (loss, _ones(value)))
+        found.meta = {key: loss.meta[key] for key in _ORIGINS if key in loss.meta}
+        with value.fake_mode:
+            found.meta["val"] = value.squeeze(_ones(value))
+        return found
 
     def is_number(self, node: Node) -> bool:
         """Sizes and the like."""

@@ -301,7 +301,7 @@ class LossModule(PerSampleModule):
         variant = tuple(q.variant for q in quantities)
         step: CompiledStep = self._look_up(call, lambda: self._build(tracked, call, quantities), variant)
         if step.part is not None and call.batch_size() > step.part:
-            return self._in_parts(step.part, call, given, out)
+            return self._in_parts(step, call, given, out)
         extras = self._extras(call, given, tracked, step.binding.given)
         with mistakes.blamed(self.model, self.loss_fn, call):
             found = step(call, extras, out)
@@ -311,11 +311,18 @@ class LossModule(PerSampleModule):
                 return _into(found, finite) if out is not None else StepOutput(finite)
         return found
 
-    def _in_parts(self, size: int, call: Call, given: Mapping[str, Any], out: StepOutput | None) -> StepOutput:
+    def _in_parts(self, step: CompiledStep, call: Call, given: Mapping[str, Any], out: StepOutput | None) -> StepOutput:
         """The step for a batch that does not fit into the memory budget."""
         from psg_fx.microbatch import run_in_parts
 
-        found = run_in_parts(self, call, given, size)
+        if names := step.statistics:
+            raise BadArgument(
+                f"the buffer {names[0]} keeps a statistic of the whole batch, which would run in parts",
+                where="memory_budget",
+                why=f"{call.batch_size()} samples do not fit into the budget at once, and parts have other statistics",
+                fix="give more memory, or run smaller batches by psg_fx.microbatch",
+            )  # fmt: skip
+        found = run_in_parts(self, call, given, step.part or 1)
         return found if out is None else _into(out, vars(found))
 
     def validate(

@@ -28,7 +28,7 @@ from psg_fx.state import Tracked
 from psg_fx.step import Binding, no_samples, plain_mode
 from psg_fx.torch_private import partition
 
-_FORWARD = ("output", "buffer", "written")
+_FORWARD = ("output", "buffer", "written", "check")
 
 
 class DropInModule(PerSampleModule):

@@ -6,8 +6,9 @@ whole graph is one `GraphFacts` in `gm.meta["psg_fx"]`.  A pass replaces facts; 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,8 +60,9 @@ class InputSpec:
 
 @dataclass(frozen=True)
 class OutputSpec:
-    """What an entry of the (flat) output holds: kind "loss", "output" (of the model), "buffer" (its new value), or
-    later "activation", "cotangent" and results named by quantity; `name` is the buffer, site or result it belongs to.
+    """What an entry of the (flat) output holds: kind "loss", "output" (of the model), "buffer" (its new value), "check"
+    (true where the code would have raised), or later "activation", "cotangent" and results named by quantity; `name`
+    is the buffer, line, site or result it belongs to.
     """
 
     kind: str
@@ -135,6 +137,15 @@ def outputs(gm: GraphModule) -> list[Node | None]:
     (args,) = gm.graph.output_node().args
     assert isinstance(args, (tuple, list))
     return list(args)
+
+
+def value_of(gm: GraphModule, index: int, arguments: Sequence[Any]) -> Any:
+    """One output of the graph for these inputs; only what leads to it is run."""
+    part = GraphModule(gm, copy.deepcopy(gm.graph))
+    part.graph.output_node().args = (outputs(part)[index],)
+    part.graph.eliminate_dead_code()
+    part.recompile()
+    return part(*arguments)
 
 
 def expr(size: int | torch.SymInt) -> sympy.Expr:

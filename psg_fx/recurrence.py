@@ -24,7 +24,7 @@ _LIBRARY = torch.library.Library("psg_fx", "FRAGMENT")
 _NONLINEAR = {"tanh": torch.tanh_, "relu": torch.relu_}
 
 
-def _define(schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> Any:
+def define_op(schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> Any:
     """The op `psg_fx::name`; `shapes` says what it returns, without values."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
@@ -83,17 +83,17 @@ def _rnn(x: Tensor, h: Tensor, w: Tensor, bias: Maybe, nonlinearity: str) -> Ten
     return hidden
 
 
-lstm = _define(
+lstm = define_op(
     "lstm(Tensor x, Tensor h, Tensor c, Tensor w, Tensor? bias, Tensor? projection)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _lstm,
     lambda x, h, c, *_: tuple(x.new_empty((*x.shape[:2], n)) for n in (h.shape[1], x.shape[2], *[c.shape[1]] * 2)),
 )
-gru = _define(
+gru = define_op(
     "gru(Tensor x, Tensor h, Tensor w, Tensor? bias) -> (Tensor, Tensor, Tensor)", _gru,
     lambda x, h, *_: tuple(x.new_empty((*x.shape[:2], n)) for n in (h.shape[1], x.shape[2], h.shape[1])),
 )  # fmt: skip
-rnn = _define(
+rnn = define_op(
     "rnn(Tensor x, Tensor h, Tensor w, Tensor? bias, str nonlinearity) -> Tensor", _rnn,
     lambda x, *_: x.new_empty(x.shape),
 )  # fmt: skip
@@ -144,7 +144,7 @@ def _recurrence_backward(dh: Tensor, kept: Maybe, scale: Tensor, w: Tensor) -> t
     return da, every, first
 
 
-lstm_backward = _define(
+lstm_backward = define_op(
     "lstm_backward(Tensor dh, Tensor dc, Tensor kept, Tensor scale, Tensor w, Tensor? projection)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _lstm_backward,
@@ -152,7 +152,7 @@ lstm_backward = _define(
         dh.new_empty(shape) for shape in ((*dh.shape[:2], w.shape[0]), dh.shape, dh.shape[1:], dc.shape)
     ),
 )
-recurrence_backward = _define(
+recurrence_backward = define_op(
     "recurrence_backward(Tensor dh, Tensor? kept, Tensor scale, Tensor w) -> (Tensor, Tensor, Tensor)",
     _recurrence_backward,
     lambda dh, kept, scale, w: tuple(t.new_empty(t.shape) for t in (scale, dh, dh[0])),
@@ -231,7 +231,7 @@ def attached(
     return list(_Attached.apply(cell, counts, *states, *inputs, *saved, *weights))  # type: ignore[no-untyped-call]
 
 
-attach = _define(
+attach = define_op(
     "attach(str cell, Tensor[] states, Tensor?[] inputs, Tensor[] saved, Tensor?[] weights) -> Tensor[]",
     lambda cell, states, *_: [t.clone() for t in states],
     lambda cell, states, *_: [torch.empty_like(t) for t in states],

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from psg_fx import facts
 from psg_fx.arguments import Call
+from psg_fx.errors import BadArgument
 from psg_fx.facts import InputSpec, OutputSpec
 from psg_fx.layout import memory_order
 from psg_fx.outputs import Memory, write_into
@@ -75,6 +76,7 @@ class Binding:
         self._written: Sequence[Written] = facts.graph_facts(gm).data["written"]
         self._batch = facts.graph_facts(gm).batch
         self._slots = [self._slot(spec, model, loss_fn, constants) for spec in self.specs]
+        self._checks = [(i, spec.name) for i, spec in enumerate(self.outputs) if spec.kind == "check"]
         self._buffers = [
             (i, *holder(model, loss_fn, spec.name)) for i, spec in enumerate(self.outputs) if spec.kind == "buffer"
         ]
@@ -100,7 +102,12 @@ class Binding:
         return found
 
     def write_back(self, results: Sequence[Any], size: int) -> None:
-        """Leave in the model's buffers, and in the Python around it, what an ordinary forward would."""
+        """Leave in the model's buffers, and in the Python around it, what an ordinary forward would; which raises where
+        its own checks fail.
+        """
+        for index, line in self._checks:
+            if results[index].any():
+                raise failed_check(line)
         for index, group, name in self._buffers:
             group[name].copy_(results[index])
         kept = (v for v, spec in zip(results, self.outputs, strict=True) if spec.kind == "written")
@@ -113,13 +120,20 @@ class Binding:
             if isinstance(slot, torch.Tensor):
                 self._slots[index] = lying.find(slot)
 
+    def failed_line(self, gm: GraphModule, arguments: Sequence[Any]) -> str:
+        """The line of the first check that these arguments fail, or "": found without the rest of the graph."""
+        for index, line in self._checks:
+            if facts.value_of(gm, index, arguments).any():
+                return line
+        return ""
+
     def fields(self, results: Sequence[Any]) -> dict[str, Any]:
         """Results by field: losses and what the quantities asked."""
         found: dict[str, Any] = {}
         for spec, value in zip(self.outputs, results, strict=True):
             if spec.kind == "loss":
                 found["losses"] = value
-            elif spec.kind not in ("buffer", "written"):
+            elif spec.kind not in ("buffer", "written", "check"):
                 if spec.name:
                     found.setdefault(spec.kind, {})[spec.name] = value
                 else:
@@ -137,6 +151,7 @@ class CompiledStep:
         self.gm, self.history, self._run, self._memory = gm, history, run, memory
         self.binding = Binding(gm, model, loss_fn)
         self.part: int | None = facts.graph_facts(gm).data["plan"].part
+        self.statistics: tuple[str, ...] = facts.graph_facts(gm).data.get("statistics", ())
 
     def __call__(
         self, call: Call, extras: Mapping[str, torch.Tensor], out: StepOutput | None = None, *, buffers: bool = True
@@ -155,10 +170,24 @@ class CompiledStep:
     def _results(self, call: Call, arguments: Sequence[torch.Tensor], buffers: bool) -> Sequence[Any]:
         if call.batch_size() == 0:
             return no_samples(self.gm, arguments[0].device)
-        results = self._run(*arguments)
+        try:
+            results = self._run(*arguments)
+        except Exception as error:
+            if line := self.binding.failed_line(self.gm, arguments):  # perhaps what the check is there for
+                raise failed_check(line) from error
+            raise
         if buffers:
             self.binding.write_back(results, call.batch_size())
         return results
+
+
+def failed_check(line: str) -> BadArgument:
+    """The model's or loss's own code would have raised an error."""
+    return BadArgument(
+        "the code of the model or loss refuses these values", where=line,
+        why="its branch that only raises an error is not in the graph; its condition is, and holds for this batch",
+        fix="call model and loss on the batch themselves to see that error",
+    )  # fmt: skip
 
 
 def no_samples(gm: GraphModule, device: torch.device) -> list[torch.Tensor]:

@@ -273,6 +273,11 @@ EMBEDDING = [
          vmap=False),
     Case("gather/columns", lambda ids, w: w.expand(ids.shape[0], 4, 7).gather(2, ids), x=None, ids=(B, 4, 2),
          params={"w": (4, 7)}, covers=("expand",)),
+    Case("gather/vector", lambda ids, w: w.gather(0, ids) * w.sum(), x=None, ids=(B,), params={"w": (7,)}, vmap=False),
+    Case("gather/rows", lambda ids, w: w.gather(0, ids), x=None, ids=(B, 4), params={"w": (7, 4)}, vmap=False),
+    Case("gather/fewer-columns", lambda ids, w: w.gather(-2, ids), x=None, ids=(2, B, 3), params={"w": (2, 7, 4)},
+         vmap=False, batch_dim=1, out_dim=1),
+    Case("take/pairs", lambda ids, w: torch.take(w, ids - 3), x=None, ids=(B, 5), params={"w": (3, 4)}, vmap=False),
     Case("one_hot/matmul", lambda ids, w: F.one_hot(ids, 7).to(w.dtype) @ w, x=None, ids=(B, 5), params={"w": (7, 4)},
          vmap=False, covers=("matmul",)),
 ]  # fmt: skip

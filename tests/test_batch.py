@@ -300,24 +300,24 @@ def test_reductions_inside_the_model() -> None:
     batch(captured(OwnLoss(), lambda o: o, (torch.randn(4, 6),)))
 
 
-def test_buffers_may_count_but_not_average() -> None:
+def test_buffers_may_count_and_average_but_not_be_read() -> None:
     class Counter(nn.Module):
-        def __init__(self, average: bool) -> None:
+        def __init__(self, average: bool, read: bool = False) -> None:
             super().__init__()
-            self.average = average
+            self.average, self.read = average, read
             self.linear = nn.Linear(6, 3)
             self.register_buffer("seen", torch.zeros(()))
 
         def forward(self, x: Tensor) -> Tensor:
             self.seen += x.mean() if self.average else 1
-            return self.linear(x)
+            return self.linear(x) + self.seen if self.read else self.linear(x)
 
-    gm = batch(captured(Counter(False), lambda o: o.sum(), (torch.randn(4, 6),)))
-    assert [s.kind for s in facts.graph_facts(gm).outputs] == ["buffer", "loss"]
-    with pytest.raises(
-        SamplesMixed, match=r"the buffer 'model\.seen' takes a value that depends on how the samples mix"
-    ):
-        batch(captured(Counter(True), lambda o: o.sum(), (torch.randn(4, 6),)))
+    for average, notes in (False, ()), (True, ("the buffer seen keeps a statistic of the whole batch",)):
+        gm = batch(captured(Counter(average), lambda o: o.sum(), (torch.randn(4, 6),)))
+        assert [s.kind for s in facts.graph_facts(gm).outputs] == ["buffer", "loss"]
+        assert facts.graph_facts(gm).notes == notes
+    with pytest.raises(SamplesMixed, match=r"reduced over them by %mean"):
+        batch(captured(Counter(True, read=True), lambda o: o.sum(), (torch.randn(4, 6),)))
 
 
 def test_a_shared_input_carries_no_samples() -> None:

@@ -11,8 +11,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LAYERS = [
     {
-        "copies", "equal", "errors", "formulas", "grad_samples", "layout", "cost", "measure", "outputs", "progress",
-        "quiet", "recurrence", "strides", "torch_private", "tracing",
+        "copies", "ctc", "equal", "errors", "formulas", "grad_samples", "layout", "cost", "measure", "outputs",
+        "progress", "quiet", "recurrence", "strides", "torch_private", "tracing",
     },
     {"facts", "lives", "network", "each", "arguments", "custom", "program", "trusted"},
     {"axes", "sites", "methods"},
@@ -21,7 +21,10 @@ LAYERS = [
     {"rules", "stages", "promises", "planning", "quantity", "products", "clipping"},
     {"evaluate", "groups", "rounding", "calibration", "budget", "settings"},
     {f"passes.{name}" for name in ("branches", "reasons", "recurrent", "twins", "rewrites", "writes")},
+    {"passes.assumptions", "passes.row_sums"},
     {f"passes.{name}" for name in ("losses", "runner", "independence", "export", "lift", "rules", "probe")},
+    {"passes.padding"},
+    {"passes.masked"},
     {"passes.pieces", "passes.writing"},
     {"passes"},
     {"passes.pipeline"},
@@ -33,8 +36,8 @@ LAYERS = [
 """Lowest first; a module imports from layers below its own, or from neighbours that do not import it."""
 
 SHARED = {
-    "branches", "export", "independence", "lift", "losses", "pieces", "probe", "reasons", "recurrent",
-    "rewrites", "rules", "runner", "twins", "writes", "writing",
+    "assumptions", "branches", "export", "independence", "lift", "losses", "masked", "padding", "pieces", "probe",
+    "reasons", "recurrent", "rewrites", "row_sums", "rules", "runner", "twins", "writes", "writing",
 }  # fmt: skip
 """What passes share; beside these no pass imports another, and `pipeline` imports all of them."""
 

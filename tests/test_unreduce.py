@@ -249,6 +249,9 @@ REDUCTIONS: dict[str, Loss] = {
         -(o.log_softmax(-1)[torch.arange(o.shape[0]), (y[:, 0] > 0).long()].mean())
     ),
     "already [B]": lambda o, y: (o - y).square().sum(1),
+    "already [B, 1]": lambda o, y: (o - y).square().sum(1, keepdim=True),
+    "[1]": lambda o, y: (o - y).square().mean().reshape(1),
+    "[1, 1]": lambda o, y: (o - y).square().sum((0, 1), keepdim=True),
 }
 
 
@@ -351,7 +354,7 @@ def test_a_loss_of_the_wrong_shape_is_refused() -> None:
         "the loss is neither a scalar nor [B]",
         "  why    its shape is [B, 4]",
     ]
-    assert "its shape is [B, 1]" in refused(lambda o, y: (o - y).square().sum(1, keepdim=True))
+    assert "its shape is [B, 2]" in refused(lambda o, y: (o - y).square()[:, :2])
     assert "its shape is [4]" in refused(lambda o, y: (o - y).mean(0))
     assert "the loss does not depend on the samples" in refused(lambda o, y: torch.ones(()))
 

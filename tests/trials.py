@@ -174,7 +174,7 @@ def answer(call: Call, placement: Placement, values: Values, rule: Rule) -> Resu
             leaves[-1] = graph.placeholder(f"argument_{place}")
             leaves[-1].meta["val"] = symbolic(tuple(one.shape), tuple(many.shape), many.dtype)
             kind = placement.kinds.get(place)
-            prover.known[leaves[-1]] = Result(placement.axes.get(place), kind == SAME, kind == NUMBER)
+            prover.known[leaves[-1]] = Result(placement.axes.get(place), kind == SAME, int(kind == NUMBER))
         elif place in placement.sized:
             leaves[-1] = graph.placeholder(f"argument_{place}")
             leaves[-1].meta["val"] = one * size
@@ -230,7 +230,7 @@ def true(found: Result, values: Values) -> bool:
             continue
         rows = [alone[place] for alone in values.alone]
         if found.index and axis is not None:
-            rows = [torch.full_like(row, i) for i, row in zip(TRIED, rows, strict=True)]
+            rows = [row + i * found.index for i, row in zip(TRIED, rows, strict=True)]
         if not agree(whole, rows, axis):
             return False
         if found.uniform and axis is not None and not close(whole, whole.narrow(axis.dim, 0, 1).expand_as(whole)):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch.fx import Node
 
 from psg_fx.passes.independence.table import rule
-from psg_fx.passes.independence.values import Op, Result, broadcast
+from psg_fx.passes.independence.values import NUMBERS, NUMBERS_FIX, Op, Result, Value, broadcast
 
 _UNTAGGED = """
     __and__ __or__ __xor__ _conj _conj_copy conj _neg_view _neg_view_copy _masked_scale _prelu_kernel absolute add
@@ -32,12 +33,39 @@ def elementwise(op: Op) -> Result:
     if torch.Tag.nondeterministic_seeded in op.node.target.tags:
         return Result(found.axes)
     kept = op.name.removeprefix("aten.") in _KEEPS_INDEX.split()
-    return Result(found.axes, found.uniform, index=kept and any(v.found.index for v in values))
+    return Result(found.axes, found.uniform, index=max((v.found.index for v in values), default=0) if kept else 0)
 
 
 rule("<pointwise>", proof="elementwise")(elementwise)
 rule(*(n for n in _UNTAGGED.split() if n not in _KEEPS_INDEX.split()), proof="elementwise")(elementwise)
 rule(*_KEEPS_INDEX.split(), proof="elementwise", index=True)(elementwise)
+
+
+@rule("mul.Tensor", "mul.Scalar", "add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", proof="elementwise",
+      index=True)  # fmt: skip
+def numbered_rows(op: Op) -> Result:
+    """Elementwise; i·T + c from the numbers i of the samples, where c is a value of each sample."""
+    if not any(v.found.index for v in op.values()):
+        return elementwise(op)
+    left, right = (op.raw(name) for name in ("self", "other"))
+    first, second = (op.see(v) if isinstance(v, Node) else None for v in (left, right))
+    found = broadcast(op, op.values(), len(op.out().shape))
+    numbers, other = (first, right) if first is not None and first.found.index else (second, left)
+    assert numbers is not None
+    if op.name == "aten.mul":
+        if isinstance(other, int) and other > 0:
+            return Result(found.axes, index=numbers.found.index * other)
+    elif _is_offset(op, first, second):
+        return Result(found.axes, index=numbers.found.index)
+    raise op.refuse(NUMBERS, NUMBERS_FIX)
+
+
+def _is_offset(op: Op, first: Value | None, second: Value | None) -> bool:
+    """Whether integers that are no numbers of samples are added to those that are, or taken from them."""
+    both = first is not None and second is not None and bool(first.found.index and second.found.index)
+    swapped = op.name == "aten.sub" and (first is None or not first.found.index)
+    whole = not op.node.meta["val"].is_floating_point()
+    return whole and not both and not swapped and op.raw("alpha", 1) == 1
 
 
 @rule("copy", "fill", "broadcast_tensors", "lerp", proof="elementwise")

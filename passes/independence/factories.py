@@ -37,7 +37,7 @@ def arange(op: Op) -> Result:
     if out.dim is None:
         return Result()
     if out.factor == 1 and op.raw("start", 0) == 0 and op.raw("step", 1) == 1:
-        return Result(SampleAxis(0), uniform=False, index=True)
+        return Result(SampleAxis(0), uniform=False, index=1)
     raise op.refuse(
         "its numbers run through all samples, so they differ from those of one sample",
         "number the places within a sample: arange(T), expanded to the batch",

@@ -8,8 +8,9 @@ import torch
 
 from psg_fx import axes
 from psg_fx.facts import SampleAxis
+from psg_fx.passes.independence.bounds import bounds
 from psg_fx.passes.independence.table import Answer, rule
-from psg_fx.passes.independence.values import Op, Result, Value, broadcast
+from psg_fx.passes.independence.values import NUMBERS, NUMBERS_FIX, Op, Result, Value, broadcast
 
 _PICK = "pick by x[torch.arange(B), ids], or gather along another dim"
 
@@ -53,7 +54,8 @@ def _picked(op: Op, x: Value, picks: Sequence[Value | None], rows: int) -> Sampl
     at_samples = picks[x.axis.dim] if x.axis is not None and x.axis.dim < len(picks) else None
     numbers = [p for p in chosen if p.found.index]
     if x.axis is not None and at_samples is not None:
-        if not at_samples.found.index or x.axis.outer * x.axis.inner != 1 or len(numbers) > 1:
+        require_own_rows(op, x, at_samples)
+        if len(numbers) > 1:
             raise op.refuse(f"its indices pick among the samples in dim {x.axis.dim} of %{x.node.name}", _PICK)
         return found.axes if isinstance(found.axes, SampleAxis) else None
     if numbers:
@@ -64,6 +66,23 @@ def _picked(op: Op, x: Value, picks: Sequence[Value | None], rows: int) -> Sampl
             _PICK,
         )
     return found.axes if isinstance(found.axes, SampleAxis) else None
+
+
+def require_own_rows(op: Op, x: Value, picks: Value) -> None:
+    """Along the sample dim of x, i·T + c picks row c of sample i if each has T rows and 0 <= c < T."""
+    assert x.axis is not None
+    if not picks.found.index:
+        raise op.refuse(f"its indices pick among the samples in dim {x.axis.dim} of %{x.node.name}", _PICK)
+    rows, (low, high) = x.axis.inner, bounds(picks.node)
+    if x.axis.outer != 1 or picks.found.index != rows:
+        raise op.refuse(f"%{picks.node.name} does not number the rows of %{x.node.name}, which has {rows} a sample "
+                        f"in dim {x.axis.dim}", _PICK)  # fmt: skip
+    if low < 0 or high >= rows:
+        raise op.refuse(
+            f"in %{picks.node.name}, i·{rows} + c for sample i, c may lie outside of 0..{rows - 1}: then it picks from "
+            "another sample",
+            f"pick within the sample: x.view(-1, {rows}, ..)[torch.arange(B), c], or say so by c.clamp(0, {rows - 1})",
+        )
 
 
 @rule("index_put", "_unsafe_index_put", "_index_put_impl", proof="indexing", index=True)
@@ -107,11 +126,17 @@ def _masked_put(op: Op, x: Value, picks: Sequence[Value | None], values: Value) 
     return x.axis
 
 
-@rule("index_select", proof="indexing")
+@rule("index_select", proof="indexing", index=True)
 def index_select(op: Op) -> Answer:
     """y[.., j, ..] = x[.., ids[j], ..]."""
     x, ids = op.need("self"), op.need("index")
     dim = op.dim("dim", x.ndim)
+    if x.axis is not None and ids.found.index and x.axis.dim == dim:
+        require_own_rows(op, x, ids)
+        assert ids.axis is not None
+        return SampleAxis(dim, ids.axis.outer, ids.axis.inner)
+    if x.found.index or ids.found.index:
+        raise op.refuse(NUMBERS, NUMBERS_FIX)
     if x.axis is None:
         return None if ids.axis is None else SampleAxis(dim, ids.axis.outer, ids.axis.inner)
     if ids.axis is not None or x.axis.dim == dim:
@@ -173,7 +198,16 @@ def index_write(op: Op) -> Answer:
     return x.axis
 
 
-@rule("masked_scatter", "take", "put", "repeat_interleave.Tensor", "repeat_interleave.self_Tensor", "isin",
+@rule("take", proof="indexing")
+def take(op: Op) -> Answer:
+    """y[..] = x.flatten()[ids[..]]."""
+    x, ids = op.need("self"), op.need("index")
+    if x.axis is not None:
+        raise op.refuse("it counts places through the rows of all samples", _PICK)
+    return ids.axis
+
+
+@rule("masked_scatter", "put", "repeat_interleave.Tensor", "repeat_interleave.self_Tensor", "isin",
       "_unsafe_masked_index", "_unsafe_masked_index_put_accumulate", "segment_reduce", proof="indexing")  # fmt: skip
 def flat_places(op: Op) -> Answer:
     """Places are counted through all samples."""

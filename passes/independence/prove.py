@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 import sympy
 import torch
@@ -28,9 +28,12 @@ from psg_fx.passes.independence import (  # noqa: F401  (they fill the table)
     views,
     windows,
 )
+from psg_fx.passes.independence.logged import logged
 from psg_fx.passes.independence.table import Rule, find
 from psg_fx.passes.independence.unruled import no_graph_inside, refuse_effects, without_rule
 from psg_fx.passes.independence.values import (
+    NUMBERS,
+    NUMBERS_FIX,
     REDUCED,
     Op,
     Result,
@@ -41,7 +44,6 @@ from psg_fx.passes.independence.values import (
     tensors,
 )
 
-_NUMBERS = "it computes with the numbers of the samples (arange over the batch), which one sample alone lacks"
 _STATISTIC = "a statistic over the batch makes each sample's loss depend on the others; take it within a sample"
 
 
@@ -68,6 +70,9 @@ class Prover:
         self.known: dict[Node, Result] = {}
         self.origin: dict[Node, Node] = {}
         self.notes: list[str] = []
+        self.logged = logged(gm)
+        self.statistics: set[Node] = set()  # those of the logged nodes that know the samples
+        self.following: list[str] = []  # the buffers that take such a value
 
     def run(self) -> None:
         """Visit all nodes in order, then check what leaves the model and the graph."""
@@ -75,14 +80,22 @@ class Prover:
         self.check_model()
         self.check_outputs()
         known = facts.graph_facts(self.gm)
-        new = tuple(n for n in self.notes if n not in known.notes)
-        self.gm.meta[facts.KEY] = dataclasses.replace(known, notes=known.notes + new)
+        new = tuple(dict.fromkeys(n for n in self.notes if n not in known.notes))
+        data = {**known.data, "statistics": tuple(self.following)}
+        self.gm.meta[facts.KEY] = dataclasses.replace(known, notes=known.notes + new, data=data)
 
-    def walk(self) -> None:
-        """Visit all nodes in order."""
+    def walk(self, skip: Set[Node] = frozenset()) -> None:
+        """Visit all nodes in order, but those of `skip` (and all that is computed from them)."""
         for node in self.gm.graph.nodes:
             if node.op == "output":
                 break
+            if node in skip:
+                continue
+            if node in self.logged and self.is_statistic(node):
+                self.statistics.add(node)
+                self.known[node] = Result()
+                facts.update(node, samples=None, reduced=False, proof="logged")
+                continue
             found, proof = self.visit(node)
             self.check(node, found)
             self.note(node, found)
@@ -96,6 +109,13 @@ class Prover:
         if found.reduced:
             inputs = [self.origin[n] for n in node.all_input_nodes if n in self.origin]
             self.origin[node] = inputs[0] if inputs else node
+
+    def is_statistic(self, node: Node) -> bool:
+        """Whether a logged value depends on the samples."""
+        return node in self.statistics or any(
+            n in self.statistics or self.known[n].reduced or self.known[n].axes is not None
+            for n in node.all_input_nodes
+        )
 
     def visit(self, node: Node) -> tuple[Result, str]:
         """What is known of the value of a node, and the name of the proof."""
@@ -180,7 +200,7 @@ class Prover:
     def refuse_numbers(self, node: Node) -> None:
         """The numbers of the samples, `arange(B)`, may only pick rows."""
         if any(self.known[n].index for n in node.all_input_nodes if n in self.known):
-            raise mixed(node, _NUMBERS, "use arange(B) only to pick each sample's row: x[torch.arange(B), ids]")
+            raise mixed(node, NUMBERS, NUMBERS_FIX)
 
     def complete(self, node: Node, found: Result) -> Result:
         """One axis for an op with several outputs stands for each of them that knows the batch."""
@@ -272,15 +292,23 @@ class Prover:
                 continue
             found = self.known[entry]
             if found.index:
-                raise mixed(entry, _NUMBERS, "return values of the sample")
+                raise mixed(entry, NUMBERS, "return values of the sample")
             if spec.kind == "output" and found.reduced:
                 raise mixed(self.origin[entry], f"the output {spec.name!r} of the model is reduced over the samples",
                             "return one row for each sample; if it is the model's own loss: transform(model, "
                             "loss_fn=lambda out: out.loss)")  # fmt: skip
-            if spec.kind == "buffer" and (found.reduced or found.axes is not None):
-                origin = self.origin.get(entry, entry)
-                raise mixed(origin, f"the buffer {spec.name!r} takes a value that depends on how the samples mix",
-                            "model.eval(), or keep such statistics out of forward")  # fmt: skip
+            if spec.kind == "buffer":
+                self.check_buffer(entry, spec.name)
+
+    def check_buffer(self, entry: Node, name: str) -> None:
+        """A buffer may hold a statistic of the batch, not values of single samples."""
+        found, size = self.known[entry], self.knows_batch(entry)
+        if found.axes is not None or size:
+            raise mixed(entry, f"the buffer {name!r} takes the values of the samples of this batch",
+                        "model.eval(), or keep a value whose shape does not depend on the batch")  # fmt: skip
+        if found.reduced or entry in self.statistics:
+            self.following.append(name.removeprefix("model."))
+            self.notes.append(f"the buffer {self.following[-1]} keeps a statistic of the whole batch")
 
 
 def in_model(node: Node) -> bool:

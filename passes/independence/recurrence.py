@@ -29,6 +29,32 @@ def attach(op: Op) -> Answer:
     return tuple(v.axis for v in op.values_of("states"))
 
 
+@rule("psg_fx::ctc", proof="recurrence")
+def ctc(op: Op) -> Answer:
+    """-log p(target[b]) `[B]` of `[T, B, C]`, targets `[B, S]` and lengths `[B]`."""
+    _require_own(op, "log_probs", 1)
+    return SampleAxis(0)
+
+
+@rule("psg_fx::ctc_backward", proof="recurrence")
+def ctc_backward(op: Op) -> Answer:
+    """`[T, B, C]`."""
+    _require_own(op, "cotangent", 0)
+    _require_own(op, "log_probs", 1)
+    return SampleAxis(1)
+
+
+def _require_own(op: Op, name: str, dim: int) -> None:
+    """Everything else `[B, ..]`, as a batch of one has it."""
+    places = [(name, dim), ("targets", 0), ("input_lengths", 0), ("target_lengths", 0)]
+    for argument, place in places:
+        if op.need(argument).axis != SampleAxis(place):
+            raise op.refuse(
+                f"its {argument} hold the samples in {op.need(argument).axis or 'no dim'}, not in dim {place}",
+                "pass log_probs [T, B, C], targets [B, S] and lengths [B]",
+            )
+
+
 def _loop(op: Op, names: Sequence[str], weights: Sequence[str]) -> SampleAxis:
     data = [v for name in names if (v := op.value(name))]
     axis = _same_place(op, data, weights)

@@ -16,6 +16,8 @@ from psg_fx.axes import Misfit, Ragged, Single, positive, single
 from psg_fx.errors import NotYetSupported, PsgError, SamplesMixed, locate
 from psg_fx.facts import Axes, SampleAxis
 
+NUMBERS = "it computes with the numbers of the samples (arange over the batch), which one sample alone lacks"
+NUMBERS_FIX = "use arange(B) only to pick each sample's row: x[torch.arange(B), ids]"
 FIX = "write it so that every sample is computed from its own rows alone"
 GATHER = "gather what each row needs (of experts: their weights[ids], then bmm), or compute all and multiply by a mask"
 
@@ -25,13 +27,14 @@ class Result:
     """What a rule found: the axis of each output, and what else is known of the values.
 
     uniform: all samples hold the same (a fill or an expand), so any order inside a folded dim is right.
-    index: the values are the numbers of the samples, `arange(B)` and its views.
+    index: the values are the numbers i of the samples, `arange(B)` and its views (1), or number the rows of the samples
+    one after the other, i·index + c where c is what one sample alone computes (0: neither).
     reduced: the samples are reduced away.
     """
 
     axes: Axes = None
     uniform: bool = False
-    index: bool = False
+    index: int = 0
     reduced: bool = False
 
 

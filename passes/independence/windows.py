@@ -7,8 +7,17 @@ from collections.abc import Callable
 from psg_fx import axes
 from psg_fx.facts import SampleAxis
 from psg_fx.passes.independence.along import trailing
+from psg_fx.passes.independence.indexing import require_own_rows
 from psg_fx.passes.independence.table import Answer, rule
-from psg_fx.passes.independence.values import Op, Value, broadcast, symbolic_sizes, tensors
+from psg_fx.passes.independence.values import (
+    NUMBERS,
+    NUMBERS_FIX,
+    Op,
+    Value,
+    broadcast,
+    symbolic_sizes,
+    tensors,
+)
 
 
 def _main(op: Op) -> Value:
@@ -56,12 +65,27 @@ def convolution(op: Op) -> Answer:
     if sizes != [op.raw("groups")]:
         if sizes:
             raise op.refuse(f"its argument %{sizes[0].name} depends on the batch size")
-        return _by_rows(op)
+        return _by_rows(op) if weight.axis is None else _own_kernels(op, x, weight, bias)
     groups, own = op.number("groups", 1), SampleAxis(0, 1, weight.shape[0])
     apart = x.axis == SampleAxis(1, 1, x.shape[1]) and weight.axis == own and (bias is None or bias.axis == own)
     if op.raw("transposed", False) or not apart or weight.shape[1] * groups != x.shape[1] or weight.shape[0] % groups:
         raise op.refuse("its groups are not those of single samples")
     return SampleAxis(1, 1, weight.shape[0])
+
+
+def _own_kernels(op: Op, x: Value, weight: Value, bias: Value | None) -> Answer:
+    """Kernels `[B·O, C, ..]` of the samples on images that all share, `[N, C, ..]`: `[N, B·O, ..]`."""
+    own = weight.axis
+    if x.axis is not None:
+        raise op.unsupported(
+            f"its kernels %{weight.node.name} carry samples, and so does %{x.node.name}",
+            "give each sample a group of its own: x [1, B·C, ..], kernels [B·O, C, ..], groups=B",
+        )
+    if own is None or own.dim != 0 or op.number("groups", 1) != 1 or x.ndim != weight.ndim:
+        raise op.refuse("its sum runs over the samples of its kernels", "kernels [B·O, C, ..] for images [N, C, ..]")
+    if bias is not None and bias.axis != own:
+        raise op.refuse("its bias does not hold the samples where its kernels do")
+    return SampleAxis(1, own.outer, own.inner)
 
 
 _rows = leading(lambda op, x: x.ndim - 2, "it mixes")
@@ -196,10 +220,15 @@ def _same_rows(op: Op, values: list[Value]) -> Answer:
     return values[0].axis
 
 
-@rule("embedding", proof="embedding")
+@rule("embedding", proof="embedding", index=True)
 def embedding(op: Op) -> Answer:
     """y[.., :] = W[ids[..], :]."""
     weight, ids = op.need("weight"), op.need("indices")
+    if weight.axis is not None and weight.axis.dim == 0 and ids.found.index and op.raw("padding_idx", -1) == -1:
+        require_own_rows(op, weight, ids)
+        return ids.axis
+    if weight.found.index or ids.found.index:
+        raise op.refuse(NUMBERS, NUMBERS_FIX)
     if weight.axis is not None:
         raise op.refuse("it looks up rows in a table that holds the samples")
     return ids.axis

@@ -1,9 +1,14 @@
-"""Embedding: rows of a table picked by integer ids."""
+"""Embedding and its kin: rows or elements of a table picked by integer ids."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
+import sympy
 import torch
 
+from psg_fx.cost import product
 from psg_fx.network import BATCH, Leaf, Network, OneHot
 from psg_fx.rules import Arrangement, network, rule
 from psg_fx.sites import Site, Value
@@ -60,6 +65,54 @@ def index(site: Site) -> dict[str, Network | None]:
 def index_select(site: Site) -> dict[str, Network | None]:
     """y[p,b,q] = W[p, ids[b], q]: onehot(ids)[b,v] ȳ[b,p,q] -> [b,p,v,q]."""
     return {"weight": rows_along(site, int(site.args[1]), site.input(2))}
+
+
+@rule(aten.gather.default, params={"table": 0})
+def gather(site: Site) -> dict[str, Network | None]:
+    """y[i.., j, k..] = W[i.., ids[i.., j, k..], k..] along dim: elements of W, flattened, at places that ids give.
+
+    table: onehot(places(ids))[b,t,v] ȳ[b,t] -> [b,v] for v over all of W.
+    """
+    table, dim, ids = site.input(0), int(site.args[1]), site.input(2)
+    shape = [int(size) for size in table.shape]
+
+    def places(index: torch.Tensor) -> torch.Tensor:
+        dims = range(max(len(shape), 1))
+        steps = [math.prod(shape[d + 1 :]) for d in dims]
+        found = index * steps[dim]
+        for d in dims:
+            if d != dim % len(dims) and index.shape[d] != 1:
+                wide = [-1 if k == d else 1 for k in dims]
+                found = found + steps[d] * torch.arange(index.shape[d], device=index.device).view(wide)
+        return found
+
+    return {"table": elements_at(site, ids, f"gather {dim} {shape}", places)}
+
+
+@rule(aten.take.default, params={"table": 0})
+def take(site: Site) -> dict[str, Network | None]:
+    """y[b,t] = W.flatten()[ids[b,t]]: onehot(ids)[b,t,v] ȳ[b,t] -> [b,v]; negative ids count from the end."""
+    ids, classes = site.input(1), int(product(site.input(0).shape))
+
+    def places(index: torch.Tensor) -> torch.Tensor:
+        return torch.where(index < 0, index + classes, index)
+
+    return {"table": elements_at(site, ids, f"take {classes}", places)}
+
+
+def elements_at(site: Site, ids: Value, recipe: str, places: Callable[[torch.Tensor], torch.Tensor]) -> Network | None:
+    """The gradient of W (argument 0, flattened), of which places(ids), shaped as ids, are picked."""
+    table, ybar = site.input(0), site.cotangent
+    plan, rows = Arrangement.of(ids, (BATCH, "t*")), Arrangement.of(ybar, (BATCH, "t*"))
+    if plan is None or rows is None or ids.samples != ybar.samples:
+        return None
+    classes = product(table.shape)
+    hot = Leaf(
+        "onehot(ids)", (ids.source,), f"{recipe} {plan}", (BATCH, "t", "v"), (*plan.sizes, sympy.Integer(classes)),
+        OneHot(int(classes)), ybar.dtype, lambda index: plan(places(index)),
+    )  # fmt: skip
+    grad = Leaf("ȳ", (ybar.source,), f"arrange {rows}", rows.axes, rows.sizes, dtype=ybar.dtype, build=rows)
+    return Network((hot, grad), (BATCH, "v"))
 
 
 def rows_along(site: Site, dim: int, ids: Value) -> Network | None:

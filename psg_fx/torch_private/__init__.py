@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch._C._dynamo.guards import TensorGuards
 from torch._decomp import core_aten_decompositions, decomposition_table
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.source import ConstantSource
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -22,7 +23,7 @@ from torch._higher_order_ops.effects import has_effects
 from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
-from torch._subclasses.fake_tensor import disable_fake_tensor_cache
+from torch._subclasses.fake_tensor import FakeTensor, disable_fake_tensor_cache
 from torch.fx import Graph, GraphModule
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -43,8 +44,10 @@ __all__ = [
     "core_decompositions",
     "custom_op_name",
     "empty_strided_cpu",
+    "enable_python_dispatcher",
     "fake_batch",
     "has_effect",
+    "has_known_value",
     "inductor_modes",
     "marked_dynamic",
     "module_without_code",
@@ -180,6 +183,13 @@ def own_attributes() -> Iterator[None]:
         return
     with patched_here(_trace, name, lambda module: contextlib.nullcontext()):
         yield
+
+
+def has_known_value(tensor: torch.Tensor) -> bool:
+    """Whether the values of a tensor can be looked at while a program is traced: it is a constant of the code."""
+    if isinstance(tensor, FakeTensor):
+        return tensor.constant is not None
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
 @contextlib.contextmanager

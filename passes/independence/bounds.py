@@ -1,0 +1,136 @@
+"""Between which integers the values of a node lie in the program of one sample, as far as its ops say so."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from psg_fx.passes.independence.values import bound
+
+Bounds = tuple[float, float]
+_DEPTH = 40
+_ANYTHING: Bounds = (-math.inf, math.inf)
+_SAME = """
+    view reshape _unsafe_view flatten unflatten unsqueeze squeeze expand expand_as permute transpose t alias clone
+    contiguous detach lift_fresh lift_fresh_copy to _to_copy slice select index index_select gather repeat flip roll
+    unbind split chunk narrow movedim sort repeat_interleave
+"""
+"""Ops that only move elements of their first argument."""
+
+
+def bounds(value: Any, depth: int = _DEPTH) -> Bounds:
+    """(lowest, highest) of the integers of a node or of a number; the numbers of the samples, `arange(B)`, are 0."""
+    if isinstance(value, (int, float)):
+        return (value, value)
+    if not isinstance(value, Node) or depth == 0 or value.op != "call_function":
+        return _ANYTHING
+    tensor = value.meta.get("val")
+    if isinstance(tensor, torch.Tensor) and tensor.dtype is torch.bool:
+        return (0, 1)
+    if value.target is operator.getitem:
+        return _of_a_part(value, depth)
+    if not isinstance(value.target, torch._ops.OpOverload):
+        return _ANYTHING
+    name = value.target._schema.name.removeprefix("aten::")
+    if name in _SAME.split():
+        found = bounds(value.args[0], depth - 1)
+    elif name in _RULES:
+        found = _RULES[name](bound(value), lambda v: bounds(v, depth - 1))
+    else:
+        return _ANYTHING
+    return found if isinstance(tensor, torch.Tensor) and _fits(found, tensor.dtype) else _ANYTHING
+
+
+def _fits(found: Bounds, dtype: torch.dtype) -> bool:
+    """Whether a dtype holds such values."""
+    if dtype.is_floating_point:
+        return True
+    if dtype.is_complex:
+        return False
+    return torch.iinfo(dtype).min <= found[0] and found[1] <= torch.iinfo(dtype).max
+
+
+def _of_a_part(value: Node, depth: int) -> Bounds:
+    """One of several outputs: the parts of a tensor, or the values and places of `max` and `sort`."""
+    source, index = value.args
+    assert isinstance(source, Node)
+    if source.target in (torch.ops.aten.max.dim, torch.ops.aten.min.dim, torch.ops.aten.sort.default,
+                         torch.ops.aten.topk.default):  # fmt: skip
+        return bounds(source.args[0], depth - 1) if index == 0 else _places(bound(source))
+    return bounds(source, depth - 1)
+
+
+def _places(given: dict[str, Any]) -> Bounds:
+    """Places along a dim."""
+    source, dim = given["self"], given.get("dim", -1)
+    shape = source.meta["val"].shape
+    size = math.prod(shape) if dim is None else shape[dim] if len(shape) else 1
+    return (0, size - 1) if isinstance(size, int) else _ANYTHING
+
+
+Given = dict[str, Any]
+Ask = Callable[[Any], Bounds]
+
+
+def _arange(given: Given, ask: Ask) -> Bounds:
+    start, step = given.get("start", 0), given.get("step", 1)
+    end = given["end"]
+    if not isinstance(end, int):  # arange(B), where B is 1
+        return (0, 0) if start == 0 and step == 1 else _ANYTHING
+    if not isinstance(start, int) or not isinstance(step, int):
+        return _ANYTHING
+    found = range(start, end, step)
+    return (min(found), max(found)) if found else (0, 0)
+
+
+def _clamp(given: Given, ask: Ask) -> Bounds:
+    low, high = ask(given["self"])
+    least = -math.inf if given.get("min") is None else ask(given["min"])[0]
+    most = math.inf if given.get("max") is None else ask(given["max"])[1]
+    return (min(max(low, least), most), min(max(high, least), most))
+
+
+def _remainder(given: Given, ask: Ask) -> Bounds:
+    low, high = ask(given["other"])
+    whole = not given["self"].meta["val"].is_floating_point()
+    return (0, high - whole) if 0 < low == high < math.inf else _ANYTHING
+
+
+def _add(given: Given, ask: Ask) -> Bounds:
+    (a, b), (c, d) = ask(given["self"]), ask(given["other"])
+    return (a + c, b + d) if given.get("alpha", 1) == 1 else _ANYTHING
+
+
+def _sub(given: Given, ask: Ask) -> Bounds:
+    (a, b), (c, d) = ask(given["self"]), ask(given["other"])
+    return (a - d, b - c) if given.get("alpha", 1) == 1 else _ANYTHING
+
+
+def _mul(given: Given, ask: Ask) -> Bounds:
+    left, right = ask(given["self"]), ask(given["other"])
+    ends = [0 if 0 in (x, y) else x * y for x in left for y in right]
+    return (min(ends), max(ends))
+
+
+def _where(given: Given, ask: Ask) -> Bounds:
+    (a, b), (c, d) = ask(given["self"]), ask(given["other"])
+    return (min(a, c), max(b, d))
+
+
+def _fill(given: Given, ask: Ask) -> Bounds:
+    return ask(given["fill_value"])
+
+
+_RULES: dict[str, Callable[[Given, Ask], Bounds]] = {
+    "arange": _arange, "clamp": _clamp, "clip": _clamp, "remainder": _remainder, "add": _add, "sub": _sub,
+    "mul": _mul, "multiply": _mul, "where": _where, "full": _fill, "full_like": _fill, "zeros": lambda g, a: (0, 0),
+    "zeros_like": lambda g, a: (0, 0), "ones": lambda g, a: (1, 1), "ones_like": lambda g, a: (1, 1),
+    "argmax": lambda g, a: _places(g), "argmin": lambda g, a: _places(g), "argsort": lambda g, a: _places(g),
+    "clamp_min": lambda g, a: (max(a(g["self"])[0], a(g["min"])[0]), max(a(g["self"])[1], a(g["min"])[1])),
+    "clamp_max": lambda g, a: (min(a(g["self"])[0], a(g["max"])[0]), min(a(g["self"])[1], a(g["max"])[1])),
+}  # fmt: skip
