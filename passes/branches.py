@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import linecache
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import FrameType
@@ -12,6 +11,7 @@ from typing import Any
 import sympy
 
 from psg_fx.errors import NotYetSupported, is_library
+from psg_fx.program.code import source
 from psg_fx.torch_private import watching_symbols
 
 
@@ -58,5 +58,4 @@ def watch_the_batch_size(found: Readings) -> Iterator[None]:
 
 def line_of(frame: FrameType) -> str:
     """`model.py:17: if x.shape[0] > 4:`."""
-    path, number = frame.f_code.co_filename, frame.f_lineno
-    return f"{path.rsplit('/', 1)[-1]}:{number}: {linecache.getline(path, number).strip()}"
+    return source(frame.f_code.co_filename, frame.f_lineno)

@@ -8,12 +8,13 @@ is proven as it is of samples, with the rows in their place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
+from psg_fx import facts
 from psg_fx.facts import SampleAxis
 from psg_fx.passes.independence.prove import Prover
 from psg_fx.passes.independence.values import Result
@@ -28,7 +29,7 @@ def pad_masked_rows(gm: GraphModule) -> None:
     picks = [n for n in gm.graph.nodes if _mask_of(n) is not None]
     if not picks:
         return
-    after = _after(picks)
+    after = facts.descendants(picks)
     prover = Prover(gm)
     prover.walk(skip=after)
     groups: dict[Any, Rows] = {}
@@ -57,18 +58,6 @@ def _mask_of(node: Node) -> Node | None:
     given = [n for n in node.args[1] if n is not None]  # type: ignore[union-attr]
     only = given[0] if len(given) == 1 else None
     return only if isinstance(only, Node) and only.meta["val"].dtype is torch.bool else None
-
-
-def _after(nodes: Iterable[Node]) -> set[Node]:
-    """The nodes and all that is computed from them."""
-    found: set[Node] = set()
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting.extend(node.users)
-    return found
 
 
 def _rows(pick: Node, known: Mapping[Node, Result], alike: Mapping[Node, int]) -> Rows | None:

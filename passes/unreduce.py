@@ -8,7 +8,7 @@ runs under `vmap`; what follows carries dim 0 on.  A number that depends on B (`
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -94,18 +94,6 @@ def _check_result(gm: GraphModule, place: int) -> None:
         )
 
 
-def ancestors(nodes: Iterable[Node]) -> set[Node]:
-    """The nodes and all they are computed from."""
-    found: set[Node] = set()
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting.extend(node.all_input_nodes)
-    return found
-
-
 class Unreduction:
     """The rewriting of one graph: old nodes on the way to the loss -> their per-sample versions."""
 
@@ -115,8 +103,8 @@ class Unreduction:
         self.places = places
         entries = facts.outputs(gm)
         kept = [n for k, n in enumerate(entries) if k not in places and isinstance(n, Node)]
-        self.wanted = ancestors(n for k, n in enumerate(entries) if k in places and isinstance(n, Node))
-        self.shared = ancestors(kept)
+        self.wanted = facts.ancestors(n for k, n in enumerate(entries) if k in places and isinstance(n, Node))
+        self.shared = facts.ancestors(kept)
         self.new: dict[Node, Any] = {}
 
     def run(self) -> None:

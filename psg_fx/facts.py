@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -178,3 +178,24 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from tensors(item)
+
+
+def ancestors(nodes: Iterable[Node]) -> set[Node]:
+    """The nodes and all they are computed from."""
+    return _reached(nodes, lambda node: node.all_input_nodes)
+
+
+def descendants(nodes: Iterable[Node]) -> set[Node]:
+    """The nodes and all that is computed from them."""
+    return _reached(nodes, lambda node: node.users)
+
+
+def _reached(nodes: Iterable[Node], following: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    found: set[Node] = set()
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting.extend(following(node))
+    return found

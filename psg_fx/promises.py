@@ -80,7 +80,7 @@ def unreduced(gm: GraphModule) -> None:
             if node is None or fact(node).samples != facts.SampleAxis(0):
                 raise broken("the loss carries the samples in dim 0", gm, node)
             losses.append(node)
-    for node in _ancestors(losses):
+    for node in facts.ancestors(losses):
         if fact(node).reduced:
             raise broken("nothing reduced over the samples leads to the loss", gm, node)
 
@@ -123,16 +123,6 @@ def _tracked(node: Node, made_of: dict[Node, frozenset[str]]) -> frozenset[str]:
 def _carries(node: Node) -> bool:
     axes = fact(node).samples
     return any(axis is not None for axis in axes) if isinstance(axes, tuple) else axes is not None
-
-
-def _ancestors(nodes: Iterable[Node]) -> set[Node]:
-    found, waiting = set(), list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting.extend(node.all_input_nodes)
-    return found
 
 
 @promise(Stage.JOINT, Stage.NETWORKED, Stage.MERGED, Stage.PLANNED)

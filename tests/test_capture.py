@@ -156,7 +156,7 @@ REFUSED: dict[Callable[..., Tensor], tuple[type[Exception], str, str]] = {
     at_least_four: (NotYetSupported, "follows the batch size in no simple way", "6 at B = 6, 7 at B = 7, 4 at B = 1"),
     loop_over_samples: (NotYetSupported, "the program is another one for another batch size", "for row in x"),
     fixed_size: (CaptureFailed, "run on 6 samples and not on 7", "layer(x).view(6, 3)"),
-    rows_by_mask: (NotYetSupported, "a mask picks a number of rows", "x[:, 0] > 0"),
+    rows_by_mask: (SamplesMixed, "is reduced over them", "x[:, 0] > 0"),
     fewer_rows: (psg_fx.PsgError, "s on values of a tensor", ""),
     branch_on_values: (CaptureFailed, "branches on values of a tensor", "if x.sum() > 0"),
     number_from_values: (SamplesMixed, "it reads one number out of the samples", "x.sum().item()"),

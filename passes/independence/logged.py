@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from torch.fx import GraphModule, Node
 
 from psg_fx import facts
@@ -24,16 +22,4 @@ def logged(gm: GraphModule) -> set[Node]:
     kept = [n for n, spec in entries if isinstance(n, Node) and spec.kind in _LOGS]
     read = [n for n, spec in entries if isinstance(n, Node) and spec.kind not in _LOGS]
     dead = [n for n in gm.graph.nodes if not n.users and n.op == "call_function"]
-    return _before(kept) - _before([*read, *dead])
-
-
-def _before(nodes: Iterable[Node]) -> set[Node]:
-    """The nodes and all they are computed from."""
-    found: set[Node] = set()
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting.extend(node.all_input_nodes)
-    return found
+    return facts.ancestors(kept) - facts.ancestors([*read, *dead])
