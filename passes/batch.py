@@ -12,6 +12,7 @@ from psg_fx import facts
 from psg_fx.axes import positive
 from psg_fx.passes.independence.prove import prove
 from psg_fx.passes.masked import pad_masked_rows
+from psg_fx.strides import free_of_strides
 
 aten = torch.ops.aten
 _SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
@@ -28,6 +29,7 @@ def batch(gm: GraphModule, alone: Callable[[GraphModule, list[Node]], str] | Non
     """
     taken = keep_the_sample_dim(gm)
     pad_masked_rows(gm)
+    free_of_strides(gm)
     prove(gm)
     dropping = [node for node, dims in taken.items() if not node._erased and _is_sample_dim(node, dims)]
     if dropping and alone is not None and (note := alone(gm, dropping)):

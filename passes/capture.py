@@ -24,6 +24,7 @@ from psg_fx.facts import GraphFacts, InputSpec, OutputSpec
 from psg_fx.layout import memory_order
 from psg_fx.program.effects import Effects, Written
 from psg_fx.program.observe import Observed, observing
+from psg_fx.strides import free_of_strides
 
 from .assumptions import Assumption, assuming
 from .export import Exported, export
@@ -218,7 +219,7 @@ def _flat(
     data = {"constants": constants, "one_size": exported.one_size, "written": tuple(program.written)}
     data["held"] = frozenset(held.values())
     gm.meta[facts.KEY] = GraphFacts(_batch_symbol(nodes), _outputs(exported, program), notes, data)
-    return gm
+    return free_of_strides(gm)
 
 
 def _of_the_loss(target: str) -> NotYetSupported:

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from psg_fx import facts
 from psg_fx.custom import custom_call
-from psg_fx.errors import InternalError, NotYetSupported, locate
+from psg_fx.errors import InternalError, NotYetSupported, SamplesMixed, locate
 from psg_fx.facts import InputSpec, OutputSpec, fact
 from psg_fx.network import Kind, Source
 from psg_fx.recurrence import DIFFERENTIABLE
@@ -139,7 +139,25 @@ def _prove(gm: GraphModule, traced: GraphModule, known: dict[Node, Result]) -> N
         name, _, place = spec.name.rpartition(".") if spec.kind == "cotangent" else (spec.name, "", "0")
         axes = fact(named[name]).samples
         wanted[entry] = named[name], axes[int(place)] if isinstance(axes, tuple) else axes
-    prove_joint(traced, known, wanted)
+    try:
+        prove_joint(traced, known, wanted)
+    except (SamplesMixed, NotYetSupported):
+        if any(map(_is_foreign, traced.graph.nodes)):
+            raise
+
+
+def _is_foreign(node: Node) -> bool:
+    """Whether the op's backward is somebody else's than torch's.
+
+    The derivative of an op that keeps samples apart keeps them apart, and torch's own formulas compute derivatives. A
+    proof that does not find its way through one of them (it may number rows, or read strides) is no reason to refuse.
+    Backwards of custom functions are proven with their forward.
+    """
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target.namespace not in _OWN
+
+
+_OWN = ("aten", "prims", "psg_fx", "psg_fx_functions")
 
 
 def _normalized(

@@ -29,6 +29,7 @@ PARTS = 8
 
 UNTRIED = {
     "only on other devices": """
+        _fused_rms_norm_backward
         _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
         _scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable cudnn_convolution
         cudnn_convolution_transpose miopen_convolution cudnn_batch_norm miopen_batch_norm conv_depthwise3d

@@ -20,6 +20,7 @@ from psg_fx.passes.pipeline import BATCH, UNREDUCE
 from psg_fx.passes.probe import take
 from psg_fx.passes.runner import History, run
 from psg_fx.passes.sites import find_sites
+from psg_fx.strides import free_of_strides
 from test_batch import APART
 
 Program = Callable[[Tensor], Any]
@@ -46,7 +47,7 @@ def joint(model: nn.Module, with_loss: bool = True) -> GraphModule:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = model.eval()
-        gm = captured(model, loss if with_loss else None, (torch.randn(4, 6),))
+        gm = free_of_strides(captured(model, loss if with_loss else None, (torch.randn(4, 6),)))
     history, state = History(), gm.meta["state"]
     for step in (BATCH, UNREDUCE, find_sites, differentiate):
         gm = run(step, gm, history)

@@ -9,7 +9,7 @@ from psg_fx.passes.independence.table import rule
 from psg_fx.passes.independence.values import NUMBERS, NUMBERS_FIX, Op, Result, Value, broadcast
 
 _UNTAGGED = """
-    __and__ __or__ __xor__ _conj _conj_copy conj _neg_view _neg_view_copy _masked_scale _prelu_kernel absolute add
+    __and__ __or__ __xor__ _conj _conj_copy conj _neg_view _neg_view_copy _masked_scale _prelu_kernel absolute
     alias alias_copy arccos arccosh arcsin arcsinh arctan arctan2 arctanh clone complex contiguous detach detach_copy
     divide fix floor_divide greater greater_equal hardswish imag isclose isreal less less_equal lift lift_fresh
     lift_fresh_copy log_sigmoid log_sigmoid_forward multiply negative not_equal polar positive real resolve_conj

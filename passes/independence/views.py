@@ -28,6 +28,8 @@ def view(op: Op) -> Result:
     if "dtype" in op.args and op.args["dtype"] is not None:
         return same_kind(x, _not_last(op, x))
     if x.axis is None:
+        if op.out().dim is not None:
+            raise op.unsupported("a size of its result follows the batch, and its values hold no samples")
         return Result()
     try:
         axis = axes.through_view(x.axis, x.shape, op.out())

@@ -297,7 +297,7 @@ def user_stack_traces() -> Iterator[None]:
 
 def _is_program(frame: traceback.FrameSummary) -> bool:
     """Whether the frame is where model and loss are called: it tells the one from the other."""
-    return frame.name == "forward" and frame.filename.endswith("capture.py")
+    return frame.name == "results" and frame.filename.endswith("capture.py")
 
 
 def symbolic_inputs(tensors: Sequence[torch.Tensor], dims: Sequence[int | None]) -> list[torch.Tensor]:
