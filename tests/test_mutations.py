@@ -161,8 +161,13 @@ def teacher_loss() -> tuple[nn.Module, Any]:
     return Scaled(), loss
 
 
-def lazily(factor: float = 3.0) -> None:
-    del factor
+def dropping_teacher() -> tuple[nn.Module, Any]:
+    teacher = nn.Sequential(nn.Linear(3, 3), nn.Dropout(1.0)).double().eval()
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return (output * teacher(torch.ones(1, 3, dtype=torch.float64))).sum() + F.cross_entropy(output, target)
+
+    return Scaled(), loss
 
 
 ROWS: dict[str, Row] = {
@@ -228,6 +233,7 @@ ROWS: dict[str, Row] = {
     "teacher-module": (
         teacher_loss, lambda _, loss: closure_of(loss).__setitem__(0, nn.Linear(3, 3, dtype=torch.float64))),
     "teacher-in-place": (teacher_loss, lambda _, loss: closure_of(loss)[0].bias.data.add_(1.0)),
+    "teacher-train": (dropping_teacher, lambda _, loss: closure_of(loss).train()),
     "teacher-of-a-trainer": (
         with_trainer(lambda t: t.distilled),
         lambda _, loss: setattr(loss.__self__.teacher.weight, "data", torch.ones(3, 3, dtype=torch.float64))),
