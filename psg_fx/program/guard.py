@@ -46,6 +46,11 @@ class Guard:
         self._places = Places(walk, self._structure.groups)
         return walk
 
+    @property
+    def count(self) -> int:
+        """How many places are asked."""
+        return len(self._places)
+
     def holds(self) -> bool:
         """Whether the graph still serves."""
         if self._places.same():
@@ -92,6 +97,13 @@ class Places:
         own = {id(t) for t, _ in lying}
         self.fixed = list({id(t): t for t, _ in tensors if id(t) not in own}.values())
         self.tensors = Tensors([t for t, _ in lying] + self.fixed)
+
+    def __len__(self) -> int:
+        parts = (
+            self.slots, self.classes, self.cells, self.functions, self.named, self.items, self.hookless, self.holders,
+            self.fixed, self.arrays, self.looked,
+        )  # fmt: skip
+        return sum(map(len, parts))
 
     def same(self) -> bool:
         """Whether all is as it was, as far as that can be told at once."""
@@ -154,6 +166,9 @@ class Slots:
         found = list(slots)
         self._get = get
         self._holders, self._keys, self._values = ([s[i] for s in found] for i in range(3))
+
+    def __len__(self) -> int:
+        return len(self._keys)
 
     def same(self) -> bool:
         """Whether the same objects lie there."""

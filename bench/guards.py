@@ -1,0 +1,79 @@
+"""What a call costs before the graph runs: is everything that the program reads what it was?
+
+    python bench/guards.py [--models simplecnn,resnet18gn,gpt,vit,lstm] [--tag NAME]
+
+For each model, after one eager step: microseconds to ask whether modules, parameters and buffers are as they were
+(structure), whether all else that the code reads is (guard), how many places that are, and the walk that decides
+where one of them differs.  Least of several runs, CPU time of one thread.  Writes `bench/results/guards-<tag>.json` and
+`.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import timeit
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+
+import psg_fx
+from psg_fx import zoo
+from psg_fx.measure import environment
+from psg_fx.program.guard import Guard
+
+RESULTS = Path(__file__).parent / "results"
+HEADERS = ["model", "modules", "structure µs", "guard µs", "places", "walk µs"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="simplecnn,resnet18gn,gpt,vit,lstm", help="separated by commas")
+    parser.add_argument("--tag", default="cpu", help="names the result files (default: cpu)")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    write(args.tag, {name: figures(name) for name in args.models.split(",")})
+
+
+def figures(name: str) -> dict[str, Any]:
+    """The costs of one model's guards."""
+    made = zoo.example(name, batch=2)
+    step = psg_fx.transform(made.model, made.loss_fn, backend="eager", batch_dim=made.batch_dim, progress=False)
+    step(made.inputs, made.targets)
+    (entries,) = step._cache._found.values()
+    guard: Guard = entries[0].guard
+    structure = step._structure[0]
+    assert guard.holds()
+    assert structure.holds()
+    return {
+        "modules": len(list(made.model.modules())), "structure": microseconds(structure.holds, 1000),
+        "guard": microseconds(guard.holds, 1000), "places": guard.count, "walk": microseconds(guard.changed, 20),
+    }  # fmt: skip
+
+
+def microseconds(function: Callable[[], object], number: int) -> float:
+    """The least time of a call."""
+    return 1e6 * min(timeit.repeat(function, number=number, repeat=9, timer=time.process_time)) / number
+
+
+def write(tag: str, found: dict[str, dict[str, Any]]) -> None:
+    """The results with versions and hardware, as JSON and as a table."""
+    data = {"environment": environment(torch.device("cpu")), "results": found}
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"guards-{tag}.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    rows = [
+        [name, str(r["modules"]), f"{r['structure']:.0f}", f"{r['guard']:.0f}", str(r["places"]), f"{r['walk']:.0f}"]
+        for name, r in found.items()
+    ]
+    text = tabulate(rows, HEADERS, tablefmt="github", disable_numparse=True)
+    machine = "\n".join(f"- {key}: {value}" for key, value in data["environment"].items())
+    (RESULTS / f"guards-{tag}.md").write_text(f"# Guards\n\n{machine}\n\n{text}\n", encoding="utf-8")
+    print(f"{machine}\n\n{text}\nwrote {RESULTS / f'guards-{tag}'}.json and .md")
+
+
+if __name__ == "__main__":
+    main()
