@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 from psg_fx.arguments import Call
 from psg_fx.budget import Budget
 from psg_fx.cost import Device
-from psg_fx.program.ambient import without_autocast
+from psg_fx.program.ambient import without_defaults
 from psg_fx.quantity import Quantity
 from psg_fx.stages import Stage, verify
 
@@ -39,7 +39,7 @@ def run_pipeline(
     """From a model and a loss to a lowered graph; every stage on the way is kept in `history`."""
     gm = record_capture(program, call, tracked, history)
     alone = Alone(program, call)
-    with without_autocast():
+    with without_defaults():
         gm = _passes(gm, alone, call, quantities, dtype, device, history, input_gradients, budget)
     name, seconds = type(program.model).__name__, sum(step.seconds for step in history.steps)
     log.info("%s: captured, planned and lowered in %.1f s, %d nodes", name, seconds, len(gm.graph.nodes))

@@ -46,7 +46,7 @@ STATES: dict[str, Callable[[], Any]] = {
     "no_grad": torch.no_grad,
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
     "set_default_dtype": default_dtype,
-    "default_device": lambda: torch.device("cpu"),
+    "default_device": lambda: torch.device("meta"),
     "function_mode": Counting,
     "detect_anomaly": torch.autograd.detect_anomaly,
     "saved_tensors_hooks": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),

@@ -45,6 +45,14 @@ def isolated() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def without_defaults() -> Iterator[None]:
+    """For passes after capture, whose ops say what they make: no autocast, and no device for new tensors."""
+    elsewhere = torch.get_default_device() != torch.device("cpu")
+    with without_autocast(), torch.device("cpu") if elsewhere else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
 def without_autocast() -> Iterator[None]:
     """No autocast: a captured graph has its casts written out."""
     with contextlib.ExitStack() as stack:
