@@ -64,7 +64,7 @@ class Misfolded(nn.Module):
 
 def test_text_for_a_fold_in_the_wrong_order() -> None:
     assert refusal(Misfolded()) == (
-        "aten.view mixes samples, so per-sample gradients do not exist\n"
+        "aten.reshape mixes samples, so per-sample gradients do not exist\n"
         "  where  %view_1, sample dim 0 = B·2;  "
         "test_mixing_texts.py: return x.reshape(2 * x.shape[0], 3).view(2, x.shape[0], 3)\n"
         "  why    the samples are laid out as 1·B·6 elements, but the new dim 1 expects 2 elements before and 3 after "
