@@ -228,7 +228,7 @@ class Structure:
         modules = [m for root in self._roots for m in root.modules()]
         groups = [m.__dict__[g] for m in modules for g in _GROUPS]
         entries = [(group, key, value) for group in groups for key, value in group.items()]
-        self._kinds = [(m, type(m)) for m in modules]
+        self._modules, self._kinds = modules, [type(m) for m in modules]
         self._groups, self._count = groups, len(entries)
         self.groups = frozenset(map(id, groups))
         self._owners = [(m.__dict__, g, m.__dict__[g]) for m in modules for g in _GROUPS]
@@ -238,7 +238,7 @@ class Structure:
         order: dict[int, int] = {}
         tied = [order.setdefault(id(t), len(order)) for t in self.held]
         meaning = (
-            tuple((Same(m), Same(k)) for m, k in self._kinds), tuple(map(Same, groups)),
+            tuple((Same(m), Same(type(m))) for m in modules), tuple(map(Same, groups)),
             tuple((k, None if isinstance(v, torch.Tensor) or v is None else Same(v)) for _, k, v in entries),
             tuple(tied), tuple(describe(t) for t in self.held),
         )  # fmt: skip
@@ -249,7 +249,7 @@ class Structure:
         return (
             self._slots.same()
             and sum(map(len, self._groups)) == self._count
-            and all(type(m) is k for m, k in self._kinds)
+            and all(map(operator.is_, map(type, self._modules), self._kinds))
             and self._tensors.same()
         )
 

@@ -89,6 +89,7 @@ class Walk:
         self._order: dict[int, int] = {}
         self._met: set[CodeType] = set()
         self._classes: set[type] = set()
+        self._asked: set[tuple[type, str]] = set()
 
     def run(self, roots: Iterable[tuple[str, Any]]) -> Walk:
         """Visit the roots, such as the loss function, and all that was read of modules."""
@@ -221,7 +222,8 @@ class Walk:
                         self.class_slot(owner, name, value)
             elif not theirs and owner is not nn.Module:
                 for name in names:
-                    if name in found:
+                    if name in found and (owner, name) not in self._asked:
+                        self._asked.add((owner, name))
                         self.class_slot(owner, name, found[name])
 
     def class_slot(self, owner: type, name: str, value: Any) -> None:
