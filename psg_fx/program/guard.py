@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from itertools import chain, repeat
 from types import MappingProxyType
 from typing import Any
@@ -99,7 +99,7 @@ class Places:
         self.tensors = Tensors([t for t, _ in lying] + self.fixed)
 
     def __len__(self) -> int:
-        parts = (
+        parts: tuple[Sized, ...] = (
             self.slots, self.classes, self.cells, self.functions, self.named, self.items, self.hookless, self.holders,
             self.fixed, self.arrays, self.looked,
         )  # fmt: skip
