@@ -35,7 +35,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as of_modules
 
-from psg_fx.program.code import Origin, is_theirs, names_of, nested, origin, origin_of_module
+from psg_fx.program.code import is_theirs, names_of, nested, origin_of_module
 from psg_fx.program.observe import Observed
 from psg_fx.program.values import Same
 
@@ -389,4 +389,4 @@ def _slots(kind: type) -> Iterable[str]:
         yield from (named,) if isinstance(named, str) else (n for n in named if n not in ("__dict__", "__weakref__"))
 
 
-__all__ = ["HOOKS", "MISSING", "Origin", "Walk", "contents", "describe", "origin"]
+__all__ = ["HOOKS", "MISSING", "Walk", "contents", "describe"]
