@@ -239,7 +239,7 @@ class PerSampleModule(nn.Module):
         assert self._structure is not None
         structure, tracked = self._structure
         ambient = ambient_key(self._device(call).type)
-        key = (variant, structure.meaning, tuple(tracked.aliases.items()), call_key(call), ambient)
+        key = (variant, structure.meaning, tracked.key, call_key(call), ambient)
         found = self._cache.find(key, call.batch_size())
         if found is None:
             with isolated():

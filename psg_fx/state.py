@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from psg_fx.arguments import Call
 from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.layout import memory_order
-from psg_fx.program.values import argument
+from psg_fx.program.values import Once, argument
 
 ParamFilter = None | str | Iterable[str] | Callable[[str, nn.Parameter], bool]
 
@@ -27,6 +28,11 @@ class Tracked:
 
     aliases: dict[str, str]
     shapes: dict[str, tuple[int, ...]]
+
+    @functools.cached_property
+    def key(self) -> Hashable:
+        """What of it a captured graph depends on."""
+        return Once(tuple(self.aliases.items()))
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -19,12 +19,13 @@ from torch import nn
 
 from psg_fx.errors import NotYetSupported
 from psg_fx.program.observe import Observed
-from psg_fx.program.values import Same
+from psg_fx.program.values import Once, Same
 from psg_fx.program.walk import HOOKS, MISSING, Walk, contents, describe
 from psg_fx.torch_private import tensor_guards
 
 _CODE = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _HOOKS = operator.itemgetter(*HOOKS)
+_HAS_NONE_OF = type({}.keys()).isdisjoint
 _GRADIENT_HOOKS = operator.attrgetter("_backward_hooks")
 _GROUPS = ("_parameters", "_buffers", "_modules")
 
@@ -85,7 +86,8 @@ class Places:
         lying = [(t, place) for t, place in tensors if place is not None and counts[id(t)] == 1]
         apart = {(id(place[0]), place[1]) for _, place in lying}
         left = [s for s in walk.slots if id(s[0]) not in known and (id(s[0]), s[1]) not in apart]
-        self.slots = Slots(left, dict.get)
+        self.slots = Slots([s for s in left if s[2] is not MISSING], dict.get)
+        self.absent = Absent([s for s in left if s[2] is MISSING])
         self.classes = Slots(walk.classes, MappingProxyType.get)
         self.cells, self.contents = [c for c, _ in walk.cells], [held for _, held in walk.cells]
         self.functions = walk.functions
@@ -100,8 +102,8 @@ class Places:
 
     def __len__(self) -> int:
         parts: tuple[Sized, ...] = (
-            self.slots, self.classes, self.cells, self.functions, self.named, self.items, self.hookless, self.holders,
-            self.fixed, self.arrays, self.looked,
+            self.slots, self.absent, self.classes, self.cells, self.functions, self.named, self.items, self.hookless,
+            self.holders, self.fixed, self.arrays, self.looked,
         )  # fmt: skip
         return sum(map(len, parts))
 
@@ -109,6 +111,7 @@ class Places:
         """Whether all is as it was, as far as that can be told at once."""
         return (
             self.slots.same()
+            and self.absent.same()
             and self.classes.same()
             and not any(chain.from_iterable(map(_HOOKS, self.hookless)))
             and all(map(operator.is_, map(contents, self.cells), self.contents))
@@ -175,45 +178,46 @@ class Slots:
         return all(map(operator.is_, map(self._get, self._holders, self._keys, repeat(MISSING)), self._values))
 
 
+class Absent:
+    """Keys that dicts do not have."""
+
+    def __init__(self, slots: Iterable[tuple[Any, Any, Any]]) -> None:
+        found: dict[int, tuple[Any, set[Any]]] = {}
+        for holder, key, _ in slots:
+            found.setdefault(id(holder), (holder, set()))[1].add(key)
+        self._views, self._keys = [h.keys() for h, _ in found.values()], [keys for _, keys in found.values()]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._keys))
+
+    def same(self) -> bool:
+        """Whether none of the keys is there."""
+        return all(map(_HAS_NONE_OF, self._views, self._keys))
+
+
 class Tensors:
-    """Tensors, or others in their places, that are to be of the same description."""
+    """Different tensors: they, or others in their places, are to be of the same descriptions."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = list(tensors)
-        self._distinct = len(set(map(id, tensors)))
         self._descriptions = [describe(t) for t in tensors]
         self._quick: dict[bool, Any] = {}
 
     def same(self, now: Sequence[Any] | None = None) -> bool:
-        """Whether the tensors have kept their descriptions, and are as many different ones."""
+        """Whether the tensors have kept their descriptions, and are still different ones."""
         now = self._tensors if now is None else now
         if not now:
             return True
-        if len(set(map(id, now))) != self._distinct:
-            return False
         inference = torch.is_inference_mode_enabled()
         quick = self._quick.get(inference)
-        if quick is not None and quick(*now):
+        if quick is not None and quick(*now):  # which no tensor passes twice
             return True
-        same = all(
+        same = len(set(map(id, now))) == len(now) and all(
             isinstance(t, torch.Tensor) and describe(t) == d for t, d in zip(now, self._descriptions, strict=True)
         )
         if same and quick is None:
             self._quick[inference] = tensor_guards(now)
         return same
-
-
-class _Once:
-    """A large key whose hash is taken once."""
-
-    def __init__(self, key: Any) -> None:
-        self._key, self._hash = key, hash(key)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, _Once) and self._key == other._key)
 
 
 class Structure:
@@ -229,12 +233,13 @@ class Structure:
         groups = [m.__dict__[g] for m in modules for g in _GROUPS]
         entries = [(group, key, value) for group in groups for key, value in group.items()]
         self._modules, self._kinds = modules, [type(m) for m in modules]
-        self._groups, self._count = groups, len(entries)
+        self._empty, self._filled = [g for g in groups if not g], [g for g in groups if g]
+        self._count = len(entries)
         self.groups = frozenset(map(id, groups))
-        self._owners = [(m.__dict__, g, m.__dict__[g]) for m in modules for g in _GROUPS]
-        self._slots = Slots(self._owners + entries, dict.get)
+        owners = [(m.__dict__, g, m.__dict__[g]) for m in modules for g in _GROUPS]
+        self._slots = Slots(owners + entries, dict.get)
         self.held = [t for _, _, t in entries if isinstance(t, torch.Tensor)]
-        self._tensors = Tensors(self.held)
+        self._tensors = Tensors(list({id(t): t for t in self.held}.values()))
         order: dict[int, int] = {}
         tied = [order.setdefault(id(t), len(order)) for t in self.held]
         meaning = (
@@ -242,13 +247,14 @@ class Structure:
             tuple((k, None if isinstance(v, torch.Tensor) or v is None else Same(v)) for _, k, v in entries),
             tuple(tied), tuple(describe(t) for t in self.held),
         )  # fmt: skip
-        self.meaning = _Once(meaning)
+        self.meaning = Once(meaning)
 
     def holds(self) -> bool:
         """Whether all is as it was."""
         return (
             self._slots.same()
-            and sum(map(len, self._groups)) == self._count
+            and not any(self._empty)
+            and sum(map(len, self._filled)) == self._count
             and all(map(operator.is_, map(type, self._modules), self._kinds))
             and self._tensors.same()
         )

@@ -30,6 +30,19 @@ class Same:
         return f"{type(self.thing).__name__} at {id(self.thing):#x}"
 
 
+class Once:
+    """A large key whose hash is taken once."""
+
+    def __init__(self, key: Any) -> None:
+        self._key, self._hash = key, hash(key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Once) and self._key == other._key)
+
+
 def baked(value: Any, depth: int = 3) -> Any:
     """Something hashable that is equal for values of the same meaning: 1, 1.0 and True differ."""
     if isinstance(value, _PLAIN):
