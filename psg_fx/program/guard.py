@@ -25,7 +25,7 @@ from psg_fx.torch_private import tensor_guards
 
 _CODE = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _HOOKS = operator.itemgetter(*HOOKS)
-_HAS_NONE_OF = type({}.keys()).isdisjoint
+_HAS_NONE_OF: Callable[..., bool] = type(dict[Any, Any]().keys()).isdisjoint
 _GRADIENT_HOOKS = operator.attrgetter("_backward_hooks")
 _GROUPS = ("_parameters", "_buffers", "_modules")
 
