@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from psg_fx.errors import is_library
 from psg_fx.torch_private import has_known_value
 
-from .branches import line_of
+from psg_fx.program.code import line_of
 
 _LONGEST = 400
 """Instructions of an arm that are looked at."""

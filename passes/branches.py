@@ -11,7 +11,7 @@ from typing import Any
 import sympy
 
 from psg_fx.errors import NotYetSupported, is_library
-from psg_fx.program.code import source
+from psg_fx.program.code import line_of
 from psg_fx.torch_private import watching_symbols
 
 
@@ -55,7 +55,3 @@ def watch_the_batch_size(found: Readings) -> Iterator[None]:
     with watching_symbols(seen):
         yield
 
-
-def line_of(frame: FrameType) -> str:
-    """`model.py:17: if x.shape[0] > 4:`."""
-    return source(frame.f_code.co_filename, frame.f_lineno)

@@ -20,7 +20,7 @@ from psg_fx.errors import NotYetSupported, is_library
 from psg_fx.torch_private import without_checkpoints, without_functions
 from psg_fx.torch_private.patching import patched_here
 
-from .branches import line_of
+from psg_fx.program.code import line_of
 
 
 class _Writes(TorchFunctionMode):

@@ -11,8 +11,7 @@ from psg_fx.microbatch import microbatch
 from psg_fx.products import Dots, Gram, Projection, SecondMoment
 from psg_fx.quantity import Grads, MeanGrad, Norms, Quantity, WeightedSum
 from psg_fx.trusted import trust
-
-__version__ = "0.1.0"
+from psg_fx.version import __version__
 
 __all__ = [
     "BadArgument",
@@ -32,6 +31,7 @@ __all__ = [
     "SamplesMixed",
     "SecondMoment",
     "WeightedSum",
+    "__version__",
     "benchmark",
     "calibrate",
     "microbatch",

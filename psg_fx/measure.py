@@ -16,6 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from psg_fx.outputs import blocks_used
+from psg_fx.version import __version__
 
 Step = Callable[[], Any]
 
@@ -118,8 +119,6 @@ def quiet_stderr() -> Iterator[None]:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Versions and hardware, for a result that others can judge."""
-    from psg_fx import __version__  # at the top it would be a circle: psg_fx itself exports benchmark
-
     found: dict[str, Any] = {
         "psg_fx": __version__,
         "torch": torch.__version__,

@@ -42,8 +42,6 @@ def promise(*stages: Stage) -> Callable[[Check], Check]:
 
 def checks(stage: Stage) -> tuple[Check, ...]:
     """What a graph at `stage` must satisfy."""
-    from psg_fx import promises  # noqa: F401  (it fills the table)
-
     return tuple(_CHECKS[stage])
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+from psg_fx.version import __version__
+
 from psg_fx import zoo
 from psg_fx.cli import commands
 from psg_fx.problem import KINDS
@@ -44,8 +46,6 @@ EXAMPLES = {
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    from psg_fx import __version__  # at the top it would not be there yet
-
     parser = argparse.ArgumentParser(
         prog="psg-fx",
         description="Compiled per-sample gradients for PyTorch: what a step does, whether it is right, what it costs.",

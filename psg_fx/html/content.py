@@ -10,6 +10,7 @@ import torch
 from torch.fx import GraphModule
 
 from psg_fx import facts
+from psg_fx.version import __version__
 from psg_fx.html.graphs import NODE, Graphs, op_name
 from psg_fx.html.memory import memory
 from psg_fx.planning import Part, Plan
@@ -27,8 +28,6 @@ _ALTERNATIVES = 6
 
 def content(model: torch.nn.Module, loss_fn: Any, history: History, measure: bool = False) -> dict[str, Any]:
     """Everything on the page.  measure: also time every tree of the plan."""
-    from psg_fx import __version__  # at the top it would be a circle: psg_fx itself exports what writes this
-
     graphs = history.graphs
     planned = graphs[Stage.PLANNED.value]
     plan: Plan = facts.graph_facts(planned).data["plan"]

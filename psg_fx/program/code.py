@@ -11,7 +11,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import CodeType
+from types import CodeType, FrameType
 
 from psg_fx.errors import is_library
 
@@ -109,3 +109,8 @@ def line_naming(codes: Iterator[CodeType], name: str) -> str:
 def source(file: str, line: int) -> str:
     """`model.py:17: self.calls += 1`."""
     return f"{os.path.basename(file)}:{line}: {linecache.getline(file, line).strip()}"
+
+
+def line_of(frame: FrameType) -> str:
+    """`model.py:17: if x.shape[0] > 4:`."""
+    return source(frame.f_code.co_filename, frame.f_lineno)
