@@ -22,10 +22,11 @@ from compare import device_tag
 from tabulate import tabulate
 
 import psg_fx
-from psg_fx import cost, zoo
-from psg_fx.measure import cpu_model
-from psg_fx.methods import patches
-from psg_fx.network import Patches
+from psg_fx import zoo
+from psg_fx.algebra.network import Patches
+from psg_fx.machine import cpu_model
+from psg_fx.planner import rates
+from psg_fx.planner.methods import patches
 
 RESULTS = Path(__file__).parent / "results"
 LAYERS = [  # B, C, O, H, kernel, stride, padding
@@ -47,9 +48,9 @@ def milliseconds(run: Callable[[], object], device: str, rounds: int = 15) -> fl
     return 1e3 * statistics.median(times)
 
 
-def rates(device: str) -> dict[str, Any]:
+def measured_rates(device: str) -> dict[str, Any]:
     """The table that `psg-fx calibrate` keeps, which this measures and keeps too."""
-    found: dict[str, Any] = json.loads(cost.to_json(psg_fx.calibrate(device)))
+    found: dict[str, Any] = json.loads(rates.to_json(psg_fx.calibrate(device)))
     return found
 
 
@@ -118,7 +119,7 @@ def main() -> None:
     parser.add_argument("--tag")
     parser.add_argument("--steps", action="store_true")
     args = parser.parse_args()
-    measured = rates(args.device)
+    measured = measured_rates(args.device)
     layers = {str(layer): convolution(layer, args.device) for layer in LAYERS}
     print(tabulate([[k, v] for k, v in measured.items() if k != "flops"]))
     print(tabulate(measured["flops"], ["kind", "dtype", "flop/s"], floatfmt=".3g"))

@@ -23,8 +23,8 @@ import torch
 from tabulate import tabulate
 
 from psg_fx import zoo
-from psg_fx.benchmarking import BenchmarkReport, BenchmarkRow, benchmark
-from psg_fx.measure import cpu_model
+from psg_fx.benchmarking.benchmark import BenchmarkReport, BenchmarkRow, benchmark
+from psg_fx.machine import cpu_model
 
 RESULTS = Path(__file__).parent / "results"
 

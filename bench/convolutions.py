@@ -19,12 +19,12 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
-from psg_fx.measure import cpu_model
-from psg_fx.methods import METHODS, Arg, Pair
-from psg_fx.methods.dense import MatMul
-from psg_fx.methods.patches import ConvWeight, densify
-from psg_fx.methods.pixels import PixelGram
-from psg_fx.network import Axes, Dense, Patches
+from psg_fx.algebra.network import Axes, Dense, Patches
+from psg_fx.machine import cpu_model
+from psg_fx.planner.methods import METHODS, Arg, Pair
+from psg_fx.planner.methods.dense import MatMul
+from psg_fx.planner.methods.patches import ConvWeight, densify
+from psg_fx.planner.methods.pixels import PixelGram
 
 Way = Callable[[Tensor, Tensor], Tensor]
 WIDE = 8

@@ -36,7 +36,7 @@ import torch
 from tabulate import tabulate
 
 from psg_fx.errors import PsgError
-from psg_fx.measure import environment
+from psg_fx.machine import environment
 
 RESULTS = Path(__file__).parent / "results"
 SUITES = {

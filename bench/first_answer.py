@@ -110,7 +110,7 @@ def write(tag: str, found: dict[str, dict[str, Any]]) -> None:
     import torch
     from tabulate import tabulate
 
-    from psg_fx.measure import environment
+    from psg_fx.machine import environment
 
     data = {"environment": environment(torch.device("cpu")), "results": found}
     RESULTS.mkdir(exist_ok=True)

@@ -25,8 +25,10 @@ from tabulate import tabulate
 
 import psg_fx
 from psg_fx import zoo
-from psg_fx.contenders import Problem, ordinary_compiled
-from psg_fx.measure import environment, synchronize
+from psg_fx.benchmarking.contenders import ordinary_compiled
+from psg_fx.benchmarking.problem import Problem
+from psg_fx.machine import environment
+from psg_fx.measure.clock import synchronize
 
 RESULTS = Path(__file__).parent / "results"
 MODELS = "simplecnn,resnet18gn,gpt,vit,lstm"

@@ -39,10 +39,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from external.torchvision_import import torchvision
 from psg_fx import zoo
-from psg_fx.benchmarking import failure, start_compiler
-from psg_fx.contenders import Problem, field_of
-from psg_fx.measure import environment, peak_memory, spread, time_rounds
-from psg_fx.reference import borrowed, quiet_vmap, reference_grads
+from psg_fx.benchmarking.benchmark import failure, start_compiler
+from psg_fx.benchmarking.contenders import field_of
+from psg_fx.benchmarking.problem import Problem
+from psg_fx.machine import environment
+from psg_fx.measure.clock import peak_memory, spread, time_rounds
+from psg_fx.reference.loop import borrowed, quiet_vmap, reference_grads
 
 RESULTS = Path(__file__).parent / "results"
 CONTENDERS = {

@@ -22,8 +22,10 @@ from tabulate import tabulate
 
 import psg_fx
 from psg_fx import zoo
-from psg_fx.contenders import Problem, ordinary_compiled
-from psg_fx.measure import environment, peak_memory, spread, time_rounds
+from psg_fx.benchmarking.contenders import ordinary_compiled
+from psg_fx.benchmarking.problem import Problem
+from psg_fx.machine import environment
+from psg_fx.measure.clock import peak_memory, spread, time_rounds
 
 RESULTS = Path(__file__).parent / "results"
 BASE = {"batch": 8, "tokens": 64, "width": 128}

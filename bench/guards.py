@@ -23,7 +23,7 @@ from tabulate import tabulate
 
 import psg_fx
 from psg_fx import zoo
-from psg_fx.measure import environment
+from psg_fx.machine import environment
 from psg_fx.program.guard import Guard
 
 RESULTS = Path(__file__).parent / "results"

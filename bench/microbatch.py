@@ -22,7 +22,7 @@ from compare import device_tag
 
 import psg_fx
 from psg_fx import zoo
-from psg_fx.measure import environment
+from psg_fx.machine import environment
 
 RESULTS = Path(__file__).parent / "results"
 SMALL = {"layers": 2, "width": 64, "heads": 4, "tokens": 64, "vocabulary": 500}

@@ -18,7 +18,7 @@ from typing import Any
 
 from compare import RUNS, chosen, device_tag, in_own_process, options, read
 
-from psg_fx.benchmarking import BenchmarkReport, BenchmarkRow
+from psg_fx.benchmarking.benchmark import BenchmarkReport, BenchmarkRow
 
 RESULTS = Path(__file__).parent / "results"
 LIBRARIES = ("opacus", "backpack-for-pytorch", "jax", "fastDP")

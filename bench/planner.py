@@ -28,15 +28,16 @@ import torch
 from compare import device_tag
 from tabulate import tabulate
 
-from psg_fx import cost
-from psg_fx.asks import Ask, Materialized, SquaredNorm, Weighted
-from psg_fx.gradient import ParameterGradient, Term
-from psg_fx.measure import environment
-from psg_fx.network import BATCH, Dense, Form, Kind, Leaf, Network, OneHot, Patches, Source
-from psg_fx.paths import ContractExpr, Expr, LeafExpr, dense, trees
-from psg_fx.planning import plan_step, reads_weights
-from psg_fx.sitecost import Values, compiled, evaluate_tree, random_operands, seconds
-from psg_fx.sites import Prefix
+from psg_fx.algebra.asks import Ask, Materialized, SquaredNorm, Weighted
+from psg_fx.algebra.gradient import ParameterGradient, Term
+from psg_fx.algebra.network import BATCH, Dense, Form, Kind, Leaf, Network, OneHot, Patches, Source
+from psg_fx.algebra.site import Prefix
+from psg_fx.machine import environment
+from psg_fx.measure.tree_times import Values, compiled, evaluate_tree, random_operands, seconds
+from psg_fx.planner import cost, rates
+from psg_fx.planner.plan import reads_weights
+from psg_fx.planner.search import plan_step
+from psg_fx.planner.trees import ContractExpr, Expr, LeafExpr, dense, trees
 
 RESULTS = Path(__file__).parent / "results"
 B = sympy.Symbol("B", positive=True, integer=True)
@@ -271,7 +272,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="which random layers (default 0)")
     parser.add_argument("--eager", action="store_true", help="compile nothing: quick, but chains are not fused")
     args = parser.parse_args()
-    device, rows = cost.device(args.device), []
+    device, rows = rates.device(args.device), []
     grids = drawn(args.drawn, args.seed) if args.drawn else GRIDS
     for problem, asked in itertools.product(problems(args.only.split(","), grids), ASKS):
         rows.append(judged(problem, asked, device, args.eager))

@@ -20,7 +20,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 import psg_fx
-from psg_fx.benchmarking import benchmark
+from psg_fx.benchmarking.benchmark import benchmark
 
 RESULTS = Path(__file__).parent / "results"
 BATCH, WIDTH, CLASSES = 32, 128, 4

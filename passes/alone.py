@@ -9,21 +9,20 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
 
-from psg_fx import facts
-from psg_fx.arguments import Call
-from psg_fx.errors import NotYetSupported, locate
+from psg_fx.errors import NotYetSupported
+from psg_fx.graph import facts
+from psg_fx.program.call import Call
 from psg_fx.program.observe import Observed
+from psg_fx.program.program import Program
+from psg_fx.source import locate
 from psg_fx.torch_private import autocast_key
-
-if TYPE_CHECKING:
-    from .capture import Program
 
 NOISE = 0.1
 

@@ -10,13 +10,12 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from psg_fx import facts
-from psg_fx.outputs import Memory, Places
-from psg_fx.stages import Stage
-from psg_fx.strides import free_of_strides
+from psg_fx.blocks import Memory, Places
+from psg_fx.graph import facts
+from psg_fx.graph.history import History, Step, copy_graph, log
+from psg_fx.graph.stages import Stage
+from psg_fx.graph.strides import free_of_strides
 from psg_fx.torch_private import compilations, inductor_modes, marked_dynamic
-
-from .runner import History, Step, copy_graph, log
 
 aten = torch.ops.aten
 Flat = Callable[..., Sequence[Any]]

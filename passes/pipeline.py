@@ -8,24 +8,25 @@ from collections.abc import Sequence
 import torch
 from torch.fx import GraphModule
 
-from psg_fx.arguments import Call
-from psg_fx.budget import Budget
-from psg_fx.cost import Device
+from psg_fx.graph.history import History, Step, log
+from psg_fx.graph.stages import Stage, verify
+from psg_fx.passes.alone import Alone
+from psg_fx.passes.capture.capture import capture
+from psg_fx.passes.differentiate import differentiate
+from psg_fx.passes.independence.batch import batch
+from psg_fx.passes.lower.lower import lower
+from psg_fx.passes.networks import merge, networks
+from psg_fx.passes.plan import plan
+from psg_fx.passes.runner import graph_pass, run, without_collection
+from psg_fx.passes.sites import find_sites
+from psg_fx.passes.tidy import tidy
+from psg_fx.passes.unreduce.unreduce import unreduce
+from psg_fx.planner.budget import Budget
+from psg_fx.planner.cost import Device
 from psg_fx.program.ambient import without_defaults
-from psg_fx.quantity import Quantity
-from psg_fx.stages import Stage, verify
-
-from .alone import Alone
-from .batch import batch
-from .capture import Program, capture
-from .differentiate import differentiate
-from .lower import lower
-from .networks import merge, networks
-from .plan import plan
-from .runner import History, Step, graph_pass, log, run, without_collection
-from .sites import find_sites
-from .tidy import tidy
-from .unreduce import unreduce
+from psg_fx.program.call import Call
+from psg_fx.program.program import Program
+from psg_fx.quantities.base import Quantity
 
 BATCH = graph_pass("batch", before=Stage.CAPTURED, after=Stage.BATCHED)(batch)
 UNREDUCE = graph_pass("unreduce", before=Stage.BATCHED, after=Stage.UNREDUCED)(unreduce)

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from psg_fx import facts
-from psg_fx.custom import CustomCall, custom_call, differentiable
-from psg_fx.errors import NotYetSupported, locate
-from psg_fx.facts import fact
-from psg_fx.sites import Prefix
-from psg_fx.stages import Stage
-
-from .runner import graph_pass
+from psg_fx.algebra.site import Prefix
+from psg_fx.errors import NotYetSupported
+from psg_fx.graph import facts
+from psg_fx.graph.facts import fact
+from psg_fx.graph.stages import Stage
+from psg_fx.ops.autograd_function import CustomCall, custom_call, differentiable
+from psg_fx.passes.runner import graph_pass
+from psg_fx.source import locate
 
 aten = torch.ops.aten
 

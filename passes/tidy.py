@@ -13,11 +13,10 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from psg_fx import facts
-from psg_fx.equal import computation
-from psg_fx.stages import Stage
-
-from .runner import graph_pass
+from psg_fx.graph import facts
+from psg_fx.graph.same_op import computation
+from psg_fx.graph.stages import Stage
+from psg_fx.passes.runner import graph_pass
 
 aten = torch.ops.aten
 

@@ -2,15 +2,17 @@
 ordinary training step.
 """
 
-from psg_fx.api import PerSampleModule, transform
-from psg_fx.benchmarking import benchmark
-from psg_fx.calibration import calibrate
-from psg_fx.clipping import ClippedSum
+from psg_fx.api import transform
+from psg_fx.benchmarking.benchmark import benchmark
 from psg_fx.errors import BadArgument, CaptureFailed, InternalError, NotYetSupported, PsgError, SamplesMixed
-from psg_fx.microbatch import microbatch
-from psg_fx.products import Dots, Gram, Projection, SecondMoment
-from psg_fx.quantity import Grads, MeanGrad, Norms, Quantity, WeightedSum
-from psg_fx.trusted import trust
+from psg_fx.measure.calibrate import calibrate
+from psg_fx.ops.trusted import trust
+from psg_fx.quantities.base import Quantity
+from psg_fx.quantities.clipped_sum import ClippedSum
+from psg_fx.quantities.products import Dots, Gram, Projection, SecondMoment
+from psg_fx.quantities.sums import Grads, MeanGrad, Norms, WeightedSum
+from psg_fx.step.microbatch import microbatch
+from psg_fx.step.module import PerSampleModule
 from psg_fx.version import __version__
 
 __all__ = [

@@ -8,8 +8,8 @@ import torch
 
 import psg_fx.passes.pipeline  # noqa: F401  (registers every rule)
 from case import Case
-from psg_fx import facts
-from psg_fx.rules import registered
+from psg_fx.algebra.rule import registered
+from psg_fx.graph import facts
 
 FALLBACK = "fallback"
 GENERAL = ("prefix", "uses", "layers", "traps", FALLBACK)

@@ -14,7 +14,7 @@ import pytest
 @pytest.fixture(autouse=True, scope="session")
 def shipped_tables(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Plans must not depend on what `psg-fx calibrate` has measured on this machine."""
-    from psg_fx import cost
+    from psg_fx.planner import rates
 
     empty = tmp_path_factory.mktemp("tables")
-    cost.folder = lambda: empty
+    rates.folder = lambda: empty

@@ -12,10 +12,10 @@ from torch.export import Dim, export
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import GraphModule
 
-from psg_fx import facts
-from psg_fx.facts import GraphFacts, InputSpec, OutputSpec
-from psg_fx.passes.losses import loss_decompositions
-from psg_fx.passes.recurrent import recurrent_decompositions
+from psg_fx.graph import facts
+from psg_fx.graph.facts import GraphFacts, InputSpec, OutputSpec
+from psg_fx.passes.capture.losses import loss_decompositions
+from psg_fx.passes.capture.recurrent_layers import recurrent_decompositions
 
 
 class WithLoss(nn.Module):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from op_samples import Call
-from psg_fx.facts import SampleAxis
+from psg_fx.graph.facts import SampleAxis
 from psg_fx.passes.independence.table import Rule
 
 PIVOTED = ("linalg_lu_solve", "lu_solve", "lu_unpack")  # other pivots are read outside of memory

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import sympy
 
-from psg_fx import axes
-from psg_fx.axes import Misfit, Single, single
-from psg_fx.facts import SampleAxis
+from psg_fx.graph import sample_axis
+from psg_fx.graph.facts import SampleAxis
+from psg_fx.graph.sample_axis import Misfit, Single, single
 
 B = sympy.Symbol("s0", integer=True, positive=True)
 SIZE = 5
@@ -61,7 +61,7 @@ def test_views_against_arrays(seed: int) -> None:
         full = [s * SIZE if d == dim else s for d, s in enumerate(new)]
         truth = found(array.reshape(full), dim, new[dim])
         try:
-            assert axes.through_view(axis, shape, Single(new, dim)) == truth
+            assert sample_axis.through_view(axis, shape, Single(new, dim)) == truth
         except Misfit:
             assert truth is None
 
@@ -73,22 +73,22 @@ def test_permutations_reductions_and_cuts_against_arrays(seed: int) -> None:
         shape, axis = random_value(rng)
         array, ndim, factor = ids(shape, axis), len(shape), axis.outer * axis.inner
         order = rng.sample(range(ndim), ndim)
-        moved = axes.through_permute(axis, order)
+        moved = sample_axis.through_permute(axis, order)
         assert moved == found(array.transpose(order), order.index(axis.dim), factor)
         first, second = rng.randrange(-ndim, ndim), rng.randrange(-ndim, ndim)
-        swapped = axes.through_transpose(axis, ndim, first, second)
+        swapped = sample_axis.through_transpose(axis, ndim, first, second)
         assert np.array_equal(ids(_swap(shape, first, second), swapped), array.swapaxes(first, second))
         source, target = rng.randrange(ndim), rng.randrange(ndim)
-        shifted = axes.through_movedim(axis, ndim, [source], [target])
+        shifted = sample_axis.through_movedim(axis, ndim, [source], [target])
         assert shifted == found(np.moveaxis(array, source, target), shifted.dim, factor)
         place = rng.randrange(-ndim - 1, ndim + 1)
-        grown = axes.through_unsqueeze(axis, ndim, place)
+        grown = sample_axis.through_unsqueeze(axis, ndim, place)
         assert grown == found(np.expand_dims(array, place), grown.dim, factor)
         gone = [d for d in range(ndim) if d != axis.dim and rng.random() < 0.5]
-        kept = axes.through_reduction(axis, gone, keepdim=False)
+        kept = sample_axis.through_reduction(axis, gone, keepdim=False)
         assert kept is not None
         assert kept == found(array.max(tuple(gone)) if gone else array, kept.dim, factor)
-        assert axes.through_reduction(axis, [*gone, axis.dim], keepdim=True) is None
+        assert sample_axis.through_reduction(axis, [*gone, axis.dim], keepdim=True) is None
 
 
 def _swap(shape: tuple[int, ...], first: int, second: int) -> tuple[int, ...]:
@@ -101,21 +101,21 @@ def _swap(shape: tuple[int, ...], first: int, second: int) -> tuple[int, ...]:
 def test_repeats_joins_and_cuts_against_arrays(outer: int, inner: int, times: int) -> None:
     axis = SampleAxis(0, outer, inner)
     array = ids((outer * inner,), axis)
-    assert axes.fold(axis, times, outside=True) == found(np.tile(array, times), 0, outer * inner * times)
-    assert axes.fold(axis, times, outside=False) == found(np.repeat(array, times), 0, outer * inner * times)
-    joined = axes.join([axis] * times)
+    assert sample_axis.fold(axis, times, outside=True) == found(np.tile(array, times), 0, outer * inner * times)
+    assert sample_axis.fold(axis, times, outside=False) == found(np.repeat(array, times), 0, outer * inner * times)
+    joined = sample_axis.join([axis] * times)
     assert np.array_equal(ids((outer * inner * times,), joined), np.concatenate([array] * times))
     for start, stop in itertools.combinations(range(outer * inner + 1), 2):
         piece = array[start * SIZE : stop * SIZE]
         try:
-            assert np.array_equal(ids((stop - start,), axes.cut(axis, start, stop)), piece)
+            assert np.array_equal(ids((stop - start,), sample_axis.cut(axis, start, stop)), piece)
         except Misfit:
             assert inner > 1
 
 
 def test_join_refuses_different_layouts() -> None:
     with pytest.raises(Misfit, match="laid out differently"):
-        axes.join([SampleAxis(0, 1, 2), SampleAxis(0, 2, 1)])
+        sample_axis.join([SampleAxis(0, 1, 2), SampleAxis(0, 2, 1)])
 
 
 def test_single_reads_shapes() -> None:
@@ -133,4 +133,4 @@ def test_single_reads_shapes() -> None:
 
 def test_a_fold_in_the_wrong_order_is_refused() -> None:
     with pytest.raises(Misfit, match="a row of it holds parts of several samples"):
-        axes.through_view(SampleAxis(0), (1, 7, 3), Single((7, 1, 3), 1))
+        sample_axis.through_view(SampleAxis(0), (1, 7, 3), Single((7, 1, 3), 1))

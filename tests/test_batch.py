@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from graphs import Recorder, captured
-from psg_fx import facts
 from psg_fx.errors import NotYetSupported, SamplesMixed
-from psg_fx.facts import SampleAxis
-from psg_fx.passes.batch import batch
-from psg_fx.passes.probe import take
+from psg_fx.graph import facts
+from psg_fx.graph.facts import SampleAxis
+from psg_fx.passes.independence.batch import batch
+from psg_fx.passes.independence.probe import take
 
 Program = Callable[[Tensor], Tensor]
 TABLE = torch.randn(10, 6, generator=torch.Generator().manual_seed(1))

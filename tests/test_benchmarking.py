@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from psg_fx import ClippedSum, Grads, Gram, MeanGrad, Projection, Quantity, benchmarking, contenders, measure, zoo
+from psg_fx import ClippedSum, Grads, Gram, MeanGrad, Projection, Quantity, zoo
+from psg_fx.benchmarking import benchmark, contenders
+from psg_fx.benchmarking.problem import ORDINARY, Answer, Contender, Problem, Step, by_label, from_grads
 from psg_fx.errors import BadArgument
-from psg_fx.problem import ORDINARY, Answer, Contender, Problem, Step, by_label, from_grads, spelled
+from psg_fx.measure import clock
+from psg_fx.quantities.names import spelled
 
 CPU = torch.device("cpu")
 MEGA = 1_000_000
@@ -17,7 +20,7 @@ SCALARS = 100  # bytes; the profiler also sees the numbers in `x + 1`
 
 def test_peak_memory_of_one_known_allocation() -> None:
     x = torch.ones(1000, 250)
-    assert MEGA <= measure.peak_memory(lambda: x + 1, CPU) <= MEGA + SCALARS
+    assert MEGA <= clock.peak_memory(lambda: x + 1, CPU) <= MEGA + SCALARS
 
 
 def test_peak_memory_is_the_worst_moment_not_the_sum() -> None:
@@ -28,27 +31,27 @@ def test_peak_memory_is_the_worst_moment_not_the_sum() -> None:
         del a
         return (x + 2) * 3
 
-    assert 2 * MEGA <= measure.peak_memory(step, CPU) <= 2 * MEGA + SCALARS
+    assert 2 * MEGA <= clock.peak_memory(step, CPU) <= 2 * MEGA + SCALARS
 
 
 def test_peak_memory_does_not_count_what_was_there() -> None:
     held = [torch.ones(1000, 250)]
-    assert measure.peak_memory(held.clear, CPU) <= SCALARS
+    assert clock.peak_memory(held.clear, CPU) <= SCALARS
 
 
 def test_peak_of_events() -> None:
-    assert measure.peak_of_events([]) == 0
-    assert measure.peak_of_events([5, -5, 3, 4, -7]) == 7
+    assert clock.peak_of_events([]) == 0
+    assert clock.peak_of_events([5, -5, 3, 4, -7]) == 7
 
 
 def test_spread() -> None:
-    assert measure.spread([2.0]) == (2.0, 0.0)
-    assert measure.spread([1.0, 2.0, 3.0, 4.0, 5.0]) == (3.0, 2.0)
+    assert clock.spread([2.0]) == (2.0, 0.0)
+    assert clock.spread([1.0, 2.0, 3.0, 4.0, 5.0]) == (3.0, 2.0)
 
 
-def run(*patterns: str, quantities: tuple[str, ...] = ("grads",)) -> benchmarking.BenchmarkReport:
+def run(*patterns: str, quantities: tuple[str, ...] = ("grads",)) -> benchmark.BenchmarkReport:
     ex = zoo.example("mlp", batch=3)
-    return benchmarking.benchmark(
+    return benchmark.benchmark(
         ex.model,
         ex.loss_fn,
         ex.inputs,
@@ -77,7 +80,7 @@ def test_every_contender_answers_and_is_measured() -> None:
 
 def test_any_quantity_may_race() -> None:
     ex = zoo.example("mlp", batch=3)
-    report = benchmarking.benchmark(
+    report = benchmark.benchmark(
         ex.model,
         ex.loss_fn,
         ex.inputs,
@@ -144,7 +147,7 @@ def test_a_failing_and_a_wrong_contender_keep_their_rows(monkeypatch: pytest.Mon
         Contender("broken", "grads", broken),
         Contender("wrong", "grads", wrong),
     ]
-    monkeypatch.setattr(benchmarking, "field_of", lambda quantities, patterns, peers: racers)
+    monkeypatch.setattr(benchmark, "field_of", lambda quantities, patterns, peers: racers)
     report = run("*")
     assert [r.failure for r in report.rows] == [
         None,
@@ -157,7 +160,7 @@ def test_a_failing_and_a_wrong_contender_keep_their_rows(monkeypatch: pytest.Mon
 
 def test_answers_of_a_random_model_are_not_compared() -> None:
     ex = zoo.example("encoder", batch=2, dropout=0.5)
-    report = benchmarking.benchmark(
+    report = benchmark.benchmark(
         ex.model,
         ex.loss_fn,
         ex.inputs,
@@ -182,7 +185,7 @@ def test_answers_of_a_random_model_are_not_compared() -> None:
 )
 def test_answer_error(got: dict[str, Tensor], error: float) -> None:
     want = {"a": torch.tensor([1.0, 2.0]), "b": torch.zeros(2)}
-    assert benchmarking.answer_error(got, want) == pytest.approx(error, rel=1e-5, nan_ok=True)
+    assert benchmark.answer_error(got, want) == pytest.approx(error, rel=1e-5, nan_ok=True)
 
 
 def test_unknown_names_are_refused() -> None:
@@ -195,7 +198,7 @@ def test_unknown_names_are_refused() -> None:
 @pytest.mark.inductor
 def test_compiled_contenders() -> None:
     ex = zoo.example("mlp", batch=3)
-    report = benchmarking.benchmark(
+    report = benchmark.benchmark(
         ex.model,
         ex.loss_fn,
         ex.inputs,

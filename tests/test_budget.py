@@ -10,8 +10,9 @@ import torch
 
 import oracle
 import psg_fx
-from psg_fx import BadArgument, ClippedSum, Grads, Gram, MeanGrad, Norms, PsgError, SecondMoment, facts, zoo
-from psg_fx.measure import peak_memory
+from psg_fx import BadArgument, ClippedSum, Grads, Gram, MeanGrad, Norms, PsgError, SecondMoment, zoo
+from psg_fx.graph import facts
+from psg_fx.measure.clock import peak_memory
 
 B = 12
 

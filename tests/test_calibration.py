@@ -11,26 +11,28 @@ import torch.nn.functional as F
 from torch import nn
 
 import psg_fx
-from psg_fx import calibration, cli, cost
+from psg_fx import cli
+from psg_fx.measure import calibrate
+from psg_fx.planner import rates
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A cache folder of this test's own, and a clock that says one millisecond without running much."""
-    monkeypatch.setattr(cost, "folder", lambda: tmp_path)
-    monkeypatch.setattr(calibration, "seconds", lambda run, device, total=0.0: 1e-3)
+    monkeypatch.setattr(rates, "folder", lambda: tmp_path)
+    monkeypatch.setattr(calibrate, "seconds", lambda run, device, total=0.0: 1e-3)
     return tmp_path
 
 
 def test_a_measured_table_is_read_again(quick: Path) -> None:
-    assert cost.device("cpu") is cost.CPU
+    assert rates.device("cpu") is rates.CPU
     table = psg_fx.calibrate("cpu")
-    assert cost.device("cpu") == table
+    assert rates.device("cpu") == table
     assert table.flops["gemm", torch.float32] == pytest.approx(2 * 768**3 / 1e-3)
     assert table.origin.startswith("rates measured 20")
     assert {dtype for _, dtype in table.flops} >= {torch.float32, torch.float64}
-    assert table.extra.keys() == cost.CPU.extra.keys()
-    assert cost.device("cuda") is cost.CUDA
+    assert table.extra.keys() == rates.CPU.extra.keys()
+    assert rates.device("cuda") is rates.CUDA
 
 
 def test_another_number_of_threads_is_another_table(quick: Path) -> None:
@@ -38,10 +40,10 @@ def test_another_number_of_threads_is_another_table(quick: Path) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:
-        assert cost.device("cpu") is cost.CPU
+        assert rates.device("cpu") is rates.CPU
     finally:
         torch.set_num_threads(threads)
-    assert cost.device("cpu") is not cost.CPU
+    assert rates.device("cpu") is not rates.CPU
 
 
 @pytest.mark.inductor
@@ -53,11 +55,11 @@ def test_every_rate_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         run()
         return 1e-3
 
-    monkeypatch.setattr(calibration, "seconds", run_once)
+    monkeypatch.setattr(calibrate, "seconds", run_once)
     where = torch.device("cpu")
-    found = calibration.rates(where) | calibration._reduction(where)
+    found = calibrate.measured_rates(where) | calibrate._reduction(where)
     kinds = {kind for kind, dtype in found if dtype is torch.float32}
-    assert kinds == {kind for kind, _ in cost.CPU.flops}
+    assert kinds == {kind for kind, _ in rates.CPU.flops}
 
 
 def test_a_step_says_which_table_it_used(quick: Path) -> None:
@@ -74,17 +76,17 @@ def test_a_step_says_which_table_it_used(quick: Path) -> None:
 def test_the_command(quick: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["calibrate"]) == 0
     assert str(quick) in capsys.readouterr().out
-    assert cost.table_path("cpu").exists()
+    assert rates.table_path("cpu").exists()
 
 
 def test_a_step_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "rates", lambda device: pytest.fail("measured unasked"))
+    monkeypatch.setattr(calibrate, "measured_rates", lambda device: pytest.fail("measured unasked"))
     step = psg_fx.transform(nn.Linear(4, 3), F.cross_entropy, backend="eager")
     step(torch.randn(2, 4), torch.zeros(2, dtype=torch.int64))
 
 
 def test_rates_by_dtype() -> None:
-    table = replace(cost.CPU, flops={("gemm", torch.float32): 8.0, ("pointwise", torch.float32): 2.0,
+    table = replace(rates.CPU, flops={("gemm", torch.float32): 8.0, ("pointwise", torch.float32): 2.0,
                                      ("gemm", torch.bfloat16): 16.0})  # fmt: skip
     assert table.rate("gemm", torch.bfloat16) == 16.0
     assert table.rate("gemm", torch.float64) == 4.0

@@ -10,10 +10,11 @@ import pytest
 
 import psg_fx
 from psg_fx import cli, zoo
+from psg_fx.benchmarking.problem import Problem
 from psg_fx.cli import commands, load, quantities
 from psg_fx.cli.usage import UsageError
-from psg_fx.problem import KINDS, Problem
-from psg_fx.validation import ValidationReport, ValidationRow
+from psg_fx.quantities.names import KINDS
+from psg_fx.reference.validate import ValidationReport, ValidationRow
 
 BENCH = ["bench", "mlp", "--batch", "2", "--backend", "eager", "--seconds", "0.01", "--rounds", "1"]
 FACTORIES = """

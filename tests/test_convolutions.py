@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import psg_fx
-from psg_fx import facts
-from psg_fx.methods import METHODS, Arg, Pair
-from psg_fx.methods.patches import densify
-from psg_fx.methods.pixels import PixelGram
-from psg_fx.network import Dense, Patches
+from psg_fx.algebra.network import Dense, Patches
+from psg_fx.graph import facts
+from psg_fx.planner.methods import METHODS, Arg, Pair
+from psg_fx.planner.methods.patches import densify
+from psg_fx.planner.methods.pixels import PixelGram
 
 B, FOLDS, CHANNELS = 2, 2, 4
 

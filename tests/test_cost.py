@@ -9,16 +9,17 @@ import sympy
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from psg_fx import cost
-from psg_fx.cost import CPU, CUDA, Device, Work
-from psg_fx.crossover import crossover, peak_bytes, resized, seconds
-from psg_fx.methods import METHODS, Arg, Pair
-from psg_fx.methods.dense import MatMul
-from psg_fx.methods.onehot import Equal
-from psg_fx.methods.patches import ConvWeight, GroupedConv
-from psg_fx.methods.symmetric import HalfGram
-from psg_fx.network import Dense, Kind, Leaf, Network, OneHot, Patches, Source, Symmetric, inner
-from psg_fx.paths import Expr, trees
+from psg_fx.algebra.network import Dense, Kind, Leaf, Network, OneHot, Patches, Source, Symmetric, inner
+from psg_fx.planner import rates
+from psg_fx.planner.cost import Device, Work
+from psg_fx.planner.crossover import crossover, resized
+from psg_fx.planner.methods import METHODS, Arg, Pair
+from psg_fx.planner.methods.dense import MatMul
+from psg_fx.planner.methods.onehot import Equal
+from psg_fx.planner.methods.patches import ConvWeight, GroupedConv
+from psg_fx.planner.methods.symmetric import HalfGram
+from psg_fx.planner.rates import CPU, CUDA
+from psg_fx.planner.trees import Expr, peak_bytes, seconds, trees
 
 F32 = torch.float32
 SIZES = {"b": 3, "t": 10, "s": 10, "i": 4, "o": 6}
@@ -139,8 +140,8 @@ def test_a_square_reads_its_operand_once() -> None:
 
 
 def test_devices() -> None:
-    assert cost.device("cuda") is CUDA
-    assert cost.device("cpu") is CPU
+    assert rates.device("cuda") is CUDA
+    assert rates.device("cpu") is CPU
 
 
 def linear(t: int, i: int, o: int) -> Network:

@@ -19,7 +19,7 @@ from op_extra import written
 from op_samples import Call, recorded
 from placements import PLAIN, placements, widened
 from psg_fx.errors import SamplesMixed
-from psg_fx.passes.batch import batch
+from psg_fx.passes.independence.batch import batch
 from psg_fx.passes.independence.table import RULES, find
 from trials import Outcome, trial
 

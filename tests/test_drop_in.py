@@ -14,7 +14,7 @@ from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 import oracle
 import psg_fx
 from psg_fx import BadArgument, NotYetSupported, zoo
-from psg_fx.drop_in import _laid_out
+from psg_fx.step.without_loss import _laid_out
 
 SMALL: dict[str, dict[str, Any]] = {
     "mlp": {},

@@ -15,12 +15,12 @@ from torch.export.graph_signature import OutputKind
 from torch.fx import GraphModule
 
 import psg_fx
-from psg_fx.passes.losses import loss_decompositions
+from psg_fx.graph.tracing import trace
+from psg_fx.passes.capture.losses import loss_decompositions
 from psg_fx.torch_private import functional as private
 from psg_fx.torch_private import symbolic_inputs
 from psg_fx.torch_private.functional import functional
 from psg_fx.torch_private.tracer import remembering_fakes
-from psg_fx.tracing import trace
 
 
 class Written(nn.Module):

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 import psg_fx
-from psg_fx import facts, groups, zoo
-from psg_fx.asks import Along, Ask
-from psg_fx.gradient import Term
-from psg_fx.network import Network
-from psg_fx.passes.pieces import Pieces
+from psg_fx import zoo
+from psg_fx.algebra.asks import Along, Ask
+from psg_fx.algebra.gradient import Term
+from psg_fx.algebra.network import Network
+from psg_fx.graph import facts
+from psg_fx.passes.lower.pieces import Pieces
+from psg_fx.planner import groups
 
 MANY = [
     psg_fx.ClippedSum(max_norm=1.0), psg_fx.Grads(), psg_fx.Gram(), psg_fx.SecondMoment(), psg_fx.Projection(rank=4),

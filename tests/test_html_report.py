@@ -22,10 +22,12 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import psg_fx
-from psg_fx import html, sitecost, zoo
-from psg_fx.html.content import content
-from psg_fx.html.memory import memory
-from psg_fx.html.modules import LOSS, TOGETHER, common
+from psg_fx import zoo
+from psg_fx.explain import html
+from psg_fx.explain.html.content import content
+from psg_fx.explain.html.memory import memory
+from psg_fx.explain.html.modules import LOSS, TOGETHER, common
+from psg_fx.measure import tree_times
 
 EVIL = "</script><img src=x onerror=hit=1>"
 PAGE = Path(html.__file__).parent
@@ -191,8 +193,8 @@ def test_the_plan_is_that_of_explain(gpt: psg_fx.PerSampleModule) -> None:
 
 
 def test_measured_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    as_compiled = sitecost.compiled
-    monkeypatch.setattr(sitecost, "compiled", lambda run, given, backend: as_compiled(run, given, "eager"))
+    as_compiled = tree_times.compiled
+    monkeypatch.setattr(tree_times, "compiled", lambda run, given, backend: as_compiled(run, given, "eager"))
     step = example("mlp")
     assert all(row["measured"] > 0 for row in told(step, measure=True)["plan"]["rows"])
     assert all(row["measured"] is None for row in told(step)["plan"]["rows"])

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter
 
 from graphs import captured
-from psg_fx import facts
+from psg_fx.graph import facts
+from psg_fx.graph.history import History
+from psg_fx.graph.strides import free_of_strides
 from psg_fx.passes.differentiate import differentiate
+from psg_fx.passes.independence.probe import take
 from psg_fx.passes.pipeline import BATCH, UNREDUCE
-from psg_fx.passes.probe import take
-from psg_fx.passes.runner import History, run
+from psg_fx.passes.runner import run
 from psg_fx.passes.sites import find_sites
-from psg_fx.strides import free_of_strides
 from test_batch import APART
 
 Program = Callable[[Tensor], Any]

@@ -11,9 +11,12 @@ from torch import Tensor, nn
 
 import oracle
 import psg_fx
-from psg_fx import ClippedSum, Gram, Norms, SecondMoment, cost, facts, gradient, network, planning, sites
-from psg_fx.groups import groups
-from psg_fx.paths import ContractExpr, DenseExpr, Expr, LeafExpr, SumExpr
+from psg_fx import ClippedSum, Gram, Norms, SecondMoment
+from psg_fx.algebra import gradient, network, site
+from psg_fx.graph import facts
+from psg_fx.planner import rates, search
+from psg_fx.planner.groups import groups
+from psg_fx.planner.trees import ContractExpr, DenseExpr, Expr, LeafExpr, SumExpr
 
 
 class Model(nn.Module):
@@ -59,7 +62,7 @@ def decisions(made: Any) -> Any:
         (p.gradient.name, p.total, p.seconds, [(part.ask, shape_of(part.tree), part.seconds) for part in p.parts])
         for p in plan.parameters
     ]
-    kept = [planning._kept(p) for p in plan.parameters]
+    kept = [search._kept(p) for p in plan.parameters]
     alike = [group.names for group in groups(plan)]
     return plan.seconds, plan.need, plan.part, kept, alike, parts
 
@@ -68,7 +71,7 @@ def decisions(made: Any) -> Any:
 def relabelled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every label is another one, and in another order."""
     turned = {"x": "ȳ", "ȳ": "x", "c": "z", "v": "a", "patches(x)": "x", "onehot(ids)": "w"}
-    leaf, term, prefix = network.Leaf.__init__, gradient.Term.__init__, sites.Prefix.__init__
+    leaf, term, prefix = network.Leaf.__init__, gradient.Term.__init__, site.Prefix.__init__
 
     def new_leaf(self: Any, label: str, *rest: Any, **named: Any) -> None:
         leaf(self, turned.get(label, "u"), *rest, **named)
@@ -84,16 +87,16 @@ def relabelled(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(network.Leaf, "__init__", new_leaf)
     monkeypatch.setattr(gradient.Term, "__init__", new_term)
-    monkeypatch.setattr(sites.Prefix, "__init__", new_prefix)
-    monkeypatch.setattr(sites.Site, "op", property(lambda self: "?"))
+    monkeypatch.setattr(site.Prefix, "__init__", new_prefix)
+    monkeypatch.setattr(site.Site, "op", property(lambda self: "?"))
 
 
 @pytest.fixture
 def dear_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that is kept has a price from the first byte on."""
-    table = cost.CPU
-    monkeypatch.setattr(planning, "_LITTLE", 0)
-    monkeypatch.setattr(cost, "device", lambda kind: table)
+    table = rates.CPU
+    monkeypatch.setattr(search, "_LITTLE", 0)
+    monkeypatch.setattr(rates, "device", lambda kind: table)
 
 
 @pytest.mark.parametrize("budget", [None, 50_000])
@@ -113,7 +116,7 @@ def test_activations_are_alive_anyway() -> None:
     plan = facts.graph_facts(made.graphs["planned"]).data["plan"]
     late = [part for p in plan.parameters for part in p.parts if part.ask.late]
     trees = [tree for part in late for tree in (part.tree, *(other for other, _ in part.alternatives))]
-    kept = {key for tree in trees for key in planning.kept_until_norms(tree)}
+    kept = {key for tree in trees for key in search.kept_until_norms(tree)}
     leaves = {key: n.leaf for tree in trees for key, n in tree.nodes().items() if isinstance(n, LeafExpr)}
     stored = {key for key, leaf in leaves.items() if set(leaf.kinds) == {network.Kind.ACTIVATION}}
     gradients = {key for key, leaf in leaves.items() if leaf.kinds == (network.Kind.COTANGENT,)}

@@ -21,7 +21,7 @@ import oracle
 import psg_fx
 from psg_fx import BadArgument, CaptureFailed, NotYetSupported, SamplesMixed
 from psg_fx.errors import PsgError
-from psg_fx.quiet import quiet
+from psg_fx.torch_private.quiet import quiet
 
 X, Y = torch.zeros(3, 4), torch.tensor([0, 1, 2])
 

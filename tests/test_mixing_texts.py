@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from graphs import captured
 from psg_fx.errors import NotYetSupported, PsgError
-from psg_fx.passes.batch import batch
+from psg_fx.passes.independence.batch import batch
 
 
 class Normed(nn.Module):

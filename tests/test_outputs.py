@@ -13,15 +13,16 @@ from torch.utils import _pytree as pytree
 
 import oracle
 import psg_fx
-from psg_fx import Grads, MeanGrad, outputs
+from psg_fx import Grads, MeanGrad, blocks
 from psg_fx.errors import BadArgument
+from psg_fx.step.compiled import write_into
 
 pytestmark = pytest.mark.inductor
 
 
 @pytest.fixture(autouse=True)
 def _every_value_is_large(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(outputs, "LARGE", 1)
+    monkeypatch.setattr(blocks, "LARGE", 1)
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -91,7 +92,7 @@ def test_blocks_without_use_are_given_back() -> None:
     held = step(*batch(8))
     place = held.grads["weight"].data_ptr()
     (block,) = [weakref.ref(block) for block in step._memory._blocks if block.address == place]
-    for seed in range(outputs._CALLS + 1):
+    for seed in range(blocks._CALLS + 1):
         step(*batch(8, seed))
     assert place not in {block.address for block in step._memory._blocks}
     assert block() is None
@@ -135,7 +136,7 @@ def test_values_that_changed_places() -> None:
     former = {"x": {"a": a, "b": b}}
     a.copy_(block[2:])
     b.copy_(block[:2])
-    outputs.write_into(former, {"x": {"a": b.view(2), "b": a.view(2)}})
+    write_into(former, {"x": {"a": b.view(2), "b": a.view(2)}})
     assert a.tolist() == [0.0, 1.0]
     assert b.tolist() == [2.0, 3.0]
 

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from psg_fx import ClippedSum, Grads, Gram, Norms, Quantity, zoo
-from psg_fx.benchmarking import answer_error
-from psg_fx.contenders import field_of, loop
-from psg_fx.measure import peak_memory
-from psg_fx.peers import asking, peers_for
-from psg_fx.peers.asking import CannotBeAsked, Own
-from psg_fx.problem import Answer, Contender, Problem
-from psg_fx.reference import quiet_vmap
+from psg_fx.benchmarking.benchmark import answer_error
+from psg_fx.benchmarking.contenders import field_of, loop
+from psg_fx.benchmarking.peers import asking, peers_for
+from psg_fx.benchmarking.peers.asking import CannotBeAsked, Own
+from psg_fx.benchmarking.problem import Answer, Contender, Problem
+from psg_fx.measure.clock import peak_memory
+from psg_fx.reference.loop import quiet_vmap
 
 TINY = {
     "mlp": {},

@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 
 from graphs import captured
-from psg_fx import facts
 from psg_fx.errors import NotYetSupported, SamplesMixed
-from psg_fx.facts import SampleAxis
-from psg_fx.passes.batch import batch
-from psg_fx.passes.probe import probe
+from psg_fx.graph import facts
+from psg_fx.graph.facts import SampleAxis
+from psg_fx.passes.independence.batch import batch
+from psg_fx.passes.independence.probe import probe
 from test_batch import APART
 
 

@@ -13,20 +13,10 @@ import oracle
 import psg_fx
 from answered import check_answers
 from cases import CASES, Case
-from psg_fx import (
-    ClippedSum,
-    Dots,
-    Grads,
-    Gram,
-    MeanGrad,
-    Norms,
-    Projection,
-    SecondMoment,
-    WeightedSum,
-)  # fmt: skip
-from psg_fx.checks import checks_for
-from psg_fx.gradient import ParameterGradient
-from psg_fx.problem import KINDS
+from psg_fx import ClippedSum, Dots, Grads, Gram, MeanGrad, Norms, Projection, SecondMoment, WeightedSum  # fmt: skip
+from psg_fx.algebra.gradient import ParameterGradient
+from psg_fx.quantities.names import KINDS
+from psg_fx.reference.definitions import checks_for
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning"),

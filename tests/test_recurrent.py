@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import oracle
 import psg_fx
-from psg_fx import recurrence
 from psg_fx.errors import NotYetSupported, SamplesMixed
+from psg_fx.ops import recurrent
 
 B, T = 4, 5
 CELLS = {"lstm": (nn.LSTM, 4), "gru": (nn.GRU, 3), "rnn": (nn.RNN, 1)}
@@ -185,13 +185,13 @@ def _calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     x, h, w, bias = sizes("lstm")
     states, gru, rnn = real(3, 2, 4), sizes("gru"), sizes("rnn")
     return {
-        "lstm": (recurrence.lstm, (x, h, h.sin(), w, bias, None)),
-        "projected": (recurrence.lstm, (x, h[:, :2], h.sin(), w[:, :2], None, real(2, 4))),
-        "gru": (recurrence.gru, gru),
-        "rnn": (recurrence.rnn, (*rnn, "tanh")),
-        "lstm_backward": (recurrence.lstm_backward, (states, h, states.cos(), real(3, 2, 20), w, None)),
-        "recurrence_backward": (recurrence.recurrence_backward, (states, states.cos(), gru[0], gru[2])),
-        "attach": (recurrence.attach, ("tanh", [states], [states.sin(), None], [states], [rnn[2]])),
+        "lstm": (recurrent.lstm, (x, h, h.sin(), w, bias, None)),
+        "projected": (recurrent.lstm, (x, h[:, :2], h.sin(), w[:, :2], None, real(2, 4))),
+        "gru": (recurrent.gru, gru),
+        "rnn": (recurrent.rnn, (*rnn, "tanh")),
+        "lstm_backward": (recurrent.lstm_backward, (states, h, states.cos(), real(3, 2, 20), w, None)),
+        "recurrence_backward": (recurrent.recurrence_backward, (states, states.cos(), gru[0], gru[2])),
+        "attach": (recurrent.attach, ("tanh", [states], [states.sin(), None], [states], [rnn[2]])),
     }
 
 
@@ -210,16 +210,16 @@ def test_gradients_through_time(cell: str) -> None:
     def run(x: Tensor, h: Tensor, c: Tensor) -> Tensor:
         given = x.detach(), h.detach()
         if cell == "lstm":
-            hidden, gates, cells, squashed = recurrence.lstm(*given, c.detach(), w, bias, None)
+            hidden, gates, cells, squashed = recurrent.lstm(*given, c.detach(), w, bias, None)
             saved = [gates, cells, squashed, c.detach()]
             inputs = [x, None, h, c, None]
-            found, last = recurrence.attached(cell, [hidden, cells[-1]], inputs, saved, [w, None])
+            found, last = recurrent.attached(cell, [hidden, cells[-1]], inputs, saved, [w, None])
             return torch.cat([found, last.unsqueeze(0)])
         if cell == "gru":
-            hidden, gates, inner = recurrence.gru(*given, w, bias)
-            return recurrence.attached(cell, [hidden], [x, None, h], [hidden, gates, inner, given[1]], [w])[0]
-        hidden = recurrence.rnn(*given, w, bias, cell)
-        return recurrence.attached(cell, [hidden], [x, None, h], [hidden], [w])[0]
+            hidden, gates, inner = recurrent.gru(*given, w, bias)
+            return recurrent.attached(cell, [hidden], [x, None, h], [hidden, gates, inner, given[1]], [w])[0]
+        hidden = recurrent.rnn(*given, w, bias, cell)
+        return recurrent.attached(cell, [hidden], [x, None, h], [hidden], [w])[0]
 
     inputs = [t.clone().requires_grad_() for t in (x, h, c)]
     wanted = inputs if cell == "lstm" else inputs[:2]

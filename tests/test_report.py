@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import psg_fx
-from psg_fx import sitecost
+from psg_fx.measure import tree_times
 
 ROWS = 5
 
@@ -81,8 +81,8 @@ def test_a_module_of_torch_is_named_by_its_path() -> None:
 
 def test_measured_beside_predicted(step: psg_fx.PerSampleModule, monkeypatch: pytest.MonkeyPatch) -> None:
     """A measured time for every tree that is not part of an earlier one, at random operands of every form."""
-    as_compiled = sitecost.compiled
-    monkeypatch.setattr(sitecost, "compiled", lambda run, given, backend: as_compiled(run, given, "eager"))
+    as_compiled = tree_times.compiled
+    monkeypatch.setattr(tree_times, "compiled", lambda run, given, backend: as_compiled(run, given, "eager"))
     rows = [line for line in step.explain(measure=True).splitlines() if "->" in line]
     assert len(rows) > len(list(step.parameters()))
     assert all(re.search(r"[mµ]s, measured [0-9.]+ [mµ]s", row) for row in rows)

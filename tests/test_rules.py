@@ -7,7 +7,7 @@ import torch
 
 from answered import named, row_of
 from cases import CASES
-from psg_fx.rules import registered, rule
+from psg_fx.algebra.rule import registered, rule
 
 ROWS = {case.name.partition("/")[0] for case in CASES}
 

@@ -15,10 +15,12 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 import psg_fx
-from psg_fx import InternalError, facts
-from psg_fx.network import Kind, Source
-from psg_fx.passes.runner import History, copy_graph, graph_pass, run
-from psg_fx.stages import Stage, broken, checks, verify
+from psg_fx import InternalError
+from psg_fx.algebra.network import Kind, Source
+from psg_fx.graph import facts
+from psg_fx.graph.history import History, copy_graph
+from psg_fx.graph.stages import Stage, broken, checks, verify
+from psg_fx.passes.runner import graph_pass, run
 
 aten = torch.ops.aten
 

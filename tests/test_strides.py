@@ -14,7 +14,7 @@ import oracle
 import psg_fx
 from case import wavy
 from psg_fx import Grads, NotYetSupported
-from psg_fx.strides import free_of_strides, reads_strides
+from psg_fx.graph.strides import free_of_strides, reads_strides
 
 aten = torch.ops.aten
 View = Callable[[Tensor], Tensor]

@@ -14,8 +14,8 @@ from torch import Tensor
 import oracle
 import psg_fx
 from cases import CASES, Case
-from psg_fx import cost, facts
-from psg_fx.asks import (
+from psg_fx.algebra.asks import (  # fmt: skip
+    FLOORS,
     Along,
     Ask,
     Contraction,
@@ -30,16 +30,17 @@ from psg_fx.asks import (
     projection,
     sides,
     whole,
-)  # fmt: skip
-from psg_fx.cost import product
-from psg_fx.evaluate import Evaluator, compute
-from psg_fx.gradient import ParameterGradient
-from psg_fx.methods import symmetric
-from psg_fx.network import BATCH, Kind, Leaf, Source
-from psg_fx.paths import Expr, LeafExpr, dense, trees
-from psg_fx.planning import ParameterPlan, Part, Plan
-from psg_fx.quantity import FLOORS
-from psg_fx.step import Binding, plain_mode
+)
+from psg_fx.algebra.gradient import ParameterGradient
+from psg_fx.algebra.network import BATCH, Kind, Leaf, Source
+from psg_fx.graph import facts
+from psg_fx.planner import rates
+from psg_fx.planner.evaluate import Evaluator, compute
+from psg_fx.planner.methods import symmetric
+from psg_fx.planner.plan import ParameterPlan, Part, Plan
+from psg_fx.planner.trees import Expr, LeafExpr, dense, trees
+from psg_fx.step.binding import Binding, plain_mode
+from psg_fx.tensors import product
 from selection import selected
 from test_quantities import Truth, tolerance_of
 
@@ -118,7 +119,7 @@ def plans(joint: Joint, gradient: ParameterGradient) -> Iterator[tuple[Expr, Par
 def evaluate(joint: Joint, plan: ParameterPlan) -> dict[str, Tensor]:
     """The asks of the plan, by key."""
     asks = tuple(dict.fromkeys(part.ask for part in plan.parts))
-    step = Plan((plan,), asks, cost.CPU, joint.batch, joint.size)
+    step = Plan((plan,), asks, rates.CPU, joint.batch, joint.size)
     with plain_mode():
         evaluator = Evaluator(step, joint.env | given(plan.gradient), joint.size, torch.device("cpu"))
         evaluator.first()

@@ -15,10 +15,10 @@ from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 import oracle
 import psg_fx
 from graphs import captured
-from psg_fx import facts
 from psg_fx.errors import BadArgument, NotYetSupported, SamplesMixed
-from psg_fx.passes.batch import batch
-from psg_fx.trusted import _TRUSTED
+from psg_fx.graph import facts
+from psg_fx.ops.trusted import _TRUSTED
+from psg_fx.passes.independence.batch import batch
 
 X, Y = torch.randn(6, 4), torch.randint(3, (6,))
 

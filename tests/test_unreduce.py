@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from graphs import called, captured
-from psg_fx import facts
 from psg_fx.errors import BadArgument
-from psg_fx.facts import SampleAxis
-from psg_fx.passes.batch import batch
-from psg_fx.passes.unreduce import unreduce
+from psg_fx.graph import facts
+from psg_fx.graph.facts import SampleAxis
+from psg_fx.passes.independence.batch import batch
+from psg_fx.passes.unreduce.unreduce import unreduce
 
 Loss = Callable[..., Tensor]
 CLASSES, TOKENS = 4, 3

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 import oracle
 import psg_fx
 from psg_fx import zoo
-from psg_fx.checks import GRADS, LOSSES, MEAN_GRAD, checks_for, clipped_sum_check, norms_check
 from psg_fx.errors import BadArgument
-from psg_fx.reference import Batch, reference_grads, vmap_reference
-from psg_fx.validation import validate
+from psg_fx.reference.definitions import GRADS, LOSSES, MEAN_GRAD, checks_for, clipped_sum_check, norms_check
+from psg_fx.reference.loop import Batch, reference_grads, vmap_reference
+from psg_fx.reference.validate import validate
 
 CHECKS = (LOSSES, GRADS, norms_check(), clipped_sum_check(0.5), MEAN_GRAD)
 

@@ -20,13 +20,13 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from op_samples import Call
 from placements import NUMBER, PIVOTED, SAME, Placement
-from psg_fx import facts
 from psg_fx.errors import NotYetSupported, SamplesMixed
-from psg_fx.facts import GraphFacts, SampleAxis
+from psg_fx.graph import facts
+from psg_fx.graph.facts import GraphFacts, SampleAxis
+from psg_fx.passes.independence.probe import candidates, close, take
 from psg_fx.passes.independence.prove import Prover
 from psg_fx.passes.independence.table import Rule
 from psg_fx.passes.independence.values import Result
-from psg_fx.passes.probe import candidates, close, take
 
 SIZE, TRIED = 7, (0, 1, 6)  # no argument has a size of 7, so nothing is mistaken for the batch
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from psg_fx import axes
-from psg_fx.axes import positive
-from psg_fx.facts import SampleAxis
+from psg_fx.graph import sample_axis
+from psg_fx.graph.facts import SampleAxis
+from psg_fx.graph.sample_axis import positive
 from psg_fx.passes.independence.table import Answer, rule
 from psg_fx.passes.independence.values import FIX, GATHER, Op, Result, Value, broadcast
 
@@ -90,7 +90,7 @@ for _names, _argument, _default in (
 def trapezoid(op: Op) -> Answer:
     """An integral along one dim, which goes."""
     axis = along("dim", -1)(op)
-    return axes.without_dims(axis, [op.dim("dim", _main(op).ndim, -1)]) if isinstance(axis, SampleAxis) else axis
+    return sample_axis.without_dims(axis, [op.dim("dim", _main(op).ndim, -1)]) if isinstance(axis, SampleAxis) else axis
 
 
 @rule("_masked_softmax", proof="along another dim")
@@ -163,7 +163,7 @@ def diag_embed(op: Op) -> Answer:
         raise op.refuse("it puts the sample dim on a diagonal")
     dims = sorted(positive(op.raw(n, d), x.ndim + 1) for n, d in (("dim1", -2), ("dim2", -1)))
     rest = [d for d in range(x.ndim + 1) if d not in dims]
-    return axes.moved(x.axis, rest[x.axis.dim])
+    return sample_axis.moved(x.axis, rest[x.axis.dim])
 
 
 _SOLVES = """

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from psg_fx import facts
-from psg_fx.custom import CustomCall, backward_graph, custom_call, forward_graph
-from psg_fx.errors import PsgError, locate
-from psg_fx.facts import Axes, InputSpec
+from psg_fx.errors import PsgError
+from psg_fx.graph import facts
+from psg_fx.graph.facts import Axes, InputSpec
+from psg_fx.ops.autograd_function import CustomCall, backward_graph, custom_call, forward_graph
 from psg_fx.passes.independence.table import Answer, rule
 from psg_fx.passes.independence.values import Op, Result
+from psg_fx.source import locate
 
 _FUNCTION = "a custom autograd.Function"
 
@@ -27,7 +27,7 @@ def custom(op: Op) -> Answer:
     inputs: list[Node] = list(op.node.args)  # type: ignore[arg-type]
     values = [n.meta["val"] for n in inputs]
     known = [op.known[n] for n in inputs]
-    found = [r.axes for r in proven(op.node, op.batch, forward_graph(call, values), known, _FUNCTION)]
+    found = [r.axes for r in proven(op, forward_graph(call, values), known, _FUNCTION)]
     outputs = list(facts.tensors(op.node.meta["val"]))
     _check_backward(op, call, known, values, outputs, found)
     return found[0] if isinstance(op.node.meta["val"], torch.Tensor) else tuple(found)  # type: ignore[arg-type]
@@ -40,7 +40,7 @@ def _check_backward(
     cotangents = [torch.empty_like(t) for t in outputs]
     data = [i for i, v in enumerate(values) if known[i].axes is not None and facts.is_differentiable(v)]
     graph = backward_graph(call, values, cotangents, data)
-    gradients = proven(op.node, op.batch, graph, [*known, *(Result(a) for a in axes)], _FUNCTION)
+    gradients = proven(op, graph, [*known, *(Result(a) for a in axes)], _FUNCTION)
     for i, gradient in zip(data, gradients, strict=True):
         if gradient.axes != known[i].axes:
             raise op.refuse(
@@ -50,18 +50,16 @@ def _check_backward(
             )
 
 
-def proven(node: Node, batch: sympy.Symbol, graph: GraphModule, known: Sequence[Result], inside: str) -> list[Result]:
+def proven(op: Op, graph: GraphModule, known: Sequence[Result], inside: str) -> list[Result]:
     """What is known of the outputs of a graph of this op; `inside` is said in a refusal."""
-    from psg_fx.passes.independence.prove import prove_part  # it imports every rule, and so this file
-
     placeholders = facts.placeholders(graph)
     for i, placeholder in enumerate(placeholders):
-        count = len(node.args)
+        count = len(op.node.args)
         placeholder._rename(f"input_{i}" if i < count else f"cotangent_{i - count}")
         placeholder.meta["psg_fx_input"] = InputSpec("input", placeholder.name)
-    graph.meta[facts.KEY] = facts.GraphFacts(batch)
+    graph.meta[facts.KEY] = facts.GraphFacts(op.batch)
     try:
-        return prove_part(graph, dict(zip(placeholders, known, strict=True)))
+        return op.prove(graph, dict(zip(placeholders, known, strict=True)))
     except PsgError as error:
-        at: dict[str, Any] = {"where": locate(node), "why": error.why, "fix": error.fix}
+        at: dict[str, Any] = {"where": locate(op.node), "why": error.why, "fix": error.fix}
         raise type(error)(f"in {inside}: {error.what}", **at) from None

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from psg_fx import axes
-from psg_fx.facts import SampleAxis
+from psg_fx.graph import sample_axis
+from psg_fx.graph.facts import SampleAxis
 from psg_fx.passes.independence.contractions import contraction
 from psg_fx.passes.independence.reductions import reduced_over
 from psg_fx.passes.independence.table import Answer, rule
@@ -89,7 +89,7 @@ def select_backward(op: Op) -> Answer:
     dim = op.dim("dim", len(out.shape))
     if g.axis is None:
         return _nothing(op, dim)
-    return axes.through_unsqueeze(g.axis, g.ndim, dim)
+    return sample_axis.through_unsqueeze(g.axis, g.ndim, dim)
 
 
 @rule("slice_backward", proof="view", sizes=True)
@@ -119,7 +119,7 @@ def diagonal_backward(op: Op) -> Answer:
         return _nothing(op, *dims)
     if g.axis.dim == g.ndim - 1:
         raise op.refuse("its diagonal runs through the sample dim")
-    return axes.moved(g.axis, [d for d in range(ndim) if d not in dims][g.axis.dim])
+    return sample_axis.moved(g.axis, [d for d in range(ndim) if d not in dims][g.axis.dim])
 
 
 @rule("unfold_backward", proof="view", sizes=True)
@@ -269,7 +269,7 @@ def batch_norm_backward(op: Op) -> Answer:
         if op.raw("train", op.raw("update", True)) or op.sampled()[2:]:
             raise op.refuse(f"its sums run over dim {axis.dim}, the sample dim")
         return _masked(op, _only(op, axis, True, False, False), None, None)
-    channels = axes.moved(axis, 0)
+    channels = sample_axis.moved(axis, 0)
     if any(v.axis not in (None, channels) for v in op.values() if v.ndim == 1):
         raise op.refuse("its statistics do not hold the samples where its channels do")
     return _masked(op, axis, channels, channels)
@@ -299,14 +299,15 @@ def trilinear(op: Op) -> Answer:
         value = op.need(name)
         if value.axis is None:
             continue
-        old = [d for d in range(ndim) if d not in [axes.positive(e, ndim) for e in op.raw(dims, [])]]
-        found.append(Value(value.node, value.layout, Result(axes.moved(value.axis, old[value.axis.dim]))))
+        old = [d for d in range(ndim) if d not in [sample_axis.positive(e, ndim) for e in op.raw(dims, [])]]
+        found.append(Value(value.node, value.layout, Result(sample_axis.moved(value.axis, old[value.axis.dim]))))
     if not found:
         return None
     if any(v.axis != found[0].axis for v in found):
         raise op.refuse("its factors hold the samples in different dims, so every sample meets every other")
     assert found[0].axis is not None
-    return reduced_over(op, found[0].axis, ndim, [axes.positive(d, ndim) for d in op.raw("sumdim", [])] or [ndim])
+    summed = [sample_axis.positive(d, ndim) for d in op.raw("sumdim", [])]
+    return reduced_over(op, found[0].axis, ndim, summed or [ndim])
 
 
 _ATTENTION = """

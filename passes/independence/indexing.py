@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from psg_fx import axes
-from psg_fx.facts import SampleAxis
+from psg_fx.graph import sample_axis
+from psg_fx.graph.facts import SampleAxis
 from psg_fx.passes.independence.bounds import bounds
 from psg_fx.passes.independence.table import Answer, rule
 from psg_fx.passes.independence.values import NUMBERS, NUMBERS_FIX, Op, Result, Value, broadcast
@@ -39,12 +39,12 @@ def index(op: Op) -> Answer:
     picked = _picked(op, x, picks, rows)
     first = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
     if picked is not None:
-        return Result(axes.moved(picked, first + picked.dim), index=x.found.index)
+        return Result(sample_axis.moved(picked, first + picked.dim), index=x.found.index)
     if x.axis is None:
         return None
     before = sum(1 for d in range(x.axis.dim) if d not in used)
     place = before + (rows if before >= first else 0)
-    return Result(axes.moved(x.axis, place), x.found.uniform, x.found.index)
+    return Result(sample_axis.moved(x.axis, place), x.found.uniform, x.found.index)
 
 
 def _picked(op: Op, x: Value, picks: Sequence[Value | None], rows: int) -> SampleAxis | None:

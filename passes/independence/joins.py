@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from psg_fx import axes
-from psg_fx.axes import Misfit
-from psg_fx.facts import SampleAxis
+from psg_fx.graph import sample_axis
+from psg_fx.graph.facts import SampleAxis
+from psg_fx.graph.sample_axis import Misfit
 from psg_fx.passes.independence.table import Answer, rule
 from psg_fx.passes.independence.values import Op, Value, broadcast, samples_of
 
@@ -31,7 +31,7 @@ def joined(op: Op, values: Sequence[Value], dim: int) -> SampleAxis | None:
     if len(carriers) != len(values) or any(samples_of(v).dim != dim for v in carriers):
         raise op.refuse("it appends rows to the samples that do not belong to any", "append along another dim")
     try:
-        return axes.join([samples_of(v) for v in carriers])
+        return sample_axis.join([samples_of(v) for v in carriers])
     except Misfit as misfit:
         raise op.refuse(str(misfit)) from None
 
@@ -47,7 +47,7 @@ def stack(op: Op) -> Answer:
     """A new dim that counts the values."""
     values = op.values_of("tensors")
     axis = axis_of(op, values)
-    return None if axis is None else axes.through_unsqueeze(axis, values[0].ndim, op.raw("dim", 0))
+    return None if axis is None else sample_axis.through_unsqueeze(axis, values[0].ndim, op.raw("dim", 0))
 
 
 @rule("hstack", "vstack", "dstack", "column_stack", "row_stack", proof="joined")
@@ -84,8 +84,9 @@ def scatter_part(op: Op) -> Answer:
             return x.axis
         raise op.refuse(f"it writes to a part of dim {x.axis.dim}, the sample dim")
     if source.axis is not None:
-        wanted = x.axis if op.name == "aten.slice_scatter" else axes.without_dims(x.axis, dims)
-        if not axes.aligned(source.axis, wanted) and not (source.found.uniform and source.axis.dim == wanted.dim):
+        wanted = x.axis if op.name == "aten.slice_scatter" else sample_axis.without_dims(x.axis, dims)
+        anywhere = source.found.uniform and source.axis.dim == wanted.dim
+        if not anywhere and not sample_axis.aligned(source.axis, wanted):
             raise op.refuse(f"%{source.node.name} does not hold the samples where %{x.node.name} does")
     return x.axis
 

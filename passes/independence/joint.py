@@ -10,11 +10,12 @@ from collections.abc import Iterable, Mapping
 
 from torch.fx import GraphModule, Node
 
-from psg_fx import facts
-from psg_fx.errors import PsgError, locate
-from psg_fx.facts import SampleAxis
+from psg_fx.errors import PsgError
+from psg_fx.graph import facts
+from psg_fx.graph.facts import SampleAxis
 from psg_fx.passes.independence.prove import Prover
 from psg_fx.passes.independence.values import Result, mixed, symbolic_values
+from psg_fx.source import locate
 
 _FIX = "write the backward so that a sample's gradient is computed from that sample alone"
 

@@ -10,10 +10,10 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from psg_fx import facts
-from psg_fx.axes import Misfit, single
-from psg_fx.errors import InternalError, locate, source_line
-from psg_fx.facts import SampleAxis
+from psg_fx.errors import InternalError
+from psg_fx.graph import facts
+from psg_fx.graph.facts import SampleAxis
+from psg_fx.graph.sample_axis import Misfit, single
 from psg_fx.passes.independence import (  # noqa: F401  (they fill the table)
     along,
     contractions,
@@ -43,6 +43,7 @@ from psg_fx.passes.independence.values import (
     symbolic_sizes,
     tensors,
 )
+from psg_fx.source import locate, source_line
 
 _STATISTIC = "a statistic over the batch makes each sample's loss depend on the others; take it within a sample"
 
@@ -173,7 +174,8 @@ class Prover:
             return Result(), "no samples"
         if rule is None:
             self.refuse_numbers(node)
-            return without_rule(node, self.batch, {n: self.known[n] for n in inputs}, self.notes)
+            op = Op(node, self.batch, {n: self.known[n] for n in inputs}, prove_part)
+            return without_rule(op, self.notes)
         return self.apply(node, rule), rule.proof
 
     def like_reduced(self, node: Node, inputs: list[Node]) -> bool:
@@ -184,7 +186,7 @@ class Prover:
 
     def apply(self, node: Node, rule: Rule) -> Result:
         """A rule's answer as a Result."""
-        op = Op(node, self.batch, self.known)
+        op = Op(node, self.batch, self.known, prove_part)
         sizes = symbolic_sizes(node, self.batch)
         if sizes and not rule.sizes:
             raise op.refuse(f"its argument %{sizes[0].name} depends on the batch size")

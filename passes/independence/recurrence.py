@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from psg_fx.facts import SampleAxis
+from psg_fx.graph.facts import SampleAxis
 from psg_fx.passes.independence.table import Answer, rule
 from psg_fx.passes.independence.values import Op, Value, broadcast
 

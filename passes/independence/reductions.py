@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from psg_fx import axes
-from psg_fx.facts import SampleAxis
+from psg_fx.graph import sample_axis
+from psg_fx.graph.facts import SampleAxis
 from psg_fx.passes.independence.table import Answer, rule
 from psg_fx.passes.independence.values import REDUCED, Op, Result, Value, broadcast
 
@@ -34,7 +34,7 @@ def reduction(op: Op) -> Answer:
     if found is REDUCED and op.name.endswith(_SPREADS):
         _require_a_spread(op, x, given)
     if isinstance(found, SampleAxis) and q is not None and q.ndim:
-        return axes.moved(found, found.dim + 1)  # several quantiles lie in a new first dim
+        return sample_axis.moved(found, found.dim + 1)  # several quantiles lie in a new first dim
     return found
 
 
@@ -53,7 +53,7 @@ def reduced_over(op: Op, axis: SampleAxis, ndim: int, dims: list[int] | None) ->
     """The axis after a reduction over `dims`; REDUCED where the samples are among them."""
     if dims is None:
         return REDUCED
-    return axes.through_reduction(axis, dims, bool(op.raw("keepdim", False))) or REDUCED
+    return sample_axis.through_reduction(axis, dims, bool(op.raw("keepdim", False))) or REDUCED
 
 
 @rule("max.other", "min.other", proof="elementwise")

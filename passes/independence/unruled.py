@@ -4,38 +4,37 @@ otherwise.  What has effects is never run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-import sympy
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import GraphModule, Node
 
-from psg_fx import facts
-from psg_fx.errors import NotYetSupported, locate
+from psg_fx.errors import NotYetSupported
+from psg_fx.graph import facts
+from psg_fx.graph.tracing import trace
+from psg_fx.ops.trusted import is_trusted
 from psg_fx.passes.independence.functions import proven
-from psg_fx.passes.independence.values import Result, op_name
-from psg_fx.passes.probe import probe
+from psg_fx.passes.independence.probe import probe
+from psg_fx.passes.independence.values import Op, Result, op_name
+from psg_fx.source import locate
 from psg_fx.torch_private import has_effect, python_decomposition
-from psg_fx.tracing import trace
-from psg_fx.trusted import is_trusted
 
 _TORCH = ("aten", "prims", "prim", "_operator", "math")
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor")
 _REWRITE = "rewrite this line with other ops, or ask for a rule for this op"
 
 
-def without_rule(node: Node, batch: sympy.Symbol, known: Mapping[Node, Result], notes: list[str]) -> tuple[Result, str]:
+def without_rule(op: Op, notes: list[str]) -> tuple[Result, str]:
     """What is known of the value of an op that has no rule, and the name of the proof; or a refusal."""
-    target = node.target
+    node, known, target = op.node, op.known, op.node.target
     refuse_effects(node)
     if not isinstance(target, OpOverload):
         raise _refusal(node, "it is not an operator", _REWRITE)
     if (graph := _written_out(node)) is not None:
         inputs = [known.get(n, Result()) for n in node.all_input_nodes]
         try:
-            found = proven(node, batch, graph, inputs, op_name(node))
+            found = proven(op, graph, inputs, op.name)
         except NotYetSupported as error:
             if target.namespace not in _TORCH:
                 raise
@@ -52,7 +51,7 @@ def without_rule(node: Node, batch: sympy.Symbol, known: Mapping[Node, Result], 
             f"if each row of its output, and of the gradient that its backward gives, is computed from that row alone: "
             f"psg_fx.trust(torch.ops.{target.namespace}.{target._opname})",
         )  # fmt: skip
-    return probe(node, batch, {n: r.axes for n, r in known.items()}, notes), "trusted"
+    return probe(node, op.batch, {n: r.axes for n, r in known.items()}, notes), "trusted"
 
 
 def refuse_effects(node: Node) -> None:

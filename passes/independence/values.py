@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
-from psg_fx import facts
-from psg_fx.axes import Misfit, Ragged, Single, positive, single
-from psg_fx.errors import NotYetSupported, PsgError, SamplesMixed, locate
-from psg_fx.facts import Axes, SampleAxis
+from psg_fx.errors import NotYetSupported, PsgError, SamplesMixed
+from psg_fx.graph import facts
+from psg_fx.graph.facts import Axes, SampleAxis
+from psg_fx.graph.sample_axis import Misfit, Ragged, Single, positive, single
+from psg_fx.source import locate
 
 NUMBERS = "it computes with the numbers of the samples (arange over the batch), which one sample alone lacks"
 NUMBERS_FIX = "use arange(B) only to pick each sample's row: x[torch.arange(B), ids]"
@@ -145,17 +147,23 @@ def symbolic_sizes(node: Node, batch: sympy.Symbol) -> list[Node]:
     return [n for n in found if is_symbolic(n, batch) and n not in values]
 
 
+ProvePart = Callable[[GraphModule, Mapping[Node, Result]], list[Result]]
+"""From a graph inside of an op, and what is known of its inputs, to what is known of its outputs."""
+
+
 @dataclass
 class Op:
-    """One op, as a rule sees it."""
+    """One op, as a rule sees it.  prove: what is known of the outputs of a graph inside of it."""
 
     node: Node
     batch: sympy.Symbol
     known: dict[Node, Result]
-    args: dict[str, Any] = field(default_factory=dict)
+    prove: ProvePart
 
-    def __post_init__(self) -> None:
-        self.args = bound(self.node)
+    @functools.cached_property
+    def args(self) -> dict[str, Any]:
+        """Its arguments by name."""
+        return bound(self.node)
 
     @property
     def name(self) -> str:

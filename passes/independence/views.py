@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from psg_fx import axes, facts
-from psg_fx.axes import Misfit
-from psg_fx.facts import SampleAxis
+from psg_fx.graph import facts, sample_axis
+from psg_fx.graph.facts import SampleAxis
+from psg_fx.graph.sample_axis import Misfit
 from psg_fx.passes.independence.table import Answer, rule
 from psg_fx.passes.independence.values import Op, Result, Value, samples_of, symbolic_sizes
 
@@ -32,7 +32,7 @@ def view(op: Op) -> Result:
             raise op.unsupported("a size of its result follows the batch, and its values hold no samples")
         return Result()
     try:
-        axis = axes.through_view(x.axis, x.shape, op.out())
+        axis = sample_axis.through_view(x.axis, x.shape, op.out())
     except Misfit as misfit:
         raise op.refuse(str(misfit), _FOLD) from None
     # A dim folded with others holds different values inside, so its order matters from here on.
@@ -62,7 +62,7 @@ def view_as_complex(op: Op) -> Result:
 def permute(op: Op) -> Result:
     """Output dim k is input dim dims[k]."""
     x = op.need("self")
-    return same_kind(x, axes.through_permute(samples_of(x), op.raw("dims"))) if x.axis else Result()
+    return same_kind(x, sample_axis.through_permute(samples_of(x), op.raw("dims"))) if x.axis else Result()
 
 
 @rule("transpose", "transpose_copy", "swapaxes", "swapdims", proof="view", index=True)
@@ -70,7 +70,7 @@ def transpose(op: Op) -> Result:
     """Two dims swap."""
     x = op.need("self")
     first, second = (op.raw(n, op.raw(m, 0)) for n, m in (("dim0", "axis0"), ("dim1", "axis1")))
-    return same_kind(x, axes.through_transpose(samples_of(x), x.ndim, first, second)) if x.axis else Result()
+    return same_kind(x, sample_axis.through_transpose(samples_of(x), x.ndim, first, second)) if x.axis else Result()
 
 
 @rule("t", "t_copy", "numpy_T", "mT", "mH", "adjoint", "matrix_H", proof="view", index=True)
@@ -80,8 +80,8 @@ def matrix_transpose(op: Op) -> Result:
     if x.axis is None or x.ndim < 2:
         return x.found
     if op.name == "aten.numpy_T":
-        return same_kind(x, axes.moved(x.axis, x.ndim - 1 - x.axis.dim))
-    return same_kind(x, axes.through_transpose(x.axis, x.ndim, -2, -1))
+        return same_kind(x, sample_axis.moved(x.axis, x.ndim - 1 - x.axis.dim))
+    return same_kind(x, sample_axis.through_transpose(x.axis, x.ndim, -2, -1))
 
 
 @rule("movedim", "moveaxis", proof="view", index=True)
@@ -89,14 +89,14 @@ def movedim(op: Op) -> Result:
     """Dims move from source to destination."""
     x = op.need("self")
     source, target = ([d] if isinstance(d, int) else d for d in (op.raw("source", 0), op.raw("destination", 0)))
-    return same_kind(x, axes.through_movedim(samples_of(x), x.ndim, source, target)) if x.axis else Result()
+    return same_kind(x, sample_axis.through_movedim(samples_of(x), x.ndim, source, target)) if x.axis else Result()
 
 
 @rule("unsqueeze", "unsqueeze_copy", proof="view", index=True)
 def unsqueeze(op: Op) -> Result:
     """A new dim of size 1."""
     x = op.need("self")
-    return same_kind(x, axes.through_unsqueeze(samples_of(x), x.ndim, op.raw("dim"))) if x.axis else Result()
+    return same_kind(x, sample_axis.through_unsqueeze(samples_of(x), x.ndim, op.raw("dim"))) if x.axis else Result()
 
 
 @rule("squeeze", "squeeze_copy", proof="view", index=True)
@@ -107,7 +107,7 @@ def squeeze(op: Op) -> Result:
         return Result()
     given = [] if op.args.get("dim") == [] else op.dims("dim", x.ndim)
     gone = [d for d in (range(x.ndim) if given is None else given) if x.shape[d] == 1 and d != x.axis.dim]
-    return same_kind(x, axes.without_dims(x.axis, gone))
+    return same_kind(x, sample_axis.without_dims(x.axis, gone))
 
 
 @rule("expand", "expand_copy", "expand_as", "broadcast_to", proof="view", sizes=True, index=True)
@@ -115,7 +115,7 @@ def expand(op: Op) -> Result:
     """Dims of size 1 are repeated; a dim that becomes B holds the same for every sample."""
     x, out = op.need("self"), op.out()
     if x.axis is not None:
-        return same_kind(x, axes.through_broadcast(x.axis, x.ndim, len(out.shape)))
+        return same_kind(x, sample_axis.through_broadcast(x.axis, x.ndim, len(out.shape)))
     return Result() if out.dim is None else Result(SampleAxis(out.dim, 1, out.factor), uniform=True)
 
 
@@ -125,10 +125,10 @@ def repeat(op: Op) -> Result:
     x, out = op.need("self"), op.out()
     if x.axis is None:
         return Result() if out.dim is None else Result(SampleAxis(out.dim, 1, out.factor))
-    axis = axes.through_broadcast(x.axis, x.ndim, len(out.shape))
+    axis = sample_axis.through_broadcast(x.axis, x.ndim, len(out.shape))
     if out.dim != axis.dim:
         raise op.refuse("it repeats another dim B times")
-    return Result(axes.fold(axis, out.factor // (axis.outer * axis.inner), outside=True), x.found.uniform)
+    return Result(sample_axis.fold(axis, out.factor // (axis.outer * axis.inner), outside=True), x.found.uniform)
 
 
 @rule("repeat_interleave.self_int", proof="view", sizes=True)
@@ -140,7 +140,7 @@ def repeat_interleave(op: Op) -> Result:
     if x.axis is None:
         return Result() if out.dim is None else Result(SampleAxis(out.dim, out.factor, 1))
     times = out.factor // (x.axis.outer * x.axis.inner)
-    return Result(axes.fold(x.axis, times, outside=False), x.found.uniform)
+    return Result(sample_axis.fold(x.axis, times, outside=False), x.found.uniform)
 
 
 @rule("select", "select_copy", proof="view")
@@ -152,7 +152,7 @@ def select(op: Op) -> Result:
         if op.raw("index") in (0, -1) and _same_integers(x):
             return Result(uniform=True)
         raise op.refuse(f"it takes index {op.raw('index')} of dim {dim}, so one sample's value is used for all", _ONE)
-    return same_kind(x, axes.without_dims(samples_of(x), [dim])) if x.axis else Result()
+    return same_kind(x, sample_axis.without_dims(samples_of(x), [dim])) if x.axis else Result()
 
 
 @rule("slice", "slice_copy", "narrow", "narrow_copy", proof="view", sizes=True, index=True)
@@ -178,7 +178,7 @@ def part(op: Op) -> Result:
     if stop <= start:
         raise op.refuse(f"it takes no row of dim {dim}, the sample dim", _ONE)
     try:
-        return same_kind(x, axes.cut(x.axis, start, stop))
+        return same_kind(x, sample_axis.cut(x.axis, start, stop))
     except Misfit:
         raise op.refuse(f"it takes a part of dim {dim}, the sample dim, so some samples are left out", _ONE) from None
 
@@ -216,7 +216,7 @@ def cut_bound(op: Op, given: Any, dim: int, end: int) -> int:
     if op.see(given) is not None:
         raise op.unsupported(f"where it cuts dim {dim}, the sample dim, is read out of a tensor")
     try:
-        bound = axes.multiple(facts.expr(given.meta["val"]), op.batch)
+        bound = sample_axis.multiple(facts.expr(given.meta["val"]), op.batch)
     except Misfit as misfit:
         raise op.refuse(str(misfit), _ONE) from None
     return bound if bound >= 0 else end + bound
@@ -235,7 +235,7 @@ def split(op: Op) -> Answer:
         for out in op.outputs():
             if out.dim is None:
                 raise op.refuse("its parts hold different samples", _ONE)
-            found.append(axes.cut(x.axis, start, start + out.factor))
+            found.append(sample_axis.cut(x.axis, start, start + out.factor))
             start += out.factor
     except Misfit:
         raise op.refuse("its parts hold different samples", _ONE) from None
@@ -251,7 +251,7 @@ def unbind(op: Op) -> Answer:
         return None
     if x.axis.dim == dim:
         raise op.refuse(f"it takes dim {dim}, the sample dim, apart sample by sample", _ONE)
-    return axes.without_dims(x.axis, [dim])
+    return sample_axis.without_dims(x.axis, [dim])
 
 
 @rule("diagonal", "diagonal_copy", proof="view")
@@ -263,7 +263,7 @@ def diagonal(op: Op) -> Result:
         return Result()
     if x.axis.dim in dims:
         raise op.refuse("its diagonal runs through the sample dim")
-    return Result(axes.without_dims(x.axis, dims))
+    return Result(sample_axis.without_dims(x.axis, dims))
 
 
 @rule("unfold", "unfold_copy", proof="view")

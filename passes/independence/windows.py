@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from psg_fx import axes
-from psg_fx.facts import SampleAxis
+from psg_fx.graph import sample_axis
+from psg_fx.graph.facts import SampleAxis
 from psg_fx.passes.independence.along import trailing
 from psg_fx.passes.independence.indexing import require_own_rows
 from psg_fx.passes.independence.table import Answer, rule
-from psg_fx.passes.independence.values import (
-    NUMBERS,
-    NUMBERS_FIX,
-    Op,
-    Value,
-    broadcast,
-    symbolic_sizes,
-    tensors,
-)
+from psg_fx.passes.independence.values import NUMBERS, NUMBERS_FIX, Op, Value, broadcast, symbolic_sizes, tensors
 
 
 def _main(op: Op) -> Value:
@@ -141,7 +133,7 @@ def batch_norm(op: Op) -> Answer:
     x = _main(op)
     if x.axis is None:
         return None
-    channels = axes.moved(x.axis, 0)
+    channels = sample_axis.moved(x.axis, 0)
     if x.axis.dim == 1 and _by_channel(op, channels):
         values = tensors(op.node.meta["val"])
         found = tuple(x.axis if v.ndim == x.ndim else channels if v.shape != (0,) else None for v in values)

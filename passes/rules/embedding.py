@@ -8,10 +8,11 @@ from collections.abc import Callable
 import sympy
 import torch
 
-from psg_fx.cost import product
-from psg_fx.network import BATCH, Leaf, Network, OneHot
-from psg_fx.rules import Arrangement, network, rule
-from psg_fx.sites import Site, Value
+from psg_fx.algebra.arrange import Arrangement, network
+from psg_fx.algebra.network import BATCH, Leaf, Network, OneHot
+from psg_fx.algebra.rule import rule
+from psg_fx.algebra.site import Site, Value
+from psg_fx.tensors import product
 
 aten = torch.ops.aten
 

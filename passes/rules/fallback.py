@@ -8,13 +8,13 @@ import sympy
 import torch
 from torch.utils import _pytree as pytree
 
-from psg_fx.cost import product
-from psg_fx.custom import custom_call, differentiable
-from psg_fx.each import for_each_sample
-from psg_fx.formulas import FORMULAS
-from psg_fx.network import BATCH, Leaf, Network
-from psg_fx.rules import samples_first
-from psg_fx.sites import Operand, Site, Value
+from psg_fx.algebra.arrange import samples_first
+from psg_fx.algebra.network import BATCH, Leaf, Network
+from psg_fx.algebra.site import Operand, Site, Value
+from psg_fx.ops.autograd_function import custom_call, differentiable
+from psg_fx.ops.in_other_ops import FORMULAS
+from psg_fx.ops.per_sample import for_each_sample
+from psg_fx.tensors import product
 
 aten = torch.ops.aten
 

@@ -9,9 +9,10 @@ import sympy
 import torch
 from torch.utils import _pytree as pytree
 
-from psg_fx.network import Leaf, Network
-from psg_fx.rules import Arrangement, class_rule, rule
-from psg_fx.sites import Site, Value
+from psg_fx.algebra.arrange import Arrangement
+from psg_fx.algebra.network import Leaf, Network
+from psg_fx.algebra.rule import class_rule, rule
+from psg_fx.algebra.site import Site, Value
 
 aten = torch.ops.aten
 

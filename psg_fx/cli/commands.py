@@ -7,18 +7,19 @@ import json
 import sys
 from typing import Any
 
-from psg_fx import cost
-from psg_fx.api import LossModule, transform
-from psg_fx.benchmarking import benchmark
-from psg_fx.calibration import calibrate as calibrated
-from psg_fx.cli import as_json
+from psg_fx.api import transform
+from psg_fx.benchmarking.benchmark import benchmark
+from psg_fx.benchmarking.contenders import field_of
+from psg_fx.benchmarking.problem import Problem
 from psg_fx.cli.load import load, require_device
 from psg_fx.cli.quantities import given, parsed
 from psg_fx.cli.usage import UsageError
-from psg_fx.contenders import field_of
 from psg_fx.errors import BadArgument
-from psg_fx.problem import Problem
-from psg_fx.report import readable
+from psg_fx.explain import as_data
+from psg_fx.explain.readable import readable
+from psg_fx.measure.calibrate import calibrate as calibrated
+from psg_fx.planner import rates
+from psg_fx.step.with_loss import LossModule
 
 OK, FAILED = 0, 1
 
@@ -29,14 +30,14 @@ Outcome = tuple[int, str]
 def explain(args: argparse.Namespace) -> Outcome:
     """One step without compiling kernels, then its plan."""
     step = called(args)
-    return OK, _json(as_json.explained(step.graphs, args.measure)) if args.json else step.explain(measure=args.measure)
+    return OK, _json(as_data.explained(step.graphs, args.measure)) if args.json else step.explain(measure=args.measure)
 
 
 def validate(args: argparse.Namespace) -> Outcome:
     """The report; fails when an answer is wrong."""
     step, problem, values = made(args, backend="inductor")
     found = step.validate(*problem.arguments, tolerance=args.tolerance, **values)
-    return OK if found.ok else FAILED, _json(as_json.validated(found)) if args.json else str(found)
+    return OK if found.ok else FAILED, _json(as_data.validated(found)) if args.json else str(found)
 
 
 def bench(args: argparse.Namespace) -> Outcome:
@@ -80,16 +81,16 @@ def graph(args: argparse.Namespace) -> Outcome:
     """A stage's graph, or the list of stages."""
     graphs = called(args).graphs
     if args.stages:
-        return OK, _json(as_json.stages(graphs)) if args.json else as_json.stages_table(graphs)
+        return OK, _json(as_data.stages(graphs)) if args.json else as_data.stages_table(graphs)
     gm = graphs[args.stage]
-    return OK, _json(as_json.graph(args.stage, gm)) if args.json else readable(gm)
+    return OK, _json(as_data.graph(args.stage, gm)) if args.json else readable(gm)
 
 
 def calibrate(args: argparse.Namespace) -> Outcome:
     """The measured table and where it is kept."""
     require_device(args.device)
     table = calibrated(args.device)
-    return OK, cost.to_json(table) + f"kept in {cost.table_path(table.name)}"
+    return OK, rates.to_json(table) + f"kept in {rates.table_path(table.name)}"
 
 
 def made(args: argparse.Namespace, *, backend: str) -> tuple[LossModule, Problem, dict[str, Any]]:

@@ -7,12 +7,11 @@ from collections.abc import Callable
 
 import torch
 
-from psg_fx.version import __version__
-
 from psg_fx import zoo
 from psg_fx.cli import commands
-from psg_fx.problem import KINDS
-from psg_fx.stages import Stage
+from psg_fx.graph.stages import Stage
+from psg_fx.quantities.names import KINDS
+from psg_fx.version import __version__
 
 Run = Callable[[argparse.Namespace], tuple[int, str]]
 

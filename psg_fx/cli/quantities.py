@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
+from psg_fx.benchmarking.problem import Problem
 from psg_fx.cli.usage import UsageError
 from psg_fx.errors import BadArgument
-from psg_fx.problem import KINDS, USUAL, Problem
-from psg_fx.quantity import Quantity
+from psg_fx.quantities.base import Quantity
+from psg_fx.quantities.names import KINDS, USUAL
 
 GIVEN = {
     "weights": "weights: 1 for every sample",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from pathlib import Path
 
-from psg_fx.errors import is_library
+from psg_fx.source import is_library
 
 
 class UsageError(Exception):

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import psg_fx
-from psg_fx.benchmarking import benchmark
+from psg_fx.benchmarking.benchmark import benchmark
 
 try:
     from psg_fx.demo import digits, plot

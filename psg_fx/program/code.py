@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType, FrameType
 
-from psg_fx.errors import is_library
+from psg_fx.source import is_library
 
 
 class Origin(enum.Enum):

@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from psg_fx.errors import NotYetSupported
-from psg_fx.facts import at, expr
+from psg_fx.graph.facts import at, expr
 from psg_fx.program.code import Origin, is_theirs, line_naming, names_of, nested, origin, origin_of_module
 from psg_fx.program.observe import Observed, changing
 from psg_fx.program.walk import MISSING, contents

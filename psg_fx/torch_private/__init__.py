@@ -32,7 +32,7 @@ from torch.fx.traceback import preserve_node_meta
 from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import _disable_current_modes as no_modes
 
-from psg_fx.errors import is_library
+from psg_fx.source import is_library
 from psg_fx.torch_private.patching import patched_here
 
 aten = torch.ops.aten

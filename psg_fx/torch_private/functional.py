@@ -30,9 +30,8 @@ from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 
 from psg_fx.errors import PsgError
-
-from .composites import remembered_composites
-from .tracer import remembering_fakes, trace_fakes
+from psg_fx.torch_private.composites import remembered_composites
+from psg_fx.torch_private.tracer import remembering_fakes, trace_fakes
 
 log = logging.getLogger("psg_fx")
 Table = Mapping[Any, Callable[..., Any]]

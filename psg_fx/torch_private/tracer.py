@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from .patching import patched_here
+from psg_fx.torch_private.patching import patched_here
 
 _WITHOUT_TORCH_NAMES: dict[str, Any] = (
     {"_disable_torch_fn_metadata_mode": True}

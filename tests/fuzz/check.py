@@ -19,8 +19,8 @@ from fuzz.plans import drawn
 from fuzz.program import Misfit, Program
 from fuzz.quantities import SETS, given
 from fuzz.source import Built, build
-from psg_fx.checks import Check, checks_for
 from psg_fx.errors import BadArgument, InternalError, PsgError
+from psg_fx.reference.definitions import Check, checks_for
 
 TOLERANCE, ROUGH = 1e-8, 1e-4
 FAILURES = ("wrong", "mixed", "crash", "warning")

@@ -15,9 +15,10 @@ from unittest import mock
 import torch
 
 from fuzz.program import Program
-from psg_fx import asks, axes, rules
-from psg_fx.facts import SampleAxis
-from psg_fx.network import Leaf, Network
+from psg_fx.algebra import asks, rule
+from psg_fx.algebra.network import Leaf, Network
+from psg_fx.graph import sample_axis
+from psg_fx.graph.facts import SampleAxis
 from psg_fx.passes.independence import table
 from psg_fx.passes.rules import conv
 
@@ -36,7 +37,7 @@ class Fault:
 @contextlib.contextmanager
 def square_weights_transposed() -> Iterator[None]:
     """The rule of linear confuses input and output where that is possible."""
-    right, params = rules._RULES[aten.linear.default]
+    right, params = rule._RULES[aten.linear.default]
 
     def wrong(site: Any) -> Mapping[str, Network | None]:
         found = dict(right(site))
@@ -45,7 +46,7 @@ def square_weights_transposed() -> Iterator[None]:
             found["weight"] = dataclasses.replace(weight, out=(weight.out[0], *reversed(weight.out[1:])))
         return found
 
-    with mock.patch.dict(rules._RULES, {aten.linear.default: (wrong, params)}):
+    with mock.patch.dict(rule._RULES, {aten.linear.default: (wrong, params)}):
         yield
 
 
@@ -84,13 +85,13 @@ def called_a_view(name: str) -> Callable[[], contextlib.AbstractContextManager[A
 @contextlib.contextmanager
 def folds_turned() -> Iterator[None]:
     """A view says that what is folded inside of the samples lies outside."""
-    right = axes.through_view
+    right = sample_axis.through_view
 
     def wrong(*given: Any) -> SampleAxis:
         found = right(*given)
         return SampleAxis(found.dim, found.inner, found.outer)
 
-    with mock.patch.object(axes, "through_view", wrong):
+    with mock.patch.object(sample_axis, "through_view", wrong):
         yield
 
 

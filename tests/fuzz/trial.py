@@ -22,11 +22,11 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from fuzz.check import Outcome, brief
 from fuzz.program import Misfit, Program
 from fuzz.source import Built, build
-from psg_fx import facts
 from psg_fx.errors import BadArgument, InternalError, PsgError
-from psg_fx.facts import GraphFacts, InputSpec, OutputSpec, SampleAxis
-from psg_fx.passes.batch import batch
-from psg_fx.tracing import mutates, trace
+from psg_fx.graph import facts
+from psg_fx.graph.facts import GraphFacts, InputSpec, OutputSpec, SampleAxis
+from psg_fx.graph.tracing import mutates, trace
+from psg_fx.passes.independence.batch import batch
 
 HINT = 101
 SIZES = (3, 2)

@@ -1,0 +1,174 @@
+"""capture: a model and a loss become one functional ATen graph with a symbolic batch size.
+
+Parameters and buffers become named placeholders.  The work is torch.export's (`export.py`), on inputs of a batch size
+that occurs nowhere else; a parameter that the loss reaches through its closure is found again by where its data lie.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx import GraphModule
+
+from psg_fx.errors import NotYetSupported
+from psg_fx.graph import facts
+from psg_fx.graph.facts import GraphFacts, InputSpec, OutputSpec
+from psg_fx.graph.strides import free_of_strides
+from psg_fx.passes.capture.export import Exported, export
+from psg_fx.passes.capture.writes import computed_outside
+from psg_fx.program.call import Call
+from psg_fx.program.program import Program
+from psg_fx.tensors import memory_order
+
+_HINTS = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43)
+
+
+def capture(program: Program, call: Call, tracked: dict[str, str]) -> GraphModule:
+    """Capture `program` with a symbolic batch size.
+
+    tracked: name of every parameter -> its canonical name (the same for tied ones) if its gradients are asked, else "".
+    """
+
+    def example(size: int) -> list[torch.Tensor]:
+        return [example_like(t, d, size) for t, d in zip(call.tensors, call.dims, strict=True)]
+
+    sizes = _hint(call, program), call.batch_size()
+    exported = export(program, example, call.dims, sizes, program.observed)
+    held: dict[int, str] = {}
+    if closed_over := _aliases(exported, program):
+        with _moved(closed_over) as held:
+            exported = export(program, example, call.dims, sizes, program.observed)
+    return _flat(exported, call, tracked, program, held)
+
+
+def example_like(tensor: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
+    """A tensor like `tensor` with `size` samples in `dim`, in the same memory order.  Its values mean nothing."""
+    if dim is None:
+        return tensor.clone() if tensor.is_inference() else tensor.detach()
+    order = memory_order(tensor)
+    sizes = [size if d == dim else tensor.shape[d] for d in range(tensor.ndim)]
+    made = tensor.new_zeros([sizes[d] for d in order])
+    return made.permute([order.index(d) for d in range(tensor.ndim)])
+
+
+def _hint(call: Call, program: nn.Module) -> int:
+    """A batch size to trace with that no other size equals, so that nothing can be mistaken for the batch."""
+    used = {size for t in (*call.tensors, *program.parameters()) for size in t.shape}
+    return next((h for h in _HINTS if h not in used), _HINTS[0])
+
+
+def _place(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _aliases(exported: Exported, program: Program) -> dict[str, nn.Parameter]:
+    """The parameters in whose memory a constant lies: a loss may reach a parameter through its closure."""
+    lifted = {_place(t) for t in exported.constants.values() if isinstance(t, torch.Tensor) and t.numel()}
+    return {name: p for name, p in program.named_parameters() if p.numel() and _place(p) in lifted}
+
+
+@contextlib.contextmanager
+def _moved(parameters: dict[str, nn.Parameter]) -> Iterator[dict[int, str]]:
+    """The parameters lie elsewhere for a while: where -> name.  A constant that follows one is the parameter itself;
+    one that stays is another tensor on the same memory, such as `p.detach()`.
+    """
+    data = {name: p.data for name, p in parameters.items()}
+    try:
+        for p in parameters.values():
+            p.data = p.data.clone()
+        yield {_place(p): name for name, p in parameters.items()}
+    finally:
+        for name, p in parameters.items():
+            p.data = data[name]
+
+
+def _flat(
+    exported: Exported, call: Call, tracked: dict[str, str], program: Program, held: dict[int, str]
+) -> GraphModule:
+    """The exported program as a graph module whose placeholders and outputs say what they hold.
+
+    held: where the data of the parameters lie that the loss reaches through its closure -> their names.
+    """
+    gm = GraphModule(exported.gm, exported.gm.graph, "PerSample")
+    nodes = facts.placeholders(gm)
+    constants: dict[str, torch.Tensor] = {}
+    inputs = iter(range(len(call.tensors)))
+    for node, spec in zip(nodes, exported.signature.input_specs, strict=True):
+        target = (spec.target or "").removeprefix("model.")
+        if spec.kind is InputKind.PARAMETER:
+            if target == spec.target and exported.state[target].requires_grad:
+                raise _of_the_loss(target)
+            node.meta["psg_fx_input"] = _parameter(spec.target or "", tracked)
+        elif spec.kind is InputKind.BUFFER:
+            node.meta["psg_fx_input"] = InputSpec("buffer", target, target=spec.target or "")
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            value = exported.constants[spec.target or ""]
+            if value.requires_grad:
+                raise computed_outside(value)
+            if value.numel() and _place(value) in held:
+                node.meta["psg_fx_input"] = _parameter(held[_place(value)], tracked)
+                continue
+            constants[target] = value
+            node.meta["psg_fx_input"] = InputSpec("constant", target)
+        elif spec.kind is InputKind.USER_INPUT:
+            index = next(inputs)
+            kind = "input" if index < call.inputs else "target"
+            node.meta["psg_fx_input"] = InputSpec(kind, call.names[index], call.dims[index])
+        else:
+            raise NotYetSupported(
+                f"the model uses a {spec.kind.name.lower()}", where=str(spec.target),
+                why="only tensors can be inputs of a compiled step", fix="replace it by tensors",
+            )  # fmt: skip
+    notes = (exported.note,) if exported.note else ()
+    data = {"constants": constants, "one_size": exported.one_size, "written": tuple(program.written)}
+    data["held"] = frozenset(held.values())
+    gm.meta[facts.KEY] = GraphFacts(_batch_symbol(nodes), _outputs(exported, program), notes, data)
+    return free_of_strides(gm)
+
+
+def _of_the_loss(target: str) -> NotYetSupported:
+    return NotYetSupported(
+        f"the loss has a trainable parameter of its own, {target.removeprefix('loss_fn.')}", where="loss_fn",
+        why="a step has the gradients of the model's parameters, and this one would be left out without a word",
+        fix="make the loss a part of the model that returns it: loss_fn=lambda out: out; or freeze the parameter",
+    )  # fmt: skip
+
+
+def _parameter(target: str, tracked: dict[str, str]) -> InputSpec:
+    name = target.removeprefix("model.")
+    canonical = tracked.get(name, "") if target.startswith("model.") else ""
+    return InputSpec("parameter", canonical or name, tracked=bool(canonical), target=target)
+
+
+def _batch_symbol(nodes: Sequence[torch.fx.Node]) -> Any:
+    for node in nodes:
+        spec = facts.input_spec(node)
+        if spec.samples is not None:
+            return facts.expr(node.meta["val"].shape[spec.samples])
+    raise AssertionError("no input carries samples")
+
+
+def _outputs(exported: Exported, program: Program) -> tuple[OutputSpec, ...]:
+    found = []
+    result = "output" if program.loss_fn is None else "loss"
+    kept, checks = sum(len(entry.tensors) for entry in program.written), program.output.assumed
+    last = len(exported.signature.output_specs) - len(checks)
+    for index, spec in enumerate(exported.signature.output_specs):
+        if spec.kind is OutputKind.BUFFER_MUTATION:
+            found.append(OutputSpec("buffer", spec.target or ""))
+        elif spec.kind is OutputKind.USER_OUTPUT:
+            kind = result if index < last - kept else "written"
+            found.append(
+                OutputSpec(kind, f"{kind}_{index}") if index < last else OutputSpec("check", checks[index - last])
+            )
+        else:
+            raise NotYetSupported(
+                f"the forward pass writes into {spec.target or 'one of its inputs'}", where=str(spec.target),
+                why="a step never changes its inputs or parameters", fix="clone the tensor before writing into it",
+            )  # fmt: skip
+    return tuple(found)

@@ -1,0 +1,196 @@
+"""torch.export, with what it would lose put back or refused, and its remarks kept from the user.
+
+Export runs the code on fake tensors (`strict=False`).  Gradient-free regions (`torch.no_grad`) become detached values;
+custom autograd functions become ops of their own, because export follows their forward only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import Dim
+from torch.export.graph_signature import ExportGraphSignature, InputKind
+from torch.fx import GraphModule
+from torch.nn.modules._functions import BackwardHookFunction
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
+
+from psg_fx.errors import CaptureFailed, NotYetSupported, PsgError
+from psg_fx.graph.strides import free_of_strides, refuse_strides
+from psg_fx.ops.autograd_function import as_one_op
+from psg_fx.passes.capture.branches import Readings, watch_the_batch_size
+from psg_fx.passes.capture.fixed_sizes import constants_that_follow, join, values_of
+from psg_fx.passes.capture.losses import loss_decompositions
+from psg_fx.passes.capture.reasons import capture_failed, failure_at
+from psg_fx.passes.capture.recurrent_layers import recurrent_decompositions
+from psg_fx.passes.capture.rewrites import rewritten
+from psg_fx.passes.capture.writes import seen_by_autograd, unwatched
+from psg_fx.program.observe import Observed
+from psg_fx.torch_private import core_decompositions, own_attributes, traced_without_code, user_stack_traces
+from psg_fx.torch_private.functional import Functional, functional
+from psg_fx.torch_private.patching import patched_here
+from psg_fx.torch_private.quiet import quiet
+from psg_fx.torch_private.tracer import forgetful_fakes, without_tensor_meta
+
+aten = torch.ops.aten
+Example = Callable[[int], Sequence[torch.Tensor]]
+_FUNCTIONAL: dict[Any, Callable[..., Any]] = {
+    aten.copy.default: lambda old, new, non_blocking=False: new.to(old.dtype).expand(old.shape).clone(),
+    aten.affine_grid_generator.default: core_decompositions()[aten.affine_grid_generator.default],
+}
+"""Ops whose backward is missing (one comes of writing into a view), or takes no symbol for the batch size."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A program as functional ATen: parameters, buffers and constants are placeholders like its inputs.
+
+    note: what the user should know of how it was captured.  one_size: it serves only the batch size of the call.
+    """
+
+    gm: GraphModule
+    signature: ExportGraphSignature
+    constants: Mapping[str, Any]
+    state: Mapping[str, torch.Tensor]
+    note: str = ""
+    one_size: bool = False
+
+
+def export(
+    program: nn.Module, example: Example, dims: Sequence[int | None], sizes: tuple[int, int], observed: Observed
+) -> Exported:
+    """`program(example(B))` for every batch size B; where only that fails, for one.
+
+    example: the inputs with B samples.  dims: where the samples lie in them.  sizes: one that nothing else equals, and
+    that of the call.  observed: is told what runs unseen.
+    """
+    batch = Dim("batch", min=2)
+    readings = Readings()
+    with _keep_custom_backward(observed):
+        try:
+            with watch_the_batch_size(readings):
+                found = _functional(program, example(sizes[0]), [{} if d is None else {d: batch} for d in dims])
+        except CaptureFailed as failure:
+            return _one_size(program, example, dims, sizes, failure, readings)
+    return Exported(found.graph_module, found.graph_signature, found.constants, found.state_dict)
+
+
+def _one_size(
+    program: nn.Module, example: Example, dims: Sequence[int | None], sizes: tuple[int, int], failure: CaptureFailed,
+    readings: Readings,
+) -> Exported:  # fmt: skip
+    """The program at the batch size of the call, its numbers that follow the batch size found by other sizes."""
+    hint, size = sizes[0], sizes[1] or sizes[0]  # for no samples, a graph says what is empty, and does not run
+    each = list(dict.fromkeys((size, hint, 1)))
+    found = [_functional(program, example(size), [])]  # what fails here does not fail for the batch size
+    try:
+        found += [_functional(program, example(n), []) for n in each[1:]]
+    except CaptureFailed as other:
+        raise failure_at(other, each[len(found)], size) from failure
+    first = found[0]
+    tensors = values_of(first, example(hint))
+    samples = iter(dims)
+    places = [next(samples) if s.kind is InputKind.USER_INPUT else None for s in first.graph_signature.input_specs]
+    follow = constants_that_follow(found, each)
+    gm = join([f.graph_module for f in found], each, tensors, places, follow)
+    why = readings.why() or failure.why
+    note = f"one graph for each batch size: {why}"
+    return Exported(gm, first.graph_signature, first.constants, first.state_dict, note, one_size=True)
+
+
+def _functional(program: nn.Module, examples: Sequence[torch.Tensor], dynamic: list[dict[int, Any]]) -> Functional:
+    """`program(examples)` as functional ATen, differentiable, losses and recurrent layers written out."""
+    shapes = (dynamic,) if dynamic else None
+    with torch.enable_grad(), _quiet(), user_stack_traces(), without_tensor_meta(), traced_without_code():
+        try:
+            with rewritten(), seen_by_autograd(), own_attributes(), forgetful_fakes(not _repeats(program)):
+                exported = torch.export.export(program, (list(examples),), dynamic_shapes=shapes, strict=False)
+            detach_no_grad_regions(exported.graph_module)
+            found = functional(exported, recurrent_decompositions() | loss_decompositions() | _FUNCTIONAL)
+        except PsgError as error:  # torch.fx writes the graph's own traceback into its text
+            raise type(error)(error.what, where=error.where, why=error.why, fix=error.fix) from None
+        except Exception as error:
+            raise capture_failed(error) from error
+    refuse_strides(found.graph_module)
+    free_of_strides(found.graph_module)
+    return found
+
+
+def _repeats(program: nn.Module) -> bool:
+    """Whether most layers are like another one."""
+    layers = [m for m in program.modules() if not any(m.children())]
+    kinds = {(type(m), *(p.shape for p in m.parameters())) for m in layers}
+    return len(layers) > 2 * len(kinds)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep export's own remarks from the user: recurrent layers make it warn of attributes that it restores."""
+    with quiet(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export", UserWarning)
+        warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec.` is deprecated", FutureWarning)
+        yield
+
+
+@contextlib.contextmanager
+def _keep_custom_backward(observed: Observed) -> Iterator[None]:
+    """Custom autograd functions become ops of their own: export would follow their forward and drop their backward."""
+
+    def apply(cls: type[torch.autograd.Function], *args: Any) -> Any:
+        if cls is CheckpointFunction:  # what is recomputed is decided after differentiation
+            block, _, *given = args
+            return block(*given)
+        if cls is BackwardHookFunction:
+            raise _hooked("a module has a backward hook", "register_full_backward_hook")
+        observed.functions([cls.forward, cls.backward, cls.setup_context])
+        with unwatched():
+            return as_one_op(cls, args)
+
+    def register_hook(tensor: torch.Tensor, hook: Any) -> Any:
+        raise _hooked("the code puts a hook on a tensor's gradient", "register_hook")
+
+    with (
+        patched_here(torch.autograd.Function, "apply", classmethod(apply)),
+        patched_here(torch.Tensor, "register_hook", register_hook),
+    ):
+        yield
+
+
+def _hooked(what: str, where: str) -> NotYetSupported:
+    return NotYetSupported(
+        what, where=where, why="a captured graph has no hooks, and one may change the gradient",
+        fix="remove it, or write what it does to the gradient as a custom autograd.Function",
+    )  # fmt: skip
+
+
+def detach_no_grad_regions(gm: GraphModule) -> None:
+    """`with torch.no_grad():` regions arrive as sub-graphs that decomposition inlines.  Detach what leaves them, so
+    that differentiation stops there as the user asked.
+    """
+    for node in list(gm.graph.nodes):
+        if node.op != "call_function" or node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled:
+            continue
+        enabled, region = node.args[0], getattr(gm, node.args[1].target)
+        detach_no_grad_regions(region)
+        if enabled:
+            continue
+        output = region.graph.output_node()
+        with region.graph.inserting_before(output):
+            values = pytree.tree_map_only(torch.fx.Node, partial(_detached, region.graph), output.args[0])
+        output.args = (values,)
+        region.recompile()
+
+
+def _detached(graph: torch.fx.Graph, value: torch.fx.Node) -> torch.fx.Node:
+    if not isinstance(value.meta.get("val"), torch.Tensor):
+        return value
+    node = graph.call_function(aten.detach.default, (value,))
+    node.meta = dict(value.meta)
+    return node

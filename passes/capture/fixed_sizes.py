@@ -1,0 +1,254 @@
+"""One graph from captures at fixed batch sizes, where a capture with a symbolic batch size fails.
+
+The program is captured at the batch size of the call, at a prime, and at one.  All must be the same graph but for
+numbers that are multiples c·B of the batch size (or c/B); these become symbols again, so that samples are proven apart
+as ever.  The graph then serves the one batch size it was captured at: another one may lead the code elsewhere.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.export.graph_signature import InputKind
+from torch.fx import GraphModule, Interpreter, Node
+from torch.utils import _pytree as pytree
+
+from psg_fx.errors import NotYetSupported
+from psg_fx.graph import facts
+from psg_fx.source import locate
+from psg_fx.torch_private import enable_python_dispatcher, symbolic_inputs
+from psg_fx.torch_private.functional import Functional
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Share:
+    """A number that is `factor` times the batch size, or (inverse) divided by it."""
+
+    factor: int | float
+    inverse: bool = False
+
+
+def join(
+    graphs: Sequence[GraphModule], sizes: Sequence[int], tensors: Sequence[torch.Tensor], dims: Sequence[int | None],
+    constants: Mapping[str, Sequence[Any]],
+) -> GraphModule:  # fmt: skip
+    """The first graph, its numbers that go with the batch size replaced by a symbol.
+
+    graphs: captures of one program at `sizes`.  tensors: what the placeholders of the first hold.  dims: where the
+    samples lie in them, None where there are none.  constants: those of `constants_that_follow`.
+    """
+    first = graphs[0]
+    for node in first.graph.nodes:
+        if any(isinstance(s, torch.SymInt) for t in facts.tensors(node.meta.get("val")) for s in t.shape):
+            raise _by_values(node)
+    columns = list(zip(*(g.graph.nodes for g in graphs), strict=False))
+    if len({len(g.graph.nodes) for g in graphs}) > 1:
+        raise _unlike(next((c[0] for c in columns if len({n.target for n in c}) > 1), columns[-1][0]), sizes)
+    place = [{n: i for i, n in enumerate(g.graph.nodes)} for g in graphs]
+    shares = [_compare(column, place, sizes) for column in columns]
+    batch = _write(first, shares, dims)
+    for node in [n for n in first.graph.nodes if n.op == "placeholder" and n.name in constants]:
+        _compute(first, batch, node, constants[node.name])
+    _describe(first, tensors, dims)
+    return first
+
+
+def values_of(exported: Functional, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What each placeholder holds."""
+    given, found = iter(inputs), []
+    for spec in exported.graph_signature.input_specs:
+        if spec.kind is InputKind.USER_INPUT:
+            found.append(next(given))
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            found.append(exported.constants[spec.target or ""])
+        else:
+            value = exported.state_dict.get(spec.target or "")
+            found.append(exported.constants[spec.target or ""] if value is None else value)
+    return [v.detach() for v in found]
+
+
+def constants_that_follow(programs: Sequence[Functional], sizes: Sequence[int]) -> dict[str, list[Any]]:
+    """The tensors that the code makes of the batch size outside the graph, as `torch.tensor(len(x))`: the name of the
+    placeholder -> its elements, flat, a `Share` where one goes with the batch size.
+    """
+    first = programs[0]
+    found: dict[str, list[Any]] = {}
+    for spec in first.graph_signature.input_specs:
+        values: list[Any] = [p.constants.get(spec.target or "") for p in programs]
+        if spec.kind is not InputKind.CONSTANT_TENSOR or not all(isinstance(v, torch.Tensor) for v in values):
+            continue
+        if any(v.shape != values[0].shape for v in values) or values[0].numel() > _FEW:
+            if not _same(values):
+                raise _of_the_batch_size(spec.target)
+        elif not _same(values):
+            exact = 4 * torch.finfo(values[0].dtype).eps if values[0].is_floating_point() else 0.0
+            rows = zip(*(v.flatten().tolist() for v in values), strict=True)
+            shares = [_share(row, sizes, exact) for row in rows]
+            if any(share is None for share in shares):
+                raise _of_the_batch_size(spec.target)
+            found[spec.arg.name] = shares
+    return found
+
+
+_FEW = 64
+"""A tensor of more elements is not taken apart."""
+
+
+def _same(values: Sequence[Any]) -> bool:
+    return all(v.shape == values[0].shape and torch.equal(v, values[0]) for v in values)
+
+
+def _of_the_batch_size(name: str | None) -> NotYetSupported:
+    return NotYetSupported(
+        "the code makes a tensor of the batch size outside the graph", where=f"the constant {name}",
+        why="it holds other values for another batch size, in no simple way",
+        fix="make it with torch.arange or torch.full",
+    )  # fmt: skip
+
+
+def _compare(column: Sequence[Node], place: Sequence[dict[Node, int]], sizes: Sequence[int]) -> list[Any]:
+    """The flat arguments of a node, a `Share` where they go with the batch size."""
+    first = column[0]
+    if any(n.op != first.op or (n.op == "call_function" and n.target != first.target) for n in column):
+        raise _unlike(first, sizes)
+    flat = [pytree.tree_leaves((n.args, n.kwargs)) for n in column]
+    if len({len(f) for f in flat}) > 1:
+        raise _unlike(first, sizes)
+    return [_argument(first, values, place, sizes) for values in zip(*flat, strict=True)]
+
+
+def _argument(node: Node, values: Sequence[Any], place: Sequence[dict[Node, int]], sizes: Sequence[int]) -> Any:
+    if all(isinstance(v, Node) for v in values):
+        if len({p[v] for p, v in zip(place, values, strict=True)}) == 1:
+            return values[0]
+        raise _unlike(node, sizes)
+    if any(isinstance(v, Node) for v in values):
+        raise _unlike(node, sizes)
+    if all(type(v) is type(values[0]) and v == values[0] for v in values):
+        return values[0]
+    share = _share(values, sizes, 1e-12)
+    if share is not None:
+        return share
+    raise NotYetSupported(
+        f"{node.target} has a number that follows the batch size in no simple way", where=locate(node),
+        why=f"it is {', '.join(f'{v} at B = {s}' for v, s in zip(values, sizes, strict=True))}",
+        fix="use x.shape[0] itself, without int(), min() or max()",
+    )  # fmt: skip
+
+
+def _share(values: Sequence[Any], sizes: Sequence[int], exact: float) -> Any:
+    """What a number is that had these values at these batch sizes: itself, c·B or c/B; None if it is none of them.
+
+    exact: up to which relative error floats count as equal.
+    """
+    if all(type(v) is type(values[0]) and v == values[0] for v in values):
+        return values[0]
+    if all(type(v) is int for v in values) and len({v / s for v, s in zip(values, sizes, strict=True)}) == 1:
+        return Share(values[0] // sizes[0])
+    if not all(type(v) is float for v in values):
+        return None
+    alone = sizes.index(1)  # the value that counts, to the last bit
+    for inverse in (False, True):
+        factors = [v * s if inverse else v / s for v, s in zip(values, sizes, strict=True)]
+        if max(abs(f - factors[alone]) for f in factors) <= exact * abs(factors[alone]):
+            return Share(factors[alone], inverse)
+    return None
+
+
+def _by_values(node: Node) -> NotYetSupported:
+    return NotYetSupported(
+        f"the size of what {node.target} makes depends on values of a tensor", where=locate(node),
+        why="a compiled graph has sizes that are known before it runs",
+        fix="keep every row and multiply by a mask, or use torch.where",
+    )  # fmt: skip
+
+
+def _one_number(node: Node) -> NotYetSupported:
+    return NotYetSupported(
+        f"{node.target} takes no symbol for the batch size", where=locate(node),
+        why="torch asks for the number itself to say what it makes, so its samples cannot be proven apart",
+        fix="if it runs over the samples, let it not; else write it with ops that take any size",
+    )  # fmt: skip
+
+
+def _unlike(node: Node, sizes: Sequence[int]) -> NotYetSupported:
+    listed = ", ".join(str(s) for s in sizes)
+    return NotYetSupported(
+        "the program is another one for another batch size", where=locate(node),
+        why=f"captured with {listed} samples it gives graphs that differ here, and the loss of a sample is that of a "
+        "batch of one",
+        fix="write it to do the same for every batch size: no loop over samples, no branch on their number",
+    )  # fmt: skip
+
+
+def _write(gm: GraphModule, shares: Sequence[list[Any]], dims: Sequence[int | None]) -> Node:
+    """Put multiples of a size of an input, the batch size, where the shares are."""
+    nodes = list(gm.graph.nodes)
+    inputs = [n for n in nodes if n.op == "placeholder"]
+    carrier, dim = next((n, d) for n, d in zip(inputs, dims, strict=True) if d is not None)
+    with gm.graph.inserting_after(inputs[-1]):
+        batch = gm.graph.call_function(aten.sym_size.int, (carrier, dim))
+    for node, flat in zip(nodes, shares, strict=True):
+        if not any(isinstance(v, Share) for v in flat):
+            continue
+        with gm.graph.inserting_before(node):
+            new = [_number(gm, batch, v) if isinstance(v, Share) else v for v in flat]
+        node.args, node.kwargs = pytree.tree_unflatten(new, pytree.tree_structure((node.args, node.kwargs)))
+    return batch
+
+
+def _compute(gm: GraphModule, batch: Node, constant: Node, elements: Sequence[Any]) -> None:
+    """Let a tensor of numbers that go with the batch size be computed from it."""
+    value = constant.meta["val"]
+    with gm.graph.inserting_after(batch):
+        new = gm.graph.call_function(aten.view.default, (constant, list(value.shape)))
+    with gm.graph.inserting_before(new):
+        numbers = [_number(gm, batch, e) if isinstance(e, Share) else e for e in elements]
+        options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+        parts = [gm.graph.call_function(aten.full.default, ([], number), options) for number in numbers]
+        stacked = gm.graph.call_function(aten.stack.default, (parts,))
+    constant.replace_all_uses_with(new)
+    new.args = (stacked, list(value.shape))
+
+
+def _number(gm: GraphModule, batch: Node, share: Share) -> Node:
+    if share.inverse:
+        return gm.graph.call_function(operator.truediv, (share.factor, batch))
+    return batch if share.factor == 1 else gm.graph.call_function(operator.mul, (batch, share.factor))
+
+
+class _Described(Interpreter):
+    """Runs a graph on fake tensors and keeps each value in the meta of its node.
+
+    fixed: the node, if any, that turned the symbol in the shape of `carrier` into a number.
+    """
+
+    def __init__(self, gm: GraphModule, carrier: torch.Tensor) -> None:
+        super().__init__(gm)
+        self.carrier = carrier
+        self.fixed: Node | None = None
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        if self.fixed is None and not any(size.free_symbols for size in facts.shape(self.carrier)):
+            self.fixed = n
+        if n.op != "output":
+            n.meta["val"] = result
+        return result
+
+
+def _describe(gm: GraphModule, tensors: Sequence[torch.Tensor], dims: Sequence[int | None]) -> None:
+    fakes = symbolic_inputs(tensors, dims)
+    with fakes[0].fake_mode, enable_python_dispatcher(), torch.no_grad():  # type: ignore[attr-defined]
+        carrier = next(fake for fake, dim in zip(fakes, dims, strict=True) if dim is not None)
+        described = _Described(gm, carrier)
+        described.run(*fakes)
+    if described.fixed is not None:
+        raise _one_number(described.fixed)
+    gm.recompile()

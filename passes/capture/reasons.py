@@ -1,0 +1,57 @@
+"""Why a capture failed, in plain words: torch.export's exception -> what, where, why, fix."""
+
+from __future__ import annotations
+
+import re
+import traceback
+
+from psg_fx.errors import CaptureFailed
+from psg_fx.source import is_library
+
+NOT_ONE_GRAPH = "the model and loss could not be captured as one graph"
+"""What is wrong, where nothing more is known than that a capture failed."""
+
+_FIXED = ("Constraints violated", "specializ", "is invalid for input of size")
+
+
+def capture_failed(error: Exception) -> CaptureFailed:
+    """Export's failure in plain words, with the user's line."""
+    text = str(error)
+    first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+    kind = type(error).__name__
+    if "data-dependent" in text.lower() or "DataDependent" in kind or re.search(r"\bu\d+\b", first):
+        why = "the code branches on values of a tensor, so there is no one graph for all batches"
+        fix = "replace the branch by torch.where, or decide it outside the model"
+    elif any(words in text for words in _FIXED):
+        why = "the code ties the batch size to a fixed number: " + _constraint(text, first)
+        fix = "take sizes from the input (x.shape[0], -1) where the code has a number"
+    else:
+        why = f"{kind}: {first}"
+        fix = "make the forward pass and loss run under torch.export.export(strict=False)"
+    return CaptureFailed(NOT_ONE_GRAPH, where=user_line(error) or "the model or loss", why=why, fix=fix)
+
+
+def failure_at(error: CaptureFailed, size: int, wanted: int) -> CaptureFailed:
+    """The program runs with `wanted` samples and not with `size`."""
+    samples = "one sample" if size == 1 else f"{size} samples"
+    return CaptureFailed(
+        f"the model and loss run on {wanted} samples and not on {samples}", where=error.where,
+        why=error.why if size != 1 else f"the loss of a sample is that of a batch of one, and there {error.why}",
+        fix="take sizes from the input (x.shape[0], -1) where the code has a number",
+    )  # fmt: skip
+
+
+def user_line(error: Exception) -> str:
+    """`model.py:17: x = self.fc(x)`: the innermost line of the user's code that an exception came through, or ""."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_library(f.filename)]
+    if not frames:
+        return ""
+    return f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}: {frames[-1].line}"
+
+
+def _constraint(text: str, first: str) -> str:
+    """The sentence of export's report that says what was fixed."""
+    for line in text.splitlines():
+        if "specialized it to be a constant" in line or "satisfy the generated guard" in line:
+            return line.strip(" -").rstrip(".")
+    return first

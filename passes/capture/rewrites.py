@@ -1,0 +1,227 @@
+"""Functions that run as written here while the model is captured, because torch's own do not become a graph of samples.
+
+`F.embedding_bag` gives its op the place of every bag in the flat batch.  `F.linear_cross_entropy` has an op that cuts
+the batch into pieces.  Transformer layers look into a mask whether it is causal, a hint that changes no value.
+`F.gaussian_nll_loss` and distributions look at values to check them.  opt_einsum, where it is installed, orders a
+product of several tensors by their sizes, the batch size among them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules import transformer
+from torch.overrides import TorchFunctionMode
+
+from psg_fx.errors import NotYetSupported
+from psg_fx.ops.ctc import ctc
+from psg_fx.passes.capture.recurrent_layers import recurrent_functions
+from psg_fx.torch_private.patching import patched_here
+
+
+class _Rewritten(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _FUNCTIONS.get(func, func)(*args, **(kwargs or {}))
+
+
+def embedding_bag(
+    input: Tensor, weight: Tensor, offsets: Tensor | None = None, max_norm: float | None = None, norm_type: float = 2,
+    scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False,
+    per_sample_weights: Tensor | None = None, include_last_offset: bool = False, padding_idx: int | None = None,
+) -> Tensor:  # fmt: skip
+    """y[b,:] = Σ_t w[b,t] W[ids[b,t],:] (sum), Σ_t W[ids[b,t],:] / T (mean), or the largest for each feature (max).
+
+    For ids `[B, T]`. Ids equal to padding_idx do not count; an empty bag is zero. With ids `[N]` and offsets: as it is.
+    """
+    if input.dim() != 2 or offsets is not None or max_norm is not None or mode not in ("sum", "mean", "max"):
+        return F.embedding_bag(
+            input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights,
+            include_last_offset, padding_idx,
+        )  # fmt: skip
+    if scale_grad_by_freq:
+        raise NotYetSupported(
+            "embedding_bag with scale_grad_by_freq", where="F.embedding_bag",
+            why="torch divides some of its gradients by the frequency of another token than theirs",
+            fix="use nn.Embedding(scale_grad_by_freq=True) and a sum over the tokens",
+        )  # fmt: skip
+    rows = F.embedding(input, weight, padding_idx, sparse=sparse)
+    if per_sample_weights is not None:
+        if mode != "sum":
+            raise NotImplementedError(f"embedding_bag: per_sample_weights goes with mode='sum', not {mode!r}")
+        rows = rows * per_sample_weights.unsqueeze(-1)
+    if input.shape[1] == 0:
+        return rows.sum(1)
+    if padding_idx is None:
+        return rows.sum(1) if mode == "sum" else rows.mean(1) if mode == "mean" else rows.max(1).values
+    kept = (input != padding_idx % weight.shape[0]).unsqueeze(-1)
+    if mode == "max":
+        largest = torch.where(kept, rows, float("-inf")).max(1).values
+        return torch.where(kept.any(1), largest, 0.0)
+    total = torch.where(kept, rows, 0.0).sum(1)
+    return total if mode == "sum" else total / kept.sum(1).clamp(min=1)
+
+
+def pack_padded_sequence(*_: Any, **__: Any) -> Any:
+    """Refused: what is packed has no dim of samples."""
+    raise NotYetSupported(
+        "a packed sequence", where="nn.utils.rnn.pack_padded_sequence",
+        why="the rows of all samples lie in one dim, in an order that depends on their lengths",
+        fix="pass the padded tensor to the recurrent layer, and pick or mask what belongs to each sample afterwards",
+    )  # fmt: skip
+
+
+def linear_cross_entropy(*args: Any, options: Any = None, **named: Any) -> Tensor:
+    """Without the options, which say in how many pieces it is computed."""
+    return F.linear_cross_entropy(*args, **named)
+
+
+def gaussian_nll_loss(
+    input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+) -> Tensor:
+    """(log v + (x - t)² / v) / 2 (full: + log(2π) / 2) for v = max(var, ε), whose gradient is that of var everywhere.
+
+    Without the check that no variance is negative: it looks at values.
+    """
+    if not isinstance(var, Tensor):
+        return F.gaussian_nll_loss(input, target, var, full, eps, reduction)
+    var = var.unsqueeze(-1) if var.dim() == input.dim() - 1 else var
+    var = var + (var.clamp(min=eps) - var).detach()
+    loss = 0.5 * (var.log() + (input - target) ** 2 / var) + (0.5 * math.log(2 * math.pi) if full else 0.0)
+    return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
+
+
+def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
+    """y[i.., j, k..] = x[i.., ids[i.., j, k..], k..] along dim, both broadcast in the others.  Torch's own reads the
+    batch size as a number.
+    """
+    if dim is None:
+        return input.reshape(-1).gather(0, indices.reshape(-1))
+    dim = dim % max(input.dim(), 1)
+    both = torch.broadcast_shapes(*([*t.shape[:dim], 1, *t.shape[dim + 1 :]] for t in (input, indices)))
+
+    def wide(t: Tensor) -> Tensor:
+        return t.expand([*both[:dim], t.shape[dim], *both[dim + 1 :]])
+
+    return wide(input).gather(dim, wide(indices))
+
+
+def diff(
+    input: Tensor, n: int = 1, dim: int = -1, prepend: Tensor | None = None, append: Tensor | None = None
+) -> Tensor:
+    """y[i] = x[i + 1] - x[i] along dim, n times, of x between `prepend` and `append`."""
+    parts = [t for t in (prepend, input, append) if t is not None]
+    x = torch.cat(parts, dim) if len(parts) > 1 else input
+    for _ in range(min(n, x.shape[dim])):
+        later, earlier = x.narrow(dim, 1, x.shape[dim] - 1), x.narrow(dim, 0, x.shape[dim] - 1)
+        x = later ^ earlier if x.dtype is torch.bool else later - earlier
+    return x if n else x.clone()
+
+
+def instance_norm(
+    input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None, weight: Tensor | None = None,
+    bias: Tensor | None = None, use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    """Running statistics in training as writes of their own: m' = (1 - μ) m + μ mean_b mean(x[b,c]), and v' of unbiased
+    variances.  Torch's op writes them unseen, and they do not enter the output.
+    """
+    if not use_input_stats or running_mean is None or running_var is None:
+        return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+    with torch.no_grad():
+        rows = input.detach().flatten(2)
+        for running, new in ((running_mean, rows.mean(2)), (running_var, rows.var(2))):
+            running.copy_((1 - momentum) * running + momentum * new.mean(0))
+    return F.instance_norm(input, None, None, weight, bias, True, momentum, eps)
+
+
+def ctc_loss(
+    log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0,
+    reduction: str = "mean", zero_infinity: bool = False,
+) -> Tensor:  # fmt: skip
+    """L[b] = -log p(target[b]), its mean that of L[b] / max(1, length of target b); an op that knows the samples."""
+    given = (log_probs, targets, input_lengths, target_lengths)
+    if log_probs.dim() != 3:
+        return F.ctc_loss(*given, blank, reduction, zero_infinity)
+    if targets.dim() != 2:
+        raise NotYetSupported(
+            "ctc_loss with the targets of all samples in one dim", where="F.ctc_loss",
+            why="where a sample's target begins depends on the others' lengths", fix="pass padded targets, [B, S]",
+        )  # fmt: skip
+    lengths = [_lengths(v, log_probs) for v in (input_lengths, target_lengths)]
+    losses: Tensor = ctc(log_probs, targets, *lengths, blank, zero_infinity)
+    if reduction == "mean":
+        return (losses / lengths[1].clamp(min=1)).mean()
+    return losses.sum() if reduction == "sum" else losses
+
+
+def _lengths(given: Any, log_probs: Tensor) -> Tensor:
+    """Lengths `[B]`, where they are given as numbers: the same for all samples."""
+    if isinstance(given, Tensor):
+        return given
+    if len(set(given)) > 1:
+        raise NotYetSupported(
+            "ctc_loss with other lengths for each sample, as numbers", where="F.ctc_loss",
+            why="a list in the code is the same at every call", fix="pass them as tensors [B] among inputs or targets",
+        )  # fmt: skip
+    return torch.full((log_probs.shape[1],), next(iter(given)), dtype=torch.int64, device=log_probs.device)
+
+
+def is_causal(mask: Tensor | None, given: bool | None = None, size: int | None = None) -> bool:
+    """Whether the caller said that the mask is causal; a mask that is given is used either way."""
+    return given is True
+
+
+def encoder(
+    self: nn.TransformerEncoder, src: Tensor, mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None,
+    is_causal: bool | None = None,
+) -> Tensor:  # fmt: skip
+    """Refused where torch, as no gradients are needed, drops padded positions and returns zeros for them: which ones
+    that are depends on the values of the mask.
+    """
+    first = self.layers[0]
+    drops = getattr(self, "use_nested_tensor", False) and torch.backends.mha.get_fastpath_enabled()
+    padded = src.dim() == 3 and mask is None and src_key_padding_mask is not None
+    learns = torch.is_grad_enabled() and any(t.requires_grad for t in (src, *first.parameters()))
+    if drops and padded and not first.training and not learns:
+        raise NotYetSupported(
+            "a TransformerEncoder without gradients, in eval mode, returns zeros at padded positions",
+            where="nn.TransformerEncoder.forward", why="torch takes this path where it sees the values of the mask",
+            fix="make the encoder with enable_nested_tensor=False, or set encoder.use_nested_tensor = False",
+        )  # fmt: skip
+    return _ENCODER(self, src, mask, src_key_padding_mask, is_causal)
+
+
+_ENCODER = nn.TransformerEncoder.forward
+
+
+@contextlib.contextmanager
+def rewritten() -> Iterator[None]:
+    """While the model is captured, some functions run as written here."""
+    with (
+        patched_here(transformer, "_detect_is_causal_mask", is_causal),
+        patched_here(nn.TransformerEncoder, "forward", encoder),
+        patched_here(torch.distributions.Distribution, "_validate_args", False),
+        patched_here(torch.backends.opt_einsum.m, "is_available", lambda: False), _Rewritten(),  # type: ignore[attr-defined]
+    ):  # fmt: skip
+        yield
+
+
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    F.embedding_bag: embedding_bag,
+    F.gaussian_nll_loss: gaussian_nll_loss,
+    F.instance_norm: instance_norm,
+    F.ctc_loss: ctc_loss,
+    **dict.fromkeys((torch.take_along_dim, Tensor.take_along_dim), take_along_dim),
+    **dict.fromkeys((torch.diff, Tensor.diff), diff),
+    torch._VF._pack_padded_sequence: pack_padded_sequence,
+    **recurrent_functions(),
+}
+if hasattr(F, "linear_cross_entropy"):  # since torch 2.13
+    _FUNCTIONS[F.linear_cross_entropy] = linear_cross_entropy

@@ -1,0 +1,138 @@
+"""What changes a gradient behind autograd's back while the model is captured: refused, or put into words it follows.
+
+A captured graph has no order of reading and writing, and differentiates every value that is written. Autograd does not
+see a write under `torch.no_grad()`, nor one through `h.detach()`: the value changes, and its gradient is the old one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from psg_fx.errors import NotYetSupported
+from psg_fx.program.code import line_of
+from psg_fx.source import is_library
+from psg_fx.torch_private import without_checkpoints, without_functions
+from psg_fx.torch_private.patching import patched_here
+
+
+class _Writes(TorchFunctionMode):
+    """Refuses an op that writes, unseen by autograd, into the memory of a tensor with a gradient.
+
+    learning: the memory of such tensors, kept so that no other tensor takes its place.
+    """
+
+    watching = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.learning: dict[int, torch.UntypedStorage] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if not self.watching:
+            return func(*args, **(kwargs or {}))
+        if func in _BACKWARD:
+            raise _own_backward(func)
+        func = torch.Tensor.detach if func == _DATA else func
+        with without_functions():
+            given = _tensors((args, kwargs))
+            if outside := [t for t in given if type(t) is torch.Tensor and t.grad_fn is not None]:
+                raise computed_outside(outside[0])
+            given = [t for t in given if not t.is_inference()]
+            versions = [t._version for t in given]
+        result = func(*args, **(kwargs or {}))
+        with without_functions():
+            written = [t for t, version in zip(given, versions, strict=True) if t._version != version]
+            for tensor in written:
+                hidden = not (torch.is_grad_enabled() and tensor.requires_grad)
+                if hidden and (tensor.requires_grad or _place(tensor) in self.learning):
+                    raise _hidden_write(func)
+            for tensor in (*given, *_tensors(result)):
+                if tensor.requires_grad:
+                    self.learning.setdefault(_place(tensor), tensor.untyped_storage())
+        return result
+
+
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+"""`x.data` leaves no trace in a graph; `x.detach()` is the same value."""
+_BACKWARD = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in leaves if leaf.layout is torch.strided]
+
+
+def _place(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def computed_outside(value: torch.Tensor) -> NotYetSupported:
+    """The refusal of a tensor that is made of parameters before the program runs."""
+    return NotYetSupported(
+        "the loss or the model reads a tensor that was computed outside of it and requires gradients",
+        where=f"a tensor of shape {tuple(value.shape)}",
+        why="the way from the parameters to it is not part of the graph",
+        fix="compute it inside the model or the loss, or detach it if it is meant as a constant",
+    )
+
+
+def _hidden_write(func: Callable[..., Any]) -> NotYetSupported:
+    return NotYetSupported(
+        "a tensor with a gradient is written into where autograd does not see it",
+        where=_line(func),
+        why="under torch.no_grad(), or through .detach() or .data, its value changes and its gradient does not",
+        fix="write into a clone, or say what is meant: h + (new - h).detach() has the value new and the gradient of h",
+    )  # fmt: skip
+
+
+def _own_backward(func: Callable[..., Any]) -> NotYetSupported:
+    return NotYetSupported(
+        "the code takes a gradient of its own", where=_line(func),
+        why="the ops of that backward pass are not recorded while the model is captured",
+        fix="write the derivative out, or take it in the loop around the step",
+    )  # fmt: skip
+
+
+def _line(func: Callable[..., Any]) -> str:
+    """The user's line that calls `func`."""
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(2)))
+    own = next((f for f in frames if not is_library(f.f_code.co_filename)), None)
+    return line_of(own) if own is not None else getattr(func, "__name__", str(func))
+
+
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """For code whose backward is known otherwise: a custom function's own forward."""
+    with patched_here(_Writes, "watching", False):
+        yield
+
+
+def _enter_inference(self: Any) -> None:
+    self._grad = contextlib.ExitStack()
+    if self.mode:
+        self._grad.enter_context(torch.no_grad())
+
+
+def _leave_inference(self: Any, *error: Any) -> None:
+    self._grad.close()
+
+
+@contextlib.contextmanager
+def seen_by_autograd() -> Iterator[None]:
+    """Refuse hidden writes; `torch.inference_mode()` is `torch.no_grad()`; checkpointed blocks run as they are."""
+    inference = torch.inference_mode
+    with (
+        patched_here(inference, "__enter__", _enter_inference),
+        patched_here(inference, "__exit__", _leave_inference), without_checkpoints(), _Writes(),
+    ):  # fmt: skip
+        yield

@@ -1,0 +1,69 @@
+"""Pass `batch`: where the samples lie in every value, and the proof that no op mixes them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.fx import GraphModule, Node
+
+from psg_fx.graph import facts
+from psg_fx.graph.sample_axis import positive
+from psg_fx.graph.strides import free_of_strides
+from psg_fx.passes.independence.masked import pad_masked_rows
+from psg_fx.passes.independence.prove import prove
+
+aten = torch.ops.aten
+_SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+
+
+def batch(gm: GraphModule, alone: Callable[[GraphModule, list[Node]], str] | None = None) -> GraphModule:
+    """Set `samples`, `reduced` and `proof` in the fact of every value, or raise `SamplesMixed`.
+
+    A value with samples holds, in block i of its sample axis, what the program of one sample (B = 1) computes for
+    sample i.  A *reduced* value is reduced over the samples; only the loss may come from it.
+
+    alone: compares the graph with the code for a batch of one, where ops of the graph keep the sample dim and the code
+    drops it; returns a note, or refuses.
+    """
+    taken = keep_the_sample_dim(gm)
+    pad_masked_rows(gm)
+    free_of_strides(gm)
+    prove(gm)
+    dropping = [node for node, dims in taken.items() if not node._erased and _is_sample_dim(node, dims)]
+    if dropping and alone is not None and (note := alone(gm, dropping)):
+        info = facts.graph_facts(gm)
+        gm.meta[facts.KEY] = dataclasses.replace(info, notes=(*info.notes, note))
+    return gm
+
+
+def _is_sample_dim(node: Node, dims: Sequence[int]) -> bool:
+    """Whether a batch of one has size 1 in one of the dims, because they are the samples'."""
+    source = node.args[0]
+    assert isinstance(source, Node)
+    axis = facts.fact(source).samples
+    return isinstance(axis, facts.SampleAxis) and axis.outer * axis.inner == 1 and axis.dim in dims
+
+
+def keep_the_sample_dim(gm: GraphModule) -> dict[Node, list[int]]:
+    """A squeeze would take the sample dim too when the batch has one sample: let it name the dims it takes.
+
+    The squeezes, each with the dims that it may take.
+    """
+    found: dict[Node, list[int]] = {}
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or node.target not in _SQUEEZES:
+            continue
+        source = node.args[0]
+        assert isinstance(source, Node)
+        sizes = source.meta["val"].shape
+        given = node.args[1] if len(node.args) > 1 else range(len(sizes))
+        dims = [positive(d, len(sizes)) for d in ([given] if isinstance(given, int) else given)]
+        found[node] = dims
+        taken = [d for d in dims if isinstance(sizes[d], int) and sizes[d] == 1]
+        if node.target is not aten.squeeze.dim or not taken:
+            node.target = aten.squeeze.dims
+            node.args = (source, taken)
+    gm.recompile()
+    return found

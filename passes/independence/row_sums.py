@@ -1,0 +1,75 @@
+"""Plain functions on rows of which some do not count, traced where a mask has picked the others (`padding.py`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from psg_fx.graph.facts import SampleAxis
+
+aten = torch.ops.aten
+
+
+def apart(mask: Tensor, axis: SampleAxis | None) -> Tensor:
+    """`[B, S]`: what a sample has of the mask; `[1, S]` if it has no samples."""
+    return together(mask, axis, 0, mask.ndim)[:, 0, :, 0]
+
+
+def together(x: Tensor, axis: SampleAxis | None, at: int, width: int) -> Tensor:
+    """`[B, L, S, R]`: L and R are what lies before and after the `width` dims from `at`, in which the samples lie as
+    in the mask; `[1, L, S, R]` if it has none.
+    """
+    lead, trail = math.prod(x.shape[:at]), math.prod(x.shape[at + width :])
+    if axis is None:
+        return x.reshape(1, lead, math.prod(x.shape[at : at + width]), trail)
+    dim = at + axis.dim
+    before, after = math.prod(x.shape[at:dim]), math.prod(x.shape[dim + 1 : at + width])
+    samples = x.shape[dim] // (axis.outer * axis.inner)
+    apart = x.reshape(lead, before * axis.outer, samples, axis.inner * after, trail)
+    return apart.permute(2, 0, 1, 3, 4).reshape(samples, lead, before * axis.outer * axis.inner * after, trail)
+
+
+def _sum(x: Tensor, kept: Tensor, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> Tensor:
+    x = torch.where(kept, x, torch.zeros((), dtype=x.dtype, device=x.device))
+    return x.sum(dtype=dtype) if dim is None else x.sum(dim, keepdim, dtype=dtype)
+
+
+def _mean(x: Tensor, kept: Tensor, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> Tensor:
+    total = _sum(x, kept, dim, keepdim, dtype)
+    dims = range(x.ndim) if dim is None else [d % x.ndim for d in dim]
+    others = 1
+    for d in dims:
+        others = others * (1 if kept.shape[d] != 1 else x.shape[d])
+    return total / (kept.sum() * others)
+
+
+def _norm(
+    x: Tensor, kept: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None
+) -> Tensor:
+    x = torch.where(kept, x, torch.zeros((), dtype=x.dtype, device=x.device))
+    found: Tensor = torch.linalg.vector_norm(x, ord, dim, keepdim, dtype=dtype)
+    return found
+
+
+def _any(x: Tensor, kept: Tensor) -> Tensor:
+    return (x.ne(0) & kept).any()
+
+
+def _all(x: Tensor, kept: Tensor) -> Tensor:
+    return (x.ne(0) | ~kept).all()
+
+
+SUMS: dict[Any, Callable[..., Tensor]] = {
+    aten.sum.default: _sum,
+    aten.sum.dim_IntList: _sum,
+    aten.mean.default: _mean,
+    aten.mean.dim: _mean,
+    aten.linalg_vector_norm.default: _norm,
+    aten.any.default: _any,
+    aten.all.default: _all,
+}
+"""Op -> the same over rows of which some count nothing."""

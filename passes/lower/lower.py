@@ -1,0 +1,89 @@
+"""lower: the only pass that writes nodes.  Traces a plain torch function for the plan and splices it into the graph."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.fx import GraphModule, Node
+
+from psg_fx.algebra.network import Kind, Source
+from psg_fx.graph import facts
+from psg_fx.graph.facts import InputSpec, OutputSpec
+from psg_fx.graph.stages import Stage
+from psg_fx.passes.lower.pieces import rename
+from psg_fx.passes.lower.writer import Writer
+from psg_fx.passes.runner import graph_pass
+from psg_fx.planner.plan import Plan
+from psg_fx.quantities.base import Extra, Quantity
+
+
+@graph_pass("lower", before=Stage.PLANNED, after=Stage.LOWERED)
+def lower(gm: GraphModule, quantities: Sequence[Quantity], dtype: torch.dtype) -> GraphModule:
+    """After: outputs are the losses, new buffer values, and every field of every quantity; nothing else is computed.
+
+    dtype: of further inputs whose quantity leaves it open.
+    """
+    info = facts.graph_facts(gm)
+    plan: Plan = info.data["plan"]
+    gradients = {p.gradient.name: p.gradient for p in plan.parameters}
+    extras = {name: extra for quantity in quantities for name, extra in quantity.extras(gradients).items()}
+    made = {name: _extra_node(gm, name, extra, dtype) for name, extra in extras.items()}
+    fixed = {n: extra.value.to(made[n].meta["val"].device) for n, extra in extras.items() if extra.value is not None}
+    constants = {**info.data["constants"], **fixed}
+    gm.meta[facts.KEY] = dataclasses.replace(info, data={**info.data, "constants": constants})
+    writer = Writer(gm, plan, _batch_node(gm), _known_values(gm, made), made)
+    _finish(gm, *_name(writer.results(quantities)))
+    return gm
+
+
+def _known_values(gm: GraphModule, extras: Mapping[str, Node]) -> dict[Source, Node]:
+    """What leaves and prefixes may read -> nodes of the joint graph."""
+    found = {Source(Kind.PLACEHOLDER, n.name): n for n in facts.placeholders(gm)}
+    found |= {Source(Kind.GIVEN, name): node for name, node in extras.items()}
+    for spec, node in zip(facts.graph_facts(gm).outputs, facts.outputs(gm), strict=True):
+        if node is not None and spec.kind in ("activation", "cotangent"):
+            found[Source(Kind(spec.kind), spec.name)] = node
+    return found
+
+
+def _batch_node(gm: GraphModule) -> Node:
+    return next(n for n in facts.placeholders(gm) if facts.input_spec(n).samples is not None)
+
+
+def _extra_node(gm: GraphModule, name: str, extra: Extra, dtype: torch.dtype) -> Node:
+    """A placeholder for a further input, after those there are."""
+    last, carrier = facts.placeholders(gm)[-1], _batch_node(gm)
+    template = carrier.meta["val"]
+    count = template.shape[facts.input_spec(carrier).samples or 0]
+    with template.fake_mode:
+        shape = [count if size is None else size for size in extra.shape]
+        value = torch.empty(shape, dtype=extra.dtype or dtype, device=template.device)
+    with gm.graph.inserting_after(last):
+        node = gm.graph.placeholder(re.sub(r"\W", "_", name))
+    kind = "given" if extra.value is None else "constant"
+    node.meta = {"val": value, "psg_fx_input": InputSpec(kind, name, 0 if None in extra.shape else None)}
+    return node
+
+
+def _name(results: list[tuple[OutputSpec, Node]]) -> tuple[list[Node], list[OutputSpec]]:
+    """Results named for what they hold."""
+    for spec, node in results:
+        rename(node, f"{spec.name}_{spec.kind}" if spec.name else spec.kind)
+    return [node for _, node in results], [spec for spec, _ in results]
+
+
+def _finish(gm: GraphModule, results: list[Node], specs: list[OutputSpec]) -> None:
+    """Keep losses, outputs, buffers and results as outputs; drop everything that only the planner needed."""
+    info = facts.graph_facts(gm)
+    kept = [
+        (spec, node)
+        for spec, node in zip(info.outputs, facts.outputs(gm), strict=True)
+        if spec.kind not in ("activation", "cotangent")
+    ]
+    everything = kept + list(zip(specs, results, strict=True))
+    gm.graph.output_node().args = (tuple(node for _, node in everything),)
+    gm.graph.eliminate_dead_code()
+    gm.meta[facts.KEY] = dataclasses.replace(info, outputs=tuple(spec for spec, _ in everything))

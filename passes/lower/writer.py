@@ -1,0 +1,174 @@
+"""A plan as nodes of a graph, written group by group: what is alike is traced once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from psg_fx.algebra.asks import FLOORS, Weighted
+from psg_fx.algebra.network import Kind, Source
+from psg_fx.graph import facts
+from psg_fx.graph.facts import OutputSpec
+from psg_fx.passes.lower.pieces import Pieces, rename
+from psg_fx.planner.evaluate import Evaluator
+from psg_fx.planner.groups import Group, groups
+from psg_fx.planner.plan import Plan
+from psg_fx.quantities.base import Quantity, Results, Weights
+
+Named = Mapping[str, Mapping[str, Node]]
+"""Ask or weights -> parameter -> node."""
+
+_Note = tuple[list[tuple[str, int]], list[tuple[str, int]]]
+"""What the results of a group are (key), and its contractions (kind), each with the index of its parameter."""
+
+
+class Writer:
+    """Writes a plan: norms first, then the weights that follow from them, then what reads weights.
+
+    batch: an input with samples.  known: what leaves and prefixes may read, by name.  extras: the further inputs of
+    quantities.
+    """
+
+    def __init__(
+        self, gm: GraphModule, plan: Plan, batch: Node, known: Mapping[Source, Node], extras: Mapping[str, Node]
+    ) -> None:
+        self.plan, self.batch, self.known, self.extras = plan, batch, known, extras
+        self.pieces = Pieces(gm, "lower")
+        self.groups = groups(plan)
+        self.found: dict[str, dict[str, Node]] = {key: {} for key in (*(ask.key for ask in plan.asks), FLOORS)}
+        self.contractions = 0
+
+    def results(self, quantities: Sequence[Quantity]) -> list[tuple[OutputSpec, Node]]:
+        """Every field of every quantity."""
+        handed = [self._first(group) for group in self.groups]
+        weights = self._weights(quantities)
+        for group, nodes in zip(self.groups, handed, strict=True):
+            self._second(group, nodes, weights)
+        return self._fields(quantities, weights)
+
+    def _first(self, group: Group) -> list[Node]:
+        """Everything that needs no weights; what the second phase reads of it."""
+
+        def piece(carrier: torch.Tensor, *values: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
+            evaluator = self._evaluator(group, carrier, values)
+            evaluator.first()
+            totals = [evaluator.env[Source(Kind.GRADS, name)] for name in group.totals]
+            return _returned(evaluator, group, [*(evaluator.known[key] for key in group.handed), *totals])
+
+        inputs = [self.batch, *self._inputs(group)]
+        return self._take(*self.pieces.write(piece, inputs, ("first", group.signature)), group)
+
+    def _second(self, group: Group, handed: list[Node], weights: Named) -> None:
+        """The weighted sums."""
+        asks = [ask for ask in self.plan.asks if isinstance(ask, Weighted)]
+        wanted = [(ask.weights, name) for ask in asks if ask.weights for name in group.names]
+        kept = [*group.handed, *group.totals]
+
+        def piece(carrier: torch.Tensor, *values: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
+            given, rest = values[: len(wanted)], values[len(wanted) :]
+            known = dict(zip(kept, rest, strict=False))
+            evaluator = self._evaluator(group, carrier, rest[len(kept) :])
+            evaluator.known |= {key: known[key] for key in group.handed}
+            evaluator.env |= {Source(Kind.GRADS, name): known[name] for name in group.totals}
+            evaluator.second(_by_name(dict(zip(wanted, given, strict=True))))
+            return _returned(evaluator, group, [])
+
+        if asks:
+            inputs = [self.batch, *(weights[w][name] for w, name in wanted), *handed, *self._inputs(group)]
+            self._take(*self.pieces.write(piece, inputs, ("second", group.signature)), group)
+
+    def _evaluator(self, group: Group, carrier: torch.Tensor, values: Sequence[torch.Tensor]) -> Evaluator:
+        env = dict(zip(group.sources, values, strict=True))
+        plan = dataclasses.replace(self.plan, parameters=group.parameters)
+        return Evaluator(plan, env, self._count(carrier), carrier.device)
+
+    def _count(self, carrier: torch.Tensor) -> Any:
+        return carrier.shape[facts.input_spec(self.batch).samples or 0]
+
+    def _inputs(self, group: Group) -> list[Node]:
+        return [self.known[source] for source in group.sources]
+
+    def _take(self, nodes: list[Node], note: _Note, group: Group) -> list[Node]:
+        """Keep the results of a group and name its contractions; whatever else it returned."""
+        results, contractions = note
+        rest = iter(nodes)
+        for key, index in results:
+            self.found[key][group.names[index]] = next(rest)
+        for kind, index in contractions:
+            rename(next(rest), f"{group.names[index]}_{kind}_{self.contractions}")
+            self.contractions += 1
+        return list(rest)
+
+    def _asked(self) -> Named:
+        """What is found, parameters in the plan's order."""
+        names = [parameter.gradient.name for parameter in self.plan.parameters]
+        return {key: {name: of[name] for name in names if name in of} for key, of in self.found.items()}
+
+    def _weights(self, quantities: Sequence[Quantity]) -> Named:
+        """The weights that quantities make of the norms and of their further inputs."""
+
+        def function(_: Any, results: Results, extras: Mapping[str, torch.Tensor]) -> dict[Any, torch.Tensor]:
+            found: dict[str, Mapping[str, torch.Tensor]] = {}
+            for quantity in quantities:
+                found.update(quantity.weights(results, extras))
+            names = [parameter.gradient.name for parameter in self.plan.parameters]
+            return {(weights, name): of[name] for weights, of in found.items() for name in names}
+
+        return _by_name(self._written(function, self._asked(), self.extras))
+
+    def _fields(self, quantities: Sequence[Quantity], weights: Named) -> list[tuple[OutputSpec, Node]]:
+        """What quantities make of the results."""
+
+        def function(count: Any, results: Results, weights: Weights) -> dict[Any, torch.Tensor]:
+            return _finished(quantities, results, weights, count)
+
+        return list(self._written(function, self._asked(), weights).items())
+
+    def _written(self, function: Callable[..., dict[Any, torch.Tensor]], *named: Any) -> dict[Any, Node]:
+        """`function(B, *named)` with tensors in place of nodes, as nodes."""
+        flat, spec = pytree.tree_flatten(named)
+        inputs = list(dict.fromkeys(flat))
+
+        def piece(carrier: torch.Tensor, *values: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
+            tensors = dict(zip(inputs, values, strict=True))
+            filled = pytree.tree_unflatten([tensors[node] for node in flat], spec)
+            found = function(self._count(carrier), *filled)
+            return list(found.values()), list(found)
+
+        nodes, keys = self.pieces.write(piece, [self.batch, *inputs])
+        return dict(zip(keys, nodes, strict=True))
+
+
+def _by_name(flat: Mapping[tuple[str, str], Any]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for (key, name), value in flat.items():
+        found.setdefault(key, {})[name] = value
+    return found
+
+
+def _returned(evaluator: Evaluator, group: Group, others: list[torch.Tensor]) -> tuple[list[torch.Tensor], _Note]:
+    """The results, the contractions and other tensors of a group, and the note on them."""
+    results = {(key, group.names.index(name)): t for key, of in evaluator.results.items() for name, t in of.items()}
+    named = [tensor for _, _, tensor in evaluator.named]
+    contractions = [(kind, group.names.index(name)) for name, kind, _ in evaluator.named]
+    return [*results.values(), *named, *others], (list(results), contractions)
+
+
+def _finished(
+    quantities: Sequence[Quantity], results: Results, weights: Weights, count: Any
+) -> dict[OutputSpec, torch.Tensor]:
+    """Every field, from results and weights."""
+    found: dict[OutputSpec, torch.Tensor] = {}
+    asked = {quantity.field for quantity in quantities}
+    for quantity in quantities:
+        for field, value in quantity.finish(results, weights, count).items():
+            if field != quantity.field and field in asked:
+                continue  # a by-product (the norms of a clipped sum) gives way to the quantity that is asked for it
+            entries = value.items() if isinstance(value, Mapping) else [("", value)]
+            found.update({OutputSpec(field, name): tensor for name, tensor in entries})
+    return found

@@ -1,0 +1,287 @@
+"""What each stage of a graph promises.  Every check is linear in the graph or the plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import GraphModule, Node
+
+from psg_fx.algebra.asks import Linear, Materialized, Quadratic, Weighted
+from psg_fx.algebra.gradient import ParameterGradient, Term, merge_terms
+from psg_fx.algebra.network import BATCH, Kind, Source
+from psg_fx.algebra.site import Site, Value
+from psg_fx.graph import facts
+from psg_fx.graph.facts import fact
+from psg_fx.graph.same_op import computation
+from psg_fx.graph.stages import Stage, broken, promise
+from psg_fx.graph.strides import reads_strides
+from psg_fx.graph.tracing import mutates
+from psg_fx.planner.plan import ParameterPlan, Part, Plan
+from psg_fx.planner.trees import LeafExpr
+from psg_fx.tensors import product
+
+aten = torch.ops.aten
+
+
+@promise(*Stage)
+def described(gm: GraphModule) -> None:
+    """Every placeholder and every output says what it holds."""
+    for node in facts.placeholders(gm):
+        if "psg_fx_input" not in node.meta:
+            raise broken("every placeholder has an InputSpec", gm, node)
+    if len(facts.outputs(gm)) != len(facts.graph_facts(gm).outputs):
+        raise broken("every output has an OutputSpec", gm)
+
+
+@promise(*Stage)
+def functional(gm: GraphModule) -> None:
+    """No op writes into a tensor."""
+    for node in gm.graph.nodes:
+        if mutates(node):
+            raise broken("no op writes into a tensor", gm, node)
+
+
+@promise(*Stage)
+def any_batch(gm: GraphModule) -> None:
+    """The batch size is a symbol: nothing has fixed it to the size it was traced with."""
+    batch = facts.graph_facts(gm).batch
+    for node in facts.placeholders(gm):
+        dim = facts.input_spec(node).samples
+        if dim is not None and facts.expr(node.meta["val"].shape[dim]) != batch:
+            raise broken("the batch size stays a symbol", gm, node)
+
+
+@promise(Stage.CAPTURED, Stage.BATCHED, Stage.UNREDUCED, Stage.SITED)
+def captured(gm: GraphModule) -> None:
+    """No op reads strides: where the graph is run again, values may lie otherwise in memory."""
+    for node in gm.graph.nodes:
+        if reads_strides(node):
+            raise broken("no op reads strides", gm, node)
+
+
+@promise(Stage.BATCHED, Stage.UNREDUCED, Stage.SITED)
+def batched(gm: GraphModule) -> None:
+    """Every op has a fact about its samples, with a proof."""
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and facts.KEY not in node.meta:
+            raise broken("every op has a fact about its samples", gm, node)
+
+
+@promise(Stage.UNREDUCED, Stage.SITED)
+def unreduced(gm: GraphModule) -> None:
+    """The loss is one number per sample, and nothing that leads to it is reduced over the samples."""
+    losses = []
+    for spec, node in zip(facts.graph_facts(gm).outputs, facts.outputs(gm), strict=True):
+        if spec.kind == "loss":
+            if node is None or fact(node).samples != facts.SampleAxis(0):
+                raise broken("the loss carries the samples in dim 0", gm, node)
+            losses.append(node)
+    for node in facts.ancestors(losses):
+        if fact(node).reduced:
+            raise broken("nothing reduced over the samples leads to the loss", gm, node)
+
+
+@promise(Stage.SITED)
+def sited(gm: GraphModule) -> None:
+    """Every path from a tracked parameter to the loss starts at one site, and every site knows how its operands are
+    made of parameters.
+    """
+    prefixes = facts.graph_facts(gm).data["prefixes"]
+    made_of: dict[Node, frozenset[str]] = {}
+    for node in gm.graph.nodes:
+        made_of[node] = _tracked(node, made_of)
+        if node.op == "output":
+            return
+        meets = bool(made_of[node]) and node.op == "call_function" and _carries(node)
+        if (fact(node).site == node.name) != meets or bool(fact(node).site) != meets:
+            raise broken("a parameter meets the samples at a site, and nowhere else", gm, node)
+        if meets:
+            for operand in node.all_input_nodes:
+                known = frozenset(prefixes[operand.name].parameters if operand.name in prefixes else ())
+                if made_of[operand] and known != made_of[operand]:
+                    raise broken("a site knows how its operands are made of parameters", gm, node)
+            made_of[node] = frozenset()
+        if fact(node).params != made_of[node]:
+            raise broken("what is made of parameters says of which", gm, node)
+
+
+def _tracked(node: Node, made_of: dict[Node, frozenset[str]]) -> frozenset[str]:
+    """The tracked parameters whose gradients pass through the node's inputs, none of them a site."""
+    if node.op == "placeholder":
+        spec = facts.input_spec(node)
+        return frozenset([spec.name] if spec.tracked else [])
+    stops = node.target in (aten.detach.default, aten.detach_.default) or fact(node).reduced
+    if stops or not any(map(facts.is_differentiable, facts.tensors(node.meta.get("val")))):
+        return frozenset()
+    return frozenset().union(*(made_of[n] for n in node.all_input_nodes))
+
+
+def _carries(node: Node) -> bool:
+    axes = fact(node).samples
+    return any(axis is not None for axis in axes) if isinstance(axes, tuple) else axes is not None
+
+
+@promise(Stage.JOINT, Stage.NETWORKED, Stage.MERGED, Stage.PLANNED)
+def differentiated(gm: GraphModule) -> None:
+    """What the sites read and the cotangents of their outputs are outputs of the graph, of the shapes and dtypes that
+    the sites say; nothing else is differentiated, no parameter among it.
+    """
+    info, values = facts.graph_facts(gm), _read(gm)
+    wanted: dict[Source, Value] = {}
+    for site in info.data["sites"]:
+        wanted |= {value.source: value for value in site.values}
+        for k, (output, cotangent) in enumerate(zip(site.outputs, site.cotangents, strict=True)):
+            if cotangent is not None:
+                wanted[Source(Kind.COTANGENT, f"{site.name}.{k}")] = output
+    for source, value in wanted.items():
+        node = values.get(source)
+        if node is None:
+            raise broken(f"what a site reads is an output, {source} too", gm)
+        found = node.meta["val"]
+        if found.dtype != value.dtype or not _same_sizes(facts.shape(found), value.shape, info.batch):
+            raise broken(f"{source} has the shape and dtype that its site says", gm, node)
+    for source, node in values.items():
+        if source not in wanted:
+            raise broken("nothing is differentiated but what sites make", gm, node)
+
+
+def _read(gm: GraphModule) -> dict[Source, Node]:
+    """The outputs of a joint graph that networks read."""
+    kinds = {kind.value: kind for kind in (Kind.ACTIVATION, Kind.COTANGENT)}
+    placed = zip(facts.graph_facts(gm).outputs, facts.outputs(gm), strict=True)
+    return {Source(kinds[s.kind], s.name): n for s, n in placed if s.kind in kinds and n is not None}
+
+
+def _same_sizes(a: tuple[sympy.Expr, ...], b: tuple[sympy.Expr, ...], batch: sympy.Symbol) -> bool:
+    """Whether two shapes are equal, however they are written."""
+    if a == b:
+        return True
+    return len(a) == len(b) and all(
+        facts.at(x, batch, n) == facts.at(y, batch, n) for x, y in zip(a, b, strict=True) for n in (2, 3, 5)
+    )
+
+
+@promise(Stage.NETWORKED, Stage.MERGED, Stage.PLANNED)
+def networked(gm: GraphModule) -> None:
+    """Every tracked parameter has a gradient, with each of its uses in one term; its networks read what there is."""
+    data = facts.graph_facts(gm).data
+    gradients: dict[str, ParameterGradient] = data["gradients"]
+    specs = [facts.input_spec(node) for node in facts.placeholders(gm)]
+    if set(gradients) != {spec.name for spec in specs if spec.tracked}:
+        raise broken("every tracked parameter has a gradient", gm)
+    known = {*_read(gm), *(Source(Kind.PLACEHOLDER, node.name) for node in facts.placeholders(gm))}
+    uses = _uses(data["sites"])
+    for name, gradient in gradients.items():
+        if Counter(site for term in gradient.terms for site in term.sites) != uses.get(name, Counter()):
+            raise broken(f"every use of {name} is in one term", gm)
+        for term in gradient.terms:
+            if not known.issuperset(source for leaf in term.network.leaves for source in leaf.sources):
+                raise broken(f"the networks of {name} read values of the graph", gm)
+            if not _fits(term):
+                raise broken(f"the networks of {name} have its use's shape for each sample", gm)
+
+
+def _uses(sites: Iterable[Site]) -> dict[str, Counter[str]]:
+    """Parameter -> site -> how many of its operands are made of it, at the sites that the loss reaches."""
+    found: dict[str, Counter[str]] = {}
+    for site in sites:
+        if any(cotangent is not None for cotangent in site.cotangents):
+            for operand in site.operands:
+                for name in operand.prefix.parameters:
+                    found.setdefault(name, Counter())[site.name] += 1
+    return found
+
+
+def _fits(term: Term) -> bool:
+    sizes, out = term.network.sizes, term.network.out
+    elements = product(int(sizes[axis]) for axis in out if axis != BATCH)
+    return BATCH in out and elements == product(int(size) for size in term.shape)
+
+
+@promise(Stage.MERGED, Stage.PLANNED)
+def merged(gm: GraphModule) -> None:
+    """No two terms of a parameter could be one."""
+    for name, gradient in facts.graph_facts(gm).data["gradients"].items():
+        if len(merge_terms(gradient.terms)) != len(gradient.terms):
+            raise broken(f"no two terms of {name} could be one", gm)
+
+
+@promise(Stage.PLANNED)
+def planned(gm: GraphModule) -> None:
+    """Everything asked of every parameter has trees for all of it, whose leaves are there."""
+    data = facts.graph_facts(gm).data
+    plan: Plan = data["plan"]
+    if [p.gradient for p in plan.parameters] != list(data["gradients"].values()):
+        raise broken("every gradient is planned", gm)
+    known = set(_read(gm))
+    for parameter in plan.parameters:
+        name = parameter.gradient.name
+        if parameter.gradient.terms and not _answers(parameter, plan):
+            raise broken(f"everything asked of {name} has a tree", gm)
+        for part in parameter.parts:
+            network = part.contraction.network
+            leaves = {node.leaf.key for node in part.tree.nodes().values() if isinstance(node, LeafExpr)}
+            if leaves != {leaf.key for leaf in network.leaves} or set(part.tree.axes) != set(network.out):
+                raise broken(f"the trees of {name} contract their networks", gm)
+            for leaf in network.leaves:
+                if not all(source in known or _is_made(source, part, parameter) for source in leaf.sources):
+                    raise broken(f"the trees of {name} read what is there", gm)
+
+
+def _answers(parameter: ParameterPlan, plan: Plan) -> bool:
+    """Whether every use is in every answer: once where the ask is linear, with itself where it is quadratic."""
+    uses = range(len(parameter.gradient.terms))
+    for ask in {*plan.asks, *([Materialized()] if parameter.total else [])}:
+        found = [part.contraction.terms for part in parameter.parts if part.ask == ask]
+        if parameter.total and not isinstance(ask, Materialized):
+            good = bool(found) and not any(found)
+        elif isinstance(ask, Linear):
+            good = sorted(found) == [(use,) for use in uses]
+        elif isinstance(ask, Quadratic):
+            good = len(set(found)) == len(found) and set(found) >= {(use, use) for use in uses}
+        else:
+            good = bool(found)
+        if not good:
+            return False
+    return True
+
+
+def _is_made(source: Source, part: Part, parameter: ParameterPlan) -> bool:
+    """Whether evaluating the plan makes the source, or it is given at the call."""
+    if source.kind is Kind.GRADS:
+        return parameter.total and source.name == parameter.gradient.name
+    if source.kind is Kind.WEIGHTS:
+        return isinstance(part.ask, Weighted) and source.name == part.ask.weights
+    return source.kind in (Kind.GIVEN, Kind.PLACEHOLDER)
+
+
+@promise(Stage.LOWERED, Stage.TIDIED)
+def lowered(gm: GraphModule) -> None:
+    """Only results remain as outputs: no site input and no cotangent."""
+    for spec in facts.graph_facts(gm).outputs:
+        if spec.kind in ("activation", "cotangent"):
+            raise broken("a lowered graph returns results only", gm)
+
+
+@promise(Stage.TIDIED)
+def tidied(gm: GraphModule) -> None:
+    """No op is done twice, none for nothing; one node computes the batch size."""
+    seen: set[Any] = set()
+    batch, counts = facts.graph_facts(gm).batch, 0
+    for node in gm.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if not node.users and not node.is_impure():
+            raise broken("every value is read", gm, node)
+        key = computation(node)
+        if key is not None and key in seen:
+            raise broken("no op is done twice", gm, node)
+        seen.add(key)
+        value = node.meta.get("val")
+        counts += isinstance(value, torch.SymInt) and facts.expr(value) == batch
+        if counts > 1:
+            raise broken("one node computes the batch size", gm, node)

@@ -1,0 +1,1 @@
+"""From the loss of the batch to the losses of its samples."""

@@ -1,0 +1,80 @@
+"""An op of the program of one sample, as a plain function of `[B, ...]` values that does it for every sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from psg_fx.graph import facts
+from psg_fx.graph.facts import SampleAxis
+from psg_fx.passes.independence.values import bound, op_name
+
+_ALONG = ("aten.cat", "aten.concat", "aten.gather")
+"""Ops along a dim whose batching by vmap fixes the batch size; along dim + 1 they are batched as they are."""
+_TRAILING = ("aten.layer_norm", "aten.rms_norm", "aten.native_layer_norm")
+"""Ops on trailing dims: more leading dims do not matter."""
+
+
+def lifted(
+    node: Node, spread: Sequence[Node], kept: Sequence[Node], number: Callable[[Node], Any]
+) -> Callable[..., Any]:
+    """(spread.., kept..) -> the op for each sample.
+
+    spread: inputs that carry samples, or (reduced ones) lie as `[B, *S]` by now.  kept: the same for all samples.
+    number: the value of a SymInt argument in the program of one sample.
+    """
+    axes = [facts.fact(n).samples for n in spread]
+    ndim = node.meta["val"].ndim if isinstance(node.meta["val"], Tensor) else 0
+    name = op_name(node)
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) and all(a is None for a in axes)
+
+    def filled(values: Sequence[Tensor]) -> Callable[[Node], Any]:
+        place = dict(zip((*spread, *kept), values, strict=True))
+        return lambda n: place[n] if n in place else number(n)
+
+    def op(*values: Tensor) -> Any:
+        fill = filled(values)
+        assert callable(node.target)
+        return node.target(*torch.fx.map_arg(node.args, fill), **torch.fx.map_arg(node.kwargs, fill))
+
+    def along(*values: Tensor) -> Any:
+        named: dict[str, Any] = dict(torch.fx.map_arg(bound(node), filled(values)))
+        named["dim"] = named["dim"] % ndim + 1
+        assert callable(node.target)
+        return node.target(**named)
+
+    def run(*values: Tensor) -> Any:
+        first = [leading(v, a) for v, a in zip(values[: len(spread)], axes, strict=True)]
+        same = values[len(spread) :]
+        if pointwise:
+            return op(*(widened(v, ndim + 1) for v in first), *same)
+        if name in _TRAILING:
+            return op(*first, *same)
+        if name in _ALONG:
+            return along(*first, *(v.expand(first[0].shape[0], *v.shape) for v in same))
+        in_dims = (0,) * len(first) + (None,) * len(same)
+        return torch.vmap(op, in_dims=in_dims, randomness="error")(*first, *same)
+
+    return run
+
+
+def leading(value: Tensor, axis: facts.Axes) -> Tensor:
+    """`[.., outer·B·inner, ..]` -> `[B, .., outer·inner, ..]`; a reduced value lies along dim 0 already."""
+    if not isinstance(axis, SampleAxis):
+        return value
+    if axis.outer == axis.inner == 1:
+        first = value if axis.dim == 0 else value.movedim(axis.dim, 0)
+        return first.unsqueeze(axis.dim + 1)
+    size = value.shape[axis.dim] // (axis.outer * axis.inner)
+    apart: Tensor = value.unflatten(axis.dim, (axis.outer, size, axis.inner))
+    return apart.movedim(axis.dim + 1, 0).flatten(axis.dim + 1, axis.dim + 2)
+
+
+def widened(value: Tensor, ndim: int) -> Tensor:
+    """`[B, *S]` -> `[B, 1.., *S]`, so that it broadcasts from the right as `S` did."""
+    missing = ndim - value.ndim
+    return value if missing <= 0 else value.view(value.shape[0], *([1] * missing), *value.shape[1:])

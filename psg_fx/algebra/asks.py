@@ -1,0 +1,318 @@
+"""Asks: what is contracted of every parameter's gradient, as networks.
+
+A gradient is a sum of terms, a network for each use.  An ask that is linear in the gradient contracts each term by
+itself; one that is quadratic contracts all pairs, so that a parameter used several times keeps its cross terms.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import sympy
+import torch
+
+from psg_fx.algebra.gradient import ParameterGradient, Term
+from psg_fx.algebra.network import BATCH, Axes, Kind, Leaf, Network, Source, inner, weighted
+from psg_fx.algebra.overlap import overlap, why_not_direct
+from psg_fx.algebra.prefix import push_forward, sources
+from psg_fx.algebra.site import Prefix
+from psg_fx.tensors import product, reshape
+
+OTHER = "b'"
+"""The samples of the second gradient in a product of two."""
+
+
+class ThroughTotal(Exception):
+    """Why an ask needs the gradient itself, the sum of all its terms."""
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """A network that an ask needs.  terms: the use, or the two, that it is made of.  scale: its factor in the sum."""
+
+    network: Network
+    terms: tuple[int, ...]
+    scale: float = 1.0
+
+
+class Ask:
+    """Something contracted of every parameter's gradient.
+
+    like_parameter: the result has the parameter's shape (after the samples, if it keeps them), so that what was found
+    for the operand of a site is pulled back to the parameter.  accumulated: kept in float32 or better.
+    """
+
+    like_parameter: ClassVar[bool] = False
+    accumulated: ClassVar[bool] = True
+    late: ClassVar[bool] = False
+
+    @property
+    def key(self) -> str:
+        """Its name among the results."""
+        raise NotImplementedError
+
+    def contractions(self, gradient: ParameterGradient) -> list[Contraction]:
+        """What adds up to the ask.  Raises ThroughTotal."""
+        raise NotImplementedError
+
+    def shape(self, gradient: ParameterGradient, batch: Any) -> tuple[Any, ...]:
+        """The shape of the result."""
+        raise NotImplementedError
+
+    def finish(self, value: torch.Tensor, parts: int) -> torch.Tensor:
+        """The result, from the sum of its parts."""
+        return value
+
+
+class Linear(Ask):
+    """⟨g, something⟩: each term by itself."""
+
+    def contractions(self, gradient: ParameterGradient) -> list[Contraction]:
+        return [Contraction(self.contract(term, gradient.name), (k,)) for k, term in enumerate(gradient.terms)]
+
+    def contract(self, term: Term, name: str) -> Network:
+        """One term's part."""
+        raise NotImplementedError
+
+
+class Quadratic(Ask):
+    """⟨g, g⟩ = Σ_k ⟨g_k, g_k⟩ + 2 Σ_{k<l} ⟨g_k, g_l⟩, where terms that meet nowhere have no product."""
+
+    def contractions(self, gradient: ParameterGradient) -> list[Contraction]:
+        terms = gradient.terms
+        if reason := why_not_direct(terms):
+            raise ThroughTotal(reason)
+        pairs = itertools.combinations_with_replacement(range(len(terms)), 2)
+        return [
+            Contraction(self.multiply(terms[k].network, terms[l].network), (k, l), 1.0 if k == l else 2.0)
+            for k, l in pairs
+            if overlap(terms[k], terms[l])
+        ]  # fmt: skip
+
+    def multiply(self, g: Network, h: Network) -> Network:
+        """The product of two terms."""
+        raise NotImplementedError
+
+    def finish(self, value: torch.Tensor, parts: int) -> torch.Tensor:
+        """A square; it may be rounded below zero where terms cancel, those of positions or of several parts."""
+        return value.clamp(min=0)
+
+
+@dataclass(frozen=True)
+class Materialized(Linear):
+    """The gradients themselves: name -> [B, *shape]."""
+
+    like_parameter: ClassVar[bool] = True
+    accumulated: ClassVar[bool] = False
+    key: ClassVar[str] = "grads"
+
+    def contract(self, term: Term, name: str) -> Network:
+        return term.network
+
+    def shape(self, gradient: ParameterGradient, batch: Any) -> tuple[Any, ...]:
+        return (batch, *gradient.shape)
+
+    def __str__(self) -> str:
+        return "g[b]"
+
+
+@dataclass(frozen=True)
+class SquaredNorm(Quadratic):
+    """‖g_b‖² of every parameter: name -> [B]."""
+
+    key: ClassVar[str] = "sq_norms"
+
+    def multiply(self, g: Network, h: Network) -> Network:
+        return inner(g, h)
+
+    def shape(self, gradient: ParameterGradient, batch: Any) -> tuple[Any, ...]:
+        return (batch,)
+
+    def __str__(self) -> str:
+        return "‖g[b]‖²"
+
+
+@dataclass(frozen=True)
+class InnerProducts(Quadratic):
+    """⟨g_b, g_b'⟩ of every parameter: name -> [B, B]."""
+
+    key: ClassVar[str] = "gram"
+
+    def multiply(self, g: Network, h: Network) -> Network:
+        return inner(g, h, (BATCH, OTHER), batch=OTHER)
+
+    def shape(self, gradient: ParameterGradient, batch: Any) -> tuple[Any, ...]:
+        return (batch, batch)
+
+    def finish(self, value: torch.Tensor, parts: int) -> torch.Tensor:
+        return (value + value.T) / 2 if parts > 1 else value  # ⟨g_k, h_l⟩ stands for ⟨g_l, h_k⟩ too
+
+    def __str__(self) -> str:
+        return "⟨g[b], g[b']⟩"
+
+
+@dataclass(frozen=True)
+class Squares(Quadratic):
+    """Σ_b g_b² elementwise: name -> shape."""
+
+    like_parameter: ClassVar[bool] = True
+    key: ClassVar[str] = "squares"
+
+    def multiply(self, g: Network, h: Network) -> Network:
+        return inner(g, h, tuple(a for a in g.out if a != BATCH))
+
+    def shape(self, gradient: ParameterGradient, batch: Any) -> tuple[Any, ...]:
+        return gradient.shape
+
+    def __str__(self) -> str:
+        return "Σ_b g[b]²"
+
+
+@dataclass(frozen=True)
+class Weighted(Linear):
+    """Σ_b w_b g_b of every parameter: name -> shape.
+
+    weights: the name of the [B] weights, "" for ones.  late: they follow from the norms.
+    """
+
+    weights: str = ""
+    late: bool = False  # type: ignore[misc]  # of each one, not of the class
+    like_parameter: ClassVar[bool] = True
+    accumulated: ClassVar[bool] = False
+
+    @property
+    def key(self) -> str:
+        return f"weighted:{self.weights}"
+
+    def contract(self, term: Term, name: str) -> Network:
+        g = term.network
+        if not self.weights:
+            return weighted(g, None)
+        source = (Source(Kind.WEIGHTS, self.weights),)
+        return weighted(g, Leaf("c", source, "weights", (BATCH,), (g.sizes[BATCH],), dtype=g.leaves[0].dtype))
+
+    def shape(self, gradient: ParameterGradient, batch: Any) -> tuple[Any, ...]:
+        return gradient.shape
+
+    def __str__(self) -> str:
+        return "Σ_b c[b] g[b]" if self.weights else "Σ_b g[b]"
+
+
+@dataclass(frozen=True)
+class Along(Linear):
+    """⟨g_b, v⟩ with a direction v for every parameter: name -> [B], or [B, K] with `count` = K directions.
+
+    ⟨Jᵀ ȳ, v⟩ = ⟨ȳ, J v⟩: the direction goes forward to the operand of each site, the gradients stay there.
+    """
+
+    count: int | None = None
+    key: ClassVar[str] = "dots"
+
+    def contract(self, term: Term, name: str) -> Network:
+        g, several = term.network, self.count is not None
+        lead: Axes = ("K",) if several else ()
+        axes = (*lead, *(a for a in g.out if a != BATCH))
+        known = {**g.sizes, "K": sympy.Integer(self.count or 1)}
+        sizes = tuple(known[a] for a in axes)
+        if term.prefix.trivial:
+            given, recipe, build = [direction(name)], "direction", _shaped(sizes)
+        else:
+            given, recipe = [direction(name), *sources(term.prefix)], f"direction of {term.prefix.operand}"
+            build = _shaped(sizes, push_forward(term, name, several))
+        leaf = Leaf("v", tuple(given), recipe, axes, sizes, dtype=g.leaves[0].dtype, build=build)
+        return Network((*g.leaves, leaf), (BATCH, *lead), g.scale, g.out)
+
+    def shape(self, gradient: ParameterGradient, batch: Any) -> tuple[Any, ...]:
+        return (batch,) if self.count is None else (batch, self.count)
+
+    def __str__(self) -> str:
+        return "⟨g[b], v⟩" if self.count is None else "⟨g[b], v[k]⟩"
+
+
+def direction(name: str) -> Source:
+    """The source that holds the direction of a parameter."""
+    return Source(Kind.GIVEN, f"direction.{name}")
+
+
+def _shaped(sizes: tuple[sympy.Expr, ...], push: Callable[..., torch.Tensor] | None = None) -> Callable[..., Any]:
+    shape = [int(s) for s in sizes]
+    return lambda v, *inputs: reshape(push(v, *inputs) if push else v, shape)
+
+
+@dataclass(frozen=True)
+class Projected(Linear):
+    """Pᵀ g_b Q of every matrix, Rᵀ g_b of every vector: name -> [B, numbers of columns].
+
+    A side of at most `rank` elements is kept as it is.
+    """
+
+    rank: int
+    key: ClassVar[str] = "projection"
+
+    def contract(self, term: Term, name: str) -> Network:
+        if not term.prefix.trivial:
+            raise ThroughTotal("a projection reads the whole matrix: gradients are pulled back first")
+        g, out, leaves = term.network, [BATCH], list(term.network.leaves)
+        shape = tuple(int(s) for s in term.shape)
+        for side, axes, new in zip(sides(shape), _split(g, shape), ("P", "Q"), strict=False):
+            columns = self.columns(side)
+            if columns is None:
+                out += axes
+                continue
+            sizes = (*(g.sizes[a] for a in axes), sympy.Integer(columns))
+            given = (projection(name, new),)
+            leaves.append(
+                Leaf(new, given, "projection", (*axes, new), sizes, dtype=g.leaves[0].dtype, build=_shaped(sizes))
+            )
+            out.append(new)
+        return Network(tuple(leaves), tuple(out), g.scale, g.out)
+
+    def columns(self, side: int) -> int | None:
+        """To how many numbers a side is projected; None: it is kept."""
+        return self.rank if side > self.rank else None
+
+    def shape(self, gradient: ParameterGradient, batch: Any) -> tuple[Any, ...]:
+        return (batch, product(min(side, self.rank) for side in sides(gradient.shape)))
+
+    def __str__(self) -> str:
+        return "Pᵀ g[b] Q"
+
+
+def projection(name: str, side: str) -> Source:
+    """The source that holds the random matrix for one side of a parameter."""
+    return Source(Kind.GIVEN, f"projection.{name}.{side}")
+
+
+def sides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Rows and columns of a parameter as a matrix (the first dim against all others), or the length of a vector."""
+    return (shape[0], product(shape[1:])) if len(shape) > 1 else (product(shape),)
+
+
+def _split(g: Network, shape: tuple[int, ...]) -> list[list[str]]:
+    """The axes of the gradient on each side of the matrix."""
+    axes = [a for a in g.out if a != BATCH]
+    if len(shape) < 2:
+        return [axes]
+    for k in range(len(axes) + 1):
+        if product(int(g.sizes[a]) for a in axes[:k]) == shape[0]:
+            return [axes[:k], axes[k:]]
+    raise ThroughTotal("its use sees the matrix in another shape: gradients are summed first")
+
+
+def whole(gradient: ParameterGradient, batch: sympy.Symbol) -> ParameterGradient:
+    """The gradient as one term that is read from memory: what other asks contract once it is materialised."""
+    shape = tuple(sympy.Integer(side) for side in sides(gradient.shape))
+    axes = (BATCH, *("pq"[: len(shape)]))
+    leaf = Leaf("g", (Source(Kind.GRADS, gradient.name),), "total", axes, (batch, *shape), dtype=gradient.dtype,
+                build=lambda g: reshape(g, (g.shape[0], *(int(s) for s in shape))))  # fmt: skip
+    prefix = Prefix(gradient.name, (), (gradient.name,), {}, trivial=True, selects=True)
+    term = Term(Network((leaf,), axes), (), "total", "total", tuple(map(sympy.Integer, gradient.shape)), prefix)
+    return ParameterGradient(gradient.name, gradient.shape, gradient.dtype, (term,))
+
+
+FLOORS = "sq_norm_floors"
+"""Beside the squared norms, for parameters whose norm is found without their gradient: what rounding errors of the
+squared norm do not exceed, [B] (`psg_fx/rounding.py`)."""

@@ -1,0 +1,264 @@
+"""`psg_fx.benchmark`: what a step of psg_fx costs beside an ordinary training step, the loop, vmap and other libraries.
+
+Every contender is built and called once (its first call holds the compilation), its answer is compared with that of
+`vmap(grad)` or the loop, its peak memory is taken, and then all of them are timed in interleaved rounds. A contender
+that fails keeps its row, with the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch._inductor.utils import fresh_cache  # private: an empty kernel cache, so that compile times are cold ones
+
+from psg_fx.benchmarking.contenders import field_of
+from psg_fx.benchmarking.problem import ORDINARY, Answer, Asked, Contender, Problem, Step, by_label, from_grads
+from psg_fx.machine import environment
+from psg_fx.measure.clock import spread, synchronize, time_rounds
+from psg_fx.progress import Progress
+from psg_fx.quantities.base import Quantity
+from psg_fx.quantities.names import USUAL
+from psg_fx.reference.loop import Loss, draws_random_numbers, quiet_vmap, reference_grads, vmap_reference
+
+
+@dataclass
+class BenchmarkRow:
+    """One contender: seconds, bytes, the ratio to the fastest ordinary step, and its relative error or failure."""
+
+    contender: str
+    quantity: str
+    median_s: float | None = None
+    iqr_s: float | None = None
+    blocks: int = 0
+    first_call_s: float | None = None
+    peak_bytes: int | None = None
+    ratio: float | None = None
+    error: float | None = None
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class BenchmarkReport:
+    """All rows, the problem's sizes, and the machine; `str()` is a table."""
+
+    rows: Sequence[BenchmarkRow]
+    problem: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    notes: Sequence[str] = field(default=())
+
+    def row(self, contender: str, quantity: str = ORDINARY) -> BenchmarkRow | None:
+        """The row of that contender and quantity, if it raced."""
+        return next((r for r in self.rows if (r.contender, r.quantity) == (contender, quantity)), None)
+
+    def fastest_ordinary(self) -> BenchmarkRow | None:
+        """The ordinary step with the least median time."""
+        timed = [r for r in self.rows if r.quantity == ORDINARY and r.median_s is not None]
+        return min(timed, key=lambda r: r.median_s or math.inf, default=None)
+
+    def to_json(self) -> str:
+        """Everything, in base units (seconds, bytes)."""
+        parts = {"problem": self.problem, "environment": self.environment, "notes": list(self.notes)}
+        return json.dumps({**parts, "rows": [asdict(r) for r in self.rows]}, indent=2)
+
+    def to_markdown(self) -> str:
+        """The table as GitHub shows it, without heading."""
+        return self._table("github")
+
+    def _table(self, style: str) -> str:
+        headers = ["contender", "quantity", "median ms", "IQR ms", "× ordinary", "peak MB", "first call s", "error", ""]
+        body = [
+            (
+                r.contender,
+                r.quantity,
+                _shown(r.median_s, 1e3, 2),
+                _shown(r.iqr_s, 1e3, 2),
+                _shown(r.ratio, 1, 2),
+                _shown(r.peak_bytes, 1e-6, 1),
+                _shown(r.first_call_s, 1, 1),
+                "-" if r.error is None else f"{r.error:.0e}",
+                "" if r.failure is None else r.failure,
+            )
+            for r in self.rows
+        ]
+        aligned = ("left", "left", *["right"] * 6, "left")
+        return tabulate(body, headers=headers, tablefmt=style, disable_numparse=True, colalign=aligned)
+
+    def __str__(self) -> str:
+        where = self.environment
+        machine = where.get("gpu") or f"{where['cpu']}, threads {where['threads']}"
+        sizes = ", ".join(f"{key} {value}" for key, value in self.problem.items())
+        return "\n".join([f"torch {where['torch']}, {machine}", sizes, self._table("simple"), *self.notes])
+
+
+def _shown(value: float | None, scale: float, digits: int) -> str:
+    return "-" if value is None else f"{value * scale:.{digits}f}"
+
+
+def benchmark(
+    model: nn.Module,
+    loss_fn: Loss,
+    inputs: Any,
+    targets: Any = None,
+    *,
+    quantities: Asked = tuple(USUAL),
+    contenders: Sequence[str] | None = None,
+    peers: bool = False,
+    batch_dim: Any = 0,
+    backend: str = "inductor",
+    min_run_time: float = 2.0,
+    rounds: int = 5,
+    tolerance: float = 1e-2,
+    progress: bool = True,
+) -> BenchmarkReport:
+    """Races the contenders on one batch, and returns a table of times, memory and errors.
+
+    `quantities`: names of the usual three, or any of `psg_fx.Quantity`, each raced by itself. `contenders`: globs on
+    names or `name/quantity` (`["ordinary*", "psg*"]`); by default all but other libraries, which `peers` adds, and
+    those who first materialise gradients to make another quantity of them. `min_run_time`: seconds of timing per
+    contender, over all `rounds`. A per-sample answer further than `tolerance` (relative to each tensor's largest entry)
+    from that of vmap or the loop is a failure. Forgets what `torch.compile` has compiled in this process so far.
+    """
+    torch.compiler.reset()
+    problem = Problem(model, loss_fn, inputs, targets, batch_dim, backend)
+    asked = by_label(quantities)
+    chosen = field_of(asked, contenders, peers)
+    note = Progress(progress).say
+    notes: list[str] = []
+    expected: dict[str, Answer] = {}
+    if draws_random_numbers(model, loss_fn, inputs, targets, batch_dim):
+        notes.append("answers were not compared: the model draws random numbers (call model.eval())")
+    elif any(c.quantity != ORDINARY for c in chosen):
+        note("reference gradients")
+        expected, judge = answers(problem, asked)
+        notes.append(f"error: largest difference from {judge}, relative to the tensor's largest entry")
+    note("starting the compiler")
+    start_compiler(problem)
+    rows = {c.label: BenchmarkRow(c.name, c.quantity) for c in chosen}
+    steps: dict[str, Step] = {}
+    for c in chosen:
+        step = _prepare(c, problem, rows[c.label], expected.get(c.quantity), tolerance, note)
+        if step is not None:
+            steps[c.label] = step
+    expected.clear()
+    gc.collect()
+    with quiet_vmap():
+        times = time_rounds(steps, rounds=rounds, min_run_time=min_run_time, note=note)
+    note("")
+    for label, seconds in times.items():
+        rows[label].median_s, rows[label].iqr_s = spread(seconds)
+        rows[label].blocks = len(seconds)
+    report = BenchmarkReport(list(rows.values()), _sizes(problem), environment(problem.device), notes)
+    if (base := report.fastest_ordinary()) and base.median_s:
+        for row in report.rows:
+            row.ratio = None if row.median_s is None else row.median_s / base.median_s
+    return report
+
+
+def answers(problem: Problem, quantities: Mapping[str, Quantity]) -> tuple[dict[str, Answer], str]:
+    """What each quantity should be, by label, and who says so; without those that no formula makes of gradients."""
+    grads, judge = reference(problem)
+    found: dict[str, Answer] = {}
+    for label, quantity in quantities.items():
+        with contextlib.suppress(NotImplementedError):
+            found[label] = from_grads(quantity, grads, problem.given(quantity))
+    return found, judge
+
+
+def reference(problem: Problem) -> tuple[Mapping[str, Tensor], str]:
+    """Gradients `name -> [B, *shape]` to hold answers against, and who made them: vmap, or the loop where it fails."""
+    call = (problem.model, problem.loss_fn, problem.inputs, problem.targets)
+    try:
+        return vmap_reference(*call, batch_dim=problem.batch_dim)[1], "vmap(grad)"
+    except Exception:  # vmap refuses in many ways; the loop then decides
+        return reference_grads(*call, batch_dim=problem.batch_dim, dtype=None)[1], "the loop over samples"
+
+
+def start_compiler(problem: Problem) -> None:
+    """Compiles something trivial, so that no contender's first call pays for starting the compiler."""
+    if problem.backend == "eager":
+        return
+    probe = torch.ones(8, 8, device=problem.device, requires_grad=True)
+    torch.compile(lambda x: (x @ x).sin().sum(), backend=problem.backend)(probe).backward()
+    synchronize(problem.device)
+
+
+def _prepare(
+    contender: Contender,
+    problem: Problem,
+    row: BenchmarkRow,
+    expected: Answer | None,
+    tolerance: float,
+    note: Callable[[str], None],
+) -> Step | None:
+    """Builds and checks a contender and takes its memory; the step to be timed, or None with the reason in its row."""
+    note(f"first call: {contender.label}")
+    # The exception is kept inside the block, since a cache that is left by an exception stays on disk.
+    with fresh_cache(), quiet_vmap():
+        try:
+            start = time.perf_counter()
+            step = contender.build(problem)
+            answer = step()
+            synchronize(problem.device)
+            row.first_call_s = time.perf_counter() - start
+            if expected is not None:
+                row.error = answer_error(answer, expected)
+                if not row.error <= tolerance:
+                    row.failure = f"wrong answer: relative error {row.error:.1e} > {tolerance:g}"
+                    return None
+            del answer
+            row.peak_bytes = contender.memory(step, problem.device)
+        except Exception as error:  # whatever it is, it is this contender's result
+            row.failure = failure(error)
+            return None
+    return step
+
+
+def failure(error: Exception) -> str:
+    """An exception in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:90]}" if lines else type(error).__name__
+
+
+def answer_error(got: Answer, want: Answer) -> float:
+    """The largest difference relative to each tensor's largest entry (at least 1e-3 of the largest of all)."""
+    if isinstance(want, Tensor):
+        want = {"": want}
+    if isinstance(got, Tensor):
+        got = {"": got}
+    if missing := set(want) ^ set(got):
+        raise ValueError(f"the answer's names differ: {sorted(missing)}")
+    largest = {name: w.abs().max().item() for name, w in want.items()}
+    floor = 1e-3 * max(largest.values(), default=0.0)
+    errors = [0.0]
+    for name, w in want.items():
+        if got[name].shape != w.shape:
+            raise ValueError(f"{name} has shape {tuple(got[name].shape)}, expected {tuple(w.shape)}")
+        difference = (got[name] - w).abs().max().item()
+        if difference:
+            scale = max(largest[name], floor)
+            errors.append(difference / scale if scale else math.inf)
+    return max(errors) if not any(math.isnan(e) for e in errors) else math.nan
+
+
+def _sizes(problem: Problem) -> dict[str, Any]:
+    shapes = [tuple(leaf.shape) for leaf in problem.batch.leaves if isinstance(leaf, Tensor)]
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in problem.wanted.values()}
+    return {
+        "model": type(problem.model).__name__,
+        "batch": problem.batch.size,
+        "parameters": sum(p.numel() for p in problem.wanted.values()),
+        "dtype": "/".join(sorted(dtypes)),
+        "shapes": " ".join("×".join(map(str, shape)) for shape in shapes),
+        "training": problem.model.training,
+        "backend": problem.backend,
+    }

@@ -1,0 +1,171 @@
+"""Who races in `psg_fx.benchmark`: ordinary training steps, the loop, vmap, psg_fx itself, and its peers, each per
+quantity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from psg_fx.api import transform
+from psg_fx.benchmarking.peers import peers_for
+from psg_fx.benchmarking.problem import ORDINARY, Answer, Asked, Contender, Problem, Step, by_label, from_grads
+from psg_fx.errors import BadArgument
+from psg_fx.quantities.base import Quantity
+from psg_fx.quantities.names import USUAL
+from psg_fx.quantities.sums import Grads
+from psg_fx.reference.loop import Named, gradients, one_loss, vmap_step
+
+__all__ = ["Answer", "Contender", "Problem", "Step", "field_of", "ordinary_compiled", "ordinary_eager"]
+
+
+def _mean(loss: Tensor) -> Tensor:
+    return loss.mean() if loss.dim() else loss
+
+
+def _named(problem: Problem, grads: Sequence[Tensor]) -> Named:
+    return dict(zip(problem.wanted, grads, strict=True))
+
+
+def ordinary_eager(problem: Problem) -> Step:
+    """Forward, loss, `torch.autograd.grad`."""
+    params = list(problem.wanted.values())
+
+    def run() -> Answer:
+        return _named(problem, gradients(_mean(problem.program(problem.inputs, problem.targets)), params))
+
+    return run
+
+
+def ordinary_compiled(problem: Problem) -> Step:
+    """`torch.compile` of model and loss, then `torch.autograd.grad`: a forward and a backward graph."""
+    compiled = torch.compile(problem.program, dynamic=False, backend=problem.backend)
+    params = list(problem.wanted.values())
+
+    def run() -> Answer:
+        return _named(problem, gradients(_mean(compiled(problem.inputs, problem.targets)), params))
+
+    return run
+
+
+def ordinary_one_graph(problem: Problem) -> Step:
+    """Forward and backward traced by `make_fx` into one graph, with parameters and batch as inputs, then compiled."""
+    batch, program = problem.batch, problem.program
+    tensors = [leaf for leaf in batch.leaves if isinstance(leaf, Tensor)]
+    count = len(problem.wanted)
+
+    def joint(*args: Tensor) -> list[Tensor]:
+        params = [p.detach().requires_grad_() for p in args[:count]]
+        given = iter(args[count:])
+        leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in batch.leaves]
+        named = {f"model.{name}": p for name, p in zip(problem.wanted, params, strict=True)}
+        with torch.enable_grad():
+            loss = _mean(torch.func.functional_call(program, named, batch.tree(leaves)))
+            return gradients(loss, params)
+
+    args = [*(p.detach() for p in problem.wanted.values()), *tensors]
+    compiled = torch.compile(make_fx(joint)(*args), dynamic=False, backend=problem.backend)
+
+    def run() -> Answer:
+        with torch.no_grad():
+            return _named(problem, compiled(*args))
+
+    return run
+
+
+def loop(problem: Problem, quantity: Quantity) -> Step:
+    """One forward and backward per sample, rows stacked at the end."""
+    params, given = list(problem.wanted.values()), problem.given(quantity)
+
+    def run() -> Answer:
+        rows = []
+        for i in range(problem.batch.size):
+            rows.append(gradients(one_loss(problem.program(*problem.batch.sample(i))), params))
+        grads = _named(problem, [torch.stack(column) for column in zip(*rows, strict=True)])
+        return from_grads(quantity, grads, given)
+
+    return run
+
+
+def vmapped(problem: Problem, quantity: Quantity, *, compiled: bool) -> Step:
+    """`torch.func.vmap(grad)`, then the quantity from the materialised gradients; optionally compiled as a whole."""
+    each = vmap_step(problem.model, problem.loss_fn, problem.inputs, problem.targets, batch_dim=problem.batch_dim)
+    given = problem.given(quantity)
+
+    def step() -> Answer:
+        return from_grads(quantity, each()[0], given)
+
+    fast = torch.compile(step, dynamic=False, backend=problem.backend) if compiled else step
+
+    def run() -> Answer:
+        with torch.no_grad():
+            return fast()
+
+    return run
+
+
+def psg(problem: Problem, quantity: Quantity, *, compiled: bool, reuse: bool = False) -> Step:
+    """`psg_fx.transform` with the lowered graph compiled, or run as it is; `reuse`: in memory of former outputs."""
+    step = transform(
+        problem.model,
+        problem.loss_fn,
+        quantities=quantity,
+        batch_dim=problem.batch_dim,
+        backend=problem.backend if compiled else "eager",
+        dynamic=False,
+        reuse_outputs=reuse,
+    )
+    given = problem.given(quantity)
+
+    def run() -> Answer:
+        answer: Answer = getattr(step(*problem.arguments, **given), quantity.field)
+        return answer
+
+    return run
+
+
+def every(quantities: Mapping[str, Quantity]) -> Iterator[Contender]:
+    """All contenders for these quantities, ordinary steps first."""
+    yield Contender("ordinary-eager", ORDINARY, ordinary_eager)
+    yield Contender("ordinary-compiled", ORDINARY, ordinary_compiled)
+    yield Contender("ordinary-one-graph", ORDINARY, ordinary_one_graph)
+    for label, q in quantities.items():
+        usual = q == Grads()
+        yield Contender("loop", label, partial(loop, quantity=q), usual)
+        yield Contender("vmap", label, partial(vmapped, quantity=q, compiled=False), usual, peer=True)
+        yield Contender("vmap-compiled", label, partial(vmapped, quantity=q, compiled=True), usual, peer=True)
+        yield Contender("psg-eager", label, partial(psg, quantity=q, compiled=False))
+        yield Contender("psg-compiled", label, partial(psg, quantity=q, compiled=True))
+        yield Contender("psg-reused", label, partial(psg, quantity=q, compiled=True, reuse=True), usual=False)
+        yield from peers_for(label, q)
+
+
+def field_of(
+    quantities: Asked = tuple(USUAL), patterns: Sequence[str] | None = None, peers: bool = False
+) -> list[Contender]:
+    """The contenders for `quantities`, ordinary steps first; `patterns` are globs on names or labels.
+
+    Without patterns: all but other libraries (which `peers` adds) and those who first materialise gradients to make
+    another quantity of them.
+    """
+    known = list(every(by_label(quantities)))
+    if patterns is None:
+        return [c for c in known if c.usual or (peers and c.peer)]
+    for pattern in patterns:
+        if not any(_matches(c, pattern) for c in known):
+            raise BadArgument(
+                f"no contender matches {pattern!r}",
+                where="contenders",
+                why=f"there are {', '.join(c.label for c in known)}",
+                fix="name one of them or use a glob such as 'psg*'",
+            )
+    return [c for c in known if (peers and c.peer) or any(_matches(c, p) for p in patterns)]
+
+
+def _matches(contender: Contender, pattern: str) -> bool:
+    return fnmatchcase(contender.name, pattern) or fnmatchcase(contender.label, pattern)

@@ -1,0 +1,171 @@
+"""Memory of large values on a CPU: blocks that live from call to call, and huge pages (docs/design/outputs.md)."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import math
+import mmap
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from weakref import WeakValueDictionary
+
+import torch
+
+from psg_fx.torch_private import allocating, empty_strided_cpu
+
+LARGE = 2 << 20
+"""Bytes from which a value lies in a block."""
+
+_MAPPED = 32 << 20
+"""Bytes from which the C library takes memory from the kernel, and gives it back as soon as it is free."""
+
+_SPARE = 2
+"""A block is taken for another value if it is at most so many times too large."""
+
+_CALLS = 16
+"""A block that served no value in so many calls is given back."""
+
+_HUGE = getattr(mmap, "MADV_HUGEPAGE", None)
+"""Linux: fewer and larger pages, so fewer faults at the first touch."""
+
+
+class Block:
+    """Memory that serves the next value once no tensor lies in it."""
+
+    def __init__(self, size: int) -> None:
+        # Room for a somewhat larger batch: pages that are never touched take no memory.
+        self.size = size + size // 4
+        private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+        self.memory = mmap.mmap(-1, self.size, **private)
+        self.address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
+        _ask_for_huge_pages(self.address, self.size)
+        self.last_call = 0
+        self._free = sys.getrefcount(self.memory)
+
+    def is_free(self) -> bool:
+        """Whether no tensor lies in it: every storage over the memory holds a reference to it."""
+        return sys.getrefcount(self.memory) == self._free
+
+    def serves(self, size: int) -> bool:
+        """Whether a value of `size` bytes may lie here."""
+        return size <= self.size and self.is_free()
+
+    def tensor(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor at the start of the block."""
+        storage = torch.frombuffer(self.memory, dtype=torch.uint8).untyped_storage()
+        return torch.empty(0, dtype=dtype).set_(storage, 0, size, stride)
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Counts as free although tensors lie in it."""
+        kept, self._free = self._free, sys.getrefcount(self.memory)
+        try:
+            yield
+        finally:
+            self._free = kept
+
+
+Places = WeakValueDictionary[int, Block]
+"""Where the large values of a compiled graph lie, by their number in the order of allocation; the blocks belong to a
+`Memory`.
+"""
+
+
+class Memory:
+    """Where the large values of a step lie.  keep: in blocks, used again once nobody holds what lies in them."""
+
+    def __init__(self, keep: bool) -> None:
+        self.keep = keep
+        self._blocks: list[Block] = []
+        self._calls = 0
+        self._lock = threading.Lock()
+        _settle_allocator()
+
+    @contextmanager
+    def serving(self, places: Places) -> Iterator[None]:
+        """While open, this memory serves the compiled graph that runs in this thread.
+
+        places: where the graph's values lay at its last call; they return there.
+        """
+        values = itertools.count()
+        self._calls += 1
+        self._blocks = [block for block in self._blocks if self._calls - block.last_call <= _CALLS]
+
+        def take(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+            value, count = next(values), math.prod(size) * dtype.itemsize
+            if count < LARGE or not self.keep:
+                return _fresh(size, stride, dtype, count)
+            with self._lock:
+                block = places[value] = self._block(count, places.get(value))
+                for used in _watchers:
+                    used[block.address] = max(count, used.get(block.address, 0))
+                return block.tensor(size, stride, dtype)
+
+        with allocating(take):
+            yield
+
+    def lent(self, tensors: Iterable[torch.Tensor]) -> ExitStack:
+        """A context in which the memory of these tensors counts as free."""
+        starts = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        contexts = ExitStack()
+        for block in self._blocks:
+            if block.address in starts:
+                contexts.enter_context(block.lent())
+        return contexts
+
+    def _block(self, count: int, wanted: Block | None) -> Block:
+        """The block wanted if it will do, else the smallest that does, else a new one."""
+        found = wanted
+        if found is None or not found.serves(count):
+            others = (b for b in self._blocks if b.size <= _SPARE * count and b.serves(count))
+            found = min(others, key=lambda b: b.size, default=None)
+        if found is None:
+            found = Block(count)
+            self._blocks.append(found)
+        found.last_call = self._calls
+        return found
+
+
+_watchers: list[dict[int, int]] = []
+
+
+@contextmanager
+def blocks_used() -> Iterator[dict[int, int]]:
+    """While open: the bytes that values took in each block, by its address.  No allocator knows of them."""
+    used: dict[int, int] = {}
+    _watchers.append(used)
+    try:
+        yield used
+    finally:
+        _watchers.remove(used)
+
+
+def _fresh(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, count: int) -> torch.Tensor:
+    value = empty_strided_cpu(size, stride, dtype)
+    if count >= _MAPPED:
+        _ask_for_huge_pages(value.data_ptr(), count)
+    return value
+
+
+@functools.cache
+def _settle_allocator() -> None:
+    """Let the C library keep freed memory below 32 MiB for the next call.  Glibc returns it to the kernel at once until
+    a piece of about that size has been freed, which in ordinary training happens sooner or later.
+    """
+    torch.empty(_MAPPED - (1 << 20), dtype=torch.uint8)
+
+
+def _ask_for_huge_pages(address: int, size: int) -> None:
+    """Advice to the kernel about the whole pages in this memory; what it does not know it ignores."""
+    if _HUGE is not None:
+        start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+        _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(address + size - start), ctypes.c_int(_HUGE))
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)

@@ -1,0 +1,250 @@
+"""What a step does, in one screen: the sites, where the samples lie, the plan, its cost, and why not otherwise."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+from tabulate import tabulate
+from torch.fx import GraphModule
+
+from psg_fx.algebra.gradient import ParameterGradient
+from psg_fx.algebra.network import BATCH
+from psg_fx.algebra.site import Site
+from psg_fx.graph import facts
+from psg_fx.graph.stages import Stage
+from psg_fx.measure.tree_times import measured
+from psg_fx.planner.cost import Work
+from psg_fx.planner.crossover import crossover
+from psg_fx.planner.methods import Pair
+from psg_fx.planner.plan import ParameterPlan, Part, Plan
+from psg_fx.planner.trees import ContractExpr, DenseExpr, Expr, SumExpr, peak_bytes
+from psg_fx.planner.trees import seconds as predicted
+
+_SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
+LEGEND = """\
+x: input of the op, ȳ: gradient of its output, c: weights of the samples;  b: samples, t: positions, i, o: in and out
+a·b: contracted, a²: squared and summed, Σ: summed over positions
+
+"""
+
+
+def explain(graphs: dict[str, GraphModule], measure: bool = False) -> str:
+    """The sites table, the plan table, and what else is worth knowing, as text.
+
+    measure: compile and time every tree with random operands, and show that beside the prediction (seconds a tree).
+    """
+    gm = graphs[Stage.PLANNED.value]
+    info = facts.graph_facts(gm)
+    plan: Plan = info.data["plan"]
+    sites: tuple[Site, ...] = info.data["sites"]
+    return "\n\n".join(
+        [
+            summary(gm, plan, sites),
+            "Sites: where a parameter meets data\n" + _sites(sites, plan),
+            "Plan: what is computed of each parameter's gradient, and how\n" + LEGEND + _plan(plan, measure),
+            *_notes(graphs, plan),
+        ]
+    )
+
+
+def summary(gm: GraphModule, plan: Plan, sites: tuple[Site, ...]) -> str:
+    """How large the step is, what it was planned for, what is asked, and what that should cost."""
+    asked = ", ".join(map(str, plan.asks))
+    count = sum(1 for n in gm.graph.nodes if n.op == "call_function")
+    return (
+        f"{len(plan.parameters)} parameters at {len(sites)} sites; joint graph of {count} ops; "
+        f"planned for B={plan.size} on {plan.device.name} with {plan.device.origin}\n"
+        f"asked: {asked}; predicted beside forward and backward: {_time(plan.seconds)}"
+    )
+
+
+def uses(plan: Plan) -> dict[str, list[str]]:
+    """Site -> the parameters that are used there."""
+    found: dict[str, list[str]] = {}
+    for parameter in plan.parameters:
+        for term in parameter.gradient.terms:
+            for site in term.sites:
+                names = found.setdefault(site, [])
+                if parameter.gradient.name not in names:
+                    names.append(parameter.gradient.name)
+    return found
+
+
+SITES = ("site", "op", "parameters", "output", "samples", "source")
+"""The columns of the sites table."""
+
+
+def site_cells(site: Site, used: Mapping[str, list[str]]) -> list[str]:
+    """The row of one site; used: the parameters of every site."""
+    out = site.outputs[0]
+    assert out is not None
+    return [
+        site.name, site.op, ", ".join(used.get(site.name, [])) or "none reaches the loss",
+        shape_text(out.shape, site.batch), str(out.samples), _source(site),
+    ]  # fmt: skip
+
+
+def _sites(sites: tuple[Site, ...], plan: Plan) -> str:
+    used = uses(plan)
+    return tabulate([site_cells(site, used) for site in sites], SITES, tablefmt="simple")
+
+
+def _source(site: Site) -> str:
+    """`model.py:12: h = self.fc(x)`, without the line's comment."""
+    return site.where.split(";  ", 1)[-1].split("  #", 1)[0][:60]
+
+
+def shape_text(shape: tuple[sympy.Expr, ...], batch: sympy.Symbol) -> str:
+    """`[B, 12, 16]`"""
+    return "[" + ", ".join(_formula(s.subs(batch, sympy.Symbol("B"))) for s in shape) + "]"
+
+
+PLAN = ("parameter", "shape", "asked", "tree", "method", "flops", "moved", "peak", "time", "instead")
+"""The columns of the plan table."""
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """A row of the plan table.  part: None for a parameter that the loss does not reach.  measured: seconds."""
+
+    parameter: ParameterPlan
+    part: Part | None
+    measured: float | None
+    cells: list[str]
+
+
+def plan_rows(plan: Plan, times: Mapping[tuple[str, int], float]) -> list[PlanRow]:
+    """Every row; times: what `measured` found, or nothing."""
+    rows = []
+    for parameter in plan.parameters:
+        name = parameter.gradient.name
+        if not parameter.parts:
+            cells = [name, _shape_of(parameter.gradient), "", "0", *[""] * (len(PLAN) - 5), parameter.why]
+            rows.append(PlanRow(parameter, None, None, cells))
+        for index, part in enumerate(parameter.parts):
+            cells, seconds = _row(plan, parameter, part, index == 0), times.get((name, index))
+            if seconds is not None:
+                cells[-2] += f", measured {_time(seconds)}"
+            rows.append(PlanRow(parameter, part, seconds, cells))
+    return rows
+
+
+def _plan(plan: Plan, measure: bool) -> str:
+    rows = plan_rows(plan, measured(plan) if measure else {})
+    return tabulate([row.cells for row in rows], PLAN, tablefmt="simple", disable_numparse=True)
+
+
+def _shape_of(gradient: ParameterGradient) -> str:
+    return "×".join(map(str, gradient.shape)) or "scalar"
+
+
+def _row(plan: Plan, parameter: ParameterPlan, part: Part, first: bool) -> list[str]:
+    flops, moved = symbolic(part.tree)
+    sizes = {_name(axis): size for axis, size in part.tree.sizes.items() if "'" not in axis}
+    numbers: dict[Any, Any] = {sympy.Symbol(name): size for name, size in sizes.items()}
+    return [
+        parameter.gradient.name if first else "",
+        _shape_of(parameter.gradient) if first else "",
+        part.contraction.network.equation,
+        str(part.tree),
+        methods(part.tree),
+        f"{_formula(flops)} = {_count(float(sympy.sympify(flops).subs(numbers)))}",
+        f"{_count(float(sympy.sympify(moved).subs(numbers)))}B",
+        f"{_count(peak_bytes(part.tree))}B",
+        _time(part.seconds),
+        _instead(plan, part) if not parameter.total or part.contraction.terms == () else parameter.why,
+    ]
+
+
+def methods(tree: Expr) -> str:
+    """`matmul×2+dot`: what the tree runs, operands first."""
+    names = [node.method.name for node in tree.nodes().values() if isinstance(node, ContractExpr)]
+    return "+".join(f"{n}×{c}" if c > 1 else n for n, c in Counter(names).items())
+
+
+def _instead(plan: Plan, part: Part) -> str:
+    """The best tree of another shape, what it would cost, and for which size it would be the faster one."""
+    for tree, seconds in part.alternatives:
+        if str(tree) != str(part.tree) or methods(tree) != methods(part.tree):
+            return f"{tree} {methods(tree)} {_time(seconds)}{_border(plan, part, tree)}"
+    return "-"
+
+
+def _border(plan: Plan, part: Part, other: Expr) -> str:
+    """`, faster below T=204`; nothing where the other tree is slower only because the chosen one is shared."""
+    if predicted(part.tree, plan.device) > predicted(other, plan.device):
+        return ""
+    network = part.contraction.network
+    for axis in dict.fromkeys(a for leaf in network.leaves for a in leaf.axes if a != BATCH and "'" not in a):
+        border = crossover(network, part.tree, other, axis, plan.batch, plan.size, plan.device)
+        if border is not None:
+            return f", faster {'below' if border <= part.tree.sizes[axis] else 'from'} {_name(axis)}={border}"
+    return ""
+
+
+def _name(axis: str) -> str:
+    return axis.rstrip("'").upper()
+
+
+def symbolic(tree: Expr) -> tuple[sympy.Expr, sympy.Expr]:
+    """Flops and bytes moved by the distinct nodes of a tree, in named sizes (B, T, I, O, ...)."""
+    flops, moved = sympy.Integer(0), sympy.Integer(0)
+    for node in tree.nodes().values():
+        work = _symbolic_work(node)
+        flops, moved = flops + work.flops, moved + work.read + work.written
+    return sympy.expand(flops), sympy.expand(moved)
+
+
+def _symbolic_work(node: Expr) -> Work:
+    sizes = {a: sympy.Integer(1) if s == 1 else sympy.Symbol(_name(a)) for a, s in node.sizes.items()}
+    if isinstance(node, ContractExpr):
+        pair = Pair(node.pair.a, node.pair.b, node.pair.out, sizes, node.pair.same)
+        return node.method.work(pair)
+    if isinstance(node, SumExpr):
+        return SumExpr(node.axes, sizes, node.dtype, _resized(node.child, sizes)).work()
+    if isinstance(node, DenseExpr):
+        return DenseExpr(node.axes, sizes, node.dtype, node.child).work()
+    return Work(0, 0, 0)
+
+
+def _resized(node: Expr, sizes: dict[str, Any]) -> Expr:
+    return Expr(node.axes, sizes, node.dtype)
+
+
+def _formula(expression: Any) -> str:
+    """`2·B·T²·I` as people write it."""
+    text = str(sympy.sympify(expression))
+    for digit in "23456":
+        text = text.replace(f"**{digit}", digit.translate(_SUPERSCRIPT))
+    return text.replace("*", "·")
+
+
+def _count(value: float) -> str:
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
+
+
+def _notes(graphs: dict[str, GraphModule], plan: Plan) -> list[str]:
+    found = notes(graphs, plan)
+    return ["Notes\n" + "\n".join(f"- {note}" for note in found)] if found else []
+
+
+def notes(graphs: dict[str, GraphModule], plan: Plan) -> list[str]:
+    """What the passes noted, and the ops without a rule."""
+    found = list(facts.graph_facts(graphs[Stage.PLANNED.value]).notes)
+    terms = [term for parameter in plan.parameters for term in parameter.gradient.terms]
+    fallbacks = sorted({f"{t.op} ({', '.join(t.sites)})" for t in terms if t.rule == "fallback"})
+    if fallbacks:
+        listed = "; ".join(fallbacks)
+        found.append(f"no rule covers these, so vmap(vjp) of the op materialises their gradients: {listed}")
+    return found

@@ -1,0 +1,67 @@
+"""The graphs and the steps of one compilation, as they are kept and shown."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch.fx import GraphModule
+
+from psg_fx.graph.stages import Stage
+from psg_fx.progress import Progress
+
+log = logging.getLogger("psg_fx")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A record of a pass that ran: its stages, its time in seconds, and the sizes of the graphs before and after."""
+
+    name: str
+    before: Stage
+    after: Stage
+    seconds: float
+    nodes_before: int
+    nodes_after: int
+
+
+@dataclass
+class History:
+    """Every stage of one compilation, in order: the graphs and the steps between them; where they show themselves."""
+
+    graphs: dict[str, GraphModule] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    progress: Progress = field(default_factory=Progress)
+
+    @contextmanager
+    def passing(self, name: str) -> Iterator[None]:
+        """A pass that has begun, and is shown until it ends."""
+        with self.progress.doing(f"{name} (pass {len(self.steps) + 1})"):
+            yield
+
+    def record(self, step: Step) -> None:
+        """A step that is done."""
+        self.steps.append(step)
+        log.debug("%-14s %6.0f ms  %d -> %d nodes", step.name, 1e3 * step.seconds, step.nodes_before, step.nodes_after)
+
+
+def copy_graph(gm: GraphModule) -> GraphModule:
+    """A copy with its own graph; tensors, fake values and facts (which are frozen) are shared."""
+    new = GraphModule(dict(gm.named_children()), _copied(gm), type(gm).__name__)
+    new.meta = copy.copy(gm.meta)
+    return new
+
+
+def _copied(gm: GraphModule):  # type: ignore[no-untyped-def]
+    from torch.fx import Graph
+
+    graph = Graph()
+    mapping: dict[object, object] = {}
+    output = graph.graph_copy(gm.graph, mapping)  # type: ignore[arg-type]
+    graph.output(output)
+    for old, new in mapping.items():
+        new.meta = copy.copy(old.meta)  # type: ignore[attr-defined]
+    return graph

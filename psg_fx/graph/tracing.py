@@ -1,0 +1,33 @@
+"""Tracing plain torch functions into functional graphs with the batch size as a symbol."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Interpreter, Node
+
+from psg_fx.graph.strides import free_of_strides
+from psg_fx.torch_private import traced_without_code
+from psg_fx.torch_private.tracer import trace_fakes
+
+
+def trace(function: Callable[..., Any], arguments: Sequence[Any]) -> GraphModule:
+    """`function(*arguments)` as a graph; fake arguments keep their symbols, and no others are made.
+
+    Some formulas of autograd and some composite kernels write into tensors that they have just made; the graph has the
+    functional ops in their place.
+    """
+    with traced_without_code():
+        traced = trace_fakes(function, arguments)
+        if any(mutates(node) for node in traced.graph.nodes):
+            again = torch.func.functionalize(Interpreter(free_of_strides(traced)).run)
+            traced = trace_fakes(again, arguments)
+    return traced
+
+
+def mutates(node: Node) -> bool:
+    """Whether the op writes into a tensor."""
+    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and schema is not None and bool(schema.is_mutable)

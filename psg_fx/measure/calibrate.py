@@ -1,0 +1,134 @@
+"""Measures the rates of a device for the cost model, once, when asked: `psg-fx calibrate`, `psg_fx.calibrate()`.
+
+Every rate is taken where a step spends its time: on shapes of middle size, in memory that has been used before.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterator
+from statistics import median
+
+import torch
+
+from psg_fx.measure.clock import synchronize
+from psg_fx.planner import rates
+from psg_fx.planner.cost import Device
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+Rates = dict[tuple[str, torch.dtype], float]
+
+
+def calibrate(device: str | torch.device = "cpu") -> Device:
+    """Measure a device's table in some seconds, and keep it for all steps that are built from now on, in this process
+    and others: for this hardware, version of torch and number of threads.  The machine should be otherwise idle.
+    """
+    where = torch.device(device)
+    shipped = rates.CUDA if where.type == "cuda" else rates.CPU
+    flops = dict(shipped.flops) | measured_rates(where) | _reduction(where)
+    bandwidth = _bandwidth(where)
+    table = Device(
+        where.type, flops, bandwidth, _launch(where), shipped.kept, _extra(where, flops, bandwidth),
+        f"rates measured {datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
+    )  # fmt: skip
+    path = rates.table_path(where.type)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(rates.to_json(table), encoding="utf-8")
+    return table
+
+
+def seconds(run: Callable[[], object], device: torch.device, total: float = 0.08) -> float:
+    """The median time of one run; work that the device does later is waited for."""
+    from torch.utils.benchmark import (
+        Timer,
+    )  # loads what builds C++ extensions, setuptools and all: not for every import
+
+    def once() -> None:
+        run()
+        synchronize(device)
+
+    with torch.no_grad():
+        once()
+        timer = Timer("once()", globals={"once": once}, num_threads=torch.get_num_threads())
+        return median(timer.blocked_autorange(min_run_time=total).times)
+
+
+def measured_rates(device: torch.device) -> Rates:
+    """flop/s of each kind of step in each dtype that the device has."""
+    found: Rates = {}
+    for dtype in _DTYPES:
+        for kind, flops, run in _samples(device, dtype):
+            try:
+                found[kind, dtype] = flops / seconds(run, device)
+            except RuntimeError:  # no kernel for this dtype
+                continue
+    return found
+
+
+def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, int, Callable[[], object]]]:
+    """(kind, flops, what runs) for each kind of step."""
+
+    def random(*sizes: int) -> torch.Tensor:
+        return torch.randn(sizes, device=device).to(dtype)
+
+    n = 4096 if device.type == "cuda" else 768
+    a, b = random(n, n), random(n, n)
+    yield "gemm", 2 * n**3, lambda: a @ b
+    c, d = random(16, n // 3, 128), random(16, 128, n // 3)
+    yield "bmm", 2 * 16 * 128 * (n // 3) ** 2, lambda: torch.bmm(c, d)
+    samples = n // 128
+    x, g = random(samples, 64, 16, 16), random(samples, 64, 16, 16)
+    yield "conv", 2 * samples * 256 * 64 * 64 * 9, lambda: _weight_gradient(x, g, 1)
+    e, out = random(2**17), random(2**17)
+    yield "pointwise", 2**17, lambda: torch.mul(e, e, out=out)
+
+
+def _reduction(device: torch.device) -> Rates:
+    """flop/s of a product that is summed without being stored, which only a compiled graph does."""
+    a, b = torch.randn(256, 1, 512, device=device), torch.randn(256, 16, 512, device=device)
+    run = torch.compile(lambda x, y: (x * y).sum(-1), dynamic=False)
+    return {("reduce", torch.float32): 2 * b.numel() / seconds(lambda: run(a, b), device)}
+
+
+def _weight_gradient(x: torch.Tensor, grad: torch.Tensor, groups: int) -> object:
+    """Of a 3×3 convolution with padding 1."""
+    template = x.new_empty([grad.shape[1], x.shape[1] // groups, 3, 3])
+    return torch.ops.aten.convolution_backward(
+        grad, x, template, None, [1, 1], [1, 1], [1, 1], False, [0, 0], groups, [False, True, False]
+    )
+
+
+def _bandwidth(device: torch.device) -> float:
+    """Bytes/s of a copy larger than the caches."""
+    size = 2**28 if device.type == "cuda" else 2**26
+    a, b = torch.randn(size // 4, device=device), torch.empty(size // 4, device=device)
+    return 2 * size / seconds(lambda: b.copy_(a), device)
+
+
+def _launch(device: torch.device) -> float:
+    """Seconds of a kernel that does next to nothing, of many in a row."""
+    one, count = torch.ones(1, device=device), 100
+
+    def many() -> None:
+        for _ in range(count):
+            one.add_(1.0)
+
+    return seconds(many, device) / count
+
+
+def _extra(device: torch.device, flops: Rates, bandwidth: float) -> dict[str, float]:
+    """Constants of single methods: what their time holds beside flops and bytes, for each call or element."""
+    tiny = torch.randn(1, 16, 4, 4, device=device)
+    found = {"convolution": seconds(lambda: _weight_gradient(tiny, tiny, 1), device)}
+    for name, samples, channels, plane in (
+        ("grouped_conv_output", 16, 64, 8), ("grouped_conv_small_output", 4, 256, 2),
+    ):  # fmt: skip
+        x = torch.randn(1, samples * channels, plane, plane, device=device)
+        elements = samples * channels * channels * 9
+        known = 2 * elements * plane**2 / flops["conv", torch.float32] + found["convolution"]
+        found[name] = max(seconds(lambda x=x, n=samples: _weight_gradient(x, x, n), device) - known, 0.0) / elements  # type: ignore[misc]
+    rows, width, table = 4096, 64, torch.zeros(8192, 64, device=device)
+    ids, values = torch.randint(8192, (rows,), device=device), torch.randn(rows, width, device=device)
+    taken = seconds(lambda: table.index_add_(0, ids, values), device)
+    found["scatter"] = max(taken - 3 * 4 * rows * width / bandwidth, 0.0) / (rows * width)
+    return found

@@ -1,0 +1,1 @@
+"""Ops beside torch's own, and ops for every sample at once."""

@@ -1,0 +1,191 @@
+"""Ops in terms of simpler ones, with the same gradients, whose backward vmap runs for a symbolic batch size.
+
+Used where the fallback runs an op that has no rule, and for ops on the way of a parameter to its use.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+
+def cdist(a: torch.Tensor, b: torch.Tensor, p: float = 2.0, compute_mode: int | None = None) -> torch.Tensor:
+    """d[.., i, j] = ‖a[.., i, :] - b[.., j, :]‖_p."""
+    distance: torch.Tensor = torch.linalg.vector_norm(a.unsqueeze(-2) - b.unsqueeze(-3), p, -1)
+    return distance
+
+
+def einsum(equation: str, tensors: Sequence[torch.Tensor], path: Sequence[int] | None = None) -> torch.Tensor:
+    """A letter that an operand repeats stands for its diagonal."""
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if not arrow or "." in equation or all(len(set(term)) == len(term) for term in terms):
+        return aten.einsum(equation, tensors, path=path)  # type: ignore[no-any-return]
+    once = ["".join(dict.fromkeys(term)) for term in terms]
+    diagonals = [_diagonal(x, term, new) for x, term, new in zip(tensors, terms, once, strict=True)]
+    return aten.einsum(f"{','.join(once)}->{right}", diagonals, path=path)  # type: ignore[no-any-return]
+
+
+def _diagonal(x: torch.Tensor, term: str, once: str) -> torch.Tensor:
+    """x[.., i, .., i, ..] with one dim for each letter."""
+    if term == once:
+        return x
+    sizes = dict(zip(term, x.shape, strict=True))
+    steps = [torch.arange(sizes[k], device=x.device).view([-1 if k == own else 1 for own in once]) for k in term]
+    return x[tuple(steps)]
+
+
+def index_put(
+    x: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor, accumulate: bool = False
+) -> torch.Tensor:
+    """With a mask that says where the same values go: y = values (accumulate: x + values) there, x elsewhere."""
+    mask = indices[0]
+    if len(indices) > 1 or mask is None or mask.dtype is not torch.bool or values.ndim > x.ndim - mask.ndim:
+        return aten.index_put(x, indices, values, accumulate)  # type: ignore[no-any-return]
+    places = mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim))
+    return torch.where(places, x + values if accumulate else values, x)
+
+
+def _at_places(target: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """An op that returns values of x and their places along `dim`, as a look-up at places found without gradients."""
+    names = [argument.name for argument in target._schema.arguments]
+
+    def picked(x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        given = dict(zip(names[1:], args, strict=False)) | kwargs
+        places = target(x.detach(), *args, **kwargs)[1]
+        flat = torch.arange(x.numel(), device=x.device).reshape(x.shape).gather(given.get("dim", -1), places)
+        return x.reshape(-1)[flat], places
+
+    return picked
+
+
+FORMULAS: dict[Any, Callable[..., Any]] = {
+    aten.cdist.default: cdist,
+    aten.einsum.default: einsum,
+    aten.index_put.default: index_put,
+    **{target: _at_places(target) for target in (aten.sort.default, aten.sort.stable, aten.topk.default)},
+}
+
+
+class Gathered(torch.fx.Interpreter):
+    """Runs a graph with some ops written in others whose backward vmap runs for a symbolic batch size: those that only
+    select elements as padding and indexing (vmap does not run the backward of a slice), weight_norm by its formula.
+    """
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is aten.slice.Tensor:
+            return _sliced(*args, **kwargs)
+        if target is aten.split.Tensor:
+            return _split(*args, **kwargs)
+        if target is aten.split_with_sizes.default:
+            return _cut(*args, **kwargs)
+        if target in (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default):
+            return _convolved(*args, **kwargs)
+        if target is aten.slice_scatter.default:
+            return _slice_scattered(*args, **kwargs)
+        if target is aten.select_scatter.default:
+            x, source, dim, index = args
+            start = index % x.shape[dim]
+            return _slice_scattered(x, source.unsqueeze(dim), dim, start, start + 1)
+        if target is aten._weight_norm.default:
+            return _weight_norm(*args, **kwargs)
+        if target is aten.embedding.default:
+            return _looked_up(*args, **kwargs)
+        if target in FORMULAS:
+            return FORMULAS[target](*args, **kwargs)
+        if target in _TAKES:
+            return _taken(target, *args, **kwargs)
+        return super().call_function(target, args, kwargs)
+
+
+_TAKES = (
+    aten.diagonal.default, aten.unfold.default, aten.gather.default, aten.index_select.default,
+    aten.roll.default, aten.flip.default,
+)  # fmt: skip
+
+
+def _taken(target: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    places = torch.arange(x.numel(), device=x.device).reshape(x.shape)
+    return x.reshape(-1)[target(places, *args, **kwargs)]
+
+
+def _looked_up(
+    table: torch.Tensor,
+    ids: torch.Tensor,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> torch.Tensor:
+    if scale_grad_by_freq:
+        return aten.embedding(table, ids, padding_idx, scale_grad_by_freq, sparse)  # type: ignore[no-any-return]
+    if padding_idx >= 0:  # that row has no gradient
+        rows = torch.arange(table.shape[0], device=table.device).unsqueeze(1)
+        table = torch.where(rows == padding_idx, table.detach(), table)
+    return table[ids]
+
+
+def _weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    others = [d for d in range(v.ndim) if dim == -1 or d != dim % v.ndim]
+    norm: torch.Tensor = torch.linalg.vector_norm(v, 2, others, keepdim=dim != -1)
+    return v * (g / norm)
+
+
+def _sliced(x: torch.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+    first, last, step = slice(start, end, step).indices(x.shape[dim])
+    if step != 1:
+        return x.index_select(dim, torch.arange(first, max(last, first), step, device=x.device))
+    return _narrowed(x, dim, first, max(last - first, 0))
+
+
+def _narrowed(x: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
+    after = x.ndim - 1 - dim % x.ndim
+    return aten.constant_pad_nd(x, [0, 0] * after + [-start, start + length - x.shape[dim]])  # type: ignore[no-any-return]
+
+
+def _convolved(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, stride: Any = 1, padding: Any = 0,
+    dilation: Any = 1, groups: int = 1,
+) -> torch.Tensor:  # fmt: skip
+    """y[n,go,p] = Σ_ck patches[n,g,p,ck] W[go,ck] + bias[go]."""
+    kernel = weight.shape[2:]
+    stride, padding, dilation = (list(v) * (len(kernel) // len(v)) if isinstance(v, (list, tuple)) else
+                                 [v] * len(kernel) for v in (stride, padding, dilation))  # fmt: skip
+    x = aten.constant_pad_nd(x, [width for side in reversed(padding) for width in (side, side)])
+    places = torch.arange(x.numel(), device=x.device).reshape(x.shape)
+    for d, (size, step, apart) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
+        places = places.unfold(d, (size - 1) * apart + 1, step)[..., ::apart]
+    count, out = x.shape[0], places.shape[2 : 2 + len(kernel)]
+    rows = places.reshape(count, groups, x.shape[1] // groups, out.numel(), -1).transpose(2, 3).flatten(3)
+    found = x.reshape(-1)[rows] @ weight.reshape(groups, weight.shape[0] // groups, -1).transpose(1, 2)
+    found = found.transpose(2, 3).reshape(count, weight.shape[0], *out)
+    return found if bias is None else found + bias.view(-1, *[1] * len(kernel))
+
+
+def _slice_scattered(
+    x: torch.Tensor, source: torch.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> torch.Tensor:
+    """X, but the rows of `source` at start, start + step, .. < end of `dim`."""
+    size = x.shape[dim]
+    first, last, step = slice(start, end, step).indices(size)
+    if first >= last:
+        return x
+    rows = torch.arange(size, device=x.device)
+    inside = (rows >= first) & (rows < last) & ((rows - first) % step == 0)
+    nearest = ((rows - first) // step).clamp(0, source.shape[dim] - 1)
+    wide = [-1 if d == dim % x.ndim else 1 for d in range(x.ndim)]
+    return torch.where(inside.view(wide), _taken(aten.index_select.default, source, dim, nearest), x)
+
+
+def _split(x: torch.Tensor, size: int, dim: int = 0) -> list[torch.Tensor]:
+    total = x.shape[dim]
+    return _cut(x, [min(size, total - start) for start in range(0, total, size)], dim)
+
+
+def _cut(x: torch.Tensor, sizes: Sequence[int], dim: int = 0) -> list[torch.Tensor]:
+    starts = itertools.accumulate(sizes, initial=0)
+    return [_narrowed(x, dim, start, length) for start, length in zip(starts, sizes, strict=False)]

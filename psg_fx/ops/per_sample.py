@@ -1,0 +1,75 @@
+"""A function of one sample, run for every sample without fixing the batch size.
+
+`torch.vmap` does this, but some of its batching rules read the batch size as a plain number, and a graph traced through
+them would be right for one batch size only. So a symbolic batch is tried out first, on values of its own.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from psg_fx.errors import NotYetSupported
+from psg_fx.graph.strides import free_of_strides
+from psg_fx.torch_private import core_decompositions, fake_batch, no_modes
+
+aten = torch.ops.aten
+OneSample = Callable[..., torch.Tensor]
+Dims = Sequence[int | None]
+
+
+def for_each_sample(one: OneSample, dims: Dims, tensors: Sequence[torch.Tensor], what: str, where: str) -> torch.Tensor:
+    """`[B, ...]`: `one` for every sample; `dims` has 0 for what is stacked and None for what all samples share.
+
+    Tried as it is, then written out in simpler ops. `what` and `where` are for the refusal.
+    """
+    size: Any = next(t.shape[0] for t, dim in zip(tensors, dims, strict=True) if dim == 0)
+    if not isinstance(size, torch.SymInt):
+        return _mapped(one, dims, tensors)
+    if _keeps_batch(one, dims, tensors):
+        return _mapped(one, dims, tensors)
+    simple = _written_out(one, dims, tensors)
+    if simple is not None and _keeps_batch(simple, dims, tensors):
+        return _mapped(simple, dims, tensors)
+    raise NotYetSupported(
+        f"{what} has no gradient rule, and vmap runs it for one fixed batch size only", where=where or what,
+        why="the fallback is vmap over the samples, and its graph must serve every batch size",
+        fix="write it with other ops (matmul, index, pointwise), or freeze the parameters that it reads",
+    )  # fmt: skip
+
+
+def _mapped(one: OneSample, dims: Dims, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop because we have not yet implemented")
+        found: torch.Tensor = torch.vmap(one, in_dims=tuple(dims))(*tensors)
+    return found
+
+
+def _keeps_batch(one: OneSample, dims: Dims, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether vmap leaves the batch size a symbol, found out on fresh fake values of the same sizes."""
+    with no_modes(), fake_batch() as (example, is_symbol):
+        values = [example(t, dim == 0) for t, dim in zip(tensors, dims, strict=True)]
+        try:
+            make_fx(lambda *v: _mapped(one, dims, v), tracing_mode="symbolic")(*values)
+        except Exception:  # vmap refuses in many ways
+            return False
+        return is_symbol()
+
+
+def _written_out(one: OneSample, dims: Dims, tensors: Sequence[torch.Tensor]) -> OneSample | None:
+    """`one` as a graph of core ops, traced on a single sample."""
+    with no_modes():
+        sample = [
+            torch.zeros([int(s) for s in t.shape[dim == 0 :]], dtype=t.dtype, device=t.device)
+            for t, dim in zip(tensors, dims, strict=True)
+        ]
+        try:
+            return free_of_strides(
+                make_fx(one, decomposition_table=core_decompositions(), tracing_mode="fake")(*sample)
+            )
+        except Exception:  # a decomposition that cannot be traced
+            return None

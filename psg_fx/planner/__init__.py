@@ -1,0 +1,1 @@
+"""How everything asked of a parameter is computed at the least predicted cost."""

@@ -1,0 +1,63 @@
+"""What a contraction costs: flops and bytes as formulas, seconds by a device's measured rates (a roofline).
+
+The formulas are written once and work on ints and on sympy expressions alike.
+Roofline: Williams, Waterman, Patterson 2009, doi:10.1145/1498765.1498785.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from psg_fx.tensors import Size
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one step of a tree does.
+
+    flops: floating-point operations (a multiply-add counts two).  read, written: bytes moved to and from memory.
+    kind: which rate of the device it runs at ("gemm", "pointwise", ...).  calls: kernels launched.
+    """
+
+    flops: Size
+    read: Size
+    written: Size
+    kind: str = "pointwise"
+    calls: int = 1
+
+
+@dataclass(frozen=True)
+class Device:
+    """Rates of a device.
+
+    flops: flop/s for each kind of step and dtype.  bandwidth: bytes/s.  launch: seconds for a kernel.
+    kept: seconds per byte of what is kept until all norms are known, the price of its memory: on CPU the first touch.
+    extra: further constants, seconds per unit or call, named by the method that reads them.
+    origin: where the rates come from, as `explain()` says it.  working: seconds per byte that a tree holds at once, to
+    plan for little memory.
+    """
+
+    name: str
+    flops: Mapping[tuple[str, torch.dtype], float]
+    bandwidth: float
+    launch: float
+    kept: float
+    extra: Mapping[str, float]
+    origin: str = ""
+    working: float = 0.0
+
+    def rate(self, kind: str, dtype: torch.dtype = torch.float32) -> float:
+        """flop/s: a kind without a rate runs as pointwise ones, a dtype without one as float32, slower if wider."""
+        if (kind, dtype) in self.flops:
+            return self.flops[kind, dtype]
+        if (kind, torch.float32) not in self.flops:
+            return self.rate("pointwise", dtype)
+        return self.flops[kind, torch.float32] * min(1.0, 4 / dtype.itemsize)
+
+    def seconds(self, work: Work, dtype: torch.dtype = torch.float32) -> float:
+        """Predicted time of a step: the slower of computing and moving bytes, then launches."""
+        compute = float(work.flops) / self.rate(work.kind, dtype)
+        return max(compute, float(work.read + work.written) / self.bandwidth) + work.calls * self.launch

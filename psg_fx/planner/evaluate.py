@@ -1,0 +1,151 @@
+"""Runs a plan with torch functions.  Tracing this is how a plan becomes a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+
+from psg_fx.algebra.asks import FLOORS, Ask, Materialized, Weighted
+from psg_fx.algebra.gradient import ParameterGradient
+from psg_fx.algebra.network import Axes, Kind, OneHot, Patches, Source
+from psg_fx.algebra.prefix import pull_back
+from psg_fx.planner.methods import onehot, patches
+from psg_fx.planner.plan import ParameterPlan, Part, Plan, reads_weights
+from psg_fx.planner.rounding import floor
+from psg_fx.planner.trees import ContractExpr, DenseExpr, Expr, LeafExpr, SumExpr
+from psg_fx.tensors import accumulation_dtype, contiguous, permute, reshape
+
+
+class Evaluator:
+    """Computes every part of a plan; equal nodes are computed once.
+
+    env: source -> tensor.  known: key of a node -> its tensor, for those that are computed already.
+    results: ask key -> parameter -> tensor; also the FLOORS of norms, for those that have one.
+    named: contractions, worth a name in the graph: parameter, kind, tensor.
+    """
+
+    def __init__(
+        self, plan: Plan, env: dict[Source, torch.Tensor], count: int, device: torch.device,
+        known: Mapping[int, torch.Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        self.plan, self.env, self.count, self.device = plan, env, count, device
+        self.results: dict[str, dict[str, torch.Tensor]] = {key: {} for key in (*(a.key for a in plan.asks), FLOORS)}
+        self.named: list[tuple[str, str, torch.Tensor]] = []
+        self.known: dict[int, torch.Tensor] = dict(known or {})
+        self._weights: Mapping[str, Mapping[str, torch.Tensor]] = {}
+
+    def first(self) -> None:
+        """Everything that needs no weights: gradients, norms, products."""
+        for parameter in self.plan.parameters:
+            self._ask(parameter, Materialized())
+            for ask in self.plan.asks:
+                if not isinstance(ask, (Materialized, Weighted)):
+                    self._ask(parameter, ask)
+            found = floor(parameter, partial(self._evaluate, gradient=parameter.gradient, local=self.known))
+            if found is not None:
+                self.results[FLOORS][parameter.gradient.name] = found
+
+    def second(self, weights: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """The weighted sums."""
+        self._weights = weights
+        for parameter in self.plan.parameters:
+            for ask in self.plan.asks:
+                if isinstance(ask, Weighted):
+                    self._ask(parameter, ask)
+
+    def _ask(self, plan: ParameterPlan, ask: Ask) -> None:
+        parts = [part for part in plan.parts if part.ask == ask]
+        asked = ask.key in self.results
+        if not asked and not parts:
+            return
+        value = self._sum(plan.gradient, ask, parts)
+        if isinstance(ask, Materialized):
+            self.env[Source(Kind.GRADS, plan.gradient.name)] = value
+        if asked:
+            self.results[ask.key][plan.gradient.name] = value
+
+    def _sum(self, gradient: ParameterGradient, ask: Ask, parts: list[Part]) -> torch.Tensor:
+        """One ask of one parameter, in its own shape; zero where no part of the loss reaches the parameter."""
+        dtype = accumulation_dtype(gradient.dtype) if ask.accumulated else gradient.dtype
+        shape = ask.shape(gradient, self.count)
+        if not parts:
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+        values = [self._pulled(part, gradient) if ask.like_parameter else self._value(part, gradient) for part in parts]
+        found = reshape(ask.finish(sum(values[1:], start=values[0]), len(values)), shape).to(dtype)
+        return contiguous(found) if ask.like_parameter else found
+
+    def _value(self, part: Part, gradient: ParameterGradient) -> torch.Tensor:
+        """The part's contraction with its axes in the network's order."""
+        network = part.contraction.network
+        if self._own_weights(part):
+            assert isinstance(part.ask, Weighted)
+            chosen = self._weights[part.ask.weights][gradient.name]
+            self.env[Source(Kind.WEIGHTS, part.ask.weights)] = chosen.to(network.leaves[0].dtype)
+        local: dict[int, torch.Tensor] = {} if self._own_weights(part) else self.known
+        tensor = self._evaluate(part.tree, gradient, local)
+        return _scaled(permuted(tensor, part.tree.axes, network.out), network.scale * part.contraction.scale)
+
+    def _own_weights(self, part: Part) -> bool:
+        """Whether nodes above the weights differ between parameters, so that they must not be shared by key."""
+        return isinstance(part.ask, Weighted) and bool(part.ask.weights)
+
+    def _pulled(self, part: Part, gradient: ParameterGradient) -> torch.Tensor:
+        """The part for the parameter, from the one for the operand of its site."""
+        value, batched = self._value(part, gradient), isinstance(part.ask, Materialized)
+        lead = (self.count,) if batched else ()
+        if not part.contraction.terms:
+            return reshape(value, (*lead, *gradient.shape))
+        term = gradient.terms[part.contraction.terms[0]]
+        operand = reshape(value, (*lead, *(int(s) for s in term.shape)))
+        pulled = pull_back(term, gradient.name, operand, self.env, batched)
+        return reshape(pulled, (*lead, *gradient.shape))
+
+    def _evaluate(self, expr: Expr, gradient: ParameterGradient, local: dict[int, torch.Tensor]) -> torch.Tensor:
+        if expr.key in self.known:
+            return self.known[expr.key]
+        if expr.key in local:
+            return local[expr.key]
+        value = self._compute(expr, gradient, local)
+        (local if reads_weights(expr) else self.known)[expr.key] = value
+        if isinstance(expr, ContractExpr):
+            self.named.append((gradient.name, _kind(expr), value))
+        return value
+
+    def _compute(self, expr: Expr, gradient: ParameterGradient, local: dict[int, torch.Tensor]) -> torch.Tensor:
+        if isinstance(expr, LeafExpr):
+            return expr.leaf.build(*(self.env[source] for source in expr.leaf.sources))
+        return compute(expr, [self._evaluate(child, gradient, local) for child in expr.children])
+
+
+def compute(expr: Expr, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+    """An inner node's tensor from those of its children."""
+    if isinstance(expr, DenseExpr):
+        (stored,), form = operands, expr.child.leaf.form
+        if isinstance(form, OneHot):
+            return onehot.densify(stored, form, expr.dtype)
+        assert isinstance(form, Patches)
+        return patches.densify(stored, form)
+    if isinstance(expr, SumExpr):
+        dims = [i for i, x in enumerate(expr.child.axes) if x not in expr.axes]
+        return operands[0].sum(dims)
+    assert isinstance(expr, ContractExpr)
+    return expr.method.emit(expr.pair, *operands)
+
+
+def _scaled(tensor: torch.Tensor, scale: float) -> torch.Tensor:
+    return tensor if scale == 1.0 else tensor * scale
+
+
+def _kind(expr: ContractExpr) -> str:
+    if any(axis.endswith("'") for axis in expr.axes):
+        return "gram"
+    if expr.axes == ("b",):
+        return "sq_norm"
+    return "grad_sample" if "b" in expr.axes else "sum"
+
+
+def permuted(tensor: torch.Tensor, have: Axes, want: Axes) -> torch.Tensor:
+    """Bring axes into order."""
+    return permute(tensor, [have.index(axis) for axis in want])

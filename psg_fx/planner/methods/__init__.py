@@ -1,0 +1,17 @@
+"""The ways to contract two operands.  A new one is a class with its formula, its cost and its torch code."""
+
+from psg_fx.planner.methods.base import Arg, Method, Pair
+from psg_fx.planner.methods.dense import Dot, MatMul, Multiply
+from psg_fx.planner.methods.onehot import Equal, Gather, Scatter
+from psg_fx.planner.methods.patches import ConvWeight, GroupedConv, Shifted, WindowSum
+from psg_fx.planner.methods.pixels import PixelGram
+from psg_fx.planner.methods.symmetric import HalfDot, HalfGram
+
+METHODS: tuple[Method, ...] = (
+    Multiply(), MatMul(), Dot(),
+    Equal(), Gather(), Scatter(),
+    GroupedConv(), Shifted(), WindowSum(), ConvWeight(), PixelGram(),
+    HalfGram(), HalfDot(),
+)  # fmt: skip
+
+__all__ = ["METHODS", "Arg", "Method", "Pair"]

@@ -1,0 +1,113 @@
+"""Contractions of plain tensors: outer product, dot, matrix product."""
+
+from __future__ import annotations
+
+import torch
+
+from psg_fx.algebra.network import Axes
+from psg_fx.planner.cost import Work
+from psg_fx.planner.methods.base import Method, Pair, arrange, expand_to
+from psg_fx.tensors import accumulation_dtype, reshape
+
+
+class Multiply(Method):
+    """out[..] = a[..] b[..], broadcast: nothing is summed over both operands (T = 1 outer products, weights).
+
+    flops = product of all axes.
+    """
+
+    name = "multiply"
+
+    def applies(self, p: Pair) -> bool:
+        return p.a.dense and p.b.dense and all(x in p.out or p.sizes[x] == 1 for x in p.everything)
+
+    def out(self, p: Pair) -> Axes:
+        return p.out if p.left and p.right else tuple(x for x in p.everything if x in p.out)
+
+    def work(self, p: Pair) -> Work:
+        read, written = p.moved()
+        return Work(p.count(p.everything), read, written)
+
+    def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        out = self.out(p)
+        if p.same:  # squares of half precision leave its range
+            return expand_to(a, p.a.axes, out).to(accumulation_dtype(p.dtype)).square()
+        return expand_to(a, p.a.axes, out) * expand_to(b, p.b.axes, out)
+
+
+class Dot(Method):
+    """out[k] = Σ_s a[k,s] b[k,s]: multiply and reduce in one pass, nothing stored between.
+
+    flops = 2 · product of all axes; bytes = both operands once.
+    """
+
+    name = "dot"
+
+    def applies(self, p: Pair) -> bool:
+        return p.a.dense and p.b.dense and not (p.summed and p.left and p.right) and not Multiply().applies(p)
+
+    def out(self, p: Pair) -> Axes:
+        return tuple(x for x in p.everything if x in p.out)
+
+    def work(self, p: Pair) -> Work:
+        read, written = p.moved()
+        return Work(2 * p.count(p.everything), read, written)
+
+    def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        dtype = accumulation_dtype(p.dtype)
+        axes = tuple(x for x in p.everything if x in p.out or p.sizes[x] != 1)
+        a = expand_to(a, p.a.axes, axes).to(dtype)
+        both = a.square() if p.same else a * expand_to(b, p.b.axes, axes).to(dtype)
+        return both.sum([i for i, x in enumerate(axes) if x not in p.out])
+
+
+class MatMul(Method):
+    """out[k,l,r] = Σ_s a[k,l,s] b[k,s,r]: one (batched) matrix product.
+
+    flops = 2 · k·l·r·s; bytes = operands and result once.
+    """
+
+    name = "matmul"
+
+    def applies(self, p: Pair) -> bool:
+        return p.a.dense and p.b.dense and bool(p.summed and p.left and p.right)
+
+    def out(self, p: Pair) -> Axes:
+        ones = tuple(x for x in p.out if p.sizes[x] == 1)
+        first, second = (p.right, p.left) if self._swapped(p) else (p.left, p.right)
+        return p.batch + first + second + ones
+
+    def _swapped(self, p: Pair) -> bool:
+        """Whether `b`'s axes come first in the result."""
+        return p.out.index(p.right[0]) < p.out.index(p.left[0])
+
+    def work(self, p: Pair) -> Work:
+        read, written = p.moved()
+        return Work(2 * p.count(p.everything), read, written, "bmm" if p.batch else "gemm")
+
+    def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        a, b = _without_lonely(p, a, p.a.axes), _without_lonely(p, b, p.b.axes)
+        dtype = torch.promote_types(a.dtype, b.dtype)
+        if any(x.endswith("'") for x in p.out):  # a Gram matrix: its entries are multiplied again, keep full precision
+            dtype = accumulation_dtype(dtype)
+        a, b = a.to(dtype), b.to(dtype)
+        if self._swapped(p):
+            left = arrange(b, p.b.axes, (p.batch, p.right, p.summed))
+            right = arrange(a, p.a.axes, (p.batch, p.summed, p.left))
+        else:
+            left = arrange(a, p.a.axes, (p.batch, p.left, p.summed))
+            right = arrange(b, p.b.axes, (p.batch, p.summed, p.right))
+        product = torch.bmm(left, right) if p.batch else torch.mm(left.squeeze(0), right.squeeze(0))
+        sizes = [_size(x, a, p.a.axes, b, p.b.axes) for x in self.out(p)]
+        return reshape(product, sizes)
+
+
+def _size(axis: str, a: torch.Tensor, a_axes: Axes, b: torch.Tensor, b_axes: Axes) -> int:
+    return a.shape[a_axes.index(axis)] if axis in a_axes else b.shape[b_axes.index(axis)]
+
+
+def _without_lonely(p: Pair, tensor: torch.Tensor, axes: Axes) -> torch.Tensor:
+    """Sum the axes that only this operand has and nobody keeps (their dims stay, with size 1)."""
+    other = p.b.axes if axes is p.a.axes else p.a.axes
+    dims = [i for i, x in enumerate(axes) if x not in p.out and x not in other and p.sizes[x] != 1]
+    return tensor.sum(dims, keepdim=True) if dims else tensor

@@ -1,0 +1,144 @@
+"""Contractions with `onehot(ids)[b, t, v]`, which is never built: equality, gather and scatter take its place."""
+
+from __future__ import annotations
+
+import torch
+
+from psg_fx.algebra.network import Axes, OneHot
+from psg_fx.planner.cost import Device, Work
+from psg_fx.planner.methods.base import Method, Pair, expand_to
+
+
+def _split(p: Pair) -> tuple[bool, Axes]:
+    """Whether `a` is the one-hot operand, and its axes (..., v)."""
+    first = isinstance(p.a.form, OneHot)
+    return first, (p.a if first else p.b).axes
+
+
+class Equal(Method):
+    """Σ_v onehot(ids)[b,t,v] onehot(ids')[b,s,v] = [ids[b,t] == ids'[b,s]]."""
+
+    name = "equal"
+
+    def applies(self, p: Pair) -> bool:
+        if not (isinstance(p.a.form, OneHot) and isinstance(p.b.form, OneHot)):
+            return False
+        return p.a.axes[-1] == p.b.axes[-1] and p.a.axes[-1] not in p.out and self.out(p) == _kept(p)
+
+    def out(self, p: Pair) -> Axes:
+        return tuple(dict.fromkeys(p.a.axes[:-1] + p.b.axes[:-1]))
+
+    def work(self, p: Pair) -> Work:
+        out = self.out(p)
+        ids = p.count(p.a.axes[:-1]) + p.count(p.b.axes[:-1])  # eight bytes each
+        return Work(p.count(out), 8 * ids, p.bytes(out))
+
+    def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        out = self.out(p)
+        return (expand_to(a, p.a.axes[:-1], out) == expand_to(b, p.b.axes[:-1], out)).to(p.dtype)
+
+
+class Gather(Method):
+    """Σ_v onehot(ids)[b,t,v] a[b,v,r..] = a[b, ids[b,t], r..]; a may be the same for all samples."""
+
+    name = "gather"
+
+    def applies(self, p: Pair) -> bool:
+        first, axes = _split(p)
+        hot, other = (p.a, p.b) if first else (p.b, p.a)
+        if not isinstance(hot.form, OneHot) or not other.dense:
+            return False
+        b, v = axes[0], axes[-1]
+        shared = set(axes[:-1]) & set(other.axes)  # none: one table for all samples
+        return v in other.axes and (b in shared or not shared) and v not in p.out and self.out(p) == _kept(p)
+
+    def out(self, p: Pair) -> Axes:
+        first, axes = _split(p)
+        other = p.b if first else p.a
+        return axes[:-1] + tuple(x for x in other.axes if x not in axes)
+
+    def work(self, p: Pair) -> Work:
+        out = self.out(p)
+        return Work(p.count(out), p.bytes(out), p.bytes(out))
+
+    def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        first, axes = _split(p)
+        ids, other, have = (a, b, p.b.axes) if first else (b, a, p.a.axes)
+        shared = tuple(x for x in axes[:-1] if x in have)
+        rest = tuple(x for x in have if x not in axes)
+        table = other.permute([have.index(x) for x in (*shared, axes[-1], *rest)])
+        if not shared:
+            return table[ids]
+        if shared != axes[:1]:  # the table depends on t too: pick along v, elementwise in t
+            index = expand_to(ids, axes[:-1], (*axes, *rest))
+            index = index.expand(*ids.shape, 1, *table.shape[len(shared) + 1 :])
+            return table.expand(*ids.shape, *table.shape[len(shared) :]).gather(ids.ndim, index).squeeze(ids.ndim)
+        rows = torch.arange(table.shape[0], device=table.device).reshape(-1, *[1] * (ids.ndim - 1))
+        return table[rows, ids]
+
+
+class Scatter(Method):
+    """Σ_t onehot(ids)[b,t,v] a[b,t,d..] -> out[b,v,d..]; the samples are summed too where b is not kept.
+
+    bytes: the zeroed table and one read-modify-write per row.
+    """
+
+    name = "scatter"
+
+    def applies(self, p: Pair) -> bool:
+        first, axes = _split(p)
+        hot, other = (p.a, p.b) if first else (p.b, p.a)
+        if not isinstance(hot.form, OneHot) or not other.dense or axes[-1] in other.axes or axes[-1] not in p.out:
+            return False
+        gone = [x for x in axes[:-1] if x not in p.out]
+        kept = [x for x in other.axes if x not in axes]
+        return (
+            axes[0] in other.axes and all(x in p.out for x in kept)
+            and (gone == list(axes[1:-1]) or gone == list(axes[:-1]))
+        )  # fmt: skip
+
+    def out(self, p: Pair) -> Axes:
+        first, axes = _split(p)
+        other = p.b if first else p.a
+        lead = axes[:1] if axes[0] in p.out else ()
+        return (*lead, axes[-1], *(x for x in other.axes if x not in axes))
+
+    def work(self, p: Pair) -> Work:
+        first, _ = _split(p)
+        other = p.b if first else p.a
+        table, rows = p.bytes(self.out(p)), p.bytes(other.axes)
+        return Work(p.count(other.axes), 2 * rows, table + rows, "pointwise", 5)
+
+    def seconds(self, p: Pair, device: Device) -> float:
+        first, _ = _split(p)
+        rows = p.count((p.b if first else p.a).axes)
+        return device.seconds(self.work(p), p.dtype) + float(rows) * device.extra["scatter"]
+
+    def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        first, axes = _split(p)
+        ids, other, have = (a, b, p.b.axes) if first else (b, a, p.a.axes)
+        hot = p.a if first else p.b
+        assert isinstance(hot.form, OneHot)
+        rest = tuple(x for x in have if x not in axes)
+        values = expand_to(other, have, axes[:-1] + rest)
+        values = values.expand(*ids.shape, *values.shape[ids.ndim :])
+        classes, tail = hot.form.classes, values.shape[ids.ndim :]
+        if axes[0] in p.out:
+            offset = torch.arange(ids.shape[0], device=ids.device).reshape(-1, *[1] * (ids.ndim - 1)) * classes
+            table = values.new_zeros((ids.shape[0] * classes, *tail))
+            table = table.index_add(0, (ids + offset).reshape(-1), values.reshape(-1, *tail))
+            return table.reshape(ids.shape[0], classes, *tail)
+        return values.new_zeros((classes, *tail)).index_add(0, ids.reshape(-1), values.reshape(-1, *tail))
+
+
+def _kept(p: Pair) -> Axes:
+    """The result's axes if exactly the class axis is summed, in the order of first occurrence."""
+    first, axes = _split(p)
+    other = p.b if first else p.a
+    order = axes[:-1] + tuple(x for x in other.axes if x not in axes)
+    return tuple(x for x in order if x in p.out)
+
+
+def densify(ids: torch.Tensor, form: OneHot, dtype: torch.dtype) -> torch.Tensor:
+    """onehot(ids)[b, t, v] as a tensor: the last resort."""
+    return (ids.unsqueeze(-1) == torch.arange(form.classes, device=ids.device)).to(dtype)

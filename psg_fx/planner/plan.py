@@ -1,0 +1,82 @@
+"""What the planner decides: for each parameter the trees that compute what is asked of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import sympy
+
+from psg_fx.algebra.asks import Ask, Contraction
+from psg_fx.algebra.gradient import ParameterGradient
+from psg_fx.algebra.network import Kind
+from psg_fx.planner.cost import Device
+from psg_fx.planner.trees import Expr, LeafExpr
+
+
+@dataclass(frozen=True)
+class Part:
+    """One contraction that an ask needs, and the tree chosen for it.
+
+    contraction: its network, and which terms of the parameter it contracts; none for the gradient in memory.
+    alternatives: other trees with their predicted seconds, cheapest first.
+    """
+
+    ask: Ask
+    contraction: Contraction
+    tree: Expr
+    seconds: float
+    alternatives: tuple[tuple[Expr, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class ParameterPlan:
+    """How everything asked of one parameter is computed.
+
+    total: the gradient is materialised as the sum of all its terms first, and the other asks read that.
+    parts: in the order of computation.  seconds: predicted, shared nodes counted once.
+    """
+
+    gradient: ParameterGradient
+    total: bool
+    parts: tuple[Part, ...]
+    seconds: float
+    why: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of a whole step for `size` samples.
+
+    part: if memory is bounded, larger batches run in parts of so many samples.  need: the bytes that one part
+    allocates, predicted.
+    """
+
+    parameters: tuple[ParameterPlan, ...]
+    asks: tuple[Ask, ...]
+    device: Device
+    batch: sympy.Symbol
+    size: int
+    seconds: float = field(default=0.0)
+    part: int | None = None
+    need: int = 0
+
+
+def kept_until_norms(tree: Expr) -> dict[int, int]:
+    """Bytes of what is computed before the weights are known and read after.  Activations are alive anyway."""
+    kept: dict[int, int] = {}
+    for node in tree.nodes().values():
+        if reads_weights(node):
+            for child in node.children:
+                if not reads_weights(child) and not _is_alive(child):
+                    kept[child.key] = child.bytes
+    return kept
+
+
+def _is_alive(expr: Expr) -> bool:
+    """Whether it is an activation as it is stored."""
+    return isinstance(expr, LeafExpr) and set(expr.leaf.kinds) == {Kind.ACTIVATION}
+
+
+def reads_weights(expr: Expr) -> bool:
+    """Whether the per-sample weights are among the leaves."""
+    return any(isinstance(n, LeafExpr) and Kind.WEIGHTS in n.leaf.kinds for n in expr.nodes().values())

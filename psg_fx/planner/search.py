@@ -1,0 +1,223 @@
+"""The planner: for every parameter and everything asked of it, the cheapest set of trees under the cost model.
+
+Trees of different asks share equal sub-networks, so they are chosen together: the gradient that a clipped sum reads is
+not computed again for its norm.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import sympy
+
+from psg_fx.algebra.asks import Ask, Contraction, Materialized, ThroughTotal, whole
+from psg_fx.algebra.gradient import ParameterGradient
+from psg_fx.algebra.network import Network
+from psg_fx.planner.cost import Device
+from psg_fx.planner.plan import ParameterPlan, Part, Plan, kept_until_norms
+from psg_fx.planner.trees import Expr, dense, peak_bytes, trees
+from psg_fx.tensors import product
+
+_EXHAUSTIVE = 4000
+_KEPT = 24
+_LITTLE = 32 << 20
+"""Bytes that an allocator has at hand."""
+
+
+@dataclass(frozen=True)
+class _Option:
+    """A tree with the time of each of its nodes."""
+
+    tree: Expr
+    nodes: dict[int, float]
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.nodes.values())
+
+
+@dataclass(frozen=True)
+class _Question:
+    """A part whose tree is still open."""
+
+    ask: Ask
+    contraction: Contraction
+    options: list[_Option]
+
+
+def plan_step(
+    gradients: Iterable[ParameterGradient], asks: Sequence[Ask], device: Device, batch: sympy.Symbol, size: int,
+    price: float | None = None,
+) -> Plan:  # fmt: skip
+    """Choose trees for every parameter at batch size `size`; a batch of one is planned as two, because axes of size 1
+    have no role in a contraction and the plan serves every batch size.
+
+    What is kept until the norms are known costs nothing as long as all of it together is little; only if it is not,
+    everything is planned again with the device's price on it.  price: seconds for a byte that is kept or that a tree
+    holds at once, whatever the device says.
+    """
+    size, gradients = max(size, 2), list(gradients)
+    if price is not None:
+        device = replace(device, kept=price, working=price)
+    free = device if price is not None else replace(device, kept=0.0)
+    found = tuple(plan_parameter(g, asks, free, batch, size) for g in gradients)
+    if price is None and device.kept and sum(_kept(p) for p in found) > _LITTLE:
+        found = tuple(plan_parameter(g, asks, device, batch, size) for g in gradients)
+    return Plan(found, tuple(asks), device, batch, size, sum(p.seconds for p in found))
+
+
+def _kept(plan: ParameterPlan) -> int:
+    """Bytes that one parameter's plan keeps until the norms are known."""
+    kept: dict[int, int] = {}
+    for part in plan.parts:
+        if part.ask.late:
+            kept |= kept_until_norms(part.tree)
+    return sum(kept.values())
+
+
+def plan_parameter(
+    gradient: ParameterGradient, asks: Sequence[Ask], device: Device, batch: sympy.Symbol, size: int
+) -> ParameterPlan:
+    """The cheaper of two ways: contract the terms directly, or materialise their sum and contract that."""
+    concrete = _concrete(batch, size)
+    if not gradient.terms:
+        return ParameterPlan(gradient, False, (), 0.0, "the loss does not reach it: zero")
+    ways = []
+    direct, reason = _direct(gradient, asks)
+    if direct is not None:
+        ways.append((False, *_choose(direct, concrete, device)))
+    if direct is None or len(gradient.terms) > 1:
+        ways.append((True, *_choose(_through_total(gradient, asks, batch), concrete, device)))
+    total, parts, seconds = min(ways, key=lambda way: way[2])
+    why = reason if direct is None else _why(parts, total)
+    return ParameterPlan(gradient, total, parts, seconds, why)
+
+
+def _concrete(batch: sympy.Symbol, size: int) -> Callable[[sympy.Expr], int]:
+    return lambda expression: int(sympy.sympify(expression).subs(batch, size))
+
+
+# --- what must be contracted ---------------------------------------------------------------------------------------
+
+_Open = list[tuple[Ask, Contraction]]
+
+
+def _direct(gradient: ParameterGradient, asks: Sequence[Ask]) -> tuple[_Open | None, str]:
+    """Every ask as contractions of the terms themselves; None with the reason where one needs the sum first."""
+    try:
+        return [(ask, contraction) for ask in asks for contraction in ask.contractions(gradient)], ""
+    except ThroughTotal as reason:
+        return None, str(reason)
+
+
+def _through_total(gradient: ParameterGradient, asks: Sequence[Ask], batch: sympy.Symbol) -> _Open:
+    """Materialise the sum of all terms, then contract that one dense leaf."""
+    found: _Open = [(Materialized(), contraction) for contraction in Materialized().contractions(gradient)]
+    total = whole(gradient, batch)
+    for ask in asks:
+        if not isinstance(ask, Materialized):
+            found += [(ask, replace(contraction, terms=())) for contraction in ask.contractions(total)]
+    return found
+
+
+# --- choosing trees ------------------------------------------------------------------------------------------------
+
+
+def _choose(asked: _Open, concrete: Callable[[sympy.Expr], int], device: Device) -> tuple[tuple[Part, ...], float]:
+    """The trees that together take least time, equal nodes counted once."""
+    questions = [
+        _Question(ask, contraction, _options(contraction.network, concrete, device, ask.late))
+        for ask, contraction in asked
+    ]
+    chosen = _search([q.options for q in questions])
+    union: dict[int, float] = {}
+    parts = []
+    for question, option in zip(questions, chosen, strict=True):
+        fresh = sum(seconds for key, seconds in option.nodes.items() if key not in union)
+        union.update(option.nodes)
+        others = tuple((o.tree, o.seconds) for o in question.options if o is not option)
+        parts.append(Part(question.ask, question.contraction, option.tree, fresh, others))
+    return tuple(parts), sum(union.values())
+
+
+def _options(
+    network: Network, concrete: Callable[[sympy.Expr], int], device: Device, late: bool = False
+) -> list[_Option]:
+    """Every tree with the time of its nodes, and of what it keeps if it must wait for the norms (`late`)."""
+    found = []
+    for tree in trees(network, concrete):
+        tree = dense(tree)
+        nodes = {key: node.seconds(device) for key, node in tree.nodes().items()}
+        if late:
+            nodes |= {-1 - key: size * device.kept for key, size in kept_until_norms(tree).items()}
+        if device.working:
+            nodes[-(1 << 40) - tree.key] = peak_bytes(tree) * device.working
+        found.append(_Option(tree, nodes))
+    return sorted(found, key=lambda option: option.seconds)
+
+
+def _search(questions: list[list[_Option]]) -> list[_Option]:
+    """Exhaustive where few combinations exist; else one question at a time until nothing improves."""
+    if product(len(options) for options in questions) <= _EXHAUSTIVE:
+        return list(min(itertools.product(*questions), key=_together))
+    kept = [_promising(options, questions, k) for k, options in enumerate(questions)]
+    if product(len(options) for options in kept) <= _EXHAUSTIVE:
+        return list(min(itertools.product(*kept), key=_together))
+    return min((_descend(kept, start) for start in _starts(kept)), key=_together)
+
+
+def _together(options: Iterable[_Option]) -> float:
+    union: dict[int, float] = {}
+    for option in options:
+        union.update(option.nodes)
+    return sum(union.values())
+
+
+def _promising(options: list[_Option], questions: list[list[_Option]], own: int) -> list[_Option]:
+    """The cheapest trees, and the cheapest of those that share work with other questions."""
+    elsewhere = {
+        key for k, others in enumerate(questions) if k != own for o in others for key, s in o.nodes.items() if s > 0
+    }
+    sharing = [o for o in options if any(s > 0 and key in elsewhere for key, s in o.nodes.items())]
+    return list({id(o): o for o in options[:_KEPT] + sharing[:_KEPT]}.values())
+
+
+def _starts(questions: list[list[_Option]]) -> list[list[_Option]]:
+    """Every question's own best; and its best if each node's time is split among all who could use it."""
+    best = [options[0] for options in questions]
+    pooled: dict[int, int] = {}
+    for options in questions:
+        for key in {k for o in options for k, s in o.nodes.items() if s > 0}:
+            pooled[key] = pooled.get(key, 0) + 1
+    shared = [
+        min(options, key=lambda o: sum(s / pooled.get(k, 1) for k, s in o.nodes.items())) for options in questions
+    ]
+    return [best, shared]
+
+
+def _descend(questions: list[list[_Option]], start: list[_Option]) -> list[_Option]:
+    chosen = list(start)
+    for _ in range(4):
+        before = list(chosen)
+        for k, options in enumerate(questions):
+            rest: dict[int, float] = {}
+            for other in chosen[:k] + chosen[k + 1 :]:
+                rest.update(other.nodes)
+            chosen[k] = min(options, key=lambda o: sum(s for key, s in o.nodes.items() if key not in rest))
+        if all(a is b for a, b in zip(before, chosen, strict=True)):
+            break
+    return chosen
+
+
+def _why(parts: tuple[Part, ...], total: bool) -> str:
+    """One phrase: the runner-up of the costliest part and how much slower it would be."""
+    if total:
+        return "the sum of its uses is materialised once and read by everything asked"
+    part = max(parts, key=lambda p: p.seconds)
+    worse = [(tree, s) for tree, s in part.alternatives if str(tree) != str(part.tree)]
+    if not worse:
+        return "the only tree"
+    tree, seconds = worse[0]
+    return f"{tree}: {seconds * 1e6:.0f} µs against {part.seconds * 1e6:.0f} µs"

@@ -1,0 +1,182 @@
+"""Branches on values of tensors of which one arm only raises: `if labels.max() >= n: raise ...`, `assert x.min() > 0`.
+
+While the program is captured the other arm is taken, and what was asked becomes an output of the graph, so that a step
+looks at it at every call.  Which arm that is, the bytecode of the frame that asks says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import itertools
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from psg_fx.program.code import line_of
+from psg_fx.source import is_library
+from psg_fx.torch_private import has_known_value
+
+_LONGEST = 400
+"""Instructions of an arm that are looked at."""
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """violated: a bool tensor of shape (), true where the code would raise.  line: `model.py:17: if y.max() > 4:`."""
+
+    violated: Tensor
+    line: str
+
+
+@contextlib.contextmanager
+def assuming(found: list[Assumption]) -> Iterator[None]:
+    """Take the arms that do not raise, and note what was assumed."""
+    with _Assuming(found):
+        yield
+
+
+class _Assuming(TorchFunctionMode):
+    def __init__(self, found: list[Assumption]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.__bool__ and not has_known_value(args[0]):
+            frame = _asking(sys._getframe(1))
+            outcome = _outcome_that_stays(frame)
+            if outcome is not None:
+                return self.assume(args[0], outcome, frame)
+        if func is torch._assert and isinstance(args[0], Tensor) and not has_known_value(args[0]):
+            self.assume(args[0], True, _asking(sys._getframe(1)))
+            return None
+        return func(*args, **(kwargs or {}))
+
+    def assume(self, condition: Tensor, outcome: bool, frame: FrameType) -> bool:
+        """Note that the condition has this outcome."""
+        value = condition.detach().reshape(())
+        violated = value.eq(0) if outcome else value.ne(0)
+        own = next((f for f, _ in traceback.walk_stack(frame) if not is_library(f.f_code.co_filename)), frame)
+        self.found.append(Assumption(violated, line_of(own)))
+        return outcome
+
+
+_BETWEEN = ("/torch/overrides.py", "/torch/_tensor.py")
+
+
+def _asking(frame: FrameType) -> FrameType:
+    """The frame that asked, under those of the function modes."""
+    code = frame.f_code
+    while frame.f_back is not None and (code.co_name == "__torch_function__" or code.co_filename.endswith(_BETWEEN)):
+        frame = frame.f_back
+        code = frame.f_code
+    return frame
+
+
+def _outcome_that_stays(frame: FrameType) -> bool | None:
+    """The outcome whose opposite only raises; None where both arms or none of them do, or where somebody catches it."""
+    raises = [outcome for outcome in (True, False) if _only_raises(frame.f_code, frame.f_lasti, outcome)]
+    if len(raises) != 1 or any(_is_caught(f) for f in _frames(frame)):
+        return None
+    return not raises[0]
+
+
+def _frames(frame: FrameType) -> Iterator[FrameType]:
+    """The user's frames down to the call of the program."""
+    current: FrameType | None = frame
+    while current is not None and not current.f_code.co_filename.endswith("/passes/capture.py"):
+        if not is_library(current.f_code.co_filename):
+            yield current
+        current = current.f_back
+
+
+def _is_caught(frame: FrameType) -> bool:
+    return any(start <= frame.f_lasti < end and not harmless for start, end, harmless in _handlers(frame.f_code))
+
+
+@functools.lru_cache(maxsize=64)
+def _instructions(code: CodeType) -> tuple[dict[int, dis.Instruction], dict[int, int]]:
+    """The instructions by their place, and the place of the next one."""
+    listed = list(dis.get_instructions(code))
+    following = {a.offset: b.offset for a, b in itertools.pairwise(listed)}
+    return {i.offset: i for i in listed}, following
+
+
+@functools.lru_cache(maxsize=64)
+def _handlers(code: CodeType) -> list[tuple[int, int, bool]]:
+    """From where to where exceptions are handled, and whether they are raised again (`with`, `finally`)."""
+    at, following = _instructions(code)
+    ends = ("RERAISE", "WITH_EXCEPT_START", "CHECK_EXC_MATCH", "POP_EXCEPT", "CHECK_EG_MATCH")
+    found = []
+    for entry in dis.Bytecode(code).exception_entries:  # type: ignore[attr-defined]
+        place: int | None = entry.target
+        while place is not None and at[place].opname not in ends:
+            place = following.get(place)
+        harmless = place is not None and at[place].opname in ends[:2]
+        found.append((entry.start, entry.end, harmless))
+    return found
+
+
+def _only_raises(code: CodeType, place: int, outcome: bool) -> bool:
+    """Whether, with this outcome of the condition that the instruction at `place` asks for, every way ends in a raise.
+
+    A stack of places yet to be looked at; each with what is known of the value that is tested next.
+    """
+    at, following = _instructions(code)
+    if place not in at or not _asks(at[place]):
+        return False
+    waiting: list[tuple[int, bool | None]] = [(place, outcome)]
+    seen: set[tuple[int, bool | None]] = set()
+    while waiting:
+        here, known = waiting.pop()
+        if (here, known) in seen:
+            continue
+        seen.add((here, known))
+        instruction, after = at[here], following.get(here)
+        if instruction.opname == "RAISE_VARARGS" and not _caught_at(code, here):
+            continue
+        ways = _ways(instruction, after, known)
+        if ways is None or len(seen) > _LONGEST:
+            return False
+        waiting += ways
+    return True
+
+
+def _asks(instruction: dis.Instruction) -> bool:
+    name = instruction.opname
+    return name in ("UNARY_NOT", "TO_BOOL") or ("JUMP" in name and ("IF_TRUE" in name or "IF_FALSE" in name))
+
+
+def _caught_at(code: CodeType, place: int) -> bool:
+    return any(start <= place < end and not harmless for start, end, harmless in _handlers(code))
+
+
+def _ways(instruction: dis.Instruction, after: int | None, known: bool | None) -> list[tuple[int, bool | None]] | None:
+    """Where the code goes on, and what is known of the next tested value; None where it leaves or goes back."""
+    name = instruction.opname
+    if name.startswith(("RETURN", "YIELD", "RAISE", "RERAISE", "JUMP_BACKWARD", "SEND", "FOR_ITER")) or after is None:
+        return None
+    if name == "UNARY_NOT":
+        return [(after, None if known is None else not known)]
+    if name in ("TO_BOOL", "COPY", "NOP", "CACHE", "EXTENDED_ARG", "NOT_TAKEN"):
+        return [(after, known)]
+    if "JUMP" in name and ("IF_" in name):
+        jumps = {"TRUE": True, "FALSE": False}.get(name.partition("IF_")[2].removesuffix("_OR_POP"))
+        if jumps is None or known is None:  # also: whether something is None
+            return [(after, None), (instruction.argval, None)]
+        return (
+            [(instruction.argval, known if name.endswith("_OR_POP") else None)] if known is jumps else [(after, None)]
+        )
+    if name.startswith("JUMP"):
+        return [(instruction.argval, known)]
+    return [(after, None)]

@@ -1,0 +1,103 @@
+"""The program that is captured: the model and its loss as one module, and what its outputs mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from psg_fx.errors import BadArgument, NotYetSupported
+from psg_fx.program.assumptions import Assumption, assuming
+from psg_fx.program.call import Call
+from psg_fx.program.effects import Effects, Written
+from psg_fx.program.observe import Observed, observing
+
+
+class Output:
+    """The structure of the model's output, known once it has run; the leaves that are not tensors are constants."""
+
+    spec: pytree.TreeSpec | None = None
+    constants: Mapping[int, Any] = MappingProxyType({})
+    assumed: tuple[str, ...] = ()  # lines whose conditions are outputs, after the results
+
+    def rebuild(self, tensors: Sequence[Any]) -> Any:
+        """The structure around `tensors`."""
+        assert self.spec is not None
+        rest = iter(tensors)
+        count = len(self.constants) + len(tensors)
+        leaves = [self.constants[i] if i in self.constants else next(rest) for i in range(count)]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+
+class Program(nn.Module):
+    """The model followed by the loss, on a flat list of tensors.
+
+    observed: what their code has read.  written: what it leaves in the Python around it, by tensors that are returned
+    after the loss or the outputs.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, call: Call) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+        self.call = call
+        self.output = Output()
+        self.observed = Observed(hidden=(self,))
+        self.written: list[Written] = []
+
+    def forward(self, tensors: list[torch.Tensor]) -> Any:
+        assumed: list[Assumption] = []
+        with assuming(assumed):
+            results = self.results(tensors)
+        self.output.assumed = tuple(a.line for a in assumed)
+        return (*results, *(a.violated for a in assumed))
+
+    def results(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The loss, or the tensors of the model's output."""
+        (args, kwargs), (targets, target_kwargs) = self.call.rebuild(tensors)
+        effects = Effects((self.model, self.loss_fn))
+        loss = None
+        try:
+            with observing(self.observed):
+                output = self.model(*args, **kwargs)
+                if self.loss_fn is not None:
+                    loss = self.loss_fn(output, *targets, **target_kwargs)
+        except BaseException:
+            effects.undo(self.observed)
+            raise
+        self.written, kept = effects.settle(self.observed)
+        return (*self._results(output, loss), *kept)
+
+    def _results(self, output: Any, loss: Any) -> tuple[torch.Tensor, ...]:
+        if self.loss_fn is not None:
+            _require_loss(loss)
+            return (loss,)
+        leaves, self.output.spec = pytree.tree_flatten(output)
+        self.output.constants = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
+        _require_no_tensors(self.output.constants.values())
+        return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def _require_loss(loss: Any) -> None:
+    if not isinstance(loss, torch.Tensor):
+        raise BadArgument(
+            f"the loss is a {type(loss).__name__}, not a tensor", where="loss_fn(output, *targets)",
+            why="per-sample gradients are those of a scalar loss or of a [B] tensor of losses",
+            fix="return a tensor from loss_fn; if the model computes its loss itself: loss_fn=lambda out: out.loss",
+        )  # fmt: skip
+
+
+def _require_no_tensors(leaves: Iterable[Any]) -> None:
+    """Refuse objects that `pytree` does not look into and that hold tensors: those of the capture, not of a call."""
+    for leaf in leaves:
+        held = list(getattr(leaf, "__dict__", {}).values())
+        if any(isinstance(v, torch.Tensor) for v in pytree.tree_leaves(held)):
+            raise NotYetSupported(
+                f"the model returns a {type(leaf).__name__} that holds tensors", where="the model's output",
+                why="torch.utils._pytree does not know the class, so its tensors are no outputs of the graph",
+                fix="return a tuple, a dict or a NamedTuple, or torch.utils._pytree.register_dataclass the class",
+            )  # fmt: skip

@@ -1,0 +1,96 @@
+"""The model's state, read at every call: parameters, buffers, and everything a capture depends on."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from psg_fx.errors import BadArgument, NotYetSupported
+from psg_fx.program.values import Once
+
+ParamFilter = None | str | Iterable[str] | Callable[[str, nn.Parameter], bool]
+
+
+@dataclass(frozen=True)
+class Tracked:
+    """Which parameters are asked.
+
+    aliases: every name of each -> the canonical (first) name; frozen ones are left out.  shapes: by canonical name, in
+    the model's order.
+    """
+
+    aliases: dict[str, str]
+    shapes: dict[str, tuple[int, ...]]
+
+    @functools.cached_property
+    def key(self) -> Hashable:
+        """What of it a captured graph depends on."""
+        return Once(tuple(self.aliases.items()))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Canonical names, in the model's order."""
+        return tuple(self.shapes)
+
+
+def tracked_parameters(model: nn.Module, params: ParamFilter) -> Tracked:
+    """Apply `params=` to the model.  Every glob must match something."""
+    first: dict[int, str] = {}
+    named = list(model.named_parameters(remove_duplicate=False))
+    for name, parameter in named:
+        first.setdefault(id(parameter), name)
+    wanted = _wanted(named, params)
+    ids = {id(p) for name, p in named if p.requires_grad and name in wanted}
+    aliases = {name: first[id(p)] if id(p) in ids else "" for name, p in named}
+    if not any(aliases.values()):
+        raise BadArgument(
+            "no parameter is asked for", where="transform(params=...)",
+            why="no parameter of the model requires gradients" if params is None
+            else f"params={params!r} leaves none that requires gradients",
+            fix="set requires_grad on some parameters, or widen params=",
+        )  # fmt: skip
+    return Tracked(aliases, {name: tuple(p.shape) for name, p in named if aliases[name] == name})
+
+
+def refuse_hooks(model: nn.Module, tracked: Tracked) -> None:
+    """Refuse hooks on gradients of parameters that are asked."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if tracked.aliases[name] and parameter._backward_hooks:
+            raise NotYetSupported(
+                f"{name} has a hook on its gradient", where=f"{name}.register_hook",
+                why="a hook may change the gradient, and a compiled step would not call it",
+                fix="remove the hook, and apply it to what the step returns",
+            )  # fmt: skip
+
+
+def _wanted(named: Sequence[tuple[str, nn.Parameter]], params: ParamFilter) -> set[str]:
+    if params is None:
+        return {name for name, _ in named}
+    if callable(params):
+        return {name for name, parameter in named if params(name, parameter)}
+    globs = [params] if isinstance(params, str) else list(params)
+    found: set[str] = set()
+    for glob in globs:
+        matched = {name for name, _ in named if fnmatch.fnmatchcase(name, glob)}
+        if not matched:
+            listed = ", ".join(name for name, _ in named[:8]) + (", ..." if len(named) > 8 else "")
+            raise BadArgument(
+                f"params={glob!r} matches no parameter", where="transform(params=...)", why=f"the model has {listed}",
+                fix="use names of model.named_parameters(), with * and ? as in file names",
+            )  # fmt: skip
+        found |= matched
+    return found
+
+
+def holder(model: nn.Module, loss_fn: Any, target: str) -> tuple[dict[str, Any], str]:
+    """The dict that holds the parameter or buffer `target` ("model.fc.weight"), and its key there."""
+    head, _, rest = target.partition(".")
+    root: nn.Module = model if head == "model" else loss_fn
+    path, _, name = rest.rpartition(".")
+    owner = root.get_submodule(path)
+    return (owner._parameters if name in owner._parameters else owner._buffers), name

@@ -1,0 +1,1 @@
+"""What users ask of per-sample gradients, one class for each."""

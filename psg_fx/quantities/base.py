@@ -1,0 +1,102 @@
+"""What users ask of per-sample gradients.
+
+A quantity says which contractions of every parameter's gradient it needs (`asks`), how per-sample weights follow from
+the norms (`weights`), and how its result is put together (`finish`).  It does not know how gradients are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from psg_fx.algebra.asks import Ask
+from psg_fx.algebra.gradient import ParameterGradient
+from psg_fx.errors import BadArgument
+
+Results = Mapping[str, Mapping[str, torch.Tensor]]
+"""Ask key -> parameter name -> tensor."""
+
+
+Weights = Mapping[str, Mapping[str, torch.Tensor]]
+"""Name of the weights -> parameter name -> [B]."""
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Parameter name -> shape, in the model's order."""
+
+
+Join = Literal["cat", "sum", "mean"]
+"""How results of parts become that of the batch; a mean is weighted by numbers of samples."""
+
+Joins = Mapping[str, Join]
+"""Field of the output -> how it is joined."""
+
+
+@dataclass(frozen=True)
+class Extra:
+    """A further input of the graph.
+
+    shape: None stands for B.  dtype: None: that of bounds and weights.  value: fixed once and for all.
+    """
+
+    shape: tuple[int | None, ...]
+    dtype: torch.dtype | None = None
+    value: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """Base of all quantities.
+
+    field: of the step's output, which it fills.  reads: keyword arguments of the call that it needs.
+    reads_each: those of them that have an entry for every sample.
+    """
+
+    field: ClassVar[str] = ""
+    reads: ClassVar[tuple[str, ...]] = ()
+    reads_each: ClassVar[tuple[str, ...]] = ()
+
+    def resolved(self, shapes: Shapes, given: Mapping[str, Any]) -> Quantity:
+        """The quantity with everything that this call's keyword arguments fix about the graph."""
+        return self
+
+    @property
+    def variant(self) -> Hashable:
+        """What tells the graph of a resolved quantity from those of other calls."""
+        return None
+
+    def asks(self) -> tuple[Ask, ...]:
+        """What is contracted for every parameter."""
+        raise NotImplementedError
+
+    def extras(self, gradients: Mapping[str, ParameterGradient]) -> dict[str, Extra]:
+        """Further inputs of the graph by name."""
+        return {}
+
+    def values(self, shapes: Shapes, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of `extras` for one call, from the call's keyword arguments and the quantity's own settings."""
+        return {}
+
+    def weights(self, r: Results, extras: Mapping[str, torch.Tensor]) -> dict[str, Mapping[str, torch.Tensor]]:
+        """Per-sample weights by name, each parameter -> [B], once the norms are known."""
+        return {}
+
+    def finish(self, r: Results, weights: Weights, batch: int) -> dict[str, Any]:
+        """The fields of the output."""
+        raise NotImplementedError
+
+    def joins(self) -> Joins:
+        """How each of these fields follows from those of the batch's parts; empty where it does not."""
+        return {}
+
+
+def check_choice(owner: str, name: str, value: str, known: tuple[str, ...], why: str) -> None:
+    """Refuse an argument that is none of the known words."""
+    if value not in known:
+        raise BadArgument(
+            f"{name}={value!r} is unknown", where=f"{owner}({name}=...)", why=why,
+            fix=" or ".join(f'{name}="{word}"' for word in known),
+        )  # fmt: skip

@@ -1,0 +1,156 @@
+"""`ClippedSum`: the sum of private training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from psg_fx.algebra.asks import FLOORS, Ask, SquaredNorm, Weighted
+from psg_fx.algebra.gradient import ParameterGradient
+from psg_fx.errors import BadArgument
+from psg_fx.quantities.base import Extra, Joins, Quantity, Results, Shapes, Weights, check_choice
+from psg_fx.quantities.sums import Norms, check_per, given_weights, total
+
+COUNTED = "counted"
+"""A further input of graphs with a clipped sum, [B]: how often each sample counts, 1 or 0."""
+
+
+@dataclass(frozen=True)
+class ClippedSum(Quantity):
+    """Σ_b c_b g_b, the sum of private training: `out.clipped_sum[name]`, also `out.norms` and `out.clip_factors`.
+
+    style="abadi": c = min(1, max_norm / ‖g‖) (Abadi et al. 2016, arXiv:1607.00133);
+    style="automatic": c = max_norm / (‖g‖ + 0.01) (Bu et al. 2022, arXiv:2206.07136).
+    max_norm: a float or 0-d tensor, read at every call; with per="parameter" it holds for each parameter, or is a
+    mapping by name.  A negative one is refused; on CUDA, where to look at its value would be a synchronisation, factors
+    and sum are NaN instead.
+    Where ‖g‖ comes from Gram matrices, c does not take it for smaller than rounding lets one know: a part of the sum is
+    at most √2 max_norm, also where the gradients of a sample's positions cancel (`psg_fx/rounding.py`).
+    weighted: the sum is Σ_b w_b c_b g_b with weights [B] given at the call, so that a 0 masks a padded sample:
+    `step(x, y, weights=mask)`.
+    nonfinite: "drop": a sample whose norm is NaN or inf has factor 0 and no part in the sum; then the sum is computed
+    by a second run of the step over the other samples (with dropout, of other draws).  `out.norms` shows which samples
+    these are. To know, the step waits for the norms, which on CUDA is a synchronisation. "keep": the sum is what
+    arithmetic makes of it, mostly NaN.
+    """
+
+    max_norm: Any
+    per: str = "model"
+    style: str = "abadi"
+    weighted: bool = False
+    nonfinite: str = "drop"
+    field: ClassVar[str] = "clipped_sum"
+
+    @property
+    def reads(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("weights",) if self.weighted else ()
+
+    @property
+    def reads_each(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.reads
+
+    def __post_init__(self) -> None:
+        check_per(self.per, "ClippedSum")
+        why = "it says how factors follow from norms"
+        check_choice("ClippedSum", "style", self.style, ("abadi", "automatic"), why)
+        why = "it says what becomes of samples whose norm is NaN or inf"
+        check_choice("ClippedSum", "nonfinite", self.nonfinite, ("drop", "keep"), why)
+        for value in self.max_norm.values() if isinstance(self.max_norm, Mapping) else [self.max_norm]:
+            _check_max_norm(value, self.style)
+
+    def asks(self) -> tuple[Ask, ...]:
+        return (SquaredNorm(), Weighted("clip", late=True))
+
+    def extras(self, gradients: Mapping[str, ParameterGradient]) -> dict[str, Extra]:
+        found = {"max_norm": Extra(() if self.per == "model" else (len(gradients),))}
+        return found | {name: Extra((None,)) for name in self._scales()}
+
+    def _scales(self) -> list[str]:
+        """Further inputs that multiply the factors."""
+        return [COUNTED] * (self.nonfinite == "drop") + ["weights"] * self.weighted
+
+    def values(self, shapes: Shapes, given: Mapping[str, Any]) -> dict[str, Any]:
+        return {"max_norm": self._bounds(shapes)} | (given_weights("ClippedSum", given) if self.weighted else {})
+
+    def _bounds(self, shapes: Shapes) -> Any:
+        for value in self.max_norm.values() if isinstance(self.max_norm, Mapping) else [self.max_norm]:
+            if isinstance(value, torch.Tensor):
+                _check_max_norm(value, self.style)
+        if self.per == "model":
+            if isinstance(self.max_norm, Mapping):
+                raise _bad_max_norm(self.max_norm, 'a mapping by parameter needs per="parameter"')
+            return self.max_norm
+        if not isinstance(self.max_norm, Mapping):
+            return [self.max_norm] * len(shapes)
+        if set(self.max_norm) != set(shapes):
+            odd = sorted(set(self.max_norm) ^ set(shapes))
+            raise _bad_max_norm(self.max_norm, f"its names are not those of the parameters: {', '.join(odd[:5])}")
+        return [self.max_norm[name] for name in shapes]
+
+    def weights(self, r: Results, extras: Mapping[str, torch.Tensor]) -> dict[str, Mapping[str, torch.Tensor]]:
+        sq_norms, floors, limit = r["sq_norms"], r[FLOORS], extras["max_norm"]
+        if self.per == "model":
+            lowest = total(floors) if floors else None
+            factors = dict.fromkeys(sq_norms, self._factor(_at_least(total(sq_norms), lowest).sqrt(), limit))
+        else:
+            norms = {name: _at_least(value, floors.get(name)).sqrt() for name, value in sq_norms.items()}
+            factors = {name: self._factor(norm, limit[i]) for i, (name, norm) in enumerate(norms.items())}
+        scales = [extras[name] for name in self._scales()]
+        if not scales:
+            return {"factors": factors, "clip": factors}
+        scale = math.prod(scales[1:], start=scales[0])
+        if self.per == "model":
+            some = next(iter(factors.values()))
+            return {"factors": factors, "clip": dict.fromkeys(factors, some * scale.to(some.dtype))}
+        return {"factors": factors, "clip": {n: c * scale.to(c.dtype) for n, c in factors.items()}}
+
+    def _factor(self, norm: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
+        limit = limit.to(norm.dtype)
+        if self.style == "automatic":
+            found = limit / (norm + 0.01)
+        else:
+            found = torch.where(norm > limit, limit / norm, (limit > 0).to(norm.dtype))
+        return torch.where(limit >= 0, found, math.nan)
+
+    def finish(self, r: Results, weights: Weights, batch: int) -> dict[str, Any]:
+        norms = Norms(per=self.per).finish(r, weights, batch)
+        factors = weights["factors"]
+        return {
+            "clipped_sum": dict(r["weighted:clip"]),
+            "clip_factors": next(iter(factors.values())) if self.per == "model" else dict(factors),
+            **norms,
+        }
+
+    def joins(self) -> Joins:
+        return {"clipped_sum": "sum", "clip_factors": "cat", "norms": "cat"}
+
+
+def _at_least(sq_norm: torch.Tensor, lowest: torch.Tensor | None) -> torch.Tensor:
+    """The squared norm, not taken for less than what it may be; NaN stays NaN."""
+    if lowest is None:
+        return sq_norm
+    return torch.where(lowest > sq_norm, lowest.to(sq_norm.dtype), sq_norm)
+
+
+def _check_max_norm(value: Any, style: str) -> None:
+    if isinstance(value, torch.Tensor):
+        if value.ndim != 0 or not value.is_floating_point():
+            raise _bad_max_norm(value, "a tensor must be a 0-d floating-point one")
+        if value.device.type != "cpu":
+            return
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+        raise _bad_max_norm(value, "a norm's bound is a number that is not negative")
+    if style == "automatic" and math.isinf(value):
+        raise _bad_max_norm(value, 'style="automatic" divides it by the norm, so all factors would be infinite')
+
+
+def _bad_max_norm(value: Any, why: str) -> BadArgument:
+    return BadArgument(
+        f"max_norm={value!r} is not a bound on norms", where="ClippedSum(max_norm=...)", why=why,
+        fix='a float, a 0-d tensor, or with per="parameter" a mapping with every parameter name',
+    )  # fmt: skip

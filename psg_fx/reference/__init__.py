@@ -1,0 +1,1 @@
+"""What the numbers should be: a float64 loop over single samples, and every quantity by its definition."""

@@ -1,0 +1,133 @@
+"""How the flat inputs of a graph are found at a call, and what its outputs mean."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from psg_fx.errors import BadArgument
+from psg_fx.graph import facts
+from psg_fx.graph.facts import InputSpec
+from psg_fx.program.ambient import without_autocast
+from psg_fx.program.call import Call
+from psg_fx.program.effects import Written
+from psg_fx.program.guard import Lying
+from psg_fx.program.state import holder
+from psg_fx.tensors import memory_order
+
+
+@contextlib.contextmanager
+def plain_mode() -> Iterator[None]:
+    """No autograd and no autocast: a captured graph has its casts written out."""
+    with torch.no_grad(), without_autocast():
+        yield
+
+
+def in_one_block(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without gaps in memory, its dims in the order that they have: what a graph was captured with."""
+    order = memory_order(tensor)
+    ordered = tensor.permute(order)
+    if ordered.is_contiguous():
+        return tensor
+    return ordered.contiguous().permute([order.index(d) for d in range(tensor.ndim)])
+
+
+class Binding:
+    """How the flat inputs of a graph are found at a call, and what its outputs mean.
+
+    given: the dtype of every further input.
+    """
+
+    def __init__(self, gm: GraphModule, model: nn.Module, loss_fn: Any) -> None:
+        nodes = facts.placeholders(gm)
+        self.specs = [facts.input_spec(n) for n in nodes]
+        self.given = {s.name: n.meta["val"].dtype for s, n in zip(self.specs, nodes, strict=True) if s.kind == "given"}
+        self.outputs = facts.graph_facts(gm).outputs
+        constants = facts.graph_facts(gm).data["constants"]
+        self._written: Sequence[Written] = facts.graph_facts(gm).data["written"]
+        self._batch = facts.graph_facts(gm).batch
+        self._slots = [self._slot(spec, model, loss_fn, constants) for spec in self.specs]
+        self._checks = [(i, spec.name) for i, spec in enumerate(self.outputs) if spec.kind == "check"]
+        self._buffers = [
+            (i, *holder(model, loss_fn, spec.name)) for i, spec in enumerate(self.outputs) if spec.kind == "buffer"
+        ]
+
+    def _slot(self, spec: InputSpec, model: nn.Module, loss_fn: Any, constants: Mapping[str, torch.Tensor]) -> Any:
+        if spec.kind in ("parameter", "buffer"):
+            return holder(model, loss_fn, spec.target)
+        return constants[spec.name] if spec.kind == "constant" else spec
+
+    def arguments(self, call: Call, extras: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """The graph's inputs for one call, the model's state as it is now; tangents are left to the caller."""
+        tensors, found = iter(call.tensors), []
+        for slot in self._slots:
+            if isinstance(slot, tuple):
+                group, name = slot
+                found.append(group[name])
+            elif isinstance(slot, torch.Tensor):
+                found.append(slot)
+            elif slot.kind == "given":
+                found.append(extras[slot.name])
+            elif slot.kind in ("input", "target"):
+                found.append(in_one_block(next(tensors)))
+        return found
+
+    def write_back(self, results: Sequence[Any], size: int) -> None:
+        """Leave in the model's buffers, and in the Python around it, what an ordinary forward would; which raises where
+        its own checks fail.
+        """
+        for index, line in self._checks:
+            if results[index].any():
+                raise failed_check(line)
+        for index, group, name in self._buffers:
+            group[name].copy_(results[index])
+        kept = (v for v, spec in zip(results, self.outputs, strict=True) if spec.kind == "written")
+        for entry in self._written:
+            entry.store(kept, self._batch, size)
+
+    def follow(self, lying: Lying) -> None:
+        """Read constants where they were found, so that another tensor that comes to lie there is the one read."""
+        for index, slot in enumerate(self._slots):
+            if isinstance(slot, torch.Tensor):
+                self._slots[index] = lying.find(slot)
+
+    def failed_line(self, gm: GraphModule, arguments: Sequence[Any]) -> str:
+        """The line of the first check that these arguments fail, or "": found without the rest of the graph."""
+        for index, line in self._checks:
+            if facts.value_of(gm, index, arguments).any():
+                return line
+        return ""
+
+    def fields(self, results: Sequence[Any]) -> dict[str, Any]:
+        """Results by field: losses and what the quantities asked."""
+        found: dict[str, Any] = {}
+        for spec, value in zip(self.outputs, results, strict=True):
+            if spec.kind == "loss":
+                found["losses"] = value
+            elif spec.kind not in ("buffer", "written", "check"):
+                if spec.name:
+                    found.setdefault(spec.kind, {})[spec.name] = value
+                else:
+                    found[spec.kind] = value
+        return found
+
+
+def failed_check(line: str) -> BadArgument:
+    """The model's or loss's own code would have raised an error."""
+    return BadArgument(
+        "the code of the model or loss refuses these values", where=line,
+        why="its branch that only raises an error is not in the graph; its condition is, and holds for this batch",
+        fix="call model and loss on the batch themselves to see that error",
+    )  # fmt: skip
+
+
+def no_samples(gm: GraphModule, device: torch.device) -> list[torch.Tensor]:
+    """A graph's results for no samples: empty where samples are counted, and sums over nothing are zero."""
+    batch = facts.graph_facts(gm).batch
+    values = [(node.meta["val"] if node is not None else torch.zeros(())) for node in facts.outputs(gm)]
+    return [torch.zeros([facts.at(s, batch, 0) for s in facts.shape(v)], dtype=v.dtype, device=device) for v in values]

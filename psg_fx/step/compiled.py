@@ -1,0 +1,109 @@
+"""One compiled step for one capture key: reads the state, runs the graph, hands out the results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+
+from psg_fx.blocks import Memory
+from psg_fx.errors import BadArgument
+from psg_fx.graph import facts
+from psg_fx.graph.facts import OutputSpec
+from psg_fx.graph.history import History
+from psg_fx.program.call import Call
+from psg_fx.step.binding import Binding, failed_check, no_samples, plain_mode
+
+
+class StepOutput:
+    """What a step returns: `losses` [B], and a field for every quantity asked."""
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self.__dict__.update(fields)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"this step's output has no {name!r}, only {', '.join(self.__dict__)}; ask for it with quantities=[...]"
+        )
+
+    def __repr__(self) -> str:
+        return f"StepOutput({', '.join(f'{name}={_brief(value)}' for name, value in self.__dict__.items())})"
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"tensor{list(value.shape)}"
+    return f"{{{len(value)} parameters}}"
+
+
+class CompiledStep:
+    """A lowered and compiled graph with a loss."""
+
+    def __init__(
+        self, gm: GraphModule, history: History, model: nn.Module, loss_fn: Any, run: Callable[..., Sequence[Any]],
+        memory: Memory,
+    ) -> None:  # fmt: skip
+        self.gm, self.history, self._run, self._memory = gm, history, run, memory
+        self.binding = Binding(gm, model, loss_fn)
+        self.part: int | None = facts.graph_facts(gm).data["plan"].part
+        self.statistics: tuple[str, ...] = facts.graph_facts(gm).data.get("statistics", ())
+
+    def __call__(
+        self, call: Call, extras: Mapping[str, torch.Tensor], out: StepOutput | None = None, *, buffers: bool = True
+    ) -> StepOutput:
+        """The results for one call, in the tensors of `out` if it is given.  buffers: whether to write them, too."""
+        former = {} if out is None else vars(out)
+        with plain_mode():
+            arguments = self.binding.arguments(call, extras)
+            with self._memory.lent(pytree.tree_leaves(former)):
+                fields = self.binding.fields(self._results(call, arguments, buffers))
+            if out is None:
+                return StepOutput(fields)
+            write_into(former, fields)
+        return out
+
+    def _results(self, call: Call, arguments: Sequence[torch.Tensor], buffers: bool) -> Sequence[Any]:
+        if call.batch_size() == 0:
+            return no_samples(self.gm, arguments[0].device)
+        try:
+            results = self._run(*arguments)
+        except Exception as error:
+            if line := self.binding.failed_line(self.gm, arguments):  # perhaps what the check is there for
+                raise failed_check(line) from error
+            raise
+        if buffers:
+            self.binding.write_back(results, call.batch_size())
+        return results
+
+
+def write_into(former: dict[str, Any], fields: Mapping[str, Any]) -> None:
+    """Put the values of `fields` into the tensors of `former`; where a shape has changed, in their place."""
+    values = dict(fields)
+    if pytree.tree_structure(former) != pytree.tree_structure(values):
+        raise BadArgument(
+            f"out has the fields {', '.join(former)}", where="step(inputs, targets, out=...)",
+            why=f"this call fills {', '.join(fields)}, for the parameters that are tracked now",
+            fix="pass an output of the same step",
+        )  # fmt: skip
+    targets = pytree.tree_leaves(former)
+    starts = {target.untyped_storage().data_ptr() for target in targets}
+
+    def placed(target: torch.Tensor, value: torch.Tensor) -> bool:
+        return target.data_ptr() == value.data_ptr() or target.shape != value.shape
+
+    def moved(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """The value, out of the way of what will be written."""
+        inside = value.untyped_storage().data_ptr() in starts
+        return value.clone() if inside and not placed(target, value) else value
+
+    def written(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return value if placed(target, value) else target.copy_(value)
+
+    former.update(pytree.tree_map(written, former, pytree.tree_map(moved, former, values)))
+
+
+__all__ = ["Binding", "CompiledStep", "OutputSpec", "StepOutput", "no_samples", "plain_mode"]

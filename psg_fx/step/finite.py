@@ -1,0 +1,47 @@
+"""Samples whose gradient is not finite: they have no part in a clipped sum.
+
+A factor of 0 would not keep them out, since 0·NaN is NaN. When the norms show such samples, the step runs once more
+with the data of a finite sample in their places, counted 0 times. This costs one more step when it happens, no memory
+for copies in the graph, and no compilation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from psg_fx.program.call import Call
+from psg_fx.quantities.clipped_sum import COUNTED
+from psg_fx.step.compiled import CompiledStep
+
+
+def with_finite_sum(
+    step: CompiledStep, call: Call, extras: Mapping[str, torch.Tensor], fields: dict[str, Any]
+) -> dict[str, Any] | None:
+    """The fields with a clipped sum over the finite samples and factors 0 for the others; None if all are finite."""
+    finite = torch.stack([norm.isfinite() for norm in pytree.tree_leaves(fields["norms"])]).all(0)
+    if finite.all():
+        return None
+    # Under CUDA graphs, what the first run returned lies where the second will write.
+    fields = pytree.tree_map(torch.clone, fields)
+    fields["clip_factors"] = pytree.tree_map(lambda factors: factors.where(finite, 0.0), fields["clip_factors"])
+    fields["clipped_sum"] = _sum(step, call, extras, finite, fields["clipped_sum"])
+    return fields
+
+
+def _sum(
+    step: CompiledStep, call: Call, extras: Mapping[str, torch.Tensor], finite: torch.Tensor, like: Any
+) -> dict[str, torch.Tensor]:
+    """Σ_b c_b g_b over the finite samples."""
+    rows = finite.nonzero().flatten()
+    if not len(rows):
+        return {name: torch.zeros_like(value) for name, value in like.items()}
+    rows = torch.arange(len(finite), device=finite.device).where(finite, rows[0])
+    tensors = [t if dim is None else t.index_select(dim, rows) for t, dim in zip(call.tensors, call.dims, strict=True)]
+    counted = extras[COUNTED] * finite.to(extras[COUNTED])
+    again = step(replace(call, tensors=tuple(tensors)), {**extras, COUNTED: counted}, buffers=False)
+    return {name: value.clone() for name, value in again.clipped_sum.items()}

@@ -1,0 +1,63 @@
+"""`psg_fx.microbatch`: large batches in parts, within the memory of one part."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from psg_fx.errors import BadArgument
+from psg_fx.progress import Progress
+from psg_fx.step.compiled import StepOutput
+from psg_fx.step.module import PerSampleModule
+from psg_fx.step.parts import joins, run_in_parts
+from psg_fx.step.with_loss import LossModule
+
+Report = bool | Callable[[int, int], None]
+
+
+def microbatch(step: PerSampleModule, size: int, *, progress: Report = False) -> Callable[..., StepOutput]:
+    """A function that is called as the step is, runs it on parts of at most `size` samples, and joins the outputs.
+
+    Sums are accumulated in the result of the first part, and means in one tensor more, so the memory is that of one
+    part however large the batch is; what has a row for every sample grows with the batch.  Inputs are cut along
+    `batch_dim`, as are weights; what all samples share is not. Buffers that forward writes hold afterwards what
+    consecutive ordinary forwards on the parts leave there. If B is not a multiple of `size`, the last part is
+    smaller, and is another batch size to compile for, unless the step was made with `dynamic=True`.
+
+    Args:
+        step: what `transform` returns for a model with a loss.
+        size: the largest number of samples in one part.
+        progress: True: a line on stderr, where that is a terminal; or a function of (parts done, parts in all).
+
+    Raises:
+        BadArgument: a step without a loss, a size that is no positive int, or a quantity that parts do not tell; when
+            called, weights for another number of samples.
+    """
+    if not isinstance(step, LossModule):
+        raise BadArgument(
+            f"{type(step).__name__} is not a step with a loss", where="microbatch(step, size)",
+            why="only such a step has outputs that can be joined", fix="pass what transform(model, loss_fn) returns",
+        )  # fmt: skip
+    if isinstance(size, bool) or not hasattr(size, "__index__") or size < 1:
+        raise BadArgument(
+            f"size={size!r} is not a number of samples", where="microbatch(step, size)",
+            why="each part holds so many samples", fix="a positive int",
+        )  # fmt: skip
+    size = operator.index(size)
+    joins(step.settings)
+    line = Progress(progress is True)
+    report = progress if callable(progress) else lambda done, total: line.say(f"{done} of {total} parts")
+
+    def run(inputs: Any, *targets: Any, **given: Any) -> StepOutput:
+        """The output of the step for the whole batch."""
+        call = step._take_apart(inputs, *targets)
+        if call.batch_size() <= size:
+            whole: StepOutput = step(inputs, *targets, **given)
+            return whole
+        try:
+            return run_in_parts(step, step.settings, call, given, size, report)
+        finally:
+            line.say("")
+
+    return run

@@ -1,0 +1,179 @@
+"""What every step has: the model's state, its captured graphs, and what it says of them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from psg_fx.blocks import Memory
+from psg_fx.errors import BadArgument
+from psg_fx.explain.html import write_report
+from psg_fx.explain.readable import readable
+from psg_fx.explain.tables import explain
+from psg_fx.graph import facts
+from psg_fx.graph.history import History
+from psg_fx.program.ambient import ambient_key, isolated
+from psg_fx.program.call import Call
+from psg_fx.program.captured import Cache, Captured
+from psg_fx.program.guard import Guard, Lying, Structure, refuse_iterators
+from psg_fx.program.key import call_key
+from psg_fx.program.program import Program
+from psg_fx.program.state import Tracked, refuse_hooks, tracked_parameters
+from psg_fx.step import copies, mistakes
+from psg_fx.step.settings import Settings
+
+if TYPE_CHECKING:
+    pass
+
+_STATE = ("_parameters", "_buffers", "_modules")
+
+
+class PerSampleModule(nn.Module):
+    """What `transform` returns.  Its parameters, buffers and state_dict are the model's own."""
+
+    # Set past nn.Module, so that neither becomes a submodule and renames the parameters.
+    model: nn.Module
+    loss_fn: Any
+
+    def __init__(self, model: nn.Module, loss_fn: Any, settings: Settings) -> None:
+        super().__init__()
+        object.__setattr__(self, "model", model)
+        for group in _STATE:
+            object.__setattr__(self, group, getattr(model, group))
+        object.__setattr__(self, "loss_fn", loss_fn)
+        self.training = model.training
+        nn.Module.register_load_state_dict_post_hook(self, _after_loading)
+        self.settings = settings
+        self._memory = Memory(keep=settings.reuse_outputs)
+        self._cache = Cache()
+        self._structure: tuple[Structure, Tracked] | None = None
+        self._last: Any = None
+
+    def train(self, mode: bool = True) -> PerSampleModule:
+        """Set the model's training mode."""
+        self.training = mode
+        self.model.train(mode)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return copies.carried(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        copies.restore(self, state)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's state_dict."""
+        return self.model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load the model's state."""
+        return self.model.load_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """The model's own way to load, also where a module around this one is loaded (Opacus wraps it)."""
+        self.model._load_from_state_dict(*args, **kwargs)
+
+    @property
+    def graphs(self) -> dict[str, GraphModule]:
+        """The graph after each pass of the last capture, by stage name."""
+        return dict(self._history("graphs").graphs)
+
+    @property
+    def timings(self) -> dict[str, float]:
+        """Seconds spent in each pass of the last capture, and in all that torch has compiled of it ("compile")."""
+        found: dict[str, float] = {}
+        for step in self._history("timings").steps:
+            found[step.name] = found.get(step.name, 0.0) + step.seconds
+        return found
+
+    def print_graph(self, stage: str = "tidied") -> str:
+        """Print (and return) a stage's graph as readable Python."""
+        graphs = self.graphs
+        if stage not in graphs:
+            raise BadArgument(
+                f"there is no stage {stage!r}", where="print_graph(stage)", why=f"stages are {', '.join(graphs)}",
+                fix="use one of those",
+            )  # fmt: skip
+        text = readable(graphs[stage])
+        print(text)
+        return text
+
+    def explain(self, measure: bool = False) -> str:
+        """A table of every site: where the samples lie, what is computed, how, at what cost, and why not otherwise.
+
+        measure: compile and time every part of the plan by itself, beside the predictions; some seconds for each.
+        """
+        return explain(self.graphs, measure)
+
+    def report(self, path: str | PathLike[str], *, measure: bool = False) -> Path:
+        """Write one HTML file that opens in any browser and needs nothing else: the graph after every pass with what
+        is known of each node, the plan, time per site and memory over the step.
+
+        path: of the file.  measure: as in `explain`.  Returns the path.
+        """
+        return write_report(path, self.model, self.loss_fn, self._history("report"), measure)
+
+    def _history(self, what: str) -> History:
+        if self._last is None:
+            raise BadArgument(
+                "nothing has been captured yet", where=f"step.{what}", why="a step is captured at its first call",
+                fix="call the step once on a batch",
+            )  # fmt: skip
+        history: History = self._last.history
+        return history
+
+    def _device(self, call: Call) -> torch.device:
+        return call.tensors[0].device if call.tensors else torch.device("cpu")
+
+    def _tracked(self) -> Tracked:
+        """The parameters that are asked, as the model is now."""
+        if self._structure is None or not self._structure[0].holds():
+            roots = [m for m in (self.model, self.loss_fn) if isinstance(m, nn.Module)]
+            self._structure = Structure(roots), tracked_parameters(self.model, self.settings.params)
+        structure, tracked = self._structure
+        if callable(self.settings.params):
+            tracked = tracked_parameters(self.model, self.settings.params)
+            self._structure = structure, tracked
+        if structure.has_hooks():
+            refuse_hooks(self.model, tracked)
+        return tracked
+
+    def _look_up(self, call: Call, build: Callable[[], tuple[Any, Program]], variant: Hashable = None) -> Any:
+        """The compiled step for the model and the code around it as they are now, made if it is new."""
+        assert self._structure is not None
+        structure, tracked = self._structure
+        ambient = ambient_key(self._device(call).type)
+        key = (variant, structure.meaning, tracked.key, call_key(call), ambient)
+        found = self._cache.find(key, call.batch_size())
+        if found is None:
+            with isolated():
+                found = self._cache.find(key, call.batch_size()) or self._capture(key, call, build, structure)
+        self._last = found.step
+        return found.step
+
+    def _capture(
+        self, key: Hashable, call: Call, build: Callable[[], tuple[Any, Program]], structure: Structure
+    ) -> Captured:
+        self._cache.tell(key)
+        step, program = mistakes.built(build, self.model, self.loss_fn, call)
+        guard = Guard(program.observed, [("the loss", self.loss_fn)], structure)
+        refuse_iterators(guard.walk)
+        step.binding.follow(Lying(guard.walk))
+        known = facts.graph_facts(step.gm)
+        if known.data["one_size"] and not self._cache.knows(key):
+            warnings.warn(known.notes[0], stacklevel=6)
+        size = call.batch_size() if self.settings.dynamic is False or known.data["one_size"] else None
+        return self._cache.add(key, Captured(step, guard, size))
+
+
+def _after_loading(step: PerSampleModule, found: Any) -> None:
+    """The model's hooks, where a module around the step is loaded."""
+    for hook in step.model._load_state_dict_post_hooks.values():
+        hook(step.model, found)

@@ -1,0 +1,98 @@
+"""Everything that `transform` is told beside the model and the loss, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from psg_fx.errors import BadArgument
+from psg_fx.planner.budget import in_bytes
+from psg_fx.program.call import BatchDim
+from psg_fx.program.state import ParamFilter
+from psg_fx.quantities.base import Quantity
+from psg_fx.torch_private import inductor_modes
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of `psg_fx.transform` of the same names.  Raises BadArgument."""
+
+    quantities: tuple[Quantity, ...]
+    params: ParamFilter = None
+    batch_dim: BatchDim = 0
+    loss_reduction: str = "sum"
+    backend: str = "inductor"
+    mode: str | None = None
+    options: dict[str, Any] | None = None
+    dynamic: bool | None = None
+    reuse_outputs: bool = False
+    memory_budget: float | None = None
+    progress: bool = True
+    accumulate: bool = False
+
+    def __post_init__(self) -> None:
+        _check_quantities(self.quantities)
+        if self.backend not in ("eager", "inductor"):  # a list of the others loads them all
+            _check_choice("backend", self.backend, ("eager", *torch.compiler.list_backends(exclude_tags=())))
+        _check_choice("loss_reduction", self.loss_reduction, ("sum", "mean"))
+        if self.backend == "inductor":
+            _check_choice("mode", self.mode or "default", tuple(inductor_modes()))
+        if self.reuse_outputs and self.backend != "inductor":
+            raise BadArgument(
+                f"reuse_outputs has no effect with backend={self.backend!r}", where="transform(reuse_outputs=True)",
+                why="it says where the code that inductor generates puts its values", fix='use backend="inductor"',
+            )  # fmt: skip
+        if self.memory_budget is not None:
+            in_bytes(self.memory_budget, 1)
+
+
+def needs_loss(name: str, why: str) -> BadArgument:
+    """The error for an argument that means nothing without a loss."""
+    verb = "need" if name.endswith("s") else "needs"
+    return BadArgument(
+        f"{name} {verb} a loss", where=f"transform({name}=...)", why=why, fix=f"pass loss_fn, or leave {name} out"
+    )
+
+
+def without_loss(name: str, why: str) -> BadArgument:
+    """The error for an argument that means nothing with a loss."""
+    return BadArgument(
+        f"{name} is for steps without a loss", where=f"transform(model, loss_fn, {name}=...)", why=why,
+        fix=f"leave {name} out, or leave loss_fn out",
+    )  # fmt: skip
+
+
+def as_sequence(quantities: Any) -> tuple[Any, ...]:
+    """One quantity or several as a tuple; what is neither is in it as it is, for `Settings` to refuse."""
+    several = isinstance(quantities, Iterable) and not isinstance(quantities, (type, str))
+    return tuple(quantities) if several else (quantities,)
+
+
+def _check_quantities(quantities: Sequence[Any]) -> None:
+    for quantity in quantities:
+        if not isinstance(quantity, Quantity):
+            name = quantity.__name__ + " (a class: call it)" if isinstance(quantity, type) else repr(quantity)
+            raise BadArgument(
+                f"{name} is not a quantity", where="transform(quantities=...)",
+                why="each quantity fills a field of the output",
+                fix="use psg_fx.Grads(), Norms(), ClippedSum(max_norm), Gram() or another of psg_fx.Quantity",
+            )  # fmt: skip
+    fields = [q.field for q in quantities]
+    twice = {f for f in fields if fields.count(f) > 1}
+    if twice or not quantities:
+        raise BadArgument(
+            f"two quantities fill out.{min(twice)}" if twice else "no quantity is asked for",
+            where="transform(quantities=...)", why="each quantity fills a field of its own",
+            fix="ask for each kind once; make a second step for others" if twice else "ask for one, e.g. Grads()",
+        )  # fmt: skip
+
+
+def _check_choice(name: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise BadArgument(
+            f"{name}={value!r} is unknown", where=f"transform({name}=...)", why=f"known are {', '.join(known)}",
+            fix="use one of those",
+        )  # fmt: skip

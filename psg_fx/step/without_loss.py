@@ -1,0 +1,221 @@
+"""`transform(model)` without a loss: the model itself, whose `backward()` leaves `grad_sample` on its parameters.
+
+The joint graph takes the cotangents of the model's outputs, is split by the min-cut partitioner, both halves are
+compiled, and one `autograd.Function` joins them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.fx import GraphModule, Node
+
+from psg_fx.graph import facts
+from psg_fx.graph.facts import OutputSpec
+from psg_fx.graph.history import History, copy_graph
+from psg_fx.passes.compile import compile_graph
+from psg_fx.passes.pipeline import run_pipeline
+from psg_fx.planner import rates
+from psg_fx.program.call import Call, take_apart
+from psg_fx.program.program import Program
+from psg_fx.program.state import Tracked, holder
+from psg_fx.progress import Progress
+from psg_fx.step.binding import Binding, no_samples, plain_mode
+from psg_fx.step.grad_samples import Ticket, begin, clear, deliver
+from psg_fx.step.mistakes import blamed
+from psg_fx.step.module import PerSampleModule
+from psg_fx.torch_private import partition
+
+_FORWARD = ("output", "buffer", "written", "check")
+
+
+class DropInModule(PerSampleModule):
+    """The model with a backward that leaves per-sample gradients: the counterpart of `call_for_per_sample_grads`."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output.  `backward()` of any loss on it sets `p.grad_sample`, `[B, *shape]`, and leaves `p.grad`
+        alone.  A `grad_sample` of an earlier call is dropped if a parameter has been written since (an optimizer's
+        step); else `accumulate=True` makes a list of both, and otherwise the call is refused.
+
+        Raises:
+            BadArgument: a parameter still has a `grad_sample`, or the inputs disagree on the batch size.
+        """
+        call = take_apart(((args, kwargs), ((), {})), (self.settings.batch_dim, None))
+        call.batch_size()
+        tracked = self._tracked()
+        step: SplitStep = self._look_up(call, lambda: self._build(tracked, call))
+        ticket = None
+        if torch.is_grad_enabled():
+            ticket = begin(dict(step.parameters()), self.settings.accumulate, self.settings.loss_reduction == "mean")
+        with blamed(self.model, None, call):
+            flat = step.run(call, ticket)
+        return step.program.output.rebuild(flat)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of the model's parameters: `grad` as every module does, and `grad_sample`."""
+        super().zero_grad(set_to_none)
+        clear(self.model.parameters())
+
+    def _build(self, tracked: Tracked, call: Call) -> tuple[SplitStep, Program]:
+        program = Program(self.model, None, call)
+        wanted = tuple(t.requires_grad for t in call.tensors)
+        device = rates.device(self._device(call).type)
+        history = History(progress=Progress(self.settings.progress))
+        gm = run_pipeline(
+            program, call, tracked.aliases, self.settings.quantities, torch.float32, device, history, wanted
+        )
+
+        s = self.settings
+
+        def compiled(graph: GraphModule) -> Callable[..., Sequence[Any]]:
+            return compile_graph(graph, s.backend, s.mode, s.options, s.dynamic, device.name, self._memory, history)
+
+        graphs = s.mode in ("reduce-overhead", "max-autotune") or (s.options or {}).get("triton.cudagraphs", False)
+        replayed = graphs and self._device(call).type == "cuda"
+        return SplitStep(gm, history, program, compiled, overwrites=replayed), program
+
+
+class SplitStep:
+    """A lowered joint graph, split into a compiled forward and a compiled backward.
+
+    overwrites: a backward's results are those of a CUDA graph, and live until its next run.
+    """
+
+    def __init__(
+        self,
+        gm: GraphModule,
+        history: History,
+        program: Program,
+        compiled: Callable[[GraphModule], Callable[..., Sequence[Any]]],
+        overwrites: bool = False,
+    ) -> None:
+        self.gm, self.history, self.program, self.overwrites = gm, history, program, overwrites
+        self.binding = Binding(gm, program.model, None)
+        joint, self.outputs, self.results = _ordered(gm)
+        forward, backward = partition(joint, len(self.outputs))
+        history.graphs["forward"], history.graphs["backward"] = forward, backward
+        self.order = _saved_order(forward, backward, joint)
+        self.forward, self.backward = compiled(forward), compiled(backward)
+        self._owners = self._find_owners()
+
+    def _find_owners(self) -> dict[str, tuple[dict[str, Any], str]]:
+        return {s.name: holder(self.program.model, None, s.target) for s in self.binding.specs if s.tracked}
+
+    def parameters(self) -> list[tuple[str, torch.Tensor]]:
+        """The tracked parameters, as they are now."""
+        return [(name, group[key]) for name, (group, key) in self._owners.items()]
+
+    def run(self, call: Call, ticket: Ticket | None) -> list[torch.Tensor]:
+        """The model's tensor outputs; they carry the backward.  ticket: of the call, None without gradients."""
+        with plain_mode():
+            arguments = self.binding.arguments(call, {})
+        anchor = torch.zeros((), requires_grad=True)
+        apply: Callable[..., tuple[torch.Tensor, ...]] = _Joined.apply
+        return list(apply(self, call, ticket, arguments, anchor, *call.tensors))
+
+    def forward_results(self, arguments: list[torch.Tensor], call: Call) -> tuple[list[torch.Tensor], list[Any]]:
+        """The model's outputs, and what the backward needs.  Buffers are written."""
+        if call.batch_size() == 0:
+            everything = no_samples(self.gm, call.tensors[0].device)
+            return [everything[i] for i, spec in self.outputs if spec.kind == "output"], []
+        with plain_mode():
+            results = list(self.forward(*arguments))
+            ordered: list[Any] = [None] * len(self.binding.outputs)
+            for (index, _), value in zip(self.outputs, results, strict=False):
+                ordered[index] = value
+            self.binding.write_back(ordered, call.batch_size())
+        kept = [v for (_, spec), v in zip(self.outputs, results, strict=False) if spec.kind == "output"]
+        return kept, [results[i] for i in self.order]
+
+    def backward_results(self, arguments: list[Any], call: Call) -> Sequence[torch.Tensor]:
+        """The per-sample gradients, and those of the inputs."""
+        if call.batch_size() == 0:
+            everything = no_samples(self.gm, call.tensors[0].device)
+            return [everything[i] for i, _ in self.results]
+        with plain_mode():
+            return self.backward(*arguments)
+
+
+class _Joined(torch.autograd.Function):
+    """The two compiled halves as one differentiable function of the inputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, step: SplitStep, call: Call, ticket: Ticket, arguments: list[Any], anchor: Any, *inputs: Any
+    ) -> tuple[torch.Tensor, ...]:
+        outputs, saved = step.forward_results(arguments, call)
+        ctx.step, ctx.call, ctx.ticket = step, call, ticket
+        ctx.tensors = [isinstance(v, torch.Tensor) for v in saved]
+        ctx.others = [v for v in saved if not isinstance(v, torch.Tensor)]
+        ctx.save_for_backward(*(v for v in saved if isinstance(v, torch.Tensor)))
+        ctx.mark_non_differentiable(*(v for v in outputs if not v.is_floating_point()))
+        ctx.like = [(torch.empty_like(v, device="meta"), v.device) for v in outputs if v.is_floating_point()]
+        ctx.floating = [v.is_floating_point() for v in outputs]
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        step: SplitStep = ctx.step
+        rest, others = (tensor.detach() for tensor in ctx.saved_tensors), iter(ctx.others)
+        saved = [next(rest) if is_tensor else next(others) for is_tensor in ctx.tensors]
+        floating = [g for g, is_float in zip(gradients, ctx.floating, strict=True) if is_float]
+        tangents = [_laid_out(g, like, device) for g, (like, device) in zip(floating, ctx.like, strict=True)]
+        found = step.backward_results([*saved, *tangents], ctx.call)
+        return (None, None, None, None, None, *_deliver(ctx, step, found))
+
+
+def _laid_out(gradient: torch.Tensor | None, like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The gradient of an output (None: zero) in the memory order of the output, for which the backward was traced."""
+    if gradient is None:
+        return torch.zeros_like(like, device=device)
+    if gradient.stride() == like.stride():
+        return gradient
+    return torch.empty_like(like, device=device).copy_(gradient)
+
+
+def _deliver(ctx: Any, step: SplitStep, found: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Set `grad_sample` on every tracked parameter; return the gradients of the inputs."""
+    scale = ctx.call.batch_size() if ctx.ticket.mean else 1
+    by_input: dict[str, torch.Tensor] = {}
+    by_parameter: dict[str, torch.Tensor] = {}
+    for (_, spec), value in zip(step.results, found, strict=True):
+        if spec.kind == "grads":
+            by_parameter[spec.name] = value * scale if scale != 1 else value
+        else:
+            by_input[spec.name] = value
+    deliver(ctx.ticket, dict(step.parameters()), by_parameter, step.overwrites)
+    names = [n.name for n in facts.placeholders(step.gm) if facts.input_spec(n).kind == "input"]
+    return [by_input.get(name) for name in names]
+
+
+Placed = tuple[int, OutputSpec]
+
+
+def _ordered(gm: GraphModule) -> tuple[GraphModule, list[Placed], list[Placed]]:
+    """The joint graph as the partitioner wants it: forward results first, inputs named primals and tangents.
+
+    Also where each forward result and each backward result stands among the outputs of `gm`.
+    """
+    joint = copy_graph(gm)
+    placed = list(enumerate(facts.graph_facts(gm).outputs))
+    forward = [(i, spec) for i, spec in placed if spec.kind in _FORWARD]
+    backward = [(i, spec) for i, spec in placed if spec.kind not in _FORWARD]
+    values = facts.outputs(joint)
+    joint.graph.output_node().args = (tuple(values[i] for i, _ in forward + backward),)
+    for index, node in enumerate(facts.placeholders(joint)):
+        kind = "tangents" if facts.input_spec(node).kind == "tangent" else "primals"
+        node.name = node.target = f"{kind}_{index}"
+    joint.recompile()
+    return joint, forward, backward
+
+
+def _saved_order(forward: GraphModule, backward: GraphModule, joint: GraphModule) -> list[int]:
+    """For each placeholder of the backward but the tangents: which output of the forward it is."""
+    tangents = {n.name for n in facts.placeholders(joint) if facts.input_spec(n).kind == "tangent"}
+    (values,) = forward.graph.output_node().args
+    place = {value.name: i for i, value in enumerate(values) if isinstance(value, Node)}  # type: ignore[arg-type]
+    return [place[n.name] for n in facts.placeholders(backward) if n.name not in tangents]

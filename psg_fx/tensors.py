@@ -1,0 +1,64 @@
+"""Permute and reshape without leaving no-ops in the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from operator import mul
+from typing import Any
+
+import torch
+
+
+def same_size(a: Any, b: Any) -> bool:
+    """Whether two sizes are equal as written; asks nothing about symbols, so it never specialises one."""
+    if isinstance(a, torch.SymInt) and isinstance(b, torch.SymInt):
+        return bool(a.node.expr == b.node.expr)
+    return isinstance(a, int) and isinstance(b, int) and a == b
+
+
+def permute(x: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """`x.permute(order)`, or x itself where that changes nothing."""
+    order = list(order)
+    return x if order == list(range(x.ndim)) else x.permute(order)
+
+
+def reshape(x: torch.Tensor, shape: Sequence[Any]) -> torch.Tensor:
+    """`x.reshape(shape)`, or x itself where that changes nothing."""
+    if len(shape) == x.ndim and all(same_size(a, b) for a, b in zip(x.shape, shape, strict=True)):
+        return x
+    return x.reshape(list(shape))
+
+
+def contiguous(x: torch.Tensor) -> torch.Tensor:
+    """`x.contiguous()`, or x itself where that changes nothing; asks nothing about symbols."""
+    expected: Any = 1
+    for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
+        if not same_size(size, 1):
+            if not same_size(stride, expected):
+                return x.contiguous()
+            expected = expected * size
+    return x
+
+
+def memory_order(x: torch.Tensor) -> list[int]:
+    """The dims of x from the slowest to the fastest in memory."""
+    strides = x.stride()
+    return sorted(range(x.ndim), key=lambda d: -strides[d])
+
+
+Size = Any
+"""An int, or a sympy expression."""
+
+
+def product(sizes: Iterable[Size]) -> Size:
+    """The product of sizes, 1 for none."""
+    return reduce(mul, sizes, 1)
+
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Sums of half-precision values are kept in float32."""
+    return torch.float32 if dtype in _HALF else dtype
