@@ -8,25 +8,25 @@ from collections.abc import Sequence
 import torch
 from torch.fx import GraphModule
 
-from psg_fx.graph.history import History, Step, log
-from psg_fx.graph.stages import Stage, verify
-from psg_fx.passes.alone import Alone
-from psg_fx.passes.capture.capture import capture
-from psg_fx.passes.differentiate import differentiate
-from psg_fx.passes.independence.batch import batch
-from psg_fx.passes.lower.lower import lower
-from psg_fx.passes.networks import merge, networks
-from psg_fx.passes.plan import plan
-from psg_fx.passes.runner import graph_pass, run, without_collection
-from psg_fx.passes.sites import find_sites
-from psg_fx.passes.tidy import tidy
-from psg_fx.passes.unreduce.unreduce import unreduce
-from psg_fx.planner.budget import Budget
-from psg_fx.planner.cost import Device
-from psg_fx.program.ambient import without_defaults
-from psg_fx.program.call import Call
-from psg_fx.program.program import Program
-from psg_fx.quantities.base import Quantity
+from ..graph.history import History, Step, log
+from ..graph.stages import Stage, verify
+from ..planner.budget import Budget
+from ..planner.cost import Device
+from ..program.ambient import without_defaults
+from ..program.call import Call
+from ..program.program import Program
+from ..quantities.base import Quantity
+from .alone import Alone
+from .capture.capture import capture
+from .differentiate import differentiate
+from .independence.batch import batch
+from .lower.lower import lower
+from .networks import merge, networks
+from .plan import plan
+from .runner import graph_pass, run, without_collection
+from .sites import find_sites
+from .tidy import tidy
+from .unreduce.unreduce import unreduce
 
 BATCH = graph_pass("batch", before=Stage.CAPTURED, after=Stage.BATCHED)(batch)
 UNREDUCE = graph_pass("unreduce", before=Stage.BATCHED, after=Stage.UNREDUCED)(unreduce)

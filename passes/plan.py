@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from torch.fx import GraphModule
 
-from psg_fx.algebra.asks import Ask
-from psg_fx.graph import facts
-from psg_fx.graph.stages import Stage
-from psg_fx.passes.runner import graph_pass
-from psg_fx.planner.budget import Budget, plan_within
-from psg_fx.planner.cost import Device
-from psg_fx.planner.search import plan_step
+from ..algebra.asks import Ask
+from ..graph import facts
+from ..graph.stages import Stage
+from ..planner.budget import Budget, plan_within
+from ..planner.cost import Device
+from ..planner.search import plan_step
+from .runner import graph_pass
 
 
 @graph_pass("plan", before=Stage.MERGED, after=Stage.PLANNED)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule
 
-from psg_fx.graph.history import History, Step, _copied
-from psg_fx.graph.stages import Stage, verify
-from psg_fx.torch_private import module_without_code
+from ..graph.history import History, Step, _copied
+from ..graph.stages import Stage, verify
+from ..torch_private import module_without_code
 
 Transform = Callable[..., GraphModule]
 

@@ -1,48 +1,43 @@
-"""Imports only go down."""
+"""Imports only go down, those inside functions and those for types included, and no modules import one another."""
 
 from __future__ import annotations
 
 import ast
+import functools
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-LAYERS = [
-    {
-        "copies", "ctc", "equal", "errors", "formulas", "grad_samples", "layout", "cost", "measure", "outputs",
-        "progress", "quiet", "recurrence", "strides", "torch_private", "tracing",
-    },
-    {"facts", "lives", "network", "each", "arguments", "custom", "program", "trusted"},
-    {"axes", "sites", "methods"},
-    {"gradient", "paths", "state", "prefixes", "overlap"},
-    {"asks", "crossover"},
-    {"rules", "stages", "promises", "planning", "quantity", "products", "clipping"},
-    {"evaluate", "groups", "rounding", "calibration", "budget", "settings"},
-    {f"passes.{name}" for name in ("branches", "reasons", "recurrent", "twins", "rewrites", "writes")},
-    {"passes.assumptions", "passes.row_sums"},
-    {f"passes.{name}" for name in ("losses", "runner", "independence", "export", "lift", "rules", "probe")},
-    {"passes.padding"},
-    {"passes.masked"},
-    {"passes.pieces", "passes.writing"},
+FLOORS = (
+    {"errors", "progress", "source", "tensors", "version", "zoo"},
+    {"machine", "reference", "torch_private"},
+    {"blocks", "graph"},
+    {"ops", "program"},
+    {"algebra"},
+    {"planner", "quantities"},
     {"passes"},
-    {"passes.pipeline"},
-    {"sitecost"},
-    {"mistakes", "step", "nonfinite", "report", "checks", "validation", "reference"},
-    {"html"},
-    {"api", "drop_in", "microbatch"},
-]  # fmt: skip
-"""Lowest first; a module imports from layers below its own, or from neighbours that do not import it."""
+    {"measure"},
+    {"explain"},
+    {"step"},
+    {"api"},
+    {"benchmarking"},
+    {"", "cli", "demo"},
+)
+"""Rooms (folders, and modules at the top), lowest first.  A room imports from lower floors and from itself."""
 
-SHARED = {
-    "assumptions", "branches", "export", "independence", "lift", "losses", "masked", "padding", "pieces", "probe",
-    "reasons", "recurrent", "rewrites", "row_sums", "rules", "runner", "twins", "writes", "writing",
-}  # fmt: skip
-"""What passes share; beside these no pass imports another, and `pipeline` imports all of them."""
+SHARED = {"promises", "runner"}
+"""What every pass may import beside the rooms that several read; no other pass imports one, but `pipeline` does."""
+
+READ_BY_OTHERS = {"independence", "rules", "unreduce"}
+"""Folders of passes that have something to offer other passes: the proof, the rules, and the lifting of an op."""
 
 
+@functools.cache
 def modules() -> dict[str, Path]:
+    """Every module by its name below `psg_fx`."""
     found = {}
     for folder, prefix in ((ROOT / "psg_fx", ""), (ROOT / "passes", "passes.")):
         for path in sorted(folder.rglob("*.py")):
@@ -52,67 +47,84 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imported(name: str, path: Path) -> set[str]:
-    """The modules of psg_fx that this one imports, relative to psg_fx, but not inside functions and not for types."""
-    package = f"psg_fx.{name}".split(".") if path.name == "__init__.py" else f"psg_fx.{name}".split(".")[:-1]
-    found = set()
-    for node in ast.parse(path.read_text()).body:
+@functools.cache
+def imported(name: str) -> frozenset[str]:
+    """The modules of psg_fx that this one imports anywhere in its text."""
+    return frozenset(_imported(name, modules()[name].read_text(encoding="utf-8")))
+
+
+def _imported(name: str, text: str) -> Iterator[str]:
+    package = f"psg_fx.{name}".rstrip(".").split(".")
+    if modules()[name].name != "__init__.py":
+        package = package[:-1]
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            yield from (a.name.removeprefix("psg_fx.") for a in node.names if a.name.startswith("psg_fx."))
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
-            module = ".".join([*base, *([node.module] if node.module else [])])
-            found |= {f"{module}.{a.name}" if module in ("psg_fx", "psg_fx.passes") else module for a in node.names}
-    return {m.removeprefix("psg_fx.") for m in found if m.startswith("psg_fx.")}
+            found = ".".join([*base, *([node.module] if node.module else [])])
+            if found == "psg_fx" or found.startswith("psg_fx."):
+                inside = found.removeprefix("psg_fx").lstrip(".")
+                for alias in node.names:
+                    below = f"{inside}.{alias.name}".lstrip(".")
+                    yield below if below in modules() else inside
 
 
-def layer(name: str) -> int | None:
-    """The layer of a module: that of the longest entry it lies in."""
-    best, found = -1, None
-    for index, names in enumerate(LAYERS):
-        for entry in names:
-            if (name == entry or name.startswith(entry + ".")) and len(entry) > best:
-                best, found = len(entry), index
-    return found
+def room(name: str) -> str:
+    return name.split(".")[0]
 
 
-@pytest.mark.parametrize("name", [name for name in modules() if layer(name) is not None])
-def test_no_upward_import(name: str) -> None:
-    own = layer(name)
-    for other in sorted(imported(name, modules()[name])):
-        above = layer(other)
-        same_package = name.split(".")[0] == other.split(".")[0] and name.split(".")[0] in (
-            "methods",
-            "passes",
-            "program",
-        )
-        assert above is not None, f"{name} imports {other}, which lies in no layer"
-        assert above < own or (above == own and (same_package or name not in imported(other, modules()[other]))), (
-            f"{name} (layer {own}) imports {other} (layer {above})"
-        )
+def floor(name: str) -> int | None:
+    return next((index for index, rooms in enumerate(FLOORS) if room(name) in rooms), None)
 
 
-@pytest.mark.parametrize("name", [n for n in modules() if n.startswith("passes.") and n.count(".") == 1])
+def circle(through: str) -> list[str]:
+    """Modules that lead from this one back to itself, or none."""
+    ways = [[through]]
+    seen = set()
+    while ways:
+        way = ways.pop()
+        for other in sorted(imported(way[-1])):
+            if other == through:
+                return [*way, through]
+            if other not in seen and other in modules() and room(other) == room(through):
+                seen.add(other)
+                ways.append([*way, other])
+    return []
+
+
+def test_every_room_has_a_floor() -> None:
+    assert {room(name) for name in modules()} == set().union(*FLOORS)
+
+
+@pytest.mark.parametrize("name", sorted(modules()))
+def test_imports_go_down(name: str) -> None:
+    own = floor(name)
+    assert own is not None
+    for other in sorted(imported(name)):
+        below = floor(other)
+        assert below is not None, f"{name} imports {other}, which lies in no room"
+        assert below < own or room(other) == room(name), f"{name} (floor {own}) imports {other} (floor {below})"
+
+
+@pytest.mark.parametrize("name", sorted(modules()))
+def test_no_circles(name: str) -> None:
+    """Packages whose `__init__` offers what lies in them are no circle: their modules name one another directly."""
+    assert not (found := circle(name)), " -> ".join(found)
+
+
+@pytest.mark.parametrize("name", [n for n in sorted(modules()) if n.startswith("passes.") and n != "passes.pipeline"])
 def test_passes_do_not_import_one_another(name: str) -> None:
-    short = name.removeprefix("passes.")
-    if short == "pipeline":
-        return
-    for other in imported(name, modules()[name]):
+    own = name.split(".")[1]
+    allowed = {own} | SHARED | (READ_BY_OTHERS - {own})
+    for other in sorted(imported(name)):
         if other.startswith("passes."):
-            assert other.split(".")[1] in SHARED, f"{name} imports {other}"
+            assert other.split(".")[1] in allowed, f"{name} imports {other}"
 
 
-def test_only_the_interface_imports_passes() -> None:
-    allowed = {
-        "api", "drop_in", "step", "report", "cli", "benchmarking", "contenders", "mistakes", "validation", "sitecost",
-    }  # fmt: skip
-    for name, path in modules().items():
-        if name and not name.startswith("passes"):
-            above = {other for other in imported(name, path) if other.startswith("passes")}
-            assert not above or name.split(".")[0] in allowed, f"{name} imports {', '.join(sorted(above))}"
-
-
-def test_every_module_has_a_layer() -> None:
-    """Beside the tools around the compiler."""
-    tools = {"", "cli", "benchmarking", "contenders", "problem", "peers", "demo", "zoo"}
-    assert {n for n in modules() if layer(n) is None and n.split(".")[0] not in tools} == set()
+def test_passes_meet_the_rest_by_relative_imports() -> None:
+    """So that the folder reads alike wherever it lies: at the top of the checkout, or installed inside the package."""
+    for path in sorted((ROOT / "passes").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            absolute = isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").startswith("psg_fx")
+            assert not absolute, f"{path.name}: {ast.unparse(node)}"

@@ -15,15 +15,15 @@ from torch import nn
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import GraphModule
 
-from psg_fx.errors import NotYetSupported
-from psg_fx.graph import facts
-from psg_fx.graph.facts import GraphFacts, InputSpec, OutputSpec
-from psg_fx.graph.strides import free_of_strides
-from psg_fx.passes.capture.export import Exported, export
-from psg_fx.passes.capture.writes import computed_outside
-from psg_fx.program.call import Call
-from psg_fx.program.program import Program
-from psg_fx.tensors import memory_order
+from ...errors import NotYetSupported
+from ...graph import facts
+from ...graph.facts import GraphFacts, InputSpec, OutputSpec
+from ...graph.strides import free_of_strides
+from ...program.call import Call
+from ...program.program import Program
+from ...tensors import memory_order
+from .export import Exported, export
+from .writes import computed_outside
 
 _HINTS = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43)
 

@@ -22,22 +22,22 @@ from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
-from psg_fx.errors import CaptureFailed, NotYetSupported, PsgError
-from psg_fx.graph.strides import free_of_strides, refuse_strides
-from psg_fx.ops.autograd_function import as_one_op
-from psg_fx.passes.capture.branches import Readings, watch_the_batch_size
-from psg_fx.passes.capture.fixed_sizes import constants_that_follow, join, values_of
-from psg_fx.passes.capture.losses import loss_decompositions
-from psg_fx.passes.capture.reasons import capture_failed, failure_at
-from psg_fx.passes.capture.recurrent_layers import recurrent_decompositions
-from psg_fx.passes.capture.rewrites import rewritten
-from psg_fx.passes.capture.writes import seen_by_autograd, unwatched
-from psg_fx.program.observe import Observed
-from psg_fx.torch_private import core_decompositions, own_attributes, traced_without_code, user_stack_traces
-from psg_fx.torch_private.functional import Functional, functional
-from psg_fx.torch_private.patching import patched_here
-from psg_fx.torch_private.quiet import quiet
-from psg_fx.torch_private.tracer import forgetful_fakes, without_tensor_meta
+from ...errors import CaptureFailed, NotYetSupported, PsgError
+from ...graph.strides import free_of_strides, refuse_strides
+from ...ops.autograd_function import as_one_op
+from ...program.observe import Observed
+from ...torch_private import core_decompositions, own_attributes, traced_without_code, user_stack_traces
+from ...torch_private.functional import Functional, functional
+from ...torch_private.patching import patched_here
+from ...torch_private.quiet import quiet
+from ...torch_private.tracer import forgetful_fakes, without_tensor_meta
+from .branches import Readings, watch_the_batch_size
+from .fixed_sizes import constants_that_follow, join, values_of
+from .losses import loss_decompositions
+from .reasons import capture_failed, failure_at
+from .recurrent_layers import recurrent_decompositions
+from .rewrites import rewritten
+from .writes import seen_by_autograd, unwatched
 
 aten = torch.ops.aten
 Example = Callable[[int], Sequence[torch.Tensor]]

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg_fx.ops.recurrent import attach, gru, lstm, rnn
+from ...ops.recurrent import attach, gru, lstm, rnn
 
 aten = torch.ops.aten
 State = tuple[Tensor, ...]

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 
-from psg_fx.errors import NotYetSupported
-from psg_fx.ops.ctc import ctc
-from psg_fx.passes.capture.recurrent_layers import recurrent_functions
-from psg_fx.torch_private.patching import patched_here
+from ...errors import NotYetSupported
+from ...ops.ctc import ctc
+from ...torch_private.patching import patched_here
+from .recurrent_layers import recurrent_functions
 
 
 class _Rewritten(TorchFunctionMode):

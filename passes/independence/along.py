@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from psg_fx.graph import sample_axis
-from psg_fx.graph.facts import SampleAxis
-from psg_fx.graph.sample_axis import positive
-from psg_fx.passes.independence.table import Answer, rule
-from psg_fx.passes.independence.values import FIX, GATHER, Op, Result, Value, broadcast
+from ...graph import sample_axis
+from ...graph.facts import SampleAxis
+from ...graph.sample_axis import positive
+from .table import Answer, rule
+from .values import FIX, GATHER, Op, Result, Value, broadcast
 
 _DONE = {
     "softmax": "its sum runs",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from psg_fx.passes.independence.values import bound
+from .values import bound
 
 Bounds = tuple[float, float]
 _DEPTH = 40

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from psg_fx.graph.facts import SampleAxis
-from psg_fx.passes.independence.table import Answer, rule
-from psg_fx.passes.independence.values import REDUCED, Op, Result, Value, broadcast
+from ...graph.facts import SampleAxis
+from .table import Answer, rule
+from .values import REDUCED, Op, Result, Value, broadcast
 
 Labels = list[str]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from psg_fx.passes.independence.table import rule
-from psg_fx.passes.independence.values import NUMBERS, NUMBERS_FIX, Op, Result, Value, broadcast
+from .table import rule
+from .values import NUMBERS, NUMBERS_FIX, Op, Result, Value, broadcast
 
 _UNTAGGED = """
     __and__ __or__ __xor__ _conj _conj_copy conj _neg_view _neg_view_copy _masked_scale _prelu_kernel absolute

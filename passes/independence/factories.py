@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from psg_fx.graph.facts import SampleAxis
-from psg_fx.passes.independence.table import Answer, rule
-from psg_fx.passes.independence.values import Op, Result
+from ...graph.facts import SampleAxis
+from .table import Answer, rule
+from .values import Op, Result
 
 _FILLS = """
     zeros ones full empty empty_permuted empty_strided new_zeros new_ones new_full new_empty new_empty_strided

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from psg_fx.errors import PsgError
-from psg_fx.graph import facts
-from psg_fx.graph.facts import Axes, InputSpec
-from psg_fx.ops.autograd_function import CustomCall, backward_graph, custom_call, forward_graph
-from psg_fx.passes.independence.table import Answer, rule
-from psg_fx.passes.independence.values import Op, Result
-from psg_fx.source import locate
+from ...errors import PsgError
+from ...graph import facts
+from ...graph.facts import Axes, InputSpec
+from ...ops.autograd_function import CustomCall, backward_graph, custom_call, forward_graph
+from ...source import locate
+from .table import Answer, rule
+from .values import Op, Result
 
 _FUNCTION = "a custom autograd.Function"
 

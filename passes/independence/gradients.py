@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from psg_fx.graph import sample_axis
-from psg_fx.graph.facts import SampleAxis
-from psg_fx.passes.independence.contractions import contraction
-from psg_fx.passes.independence.reductions import reduced_over
-from psg_fx.passes.independence.table import Answer, rule
-from psg_fx.passes.independence.values import Op, Result, Value, broadcast, symbolic_sizes
-from psg_fx.passes.independence.views import cut_bound
+from ...graph import sample_axis
+from ...graph.facts import SampleAxis
+from .contractions import contraction
+from .reductions import reduced_over
+from .table import Answer, rule
+from .values import Op, Result, Value, broadcast, symbolic_sizes
+from .views import cut_bound
 
 _WHERE = "its gradient belongs to all samples together"
 

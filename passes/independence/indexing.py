@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from psg_fx.graph import sample_axis
-from psg_fx.graph.facts import SampleAxis
-from psg_fx.passes.independence.bounds import bounds
-from psg_fx.passes.independence.table import Answer, rule
-from psg_fx.passes.independence.values import NUMBERS, NUMBERS_FIX, Op, Result, Value, broadcast
+from ...graph import sample_axis
+from ...graph.facts import SampleAxis
+from .bounds import bounds
+from .table import Answer, rule
+from .values import NUMBERS, NUMBERS_FIX, Op, Result, Value, broadcast
 
 _PICK = "pick by x[torch.arange(B), ids], or gather along another dim"
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from psg_fx.graph import sample_axis
-from psg_fx.graph.facts import SampleAxis
-from psg_fx.graph.sample_axis import Misfit
-from psg_fx.passes.independence.table import Answer, rule
-from psg_fx.passes.independence.values import Op, Value, broadcast, samples_of
+from ...graph import sample_axis
+from ...graph.facts import SampleAxis
+from ...graph.sample_axis import Misfit
+from .table import Answer, rule
+from .values import Op, Value, broadcast, samples_of
 
 
 @rule("cat", "concat", "concatenate", proof="joined")

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping
 
 from torch.fx import GraphModule, Node
 
-from psg_fx.errors import PsgError
-from psg_fx.graph import facts
-from psg_fx.graph.facts import SampleAxis
-from psg_fx.passes.independence.prove import Prover
-from psg_fx.passes.independence.values import Result, mixed, symbolic_values
-from psg_fx.source import locate
+from ...errors import PsgError
+from ...graph import facts
+from ...graph.facts import SampleAxis
+from ...source import locate
+from .prove import Prover
+from .values import Result, mixed, symbolic_values
 
 _FIX = "write the backward so that a sample's gradient is computed from that sample alone"
 

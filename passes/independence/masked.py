@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from psg_fx.graph import facts
-from psg_fx.graph.facts import SampleAxis
-from psg_fx.passes.independence.padding import Padding, Rows, Unfit, pick_place
-from psg_fx.passes.independence.prove import Prover
-from psg_fx.passes.independence.values import Result
+from ...graph import facts
+from ...graph.facts import SampleAxis
+from .padding import Padding, Rows, Unfit, pick_place
+from .prove import Prover
+from .values import Result
 
 aten = torch.ops.aten
 

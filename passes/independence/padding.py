@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from psg_fx.errors import PsgError
-from psg_fx.graph import facts
-from psg_fx.graph.facts import GraphFacts, InputSpec, SampleAxis
-from psg_fx.passes.independence.prove import Prover
-from psg_fx.passes.independence.row_sums import SUMS, apart, together
-from psg_fx.passes.independence.values import Result, bound
-from psg_fx.torch_private import enable_python_dispatcher, symbolic_inputs, traced_without_code
-from psg_fx.torch_private.tracer import trace_fakes
+from ...errors import PsgError
+from ...graph import facts
+from ...graph.facts import GraphFacts, InputSpec, SampleAxis
+from ...torch_private import enable_python_dispatcher, symbolic_inputs, traced_without_code
+from ...torch_private.tracer import trace_fakes
+from .prove import Prover
+from .row_sums import SUMS, apart, together
+from .values import Result, bound
 
 aten = torch.ops.aten
 _ORIGINS = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "custom")

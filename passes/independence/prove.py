@@ -10,11 +10,12 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from psg_fx.errors import InternalError
-from psg_fx.graph import facts
-from psg_fx.graph.facts import SampleAxis
-from psg_fx.graph.sample_axis import Misfit, single
-from psg_fx.passes.independence import (  # noqa: F401  (they fill the table)
+from ...errors import InternalError
+from ...graph import facts
+from ...graph.facts import SampleAxis
+from ...graph.sample_axis import Misfit, single
+from ...source import locate, source_line
+from . import (  # noqa: F401  (they fill the table)
     along,
     contractions,
     elementwise,
@@ -28,10 +29,10 @@ from psg_fx.passes.independence import (  # noqa: F401  (they fill the table)
     views,
     windows,
 )
-from psg_fx.passes.independence.logged import logged
-from psg_fx.passes.independence.table import Rule, find
-from psg_fx.passes.independence.unruled import no_graph_inside, refuse_effects, without_rule
-from psg_fx.passes.independence.values import (
+from .logged import logged
+from .table import Rule, find
+from .unruled import no_graph_inside, refuse_effects, without_rule
+from .values import (
     NUMBERS,
     NUMBERS_FIX,
     REDUCED,
@@ -43,7 +44,6 @@ from psg_fx.passes.independence.values import (
     symbolic_sizes,
     tensors,
 )
-from psg_fx.source import locate, source_line
 
 _STATISTIC = "a statistic over the batch makes each sample's loss depend on the others; take it within a sample"
 

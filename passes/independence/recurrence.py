@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from psg_fx.graph.facts import SampleAxis
-from psg_fx.passes.independence.table import Answer, rule
-from psg_fx.passes.independence.values import Op, Value, broadcast
+from ...graph.facts import SampleAxis
+from .table import Answer, rule
+from .values import Op, Value, broadcast
 
 
 @rule("psg_fx::lstm", "psg_fx::gru", "psg_fx::rnn", proof="recurrence")

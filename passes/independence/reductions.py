@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from psg_fx.graph import sample_axis
-from psg_fx.graph.facts import SampleAxis
-from psg_fx.passes.independence.table import Answer, rule
-from psg_fx.passes.independence.values import REDUCED, Op, Result, Value, broadcast
+from ...graph import sample_axis
+from ...graph.facts import SampleAxis
+from .table import Answer, rule
+from .values import REDUCED, Op, Result, Value, broadcast
 
 _MANY = """
     sum mean nansum nanmean amax amin aminmax _aminmax all any prod var std var_mean std_mean logsumexp

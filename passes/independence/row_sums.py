@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from psg_fx.graph.facts import SampleAxis
+from ...graph.facts import SampleAxis
 
 aten = torch.ops.aten
 

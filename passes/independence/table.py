@@ -8,10 +8,10 @@ from typing import TypeVar
 
 import torch
 
-from psg_fx.errors import InternalError
-from psg_fx.graph.facts import SampleAxis
-from psg_fx.ops.autograd_function import custom_call
-from psg_fx.passes.independence.values import Op, Result
+from ...errors import InternalError
+from ...graph.facts import SampleAxis
+from ...ops.autograd_function import custom_call
+from .values import Op, Result
 
 Answer = Result | SampleAxis | tuple[SampleAxis | None, ...] | None
 Function = Callable[[Op], Answer]

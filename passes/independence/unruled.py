@@ -10,15 +10,15 @@ import torch
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import GraphModule, Node
 
-from psg_fx.errors import NotYetSupported
-from psg_fx.graph import facts
-from psg_fx.graph.tracing import trace
-from psg_fx.ops.trusted import is_trusted
-from psg_fx.passes.independence.functions import proven
-from psg_fx.passes.independence.probe import probe
-from psg_fx.passes.independence.values import Op, Result, op_name
-from psg_fx.source import locate
-from psg_fx.torch_private import has_effect, python_decomposition
+from ...errors import NotYetSupported
+from ...graph import facts
+from ...graph.tracing import trace
+from ...ops.trusted import is_trusted
+from ...source import locate
+from ...torch_private import has_effect, python_decomposition
+from .functions import proven
+from .probe import probe
+from .values import Op, Result, op_name
 
 _TORCH = ("aten", "prims", "prim", "_operator", "math")
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from psg_fx.graph import facts, sample_axis
-from psg_fx.graph.facts import SampleAxis
-from psg_fx.graph.sample_axis import Misfit
-from psg_fx.passes.independence.table import Answer, rule
-from psg_fx.passes.independence.values import Op, Result, Value, samples_of, symbolic_sizes
+from ...graph import facts, sample_axis
+from ...graph.facts import SampleAxis
+from ...graph.sample_axis import Misfit
+from .table import Answer, rule
+from .values import Op, Result, Value, samples_of, symbolic_sizes
 
 _FOLD = "fold the sample dim outermost or innermost consistently: permute it next to the dims it is folded with first"
 _ONE = "use the samples' rows all together; one sample's row must not reach the others"

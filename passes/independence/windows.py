@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from psg_fx.graph import sample_axis
-from psg_fx.graph.facts import SampleAxis
-from psg_fx.passes.independence.along import trailing
-from psg_fx.passes.independence.indexing import require_own_rows
-from psg_fx.passes.independence.table import Answer, rule
-from psg_fx.passes.independence.values import NUMBERS, NUMBERS_FIX, Op, Value, broadcast, symbolic_sizes, tensors
+from ...graph import sample_axis
+from ...graph.facts import SampleAxis
+from .along import trailing
+from .indexing import require_own_rows
+from .table import Answer, rule
+from .values import NUMBERS, NUMBERS_FIX, Op, Value, broadcast, symbolic_sizes, tensors
 
 
 def _main(op: Op) -> Value:

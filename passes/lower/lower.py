@@ -9,15 +9,15 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.fx import GraphModule, Node
 
-from psg_fx.algebra.network import Kind, Source
-from psg_fx.graph import facts
-from psg_fx.graph.facts import InputSpec, OutputSpec
-from psg_fx.graph.stages import Stage
-from psg_fx.passes.lower.pieces import rename
-from psg_fx.passes.lower.writer import Writer
-from psg_fx.passes.runner import graph_pass
-from psg_fx.planner.plan import Plan
-from psg_fx.quantities.base import Extra, Quantity
+from ...algebra.network import Kind, Source
+from ...graph import facts
+from ...graph.facts import InputSpec, OutputSpec
+from ...graph.stages import Stage
+from ...planner.plan import Plan
+from ...quantities.base import Extra, Quantity
+from ..runner import graph_pass
+from .pieces import rename
+from .writer import Writer
 
 
 @graph_pass("lower", before=Stage.PLANNED, after=Stage.LOWERED)

@@ -10,15 +10,15 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from psg_fx.algebra.asks import FLOORS, Weighted
-from psg_fx.algebra.network import Kind, Source
-from psg_fx.graph import facts
-from psg_fx.graph.facts import OutputSpec
-from psg_fx.passes.lower.pieces import Pieces, rename
-from psg_fx.planner.evaluate import Evaluator
-from psg_fx.planner.groups import Group, groups
-from psg_fx.planner.plan import Plan
-from psg_fx.quantities.base import Quantity, Results, Weights
+from ...algebra.asks import FLOORS, Weighted
+from ...algebra.network import Kind, Source
+from ...graph import facts
+from ...graph.facts import OutputSpec
+from ...planner.evaluate import Evaluator
+from ...planner.groups import Group, groups
+from ...planner.plan import Plan
+from ...quantities.base import Quantity, Results, Weights
+from .pieces import Pieces, rename
 
 Named = Mapping[str, Mapping[str, Node]]
 """Ask or weights -> parameter -> node."""

@@ -9,10 +9,10 @@ import sympy
 import torch
 from torch.utils import _pytree as pytree
 
-from psg_fx.algebra.arrange import Arrangement
-from psg_fx.algebra.network import Leaf, Network
-from psg_fx.algebra.rule import class_rule, rule
-from psg_fx.algebra.site import Site, Value
+from ...algebra.arrange import Arrangement
+from ...algebra.network import Leaf, Network
+from ...algebra.rule import class_rule, rule
+from ...algebra.site import Site, Value
 
 aten = torch.ops.aten
 

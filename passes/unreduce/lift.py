@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from psg_fx.graph import facts
-from psg_fx.graph.facts import SampleAxis
-from psg_fx.passes.independence.values import bound, op_name
+from ...graph import facts
+from ...graph.facts import SampleAxis
+from ..independence.values import bound, op_name
 
 _ALONG = ("aten.cat", "aten.concat", "aten.gather")
 """Ops along a dim whose batching by vmap fixes the batch size; along dim + 1 they are batched as they are."""

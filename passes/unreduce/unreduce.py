@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from psg_fx.errors import BadArgument, InternalError, NotYetSupported
-from psg_fx.graph import facts
-from psg_fx.graph.facts import SampleAxis
-from psg_fx.graph.sample_axis import single
-from psg_fx.graph.strides import free_of_strides
-from psg_fx.passes.independence import prove, symbolic_values
-from psg_fx.passes.independence.values import flat_nodes, is_symbolic, op_name
-from psg_fx.passes.unreduce.lift import lifted
-from psg_fx.source import locate
-from psg_fx.torch_private import traced_without_code
-from psg_fx.torch_private.tracer import trace_fakes
+from ...errors import BadArgument, InternalError, NotYetSupported
+from ...graph import facts
+from ...graph.facts import SampleAxis
+from ...graph.sample_axis import single
+from ...graph.strides import free_of_strides
+from ...source import locate
+from ...torch_private import traced_without_code
+from ...torch_private.tracer import trace_fakes
+from ..independence import prove, symbolic_values
+from ..independence.values import flat_nodes, is_symbolic, op_name
+from .lift import lifted
 
 aten = torch.ops.aten
 _ORIGINS = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "custom")
