@@ -13,6 +13,7 @@ from psg_fx import cli, zoo
 from psg_fx.benchmarking.problem import Problem
 from psg_fx.cli import commands, load, quantities
 from psg_fx.cli.usage import UsageError
+from psg_fx.graph.stages import Stage
 from psg_fx.quantities.names import KINDS
 from psg_fx.reference.validate import ValidationReport, ValidationRow
 
@@ -162,7 +163,7 @@ def test_graph_prints_one_stage(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(capsys.readouterr().out) > len(captured)
     assert cli.main([*ask, "--stages", "--json"]) == 0
     stages = json.loads(capsys.readouterr().out)
-    assert [s["stage"] for s in stages] == [s.value for s in psg_fx.stages.Stage]
+    assert [s["stage"] for s in stages] == [s.value for s in Stage]
     assert cli.main([*ask, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["stage"] == "tidied"

@@ -78,7 +78,7 @@ def test_the_error_is_real(run: Run) -> None:
 
 
 def test_every_quantity_is_listed() -> None:
-    exported = {n for n, v in vars(psg_fx).items() if isinstance(v, type) and issubclass(v, psg_fx.quantity.Quantity)}
+    exported = {n for n, v in vars(psg_fx).items() if isinstance(v, type) and issubclass(v, psg_fx.Quantity)}
     listed = dict(re.findall(r"^\| `(\w+)\([^`]*\)` \| `(\w+)` \|", README, re.M))
     assert set(listed) == exported - {"Quantity"}
     assert all(getattr(psg_fx, name).field == field for name, field in listed.items())

@@ -26,6 +26,7 @@ from ...errors import CaptureFailed, NotYetSupported, PsgError
 from ...graph.strides import free_of_strides, refuse_strides
 from ...ops.autograd_function import as_one_op
 from ...program.observe import Observed
+from ...program.program import Program
 from ...torch_private import core_decompositions, own_attributes, traced_without_code, user_stack_traces
 from ...torch_private.functional import Functional, functional
 from ...torch_private.patching import patched_here
@@ -105,10 +106,14 @@ def _one_size(
     return Exported(gm, first.graph_signature, first.constants, first.state_dict, note, one_size=True)
 
 
+_CALLER = Program.results.__code__
+"""Where model and loss are called."""
+
+
 def _functional(program: nn.Module, examples: Sequence[torch.Tensor], dynamic: list[dict[int, Any]]) -> Functional:
     """`program(examples)` as functional ATen, differentiable, losses and recurrent layers written out."""
     shapes = (dynamic,) if dynamic else None
-    with torch.enable_grad(), _quiet(), user_stack_traces(), without_tensor_meta(), traced_without_code():
+    with torch.enable_grad(), _quiet(), user_stack_traces(_CALLER), without_tensor_meta(), traced_without_code():
         try:
             with rewritten(), seen_by_autograd(), own_attributes(), forgetful_fakes(not _repeats(program)):
                 exported = torch.export.export(program, (list(examples),), dynamic_shapes=shapes, strict=False)

@@ -1,4 +1,4 @@
-"""Recurrent layers over all time steps at once: linear layers, and one op with a loop inside (`psg_fx/recurrence.py`).
+"""Recurrent layers over all time steps at once: linear layers, and one op with a loop inside (`ops/recurrent.py`).
 
 x: `[T, B, I]`, h and c: `[B, H]`.  Every weight is used once, by a linear layer over all T; a single cell, as
 `nn.LSTMCell`, is written out.  `recurrent_decompositions()` is added to the table of `run_decompositions` by capture.

@@ -315,4 +315,4 @@ def whole(gradient: ParameterGradient, batch: sympy.Symbol) -> ParameterGradient
 
 FLOORS = "sq_norm_floors"
 """Beside the squared norms, for parameters whose norm is found without their gradient: what rounding errors of the
-squared norm do not exceed, [B] (`psg_fx/rounding.py`)."""
+squared norm do not exceed, [B] (`psg_fx/planner/rounding.py`)."""

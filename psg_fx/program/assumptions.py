@@ -38,23 +38,23 @@ class Assumption:
 
 
 @contextlib.contextmanager
-def assuming(found: list[Assumption]) -> Iterator[None]:
-    """Take the arms that do not raise, and note what was assumed."""
-    with _Assuming(found):
+def assuming(found: list[Assumption], caller: CodeType) -> Iterator[None]:
+    """Take the arms that do not raise, and note what was assumed.  caller: the code that calls the user's."""
+    with _Assuming(found, caller):
         yield
 
 
 class _Assuming(TorchFunctionMode):
-    def __init__(self, found: list[Assumption]) -> None:
+    def __init__(self, found: list[Assumption], caller: CodeType) -> None:
         super().__init__()
-        self.found = found
+        self.found, self.caller = found, caller
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is torch.Tensor.__bool__ and not has_known_value(args[0]):
             frame = _asking(sys._getframe(1))
-            outcome = _outcome_that_stays(frame)
+            outcome = _outcome_that_stays(frame, self.caller)
             if outcome is not None:
                 return self.assume(args[0], outcome, frame)
         if func is torch._assert and isinstance(args[0], Tensor) and not has_known_value(args[0]):
@@ -83,18 +83,18 @@ def _asking(frame: FrameType) -> FrameType:
     return frame
 
 
-def _outcome_that_stays(frame: FrameType) -> bool | None:
+def _outcome_that_stays(frame: FrameType, caller: CodeType) -> bool | None:
     """The outcome whose opposite only raises; None where both arms or none of them do, or where somebody catches it."""
     raises = [outcome for outcome in (True, False) if _only_raises(frame.f_code, frame.f_lasti, outcome)]
-    if len(raises) != 1 or any(_is_caught(f) for f in _frames(frame)):
+    if len(raises) != 1 or any(_is_caught(f) for f in _frames(frame, caller)):
         return None
     return not raises[0]
 
 
-def _frames(frame: FrameType) -> Iterator[FrameType]:
-    """The user's frames down to the call of the program."""
+def _frames(frame: FrameType, caller: CodeType) -> Iterator[FrameType]:
+    """The user's frames down to the code that called it."""
     current: FrameType | None = frame
-    while current is not None and not current.f_code.co_filename.endswith("/passes/capture.py"):
+    while current is not None and current.f_code is not caller:
         if not is_library(current.f_code.co_filename):
             yield current
         current = current.f_back

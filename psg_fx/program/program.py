@@ -51,7 +51,7 @@ class Program(nn.Module):
 
     def forward(self, tensors: list[torch.Tensor]) -> Any:
         assumed: list[Assumption] = []
-        with assuming(assumed):
+        with assuming(assumed, Program.results.__code__):
             results = self.results(tensors)
         self.output.assumed = tuple(a.line for a in assumed)
         return (*results, *(a.violated for a in assumed))

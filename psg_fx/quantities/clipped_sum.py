@@ -29,7 +29,7 @@ class ClippedSum(Quantity):
     mapping by name.  A negative one is refused; on CUDA, where to look at its value would be a synchronisation, factors
     and sum are NaN instead.
     Where ‖g‖ comes from Gram matrices, c does not take it for smaller than rounding lets one know: a part of the sum is
-    at most √2 max_norm, also where the gradients of a sample's positions cancel (`psg_fx/rounding.py`).
+    at most √2 max_norm, also where the gradients of a sample's positions cancel (`psg_fx/planner/rounding.py`).
     weighted: the sum is Σ_b w_b c_b g_b with weights [B] given at the call, so that a 0 masks a padded sample:
     `step(x, y, weights=mask)`.
     nonfinite: "drop": a sample whose norm is NaN or inf has factor 0 and no part in the sum; then the sum is computed

@@ -9,7 +9,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -279,13 +279,14 @@ def without_checkpoints() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def user_stack_traces() -> Iterator[None]:
-    """Let traced nodes keep every frame inside the program: export's tracer keeps only those of functions named
-    `forward`, so that nothing in a loss function or a helper has a line.
+def user_stack_traces(caller: CodeType) -> Iterator[None]:
+    """Let traced nodes keep every frame inside `caller`, the code that calls model and loss: export's tracer keeps only
+    those of functions named `forward`, so that nothing in a loss function or a helper has a line.
     """
+    of_caller = (caller.co_filename, caller.co_name)
 
     def inner_frames(self: Any, summary: traceback.StackSummary) -> traceback.StackSummary:
-        start = next((i for i, f in enumerate(summary) if _is_program(f)), len(summary))
+        start = next((i for i, f in enumerate(summary) if (f.filename, f.name) == of_caller), len(summary))
         program, own = summary[start : start + 1], summary[start + 1 :]
         return traceback.StackSummary.from_list(program + [f for f in own if not is_library(f.filename)])
 
@@ -293,11 +294,6 @@ def user_stack_traces() -> Iterator[None]:
     patch = patched_here(TracerBase, name, inner_frames) if hasattr(TracerBase, name) else contextlib.nullcontext()
     with patch:
         yield
-
-
-def _is_program(frame: traceback.FrameSummary) -> bool:
-    """Whether the frame is where model and loss are called: it tells the one from the other."""
-    return frame.name == "results" and frame.filename.endswith("capture.py")
 
 
 def symbolic_inputs(tensors: Sequence[torch.Tensor], dims: Sequence[int | None]) -> list[torch.Tensor]:
