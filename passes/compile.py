@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from ..blocks import Memory, Places
 from ..graph import facts
-from ..graph.history import History, Step, copy_graph, log
+from ..graph.history import History, PassRecord, copy_graph, log
 from ..graph.stages import Stage
 from ..graph.strides import free_of_strides
 from ..torch_private import compilations, inductor_modes, marked_dynamic
@@ -68,7 +68,7 @@ def _recorded(run: Flat, gm: GraphModule, backend: str, history: History) -> Fla
     def ended() -> None:
         history.progress.say("")
         seconds = time.perf_counter() - began
-        history.record(Step("compile", Stage.TIDIED, Stage.TIDIED, seconds, count, count))
+        history.record(PassRecord("compile", Stage.TIDIED, Stage.TIDIED, seconds, count, count))
         log.info("compiled %d ops with %s in %.1f s", count, backend, seconds)
 
     def recorded(*tensors: Any) -> Sequence[Any]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch.fx import GraphModule
 
-from ..graph.history import History, Step, log
+from ..graph.history import History, PassRecord, log
 from ..graph.stages import Stage, verify
 from ..planner.budget import Budget
 from ..planner.cost import Device
@@ -71,5 +71,5 @@ def record_capture(program: Program, call: Call, tracked: dict[str, str], histor
         verify(gm, Stage.CAPTURED)
     seconds = time.perf_counter() - start
     history.graphs[Stage.CAPTURED.value] = gm
-    history.record(Step("capture", Stage.CAPTURED, Stage.CAPTURED, seconds, 0, len(gm.graph.nodes)))
+    history.record(PassRecord("capture", Stage.CAPTURED, Stage.CAPTURED, seconds, 0, len(gm.graph.nodes)))
     return gm

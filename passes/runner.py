@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule
 
-from ..graph.history import History, Step, _copied
+from ..graph.history import History, PassRecord, _copied
 from ..graph.stages import Stage, verify
 from ..torch_private import module_without_code
 
@@ -58,7 +58,8 @@ def run(step: GraphPass, gm: GraphModule, history: History, **arguments: object)
     seconds = time.perf_counter() - start
     verify(result, step.after)
     history.graphs[step.after.value] = result
-    history.record(Step(step.name, step.before, step.after, seconds, len(gm.graph.nodes), len(result.graph.nodes)))
+    nodes = len(gm.graph.nodes), len(result.graph.nodes)
+    history.record(PassRecord(step.name, step.before, step.after, seconds, *nodes))
     return result
 
 

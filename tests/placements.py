@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from op_samples import Call
 from psg_fx.graph.facts import SampleAxis
-from psg_fx.passes.independence.table import Rule
+from psg_fx.passes.independence.table import SampleRule
 
 PIVOTED = ("linalg_lu_solve", "lu_solve", "lu_unpack")  # other pivots are read outside of memory
 UNSAFE = re.compile(
@@ -52,7 +52,7 @@ def widened(call: Call) -> Call | None:
     return found
 
 
-def placements(call: Call, rule: Rule, limit: int) -> Iterator[Placement]:
+def placements(call: Call, rule: SampleRule, limit: int) -> Iterator[Placement]:
     """Samples in one argument, in several at the same place, and in several anywhere; also with sizes times B."""
     leaves, _ = call.leaves()
     tensors = [k for k, v in enumerate(leaves) if isinstance(v, Tensor) and v.ndim and v.numel()]
@@ -142,7 +142,7 @@ def safe(call: Call, placement: Placement) -> bool:
     return True
 
 
-def special(leaves: list[Any], every: list[Placement], rule: Rule) -> Iterator[Placement]:
+def special(leaves: list[Any], every: list[Placement], rule: SampleRule) -> Iterator[Placement]:
     """The same with arguments that hold the same for all samples, or the numbers of the samples."""
     for placement in every:
         first, *rest = placement.axes or [None]

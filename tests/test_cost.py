@@ -99,8 +99,8 @@ def test_formulas_take_symbols() -> None:
         symbols = symbolic(names)
         values = {symbols[n]: numbers[n] for n in names}
         twin = out == "bts"
-        at_symbols = Pair(a, b, tuple(out), symbols, twin=twin)
-        at_numbers = Pair(a, b, tuple(out), {n: numbers[n] for n in names}, twin=twin)
+        at_symbols = Pair(a, b, tuple(out), symbols, self_product=twin)
+        at_numbers = Pair(a, b, tuple(out), {n: numbers[n] for n in names}, self_product=twin)
         for method in METHODS:
             if not method.applies(at_symbols):
                 continue
@@ -180,7 +180,7 @@ def test_gram_against_materialised(t: int, tree: str, border: int) -> None:
 
 def test_half_gram_flops() -> None:
     sizes = SIZES | {"t": 64, "s": 64}
-    pair = Pair(dense("bti"), dense("bsi"), tuple("bts"), sizes, twin=True)
+    pair = Pair(dense("bti"), dense("bsi"), tuple("bts"), sizes, self_product=True)
     x = tensor("bti", sizes)
     assert HalfGram().applies(pair)
     assert HalfGram().work(pair).flops == counted(HalfGram(), pair, x, x)
@@ -189,8 +189,8 @@ def test_half_gram_flops() -> None:
 def test_half_gram_needs_a_tensor_and_itself() -> None:
     sizes = SIZES | {"t": 64, "s": 64, "i": 64}
     assert not HalfGram().applies(Pair(dense("bti"), dense("bsi"), tuple("bts"), sizes))
-    assert not HalfGram().applies(Pair(dense("bti"), dense("bis"), tuple("bts"), sizes, twin=True))
-    assert not HalfGram().applies(Pair(dense("bti"), dense("bsi"), tuple("bts"), SIZES, twin=True))
+    assert not HalfGram().applies(Pair(dense("bti"), dense("bis"), tuple("bts"), sizes, self_product=True))
+    assert not HalfGram().applies(Pair(dense("bti"), dense("bsi"), tuple("bts"), SIZES, self_product=True))
 
 
 def test_resizing_is_building_at_another_size() -> None:

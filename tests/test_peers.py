@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from psg_fx import ClippedSum, Grads, Gram, Norms, Quantity, zoo
 from psg_fx.benchmarking.benchmark import answer_error
 from psg_fx.benchmarking.contenders import field_of, loop
-from psg_fx.benchmarking.peers import asking, peers_for
-from psg_fx.benchmarking.peers.asking import CannotBeAsked, Own
+from psg_fx.benchmarking.peers import adapters, peers_for
+from psg_fx.benchmarking.peers.adapters import CannotBeAsked, Own
 from psg_fx.benchmarking.problem import Answer, Contender, Problem
 from psg_fx.measure.clock import peak_memory
 from psg_fx.reference.loop import quiet_vmap
@@ -177,4 +177,4 @@ def test_fastdp_is_asked_for_the_clipped_sum(monkeypatch: pytest.MonkeyPatch) ->
 def test_outputs_that_are_not_one_tensor_are_not_asked() -> None:
     ex = zoo.example("mlp", 3)
     with pytest.raises(CannotBeAsked, match="not one tensor"):
-        asking.outputs_of(Problem(ex.model, ex.loss_fn, ex.inputs, ex.targets), lambda x: (x, x))
+        adapters.outputs_of(Problem(ex.model, ex.loss_fn, ex.inputs, ex.targets), lambda x: (x, x))

@@ -16,7 +16,7 @@ from cases import CASES, Case
 from psg_fx import ClippedSum, Dots, Grads, Gram, MeanGrad, Norms, Projection, SecondMoment, WeightedSum  # fmt: skip
 from psg_fx.algebra.gradient import ParameterGradient
 from psg_fx.quantities.names import KINDS
-from psg_fx.reference.definitions import checks_for
+from psg_fx.reference.definitions import definitions_for
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning"),
@@ -204,7 +204,7 @@ def test_every_quantity_is_public_checked_and_has_a_name(kind: type[psg_fx.Quant
     assert KINDS.get(kind.field) is kind, "the command line has no name for it"
     (asked,) = [made for made in ASKED if type(made) is kind]
     given = {"weights": torch.ones(3), "directions": {"w": torch.ones(4)}}
-    checks, notes = checks_for([asked], given)
+    checks, notes = definitions_for([asked], given)
     assert not notes, "step.validate has no definition of it"
     assert asked.field in {check.field for check in checks}
     grads = {"w": torch.randn(3, 4)}

@@ -12,7 +12,7 @@ import oracle
 import psg_fx
 from psg_fx import zoo
 from psg_fx.errors import BadArgument
-from psg_fx.reference.definitions import GRADS, LOSSES, MEAN_GRAD, checks_for, clipped_sum_check, norms_check
+from psg_fx.reference.definitions import GRADS, LOSSES, MEAN_GRAD, clipped_sum_check, definitions_for, norms_check
 from psg_fx.reference.loop import Batch, reference_grads, vmap_reference
 from psg_fx.reference.validate import validate
 
@@ -202,7 +202,7 @@ def test_checks_of_every_quantity_agree_with_the_oracle() -> None:
         (quantity("second_moment", centered=True), [losses, oracle.second_moment(grads, centered=True)]),
     ]
     for asked, answers in rows:
-        checks, notes = checks_for([asked], {"weights": weights, "directions": directions})
+        checks, notes = definitions_for([asked], {"weights": weights, "directions": directions})
         assert not notes
         for check, answer in zip(checks, answers, strict=True):
             got = check.expected(losses, grads)
@@ -213,7 +213,7 @@ def test_checks_of_every_quantity_agree_with_the_oracle() -> None:
 
 
 def test_a_quantity_without_a_formula_is_mentioned() -> None:
-    checks, notes = checks_for([quantity("own"), quantity("grads")])
+    checks, notes = definitions_for([quantity("own"), quantity("grads")])
     assert [check.field for check in checks] == ["losses", "grads"]
     assert notes == ["not checked: own has no formula to hold it against"]
 
@@ -226,7 +226,7 @@ def test_projections_are_checked_by_their_matrices() -> None:
     assert "projection" in str(step.validate(ex.inputs, ex.targets))
     found = step(ex.inputs, ex.targets).projection
     for seed, same in ((1, True), (2, False)):
-        (_, check), _ = checks_for([psg_fx.Projection(rank=2, seed=seed)])
+        (_, check), _ = definitions_for([psg_fx.Projection(rank=2, seed=seed)])
         want = check.expected(torch.empty(0), grads)
         assert isinstance(want, torch.Tensor)
         assert (oracle.relative_error(found, want) < 1e-12) is same

@@ -25,7 +25,7 @@ from psg_fx.graph import facts
 from psg_fx.graph.facts import GraphFacts, SampleAxis
 from psg_fx.passes.independence.probe import candidates, close, take
 from psg_fx.passes.independence.prove import Prover
-from psg_fx.passes.independence.table import Rule
+from psg_fx.passes.independence.table import SampleRule
 from psg_fx.passes.independence.values import Result
 
 SIZE, TRIED = 7, (0, 1, 6)  # no argument has a size of 7, so nothing is mistaken for the batch
@@ -160,7 +160,7 @@ def described(single: list[Any], whole: list[Any], plain: bool) -> Any:
     return found[0] if plain else tuple(found)
 
 
-def answer(call: Call, placement: Placement, values: Values, rule: Rule) -> Result:
+def answer(call: Call, placement: Placement, values: Values, rule: SampleRule) -> Result:
     """What the rule says, checked against the shapes; or its refusal."""
     _, size, symbol = shapes()
     root = GraphModule({}, Graph()) if not _ROOT else _ROOT[0]
@@ -193,7 +193,7 @@ _ROOT: list[GraphModule] = []
 # ---- the trial -----------------------------------------------------------------------------------------------------
 
 
-def trial(call: Call, placement: Placement, rule: Rule) -> Outcome | None:
+def trial(call: Call, placement: Placement, rule: SampleRule) -> Outcome | None:
     """Ask the rule and check its answer; None where the operator does not run on such a batch."""
     for vary in (shuffled, scaled):
         try:

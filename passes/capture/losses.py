@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Table = dict[Any, Callable[..., Any]]
-_TABLE: Table = {}
+Decompositions = dict[Any, Callable[..., Any]]
+_TABLE: Decompositions = {}
 _NONE, _MEAN, _SUM = 0, 1, 2
 
 
-def loss_decompositions() -> Table:
+def loss_decompositions() -> Decompositions:
     """Op overload -> its decomposition."""
     return dict(_TABLE)
 

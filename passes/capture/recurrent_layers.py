@@ -19,11 +19,11 @@ from ...ops.recurrent import attach, gru, lstm, rnn
 
 aten = torch.ops.aten
 State = tuple[Tensor, ...]
-Layer = Callable[[Tensor, State, "Weights"], tuple[Tensor, State]]
+Layer = Callable[[Tensor, State, "LayerWeights"], tuple[Tensor, State]]
 
 
 @dataclass(frozen=True)
-class Weights:
+class LayerWeights:
     """One layer in one direction: W_ih `[gates·H, I]`, W_hh `[gates·H, H]`, their biases, and a projection `[P, H]`."""
 
     ih: Tensor
@@ -33,7 +33,7 @@ class Weights:
     hr: Tensor | None = None
 
     @classmethod
-    def each(cls, flat: Sequence[Tensor], biases: bool, projected: bool) -> Iterator[Weights]:
+    def each(cls, flat: Sequence[Tensor], biases: bool, projected: bool) -> Iterator[LayerWeights]:
         """The layers of torch's flat list, the two directions of a layer one after the other."""
         size = 2 + 2 * biases + projected
         for start in range(0, len(flat), size):
@@ -45,7 +45,7 @@ class Weights:
 # --- layers over all T ------------------------------------------------------------------------------------------------
 
 
-def lstm_layer(x: Tensor, state: State, weights: Weights) -> tuple[Tensor, State]:
+def lstm_layer(x: Tensor, state: State, weights: LayerWeights) -> tuple[Tensor, State]:
     """I, f, o = σ(..), g = tanh(..); c' = f c + i g; h' = o tanh(c'), times W_hr (Hochreiter, Schmidhuber 1997)."""
     (h, c), (w, bias, projection) = state, _detached(weights.hh, weights.b_hh, weights.hr)
     first = _detached(h, c)
@@ -58,7 +58,7 @@ def lstm_layer(x: Tensor, state: State, weights: Weights) -> tuple[Tensor, State
     return hidden, (hidden[-1], last)
 
 
-def gru_layer(x: Tensor, state: State, weights: Weights) -> tuple[Tensor, State]:
+def gru_layer(x: Tensor, state: State, weights: LayerWeights) -> tuple[Tensor, State]:
     """R, z = σ(..); n = tanh(x_n + r h_n); h' = (h - n) z + n (Cho et al. 2014, arXiv:1406.1078)."""
     w, bias, first = _detached(weights.hh, weights.b_hh, *state)
     hidden, gates, inner = gru(x.detach(), first, w, bias)
@@ -70,7 +70,7 @@ def gru_layer(x: Tensor, state: State, weights: Weights) -> tuple[Tensor, State]
 def elman_layer(nonlinearity: str) -> Layer:
     """H' = f(W_ih x + W_hh h) (Elman 1990)."""
 
-    def layer(x: Tensor, state: State, weights: Weights) -> tuple[Tensor, State]:
+    def layer(x: Tensor, state: State, weights: LayerWeights) -> tuple[Tensor, State]:
         w, bias, first = _detached(weights.hh, weights.b_hh, *state)
         hidden = rnn(x.detach(), first, w, bias, nonlinearity)
         inputs = [x, _from_hidden(first, hidden, weights), *state]
@@ -85,7 +85,7 @@ def _detached(*tensors: Tensor | None) -> list[Any]:
     return [None if t is None else t.detach() for t in tensors]
 
 
-def _from_hidden(first: Tensor, hidden: Tensor, weights: Weights) -> Tensor:
+def _from_hidden(first: Tensor, hidden: Tensor, weights: LayerWeights) -> Tensor:
     """W_hh h_{t-1} + b_hh for every t."""
     return F.linear(torch.cat([first.unsqueeze(0), hidden[:-1]]), weights.hh, weights.b_hh).to(hidden.dtype)
 
@@ -99,7 +99,7 @@ def recurrent(
     Under autocast the products are of lower precision; the states keep that of the weights.
     """
     projected = len(initial) == 2 and initial[0].shape[-1] != initial[1].shape[-1]
-    weights = Weights.each(params, has_biases, projected)
+    weights = LayerWeights.each(params, has_biases, projected)
     states = zip(*(part.to(params[1].dtype).unbind(0) for part in initial), strict=True)
     finals: list[State] = []
     x = x.transpose(0, 1) if batch_first else x

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from ...graph import sample_axis
 from ...graph.facts import SampleAxis
 from ...graph.sample_axis import positive
-from .table import Answer, rule
-from .values import FIX, GATHER, Op, Result, Value, broadcast
+from .table import Answer, sample_rule
+from .values import FIX, GATHER, Argument, Op, Result, broadcast
 
 _DONE = {
     "softmax": "its sum runs",
@@ -21,7 +21,7 @@ _DONE = {
 }
 
 
-def _main(op: Op) -> Value:
+def _main(op: Op) -> Argument:
     return op.value("self") or op.value("input") or op.value("y") or op.need("A")
 
 
@@ -60,7 +60,7 @@ def along(name: str, default: int | None, *, flat: bool = False) -> Callable[[Op
     return apply
 
 
-@rule("sort", "argsort", "msort", proof="along another dim")
+@sample_rule("sort", "argsort", "msort", proof="along another dim")
 def sort(op: Op) -> Answer:
     """Along `dim`.  An order of integers over all samples is how rows are brought to the expert or class they name."""
     x = _main(op)
@@ -83,17 +83,17 @@ for _names, _argument, _default in (
     ("rot90", "dims", None),
     ("roll", "dims", None),
 ):
-    rule(*_names.split(), proof="along another dim")(along(_argument, _default))
+    sample_rule(*_names.split(), proof="along another dim")(along(_argument, _default))
 
 
-@rule("trapz", "trapezoid", proof="along another dim")
+@sample_rule("trapz", "trapezoid", proof="along another dim")
 def trapezoid(op: Op) -> Answer:
     """An integral along one dim, which goes."""
     axis = along("dim", -1)(op)
     return sample_axis.without_dims(axis, [op.dim("dim", _main(op).ndim, -1)]) if isinstance(axis, SampleAxis) else axis
 
 
-@rule("_masked_softmax", proof="along another dim")
+@sample_rule("_masked_softmax", proof="along another dim")
 def masked_softmax(op: Op) -> Answer:
     """Softmax over `dim` (the last one by default), the mask aligned with the input."""
     x = op.need("self")
@@ -103,7 +103,7 @@ def masked_softmax(op: Op) -> Answer:
     return found.axes
 
 
-@rule("linalg_cross", "cross", proof="along another dim")
+@sample_rule("linalg_cross", "cross", proof="along another dim")
 def cross(op: Op) -> Answer:
     """Two values combined element by element but for one dim of size 3."""
     values = op.values()
@@ -147,13 +147,13 @@ _SQUARE = """
     linalg_matrix_exp linalg_matrix_power matrix_power linalg_lu linalg_lu_factor linalg_lu_factor_ex linalg_cond
     linalg_matrix_rank geqrf linalg_ldl_factor linalg_ldl_factor_ex
 """
-rule(*_SQUARE.split(), proof="trailing dims")(trailing(2, "it works on"))
-rule("constant_pad_nd", "pad", "_pad_enum", "_pad_circular", proof="trailing dims")(
+sample_rule(*_SQUARE.split(), proof="trailing dims")(trailing(2, "it works on"))
+sample_rule("constant_pad_nd", "pad", "_pad_enum", "_pad_circular", proof="trailing dims")(
     trailing(lambda op: _padded(op.raw("pad")), "it pads")
 )
 
 
-@rule("diag_embed", proof="view")
+@sample_rule("diag_embed", proof="view")
 def diag_embed(op: Op) -> Answer:
     """The last dim becomes the diagonal of two new dims."""
     x = op.need("self")
@@ -172,7 +172,7 @@ _SOLVES = """
 """
 
 
-@rule(*_SOLVES.split(), proof="trailing dims")
+@sample_rule(*_SOLVES.split(), proof="trailing dims")
 def solve(op: Op) -> Answer:
     """Matrices in the last two dims, the same leading dims in all arguments."""
     values = [v for v in op.values() if v.axis is not None]
@@ -183,7 +183,7 @@ def solve(op: Op) -> Answer:
     return Result(broadcast(op, values, values[0].ndim).axes) if values else None
 
 
-@rule("lu_unpack", proof="trailing dims")
+@sample_rule("lu_unpack", proof="trailing dims")
 def lu_unpack(op: Op) -> Answer:
     """P, L, U `[n.., :, :]` of LU `[n.., :, :]` and pivots `[n.., :]`; what is not asked for is empty."""
     lu, pivots = op.need("LU_data"), op.need("LU_pivots")
@@ -194,7 +194,7 @@ def lu_unpack(op: Op) -> Answer:
     return tuple(None if out.shape == (0,) else lu.axis for out in op.outputs())
 
 
-@rule("linalg_lu_solve", "lu_solve", proof="trailing dims")
+@sample_rule("linalg_lu_solve", "lu_solve", proof="trailing dims")
 def lu_solve(op: Op) -> Answer:
     """Matrices in the last two dims, pivots in the last one, the same leading dims in all."""
     lu, pivots = (op.value(n) or op.need(m) for n, m in (("LU", "LU_data"), ("pivots", "LU_pivots")))
@@ -208,7 +208,7 @@ def lu_solve(op: Op) -> Answer:
     return lu.axis
 
 
-@rule("renorm", proof="norm of each row")
+@sample_rule("renorm", proof="norm of each row")
 def renorm(op: Op) -> Answer:
     """Each index of `dim` is scaled by the norm over all other dims."""
     x = op.need("self")
@@ -217,7 +217,7 @@ def renorm(op: Op) -> Answer:
     return x.axis
 
 
-@rule("searchsorted", proof="along another dim")
+@sample_rule("searchsorted", proof="along another dim")
 def searchsorted(op: Op) -> Answer:
     """y[.., j] = the place of v[.., j] in the sorted s[.., :]."""
     ordered = op.value("sorted_sequence")

@@ -74,10 +74,10 @@ def _places(given: dict[str, Any]) -> Bounds:
 
 
 Given = dict[str, Any]
-Ask = Callable[[Any], Bounds]
+Question = Callable[[Any], Bounds]
 
 
-def _arange(given: Given, ask: Ask) -> Bounds:
+def _arange(given: Given, ask: Question) -> Bounds:
     start, step = given.get("start", 0), given.get("step", 1)
     end = given["end"]
     if not isinstance(end, int):  # arange(B), where B is 1
@@ -88,45 +88,45 @@ def _arange(given: Given, ask: Ask) -> Bounds:
     return (min(found), max(found)) if found else (0, 0)
 
 
-def _clamp(given: Given, ask: Ask) -> Bounds:
+def _clamp(given: Given, ask: Question) -> Bounds:
     low, high = ask(given["self"])
     least = -math.inf if given.get("min") is None else ask(given["min"])[0]
     most = math.inf if given.get("max") is None else ask(given["max"])[1]
     return (min(max(low, least), most), min(max(high, least), most))
 
 
-def _remainder(given: Given, ask: Ask) -> Bounds:
+def _remainder(given: Given, ask: Question) -> Bounds:
     low, high = ask(given["other"])
     whole = not given["self"].meta["val"].is_floating_point()
     return (0, high - whole) if 0 < low == high < math.inf else _ANYTHING
 
 
-def _add(given: Given, ask: Ask) -> Bounds:
+def _add(given: Given, ask: Question) -> Bounds:
     (a, b), (c, d) = ask(given["self"]), ask(given["other"])
     return (a + c, b + d) if given.get("alpha", 1) == 1 else _ANYTHING
 
 
-def _sub(given: Given, ask: Ask) -> Bounds:
+def _sub(given: Given, ask: Question) -> Bounds:
     (a, b), (c, d) = ask(given["self"]), ask(given["other"])
     return (a - d, b - c) if given.get("alpha", 1) == 1 else _ANYTHING
 
 
-def _mul(given: Given, ask: Ask) -> Bounds:
+def _mul(given: Given, ask: Question) -> Bounds:
     left, right = ask(given["self"]), ask(given["other"])
     ends = [0 if 0 in (x, y) else x * y for x in left for y in right]
     return (min(ends), max(ends))
 
 
-def _where(given: Given, ask: Ask) -> Bounds:
+def _where(given: Given, ask: Question) -> Bounds:
     (a, b), (c, d) = ask(given["self"]), ask(given["other"])
     return (min(a, c), max(b, d))
 
 
-def _fill(given: Given, ask: Ask) -> Bounds:
+def _fill(given: Given, ask: Question) -> Bounds:
     return ask(given["fill_value"])
 
 
-_RULES: dict[str, Callable[[Given, Ask], Bounds]] = {
+_RULES: dict[str, Callable[[Given, Question], Bounds]] = {
     "arange": _arange, "clamp": _clamp, "clip": _clamp, "remainder": _remainder, "add": _add, "sub": _sub,
     "mul": _mul, "multiply": _mul, "where": _where, "full": _fill, "full_like": _fill, "zeros": lambda g, a: (0, 0),
     "zeros_like": lambda g, a: (0, 0), "ones": lambda g, a: (1, 1), "ones_like": lambda g, a: (1, 1),

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...graph.facts import SampleAxis
-from .table import Answer, rule
-from .values import REDUCED, Op, Result, Value, broadcast
+from .table import Answer, sample_rule
+from .values import REDUCED, Argument, Op, Result, broadcast
 
 Labels = list[str]
 
 
-def contraction(op: Op, operands: Sequence[Value], labels: Sequence[Labels], out: Labels) -> SampleAxis | None:
+def contraction(op: Op, operands: Sequence[Argument], labels: Sequence[Labels], out: Labels) -> SampleAxis | None:
     """y[out] = Σ Π operand[labels]: all operands with samples hold them in one label, in one layout, and y keeps it."""
     axis: SampleAxis | None = None
     label, lead = "", operands[0]
@@ -46,7 +46,7 @@ def contraction(op: Op, operands: Sequence[Value], labels: Sequence[Labels], out
     return SampleAxis(out.index(label), axis.outer, axis.inner)
 
 
-def batch_labels(values: Sequence[Value], ndims: Sequence[int]) -> list[Labels]:
+def batch_labels(values: Sequence[Argument], ndims: Sequence[int]) -> list[Labels]:
     """Labels of leading dims that broadcast from the right; `ndims` says how many dims of each are leading."""
     most = max(ndims)
     return [[f"n{most - count + d}" for d in range(count)] for count in ndims]
@@ -55,11 +55,11 @@ def batch_labels(values: Sequence[Value], ndims: Sequence[int]) -> list[Labels]:
 def _with_addend(op: Op, found: SampleAxis | None, ndim: int) -> Answer:
     """Y = β input + contraction."""
     addend = op.need("input" if "input" in op.args else "self")
-    product = Value(op.node, op.out(), Result(found))
+    product = Argument(op.node, op.out(), Result(found))
     return broadcast(op, [product, addend], ndim).axes
 
 
-@rule("matmul", "linalg_matmul", "mm", "bmm", "mv", "_int_mm", "inner", proof="contraction")
+@sample_rule("matmul", "linalg_matmul", "mm", "bmm", "mv", "_int_mm", "inner", proof="contraction")
 def matmul(op: Op) -> Answer:
     """y[n.., i, j] = Σ_k a[n.., i, k] b[n.., k, j]; one-dim factors lose i or j."""
     a = op.value("self") or op.need("input")
@@ -67,7 +67,7 @@ def matmul(op: Op) -> Answer:
     return _product(op, a, b, transposed=op.name == "aten.inner")
 
 
-def _product(op: Op, a: Value, b: Value, transposed: bool = False) -> SampleAxis | None:
+def _product(op: Op, a: Argument, b: Argument, transposed: bool = False) -> SampleAxis | None:
     lead_a, lead_b = batch_labels([a, b], [max(a.ndim - 2, 0), max(b.ndim - 2, 0)])
     rows, columns = (["i"] if a.ndim > 1 else []), (["j"] if b.ndim > 1 else [])
     right = lead_b + ([*columns, "k"] if transposed else ["k", *columns])
@@ -75,14 +75,14 @@ def _product(op: Op, a: Value, b: Value, transposed: bool = False) -> SampleAxis
     return contraction(op, [a, b], [[*lead_a, *rows, "k"], right], longest + rows + columns)
 
 
-@rule("addmm", "_addmm_activation", "baddbmm", "addmv", proof="contraction")
+@sample_rule("addmm", "_addmm_activation", "baddbmm", "addmv", proof="contraction")
 def addmm(op: Op) -> Answer:
     """Y = β input + α a b."""
     names = {"aten.baddbmm": ("batch1", "batch2"), "aten.addmv": ("mat", "vec")}.get(op.name, ("mat1", "mat2"))
     return _with_addend(op, _product(op, op.need(names[0]), op.need(names[1])), len(op.out().shape))
 
 
-@rule("outer", "ger", "addr", proof="contraction")
+@sample_rule("outer", "ger", "addr", proof="contraction")
 def outer(op: Op) -> Answer:
     """y[i, j] = a[i] b[j]."""
     first, second = ("vec1", "vec2") if op.name == "aten.addr" else ("self", "vec2")
@@ -90,7 +90,7 @@ def outer(op: Op) -> Answer:
     return _with_addend(op, found, 2) if op.name == "aten.addr" else found
 
 
-@rule("linear", proof="contraction")
+@sample_rule("linear", proof="contraction")
 def linear(op: Op) -> Answer:
     """y[.., o] = Σ_i x[.., i] W[o, i] + bias[o]."""
     x, weight, bias = op.need("input"), op.need("weight"), op.value("bias")
@@ -99,11 +99,11 @@ def linear(op: Op) -> Answer:
     found = contraction(op, [x, weight], [[*lead, "i"], [*outs, "i"]], lead + outs)
     if bias is None:
         return found
-    product = Value(op.node, op.out(), Result(found))
+    product = Argument(op.node, op.out(), Result(found))
     return broadcast(op, [product, bias], len(op.out().shape)).axes
 
 
-@rule("bilinear", proof="contraction")
+@sample_rule("bilinear", proof="contraction")
 def bilinear(op: Op) -> Answer:
     """y[.., o] = Σ_ij a[.., i] W[o, i, j] b[.., j] + bias[o]."""
     a, b, weight = op.need("input1"), op.need("input2"), op.need("weight")
@@ -113,7 +113,7 @@ def bilinear(op: Op) -> Answer:
     return contraction(op, [a, b, weight], [[*lead, "i"], [*lead, "j"], ["o", "i", "j"]], [*lead, "o"])
 
 
-@rule("einsum", proof="contraction")
+@sample_rule("einsum", proof="contraction")
 def einsum(op: Op) -> Answer:
     """The equation itself; `...` stands for leading dims that broadcast from the right."""
     operands = op.values_of("tensors")
@@ -141,7 +141,7 @@ def _labels(term: str, width: int, most: int) -> Labels:
     return [*before, *([f".{d}" for d in range(most - width, most)] if dots else []), *after]
 
 
-@rule("tensordot", proof="contraction")
+@sample_rule("tensordot", proof="contraction")
 def tensordot(op: Op) -> Answer:
     """y[free a, free b] = Σ over the pairs of dims."""
     a, b = op.need("self"), op.need("other")
@@ -154,7 +154,7 @@ def tensordot(op: Op) -> Answer:
     return contraction(op, [a, b], [left, right], [n for n in left + right if n not in summed])
 
 
-@rule("cdist", "_cdist_forward", "_euclidean_dist", proof="contraction")
+@sample_rule("cdist", "_cdist_forward", "_euclidean_dist", proof="contraction")
 def cdist(op: Op) -> Answer:
     """y[n.., i, j] = ‖a[n.., i, :] - b[n.., j, :]‖."""
     a, b = op.need("x1"), op.need("x2")
@@ -163,7 +163,7 @@ def cdist(op: Op) -> Answer:
     return contraction(op, [a, b], [[*lead_a, "i", "k"], [*lead_b, "j", "k"]], [*longest, "i", "j"])
 
 
-@rule("kron", "chain_matmul", "linalg_multi_dot", "addbmm", "block_diag", "cartesian_prod", proof="contraction")
+@sample_rule("kron", "chain_matmul", "linalg_multi_dot", "addbmm", "block_diag", "cartesian_prod", proof="contraction")
 def unruled_products(op: Op) -> Answer:
     """Products of all rows with all rows."""
     raise op.unsupported("it is a product of whole matrices without a rule", "write it with matmul or einsum")
@@ -176,7 +176,7 @@ _ATTENTION = """
 """
 
 
-@rule(*_ATTENTION.split(), proof="attention")
+@sample_rule(*_ATTENTION.split(), proof="attention")
 def attention(op: Op) -> Answer:
     """y[n.., l, e] = Σ_s softmax_s(q[n.., l, :] · k[n.., s, :] + mask[n.., l, s]) v[n.., s, e]; samples in n."""
     q, k, v = op.need("query"), op.need("key"), op.need("value")

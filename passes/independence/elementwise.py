@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from .table import rule
-from .values import NUMBERS, NUMBERS_FIX, Op, Result, Value, broadcast
+from .table import sample_rule
+from .values import NUMBERS, NUMBERS_FIX, Argument, Op, Result, broadcast
 
 _UNTAGGED = """
     __and__ __or__ __xor__ _conj _conj_copy conj _neg_view _neg_view_copy _masked_scale _prelu_kernel absolute
@@ -36,12 +36,12 @@ def elementwise(op: Op) -> Result:
     return Result(found.axes, found.uniform, index=max((v.found.index for v in values), default=0) if kept else 0)
 
 
-rule("<pointwise>", proof="elementwise")(elementwise)
-rule(*(n for n in _UNTAGGED.split() if n not in _KEEPS_INDEX.split()), proof="elementwise")(elementwise)
-rule(*_KEEPS_INDEX.split(), proof="elementwise", index=True)(elementwise)
+sample_rule("<pointwise>", proof="elementwise")(elementwise)
+sample_rule(*(n for n in _UNTAGGED.split() if n not in _KEEPS_INDEX.split()), proof="elementwise")(elementwise)
+sample_rule(*_KEEPS_INDEX.split(), proof="elementwise", index=True)(elementwise)
 
 
-@rule("mul.Tensor", "mul.Scalar", "add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", proof="elementwise",
+@sample_rule("mul.Tensor", "mul.Scalar", "add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", proof="elementwise",
       index=True)  # fmt: skip
 def numbered_rows(op: Op) -> Result:
     """Elementwise; i·T + c from the numbers i of the samples, where c is a value of each sample."""
@@ -60,7 +60,7 @@ def numbered_rows(op: Op) -> Result:
     raise op.refuse(NUMBERS, NUMBERS_FIX)
 
 
-def _is_offset(op: Op, first: Value | None, second: Value | None) -> bool:
+def _is_offset(op: Op, first: Argument | None, second: Argument | None) -> bool:
     """Whether integers that are no numbers of samples are added to those that are, or taken from them."""
     both = first is not None and second is not None and bool(first.found.index and second.found.index)
     swapped = op.name == "aten.sub" and (first is None or not first.found.index)
@@ -68,13 +68,13 @@ def _is_offset(op: Op, first: Value | None, second: Value | None) -> bool:
     return whole and not both and not swapped and op.raw("alpha", 1) == 1
 
 
-@rule("copy", "fill", "broadcast_tensors", "lerp", proof="elementwise")
+@sample_rule("copy", "fill", "broadcast_tensors", "lerp", proof="elementwise")
 def copied(op: Op) -> Result:
     """The inputs are broadcast against one another."""
     return broadcast(op, op.values(), len(op.out().shape))
 
 
-@rule("bucketize", proof="elementwise")
+@sample_rule("bucketize", proof="elementwise")
 def bucketize(op: Op) -> Result:
     """y[..] = the bucket of x[..] between given boundaries."""
     boundaries = op.need("boundaries")
@@ -84,7 +84,7 @@ def bucketize(op: Op) -> Result:
     return found.found if found else Result()
 
 
-@rule("one_hot", proof="elementwise")
+@sample_rule("one_hot", proof="elementwise")
 def one_hot(op: Op) -> Result:
     """y[.., c] = [x[..] = c]; the number of classes must be given, or it is the maximum over all samples."""
     if op.raw("num_classes", -1) == -1:
@@ -92,7 +92,7 @@ def one_hot(op: Op) -> Result:
     return Result(op.need("self").axis)
 
 
-@rule("prelu", proof="elementwise")
+@sample_rule("prelu", proof="elementwise")
 def prelu(op: Op) -> Result:
     """y[b, c, ..] = max(0, x) + a[c] min(0, x)."""
     x, weight = op.need("self"), op.need("weight")
@@ -103,7 +103,7 @@ def prelu(op: Op) -> Result:
     return Result(x.axis)
 
 
-@rule("feature_dropout", "feature_alpha_dropout", proof="elementwise")
+@sample_rule("feature_dropout", "feature_alpha_dropout", proof="elementwise")
 def feature_dropout(op: Op) -> Result:
     """One draw per row of dims 0 and 1."""
     x = op.need("input")
@@ -112,7 +112,7 @@ def feature_dropout(op: Op) -> Result:
     return Result(x.axis)
 
 
-@rule("_weight_norm", "_weight_norm_interface", "norm_except_dim", proof="per sample dim")
+@sample_rule("_weight_norm", "_weight_norm_interface", "norm_except_dim", proof="per sample dim")
 def weight_norm(op: Op) -> Result:
     """Parameters only."""
     raise op.unsupported("its weight carries samples")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...graph.facts import SampleAxis
-from .table import Answer, rule
+from .table import Answer, sample_rule
 from .values import Op, Result
 
 _FILLS = """
@@ -14,7 +14,7 @@ _DRAWS = "rand randn randint rand_like randn_like randint_like normal normal_fun
 _ORDERED = "linspace logspace eye tril_indices triu_indices hann_window hamming_window fft_fftfreq fft_rfftfreq"
 
 
-@rule(*_FILLS.split(), proof="same for all samples", sizes=True, shapes_only=True)
+@sample_rule(*_FILLS.split(), proof="same for all samples", sizes=True, shapes_only=True)
 def fill(op: Op) -> Result:
     """The same number everywhere: any order inside the dim is right."""
     out = op.out()
@@ -24,13 +24,13 @@ def fill(op: Op) -> Result:
     return Result() if out.dim is None else Result(SampleAxis(out.dim, 1, out.factor), uniform=True)
 
 
-@rule(*_DRAWS.split(), proof="drawn per element", sizes=True, shapes_only=True)
+@sample_rule(*_DRAWS.split(), proof="drawn per element", sizes=True, shapes_only=True)
 def draw(op: Op) -> Result:
     """Independent draws; from here on the order inside the dim is fixed."""
     return Result(fill(op).axes)
 
 
-@rule("arange", "range", proof="number of the sample", sizes=True)
+@sample_rule("arange", "range", proof="number of the sample", sizes=True)
 def arange(op: Op) -> Result:
     """`arange(B)` numbers the samples: usable to pick each sample's own row, `x[arange(B), ids]`."""
     out = op.out()
@@ -44,7 +44,7 @@ def arange(op: Op) -> Result:
     )
 
 
-@rule(*_ORDERED.split(), proof="same for all samples", sizes=True, shapes_only=True)
+@sample_rule(*_ORDERED.split(), proof="same for all samples", sizes=True, shapes_only=True)
 def ordered(op: Op) -> Answer:
     """Numbers that depend on the place: no dim may be the batch."""
     if op.out().dim is not None:
@@ -52,7 +52,7 @@ def ordered(op: Op) -> Answer:
     return None
 
 
-@rule("randperm", proof="drawn per element", sizes=True)
+@sample_rule("randperm", proof="drawn per element", sizes=True)
 def randperm(op: Op) -> Answer:
     """A random order."""
     if op.out().dim is not None:
@@ -63,7 +63,7 @@ def randperm(op: Op) -> Answer:
     return None
 
 
-@rule("multinomial", proof="drawn per element")
+@sample_rule("multinomial", proof="drawn per element")
 def multinomial(op: Op) -> Answer:
     """y[b, :] drawn with the weights x[b, :]."""
     x = op.need("self")

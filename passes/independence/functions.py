@@ -10,16 +10,16 @@ from torch.fx import GraphModule, Node
 
 from ...errors import PsgError
 from ...graph import facts
-from ...graph.facts import Axes, InputSpec
+from ...graph.facts import InputSpec, SampleAxes
 from ...ops.autograd_function import CustomCall, backward_graph, custom_call, forward_graph
 from ...source import locate
-from .table import Answer, rule
+from .table import Answer, sample_rule
 from .values import Op, Result
 
 _FUNCTION = "a custom autograd.Function"
 
 
-@rule("<custom>", proof="written out")
+@sample_rule("<custom>", proof="written out")
 def custom(op: Op) -> Answer:
     """The outputs of forward; backward must give each input with samples a gradient with the same samples."""
     call = custom_call(op.node.target)
@@ -35,7 +35,7 @@ def custom(op: Op) -> Answer:
 
 def _check_backward(
     op: Op, call: CustomCall, known: Sequence[Result], values: Sequence[torch.Tensor],
-    outputs: Sequence[torch.Tensor], axes: Sequence[Axes],
+    outputs: Sequence[torch.Tensor], axes: Sequence[SampleAxes],
 ) -> None:  # fmt: skip
     cotangents = [torch.empty_like(t) for t in outputs]
     data = [i for i, v in enumerate(values) if known[i].axes is not None and facts.is_differentiable(v)]

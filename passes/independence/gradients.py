@@ -13,14 +13,14 @@ from ...graph import sample_axis
 from ...graph.facts import SampleAxis
 from .contractions import contraction
 from .reductions import reduced_over
-from .table import Answer, rule
-from .values import Op, Result, Value, broadcast, symbolic_sizes
+from .table import Answer, sample_rule
+from .values import Argument, Op, Result, broadcast, symbolic_sizes
 from .views import cut_bound
 
 _WHERE = "its gradient belongs to all samples together"
 
 
-def _together(op: Op, values: Sequence[Value | None], ndim: int) -> SampleAxis | None:
+def _together(op: Op, values: Sequence[Argument | None], ndim: int) -> SampleAxis | None:
     """The axis of values that are combined row by row."""
     found = broadcast(op, [v for v in values if v is not None], ndim).axes
     assert not isinstance(found, tuple)
@@ -44,7 +44,7 @@ _ELEMENTWISE = """
 """
 
 
-@rule(*_ELEMENTWISE.split(), "log_sigmoid_backward", proof="elementwise")
+@sample_rule(*_ELEMENTWISE.split(), "log_sigmoid_backward", proof="elementwise")
 def elementwise_backward(op: Op) -> Answer:
     """ḡx[..] = ȳ[..] f(x[..], ..)."""
     values = [v for v in op.values() if 0 not in v.shape]  # the buffer of log_sigmoid is empty on some devices
@@ -57,7 +57,7 @@ _LOSSES = """
 """
 
 
-@rule(*_LOSSES.split(), proof="elementwise")
+@sample_rule(*_LOSSES.split(), proof="elementwise")
 def loss_backward(op: Op) -> Answer:
     """ḡx[..] = ȳ[..] f(x[..], y[..]); a mean over all elements counts those of all samples."""
     if op.raw("reduction", 1) != 0:
@@ -65,14 +65,14 @@ def loss_backward(op: Op) -> Answer:
     return _together(op, op.values(), len(op.out().shape))
 
 
-def _along(op: Op, values: Sequence[Value | None], dim: int) -> Answer:
+def _along(op: Op, values: Sequence[Argument | None], dim: int) -> Answer:
     axis = _together(op, values, len(op.out().shape))
     if axis is not None and axis.dim == dim:
         raise op.refuse(f"it runs along dim {dim}, the sample dim")
     return axis
 
 
-@rule("_softmax_backward_data", "_log_softmax_backward_data", "_masked_softmax_backward", "glu_backward",
+@sample_rule("_softmax_backward_data", "_log_softmax_backward_data", "_masked_softmax_backward", "glu_backward",
       proof="along another dim")  # fmt: skip
 def softmax_backward(op: Op) -> Answer:
     """ḡx[.., :] = J(y[.., :]) ȳ[.., :] along `dim`."""
@@ -82,7 +82,7 @@ def softmax_backward(op: Op) -> Answer:
 # ---- views -----------------------------------------------------------------------------------------------------------
 
 
-@rule("select_backward", proof="view", sizes=True)
+@sample_rule("select_backward", proof="view", sizes=True)
 def select_backward(op: Op) -> Answer:
     """Zeros but for one index of a dim."""
     g, out = op.need("grad_output"), op.out()
@@ -92,7 +92,7 @@ def select_backward(op: Op) -> Answer:
     return sample_axis.through_unsqueeze(g.axis, g.ndim, dim)
 
 
-@rule("slice_backward", proof="view", sizes=True)
+@sample_rule("slice_backward", proof="view", sizes=True)
 def slice_backward(op: Op) -> Answer:
     """Zeros but for a range of a dim; of the sample dim, only whole blocks of all samples."""
     g, out = op.need("grad_output"), op.out()
@@ -110,7 +110,7 @@ def slice_backward(op: Op) -> Answer:
     return SampleAxis(dim, factor // inner, inner)
 
 
-@rule("diagonal_backward", proof="view", sizes=True)
+@sample_rule("diagonal_backward", proof="view", sizes=True)
 def diagonal_backward(op: Op) -> Answer:
     """Zeros but for a diagonal."""
     g, ndim = op.need("grad_output"), len(op.out().shape)
@@ -122,7 +122,7 @@ def diagonal_backward(op: Op) -> Answer:
     return sample_axis.moved(g.axis, [d for d in range(ndim) if d not in dims][g.axis.dim])
 
 
-@rule("unfold_backward", proof="view", sizes=True)
+@sample_rule("unfold_backward", proof="view", sizes=True)
 def unfold_backward(op: Op) -> Answer:
     """ḡx[.., j, ..]: the sum over the windows of `dim` that hold place j."""
     g = op.need("grad_in")
@@ -173,10 +173,10 @@ for _count, _names in (
            replication_pad3d_backward upsample_nearest3d_backward _upsample_nearest_exact3d_backward
            upsample_trilinear3d_backward"""),
 ):  # fmt: skip
-    rule(*_names.split(), proof="trailing dims", sizes=True)(rows_of(_count))
+    sample_rule(*_names.split(), proof="trailing dims", sizes=True)(rows_of(_count))
 
 
-@rule("convolution_backward", proof="convolution", sizes=True)
+@sample_rule("convolution_backward", proof="convolution", sizes=True)
 def convolution_backward(op: Op) -> Answer:
     """ḡx: the transposed convolution of ȳ.  Samples in dim 0, or (kernels of their own) as groups of channels."""
     g, x, weight = op.need("grad_output"), op.need("input"), op.need("weight")
@@ -204,7 +204,7 @@ def _masked(op: Op, *found: Any) -> Answer:
     return tuple(a if asked else None for a, asked in zip(found, mask, strict=True))
 
 
-@rule("grid_sampler_2d_backward", "grid_sampler_3d_backward", proof="windows")
+@sample_rule("grid_sampler_2d_backward", "grid_sampler_3d_backward", proof="windows")
 def grid_sampler_backward(op: Op) -> Answer:
     """ḡx[b] and ḡgrid[b]: all hold the samples in dim 0."""
     values = [op.need(n) for n in ("grad_output", "input", "grid")]
@@ -215,11 +215,11 @@ def grid_sampler_backward(op: Op) -> Answer:
     return _masked(op, values[1].axis, values[2].axis)
 
 
-def _order(value: Value) -> tuple[int, int]:
+def _order(value: Argument) -> tuple[int, int]:
     return (1, 1) if value.axis is None else (value.axis.outer, value.axis.inner)
 
 
-@rule("affine_grid_generator_backward", proof="windows", sizes=True)
+@sample_rule("affine_grid_generator_backward", proof="windows", sizes=True)
 def affine_grid_backward(op: Op) -> Answer:
     """ḡθ[b] = Σ_p ȳ[b, p.., :] p."""
     g = op.need("grad")
@@ -231,7 +231,7 @@ def affine_grid_backward(op: Op) -> Answer:
 # ---- norms -----------------------------------------------------------------------------------------------------------
 
 
-@rule("native_layer_norm_backward", "_fused_rms_norm_backward", proof="norm over trailing dims")
+@sample_rule("native_layer_norm_backward", "_fused_rms_norm_backward", proof="norm over trailing dims")
 def layer_norm_backward(op: Op) -> Answer:
     """ḡx: each row of the leading dims by itself."""
     names = [n for n in ("grad_out", "input", "mean", "rstd") if n in op.args]
@@ -243,7 +243,7 @@ def layer_norm_backward(op: Op) -> Answer:
     return _masked(op, _only(op, axis, True, *[False] * rest), *[None] * rest)
 
 
-@rule("native_group_norm_backward", proof="norm of each row of dim 0", sizes=True)
+@sample_rule("native_group_norm_backward", proof="norm of each row of dim 0", sizes=True)
 def group_norm_backward(op: Op) -> Answer:
     """ḡx[b]: mean and rstd are `[N, groups]`."""
     values = [op.need(n) for n in ("grad_out", "input", "mean", "rstd")]
@@ -257,8 +257,10 @@ def group_norm_backward(op: Op) -> Answer:
     return _masked(op, _only(op, axis, True, False, False), None, None)
 
 
-@rule("native_batch_norm_backward", "batch_norm_backward", "cudnn_batch_norm_backward", "miopen_batch_norm_backward",
-      proof="norm of each channel")  # fmt: skip
+@sample_rule(
+    "native_batch_norm_backward", "batch_norm_backward", "cudnn_batch_norm_backward", "miopen_batch_norm_backward",
+    proof="norm of each channel",
+)  # fmt: skip
 def batch_norm_backward(op: Op) -> Answer:
     """ḡx[:, c]: sums over all dims but that of the channels, which must be where the samples lie (instance norm)."""
     g, x = op.value("grad_out") or op.need("grad_output"), op.need("input")
@@ -278,7 +280,7 @@ def batch_norm_backward(op: Op) -> Answer:
 # ---- contractions ----------------------------------------------------------------------------------------------------
 
 
-@rule("_cdist_backward", proof="contraction")
+@sample_rule("_cdist_backward", proof="contraction")
 def cdist_backward(op: Op) -> Answer:
     """ḡa[n.., i, :] = Σ_j ȳ[n.., i, j] f(a[n.., i, :], b[n.., j, :], d[n.., i, j])."""
     operands = [op.need(n) for n in ("grad", "x1", "x2", "cdist")]
@@ -290,17 +292,17 @@ def cdist_backward(op: Op) -> Answer:
     return contraction(op, operands, labels, [f"n{d}" for d in range(len(op.out().shape) - 2)] + ["i", "k"])
 
 
-@rule("_trilinear", proof="contraction")
+@sample_rule("_trilinear", proof="contraction")
 def trilinear(op: Op) -> Answer:
     """Σ over `sumdim` of the product of three values, each with dims of size 1 put in at `expandK`."""
-    found: list[Value] = []
+    found: list[Argument] = []
     ndim = op.need("i1").ndim + len(op.raw("expand1", []))
     for name, dims in (("i1", "expand1"), ("i2", "expand2"), ("i3", "expand3")):
         value = op.need(name)
         if value.axis is None:
             continue
         old = [d for d in range(ndim) if d not in [sample_axis.positive(e, ndim) for e in op.raw(dims, [])]]
-        found.append(Value(value.node, value.layout, Result(sample_axis.moved(value.axis, old[value.axis.dim]))))
+        found.append(Argument(value.node, value.layout, Result(sample_axis.moved(value.axis, old[value.axis.dim]))))
     if not found:
         return None
     if any(v.axis != found[0].axis for v in found):
@@ -317,7 +319,7 @@ _ATTENTION = """
 """
 
 
-@rule(*_ATTENTION.split(), proof="attention")
+@sample_rule(*_ATTENTION.split(), proof="attention")
 def attention_backward(op: Op) -> Answer:
     """ḡq, ḡk, ḡv[n..]: all hold the samples in the same leading dim."""
     names = ("grad_out", "grad_out_", "query", "key", "value", "out", "logsumexp", "attn_mask", "attn_bias")
@@ -346,7 +348,7 @@ _REFUSED = """
 """
 
 
-@rule(*_REFUSED.split(), proof="reduction")
+@sample_rule(*_REFUSED.split(), proof="reduction")
 def pooled_backward(op: Op) -> Answer:
     """The rows of all samples meet in one table, or the forward op is refused as well."""
     raise op.unsupported(_WHERE)

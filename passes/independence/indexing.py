@@ -9,22 +9,22 @@ import torch
 from ...graph import sample_axis
 from ...graph.facts import SampleAxis
 from .bounds import bounds
-from .table import Answer, rule
-from .values import NUMBERS, NUMBERS_FIX, Op, Result, Value, broadcast
+from .table import Answer, sample_rule
+from .values import NUMBERS, NUMBERS_FIX, Argument, Op, Result, broadcast
 
 _PICK = "pick by x[torch.arange(B), ids], or gather along another dim"
 
 
-def _indices(op: Op) -> list[Value | None]:
+def _indices(op: Op) -> list[Argument | None]:
     given = list(op.raw("indices", []))
     return [op.see(n) if n is not None else None for n in given]
 
 
-def _is_mask(value: Value) -> bool:
+def _is_mask(value: Argument) -> bool:
     return bool(value.node.meta["val"].dtype in (torch.bool, torch.uint8))
 
 
-@rule("index", "_unsafe_index", proof="indexing", index=True)
+@sample_rule("index", "_unsafe_index", proof="indexing", index=True)
 def index(op: Op) -> Answer:
     """y[.., n.., ..] = x[.., i_1[n..], i_2[n..], ..]; n.. stands for the indexed dims, or first if they are apart."""
     x, picks = op.need("self"), _indices(op)
@@ -47,7 +47,7 @@ def index(op: Op) -> Answer:
     return Result(sample_axis.moved(x.axis, place), x.found.uniform, x.found.index)
 
 
-def _picked(op: Op, x: Value, picks: Sequence[Value | None], rows: int) -> SampleAxis | None:
+def _picked(op: Op, x: Argument, picks: Sequence[Argument | None], rows: int) -> SampleAxis | None:
     """The axis of the broadcast indices; None where the samples lie in a dim of x that is not indexed."""
     chosen = [p for p in picks if p is not None]
     found = broadcast(op, chosen, rows)
@@ -68,7 +68,7 @@ def _picked(op: Op, x: Value, picks: Sequence[Value | None], rows: int) -> Sampl
     return found.axes if isinstance(found.axes, SampleAxis) else None
 
 
-def require_own_rows(op: Op, x: Value, picks: Value) -> None:
+def require_own_rows(op: Op, x: Argument, picks: Argument) -> None:
     """Along the sample dim of x, i·T + c picks row c of sample i if each has T rows and 0 <= c < T."""
     assert x.axis is not None
     if not picks.found.index:
@@ -85,7 +85,7 @@ def require_own_rows(op: Op, x: Value, picks: Value) -> None:
         )
 
 
-@rule("index_put", "_unsafe_index_put", "_index_put_impl", proof="indexing", index=True)
+@sample_rule("index_put", "_unsafe_index_put", "_index_put_impl", proof="indexing", index=True)
 def index_put(op: Op) -> Answer:
     """Y = x with x[i_1[n..], ..] = (or +=) values."""
     x, picks, values = op.need("self"), _indices(op), op.need("values")
@@ -114,7 +114,7 @@ def index_put(op: Op) -> Answer:
     return x.axis
 
 
-def _masked_put(op: Op, x: Value, picks: Sequence[Value | None], values: Value) -> Answer:
+def _masked_put(op: Op, x: Argument, picks: Sequence[Argument | None], values: Argument) -> Answer:
     """x[mask] = values, where the values do not count the rows the mask picks: the same as `where`."""
     mask = picks[0]
     if len(picks) != 1 or mask is None or values.axis is not None or values.ndim > x.ndim - mask.ndim:
@@ -126,7 +126,7 @@ def _masked_put(op: Op, x: Value, picks: Sequence[Value | None], values: Value) 
     return x.axis
 
 
-@rule("index_select", proof="indexing", index=True)
+@sample_rule("index_select", proof="indexing", index=True)
 def index_select(op: Op) -> Answer:
     """y[.., j, ..] = x[.., ids[j], ..]."""
     x, ids = op.need("self"), op.need("index")
@@ -144,7 +144,7 @@ def index_select(op: Op) -> Answer:
     return x.axis
 
 
-@rule("gather", "take_along_dim", proof="indexing")
+@sample_rule("gather", "take_along_dim", proof="indexing")
 def gather(op: Op) -> Answer:
     """y[i.., j, k..] = x[i.., ids[i.., j, k..], k..] along dim."""
     x = op.need("self")
@@ -165,7 +165,7 @@ def gather(op: Op) -> Answer:
     return found if isinstance(found, SampleAxis) else None
 
 
-@rule("scatter", "scatter_add", "scatter_reduce", proof="indexing")
+@sample_rule("scatter", "scatter_add", "scatter_reduce", proof="indexing")
 def scatter(op: Op) -> Answer:
     """Y = x with y[i.., ids[i.., j, k..], k..] = (or +=) src[i.., j, k..] along dim."""
     x, ids, source = op.need("self"), op.need("index"), op.value("src")
@@ -184,7 +184,7 @@ def scatter(op: Op) -> Answer:
     return found if isinstance(found, SampleAxis) else None
 
 
-@rule("index_add", "index_copy", "index_fill", "index_reduce", proof="indexing")
+@sample_rule("index_add", "index_copy", "index_fill", "index_reduce", proof="indexing")
 def index_write(op: Op) -> Answer:
     """Y = x with y[.., ids[j], ..] = (or +=) source[.., j, ..]."""
     x, ids, source = op.need("self"), op.need("index"), op.value("source")
@@ -198,7 +198,7 @@ def index_write(op: Op) -> Answer:
     return x.axis
 
 
-@rule("take", proof="indexing")
+@sample_rule("take", proof="indexing")
 def take(op: Op) -> Answer:
     """y[..] = x.flatten()[ids[..]]."""
     x, ids = op.need("self"), op.need("index")
@@ -207,7 +207,7 @@ def take(op: Op) -> Answer:
     return ids.axis
 
 
-@rule("masked_scatter", "put", "repeat_interleave.Tensor", "repeat_interleave.self_Tensor", "isin",
+@sample_rule("masked_scatter", "put", "repeat_interleave.Tensor", "repeat_interleave.self_Tensor", "isin",
       "_unsafe_masked_index", "_unsafe_masked_index_put_accumulate", "segment_reduce", proof="indexing")  # fmt: skip
 def flat_places(op: Op) -> Answer:
     """Places are counted through all samples."""

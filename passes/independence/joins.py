@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from ...graph import sample_axis
 from ...graph.facts import SampleAxis
 from ...graph.sample_axis import Misfit
-from .table import Answer, rule
-from .values import Op, Value, broadcast, samples_of
+from .table import Answer, sample_rule
+from .values import Argument, Op, broadcast, samples_of
 
 
-@rule("cat", "concat", "concatenate", proof="joined")
+@sample_rule("cat", "concat", "concatenate", proof="joined")
 def cat(op: Op) -> Answer:
     """y[.., :n] = a, y[.., n:] = b, along one dim."""
     values = [v for v in op.values_of("tensors") if v.shape != (0,)]
     return joined(op, values, op.dim("dim", values[0].ndim))
 
 
-def joined(op: Op, values: Sequence[Value], dim: int) -> SampleAxis | None:
+def joined(op: Op, values: Sequence[Argument], dim: int) -> SampleAxis | None:
     """The axis after a concatenation along `dim`; along the sample dim, all parts must be whole batches."""
     carriers = [v for v in values if v.axis is not None]
     if not carriers:
@@ -36,13 +36,13 @@ def joined(op: Op, values: Sequence[Value], dim: int) -> SampleAxis | None:
         raise op.refuse(str(misfit)) from None
 
 
-def axis_of(op: Op, values: Sequence[Value]) -> SampleAxis | None:
+def axis_of(op: Op, values: Sequence[Argument]) -> SampleAxis | None:
     """The common axis of values of the same number of dims."""
     found = broadcast(op, values, values[0].ndim).axes
     return found if isinstance(found, SampleAxis) else None
 
 
-@rule("stack", "_stack", proof="joined")
+@sample_rule("stack", "_stack", proof="joined")
 def stack(op: Op) -> Answer:
     """A new dim that counts the values."""
     values = op.values_of("tensors")
@@ -50,7 +50,7 @@ def stack(op: Op) -> Answer:
     return None if axis is None else sample_axis.through_unsqueeze(axis, values[0].ndim, op.raw("dim", 0))
 
 
-@rule("hstack", "vstack", "dstack", "column_stack", "row_stack", proof="joined")
+@sample_rule("hstack", "vstack", "dstack", "column_stack", "row_stack", proof="joined")
 def named_stacks(op: Op) -> Answer:
     """Along dim 1 (hstack), 0 (vstack), 2 (dstack), for values with enough dims."""
     values = op.values_of("tensors")
@@ -61,7 +61,7 @@ def named_stacks(op: Op) -> Answer:
     return joined(op, values, dim)
 
 
-@rule("meshgrid", proof="joined")
+@sample_rule("meshgrid", proof="joined")
 def meshgrid(op: Op) -> Answer:
     """y_k[i_0, i_1, ..] = x_k[i_k]."""
     values = op.values_of("tensors")
@@ -70,7 +70,7 @@ def meshgrid(op: Op) -> Answer:
     return None
 
 
-@rule("select_scatter", "slice_scatter", "diagonal_scatter", proof="joined")
+@sample_rule("select_scatter", "slice_scatter", "diagonal_scatter", proof="joined")
 def scatter_part(op: Op) -> Answer:
     """A copy of x in which one place, range or diagonal of a dim is src."""
     x, source = op.need("self"), op.need("src")
@@ -86,12 +86,12 @@ def scatter_part(op: Op) -> Answer:
     if source.axis is not None:
         wanted = x.axis if op.name == "aten.slice_scatter" else sample_axis.without_dims(x.axis, dims)
         anywhere = source.found.uniform and source.axis.dim == wanted.dim
-        if not anywhere and not sample_axis.aligned(source.axis, wanted):
+        if not anywhere and not sample_axis.same_places(source.axis, wanted):
             raise op.refuse(f"%{source.node.name} does not hold the samples where %{x.node.name} does")
     return x.axis
 
 
-@rule("pad_sequence", "_chunk_cat", proof="joined")
+@sample_rule("pad_sequence", "_chunk_cat", proof="joined")
 def ragged(op: Op) -> Answer:
     """Parts of different lengths."""
     raise op.unsupported("its parts have different lengths")

@@ -18,19 +18,19 @@ from torch.fx import Node
 
 from ...errors import NotYetSupported
 from ...graph import facts
-from ...graph.facts import Axes, SampleAxis
+from ...graph.facts import SampleAxes, SampleAxis
 from ...graph.sample_axis import Misfit, single
 from ...source import locate
 from .values import FIX, Result, mixed, no_place, op_name, tensors
 
 SIZES, SIZE, LARGEST, LONG = (64, 65, 130, 1031), 3, 2**24, 2**20
-ORDINARY = ("normal", "normal, again")
+USUAL_SIZES = ("normal", "normal, again")
 FURTHER = ("spread", "equal", "constant", "far", "scales", "large", "tiny", "huge", "minute")
 AT_LENGTH = ("normal", "equal", "scales")
 _FACTORS = {"large": 1e4, "tiny": 1e-4, "huge": 1e15, "minute": 1e-15}
 
 
-def probe(node: Node, batch: sympy.Symbol, known: Mapping[Node, Axes], notes: list[str]) -> Result:
+def probe(node: Node, batch: sympy.Symbol, known: Mapping[Node, SampleAxes], notes: list[str]) -> Result:
     """The sample axes of the outputs of an op without a rule, or a refusal."""
     for axes in known.values():
         if isinstance(axes, tuple):
@@ -109,7 +109,7 @@ def _unsupported(node: Node, why: str) -> NotYetSupported:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Outputs:
     """The outputs on a batch, on some of its samples alone, and how large the values are."""
 
     whole: list[torch.Tensor]
@@ -125,12 +125,12 @@ class Outcome:
 class Trial:
     """One op with random arguments, for the whole batch and for some of its samples."""
 
-    def __init__(self, node: Node, batch: sympy.Symbol, known: Mapping[Node, Axes]) -> None:
+    def __init__(self, node: Node, batch: sympy.Symbol, known: Mapping[Node, SampleAxes]) -> None:
         self.node, self.batch, self.known = node, batch, known
 
-    def draws(self) -> Iterator[Outcome]:
+    def draws(self) -> Iterator[Outputs]:
         """The outputs for each kind of values and each size; the op must run on the ordinary ones."""
-        for kind in ORDINARY:
+        for kind in USUAL_SIZES:
             yield self.run(kind, SIZE)
         further = [(kind, SIZE) for kind in FURTHER]
         further += [(kind, size) for size in SIZES if self.largest(size) <= LONG for kind in AT_LENGTH]
@@ -143,7 +143,7 @@ class Trial:
 
     def require_the_same_twice(self) -> None:
         """What draws at random cannot be tried out."""
-        values = self.values(ORDINARY[0], SIZE)
+        values = self.values(USUAL_SIZES[0], SIZE)
         given = {n: self.number(n, SIZE) if v is None else v for n, v in values.items()}
         if not all(close(a, b) for a, b in zip(self.call(given), self.call(given), strict=True)):
             raise _unsupported(self.node, "it gives other values each time it runs")
@@ -154,19 +154,19 @@ class Trial:
         shapes = [facts.shape(t) for n in nodes for t in facts.tensors(n.meta.get("val"))]
         return max(torch.Size([facts.at(s, self.batch, size) for s in shape]).numel() for shape in shapes)
 
-    def run(self, kind: str, size: int) -> Outcome:
+    def run(self, kind: str, size: int) -> Outputs:
         """The outputs on the batch, and on the first, last and some other samples alone."""
         drawn = self.values(kind, size)
         whole = self.call({n: self.number(n, size) if v is None else v for n, v in drawn.items()})
         tried = sorted({i for i in (0, 1, 2, size // 2, 63, 64, size - 2, size - 1) if i < size})
         alone = {i: self.call({n: self.pick(n, v, i) for n, v in drawn.items()}) for i in tried}
-        return Outcome(whole, alone, _FACTORS.get(kind, 1.0))
+        return Outputs(whole, alone, _FACTORS.get(kind, 1.0))
 
     def values(self, kind: str, size: int) -> dict[Node, Any]:
         """A value for each tensor among the arguments; None for numbers."""
         if self.largest(SIZE) > LARGEST:
             raise _unsupported(self.node, "it has no rule, and its arguments are too large to try it out")
-        generator = torch.Generator().manual_seed(size + (ORDINARY + FURTHER).index(kind))
+        generator = torch.Generator().manual_seed(size + (USUAL_SIZES + FURTHER).index(kind))
         return {n: self.draw(n, generator, kind, size) for n in self.node.all_input_nodes}
 
     def call(self, values: Mapping[Node, Any]) -> list[torch.Tensor]:
@@ -206,7 +206,7 @@ class Trial:
         return drawn.to(device=value.device, dtype=value.dtype)
 
 
-def _shaped(normal: torch.Tensor, kind: str, axis: Axes, size: int) -> torch.Tensor:
+def _shaped(normal: torch.Tensor, kind: str, axis: SampleAxes, size: int) -> torch.Tensor:
     """Normal values made to spread over six decades, to be whole numbers or all the same, large or tiny, to be far away
     in sample 1, or to have a scale of their own in each sample.
     """

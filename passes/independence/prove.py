@@ -30,7 +30,7 @@ from . import (  # noqa: F401  (they fill the table)
     windows,
 )
 from .logged import logged
-from .table import Rule, find
+from .table import SampleRule, find
 from .unruled import no_graph_inside, refuse_effects, without_rule
 from .values import (
     NUMBERS,
@@ -184,7 +184,7 @@ class Prover:
             return False
         return op_name(node).endswith("_like") or not self.knows_batch(node)
 
-    def apply(self, node: Node, rule: Rule) -> Result:
+    def apply(self, node: Node, rule: SampleRule) -> Result:
         """A rule's answer as a Result."""
         op = Op(node, self.batch, self.known, prove_part)
         sizes = symbolic_sizes(node, self.batch)

@@ -6,8 +6,8 @@ import math
 
 from ...graph import sample_axis
 from ...graph.facts import SampleAxis
-from .table import Answer, rule
-from .values import REDUCED, Op, Result, Value, broadcast
+from .table import Answer, sample_rule
+from .values import REDUCED, Argument, Op, Result, broadcast
 
 _MANY = """
     sum mean nansum nanmean amax amin aminmax _aminmax all any prod var std var_mean std_mean logsumexp
@@ -16,7 +16,7 @@ _MANY = """
 """
 
 
-@rule(*_MANY.split(), proof="reduction")
+@sample_rule(*_MANY.split(), proof="reduction")
 def reduction(op: Op) -> Answer:
     """Over `dim` (all dims where it is absent); two tensors (max.other) are elementwise and never come here."""
     x, q = op.value("self") or op.need("input"), op.value("q")
@@ -41,7 +41,7 @@ def reduction(op: Op) -> Answer:
 _SPREADS = (".var", ".std", ".var_mean", ".std_mean")
 
 
-def _require_a_spread(op: Op, x: Value, dims: list[int] | None) -> None:
+def _require_a_spread(op: Op, x: Argument, dims: list[int] | None) -> None:
     """A variance over the samples alone is 0/0 for one sample, and so would be every loss."""
     elements = math.prod(x.shape[d] for d in (range(x.ndim) if dims is None else dims))
     correction = op.raw("correction", 1) if op.raw("unbiased", True) else 0
@@ -56,13 +56,13 @@ def reduced_over(op: Op, axis: SampleAxis, ndim: int, dims: list[int] | None) ->
     return sample_axis.through_reduction(axis, dims, bool(op.raw("keepdim", False))) or REDUCED
 
 
-@rule("max.other", "min.other", proof="elementwise")
+@sample_rule("max.other", "min.other", proof="elementwise")
 def binary_extremum(op: Op) -> Result:
     """Elementwise."""
     return broadcast(op, op.values(), len(op.out().shape))
 
 
-@rule("linalg_matrix_norm", "nuclear_norm", proof="reduction")
+@sample_rule("linalg_matrix_norm", "nuclear_norm", proof="reduction")
 def matrix_norm(op: Op) -> Answer:
     """Over two dims, the last two by default."""
     x = op.value("self") or op.need("input")
@@ -74,7 +74,7 @@ def matrix_norm(op: Op) -> Answer:
     return reduced_over(op, x.axis, x.ndim, dims)
 
 
-@rule("dot", "vdot", proof="reduction")
+@sample_rule("dot", "vdot", proof="reduction")
 def dot(op: Op) -> Answer:
     """Σ_i a[i] b[i]: a reduction if both hold the same samples in i."""
     left, right = op.values()
@@ -85,7 +85,7 @@ def dot(op: Op) -> Answer:
     return REDUCED
 
 
-@rule("cosine_similarity", "pairwise_distance", "linalg_vecdot", "dist", proof="reduction")
+@sample_rule("cosine_similarity", "pairwise_distance", "linalg_vecdot", "dist", proof="reduction")
 def pair_reduction(op: Op) -> Answer:
     """Two values combined element by element, then reduced over one dim."""
     values = op.values()
@@ -99,7 +99,7 @@ def pair_reduction(op: Op) -> Answer:
     return reduced_over(op, found.axes, ndim, [dim])
 
 
-@rule("trace", "histc", "bincount", "cov", "corrcoef", "unique_consecutive", "_unique2", "unique_dim", "nonzero",
+@sample_rule("trace", "histc", "bincount", "cov", "corrcoef", "unique_consecutive", "_unique2", "unique_dim", "nonzero",
       "nonzero_static", "masked_select", "argwhere", "pdist", "_pdist_forward", proof="reduction")  # fmt: skip
 def pooled(op: Op) -> Answer:
     """One answer from the rows of all samples."""
@@ -119,13 +119,13 @@ _OTHER_LOSSES = """
 """
 
 
-@rule(*_ELEMENTWISE_LOSSES.split(), proof="elementwise")
+@sample_rule(*_ELEMENTWISE_LOSSES.split(), proof="elementwise")
 def elementwise_loss(op: Op) -> Answer:
     """Without a reduction, each element is a loss of its own."""
     return broadcast(op, op.values(), len(op.out().shape)) if op.raw("reduction", 1) == 0 else whole_loss(op)
 
 
-@rule(*_OTHER_LOSSES.split(), proof="loss")
+@sample_rule(*_OTHER_LOSSES.split(), proof="loss")
 def whole_loss(op: Op) -> Answer:
     """Losses captured as one op; the others are taken apart before (`losses.py`)."""
     raise op.unsupported(

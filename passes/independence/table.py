@@ -19,7 +19,7 @@ F = TypeVar("F", bound=Function)
 
 
 @dataclass(frozen=True)
-class Rule:
+class SampleRule:
     """apply: where the samples of the output lie, or a refusal.
 
     proof: the name of the argument, kept in the fact of the value.
@@ -35,10 +35,10 @@ class Rule:
     shapes_only: bool = False
 
 
-RULES: dict[str, Rule] = {}
+RULES: dict[str, SampleRule] = {}
 
 
-def rule(
+def sample_rule(
     *names: str, proof: str, sizes: bool = False, index: bool = False, shapes_only: bool = False
 ) -> Callable[[F], F]:
     """Register a rule for ops by schema name without `aten::`; a name may carry its overload, as `max.dim`."""
@@ -52,13 +52,13 @@ def rule(
                     why="an op has exactly one rule",
                     fix="remove one of them",
                 )
-            RULES[name] = Rule(function, proof, sizes, index, shapes_only)
+            RULES[name] = SampleRule(function, proof, sizes, index, shapes_only)
         return function
 
     return register
 
 
-def find(target: object) -> Rule | None:
+def find(target: object) -> SampleRule | None:
     """The rule of an op: by overload, by name, or elementwise by torch's own `pointwise` tag."""
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
         return None

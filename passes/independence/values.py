@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from ...errors import NotYetSupported, PsgError, SamplesMixed
 from ...graph import facts
-from ...graph.facts import Axes, SampleAxis
+from ...graph.facts import SampleAxes, SampleAxis
 from ...graph.sample_axis import Misfit, Ragged, Single, positive, single
 from ...source import locate
 
@@ -34,7 +34,7 @@ class Result:
     reduced: the samples are reduced away.
     """
 
-    axes: Axes = None
+    axes: SampleAxes = None
     uniform: bool = False
     index: int = 0
     reduced: bool = False
@@ -44,7 +44,7 @@ REDUCED = Result(reduced=True)
 
 
 @dataclass(frozen=True)
-class Value:
+class Argument:
     """A tensor argument: its node, its shape at B = 1 with the dim that knows B, and what has been found about it."""
 
     node: Node
@@ -67,7 +67,7 @@ class Value:
         return self.found.axes if isinstance(self.found.axes, SampleAxis) else None
 
 
-def samples_of(value: Value) -> SampleAxis:
+def samples_of(value: Argument) -> SampleAxis:
     """The sample axis of a value that is known to carry samples."""
     axis = value.axis
     assert axis is not None
@@ -175,16 +175,16 @@ class Op:
         found = self.args.get(name, default)
         return default if found is None else found
 
-    def see(self, node: Node) -> Value | None:
+    def see(self, node: Node) -> Argument | None:
         """A node as a tensor value; None if it is a number or a tuple."""
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor):
             return None
         found = self.known.get(node, Result())
         if isinstance(found.axes, SampleAxis):
-            return Value(node, self.layout(value), found)
+            return Argument(node, self.layout(value), found)
         try:
-            return Value(node, single(facts.shape(value), self.batch), found)
+            return Argument(node, single(facts.shape(value), self.batch), found)
         except Misfit as misfit:
             raise no_place(self.node, misfit, self._detail()) from None
 
@@ -195,27 +195,27 @@ class Op:
         except Misfit as misfit:
             raise no_place(self.node, misfit, self._detail()) from None
 
-    def value(self, name: str) -> Value | None:
+    def value(self, name: str) -> Argument | None:
         """A tensor argument by name; None where it is absent or a number."""
         found = self.args.get(name)
         return self.see(found) if isinstance(found, Node) else None
 
-    def need(self, name: str) -> Value:
+    def need(self, name: str) -> Argument:
         """A tensor argument that must be there."""
         found = self.value(name)
         if found is None:
             raise self.unsupported(f"its argument {name!r} is not a tensor")
         return found
 
-    def values_of(self, name: str) -> list[Value]:
+    def values_of(self, name: str) -> list[Argument]:
         """The tensors of a list argument."""
         return [v for n in flat_nodes(self.args.get(name)) if (v := self.see(n)) is not None]
 
-    def values(self) -> list[Value]:
+    def values(self) -> list[Argument]:
         """All tensor arguments, in order."""
         return [v for a in self.args.values() for n in flat_nodes(a) if (v := self.see(n)) is not None]
 
-    def sampled(self) -> list[Value]:
+    def sampled(self) -> list[Argument]:
         """The tensor arguments that carry samples."""
         return [v for v in self.values() if v.axis is not None]
 
@@ -276,7 +276,7 @@ def no_place(node: Node, misfit: Misfit, detail: str = "") -> PsgError:
     return NotYetSupported(what, where=locate(node, detail), why=why, fix=GATHER)
 
 
-def broadcast(op: Op, values: Sequence[Value], out_ndim: int) -> Result:
+def broadcast(op: Op, values: Sequence[Argument], out_ndim: int) -> Result:
     """The axis of values combined element by element: all aligned from the right, all samples in the same place.
 
     A value without samples has size 1 (or no dim) there.  Values that are the same for all samples take any order

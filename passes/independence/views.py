@@ -8,19 +8,19 @@ from typing import Any
 from ...graph import facts, sample_axis
 from ...graph.facts import SampleAxis
 from ...graph.sample_axis import Misfit
-from .table import Answer, rule
-from .values import Op, Result, Value, samples_of, symbolic_sizes
+from .table import Answer, sample_rule
+from .values import Argument, Op, Result, samples_of, symbolic_sizes
 
 _FOLD = "fold the sample dim outermost or innermost consistently: permute it next to the dims it is folded with first"
 _ONE = "use the samples' rows all together; one sample's row must not reach the others"
 
 
-def same_kind(value: Value, axis: SampleAxis | None) -> Result:
+def same_kind(value: Argument, axis: SampleAxis | None) -> Result:
     """The axis moves; what else is known stays."""
     return Result(axis, value.found.uniform, value.found.index)
 
 
-@rule("view", "reshape", "_unsafe_view", "_reshape_alias", "_reshape_copy", "view_copy", "flatten", "unflatten",
+@sample_rule("view", "reshape", "_unsafe_view", "_reshape_alias", "_reshape_copy", "view_copy", "flatten", "unflatten",
       "reshape_as", "view_as", "ravel", proof="view", sizes=True, index=True)  # fmt: skip
 def view(op: Op) -> Result:
     """Row-major order is kept: [P, B, R] flat, before and after."""
@@ -40,32 +40,32 @@ def view(op: Op) -> Result:
     return Result(axis, x.found.uniform and same_dim and axis.outer == x.axis.outer, x.found.index)
 
 
-def _not_last(op: Op, x: Value) -> SampleAxis | None:
+def _not_last(op: Op, x: Argument) -> SampleAxis | None:
     if x.axis is not None and x.axis.dim == x.ndim - 1:
         raise op.refuse("it splits or joins the elements of the last dim, the sample dim")
     return x.axis
 
 
-@rule("view_as_real", "view_as_real_copy", proof="view")
+@sample_rule("view_as_real", "view_as_real_copy", proof="view")
 def view_as_real(op: Op) -> Result:
     """A new last dim of size 2."""
     return Result(op.need("self").axis)
 
 
-@rule("view_as_complex", "view_as_complex_copy", proof="view")
+@sample_rule("view_as_complex", "view_as_complex_copy", proof="view")
 def view_as_complex(op: Op) -> Result:
     """The last dim of size 2 goes."""
     return Result(_not_last(op, op.need("self")))
 
 
-@rule("permute", "permute_copy", proof="view", index=True)
+@sample_rule("permute", "permute_copy", proof="view", index=True)
 def permute(op: Op) -> Result:
     """Output dim k is input dim dims[k]."""
     x = op.need("self")
     return same_kind(x, sample_axis.through_permute(samples_of(x), op.raw("dims"))) if x.axis else Result()
 
 
-@rule("transpose", "transpose_copy", "swapaxes", "swapdims", proof="view", index=True)
+@sample_rule("transpose", "transpose_copy", "swapaxes", "swapdims", proof="view", index=True)
 def transpose(op: Op) -> Result:
     """Two dims swap."""
     x = op.need("self")
@@ -73,7 +73,7 @@ def transpose(op: Op) -> Result:
     return same_kind(x, sample_axis.through_transpose(samples_of(x), x.ndim, first, second)) if x.axis else Result()
 
 
-@rule("t", "t_copy", "numpy_T", "mT", "mH", "adjoint", "matrix_H", proof="view", index=True)
+@sample_rule("t", "t_copy", "numpy_T", "mT", "mH", "adjoint", "matrix_H", proof="view", index=True)
 def matrix_transpose(op: Op) -> Result:
     """The last two dims swap (numpy_T: all dims turn round)."""
     x = op.need("self")
@@ -84,7 +84,7 @@ def matrix_transpose(op: Op) -> Result:
     return same_kind(x, sample_axis.through_transpose(x.axis, x.ndim, -2, -1))
 
 
-@rule("movedim", "moveaxis", proof="view", index=True)
+@sample_rule("movedim", "moveaxis", proof="view", index=True)
 def movedim(op: Op) -> Result:
     """Dims move from source to destination."""
     x = op.need("self")
@@ -92,14 +92,14 @@ def movedim(op: Op) -> Result:
     return same_kind(x, sample_axis.through_movedim(samples_of(x), x.ndim, source, target)) if x.axis else Result()
 
 
-@rule("unsqueeze", "unsqueeze_copy", proof="view", index=True)
+@sample_rule("unsqueeze", "unsqueeze_copy", proof="view", index=True)
 def unsqueeze(op: Op) -> Result:
     """A new dim of size 1."""
     x = op.need("self")
     return same_kind(x, sample_axis.through_unsqueeze(samples_of(x), x.ndim, op.raw("dim"))) if x.axis else Result()
 
 
-@rule("squeeze", "squeeze_copy", proof="view", index=True)
+@sample_rule("squeeze", "squeeze_copy", proof="view", index=True)
 def squeeze(op: Op) -> Result:
     """Dims of size 1 go; the sample dim has size B and stays."""
     x = op.need("self")
@@ -110,7 +110,7 @@ def squeeze(op: Op) -> Result:
     return same_kind(x, sample_axis.without_dims(x.axis, gone))
 
 
-@rule("expand", "expand_copy", "expand_as", "broadcast_to", proof="view", sizes=True, index=True)
+@sample_rule("expand", "expand_copy", "expand_as", "broadcast_to", proof="view", sizes=True, index=True)
 def expand(op: Op) -> Result:
     """Dims of size 1 are repeated; a dim that becomes B holds the same for every sample."""
     x, out = op.need("self"), op.out()
@@ -119,7 +119,7 @@ def expand(op: Op) -> Result:
     return Result() if out.dim is None else Result(SampleAxis(out.dim, 1, out.factor), uniform=True)
 
 
-@rule("repeat", "tile", proof="view", sizes=True)
+@sample_rule("repeat", "tile", proof="view", sizes=True)
 def repeat(op: Op) -> Result:
     """Tiles: y[.., k * n + j, ..] = x[.., j, ..]; copies of a dim lie outside of it."""
     x, out = op.need("self"), op.out()
@@ -131,7 +131,7 @@ def repeat(op: Op) -> Result:
     return Result(sample_axis.fold(axis, out.factor // (axis.outer * axis.inner), outside=True), x.found.uniform)
 
 
-@rule("repeat_interleave.self_int", proof="view", sizes=True)
+@sample_rule("repeat_interleave.self_int", proof="view", sizes=True)
 def repeat_interleave(op: Op) -> Result:
     """y[.., j * r + k, ..] = x[.., j, ..]; copies of a dim lie inside of it."""
     x, out = op.need("self"), op.out()
@@ -143,7 +143,7 @@ def repeat_interleave(op: Op) -> Result:
     return Result(sample_axis.fold(x.axis, times, outside=False), x.found.uniform)
 
 
-@rule("select", "select_copy", proof="view")
+@sample_rule("select", "select_copy", proof="view")
 def select(op: Op) -> Result:
     """One index of a dim."""
     x = op.need("self")
@@ -155,7 +155,7 @@ def select(op: Op) -> Result:
     return same_kind(x, sample_axis.without_dims(samples_of(x), [dim])) if x.axis else Result()
 
 
-@rule("slice", "slice_copy", "narrow", "narrow_copy", proof="view", sizes=True, index=True)
+@sample_rule("slice", "slice_copy", "narrow", "narrow_copy", proof="view", sizes=True, index=True)
 def part(op: Op) -> Result:
     """A range of a dim; of the sample dim, only whole blocks of all samples."""
     x, out = op.need("self"), op.out()
@@ -183,17 +183,17 @@ def part(op: Op) -> Result:
         raise op.refuse(f"it takes a part of dim {dim}, the sample dim, so some samples are left out", _ONE) from None
 
 
-def _same_integers(x: Value) -> bool:
+def _same_integers(x: Argument) -> bool:
     """Whether one row is what every sample holds.  Not for floats: the gradients of all samples would meet in it."""
     return x.found.uniform and samples_of(x) == SampleAxis(samples_of(x).dim) and _is_integer(x)
 
 
-def _is_integer(x: Value) -> bool:
+def _is_integer(x: Argument) -> bool:
     dtype = x.node.meta["val"].dtype
     return not (dtype.is_floating_point or dtype.is_complex)
 
 
-def _range(op: Op, x: Value, dim: int) -> tuple[int, int]:
+def _range(op: Op, x: Argument, dim: int) -> tuple[int, int]:
     """The range as multiples of B; a bound without B is only allowed at 0 and at the end."""
     if op.raw("step", 1) != 1:
         raise op.refuse(f"it takes every {op.raw('step')}th row of dim {dim}, the sample dim", _ONE)
@@ -222,8 +222,10 @@ def cut_bound(op: Op, given: Any, dim: int, end: int) -> int:
     return bound if bound >= 0 else end + bound
 
 
-@rule("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk", "tensor_split",
-      "split_copy", "split_with_sizes_copy", proof="view", sizes=True)  # fmt: skip
+@sample_rule(
+    "split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk", "tensor_split",
+    "split_copy", "split_with_sizes_copy", proof="view", sizes=True,
+)  # fmt: skip
 def split(op: Op) -> Answer:
     """Consecutive parts of a dim; of the sample dim, only whole blocks of all samples."""
     x = op.need("self")
@@ -242,7 +244,7 @@ def split(op: Op) -> Answer:
     return tuple(found)
 
 
-@rule("unbind", "unbind_copy", proof="view")
+@sample_rule("unbind", "unbind_copy", proof="view")
 def unbind(op: Op) -> Answer:
     """All indices of a dim, one by one."""
     x = op.need("self")
@@ -254,7 +256,7 @@ def unbind(op: Op) -> Answer:
     return sample_axis.without_dims(x.axis, [dim])
 
 
-@rule("diagonal", "diagonal_copy", proof="view")
+@sample_rule("diagonal", "diagonal_copy", proof="view")
 def diagonal(op: Op) -> Result:
     """y[.., i] = x[.., i, i]."""
     x = op.need("self")
@@ -266,7 +268,7 @@ def diagonal(op: Op) -> Result:
     return Result(sample_axis.without_dims(x.axis, dims))
 
 
-@rule("unfold", "unfold_copy", proof="view")
+@sample_rule("unfold", "unfold_copy", proof="view")
 def unfold(op: Op) -> Result:
     """Windows of one dim; a new last dim holds the places inside the window."""
     x = op.need("self")
@@ -275,7 +277,7 @@ def unfold(op: Op) -> Result:
     return Result(x.axis)
 
 
-@rule("as_strided", "as_strided_copy", "as_strided_scatter", "set", "resize", proof="view", sizes=True)
+@sample_rule("as_strided", "as_strided_copy", "as_strided_scatter", "set", "resize", proof="view", sizes=True)
 def as_strided(op: Op) -> Result:
     """Reads memory by strides: nothing is known about the rows."""
     raise op.unsupported("it reads memory by strides, which do not say whose rows they are",

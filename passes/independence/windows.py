@@ -8,15 +8,15 @@ from ...graph import sample_axis
 from ...graph.facts import SampleAxis
 from .along import trailing
 from .indexing import require_own_rows
-from .table import Answer, rule
-from .values import NUMBERS, NUMBERS_FIX, Op, Value, broadcast, symbolic_sizes, tensors
+from .table import Answer, sample_rule
+from .values import NUMBERS, NUMBERS_FIX, Argument, Op, broadcast, symbolic_sizes, tensors
 
 
-def _main(op: Op) -> Value:
+def _main(op: Op) -> Argument:
     return op.value("input") or op.need("self")
 
 
-def leading(spatial: Callable[[Op, Value], int], what: str) -> Callable[[Op], Answer]:
+def leading(spatial: Callable[[Op, Argument], int], what: str) -> Callable[[Op], Answer]:
     """A rule maker: x is `[N, C, spatial..]` and the op keeps the rows of N apart; parameters carry no samples."""
 
     def apply(op: Op) -> Answer:
@@ -36,7 +36,7 @@ def leading(spatial: Callable[[Op, Value], int], what: str) -> Callable[[Op], An
     return apply
 
 
-def _kernel(op: Op, _: Value) -> int:
+def _kernel(op: Op, _: Argument) -> int:
     return op.need("weight").ndim - 2
 
 
@@ -46,10 +46,10 @@ _CONVOLUTIONS = """
     cudnn_convolution_transpose miopen_convolution slow_conv_dilated2d slow_conv_transpose2d
 """
 _by_rows = leading(_kernel, "its sum runs over")
-rule(*_CONVOLUTIONS.split(), proof="convolution")(_by_rows)
+sample_rule(*_CONVOLUTIONS.split(), proof="convolution")(_by_rows)
 
 
-@rule("conv1d", "conv2d", "conv3d", "convolution", proof="convolution", sizes=True)
+@sample_rule("conv1d", "conv2d", "conv3d", "convolution", proof="convolution", sizes=True)
 def convolution(op: Op) -> Answer:
     """The samples are rows of x, or groups of its channels: x `[N, B·C, ..]`, kernels `[B·O, C/g, ..]`, B·g groups."""
     x, weight, bias = _main(op), op.need("weight"), op.value("bias")
@@ -65,7 +65,7 @@ def convolution(op: Op) -> Answer:
     return SampleAxis(1, 1, weight.shape[0])
 
 
-def _own_kernels(op: Op, x: Value, weight: Value, bias: Value | None) -> Answer:
+def _own_kernels(op: Op, x: Argument, weight: Argument, bias: Argument | None) -> Answer:
     """Kernels `[B·O, C, ..]` of the samples on images that all share, `[N, C, ..]`: `[N, B·O, ..]`."""
     own = weight.axis
     if x.axis is not None:
@@ -81,10 +81,10 @@ def _own_kernels(op: Op, x: Value, weight: Value, bias: Value | None) -> Answer:
 
 
 _rows = leading(lambda op, x: x.ndim - 2, "it mixes")
-rule("group_norm", "channel_shuffle", "native_channel_shuffle", proof="norm of each row of dim 0")(_rows)
+sample_rule("group_norm", "channel_shuffle", "native_channel_shuffle", proof="norm of each row of dim 0")(_rows)
 
 
-@rule("native_group_norm", proof="norm of each row of dim 0", sizes=True)
+@sample_rule("native_group_norm", proof="norm of each row of dim 0", sizes=True)
 def native_group_norm(op: Op) -> Answer:
     """As `group_norm`; its size N is that of dim 0."""
     named = [op.raw(name) for name in ("C", "HxW", "group")]
@@ -93,8 +93,8 @@ def native_group_norm(op: Op) -> Answer:
     return _rows(op)
 
 
-rule("col2im", proof="windows")(leading(lambda op, x: 1, "it mixes"))
-rule("im2col", proof="windows")(leading(lambda op, x: 2, "its windows run over"))
+sample_rule("col2im", proof="windows")(leading(lambda op, x: 1, "it mixes"))
+sample_rule("im2col", proof="windows")(leading(lambda op, x: 2, "its windows run over"))
 
 for _count, _names in (
     (1, """avg_pool1d max_pool1d max_pool1d_with_indices adaptive_avg_pool1d adaptive_max_pool1d reflection_pad1d
@@ -106,14 +106,14 @@ for _count, _names in (
            reflection_pad3d replication_pad3d upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d
            pixel_shuffle pixel_unshuffle"""),
 ):  # fmt: skip
-    rule(*_names.split(), proof="trailing dims")(trailing(_count, "its windows run over"))
+    sample_rule(*_names.split(), proof="trailing dims")(trailing(_count, "its windows run over"))
 
 
 def _normalized(op: Op) -> int:
     return len(op.raw("normalized_shape"))
 
 
-rule("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm", proof="norm over trailing dims")(
+sample_rule("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm", proof="norm over trailing dims")(
     trailing(_normalized, "its statistics run over")
 )
 
@@ -124,7 +124,7 @@ _BATCH_NORMS = """
 """
 
 
-@rule(*_BATCH_NORMS.split(), proof="running statistics")
+@sample_rule(*_BATCH_NORMS.split(), proof="running statistics")
 def batch_norm(op: Op) -> Answer:
     """y[b, c, ..] = (x - running_mean[c]) / σ[c] · γ[c] + β[c]; in training its statistics are those of the batch.
 
@@ -163,7 +163,7 @@ def _by_channel(op: Op, channels: SampleAxis) -> bool:
     return all(v.axis == channels for v in op.values() if v.ndim == 1)
 
 
-@rule("instance_norm", proof="norm of each row of dims 0 and 1")
+@sample_rule("instance_norm", proof="norm of each row of dims 0 and 1")
 def instance_norm(op: Op) -> Answer:
     """y[b, c, ..] = (x - mean[b, c]) / σ[b, c]; with running statistics in training, those take part of all samples."""
     x = _main(op)
@@ -179,31 +179,31 @@ def instance_norm(op: Op) -> Answer:
     return x.axis
 
 
-@rule("grid_sampler", "grid_sampler_2d", "grid_sampler_3d", proof="windows")
+@sample_rule("grid_sampler", "grid_sampler_2d", "grid_sampler_3d", proof="windows")
 def grid_sampler(op: Op) -> Answer:
     """y[b, c, p..] = x[b, c, grid[b, p..]]: both hold the samples in dim 0."""
     return _same_rows(op, [op.need("input"), op.need("grid")])
 
 
-@rule("affine_grid_generator", proof="windows", sizes=True)
+@sample_rule("affine_grid_generator", proof="windows", sizes=True)
 def affine_grid(op: Op) -> Answer:
     """y[b, p.., :] = θ[b] p."""
     return _same_rows(op, [op.need("theta")])
 
 
-@rule("max_unpool2d", "max_unpool3d", proof="windows")
+@sample_rule("max_unpool2d", "max_unpool3d", proof="windows")
 def max_unpool(op: Op) -> Answer:
     """y[b, c, indices[b, c, p]] = x[b, c, p]."""
     return _same_rows(op, [op.need("self"), op.need("indices")])
 
 
-@rule("fractional_max_pool2d", "fractional_max_pool3d", proof="windows")
+@sample_rule("fractional_max_pool2d", "fractional_max_pool3d", proof="windows")
 def fractional_max_pool(op: Op) -> Answer:
     """Windows drawn per sample."""
     return _same_rows(op, [op.need("self"), op.need("random_samples")])
 
 
-def _same_rows(op: Op, values: list[Value]) -> Answer:
+def _same_rows(op: Op, values: list[Argument]) -> Answer:
     for value in values:
         if value.axis is None:
             raise op.unsupported(f"its argument %{value.node.name} carries no samples", "expand it to the batch first")
@@ -212,7 +212,7 @@ def _same_rows(op: Op, values: list[Value]) -> Answer:
     return values[0].axis
 
 
-@rule("embedding", proof="embedding", index=True)
+@sample_rule("embedding", proof="embedding", index=True)
 def embedding(op: Op) -> Answer:
     """y[.., :] = W[ids[..], :]."""
     weight, ids = op.need("weight"), op.need("indices")
@@ -226,19 +226,19 @@ def embedding(op: Op) -> Answer:
     return ids.axis
 
 
-@rule("embedding_renorm", "embedding_bag", "_embedding_bag", "_embedding_bag_forward_only", proof="embedding")
+@sample_rule("embedding_renorm", "embedding_bag", "_embedding_bag", "_embedding_bag_forward_only", proof="embedding")
 def embedding_bag(op: Op) -> Answer:
     """Bags of different lengths."""
     raise op.unsupported("its bags are ragged", "use nn.Embedding and a (masked) sum over the tokens")
 
 
-@rule("lstm", "gru", "rnn_tanh", "rnn_relu", proof="recurrence")
+@sample_rule("lstm", "gru", "rnn_tanh", "rnn_relu", proof="recurrence")
 def recurrence(op: Op) -> Answer:
     """A whole recurrent network in one op."""
     raise op.unsupported("a packed or fused recurrent network has no rule", "pass padded tensors, not packed sequences")
 
 
-@rule("conv_tbc", proof="convolution")
+@sample_rule("conv_tbc", proof="convolution")
 def conv_tbc(op: Op) -> Answer:
     """y[t, b, o] = Σ x[t + k, b, i] W[k, i, o]."""
     x = op.need("self")

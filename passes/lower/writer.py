@@ -20,7 +20,7 @@ from ...planner.plan import Plan
 from ...quantities.base import Quantity, Results, Weights
 from .pieces import Pieces, rename
 
-Named = Mapping[str, Mapping[str, Node]]
+NodesByName = Mapping[str, Mapping[str, Node]]
 """Ask or weights -> parameter -> node."""
 
 _Note = tuple[list[tuple[str, int]], list[tuple[str, int]]]
@@ -63,7 +63,7 @@ class Writer:
         inputs = [self.batch, *self._inputs(group)]
         return self._take(*self.pieces.write(piece, inputs, ("first", group.signature)), group)
 
-    def _second(self, group: Group, handed: list[Node], weights: Named) -> None:
+    def _second(self, group: Group, handed: list[Node], weights: NodesByName) -> None:
         """The weighted sums."""
         asks = [ask for ask in self.plan.asks if isinstance(ask, Weighted)]
         wanted = [(ask.weights, name) for ask in asks if ask.weights for name in group.names]
@@ -104,12 +104,12 @@ class Writer:
             self.contractions += 1
         return list(rest)
 
-    def _asked(self) -> Named:
+    def _asked(self) -> NodesByName:
         """What is found, parameters in the plan's order."""
         names = [parameter.gradient.name for parameter in self.plan.parameters]
         return {key: {name: of[name] for name in names if name in of} for key, of in self.found.items()}
 
-    def _weights(self, quantities: Sequence[Quantity]) -> Named:
+    def _weights(self, quantities: Sequence[Quantity]) -> NodesByName:
         """The weights that quantities make of the norms and of their further inputs."""
 
         def function(_: Any, results: Results, extras: Mapping[str, torch.Tensor]) -> dict[Any, torch.Tensor]:
@@ -121,7 +121,7 @@ class Writer:
 
         return _by_name(self._written(function, self._asked(), self.extras))
 
-    def _fields(self, quantities: Sequence[Quantity], weights: Named) -> list[tuple[OutputSpec, Node]]:
+    def _fields(self, quantities: Sequence[Quantity], weights: NodesByName) -> list[tuple[OutputSpec, Node]]:
         """What quantities make of the results."""
 
         def function(count: Any, results: Results, weights: Weights) -> dict[Any, torch.Tensor]:

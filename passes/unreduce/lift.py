@@ -62,7 +62,7 @@ def lifted(
     return run
 
 
-def leading(value: Tensor, axis: facts.Axes) -> Tensor:
+def leading(value: Tensor, axis: facts.SampleAxes) -> Tensor:
     """`[.., outer·B·inner, ..]` -> `[B, .., outer·inner, ..]`; a reduced value lies along dim 0 already."""
     if not isinstance(axis, SampleAxis):
         return value

@@ -173,7 +173,7 @@ def primed(g: Network) -> Network:
     return Network(tuple(leaf.renamed(inner) for leaf in g.leaves), g.out, g.scale)
 
 
-def aligned(g: Network, out: tuple[str, ...]) -> Network:
+def with_out_axes(g: Network, out: tuple[str, ...]) -> Network:
     """`g` with its out axes called `out`, and no summed axis that clashes with those."""
     names = dict(zip(g.out, out, strict=True))
     taken = set(out)
@@ -192,7 +192,7 @@ def inner(g: Network, h: Network, keep: Iterable[str] = (BATCH,), batch: str = B
     """⟨g, h⟩ over all out axes but `keep`.  The out axes of `h` are matched with those of `g` by position; its samples
     are called `batch`.
     """
-    h = primed(aligned(h, tuple(batch if a == BATCH else a for a in g.out)))
+    h = primed(with_out_axes(h, tuple(batch if a == BATCH else a for a in g.out)))
     order = tuple(dict.fromkeys(other for a in g.out for other in ((a, batch) if a == BATCH else (a,))))
     return Network(g.leaves + h.leaves, tuple(keep), g.scale * h.scale, order)
 

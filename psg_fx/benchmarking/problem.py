@@ -17,11 +17,11 @@ from psg_fx.quantities.clipped_sum import ClippedSum
 from psg_fx.quantities.names import USUAL, spelled
 from psg_fx.quantities.products import Dots
 from psg_fx.quantities.sums import Grads, Norms
-from psg_fx.reference.definitions import checks_for
+from psg_fx.reference.definitions import definitions_for
 from psg_fx.reference.loop import Batch, Loss, WithLoss, tracked
 
 Answer = Tensor | Mapping[str, Tensor]
-Step = Callable[[], Answer]
+Run = Callable[[], Answer]
 
 ORDINARY = "ordinary"
 
@@ -90,10 +90,10 @@ class Contender:
 
     name: str
     quantity: str
-    build: Callable[[Problem], Step]
+    build: Callable[[Problem], Run]
     usual: bool = True
     peer: bool = False
-    memory: Callable[[Step, torch.device], int] = peak_memory
+    memory: Callable[[Run, torch.device], int] = peak_memory
 
     @property
     def label(self) -> str:
@@ -112,7 +112,7 @@ def from_grads(quantity: Quantity, grads: Mapping[str, Tensor], given: Mapping[s
             return norm
         factors = (quantity.max_norm / norm).clamp(max=1.0)
         return {name: torch.einsum("b,b...->...", factors, g) for name, g in grads.items()}
-    check = next((c for c in checks_for([quantity], given)[0] if c.field == quantity.field), None)
+    check = next((c for c in definitions_for([quantity], given)[0] if c.field == quantity.field), None)
     if check is None:
         raise NotImplementedError(f"{quantity.field} has no formula that starts from materialised gradients")
     return check.expected(torch.empty(0), grads)

@@ -23,24 +23,24 @@ from psg_fx.step.with_loss import LossModule
 
 OK, FAILED = 0, 1
 
-Outcome = tuple[int, str]
+Answer = tuple[int, str]
 """The exit code and the text for standard output."""
 
 
-def explain(args: argparse.Namespace) -> Outcome:
+def explain(args: argparse.Namespace) -> Answer:
     """One step without compiling kernels, then its plan."""
     step = called(args)
     return OK, _json(as_data.explained(step.graphs, args.measure)) if args.json else step.explain(measure=args.measure)
 
 
-def validate(args: argparse.Namespace) -> Outcome:
+def validate(args: argparse.Namespace) -> Answer:
     """The report; fails when an answer is wrong."""
     step, problem, values = made(args, backend="inductor")
     found = step.validate(*problem.arguments, tolerance=args.tolerance, **values)
     return OK if found.ok else FAILED, _json(as_data.validated(found)) if args.json else str(found)
 
 
-def bench(args: argparse.Namespace) -> Outcome:
+def bench(args: argparse.Namespace) -> Answer:
     """The table of all contenders; fails when psg_fx itself did."""
     asked = parsed(args.quantity)
     try:
@@ -67,7 +67,7 @@ def bench(args: argparse.Namespace) -> Outcome:
     return FAILED if failed else OK, found.to_json() if args.json else str(found)
 
 
-def report(args: argparse.Namespace) -> Outcome:
+def report(args: argparse.Namespace) -> Answer:
     """The page of one step, as a file."""
     step = called(args)
     try:
@@ -77,7 +77,7 @@ def report(args: argparse.Namespace) -> Outcome:
     return OK, f"wrote {args.out}"
 
 
-def graph(args: argparse.Namespace) -> Outcome:
+def graph(args: argparse.Namespace) -> Answer:
     """A stage's graph, or the list of stages."""
     graphs = called(args).graphs
     if args.stages:
@@ -86,7 +86,7 @@ def graph(args: argparse.Namespace) -> Outcome:
     return OK, _json(as_data.graph(args.stage, gm)) if args.json else readable(gm)
 
 
-def calibrate(args: argparse.Namespace) -> Outcome:
+def calibrate(args: argparse.Namespace) -> Answer:
     """The measured table and where it is kept."""
     require_device(args.device)
     table = calibrated(args.device)

@@ -13,7 +13,7 @@ from psg_fx.errors import BadArgument
 from psg_fx.quantities.base import Quantity
 from psg_fx.quantities.names import KINDS, USUAL
 
-GIVEN = {
+MADE_UP = {
     "weights": "weights: 1 for every sample",
     "directions": "directions: random normal numbers, seed 0",
 }
@@ -63,4 +63,4 @@ def given(quantities: Sequence[Quantity], problem: Problem) -> tuple[dict[str, A
     found: dict[str, Any] = {}
     for asked in quantities:
         found |= problem.given(asked)
-    return found, [GIVEN[name] for name in found]
+    return found, [MADE_UP[name] for name in found]

@@ -35,7 +35,7 @@ class SampleAxis:
         return f"dim {self.dim} = {size}" if size != "B" else f"dim {self.dim}"
 
 
-Axes = SampleAxis | None | tuple["SampleAxis | None", ...]
+SampleAxes = SampleAxis | None | tuple["SampleAxis | None", ...]
 """The sample axis of a value; a tuple for an op with several outputs; None where no samples are carried."""
 
 
@@ -81,7 +81,7 @@ class Fact:
     site: the name of the site this node is (set by sites).
     """
 
-    samples: Axes = None
+    samples: SampleAxes = None
     reduced: bool = False
     uniform: bool = False
     index: bool = False

@@ -17,7 +17,7 @@ log = logging.getLogger("psg_fx")
 
 
 @dataclass(frozen=True)
-class Step:
+class PassRecord:
     """A record of a pass that ran: its stages, its time in seconds, and the sizes of the graphs before and after."""
 
     name: str
@@ -33,7 +33,7 @@ class History:
     """Every stage of one compilation, in order: the graphs and the steps between them; where they show themselves."""
 
     graphs: dict[str, GraphModule] = field(default_factory=dict)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[PassRecord] = field(default_factory=list)
     progress: Progress = field(default_factory=Progress)
 
     @contextmanager
@@ -42,7 +42,7 @@ class History:
         with self.progress.doing(f"{name} (pass {len(self.steps) + 1})"):
             yield
 
-    def record(self, step: Step) -> None:
+    def record(self, step: PassRecord) -> None:
         """A step that is done."""
         self.steps.append(step)
         log.debug("%-14s %6.0f ms  %d -> %d nodes", step.name, 1e3 * step.seconds, step.nodes_before, step.nodes_after)

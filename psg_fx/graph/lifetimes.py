@@ -11,7 +11,7 @@ from psg_fx.graph import facts
 from psg_fx.tensors import product
 
 
-def lives(order: Sequence[Node]) -> tuple[dict[Node, Node], dict[Node, int]]:
+def lifetimes(order: Sequence[Node]) -> tuple[dict[Node, Node], dict[Node, int]]:
     """For each node the one whose memory it shows; and the index of the op that last reads that memory."""
     owner: dict[Node, Node] = {}
     last: dict[Node, int] = {}

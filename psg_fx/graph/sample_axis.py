@@ -149,7 +149,7 @@ def through_reduction(axis: SampleAxis, dims: Sequence[int], keepdim: bool) -> S
     return axis if keepdim else without_dims(axis, dims)
 
 
-def aligned(first: SampleAxis, second: SampleAxis) -> bool:
+def same_places(first: SampleAxis, second: SampleAxis) -> bool:
     """Whether two values of one shape hold the same sample at every place."""
     return first == second
 

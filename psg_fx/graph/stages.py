@@ -26,14 +26,14 @@ class Stage(enum.Enum):
     TIDIED = "tidied"
 
 
-Check = Callable[[GraphModule], None]
-_CHECKS: dict[Stage, list[Check]] = {stage: [] for stage in Stage}
+Promise = Callable[[GraphModule], None]
+_CHECKS: dict[Stage, list[Promise]] = {stage: [] for stage in Stage}
 
 
-def promise(*stages: Stage) -> Callable[[Check], Check]:
+def promise(*stages: Stage) -> Callable[[Promise], Promise]:
     """Register a check: graphs at these stages must pass it."""
 
-    def register(check: Check) -> Check:
+    def register(check: Promise) -> Promise:
         for stage in stages:
             _CHECKS[stage].append(check)
         return check
@@ -41,7 +41,7 @@ def promise(*stages: Stage) -> Callable[[Check], Check]:
     return register
 
 
-def checks(stage: Stage) -> tuple[Check, ...]:
+def checks(stage: Stage) -> tuple[Promise, ...]:
     """What a graph at `stage` must satisfy."""
     return tuple(_CHECKS[stage])
 

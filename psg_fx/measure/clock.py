@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from psg_fx.blocks import blocks_used
 
-Step = Callable[[], Any]
+Run = Callable[[], Any]
 
 
 def synchronize(device: torch.device) -> None:
@@ -25,7 +25,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def time_rounds(
-    steps: Mapping[str, Step], *, rounds: int, min_run_time: float, note: Callable[[str], None]
+    steps: Mapping[str, Run], *, rounds: int, min_run_time: float, note: Callable[[str], None]
 ) -> dict[str, list[float]]:
     """Seconds per step of every contender, several per round; in each round each contender has its turn.
 
@@ -56,7 +56,7 @@ def spread(times: Sequence[float]) -> tuple[float, float]:
     return median(times), high - low
 
 
-def peak_memory(step: Step, device: torch.device) -> int:
+def peak_memory(step: Run, device: torch.device) -> int:
     """Bytes that one step takes at the worst moment, above what was allocated before; the answer itself counts.
 
     On CUDA from the allocator's statistics; on the CPU the largest running sum of the allocations and frees that the
@@ -77,7 +77,7 @@ def peak_memory(step: Step, device: torch.device) -> int:
     return peak_of_events(events) + sum(used.values())
 
 
-def allocation_events(step: Step) -> list[int]:
+def allocation_events(step: Run) -> list[int]:
     """Bytes of each allocation (positive) and free (negative) on the CPU during one step, in order."""
     kinds = [ProfilerActivity.CPU]
     with quiet_stderr(), profile(activities=kinds, profile_memory=True, acc_events=True) as recorded:

@@ -21,7 +21,7 @@ from psg_fx.algebra.gradient import ParameterGradient
 from psg_fx.algebra.network import Kind, Leaf, Source
 from psg_fx.errors import BadArgument
 from psg_fx.graph import facts
-from psg_fx.graph.lifetimes import bytes_of, lives
+from psg_fx.graph.lifetimes import bytes_of, lifetimes
 from psg_fx.planner.cost import Device
 from psg_fx.planner.plan import Part, Plan, kept_until_norms
 from psg_fx.planner.search import plan_step
@@ -108,7 +108,7 @@ def _joint(gm: GraphModule, sources: set[Source], size: int) -> tuple[int, dict[
     graph computes; and the bytes of every node.
     """
     info, order = facts.graph_facts(gm), list(gm.graph.nodes)
-    owner, last = lives(order)
+    owner, last = lifetimes(order)
     named = [(spec, n) for spec, n in zip(info.outputs, facts.outputs(gm), strict=True) if n is not None]
     read = {Source(_READ[spec.kind], spec.name): n for spec, n in named if spec.kind in _READ}
     owners = {source: owner[n] for source, n in read.items() if source in sources}

@@ -156,7 +156,8 @@ class _Signature:
             return self._leaf(expr.leaf)
         if isinstance(expr, ContractExpr):
             p = expr.pair
-            return (expr.method.name, p.out, p.a, p.b, p.same, p.twin, tuple((x, p.sizes[x]) for x in p.everything))
+            sizes = tuple((x, p.sizes[x]) for x in p.everything)
+            return (expr.method.name, p.out, p.a, p.b, p.same, p.self_product, sizes)
         return None
 
     def _leaf(self, leaf: Leaf) -> Hashable:

@@ -30,7 +30,7 @@ of 16 to 4096 elements: up to 5.7 where one position outweighs the others, 2.5 w
 """
 
 Evaluate = Callable[[Expr], torch.Tensor]
-Named = tuple[Axes, torch.Tensor]
+Labelled = tuple[Axes, torch.Tensor]
 """A tensor and the names of its axes."""
 
 
@@ -56,7 +56,7 @@ def _of_term(term: Term, evaluate: Evaluate) -> torch.Tensor:
     return _reach([_energy(leaf, term.network, evaluate) for leaf in leaves], term.network)
 
 
-def _energy(leaf: Leaf, network: Network, evaluate: Evaluate) -> Named:
+def _energy(leaf: Leaf, network: Network, evaluate: Evaluate) -> Labelled:
     """E[b, .., t], the squares summed over the axes of the gradient that no other operand has."""
     shared = {x for other in network.leaves if other is not leaf for x in other.axes} | {BATCH}
     own = [k for k, x in enumerate(leaf.axes) if x in network.out and x not in shared]
@@ -89,21 +89,21 @@ def _grams(tree: Expr) -> tuple[ContractExpr, ContractExpr] | None:
 def _is_gram(expr: ContractExpr) -> bool:
     """Whether every element of the diagonal is a sum of squares of one operand."""
     leaves = all(isinstance(child, (LeafExpr, DenseExpr)) for child in expr.children)
-    return leaves and expr.pair.twin and not expr.pair.same and bool(_twins(expr.axes))
+    return leaves and expr.pair.self_product and not expr.pair.same and bool(_paired(expr.axes))
 
 
-def _twins(axes: Axes) -> Axes:
+def _paired(axes: Axes) -> Axes:
     return tuple(x for x in axes if f"{x}'" in axes)
 
 
-def _diagonal(gram: ContractExpr, tensor: torch.Tensor) -> Named:
+def _diagonal(gram: ContractExpr, tensor: torch.Tensor) -> Labelled:
     """E[b, .., t] = G[b, .., t, t], the squares of the norms of rows."""
-    form, axes, twins = gram.arg.form, gram.axes, _twins(gram.axes)
+    form, axes, paired = gram.arg.form, gram.axes, _paired(gram.axes)
     if isinstance(form, Symmetric):
-        return (BATCH, *twins), _of_halves(tensor, int(gram.sizes[twins[0]]), form.cut)
-    for twin in twins:
-        tensor = tensor.diagonal(0, axes.index(twin), axes.index(f"{twin}'"))
-        axes = (*(x for x in axes if x not in (twin, f"{twin}'")), twin)
+        return (BATCH, *paired), _of_halves(tensor, int(gram.sizes[paired[0]]), form.cut)
+    for axis in paired:
+        tensor = tensor.diagonal(0, axes.index(axis), axes.index(f"{axis}'"))
+        axes = (*(x for x in axes if x not in (axis, f"{axis}'")), axis)
     return axes, tensor.to(accumulation_dtype(tensor.dtype))
 
 
@@ -113,7 +113,7 @@ def _of_halves(tensor: torch.Tensor, size: int, cut: int) -> torch.Tensor:
     return tensor.index_select(1, torch.where(t < cut, t * (cut + 1), size * cut + (t - cut) * (size - cut + 1)))
 
 
-def _reach(energies: Sequence[Named], network: Network) -> torch.Tensor:
+def _reach(energies: Sequence[Labelled], network: Network) -> torch.Tensor:
     """S [B] from the squared norms of the rows of all operands: the roots of their products summed over positions; then
     the 2-norm over axes of the gradient that operands share (groups).
     """

@@ -280,8 +280,8 @@ def contractions(a: Expr, b: Expr, needed: set[str], sizes: dict[str, Size], ord
     for x, y in variants:
         kept = [axis for axis in dict.fromkeys(x.axes + y.axes) if axis in needed]
         out = tuple(sorted(kept, key=lambda axis: order.index(axis) if axis in order else len(order)))
-        twin = x.key == y.key
-        pair = Pair(x.arg, y.arg, out, sizes, same=twin and x.axes == y.axes, twin=twin)
+        self_product = x.key == y.key
+        pair = Pair(x.arg, y.arg, out, sizes, same=self_product and x.axes == y.axes, self_product=self_product)
         for method in METHODS:
             if method.applies(pair):
                 yield ContractExpr(method.out(pair), sizes, pair.dtype, x, y, method, pair)

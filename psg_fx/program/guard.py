@@ -44,7 +44,7 @@ class Guard:
         """Take what is now for what it must be."""
         walk = Walk(self._observed).run(self._roots)
         self.meaning, self.labels = walk.meaning, walk.labels
-        self._places = Places(walk, self._structure.groups)
+        self._places = Placed(walk, self._structure.groups)
         return walk
 
     @property
@@ -59,7 +59,7 @@ class Guard:
         walk = Walk(self._observed).run(self._roots)
         if walk.meaning != self.meaning:
             return False
-        self._places = Places(walk, self._structure.groups)
+        self._places = Placed(walk, self._structure.groups)
         return True
 
     def changed(self) -> str:
@@ -72,7 +72,7 @@ class Guard:
         return self.labels[index]
 
 
-class Places:
+class Placed:
     """Where the values of a walk lie, by the kinds of places.
 
     A tensor that lies in one place only may be replaced by another of its description, which is then the one read.

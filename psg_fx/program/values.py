@@ -43,22 +43,22 @@ class Once:
         return self is other or (isinstance(other, Once) and self._key == other._key)
 
 
-def baked(value: Any, depth: int = 3) -> Any:
+def constant_key(value: Any, depth: int = 3) -> Any:
     """Something hashable that is equal for values of the same meaning: 1, 1.0 and True differ."""
     if isinstance(value, _PLAIN):
         return type(value), value
     if isinstance(value, (float, complex)):
         return type(value), repr(value)
     if isinstance(value, (tuple, list)) and depth and len(value) <= _LONG:
-        return type(value), tuple(baked(v, depth - 1) for v in value)
+        return type(value), tuple(constant_key(v, depth - 1) for v in value)
     if isinstance(value, dict) and depth and len(value) <= _LONG:
-        return type(value), tuple((baked(k, 0), baked(v, depth - 1)) for k, v in value.items())
+        return type(value), tuple((constant_key(k, 0), constant_key(v, depth - 1)) for k, v in value.items())
     return Same(value)
 
 
 def argument(value: Any) -> Any:
     """The same for an argument of a call that is not a tensor: an array or a record counts by all that it holds."""
-    known = baked(value)
+    known = constant_key(value)
     if not isinstance(known, Same) or isinstance(value, (type, FunctionType)):
         return known
     try:

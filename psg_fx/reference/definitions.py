@@ -12,51 +12,51 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Named = Mapping[str, Tensor]
-Answer = Tensor | Named
+ByName = Mapping[str, Tensor]
+Answer = Tensor | ByName
 
 
 @dataclass(frozen=True)
-class Check:
+class Definition:
     """One field of a step's output and how to compute it from losses `[B]` and gradients `name -> [B, *shape]`."""
 
     field: str
-    expected: Callable[[Tensor, Named], Answer]
+    expected: Callable[[Tensor, ByName], Answer]
     per_sample: bool = True
 
 
-LOSSES = Check("losses", lambda losses, grads: losses)
-GRADS = Check("grads", lambda losses, grads: grads)
-MEAN_GRAD = Check("mean_grad", lambda losses, grads: {n: g.mean(0) for n, g in grads.items()}, per_sample=False)
-GRAM = Check("gram", lambda losses, grads: (flat := flattened(grads)) @ flat.T)
+LOSSES = Definition("losses", lambda losses, grads: losses)
+GRADS = Definition("grads", lambda losses, grads: grads)
+MEAN_GRAD = Definition("mean_grad", lambda losses, grads: {n: g.mean(0) for n, g in grads.items()}, per_sample=False)
+GRAM = Definition("gram", lambda losses, grads: (flat := flattened(grads)) @ flat.T)
 
 
-def flattened(grads: Named) -> Tensor:
+def flattened(grads: ByName) -> Tensor:
     """All parameters side by side, `[B, P]`."""
     return torch.cat([g.reshape(g.shape[0], -1) for g in grads.values()], dim=1)
 
 
-def norms_of(grads: Named, per: str) -> Named:
+def norms_of(grads: ByName, per: str) -> ByName:
     """For each parameter the 2-norm `[B]` of its own gradient, or with per="model" of the whole."""
     own = {name: g.reshape(g.shape[0], -1).norm(dim=1) for name, g in grads.items()}
     return own if per == "parameter" else dict.fromkeys(grads, flattened(grads).norm(dim=1))
 
 
-def _any(values: Named) -> Tensor:
+def _any(values: ByName) -> Tensor:
     return next(iter(values.values()))
 
 
-def norms_check(*, per: str = "model", squared: bool = False) -> Check:
+def norms_check(*, per: str = "model", squared: bool = False) -> Definition:
     """`Norms(per, squared)`: `[B]`, or `name -> [B]`."""
 
-    def expected(losses: Tensor, grads: Named) -> Answer:
+    def expected(losses: Tensor, grads: ByName) -> Answer:
         found = {name: n.square() if squared else n for name, n in norms_of(grads, per).items()}
         return found if per == "parameter" else _any(found)
 
-    return Check("norms", expected)
+    return Definition("norms", expected)
 
 
-def clip_factors_of(grads: Named, max_norm: Any, per: str, style: str) -> Named:
+def clip_factors_of(grads: ByName, max_norm: Any, per: str, style: str) -> ByName:
     """cᵢ for each parameter, `[B]`: min(1, max_norm/‖gᵢ‖), or max_norm/(‖gᵢ‖ + 0.01) in the automatic style; 0 where a
     norm of the sample is not finite.
     """
@@ -73,68 +73,68 @@ def clip_factors_of(grads: Named, max_norm: Any, per: str, style: str) -> Named:
     return factors
 
 
-def clip_factors_check(max_norm: Any, *, per: str = "model", style: str = "abadi") -> Check:
+def clip_factors_check(max_norm: Any, *, per: str = "model", style: str = "abadi") -> Definition:
     """The factors of `ClippedSum`: `[B]`, or `name -> [B]`."""
 
-    def expected(losses: Tensor, grads: Named) -> Answer:
+    def expected(losses: Tensor, grads: ByName) -> Answer:
         factors = clip_factors_of(grads, max_norm, per, style)
         return factors if per == "parameter" else _any(factors)
 
-    return Check("clip_factors", expected)
+    return Definition("clip_factors", expected)
 
 
 def clipped_sum_check(
     max_norm: Any, *, per: str = "model", style: str = "abadi", weights: Tensor | None = None
-) -> Check:
+) -> Definition:
     """`ClippedSum(max_norm, per, style)`: Σᵢ wᵢ cᵢ gᵢ, `name -> shape`; without weights `[B]` they are 1."""
 
-    def expected(losses: Tensor, grads: Named) -> Answer:
+    def expected(losses: Tensor, grads: ByName) -> Answer:
         factors = clip_factors_of(grads, max_norm, per, style)
         kept = {name: factor > 0 for name, factor in factors.items()}  # 0·NaN is NaN
         if weights is not None:
             factors = {name: factor * weights.to(factor) for name, factor in factors.items()}
         return {n: torch.tensordot(factors[n][kept[n]], g[kept[n]], dims=([0], [0])) for n, g in grads.items()}
 
-    return Check("clipped_sum", expected, per_sample=False)
+    return Definition("clipped_sum", expected, per_sample=False)
 
 
-def weighted_sum_check(weights: Tensor) -> Check:
+def weighted_sum_check(weights: Tensor) -> Definition:
     """`WeightedSum()` for weights `[B]`: Σᵢ wᵢ gᵢ, `name -> shape`."""
 
-    def expected(losses: Tensor, grads: Named) -> Answer:
+    def expected(losses: Tensor, grads: ByName) -> Answer:
         return {name: torch.tensordot(weights.to(g), g, dims=([0], [0])) for name, g in grads.items()}
 
-    return Check("weighted_sum", expected, per_sample=False)
+    return Definition("weighted_sum", expected, per_sample=False)
 
 
-def dots_check(directions: Named) -> Check:
+def dots_check(directions: ByName) -> Definition:
     """`Dots()` for directions `name -> shape` or `[K, *shape]`: ⟨gᵢ, v⟩, `[B]` or `[B, K]`."""
 
-    def expected(losses: Tensor, grads: Named) -> Answer:
+    def expected(losses: Tensor, grads: ByName) -> Answer:
         several = all(directions[name].dim() == g.dim() for name, g in grads.items())
         rows = [directions[n].to(g).reshape(len(directions[n]) if several else 1, -1) for n, g in grads.items()]
         found = flattened(grads) @ torch.cat(rows, dim=1).T
         return found if several else found[:, 0]
 
-    return Check("dots", expected)
+    return Definition("dots", expected)
 
 
-def second_moment_check(*, centered: bool = False) -> Check:
+def second_moment_check(*, centered: bool = False) -> Definition:
     """`SecondMoment(centered)`: Σᵢ gᵢ² / B, or Σᵢ (gᵢ - ḡ)² / B, `name -> shape`."""
 
-    def expected(losses: Tensor, grads: Named) -> Answer:
+    def expected(losses: Tensor, grads: ByName) -> Answer:
         return {n: (g - g.mean(0) if centered else g).square().mean(0) for n, g in grads.items()}
 
-    return Check("second_moment", expected, per_sample=False)
+    return Definition("second_moment", expected, per_sample=False)
 
 
-def projection_check(rank: int, matrix: Callable[[str, str, int], Tensor]) -> Check:
+def projection_check(rank: int, matrix: Callable[[str, str, int], Tensor]) -> Definition:
     """`Projection(rank)`: Pᵀ gᵢ Q of every matrix, Pᵀ gᵢ of every vector, side by side, `[B, k]`; P, Q by `matrix`.
 
     A side of at most `rank` elements is kept as it is.
     """
 
-    def expected(losses: Tensor, grads: Named) -> Answer:
+    def expected(losses: Tensor, grads: ByName) -> Answer:
         found = []
         for name, g in grads.items():
             kept = g.flatten(2) if g.dim() > 2 else g.reshape(g.shape[0], -1)
@@ -145,10 +145,10 @@ def projection_check(rank: int, matrix: Callable[[str, str, int], Tensor]) -> Ch
             found.append(kept.flatten(1))
         return torch.cat(found, 1)
 
-    return Check("projection", expected)
+    return Definition("projection", expected)
 
 
-_MAKERS: dict[str, Callable[[Any, Mapping[str, Any]], list[Check]]] = {
+_MAKERS: dict[str, Callable[[Any, Mapping[str, Any]], list[Definition]]] = {
     "grads": lambda q, given: [GRADS],
     "norms": lambda q, given: [norms_check(per=q.per, squared=q.squared)],
     "clipped_sum": lambda q, given: [
@@ -166,7 +166,9 @@ _MAKERS: dict[str, Callable[[Any, Mapping[str, Any]], list[Check]]] = {
 """Field of a quantity -> its checks, from its settings and the keyword arguments of the call."""
 
 
-def checks_for(quantities: Iterable[Any], given: Mapping[str, Any] | None = None) -> tuple[list[Check], list[str]]:
+def definitions_for(
+    quantities: Iterable[Any], given: Mapping[str, Any] | None = None
+) -> tuple[list[Definition], list[str]]:
     """The checks of the losses and of `quantities`, and a note for each quantity that has none.
 
     `given`: what the call passed beside inputs and targets (`weights`, `directions`). Where two quantities fill one

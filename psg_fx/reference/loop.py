@@ -20,7 +20,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from psg_fx.errors import BadArgument
 
 Loss = Callable[..., Tensor]
-Named = dict[str, Tensor]
+ByName = dict[str, Tensor]
 
 _CALL = "step(inputs, targets)"
 
@@ -205,7 +205,7 @@ def reference_grads(
     batch_dim: Any = 0,
     params: Sequence[str] | None = None,
     dtype: torch.dtype | None = torch.float64,
-) -> tuple[Tensor, Named]:
+) -> tuple[Tensor, ByName]:
     """The truth: losses `[B]` and gradients `name -> [B, *shape]` by a loop over single samples, in `dtype`.
 
     `dtype=None` keeps the model's own. Every sample starts from the buffers at the call; an unused parameter has zeros.
@@ -272,14 +272,14 @@ def vmap_step(
     *,
     batch_dim: Any = 0,
     params: Sequence[str] | None = None,
-) -> Callable[[], tuple[Named, Tensor]]:
+) -> Callable[[], tuple[ByName, Tensor]]:
     """`vmap(grad_and_value)` of the model on this batch: a function of nothing -> (gradients, losses)."""
     batch = Batch.of(inputs, targets, batch_dim)
     places = {k: d for k, d in enumerate(batch.dims) if d is not None}
     weights = {f"model.{name}": p.detach() for name, p in tracked(model, params).items()}
     program = WithLoss(model, loss_fn)
 
-    def sample_loss(named: Named, *sample: Tensor) -> Tensor:
+    def sample_loss(named: ByName, *sample: Tensor) -> Tensor:
         leaves = list(batch.leaves)
         for (k, dim), part in zip(places.items(), sample, strict=True):
             leaves[k] = part.unsqueeze(dim)
@@ -290,7 +290,7 @@ def vmap_step(
     step = torch.func.vmap(each, in_dims=(None, *places.values()), randomness="different")
     samples = [batch.leaves[k] for k in places]
 
-    def run() -> tuple[Named, Tensor]:
+    def run() -> tuple[ByName, Tensor]:
         grads, losses = step(weights, *samples)
         return {name.removeprefix("model."): g for name, g in grads.items()}, losses
 
@@ -305,7 +305,7 @@ def vmap_reference(
     *,
     batch_dim: Any = 0,
     params: Sequence[str] | None = None,
-) -> tuple[Tensor, Named]:
+) -> tuple[Tensor, ByName]:
     """Losses `[B]` and gradients by `torch.func.vmap` in the model's own dtype; raises what vmap raises."""
     run = vmap_step(model, loss_fn, inputs, targets, batch_dim=batch_dim, params=params)
     with quiet_vmap():

@@ -16,8 +16,8 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from psg_fx.errors import BadArgument
-from psg_fx.reference.definitions import GRADS, LOSSES, Answer, Check
-from psg_fx.reference.loop import Loss, Named, draws_random_numbers, loss_of_the_batch, reference_grads, vmap_reference
+from psg_fx.reference.definitions import GRADS, LOSSES, Answer, Definition
+from psg_fx.reference.loop import ByName, Loss, draws_random_numbers, loss_of_the_batch, reference_grads, vmap_reference
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 """Default tolerance by the dtype of the parameters; ReLU kinks alone cost float32 a few 1e-4."""
@@ -103,7 +103,7 @@ def validate(
     *,
     batch_dim: Any = 0,
     params: Sequence[str] | None = None,
-    checks: Sequence[Check] = (LOSSES, GRADS),
+    checks: Sequence[Definition] = (LOSSES, GRADS),
     tolerance: float | None = None,
     notes: Sequence[str] = (),
 ) -> ValidationReport:
@@ -152,8 +152,9 @@ def _named(answer: Answer) -> Mapping[str, Tensor]:
 
 
 def _compare(
-    check: Check, got: Mapping[str, Tensor], want: Mapping[str, Tensor], near: Mapping[str, Tensor], tolerance: float
-) -> list[ValidationRow]:
+    check: Definition, got: Mapping[str, Tensor], want: Mapping[str, Tensor], near: Mapping[str, Tensor],
+    tolerance: float,
+) -> list[ValidationRow]:  # fmt: skip
     """One row per name in truth or answer; a name missing from either is a row too."""
     floor = FLOOR * max((w.abs().max().item() for w in want.values() if w.numel()), default=0.0)
     rows = []
@@ -194,7 +195,7 @@ def _second_opinion(
     targets: Any,
     batch_dim: Any,
     params: Sequence[str] | None,
-    grads: Named,
+    grads: ByName,
 ) -> str:
     """What `vmap(grad)` says of the loop's gradients, in words."""
     try:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-GIVEN = ("model", "loss_fn", "settings")
+CARRIED = ("model", "loss_fn", "settings")
 _SHARED = ("_parameters", "_buffers", "_modules")
 
 
@@ -20,13 +20,13 @@ def carried(step: nn.Module) -> dict[str, Any]:
     The parts are copied with whatever holds the step, so a loss that refers to the model refers to the copied model.
     """
     own = vars(nn.Module()).keys() - set(_SHARED)
-    return {name: value for name, value in vars(step).items() if name in own or name in GIVEN}
+    return {name: value for name, value in vars(step).items() if name in own or name in CARRIED}
 
 
 def restore(step: nn.Module, state: Mapping[str, Any]) -> None:
     """Make a step of what `carried` returned."""
-    type(step).__init__(step, *(state[name] for name in GIVEN))
-    vars(step).update({name: value for name, value in state.items() if name not in GIVEN})
+    type(step).__init__(step, *(state[name] for name in CARRIED))
+    vars(step).update({name: value for name, value in state.items() if name not in CARRIED})
 
 
 __all__ = ["carried", "restore"]

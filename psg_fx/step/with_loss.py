@@ -20,7 +20,7 @@ from psg_fx.program.state import Tracked, tracked_parameters
 from psg_fx.progress import Progress
 from psg_fx.quantities.base import Quantity
 from psg_fx.quantities.clipped_sum import ClippedSum
-from psg_fx.reference.definitions import checks_for
+from psg_fx.reference.definitions import definitions_for
 from psg_fx.reference.validate import ValidationReport, validate
 from psg_fx.step import mistakes
 from psg_fx.step.compiled import CompiledStep, StepOutput, write_into
@@ -94,7 +94,7 @@ class LossModule(PerSampleModule):
         Returns a report that prints as a table (parameter, max error, worst sample, verdict); `report.ok` says whether
         all is well.
         """
-        checks, notes = checks_for(self.settings.quantities, given)
+        checks, notes = definitions_for(self.settings.quantities, given)
         names = tracked_parameters(self.model, self.settings.params).names
         targets = None if targets is _ABSENT else targets
         return validate(

@@ -34,7 +34,7 @@ from psg_fx.torch_private.composites import remembered_composites
 from psg_fx.torch_private.tracer import remembering_fakes, trace_fakes
 
 log = logging.getLogger("psg_fx")
-Table = Mapping[Any, Callable[..., Any]]
+Decompositions = Mapping[Any, Callable[..., Any]]
 _KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR, InputKind.USER_INPUT)
 _NAMESPACES = ("aten", "psg_fx", "psg_fx_functions")
 
@@ -49,7 +49,7 @@ class Functional:
     state_dict: Mapping[str, torch.Tensor]
 
 
-def functional(exported: ExportedProgram, table: Table) -> Functional:
+def functional(exported: ExportedProgram, table: Decompositions) -> Functional:
     """The program in functional ATen ops, those of `table` written out, other composite ones kept whole."""
     with remembered_composites():
         try:
@@ -88,7 +88,7 @@ def _is_plain_op(node: Node) -> bool:
     return getattr(node.target, "__module__", None) in (operator.getitem.__module__, "math", "torch")
 
 
-def _traced(exported: ExportedProgram, table: Table) -> Functional | None:
+def _traced(exported: ExportedProgram, table: Decompositions) -> Functional | None:
     """None: it writes into an input that is not a buffer, or into memory that another input has, too."""
     from torch._functorch._aot_autograd.functional_utils import (
         from_fun,
@@ -145,7 +145,7 @@ def _signature(old: ExportGraphSignature, written: Sequence[InputSpec], outputs:
 
 
 @contextlib.contextmanager
-def _as_export_does(fake_mode: Any, table: Table) -> Iterator[Any]:
+def _as_export_does(fake_mode: Any, table: Decompositions) -> Iterator[Any]:
     """The state in which `run_decompositions` traces; yields the decompositions of ops that are not composite."""
     from torch._guards import TracingContext, tracing
     from torch.export import _trace, exported_program

@@ -20,7 +20,7 @@ from fuzz.program import Misfit, Program
 from fuzz.quantities import SETS, given
 from fuzz.source import Built, build
 from psg_fx.errors import BadArgument, InternalError, PsgError
-from psg_fx.reference.definitions import Check, checks_for
+from psg_fx.reference.definitions import Definition, definitions_for
 
 TOLERANCE, ROUGH = 1e-8, 1e-4
 FAILURES = ("wrong", "mixed", "crash", "warning")
@@ -113,7 +113,7 @@ def answered(built: Built, truths: Mapping[int, Truth], backend: str) -> Outcome
             extra = given(quantities, parameters, batch)
             with drawn(built.program.plan):
                 out = step(inputs, targets, **extra) if targets else step(inputs, **extra)
-            checks, notes = checks_for(quantities, extra)
+            checks, notes = definitions_for(quantities, extra)
             assert not notes
             for one in checks if batch else ():
                 if wrong := compare(built, one, getattr(out, one.field), truths[batch], batch):
@@ -127,7 +127,7 @@ def answered(built: Built, truths: Mapping[int, Truth], backend: str) -> Outcome
     return Outcome("ok")
 
 
-def compare(built: Built, one: Check, found: Any, expected: Truth, batch: int) -> str:
+def compare(built: Built, one: Definition, found: Any, expected: Truth, batch: int) -> str:
     """What is wrong, or nothing; what the program itself does to a tiny change of its data is not an error."""
     limit = ROUGH if built.rough else TOLERANCE
     wanted = one.expected(*expected)

@@ -78,7 +78,7 @@ def last_use_forgotten() -> Iterator[None]:
 
 def called_a_view(name: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
     """An independence rule that says: the samples stay where they are."""
-    rule = table.Rule(lambda op: op.need("self").axis, "view")
+    rule = table.SampleRule(lambda op: op.need("self").axis, "view")
     return lambda: mock.patch.dict(table.RULES, {name: rule})
 
 

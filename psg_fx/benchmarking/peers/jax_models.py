@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from jax import lax
 
 from psg_fx import zoo
-from psg_fx.benchmarking.peers.asking import CannotBeAsked
+from psg_fx.benchmarking.peers.adapters import CannotBeAsked
 
 Params = dict[str, Any]
 

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from psg_fx.benchmarking.peers.asking import Own, outputs_of, quiet
-from psg_fx.benchmarking.problem import Answer, Problem, Step, from_grads
+from psg_fx.benchmarking.peers.adapters import Own, outputs_of, quiet
+from psg_fx.benchmarking.problem import Answer, Problem, Run, from_grads
 from psg_fx.quantities.base import Quantity
 from psg_fx.quantities.clipped_sum import ClippedSum
 from psg_fx.reference.loop import tracked
 
 
-def hooks(problem: Problem, quantity: Quantity) -> Step:
+def hooks(problem: Problem, quantity: Quantity) -> Run:
     """An ordinary backward that leaves `grad_sample` on every parameter, then the quantity from it."""
     from opacus.grad_sample import GradSampleModule
 
@@ -31,7 +31,7 @@ def hooks(problem: Problem, quantity: Quantity) -> Step:
     return run
 
 
-def ghost_norms(problem: Problem) -> Step:
+def ghost_norms(problem: Problem) -> Run:
     """The first of the two backward passes of ghost clipping, which leaves norms."""
     own = _own(problem)
     module = _ghost(own, max_norm=1.0)
@@ -46,7 +46,7 @@ def ghost_norms(problem: Problem) -> Step:
     return run
 
 
-def ghost_clipping(problem: Problem, quantity: ClippedSum) -> Step:
+def ghost_clipping(problem: Problem, quantity: ClippedSum) -> Run:
     """Norms by one backward pass, then a second one of the losses weighted by the factors: `p.grad` is their sum."""
     from opacus.optimizers import DPOptimizerFastGradientClipping
     from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping

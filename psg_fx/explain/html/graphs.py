@@ -24,7 +24,7 @@ NODE = ("name", "op", "value", "samples", "proof", "source", "group", "role", "s
 """The columns of a node.  All but group and inputs are places in the table of texts; inputs are numbers of nodes."""
 
 Stages = dict[str, GraphModule]
-Result = tuple[OutputSpec, Node | None]
+Output = tuple[OutputSpec, Node | None]
 
 
 class Texts:
@@ -81,7 +81,7 @@ class Graphs:
         inputs = sorted({number[n] for n in node.all_input_nodes})
         return [*(t if isinstance(t, int) else self.texts(t) for t in texts), inputs]
 
-    def _returned(self, specs: list[Result], number: Mapping[Node, int]) -> list[list[Any]]:
+    def _returned(self, specs: list[Output], number: Mapping[Node, int]) -> list[list[Any]]:
         """One node for each kind of result, which reads all that are of this kind."""
         by_kind: dict[str, set[int]] = {}
         for spec, node in specs:
@@ -95,7 +95,7 @@ class Graphs:
             rows.append(row)
         return rows
 
-    def _specs(self, gm: GraphModule) -> list[Result]:
+    def _specs(self, gm: GraphModule) -> list[Output]:
         """What the graph returns.  The halves of a split step do not say it: results keep their names in `tidied`, and
         what else the forward returns is for the backward.
         """
@@ -138,7 +138,7 @@ def _cotangents(planned: GraphModule) -> dict[str, str]:
     }
 
 
-def _specs(gm: GraphModule) -> list[Result]:
+def _specs(gm: GraphModule) -> list[Output]:
     return list(zip(facts.graph_facts(gm).outputs, facts.outputs(gm), strict=True))
 
 

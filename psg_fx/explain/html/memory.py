@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import sympy
 from torch.fx import GraphModule, Node
 
-from psg_fx.graph.lifetimes import bytes_of, lives
+from psg_fx.graph.lifetimes import bytes_of, lifetimes
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryProfile:
     """live: for each node in order, the bytes held while it runs.  peak: the first node at which that is largest.
     largest: what is held there, largest first.
     """
@@ -21,14 +21,14 @@ class Memory:
     largest: list[tuple[Node, int]]
 
 
-def memory(gm: GraphModule, batch: sympy.Symbol, size: int, shown: int = 8) -> Memory:
+def memory(gm: GraphModule, batch: sympy.Symbol, size: int, shown: int = 8) -> MemoryProfile:
     """The values alive at each node for `size` samples; not parameters and inputs, which are there anyway.
 
     A value lives from the op that makes it to its last reader; results live to the end.  A view lies in the memory of
     its base.  Kernels that are fused keep fewer values, so this is an upper bound but for scratch space in libraries.
     """
     order = list(gm.graph.nodes)
-    owner, last = lives(order)
+    owner, last = lifetimes(order)
     results = {owner[n] for n in gm.graph.output_node().all_input_nodes}
     held: dict[Node, int] = {}
     live, peak, at_peak = [], 0, list[tuple[Node, int]]()
@@ -41,4 +41,4 @@ def memory(gm: GraphModule, batch: sympy.Symbol, size: int, shown: int = 8) -> M
         for used in {owner[n] for n in (*node.all_input_nodes, node)} - results:
             if last.get(used, index) == index:
                 held.pop(used, None)
-    return Memory(live, peak, at_peak)
+    return MemoryProfile(live, peak, at_peak)

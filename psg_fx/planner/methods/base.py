@@ -30,8 +30,8 @@ class Arg:
 class Pair:
     """A contraction of two operands: `a`, `b` -> `out`; every axis not in `out` is summed.
 
-    Axes of size 1 have no role.  twin: both are the same tensor, if under other names of axes.  same: under the same
-    names, too, so that the contraction is a square.
+    Axes of size 1 have no role.  self_product: both are the same tensor, if under other names of axes.  same: under the
+    same names, too, so that the contraction is a square.
     """
 
     a: Arg
@@ -39,7 +39,7 @@ class Pair:
     out: Axes
     sizes: Mapping[str, Size]
     same: bool = False
-    twin: bool = False
+    self_product: bool = False
 
     def _roles(self, in_a: bool, in_b: bool, in_out: bool) -> Axes:
         order = self.a.axes + tuple(x for x in self.b.axes if x not in self.a.axes)

@@ -30,7 +30,7 @@ class HalfGram(Method):
     name = "half-gram"
 
     def applies(self, p: Pair) -> bool:
-        if not (p.twin and p.a.dense and p.summed and p.batch == (BATCH,) and len(p.left) == len(p.right) == 1):
+        if not (p.self_product and p.a.dense and p.summed and p.batch == (BATCH,) and len(p.left) == len(p.right) == 1):
             return False
         renamed = tuple(p.left[0] if x == p.right[0] else x for x in p.b.axes)
         return renamed == p.a.axes and set(self.out(p)) == set(p.out) and p.sizes[p.left[0]] not in range(_FROM)

@@ -5,38 +5,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...graph.facts import SampleAxis
-from .table import Answer, rule
-from .values import Op, Value, broadcast
+from .table import Answer, sample_rule
+from .values import Argument, Op, broadcast
 
 
-@rule("psg_fx::lstm", "psg_fx::gru", "psg_fx::rnn", proof="recurrence")
+@sample_rule("psg_fx::lstm", "psg_fx::gru", "psg_fx::rnn", proof="recurrence")
 def loop(op: Op) -> Answer:
     """All outputs are `[T, B, ..]`."""
     return _loop(op, ("x", "h", "c"), ("w", "bias", "projection"))
 
 
-@rule("psg_fx::lstm_backward", "psg_fx::recurrence_backward", proof="recurrence")
+@sample_rule("psg_fx::lstm_backward", "psg_fx::recurrence_backward", proof="recurrence")
 def loop_backward(op: Op) -> Answer:
     """The gradients of the initial states are `[B, ..]`, all others `[T, B, ..]`."""
     axis = _loop(op, ("dh", "dc", "kept", "scale"), ("w", "projection"))
     return tuple(SampleAxis(len(out.shape) - 2, axis.outer, axis.inner) for out in op.outputs())
 
 
-@rule("psg_fx::attach", proof="recurrence")
+@sample_rule("psg_fx::attach", proof="recurrence")
 def attach(op: Op) -> Answer:
     """The states, where they were; a sample's gradient with respect to `inputs` comes of that sample's states."""
     _same_place(op, [v for name in ("states", "inputs", "saved") for v in op.values_of(name)], ("weights",))
     return tuple(v.axis for v in op.values_of("states"))
 
 
-@rule("psg_fx::ctc", proof="recurrence")
+@sample_rule("psg_fx::ctc", proof="recurrence")
 def ctc(op: Op) -> Answer:
     """-log p(target[b]) `[B]` of `[T, B, C]`, targets `[B, S]` and lengths `[B]`."""
     _require_own(op, "log_probs", 1)
     return SampleAxis(0)
 
 
-@rule("psg_fx::ctc_backward", proof="recurrence")
+@sample_rule("psg_fx::ctc_backward", proof="recurrence")
 def ctc_backward(op: Op) -> Answer:
     """`[T, B, C]`."""
     _require_own(op, "cotangent", 0)
@@ -63,7 +63,7 @@ def _loop(op: Op, names: Sequence[str], weights: Sequence[str]) -> SampleAxis:
     return axis
 
 
-def _same_place(op: Op, data: Sequence[Value], weights: Sequence[str]) -> SampleAxis | None:
+def _same_place(op: Op, data: Sequence[Argument], weights: Sequence[str]) -> SampleAxis | None:
     """Where the samples lie in all that runs over time: dim 1 of `[T, B, ..]`."""
     if any(v.axis is not None for name in weights for v in op.values_of(name)):
         raise op.refuse("its weights carry samples", "use one set of weights for all samples")
