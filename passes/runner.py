@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from ..graph.history import History, PassRecord, _copied
 from ..graph.stages import Stage, verify
 from ..torch_private import module_without_code
+from . import promises  # noqa: F401  (it says what each stage promises)
 
 Transform = Callable[..., GraphModule]
 

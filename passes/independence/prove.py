@@ -24,7 +24,7 @@ from . import (  # noqa: F401  (they fill the table)
     gradients,
     indexing,
     joins,
-    recurrence,
+    recurrent,
     reductions,
     views,
     windows,
