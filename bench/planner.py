@@ -59,7 +59,7 @@ GRIDS = {"linear": LINEAR, "conv": CONV, "embedding": EMBEDDING}
 WIDTHS = [24, 48, 96, 160, 320, 640]
 ASKS: dict[str, tuple[Ask, ...]] = {
     "norms": (SquaredNorm(),),
-    "clipped_sum": (SquaredNorm(), Weighted("clip", late=True)),
+    "clipped_sum": (SquaredNorm(), Weighted("clip", after_norms=True)),
     "grads": (Materialized(),),
 }
 WITHIN, PREDICTED, SCREENED, COMPILED = 1.05, 10.0, 2.5, 4

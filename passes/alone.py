@@ -78,7 +78,7 @@ def _perturbed(gm: GraphModule, program: nn.Module) -> dict[str, Tensor]:
     """The program's tensors, parameters moved at random (zeros would hide differences), but for those that the loss
     reaches through its closure.
     """
-    held = facts.graph_facts(gm).data.get("held", frozenset())
+    held = facts.graph_facts(gm).held
     made: dict[int, Tensor] = {}
     for name, p in program.named_parameters(remove_duplicate=False):
         moved = p.is_floating_point() and name.removeprefix("model.") not in held
@@ -125,7 +125,7 @@ def _results(gm: GraphModule, state: Mapping[str, Tensor], inputs: Sequence[Tens
         if spec.kind in ("input", "target"):
             arguments.append(next(rest).clone())
         else:
-            arguments.append(info.data["constants"][spec.name] if spec.kind == "constant" else state[spec.target])
+            arguments.append(info.constants[spec.name] if spec.kind == "constant" else state[spec.target])
     device = inputs[0].device.type
     with torch.autocast(device, enabled=False):
         results = Interpreter(gm).run(*arguments)

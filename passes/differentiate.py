@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
 
 from ..algebra.network import Kind, Source
-from ..algebra.site import Operand, Site, Value
+from ..algebra.site import PREFIXES, SITES, Operand, Site, Value
 from ..errors import InternalError, NotYetSupported, SamplesMixed
 from ..graph import facts
 from ..graph.facts import InputSpec, OutputSpec, fact
@@ -98,9 +98,8 @@ def differentiate(gm: GraphModule, input_gradients: tuple[bool, ...] = ()) -> Gr
         traced = trace(joint, [*values, *tangents])
     known = _known(traced, forward, len(layout))
     _describe(traced, nodes, [info.outputs[i].name for i in roots] if not with_loss else [])
-    traced.meta[facts.KEY] = dataclasses.replace(
-        info, outputs=tuple(layout), data={**info.data, "sites": _sites(gm, layout)}
-    )
+    traced.meta[facts.KEY] = dataclasses.replace(info, outputs=tuple(layout))
+    SITES.put(traced, _sites(gm, layout))
     _prove(gm, traced, known)
     return traced
 
@@ -301,7 +300,7 @@ def _site(gm: GraphModule, node: Node, known: set[str], batch: Any) -> Site:
 
     args, kwargs = pytree.tree_map(convert, (node.args, node.kwargs))
     flat, _ = pytree.tree_flatten_with_path((node.args, node.kwargs))
-    prefixes = facts.graph_facts(gm).data["prefixes"]
+    prefixes = PREFIXES.of(gm)
     operands = tuple(
         Operand(i, _argument(path), _value(a, a.meta["val"]), prefixes[a.name])
         for i, (path, a) in enumerate(flat)

@@ -6,10 +6,10 @@ import dataclasses
 
 from torch.fx import GraphModule
 
-from ..algebra.gradient import ParameterGradient, Term, merge_terms
+from ..algebra.gradient import GRADIENTS, ParameterGradient, Term, merge_terms
 from ..algebra.network import Network
 from ..algebra.rule import networks_of
-from ..algebra.site import Operand, Site
+from ..algebra.site import SITES, Operand, Site
 from ..graph import facts
 from ..graph.stages import Stage
 from .rules.fallback import fallback
@@ -18,10 +18,9 @@ from .runner import graph_pass
 
 @graph_pass("networks", before=Stage.JOINT, after=Stage.NETWORKED)
 def networks(gm: GraphModule) -> GraphModule:
-    """After: `graph_facts(gm).data["gradients"]` has every tracked parameter once, with a term for each use."""
-    info = facts.graph_facts(gm)
+    """After: `GRADIENTS` has every tracked parameter once, with a term for each use."""
     terms: dict[str, list[Term]] = {}
-    for site in info.data["sites"]:
+    for site in SITES.of(gm):
         if any(c is not None for c in site.cotangents):
             for name, term in site_terms(site):
                 terms.setdefault(name, []).append(term)
@@ -32,7 +31,7 @@ def networks(gm: GraphModule) -> GraphModule:
             value = node.meta["val"]
             shape = tuple(int(s) for s in value.shape)
             gradients[spec.name] = ParameterGradient(spec.name, shape, value.dtype, tuple(terms.get(spec.name, ())))
-    gm.meta[facts.KEY] = dataclasses.replace(info, data={**info.data, "gradients": gradients})
+    GRADIENTS.put(gm, gradients)
     return gm
 
 
@@ -55,10 +54,6 @@ def _term(site: Site, operand: Operand, network: Network, rule: str) -> Term:
 @graph_pass("merge", before=Stage.NETWORKED, after=Stage.MERGED)
 def merge(gm: GraphModule) -> GraphModule:
     """Concatenate the uses of one parameter by the same rule.  After: no two terms of a parameter could be one."""
-    info = facts.graph_facts(gm)
-    merged = {
-        name: dataclasses.replace(gradient, terms=merge_terms(gradient.terms))
-        for name, gradient in info.data["gradients"].items()
-    }
-    gm.meta[facts.KEY] = dataclasses.replace(info, data={**info.data, "gradients": merged})
+    found = GRADIENTS.of(gm).items()
+    GRADIENTS.put(gm, {name: dataclasses.replace(g, terms=merge_terms(g.terms)) for name, g in found})
     return gm

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 from torch.fx import GraphModule
 
 from ..algebra.asks import Ask
+from ..algebra.gradient import GRADIENTS
 from ..graph import facts
 from ..graph.stages import Stage
 from ..planner.budget import Budget, plan_within
 from ..planner.cost import Device
+from ..planner.plan import PLAN
 from ..planner.search import plan_step
 from .runner import graph_pass
 
 
 @graph_pass("plan", before=Stage.MERGED, after=Stage.PLANNED)
 def plan(gm: GraphModule, asks: Sequence[Ask], device: Device, size: int, budget: Budget | None = None) -> GraphModule:
-    """After: `graph_facts(gm).data["plan"]` says which tree computes each ask of each parameter."""
-    info = facts.graph_facts(gm)
-    gradients = info.data["gradients"].values()
+    """After: `PLAN` says which tree computes each ask of each parameter."""
+    batch, gradients = facts.graph_facts(gm).batch, GRADIENTS.of(gm).values()
     if budget is None:
-        made = plan_step(gradients, asks, device, info.batch, size)
+        made = plan_step(gradients, asks, device, batch, size)
     else:
-        made = plan_within(gm, gradients, asks, device, info.batch, size, budget)
-    gm.meta[facts.KEY] = dataclasses.replace(info, data={**info.data, "plan": made})
+        made = plan_within(gm, gradients, asks, device, batch, size, budget)
+    PLAN.put(gm, made)
     return gm

@@ -10,17 +10,17 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from ..algebra.asks import Linear, Materialized, Quadratic, Weighted
-from ..algebra.gradient import ParameterGradient, Term, merge_terms
+from ..algebra.asks import Linear, Materialized, Phase, Quadratic
+from ..algebra.gradient import GRADIENTS, Term, merge_terms
 from ..algebra.network import BATCH, Kind, Source
-from ..algebra.site import Site, Value
+from ..algebra.site import PREFIXES, SITES, Site, Value
 from ..graph import facts
 from ..graph.facts import fact
 from ..graph.same_op import computation
 from ..graph.stages import Stage, broken, promise
 from ..graph.strides import reads_strides
 from ..graph.tracing import mutates
-from ..planner.plan import ParameterPlan, Part, Plan
+from ..planner.plan import PLAN, ParameterPlan, Part, Plan
 from ..planner.trees import LeafExpr
 from ..tensors import product
 
@@ -90,7 +90,7 @@ def sited(gm: GraphModule) -> None:
     """Every path from a tracked parameter to the loss starts at one site, and every site knows how its operands are
     made of parameters.
     """
-    prefixes = facts.graph_facts(gm).data["prefixes"]
+    prefixes = PREFIXES.of(gm)
     made_of: dict[Node, frozenset[str]] = {}
     for node in gm.graph.nodes:
         made_of[node] = _tracked(node, made_of)
@@ -132,10 +132,10 @@ def differentiated(gm: GraphModule) -> None:
     """
     info, values = facts.graph_facts(gm), _read(gm)
     wanted: dict[Source, Value] = {}
-    for site in info.data["sites"]:
+    for site in SITES.of(gm):
         wanted |= {value.source: value for value in site.values}
         for k, (output, cotangent) in enumerate(zip(site.outputs, site.cotangents, strict=True)):
-            if cotangent is not None:
+            if cotangent is not None and output is not None:
                 wanted[Source(Kind.COTANGENT, f"{site.name}.{k}")] = output
     for source, value in wanted.items():
         node = values.get(source)
@@ -168,13 +168,12 @@ def _same_sizes(a: tuple[sympy.Expr, ...], b: tuple[sympy.Expr, ...], batch: sym
 @promise(Stage.NETWORKED, Stage.MERGED, Stage.PLANNED)
 def networked(gm: GraphModule) -> None:
     """Every tracked parameter has a gradient, with each of its uses in one term; its networks read what there is."""
-    data = facts.graph_facts(gm).data
-    gradients: dict[str, ParameterGradient] = data["gradients"]
+    gradients = GRADIENTS.of(gm)
     specs = [facts.input_spec(node) for node in facts.placeholders(gm)]
     if set(gradients) != {spec.name for spec in specs if spec.tracked}:
         raise broken("every tracked parameter has a gradient", gm)
     known = {*_read(gm), *(Source(Kind.PLACEHOLDER, node.name) for node in facts.placeholders(gm))}
-    uses = _uses(data["sites"])
+    uses = _uses(SITES.of(gm))
     for name, gradient in gradients.items():
         if Counter(site for term in gradient.terms for site in term.sites) != uses.get(name, Counter()):
             raise broken(f"every use of {name} is in one term", gm)
@@ -205,7 +204,7 @@ def _fits(term: Term) -> bool:
 @promise(Stage.MERGED, Stage.PLANNED)
 def merged(gm: GraphModule) -> None:
     """No two terms of a parameter could be one."""
-    for name, gradient in facts.graph_facts(gm).data["gradients"].items():
+    for name, gradient in GRADIENTS.of(gm).items():
         if len(merge_terms(gradient.terms)) != len(gradient.terms):
             raise broken(f"no two terms of {name} could be one", gm)
 
@@ -213,9 +212,8 @@ def merged(gm: GraphModule) -> None:
 @promise(Stage.PLANNED)
 def planned(gm: GraphModule) -> None:
     """Everything asked of every parameter has trees for all of it, whose leaves are there."""
-    data = facts.graph_facts(gm).data
-    plan: Plan = data["plan"]
-    if [p.gradient for p in plan.parameters] != list(data["gradients"].values()):
+    plan = PLAN.of(gm)
+    if [p.gradient for p in plan.parameters] != list(GRADIENTS.of(gm).values()):
         raise broken("every gradient is planned", gm)
     known = set(_read(gm))
     for parameter in plan.parameters:
@@ -237,7 +235,7 @@ def _answers(parameter: ParameterPlan, plan: Plan) -> bool:
     uses = range(len(parameter.gradient.terms))
     for ask in {*plan.asks, *([Materialized()] if parameter.total else [])}:
         found = [part.contraction.terms for part in parameter.parts if part.ask == ask]
-        if parameter.total and not isinstance(ask, Materialized):
+        if parameter.total and ask.phase is not Phase.GRADIENTS:
             good = bool(found) and not any(found)
         elif isinstance(ask, Linear):
             good = sorted(found) == [(use,) for use in uses]
@@ -255,7 +253,7 @@ def _is_made(source: Source, part: Part, parameter: ParameterPlan) -> bool:
     if source.kind is Kind.GRADS:
         return parameter.total and source.name == parameter.gradient.name
     if source.kind is Kind.WEIGHTS:
-        return isinstance(part.ask, Weighted) and source.name == part.ask.weights
+        return source.name == part.ask.reads
     return source.kind in (Kind.GIVEN, Kind.PLACEHOLDER)
 
 

@@ -7,7 +7,6 @@ one site, because a value derived from a parameter is either param or made at a 
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..algebra.site import Prefix
+from ..algebra.site import PREFIXES, Prefix
 from ..errors import NotYetSupported
 from ..graph import facts
 from ..graph.facts import fact
@@ -45,9 +44,7 @@ def find_sites(gm: GraphModule) -> GraphModule:
                 facts.update(node, params=frozenset([spec.name]))
         elif node.op == "call_function":
             _classify(node)
-    info = facts.graph_facts(gm)
-    prefixes = {operand.name: prefix(gm, operand) for operand in _operands(gm)}
-    gm.meta[facts.KEY] = dataclasses.replace(info, data={**info.data, "prefixes": prefixes})
+    PREFIXES.put(gm, {operand.name: prefix(gm, operand) for operand in _operands(gm)})
     return gm
 
 

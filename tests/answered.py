@@ -8,8 +8,8 @@ import torch
 
 import psg_fx.passes.pipeline  # noqa: F401  (registers every rule)
 from case import Case
+from psg_fx.algebra.gradient import GRADIENTS
 from psg_fx.algebra.rule import registered
-from psg_fx.graph import facts
 
 FALLBACK = "fallback"
 GENERAL = ("prefix", "uses", "layers", "traps", FALLBACK)
@@ -35,7 +35,7 @@ def named(case: Case) -> set[str]:
 
 def answers(step: Any) -> dict[str, set[str]]:
     """Parameter -> the rules that answered for its uses."""
-    gradients = facts.graph_facts(step.graphs["networked"]).data["gradients"]
+    gradients = GRADIENTS.of(step.graphs["networked"])
     return {name: {term.rule for term in gradient.terms} for name, gradient in gradients.items()}
 
 

@@ -20,6 +20,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 import psg_fx
 from psg_fx import zoo
+from psg_fx.planner.plan import PLAN
 from test_html_report import Evil, example, made
 
 pytestmark = pytest.mark.browser
@@ -221,7 +222,7 @@ def test_a_click_fills_the_panel(opened: Open, cnn: psg_fx.PerSampleModule) -> N
         "self.conv1(images)",
     ):
         assert text in panel
-    plan = cnn.graphs["planned"].meta["psg_fx"].data["plan"]
+    plan = PLAN.of(cnn.graphs["planned"])
     parts = [part for p in plan.parameters if p.gradient.name == "conv1.weight" for part in p.parts]
     assert parts
     for part in parts:

@@ -11,8 +11,8 @@ import torch
 import oracle
 import psg_fx
 from psg_fx import BadArgument, ClippedSum, Grads, Gram, MeanGrad, Norms, PsgError, SecondMoment, zoo
-from psg_fx.graph import facts
 from psg_fx.measure.clock import peak_memory
+from psg_fx.planner.plan import PLAN
 
 B = 12
 
@@ -28,7 +28,7 @@ def step_of(ex: zoo.Example, quantities: Any, **settings: Any) -> Any:
 
 
 def plan_of(step: Any) -> Any:
-    return facts.graph_facts(step.graphs["planned"]).data["plan"]
+    return PLAN.of(step.graphs["planned"])
 
 
 def peak(step: Any, ex: zoo.Example) -> int:

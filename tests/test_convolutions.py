@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import psg_fx
+from psg_fx.algebra.gradient import GRADIENTS
 from psg_fx.algebra.network import Dense, Patches
-from psg_fx.graph import facts
 from psg_fx.planner.methods import METHODS, Arg, Pair
 from psg_fx.planner.methods.patches import densify
 from psg_fx.planner.methods.pixels import PixelGram
@@ -101,7 +101,7 @@ def test_a_kernel_of_one_pixel_needs_no_patches(stride: int, padding: int, dense
     model = nn.Conv2d(2, 3, 1, stride=stride, padding=padding)
     step = psg_fx.transform(model, lambda y: y.square().sum(), backend="eager")
     step(torch.randn(3, 2, 5, 5))
-    (weight, _bias) = facts.graph_facts(step.graphs["merged"]).data["gradients"].values()
+    (weight, _bias) = GRADIENTS.of(step.graphs["merged"]).values()
     forms = [leaf.form for term in weight.terms for leaf in term.network.leaves]
     assert all(isinstance(form, Dense) for form in forms) is dense
 

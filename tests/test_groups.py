@@ -16,9 +16,9 @@ from psg_fx import zoo
 from psg_fx.algebra.asks import Along, Ask
 from psg_fx.algebra.gradient import Term
 from psg_fx.algebra.network import Network
-from psg_fx.graph import facts
 from psg_fx.passes.lower.pieces import Pieces
 from psg_fx.planner import groups
+from psg_fx.planner.plan import PLAN
 
 MANY = [
     psg_fx.ClippedSum(max_norm=1.0), psg_fx.Grads(), psg_fx.Gram(), psg_fx.SecondMoment(), psg_fx.Projection(rank=4),
@@ -161,7 +161,7 @@ def test_results_keep_the_order_of_parameters() -> None:
     asked = psg_fx.ClippedSum(max_norm=bounds, per="parameter")
     step = psg_fx.transform(model, lambda y: y.square().sum((1, 2)), quantities=asked, backend="eager", progress=False)
     factors, norms = (lambda out: (out.clip_factors, out.norms))(step(x))
-    plan = facts.graph_facts(step.graphs["planned"]).data["plan"]
+    plan = PLAN.of(step.graphs["planned"])
     assert [group.names for group in groups.groups(plan)] == [("one.weight", "two.weight"), ("other.weight",)]
     for name, bound in bounds.items():
         torch.testing.assert_close(factors[name] * norms[name], torch.full((3,), bound, dtype=torch.float64))

@@ -13,9 +13,10 @@ import oracle
 import psg_fx
 from psg_fx import ClippedSum, Gram, Norms, SecondMoment
 from psg_fx.algebra import gradient, network, site
-from psg_fx.graph import facts
+from psg_fx.algebra.asks import Phase
 from psg_fx.planner import rates, search
 from psg_fx.planner.groups import groups
+from psg_fx.planner.plan import PLAN
 from psg_fx.planner.trees import ContractExpr, DenseExpr, Expr, LeafExpr, SumExpr
 
 
@@ -57,7 +58,7 @@ def shape_of(expr: Expr) -> Any:
 
 def decisions(made: Any) -> Any:
     """All that the planner decided, and how the plan is written."""
-    plan = facts.graph_facts(made.graphs["planned"]).data["plan"]
+    plan = PLAN.of(made.graphs["planned"])
     parts = [
         (p.gradient.name, p.total, p.seconds, [(part.ask, shape_of(part.tree), part.seconds) for part in p.parts])
         for p in plan.parameters
@@ -113,8 +114,8 @@ def test_labels_decide_nothing(budget: int | None, dear_memory: None, request: p
 def test_activations_are_alive_anyway() -> None:
     """What a clipped sum reads and is computed before the norms is kept for it, ȳ too, but no activation as it is."""
     made, _ = step()
-    plan = facts.graph_facts(made.graphs["planned"]).data["plan"]
-    late = [part for p in plan.parameters for part in p.parts if part.ask.late]
+    plan = PLAN.of(made.graphs["planned"])
+    late = [part for p in plan.parameters for part in p.parts if part.ask.phase is Phase.AFTER_NORMS]
     trees = [tree for part in late for tree in (part.tree, *(other for other, _ in part.alternatives))]
     kept = {key for tree in trees for key in search.kept_until_norms(tree)}
     leaves = {key: n.leaf for tree in trees for key, n in tree.nodes().items() if isinstance(n, LeafExpr)}

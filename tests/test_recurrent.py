@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import oracle
 import psg_fx
+from psg_fx.algebra.gradient import GRADIENTS
 from psg_fx.errors import NotYetSupported, SamplesMixed
 from psg_fx.ops import recurrent
 
@@ -160,7 +161,7 @@ def test_a_loop_over_cells_is_one_term() -> None:
 
     torch.manual_seed(0)
     step = check(Loop().double())
-    gradients = step.graphs["merged"].meta["psg_fx"].data["gradients"]
+    gradients = GRADIENTS.of(step.graphs["merged"])
     (term,) = gradients["cell.weight_hh"].terms
     assert len(term.sites) == T
 

@@ -16,11 +16,14 @@ from torch.fx import GraphModule, Node
 
 import psg_fx
 from psg_fx import InternalError
+from psg_fx.algebra.gradient import GRADIENTS
 from psg_fx.algebra.network import Kind, Source
+from psg_fx.algebra.site import PREFIXES
 from psg_fx.graph import facts
 from psg_fx.graph.history import History, copy_graph
 from psg_fx.graph.stages import Stage, broken, checks, verify
 from psg_fx.passes.runner import graph_pass, run
+from psg_fx.planner.plan import PLAN
 
 aten = torch.ops.aten
 
@@ -90,16 +93,6 @@ def keep_a_cotangent(gm: GraphModule) -> None:
     gm.meta[facts.KEY] = dataclasses.replace(info, outputs=outputs)
 
 
-def data(gm: GraphModule, **changes: Any) -> None:
-    """Replace what is known of the whole graph."""
-    info = facts.graph_facts(gm)
-    gm.meta[facts.KEY] = dataclasses.replace(info, data={**info.data, **changes})
-
-
-def known(gm: GraphModule, what: str) -> Any:
-    return facts.graph_facts(gm).data[what]
-
-
 def read_strides(gm: GraphModule) -> None:
     node = last_op(gm)
     with gm.graph.inserting_after(node):
@@ -128,7 +121,7 @@ def pass_a_site_by(gm: GraphModule) -> None:
 
 
 def forget_a_prefix(gm: GraphModule) -> None:
-    data(gm, prefixes=dict(list(known(gm, "prefixes").items())[1:]))
+    PREFIXES.put(gm, dict(list(PREFIXES.of(gm).items())[1:]))
 
 
 def change_outputs(gm: GraphModule, change: Callable[[list[Any]], list[Any]]) -> None:
@@ -166,12 +159,12 @@ def differentiate_a_parameter(gm: GraphModule) -> None:
 
 def change_gradients(gm: GraphModule, change: Callable[[Any], Any]) -> None:
     """The gradient of the layer's weight, in the plan too."""
-    old = known(gm, "gradients")["layer.weight"]
-    data(gm, gradients={**known(gm, "gradients"), "layer.weight": change(old)})
+    old = GRADIENTS.of(gm)["layer.weight"]
+    GRADIENTS.put(gm, {**GRADIENTS.of(gm), "layer.weight": change(old)})
 
 
 def lose_a_gradient(gm: GraphModule) -> None:
-    data(gm, gradients=dict(list(known(gm, "gradients").items())[1:]))
+    GRADIENTS.put(gm, dict(list(GRADIENTS.of(gm).items())[1:]))
 
 
 def lose_a_use(gm: GraphModule) -> None:
@@ -203,22 +196,22 @@ def sum_a_kept_axis(gm: GraphModule) -> None:
 
 
 def merge_nothing(gm: GraphModule) -> None:
-    data(gm, gradients=facts.graph_facts(graphs()["networked"]).data["gradients"])
+    GRADIENTS.put(gm, GRADIENTS.of(graphs()["networked"]))
 
 
 def change_plan(gm: GraphModule, change: Callable[[Any], list[Any]]) -> None:
     """Other parts for the layer's weight."""
-    plan = known(gm, "plan")
+    plan = PLAN.of(gm)
     changed = [
         dataclasses.replace(p, parts=tuple(change(p))) if p.gradient.name == "layer.weight" else p
         for p in plan.parameters
     ]
-    data(gm, plan=dataclasses.replace(plan, parameters=tuple(changed)))
+    PLAN.put(gm, dataclasses.replace(plan, parameters=tuple(changed)))
 
 
 def plan_without_a_parameter(gm: GraphModule) -> None:
-    plan = known(gm, "plan")
-    data(gm, plan=dataclasses.replace(plan, parameters=plan.parameters[1:]))
+    plan = PLAN.of(gm)
+    PLAN.put(gm, dataclasses.replace(plan, parameters=plan.parameters[1:]))
 
 
 def answer_one_question_less(gm: GraphModule) -> None:

@@ -31,7 +31,7 @@ from psg_fx.algebra.asks import (  # fmt: skip
     sides,
     whole,
 )
-from psg_fx.algebra.gradient import ParameterGradient
+from psg_fx.algebra.gradient import GRADIENTS, ParameterGradient
 from psg_fx.algebra.network import BATCH, Kind, Leaf, Source
 from psg_fx.graph import facts
 from psg_fx.planner import rates
@@ -83,7 +83,7 @@ def joint(case: Case) -> Joint:
     env = {Source(Kind.PLACEHOLDER, n.name): a for n, a in zip(facts.placeholders(gm), arguments, strict=True)}
     read = [(s, v) for s, v in zip(info.outputs, results, strict=True) if s.kind in ("activation", "cotangent")]
     env |= {Source(Kind(spec.kind), spec.name): value for spec, value in read}
-    return Joint(info.data["gradients"], env, info.batch, call.batch_size(), Truth(case))
+    return Joint(GRADIENTS.of(gm), env, info.batch, call.batch_size(), Truth(case))
 
 
 def questions(gradient: ParameterGradient, batch: Any, through_total: bool) -> Open:

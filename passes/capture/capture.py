@@ -17,9 +17,10 @@ from torch.fx import GraphModule
 
 from ...errors import NotYetSupported
 from ...graph import facts
-from ...graph.facts import GraphFacts, InputSpec, OutputSpec
+from ...graph.facts import GraphFacts, Holds, InputSpec, OutputSpec
 from ...graph.strides import free_of_strides
 from ...program.call import Call
+from ...program.effects import WRITTEN
 from ...program.program import Program
 from ...tensors import memory_order
 from .export import Exported, export
@@ -117,7 +118,7 @@ def _flat(
             node.meta["psg_fx_input"] = InputSpec("constant", target)
         elif spec.kind is InputKind.USER_INPUT:
             index = next(inputs)
-            kind = "input" if index < call.inputs else "target"
+            kind: Holds = "input" if index < call.inputs else "target"
             node.meta["psg_fx_input"] = InputSpec(kind, call.names[index], call.dims[index])
         else:
             raise NotYetSupported(
@@ -125,9 +126,10 @@ def _flat(
                 why="only tensors can be inputs of a compiled step", fix="replace it by tensors",
             )  # fmt: skip
     notes = (exported.note,) if exported.note else ()
-    data = {"constants": constants, "one_size": exported.one_size, "written": tuple(program.written)}
-    data["held"] = frozenset(held.values())
-    gm.meta[facts.KEY] = GraphFacts(_batch_symbol(nodes), _outputs(exported, program), notes, data)
+    gm.meta[facts.KEY] = GraphFacts(
+        _batch_symbol(nodes), _outputs(exported, program), notes, constants, exported.one_size, frozenset(held.values())
+    )
+    WRITTEN.put(gm, tuple(program.written))
     return free_of_strides(gm)
 
 

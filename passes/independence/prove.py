@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Mapping, Set
 
@@ -82,8 +81,7 @@ class Prover:
         self.check_outputs()
         known = facts.graph_facts(self.gm)
         new = tuple(dict.fromkeys(n for n in self.notes if n not in known.notes))
-        data = {**known.data, "statistics": tuple(self.following)}
-        self.gm.meta[facts.KEY] = dataclasses.replace(known, notes=known.notes + new, data=data)
+        facts.update_graph(self.gm, notes=known.notes + new, statistics=tuple(self.following))
 
     def walk(self, skip: Set[Node] = frozenset()) -> None:
         """Visit all nodes in order, but those of `skip` (and all that is computed from them)."""

@@ -11,9 +11,9 @@ from torch.fx import GraphModule, Node
 
 from ...algebra.network import Kind, Source
 from ...graph import facts
-from ...graph.facts import InputSpec, OutputSpec
+from ...graph.facts import Holds, InputSpec, OutputSpec
 from ...graph.stages import Stage
-from ...planner.plan import Plan
+from ...planner.plan import PLAN
 from ...quantities.base import Extra, Quantity
 from ..runner import graph_pass
 from .pieces import rename
@@ -26,14 +26,12 @@ def lower(gm: GraphModule, quantities: Sequence[Quantity], dtype: torch.dtype) -
 
     dtype: of further inputs whose quantity leaves it open.
     """
-    info = facts.graph_facts(gm)
-    plan: Plan = info.data["plan"]
+    plan = PLAN.of(gm)
     gradients = {p.gradient.name: p.gradient for p in plan.parameters}
     extras = {name: extra for quantity in quantities for name, extra in quantity.extras(gradients).items()}
     made = {name: _extra_node(gm, name, extra, dtype) for name, extra in extras.items()}
     fixed = {n: extra.value.to(made[n].meta["val"].device) for n, extra in extras.items() if extra.value is not None}
-    constants = {**info.data["constants"], **fixed}
-    gm.meta[facts.KEY] = dataclasses.replace(info, data={**info.data, "constants": constants})
+    facts.update_graph(gm, constants={**facts.graph_facts(gm).constants, **fixed})
     writer = Writer(gm, plan, _batch_node(gm), _known_values(gm, made), made)
     _finish(gm, *_name(writer.results(quantities)))
     return gm
@@ -63,7 +61,7 @@ def _extra_node(gm: GraphModule, name: str, extra: Extra, dtype: torch.dtype) ->
         value = torch.empty(shape, dtype=extra.dtype or dtype, device=template.device)
     with gm.graph.inserting_after(last):
         node = gm.graph.placeholder(re.sub(r"\W", "_", name))
-    kind = "given" if extra.value is None else "constant"
+    kind: Holds = "given" if extra.value is None else "constant"
     node.meta = {"val": value, "psg_fx_input": InputSpec(kind, name, 0 if None in extra.shape else None)}
     return node
 

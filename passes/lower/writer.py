@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from ...algebra.asks import FLOORS, Weighted
+from ...algebra.asks import FLOORS, Phase
 from ...algebra.network import Kind, Source
 from ...graph import facts
 from ...graph.facts import OutputSpec
@@ -65,8 +65,8 @@ class Writer:
 
     def _second(self, group: Group, handed: list[Node], weights: NodesByName) -> None:
         """The weighted sums."""
-        asks = [ask for ask in self.plan.asks if isinstance(ask, Weighted)]
-        wanted = [(ask.weights, name) for ask in asks if ask.weights for name in group.names]
+        asks = [ask for ask in self.plan.asks if ask.phase >= Phase.WEIGHTED]
+        wanted = [(ask.reads, name) for ask in asks for name in group.names]
         kept = [*group.handed, *group.totals]
 
         def piece(carrier: torch.Tensor, *values: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
@@ -100,7 +100,9 @@ class Writer:
         for key, index in results:
             self.found[key][group.names[index]] = next(rest)
         for kind, index in contractions:
-            rename(next(rest), f"{group.names[index]}_{kind}_{self.contractions}")
+            node, name = next(rest), group.names[index]
+            facts.update(node, contracts=name)
+            rename(node, f"{name}_{kind}_{self.contractions}")
             self.contractions += 1
         return list(rest)
 

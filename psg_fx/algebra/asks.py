@@ -6,6 +6,7 @@ itself; one that is quadratic contracts all pairs, so that a parameter used seve
 
 from __future__ import annotations
 
+import enum
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,19 @@ OTHER = "b'"
 """The samples of the second gradient in a product of two."""
 
 
+class Phase(enum.IntEnum):
+    """When an ask is computed: it may read what earlier phases have found."""
+
+    GRADIENTS = 0
+    """The gradients themselves, which everything else may read from memory."""
+    CONTRACTIONS = 1
+    """Norms, products, sums: what reads nothing but the graph and the inputs of quantities."""
+    WEIGHTED = 2
+    """What reads weights of the samples that are given at the call."""
+    AFTER_NORMS = 3
+    """What reads weights that follow from the norms: all that it reads is kept until they are known."""
+
+
 class ThroughTotal(Exception):
     """Why an ask needs the gradient itself, the sum of all its terms."""
 
@@ -42,12 +56,25 @@ class Ask:
     """Something contracted of every parameter's gradient.
 
     like_parameter: the result has the parameter's shape (after the samples, if it keeps them), so that what was found
-    for the operand of a site is pulled back to the parameter.  accumulated: kept in float32 or better.
+    for the operand of a site is pulled back to the parameter.  per_sample: the samples are its first dim.
+    accumulated: kept in float32 or better.  nameless: its networks do not depend on the name of the parameter, so that
+    like parameters share the code that computes it.
     """
 
     like_parameter: ClassVar[bool] = False
+    per_sample: ClassVar[bool] = True
     accumulated: ClassVar[bool] = True
-    late: ClassVar[bool] = False
+    nameless: ClassVar[bool] = False
+
+    @property
+    def phase(self) -> Phase:
+        """When it is computed."""
+        return Phase.CONTRACTIONS
+
+    @property
+    def reads(self) -> str:
+        """The name of the weights of the samples that it reads, "" for none."""
+        return ""
 
     @property
     def key(self) -> str:
@@ -107,7 +134,12 @@ class Materialized(Linear):
 
     like_parameter: ClassVar[bool] = True
     accumulated: ClassVar[bool] = False
+    nameless: ClassVar[bool] = True
     key: ClassVar[str] = "grads"
+
+    @property
+    def phase(self) -> Phase:
+        return Phase.GRADIENTS
 
     def contract(self, term: Term, name: str) -> Network:
         return term.network
@@ -123,6 +155,7 @@ class Materialized(Linear):
 class SquaredNorm(Quadratic):
     """‖g_b‖² of every parameter: name -> [B]."""
 
+    nameless: ClassVar[bool] = True
     key: ClassVar[str] = "sq_norms"
 
     def multiply(self, g: Network, h: Network) -> Network:
@@ -139,6 +172,7 @@ class SquaredNorm(Quadratic):
 class InnerProducts(Quadratic):
     """⟨g_b, g_b'⟩ of every parameter: name -> [B, B]."""
 
+    nameless: ClassVar[bool] = True
     key: ClassVar[str] = "gram"
 
     def multiply(self, g: Network, h: Network) -> Network:
@@ -159,6 +193,8 @@ class Squares(Quadratic):
     """Σ_b g_b² elementwise: name -> shape."""
 
     like_parameter: ClassVar[bool] = True
+    per_sample: ClassVar[bool] = False
+    nameless: ClassVar[bool] = True
     key: ClassVar[str] = "squares"
 
     def multiply(self, g: Network, h: Network) -> Network:
@@ -175,13 +211,25 @@ class Squares(Quadratic):
 class Weighted(Linear):
     """Σ_b w_b g_b of every parameter: name -> shape.
 
-    weights: the name of the [B] weights, "" for ones.  late: they follow from the norms.
+    weights: the name of the [B] weights, "" for ones.  after_norms: they follow from the norms.
     """
 
     weights: str = ""
-    late: bool = False  # type: ignore[misc]  # of each one, not of the class
+    after_norms: bool = False
     like_parameter: ClassVar[bool] = True
+    per_sample: ClassVar[bool] = False
     accumulated: ClassVar[bool] = False
+    nameless: ClassVar[bool] = True
+
+    @property
+    def phase(self) -> Phase:
+        if not self.weights:
+            return Phase.CONTRACTIONS
+        return Phase.AFTER_NORMS if self.after_norms else Phase.WEIGHTED
+
+    @property
+    def reads(self) -> str:
+        return self.weights
 
     @property
     def key(self) -> str:
@@ -209,6 +257,7 @@ class Along(Linear):
     """
 
     count: int | None = None
+    nameless: ClassVar[bool] = True
     key: ClassVar[str] = "dots"
 
     def contract(self, term: Term, name: str) -> Network:
@@ -250,6 +299,7 @@ class Projected(Linear):
     """
 
     rank: int
+    nameless: ClassVar[bool] = True
     key: ClassVar[str] = "projection"
 
     def contract(self, term: Term, name: str) -> Network:

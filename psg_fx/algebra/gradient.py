@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 from psg_fx.algebra.network import Leaf, Network
 from psg_fx.algebra.site import Prefix
+from psg_fx.graph.facts import Entry
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,10 @@ class ParameterGradient:
     shape: tuple[int, ...]
     dtype: torch.dtype
     terms: tuple[Term, ...]
+
+
+GRADIENTS = Entry[Mapping[str, ParameterGradient]]("gradients")
+"""Every tracked parameter by its name (set by networks)."""
 
 
 def merge_terms(terms: tuple[Term, ...]) -> tuple[Term, ...]:

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from psg_fx.algebra.network import Kind, Source
-from psg_fx.graph.facts import SampleAxis
+from psg_fx.graph.facts import Entry, SampleAxis
 
 
 @dataclass(frozen=True)
@@ -135,3 +135,10 @@ class Site:
         """The gradient of the (first) output."""
         assert self.cotangents[0] is not None
         return self.cotangents[0]
+
+
+SITES = Entry[tuple[Site, ...]]("sites")
+"""Every site, in the graph's order (set by differentiate)."""
+
+PREFIXES = Entry[Mapping[str, Prefix]]("prefixes")
+"""The name of the node of each operand -> how it is made of parameters (set by sites)."""

@@ -11,12 +11,12 @@ import torch
 from tabulate import tabulate
 from torch.fx import GraphModule
 
-from psg_fx.algebra.site import Site
+from psg_fx.algebra.site import SITES, Site
 from psg_fx.explain.tables import methods, notes, uses
 from psg_fx.graph import facts
 from psg_fx.graph.stages import Stage
 from psg_fx.measure.tree_times import measured
-from psg_fx.planner.plan import ParameterPlan, Plan
+from psg_fx.planner.plan import PLAN, ParameterPlan
 from psg_fx.planner.trees import peak_bytes
 from psg_fx.reference.validate import ValidationReport
 from psg_fx.source import source_line
@@ -24,9 +24,8 @@ from psg_fx.source import source_line
 
 def explained(graphs: dict[str, GraphModule], measure: bool = False) -> dict[str, Any]:
     """What `step.explain()` shows: sites, plan and notes.  measure: with measured seconds of every part."""
-    info = facts.graph_facts(graphs[Stage.PLANNED.value])
-    plan: Plan = info.data["plan"]
-    sites: tuple[Site, ...] = info.data["sites"]
+    gm = graphs[Stage.PLANNED.value]
+    plan, sites, batch = PLAN.of(gm), SITES.of(gm), facts.graph_facts(gm).batch
     times, used = measured(plan) if measure else {}, uses(plan)
     return {
         "batch": plan.size,
@@ -34,7 +33,7 @@ def explained(graphs: dict[str, GraphModule], measure: bool = False) -> dict[str
         "device": plan.device.name,
         "asked": [str(ask) for ask in plan.asks],
         "seconds": plan.seconds,
-        "sites": [_site(site, used.get(site.name, []), info.batch) for site in sites],
+        "sites": [_site(site, used.get(site.name, []), batch) for site in sites],
         "plan": [row for parameter in plan.parameters for row in _parts(parameter, times)],
         "notes": notes(graphs, plan),
     }

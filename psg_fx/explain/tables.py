@@ -13,14 +13,14 @@ from torch.fx import GraphModule
 
 from psg_fx.algebra.gradient import ParameterGradient
 from psg_fx.algebra.network import BATCH
-from psg_fx.algebra.site import Site
+from psg_fx.algebra.site import SITES, Site
 from psg_fx.graph import facts
 from psg_fx.graph.stages import Stage
 from psg_fx.measure.tree_times import measured
 from psg_fx.planner.cost import Work
 from psg_fx.planner.crossover import crossover
 from psg_fx.planner.methods import Pair
-from psg_fx.planner.plan import ParameterPlan, Part, Plan
+from psg_fx.planner.plan import PLAN, ParameterPlan, Part, Plan
 from psg_fx.planner.trees import ContractExpr, DenseExpr, Expr, SumExpr, peak_bytes
 from psg_fx.planner.trees import seconds as predicted
 
@@ -38,9 +38,7 @@ def explain(graphs: dict[str, GraphModule], measure: bool = False) -> str:
     measure: compile and time every tree with random operands, and show that beside the prediction (seconds a tree).
     """
     gm = graphs[Stage.PLANNED.value]
-    info = facts.graph_facts(gm)
-    plan: Plan = info.data["plan"]
-    sites: tuple[Site, ...] = info.data["sites"]
+    plan, sites = PLAN.of(gm), SITES.of(gm)
     return "\n\n".join(
         [
             summary(gm, plan, sites),
@@ -74,7 +72,7 @@ def uses(plan: Plan) -> dict[str, list[str]]:
     return found
 
 
-SITES = ("site", "op", "parameters", "output", "samples", "source")
+SITE_HEADERS = ("site", "op", "parameters", "output", "samples", "source")
 """The columns of the sites table."""
 
 
@@ -90,7 +88,7 @@ def site_cells(site: Site, used: Mapping[str, list[str]]) -> list[str]:
 
 def _sites(sites: tuple[Site, ...], plan: Plan) -> str:
     used = uses(plan)
-    return tabulate([site_cells(site, used) for site in sites], SITES, tablefmt="simple")
+    return tabulate([site_cells(site, used) for site in sites], SITE_HEADERS, tablefmt="simple")
 
 
 def _source(site: Site) -> str:
@@ -103,7 +101,7 @@ def shape_text(shape: tuple[sympy.Expr, ...], batch: sympy.Symbol) -> str:
     return "[" + ", ".join(_formula(s.subs(batch, sympy.Symbol("B"))) for s in shape) + "]"
 
 
-PLAN = ("parameter", "shape", "asked", "tree", "method", "flops", "moved", "peak", "time", "instead")
+PLAN_HEADERS = ("parameter", "shape", "asked", "tree", "method", "flops", "moved", "peak", "time", "instead")
 """The columns of the plan table."""
 
 
@@ -123,7 +121,7 @@ def plan_rows(plan: Plan, times: Mapping[tuple[str, int], float]) -> list[PlanRo
     for parameter in plan.parameters:
         name = parameter.gradient.name
         if not parameter.parts:
-            cells = [name, _shape_of(parameter.gradient), "", "0", *[""] * (len(PLAN) - 5), parameter.why]
+            cells = [name, _shape_of(parameter.gradient), "", "0", *[""] * (len(PLAN_HEADERS) - 5), parameter.why]
             rows.append(PlanRow(parameter, None, None, cells))
         for index, part in enumerate(parameter.parts):
             cells, seconds = _row(plan, parameter, part, index == 0), times.get((name, index))
@@ -135,7 +133,7 @@ def plan_rows(plan: Plan, times: Mapping[tuple[str, int], float]) -> list[PlanRo
 
 def _plan(plan: Plan, measure: bool) -> str:
     rows = plan_rows(plan, measured(plan) if measure else {})
-    return tabulate([row.cells for row in rows], PLAN, tablefmt="simple", disable_numparse=True)
+    return tabulate([row.cells for row in rows], PLAN_HEADERS, tablefmt="simple", disable_numparse=True)
 
 
 def _shape_of(gradient: ParameterGradient) -> str:

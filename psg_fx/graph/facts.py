@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, Literal, TypeVar
 
 import sympy
 import torch
@@ -39,19 +39,21 @@ SampleAxes = SampleAxis | None | tuple["SampleAxis | None", ...]
 """The sample axis of a value; a tuple for an op with several outputs; None where no samples are carried."""
 
 
+Holds = Literal["parameter", "buffer", "constant", "input", "target", "given", "tangent"]
+
+
 @dataclass(frozen=True)
 class InputSpec:
     """What a placeholder holds.
 
-    kind: "parameter", "buffer", "constant" (a tensor lifted from the code), "input", "target", "given" (at the
-    call, for a quantity) or "tangent".
+    kind: "constant" is a tensor lifted from the code; "given" is given at the call, for a quantity.
     name: the model's own name of a parameter or buffer (canonical for tied ones), or a readable one.
     samples: the dim of the input in which the samples lie; None where all samples share it.
     tracked: a parameter whose per-sample gradients are asked.
     target: where a parameter or buffer is found in the captured program ("model.fc.weight").
     """
 
-    kind: str
+    kind: Holds
     name: str
     samples: int | None = None
     tracked: bool = False
@@ -79,6 +81,7 @@ class Fact:
     proof: which argument shows that the op keeps the samples apart ("elementwise", "view", "linear", "probed", ...).
     params: names of the tracked parameters the value is derived from, when it carries no samples (set by sites).
     site: the name of the site this node is (set by sites).
+    contracts: the parameter whose gradients are contracted here (set by lower).
     """
 
     samples: SampleAxes = None
@@ -88,16 +91,52 @@ class Fact:
     proof: str = ""
     params: frozenset[str] = frozenset()
     site: str = ""
+    contracts: str = ""
 
 
 @dataclass(frozen=True)
 class GraphFacts:
-    """What is known about the whole graph.  `batch` is the symbol of the batch size in all shapes."""
+    """What is known about the whole graph.
+
+    batch: the symbol of the batch size in all shapes.
+    constants: tensors that placeholders hold, by name.
+    one_size: the graph is for the batch size of its capture only.
+    held: names of parameters that the loss reaches through its closure.
+    statistics: buffers that keep a statistic of the batch, which nothing else reads (set by batch).
+    more: what is of types that this module does not know (`Entry`).
+    """
 
     batch: sympy.Symbol
     outputs: tuple[OutputSpec, ...] = ()
     notes: tuple[str, ...] = ()
-    data: dict[str, Any] = field(default_factory=dict)
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    one_size: bool = False
+    held: frozenset[str] = frozenset()
+    statistics: tuple[str, ...] = ()
+    more: Mapping[Entry[Any], Any] = field(default_factory=dict)
+
+
+T = TypeVar("T")
+
+
+class Entry(Generic[T]):
+    """Something known about whole graphs, declared beside its type: `PLAN = Entry[Plan]("plan")`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return f"the {self._name} of a graph"
+
+    def of(self, gm: GraphModule) -> T:
+        """What it is for this graph."""
+        found: T = graph_facts(gm).more[self]
+        return found
+
+    def put(self, gm: GraphModule, value: T) -> None:
+        """Say it of this graph."""
+        more = graph_facts(gm).more
+        update_graph(gm, more={**more, self: value})
 
 
 def fact(node: Node) -> Fact:
@@ -119,6 +158,11 @@ def graph_facts(gm: GraphModule) -> GraphFacts:
     """The facts of the whole graph."""
     found: GraphFacts = gm.meta[KEY]
     return found
+
+
+def update_graph(gm: GraphModule, **changes: Any) -> None:
+    """Replace facts of the whole graph."""
+    gm.meta[KEY] = dataclasses.replace(graph_facts(gm), **changes)
 
 
 def input_spec(node: Node) -> InputSpec:

@@ -16,7 +16,7 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from psg_fx.algebra.asks import Ask, Weighted
+from psg_fx.algebra.asks import Ask, Phase
 from psg_fx.algebra.gradient import ParameterGradient
 from psg_fx.algebra.network import Kind, Leaf, Source
 from psg_fx.errors import BadArgument
@@ -81,7 +81,7 @@ def memory_of(gm: GraphModule, plan: Plan, size: int) -> int:
     peak, owners, sizes = _joint(gm, set(last), size)
     ends = {owner: max(last[s] for s, o in owners.items() if o is owner) for owner in set(owners.values())}
     live = sum(sizes[owner] for owner in ends)
-    waiting = {key for part in order if part.ask.late for key in kept_until_norms(part.tree)}
+    waiting = {key for part in order if part.ask.phase is Phase.AFTER_NORMS for key in kept_until_norms(part.tree)}
     held: dict[int, int] = {}
     for k, part in enumerate(order):
         nodes = part.tree.nodes()
@@ -94,9 +94,9 @@ def memory_of(gm: GraphModule, plan: Plan, size: int) -> int:
 
 
 def _in_order(plan: Plan) -> list[Part]:
-    """The parts of all parameters as they are computed: weighted sums come last."""
+    """The parts of all parameters as they are computed."""
     parts = [part for parameter in plan.parameters for part in parameter.parts]
-    return sorted(parts, key=lambda part: isinstance(part.ask, Weighted))
+    return sorted(parts, key=lambda part: part.ask.phase >= Phase.WEIGHTED)
 
 
 def _leaves(part: Part) -> tuple[Leaf, ...]:

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from psg_fx.algebra.asks import FLOORS, Ask, Materialized, Weighted
+from psg_fx.algebra.asks import FLOORS, Ask, Materialized, Phase
 from psg_fx.algebra.gradient import ParameterGradient
 from psg_fx.algebra.network import Axes, Kind, OneHot, Patches, Source
 from psg_fx.algebra.prefix import pull_back
@@ -37,11 +37,11 @@ class Evaluator:
         self._weights: Mapping[str, Mapping[str, torch.Tensor]] = {}
 
     def first(self) -> None:
-        """Everything that needs no weights: gradients, norms, products."""
+        """Everything that needs no weights of the samples: gradients, norms, products, plain sums."""
         for parameter in self.plan.parameters:
             self._ask(parameter, Materialized())
             for ask in self.plan.asks:
-                if not isinstance(ask, (Materialized, Weighted)):
+                if ask.phase is Phase.CONTRACTIONS:
                     self._ask(parameter, ask)
             found = floor(parameter, partial(self._evaluate, gradient=parameter.gradient, local=self.known))
             if found is not None:
@@ -52,7 +52,7 @@ class Evaluator:
         self._weights = weights
         for parameter in self.plan.parameters:
             for ask in self.plan.asks:
-                if isinstance(ask, Weighted):
+                if ask.phase >= Phase.WEIGHTED:
                     self._ask(parameter, ask)
 
     def _ask(self, plan: ParameterPlan, ask: Ask) -> None:
@@ -61,7 +61,7 @@ class Evaluator:
         if not asked and not parts:
             return
         value = self._sum(plan.gradient, ask, parts)
-        if isinstance(ask, Materialized):
+        if ask.phase is Phase.GRADIENTS:
             self.env[Source(Kind.GRADS, plan.gradient.name)] = value
         if asked:
             self.results[ask.key][plan.gradient.name] = value
@@ -79,21 +79,17 @@ class Evaluator:
     def _value(self, part: Part, gradient: ParameterGradient) -> torch.Tensor:
         """The part's contraction with its axes in the network's order."""
         network = part.contraction.network
-        if self._own_weights(part):
-            assert isinstance(part.ask, Weighted)
-            chosen = self._weights[part.ask.weights][gradient.name]
-            self.env[Source(Kind.WEIGHTS, part.ask.weights)] = chosen.to(network.leaves[0].dtype)
-        local: dict[int, torch.Tensor] = {} if self._own_weights(part) else self.known
+        local = self.known
+        if part.ask.reads:  # weights differ between parameters, so what is made of them is not shared by key
+            chosen = self._weights[part.ask.reads][gradient.name]
+            self.env[Source(Kind.WEIGHTS, part.ask.reads)] = chosen.to(network.leaves[0].dtype)
+            local = {}
         tensor = self._evaluate(part.tree, gradient, local)
         return _scaled(permuted(tensor, part.tree.axes, network.out), network.scale * part.contraction.scale)
 
-    def _own_weights(self, part: Part) -> bool:
-        """Whether nodes above the weights differ between parameters, so that they must not be shared by key."""
-        return isinstance(part.ask, Weighted) and bool(part.ask.weights)
-
     def _pulled(self, part: Part, gradient: ParameterGradient) -> torch.Tensor:
         """The part for the parameter, from the one for the operand of its site."""
-        value, batched = self._value(part, gradient), isinstance(part.ask, Materialized)
+        value, batched = self._value(part, gradient), part.ask.per_sample
         lead = (self.count,) if batched else ()
         if not part.contraction.terms:
             return reshape(value, (*lead, *gradient.shape))

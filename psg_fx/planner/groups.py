@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from psg_fx.algebra.asks import Along, InnerProducts, Materialized, Projected, SquaredNorm, Squares, Weighted
+from psg_fx.algebra.asks import Phase
 from psg_fx.algebra.gradient import ParameterGradient, Term
 from psg_fx.algebra.network import Kind, Leaf, Source
 from psg_fx.algebra.prefix import sources
@@ -19,9 +19,6 @@ from psg_fx.planner.trees import ContractExpr, DenseExpr, Expr, LeafExpr
 
 _MADE = (Kind.GRADS, Kind.WEIGHTS)
 """What the evaluation of a plan makes for itself."""
-
-_OURS = (Materialized, SquaredNorm, InnerProducts, Squares, Weighted, Along, Projected)
-"""Asks whose networks do not depend on the name of the parameter."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,7 @@ class Group:
     @cached_property
     def handed(self) -> tuple[int, ...]:
         """Keys of the nodes that are computed before the weights are known and read after."""
-        early = {key for part in self._parts() if not _late(part) for key in part.tree.nodes()}
+        early = {key for part in self._parts() if not _reads_weights(part) for key in part.tree.nodes()}
         found: dict[int, None] = {}
 
         def walk(expr: Expr) -> None:
@@ -62,7 +59,7 @@ class Group:
                 walk(child)
 
         for part in self._parts():
-            if _late(part):
+            if _reads_weights(part):
                 walk(part.tree)
         return tuple(found)
 
@@ -70,7 +67,7 @@ class Group:
     def signature(self) -> Hashable:
         """Equal for groups that are the same computation, whatever their parameters and sources are called."""
         writer = _Signature(self)
-        told_apart = self.names if any(_is_foreign(part) for part in self._parts()) else ()
+        told_apart = self.names if not all(part.ask.nameless for part in self._parts()) else ()
         parameters = [
             (p.total, writer.gradient(p.gradient), tuple(writer.part(part) for part in p.parts))
             for p in self.parameters
@@ -104,13 +101,9 @@ def _work(parameter: ParameterPlan) -> set[int]:
     }
 
 
-def _late(part: Part) -> bool:
-    return isinstance(part.ask, Weighted)
-
-
-def _is_foreign(part: Part) -> bool:
-    """Whether the ask is somebody else's, whose networks may depend on the name of the parameter."""
-    return type(part.ask) not in _OURS
+def _reads_weights(part: Part) -> bool:
+    """Whether it is computed once the weights of the samples are known."""
+    return part.ask.phase >= Phase.WEIGHTED
 
 
 class _Signature:

@@ -9,6 +9,7 @@ import sympy
 from psg_fx.algebra.asks import Ask, Contraction
 from psg_fx.algebra.gradient import ParameterGradient
 from psg_fx.algebra.network import Kind
+from psg_fx.graph.facts import Entry
 from psg_fx.planner.cost import Device
 from psg_fx.planner.trees import Expr, LeafExpr
 
@@ -59,6 +60,10 @@ class Plan:
     seconds: float = field(default=0.0)
     part: int | None = None
     need: int = 0
+
+
+PLAN = Entry[Plan]("plan")
+"""Set by plan."""
 
 
 def kept_until_norms(tree: Expr) -> dict[int, int]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import sympy
 
-from psg_fx.algebra.asks import Ask, Contraction, Materialized, ThroughTotal, whole
+from psg_fx.algebra.asks import Ask, Contraction, Materialized, Phase, ThroughTotal, whole
 from psg_fx.algebra.gradient import ParameterGradient
 from psg_fx.algebra.network import Network
 from psg_fx.planner.cost import Device
@@ -72,7 +72,7 @@ def _kept(plan: ParameterPlan) -> int:
     """Bytes that one parameter's plan keeps until the norms are known."""
     kept: dict[int, int] = {}
     for part in plan.parts:
-        if part.ask.late:
+        if part.ask.phase is Phase.AFTER_NORMS:
             kept |= kept_until_norms(part.tree)
     return sum(kept.values())
 
@@ -117,7 +117,7 @@ def _through_total(gradient: ParameterGradient, asks: Sequence[Ask], batch: symp
     found: _Open = [(Materialized(), contraction) for contraction in Materialized().contractions(gradient)]
     total = whole(gradient, batch)
     for ask in asks:
-        if not isinstance(ask, Materialized):
+        if ask.phase is not Phase.GRADIENTS:
             found += [(ask, replace(contraction, terms=())) for contraction in ask.contractions(total)]
     return found
 
@@ -128,7 +128,7 @@ def _through_total(gradient: ParameterGradient, asks: Sequence[Ask], batch: symp
 def _choose(asked: _Open, concrete: Callable[[sympy.Expr], int], device: Device) -> tuple[tuple[Part, ...], float]:
     """The trees that together take least time, equal nodes counted once."""
     questions = [
-        _Question(ask, contraction, _options(contraction.network, concrete, device, ask.late))
+        _Question(ask, contraction, _options(contraction.network, concrete, device, ask.phase))
         for ask, contraction in asked
     ]
     chosen = _search([q.options for q in questions])
@@ -142,15 +142,13 @@ def _choose(asked: _Open, concrete: Callable[[sympy.Expr], int], device: Device)
     return tuple(parts), sum(union.values())
 
 
-def _options(
-    network: Network, concrete: Callable[[sympy.Expr], int], device: Device, late: bool = False
-) -> list[_Option]:
-    """Every tree with the time of its nodes, and of what it keeps if it must wait for the norms (`late`)."""
+def _options(network: Network, concrete: Callable[[sympy.Expr], int], device: Device, phase: Phase) -> list[_Option]:
+    """Every tree with the time of its nodes, and of what it keeps if it must wait for the norms."""
     found = []
     for tree in trees(network, concrete):
         tree = dense(tree)
         nodes = {key: node.seconds(device) for key, node in tree.nodes().items()}
-        if late:
+        if phase is Phase.AFTER_NORMS:
             nodes |= {-1 - key: size * device.kept for key, size in kept_until_norms(tree).items()}
         if device.working:
             nodes[-(1 << 40) - tree.key] = peak_bytes(tree) * device.working

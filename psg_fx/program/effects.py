@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from psg_fx.errors import NotYetSupported
-from psg_fx.graph.facts import at, expr
+from psg_fx.graph.facts import Entry, at, expr
 from psg_fx.program.code import Origin, is_theirs, line_naming, names_of, nested, origin, origin_of_module
 from psg_fx.program.observe import Observed, changing
 from psg_fx.program.walk import MISSING, contents
@@ -73,6 +73,10 @@ class Written:
         """Leave it there after one step."""
         found = [next(results).detach() if leaf is _RESULT else _number(leaf, batch, size) for leaf in self.leaves]
         self.put(self.key, pytree.tree_unflatten(found, self.spec))
+
+
+WRITTEN = Entry[tuple[Written, ...]]("values written to attributes")
+"""What the program leaves in the Python around it, in the order of the outputs (set by capture)."""
 
 
 _RESULT = object()

@@ -63,7 +63,7 @@ class ClippedSum(Quantity):
             _check_max_norm(value, self.style)
 
     def asks(self) -> tuple[Ask, ...]:
-        return (SquaredNorm(), Weighted("clip", late=True))
+        return (SquaredNorm(), Weighted("clip", after_norms=True))
 
     def extras(self, gradients: Mapping[str, ParameterGradient]) -> dict[str, Extra]:
         found = {"max_norm": Extra(() if self.per == "model" else (len(gradients),))}

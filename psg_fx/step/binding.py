@@ -15,7 +15,7 @@ from psg_fx.graph import facts
 from psg_fx.graph.facts import InputSpec
 from psg_fx.program.ambient import without_autocast
 from psg_fx.program.call import Call
-from psg_fx.program.effects import Written
+from psg_fx.program.effects import WRITTEN
 from psg_fx.program.guard import Lying
 from psg_fx.program.state import holder
 from psg_fx.tensors import memory_order
@@ -48,8 +48,8 @@ class Binding:
         self.specs = [facts.input_spec(n) for n in nodes]
         self.given = {s.name: n.meta["val"].dtype for s, n in zip(self.specs, nodes, strict=True) if s.kind == "given"}
         self.outputs = facts.graph_facts(gm).outputs
-        constants = facts.graph_facts(gm).data["constants"]
-        self._written: Sequence[Written] = facts.graph_facts(gm).data["written"]
+        constants = facts.graph_facts(gm).constants
+        self._written = WRITTEN.of(gm)
         self._batch = facts.graph_facts(gm).batch
         self._slots = [self._slot(spec, model, loss_fn, constants) for spec in self.specs]
         self._checks = [(i, spec.name) for i, spec in enumerate(self.outputs) if spec.kind == "check"]

@@ -15,6 +15,7 @@ from psg_fx.errors import BadArgument
 from psg_fx.graph import facts
 from psg_fx.graph.facts import OutputSpec
 from psg_fx.graph.history import History
+from psg_fx.planner.plan import PLAN
 from psg_fx.program.call import Call
 from psg_fx.step.binding import Binding, failed_check, no_samples, plain_mode
 
@@ -49,8 +50,8 @@ class CompiledStep:
     ) -> None:  # fmt: skip
         self.gm, self.history, self._run, self._memory = gm, history, run, memory
         self.binding = Binding(gm, model, loss_fn)
-        self.part: int | None = facts.graph_facts(gm).data["plan"].part
-        self.statistics: tuple[str, ...] = facts.graph_facts(gm).data.get("statistics", ())
+        self.part: int | None = PLAN.of(gm).part
+        self.statistics: tuple[str, ...] = facts.graph_facts(gm).statistics
 
     def __call__(
         self, call: Call, extras: Mapping[str, torch.Tensor], out: StepOutput | None = None, *, buffers: bool = True

@@ -167,9 +167,9 @@ class PerSampleModule(nn.Module):
         refuse_iterators(guard.walk)
         step.binding.follow(Lying(guard.walk))
         known = facts.graph_facts(step.gm)
-        if known.data["one_size"] and not self._cache.knows(key):
+        if known.one_size and not self._cache.knows(key):
             warnings.warn(known.notes[0], stacklevel=6)
-        size = call.batch_size() if self.settings.dynamic is False or known.data["one_size"] else None
+        size = call.batch_size() if self.settings.dynamic is False or known.one_size else None
         return self._cache.add(key, Captured(step, guard, size))
 
 

@@ -9,15 +9,25 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from psg_fx.algebra.site import Site
+from psg_fx.algebra.site import SITES, Site
 from psg_fx.explain.html.graphs import NODE, Graphs, op_name
 from psg_fx.explain.html.memory import memory
-from psg_fx.explain.tables import LEGEND, PLAN, SITES, PlanRow, methods, notes, plan_rows, site_cells, summary, uses
-from psg_fx.graph import facts
+from psg_fx.explain.tables import (
+    LEGEND,
+    PLAN_HEADERS,
+    SITE_HEADERS,
+    PlanRow,
+    methods,
+    notes,
+    plan_rows,
+    site_cells,
+    summary,
+    uses,
+)
 from psg_fx.graph.history import History
 from psg_fx.graph.stages import Stage
 from psg_fx.measure.tree_times import measured
-from psg_fx.planner.plan import Part, Plan
+from psg_fx.planner.plan import PLAN, Part, Plan
 from psg_fx.version import __version__
 
 _ALTERNATIVES = 6
@@ -28,8 +38,7 @@ def content(model: torch.nn.Module, loss_fn: Any, history: History, measure: boo
     """Everything on the page.  measure: also time every tree of the plan."""
     graphs = history.graphs
     planned = graphs[Stage.PLANNED.value]
-    plan: Plan = facts.graph_facts(planned).data["plan"]
-    sites: tuple[Site, ...] = facts.graph_facts(planned).data["sites"]
+    plan, sites = PLAN.of(planned), SITES.of(planned)
     drawn = Graphs(graphs, [parameter.gradient.name for parameter in plan.parameters])
     stages = [{"name": name, **drawn.stage(gm)} for name, gm in graphs.items()]
     return {
@@ -90,12 +99,12 @@ def _sites(sites: tuple[Site, ...], plan: Plan, modules: Mapping[str, str]) -> d
         }
         for site in sites
     ]  # fmt: skip
-    return {"header": SITES, "rows": rows}
+    return {"header": SITE_HEADERS, "rows": rows}
 
 
 def _plan(plan: Plan, measure: bool) -> dict[str, Any]:
     rows = [_plan_row(row) for row in plan_rows(plan, measured(plan) if measure else {})]
-    return {"legend": LEGEND.strip(), "header": PLAN, "rows": rows}
+    return {"legend": LEGEND.strip(), "header": PLAN_HEADERS, "rows": rows}
 
 
 def _plan_row(row: PlanRow) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from psg_fx.algebra.site import Site
+from psg_fx.algebra.site import SITES, Site
 from psg_fx.explain.html.modules import PER_SAMPLE, Place, class_names, places
 from psg_fx.explain.tables import shape_text
 from psg_fx.graph import facts
@@ -51,7 +51,7 @@ class Graphs:
         self.texts = Texts()
         self._batch = facts.graph_facts(planned).batch
         self._parameters = list(parameters)
-        self._sites: dict[str, Site] = {site.name: site for site in facts.graph_facts(planned).data["sites"]}
+        self._sites: dict[str, Site] = {site.name: site for site in SITES.of(planned)}
         self._cotangents = _cotangents(planned)
         self._results = {node.name: spec for spec, node in _specs(graphs[Stage.TIDIED.value]) if node is not None}
         self.modules = site_modules(graphs[Stage.SITED.value])

@@ -6,14 +6,13 @@ good enough to look at and means nothing to the compiler.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule, Node
 
-from psg_fx.graph.facts import OutputSpec
+from psg_fx.graph.facts import OutputSpec, fact
 
 LOSS, TOGETHER = "the loss", "all parameters together"
 FORWARD, BACKWARD, PER_SAMPLE = "forward", "backward", "per sample"
@@ -35,7 +34,7 @@ def places(
     outputs: what the results hold.  parameters: names of those with a plan.  cotangents: name of a node -> the module
     of the site whose ȳ it is.
     """
-    labels = _leads_to(gm, outputs, {re.sub(r"\W", "_", name): name for name in parameters})
+    labels = _leads_to(gm, outputs, frozenset(parameters))
     weights = _without_data(gm)
     found: dict[Node, Place] = {}
     for node in gm.graph.nodes:
@@ -135,22 +134,19 @@ def _is_parameter(node: Node) -> bool:
 
 
 def _leads_to(
-    gm: GraphModule, outputs: Mapping[Node, OutputSpec], written: Mapping[str, str]
+    gm: GraphModule, outputs: Mapping[Node, OutputSpec], parameters: frozenset[str]
 ) -> dict[Node, frozenset[str]]:
-    """For every op of the per-sample part the parameters whose results it leads to.
-
-    `lower` names its contractions `parameter_kind_number` and its results `parameter_field`; in between, by the users,
-    and where those are many, by what is read.
+    """For every op of the per-sample part the parameters whose results it leads to: what `lower` says of contractions
+    and results; in between, by the users, and where those are many, by what is read.
     """
     labels: dict[Node, frozenset[str]] = {}
     for node in reversed(gm.graph.nodes):
         if node.meta.get("psg_fx_pass") != "lower":
             continue
-        contraction = re.fullmatch(r"(.+)_(?:gram|sq_norm|grad_sample|sum)_\d+", node.name)
-        spec = outputs.get(node)
-        if contraction and contraction[1] in written:
-            labels[node] = frozenset([written[contraction[1]]])
-        elif spec is not None and spec.name in written.values():
+        contracts, spec = fact(node).contracts, outputs.get(node)
+        if contracts:
+            labels[node] = frozenset([contracts])
+        elif spec is not None and spec.name in parameters:
             labels[node] = frozenset([spec.name])
         else:
             labels[node] = frozenset().union(*(labels.get(user, frozenset()) for user in node.users))
