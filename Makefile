@@ -43,10 +43,10 @@ test-all: setup  ## all tests, also the rest of the long lists of other people's
 	@$(BIN)/python -m pytest -q $(PYTEST_ARGS) -m 'not browser'
 
 test-browser: setup  ## the report in headless Chromium, which must be installed
-	@$(BIN)/python -m pytest -q -m browser tests/test_browser.py
+	@$(BIN)/python -m pytest -q -m browser tests/explain/test_browser.py
 
 test-backends: setup  ## every row on every backend (about half an hour on two cores)
-	@$(BIN)/python -m pytest -q $(PYTEST_ARGS) -m '' tests/test_backends.py
+	@$(BIN)/python -m pytest -q $(PYTEST_ARGS) -m '' tests/passes/test_backends.py
 
 test-latest:  ## all tests on the newest torch that pyproject.toml allows, in .venv-latest
 	test -x $(LATEST)/bin/python || $(PYTHON) -m venv $(LATEST)

@@ -194,8 +194,8 @@ def run_suite(suite: str, skip: int, limit: int | None, seconds: int) -> None:
 @lru_cache(maxsize=1)
 def truth(asked: Any) -> dict[str, torch.Tensor] | None:
     """The loop over single samples; a batch that no dim splits says itself what its samples are.  None if they mix."""
-    import oracle
     from external import program
+    from support import oracle
 
     if asked.mixes:
         return None
@@ -237,7 +237,7 @@ def judged(who: dict[str, str], program: Any, seconds: int) -> Answer:
 
 def compared(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor] | None) -> dict[str, Any]:
     """kind, error and reason of an answer. A gradient that is zero for all samples may be left out."""
-    import oracle
+    from support import oracle
 
     if want is None:
         return {"kind": "wrong", "reason": "answers although samples mix"}

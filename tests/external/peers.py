@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-import oracle
 import psg_fx
 from external import program
 from external.program import Grads, Problem
+from support import oracle
 
 
 class CannotBeAsked(Exception):

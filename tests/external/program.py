@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-import oracle
 import psg_fx
-from cases import wavy
 from psg_fx.errors import PsgError
+from support import oracle
+from support.cases import wavy
 
 TOLERANCE = 1e-8
 """Relative, in float64: what reassociated sums and a few thousand terms of either sign may cost."""

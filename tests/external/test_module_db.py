@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import oracle
 import psg_fx
 from external import module_db, sequences
 from external.program import Program, check, drop_in, with_loss
-from selection import selected
+from support import oracle
+from support.selection import selected
 
 EVERY = [*module_db.programs(), *sequences.programs()]
 WAYS = {"with_loss": with_loss, "drop_in": drop_in}

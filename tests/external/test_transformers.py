@@ -13,7 +13,7 @@ import psg_fx
 from external import transformers_zoo as zoo
 from external.program import Program, check, drop_in, truth, with_loss
 from psg_fx.errors import NotYetSupported
-from selection import selected
+from support.selection import selected
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated and will be removed in v6:FutureWarning")
 

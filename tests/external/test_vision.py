@@ -12,7 +12,7 @@ from torch import nn
 import psg_fx
 from external import vision_zoo as zoo
 from external.program import Program, check, drop_in, truth, with_loss
-from selection import selected
+from support.selection import selected
 
 CHOSEN = {
     "tv/resnet-groupnorm", "tv/resnet-train", "timm/bit", "timm/condconv", "timm/focalnet", "timm/mixer",

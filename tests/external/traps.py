@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cases import CASES, Case
 from external.program import Problem, Program
+from support.cases import CASES, Case
 
 
 def programs() -> list[Program]:

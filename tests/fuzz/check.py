@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import oracle
 import psg_fx
 from fuzz.plans import drawn
 from fuzz.program import Misfit, Program
@@ -21,6 +20,7 @@ from fuzz.quantities import SETS, given
 from fuzz.source import Built, build
 from psg_fx.errors import BadArgument, InternalError, PsgError
 from psg_fx.reference.definitions import Definition, definitions_for
+from support import oracle
 
 TOLERANCE, ROUGH = 1e-8, 1e-4
 FAILURES = ("wrong", "mixed", "crash", "warning")

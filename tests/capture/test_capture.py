@@ -1,0 +1,190 @@
+"""Code that ties itself to the batch size: one graph for each size where that is exact, else refused with its line."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import psg_fx
+from psg_fx import CaptureFailed, ClippedSum, Grads, Norms, NotYetSupported, SamplesMixed
+from support import oracle
+
+GENERATOR = torch.Generator().manual_seed(0)
+X, Y = torch.randn(6, 4, dtype=torch.float64, generator=GENERATOR), torch.tensor([0, 2, 1, 1, 0, 2])
+Layer = Callable[[Tensor], Tensor]
+
+
+class Model(nn.Module):
+    """`function(layer, x)` with a linear layer 4 -> 3."""
+
+    def __init__(self, function: Callable[[Layer, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(4, 3).double(), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.layer, x)
+
+
+def plain_number(layer: Layer, x: Tensor) -> Tensor:
+    size = int(x.shape[0])
+    return layer(x).reshape(size, 3)
+
+
+def numpy_size(layer: Layer, x: Tensor) -> Tensor:
+    return layer(x.reshape(int(np.prod(x.shape)) // 4, 4))
+
+
+def divided(layer: Layer, x: Tensor) -> Tensor:
+    return layer(x) / int(x.shape[0]) + math.floor(x.shape[0]) / int(x.shape[0])
+
+
+def harmless_branch(layer: Layer, x: Tensor) -> Tensor:
+    return layer(x) if x.shape[0] < 100 else layer(x).contiguous()
+
+
+EXACT = [plain_number, numpy_size, divided, harmless_branch]
+
+
+def step_of(function: Callable[[Layer, Tensor], Tensor], loss: Any = F.cross_entropy) -> Any:
+    return psg_fx.transform(Model(function), loss, backend="eager")
+
+
+@pytest.mark.filterwarnings("ignore:one graph for each batch size")
+@pytest.mark.parametrize("function", EXACT, ids=lambda f: f.__name__)
+def test_one_graph_for_each_size(function: Callable[[Layer, Tensor], Tensor]) -> None:
+    step = step_of(function)
+    for size in (6, 4, 1, 6):
+        x, y = X[:size], Y[:size]
+        losses, grads = oracle.loop_grads(step.model, F.cross_entropy, x, y)
+        out = step(x, y)
+        assert oracle.relative_error(out.losses, losses) < 1e-12
+        assert oracle.worst_error(out.grads, grads) < 1e-12
+    assert len(step._cache) == 3
+
+
+@pytest.mark.filterwarnings("ignore:one graph for each batch size")
+@pytest.mark.parametrize("function", EXACT, ids=lambda f: f.__name__)
+def test_no_samples(function: Callable[[Layer, Tensor], Tensor]) -> None:
+    """Rows are empty and sums are zero, whatever the code would divide by."""
+    asked = [Grads(), Norms(), ClippedSum(1.0)]
+    loss = lambda out, y: F.cross_entropy(out, y, reduction="sum") / len(out)  # noqa: E731
+    step = psg_fx.transform(Model(function), loss, quantities=asked, backend="eager")
+    for _ in range(2):
+        out = step(X[:0], Y[:0])
+        assert out.losses.shape == out.norms.shape == (0,)
+        for name, p in step.model.named_parameters():
+            assert out.grads[name].shape == (0, *p.shape)
+            assert torch.equal(out.clipped_sum[name], torch.zeros_like(p))
+    _, grads = oracle.loop_grads(step.model, F.cross_entropy, X, Y)
+    assert oracle.worst_error(step(X, Y).grads, grads) < 1e-12
+    without = psg_fx.transform(Model(function), backend="eager")
+    without(X[:0]).sum().backward()
+    assert without.model.layer.weight.grad_sample.shape == (0, 3, 4)
+
+
+def test_it_is_said_once_and_kept_in_the_plan() -> None:
+    step = step_of(plain_number)
+    with pytest.warns(UserWarning, match=r"one graph for each batch size: .* \(test_capture.py:\d+: size = int\(x.sh"):
+        step(X, Y)
+    step(X[:4], Y[:4])  # warnings are errors here
+    assert "one graph for each batch size" in step.explain()
+
+
+def test_without_a_loss() -> None:
+    model = Model(plain_number)
+    _, grads = oracle.loop_grads(model, lambda out: out.sin().sum(), X)
+    step = psg_fx.transform(model, backend="eager")
+    with pytest.warns(UserWarning, match="one graph for each batch size"):
+        step(X).sin().sum().backward()
+    assert oracle.worst_error({n: p.grad_sample for n, p in model.named_parameters()}, grads) < 1e-12
+
+
+def one_sample_differs(layer: Layer, x: Tensor) -> Tensor:
+    return layer(x) * 2 if x.shape[0] == 1 else layer(x)
+
+
+def large_batches_differ(layer: Layer, x: Tensor) -> Tensor:
+    return layer(x) if x.shape[0] > 4 else layer(x) * 2
+
+
+def at_least_four(layer: Layer, x: Tensor) -> Tensor:
+    return layer(x) / max(int(x.shape[0]), 4)
+
+
+def loop_over_samples(layer: Layer, x: Tensor) -> Tensor:
+    return torch.stack([layer(row) for row in x])
+
+
+def fixed_size(layer: Layer, x: Tensor) -> Tensor:
+    return layer(x).view(6, 3)
+
+
+def rows_by_mask(layer: Layer, x: Tensor) -> Tensor:
+    return layer(x)[x[:, 0] > 0].sum() + 0 * layer(x)
+
+
+def fewer_rows(layer: Layer, x: Tensor) -> Tensor:
+    return layer(x)[x[:, 0] > 0]
+
+
+def branch_on_values(layer: Layer, x: Tensor) -> Tensor:
+    return layer(x) if x.sum() > 0 else -layer(x)
+
+
+def number_from_values(layer: Layer, x: Tensor) -> Tensor:
+    return layer(x) * x.sum().item()
+
+
+def other_halves(layer: Layer, x: Tensor) -> Tensor:
+    half = int(x.shape[0]) // 2
+    return layer(torch.cat([x[half:], x[:half]]))
+
+
+REFUSED: dict[Callable[..., Tensor], tuple[type[Exception], str, str]] = {
+    one_sample_differs: (
+        NotYetSupported, "the code treats a batch of one sample differently", "if x.shape[0] == 1 else",
+    ),
+    large_batches_differ: (NotYetSupported, "the code treats a batch of one sample differently", "if x.shape[0] > 4"),
+    at_least_four: (NotYetSupported, "follows the batch size in no simple way", "6 at B = 6, 7 at B = 7, 4 at B = 1"),
+    loop_over_samples: (NotYetSupported, "the program is another one for another batch size", "for row in x"),
+    fixed_size: (CaptureFailed, "run on 6 samples and not on 7", "layer(x).view(6, 3)"),
+    rows_by_mask: (SamplesMixed, "is reduced over them", "x[:, 0] > 0"),
+    fewer_rows: (psg_fx.PsgError, "s on values of a tensor", ""),
+    branch_on_values: (CaptureFailed, "branches on values of a tensor", "if x.sum() > 0"),
+    number_from_values: (SamplesMixed, "it reads one number out of the samples", "x.sum().item()"),
+    other_halves: (NotYetSupported, "follows the batch size in no simple way", "x[half:]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("function", REFUSED, ids=lambda f: f.__name__)
+def test_refused_with_the_users_line(function: Callable[[Layer, Tensor], Tensor]) -> None:
+    kind, what, line = REFUSED[function]
+    with pytest.raises(kind, match=re.escape(what)) as caught:
+        step_of(function)(X, Y)
+    assert line in str(caught.value)
+
+
+def test_an_op_of_the_loss_has_its_line() -> None:
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        centred = out - out.mean(0)
+        return F.cross_entropy(centred, y)
+
+    with pytest.raises(SamplesMixed, match=r"test_capture.py:\d+: centred = out - out.mean\(0\)"):
+        step_of(lambda layer, x: layer(x), loss)(X, Y)
+
+
+def helper(h: Tensor) -> Tensor:
+    return h - h.mean(0)
+
+
+def test_an_op_in_a_helper_has_its_line() -> None:
+    with pytest.raises(SamplesMixed, match=r"test_capture.py:\d+: return h - h.mean\(0\)"):
+        step_of(lambda layer, x: helper(layer(x)))(X, Y)

@@ -1,0 +1,127 @@
+"""A squeeze takes the sample dim of a batch of one: refused where that changes what the loss of a sample is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import psg_fx
+from psg_fx.errors import NotYetSupported
+from support import oracle
+
+B = 3
+X, Y = torch.randn(B, 6, dtype=torch.float64), torch.randn(B, dtype=torch.float64)
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class Net(nn.Module):
+    """`[B, 6] -> [B, 1, *shape]`; the other sizes are equal to one another and to the batch."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.shape = shape
+        self.layer = nn.Linear(6, torch.Size(shape).numel())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).unflatten(1, (1, *self.shape))
+
+
+VECTOR, SQUARE = (B,), (B, B)
+HARMLESS: dict[str, tuple[tuple[int, ...], Loss]] = {
+    "elementwise, all summed": (VECTOR, lambda o, y: o.squeeze().tanh().sum()),
+    "mean of all": (VECTOR, lambda o, y: o.squeeze().square().mean()),
+    "from the right": (VECTOR, lambda o, y: o.squeeze().softmax(-1).square().sum()),
+    "flat": (VECTOR, lambda o, y: o.squeeze().view(-1).square().sum()),
+    "against targets": ((1,), lambda o, y: F.mse_loss(o.squeeze(), y)),
+    "last of two dims": (SQUARE, lambda o, y: o.squeeze().cumsum(-1).sin().sum()),
+    "by its number": (SQUARE, lambda o, y: o.squeeze(1).cumsum(1).sin().sum()),
+    "by its number from the right": (SQUARE, lambda o, y: o.squeeze(-3).cumsum(1).sin().sum()),
+    "the sample dim": (SQUARE, lambda o, y: o.squeeze(0).sin().sum()),
+}
+DIFFERENT: dict[str, tuple[tuple[int, ...], Loss]] = {
+    "sum over the batch": (VECTOR, lambda o, y: o.squeeze().sum(0).sin().mean()),
+    "its size": (VECTOR, lambda o, y: o.squeeze().square().sum() / o.squeeze().shape[0]),
+    "its number of dims": (VECTOR, lambda o, y: o.squeeze().square().sum() * o.squeeze().ndim),
+    "dim 1 of two": (SQUARE, lambda o, y: o.squeeze().cumsum(1).sin().sum() + o.squeeze().sum(1).cos().sum()),
+    "the sample dim by its number": (VECTOR, lambda o, y: o.squeeze(1).squeeze(0).sum(0).sin().mean()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("name", HARMLESS)
+def test_a_harmless_squeeze_is_answered_exactly(name: str) -> None:
+    shape, loss = HARMLESS[name]
+    model = Net(*shape).double()
+    found = psg_fx.transform(model, loss, backend="eager")(X, Y)
+    losses, grads = oracle.loop_grads(model, loss, X, Y)
+    assert oracle.relative_error(found.losses, losses) < 1e-12
+    assert oracle.worst_error(found.grads, grads) < 1e-12
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_a_squeeze_that_means_something_else_for_one_sample_is_refused(name: str) -> None:
+    shape, loss = DIFFERENT[name]
+    with pytest.raises(NotYetSupported) as error:
+        psg_fx.transform(Net(*shape).double(), loss, backend="eager")(X, Y)
+    place, _, rest = str(error.value).partition(";  ")
+    line, _, rest = rest.partition("\n")
+    assert place == "squeeze treats a batch of one sample differently\n  where  %squeeze" + "_1" * (
+        "number" in name and "dim by" in name
+    )
+    assert line.startswith("test_squeeze.py:")
+    assert rest == (
+        "  why    it takes the sample dim of a batch of one, and what follows then means something else: the loss of a "
+        "sample is that of a batch of one\n"
+        "  fix    name the dim: x.squeeze(1), or x.flatten(1)"
+    )
+
+
+def test_zero_parameters_hide_no_difference() -> None:
+    model = Net(*VECTOR).double()
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    with pytest.raises(NotYetSupported, match="squeeze treats a batch of one sample differently"):
+        psg_fx.transform(model, lambda o, y: o.squeeze().sum(0).square().mean(), backend="eager")(X, Y)
+    assert not any(parameter.any() for parameter in model.parameters())
+
+
+def test_code_that_does_not_run_for_one_sample_is_noted() -> None:
+    step = psg_fx.transform(Net(*VECTOR).double(), lambda o, y: o.squeeze().softmax(1).sin().sum(), backend="eager")
+    step(X, Y)
+    text = "takes the sample dim of a batch of one, on which the code does not run (IndexError); it is kept"
+    assert text in str(step.explain())
+
+
+def test_without_a_loss() -> None:
+    class Squeezed(Net):
+        def __init__(self, after: Callable[[Tensor], Tensor]) -> None:
+            super().__init__(*SQUARE)
+            self.after = after
+
+        def forward(self, x: Tensor) -> Any:
+            return self.after(super().forward(x).squeeze())
+
+    psg_fx.transform(Squeezed(torch.tanh).double(), backend="eager", loss_reduction="sum")(X)
+    with pytest.raises(NotYetSupported, match="squeeze treats a batch of one sample differently"):
+        psg_fx.transform(Squeezed(lambda h: h.sum(1)).double(), backend="eager", loss_reduction="sum")(X)
+
+
+def test_dropout_and_batches_of_none_and_one() -> None:
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.dropout = nn.Conv1d(1, 4, 2), nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.dropout(F.adaptive_avg_pool1d(self.layer(x[:, None]), 1).squeeze())
+
+    before = torch.get_rng_state()
+    for size in (2, 1, 0):
+        step = psg_fx.transform(Pooled(), lambda o: o.square().sum(), backend="eager")
+        assert step(torch.randn(size, 6)).losses.shape == (size,)
+    torch.set_rng_state(before)

@@ -1,0 +1,52 @@
+"""The same result under every backend: some rows in the ordinary run, all rows by `make test-backends`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import psg_fx
+from psg_fx import ClippedSum, Grads, Norms
+from support import oracle
+from support.cases import CASES, Case
+from support.selection import selected
+
+pytestmark = [
+    pytest.mark.inductor,
+    pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning"),
+    # inductor about its own code, and that it leaves complex values to the eager kernels
+    pytest.mark.filterwarnings("ignore:.torch._prims_common.check. is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex:UserWarning"),
+]
+
+ROWS = [case for case in CASES if not case.refused]
+SOME = {case.name for case in ROWS[::25]} | {"prefix/slice"}
+"""The row by name writes into an expanded tensor, which inductor gets wrong."""
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Any:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def outputs(case: Case, backend: str) -> dict[str, Any]:
+    model = case.model()
+    asked = [Grads(), Norms(), ClippedSum(0.5)]
+    step = psg_fx.transform(model, case.loss_fn(model), quantities=asked, backend=backend, batch_dim=case.dims)
+    return vars(step(case.data()))
+
+
+@pytest.mark.parametrize("case", selected(ROWS, SOME))
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_backend(case: Case, backend: str) -> None:
+    got, want = outputs(case, backend), outputs(case, "eager")
+    assert set(got) == set(want)
+    for field, value in want.items():
+        if isinstance(value, dict):
+            assert oracle.worst_error(got[field], value) < 1e-10, field
+        else:
+            assert oracle.relative_error(got[field], value) < 1e-10, field

@@ -1,0 +1,126 @@
+"""Memory: what a step needs is predicted, and a budget is kept or refused."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import psg_fx
+from psg_fx import BadArgument, ClippedSum, Grads, Gram, MeanGrad, Norms, PsgError, SecondMoment, zoo
+from psg_fx.measure.clock import peak_memory
+from psg_fx.planner.plan import PLAN
+from support import oracle
+
+B = 12
+
+
+def example(name: str = "simplecnn", batch: int = B) -> zoo.Example:
+    torch.manual_seed(0)
+    sizes = {"simplecnn": {"width": 8, "hidden": 32}, "gpt": {"layers": 2, "width": 32, "tokens": 32, "vocabulary": 80}}
+    return zoo.example(name, batch=batch, **sizes[name])
+
+
+def step_of(ex: zoo.Example, quantities: Any, **settings: Any) -> Any:
+    return psg_fx.transform(ex.model, ex.loss_fn, quantities=quantities, backend="eager", **settings)
+
+
+def plan_of(step: Any) -> Any:
+    return PLAN.of(step.graphs["planned"])
+
+
+def peak(step: Any, ex: zoo.Example) -> int:
+    return peak_memory(lambda: step(ex.inputs, ex.targets), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("quantity", [ClippedSum(0.1), Grads(), Norms()], ids=lambda q: q.field)
+def test_the_prediction_is_near_the_truth(quantity: Any) -> None:
+    ex = example("gpt")
+    step = step_of(ex, quantity, memory_budget=2**40)
+    step(ex.inputs, ex.targets)
+    predicted, measured = plan_of(step).need, peak(step, ex)
+    assert 0.8 * measured < predicted < 2 * measured
+
+
+@pytest.mark.parametrize("share", [0.6, 0.3])
+def test_a_budget_is_kept(share: float) -> None:
+    ex, asked = example("gpt"), [ClippedSum(0.1), MeanGrad(), SecondMoment()]
+    free = step_of(ex, asked)
+    want = free(ex.inputs, ex.targets)
+    budget = int(share * peak(free, ex))
+    bounded = step_of(ex, asked, memory_budget=budget)
+    got = bounded(ex.inputs, ex.targets)
+    assert plan_of(bounded).need <= budget
+    for field in ("losses", "norms", "clip_factors"):
+        assert oracle.relative_error(getattr(got, field), getattr(want, field)) < 1e-4
+    for field in ("clipped_sum", "mean_grad", "second_moment"):
+        assert oracle.worst_error(getattr(got, field), getattr(want, field)) < 1e-4
+    assert peak(bounded, ex) < 1.25 * budget
+
+
+def test_larger_batches_run_in_parts_of_the_planned_size() -> None:
+    small, large = example(batch=4), example(batch=11)
+    step = step_of(small, ClippedSum(0.1), memory_budget=2**30)
+    step(small.inputs, small.targets)
+    first = step.graphs["tidied"]
+    got = step(large.inputs, large.targets)
+    want = psg_fx.transform(small.model, small.loss_fn, quantities=ClippedSum(0.1), backend="eager")(
+        large.inputs, large.targets
+    )
+    assert step.graphs["tidied"] is first
+    assert oracle.worst_error(got.clipped_sum, want.clipped_sum) < 1e-5
+    assert oracle.relative_error(got.norms, want.norms) < 1e-5
+
+
+def test_too_little_says_what_would_do() -> None:
+    ex = example()
+    with pytest.raises(BadArgument, match="a memory budget of 10 kB is too small") as refusal:
+        step_of(ex, Norms(), memory_budget=10_000)(ex.inputs, ex.targets)
+    least = int(re.search(r"memory_budget=(\d+)", str(refusal.value))[1])  # type: ignore[index]
+    step = step_of(ex, Norms(), memory_budget=least)
+    assert step(ex.inputs, ex.targets).norms.shape == (B,)
+    assert plan_of(step).part == 1
+
+
+def test_products_of_all_pairs_cannot_run_in_parts() -> None:
+    ex = example()
+    step = step_of(ex, Gram(), memory_budget=200_000)
+    with pytest.raises(BadArgument, match="a quantity needs all of these 12 samples at once"):
+        step(ex.inputs, ex.targets)
+
+
+def test_a_plan_without_room_keeps_less() -> None:
+    """Before the batch is cut, trees that hold less are taken."""
+    ex = example("gpt")
+    free = step_of(ex, ClippedSum(0.1), memory_budget=2**40)
+    free(ex.inputs, ex.targets)
+    tight = step_of(ex, ClippedSum(0.1), memory_budget=plan_of(free).need - 1)
+    tight(ex.inputs, ex.targets)
+    assert plan_of(tight).part == B
+    assert plan_of(tight).need < plan_of(free).need
+    assert plan_of(tight).seconds >= plan_of(free).seconds
+
+
+@pytest.mark.parametrize("budget", [0, -1, 1.5, True, "1GB", float("nan")])
+def test_what_is_no_budget(budget: Any) -> None:
+    ex = example()
+    with pytest.raises(PsgError, match="neither bytes nor a fraction"):
+        step_of(ex, Norms(), memory_budget=budget)(ex.inputs, ex.targets)
+
+
+def test_a_fraction_of_the_memory() -> None:
+    ex = example()
+    assert step_of(ex, Norms(), memory_budget=0.5)(ex.inputs, ex.targets).norms.shape == (B,)
+
+
+def test_what_is_asked_of_one_gradient_shares_it() -> None:
+    """Where the gradients are formed anyway, every other ask of a wide layer over long sequences reads them."""
+    layer, asked = torch.nn.Linear(48, 32), [Grads(), Norms(), ClippedSum(0.1), SecondMoment(), MeanGrad()]
+    step = psg_fx.transform(layer, lambda out: out.square().sum(), quantities=asked, backend="eager")
+    step(torch.randn(3, 200, 48))
+    (weight,) = [p for p in plan_of(step).parameters if p.gradient.name == "weight"]
+    formed = weight.parts[0].tree.key
+    assert len(weight.parts) == 5
+    assert all(formed in part.tree.nodes() for part in weight.parts)

@@ -1,0 +1,215 @@
+"""Every legal tree of every network of every row gives the oracle's number: the planner can be slow, never wrong."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import psg_fx
+from psg_fx.algebra.asks import (  # fmt: skip
+    FLOORS,
+    Along,
+    Ask,
+    Contraction,
+    InnerProducts,
+    Materialized,
+    Projected,
+    SquaredNorm,
+    Squares,
+    ThroughTotal,
+    Weighted,
+    direction,
+    projection,
+    sides,
+    whole,
+)
+from psg_fx.algebra.gradient import GRADIENTS, ParameterGradient
+from psg_fx.algebra.network import BATCH, Kind, Leaf, Source
+from psg_fx.graph import facts
+from psg_fx.planner import rates
+from psg_fx.planner.evaluate import Evaluator, compute
+from psg_fx.planner.methods import symmetric
+from psg_fx.planner.plan import ParameterPlan, Part, Plan
+from psg_fx.planner.trees import Expr, LeafExpr, dense, trees
+from psg_fx.step.binding import Binding, plain_mode
+from psg_fx.tensors import product
+from support import oracle
+from support.cases import CASES, Case
+from support.expected import Truth, tolerance_of
+from support.selection import selected
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
+
+ASKS = (
+    Materialized(), SquaredNorm(), Weighted("given"), Weighted(""), Along(2), InnerProducts(), Squares(), Projected(2),
+)  # fmt: skip
+Open = list[tuple[Ask, Contraction]]
+
+
+@dataclass
+class Joint:
+    """A captured row with the values of its joint graph."""
+
+    gradients: dict[str, ParameterGradient]
+    env: dict[Source, Tensor]
+    batch: Any
+    size: int
+    truth: Truth
+
+    def concrete(self, expression: Any) -> int:
+        return facts.at(expression, self.batch, self.size) if hasattr(expression, "subs") else int(expression)
+
+
+def joint(case: Case) -> Joint:
+    """Capture the row up to its networks, and run the joint graph for the tensors that they read."""
+    model = case.model()
+    loss = case.loss_fn(model)
+    step = psg_fx.transform(model, loss, backend="eager", batch_dim=case.dims)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    step(case.data())
+    model.load_state_dict(state)  # a step writes buffers, as a forward does
+    gm = step.graphs["merged"]
+    info = facts.graph_facts(gm)
+    call = step._take_apart(case.data(), ())
+    with plain_mode():
+        arguments = Binding(gm, model, loss).arguments(call, {})
+        results = gm(*arguments)
+    env = {Source(Kind.PLACEHOLDER, n.name): a for n, a in zip(facts.placeholders(gm), arguments, strict=True)}
+    read = [(s, v) for s, v in zip(info.outputs, results, strict=True) if s.kind in ("activation", "cotangent")]
+    env |= {Source(Kind(spec.kind), spec.name): value for spec, value in read}
+    return Joint(GRADIENTS.of(gm), env, info.batch, call.batch_size(), Truth(case))
+
+
+def questions(gradient: ParameterGradient, batch: Any, through_total: bool) -> Open:
+    """Everything that a plan may contract for this parameter, directly or through its materialised gradient."""
+    found: Open = [(Materialized(), contraction) for contraction in Materialized().contractions(gradient)]
+    source = whole(gradient, batch) if through_total else gradient
+    for ask in ASKS[1:]:
+        with contextlib.suppress(ThroughTotal):
+            parts = ask.contractions(source)
+            found += [(ask, replace(part, terms=()) if through_total else part) for part in parts]
+    return found
+
+
+def plans(joint: Joint, gradient: ParameterGradient) -> Iterator[tuple[Expr, ParameterPlan]]:
+    """Plans in which every tree of every question comes up once, the other questions answered by some tree."""
+    for through_total in (False, True):
+        asked = questions(gradient, joint.batch, through_total)
+        options = [[dense(tree) for tree in trees(part.network, joint.concrete)] for _, part in asked]
+        assert all(options), "a network without a tree"
+        base = tuple(
+            Part(ask, contraction, trees_of[0], 0.0)
+            for (ask, contraction), trees_of in zip(asked, options, strict=True)
+        )
+        yield base[0].tree, ParameterPlan(gradient, through_total, base, 0.0, "")
+        for k, trees_of in enumerate(options):
+            same = [part for part in base if part.ask == base[k].ask and part is not base[k]]
+            needed = [part for part in base if part.ask == Materialized()] if through_total else []
+            for tree in trees_of[1:]:
+                parts = [replace(base[k], tree=tree), *same, *(p for p in needed if p is not base[k] and p not in same)]
+                yield tree, ParameterPlan(gradient, through_total, tuple(parts), 0.0, "")
+
+
+def evaluate(joint: Joint, plan: ParameterPlan) -> dict[str, Tensor]:
+    """The asks of the plan, by key."""
+    asks = tuple(dict.fromkeys(part.ask for part in plan.parts))
+    step = Plan((plan,), asks, rates.CPU, joint.batch, joint.size)
+    with plain_mode():
+        evaluator = Evaluator(step, joint.env | given(plan.gradient), joint.size, torch.device("cpu"))
+        evaluator.first()
+        evaluator.second({"given": {plan.gradient.name: joint.truth.weights}, "": {}})
+    return {key: values[plan.gradient.name] for key, values in evaluator.results.items() if values}
+
+
+def given(gradient: ParameterGradient) -> dict[Source, Tensor]:
+    """Directions and random matrices for a parameter."""
+    generator = torch.Generator().manual_seed(3)
+    found = {direction(gradient.name): torch.randn(2, *gradient.shape, generator=generator, dtype=torch.float64)}
+    for new, side in zip("PQ", sides(gradient.shape), strict=False):
+        found[projection(gradient.name, new)] = torch.randn(side, 2, generator=generator, dtype=torch.float64)
+    return found
+
+
+def floors(joint: Joint, gradient: ParameterGradient) -> Tensor:
+    """8 ε S² by its definition: the gradient of every position by itself, their norms added up; groups apart."""
+    reach, eps = torch.zeros(joint.size, dtype=torch.float64), 0.0
+    for term in gradient.terms:
+        g, letters = term.network, dict(zip(term.network.sizes, "abcdefghijklmnop", strict=False))
+        operands = [built(leaf, joint) for leaf in g.leaves]
+        eps = torch.finfo(operands[-1].dtype).eps
+        shared = [x for x in g.out if x != BATCH and sum(x in leaf.axes for leaf in g.leaves) > 1]
+        own = [x for x in g.out if x != BATCH and x not in shared]
+        summed = [x for x in g.sizes if x not in g.out]
+        spelled = ",".join("".join(letters[x] for x in leaf.axes) for leaf in g.leaves)
+        each = torch.einsum(f"{spelled}->{''.join(letters[x] for x in (BATCH, *shared, *summed, *own))}", *operands)
+        lead = each.shape[: 1 + len(shared)]
+        rows = each.double().reshape(*lead, product(g.sizes[x].subs(joint.batch, joint.size) for x in summed), -1)
+        reach += abs(g.scale) * rows.norm(dim=-1).sum(-1).reshape(joint.size, -1).norm(dim=1)
+    return 8 * eps * reach.square()
+
+
+def built(leaf: Leaf, joint: Joint) -> Tensor:
+    """The operand as a tensor with all its axes."""
+    expr = dense(LeafExpr(leaf.axes, {}, leaf.dtype, leaf))
+    stored = leaf.build(*(joint.env[source] for source in leaf.sources))
+    return compute(expr, [stored]) if expr.children else stored
+
+
+def projected(name: str, g: Tensor, values: dict[Source, Tensor]) -> Tensor:
+    """Pᵀ g_b Q, a side of at most two elements as it is."""
+    matrix = g.reshape(g.shape[0], *sides(tuple(g.shape[1:])))
+    for dim, new in zip((1, 2), "PQ", strict=True):
+        if dim < matrix.ndim and matrix.shape[dim] > 2:
+            matrix = torch.tensordot(matrix, values[projection(name, new)], ([dim], [0])).movedim(-1, dim)
+    return matrix.flatten(1)
+
+
+def expected(joint: Joint, gradient: ParameterGradient) -> dict[str, Tensor]:
+    name, g = gradient.name, joint.truth.grads[gradient.name]
+    flat, values = g.reshape(len(g), -1), given(gradient)
+    return {
+        "grads": g,
+        "sq_norms": joint.truth.own[name].square(),
+        FLOORS: floors(joint, gradient),
+        "weighted:given": oracle.weighted_sum({name: g}, joint.truth.weights)[name],
+        "weighted:": g.sum(0),
+        "dots": flat @ values[direction(name)].reshape(2, -1).T,
+        "gram": flat @ flat.T,
+        "squares": g.square().sum(0),
+        "projection": projected(name, g, values),
+    }
+
+
+SQUARED = ("sq_norms", "gram", "squares")
+ROWS = [case for case in CASES if not case.refused]
+FIRST = {case.name for case in ROWS if not case.name.startswith("traps/")}
+"""Traps use the rules that other rows are for."""
+
+
+@pytest.fixture(autouse=True)
+def _short_rows_by_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gram matrices are computed by half however few the positions are."""
+    monkeypatch.setattr(symmetric, "_FROM", 2)
+    monkeypatch.setattr(symmetric, "_VECTOR", 1)
+
+
+@pytest.mark.parametrize("case", selected(ROWS, FIRST))
+def test_every_tree(case: Case) -> None:
+    values = joint(case)
+    tolerance = tolerance_of(case)
+    for name, gradient in values.gradients.items():
+        if not gradient.terms:
+            continue
+        want = expected(values, gradient)
+        scale = max(g.abs().max().item() for g in values.truth.grads.values())
+        for tree, plan in plans(values, gradient):
+            for key, got in evaluate(values, plan).items():
+                smallest = 0.0 if key == FLOORS else 1e-3 * scale ** (2 if key in SQUARED else 1)
+                error = oracle.relative_error(got, want[key], smallest)
+                assert error < tolerance, f"{key} of {name} by {tree}: relative error {error:.2e}"

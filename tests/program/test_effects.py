@@ -1,0 +1,389 @@
+"""What forward and loss leave in the Python around them: what an ordinary forward leaves there, or a refusal."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from sympy.core.cache import clear_cache
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+
+import psg_fx
+from psg_fx import NotYetSupported
+from support import oracle
+
+GENERATOR = torch.Generator().manual_seed(0)
+X, Y = torch.randn(4, 3, generator=GENERATOR, dtype=torch.float64), torch.tensor([0, 2, 1, 1])
+SEEN: list[Tensor] = []
+COUNT = 0
+
+
+class Model(nn.Module):
+    """A linear layer, and `effect(self, h)` on the way, which may return what replaces h."""
+
+    def __init__(self, effect: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.effect = nn.Linear(3, 3).double(), effect
+        self.calls, self.log, self.stats = 0, list[Tensor](), dict[str, Any]()
+        self.last: Any = None
+        self.center = torch.zeros(3, dtype=torch.float64)
+        self.config = {"k": 1.0}
+        self.numbers = iter(range(100))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        found = self.effect(self, h)
+        return h if found is None else found
+
+
+def step_of(effect: Callable[[Any, Tensor], Any], loss: Any = F.cross_entropy) -> Any:
+    return psg_fx.transform(Model(effect), loss, backend="eager")
+
+
+def state(model: Any) -> dict[str, Any]:
+    return {k: v for k, v in model.__dict__.items() if not k.startswith("_") and k not in ("effect", "numbers")}
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and torch.allclose(a, b, rtol=1e-13, atol=1e-13)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, tuple):
+        return isinstance(b, tuple) and len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and a == b
+
+
+def keep(model: Any, h: Tensor) -> None:
+    model.last = h.detach()
+
+
+def keep_statistic(model: Any, h: Tensor) -> None:
+    model.last = h.detach().mean(0)
+
+
+def keep_in_dict(model: Any, h: Tensor) -> None:
+    model.stats["norm"] = h.detach().norm()
+
+
+def keep_many(model: Any, h: Tensor) -> None:
+    model.last = (h.detach(), {"rows": h.shape[0], "width": h.shape[1]})
+
+
+def keep_size(model: Any, h: Tensor) -> None:
+    model.last = h.shape[0]
+
+
+def lazy(model: Any, h: Tensor) -> Tensor:
+    if model.last is None:
+        model.last = torch.arange(3.0, dtype=torch.float64)
+    return h * model.last
+
+
+def centred(model: Any, h: Tensor) -> Tensor:
+    model.center = 0.9 * model.center + 0.1 * torch.ones(3, dtype=torch.float64)
+    return h - model.center
+
+
+def flag(model: Any, h: Tensor) -> None:
+    model.layer.eval()
+
+
+KEPT = [keep, keep_statistic, keep_in_dict, keep_many, keep_size, lazy, centred, flag]
+
+
+@pytest.mark.parametrize("effect", KEPT, ids=lambda f: f.__name__)
+def test_kept_as_by_an_ordinary_forward(effect: Any) -> None:
+    step, ordinary = step_of(effect), Model(effect)
+    for rows in (slice(None), slice(3), slice(None)):
+        before = state(step.model)
+        losses, _ = oracle.loop_grads(fresh(ordinary), F.cross_entropy, X[rows], Y[rows])
+        out = step(X[rows], Y[rows])
+        ordinary(X[rows])
+        assert oracle.relative_error(out.losses, losses) < 1e-12
+        assert same(state(step.model), state(ordinary)), (before, state(step.model))
+        assert not any(isinstance(v, FakeTensor) for v in state(step.model).values())
+    assert len(step._cache) <= 2
+
+
+def fresh(model: Any) -> Any:
+    """A copy in the same state, for a loop that calls it more often."""
+    made = Model(model.effect)
+    made.load_state_dict(model.state_dict())
+    made.__dict__.update(state(model) | {"stats": dict(model.stats)})
+    made.forward = functools.partial(_restoring, made, state(made))  # type: ignore[method-assign]
+    return made
+
+
+def _restoring(model: Any, before: dict[str, Any], x: Tensor) -> Tensor:
+    found = Model.forward(model, x)
+    model.__dict__.update(before)
+    return found
+
+
+def test_what_is_stored_is_read_by_the_loss() -> None:
+    model = Model(keep_grad)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target) + model.last.square().mean()
+
+    losses, grads = oracle.loop_grads(model, loss, X, Y)
+    model.last = None
+    out = psg_fx.transform(model, loss, backend="eager")(X, Y)
+    assert oracle.relative_error(out.losses, losses) < 1e-12
+    assert oracle.worst_error(out.grads, grads) < 1e-12
+
+
+def keep_grad(model: Any, h: Tensor) -> None:
+    model.last = h.tanh()
+
+
+def test_without_a_loss() -> None:
+    model, ordinary = Model(keep), Model(keep)
+    step = psg_fx.transform(model, backend="eager")
+    step(X).sum().backward()
+    ordinary(X)
+    assert same(state(model), state(ordinary))
+
+
+def count(model: Any, h: Tensor) -> None:
+    model.calls += 1
+
+
+def append(model: Any, h: Tensor) -> None:
+    model.log.append(h.detach())
+
+
+def to_global_list(model: Any, h: Tensor) -> None:
+    SEEN.append(h)
+
+
+def count_globally(model: Any, h: Tensor) -> None:
+    global COUNT
+    COUNT += 1
+
+
+def forget(model: Any, h: Tensor) -> None:
+    del model.config
+
+
+REFUSED: dict[Any, str] = {
+    count: "the code changes Model.calls\n  where  test_effects.py:<line>: model.calls += 1\n"
+    "  why    it reads the number that it changes, so every call would need another graph\n"
+    "  fix    make it a buffer (torch.zeros(()), then add_), which every step writes",
+    append: "the code changes log\n  where  test_effects.py:<line>: model.log.append(h.detach())\n"
+    "  why    a graph runs no Python, so this would happen once, while the model is captured\n"
+    "  fix    return the value from the model, keep it in an attribute as a tensor, or leave the line out",
+    to_global_list: "the code changes SEEN\n  where  test_effects.py:<line>: SEEN.append(h)\n"
+    "  why    a graph runs no Python, so this would happen once, while the model is captured\n"
+    "  fix    return the value from the model, keep it in an attribute as a tensor, or leave the line out",
+    count_globally: "the code changes global.COUNT\n  where  test_effects.py:<line>: COUNT += 1\n"
+    "  why    it reads the number that it changes, so every call would need another graph\n"
+    "  fix    make it a buffer (torch.zeros(()), then add_), which every step writes",
+    forget: "the code changes Model.config\n  where  test_effects.py:<line>: del model.config\n"
+    "  why    a graph runs no Python, so this would happen once, while the model is captured\n"
+    "  fix    return the value from the model, keep it in an attribute as a tensor, or leave the line out",
+}
+
+
+def text(error: Exception) -> str:
+    return re.sub(r"(\.py):\d+:", r"\1:<line>:", str(error))
+
+
+@pytest.mark.parametrize("effect", REFUSED, ids=lambda f: f.__name__)
+def test_refused(effect: Any) -> None:
+    step = step_of(effect)
+    before = state(step.model) | {"log": []}
+    with pytest.raises(NotYetSupported) as caught:
+        step(X, Y)
+    assert text(caught.value) == REFUSED[effect]
+    assert same(state(step.model), before)
+    assert (SEEN, COUNT) == ([], 0)
+
+
+def test_a_recording_hook() -> None:
+    model, seen = Model(lambda model, h: None), list[Tensor]()
+    handle = model.layer.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    step = psg_fx.transform(model, F.cross_entropy, backend="eager")
+    with pytest.raises(NotYetSupported, match=r"the code changes seen\n  where  test_effects.py:"):
+        step(X, Y)
+    assert seen == []
+    handle.remove()
+    step(X, Y)
+
+
+GENERATOR_OF_NUMPY = np.random.default_rng(0)
+CHANGING: dict[str, tuple[Callable[[], Any], str]] = {
+    "random": (lambda: random.random(), "a random number of Python's"),
+    "gauss": (lambda: random.gauss(0.0, 1.0), "a random number of Python's"),
+    "own-random": (lambda: random.Random(3).random(), "a random number of Python's"),
+    "numpy": (lambda: float(np.random.rand()), "a random number of numpy's"),
+    "numpy-generator": (lambda: GENERATOR_OF_NUMPY.random(), "a random number of numpy's"),
+    "time": (lambda: time.time() * 0 + 1, "the time"),
+    "clock": (lambda: time.perf_counter_ns(), "the time"),
+    "environment": (lambda: float(os.environ.get("NO_SUCH_THING", 1.0)), "the environment"),
+    "getenv": (lambda: float(os.getenv("NO_SUCH_THING", "1.0")), "the environment"),
+    "file": (lambda: len(open(__file__).read()), "a file"),  # noqa: SIM115
+}
+
+
+@pytest.mark.filterwarnings("ignore:one graph for each batch size:UserWarning")
+def test_sizes_are_computed_by_a_package_that_draws() -> None:
+    """Sympy, which torch computes sizes with, shuffles what it asks; that is not the user's code."""
+    clear_cache()
+    step = psg_fx.transform(nn.Linear(3, 4), lambda o: o.reshape(len(o) * 6 // 3, -1).square().sum(), backend="eager")
+    step(torch.randn(3, 3))
+
+
+SCRIPT = """
+import torch
+import psg_fx
+
+step = psg_fx.transform(torch.nn.Linear(3, 2), lambda o: o.square().sum() / max(len(o), 1), backend="eager")
+print(len(step(torch.randn(4, 3)).losses))
+"""
+
+
+def test_a_script(tmp_path: Path) -> None:
+    """Where `__builtins__` is a module among the globals, not a dict as elsewhere."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run([sys.executable, str(tmp_path / "script.py")], capture_output=True, text=True, check=False)
+    assert done.stdout == "4\n", done.stderr
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+@pytest.mark.parametrize("name", CHANGING)
+def test_what_is_another_at_every_call(name: str) -> None:
+    function, asked = CHANGING[name]
+    step = step_of(lambda model, h: h * function())
+    with pytest.raises(NotYetSupported, match=f"the code asks for {asked}"):
+        step(X, Y)
+
+
+def test_an_iterator() -> None:
+    with pytest.raises(NotYetSupported, match=r"the code reads an iterator"):
+        step_of(lambda model, h: h * next(model.numbers))(X, Y)
+
+
+def test_containers_of_the_model_stay_the_users() -> None:
+    step = step_of(lambda model, h: h * model.config["k"])
+    config, stats = step.model.config, step.model.stats
+    first = step(X, Y).losses
+    assert step.model.config is config
+    assert step.model.stats is stats
+    config["k"] = 2.0
+    assert not torch.allclose(step(X, Y).losses, first)
+
+
+@functools.lru_cache
+def cached(size: int) -> Tensor:
+    return torch.ones(size, dtype=torch.float64)
+
+
+class WithCaches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3).double()
+
+    @functools.cached_property
+    def scale(self) -> Tensor:
+        return torch.full((3,), 2.0, dtype=torch.float64)
+
+    @functools.lru_cache(maxsize=4)  # noqa: B019
+    def shift(self, size: int) -> Tensor:
+        return torch.full((size,), 3.0, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * cached(3) * self.scale + self.shift(3)
+
+
+def test_caches_hold_nothing_of_a_capture() -> None:
+    model = WithCaches()
+    step = psg_fx.transform(model, F.cross_entropy, backend="eager")
+    for _ in range(2):
+        out = step(X, Y)
+        assert type(cached(3)) is type(model.shift(3)) is type(model.scale) is Tensor
+        losses, grads = oracle.loop_grads(model, F.cross_entropy, X, Y)
+        assert oracle.relative_error(out.losses, losses) < 1e-12
+        assert oracle.worst_error(out.grads, grads) < 1e-12
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rnn(x)[0][:, -1])
+
+
+def test_nothing_moved() -> None:
+    """Other helpers on the same model leave its layers' lists in other objects that hold the same."""
+    model, x = Recurrent().double(), X[:, None].repeat(1, 2, 1)
+    step = psg_fx.transform(model, F.cross_entropy, backend="eager")
+    for _ in range(3):
+        step(x, Y)
+        parameters = {n: p.detach() for n, p in model.named_parameters()}
+        torch.func.functional_call(model, parameters, (x,))
+    assert len(step._cache) == 1
+
+
+def test_the_third_capture_says_why() -> None:
+    step = step_of(lambda model, h: h * model.config["k"])
+    for k in (1.0, 2.0):
+        step.model.config["k"] = k
+        step(X, Y)
+    step.model.config["k"] = 3.0
+    with pytest.warns(UserWarning, match=r"for the third time .* because Model.config\['k'\] has changed"):
+        step(X, Y)
+
+
+def test_captures_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psg_fx.program.captured.MOST", 2)
+    step = psg_fx.transform(Model(lambda model, h: None), lambda out, k: k * out.sum(), backend="eager")
+    for k in (1.0, 2.0, 3.0):
+        step(X, (k,))
+    assert len(step._cache) == 2
+    step(X, (1.0,))
+
+
+MODEL = """
+import torch
+from torch import nn
+
+class Mixing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3).double()
+
+    def forward(self, x):
+        return helper(self.layer(x))
+
+def helper(h):
+    return h.flip(0)
+"""
+
+
+@pytest.mark.parametrize("folder", ["passes", "psg_fx", "zoo/psg_fx/passes"])
+def test_users_folders_may_have_any_name(tmp_path: Path, folder: str) -> None:
+    place = tmp_path / folder
+    place.mkdir(parents=True)
+    (place / "users_model.py").write_text(MODEL)
+    space: dict[str, Any] = {"__name__": "users_model"}
+    exec(compile(MODEL, str(place / "users_model.py"), "exec"), space)
+    with pytest.raises(psg_fx.SamplesMixed, match=r"users_model.py:14: return h.flip\(0\)"):
+        psg_fx.transform(space["Mixing"](), F.cross_entropy, backend="eager")(X, Y)

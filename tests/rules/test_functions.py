@@ -1,0 +1,286 @@
+"""Custom autograd functions, hooks and checkpoints: their backward counts, or the model is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import psg_fx
+from external.program import Problem, Program, check, drop_in, with_loss
+from psg_fx import NotYetSupported, SamplesMixed
+from support import oracle
+
+Function = torch.autograd.Function
+
+
+class Scaled(Function):
+    """Its backward is not that of its forward, and it keeps a tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x.sigmoid()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 1.5 * g * x.sigmoid()
+
+
+class SumAndProduct(Function):
+    """Two inputs, two outputs, `setup_context`, and an argument that is no tensor."""
+
+    @staticmethod
+    def forward(x: Tensor, y: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        return x + y, scale * x * y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.scale = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, h: Tensor) -> tuple[Tensor, Tensor, None]:
+        return g + h, ctx.scale * g - h, None
+
+
+class Looked(Function):
+    """An integer input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.size = x.shape[-1]
+        return x.gather(-1, ids)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        (ids,) = ctx.saved_tensors
+        return 3.0 * g.new_zeros(*g.shape[:-1], ctx.size).scatter_add(-1, ids, g), None
+
+
+class Reversed(Function):
+    """The gradient reversal of domain adaptation (Ganin, Lempitsky 2015, arXiv:1409.7495)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return -g
+
+
+class CentredForward(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g
+
+
+class ClippedBackward(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g / g.norm()
+
+
+class Turned(Function):
+    """On complex values; its backward is twice the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor) -> Tensor:
+        return z * 1j
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * -2j
+
+
+class InPlace(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2.0)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return 2.0 * g
+
+
+class NoisyWeight(Function):
+    @staticmethod
+    def forward(ctx: Any, w: Tensor) -> Tensor:
+        return w + torch.randn_like(w)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g
+
+
+class Model(nn.Module):
+    """`function(self, x)` with two linear layers."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.function = nn.Linear(4, 4), nn.Linear(4, 4), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+def _complex(x: Tensor) -> Tensor:
+    return torch.complex(*x.chunk(2, -1))
+
+
+def _real(z: Tensor) -> Tensor:
+    return torch.cat([z.real, z.imag], -1)
+
+
+def _two(m: Any, x: Tensor) -> Tensor:
+    s, p = SumAndProduct.apply(m.a(x), m.b(x), 0.5)
+    return s * p
+
+
+def _parameter_and_data(m: Any, x: Tensor) -> Tensor:
+    s, p = SumAndProduct.apply(m.a(x), m.b.bias.expand(x.shape), 0.5)
+    return s * p
+
+
+def _nested(m: Any, x: Tensor) -> Tensor:
+    found: Tensor = m.a(checkpoint(lambda v: m.b(v).tanh(), m.a(x), use_reentrant=False))
+    return found
+
+
+def _inferred(m: Any, x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        h = m.a(x).tanh()
+    found: Tensor = m.b(x) * h.clone()
+    return found
+
+
+def _written_without_gradients(m: Any, x: Tensor) -> Tensor:
+    h: Tensor = m.a(x)
+    with torch.no_grad():
+        h.mul_(2.0)
+    return h
+
+
+def _own_gradient(m: Any, x: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(m.a(x).tanh().sum(), x, create_graph=True)[0]
+
+
+EXACT: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "activations": lambda m, x: m.b(Scaled.apply(m.a(x))),
+    "a weight": lambda m, x: F.linear(m.b(x), Scaled.apply(m.a.weight)),
+    "a part of a weight": lambda m, x: F.linear(x, Scaled.apply(m.a.weight[:2]).repeat(2, 1)) + m.b(x),
+    "two outputs": _two,
+    "parameter and data": _parameter_and_data,
+    "folded rows": lambda m, x: Scaled.apply(m.a(x.reshape(-1, 4))).view(x.shape),
+    "integers": lambda m, x: Looked.apply(m.a(x), m.b(x).detach().argsort(-1)),
+    "the input itself": lambda m, x: m.b(Reversed.apply(m.a(x))),
+    "twice": lambda m, x: Scaled.apply(m.b(Scaled.apply(m.a(x)))),
+    "under no_grad": lambda m, x: m.b(x) + Scaled.apply(m.a(x).detach()),
+    "checkpointed": lambda m, x: checkpoint(lambda v: Scaled.apply(m.a(v)), m.b(x), use_reentrant=False),  # type: ignore[no-any-return]
+    "nested checkpoints": lambda m, x: checkpoint(_nested, m, x, use_reentrant=False),  # type: ignore[no-any-return]
+    "inference mode": _inferred,
+    "complex activations": lambda m, x: m.b(_real(Turned.apply(_complex(m.a(x))))),
+    "a complex weight": lambda m, x: _real(_complex(m.b(x)) @ Turned.apply(_complex(m.a.weight)[:2])),
+    "data": lambda m, x: m.b(x) * m.a(x).data,
+}
+X = torch.randn(3, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("mode", [with_loss, drop_in])
+@pytest.mark.parametrize("name", EXACT)
+def test_exact(name: str, mode: Any) -> None:
+    check(Program(name, lambda: Problem(Model(EXACT[name]).double(), X)), mode)
+
+
+REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], type[Exception], str]] = {
+    "mixing forward": (
+        lambda m, x: CentredForward.apply(m.a(x)), SamplesMixed, "in a custom autograd.Function: aten.sub mixes",
+    ),
+    "mixing backward": (
+        lambda m, x: ClippedBackward.apply(m.a(x)), SamplesMixed, "in a custom autograd.Function: aten.div mixes",
+    ),
+    "complex mixing backward": (
+        lambda m, x: _real(ClippedBackward.apply(_complex(m.a(x)))), SamplesMixed, "aten.div mixes",
+    ),
+    "in place": (lambda m, x: InPlace.apply(m.a(x)), NotYetSupported, "InPlace is not supported.*writes into its"),
+    "noise on a weight": (
+        lambda m, x: F.linear(x, NoisyWeight.apply(m.a.weight)), NotYetSupported, "draws random numbers",
+    ),
+    "a write under no_grad": (_written_without_gradients, NotYetSupported, "autograd does not see.*h.mul_"),
+    "a write into .detach()": (
+        lambda m, x: [h := m.a(x), h.detach().clamp_(min=0.0)][0], NotYetSupported, "autograd does not see.*clamp_",
+    ),
+    "a write into .data": (
+        lambda m, x: [h := m.a(x), h.data.clamp_(min=0.0)][0], NotYetSupported, "autograd does not see.*clamp_",
+    ),
+    "a gradient of its own": (_own_gradient, NotYetSupported, "takes a gradient of its own.*autograd.grad"),
+    "hook on an activation": (
+        lambda m, x: [h := m.a(x), h.register_hook(lambda g: 2 * g)][0], NotYetSupported, "hook on a tensor's gradient",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    function, kind, text = REFUSED[name]
+    with pytest.raises(kind, match=f"(?s){text}"):
+        with_loss(Problem(Model(function).double(), X))
+
+
+def test_a_hook_on_a_parameter_is_refused() -> None:
+    model = Model(EXACT["activations"]).double()
+    handle = model.a.weight.register_hook(lambda g: 2 * g)
+    with pytest.raises(NotYetSupported, match=r"a\.weight has a hook on its gradient"):
+        with_loss(Problem(model, X))
+    handle.remove()
+    with_loss(Problem(model, X))
+
+
+def test_a_backward_hook_on_a_module_is_refused() -> None:
+    model = Model(EXACT["activations"]).double()
+    model.a.register_full_backward_hook(lambda m, i, o: (2 * i[0],))
+    with pytest.raises(NotYetSupported, match="a module has a backward hook"):
+        with_loss(Problem(model, X))
+
+
+def test_reentrant_checkpoint() -> None:
+    """`autograd.grad`, which the loop needs, does not pass through one; the same block without it is the truth."""
+
+    def model(wrapped: bool) -> nn.Module:
+        torch.manual_seed(0)
+
+        def forward(m: Any, x: Tensor) -> Tensor:
+            h = m.b(x)
+            inner: Any = lambda v: torch.tanh(m.a(v))  # noqa: E731
+            found: Tensor = checkpoint(inner, h, use_reentrant=True) if wrapped else inner(h)
+            return found
+
+        return Model(forward).double()
+
+    truth = oracle.loop_grads(model(False), Problem(model(False), X).loss, X)[1]
+    assert oracle.worst_error(with_loss(Problem(model(True), X)), truth) < 1e-12
+
+
+def test_captures_of_one_model_do_not_meet() -> None:
+    """Each call of a function is an op of its own, also when the model is captured again."""
+    step = psg_fx.transform(Model(EXACT["twice"]), lambda out: out.sum(), backend="eager")
+    first = step(X.float()).grads["a.weight"]
+    step(X.float()[:, :3])
+    assert torch.equal(step(X.float()).grads["a.weight"], first)

@@ -1,0 +1,154 @@
+"""Parts of a batch, put together, are the batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import psg_fx
+from psg_fx import ClippedSum, Dots, Grads, Gram, MeanGrad, Norms, Projection, SecondMoment, WeightedSum, zoo
+from psg_fx.errors import BadArgument
+from support import oracle
+
+EVERYTHING = [
+    Grads(), Norms(), ClippedSum(0.3), WeightedSum(), MeanGrad(), SecondMoment(), Projection(rank=2), Dots(),
+]  # fmt: skip
+
+
+class TwoBiases(nn.Module):
+    """The gradients of both biases are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3))
+        self.first, self.second = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight + self.first + self.second).tanh()
+
+
+class Counted(nn.Module):
+    """Counts its calls, and adds up its inputs' last rows."""
+
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        return self.fc(x)
+
+
+def make(model: nn.Module | None = None, quantities: Any = EVERYTHING, **options: Any) -> psg_fx.PerSampleModule:
+    torch.manual_seed(0)
+    chosen = TwoBiases() if model is None else model
+    return psg_fx.transform(chosen, F.cross_entropy, quantities=quantities, backend="eager", **options)
+
+
+def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(size)
+    return torch.randn(size, 4, generator=generator), torch.randint(3, (size,), generator=generator)
+
+
+def given(step: psg_fx.PerSampleModule, size: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    directions = {n: torch.randn(2, *p.shape, generator=generator) for n, p in step.model.named_parameters()}
+    return {"weights": torch.linspace(-1, 2, size), "directions": directions}
+
+
+def compare(got: Any, want: Any) -> None:
+    assert set(vars(got)) == set(vars(want))
+    for field, value in vars(want).items():
+        found = getattr(got, field)
+        pairs = [(found[n], value[n]) for n in value] if isinstance(value, dict) else [(found, value)]
+        for a, b in pairs:
+            assert a.shape == b.shape, field
+            assert oracle.relative_error(a, b) < 1e-5, field
+
+
+@pytest.mark.parametrize(("size", "part"), [(6, 2), (7, 3), (5, 1), (3, 8), (4, 4), (0, 2)])
+def test_parts_equal_the_whole(size: int, part: int) -> None:
+    step = make()
+    x, y = batch(size)
+    compare(psg_fx.microbatch(step, part)(x, y, **given(step, size)), step(x, y, **given(step, size)))
+
+
+def test_clipped_sum_per_parameter() -> None:
+    step = make(quantities=[ClippedSum(0.2, per="parameter"), Norms(per="parameter")])
+    compare(psg_fx.microbatch(step, 2)(*batch(5)), step(*batch(5)))
+
+
+def test_samples_in_other_dims() -> None:
+    ex = zoo.example("encoder", 5, tokens=3, width=8, heads=2, layers=1, hidden=8, batch_first=False)
+    step = psg_fx.transform(
+        ex.model, ex.loss_fn, quantities=[Norms(), ClippedSum(0.1)], batch_dim=ex.batch_dim, backend="eager"
+    )
+    compare(psg_fx.microbatch(step, 2)(ex.inputs, ex.targets), step(ex.inputs, ex.targets))
+
+
+def test_shared_inputs_are_not_cut() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * scale
+
+    dims = ({"x": 0, "scale": None}, None)
+    step = psg_fx.transform(
+        Scaled(4, 3), lambda out: out.square().sum(), quantities=[MeanGrad()], backend="eager", batch_dim=dims
+    )
+    inputs = {"x": torch.randn(5, 4), "scale": torch.randn(3)}
+    compare(psg_fx.microbatch(step, 2)(inputs), step(inputs))
+
+
+def test_buffers_are_those_of_consecutive_forwards() -> None:
+    model = Counted()
+    step = make(model, [MeanGrad()])
+    psg_fx.microbatch(step, 2)(*batch(5))
+    assert model.calls.item() == 3
+
+
+def test_sums_need_the_memory_of_one_result() -> None:
+    """The total is the first part's result, and later parts are added to it."""
+    step, seen = make(quantities=[ClippedSum(1.0)]), []
+    original = type(step).forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(original(self, *args, **kwargs))
+        return seen[-1]
+
+    step.forward = forward.__get__(step)  # type: ignore[method-assign]
+    out = psg_fx.microbatch(step, 2)(*batch(6))
+    assert out.clipped_sum["weight"].data_ptr() == seen[0].clipped_sum["weight"].data_ptr()
+
+
+def test_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    calls: list[tuple[int, int]] = []
+    step = make(quantities=[MeanGrad()])
+    psg_fx.microbatch(step, 2, progress=lambda done, total: calls.append((done, total)))(*batch(5))
+    assert calls == [(1, 3), (2, 3), (3, 3)]
+    psg_fx.microbatch(step, 2, progress=True)(*batch(5))
+    assert capsys.readouterr().err == ""
+
+
+def test_refusals() -> None:
+    with pytest.raises(BadArgument, match=r"Gram\(\) of a batch does not follow from those of its parts"):
+        psg_fx.microbatch(make(quantities=[Norms(), Gram()]), 2)
+    with pytest.raises(BadArgument, match=r"SecondMoment\(centered=True\) of a batch does not follow"):
+        psg_fx.microbatch(make(quantities=[SecondMoment(centered=True)]), 2)
+    with pytest.raises(BadArgument, match="size=0 is not a number of samples"):
+        psg_fx.microbatch(make(), 0)
+    for size in (2.5, 2.0, True, "2"):
+        with pytest.raises(BadArgument, match="is not a number of samples"):
+            psg_fx.microbatch(make(), size)  # type: ignore[arg-type]
+    for weights in (torch.ones(9), torch.ones(5), torch.ones(6, 1), [1.0] * 7):
+        for part in (2, 6, 8):
+            with pytest.raises(BadArgument, match=r"weights have shape \("):
+                psg_fx.microbatch(make(quantities=[WeightedSum()]), part)(*batch(6), weights=weights)
+    with pytest.raises(BadArgument, match="DropInModule is not a step with a loss"):
+        psg_fx.microbatch(psg_fx.transform(nn.Linear(4, 3), backend="eager"), 2)

@@ -1,0 +1,170 @@
+"""Where results lie: memory is used again when nobody holds what lies in it, and only then."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import psg_fx
+from psg_fx import Grads, MeanGrad, blocks
+from psg_fx.errors import BadArgument
+from psg_fx.step.compiled import write_into
+from support import oracle
+
+pytestmark = pytest.mark.inductor
+
+
+@pytest.fixture(autouse=True)
+def _every_value_is_large(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(blocks, "LARGE", 1)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def make(backend: str = "inductor", **options: Any) -> psg_fx.PerSampleModule:
+    torch.manual_seed(0)
+    return psg_fx.transform(
+        nn.Linear(6, 3), F.cross_entropy, quantities=[Grads(), MeanGrad()], backend=backend, **options
+    )
+
+
+def batch(size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 6, generator=generator), torch.randint(3, (size,), generator=generator)
+
+
+def compare(got: Any, want: Any) -> None:
+    got, want = pytree.tree_leaves(vars(got)), pytree.tree_leaves(vars(want))
+    assert len(got) == len(want)
+    for a, b in zip(got, want, strict=True):
+        assert oracle.relative_error(a, b) < 1e-5
+
+
+def starts(out: Any) -> list[int]:
+    return [t.data_ptr() for t in pytree.tree_leaves(vars(out))]
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_results_do_not_depend_on_where_they_lie(reuse: bool) -> None:
+    step, want = make(reuse_outputs=reuse, dynamic=True), make("eager")
+    for seed, size in enumerate((4, 7, 2, 1, 9)):
+        compare(step(*batch(size, seed)), want(*batch(size, seed)))
+
+
+def test_results_that_are_held_are_not_overwritten() -> None:
+    step, want = make(reuse_outputs=True), make("eager")
+    held = [step(*batch(4, seed)) for seed in range(3)]
+    view = step(*batch(4, 3)).grads["weight"][1:]
+    step(*batch(4, 4))
+    for seed, out in enumerate(held):
+        compare(out, want(*batch(4, seed)))
+    assert oracle.relative_error(view, want(*batch(4, 3)).grads["weight"][1:]) < 1e-5
+
+
+def test_memory_that_nobody_holds_is_used_again() -> None:
+    step = make(reuse_outputs=True)
+    first = starts(step(*batch(4)))
+    assert starts(step(*batch(4, 1))) == first
+    blocks = list(step._memory._blocks)
+    step(*batch(4, 2))
+    assert blocks
+    assert step._memory._blocks == blocks
+
+
+def test_smaller_batch_lies_in_the_memory_of_a_larger_one() -> None:
+    step = make(reuse_outputs=True, dynamic=True)
+    step(*batch(9))
+    blocks = list(step._memory._blocks)
+    for size in (7, 5, 9):
+        step(*batch(size))
+    assert step._memory._blocks == blocks
+
+
+def test_blocks_without_use_are_given_back() -> None:
+    step = make(reuse_outputs=True, dynamic=True)
+    held = step(*batch(8))
+    place = held.grads["weight"].data_ptr()
+    (block,) = [weakref.ref(block) for block in step._memory._blocks if block.address == place]
+    for seed in range(blocks._CALLS + 1):
+        step(*batch(8, seed))
+    assert place not in {block.address for block in step._memory._blocks}
+    assert block() is None
+    compare(held, make("eager")(*batch(8)))
+
+
+def test_out_is_written_into() -> None:
+    step, want = make(reuse_outputs=True), make("eager")
+    out = step(*batch(4))
+    tensors, places = pytree.tree_leaves(vars(out)), starts(out)
+    blocks = list(step._memory._blocks)
+    for seed in (1, 2):
+        assert step(*batch(4, seed), out=out) is out
+        now = pytree.tree_leaves(vars(out))
+        assert starts(out) == places
+        assert all(a.data_ptr() == b.data_ptr() for a, b in zip(now, tensors, strict=True))
+        compare(out, want(*batch(4, seed)))
+    assert step._memory._blocks == blocks
+
+
+def test_out_of_another_batch_size() -> None:
+    step, want = make(reuse_outputs=True, dynamic=True), make("eager")
+    out = step(*batch(6))
+    for seed, size in enumerate((4, 0, 7, 7)):
+        compare(step(*batch(size, seed), out=out), want(*batch(size, seed)))
+
+
+def test_out_whose_memory_is_not_ours() -> None:
+    step, want = make(reuse_outputs=True), make("eager")
+    other = want(*batch(4))
+    grads = other.grads["weight"]
+    step(*batch(4, 1), out=other)
+    assert other.grads["weight"] is grads
+    compare(other, want(*batch(4, 1)))
+
+
+def test_values_that_changed_places() -> None:
+    """Each lies where the other belongs."""
+    block = torch.arange(4.0)
+    a, b = torch.zeros(2), torch.zeros(2)
+    former = {"x": {"a": a, "b": b}}
+    a.copy_(block[2:])
+    b.copy_(block[:2])
+    write_into(former, {"x": {"a": b.view(2), "b": a.view(2)}})
+    assert a.tolist() == [0.0, 1.0]
+    assert b.tolist() == [2.0, 3.0]
+
+
+def test_gradients_left_on_parameters() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    step, places = psg_fx.transform(model, reuse_outputs=True), []
+    for seed in range(3):
+        x, y = batch(4, seed)
+        F.cross_entropy(step(x), y, reduction="sum").backward()
+        found: torch.Tensor = model.weight.grad_sample  # type: ignore[assignment]
+        want = [
+            torch.autograd.grad(F.cross_entropy(model(x[i : i + 1]), y[i : i + 1]), model.weight)[0] for i in range(4)
+        ]
+        assert oracle.relative_error(found, torch.stack(want)) < 1e-5
+        places.append(found.data_ptr())
+        del found
+        model.weight.grad_sample = model.bias.grad_sample = None  # type: ignore[assignment]
+    assert places[1] == places[2]
+
+
+def test_refusals() -> None:
+    with pytest.raises(BadArgument, match="reuse_outputs has no effect with backend='eager'"):
+        make("eager", reuse_outputs=True)
+    step = make()
+    with pytest.raises(BadArgument, match="out= needs a step that reuses its outputs"):
+        step(*batch(4), out=step(*batch(4)))
+    reusing = make(reuse_outputs=True)
+    with pytest.raises(BadArgument, match="out has the fields losses"):
+        reusing(*batch(4), out=psg_fx.transform(reusing.model, F.cross_entropy, backend="eager")(*batch(4)))

@@ -1,0 +1,1 @@
+"""What the tests of several rooms share: rows, the loop over single samples, trials of operators."""
