@@ -43,14 +43,14 @@ class Alone:
         for index in sorted({0, max(self.call.batch_size() - 1, 0)}):
             inputs = [_one(t, d, index) for t, d in zip(self.call.tensors, self.call.dims, strict=True)]
             with _undisturbed(inputs):
-                ours = _results(gm, state, inputs)
+                found = _results(gm, state, inputs)
             try:
                 with _undisturbed(inputs):
-                    expected = self.run(state, inputs)[: len(ours)]
+                    expected = self.run(state, inputs)[: len(found)]
             except Exception as error:  # then nothing is said of it by the code
                 why = f"on which the code does not run ({type(error).__name__})"
                 return f"{locate(squeezes[0])} takes the sample dim of a batch of one, {why}; it is kept"
-            if len(ours) != len(expected) or not all(map(_equal, ours, expected)):
+            if len(found) != len(expected) or not all(map(_equal, found, expected)):
                 raise NotYetSupported(
                     "squeeze treats a batch of one sample differently", where=locate(squeezes[0]),
                     why="it takes the sample dim of a batch of one, and what follows then means something else: the "
@@ -132,12 +132,12 @@ def _results(gm: GraphModule, state: Mapping[str, Tensor], inputs: Sequence[Tens
     return [r for r, spec in zip(results, info.outputs, strict=True) if spec.kind in ("loss", "output")]
 
 
-def _equal(ours: Tensor, theirs: Tensor) -> bool:
+def _equal(found: Tensor, expected: Tensor) -> bool:
     """Whether two results hold the same numbers; the sample dim, of size 1, may be missing."""
-    if ours.numel() != theirs.numel() or ours.dtype != theirs.dtype:
+    if found.numel() != expected.numel() or found.dtype != expected.dtype:
         return False
-    first, second = (t.flatten() for t in (ours, theirs))
-    if not facts.is_differentiable(ours):
+    first, second = (t.flatten() for t in (found, expected))
+    if not facts.is_differentiable(found):
         return torch.equal(first, second)
-    tolerance = max(1e-8, 1e3 * torch.finfo(ours.dtype).eps)
+    tolerance = max(1e-8, 1e3 * torch.finfo(found.dtype).eps)
     return torch.allclose(first, second, rtol=tolerance, atol=tolerance, equal_nan=True)

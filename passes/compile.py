@@ -30,15 +30,15 @@ def compile_graph(
     gm: GraphModule, backend: str, mode: str | None, options: dict[str, Any] | None, dynamic: bool | None, device: str,
     memory: Memory, history: History,
 ) -> Flat:  # fmt: skip
-    """`torch.compile(gm)`; `backend="eager"` runs the graph as it is.  The user's options come before ours, and ours
-    before those of the mode.  history: where compiling is recorded, whenever torch does it.
+    """`torch.compile(gm)`; `backend="eager"` runs the graph as it is.  The user's options come before those
+    of psg_fx, and these before those of the mode.  history: where compiling is recorded, whenever torch does it.
     """
     gm = free_of_strides(copy_graph(gm))
     if backend == "eager":
         return gm
     if backend == "inductor":
-        ours = _CPU_OPTIONS if device == "cpu" else {}
-        options, mode = inductor_modes()[mode or "default"] | ours | (options or {}), None
+        own = _CPU_OPTIONS if device == "cpu" else {}
+        options, mode = inductor_modes()[mode or "default"] | own | (options or {}), None
     # True would make the parameters' sizes symbols, too: the batch size is marked instead.
     by_size = None if dynamic else dynamic
     _read_sizes_from_tensors(gm)

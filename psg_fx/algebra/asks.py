@@ -66,6 +66,9 @@ class Ask:
     accumulated: ClassVar[bool] = True
     nameless: ClassVar[bool] = False
 
+    def __init_subclass__(cls) -> None:
+        cls.nameless = cls.__dict__.get("nameless", False)  # not inherited: what a subclass adds may look at names
+
     @property
     def phase(self) -> Phase:
         """When it is computed."""

@@ -57,7 +57,7 @@ class BenchmarkReport:
     notes: Sequence[str] = field(default=())
 
     def row(self, contender: str, quantity: str = ORDINARY) -> BenchmarkRow | None:
-        """The row of that contender and quantity, if it raced."""
+        """The row of that contender and quantity, if it was measured."""
         return next((r for r in self.rows if (r.contender, r.quantity) == (contender, quantity)), None)
 
     def fastest_ordinary(self) -> BenchmarkRow | None:
@@ -120,9 +120,9 @@ def benchmark(
     tolerance: float = 1e-2,
     progress: bool = True,
 ) -> BenchmarkReport:
-    """Races the contenders on one batch, and returns a table of times, memory and errors.
+    """Measure the contenders on one batch, and return a table of times, memory and errors.
 
-    `quantities`: names of the usual three, or any of `psg_fx.Quantity`, each raced by itself. `contenders`: globs on
+    `quantities`: names of the usual three, or any of `psg_fx.Quantity`, each measured by itself. `contenders`: globs on
     names or `name/quantity` (`["ordinary*", "psg*"]`); by default all but other libraries, which `peers` adds, and
     those who first materialise gradients to make another quantity of them. `min_run_time`: seconds of timing per
     contender, over all `rounds`. A per-sample answer further than `tolerance` (relative to each tensor's largest entry)

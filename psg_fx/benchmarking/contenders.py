@@ -1,4 +1,4 @@
-"""Who races in `psg_fx.benchmark`: ordinary training steps, the loop, vmap, psg_fx itself, and its peers, each per
+"""What `psg_fx.benchmark` measures: ordinary training steps, the loop, vmap, psg_fx itself, and its peers, each per
 quantity.
 """
 

@@ -85,7 +85,7 @@ class Contender:
     """`name` computes `quantity` ("ordinary": the gradient of the batch's loss).
 
     build: everything that is done once (wrappers, tracing) belongs to it or to the first call of the step it returns.
-    usual: races unless told not to.  peer: another library's or torch's own way.  memory: bytes that a step takes.
+    usual: measured unless told not to.  peer: another library's or torch's own way.  memory: bytes that a step takes.
     """
 
     name: str

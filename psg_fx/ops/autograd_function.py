@@ -1,7 +1,7 @@
 """Custom `torch.autograd.Function`s: one opaque op of the captured graph each, with the user's backward kept beside it.
 
 A captured graph would hold what a function's forward computes and lose its backward.  So a call becomes an op of its
-own, and whoever differentiates runs the function itself.  `vmap` and `torch.func` need more than most functions offer;
+own, and differentiation runs the function itself.  `vmap` and `torch.func` need more than most functions offer;
 for them its forward and backward are traced into plain ops once their sizes are known.
 """
 

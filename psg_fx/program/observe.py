@@ -31,7 +31,8 @@ from psg_fx.torch_private.patching import patched_here
 @dataclass
 class Observed:
     """What was seen: attributes read of modules (by their identity); the code of the user or of packages that ran, with
-    its globals; tensors whose values Python looked at.  hidden: modules of ours around the user's, which do not count.
+    its globals; tensors whose values Python looked at.  hidden: modules of psg_fx around the user's, which do not
+    count.
     """
 
     reads: dict[int, tuple[nn.Module, dict[str, None]]] = field(default_factory=dict)

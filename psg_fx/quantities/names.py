@@ -20,7 +20,7 @@ KINDS: dict[str, type[Quantity]] = {
 
 
 USUAL: dict[str, Quantity] = {"grads": Grads(), "norms": Norms(), "clipped_sum": ClippedSum(max_norm=MAX_NORM)}
-"""What is raced when nothing else is asked."""
+"""What a benchmark measures when nothing else is asked."""
 
 
 def spelled(quantity: Quantity) -> str:

@@ -1,7 +1,7 @@
 """Per-sample gradients by definition: a loop over single samples, and `torch.func.vmap` as a second opinion.
 
 Slow, obvious and independent of the compiler: `psg_fx.validation` holds compiled steps against it,
-`psg_fx.benchmarking` races against it.
+`psg_fx.benchmark` measures it too.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def reference_grads(
     params: Sequence[str] | None = None,
     dtype: torch.dtype | None = torch.float64,
 ) -> tuple[Tensor, ByName]:
-    """The truth: losses `[B]` and gradients `name -> [B, *shape]` by a loop over single samples, in `dtype`.
+    """The reference: losses `[B]` and gradients `name -> [B, *shape]` by a loop over single samples, in `dtype`.
 
     `dtype=None` keeps the model's own. Every sample starts from the buffers at the call; an unused parameter has zeros.
     """

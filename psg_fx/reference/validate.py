@@ -23,7 +23,8 @@ TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 5e-2, torc
 """Default tolerance by the dtype of the parameters; ReLU kinks alone cost float32 a few 1e-4."""
 
 FLOOR = 1e-3
-"""Errors are relative to the largest truth of the parameter, or to this fraction of the largest of all if greater.
+"""Errors are relative to the largest reference value of the parameter, or to this fraction of the largest of all if that
+is greater.
 
 Some gradients are zero in exact arithmetic (the bias of an attention's keys): nothing is relative to those."""
 
@@ -155,7 +156,7 @@ def _compare(
     check: Definition, got: Mapping[str, Tensor], want: Mapping[str, Tensor], near: Mapping[str, Tensor],
     tolerance: float,
 ) -> list[ValidationRow]:  # fmt: skip
-    """One row per name in truth or answer; a name missing from either is a row too."""
+    """One row per name in reference or answer; a name missing from either is a row too."""
     floor = FLOOR * max((w.abs().max().item() for w in want.values() if w.numel()), default=0.0)
     rows = []
     for name in [*want, *(name for name in got if name not in want)]:
@@ -174,17 +175,17 @@ def _error(got: Tensor, want: Tensor, floor: float, per_sample: bool) -> tuple[f
     """max|got - want| / max(max|want|, floor), and the sample where it lies; NaN or inf on one side only is inf."""
     if want.numel() == 0:
         return 0.0, None
-    truth = want.detach().to(torch.float64)
-    answer = got.detach().to(device=truth.device, dtype=torch.float64)
-    difference = (answer - truth).abs()
-    difference = difference.masked_fill(truth.isnan() & answer.isnan() | (answer == truth), 0.0).nan_to_num(math.inf)
+    wanted = want.detach().to(torch.float64)
+    answer = got.detach().to(device=wanted.device, dtype=torch.float64)
+    difference = (answer - wanted).abs()
+    difference = difference.masked_fill(wanted.isnan() & answer.isnan() | (answer == wanted), 0.0).nan_to_num(math.inf)
     largest = difference.max().item()
     sample = None
     if per_sample and largest > 0:
-        sample = int(difference.reshape(truth.shape[0], -1).amax(1).argmax().item())
+        sample = int(difference.reshape(wanted.shape[0], -1).amax(1).argmax().item())
     if largest == 0:
         return 0.0, sample
-    scale = max(truth.nan_to_num(0.0, 0.0, 0.0).abs().max().item(), floor)
+    scale = max(wanted.nan_to_num(0.0, 0.0, 0.0).abs().max().item(), floor)
     return (largest / scale if scale > 0 else math.inf), sample
 
 

@@ -62,7 +62,7 @@ def begin(parameters: Parameters, accumulate: bool, mean: bool) -> Ticket:
 def deliver(ticket: Ticket, parameters: Parameters, found: Mapping[str, torch.Tensor], copied: bool) -> None:
     """Set `grad_sample`, or append to it.  copied: the values are overwritten by a later call.
 
-    Raises BadArgument: another backward came between the call and this one, or a `grad_sample` is not ours.
+    Raises BadArgument: another backward came between the call and this one, or a `grad_sample` was not set by psg_fx.
     """
     for name, parameter in parameters.items():
         left = getattr(parameter, "grad_sample", None)

@@ -30,7 +30,7 @@ class _Dropped(logging.Filter):
 
 
 class _Stderr:
-    """`sys.stderr` without what torch prints there in one thread.  Whoever keeps it has the stream behind it."""
+    """`sys.stderr` without what torch prints there in one thread.  Code that keeps it has the stream behind it."""
 
     def __init__(self, stream: Any) -> None:
         self.stream, self.thread = stream, threading.get_ident()

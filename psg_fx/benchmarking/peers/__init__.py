@@ -1,8 +1,8 @@
 """Other ways to per-sample gradients, as contenders of `psg_fx.benchmark`: Opacus, BackPACK, fastDP, JAX, and
 `call_for_per_sample_grads` of torch.
 
-Each is asked in the way that makes its answer right, and what it answers is held against the truth like everybody's.
-One that is not installed, or refuses a model, says so in its row.
+Each is asked in the way that makes its answer right, and what it answers is held against the reference like that of
+every contender.  One that is not installed, or refuses a model, says so in its row.
 """
 
 from __future__ import annotations
