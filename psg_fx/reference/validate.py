@@ -23,8 +23,8 @@ TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 5e-2, torc
 """Default tolerance by the dtype of the parameters; ReLU kinks alone cost float32 a few 1e-4."""
 
 FLOOR = 1e-3
-"""Errors are relative to the largest reference value of the parameter, or to this fraction of the largest of all if that
-is greater.
+"""Errors are relative to the largest reference value of the parameter, or to this fraction of the largest of all if
+that is greater.
 
 Some gradients are zero in exact arithmetic (the bias of an attention's keys): nothing is relative to those."""
 
