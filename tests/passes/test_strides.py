@@ -14,7 +14,7 @@ import psg_fx
 from psg_fx import Grads, NotYetSupported
 from psg_fx.graph.strides import free_of_strides, reads_strides
 from support import oracle
-from support.case import wavy
+from support.cases import wavy
 
 aten = torch.ops.aten
 View = Callable[[Tensor], Tensor]

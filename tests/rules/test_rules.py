@@ -14,7 +14,7 @@ ROWS = {case.name.partition("/")[0] for case in CASES}
 
 @pytest.mark.parametrize("target", sorted(registered(), key=str), ids=str)
 def test_rule_has_a_row(target: object) -> None:
-    assert row_of(target) & ROWS, f"{target} has a rule ({registered()[target]}) and no row in tests/support/cases.py"
+    assert row_of(target) & ROWS, f"{target} has a rule ({registered()[target]}) and no row in tests/support/cases/"
 
 
 def test_every_rule_is_named_by_rows() -> None:

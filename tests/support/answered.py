@@ -9,7 +9,7 @@ import torch
 import psg_fx.passes.pipeline  # noqa: F401  (registers every rule)
 from psg_fx.algebra.gradient import GRADIENTS
 from psg_fx.algebra.rule import registered
-from support.case import Case
+from support.cases import Case
 
 FALLBACK = "fallback"
 GENERAL = ("prefix", "uses", "layers", "traps", FALLBACK)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
-from support.case import B, Case
+from support.cases.case import B, Case
 
 
 class Model(nn.Module):

@@ -1,0 +1,62 @@
+"""Rows: elementwise ops and broadcasting."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from support.cases.case import B, Case
+
+POINTWISE = [
+    Case("add/row", lambda x, p: x + p, x=(B, 5, 4), params={"p": (4,)}, covers=("pointwise",)),
+    Case("add/full", lambda x, p: x + p, x=(B, 5, 4), params={"p": (5, 4)}),
+    Case("add/leading-one", lambda x, p: x + p, x=(B, 5, 4), params={"p": (1, 5, 4)}),
+    Case("add/middle-one", lambda x, p: x + p, x=(B, 5, 4), params={"p": (5, 1)}),
+    Case("add/scalar", lambda x, p: x + p, x=(B, 5, 4), params={"p": ()}),
+    Case("add/one", lambda x, p: x + p, params={"p": (1,)}),
+    Case("add/alpha", lambda x, p: torch.add(x, p, alpha=-0.7), x=(B, 5, 4), params={"p": (4,)}),
+    Case("add/param-is-larger", lambda x, p: x.unsqueeze(1) + p, x=(B, 4), params={"p": (5, 4)}),
+    Case("add/data-broadcasts", lambda x, p: x + p, x=(B, 1, 4), params={"p": (5, 1)}),
+    Case("add/samples-last", lambda x, p: x + p, x=(4, B), params={"p": (4, 1)}, batch_dim=1, out_dim=1),
+    Case("add/new-leading-dims", lambda x, p: x + p, x=(B, 4), params={"p": (2, 1, 4)}, out_dim=1),
+    Case("add/scalar-to-scalar-samples", lambda x, p: x + p, x=(B,), params={"p": ()}),
+    Case("sub/data-first", lambda x, p: x - p, x=(B, 5, 4), params={"p": (4,)}),
+    Case("sub/param-first", lambda x, p: p - x, x=(B, 5, 4), params={"p": (5, 4)}),
+    Case("sub/reversed-number", lambda x, p: torch.rsub(x, p, alpha=2), x=(B, 5, 4),
+         params={"p": (4,)}, fallback=("p",)),
+    Case("mul/row", lambda x, p: x * p, x=(B, 5, 4), params={"p": (4,)}),
+    Case("mul/column", lambda x, p: x * p, x=(B, 5, 4), params={"p": (5, 1)}),
+    Case("mul/scalar", lambda x, p: x * p, x=(B, 5, 4), params={"p": ()}),
+    Case("mul/full", lambda x, p: x * p, x=(B, 5, 4), params={"p": (5, 4)}),
+    Case("mul/folded", lambda x, p: (x.reshape(-1, 4) * p).view(x.shape), x=(B, 5, 4), params={"p": (4,)}),
+    Case("mul/squared-use", lambda x, p: x * p * p, x=(B, 5, 4), params={"p": (4,)}),
+    Case("div/denominator", lambda x, p: x / p, x=(B, 5, 4), params={"p": (4,)}, shift=3.0),
+    Case("div/numerator", lambda x, p: p / (x.square() + 1.0), x=(B, 5, 4), params={"p": (4,)}),
+    Case("pow/base", lambda x, p: p ** x, x=(B, 5, 4), params={"p": (4,)}, shift=3.0),
+    Case("pow/exponent", lambda x, p: (x.abs() + 0.5) ** p, x=(B, 5, 4), params={"p": (4,)}),
+    Case("where/chosen", lambda x, p: torch.where(x > 0, x, p), x=(B, 5, 4), params={"p": (4,)}),
+    Case("where/first", lambda x, p: torch.where(x > 0, p, 0.5), x=(B, 5, 4), params={"p": (5, 4)}, fallback=("p",)),
+    Case("maximum", lambda x, p: torch.maximum(x, p), x=(B, 5, 4), params={"p": (4,)}),
+    Case("clamp/bound", lambda x, p: torch.clamp(x, min=p), x=(B, 5, 4), params={"p": (4,)}),
+    Case("lerp/weight", lambda x, y, p: torch.lerp(x, y, p), x=(B, 5, 4), more=((B, 5, 4),), params={"p": (4,)}),
+    Case("addcmul", lambda x, y, p: torch.addcmul(x, y, p, value=0.3), x=(B, 5, 4), more=((B, 5, 4),),
+         params={"p": (4,)}),
+    Case("atan2", lambda x, p: torch.atan2(p, x), x=(B, 5, 4), params={"p": (4,)}),
+    Case("masked_fill/value", lambda x, p: x.masked_fill(x > 0, p), x=(B, 5, 4), params={"p": ()}),
+    Case("prelu/one", F.prelu, x=(B, 4, 5), params={"weight": (1,)}, covers=("prelu",)),
+    Case("prelu/channels", F.prelu, x=(B, 4, 5), params={"weight": (4,)}),
+    Case("prelu/images", F.prelu, x=(B, 4, 3, 3), params={"weight": (4,)}),
+    Case("prelu/2d", F.prelu, x=(B, 4), params={"weight": (4,)}),
+    Case("expand/class-token", lambda x, p: torch.cat([p.expand(x.shape[0], 1, 4), x], 1), x=(B, 5, 4),
+         params={"p": (1, 1, 4)}, covers=("expand",)),
+    Case("expand/new-dim", lambda x, p: torch.cat([p.expand(x.shape[0], -1, -1), x], 1), x=(B, 5, 4),
+         params={"p": (2, 4)}),
+    Case("expand/samples-inside", lambda x, p: torch.cat([p.expand(2, x.shape[1], 4), x], 0), x=(5, B, 4),
+         params={"p": (2, 1, 4)}, batch_dim=1, out_dim=1),
+    Case("repeat/class-token", lambda x, p: torch.cat([p.repeat(x.shape[0], 1, 1), x], 1), x=(B, 5, 4),
+         params={"p": (1, 1, 4)}, fallback=("p",)),
+    Case("expand/initial-state", lambda x, p: torch.tanh(p.expand(x.shape[0], 4)) * x, params={"p": (4,)}),
+    Case("expand_as", lambda x, p: p.expand_as(x) * x.sin(), x=(B, 5, 4), params={"p": (5, 4)}, covers=("expand",)),
+    Case("new_zeros/plus-param", lambda x, p: (x.new_zeros(x.shape) + p) * x, x=(B, 4),
+         params={"p": (4,)}, covers=("pointwise",)),
+]  # fmt: skip
