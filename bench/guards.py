@@ -24,7 +24,6 @@ from tabulate import tabulate
 import psg_fx
 from psg_fx import zoo
 from psg_fx.machine import environment
-from psg_fx.program.guard import Guard
 
 RESULTS = Path(__file__).parent / "results"
 HEADERS = ["model", "modules", "structure µs", "guard µs", "places", "walk µs"]
@@ -44,9 +43,8 @@ def figures(name: str) -> dict[str, Any]:
     made = zoo.example(name, batch=2)
     step = psg_fx.transform(made.model, made.loss_fn, backend="eager", batch_dim=made.batch_dim, progress=False)
     step(made.inputs, made.targets)
-    (entries,) = step._cache._found.values()
-    guard: Guard = entries[0].guard
-    structure = step._structure[0]
+    guard = step.captures[0].guard
+    structure = guard.structure
     assert guard.holds()
     assert structure.holds()
     return {

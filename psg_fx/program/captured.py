@@ -6,8 +6,10 @@ import collections
 import threading
 import warnings
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from torch.fx import GraphModule
 
 from psg_fx.program.guard import Guard
 
@@ -15,45 +17,93 @@ MOST = 64
 """Captured steps that are kept; beyond, the one used least recently is forgotten."""
 
 
+Key = tuple[Hashable, ...]
+"""What can be compared at once of all that a captured step depends on, a part for each of KEY_PARTS."""
+
+KEY_PARTS = (
+    "what is asked of the quantities",
+    "the modules, parameters or buffers",
+    "which parameters are asked",
+    "the shapes or types of the inputs, or a value among them that is no tensor",
+    "autocast, or torch's defaults for new tensors",
+)
+
+
 @dataclass(frozen=True)
 class Captured:
-    """One compiled step, whether it still stands for the program, and the batch size it is for (None: for all)."""
+    """One captured step.
 
-    step: Any
-    guard: Guard
-    size: int | None
+    number: which capture of its `PerSampleModule` it was, from 1.  batch_size: the one that it serves (None: every
+    one).  why: it was made, against the captures before it.  guard: whether it still stands for the program.
+    """
+
+    number: int
+    batch_size: int | None
+    why: str
+    guard: Guard = field(repr=False)
+    step: Any = field(repr=False)
+
+    @property
+    def graphs(self) -> dict[str, GraphModule]:
+        """The graph after each pass, by stage name."""
+        return dict(self.step.history.graphs)
+
+    @property
+    def seconds(self) -> float:
+        """Spent in its passes, and in all that torch has compiled of it so far."""
+        return float(sum(record.seconds for record in self.step.history.steps))
 
 
 class Cache:
-    """Captured steps by key: what can be compared at once.  Among those of one key, guards decide."""
+    """Captured steps by key.  Among those of one key, guards decide."""
 
     def __init__(self) -> None:
-        self._found: collections.OrderedDict[Hashable, list[Captured]] = collections.OrderedDict()
+        self._found: collections.OrderedDict[Key, list[Captured]] = collections.OrderedDict()
+        self._made = 0
         self._told = False
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return sum(map(len, self._found.values()))
 
-    def find(self, key: Hashable, size: int) -> Captured | None:
+    def entries(self) -> tuple[Captured, ...]:
+        """All that are kept, in the order of capture."""
+        with self._lock:
+            found = [entry for entries in self._found.values() for entry in entries]
+        return tuple(sorted(found, key=lambda entry: entry.number))
+
+    def find(self, key: Key, size: int) -> Captured | None:
         """The step that serves, or None."""
         with self._lock:
             known = self._found.get(key, [])
             for place, entry in enumerate(known):
-                if entry.size in (None, size) and entry.guard.holds():
+                if entry.batch_size in (None, size) and entry.guard.holds():
                     if place:
                         known.insert(0, known.pop(place))
                     self._found.move_to_end(key)
                     return entry
         return None
 
-    def knows(self, key: Hashable) -> bool:
+    def knows(self, key: Key) -> bool:
         """Whether there are steps for this key, of other batch sizes or from before a change."""
         return key in self._found
 
-    def add(self, key: Hashable, entry: Captured) -> Captured:
+    def why(self, key: Key, size: int) -> str:
+        """Why nothing serves a call: what has changed since the most similar capture."""
+        if not self._found:
+            return "first call"
+        if key in self._found:
+            changed = [e.guard.changed() for e in self._found[key] if e.batch_size in (None, size)]
+            return f"changed: {changed[0] or 'what the code reads'}" if changed else "changed: the batch size"
+        parts = [[a != b for a, b in zip(key, other, strict=True)] for other in reversed(self._found)]
+        nearest = min(parts, key=sum)
+        return "changed: " + "; ".join(name for name, other in zip(KEY_PARTS, nearest, strict=True) if other)
+
+    def add(self, key: Key, step: Any, guard: Guard, batch_size: int | None, why: str) -> Captured:
         """Keep a step."""
         with self._lock:
+            self._made += 1
+            entry = Captured(self._made, batch_size, why, guard, step)
             self._found.setdefault(key, []).insert(0, entry)
             self._found.move_to_end(key)
             while len(self) > MOST:
@@ -63,7 +113,7 @@ class Cache:
                     del self._found[oldest]
         return entry
 
-    def tell(self, key: Hashable) -> None:
+    def tell(self, key: Key) -> None:
         """Warn, once, where something that the code reads is another at every call: each is another capture."""
         known = self._found.get(key, ())
         changed = [name for entry in known if (name := entry.guard.changed())]

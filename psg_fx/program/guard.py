@@ -37,14 +37,14 @@ class Guard:
     """
 
     def __init__(self, observed: Observed, roots: Sequence[tuple[str, Any]], structure: Structure) -> None:
-        self._observed, self._roots, self._structure = observed, roots, structure
+        self._observed, self._roots, self.structure = observed, roots, structure
         self.walk = self.refresh()
 
     def refresh(self) -> Walk:
         """Take what is now for what it must be."""
         walk = Walk(self._observed).run(self._roots)
         self.meaning, self.labels = walk.meaning, walk.labels
-        self._places = Placed(walk, self._structure.groups)
+        self._places = Placed(walk, self.structure.groups)
         return walk
 
     @property
@@ -59,7 +59,7 @@ class Guard:
         walk = Walk(self._observed).run(self._roots)
         if walk.meaning != self.meaning:
             return False
-        self._places = Placed(walk, self._structure.groups)
+        self._places = Placed(walk, self.structure.groups)
         return True
 
     def changed(self) -> str:

@@ -21,7 +21,7 @@ from psg_fx.graph import facts
 from psg_fx.graph.history import History
 from psg_fx.program.ambient import ambient_key, isolated
 from psg_fx.program.call import Call
-from psg_fx.program.captured import Cache, Captured
+from psg_fx.program.captured import Cache, Captured, Key
 from psg_fx.program.guard import Guard, Lying, Structure, refuse_iterators
 from psg_fx.program.key import call_key
 from psg_fx.program.program import Program
@@ -79,6 +79,14 @@ class PerSampleModule(nn.Module):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """The model's own way to load, also where a module around this one is loaded (Opacus wraps it)."""
         self.model._load_from_state_dict(*args, **kwargs)
+
+    @property
+    def captures(self) -> tuple[Captured, ...]:
+        """The captured steps that are kept, in the order of capture, each with its number, the batch size that it
+        serves (None: every one), why it was made and its graphs.  A step that is captured at every call shows here
+        what changes between calls.
+        """
+        return self._cache.entries()
 
     @property
     def graphs(self) -> dict[str, GraphModule]:
@@ -150,7 +158,7 @@ class PerSampleModule(nn.Module):
         assert self._structure is not None
         structure, tracked = self._structure
         ambient = ambient_key(self._device(call).type)
-        key = (variant, structure.meaning, tracked.key, call_key(call), ambient)
+        key = (variant, structure.meaning, tracked.key, call_key(call), ambient)  # the parts are named in KEY_PARTS
         found = self._cache.find(key, call.batch_size())
         if found is None:
             with isolated():
@@ -159,9 +167,10 @@ class PerSampleModule(nn.Module):
         return found.step
 
     def _capture(
-        self, key: Hashable, call: Call, build: Callable[[], tuple[Any, Program]], structure: Structure
+        self, key: Key, call: Call, build: Callable[[], tuple[Any, Program]], structure: Structure
     ) -> Captured:
         self._cache.tell(key)
+        why = self._cache.why(key, call.batch_size())
         step, program = mistakes.built(build, self.model, self.loss_fn, call)
         guard = Guard(program.observed, [("the loss", self.loss_fn)], structure)
         refuse_iterators(guard.walk)
@@ -170,7 +179,7 @@ class PerSampleModule(nn.Module):
         if known.one_size and not self._cache.knows(key):
             warnings.warn(known.notes[0], stacklevel=6)
         size = call.batch_size() if self.settings.dynamic is False or known.one_size else None
-        return self._cache.add(key, Captured(step, guard, size))
+        return self._cache.add(key, step, guard, size, why)
 
 
 def _after_loading(step: PerSampleModule, found: Any) -> None:

@@ -67,7 +67,7 @@ def test_one_graph_for_each_size(function: Callable[[Layer, Tensor], Tensor]) ->
         out = step(x, y)
         assert oracle.relative_error(out.losses, losses) < 1e-12
         assert oracle.worst_error(out.grads, grads) < 1e-12
-    assert len(step._cache) == 3
+    assert len(step.captures) == 3
 
 
 @pytest.mark.filterwarnings("ignore:one graph for each batch size")

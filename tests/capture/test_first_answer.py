@@ -17,7 +17,6 @@ from torch.fx import GraphModule
 import psg_fx
 from psg_fx.graph.tracing import trace
 from psg_fx.passes.capture.losses import loss_decompositions
-from psg_fx.torch_private import functional as private
 from psg_fx.torch_private import symbolic_inputs
 from psg_fx.torch_private.functional import functional
 from psg_fx.torch_private.tracer import remembering_fakes
@@ -98,15 +97,21 @@ def test_one_trace_is_what_run_decompositions_gives(name: str) -> None:
     assert list(found.constants) == list(expected.constants)
 
 
-@pytest.mark.parametrize(("name", "plain"), [("linear", True), ("written", True), ("no-grad", False)])
-def test_only_plain_programs_are_traced_here(name: str, plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
+@pytest.fixture
+def decomposed(monkeypatch: pytest.MonkeyPatch) -> list[ExportedProgram]:
+    """The programs that are left to torch."""
+    found: list[ExportedProgram] = []
     original = ExportedProgram.run_decompositions
     monkeypatch.setattr(
-        ExportedProgram, "run_decompositions", lambda self, table: calls.append(1) or original(self, table)
+        ExportedProgram, "run_decompositions", lambda self, table: found.append(self) or original(self, table)
     )
+    return found
+
+
+@pytest.mark.parametrize(("name", "plain"), [("linear", True), ("written", True), ("no-grad", False)])
+def test_only_plain_programs_are_traced_here(name: str, plain: bool, decomposed: list[ExportedProgram]) -> None:
     functional(exported(MODELS[name]()), {})
-    assert bool(calls) is not plain
+    assert bool(decomposed) is not plain
 
 
 class Aliased(nn.Module):
@@ -122,23 +127,26 @@ class Aliased(nn.Module):
         return (x * self.whole).sum(1)
 
 
-def test_a_write_into_memory_that_two_buffers_share_is_left_to_torch() -> None:
+def test_a_write_into_memory_that_two_buffers_share_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which fails to decompose it, so here it does nothing."""
+    monkeypatch.setattr(ExportedProgram, "run_decompositions", lambda self, table: self)
     program = exported(Aliased())
-    assert private._is_plain(program)
-    assert private._traced(program, {}) is None
+    assert functional(program, {}).graph_module is program.graph_module
 
 
-def test_a_write_into_an_input_is_left_to_torch() -> None:
+def test_a_write_into_an_input_is_left_to_torch(decomposed: list[ExportedProgram]) -> None:
     found = functional(exported(WritesInput()), {})
     assert found.graph_signature.output_specs[0].kind is OutputKind.USER_INPUT_MUTATION
+    assert len(decomposed) == 1
 
 
-def test_without_torch_s_tools_torch_decomposes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torch_s_tools_torch_decomposes(
+    monkeypatch: pytest.MonkeyPatch, decomposed: list[ExportedProgram]
+) -> None:
     monkeypatch.setitem(sys.modules, "torch._functorch._aot_autograd.functional_utils", None)
     program = exported(MODELS["linear"]())
-    with pytest.raises(ImportError):
-        private._traced(program, {})
     assert len(functional(program, {}).graph_signature.output_specs) == 1
+    assert decomposed == [program]
 
 
 def test_tracing_keeps_the_symbol_and_its_arguments() -> None:

@@ -91,7 +91,7 @@ def example(name: str, **options: Any) -> psg_fx.PerSampleModule:
 
 def told(step: psg_fx.PerSampleModule, measure: bool = False) -> dict[str, Any]:
     """What the page reads."""
-    return json.loads(html.as_json(content(step.model, step.loss_fn, step._history("report"), measure)))
+    return json.loads(html.as_json(content(step.model, step.loss_fn, step.captures[-1].step.history, measure)))
 
 
 def rows(data: dict[str, Any], stage: str) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from psg_fx import zoo
 from psg_fx.algebra.asks import Along, Ask
 from psg_fx.algebra.gradient import Term
 from psg_fx.algebra.network import Network
-from psg_fx.passes.lower.pieces import Pieces
+from psg_fx.passes.lower import pieces
 from psg_fx.planner import groups
 from psg_fx.planner.plan import PLAN
 
@@ -29,13 +29,13 @@ MANY = [
 def traced(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """One entry for every piece that is traced."""
     found: list[Any] = []
-    original: Callable[..., Any] = Pieces._trace
+    original: Callable[..., Any] = pieces.trace
 
-    def counted(self: Pieces, piece: Any, values: list[Tensor]) -> Any:
+    def counted(piece: Any, values: list[Tensor]) -> Any:
         found.append(piece)
-        return original(self, piece, values)
+        return original(piece, values)
 
-    monkeypatch.setattr(Pieces, "_trace", counted)
+    monkeypatch.setattr(pieces, "trace", counted)
     return found
 
 

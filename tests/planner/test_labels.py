@@ -63,9 +63,9 @@ def decisions(made: Any) -> Any:
         (p.gradient.name, p.total, p.seconds, [(part.ask, shape_of(part.tree), part.seconds) for part in p.parts])
         for p in plan.parameters
     ]
-    kept = [search._kept(p) for p in plan.parameters]
+    kept = [search.kept_until_norms(part.tree) for p in plan.parameters for part in p.parts if part.ask.late]
     alike = [group.names for group in groups(plan)]
-    return plan.seconds, plan.need, plan.part, kept, alike, parts
+    return plan.seconds, plan.need, plan.part, [sorted(sizes.values()) for sizes in kept], alike, parts
 
 
 @pytest.fixture

@@ -37,6 +37,7 @@ from psg_fx.planner.evaluate import Evaluator, compute
 from psg_fx.planner.methods import symmetric
 from psg_fx.planner.plan import ParameterPlan, Part, Plan
 from psg_fx.planner.trees import Expr, LeafExpr, dense, trees
+from psg_fx.program.call import take_apart
 from psg_fx.step.binding import Binding, plain_mode
 from psg_fx.tensors import product
 from support import oracle
@@ -76,7 +77,7 @@ def joint(case: Case) -> Joint:
     model.load_state_dict(state)  # a step writes buffers, as a forward does
     gm = step.graphs["merged"]
     info = facts.graph_facts(gm)
-    call = step._take_apart(case.data(), ())
+    call = take_apart(((case.data(), {}), ((), {})), case.dims)
     with plain_mode():
         arguments = Binding(gm, model, loss).arguments(call, {})
         results = gm(*arguments)

@@ -225,7 +225,7 @@ def test_one_step_in_two_threads() -> None:
     for out in outs:
         check(out, module)
     assert len(outs) == 2
-    assert len(step._cache) == 1
+    assert len(step.captures) == 1
 
 
 def test_a_failed_capture_restores_all() -> None:

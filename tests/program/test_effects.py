@@ -117,7 +117,7 @@ def test_kept_as_by_an_ordinary_forward(effect: Any) -> None:
         assert oracle.relative_error(out.losses, losses) < 1e-12
         assert same(state(step.model), state(ordinary)), (before, state(step.model))
         assert not any(isinstance(v, FakeTensor) for v in state(step.model).values())
-    assert len(step._cache) <= 2
+    assert len(step.captures) <= 2
 
 
 def fresh(model: Any) -> Any:
@@ -339,7 +339,7 @@ def test_nothing_moved() -> None:
         step(x, Y)
         parameters = {n: p.detach() for n, p in model.named_parameters()}
         torch.func.functional_call(model, parameters, (x,))
-    assert len(step._cache) == 1
+    assert len(step.captures) == 1
 
 
 def test_the_third_capture_says_why() -> None:
@@ -357,7 +357,7 @@ def test_captures_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     step = psg_fx.transform(Model(lambda model, h: None), lambda out, k: k * out.sum(), backend="eager")
     for k in (1.0, 2.0, 3.0):
         step(X, (k,))
-    assert len(step._cache) == 2
+    assert len(step.captures) == 2
     step(X, (1.0,))
 
 

@@ -285,6 +285,6 @@ def test_a_change_is_seen(name: str) -> None:
     out = step(X, Y)
     assert oracle.relative_error(out.losses, losses) < 1e-12
     assert oracle.worst_error(out.grads, grads) < 1e-12
-    captured = len(step._cache)
+    captured = len(step.captures)
     step(X, Y)
-    assert len(step._cache) == captured
+    assert len(step.captures) == captured

@@ -44,7 +44,7 @@ def test_optimizer_steps_are_seen() -> None:
         for name, p in model.named_parameters():
             p.grad = out.grads[name].mean(0)
         optimizer.step()
-    assert len(step._cache) == 1
+    assert len(step.captures) == 1
 
 
 def test_load_state_dict_is_seen() -> None:
@@ -237,7 +237,7 @@ def test_a_bound_may_change_between_calls() -> None:
     for value in (1e9, 0.1, 0.0):
         bound.fill_(value)
         assert oracle.worst_error(step(X, Y).clipped_sum, oracle.clipped_sum(grads, value)) < 1e-10
-    assert len(step._cache) == 1
+    assert len(step.captures) == 1
 
 
 class Noisy(nn.Module):
@@ -275,10 +275,10 @@ def test_attributes_of_modules_are_read_too() -> None:
         compare(step, model)
     handle.remove()
     compare(step, model)
-    known = len(step._cache)
+    known = len(step.captures)
     model.unread = 5
     compare(step, model)
-    assert len(step._cache) == known
+    assert len(step.captures) == known
 
 
 def test_what_a_loss_closes_over_is_read_too() -> None:

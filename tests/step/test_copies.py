@@ -49,7 +49,7 @@ def test_a_copy_is_a_step_over_the_copied_model(way: str, captured: bool) -> Non
     assert type(made) is type(step)
     assert vars(made).keys() == vars(step).keys()
     assert made.settings == step.settings
-    assert not len(made._cache)
+    assert not made.captures
     assert made.model is not step.model
     assert [n for n, _ in made.named_parameters()] == [n for n, _ in step.named_parameters()]
     with torch.no_grad():

@@ -230,7 +230,7 @@ def test_other_batch_sizes_need_no_new_capture() -> None:
     step = psg_fx.transform(model, F.cross_entropy, backend="eager")
     for size in (1, 3, 8, 2, 1):
         compare(step, model, F.cross_entropy, x(size, 4), labels(size))
-    assert len(step._cache) == 1
+    assert len(step.captures) == 1
 
 
 def test_static_batch_sizes() -> None:
@@ -238,7 +238,7 @@ def test_static_batch_sizes() -> None:
     step = psg_fx.transform(model, F.cross_entropy, backend="eager", dynamic=False)
     for size in (3, 2, 3):
         compare(step, model, F.cross_entropy, x(size, 4), labels(size))
-    assert len(step._cache) == 2
+    assert len(step.captures) == 2
 
 
 def test_no_samples() -> None:
@@ -281,7 +281,7 @@ def test_sizes_beside_the_batch_may_change() -> None:
     step = psg_fx.transform(model, lambda out: out.sin().sum(), backend="eager")
     for tokens in (2, 5):
         compare(step, model, step.loss_fn, x(B, tokens, 4))
-    assert len(step._cache) == 2
+    assert len(step.captures) == 2
 
 
 def test_inputs_are_left_alone() -> None:

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 import psg_fx
 from psg_fx import Grads, MeanGrad, blocks
+from psg_fx.blocks import blocks_used
 from psg_fx.errors import BadArgument
 from psg_fx.step.compiled import write_into
 from support import oracle
@@ -71,30 +72,40 @@ def test_results_that_are_held_are_not_overwritten() -> None:
 def test_memory_that_nobody_holds_is_used_again() -> None:
     step = make(reuse_outputs=True)
     first = starts(step(*batch(4)))
-    assert starts(step(*batch(4, 1))) == first
-    blocks = list(step._memory._blocks)
-    step(*batch(4, 2))
-    assert blocks
-    assert step._memory._blocks == blocks
+    with blocks_used() as before:
+        assert starts(step(*batch(4, 1))) == first
+    with blocks_used() as after:
+        step(*batch(4, 2))
+    assert before
+    assert after == before
 
 
 def test_smaller_batch_lies_in_the_memory_of_a_larger_one() -> None:
     step = make(reuse_outputs=True, dynamic=True)
-    step(*batch(9))
-    blocks = list(step._memory._blocks)
-    for size in (7, 5, 9):
-        step(*batch(size))
-    assert step._memory._blocks == blocks
+    with blocks_used() as before:
+        step(*batch(9))
+    with blocks_used() as after:
+        for size in (7, 5, 9):
+            step(*batch(size))
+    assert before
+    assert after == before
 
 
-def test_blocks_without_use_are_given_back() -> None:
+def test_blocks_without_use_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[blocks.Block]] = []
+
+    class Noted(blocks.Block):
+        def __init__(self, size: int) -> None:
+            super().__init__(size)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(blocks, "Block", Noted)
     step = make(reuse_outputs=True, dynamic=True)
     held = step(*batch(8))
     place = held.grads["weight"].data_ptr()
-    (block,) = [weakref.ref(block) for block in step._memory._blocks if block.address == place]
+    (block,) = [ref for ref in made if getattr(ref(), "address", 0) == place]
     for seed in range(blocks._CALLS + 1):
         step(*batch(8, seed))
-    assert place not in {block.address for block in step._memory._blocks}
     assert block() is None
     compare(held, make("eager")(*batch(8)))
 
@@ -103,14 +114,16 @@ def test_out_is_written_into() -> None:
     step, want = make(reuse_outputs=True), make("eager")
     out = step(*batch(4))
     tensors, places = pytree.tree_leaves(vars(out)), starts(out)
-    blocks = list(step._memory._blocks)
+    used: list[dict[int, int]] = []
     for seed in (1, 2):
-        assert step(*batch(4, seed), out=out) is out
+        with blocks_used() as now_used:
+            assert step(*batch(4, seed), out=out) is out
+        used.append(now_used)
         now = pytree.tree_leaves(vars(out))
         assert starts(out) == places
         assert all(a.data_ptr() == b.data_ptr() for a, b in zip(now, tensors, strict=True))
         compare(out, want(*batch(4, seed)))
-    assert step._memory._blocks == blocks
+    assert used[0] == used[1] != {}
 
 
 def test_out_of_another_batch_size() -> None:
