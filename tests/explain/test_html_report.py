@@ -293,8 +293,8 @@ def test_there_is_nothing_to_report_before_the_first_call(tmp_path: Path) -> Non
 
 
 def test_the_page_is_installed() -> None:
-    project = tomllib.loads((PAGE.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
-    patterns = project["tool"]["setuptools"]["package-data"]["psg_fx.html"]
+    project = tomllib.loads((PAGE.parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = project["tool"]["setuptools"]["package-data"]["psg_fx.explain.html"]
     files = [str(p.relative_to(PAGE)) for p in PAGE.rglob("*") if p.is_file() and p.suffix not in (".py", ".pyc")]
     assert {"page.html", "vendor/cytoscape.min.js"} <= set(files)
     assert not [name for name in files if not any(fnmatch(name, pattern) for pattern in patterns)]
