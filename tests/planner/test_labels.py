@@ -63,9 +63,10 @@ def decisions(made: Any) -> Any:
         (p.gradient.name, p.total, p.seconds, [(part.ask, shape_of(part.tree), part.seconds) for part in p.parts])
         for p in plan.parameters
     ]
-    kept = [search.kept_until_norms(part.tree) for p in plan.parameters for part in p.parts if part.ask.late]
+    late = [part for p in plan.parameters for part in p.parts if part.ask.phase is Phase.AFTER_NORMS]
+    kept = [sorted(search.kept_until_norms(part.tree).values()) for part in late]
     alike = [group.names for group in groups(plan)]
-    return plan.seconds, plan.need, plan.part, [sorted(sizes.values()) for sizes in kept], alike, parts
+    return plan.seconds, plan.need, plan.part, kept, alike, parts
 
 
 @pytest.fixture
