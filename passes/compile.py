@@ -15,6 +15,7 @@ from ..graph import facts
 from ..graph.history import History, PassRecord, copy_graph, log
 from ..graph.stages import Stage
 from ..graph.strides import free_of_strides
+from ..op_table import enter, known
 from ..torch_private import compilations, inductor_modes, marked_dynamic
 
 aten = torch.ops.aten
@@ -112,11 +113,11 @@ def _read_sizes_from_tensors(gm: GraphModule) -> None:
             node.replace_all_uses_with(size)
 
 
-_WRITES = {
+enter(
     "index_put", "_unsafe_index_put", "index_add", "index_copy", "index_fill", "masked_scatter", "scatter",
     "scatter_add", "scatter_reduce", "slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter",
-}  # fmt: skip
-"""Ops whose result is their first argument with something written into it."""
+    writes=True,
+)  # fmt: skip
 
 
 def _write_in_full(gm: GraphModule) -> None:
@@ -124,8 +125,7 @@ def _write_in_full(gm: GraphModule) -> None:
     they share in memory (torch 2.13: `index_put`, `index_add`, `index_copy`, `as_strided_scatter`).
     """
     for node in list(gm.graph.nodes):
-        name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
-        if node.op == "call_function" and name in _WRITES and _overlaps(node.args[0]):
+        if node.op == "call_function" and known(node.target).writes and _overlaps(node.args[0]):
             with gm.graph.inserting_before(node):
                 own = gm.graph.call_function(
                     aten.clone.default, node.args[:1], {"memory_format": torch.contiguous_format}

@@ -21,8 +21,8 @@ from ..graph import facts
 from ..graph.facts import InputSpec, OutputSpec, fact
 from ..graph.stages import Stage
 from ..graph.tracing import trace
+from ..op_table import known, under_autograd
 from ..ops.autograd_function import custom_call
-from ..ops.recurrent import DIFFERENTIABLE
 from ..source import locate
 from ..torch_private import preserve_node_meta
 from ..torch_private.tracer import remembering_fakes
@@ -40,9 +40,7 @@ class _Tapped(Interpreter):
         self.seen: dict[str, tuple[dict[str, torch.Tensor], list[torch.Tensor]]] = {}
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if target is aten._native_batch_norm_legit_no_training.default:
-            return _normalized(*args, **kwargs)
-        return super().call_function(custom_call(target) or DIFFERENTIABLE.get(target) or target, args, kwargs)
+        return super().call_function(custom_call(target) or known(target).under_autograd or target, args, kwargs)
 
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
@@ -159,6 +157,7 @@ def _is_foreign(node: Node) -> bool:
 _OWN = ("aten", "prims", "psg_fx", "psg_fx_functions")
 
 
+@under_autograd(aten._native_batch_norm_legit_no_training.default)
 def _normalized(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, mean: torch.Tensor, variance: torch.Tensor,
     momentum: float, eps: float,

@@ -19,18 +19,18 @@ from ..errors import NotYetSupported
 from ..graph import facts
 from ..graph.facts import fact
 from ..graph.stages import Stage
+from ..op_table import enter, known
 from ..ops.autograd_function import CustomCall, custom_call, differentiable
 from ..source import locate
 from .runner import graph_pass
 
 aten = torch.ops.aten
 
-_SELECTING = {
-    aten.t, aten.transpose, aten.permute, aten.view, aten._unsafe_view, aten.reshape, aten.flatten, aten.unflatten,
-    aten.squeeze, aten.unsqueeze, aten.slice, aten.select, aten.narrow, aten.split, aten.split_with_sizes, aten.chunk,
-    aten.unbind, aten.clone, aten.contiguous, aten._to_copy, aten.alias, aten.movedim, aten.swapaxes, aten.numpy_T,
-    aten.diagonal,
-}  # fmt: skip
+enter(
+    "t", "transpose", "permute", "view", "_unsafe_view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze",
+    "slice", "select", "narrow", "split", "split_with_sizes", "chunk", "unbind", "clone", "contiguous", "_to_copy",
+    "alias", "movedim", "swapaxes", "numpy_T", "diagonal", selects=True,
+)  # fmt: skip
 
 
 @graph_pass("sites", before=Stage.UNREDUCED, after=Stage.SITED)
@@ -107,7 +107,7 @@ def prefix(gm: GraphModule, operand: Node) -> Prefix:
     owners = {n.name: next(iter(fact(n).params), "") for n in order if n.op == "placeholder"}
     ops = [n for n in order if n.op == "call_function" and n.target is not operator.getitem]
     real = not operand.meta["val"].is_complex()
-    selects = real and len(inputs) == 1 and all(getattr(n.target, "overloadpacket", None) in _SELECTING for n in ops)
+    selects = real and len(inputs) == 1 and all(known(n.target).selects for n in ops)
     listed = tuple(str(n.target).split(".")[1] for n in ops)
     casts = any(getattr(n.target, "overloadpacket", None) is aten._to_copy for n in ops)
     return Prefix(operand.name, inputs, names, owners, listed, casts, selects=selects, graph=GraphModule(gm, graph))

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ...errors import CaptureFailed, NotYetSupported, PsgError
 from ...graph.strides import free_of_strides, refuse_strides
+from ...op_table import decomposition, decompositions
 from ...ops.autograd_function import as_one_op
 from ...program.observe import Observed
 from ...program.program import Program
@@ -32,21 +33,15 @@ from ...torch_private.functional import Functional, functional
 from ...torch_private.patching import patched_here
 from ...torch_private.quiet import quiet
 from ...torch_private.tracer import forgetful_fakes, without_tensor_meta
+from . import losses, recurrent_layers, rewrites  # noqa: F401  (they say what ops are written as)
 from .branches import Readings, watch_the_batch_size
 from .fixed_sizes import constants_that_follow, join, values_of
-from .losses import loss_decompositions
 from .reasons import capture_failed, failure_at
-from .recurrent_layers import recurrent_decompositions
 from .rewrites import rewritten
 from .writes import seen_by_autograd, unwatched
 
 aten = torch.ops.aten
 Example = Callable[[int], Sequence[torch.Tensor]]
-_FUNCTIONAL: dict[Any, Callable[..., Any]] = {
-    aten.copy.default: lambda old, new, non_blocking=False: new.to(old.dtype).expand(old.shape).clone(),
-    aten.affine_grid_generator.default: core_decompositions()[aten.affine_grid_generator.default],
-}
-"""Ops whose backward is missing (one comes of writing into a view), or takes no symbol for the batch size."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +113,7 @@ def _functional(program: nn.Module, examples: Sequence[torch.Tensor], dynamic: l
             with rewritten(), seen_by_autograd(), own_attributes(), forgetful_fakes(not _repeats(program)):
                 exported = torch.export.export(program, (list(examples),), dynamic_shapes=shapes, strict=False)
             detach_no_grad_regions(exported.graph_module)
-            found = functional(exported, recurrent_decompositions() | loss_decompositions() | _FUNCTIONAL)
+            found = functional(exported, decompositions())
         except PsgError as error:  # torch.fx writes the graph's own traceback into its text
             raise type(error)(error.what, where=error.where, why=error.why, fix=error.fix) from None
         except Exception as error:
@@ -133,6 +128,16 @@ def _repeats(program: nn.Module) -> bool:
     layers = [m for m in program.modules() if not any(m.children())]
     kinds = {(type(m), *(p.shape for p in m.parameters())) for m in layers}
     return len(layers) > 2 * len(kinds)
+
+
+@decomposition(aten.copy.default)
+def _copy(old: torch.Tensor, new: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """A write into a view, whose backward is missing."""
+    return new.to(old.dtype).expand(old.shape).clone()
+
+
+_GRID = aten.affine_grid_generator.default  # its backward takes no symbol for the batch size
+decomposition(_GRID)(core_decompositions()[_GRID])
 
 
 @contextlib.contextmanager

@@ -1,37 +1,20 @@
 """Losses with a `reduction`, written with elementwise ops, gather, sum and mean, so that the reduction stands alone.
 
 One function a loss, its formula in the docstring; `x` is the prediction, `t` the target, `reduction` 0, 1, 2 for none,
-mean, sum.  `loss_decompositions()` is added to the table of `run_decompositions` by capture.
+mean, sum.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-Decompositions = dict[Any, Callable[..., Any]]
-_TABLE: Decompositions = {}
+from ...op_table import decomposition
+
 _NONE, _MEAN, _SUM = 0, 1, 2
-
-
-def loss_decompositions() -> Decompositions:
-    """Op overload -> its decomposition."""
-    return dict(_TABLE)
-
-
-def _decomposes(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        for name in names:
-            packet = getattr(torch.ops.aten, name, None)
-            if packet is not None:
-                _TABLE[packet.default] = function
-        return function
-
-    return register
 
 
 def _reduce(values: Tensor, reduction: int) -> Tensor:
@@ -51,33 +34,33 @@ def _along_classes(weight: Tensor, x: Tensor) -> Tensor:
     return weight.view(shape)
 
 
-@_decomposes("mse_loss")
+@decomposition("mse_loss.default")
 def mse_loss(x: Tensor, t: Tensor, reduction: int = _MEAN) -> Tensor:
     """(x - t)²."""
     return _reduce((x - t) ** 2, reduction)
 
 
-@_decomposes("l1_loss")
+@decomposition("l1_loss.default")
 def l1_loss(x: Tensor, t: Tensor, reduction: int = _MEAN) -> Tensor:
     """|x - t|."""
     return _reduce((x - t).abs(), reduction)
 
 
-@_decomposes("smooth_l1_loss")
+@decomposition("smooth_l1_loss.default")
 def smooth_l1_loss(x: Tensor, t: Tensor, reduction: int = _MEAN, beta: float = 1.0) -> Tensor:
     """d²/2β where d = |x - t| < β, d - β/2 elsewhere."""
     d = (x - t).abs()
     return _reduce(d if beta == 0 else torch.where(d < beta, 0.5 * d * d / beta, d - 0.5 * beta), reduction)
 
 
-@_decomposes("huber_loss")
+@decomposition("huber_loss.default")
 def huber_loss(x: Tensor, t: Tensor, reduction: int = _MEAN, delta: float = 1.0) -> Tensor:
     """d²/2 where d = |x - t| < δ, δ(d - δ/2) elsewhere."""
     d = (x - t).abs()
     return _reduce(torch.where(d < delta, 0.5 * d * d, delta * (d - 0.5 * delta)), reduction)
 
 
-@_decomposes("binary_cross_entropy")
+@decomposition("binary_cross_entropy.default")
 def binary_cross_entropy(x: Tensor, t: Tensor, weight: Tensor | None = None, reduction: int = _MEAN) -> Any:
     """-w (t log x + (1 - t) log(1 - x)), by torch's own op: finite gradient at x = 0 and 1."""
     if reduction == _NONE:
@@ -85,7 +68,7 @@ def binary_cross_entropy(x: Tensor, t: Tensor, weight: Tensor | None = None, red
     return _reduce(torch.ops.aten.binary_cross_entropy.default(x, t, weight, _NONE), reduction)
 
 
-@_decomposes("binary_cross_entropy_with_logits")
+@decomposition("binary_cross_entropy_with_logits.default")
 def binary_cross_entropy_with_logits(
     x: Tensor, t: Tensor, weight: Tensor | None = None, pos_weight: Tensor | None = None, reduction: int = _MEAN
 ) -> Tensor:
@@ -95,19 +78,19 @@ def binary_cross_entropy_with_logits(
     return _reduce(values if weight is None else values * weight, reduction)
 
 
-@_decomposes("kl_div")
+@decomposition("kl_div.default")
 def kl_div(x: Tensor, t: Tensor, reduction: int = _MEAN, *, log_target: bool = False) -> Tensor:
     """T (log t - x), or e^t (t - x) where t is a logarithm."""
     return _reduce(t.exp() * (t - x) if log_target else torch.xlogy(t, t) - t * x, reduction)
 
 
-@_decomposes("soft_margin_loss")
+@decomposition("soft_margin_loss.default")
 def soft_margin_loss(x: Tensor, t: Tensor, reduction: int = _MEAN) -> Tensor:
     """log(1 + e^{-t x})."""
     return _reduce(torch.log1p(torch.exp(-t * x)), reduction)
 
 
-@_decomposes("poisson_nll_loss")
+@decomposition("poisson_nll_loss.default")
 def poisson_nll_loss(x: Tensor, t: Tensor, log_input: bool, full: bool, eps: float, reduction: int) -> Tensor:
     """e^x - t x, or x - t log(x + ε); full adds Stirling's t log t - t + log(2πt)/2 where t > 1."""
     values = x.exp() - t * x if log_input else x - t * (x + eps).log()
@@ -117,13 +100,13 @@ def poisson_nll_loss(x: Tensor, t: Tensor, log_input: bool, full: bool, eps: flo
     return _reduce(values, reduction)
 
 
-@_decomposes("margin_ranking_loss")
+@decomposition("margin_ranking_loss.default")
 def margin_ranking_loss(a: Tensor, b: Tensor, t: Tensor, margin: float = 0.0, reduction: int = _MEAN) -> Tensor:
     """max(0, -t (a - b) + m)."""
     return _reduce((-t * (a - b) + margin).clamp_min(0), reduction)
 
 
-@_decomposes("hinge_embedding_loss")
+@decomposition("hinge_embedding_loss.default")
 def hinge_embedding_loss(x: Tensor, t: Tensor, margin: float = 1.0, reduction: int = _MEAN) -> Tensor:
     """X where t = 1, max(0, m - x) where t = -1."""
     zero = torch.zeros_like(x)
@@ -131,7 +114,7 @@ def hinge_embedding_loss(x: Tensor, t: Tensor, margin: float = 1.0, reduction: i
     return _reduce(far + torch.where(t != -1, x, zero), reduction)
 
 
-@_decomposes("cosine_embedding_loss")
+@decomposition("cosine_embedding_loss.default")
 def cosine_embedding_loss(a: Tensor, b: Tensor, t: Tensor, margin: float = 0.0, reduction: int = _MEAN) -> Tensor:
     """1 - cos(a, b) where t = 1, max(0, cos(a, b) - m) where t = -1."""
     dim = 0 if t.dim() == 0 else 1
@@ -141,7 +124,7 @@ def cosine_embedding_loss(a: Tensor, b: Tensor, t: Tensor, margin: float = 0.0, 
     return _reduce(values, reduction)
 
 
-@_decomposes("triplet_margin_loss")
+@decomposition("triplet_margin_loss.default")
 def triplet_margin_loss(
     anchor: Tensor,
     positive: Tensor,
@@ -164,7 +147,7 @@ def triplet_margin_loss(
     return _reduce((margin + distance(anchor, positive) - far).clamp_min(0), reduction)
 
 
-@_decomposes("multi_margin_loss")
+@decomposition("multi_margin_loss.default")
 def multi_margin_loss(
     x: Tensor, t: Tensor, p: float = 1, margin: float = 1, weight: Tensor | None = None, reduction: int = _MEAN
 ) -> Tensor:
@@ -178,7 +161,7 @@ def multi_margin_loss(
     return _reduce(torch.where(classes != rows, terms, torch.zeros_like(terms)).sum(-1) / x.shape[-1], reduction)
 
 
-@_decomposes("multilabel_margin_loss")
+@decomposition("multilabel_margin_loss.default")
 def multilabel_margin_loss(x: Tensor, t: Tensor, reduction: int = _MEAN) -> Tensor:
     """Σ_{k, c∉t} max(0, 1 - x[t_k] + x[c]) / C over the labels t_k before the first -1."""
     count = x.shape[-1]
@@ -209,7 +192,7 @@ def _negative_log_likelihood(
     return (values.sum() / total if reduction == _MEAN else values.sum()), total
 
 
-@_decomposes("nll_loss", "nll_loss_nd", "nll_loss2d")
+@decomposition("nll_loss.default", "nll_loss_nd.default", "nll_loss2d.default")
 def nll_loss(
     x: Tensor, t: Tensor, weight: Tensor | None = None, reduction: int = _MEAN, ignore_index: int = -100
 ) -> Tensor:
@@ -217,7 +200,7 @@ def nll_loss(
     return _negative_log_likelihood(x, t, weight, reduction, ignore_index)[0]
 
 
-@_decomposes("nll_loss_forward", "nll_loss2d_forward")
+@decomposition("nll_loss_forward.default", "nll_loss2d_forward.default")
 def nll_loss_forward(
     x: Tensor, t: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
@@ -225,7 +208,7 @@ def nll_loss_forward(
     return _negative_log_likelihood(x, t, weight, reduction, ignore_index)
 
 
-@_decomposes("cross_entropy_loss")
+@decomposition("cross_entropy_loss.default")
 def cross_entropy_loss(
     x: Tensor,
     t: Tensor,

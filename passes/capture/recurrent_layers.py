@@ -1,8 +1,7 @@
 """Recurrent layers over all time steps at once: linear layers, and one op with a loop inside (`ops/recurrent.py`).
 
 x: `[T, B, I]`, h and c: `[B, H]`.  Every weight is used once, by a linear layer over all T; a single cell, as
-`nn.LSTMCell`, is written out.  `recurrent_decompositions()` is added to the table of `run_decompositions` by capture.
-Torch's own table leaves out the dropout between layers (2.11 to 2.15).
+`nn.LSTMCell`, is written out.  Torch's own table leaves out the dropout between layers (2.11 to 2.15).
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...op_table import at_capture, decomposition
 from ...ops.recurrent import attach, gru, lstm, rnn
 
 aten = torch.ops.aten
@@ -120,6 +120,7 @@ def recurrent(
 # --- single cells -----------------------------------------------------------------------------------------------------
 
 
+@decomposition(aten.lstm_cell.default)
 def lstm_cell(
     x: Tensor, state: Sequence[Tensor], ih: Tensor, hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
 ) -> State:
@@ -130,6 +131,7 @@ def lstm_cell(
     return o.sigmoid() * c.tanh(), c
 
 
+@decomposition(aten.gru_cell.default)
 def gru_cell(
     x: Tensor, h: Tensor, ih: Tensor, hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
 ) -> Tensor:
@@ -160,24 +162,11 @@ def _unless_packed(function: Any, written: Callable[..., Any]) -> Callable[..., 
     return chosen
 
 
-def recurrent_functions() -> dict[Any, Callable[..., Any]]:
-    """What runs for torch's functions while a model is captured: theirs take a step at a time on fake values too."""
-    found = {
-        torch.lstm: _two_states,
-        torch.gru: _one_state(gru_layer),
-        torch.rnn_tanh: _one_state(elman_layer("tanh")),
-        torch.rnn_relu: _one_state(elman_layer("relu")),
-    }
-    return {function: _unless_packed(function, written) for function, written in found.items()}
-
-
-def recurrent_decompositions() -> dict[Any, Callable[..., Any]]:
-    """Op overload -> its decomposition, for padded (not packed) sequences and single cells."""
-    return {
-        aten.lstm.input: _two_states,
-        aten.gru.input: _one_state(gru_layer),
-        aten.rnn_tanh.input: _one_state(elman_layer("tanh")),
-        aten.rnn_relu.input: _one_state(elman_layer("relu")),
-        aten.lstm_cell.default: lstm_cell,
-        aten.gru_cell.default: gru_cell,
-    }
+for _function, _written in (
+    (torch.lstm, _two_states),
+    (torch.gru, _one_state(gru_layer)),
+    (torch.rnn_tanh, _one_state(elman_layer("tanh"))),
+    (torch.rnn_relu, _one_state(elman_layer("relu"))),
+):
+    decomposition(f"{_function.__name__}.input")(_written)
+    at_capture(_function)(_unless_packed(_function, _written))  # torch's takes a step at a time on fake values too

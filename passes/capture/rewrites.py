@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,18 +20,19 @@ from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 
 from ...errors import NotYetSupported
+from ...op_table import at_capture, known
 from ...ops.ctc import ctc
 from ...torch_private.patching import patched_here
-from .recurrent_layers import recurrent_functions
 
 
 class _Rewritten(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return _FUNCTIONS.get(func, func)(*args, **(kwargs or {}))
+        return (known(func).at_capture or func)(*args, **(kwargs or {}))
 
 
+@at_capture(F.embedding_bag)
 def embedding_bag(
     input: Tensor, weight: Tensor, offsets: Tensor | None = None, max_norm: float | None = None, norm_type: float = 2,
     scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False,
@@ -69,6 +70,7 @@ def embedding_bag(
     return total if mode == "sum" else total / kept.sum(1).clamp(min=1)
 
 
+@at_capture(torch._VF._pack_padded_sequence)
 def pack_padded_sequence(*_: Any, **__: Any) -> Any:
     """Refused: what is packed has no dim of samples."""
     raise NotYetSupported(
@@ -83,6 +85,11 @@ def linear_cross_entropy(*args: Any, options: Any = None, **named: Any) -> Tenso
     return F.linear_cross_entropy(*args, **named)
 
 
+if hasattr(F, "linear_cross_entropy"):  # since torch 2.13
+    at_capture(F.linear_cross_entropy)(linear_cross_entropy)
+
+
+@at_capture(F.gaussian_nll_loss)
 def gaussian_nll_loss(
     input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
 ) -> Tensor:
@@ -98,6 +105,7 @@ def gaussian_nll_loss(
     return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
 
 
+@at_capture(torch.take_along_dim, Tensor.take_along_dim)
 def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
     """y[i.., j, k..] = x[i.., ids[i.., j, k..], k..] along dim, both broadcast in the others.  Torch's own reads the
     batch size as a number.
@@ -113,6 +121,7 @@ def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Te
     return wide(input).gather(dim, wide(indices))
 
 
+@at_capture(torch.diff, Tensor.diff)
 def diff(
     input: Tensor, n: int = 1, dim: int = -1, prepend: Tensor | None = None, append: Tensor | None = None
 ) -> Tensor:
@@ -125,6 +134,7 @@ def diff(
     return x if n else x.clone()
 
 
+@at_capture(F.instance_norm)
 def instance_norm(
     input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None, weight: Tensor | None = None,
     bias: Tensor | None = None, use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
@@ -141,6 +151,7 @@ def instance_norm(
     return F.instance_norm(input, None, None, weight, bias, True, momentum, eps)
 
 
+@at_capture(F.ctc_loss)
 def ctc_loss(
     log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0,
     reduction: str = "mean", zero_infinity: bool = False,
@@ -211,17 +222,3 @@ def rewritten() -> Iterator[None]:
         patched_here(torch.backends.opt_einsum.m, "is_available", lambda: False), _Rewritten(),  # type: ignore[attr-defined]
     ):  # fmt: skip
         yield
-
-
-_FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    F.embedding_bag: embedding_bag,
-    F.gaussian_nll_loss: gaussian_nll_loss,
-    F.instance_norm: instance_norm,
-    F.ctc_loss: ctc_loss,
-    **dict.fromkeys((torch.take_along_dim, Tensor.take_along_dim), take_along_dim),
-    **dict.fromkeys((torch.diff, Tensor.diff), diff),
-    torch._VF._pack_padded_sequence: pack_padded_sequence,
-    **recurrent_functions(),
-}
-if hasattr(F, "linear_cross_entropy"):  # since torch 2.13
-    _FUNCTIONS[F.linear_cross_entropy] = linear_cross_entropy

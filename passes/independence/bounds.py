@@ -10,17 +10,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ...op_table import bounded, known
 from .values import bound
 
 Bounds = tuple[float, float]
 _DEPTH = 40
 _ANYTHING: Bounds = (-math.inf, math.inf)
-_SAME = """
-    view reshape _unsafe_view flatten unflatten unsqueeze squeeze expand expand_as permute transpose t alias clone
-    contiguous detach lift_fresh lift_fresh_copy to _to_copy slice select index index_select gather repeat flip roll
-    unbind split chunk narrow movedim sort repeat_interleave
-"""
-"""Ops that only move elements of their first argument."""
 
 
 def bounds(value: Any, depth: int = _DEPTH) -> Bounds:
@@ -36,13 +31,10 @@ def bounds(value: Any, depth: int = _DEPTH) -> Bounds:
         return _of_a_part(value, depth)
     if not isinstance(value.target, torch._ops.OpOverload):
         return _ANYTHING
-    name = value.target._schema.name.removeprefix("aten::")
-    if name in _SAME.split():
-        found = bounds(value.args[0], depth - 1)
-    elif name in _RULES:
-        found = _RULES[name](bound(value), lambda v: bounds(v, depth - 1))
-    else:
+    rule = known(value.target).bounds
+    if rule is None:
         return _ANYTHING
+    found: Bounds = rule(bound(value), lambda v: bounds(v, depth - 1))
     return found if isinstance(tensor, torch.Tensor) and _fits(found, tensor.dtype) else _ANYTHING
 
 
@@ -75,8 +67,20 @@ def _places(given: dict[str, Any]) -> Bounds:
 
 Given = dict[str, Any]
 Question = Callable[[Any], Bounds]
+_MOVING = """
+    view reshape _unsafe_view flatten unflatten unsqueeze squeeze expand expand_as permute transpose t alias clone
+    contiguous detach lift_fresh lift_fresh_copy to _to_copy slice select index index_select gather repeat flip roll
+    unbind split chunk narrow movedim sort repeat_interleave
+"""
 
 
+@bounded(*_MOVING.split())
+def _moved(given: Given, ask: Question) -> Bounds:
+    """Elements of the first argument, elsewhere."""
+    return ask(next(iter(given.values())))
+
+
+@bounded("arange")
 def _arange(given: Given, ask: Question) -> Bounds:
     start, step = given.get("start", 0), given.get("step", 1)
     end = given["end"]
@@ -88,6 +92,7 @@ def _arange(given: Given, ask: Question) -> Bounds:
     return (min(found), max(found)) if found else (0, 0)
 
 
+@bounded("clamp", "clip", "clamp_min", "clamp_max")
 def _clamp(given: Given, ask: Question) -> Bounds:
     low, high = ask(given["self"])
     least = -math.inf if given.get("min") is None else ask(given["min"])[0]
@@ -95,42 +100,53 @@ def _clamp(given: Given, ask: Question) -> Bounds:
     return (min(max(low, least), most), min(max(high, least), most))
 
 
+@bounded("remainder")
 def _remainder(given: Given, ask: Question) -> Bounds:
     low, high = ask(given["other"])
     whole = not given["self"].meta["val"].is_floating_point()
     return (0, high - whole) if 0 < low == high < math.inf else _ANYTHING
 
 
+@bounded("add")
 def _add(given: Given, ask: Question) -> Bounds:
     (a, b), (c, d) = ask(given["self"]), ask(given["other"])
     return (a + c, b + d) if given.get("alpha", 1) == 1 else _ANYTHING
 
 
+@bounded("sub")
 def _sub(given: Given, ask: Question) -> Bounds:
     (a, b), (c, d) = ask(given["self"]), ask(given["other"])
     return (a - d, b - c) if given.get("alpha", 1) == 1 else _ANYTHING
 
 
+@bounded("mul", "multiply")
 def _mul(given: Given, ask: Question) -> Bounds:
     left, right = ask(given["self"]), ask(given["other"])
     ends = [0 if 0 in (x, y) else x * y for x in left for y in right]
     return (min(ends), max(ends))
 
 
+@bounded("where")
 def _where(given: Given, ask: Question) -> Bounds:
     (a, b), (c, d) = ask(given["self"]), ask(given["other"])
     return (min(a, c), max(b, d))
 
 
+@bounded("full", "full_like")
 def _fill(given: Given, ask: Question) -> Bounds:
     return ask(given["fill_value"])
 
 
-_RULES: dict[str, Callable[[Given, Question], Bounds]] = {
-    "arange": _arange, "clamp": _clamp, "clip": _clamp, "remainder": _remainder, "add": _add, "sub": _sub,
-    "mul": _mul, "multiply": _mul, "where": _where, "full": _fill, "full_like": _fill, "zeros": lambda g, a: (0, 0),
-    "zeros_like": lambda g, a: (0, 0), "ones": lambda g, a: (1, 1), "ones_like": lambda g, a: (1, 1),
-    "argmax": lambda g, a: _places(g), "argmin": lambda g, a: _places(g), "argsort": lambda g, a: _places(g),
-    "clamp_min": lambda g, a: (max(a(g["self"])[0], a(g["min"])[0]), max(a(g["self"])[1], a(g["min"])[1])),
-    "clamp_max": lambda g, a: (min(a(g["self"])[0], a(g["max"])[0]), min(a(g["self"])[1], a(g["max"])[1])),
-}  # fmt: skip
+@bounded("zeros", "zeros_like")
+def _zeros(given: Given, ask: Question) -> Bounds:
+    return (0, 0)
+
+
+@bounded("ones", "ones_like")
+def _ones(given: Given, ask: Question) -> Bounds:
+    return (1, 1)
+
+
+@bounded("argmax", "argmin", "argsort")
+def _along_a_dim(given: Given, ask: Question) -> Bounds:
+    return _places(given)

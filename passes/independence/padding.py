@@ -19,10 +19,11 @@ from torch.fx import Graph, GraphModule, Node
 from ...errors import PsgError
 from ...graph import facts
 from ...graph.facts import GraphFacts, InputSpec, SampleAxis
+from ...op_table import known
 from ...torch_private import enable_python_dispatcher, symbolic_inputs, traced_without_code
 from ...torch_private.tracer import trace_fakes
 from .prove import Prover
-from .row_sums import SUMS, apart, together
+from .row_sums import apart, together
 from .values import Result, bound
 
 aten = torch.ops.aten
@@ -248,13 +249,15 @@ class Padding:
         axis = axes[source].axes
         if not isinstance(axis, SampleAxis):
             raise AssertionError(f"no rows in {source}")
-        function = SUMS[node.target]
+        function = known(node.target).over_kept_rows
+        assert function is not None
         named = {key: value for key, value in bound(node).items() if key != "self"}
 
         def run(x: Tensor, valid: Tensor) -> Tensor:
             rows = valid.view(1, -1, 1).expand(axis.outer, valid.shape[0], axis.inner).reshape(-1)
             kept = rows.view([-1 if d == axis.dim else 1 for d in range(x.ndim)])
-            return function(x, kept, **named)
+            found: Tensor = function(x, kept, **named)
+            return found
 
         found: Node = self.splice(node, run, [self.new[source], valid])
         return found
@@ -302,7 +305,7 @@ class Padding:
 def _is_sum(node: Node) -> bool:
     """Whether rows of zeros leave the result as it is, and no rows at all give one."""
     order = bound(node)["ord"] if node.target is aten.linalg_vector_norm.default else 1
-    return node.target in SUMS and 0 < order < float("inf")
+    return known(node.target).over_kept_rows is not None and 0 < order < float("inf")
 
 
 def _symbols(node: Node) -> set[Any]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...graph.facts import SampleAxis
+from ...op_table import over_kept_rows
 
 aten = torch.ops.aten
 
@@ -33,11 +33,13 @@ def together(x: Tensor, axis: SampleAxis | None, at: int, width: int) -> Tensor:
     return apart.permute(2, 0, 1, 3, 4).reshape(samples, lead, before * axis.outer * axis.inner * after, trail)
 
 
+@over_kept_rows(aten.sum.default, aten.sum.dim_IntList)
 def _sum(x: Tensor, kept: Tensor, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> Tensor:
     x = torch.where(kept, x, torch.zeros((), dtype=x.dtype, device=x.device))
     return x.sum(dtype=dtype) if dim is None else x.sum(dim, keepdim, dtype=dtype)
 
 
+@over_kept_rows(aten.mean.default, aten.mean.dim)
 def _mean(x: Tensor, kept: Tensor, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> Tensor:
     total = _sum(x, kept, dim, keepdim, dtype)
     dims = range(x.ndim) if dim is None else [d % x.ndim for d in dim]
@@ -47,6 +49,7 @@ def _mean(x: Tensor, kept: Tensor, dim: Any = None, keepdim: bool = False, dtype
     return total / (kept.sum() * others)
 
 
+@over_kept_rows(aten.linalg_vector_norm.default)
 def _norm(
     x: Tensor, kept: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -55,21 +58,11 @@ def _norm(
     return found
 
 
+@over_kept_rows(aten.any.default)
 def _any(x: Tensor, kept: Tensor) -> Tensor:
     return (x.ne(0) & kept).any()
 
 
+@over_kept_rows(aten.all.default)
 def _all(x: Tensor, kept: Tensor) -> Tensor:
     return (x.ne(0) | ~kept).all()
-
-
-SUMS: dict[Any, Callable[..., Tensor]] = {
-    aten.sum.default: _sum,
-    aten.sum.dim_IntList: _sum,
-    aten.mean.default: _mean,
-    aten.mean.dim: _mean,
-    aten.linalg_vector_norm.default: _norm,
-    aten.any.default: _any,
-    aten.all.default: _all,
-}
-"""Op -> the same over rows of which some count nothing."""

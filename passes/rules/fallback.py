@@ -11,8 +11,8 @@ from torch.utils import _pytree as pytree
 from ...algebra.arrange import samples_first
 from ...algebra.network import BATCH, Leaf, Network
 from ...algebra.site import Operand, Site, Value
+from ...op_table import known
 from ...ops.autograd_function import custom_call, differentiable
-from ...ops.in_other_ops import FORMULAS
 from ...ops.per_sample import for_each_sample
 from ...tensors import product
 
@@ -73,7 +73,7 @@ def _target(site: Site) -> Any:
     """The op (by its formula, where it has one), or the custom function as it acts on a batch of one."""
     call = custom_call(site.target)
     if call is None:
-        return FORMULAS.get(site.target, site.target)
+        return known(site.target).formula or site.target
     shapes = [tuple(int(s.subs(site.batch, 1)) for s in v.shape) for v in site.args]
     return differentiable(call, shapes, [v.dtype for v in site.args])
 

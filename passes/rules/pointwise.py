@@ -13,6 +13,7 @@ from ...algebra.arrange import Arrangement
 from ...algebra.network import Leaf, Network
 from ...algebra.rule import class_rule, rule
 from ...algebra.site import Site, Value
+from ...op_table import POINTWISE
 
 aten = torch.ops.aten
 
@@ -45,16 +46,14 @@ def broadcast_network(
     return Network((leaf,), tuple(axis for axis in plan.axes if axis != "t"))
 
 
-def _is_pointwise(target: Any) -> bool:
-    return torch.Tag.pointwise in getattr(target, "tags", ()) and target is not aten.prelu.default
-
-
-@class_rule(_is_pointwise)
+@class_rule(POINTWISE)
 def pointwise(site: Site, position: int) -> Network | None:
     """Y = f(x, p, ..) element by element, p broadcast: e = ȳ ∂f/∂p at every element, then e[b,t,d] -> [b,d].
 
     ∂f/∂p comes from autograd on the op itself with p expanded to y's shape, so one rule covers every such op.
     """
+    if site.target is aten.prelu.default:  # its weight lies along the channels, and does not broadcast
+        return None
     operand = next(o for o in site.operands if o.position == position)
     if operand.value.samples is not None or len(site.cotangents) != 1:
         return None

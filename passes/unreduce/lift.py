@@ -11,12 +11,11 @@ from torch.fx import Node
 
 from ...graph import facts
 from ...graph.facts import SampleAxis
-from ..independence.values import bound, op_name
+from ...op_table import Batching, enter, known
+from ..independence.values import bound
 
-_ALONG = ("aten.cat", "aten.concat", "aten.gather")
-"""Ops along a dim whose batching by vmap fixes the batch size; along dim + 1 they are batched as they are."""
-_TRAILING = ("aten.layer_norm", "aten.rms_norm", "aten.native_layer_norm")
-"""Ops on trailing dims: more leading dims do not matter."""
+enter("cat", "concat", "gather", batching=Batching.NEXT_DIM)
+enter("layer_norm", "rms_norm", "native_layer_norm", batching=Batching.LEADING)
 
 
 def lifted(
@@ -29,7 +28,7 @@ def lifted(
     """
     axes = [facts.fact(n).samples for n in spread]
     ndim = node.meta["val"].ndim if isinstance(node.meta["val"], Tensor) else 0
-    name = op_name(node)
+    batching = known(node.target).batching
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) and all(a is None for a in axes)
 
     def filled(values: Sequence[Tensor]) -> Callable[[Node], Any]:
@@ -52,9 +51,9 @@ def lifted(
         same = values[len(spread) :]
         if pointwise:
             return op(*(widened(v, ndim + 1) for v in first), *same)
-        if name in _TRAILING:
+        if batching is Batching.LEADING:
             return op(*first, *same)
-        if name in _ALONG:
+        if batching is Batching.NEXT_DIM:
             return along(*first, *(v.expand(first[0].shape[0], *v.shape) for v in same))
         in_dims = (0,) * len(first) + (None,) * len(same)
         return torch.vmap(op, in_dims=in_dims, randomness="error")(*first, *same)

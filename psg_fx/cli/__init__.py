@@ -1,4 +1,4 @@
-"""The command line: `psg-fx explain|validate|bench|report|graph NAME` and `psg-fx calibrate`.
+"""The command line: `psg-fx explain|validate|bench|report|graph NAME`, `psg-fx ops [OP]`, `psg-fx calibrate`.
 
 NAME is an example of `psg_fx.zoo`, or `MODULE:FACTORY` where the factory takes nothing and returns
 `(model, loss_fn, inputs, targets)`, the same with a `batch_dim` as fifth, or a `psg_fx.zoo.Example`.

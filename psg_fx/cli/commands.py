@@ -16,6 +16,7 @@ from psg_fx.cli.quantities import given, parsed
 from psg_fx.cli.usage import UsageError
 from psg_fx.errors import BadArgument
 from psg_fx.explain import as_data
+from psg_fx.explain import ops as table_of_ops
 from psg_fx.explain.readable import readable
 from psg_fx.measure.calibrate import calibrate as calibrated
 from psg_fx.planner import rates
@@ -84,6 +85,16 @@ def graph(args: argparse.Namespace) -> Answer:
         return OK, _json(as_data.stages(graphs)) if args.json else as_data.stages_table(graphs)
     gm = graphs[args.stage]
     return OK, _json(as_data.graph(args.stage, gm)) if args.json else readable(gm)
+
+
+def ops(args: argparse.Namespace) -> Answer:
+    """What is known of an op, or of all."""
+    try:
+        if args.json:
+            return OK, _json(table_of_ops.as_data(args.name))
+        return OK, table_of_ops.known_of(args.name) if args.name else table_of_ops.table()
+    except BadArgument as error:
+        raise UsageError(f"{error.what}: {error.fix}") from error
 
 
 def calibrate(args: argparse.Namespace) -> Answer:

@@ -59,6 +59,11 @@ def build_parser() -> argparse.ArgumentParser:
     _bench(_command(subparsers, "bench", commands.bench, "times psg_fx beside ordinary steps and other libraries"))
     _report(_command(subparsers, "report", commands.report, "writes a page that shows a step from inside", json=False))
     _graph(_command(subparsers, "graph", commands.graph, "prints the graph of one stage of the compilation"))
+    text = "prints what is known of an op, and where it is written"
+    ops = subparsers.add_parser("ops", help=text, description=f"{text.capitalize()}.")
+    ops.add_argument("name", nargs="?", metavar="OP", help="linear, aten.linear.default, mylib::myop; without: all ops")
+    ops.add_argument("--json", action="store_true", help="print JSON")
+    ops.set_defaults(run=commands.ops, threads=None)
     text = "measures this machine's rates for the planner, in some seconds, and keeps them for later steps"
     calibrate = subparsers.add_parser("calibrate", help=text, description=f"{text.capitalize()}.")
     calibrate.set_defaults(run=commands.calibrate)

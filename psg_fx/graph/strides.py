@@ -8,32 +8,22 @@ possible is not.  What a graph means never depends on strides, so graphs are run
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from psg_fx.errors import NotYetSupported
+from psg_fx.op_table import Strides, enter, known
 from psg_fx.source import locate
 
 aten = torch.ops.aten
 
-_RESHAPES: dict[Any, Callable[..., Any]] = {
-    aten.view.default: aten.reshape.default,
-    aten._unsafe_view.default: aten.reshape.default,
-    aten._reshape_alias.default: aten.reshape.default,
-}
-"""Possible for some strides alone -> for all of them.  The arguments after (self, size) say how self lies in memory."""
-
-_IN_A_ROW = (aten.view.dtype, aten.view_as_complex.default)
-"""Neighbours in the last dim must be neighbours in memory, and the first of them at an even place."""
+enter(aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, strides=Strides.RESHAPE)
+enter(aten.view.dtype, aten.view_as_complex.default, strides=Strides.ROW)
+enter("as_strided.default", "as_strided_copy.default", "as_strided_scatter.default", strides=Strides.MEANING)
 
 _ORIGINS = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "custom")
 """What a node says of the code that it comes from."""
-
-_BY_STRIDES = (aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default)
-"""What they mean depends on strides."""
 
 
 def free_of_strides(gm: GraphModule) -> GraphModule:
@@ -41,9 +31,10 @@ def free_of_strides(gm: GraphModule) -> GraphModule:
     for node in gm.graph.nodes:
         if node.op != "call_function":
             continue
-        if node.target in _RESHAPES:
-            node.target, node.args = _RESHAPES[node.target], node.args[:2]
-        elif _needs_a_row(node):
+        strides = known(node.target).strides
+        if strides is Strides.RESHAPE:  # the arguments after (self, size) say how self lies in memory
+            node.target, node.args = aten.reshape.default, node.args[:2]
+        elif strides is Strides.ROW and _needs_a_row(node):
             node.replace_input_with(node.args[0], _contiguous(gm, node))
     gm.recompile()
     return gm
@@ -63,7 +54,7 @@ def _contiguous(gm: GraphModule, reader: Node) -> Node:
 def refuse_strides(gm: GraphModule) -> None:
     """Raise NotYetSupported if the code takes memory for what it is: another trace may lay values out otherwise."""
     for node in gm.graph.nodes:
-        if node.target in _BY_STRIDES:
+        if known(node.target).strides is Strides.MEANING:
             raise NotYetSupported(
                 f"{str(node.target).removesuffix('.default')} is not supported", where=locate(node),
                 why="it reads memory by strides, and where a value lies in memory is no part of a captured graph",
@@ -73,12 +64,12 @@ def refuse_strides(gm: GraphModule) -> None:
 
 def reads_strides(node: Node) -> bool:
     """Whether the op is impossible, or means something else, for other strides of its input."""
-    return node.target in _RESHAPES or node.target in _BY_STRIDES or _needs_a_row(node)
+    strides = known(node.target).strides
+    return strides is not None and (strides is not Strides.ROW or _needs_a_row(node))
 
 
 def _needs_a_row(node: Node) -> bool:
-    if node.target not in _IN_A_ROW:
-        return False
+    """Unless it is a view as numbers of the same size, the first of neighbours must lie at an even place."""
     source = node.args[0]
     assert isinstance(source, Node)
     if source.target is aten.clone.default and source.kwargs.get("memory_format") is torch.contiguous_format:

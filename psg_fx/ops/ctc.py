@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from psg_fx.ops.recurrent import DIFFERENTIABLE, define_op
+from psg_fx.op_table import under_autograd
+from psg_fx.ops.recurrent import define_op
 
 aten = torch.ops.aten
 _GIVEN = "Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank, bool zero_infinity"
@@ -58,8 +59,6 @@ class _Differentiable(Function):
         return (ctc_backward(cotangent, *ctx.saved_tensors, *ctx.options), None, None, None, None, None)
 
 
+@under_autograd(ctc)
 def _differentiable(*given: Any) -> Any:
     return _Differentiable.apply(*given)  # type: ignore[no-untyped-call]
-
-
-DIFFERENTIABLE[ctc] = _differentiable

@@ -11,15 +11,19 @@ from typing import Any
 
 import torch
 
+from psg_fx.op_table import formula, known, prefix_formula
+
 aten = torch.ops.aten
 
 
+@formula(aten.cdist.default)
 def cdist(a: torch.Tensor, b: torch.Tensor, p: float = 2.0, compute_mode: int | None = None) -> torch.Tensor:
     """d[.., i, j] = ‖a[.., i, :] - b[.., j, :]‖_p."""
     distance: torch.Tensor = torch.linalg.vector_norm(a.unsqueeze(-2) - b.unsqueeze(-3), p, -1)
     return distance
 
 
+@formula(aten.einsum.default)
 def einsum(equation: str, tensors: Sequence[torch.Tensor], path: Sequence[int] | None = None) -> torch.Tensor:
     """A letter that an operand repeats stands for its diagonal."""
     left, arrow, right = equation.replace(" ", "").partition("->")
@@ -40,6 +44,7 @@ def _diagonal(x: torch.Tensor, term: str, once: str) -> torch.Tensor:
     return x[tuple(steps)]
 
 
+@formula(aten.index_put.default)
 def index_put(
     x: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor, accumulate: bool = False
 ) -> torch.Tensor:
@@ -64,12 +69,8 @@ def _at_places(target: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     return picked
 
 
-FORMULAS: dict[Any, Callable[..., Any]] = {
-    aten.cdist.default: cdist,
-    aten.einsum.default: einsum,
-    aten.index_put.default: index_put,
-    **{target: _at_places(target) for target in (aten.sort.default, aten.sort.stable, aten.topk.default)},
-}
+for _op in (aten.sort.default, aten.sort.stable, aten.topk.default):
+    formula(_op)(_at_places(_op))
 
 
 class Gathered(torch.fx.Interpreter):
@@ -78,42 +79,28 @@ class Gathered(torch.fx.Interpreter):
     """
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if target is aten.slice.Tensor:
-            return _sliced(*args, **kwargs)
-        if target is aten.split.Tensor:
-            return _split(*args, **kwargs)
-        if target is aten.split_with_sizes.default:
-            return _cut(*args, **kwargs)
-        if target in (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default):
-            return _convolved(*args, **kwargs)
-        if target is aten.slice_scatter.default:
-            return _slice_scattered(*args, **kwargs)
-        if target is aten.select_scatter.default:
-            x, source, dim, index = args
-            start = index % x.shape[dim]
-            return _slice_scattered(x, source.unsqueeze(dim), dim, start, start + 1)
-        if target is aten._weight_norm.default:
-            return _weight_norm(*args, **kwargs)
-        if target is aten.embedding.default:
-            return _looked_up(*args, **kwargs)
-        if target in FORMULAS:
-            return FORMULAS[target](*args, **kwargs)
-        if target in _TAKES:
-            return _taken(target, *args, **kwargs)
-        return super().call_function(target, args, kwargs)
+        said = known(target)
+        return super().call_function(said.prefix_formula or said.formula or target, args, kwargs)
 
 
-_TAKES = (
+def _taken(target: Any) -> Callable[..., torch.Tensor]:
+    """An op that takes elements of x, as a look-up at the places that it takes."""
+
+    def taken(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        places = torch.arange(x.numel(), device=x.device).reshape(x.shape)
+        return x.reshape(-1)[target(places, *args, **kwargs)]
+
+    return taken
+
+
+for _op in (
     aten.diagonal.default, aten.unfold.default, aten.gather.default, aten.index_select.default,
     aten.roll.default, aten.flip.default,
-)  # fmt: skip
+):  # fmt: skip
+    prefix_formula(_op)(_taken(_op))
 
 
-def _taken(target: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    places = torch.arange(x.numel(), device=x.device).reshape(x.shape)
-    return x.reshape(-1)[target(places, *args, **kwargs)]
-
-
+@prefix_formula(aten.embedding.default)
 def _looked_up(
     table: torch.Tensor,
     ids: torch.Tensor,
@@ -129,12 +116,14 @@ def _looked_up(
     return table[ids]
 
 
+@prefix_formula(aten._weight_norm.default)
 def _weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> torch.Tensor:
     others = [d for d in range(v.ndim) if dim == -1 or d != dim % v.ndim]
     norm: torch.Tensor = torch.linalg.vector_norm(v, 2, others, keepdim=dim != -1)
     return v * (g / norm)
 
 
+@prefix_formula(aten.slice.Tensor)
 def _sliced(x: torch.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
     first, last, step = slice(start, end, step).indices(x.shape[dim])
     if step != 1:
@@ -147,6 +136,7 @@ def _narrowed(x: torch.Tensor, dim: int, start: int, length: int) -> torch.Tenso
     return aten.constant_pad_nd(x, [0, 0] * after + [-start, start + length - x.shape[dim]])  # type: ignore[no-any-return]
 
 
+@prefix_formula(aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
 def _convolved(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, stride: Any = 1, padding: Any = 0,
     dilation: Any = 1, groups: int = 1,
@@ -166,6 +156,7 @@ def _convolved(
     return found if bias is None else found + bias.view(-1, *[1] * len(kernel))
 
 
+@prefix_formula(aten.slice_scatter.default)
 def _slice_scattered(
     x: torch.Tensor, source: torch.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> torch.Tensor:
@@ -178,14 +169,23 @@ def _slice_scattered(
     inside = (rows >= first) & (rows < last) & ((rows - first) % step == 0)
     nearest = ((rows - first) // step).clamp(0, source.shape[dim] - 1)
     wide = [-1 if d == dim % x.ndim else 1 for d in range(x.ndim)]
-    return torch.where(inside.view(wide), _taken(aten.index_select.default, source, dim, nearest), x)
+    return torch.where(inside.view(wide), _taken(aten.index_select.default)(source, dim, nearest), x)
 
 
+@prefix_formula(aten.select_scatter.default)
+def _select_scattered(x: torch.Tensor, source: torch.Tensor, dim: int, index: int) -> torch.Tensor:
+    """X, but `source` at one index of `dim`."""
+    start = index % x.shape[dim]
+    return _slice_scattered(x, source.unsqueeze(dim), dim, start, start + 1)
+
+
+@prefix_formula(aten.split.Tensor)
 def _split(x: torch.Tensor, size: int, dim: int = 0) -> list[torch.Tensor]:
     total = x.shape[dim]
     return _cut(x, [min(size, total - start) for start in range(0, total, size)], dim)
 
 
+@prefix_formula(aten.split_with_sizes.default)
 def _cut(x: torch.Tensor, sizes: Sequence[int], dim: int = 0) -> list[torch.Tensor]:
     starts = itertools.accumulate(sizes, initial=0)
     return [_narrowed(x, dim, start, length) for start, length in zip(starts, sizes, strict=False)]

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from psg_fx.op_table import under_autograd
+
 Maybe = Tensor | None
 _LIBRARY = torch.library.Library("psg_fx", "FRAGMENT")
 _NONLINEAR = {"tanh": torch.tanh_, "relu": torch.relu_}
@@ -223,19 +225,17 @@ class _Attached(Function):
         return None, None, *[None] * states, *gradients, *[None] * len(kept)
 
 
-def attached(
-    cell: str, states: Sequence[Tensor], inputs: Sequence[Maybe], saved: Sequence[Tensor], weights: Sequence[Maybe]
-) -> list[Tensor]:
-    """`attach`, as autograd runs it."""
-    counts = len(states), len(inputs), len(saved)
-    return list(_Attached.apply(cell, counts, *states, *inputs, *saved, *weights))  # type: ignore[no-untyped-call]
-
-
 attach = define_op(
     "attach(str cell, Tensor[] states, Tensor?[] inputs, Tensor[] saved, Tensor?[] weights) -> Tensor[]",
     lambda cell, states, *_: [t.clone() for t in states],
     lambda cell, states, *_: [torch.empty_like(t) for t in states],
 )
 
-DIFFERENTIABLE: dict[Any, Callable[..., Any]] = {attach: attached}
-"""Ops of this module -> the functions that differentiation runs in their place."""
+
+@under_autograd(attach)
+def attached(
+    cell: str, states: Sequence[Tensor], inputs: Sequence[Maybe], saved: Sequence[Tensor], weights: Sequence[Maybe]
+) -> list[Tensor]:
+    """`attach`, as autograd runs it."""
+    counts = len(states), len(inputs), len(saved)
+    return list(_Attached.apply(cell, counts, *states, *inputs, *saved, *weights))  # type: ignore[no-untyped-call]

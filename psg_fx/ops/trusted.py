@@ -6,11 +6,11 @@ from typing import TypeVar
 
 from torch._ops import OpOverload, OpOverloadPacket
 
+from psg_fx import op_table
 from psg_fx.errors import BadArgument
 from psg_fx.torch_private import custom_op_name
 
 Operator = TypeVar("Operator")
-_TRUSTED: set[str] = set()
 _OWN = ("aten", "prims", "prim")
 
 
@@ -28,14 +28,13 @@ def trust(op: Operator) -> Operator:
 
     Raises `BadArgument` for what is no custom operator.
     """
-    _TRUSTED.add(_name(op))
+    op_table.enter(_name(op), trusted=True)
     return op
 
 
 def is_trusted(op: OpOverload) -> bool:
     """Whether the user has vouched for the operator."""
-    name = op._schema.name
-    return name in _TRUSTED or f"{name}.{op._schema.overload_name or 'default'}" in _TRUSTED
+    return op_table.known(op).trusted
 
 
 def _name(op: object) -> str:

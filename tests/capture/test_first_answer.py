@@ -16,7 +16,8 @@ from torch.fx import GraphModule
 
 import psg_fx
 from psg_fx.graph.tracing import trace
-from psg_fx.passes.capture.losses import loss_decompositions
+from psg_fx.op_table import decompositions
+from psg_fx.passes.capture import losses  # noqa: F401  (fills the table)
 from psg_fx.torch_private import symbolic_inputs
 from psg_fx.torch_private.functional import functional
 from psg_fx.torch_private.tracer import remembering_fakes
@@ -86,7 +87,7 @@ def description(gm: GraphModule) -> list[Any]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_one_trace_is_what_run_decompositions_gives(name: str) -> None:
-    table = loss_decompositions()
+    table = decompositions()
     program = exported(MODELS[name]())
     found, expected = functional(program, table), program.run_decompositions(dict(table))
     assert description(found.graph_module) == description(expected.graph_module)

@@ -57,7 +57,7 @@ class Snippet:
     @property
     def is_quoted(self) -> bool:
         """A rule of psg_fx, shown as an example of how one is written."""
-        return self.code.startswith("@rule(")
+        return self.code.startswith(("@rule(", "@sample_rule("))
 
     def compared(self, printed: str) -> tuple[Any, Any]:
         """What must be equal."""

@@ -15,11 +15,11 @@ from unittest import mock
 import torch
 
 from fuzz.program import Program
-from psg_fx.algebra import asks, rule
+from psg_fx import op_table
+from psg_fx.algebra import asks
 from psg_fx.algebra.network import Leaf, Network
 from psg_fx.graph import sample_axis
 from psg_fx.graph.facts import SampleAxis
-from psg_fx.passes.independence import table
 from psg_fx.passes.rules import conv
 
 aten = torch.ops.aten
@@ -37,16 +37,17 @@ class Fault:
 @contextlib.contextmanager
 def square_weights_transposed() -> Iterator[None]:
     """The rule of linear confuses input and output where that is possible."""
-    right, params = rule._RULES[aten.linear.default]
+    rule = op_table.known(aten.linear.default).gradient
+    assert rule is not None
 
     def wrong(site: Any) -> Mapping[str, Network | None]:
-        found = dict(right(site))
+        found = dict(rule.function(site))
         weight = found.get("weight")
         if weight is not None and len({weight.sizes[a] for a in weight.out[1:]}) == 1:
             found["weight"] = dataclasses.replace(weight, out=(weight.out[0], *reversed(weight.out[1:])))
         return found
 
-    with mock.patch.dict(rule._RULES, {aten.linear.default: (wrong, params)}):
+    with op_table.changed(aten.linear.default, gradient=dataclasses.replace(rule, function=wrong)):
         yield
 
 
@@ -78,8 +79,8 @@ def last_use_forgotten() -> Iterator[None]:
 
 def called_a_view(name: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
     """An independence rule that says: the samples stay where they are."""
-    rule = table.SampleRule(lambda op: op.need("self").axis, "view")
-    return lambda: mock.patch.dict(table.RULES, {name: rule})
+    rule = op_table.SampleRule(lambda op: op.need("self").axis, "view")
+    return lambda: op_table.changed(name, samples=rule)
 
 
 @contextlib.contextmanager

@@ -8,31 +8,27 @@ from torch import Tensor
 from psg_fx.errors import NotYetSupported, SamplesMixed
 from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxis
+from psg_fx.op_table import changed
 from psg_fx.passes.independence.batch import batch
 from psg_fx.passes.independence.probe import probe
 from support.graphs import captured
 
 
-def test_an_op_of_torch_without_a_rule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_op_of_torch_without_a_rule_is_refused() -> None:
     """It is neither tried out nor taken on anyone's word."""
-    from psg_fx.passes.independence import table
-
-    monkeypatch.setattr(table, "RULES", {k: v for k, v in table.RULES.items() if k != "cumsum"})
-    with pytest.raises(NotYetSupported) as error:
+    with changed("cumsum", samples=None), pytest.raises(NotYetSupported) as error:
         batch(captured(lambda x: x.cumsum(1), None, (torch.randn(4, 6),)))
     assert error.value.what == "aten.cumsum cannot be shown to keep samples apart"
     assert error.value.why == "it has no rule that says how it treats the samples"
 
 
-def test_an_op_composed_of_others_needs_no_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    from psg_fx.passes.independence import table
-
+def test_an_op_composed_of_others_needs_no_rule() -> None:
     names = ("matmul", "softmax", "renorm")
-    monkeypatch.setattr(table, "RULES", {k: v for k, v in table.RULES.items() if k not in names})
-    gm = batch(captured(lambda x: (x @ torch.ones(6, 6)).softmax(1).renorm(2, 0, 1.0), None, (torch.randn(4, 6),)))
-    assert [facts.fact(n).proof for n in gm.graph.nodes if n.name in names] == ["written out"] * 3
-    with pytest.raises(SamplesMixed, match=r"in aten\.softmax: aten\._softmax mixes samples"):
-        batch(captured(lambda x: x.softmax(0), None, (torch.randn(4, 6),)))
+    with changed(*names, samples=None):
+        gm = batch(captured(lambda x: (x @ torch.ones(6, 6)).softmax(1).renorm(2, 0, 1.0), None, (torch.randn(4, 6),)))
+        assert [facts.fact(n).proof for n in gm.graph.nodes if n.name in names] == ["written out"] * 3
+        with pytest.raises(SamplesMixed, match=r"in aten\.softmax: aten\._softmax mixes samples"):
+            batch(captured(lambda x: x.softmax(0), None, (torch.randn(4, 6),)))
 
 
 def test_rules_agree_with_the_trial() -> None:

@@ -15,7 +15,7 @@ from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 import psg_fx
 from psg_fx.errors import BadArgument, NotYetSupported, SamplesMixed
 from psg_fx.graph import facts
-from psg_fx.ops.trusted import _TRUSTED
+from psg_fx.op_table import changed, rows
 from psg_fx.passes.independence.batch import batch
 from support import oracle
 from support.graphs import captured
@@ -62,11 +62,8 @@ MIXING: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def nothing_is_trusted() -> Iterator[None]:
-    before = set(_TRUSTED)
-    _TRUSTED.clear()
-    yield
-    _TRUSTED.clear()
-    _TRUSTED.update(before)
+    with changed(*(key for key, said in rows().items() if said.trusted), trusted=False):
+        yield
 
 
 class Model(nn.Module):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from psg_fx.algebra.rule import registered, rule
+from psg_fx.errors import InternalError
 from support.answered import named, row_of
 from support.cases import CASES
 
@@ -29,7 +30,7 @@ def test_row_names_are_unique() -> None:
 
 
 def test_second_rule_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"two rules for aten.linear.default: linear and other"):
+    with pytest.raises(InternalError, match=r"aten.linear.default has its gradient rule already: linear"):
 
         @rule(torch.ops.aten.linear.default, params={"weight": 1})
         def other(site):

@@ -14,8 +14,8 @@ from torch.fx import GraphModule
 
 from psg_fx.graph import facts
 from psg_fx.graph.facts import GraphFacts, InputSpec, OutputSpec
-from psg_fx.passes.capture.losses import loss_decompositions
-from psg_fx.passes.capture.recurrent_layers import recurrent_decompositions
+from psg_fx.op_table import decompositions
+from psg_fx.passes.capture import losses, recurrent_layers  # noqa: F401  (they fill the table)
 
 
 class WithLoss(nn.Module):
@@ -58,7 +58,7 @@ def captured(
     with torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = export(WithLoss(module, loss), (inputs, targets), strict=False, dynamic_shapes=dims)
-        program = program.run_decompositions(recurrent_decompositions() | loss_decompositions())
+        program = program.run_decompositions(decompositions())
     return described(program, len(inputs), batch_dim, shared, loss is not None)
 
 

@@ -1,0 +1,218 @@
+"""One table of what is known of an op: all that is registered lies in it, and nothing else keeps one of its own."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from psg_fx import cli, op_table
+from psg_fx.errors import BadArgument, InternalError
+from psg_fx.explain import ops
+from psg_fx.op_table import COLUMNS, SampleRule, Strides, changed, enter, known
+
+aten = torch.ops.aten
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted(p for folder in ("psg_fx", "passes") for p in (ROOT / folder).rglob("*.py"))
+DECORATORS = {"rule", "class_rule", "sample_rule"} | {
+    "formula", "prefix_formula", "decomposition", "at_capture", "under_autograd", "over_kept_rows", "bounded",
+}  # fmt: skip
+
+OTHER_TABLES = {
+    "psg_fx/ops/autograd_function.py:_CALLS": "ops made while a model is captured, one for each call of a function",
+    "passes/independence/batch.py:_SQUEEZES": "overloads of one op, whose arguments a pass reads",
+    "psg_fx/op_table.py:_ROWS": "the table",
+    "psg_fx/ops/recurrent.py:_NONLINEAR": "kinds of cells",
+    "psg_fx/ops/recurrent.py:_GRADIENTS": "kinds of cells",
+    "passes/independence/along.py:_DONE": "words for refusals",
+    "psg_fx/planner/trees.py:_IDS": "parts of trees",
+    "psg_fx/graph/stages.py:_CHECKS[stage]": "promises of stages",
+    "psg_fx/torch_private/composites.py:_KERNELS": "kernels of torch that are put back",
+}
+"""Containers of ops that are no tables of what is known of them."""
+
+
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def decorated() -> Iterator[tuple[str, str]]:
+    """`file:line` and decorator of every function that makes an entry."""
+    for path in FILES:
+        for node in ast.walk(parsed(path)):
+            for decorator in getattr(node, "decorator_list", []):
+                name = ast.unparse(getattr(decorator, "func", decorator))
+                if name.rpartition(".")[2] in DECORATORS:
+                    first = node.decorator_list[0].lineno
+                    yield f"{path.relative_to(ROOT)}:{first}", name
+
+
+def test_every_registered_function_is_shown() -> None:
+    shown = {entry.where for entry in ops.entries()}
+    found = dict(decorated())
+    assert len(found) > 150
+    assert set(found.values()) == DECORATORS
+    assert not {f"{name} at {where}" for where, name in found.items() if where not in shown}
+
+
+def test_every_row_is_shown() -> None:
+    shown = {entry.op for entry in ops.entries()}
+    assert shown == {op_table.printed(key) for key in op_table.rows()}
+    assert len(shown) == len(op_table.rows())
+
+
+def test_every_column_is_in_use() -> None:
+    """But for the word of the user."""
+    said = {c.name for c in COLUMNS for row in op_table.rows().values() if getattr(row, c.name)}
+    assert said | {"trusted"} == {c.name for c in COLUMNS}
+
+
+@pytest.mark.parametrize("column", COLUMNS, ids=lambda column: column.name)
+def test_where_a_column_is_written_is_true(column) -> None:
+    """Where the function of an entry lies, or `enter` is called."""
+    found = {e.where.partition(":")[0] for e in ops.entries() if e.what == column.metadata["title"]}
+    by = column.metadata["by"]
+    places = [word for word in by.replace(",", " ").split() if word.startswith(("passes/", "psg_fx/"))]
+    if "enter(" in by:
+        assert f"{column.name}=" in (ROOT / places[0]).read_text(encoding="utf-8").replace(f".., {column.name}=", "")
+    elif column.name not in ("trusted", "under_autograd"):
+        assert {where for where in found if not where.startswith((*places, "torch/"))} == set()
+
+
+def _ops_in(node: ast.expr) -> int:
+    """How many ops a literal names, as themselves or by their names alone."""
+    names = [ast.unparse(n) for n in ast.walk(node) if isinstance(n, ast.Attribute)]
+    items = node.keys if isinstance(node, ast.Dict) else getattr(node, "elts", [])
+    words = [str(item.value).removeprefix("aten.") for item in items if isinstance(item, ast.Constant)]
+    by_name = len(words) if all(hasattr(aten, word) for word in words) else 0
+    return by_name + sum(name.startswith(("aten.", "torch.ops.")) for name in names)
+
+
+def containers() -> Iterator[str]:
+    """`file:name` of every container at the top of a module that names ops, or is filled by a function given an op."""
+    for path in FILES:
+        module = parsed(path)
+        for node in module.body:
+            if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
+                continue
+            (target,) = node.targets if isinstance(node, ast.Assign) else (node.target,)
+            name = ast.unparse(target)
+            literal = isinstance(node.value, (ast.Dict, ast.List, ast.Set, ast.Tuple, ast.Call))
+            filled = _ops_in(node.value) if literal else 0
+            keyed = isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation).startswith(("dict[Op", "dict[Any"))
+            if filled > 1 or (keyed and ast.unparse(node.value) == "{}"):
+                yield f"{path.relative_to(ROOT)}:{name}"
+
+
+def registering() -> Iterator[str]:
+    """`file:name` of every container at the top of a module that a decorator fills."""
+    for path in FILES:
+        module = parsed(path)
+        tops = {ast.unparse(t) for n in module.body if isinstance(n, ast.Assign) for t in n.targets}
+        tops |= {ast.unparse(n.target) for n in module.body if isinstance(n, ast.AnnAssign)}
+        for outer in (n for n in module.body if isinstance(n, ast.FunctionDef)):
+            for inner in (n for n in ast.walk(outer) if isinstance(n, ast.FunctionDef) and n is not outer):
+                for node in ast.walk(inner):
+                    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+                        name = ast.unparse(node.value)
+                    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                        name = ast.unparse(node.func.value) if node.func.attr in ("append", "add", "update") else ""
+                    else:
+                        continue
+                    if name.partition("[")[0] in tops:
+                        yield f"{path.relative_to(ROOT)}:{name}"
+
+
+def test_nothing_else_keeps_a_table_of_ops() -> None:
+    found = set(containers()) | set(registering())
+    assert found == set(OTHER_TABLES)
+
+
+def test_an_entry_is_made_once() -> None:
+    with pytest.raises(InternalError, match=r"aten\.linear has its sample rule already: linear, and now <lambda>"):
+        enter("linear", samples=SampleRule(lambda op: None, "view"))
+    with pytest.raises(InternalError, match=r"aten\.view\.default has its reads strides already"):
+        enter(aten.view.default, strides=Strides.ROW)
+
+
+def test_an_overload_says_more_than_its_op() -> None:
+    samples = known(aten.max.dim).samples
+    assert known(aten.max.other).samples is not samples
+    assert known(aten.linear.default).gradient is not None
+    assert known(aten.linear.default).samples is op_table.row("linear").samples is op_table.row("aten::linear").samples
+    assert known(aten.linear.out).gradient is None
+
+
+def test_names_of_nodes_are_no_ops() -> None:
+    """The target of a placeholder is its name, which may be that of an op."""
+    assert known("view.default") == known(len) == op_table.Known()
+
+
+def test_a_change_lasts_for_a_while() -> None:
+    before, rows = known(aten.linear.default), dict(op_table.rows())
+    with changed("linear", "no_such_op", samples=None):
+        enter("another", selects=True)
+        assert known(aten.linear.default).samples is None
+        assert known(aten.linear.default).gradient is before.gradient
+    assert known(aten.linear.default) == before
+    assert op_table.rows() == rows
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("linear", ["aten.linear.default", "for weight (argument 1), bias (argument 2)", "passes/rules/linear.py:"]),
+        ("aten::cat", ["aten.cat", "same op, along dim + 1", "vmap(vjp) of the op, which materialises"]),
+        ("torch.ops.aten.slice.Tensor", ["aten.slice.Tensor", "in_other_ops.py:", "proof: view, sizes, index"]),
+        ("relu", ["relu is one of <pointwise>", "passes/rules/pointwise.py:"]),
+        ("F.ctc_loss".removeprefix("F."), ["torch.nn.functional.ctc_loss", "passes/capture/rewrites.py:"]),
+        ("psg_fx::attach", ["psg_fx.attach.default", "psg_fx/ops/recurrent.py:"]),
+        ("linalg_solve", ["sample rule: solve, proof: trailing dims"]),
+        ("trapezoid_like_op_that_is_not", []),
+        ("convolution_overrideable", ["refused where samples reach it"]),
+        ("psg_fx::grouped_weight_gradient", ["refused where samples reach it, unless the user trusts it"]),
+        ("special_i0e", ["is one of <pointwise>"]),
+        ("as_strided", ["what it means depends on strides: refused", "psg_fx/graph/strides.py"]),
+    ],
+)  # fmt: skip
+def test_what_is_known_of_an_op(name: str, wanted: list[str]) -> None:
+    if not wanted:
+        with pytest.raises(BadArgument, match="there is no op"):
+            ops.known_of(name)
+        return
+    text = ops.known_of(name)
+    assert [part for part in wanted if part not in text] == [], text
+
+
+def test_an_op_composed_of_others_needs_no_sample_rule() -> None:
+    with changed("softmax", samples=None):
+        assert "written out in the ops that it is composed of" in ops.known_of("softmax.int")
+
+
+def test_the_user_s_word_is_shown() -> None:
+    with changed("mylib::op", trusted=True):
+        assert "trusted by the user: yes" in ops.known_of("mylib::op")
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["ops", "linear"]) == 0
+    assert "gradient rule: linear" in capsys.readouterr().out
+    assert cli.main(["ops"]) == 0
+    assert f"on {len(op_table.rows())} ops" in capsys.readouterr().out
+    assert cli.main(["ops", "linear", "--json"]) == 0
+    assert '"what": "gradient rule"' in capsys.readouterr().out
+    assert cli.main(["ops", "lineal"]) == 2
+    assert "did you mean linear" in capsys.readouterr().err
+
+
+def test_the_page_names_every_column() -> None:
+    text = (ROOT / "docs" / "add-an-op.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    for column in COLUMNS:
+        (row,) = [line for line in rows if line.startswith(f"| {column.metadata['title']} |")]
+        by, places = column.metadata["by"].partition(" in ")[::2]
+        assert by.partition(",")[0] in row if by.startswith("@") else f"`{by}`" in row
+        assert places.split(" ")[0].strip(",") in row
