@@ -9,16 +9,14 @@ inductor's layout pass, in interleaved rounds.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from compare import device_tag
+from _results import device_tag, keep, options
 from tabulate import tabulate
 
 import psg_fx
@@ -28,7 +26,6 @@ from psg_fx.machine import cpu_model
 from psg_fx.planner import rates
 from psg_fx.planner.methods import patches
 
-RESULTS = Path(__file__).parent / "results"
 LAYERS = [  # B, C, O, H, kernel, stride, padding
     (16, 3, 64, 32, 7, 2, 3), (16, 64, 64, 8, 3, 1, 1), (16, 64, 128, 8, 3, 2, 1), (16, 128, 128, 4, 3, 1, 1),
     (16, 256, 256, 2, 3, 1, 1), (16, 512, 512, 1, 3, 1, 1), (64, 1, 32, 28, 3, 1, 0), (64, 32, 64, 26, 3, 1, 0),
@@ -114,9 +111,7 @@ def race(name: str, device: str) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--tag")
+    parser = options(__doc__, device=True)
     parser.add_argument("--steps", action="store_true")
     args = parser.parse_args()
     measured = measured_rates(args.device)
@@ -132,10 +127,7 @@ def main() -> None:
         "torch": torch.__version__, "device": args.device, "cpu": cpu_model(), "threads": torch.get_num_threads(),
         "rates": measured, "convolutions_ms": layers, "steps_ms": whole,
     }  # fmt: skip
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"calibrate-{args.tag or device_tag(args.device)}.json"
-    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-    print(f"wrote {path}")
+    print(f"wrote {keep(f'calibrate-{args.tag or device_tag(args.device)}', data)}.json")
 
 
 if __name__ == "__main__":

@@ -11,22 +11,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
+import _results
 from tabulate import tabulate
 
 from psg_fx import zoo
 from psg_fx.benchmarking.benchmark import BenchmarkReport, BenchmarkRow, benchmark
-from psg_fx.machine import cpu_model
-
-RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True)
@@ -59,12 +56,10 @@ def main() -> int:
         run_one(args)
         return 0
     results = {name: in_own_process(name, args) for name in chosen(args)}
-    tag = args.tag or device_tag(args.device)
-    RESULTS.mkdir(exist_ok=True)
     data = {"results": {n: r for n, r in results.items() if "failure" not in r}}
-    (RESULTS / f"compare-{tag}.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-    (RESULTS / f"compare-{tag}.md").write_text(markdown(results), encoding="utf-8")
-    print(f"\n{ratio_table(results, 'simple')}\n\nwrote {RESULTS / f'compare-{tag}'}.json and .md")
+    name = f"compare-{args.tag or _results.device_tag(args.device)}"
+    path = _results.keep(name, data, *paragraphs(results))
+    print(f"\n{ratio_table(results, 'simple')}\n\nwrote {path}.json and .md")
     return int(any("failure" in r for r in results.values()))
 
 
@@ -80,10 +75,8 @@ def chosen(args: argparse.Namespace) -> list[str]:
 
 def options(description: str | None) -> argparse.ArgumentParser:
     """What every race over `RUNS` may be told."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _results.options(description, device=True)
     parser.add_argument("--models", help=f"separated by commas, from {', '.join(RUNS)}")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--tag", help="names the result files (default: the device)")
     parser.add_argument("--seconds", type=float, default=4.0, help="timing per contender (default 4)")
     parser.add_argument("--quick", action="store_true", help="a smoke test: half a second per contender")
     return parser
@@ -128,12 +121,6 @@ def run_one(args: argparse.Namespace) -> None:
     )
     print(report, flush=True)
     args.json.write_text(report.to_json(), encoding="utf-8")
-
-
-def device_tag(device: str) -> str:
-    """`cpu-amd-epyc-2-threads` or `cuda-nvidia-...`."""
-    name = torch.cuda.get_device_name() if device == "cuda" else f"{cpu_model()} {torch.get_num_threads()} threads"
-    return f"{device}-{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}"
 
 
 def read(result: dict[str, Any]) -> BenchmarkReport:
@@ -187,22 +174,30 @@ def ratio_table(results: dict[str, Any], style: str) -> str:
     return tabulate(body, headers=HEADERS, tablefmt=style, disable_numparse=True)
 
 
-def markdown(results: dict[str, Any]) -> str:
-    """The ratios, then each model's table; "ordinary" is always the fastest ordinary step of that model."""
-    parts = ["# psg_fx beside ordinary steps and vmap", "Made by `bench/compare.py`. Times are medians over "]
-    parts[1] += "interleaved rounds; *ordinary* is the fastest of the three ordinary training steps of that model."
+def paragraphs(results: dict[str, Any]) -> list[str]:
+    """The ratios, then each model's table."""
+    head = introduction("psg_fx beside ordinary steps and vmap", "compare", results, {})
+    return [*head, ratio_table(results, "github"), *tables(results)]
+
+
+def introduction(title: str, script: str, results: dict[str, Any], versions: dict[str, str]) -> list[str]:
+    """What a page of such tables is, on which machine it was made, and with which versions of other libraries."""
     machines = [r["environment"] for r in results.values() if "failure" not in r]
-    if machines:
-        parts.append("\n".join(f"- {key}: {value}" for key, value in machines[0].items()))
-    parts.append(ratio_table(results, "github"))
+    made = f"Made by `bench/{script}.py`. Times are medians over interleaved rounds; *ordinary* is the fastest of the "
+    made += "three ordinary training steps of that model."
+    return [f"# {title}", made, *([_results.bullets(machines[0] | versions)] if machines else [])]
+
+
+def tables(results: dict[str, Any]) -> Iterator[str]:
+    """Each model's table; "ordinary" is always the fastest ordinary step of that model."""
     for name, result in results.items():
-        parts.append(f"## {RUNS[name].title}")
+        yield f"## {RUNS[name].title}"
         if "failure" in result:
-            parts.append(result["failure"])
+            yield result["failure"]
             continue
-        sizes = ", ".join(f"{key} {value}" for key, value in result["problem"].items())
-        parts += [sizes, read(result).to_markdown(), "\n".join(result["notes"])]
-    return "\n\n".join(parts) + "\n"
+        yield ", ".join(f"{key} {value}" for key, value in result["problem"].items())
+        yield read(result).to_markdown()
+        yield "\n".join(result["notes"])
 
 
 if __name__ == "__main__":

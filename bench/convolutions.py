@@ -8,7 +8,6 @@ docs/design/convolutions.md.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from _results import options
 from tabulate import tabulate
 from torch import Tensor
 
@@ -134,7 +134,7 @@ def race(layer: Layer, rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, tag=False)
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("names", nargs="*", metavar="NAME", help="of layers; all if none is given")
     args = parser.parse_args()

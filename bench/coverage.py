@@ -33,12 +33,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import torch
+from _results import RESULTS, about, options
 from tabulate import tabulate
 
 from psg_fx.errors import PsgError
-from psg_fx.machine import environment
 
-RESULTS = Path(__file__).parent / "results"
 SUITES = {
     "opacus": "external.opacus_cases",
     "traps": "external.traps",
@@ -120,7 +119,7 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, tag=False)
     parser.add_argument("--suite", help=f"separated by commas, from {', '.join(SUITES)}")
     parser.add_argument("--limit", type=int, help="at most so many programs of each suite, spread over it")
     parser.add_argument("--what", help="names the result files (default: the suites)")
@@ -280,7 +279,7 @@ def time_limit(seconds: int) -> Iterator[None]:
 
 def save(path: Path, answers: list[Answer], programs: str) -> None:
     """All answers as JSON, the tables as Markdown; programs: which of the suites were asked."""
-    machine = about() | {"programs": programs}
+    machine = today() | {"programs": programs}
     lines = ",\n".join(json.dumps(asdict(a)) for a in answers)  # one answer a line
     path.write_text(f'{{"environment": {json.dumps(machine)},\n"answers": [\n{lines}\n]}}\n', encoding="utf-8")
     head = ["# Who answers, and rightly", *(f"- {key}: {value}" for key, value in machine.items())]
@@ -288,9 +287,9 @@ def save(path: Path, answers: list[Answer], programs: str) -> None:
     path.with_suffix(".md").write_text(text, encoding="utf-8")
 
 
-def about() -> dict[str, Any]:
+def today() -> dict[str, Any]:
     """Versions, hardware, date."""
-    found = environment(torch.device("cpu")) | {"date": date.today().isoformat()}
+    found = about() | {"date": date.today().isoformat()}
     for package in ("opacus", "hypothesis", "transformers", "timm", "torchvision"):
         try:
             found[package] = version(package)

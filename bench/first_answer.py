@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+from _results import about, bullets, keep, options, printed_by
+
 HEADERS = ["model", "import s", "first answer s", "modules loaded in it", "later answer s", "of it capture s", "ops"]
 SIZES: dict[str, dict[str, Any]] = {
     "three": {},
@@ -30,7 +28,7 @@ TITLES = {"three": "linear, tanh, linear, cross-entropy", "simplecnn": "SimpleCN
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, tag=False)
     parser.add_argument("--models", default=",".join(SIZES), help="separated by commas (default: all)")
     parser.add_argument("--processes", type=int, default=5, help="fresh processes for each model (default 5)")
     parser.add_argument("--again", type=int, default=10, help="later programs in each process (default 10)")
@@ -50,12 +48,7 @@ def main() -> None:
 
 def in_a_process(name: str, again: int) -> dict[str, Any]:
     """The figures of one fresh process with one thread."""
-    command = [sys.executable, __file__, "--one", name, "--again", str(again)]
-    environ = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    found: dict[str, Any] = json.loads(
-        subprocess.run(command, env=environ, check=True, capture_output=True, text=True).stdout
-    )
-    return found
+    return printed_by(__file__, "--one", name, "--again", str(again), OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
 
 
 def answers(name: str, again: int) -> dict[str, Any]:
@@ -107,23 +100,18 @@ def least(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def write(tag: str, found: dict[str, dict[str, Any]]) -> None:
     """The results with versions and hardware, as JSON and as a table."""
-    import torch
     from tabulate import tabulate
 
-    from psg_fx.machine import environment
-
-    data = {"environment": environment(torch.device("cpu")), "results": found}
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"first-answer-{tag}.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    machine = about()
     rows = [
         [TITLES[name], f"{r['import']:.2f}", f"{r['first']:.2f}", str(r["modules"]), f"{r['later']:.3f}",
          f"{r['capture']:.3f}", str(r["ops"])]
         for name, r in found.items()
     ]  # fmt: skip
     text = tabulate(rows, HEADERS, tablefmt="github", disable_numparse=True)
-    machine = "\n".join(f"- {key}: {value}" for key, value in data["environment"].items())
-    (RESULTS / f"first-answer-{tag}.md").write_text(f"# First answers\n\n{machine}\n\n{text}\n", encoding="utf-8")
-    print(f"{machine}\n\n{text}\nwrote {RESULTS / f'first-answer-{tag}'}.json and .md")
+    data = {"environment": machine, "results": found}
+    path = keep(f"first-answer-{tag}", data, "# First answers", bullets(machine), text)
+    print(f"{bullets(machine)}\n\n{text}\nwrote {path}.json and .md")
 
 
 if __name__ == "__main__":

@@ -11,26 +11,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from compare import RUNS, device_tag
+from _results import about, bullets, device_tag, keep, options, printed_by
+from compare import RUNS
 from tabulate import tabulate
 
 import psg_fx
 from psg_fx import zoo
 from psg_fx.benchmarking.contenders import ordinary_compiled
 from psg_fx.benchmarking.problem import Problem
-from psg_fx.machine import environment
 from psg_fx.measure.clock import synchronize
 
-RESULTS = Path(__file__).parent / "results"
 MODELS = "simplecnn,resnet18gn,gpt,vit,lstm"
 HEADERS = [
     "model", "ordinary, cold s", "clipped sum, cold s", "ratio", "capture s", "other passes s", "other passes, cold %",
@@ -39,10 +34,8 @@ HEADERS = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, device=True)
     parser.add_argument("--models", default=MODELS, help=f"separated by commas (default {MODELS})")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--tag", help="names the result files (default: the device)")
     parser.add_argument("--one", nargs=2, metavar=("MODEL", "STEP"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
@@ -50,26 +43,19 @@ def main() -> None:
         return
     found = {name: {step: both(name, step, args.device) for step in ("ordinary", "clipped")}
              for name in args.models.split(",")}  # fmt: skip
-    tag = args.tag or device_tag(args.device)
-    RESULTS.mkdir(exist_ok=True)
-    data = {"environment": environment(torch.device(args.device)), "results": found}
-    (RESULTS / f"first-call-{tag}.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    machine = about(args.device)
     rows = [row(name, runs) for name, runs in found.items()]
     text = tabulate(rows, HEADERS, tablefmt="github", disable_numparse=True)
-    machine = "\n".join(f"- {key}: {value}" for key, value in data["environment"].items())
-    (RESULTS / f"first-call-{tag}.md").write_text(f"# First calls\n\n{machine}\n\n{text}\n", encoding="utf-8")
-    print(f"{text}\nwrote {RESULTS / f'first-call-{tag}'}.json and .md")
+    data = {"environment": machine, "results": found}
+    path = keep(f"first-call-{args.tag or device_tag(args.device)}", data, "# First calls", bullets(machine), text)
+    print(f"{text}\nwrote {path}.json and .md")
 
 
 def both(name: str, step: str, device: str) -> dict[str, Any]:
     """The first call in two processes, one after the other, that share a cache folder nobody else uses."""
     with tempfile.TemporaryDirectory() as folder:
-        environ = os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder}
-        command = [sys.executable, __file__, "--one", name, step, "--device", device]
-        runs = [
-            json.loads(subprocess.run(command, env=environ, check=True, capture_output=True, text=True).stdout)
-            for _ in range(2)
-        ]
+        arguments = ("--one", name, step, "--device", device)
+        runs = [printed_by(__file__, *arguments, TORCHINDUCTOR_CACHE_DIR=folder) for _ in range(2)]
     print(f"{name} {step}: cold {runs[0]['seconds']:.1f} s, warm {runs[1]['seconds']:.1f} s", flush=True)
     return {"cold": runs[0], "warm": runs[1]}
 

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import torch
 import torch.nn.functional as F
-from compare import device_tag
+from _results import about, bullets, device_tag, keep, options
 from tabulate import tabulate
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -42,11 +42,9 @@ from psg_fx import zoo
 from psg_fx.benchmarking.benchmark import failure, start_compiler
 from psg_fx.benchmarking.contenders import field_of
 from psg_fx.benchmarking.problem import Problem
-from psg_fx.machine import environment
 from psg_fx.measure.clock import peak_memory, spread, time_rounds
 from psg_fx.reference.loop import borrowed, quiet_vmap, reference_grads
 
-RESULTS = Path(__file__).parent / "results"
 CONTENDERS = {
     "psg-compiled": "psg_fx, compiled",
     "psg-eager": "psg_fx, eager",
@@ -84,25 +82,21 @@ def main() -> int:
         results = {name: in_own_process(name, args, Path(folder)) for name in names}
         pairs = disagreements({name: Path(folder) / f"{name}.pt" for name in names})
     data = {
-        "environment": environment(torch.device("cpu")),
+        "environment": about(),
         "batch": args.batch,
         "results": results,
         "pairs": pairs,
     }
-    path = RESULTS / f"functorch-resnet-{args.tag or device_tag('cpu')}"
-    RESULTS.mkdir(exist_ok=True)
-    path.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    path.with_suffix(".md").write_text(markdown(data), encoding="utf-8")
+    path = keep(f"functorch-resnet-{args.tag or device_tag('cpu')}", data, *parts(data))
     print(f"\n{table(results, 'simple')}\n\nwrote {path}.json and .md")
     return 0
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--batch", type=int, default=128, help="number of images (default 128)")
     parser.add_argument("--only", help=f"separated by commas, from {', '.join(CONTENDERS)}")
     parser.add_argument("--seconds", type=float, default=20.0, help="timing per contender (default 20)")
-    parser.add_argument("--tag", help="names the result files (default: the device)")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -265,7 +259,8 @@ def table(results: dict[str, Any], style: str) -> str:
     return tabulate(rows, headers=[h.replace("|", "¦") for h in headers], tablefmt=style, disable_numparse=True)
 
 
-def markdown(data: dict[str, Any]) -> str:
+def parts(data: dict[str, Any]) -> list[str]:
+    """The page."""
     answered = {n: r for n, r in data["results"].items() if "failure" not in r}
     first: dict[str, Any] = next(iter(answered.values()), {"errors": {"off": {}}, "near": 0})
     by_parameter = [
@@ -283,17 +278,16 @@ def markdown(data: dict[str, Any]) -> str:
         "to the other side. There is no error in that, and nothing to be learnt of who computes it."
     )
     measures = [text.replace("|", "¦") for text in MEASURES.values()]
-    parts = [
+    return [
         "# ResNet18, per-sample gradients against a source of truth",
         intro,
-        "\n".join(f"- {key}: {value}" for key, value in data["environment"].items()),
+        bullets(data["environment"]),
         table(data["results"], "github"),
         f"## One against another, {KEPT} samples",
         tabulate(pairs, headers=["g", "t", *measures], tablefmt="github", disable_numparse=True),
         f"## Parameter by parameter, off kinks: {MEASURES['norm']}",
         tabulate(by_parameter, ["parameter", *map(CONTENDERS.get, answered)], tablefmt="github", disable_numparse=True),
     ]
-    return "\n\n".join(parts) + "\n"
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ each curve the exponent p of the fit y = c·size^p over its larger half. Takes a
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -17,17 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from compare import device_tag
+from _results import about, bullets, device_tag, keep, options
 from tabulate import tabulate
 
 import psg_fx
 from psg_fx import zoo
 from psg_fx.benchmarking.contenders import ordinary_compiled
 from psg_fx.benchmarking.problem import Problem
-from psg_fx.machine import environment
 from psg_fx.measure.clock import peak_memory, spread, time_rounds
 
-RESULTS = Path(__file__).parent / "results"
 BASE = {"batch": 8, "tokens": 64, "width": 128}
 GRID = {"batch": [2, 4, 8, 16, 32, 64], "tokens": [16, 32, 64, 128, 256, 512], "width": [32, 64, 128, 256, 512]}
 NAMES = {"batch": "B", "tokens": "T", "width": "width"}
@@ -35,9 +31,8 @@ STEPS = ("ordinary", "clipped sum", "norms")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--quick", action="store_true", help="a smoke test: two points for each curve")
-    parser.add_argument("--tag", help="names the result files (default: the device)")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     points = [
@@ -45,12 +40,9 @@ def main() -> int:
         for axis, sizes in GRID.items()
         for size in (sizes[:2] if args.quick else sizes)
     ]
-    path = RESULTS / f"growth-{args.tag or device_tag(device)}"
-    RESULTS.mkdir(exist_ok=True)
-    machine = environment(torch.device(device))
+    machine = about(device)
     data = {"environment": machine, "base": BASE, "points": points, "exponents": exponents(points)}
-    path.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    path.with_suffix(".md").write_text(markdown(points, machine), encoding="utf-8")
+    path = keep(f"growth-{args.tag or device_tag(device)}", data, *parts(points, machine))
     plot(points, path.with_suffix(".png"))
     print(f"\n{table(points, 'simple')}\n\nwrote {path}.json, .md and .png")
     return 0
@@ -115,17 +107,17 @@ def table(points: Sequence[dict[str, Any]], style: str) -> str:
     return tabulate(body, headers=headers, tablefmt=style, disable_numparse=True)
 
 
-def markdown(points: Sequence[dict[str, Any]], machine: dict[str, Any]) -> str:
+def parts(points: Sequence[dict[str, Any]], machine: dict[str, Any]) -> list[str]:
+    """The page."""
     sizes = ", ".join(f"{NAMES[axis]} {size}" for axis, size in BASE.items())
     rows = [[f"{NAMES[p['axis']]}={p['size']}", *(shown(p[s]) for s in STEPS)] for p in points]
-    parts = [
+    return [
         "# Growth of time and memory",
         f"Made by `bench/growth.py`: a GPT of two layers, {sizes} unless it grows; the ordinary step is compiled.",
-        "\n".join(f"- {key}: {value}" for key, value in machine.items()),
+        bullets(machine),
         table(points, "github"),
         tabulate(rows, headers=("size", *STEPS), tablefmt="github"),
     ]
-    return "\n\n".join(parts) + "\n"
 
 
 def plot(points: Sequence[dict[str, Any]], path: Path) -> None:

@@ -10,27 +10,23 @@ where one of them differs.  Least of several runs, CPU time of one thread.  Writ
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 import timeit
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from _results import about, bullets, keep, options
 from tabulate import tabulate
 
 import psg_fx
 from psg_fx import zoo
-from psg_fx.machine import environment
 
-RESULTS = Path(__file__).parent / "results"
 HEADERS = ["model", "modules", "structure µs", "guard µs", "places", "walk µs"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, tag=False)
     parser.add_argument("--models", default="simplecnn,resnet18gn,gpt,vit,lstm", help="separated by commas")
     parser.add_argument("--tag", default="cpu", help="names the result files (default: cpu)")
     args = parser.parse_args()
@@ -60,17 +56,14 @@ def microseconds(function: Callable[[], object], number: int) -> float:
 
 def write(tag: str, found: dict[str, dict[str, Any]]) -> None:
     """The results with versions and hardware, as JSON and as a table."""
-    data = {"environment": environment(torch.device("cpu")), "results": found}
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"guards-{tag}.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    machine = about()
     rows = [
         [name, str(r["modules"]), f"{r['structure']:.0f}", f"{r['guard']:.0f}", str(r["places"]), f"{r['walk']:.0f}"]
         for name, r in found.items()
     ]
     text = tabulate(rows, HEADERS, tablefmt="github", disable_numparse=True)
-    machine = "\n".join(f"- {key}: {value}" for key, value in data["environment"].items())
-    (RESULTS / f"guards-{tag}.md").write_text(f"# Guards\n\n{machine}\n\n{text}\n", encoding="utf-8")
-    print(f"{machine}\n\n{text}\nwrote {RESULTS / f'guards-{tag}'}.json and .md")
+    path = keep(f"guards-{tag}", {"environment": machine, "results": found}, "# Guards", bullets(machine), text)
+    print(f"{bullets(machine)}\n\n{text}\nwrote {path}.json and .md")
 
 
 if __name__ == "__main__":

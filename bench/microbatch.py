@@ -11,28 +11,22 @@ from __future__ import annotations
 import argparse
 import json
 import resource
-import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-import torch
-from compare import device_tag
+from _results import about, device_tag, keep, options, printed_by
 
 import psg_fx
 from psg_fx import zoo
-from psg_fx.machine import environment
 
-RESULTS = Path(__file__).parent / "results"
 SMALL = {"layers": 2, "width": 64, "heads": 4, "tokens": 64, "vocabulary": 500}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--batch", type=int, default=4096)
     parser.add_argument("--size", type=int, default=32, help="samples in one part (default 32)")
-    parser.add_argument("--tag", help="names the result file (default: the device)")
     parser.add_argument("--quick", action="store_true", help="a small GPT")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -42,18 +36,14 @@ def main() -> None:
     rows = [in_own_process(batch, args) for batch in (args.size, args.batch)]
     for row in rows:
         print(f"B={row['batch']}: peak {row['peak_bytes'] / 1e6:.0f} MB, {row['seconds']:.1f} s a batch")
-    data = {"size": args.size, "rows": rows, "environment": environment(torch.device("cpu"))}
-    out = RESULTS / f"microbatch-{args.tag or device_tag('cpu')}.json"
-    out.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-    print(f"wrote {out}")
+    data = {"size": args.size, "rows": rows, "environment": about()}
+    path = keep(f"microbatch-{args.tag or device_tag('cpu')}", data)
+    print(f"wrote {path}.json")
 
 
 def in_own_process(batch: int, args: argparse.Namespace) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--one", str(batch), "--size", str(args.size)]
-    command += ["--quick"] if args.quick else []
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    quick = ["--quick"] if args.quick else []
+    return printed_by(__file__, "--one", str(batch), "--size", str(args.size), *quick)
 
 
 def measured(batch: int, size: int, quick: bool) -> dict[str, Any]:

@@ -10,17 +10,16 @@ about half an hour, most of it compilation. A library that is not installed says
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from compare import RUNS, chosen, device_tag, in_own_process, options, read
+from _results import device_tag, keep
+from compare import RUNS, chosen, in_own_process, introduction, options, read, tables
 
 from psg_fx.benchmarking.benchmark import BenchmarkReport, BenchmarkRow
 
-RESULTS = Path(__file__).parent / "results"
 LIBRARIES = ("opacus", "backpack-for-pytorch", "jax", "fastDP")
 NAMES = {
     "psg-compiled": "psg_fx",
@@ -44,11 +43,9 @@ OURS, OTHERS, FAILED = "#c0392b", "#7f8c9b", "#a04000"
 def main() -> int:
     args = arguments()
     results = {name: in_own_process(name, args) for name in chosen(args)}
-    path = RESULTS / f"peers-{args.tag or device_tag(args.device)}"
-    RESULTS.mkdir(exist_ok=True)
     data = {"libraries": libraries(), "results": {n: r for n, r in results.items() if "failure" not in r}}
-    path.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    path.with_suffix(".md").write_text(markdown(results), encoding="utf-8")
+    head = introduction("psg_fx beside its peers", "peers", results, libraries())
+    path = keep(f"peers-{args.tag or device_tag(args.device)}", data, *head, *tables(results))
     reports = {name: read(result) for name, result in data["results"].items()}
     if reports:
         plot(reports, path.with_suffix(".png"))
@@ -71,22 +68,6 @@ def libraries() -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = "not installed"
     return found
-
-
-def markdown(results: dict[str, Any]) -> str:
-    """Each model's table; "ordinary" is always the fastest ordinary step of that model."""
-    parts = ["# psg_fx beside its peers", "Made by `bench/peers.py`. Times are medians over interleaved rounds; "]
-    parts[1] += "*ordinary* is the fastest of the three ordinary training steps of that model."
-    if machines := [r["environment"] for r in results.values() if "failure" not in r]:
-        parts.append("\n".join(f"- {key}: {value}" for key, value in (machines[0] | libraries()).items()))
-    for name, result in results.items():
-        parts.append(f"## {RUNS[name].title}")
-        if "failure" in result:
-            parts.append(result["failure"])
-            continue
-        sizes = ", ".join(f"{key} {value}" for key, value in result["problem"].items())
-        parts += [sizes, read(result).to_markdown(), "\n".join(result["notes"])]
-    return "\n\n".join(parts) + "\n"
 
 
 def plot(reports: dict[str, BenchmarkReport], path: Path) -> None:

@@ -12,34 +12,29 @@ each kind. Writes `bench/results/planner-<tag>.json` and `.md`. Minutes; keep th
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import sympy
 import torch
-from compare import device_tag
+from _results import about, bullets, device_tag, keep, options
 from tabulate import tabulate
 
 from psg_fx.algebra.asks import Ask, Materialized, SquaredNorm, Weighted
 from psg_fx.algebra.gradient import ParameterGradient, Term
 from psg_fx.algebra.network import BATCH, Dense, Form, Kind, Leaf, Network, OneHot, Patches, Source
 from psg_fx.algebra.site import Prefix
-from psg_fx.machine import environment
 from psg_fx.measure.tree_times import Values, compiled, evaluate_tree, random_operands, seconds
 from psg_fx.planner import cost, rates
 from psg_fx.planner.plan import reads_weights
 from psg_fx.planner.search import plan_step
 from psg_fx.planner.trees import ContractExpr, Expr, LeafExpr, dense, trees
 
-RESULTS = Path(__file__).parent / "results"
 B = sympy.Symbol("B", positive=True, integer=True)
 LINEAR = [  # B, T, I, O
     (64, 1, 512, 512), (64, 1, 64, 2048), (32, 8, 256, 256), (32, 32, 256, 256), (32, 128, 64, 64),
@@ -264,9 +259,7 @@ def table(rows: Sequence[dict[str, Any]], style: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--tag", help="names the result files (default: the device)")
+    parser = options(__doc__, device=True)
     parser.add_argument("--only", default="linear,conv,embedding", help="kinds of layers, separated by commas")
     parser.add_argument("--drawn", type=int, help="so many random layers of each kind instead of the grids")
     parser.add_argument("--seed", type=int, default=0, help="which random layers (default 0)")
@@ -283,18 +276,16 @@ def main() -> None:
                 f"  {mark} {1e6 * raced['predicted_s']:8.0f} {1e6 * raced['measured_s']:8.0f} µs  {raced['way']}",
                 flush=True,
             )
-    machine = environment(torch.device(args.device))
+    machine = about(args.device)
     notes: dict[str, Any] = {"table": device.origin, "timed": "eager" if args.eager else "compiled"}
     if args.drawn:
         notes["drawn"] = f"{args.drawn} layers of each kind, seed {args.seed}"
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"planner-{args.tag or 'drawn-' * bool(args.drawn) + device_tag(args.device)}"
-    data = {"environment": machine, "notes": notes, "rows": rows}
-    path.with_suffix(".json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-    text = ["# The planner's choices against the fastest tree", "Made by `bench/planner.py`.",
-            "\n".join(f"- {key}: {value}" for key, value in (machine | notes).items()),
-            summary(rows, "github"), table(rows, "github")]  # fmt: skip
-    path.with_suffix(".md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
+    path = keep(
+        f"planner-{args.tag or 'drawn-' * bool(args.drawn) + device_tag(args.device)}",
+        {"environment": machine, "notes": notes, "rows": rows},
+        "# The planner's choices against the fastest tree", "Made by `bench/planner.py`.", bullets(machine | notes),
+        summary(rows, "github"), table(rows, "github"),
+    )  # fmt: skip
     print(f"\n{table(rows, 'simple')}\n\n{summary(rows, 'simple')}\n\nwrote {path}.json and .md")
 
 

@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from compare import device_tag
+from _results import device_tag, keep, options
 from tabulate import tabulate
 from torch import Tensor, nn
 
 import psg_fx
 from psg_fx.benchmarking.benchmark import benchmark
 
-RESULTS = Path(__file__).parent / "results"
 BATCH, WIDTH, CLASSES = 32, 128, 4
 FIELD = ["ordinary-eager", "ordinary-compiled", "psg-compiled/clipped_sum", "psg-compiled/norms"]
 
@@ -43,21 +41,16 @@ class Classifier(nn.Module):
 def main() -> None:
     args = arguments()
     rows = [measured(args.kind, steps, args.device, args.seconds) for steps in map(int, args.steps.split(","))]
-    tag = args.tag or device_tag(args.device)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"recurrent-{tag}.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     shown = [{k: v for k, v in row.items() if not isinstance(v, dict)} for row in rows]
     text = tabulate(shown, headers="keys", tablefmt="github", floatfmt=".2f")
-    (RESULTS / f"recurrent-{tag}.md").write_text(f"# {args.kind}, B={BATCH}\n\n{text}\n", encoding="utf-8")
-    print(f"{text}\nwrote {RESULTS / f'recurrent-{tag}'}.json and .md")
+    path = keep(f"recurrent-{args.tag or device_tag(args.device)}", rows, f"# {args.kind}, B={BATCH}", text)
+    print(f"{text}\nwrote {path}.json and .md")
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, device=True)
     parser.add_argument("--steps", default="16,32,64,256", help="numbers of time steps, separated by commas")
     parser.add_argument("--kind", default="LSTM", choices=("LSTM", "GRU", "RNN"))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--tag", help="names the result files (default: the device)")
     parser.add_argument("--seconds", type=float, default=4.0, help="timing per contender (default 4)")
     return parser.parse_args()
 
