@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,15 @@ def keep(name: str, data: Any, *paragraphs: str) -> Path:
     if paragraphs:
         path.with_suffix(".md").write_text("\n\n".join(paragraphs) + "\n", encoding="utf-8")
     return path.with_suffix("")
+
+
+def written_by(command: Sequence[str], out: Path) -> dict[str, Any]:
+    """The JSON that a process of its own leaves in a file, or why it did not."""
+    done = subprocess.run([sys.executable, *command], check=False)
+    if done.returncode or not out.exists():
+        return {"failure": f"the process ended with exit code {done.returncode}"}
+    found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    return found
 
 
 def printed_by(script: str, *arguments: str, **environ: str) -> dict[str, Any]:

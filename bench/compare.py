@@ -10,8 +10,6 @@ machine: keep it otherwise idle.
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -95,14 +93,10 @@ def in_own_process(name: str, args: argparse.Namespace) -> dict[str, Any]:
     print(f"\n== {RUNS[name].title}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
-        command = [sys.executable, __file__, "--one", name, "--json", str(out), "--device", args.device]
+        command = [__file__, "--one", name, "--json", str(out), "--device", args.device]
         command += ["--seconds", str(args.seconds), *(["--quick"] if args.quick else [])]
         command += ["--contenders", args.contenders] if args.contenders else []
-        done = subprocess.run(command, check=False)
-        if done.returncode or not out.exists():
-            return {"failure": f"the process ended with exit code {done.returncode}"}
-        found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-        return found
+        return _results.written_by(command, out)
 
 
 def run_one(args: argparse.Namespace) -> None:

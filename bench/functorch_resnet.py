@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -32,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import torch
 import torch.nn.functional as F
-from _results import about, bullets, device_tag, keep, options
+from _results import about, bullets, device_tag, keep, options, written_by
 from tabulate import tabulate
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -104,12 +103,8 @@ def arguments() -> argparse.Namespace:
 
 def in_own_process(name: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """What `run_one` found out about a contender, or why it did not answer."""
-    command = [sys.executable, __file__, "--one", name, "--folder", str(folder), "--batch", str(args.batch)]
-    done = subprocess.run([*command, "--seconds", str(args.seconds)], check=False)
-    out = folder / f"{name}.json"
-    if done.returncode or not out.exists():
-        return {"failure": f"the process ended with exit code {done.returncode}"}
-    found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    command = [__file__, "--one", name, "--folder", str(folder), "--batch", str(args.batch)]
+    found = written_by([*command, "--seconds", str(args.seconds)], folder / f"{name}.json")
     print(f"{name}: {found.get('failure') or shown(found)}", flush=True)
     return found
 

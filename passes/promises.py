@@ -96,7 +96,7 @@ def sited(gm: GraphModule) -> None:
         made_of[node] = _tracked(node, made_of)
         if node.op == "output":
             return
-        meets = bool(made_of[node]) and node.op == "call_function" and _carries(node)
+        meets = bool(made_of[node]) and node.op == "call_function" and facts.carries(node)
         if (fact(node).site == node.name) != meets or bool(fact(node).site) != meets:
             raise broken("a parameter meets the samples at a site, and nowhere else", gm, node)
         if meets:
@@ -118,11 +118,6 @@ def _tracked(node: Node, made_of: dict[Node, frozenset[str]]) -> frozenset[str]:
     if stops or not any(map(facts.is_differentiable, facts.tensors(node.meta.get("val")))):
         return frozenset()
     return frozenset().union(*(made_of[n] for n in node.all_input_nodes))
-
-
-def _carries(node: Node) -> bool:
-    axes = fact(node).samples
-    return any(axis is not None for axis in axes) if isinstance(axes, tuple) else axes is not None
 
 
 @promise(Stage.JOINT, Stage.NETWORKED, Stage.MERGED, Stage.PLANNED)

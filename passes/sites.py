@@ -61,7 +61,7 @@ def _classify(node: Node) -> None:
         return
     if fact(node).reduced:
         return
-    if _carries(node):
+    if facts.carries(node):
         facts.update(node, site=node.name)
     else:
         facts.update(node, params=frozenset().union(*(fact(n).params for n in operands)))
@@ -76,11 +76,6 @@ def _require_real(node: Node) -> None:
         )  # fmt: skip
 
 
-def _carries(node: Node) -> bool:
-    samples = fact(node).samples
-    return any(axis is not None for axis in samples) if isinstance(samples, tuple) else samples is not None
-
-
 def prefix(gm: GraphModule, operand: Node) -> Prefix:
     """The sub-graph that makes `operand` of parameters and constants.  It is the same for all batch sizes: those in it
     are 1.
@@ -88,7 +83,7 @@ def prefix(gm: GraphModule, operand: Node) -> Prefix:
     names = tuple(sorted(fact(operand).params))
     if operand.op == "placeholder":
         return Prefix(operand.name, (operand.name,), names, {operand.name: names[0]}, trivial=True, selects=True)
-    needed = _ancestors(operand)
+    needed = {n for n in facts.ancestors([operand], lambda n: not _is_size(n)) if not _is_size(n)}
     order = [n for n in gm.graph.nodes if n in needed]
     for node in order:
         if _is_random(node):
@@ -116,16 +111,6 @@ def prefix(gm: GraphModule, operand: Node) -> Prefix:
 def _transformable(call: CustomCall, node: Node) -> Callable[..., Any]:
     values = [n.meta["val"] for n in node.args]  # type: ignore[union-attr]
     return differentiable(call, [tuple(int(s) for s in v.shape) for v in values], [v.dtype for v in values])
-
-
-def _ancestors(node: Node) -> set[Node]:
-    found, stack = {node}, [node]
-    while stack:
-        for parent in stack.pop().all_input_nodes:
-            if parent not in found and not _is_size(parent):
-                found.add(parent)
-                stack.append(parent)
-    return found
 
 
 def _is_size(node: Node) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / "psg_fx_tests_inductor"))
@@ -18,3 +19,13 @@ def shipped_tables(tmp_path_factory: pytest.TempPathFactory) -> None:
 
     empty = tmp_path_factory.mktemp("tables")
     rates.folder = lambda: empty
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """What torch.compile has compiled is forgotten before and after a test."""
+    import torch
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -25,6 +25,15 @@ def _main(op: Op) -> Argument:
     return op.value("self") or op.value("input") or op.value("y") or op.need("A")
 
 
+def _alone(op: Op) -> Argument:
+    """The main argument, if no other one carries samples."""
+    x = _main(op)
+    for other in op.sampled():
+        if other.node is not x.node:
+            raise op.unsupported(f"its argument %{other.node.name} carries samples too")
+    return x
+
+
 def _refuse_along(op: Op, dim: int) -> Exception:
     short = op.name.removeprefix("aten.").strip("_").replace("log_softmax", "softmax")
     return op.refuse(f"{_DONE.get(short, 'it runs')} along dim {dim}, the sample dim", _fix(op, short))
@@ -44,10 +53,7 @@ def along(name: str, default: int | None, *, flat: bool = False) -> Callable[[Op
     """
 
     def apply(op: Op) -> Answer:
-        x = _main(op)
-        for other in op.sampled():
-            if other.node is not x.node:
-                raise op.unsupported(f"its argument %{other.node.name} carries samples too")
+        x = _alone(op)
         if x.axis is None:
             return None
         dims = op.dims(name, x.ndim)
@@ -121,13 +127,10 @@ def trailing(count: int | Callable[[Op], int], what: str) -> Callable[[Op], Answ
     """A rule maker: the op works on the last `count` dims and leaves the others alone, in place."""
 
     def apply(op: Op) -> Answer:
-        x = _main(op)
-        wide = count if isinstance(count, int) else count(op)
-        for other in op.sampled():
-            if other.node is not x.node:
-                raise op.unsupported(f"its argument %{other.node.name} carries samples too")
+        x = _alone(op)
         if x.axis is None:
             return None
+        wide = count if isinstance(count, int) else count(op)
         if x.axis.dim >= x.ndim - wide:
             raise op.refuse(f"{what} the last {wide} dims, and dim {x.axis.dim} holds the samples")
         return x.axis

@@ -68,7 +68,7 @@ def _is_offset(op: Op, first: Argument | None, second: Argument | None) -> bool:
     return whole and not both and not swapped and op.raw("alpha", 1) == 1
 
 
-@sample_rule("copy", "fill", "broadcast_tensors", "lerp", proof="elementwise")
+@sample_rule("copy", "fill", "broadcast_tensors", "lerp", "max.other", "min.other", proof="elementwise")
 def copied(op: Op) -> Result:
     """The inputs are broadcast against one another."""
     return broadcast(op, op.values(), len(op.out().shape))

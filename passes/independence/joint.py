@@ -6,7 +6,7 @@ backward that mixes samples is refused although its forward keeps them apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from torch.fx import GraphModule, Node
 
@@ -29,7 +29,7 @@ def prove_joint(
     value it belongs, and where the samples of that value lie.
     """
     prover = JointProver(gm, given)
-    needed = _between(wanted, given)
+    needed = facts.ancestors(wanted, lambda node: node not in given)
     for node in gm.graph.nodes:
         if node in needed:
             try:
@@ -52,29 +52,11 @@ class JointProver(Prover):
 
     def step(self, node: Node) -> None:
         """One node; with a loss, a number that depends on the batch size has no part in the gradient of a sample."""
-        found, proof = self.visit(node)
-        self.check(node, found)
-        self.note(node, found)
-        facts.update(
-            node, samples=found.axes, reduced=found.reduced, uniform=found.uniform, index=found.index, proof=proof
-        )
+        found = self.settle(node)
         numbers = symbolic_values(node, self.batch) if self.with_loss and found.axes is not None else []
         if numbers:
             raise mixed(node, f"%{numbers[0].name} depends on the batch size, which is 1 for the loss of one sample",
                         "do not divide by the batch size: the losses of the samples are summed")  # fmt: skip
-
-
-def _between(wanted: Iterable[Node], given: Mapping[Node, Result]) -> set[Node]:
-    """What is computed from known nodes on the way to `wanted`; both ends included."""
-    found: set[Node] = set()
-    waiting = list(wanted)
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            if node not in given:
-                waiting.extend(node.all_input_nodes)
-    return found
 
 
 def _backward(error: PsgError, node: Node, wanted: Mapping[Node, tuple[Node, SampleAxis | None]]) -> PsgError:

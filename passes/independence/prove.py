@@ -95,12 +95,17 @@ class Prover:
                 self.known[node] = Result()
                 facts.update(node, samples=None, reduced=False, proof="logged")
                 continue
-            found, proof = self.visit(node)
-            self.check(node, found)
-            self.note(node, found)
-            facts.update(
-                node, samples=found.axes, reduced=found.reduced, uniform=found.uniform, index=found.index, proof=proof
-            )
+            self.settle(node)
+
+    def settle(self, node: Node) -> Result:
+        """Find out what is known of a node, check it, and set its fact."""
+        found, proof = self.visit(node)
+        self.check(node, found)
+        self.note(node, found)
+        facts.update(
+            node, samples=found.axes, reduced=found.reduced, uniform=found.uniform, index=found.index, proof=proof
+        )
+        return found
 
     def note(self, node: Node, found: Result) -> None:
         """Keep what is known of a node, and where it was first reduced."""

@@ -7,7 +7,7 @@ import math
 from ...graph import sample_axis
 from ...graph.facts import SampleAxis
 from .table import Answer, sample_rule
-from .values import REDUCED, Argument, Op, Result, broadcast
+from .values import REDUCED, Argument, Op, broadcast
 
 _MANY = """
     sum mean nansum nanmean amax amin aminmax _aminmax all any prod var std var_mean std_mean logsumexp
@@ -54,12 +54,6 @@ def reduced_over(op: Op, axis: SampleAxis, ndim: int, dims: list[int] | None) ->
     if dims is None:
         return REDUCED
     return sample_axis.through_reduction(axis, dims, bool(op.raw("keepdim", False))) or REDUCED
-
-
-@sample_rule("max.other", "min.other", proof="elementwise")
-def binary_extremum(op: Op) -> Result:
-    """Elementwise."""
-    return broadcast(op, op.values(), len(op.out().shape))
 
 
 @sample_rule("linalg_matrix_norm", "nuclear_norm", proof="reduction")

@@ -224,9 +224,15 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors(item)
 
 
-def ancestors(nodes: Iterable[Node]) -> set[Node]:
-    """The nodes and all they are computed from."""
-    return _reached(nodes, lambda node: node.all_input_nodes)
+def carries(node: Node) -> bool:
+    """Whether the value of the node, or a part of it, holds the samples."""
+    samples = fact(node).samples
+    return any(axis is not None for axis in samples) if isinstance(samples, tuple) else samples is not None
+
+
+def ancestors(nodes: Iterable[Node], through: Callable[[Node], bool] | None = None) -> set[Node]:
+    """The nodes and all they are computed from; with `through`, only what is above nodes that it says yes to."""
+    return _reached(nodes, lambda node: node.all_input_nodes if through is None or through(node) else ())
 
 
 def descendants(nodes: Iterable[Node]) -> set[Node]:

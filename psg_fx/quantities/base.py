@@ -6,7 +6,7 @@ the norms (`weights`), and how its result is put together (`finish`).  It does n
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -93,10 +93,10 @@ class Quantity:
         return {}
 
 
-def check_choice(owner: str, name: str, value: str, known: tuple[str, ...], why: str) -> None:
-    """Refuse an argument that is none of the known words."""
+def check_choice(owner: str, name: str, value: str, known: Sequence[str], why: str = "") -> None:
+    """Refuse an argument that is none of the known words; without a reason of its own, the error lists them."""
     if value not in known:
         raise BadArgument(
-            f"{name}={value!r} is unknown", where=f"{owner}({name}=...)", why=why,
-            fix=" or ".join(f'{name}="{word}"' for word in known),
+            f"{name}={value!r} is unknown", where=f"{owner}({name}=...)", why=why or f"known are {', '.join(known)}",
+            fix=" or ".join(f'{name}="{word}"' for word in known) if why else "use one of those",
         )  # fmt: skip

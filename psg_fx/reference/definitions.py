@@ -1,6 +1,8 @@
 """What each quantity should be, from per-sample gradients in float64: one plain formula per quantity.
 
-The formulas are written from the definitions, not from the compiler's own code: they are what it is held against.
+The formulas are written from the definitions, not from the compiler's own code: they are what it is held against, so
+none of them is shared with it, not even where it has the same one (norms, factors, projections).  A projection takes
+only its random matrices from the quantity: another draw would be another question.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from psg_fx.errors import BadArgument
 from psg_fx.planner.budget import in_bytes
 from psg_fx.program.call import BatchDim
 from psg_fx.program.state import ParamFilter
-from psg_fx.quantities.base import Quantity
+from psg_fx.quantities.base import Quantity, check_choice
 from psg_fx.torch_private import inductor_modes
 
 
@@ -36,10 +36,11 @@ class Settings:
     def __post_init__(self) -> None:
         _check_quantities(self.quantities)
         if self.backend not in ("eager", "inductor"):  # a list of the others loads them all
-            _check_choice("backend", self.backend, ("eager", *torch.compiler.list_backends(exclude_tags=())))
-        _check_choice("loss_reduction", self.loss_reduction, ("sum", "mean"))
+            known = ("eager", *torch.compiler.list_backends(exclude_tags=()))
+            check_choice("transform", "backend", self.backend, known)
+        check_choice("transform", "loss_reduction", self.loss_reduction, ("sum", "mean"))
         if self.backend == "inductor":
-            _check_choice("mode", self.mode or "default", tuple(inductor_modes()))
+            check_choice("transform", "mode", self.mode or "default", tuple(inductor_modes()))
         if self.reuse_outputs and self.backend != "inductor":
             raise BadArgument(
                 f"reuse_outputs has no effect with backend={self.backend!r}", where="transform(reuse_outputs=True)",
@@ -87,12 +88,4 @@ def _check_quantities(quantities: Sequence[Any]) -> None:
             f"two quantities fill out.{min(twice)}" if twice else "no quantity is asked for",
             where="transform(quantities=...)", why="each quantity fills a field of its own",
             fix="ask for each kind once; make a second step for others" if twice else "ask for one, e.g. Grads()",
-        )  # fmt: skip
-
-
-def _check_choice(name: str, value: str, known: Sequence[str]) -> None:
-    if value not in known:
-        raise BadArgument(
-            f"{name}={value!r} is unknown", where=f"transform({name}=...)", why=f"known are {', '.join(known)}",
-            fix="use one of those",
         )  # fmt: skip

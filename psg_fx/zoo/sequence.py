@@ -6,28 +6,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from psg_fx.zoo.block import Block
 
-class CausalBlock(nn.Module):
-    """Pre-norm transformer block with causal attention and one fused qkv projection: `[B, T, D]` -> `[B, T, D]`."""
 
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1 = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-        self.norm2 = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
+class CausalBlock(Block):
+    """A transformer block with causal attention."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[B, T, D]` -> `[B, T, D]`; attention runs on `[B, heads, T, D/heads]`."""
-        b, t, d = x.shape
-        q, k, v = self.qkv(self.norm1(x)).split(d, dim=2)
-        q, k, v = (z.view(b, t, self.heads, d // self.heads).transpose(1, 2) for z in (q, k, v))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(b, t, d))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))  # type: ignore[no-any-return]
+    def attend(self, qkv: Tensor) -> Tensor:
+        """`[B, T, 3 D]` -> `[B, heads, T, D/heads]`."""
+        b, t, d = *qkv.shape[:2], qkv.shape[2] // 3
+        q, k, v = (z.view(b, t, self.heads, d // self.heads).transpose(1, 2) for z in qkv.split(d, dim=2))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 class GPT(nn.Module):

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from psg_fx.zoo.block import Block
+
 Stem = Literal["imagenet", "cifar"]
 
 
@@ -104,27 +106,14 @@ class ResNetGN(nn.Module):
         return self.fc(h)  # type: ignore[no-any-return]
 
 
-class VisionBlock(nn.Module):
-    """Pre-norm transformer block without a mask: `[B, T, D]` -> `[B, T, D]`."""
+class VisionBlock(Block):
+    """A transformer block without a mask."""
 
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1 = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-        self.norm2 = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[B, T, D]` -> `[B, T, D]`; attention runs on `[B, heads, T, D/heads]`."""
-        b, t, d = x.shape
-        qkv = self.qkv(self.norm1(x)).reshape(b, t, 3, self.heads, d // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        attended = F.scaled_dot_product_attention(q, k, v)
-        x = x + self.out(attended.transpose(1, 2).reshape(b, t, d))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))  # type: ignore[no-any-return]
+    def attend(self, qkv: Tensor) -> Tensor:
+        """`[B, T, 3 D]` -> `[B, heads, T, D/heads]`."""
+        b, t, _ = qkv.shape
+        q, k, v = qkv.reshape(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        return F.scaled_dot_product_attention(q, k, v)
 
 
 class VisionTransformer(nn.Module):

@@ -13,16 +13,9 @@ from torch import Tensor, nn
 
 import psg_fx
 from psg_fx import BadArgument, CaptureFailed, ClippedSum, Norms, SamplesMixed, WeightedSum
+from support.small import WithLayer, mlp, step
 
 X, Y = torch.zeros(3, 4), torch.tensor([0, 1, 2])
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
-
-
-def step(model: nn.Module | None = None, loss: Any = F.cross_entropy, **options: Any) -> Any:
-    return psg_fx.transform(mlp() if model is None else model, loss, **{"backend": "eager"} | options)
 
 
 def changed_bound(to: float, **options: Any) -> Any:
@@ -34,11 +27,7 @@ def changed_bound(to: float, **options: Any) -> Any:
     return made(X, Y)
 
 
-class Branch(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-
+class Branch(WithLayer):
     def forward(self, x: Tensor) -> Tensor:
         if x.sum() > 0:
             return self.layer(x)
@@ -55,11 +44,7 @@ class Normalised(torch.autograd.Function):
         return g / g.norm()
 
 
-class CustomBackward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-
+class CustomBackward(WithLayer):
     def forward(self, x: Tensor) -> Tensor:
         return Normalised.apply(self.layer(x))
 

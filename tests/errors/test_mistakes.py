@@ -22,46 +22,27 @@ from psg_fx import BadArgument, CaptureFailed, NotYetSupported, SamplesMixed
 from psg_fx.errors import PsgError
 from psg_fx.torch_private.quiet import quiet
 from support import oracle
+from support.small import WithLayer, mlp, step
 
 X, Y = torch.zeros(3, 4), torch.tensor([0, 1, 2])
 
 
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
-
-
-def step(model: nn.Module | None = None, loss: Any = F.cross_entropy, **options: Any) -> Any:
-    return psg_fx.transform(mlp() if model is None else model, loss, **{"backend": "eager"} | options)
-
-
-class OwnLoss(nn.Module):
+class OwnLoss(WithLayer):
     """A model that computes its loss itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         out = self.layer(x)
         return {"logits": out} if labels is None else {"loss": F.cross_entropy(out, labels), "logits": out}
 
 
-class Several(nn.Module):
+class Several(WithLayer):
     """A model whose one argument is a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
 
     def forward(self, xs: list[Tensor]) -> Tensor:
         return self.layer(xs[0] + xs[1])
 
 
-class Fails(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-
+class Fails(WithLayer):
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x.reshape(32, 4))
 
@@ -404,12 +385,8 @@ def test_trying_the_code_out_changes_nothing() -> None:
     assert (model.count, hasattr(model, "new")) == (0, False)
 
 
-class Talks(nn.Module):
+class Talks(WithLayer):
     """Logs, warns and prints."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         print("printed")

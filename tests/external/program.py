@@ -102,6 +102,12 @@ def truth(problem: Problem) -> Grads:
     return oracle.loop_grads(problem.model, problem.loss, problem.inputs, problem.targets, batch_dim=dims)[1]
 
 
+def check_learns(program: Program) -> None:
+    """A zero gradient agrees with anything: nearly all parameters of a program have another."""
+    grads = truth(program.problem()).values()
+    assert sum(bool(g.any()) for g in grads) > 0.9 * len(grads)
+
+
 def with_loss(problem: Problem, backend: str = "eager") -> Grads:
     """psg_fx, the loss inside the step."""
     step = psg_fx.transform(problem.model, problem.loss, batch_dim=problem.batch_dim, backend=backend)

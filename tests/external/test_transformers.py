@@ -11,7 +11,7 @@ import transformers
 
 import psg_fx
 from external import transformers_zoo as zoo
-from external.program import Program, check, drop_in, truth, with_loss
+from external.program import Program, check, check_learns, drop_in, with_loss
 from psg_fx.errors import NotYetSupported
 from support.selection import selected
 
@@ -37,9 +37,7 @@ def test_loss_of_all_outputs_in_the_step() -> None:
 
 @pytest.mark.parametrize("program", selected(zoo.programs(), CHOSEN))
 def test_every_model_learns(program: Program) -> None:
-    """A zero gradient agrees with anything: nearly all parameters of a program have another."""
-    grads = truth(program.problem()).values()
-    assert sum(bool(g.any()) for g in grads) > 0.9 * len(grads)
+    check_learns(program)
 
 
 def test_grouped_experts_are_refused() -> None:

@@ -6,7 +6,7 @@ import math
 import re
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,7 +109,8 @@ def answered(built: Built, truths: Mapping[int, Truth], backend: str) -> Outcome
     norms = oracle.norms(next(iter(truths.values()))[1])
     quantities = SETS[built.program.quantities](0.7 * norms.median().item() or 1.0)
     parameters = dict(built.model.named_parameters())
-    try:
+
+    def run() -> Outcome:
         step = psg_fx.transform(
             built.model, built.loss, quantities=quantities, backend=backend, batch_dim=built.batch_dim
         )
@@ -123,13 +124,21 @@ def answered(built: Built, truths: Mapping[int, Truth], backend: str) -> Outcome
             for one in checks if batch else ():
                 if wrong := compare(built, one, getattr(out, one.field), truths[batch], batch):
                     return Outcome("wrong", one.field, f"{one.field} at B = {batch}: {wrong}")
+        return Outcome("ok")
+
+    return judged(run)
+
+
+def judged(run: Callable[[], Outcome]) -> Outcome:
+    """What a run gives; an error is a refusal, or a failure of psg_fx."""
+    try:
+        return run()
     except (BadArgument, InternalError) as error:
         return Outcome("crash", brief(error), traceback.format_exc())
     except PsgError as error:
         return Outcome("refused", brief(error), str(error))
     except Exception as error:
         return Outcome("crash", brief(error), traceback.format_exc())
-    return Outcome("ok")
 
 
 def compare(built: Built, one: Definition, found: Any, expected: Truth, batch: int) -> str:

@@ -19,10 +19,9 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from fuzz.check import Outcome, brief
+from fuzz.check import Outcome, brief, judged
 from fuzz.program import Misfit, Program
 from fuzz.source import Built, build
-from psg_fx.errors import BadArgument, InternalError, PsgError
 from psg_fx.graph import facts
 from psg_fx.graph.facts import GraphFacts, InputSpec, OutputSpec, SampleAxis
 from psg_fx.graph.tracing import mutates, trace
@@ -68,15 +67,12 @@ def trial(program: Program) -> Outcome:
 
 def proven(gm: GraphModule) -> Outcome:
     """Set the facts of the graph, up to what is refused."""
-    try:
+
+    def run() -> Outcome:
         batch(gm)
-    except (BadArgument, InternalError) as error:
-        return Outcome("crash", brief(error), traceback.format_exc())
-    except PsgError as error:
-        return Outcome("refused", brief(error), str(error))
-    except Exception as error:
-        return Outcome("crash", brief(error), traceback.format_exc())
-    return Outcome("ok")
+        return Outcome("ok")
+
+    return judged(run)
 
 
 def whole(built: Built) -> Callable[..., Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 import psg_fx
 from psg_fx import ClippedSum, Grads, Norms
@@ -15,6 +14,7 @@ from support.selection import selected
 
 pytestmark = [
     pytest.mark.inductor,
+    pytest.mark.usefixtures("fresh_compiler"),
     pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning"),
     # inductor about its own code, and that it leaves complex values to the eager kernels
     pytest.mark.filterwarnings("ignore:.torch._prims_common.check. is deprecated:FutureWarning"),
@@ -24,13 +24,6 @@ pytestmark = [
 ROWS = [case for case in CASES if not case.refused]
 SOME = {case.name for case in ROWS[::25]} | {"prefix/slice"}
 """The row by name writes into an expanded tensor, which inductor gets wrong."""
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Any:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def outputs(case: Case, backend: str) -> dict[str, Any]:

@@ -14,20 +14,13 @@ from psg_fx import ClippedSum, Grads, Norms, WeightedSum, zoo
 from psg_fx.errors import BadArgument
 from support import oracle
 
-pytestmark = pytest.mark.inductor
+pytestmark = [pytest.mark.inductor, pytest.mark.usefixtures("fresh_compiler")]
 
 SIZES: dict[str, dict[str, Any]] = {
     "simplecnn": {"batch": 4, "image": 10, "width": 4, "hidden": 8, "classes": 5},
     "gpt": {"batch": 3, "layers": 1, "width": 8, "heads": 2, "tokens": 6, "vocabulary": 11, "tied": True},
     "lstm": {"batch": 3, "tokens": 3, "vocabulary": 11, "width": 4, "hidden": 4, "layers": 1},
 }
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Any:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def outputs(ex: zoo.Example, backend: str, quantities: list[Any], count: int) -> Any:

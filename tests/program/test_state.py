@@ -13,14 +13,10 @@ from torch import Tensor, nn
 import psg_fx
 from psg_fx import ClippedSum, Grads
 from support import oracle
+from support.small import same_mlp as mlp
 
 X = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 Y = torch.tensor([0, 2, 1, 1])
-
-
-def mlp() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
 
 
 def compare(step: Any, model: nn.Module, x: Tensor = X, y: Tensor = Y, tolerance: float = 1e-10) -> Any:

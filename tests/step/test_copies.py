@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import psg_fx
 from support import oracle
+from support.small import same_mlp as model
 
 X, Y = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2])
 
@@ -31,11 +32,6 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "pickle": lambda thing: pickle.loads(pickle.dumps(thing)),
     "save": saved,
 }
-
-
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
 
 
 @pytest.mark.parametrize("captured", [False, True])

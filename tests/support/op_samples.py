@@ -121,6 +121,11 @@ def functional_form(op: object) -> OpOverload | None:
     return found if isinstance(found, OpOverload) and not found._schema.is_mutable else None
 
 
+def _noted(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    self.notes.add(func, args, kwargs or {})
+    return func(*args, **(kwargs or {}))
+
+
 class Whole(SchemaCheckMode):
     """Notes operators as export sees them: layers and other compositions whole."""
 
@@ -128,9 +133,7 @@ class Whole(SchemaCheckMode):
         TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)  # type: ignore[arg-type]
         self.notes = notes
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.notes.add(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+    __torch_dispatch__ = _noted
 
 
 class Parts(TorchDispatchMode):
@@ -140,9 +143,7 @@ class Parts(TorchDispatchMode):
         super().__init__()
         self.notes = notes
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.notes.add(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+    __torch_dispatch__ = _noted
 
 
 @functools.cache

@@ -1,4 +1,5 @@
-"""The truth that every answer of psg_fx is held against; nothing here imports psg_fx.
+"""The truth that every answer of psg_fx is held against; nothing here imports psg_fx, not even what `psg_fx.reference`
+has too (batches taken apart, the loop over samples): that one is held against this one.
 
 `loop_grads` is the definition itself: for each sample i, `torch.autograd.grad` of `loss_fn(model(x[i:i+1]), y[i:i+1])`
 in float64. `vmap_grads` is a second opinion where vmap can run. From per-sample gradients `{name: [B, *shape]}` follow

@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule
 
 from psg_fx.algebra.site import SITES, Site
-from psg_fx.explain.html.graphs import NODE, Graphs, op_name
+from psg_fx.explain.html.graphs import NODE, Graphs, op_label
 from psg_fx.explain.html.memory import memory
 from psg_fx.explain.tables import (
     LEGEND,
@@ -87,7 +87,7 @@ def _passes(history: History) -> list[dict[str, Any]]:
 
 
 def _ops(gm: GraphModule) -> Counter[str]:
-    return Counter(op_name(node) if node.op == "call_function" else node.op for node in gm.graph.nodes)
+    return Counter(op_label(node) if node.op == "call_function" else node.op for node in gm.graph.nodes)
 
 
 def _sites(sites: tuple[Site, ...], plan: Plan, modules: Mapping[str, str]) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class Graphs:
         origin = _origin(node)
         site = known.site or (origin if origin in self._sites else "")
         texts = (
-            node.name, op_name(node), self._value(node), _samples(node), known.proof, _source(node), group,
+            node.name, op_label(node), self._value(node), _samples(node), known.proof, _source(node), group,
             _role(node, site, place), site, self._cotangents.get(node.name, ""), origin,
         )  # fmt: skip
         inputs = sorted({number[n] for n in node.all_input_nodes})
@@ -115,7 +115,7 @@ class Graphs:
         )
 
 
-def op_name(node: Node) -> str:
+def op_label(node: Node) -> str:
     """`aten.addmm.default`, `getitem`; for an input what it holds."""
     if node.op == "placeholder":
         spec = node.meta.get("psg_fx_input")
