@@ -163,10 +163,6 @@ class Network:
         return f"{factors} -> [{','.join(self.out)}]"
 
 
-NetworkSum = tuple[Network, ...]
-"""The gradient of a parameter used several times: a sum of networks with the same out axes."""
-
-
 def primed(g: Network) -> Network:
     """The same network with its summed axes renamed, ready to be multiplied with the first."""
     inner = {axis: axis + "'" for leaf in g.leaves for axis in leaf.axes if axis not in g.out}
