@@ -42,7 +42,7 @@ def run_pipeline(
     alone = Alone(program, call)
     with without_defaults():
         gm = _passes(gm, alone, call, quantities, dtype, device, history, input_gradients, budget)
-    name, seconds = type(program.model).__name__, sum(step.seconds for step in history.steps)
+    name, seconds = type(program.model).__name__, sum(step.seconds for step in history.passes)
     log.info("%s: captured, planned and lowered in %.1f s, %d nodes", name, seconds, len(gm.graph.nodes))
     return gm
 

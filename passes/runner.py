@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule
 
-from ..graph.history import History, PassRecord, _copied
+from ..graph.history import History, PassRecord, copied
 from ..graph.stages import Stage, verify
 from ..torch_private import module_without_code
 from . import promises  # noqa: F401  (it says what each stage promises)
@@ -65,6 +65,6 @@ def run(step: GraphPass, gm: GraphModule, history: History, **arguments: object)
 
 
 def _without_code(gm: GraphModule) -> GraphModule:
-    new = module_without_code(gm, _copied(gm))
+    new = module_without_code(gm, copied(gm))
     new.meta = copy.copy(gm.meta)
     return new

@@ -1,4 +1,4 @@
-"""Permute and reshape without leaving no-ops in the graph."""
+"""Sizes, dtypes and layouts of tensors; permute and reshape without leaving no-ops in a graph."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ from operator import mul
 from typing import Any
 
 import torch
+
+Size = Any
+"""An int, or a sympy expression."""
+
+
+def product(sizes: Iterable[Size]) -> Size:
+    """The product of sizes, 1 for none."""
+    return reduce(mul, sizes, 1)
 
 
 def same_size(a: Any, b: Any) -> bool:
@@ -45,15 +53,6 @@ def memory_order(x: torch.Tensor) -> list[int]:
     """The dims of x from the slowest to the fastest in memory."""
     strides = x.stride()
     return sorted(range(x.ndim), key=lambda d: -strides[d])
-
-
-Size = Any
-"""An int, or a sympy expression."""
-
-
-def product(sizes: Iterable[Size]) -> Size:
-    """The product of sizes, 1 for none."""
-    return reduce(mul, sizes, 1)
 
 
 _HALF = (torch.float16, torch.bfloat16)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from psg_fx.graph.stages import Stage
 from psg_fx.progress import Progress
@@ -30,38 +30,36 @@ class PassRecord:
 
 @dataclass
 class History:
-    """Every stage of one compilation, in order: the graphs and the steps between them; where they show themselves."""
+    """Every stage of one compilation, in order: the graphs and the passes between them; where they show themselves."""
 
     graphs: dict[str, GraphModule] = field(default_factory=dict)
-    steps: list[PassRecord] = field(default_factory=list)
+    passes: list[PassRecord] = field(default_factory=list)
     progress: Progress = field(default_factory=Progress)
 
     @contextmanager
     def passing(self, name: str) -> Iterator[None]:
         """A pass that has begun, and is shown until it ends."""
-        with self.progress.doing(f"{name} (pass {len(self.steps) + 1})"):
+        with self.progress.doing(f"{name} (pass {len(self.passes) + 1})"):
             yield
 
-    def record(self, step: PassRecord) -> None:
-        """A step that is done."""
-        self.steps.append(step)
-        log.debug("%-14s %6.0f ms  %d -> %d nodes", step.name, 1e3 * step.seconds, step.nodes_before, step.nodes_after)
+    def record(self, done: PassRecord) -> None:
+        """A pass that is done."""
+        self.passes.append(done)
+        log.debug("%-14s %6.0f ms  %d -> %d nodes", done.name, 1e3 * done.seconds, done.nodes_before, done.nodes_after)
 
 
 def copy_graph(gm: GraphModule) -> GraphModule:
     """A copy with its own graph; tensors, fake values and facts (which are frozen) are shared."""
-    new = GraphModule(dict(gm.named_children()), _copied(gm), type(gm).__name__)
+    new = GraphModule(dict(gm.named_children()), copied(gm), type(gm).__name__)
     new.meta = copy.copy(gm.meta)
     return new
 
 
-def _copied(gm: GraphModule):  # type: ignore[no-untyped-def]
-    from torch.fx import Graph
-
+def copied(gm: GraphModule) -> Graph:
+    """A copy of the graph, its nodes' metadata copied one level deep."""
     graph = Graph()
-    mapping: dict[object, object] = {}
-    output = graph.graph_copy(gm.graph, mapping)  # type: ignore[arg-type]
-    graph.output(output)
+    mapping: dict[Node, Node] = {}
+    graph.output(graph.graph_copy(gm.graph, mapping))
     for old, new in mapping.items():
-        new.meta = copy.copy(old.meta)  # type: ignore[attr-defined]
+        new.meta = copy.copy(old.meta)
     return graph

@@ -51,7 +51,7 @@ class Captured:
     @property
     def seconds(self) -> float:
         """Spent in its passes, and in all that torch has compiled of it so far."""
-        return float(sum(record.seconds for record in self.step.history.steps))
+        return float(sum(record.seconds for record in self.step.history.passes))
 
 
 class Cache:

@@ -97,7 +97,7 @@ class PerSampleModule(nn.Module):
     def timings(self) -> dict[str, float]:
         """Seconds spent in each pass of the last capture, and in all that torch has compiled of it ("compile")."""
         found: dict[str, float] = {}
-        for step in self._history("timings").steps:
+        for step in self._history("timings").passes:
             found[step.name] = found.get(step.name, 0.0) + step.seconds
         return found
 

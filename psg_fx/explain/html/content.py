@@ -73,7 +73,7 @@ def _about(model: torch.nn.Module, loss_fn: Any, plan: Plan, version: str) -> di
 def _passes(history: History) -> list[dict[str, Any]]:
     """What every pass took, and which ops it added and removed, as multisets."""
     found = []
-    for step in history.steps:
+    for step in history.passes:
         after = _ops(history.graphs[step.after.value])
         before = _ops(history.graphs[step.before.value]) if step.nodes_before else Counter[str]()
         found.append(
