@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
 
-from ..errors import NotYetSupported
-from ..graph import facts
-from ..program.call import Call
-from ..program.observe import Observed
-from ..program.program import Program
-from ..source import locate
-from ..torch_private import autocast_key
+from psg_fx.errors import NotYetSupported
+from psg_fx.graph import facts
+from psg_fx.program.call import Call
+from psg_fx.program.observe import Observed
+from psg_fx.program.program import Program
+from psg_fx.source import locate
+from psg_fx.torch_private import autocast_key
 
 NOISE = 0.1
 

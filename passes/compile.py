@@ -10,13 +10,13 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from ..blocks import Memory, Places
-from ..graph import facts
-from ..graph.history import History, PassRecord, copy_graph, log
-from ..graph.stages import Stage
-from ..graph.strides import free_of_strides
-from ..op_table import enter, known
-from ..torch_private import compilations, inductor_modes, marked_dynamic
+from psg_fx.blocks import Memory, Places
+from psg_fx.graph import facts
+from psg_fx.graph.history import History, PassRecord, copy_graph, log
+from psg_fx.graph.stages import Stage
+from psg_fx.graph.strides import free_of_strides
+from psg_fx.op_table import enter, known
+from psg_fx.torch_private import compilations, inductor_modes, marked_dynamic
 
 aten = torch.ops.aten
 Flat = Callable[..., Sequence[Any]]

@@ -14,18 +14,19 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
 
-from ..algebra.network import Kind, Source
-from ..algebra.site import PREFIXES, SITES, Operand, Site, Value
-from ..errors import InternalError, NotYetSupported, SamplesMixed
-from ..graph import facts
-from ..graph.facts import InputSpec, OutputSpec, fact
-from ..graph.stages import Stage
-from ..graph.tracing import trace
-from ..op_table import known, under_autograd
-from ..ops.autograd_function import custom_call
-from ..source import locate
-from ..torch_private import preserve_node_meta
-from ..torch_private.tracer import remembering_fakes
+from psg_fx.algebra.network import Kind, Source
+from psg_fx.algebra.site import PREFIXES, SITES, Operand, Site, Value
+from psg_fx.errors import InternalError, NotYetSupported, SamplesMixed
+from psg_fx.graph import facts
+from psg_fx.graph.facts import InputSpec, OutputSpec, fact
+from psg_fx.graph.stages import Stage
+from psg_fx.graph.tracing import trace
+from psg_fx.op_table import known, under_autograd
+from psg_fx.ops.autograd_function import custom_call
+from psg_fx.source import locate
+from psg_fx.torch_private import preserve_node_meta
+from psg_fx.torch_private.tracer import remembering_fakes
+
 from .independence import Result, prove_joint
 from .runner import graph_pass
 

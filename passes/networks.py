@@ -6,12 +6,13 @@ import dataclasses
 
 from torch.fx import GraphModule
 
-from ..algebra.gradient import GRADIENTS, ParameterGradient, Term, merge_terms
-from ..algebra.network import Network
-from ..algebra.rule import networks_of
-from ..algebra.site import SITES, Operand, Site
-from ..graph import facts
-from ..graph.stages import Stage
+from psg_fx.algebra.gradient import GRADIENTS, ParameterGradient, Term, merge_terms
+from psg_fx.algebra.network import Network
+from psg_fx.algebra.rule import networks_of
+from psg_fx.algebra.site import SITES, Operand, Site
+from psg_fx.graph import facts
+from psg_fx.graph.stages import Stage
+
 from .rules.fallback import fallback
 from .runner import graph_pass
 

@@ -8,14 +8,15 @@ from collections.abc import Sequence
 import torch
 from torch.fx import GraphModule
 
-from ..graph.history import History, PassRecord, log
-from ..graph.stages import Stage, verify
-from ..planner.budget import Budget
-from ..planner.cost import Device
-from ..program.ambient import without_defaults
-from ..program.call import Call
-from ..program.program import Program
-from ..quantities.base import Quantity
+from psg_fx.graph.history import History, PassRecord, log
+from psg_fx.graph.stages import Stage, verify
+from psg_fx.planner.budget import Budget
+from psg_fx.planner.cost import Device
+from psg_fx.program.ambient import without_defaults
+from psg_fx.program.call import Call
+from psg_fx.program.program import Program
+from psg_fx.quantities.base import Quantity
+
 from .alone import Alone
 from .capture.capture import capture
 from .differentiate import differentiate

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 
 from torch.fx import GraphModule
 
-from ..algebra.asks import Ask
-from ..algebra.gradient import GRADIENTS
-from ..graph import facts
-from ..graph.stages import Stage
-from ..planner.budget import Budget, plan_within
-from ..planner.cost import Device
-from ..planner.plan import PLAN
-from ..planner.search import plan_step
+from psg_fx.algebra.asks import Ask
+from psg_fx.algebra.gradient import GRADIENTS
+from psg_fx.graph import facts
+from psg_fx.graph.stages import Stage
+from psg_fx.planner.budget import Budget, plan_within
+from psg_fx.planner.cost import Device
+from psg_fx.planner.plan import PLAN
+from psg_fx.planner.search import plan_step
+
 from .runner import graph_pass
 
 

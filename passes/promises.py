@@ -10,19 +10,19 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from ..algebra.asks import Linear, Materialized, Phase, Quadratic
-from ..algebra.gradient import GRADIENTS, Term, merge_terms
-from ..algebra.network import BATCH, Kind, Source
-from ..algebra.site import PREFIXES, SITES, Site, Value
-from ..graph import facts
-from ..graph.facts import fact
-from ..graph.same_op import computation
-from ..graph.stages import Stage, broken, promise
-from ..graph.strides import reads_strides
-from ..graph.tracing import mutates
-from ..planner.plan import PLAN, ParameterPlan, Part, Plan
-from ..planner.trees import LeafExpr
-from ..tensors import product
+from psg_fx.algebra.asks import Linear, Materialized, Phase, Quadratic
+from psg_fx.algebra.gradient import GRADIENTS, Term, merge_terms
+from psg_fx.algebra.network import BATCH, Kind, Source
+from psg_fx.algebra.site import PREFIXES, SITES, Site, Value
+from psg_fx.graph import facts
+from psg_fx.graph.facts import fact
+from psg_fx.graph.same_op import computation
+from psg_fx.graph.stages import Stage, broken, promise
+from psg_fx.graph.strides import reads_strides
+from psg_fx.graph.tracing import mutates
+from psg_fx.planner.plan import PLAN, ParameterPlan, Part, Plan
+from psg_fx.planner.trees import LeafExpr
+from psg_fx.tensors import product
 
 aten = torch.ops.aten
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule
 
-from ..graph.history import History, PassRecord, copied
-from ..graph.stages import Stage, verify
-from ..torch_private import module_without_code
+from psg_fx.graph.history import History, PassRecord, copied
+from psg_fx.graph.stages import Stage, verify
+from psg_fx.torch_private import module_without_code
+
 from . import promises  # noqa: F401  (it says what each stage promises)
 
 Transform = Callable[..., GraphModule]

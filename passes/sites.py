@@ -14,14 +14,15 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..algebra.site import PREFIXES, Prefix
-from ..errors import NotYetSupported
-from ..graph import facts
-from ..graph.facts import fact
-from ..graph.stages import Stage
-from ..op_table import enter, known
-from ..ops.autograd_function import CustomCall, custom_call, differentiable
-from ..source import locate
+from psg_fx.algebra.site import PREFIXES, Prefix
+from psg_fx.errors import NotYetSupported
+from psg_fx.graph import facts
+from psg_fx.graph.facts import fact
+from psg_fx.graph.stages import Stage
+from psg_fx.op_table import enter, known
+from psg_fx.ops.autograd_function import CustomCall, custom_call, differentiable
+from psg_fx.source import locate
+
 from .runner import graph_pass
 
 aten = torch.ops.aten

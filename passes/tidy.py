@@ -13,9 +13,10 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from ..graph import facts
-from ..graph.same_op import computation
-from ..graph.stages import Stage
+from psg_fx.graph import facts
+from psg_fx.graph.same_op import computation
+from psg_fx.graph.stages import Stage
+
 from .runner import graph_pass
 
 aten = torch.ops.aten

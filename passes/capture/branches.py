@@ -10,10 +10,10 @@ from typing import Any
 
 import sympy
 
-from ...errors import NotYetSupported
-from ...program.code import line_of
-from ...source import is_library
-from ...torch_private import watching_symbols
+from psg_fx.errors import NotYetSupported
+from psg_fx.program.code import line_of
+from psg_fx.source import is_library
+from psg_fx.torch_private import watching_symbols
 
 
 @dataclass

@@ -15,14 +15,15 @@ from torch import nn
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import GraphModule
 
-from ...errors import NotYetSupported
-from ...graph import facts
-from ...graph.facts import GraphFacts, Holds, InputSpec, OutputSpec
-from ...graph.strides import free_of_strides
-from ...program.call import Call
-from ...program.effects import WRITTEN
-from ...program.program import Program
-from ...tensors import memory_order
+from psg_fx.errors import NotYetSupported
+from psg_fx.graph import facts
+from psg_fx.graph.facts import GraphFacts, Holds, InputSpec, OutputSpec
+from psg_fx.graph.strides import free_of_strides
+from psg_fx.program.call import Call
+from psg_fx.program.effects import WRITTEN
+from psg_fx.program.program import Program
+from psg_fx.tensors import memory_order
+
 from .export import Exported, export
 from .writes import computed_outside
 

@@ -22,17 +22,18 @@ from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
-from ...errors import CaptureFailed, NotYetSupported, PsgError
-from ...graph.strides import free_of_strides, refuse_strides
-from ...op_table import decomposition, decompositions
-from ...ops.autograd_function import as_one_op
-from ...program.observe import Observed
-from ...program.program import Program
-from ...torch_private import core_decompositions, own_attributes, traced_without_code, user_stack_traces
-from ...torch_private.functional import Functional, functional
-from ...torch_private.patching import patched_here
-from ...torch_private.quiet import quiet
-from ...torch_private.tracer import forgetful_fakes, without_tensor_meta
+from psg_fx.errors import CaptureFailed, NotYetSupported, PsgError
+from psg_fx.graph.strides import free_of_strides, refuse_strides
+from psg_fx.op_table import decomposition, decompositions
+from psg_fx.ops.autograd_function import as_one_op
+from psg_fx.program.observe import Observed
+from psg_fx.program.program import Program
+from psg_fx.torch_private import core_decompositions, own_attributes, traced_without_code, user_stack_traces
+from psg_fx.torch_private.functional import Functional, functional
+from psg_fx.torch_private.patching import patched_here
+from psg_fx.torch_private.quiet import quiet
+from psg_fx.torch_private.tracer import forgetful_fakes, without_tensor_meta
+
 from . import losses, recurrent_layers, rewrites  # noqa: F401  (they say what ops are written as)
 from .branches import Readings, watch_the_batch_size
 from .fixed_sizes import constants_that_follow, join, values_of

@@ -17,11 +17,11 @@ from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
 
-from ...errors import NotYetSupported
-from ...graph import facts
-from ...source import locate
-from ...torch_private import enable_python_dispatcher, symbolic_inputs
-from ...torch_private.functional import Functional
+from psg_fx.errors import NotYetSupported
+from psg_fx.graph import facts
+from psg_fx.source import locate
+from psg_fx.torch_private import enable_python_dispatcher, symbolic_inputs
+from psg_fx.torch_private.functional import Functional
 
 aten = torch.ops.aten
 

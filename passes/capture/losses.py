@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...op_table import decomposition
+from psg_fx.op_table import decomposition
 
 _NONE, _MEAN, _SUM = 0, 1, 2
 

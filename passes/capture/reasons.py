@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import traceback
 
-from ...errors import CaptureFailed
-from ...source import is_library
+from psg_fx.errors import CaptureFailed
+from psg_fx.source import is_library
 
 NOT_ONE_GRAPH = "the model and loss could not be captured as one graph"
 """What is wrong, where nothing more is known than that a capture failed."""

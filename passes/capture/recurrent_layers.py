@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...op_table import at_capture, decomposition
-from ...ops.recurrent import attach, gru, lstm, rnn
+from psg_fx.op_table import at_capture, decomposition
+from psg_fx.ops.recurrent import attach, gru, lstm, rnn
 
 aten = torch.ops.aten
 State = tuple[Tensor, ...]

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 
-from ...errors import NotYetSupported
-from ...op_table import at_capture, known
-from ...ops.ctc import ctc
-from ...torch_private.patching import patched_here
+from psg_fx.errors import NotYetSupported
+from psg_fx.op_table import at_capture, known
+from psg_fx.ops.ctc import ctc
+from psg_fx.torch_private.patching import patched_here
 
 
 class _Rewritten(TorchFunctionMode):

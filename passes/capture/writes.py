@@ -16,11 +16,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ...errors import NotYetSupported
-from ...program.code import line_of
-from ...source import is_library
-from ...torch_private import without_checkpoints, without_functions
-from ...torch_private.patching import patched_here
+from psg_fx.errors import NotYetSupported
+from psg_fx.program.code import line_of
+from psg_fx.source import is_library
+from psg_fx.torch_private import without_checkpoints, without_functions
+from psg_fx.torch_private.patching import patched_here
 
 
 class _Writes(TorchFunctionMode):

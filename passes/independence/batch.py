@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.fx import GraphModule, Node
 
-from ...graph import facts
-from ...graph.sample_axis import positive
-from ...graph.strides import free_of_strides
+from psg_fx.graph import facts
+from psg_fx.graph.sample_axis import positive
+from psg_fx.graph.strides import free_of_strides
+
 from .masked import pad_masked_rows
 from .prove import prove
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ...op_table import bounded, known
+from psg_fx.op_table import bounded, known
+
 from .values import bound
 
 Bounds = tuple[float, float]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...graph.facts import SampleAxis
+from psg_fx.graph.facts import SampleAxis
+
 from .table import Answer, sample_rule
 from .values import REDUCED, Argument, Op, Result, broadcast
 

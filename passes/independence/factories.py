@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ...graph.facts import SampleAxis
+from psg_fx.graph.facts import SampleAxis
+
 from .table import Answer, sample_rule
 from .values import Op, Result
 

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ...errors import PsgError
-from ...graph import facts
-from ...graph.facts import InputSpec, SampleAxes
-from ...ops.autograd_function import CustomCall, backward_graph, custom_call, forward_graph
-from ...source import locate
+from psg_fx.errors import PsgError
+from psg_fx.graph import facts
+from psg_fx.graph.facts import InputSpec, SampleAxes
+from psg_fx.ops.autograd_function import CustomCall, backward_graph, custom_call, forward_graph
+from psg_fx.source import locate
+
 from .table import Answer, sample_rule
 from .values import Op, Result
 

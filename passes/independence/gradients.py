@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...graph import sample_axis
-from ...graph.facts import SampleAxis
+from psg_fx.graph import sample_axis
+from psg_fx.graph.facts import SampleAxis
+
 from .contractions import contraction
 from .reductions import reduced_over
 from .table import Answer, sample_rule

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ...graph import sample_axis
-from ...graph.facts import SampleAxis
+from psg_fx.graph import sample_axis
+from psg_fx.graph.facts import SampleAxis
+
 from .bounds import bounds
 from .table import Answer, sample_rule
 from .values import NUMBERS, NUMBERS_FIX, Argument, Op, Result, broadcast

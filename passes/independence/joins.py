@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...graph import sample_axis
-from ...graph.facts import SampleAxis
-from ...graph.sample_axis import Misfit
+from psg_fx.graph import sample_axis
+from psg_fx.graph.facts import SampleAxis
+from psg_fx.graph.sample_axis import Misfit
+
 from .table import Answer, sample_rule
 from .values import Argument, Op, broadcast, samples_of
 

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 
 from torch.fx import GraphModule, Node
 
-from ...errors import PsgError
-from ...graph import facts
-from ...graph.facts import SampleAxis
-from ...source import locate
+from psg_fx.errors import PsgError
+from psg_fx.graph import facts
+from psg_fx.graph.facts import SampleAxis
+from psg_fx.source import locate
+
 from .prove import Prover
 from .values import Result, mixed, symbolic_values
 

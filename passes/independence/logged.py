@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
-from ...graph import facts
+from psg_fx.graph import facts
 
 _LOGS = ("buffer", "written", "check")
 

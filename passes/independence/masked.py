@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ...graph import facts
-from ...graph.facts import SampleAxis
+from psg_fx.graph import facts
+from psg_fx.graph.facts import SampleAxis
+
 from .padding import Padding, Rows, Unfit, pick_place
 from .prove import Prover
 from .values import Result

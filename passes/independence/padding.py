@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from ...errors import PsgError
-from ...graph import facts
-from ...graph.facts import GraphFacts, InputSpec, SampleAxis
-from ...op_table import known
-from ...torch_private import enable_python_dispatcher, symbolic_inputs, traced_without_code
-from ...torch_private.tracer import trace_fakes
+from psg_fx.errors import PsgError
+from psg_fx.graph import facts
+from psg_fx.graph.facts import GraphFacts, InputSpec, SampleAxis
+from psg_fx.op_table import known
+from psg_fx.torch_private import enable_python_dispatcher, symbolic_inputs, traced_without_code
+from psg_fx.torch_private.tracer import trace_fakes
+
 from .prove import Prover
 from .row_sums import apart, together
 from .values import Result, bound

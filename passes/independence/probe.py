@@ -16,11 +16,12 @@ import sympy
 import torch
 from torch.fx import Node
 
-from ...errors import NotYetSupported
-from ...graph import facts
-from ...graph.facts import SampleAxes, SampleAxis
-from ...graph.sample_axis import Misfit, single
-from ...source import locate
+from psg_fx.errors import NotYetSupported
+from psg_fx.graph import facts
+from psg_fx.graph.facts import SampleAxes, SampleAxis
+from psg_fx.graph.sample_axis import Misfit, single
+from psg_fx.source import locate
+
 from .values import FIX, Result, mixed, no_place, op_name, tensors
 
 SIZES, SIZE, LARGEST, LONG = (64, 65, 130, 1031), 3, 2**24, 2**20

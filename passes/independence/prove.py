@@ -9,11 +9,12 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from ...errors import InternalError
-from ...graph import facts
-from ...graph.facts import SampleAxis
-from ...graph.sample_axis import Misfit, single
-from ...source import locate, source_line
+from psg_fx.errors import InternalError
+from psg_fx.graph import facts
+from psg_fx.graph.facts import SampleAxis
+from psg_fx.graph.sample_axis import Misfit, single
+from psg_fx.source import locate, source_line
+
 from . import (  # noqa: F401  (they fill the table)
     along,
     contractions,

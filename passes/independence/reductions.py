@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
-from ...graph import sample_axis
-from ...graph.facts import SampleAxis
+from psg_fx.graph import sample_axis
+from psg_fx.graph.facts import SampleAxis
+
 from .table import Answer, sample_rule
 from .values import REDUCED, Argument, Op, broadcast
 

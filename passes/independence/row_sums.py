@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...graph.facts import SampleAxis
-from ...op_table import over_kept_rows
+from psg_fx.graph.facts import SampleAxis
+from psg_fx.op_table import over_kept_rows
 
 aten = torch.ops.aten
 

@@ -7,10 +7,11 @@ from typing import TypeVar
 
 import torch
 
-from ... import op_table
-from ...graph.facts import SampleAxis
-from ...op_table import SampleRule
-from ...ops.autograd_function import custom_call
+from psg_fx import op_table
+from psg_fx.graph.facts import SampleAxis
+from psg_fx.op_table import SampleRule
+from psg_fx.ops.autograd_function import custom_call
+
 from .values import Op, Result
 
 Answer = Result | SampleAxis | tuple[SampleAxis | None, ...] | None

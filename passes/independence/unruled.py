@@ -10,12 +10,13 @@ import torch
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import GraphModule, Node
 
-from ...errors import NotYetSupported
-from ...graph import facts
-from ...graph.tracing import trace
-from ...ops.trusted import is_trusted
-from ...source import locate
-from ...torch_private import has_effect, python_decomposition
+from psg_fx.errors import NotYetSupported
+from psg_fx.graph import facts
+from psg_fx.graph.tracing import trace
+from psg_fx.ops.trusted import is_trusted
+from psg_fx.source import locate
+from psg_fx.torch_private import has_effect, python_decomposition
+
 from .functions import proven
 from .probe import probe
 from .values import Op, Result, op_name

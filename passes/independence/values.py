@@ -12,11 +12,11 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from ...errors import NotYetSupported, PsgError, SamplesMixed
-from ...graph import facts
-from ...graph.facts import SampleAxes, SampleAxis
-from ...graph.sample_axis import Misfit, Ragged, Single, positive, single
-from ...source import locate
+from psg_fx.errors import NotYetSupported, PsgError, SamplesMixed
+from psg_fx.graph import facts
+from psg_fx.graph.facts import SampleAxes, SampleAxis
+from psg_fx.graph.sample_axis import Misfit, Ragged, Single, positive, single
+from psg_fx.source import locate
 
 NUMBERS = "it computes with the numbers of the samples (arange over the batch), which one sample alone lacks"
 NUMBERS_FIX = "use arange(B) only to pick each sample's row: x[torch.arange(B), ids]"

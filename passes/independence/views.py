@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ...graph import facts, sample_axis
-from ...graph.facts import SampleAxis
-from ...graph.sample_axis import Misfit
+from psg_fx.graph import facts, sample_axis
+from psg_fx.graph.facts import SampleAxis
+from psg_fx.graph.sample_axis import Misfit
+
 from .table import Answer, sample_rule
 from .values import Argument, Op, Result, samples_of, symbolic_sizes
 

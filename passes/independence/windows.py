@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...graph import sample_axis
-from ...graph.facts import SampleAxis
+from psg_fx.graph import sample_axis
+from psg_fx.graph.facts import SampleAxis
+
 from .along import trailing
 from .indexing import require_own_rows
 from .table import Answer, sample_rule

@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.fx import GraphModule, Node
 
-from ...algebra.network import Kind, Source
-from ...graph import facts
-from ...graph.facts import Holds, InputSpec, OutputSpec
-from ...graph.stages import Stage
-from ...planner.plan import PLAN
-from ...quantities.base import Extra, Quantity
+from psg_fx.algebra.network import Kind, Source
+from psg_fx.graph import facts
+from psg_fx.graph.facts import Holds, InputSpec, OutputSpec
+from psg_fx.graph.stages import Stage
+from psg_fx.planner.plan import PLAN
+from psg_fx.quantities.base import Extra, Quantity
+
 from ..runner import graph_pass
 from .pieces import rename
 from .writer import Writer

@@ -10,10 +10,10 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from ...graph import facts
-from ...graph.same_op import computation
-from ...graph.tracing import trace
-from ...torch_private import without_fake_cache
+from psg_fx.graph import facts
+from psg_fx.graph.same_op import computation
+from psg_fx.graph.tracing import trace
+from psg_fx.torch_private import without_fake_cache
 
 Piece = Callable[..., tuple[list[torch.Tensor], Any]]
 """Tensors -> the results, and a note that holds for every copy."""

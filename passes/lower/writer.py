@@ -10,14 +10,15 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from ...algebra.asks import FLOORS, Phase
-from ...algebra.network import Kind, Source
-from ...graph import facts
-from ...graph.facts import OutputSpec
-from ...planner.evaluate import Evaluator
-from ...planner.groups import Group, groups
-from ...planner.plan import Plan
-from ...quantities.base import Quantity, Results, Weights
+from psg_fx.algebra.asks import FLOORS, Phase
+from psg_fx.algebra.network import Kind, Source
+from psg_fx.graph import facts
+from psg_fx.graph.facts import OutputSpec
+from psg_fx.planner.evaluate import Evaluator
+from psg_fx.planner.groups import Group, groups
+from psg_fx.planner.plan import Plan
+from psg_fx.quantities.base import Quantity, Results, Weights
+
 from .pieces import Pieces, rename
 
 NodesByName = Mapping[str, Mapping[str, Node]]

@@ -10,11 +10,11 @@ import sympy
 import torch
 import torch.nn.functional as F
 
-from ...algebra.arrange import network, samples_first, unfold_samples
-from ...algebra.network import Leaf, Network, Patches
-from ...algebra.rule import rule
-from ...algebra.site import Site, Value
-from ...tensors import reshape
+from psg_fx.algebra.arrange import network, samples_first, unfold_samples
+from psg_fx.algebra.network import Leaf, Network, Patches
+from psg_fx.algebra.rule import rule
+from psg_fx.algebra.site import Site, Value
+from psg_fx.tensors import reshape
 
 aten = torch.ops.aten
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import sympy
 import torch
 
-from ...algebra.arrange import Arrangement, network
-from ...algebra.network import BATCH, Leaf, Network, OneHot
-from ...algebra.rule import rule
-from ...algebra.site import Site, Value
-from ...tensors import product
+from psg_fx.algebra.arrange import Arrangement, network
+from psg_fx.algebra.network import BATCH, Leaf, Network, OneHot
+from psg_fx.algebra.rule import rule
+from psg_fx.algebra.site import Site, Value
+from psg_fx.tensors import product
 
 aten = torch.ops.aten
 

@@ -8,13 +8,13 @@ import sympy
 import torch
 from torch.utils import _pytree as pytree
 
-from ...algebra.arrange import samples_first
-from ...algebra.network import BATCH, Leaf, Network
-from ...algebra.site import Operand, Site, Value
-from ...op_table import known
-from ...ops.autograd_function import custom_call, differentiable
-from ...ops.per_sample import for_each_sample
-from ...tensors import product
+from psg_fx.algebra.arrange import samples_first
+from psg_fx.algebra.network import BATCH, Leaf, Network
+from psg_fx.algebra.site import Operand, Site, Value
+from psg_fx.op_table import known
+from psg_fx.ops.autograd_function import custom_call, differentiable
+from psg_fx.ops.per_sample import for_each_sample
+from psg_fx.tensors import product
 
 aten = torch.ops.aten
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from ...algebra.arrange import Arrangement, network
-from ...algebra.network import BATCH, Leaf, Network
-from ...algebra.rule import rule
-from ...algebra.site import Site, Value
+from psg_fx.algebra.arrange import Arrangement, network
+from psg_fx.algebra.network import BATCH, Leaf, Network
+from psg_fx.algebra.rule import rule
+from psg_fx.algebra.site import Site, Value
+
 from .pointwise import broadcast_network
 
 aten = torch.ops.aten

@@ -9,11 +9,11 @@ import sympy
 import torch
 from torch.utils import _pytree as pytree
 
-from ...algebra.arrange import Arrangement
-from ...algebra.network import Leaf, Network
-from ...algebra.rule import class_rule, rule
-from ...algebra.site import Site, Value
-from ...op_table import POINTWISE
+from psg_fx.algebra.arrange import Arrangement
+from psg_fx.algebra.network import Leaf, Network
+from psg_fx.algebra.rule import class_rule, rule
+from psg_fx.algebra.site import Site, Value
+from psg_fx.op_table import POINTWISE
 
 aten = torch.ops.aten
 

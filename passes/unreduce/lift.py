@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ...graph import facts
-from ...graph.facts import SampleAxis
-from ...op_table import Batching, enter, known
+from psg_fx.graph import facts
+from psg_fx.graph.facts import SampleAxis
+from psg_fx.op_table import Batching, enter, known
+
 from ..independence.values import bound
 
 enter("cat", "concat", "gather", batching=Batching.NEXT_DIM)

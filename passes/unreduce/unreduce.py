@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from ...errors import BadArgument, InternalError, NotYetSupported
-from ...graph import facts
-from ...graph.facts import SampleAxis
-from ...graph.sample_axis import single
-from ...graph.strides import free_of_strides
-from ...source import locate
-from ...torch_private import traced_without_code
-from ...torch_private.tracer import trace_fakes
+from psg_fx.errors import BadArgument, InternalError, NotYetSupported
+from psg_fx.graph import facts
+from psg_fx.graph.facts import SampleAxis
+from psg_fx.graph.sample_axis import single
+from psg_fx.graph.strides import free_of_strides
+from psg_fx.source import locate
+from psg_fx.torch_private import traced_without_code
+from psg_fx.torch_private.tracer import trace_fakes
+
 from ..independence import prove, symbolic_values
 from ..independence.values import flat_nodes, is_symbolic, op_name
 from .lift import lifted
