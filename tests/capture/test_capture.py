@@ -148,6 +148,8 @@ def other_halves(layer: Layer, x: Tensor) -> Tensor:
     return layer(torch.cat([x[half:], x[:half]]))
 
 
+# torch 2.11 exports it with a number of rows that is not known, so that only its run on one sample says what is wrong
+FEWER = "s on values of a tensor" if torch.__version__ >= "2.12" else "does not run on a batch of one sample"
 REFUSED: dict[Callable[..., Tensor], tuple[type[Exception], str, str]] = {
     one_sample_differs: (
         NotYetSupported, "the code treats a batch of one sample differently", "if x.shape[0] == 1 else",
@@ -157,7 +159,7 @@ REFUSED: dict[Callable[..., Tensor], tuple[type[Exception], str, str]] = {
     loop_over_samples: (NotYetSupported, "the program is another one for another batch size", "for row in x"),
     fixed_size: (CaptureFailed, "run on 6 samples and not on 7", "layer(x).view(6, 3)"),
     rows_by_mask: (SamplesMixed, "is reduced over them", "x[:, 0] > 0"),
-    fewer_rows: (psg_fx.PsgError, "s on values of a tensor", ""),
+    fewer_rows: (psg_fx.PsgError, FEWER, ""),
     branch_on_values: (CaptureFailed, "branches on values of a tensor", "if x.sum() > 0"),
     number_from_values: (SamplesMixed, "it reads one number out of the samples", "x.sum().item()"),
     other_halves: (NotYetSupported, "follows the batch size in no simple way", "x[half:]"),

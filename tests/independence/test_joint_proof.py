@@ -158,6 +158,8 @@ def proven(gm: GraphModule) -> int:
 
 @pytest.mark.parametrize("name", [name for name in APART if name != "assignment"])  # torch has no backward of aten.copy
 def test_a_program_that_is_apart_has_a_backward_that_is(name: str) -> None:
+    if name == "quantile" and torch.__version__ < "2.12":
+        pytest.skip("torch.export of this version does not trace quantile with a symbolic batch size")
     joint(Around(APART[name]))
     joint(Around(APART[name]), with_loss=False)
 

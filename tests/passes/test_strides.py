@@ -184,6 +184,7 @@ def test_views_of_inputs(layout: str) -> None:
 
 
 @pytest.mark.inductor
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="this version traces FFTs with other strides than they have")
 def test_views_compiled() -> None:
     model, loss_fn, x = program("fft", "model")
     _, want = oracle.loop_grads(model, loss_fn, x)
