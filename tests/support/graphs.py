@@ -16,6 +16,7 @@ from psg_fx.graph import facts
 from psg_fx.graph.facts import GraphFacts, InputSpec, OutputSpec
 from psg_fx.op_table import decompositions
 from psg_fx.passes.capture import losses, recurrent_layers  # noqa: F401  (they fill the table)
+from psg_fx.torch_private.functional import Functional, functional
 
 
 class WithLoss(nn.Module):
@@ -58,12 +59,15 @@ def captured(
     with torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = export(WithLoss(module, loss), (inputs, targets), strict=False, dynamic_shapes=dims)
-        program = program.run_decompositions(decompositions())
-    return described(program, len(inputs), batch_dim, shared, loss is not None)
+        found = functional(program, decompositions())
+    return described(found, dict(program.named_parameters()), len(inputs), batch_dim, shared, loss is not None)
 
 
-def described(program: Any, count: int, batch_dim: int, shared: tuple[int, ...], has_loss: bool) -> GraphModule:
-    gm: GraphModule = program.graph_module
+def described(
+    program: Functional, parameters: Mapping[str, nn.Parameter], count: int, batch_dim: int, shared: tuple[int, ...],
+    has_loss: bool,
+) -> GraphModule:  # fmt: skip
+    gm = program.graph_module
     signature = program.graph_signature
     kinds = {s.arg.name: s for s in signature.input_specs}
     names: Mapping[InputKind, str] = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer"}
@@ -90,7 +94,7 @@ def described(program: Any, count: int, batch_dim: int, shared: tuple[int, ...],
         else:
             outs.append(OutputSpec("loss" if has_loss else "output", out.arg.name))
     gm.meta[facts.KEY] = GraphFacts(batch, tuple(outs))
-    values = {**program.state_dict, **program.constants, **dict(program.named_parameters())}
+    values = {**program.state_dict, **program.constants, **parameters}
     gm.meta["state"] = [values[s.target] for s in signature.input_specs if s.kind != InputKind.USER_INPUT]
     return gm
 
