@@ -1,6 +1,6 @@
 """The one table of what is known of each op: `psg-fx ops NAME` prints a row, docs/add-an-op.md says what one needs.
 
-An entry is made by a decorator next to the function that it belongs to, so this file lies low and knows none of them.
+A cell is filled by a decorator next to the function that it belongs to, so this file lies low and knows none of them.
 A key is an op of torch (`linear.default`, or `linear` for all its overloads), of another library (`mylib::myop`), a
 class of ops (`<pointwise>`, `<custom>`), or a Python function of torch, by itself.
 """
@@ -24,7 +24,7 @@ Function = Callable[..., Any]
 F = TypeVar("F", bound=Function)
 
 POINTWISE = "<pointwise>"
-"""All ops with torch's own tag `pointwise`, where they have no entry of their own."""
+"""All ops with torch's own tag `pointwise`, where they have no cell of their own."""
 CUSTOM = "<custom>"
 """All custom autograd functions: an op each (`ops/autograd_function.py`), made where a captured model calls one."""
 
@@ -72,7 +72,7 @@ class Batching(enum.Enum):
 
 
 def _says(title: str, by: str, without: str) -> Mapping[str, str]:
-    """title: what the entry is.  by: what makes it, and where.  without: what happens if there is none."""
+    """title: what the cell holds.  by: what fills it, and where.  without: what happens if there is none."""
     return {"title": title, "by": by, "without": without}
 
 
@@ -190,11 +190,11 @@ def printed(key: Any) -> str:
     return key if key.startswith("<") else key.replace("::", ".") if "::" in key else f"aten.{key}"
 
 
-def enter(*keys: Any, **entries: Any) -> None:
+def enter(*keys: Any, **cells: Any) -> None:
     """Enter the same for some ops (or names, or functions).  What is known already is not said a second time."""
     for key in map(key_of, keys):
         before = _ROWS.get(key, _NOTHING)
-        for name, new in entries.items():
+        for name, new in cells.items():
             if (old := getattr(before, name)) and not (old is new is True):
                 title = next(c.metadata["title"] for c in COLUMNS if c.name == name)
                 raise InternalError(
@@ -202,24 +202,24 @@ def enter(*keys: Any, **entries: Any) -> None:
                     where=getattr(_function(new), "__module__", "psg_fx.op_table"),
                     why="of an op, each thing is said once", fix="remove one of the two",
                 )  # fmt: skip
-        _ROWS[key] = dataclasses.replace(before, **entries)
+        _ROWS[key] = dataclasses.replace(before, **cells)
     _of_overload.cache_clear()
 
 
-def _function(entry: Any) -> Any:
-    """The function of an entry."""
-    return getattr(entry, "function", getattr(entry, "apply", entry))
+def _function(cell: Any) -> Any:
+    """The function of an cell."""
+    return getattr(cell, "function", getattr(cell, "apply", cell))
 
 
-def _said(entry: Any) -> str:
-    return str(getattr(_function(entry), "__name__", entry))
+def _said(cell: Any) -> str:
+    return str(getattr(_function(cell), "__name__", cell))
 
 
 @contextlib.contextmanager
-def changed(*keys: Any, **entries: Any) -> Iterator[None]:
-    """For a while, other entries for some ops: what a test takes away, or puts in that is wrong."""
+def changed(*keys: Any, **cells: Any) -> Iterator[None]:
+    """For a while, other cells for some ops: what a test takes away, or puts in that is wrong."""
     before = dict(_ROWS)
-    _ROWS.update({key: dataclasses.replace(_ROWS.get(key, _NOTHING), **entries) for key in map(key_of, keys)})
+    _ROWS.update({key: dataclasses.replace(_ROWS.get(key, _NOTHING), **cells) for key in map(key_of, keys)})
     _of_overload.cache_clear()
     try:
         yield
@@ -275,9 +275,9 @@ def bounded(*ops: Any) -> Callable[[F], F]:
 def decompositions() -> dict[OpOverload, Function]:
     """Op -> what it is written as after capture, of the ops that this torch has."""
     found = {}
-    for key, entry in _ROWS.items():
-        if entry.decomposition and (op := operator(key)) is not None:
-            found[op] = entry.decomposition
+    for key, said in _ROWS.items():
+        if said.decomposition and (op := operator(key)) is not None:
+            found[op] = said.decomposition
     return found
 
 

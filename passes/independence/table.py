@@ -33,7 +33,7 @@ def sample_rule(
 
 def sample_rules() -> dict[str, SampleRule]:
     """Every rule, by the name that it is registered under."""
-    return {key: entry.samples for key, entry in op_table.rows().items() if entry.samples is not None}
+    return {key: said.samples for key, said in op_table.rows().items() if said.samples is not None}
 
 
 def find(target: object) -> SampleRule | None:

@@ -49,7 +49,7 @@ def class_rule(name: str) -> Callable[[OperandRule], OperandRule]:
 
 def registered() -> dict[str, str]:
     """Every op that has a rule of its own -> the rule's name."""
-    rules = {op_table.printed(key): entry.gradient for key, entry in op_table.rows().items()}
+    rules = {op_table.printed(key): said.gradient for key, said in op_table.rows().items()}
     return {name: found.function.__name__ for name, found in rules.items() if found and found.params is not None}
 
 

@@ -24,9 +24,9 @@ _TOPS = tuple(os.path.dirname(os.path.dirname(os.path.abspath(m.__file__))) for 
 
 
 @dataclass(frozen=True)
-class Entry:
+class Cell:
     """op: the printed key.  what: the title of the column.  text: what is said.  where: `file:line` of the function, or
-    what made an entry without one.  formula: the first line of the function's docstring.
+    what filled a cell without one.  formula: the first line of the function's docstring.
     """
 
     op: str
@@ -36,11 +36,11 @@ class Entry:
     formula: str = ""
 
 
-def entries(name: str | None = None) -> list[Entry]:
+def cells_of(name: str | None = None) -> list[Cell]:
     """What is known of an op (`linear`, `aten.linear.default`, `mylib::myop`, `ctc_loss`), or of all."""
     keys = list(op_table.rows()) if name is None else _keys(name)
     return [
-        _entry(key, column, said)
+        _cell(key, column, said)
         for key in sorted(keys, key=printed)
         for column in op_table.COLUMNS
         if (said := getattr(op_table.row(key), column.name))
@@ -49,7 +49,7 @@ def entries(name: str | None = None) -> list[Entry]:
 
 def known_of(name: str) -> str:
     """All that is known of an op, and what happens where nothing is said of it."""
-    found, ops = entries(name), _overloads(name)
+    found, ops = cells_of(name), _overloads(name)
     if not found and not ops:
         names = {printed(key).removeprefix("aten.") for key in op_table.rows()}
         close = get_close_matches(_plain(name).removeprefix("aten."), names, n=3)
@@ -58,13 +58,13 @@ def known_of(name: str) -> str:
             fix=f"did you mean {', '.join(close)}?" if close else "give its name as in a graph: aten.linear.default",
         )  # fmt: skip
     lines = []
-    for op in dict.fromkeys(entry.op for entry in found):
+    for op in dict.fromkeys(cell.op for cell in found):
         is_class = op == POINTWISE and ops
-        lines.append(f"{_plain(name)} is one of {op}: of what it has no entry for, this is said" if is_class else op)
-        for entry in (e for e in found if e.op == op):
-            lines.append(f"  {entry.what}: {entry.text}    {entry.where}".rstrip())
-            lines += [f"      {entry.formula}"] if entry.formula else []
-    said = {entry.what for entry in found}
+        lines.append(f"{_plain(name)} is one of {op}; where it has no cell of its own:" if is_class else op)
+        for cell in (e for e in found if e.op == op):
+            lines.append(f"  {cell.what}: {cell.text}    {cell.where}".rstrip())
+            lines += [f"      {cell.formula}"] if cell.formula else []
+    said = {cell.what for cell in found}
     cells = [
         [f"  {column.metadata['title']}", _without(column, ops), column.metadata["by"]]
         for column in op_table.COLUMNS
@@ -74,19 +74,19 @@ def known_of(name: str) -> str:
 
 
 def table() -> str:
-    """One line an entry."""
-    found = entries()
-    ops = len({entry.op for entry in found})
-    cells = [[entry.op, entry.what, entry.text, entry.where] for entry in found]
-    return f"{tabulate(cells, ['op', 'what', 'said', 'where'], tablefmt='simple')}\n{len(found)} entries on {ops} ops"
+    """One line for each cell."""
+    found = cells_of()
+    ops = len({cell.op for cell in found})
+    cells = [[cell.op, cell.what, cell.text, cell.where] for cell in found]
+    return f"{tabulate(cells, ['op', 'what', 'said', 'where'], tablefmt='simple')}\n{len(found)} cells, of {ops} ops"
 
 
 def as_data(name: str | None = None) -> list[dict[str, Any]]:
-    """The entries as plain data."""
-    return [asdict(entry) for entry in entries(name)]
+    """The cells as plain data."""
+    return [asdict(cell) for cell in cells_of(name)]
 
 
-def _entry(key: Any, column: Field[Any], said: Any) -> Entry:
+def _cell(key: Any, column: Field[Any], said: Any) -> Cell:
     what, by = column.metadata["title"], column.metadata["by"]
     if isinstance(said, GradientRule):
         places = [f"{parameter} (argument {place})" for parameter, place in (said.params or {}).items()]
@@ -95,18 +95,18 @@ def _entry(key: Any, column: Field[Any], said: Any) -> Entry:
         flags = "".join(f", {f.name}" for f in fields(said) if getattr(said, f.name) is True)
         return _of_function(key, what, said.apply, f", proof: {said.proof}{flags}")
     if isinstance(said, enum.Enum):
-        return Entry(printed(key), what, str(said.value), by)
-    return Entry(printed(key), what, "yes", by) if said is True else _of_function(key, what, said, "")
+        return Cell(printed(key), what, str(said.value), by)
+    return Cell(printed(key), what, "yes", by) if said is True else _of_function(key, what, said, "")
 
 
-def _of_function(key: Any, what: str, function: Any, more: str) -> Entry:
+def _of_function(key: Any, what: str, function: Any, more: str) -> Cell:
     function = inspect.unwrap(function)
     code = getattr(function, "__code__", None)
     if code is None:
-        return Entry(printed(key), what, f"{function}{more}", "torch")
+        return Cell(printed(key), what, f"{function}{more}", "torch")
     where = f"{_relative(code.co_filename)}:{code.co_firstlineno}"
     lines = (inspect.getdoc(function) or "").splitlines()
-    return Entry(printed(key), what, f"{function.__qualname__}{more}", where, lines[0] if lines else "")
+    return Cell(printed(key), what, f"{function.__qualname__}{more}", where, lines[0] if lines else "")
 
 
 def _relative(file: str) -> str:
@@ -161,4 +161,4 @@ def _without(column: Field[Any], ops: list[OpOverload]) -> str:
     return f"refused where samples reach it{trust}"
 
 
-__all__ = ["Entry", "as_data", "entries", "known_of", "table"]
+__all__ = ["Cell", "as_data", "cells_of", "known_of", "table"]

@@ -40,7 +40,7 @@ def parsed(path: Path) -> ast.Module:
 
 
 def decorated() -> Iterator[tuple[str, str]]:
-    """`file:line` and decorator of every function that makes an entry."""
+    """`file:line` and decorator of every function that fills a cell."""
     for path in FILES:
         for node in ast.walk(parsed(path)):
             for decorator in getattr(node, "decorator_list", []):
@@ -51,7 +51,7 @@ def decorated() -> Iterator[tuple[str, str]]:
 
 
 def test_every_registered_function_is_shown() -> None:
-    shown = {entry.where for entry in ops.entries()}
+    shown = {cell.where for cell in ops.cells_of()}
     found = dict(decorated())
     assert len(found) > 150
     assert set(found.values()) == DECORATORS
@@ -59,7 +59,7 @@ def test_every_registered_function_is_shown() -> None:
 
 
 def test_every_row_is_shown() -> None:
-    shown = {entry.op for entry in ops.entries()}
+    shown = {cell.op for cell in ops.cells_of()}
     assert shown == {op_table.printed(key) for key in op_table.rows()}
     assert len(shown) == len(op_table.rows())
 
@@ -72,8 +72,8 @@ def test_every_column_is_in_use() -> None:
 
 @pytest.mark.parametrize("column", COLUMNS, ids=lambda column: column.name)
 def test_where_a_column_is_written_is_true(column) -> None:
-    """Where the function of an entry lies, or `enter` is called."""
-    found = {e.where.partition(":")[0] for e in ops.entries() if e.what == column.metadata["title"]}
+    """Where the function of a cell lies, or `enter` is called."""
+    found = {e.where.partition(":")[0] for e in ops.cells_of() if e.what == column.metadata["title"]}
     by = column.metadata["by"]
     places = [word for word in by.replace(",", " ").split() if word.startswith(("passes/", "psg_fx/"))]
     if "enter(" in by:
@@ -131,7 +131,7 @@ def test_nothing_else_keeps_a_table_of_ops() -> None:
     assert found == set(OTHER_TABLES)
 
 
-def test_an_entry_is_made_once() -> None:
+def test_a_cell_is_filled_once() -> None:
     with pytest.raises(InternalError, match=r"aten\.linear has its sample rule already: linear, and now <lambda>"):
         enter("linear", samples=SampleRule(lambda op: None, "view"))
     with pytest.raises(InternalError, match=r"aten\.view\.default has its reads strides already"):
@@ -201,7 +201,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["ops", "linear"]) == 0
     assert "gradient rule: linear" in capsys.readouterr().out
     assert cli.main(["ops"]) == 0
-    assert f"on {len(op_table.rows())} ops" in capsys.readouterr().out
+    assert f"of {len(op_table.rows())} ops" in capsys.readouterr().out
     assert cli.main(["ops", "linear", "--json"]) == 0
     assert '"what": "gradient rule"' in capsys.readouterr().out
     assert cli.main(["ops", "lineal"]) == 2
