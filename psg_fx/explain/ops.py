@@ -140,7 +140,7 @@ def _overloads(name: str) -> list[OpOverload]:
         packet = getattr(getattr(torch.ops, words[0], None), words[1], None) if len(words) > 1 else None
         if isinstance(packet, torch._ops.OpOverloadPacket):
             overloads = [getattr(packet, overload) for overload in packet.overloads()]
-            return [op for op in overloads if len(words) < 3 or op._overloadname == words[2]]
+            return [op for op in overloads if len(words) < 3 or (op._schema.overload_name or "default") == words[2]]
     return []
 
 
