@@ -19,8 +19,8 @@ from psg_fx.errors import BadArgument
 from psg_fx.op_table import POINTWISE, GradientRule, SampleRule, printed
 from psg_fx.torch_private import python_decomposition
 
-_TOPS = tuple(os.path.dirname(os.path.dirname(os.path.abspath(m.__file__))) for m in (op_table, torch) if m.__file__)
-"""The folders that paths are given from."""
+_TOPS = tuple(os.path.dirname(os.path.dirname(os.path.abspath(m.__file__))) for m in (torch, op_table) if m.__file__)
+"""The folders that paths are given from; torch may lie inside of the checkout."""
 
 
 @dataclass(frozen=True)
