@@ -116,7 +116,7 @@ def _read_sizes_from_tensors(gm: GraphModule) -> None:
 enter(
     "index_put", "_unsafe_index_put", "index_add", "index_copy", "index_fill", "masked_scatter", "scatter",
     "scatter_add", "scatter_reduce", "slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter",
-    writes=True,
+    "prims::as_strided_scatter", writes=True,
 )  # fmt: skip
 
 
