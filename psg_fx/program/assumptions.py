@@ -71,13 +71,13 @@ class _Assuming(TorchFunctionMode):
         return outcome
 
 
-_BETWEEN = ("/torch/overrides.py", "/torch/_tensor.py")
+_BETWEEN = (torch.overrides.__file__, torch._tensor.__file__)
 
 
 def _asking(frame: FrameType) -> FrameType:
     """The frame that asked, under those of the function modes."""
     code = frame.f_code
-    while frame.f_back is not None and (code.co_name == "__torch_function__" or code.co_filename.endswith(_BETWEEN)):
+    while frame.f_back is not None and (code.co_name == "__torch_function__" or code.co_filename in _BETWEEN):
         frame = frame.f_back
         code = frame.f_code
     return frame
