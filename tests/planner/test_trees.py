@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import psg_fx
 from psg_fx.algebra.asks import (  # fmt: skip
     FLOORS,
     Along,
@@ -32,12 +31,21 @@ from psg_fx.algebra.asks import (  # fmt: skip
 from psg_fx.algebra.gradient import GRADIENTS, ParameterGradient
 from psg_fx.algebra.network import BATCH, Kind, Leaf, Source
 from psg_fx.graph import facts
+from psg_fx.graph.history import History
+from psg_fx.passes import pipeline
+from psg_fx.passes.alone import Alone
+from psg_fx.passes.differentiate import differentiate
+from psg_fx.passes.networks import merge, networks
+from psg_fx.passes.runner import run
+from psg_fx.passes.sites import find_sites
 from psg_fx.planner import rates
 from psg_fx.planner.evaluate import Evaluator, compute
 from psg_fx.planner.methods import symmetric
 from psg_fx.planner.plan import ParameterPlan, Part, Plan
 from psg_fx.planner.trees import Expr, LeafExpr, dense, trees
 from psg_fx.program.call import take_apart
+from psg_fx.program.program import Program
+from psg_fx.program.state import tracked_parameters
 from psg_fx.step.binding import Binding, plain_mode
 from psg_fx.tensors import product
 from support import oracle
@@ -71,13 +79,13 @@ def joint(case: Case) -> Joint:
     """Capture the row up to its networks, and run the joint graph for the tensors that they read."""
     model = case.model()
     loss = case.loss_fn(model)
-    step = psg_fx.transform(model, loss, backend="eager", batch_dim=case.dims)
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    step(case.data())
-    model.load_state_dict(state)  # a step writes buffers, as a forward does
-    gm = step.graphs["merged"]
-    info = facts.graph_facts(gm)
     call = take_apart(((case.data(), {}), ((), {})), case.dims)
+    program, history = Program(model, loss, call), History()
+    gm = pipeline.record_capture(program, call, tracked_parameters(model, None).aliases, history)
+    gm = run(pipeline.BATCH, gm, history, alone=Alone(program, call))
+    for one in (pipeline.UNREDUCE, find_sites, differentiate, networks, merge):
+        gm = run(one, gm, history)
+    info = facts.graph_facts(gm)
     with plain_mode():
         arguments = Binding(gm, model, loss).arguments(call, {})
         results = gm(*arguments)
