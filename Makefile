@@ -8,8 +8,9 @@ VENV := .venv
 LATEST := .venv-latest
 BIN := $(CURDIR)/$(VENV)/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
-# One process per core and one thread per process: the tests' tensors are small.
-PYTEST_ARGS ?= -n auto --maxprocesses 8
+# One process per core and one thread per process: the tests' tensors are small.  What takes long to make is made in one
+# of them, where all tests that read it run (`xdist_group`).
+PYTEST_ARGS ?= -n auto --maxprocesses 8 --dist loadgroup
 MIRROR := .cache/typecheck
 # Of `make fuzz`: how long, which programs, and further options (`make fuzz FUZZ_ARGS=--help`).
 SECONDS ?= 600

@@ -25,6 +25,8 @@ from support.op_samples import Call, recorded
 from support.placements import PLAIN, placements, widened
 from support.trials import Outcome, trial
 
+pytestmark = pytest.mark.xdist_group("operators")  # they read one recording of all operators
+
 EACH = 5
 RULES = sample_rules()
 PARTS = 8

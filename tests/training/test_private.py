@@ -25,6 +25,8 @@ import psg_fx
 from support import oracle
 from support.training import CLASSES, MAX_NORM, SIGMA, Run, Training, engine, in_parts, quietly, same, trained
 
+pytestmark = pytest.mark.xdist_group("private")  # they share captured steps and Opacus' results
+
 Named = dict[str, Tensor]
 
 
@@ -73,10 +75,16 @@ WAYS: dict[str, Run] = {
 }
 
 
+@functools.cache
+def opacus(passes: int, **options: Any) -> tuple[Training, float]:
+    """What Opacus' own per-sample gradients give."""
+    return trained(engine("hooks"), passes, **options)
+
+
 @pytest.mark.parametrize("way", WAYS)
 @quietly
 def test_the_same_noise_gives_the_weights_of_opacus(way: str) -> None:
-    mine, theirs = trained(WAYS[way], 3), trained(engine("hooks"), 3)
+    mine, theirs = trained(WAYS[way], 3), opacus(3)
     assert mine[0].sizes == theirs[0].sizes
     assert len(mine[0].sizes) == 12
     assert len(set(mine[0].sizes)) > 2
@@ -86,7 +94,7 @@ def test_the_same_noise_gives_the_weights_of_opacus(way: str) -> None:
 @pytest.mark.parametrize("way", ["no_op", "Opacus' optimizer"])
 @quietly
 def test_batches_in_parts_by_opacus_memory_manager(way: str) -> None:
-    mine, theirs = trained(WAYS[way], 3, part=3), trained(engine("hooks"), 3)
+    mine, theirs = trained(WAYS[way], 3, part=3), opacus(3)
     assert max(mine[0].sizes) == 3
     assert sum(mine[0].sizes) == sum(theirs[0].sizes)
     same(mine, theirs)
@@ -101,7 +109,7 @@ FEW: dict[str, Any] = {"batch": 1, "count": 8}
 @quietly
 def test_poisson_batches_of_no_sample_and_of_one(way: str, seed: int, first: int) -> None:
     """Also as the first batch of all, from which psg_fx captures.  Empty batches still add noise, and count."""
-    mine, theirs = trained(WAYS[way], 2, seed=seed, **FEW), trained(engine("hooks"), 2, seed=seed, **FEW)
+    mine, theirs = trained(WAYS[way], 2, seed=seed, **FEW), opacus(2, seed=seed, **FEW)
     assert mine[0].sizes == theirs[0].sizes
     assert mine[0].sizes[0] == first
     assert {0, 1} < set(mine[0].sizes)
@@ -113,7 +121,7 @@ def test_poisson_batches_of_no_sample_and_of_one(way: str, seed: int, first: int
 @pytest.mark.parametrize("way", ["no_op", "Opacus' optimizer"])
 @quietly
 def test_poisson_batches_compiled_by_inductor(way: str) -> None:
-    same(trained(WAYS[way], 2, backend="inductor", **FEW), trained(engine("hooks"), 2, **FEW))
+    same(trained(WAYS[way], 2, backend="inductor", **FEW), opacus(2, **FEW))
 
 
 class Sequence(nn.Module):
