@@ -23,6 +23,20 @@ def cdist(a: torch.Tensor, b: torch.Tensor, p: float = 2.0, compute_mode: int | 
     return distance
 
 
+@formula(aten.scaled_dot_product_attention.default)
+def attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """softmax(Q Kᵀ / √d) V (Vaswani et al. 2017, arXiv:1706.03762), without a mask, dropout or shared heads."""
+    if attn_mask is not None or dropout_p or is_causal or enable_gqa:
+        return aten.scaled_dot_product_attention(  # type: ignore[no-any-return]
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    return scores.softmax(-1) @ value
+
+
 @formula(aten.einsum.default)
 def einsum(equation: str, tensors: Sequence[torch.Tensor], path: Sequence[int] | None = None) -> torch.Tensor:
     """A letter that an operand repeats stands for its diagonal."""

@@ -128,7 +128,7 @@ def test_what_is_said_of_a_node(gpt: psg_fx.PerSampleModule) -> None:
     assert node["op"] == "aten.linear.default"
     assert node["value"] == "float32 [B, 6, 48]"
     assert (node["samples"], node["role"], node["site"]) == ("dim 0", "site", "linear")
-    assert re.match(r"sequence\.py:\d+: q, k, v = self\.qkv", node["source"])
+    assert re.match(r"block\.py:\d+: attended = self\.attend\(self\.qkv", node["source"])
 
 
 def test_late_nodes_know_their_site_and_cotangent(gpt: psg_fx.PerSampleModule) -> None:
