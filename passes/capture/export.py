@@ -42,7 +42,7 @@ from .rewrites import rewritten
 from .writes import seen_by_autograd, unwatched
 
 aten = torch.ops.aten
-Example = Callable[[int], Sequence[torch.Tensor]]
+MakeExample = Callable[[int], Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Exported:
 
 
 def export(
-    program: nn.Module, example: Example, dims: Sequence[int | None], sizes: tuple[int, int], observed: Observed
+    program: nn.Module, example: MakeExample, dims: Sequence[int | None], sizes: tuple[int, int], observed: Observed
 ) -> Exported:
     """`program(example(B))` for every batch size B; where only that fails, for one.
 
@@ -80,8 +80,8 @@ def export(
 
 
 def _one_size(
-    program: nn.Module, example: Example, dims: Sequence[int | None], sizes: tuple[int, int], failure: CaptureFailed,
-    readings: Readings,
+    program: nn.Module, example: MakeExample, dims: Sequence[int | None], sizes: tuple[int, int],
+    failure: CaptureFailed, readings: Readings,
 ) -> Exported:  # fmt: skip
     """The program at the batch size of the call, its numbers that follow the batch size found by other sizes."""
     hint, size = sizes[0], sizes[1] or sizes[0]  # for no samples, a graph says what is empty, and does not run

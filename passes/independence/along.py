@@ -8,7 +8,7 @@ from psg_fx.graph import sample_axis
 from psg_fx.graph.facts import SampleAxis
 from psg_fx.graph.sample_axis import positive
 
-from .table import Answer, sample_rule
+from .table import Placement, sample_rule
 from .values import FIX, GATHER, Argument, Op, Result, broadcast
 
 _DONE = {
@@ -47,13 +47,13 @@ def _fix(op: Op, short: str) -> str:
     return FIX
 
 
-def along(name: str, default: int | None, *, flat: bool = False) -> Callable[[Op], Answer]:
+def along(name: str, default: int | None, *, flat: bool = False) -> Callable[[Op], Placement]:
     """A rule maker: the op runs along the dim(s) in argument `name`; without it, along `default` or (None) all.
 
     flat: an empty list of dims means the flattened input.
     """
 
-    def apply(op: Op) -> Answer:
+    def apply(op: Op) -> Placement:
         x = _alone(op)
         if x.axis is None:
             return None
@@ -68,7 +68,7 @@ def along(name: str, default: int | None, *, flat: bool = False) -> Callable[[Op
 
 
 @sample_rule("sort", "argsort", "msort", proof="along another dim")
-def sort(op: Op) -> Answer:
+def sort(op: Op) -> Placement:
     """Along `dim`.  An order of integers over all samples is how rows are brought to the expert or class they name."""
     x = _main(op)
     integers = not x.node.meta["val"].is_floating_point()
@@ -94,14 +94,14 @@ for _names, _argument, _default in (
 
 
 @sample_rule("trapz", "trapezoid", proof="along another dim")
-def trapezoid(op: Op) -> Answer:
+def trapezoid(op: Op) -> Placement:
     """An integral along one dim, which goes."""
     axis = along("dim", -1)(op)
     return sample_axis.without_dims(axis, [op.dim("dim", _main(op).ndim, -1)]) if isinstance(axis, SampleAxis) else axis
 
 
 @sample_rule("_masked_softmax", proof="along another dim")
-def masked_softmax(op: Op) -> Answer:
+def masked_softmax(op: Op) -> Placement:
     """Softmax over `dim` (the last one by default), the mask aligned with the input."""
     x = op.need("self")
     found = broadcast(op, op.values(), x.ndim)
@@ -111,7 +111,7 @@ def masked_softmax(op: Op) -> Answer:
 
 
 @sample_rule("linalg_cross", "cross", proof="along another dim")
-def cross(op: Op) -> Answer:
+def cross(op: Op) -> Placement:
     """Two values combined element by element but for one dim of size 3."""
     values = op.values()
     ndim = max(v.ndim for v in values)
@@ -124,10 +124,10 @@ def cross(op: Op) -> Answer:
     return found.axes
 
 
-def trailing(count: int | Callable[[Op], int], what: str) -> Callable[[Op], Answer]:
+def trailing(count: int | Callable[[Op], int], what: str) -> Callable[[Op], Placement]:
     """A rule maker: the op works on the last `count` dims and leaves the others alone, in place."""
 
-    def apply(op: Op) -> Answer:
+    def apply(op: Op) -> Placement:
         x = _alone(op)
         if x.axis is None:
             return None
@@ -158,7 +158,7 @@ sample_rule("constant_pad_nd", "pad", "_pad_enum", "_pad_circular", proof="trail
 
 
 @sample_rule("diag_embed", proof="view")
-def diag_embed(op: Op) -> Answer:
+def diag_embed(op: Op) -> Placement:
     """The last dim becomes the diagonal of two new dims."""
     x = op.need("self")
     if x.axis is None:
@@ -177,7 +177,7 @@ _SOLVES = """
 
 
 @sample_rule(*_SOLVES.split(), proof="trailing dims")
-def solve(op: Op) -> Answer:
+def solve(op: Op) -> Placement:
     """Matrices in the last two dims, the same leading dims in all arguments."""
     values = [v for v in op.values() if v.axis is not None]
     if any(v.axis and v.axis.dim >= v.ndim - 2 for v in values):
@@ -188,7 +188,7 @@ def solve(op: Op) -> Answer:
 
 
 @sample_rule("lu_unpack", proof="trailing dims")
-def lu_unpack(op: Op) -> Answer:
+def lu_unpack(op: Op) -> Placement:
     """P, L, U `[n.., :, :]` of LU `[n.., :, :]` and pivots `[n.., :]`; what is not asked for is empty."""
     lu, pivots = op.need("LU_data"), op.need("LU_pivots")
     if lu.axis is None and pivots.axis is None:
@@ -199,7 +199,7 @@ def lu_unpack(op: Op) -> Answer:
 
 
 @sample_rule("linalg_lu_solve", "lu_solve", proof="trailing dims")
-def lu_solve(op: Op) -> Answer:
+def lu_solve(op: Op) -> Placement:
     """Matrices in the last two dims, pivots in the last one, the same leading dims in all."""
     lu, pivots = (op.value(n) or op.need(m) for n, m in (("LU", "LU_data"), ("pivots", "LU_pivots")))
     right = op.value("B") or op.need("self")
@@ -213,7 +213,7 @@ def lu_solve(op: Op) -> Answer:
 
 
 @sample_rule("renorm", proof="norm of each row")
-def renorm(op: Op) -> Answer:
+def renorm(op: Op) -> Placement:
     """Each index of `dim` is scaled by the norm over all other dims."""
     x = op.need("self")
     if x.axis is not None and x.axis.dim != op.dim("dim", x.ndim):
@@ -222,7 +222,7 @@ def renorm(op: Op) -> Answer:
 
 
 @sample_rule("searchsorted", proof="along another dim")
-def searchsorted(op: Op) -> Answer:
+def searchsorted(op: Op) -> Placement:
     """y[.., j] = the place of v[.., j] in the sorted s[.., :]."""
     ordered = op.value("sorted_sequence")
     value = op.value("self")

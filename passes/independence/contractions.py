@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from psg_fx.graph.facts import SampleAxis
 
-from .table import Answer, sample_rule
+from .table import Placement, sample_rule
 from .values import REDUCED, Argument, Op, Result, broadcast
 
 Labels = list[str]
@@ -53,7 +53,7 @@ def batch_labels(values: Sequence[Argument], ndims: Sequence[int]) -> list[Label
     return [[f"n{most - count + d}" for d in range(count)] for count in ndims]
 
 
-def _with_addend(op: Op, found: SampleAxis | None, ndim: int) -> Answer:
+def _with_addend(op: Op, found: SampleAxis | None, ndim: int) -> Placement:
     """Y = β input + contraction."""
     addend = op.need("input" if "input" in op.args else "self")
     product = Argument(op.node, op.out(), Result(found))
@@ -61,7 +61,7 @@ def _with_addend(op: Op, found: SampleAxis | None, ndim: int) -> Answer:
 
 
 @sample_rule("matmul", "linalg_matmul", "mm", "bmm", "mv", "_int_mm", "inner", proof="contraction")
-def matmul(op: Op) -> Answer:
+def matmul(op: Op) -> Placement:
     """y[n.., i, j] = Σ_k a[n.., i, k] b[n.., k, j]; one-dim factors lose i or j."""
     a = op.value("self") or op.need("input")
     b = op.value("other") or op.value("mat2") or op.need("vec")
@@ -77,14 +77,14 @@ def _product(op: Op, a: Argument, b: Argument, transposed: bool = False) -> Samp
 
 
 @sample_rule("addmm", "_addmm_activation", "baddbmm", "addmv", proof="contraction")
-def addmm(op: Op) -> Answer:
+def addmm(op: Op) -> Placement:
     """Y = β input + α a b."""
     names = {"aten.baddbmm": ("batch1", "batch2"), "aten.addmv": ("mat", "vec")}.get(op.name, ("mat1", "mat2"))
     return _with_addend(op, _product(op, op.need(names[0]), op.need(names[1])), len(op.out().shape))
 
 
 @sample_rule("outer", "ger", "addr", proof="contraction")
-def outer(op: Op) -> Answer:
+def outer(op: Op) -> Placement:
     """y[i, j] = a[i] b[j]."""
     first, second = ("vec1", "vec2") if op.name == "aten.addr" else ("self", "vec2")
     found = contraction(op, [op.need(first), op.need(second)], [["i"], ["j"]], ["i", "j"])
@@ -92,7 +92,7 @@ def outer(op: Op) -> Answer:
 
 
 @sample_rule("linear", proof="contraction")
-def linear(op: Op) -> Answer:
+def linear(op: Op) -> Placement:
     """y[.., o] = Σ_i x[.., i] W[o, i] + bias[o]."""
     x, weight, bias = op.need("input"), op.need("weight"), op.value("bias")
     lead = [f"n{d}" for d in range(x.ndim - 1)]
@@ -105,7 +105,7 @@ def linear(op: Op) -> Answer:
 
 
 @sample_rule("bilinear", proof="contraction")
-def bilinear(op: Op) -> Answer:
+def bilinear(op: Op) -> Placement:
     """y[.., o] = Σ_ij a[.., i] W[o, i, j] b[.., j] + bias[o]."""
     a, b, weight = op.need("input1"), op.need("input2"), op.need("weight")
     lead = [f"n{d}" for d in range(a.ndim - 1)]
@@ -115,7 +115,7 @@ def bilinear(op: Op) -> Answer:
 
 
 @sample_rule("einsum", proof="contraction")
-def einsum(op: Op) -> Answer:
+def einsum(op: Op) -> Placement:
     """The equation itself; `...` stands for leading dims that broadcast from the right."""
     operands = op.values_of("tensors")
     left, arrow, right = op.raw("equation").replace(" ", "").partition("->")
@@ -143,7 +143,7 @@ def _labels(term: str, width: int, most: int) -> Labels:
 
 
 @sample_rule("tensordot", proof="contraction")
-def tensordot(op: Op) -> Answer:
+def tensordot(op: Op) -> Placement:
     """y[free a, free b] = Σ over the pairs of dims."""
     a, b = op.need("self"), op.need("other")
     left = [f"a{d}" for d in range(a.ndim)]
@@ -156,7 +156,7 @@ def tensordot(op: Op) -> Answer:
 
 
 @sample_rule("cdist", "_cdist_forward", "_euclidean_dist", proof="contraction")
-def cdist(op: Op) -> Answer:
+def cdist(op: Op) -> Placement:
     """y[n.., i, j] = ‖a[n.., i, :] - b[n.., j, :]‖."""
     a, b = op.need("x1"), op.need("x2")
     lead_a, lead_b = batch_labels([a, b], [a.ndim - 2, b.ndim - 2])
@@ -165,7 +165,7 @@ def cdist(op: Op) -> Answer:
 
 
 @sample_rule("kron", "chain_matmul", "linalg_multi_dot", "addbmm", "block_diag", "cartesian_prod", proof="contraction")
-def unruled_products(op: Op) -> Answer:
+def unruled_products(op: Op) -> Placement:
     """Products of all rows with all rows."""
     raise op.unsupported("it is a product of whole matrices without a rule", "write it with matmul or einsum")
 
@@ -178,7 +178,7 @@ _ATTENTION = """
 
 
 @sample_rule(*_ATTENTION.split(), proof="attention")
-def attention(op: Op) -> Answer:
+def attention(op: Op) -> Placement:
     """y[n.., l, e] = Σ_s softmax_s(q[n.., l, :] · k[n.., s, :] + mask[n.., l, s]) v[n.., s, e]; samples in n."""
     q, k, v = op.need("query"), op.need("key"), op.need("value")
     for value in (q, k, v):

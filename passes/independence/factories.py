@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from psg_fx.graph.facts import SampleAxis
 
-from .table import Answer, sample_rule
+from .table import Placement, sample_rule
 from .values import Op, Result
 
 _FILLS = """
@@ -46,7 +46,7 @@ def arange(op: Op) -> Result:
 
 
 @sample_rule(*_ORDERED.split(), proof="same for all samples", sizes=True, shapes_only=True)
-def ordered(op: Op) -> Answer:
+def ordered(op: Op) -> Placement:
     """Numbers that depend on the place: no dim may be the batch."""
     if op.out().dim is not None:
         raise op.refuse("its numbers depend on the place of the sample in the batch")
@@ -54,7 +54,7 @@ def ordered(op: Op) -> Answer:
 
 
 @sample_rule("randperm", proof="drawn per element", sizes=True)
-def randperm(op: Op) -> Answer:
+def randperm(op: Op) -> Placement:
     """A random order."""
     if op.out().dim is not None:
         raise op.refuse(
@@ -65,7 +65,7 @@ def randperm(op: Op) -> Answer:
 
 
 @sample_rule("multinomial", proof="drawn per element")
-def multinomial(op: Op) -> Answer:
+def multinomial(op: Op) -> Placement:
     """y[b, :] drawn with the weights x[b, :]."""
     x = op.need("self")
     if x.axis is not None and x.axis.dim == x.ndim - 1:

@@ -14,14 +14,14 @@ from psg_fx.graph.facts import InputSpec, SampleAxes
 from psg_fx.ops.autograd_function import CustomCall, backward_graph, custom_call, forward_graph
 from psg_fx.source import locate
 
-from .table import Answer, sample_rule
+from .table import Placement, sample_rule
 from .values import Op, Result
 
 _FUNCTION = "a custom autograd.Function"
 
 
 @sample_rule("<custom>", proof="written out")
-def custom(op: Op) -> Answer:
+def custom(op: Op) -> Placement:
     """The outputs of forward; backward must give each input with samples a gradient with the same samples."""
     call = custom_call(op.node.target)
     assert call is not None

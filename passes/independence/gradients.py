@@ -14,7 +14,7 @@ from psg_fx.graph.facts import SampleAxis
 
 from .contractions import contraction
 from .reductions import reduced_over
-from .table import Answer, sample_rule
+from .table import Placement, sample_rule
 from .values import Argument, Op, Result, broadcast, symbolic_sizes
 from .views import cut_bound
 
@@ -28,7 +28,7 @@ def _together(op: Op, values: Sequence[Argument | None], ndim: int) -> SampleAxi
     return found
 
 
-def _only(op: Op, axis: Answer, *wanted: bool) -> Answer:
+def _only(op: Op, axis: Placement, *wanted: bool) -> Placement:
     """The axis for the gradients of data; no gradient of a weight may be computed."""
     mask = op.raw("output_mask")
     if mask is not None and any(asked and not data for asked, data in zip(mask, wanted, strict=True)):
@@ -46,7 +46,7 @@ _ELEMENTWISE = """
 
 
 @sample_rule(*_ELEMENTWISE.split(), "log_sigmoid_backward", proof="elementwise")
-def elementwise_backward(op: Op) -> Answer:
+def elementwise_backward(op: Op) -> Placement:
     """ḡx[..] = ȳ[..] f(x[..], ..)."""
     values = [v for v in op.values() if 0 not in v.shape]  # the buffer of log_sigmoid is empty on some devices
     return Result(_together(op, values, len(op.out().shape)))
@@ -59,14 +59,14 @@ _LOSSES = """
 
 
 @sample_rule(*_LOSSES.split(), proof="elementwise")
-def loss_backward(op: Op) -> Answer:
+def loss_backward(op: Op) -> Placement:
     """ḡx[..] = ȳ[..] f(x[..], y[..]); a mean over all elements counts those of all samples."""
     if op.raw("reduction", 1) != 0:
         raise op.refuse("it is the gradient of a loss reduced over the samples")
     return _together(op, op.values(), len(op.out().shape))
 
 
-def _along(op: Op, values: Sequence[Argument | None], dim: int) -> Answer:
+def _along(op: Op, values: Sequence[Argument | None], dim: int) -> Placement:
     axis = _together(op, values, len(op.out().shape))
     if axis is not None and axis.dim == dim:
         raise op.refuse(f"it runs along dim {dim}, the sample dim")
@@ -75,7 +75,7 @@ def _along(op: Op, values: Sequence[Argument | None], dim: int) -> Answer:
 
 @sample_rule("_softmax_backward_data", "_log_softmax_backward_data", "_masked_softmax_backward", "glu_backward",
       proof="along another dim")  # fmt: skip
-def softmax_backward(op: Op) -> Answer:
+def softmax_backward(op: Op) -> Placement:
     """ḡx[.., :] = J(y[.., :]) ȳ[.., :] along `dim`."""
     return _along(op, op.values(), op.dim("dim", len(op.out().shape), -1))
 
@@ -84,7 +84,7 @@ def softmax_backward(op: Op) -> Answer:
 
 
 @sample_rule("select_backward", proof="view", sizes=True)
-def select_backward(op: Op) -> Answer:
+def select_backward(op: Op) -> Placement:
     """Zeros but for one index of a dim."""
     g, out = op.need("grad_output"), op.out()
     dim = op.dim("dim", len(out.shape))
@@ -94,7 +94,7 @@ def select_backward(op: Op) -> Answer:
 
 
 @sample_rule("slice_backward", proof="view", sizes=True)
-def slice_backward(op: Op) -> Answer:
+def slice_backward(op: Op) -> Placement:
     """Zeros but for a range of a dim; of the sample dim, only whole blocks of all samples."""
     g, out = op.need("grad_output"), op.out()
     dim = op.dim("dim", g.ndim)
@@ -112,7 +112,7 @@ def slice_backward(op: Op) -> Answer:
 
 
 @sample_rule("diagonal_backward", proof="view", sizes=True)
-def diagonal_backward(op: Op) -> Answer:
+def diagonal_backward(op: Op) -> Placement:
     """Zeros but for a diagonal."""
     g, ndim = op.need("grad_output"), len(op.out().shape)
     dims = sorted({op.dim("dim1", ndim), op.dim("dim2", ndim, 1)})
@@ -124,7 +124,7 @@ def diagonal_backward(op: Op) -> Answer:
 
 
 @sample_rule("unfold_backward", proof="view", sizes=True)
-def unfold_backward(op: Op) -> Answer:
+def unfold_backward(op: Op) -> Placement:
     """ḡx[.., j, ..]: the sum over the windows of `dim` that hold place j."""
     g = op.need("grad_in")
     dim = op.dim("dim", g.ndim - 1)
@@ -135,7 +135,7 @@ def unfold_backward(op: Op) -> Answer:
     return g.axis
 
 
-def _nothing(op: Op, *dims: int) -> Answer:
+def _nothing(op: Op, *dims: int) -> Placement:
     """What is written carries no samples, so neither does the result."""
     if op.out().dim is not None:
         raise op.refuse(f"it writes what all samples share to a part of dim {op.out().dim}, the sample dim")
@@ -145,10 +145,10 @@ def _nothing(op: Op, *dims: int) -> Answer:
 # ---- windows ---------------------------------------------------------------------------------------------------------
 
 
-def rows_of(count: int, *names: str) -> Callable[[Op], Answer]:
+def rows_of(count: int, *names: str) -> Callable[[Op], Placement]:
     """A rule maker: the op works on the last `count` dims of the tensors in the arguments `names` (or of all)."""
 
-    def apply(op: Op) -> Answer:
+    def apply(op: Op) -> Placement:
         values = [v for n in names if (v := op.value(n)) is not None] if names else op.values()
         axis = _together(op, values, max(v.ndim for v in values))
         if axis is None:
@@ -178,7 +178,7 @@ for _count, _names in (
 
 
 @sample_rule("convolution_backward", proof="convolution", sizes=True)
-def convolution_backward(op: Op) -> Answer:
+def convolution_backward(op: Op) -> Placement:
     """ḡx: the transposed convolution of ȳ.  Samples in dim 0, or (kernels of their own) as groups of channels."""
     g, x, weight = op.need("grad_output"), op.need("input"), op.need("weight")
     sizes = symbolic_sizes(op.node, op.batch)
@@ -199,14 +199,14 @@ def convolution_backward(op: Op) -> Answer:
     return _masked(op, x.axis, weight.axis, SampleAxis(0, 1, weight.shape[0]))
 
 
-def _masked(op: Op, *found: Any) -> Answer:
+def _masked(op: Op, *found: Any) -> Placement:
     """One axis for each output that is computed."""
     mask = op.raw("output_mask", [True] * len(found))
     return tuple(a if asked else None for a, asked in zip(found, mask, strict=True))
 
 
 @sample_rule("grid_sampler_2d_backward", "grid_sampler_3d_backward", proof="windows")
-def grid_sampler_backward(op: Op) -> Answer:
+def grid_sampler_backward(op: Op) -> Placement:
     """ḡx[b] and ḡgrid[b]: all hold the samples in dim 0."""
     values = [op.need(n) for n in ("grad_output", "input", "grid")]
     if all(v.axis is None for v in values):
@@ -221,7 +221,7 @@ def _order(value: Argument) -> tuple[int, int]:
 
 
 @sample_rule("affine_grid_generator_backward", proof="windows", sizes=True)
-def affine_grid_backward(op: Op) -> Answer:
+def affine_grid_backward(op: Op) -> Placement:
     """ḡθ[b] = Σ_p ȳ[b, p.., :] p."""
     g = op.need("grad")
     if g.axis is not None and g.axis.dim != 0:
@@ -233,7 +233,7 @@ def affine_grid_backward(op: Op) -> Answer:
 
 
 @sample_rule("native_layer_norm_backward", "_fused_rms_norm_backward", proof="norm over trailing dims")
-def layer_norm_backward(op: Op) -> Answer:
+def layer_norm_backward(op: Op) -> Placement:
     """ḡx: each row of the leading dims by itself."""
     names = [n for n in ("grad_out", "input", "mean", "rstd") if n in op.args]
     wide = len(op.raw("normalized_shape"))
@@ -245,7 +245,7 @@ def layer_norm_backward(op: Op) -> Answer:
 
 
 @sample_rule("native_group_norm_backward", proof="norm of each row of dim 0", sizes=True)
-def group_norm_backward(op: Op) -> Answer:
+def group_norm_backward(op: Op) -> Placement:
     """ḡx[b]: mean and rstd are `[N, groups]`."""
     values = [op.need(n) for n in ("grad_out", "input", "mean", "rstd")]
     if any(n in symbolic_sizes(op.node, op.batch) for n in (op.raw("C"), op.raw("HxW"), op.raw("group"))):
@@ -262,7 +262,7 @@ def group_norm_backward(op: Op) -> Answer:
     "native_batch_norm_backward", "batch_norm_backward", "cudnn_batch_norm_backward", "miopen_batch_norm_backward",
     proof="norm of each channel",
 )  # fmt: skip
-def batch_norm_backward(op: Op) -> Answer:
+def batch_norm_backward(op: Op) -> Placement:
     """ḡx[:, c]: sums over all dims but that of the channels, which must be where the samples lie (instance norm)."""
     g, x = op.value("grad_out") or op.need("grad_output"), op.need("input")
     axis = _together(op, [g, x], x.ndim)
@@ -282,7 +282,7 @@ def batch_norm_backward(op: Op) -> Answer:
 
 
 @sample_rule("_cdist_backward", proof="contraction")
-def cdist_backward(op: Op) -> Answer:
+def cdist_backward(op: Op) -> Placement:
     """ḡa[n.., i, :] = Σ_j ȳ[n.., i, j] f(a[n.., i, :], b[n.., j, :], d[n.., i, j])."""
     operands = [op.need(n) for n in ("grad", "x1", "x2", "cdist")]
     lead = [[f"n{d}" for d in range(len(op.out().shape) - v.ndim, len(op.out().shape) - 2)] for v in operands]
@@ -294,7 +294,7 @@ def cdist_backward(op: Op) -> Answer:
 
 
 @sample_rule("_trilinear", proof="contraction")
-def trilinear(op: Op) -> Answer:
+def trilinear(op: Op) -> Placement:
     """Σ over `sumdim` of the product of three values, each with dims of size 1 put in at `expandK`."""
     found: list[Argument] = []
     ndim = op.need("i1").ndim + len(op.raw("expand1", []))
@@ -321,7 +321,7 @@ _ATTENTION = """
 
 
 @sample_rule(*_ATTENTION.split(), proof="attention")
-def attention_backward(op: Op) -> Answer:
+def attention_backward(op: Op) -> Placement:
     """ḡq, ḡk, ḡv[n..]: all hold the samples in the same leading dim."""
     names = ("grad_out", "grad_out_", "query", "key", "value", "out", "logsumexp", "attn_mask", "attn_bias")
     values = {n: v for n in names if (v := op.value(n)) is not None and v.shape not in ((), (0,))}
@@ -350,6 +350,6 @@ _REFUSED = """
 
 
 @sample_rule(*_REFUSED.split(), proof="reduction")
-def pooled_backward(op: Op) -> Answer:
+def pooled_backward(op: Op) -> Placement:
     """The rows of all samples meet in one table, or the forward op is refused as well."""
     raise op.unsupported(_WHERE)

@@ -10,7 +10,7 @@ from psg_fx.graph import sample_axis
 from psg_fx.graph.facts import SampleAxis
 
 from .bounds import bounds
-from .table import Answer, sample_rule
+from .table import Placement, sample_rule
 from .values import NUMBERS, NUMBERS_FIX, Argument, Op, Result, broadcast
 
 _PICK = "pick by x[torch.arange(B), ids], or gather along another dim"
@@ -26,7 +26,7 @@ def _is_mask(value: Argument) -> bool:
 
 
 @sample_rule("index", "_unsafe_index", proof="indexing", index=True)
-def index(op: Op) -> Answer:
+def index(op: Op) -> Placement:
     """y[.., n.., ..] = x[.., i_1[n..], i_2[n..], ..]; n.. stands for the indexed dims, or first if they are apart."""
     x, picks = op.need("self"), _indices(op)
     used = [d for d, p in enumerate(picks) if p is not None]
@@ -87,7 +87,7 @@ def require_own_rows(op: Op, x: Argument, picks: Argument) -> None:
 
 
 @sample_rule("index_put", "_unsafe_index_put", "_index_put_impl", proof="indexing", index=True)
-def index_put(op: Op) -> Answer:
+def index_put(op: Op) -> Placement:
     """Y = x with x[i_1[n..], ..] = (or +=) values."""
     x, picks, values = op.need("self"), _indices(op), op.need("values")
     if x.found.index or values.found.index:
@@ -115,7 +115,7 @@ def index_put(op: Op) -> Answer:
     return x.axis
 
 
-def _masked_put(op: Op, x: Argument, picks: Sequence[Argument | None], values: Argument) -> Answer:
+def _masked_put(op: Op, x: Argument, picks: Sequence[Argument | None], values: Argument) -> Placement:
     """x[mask] = values, where the values do not count the rows the mask picks: the same as `where`."""
     mask = picks[0]
     if len(picks) != 1 or mask is None or values.axis is not None or values.ndim > x.ndim - mask.ndim:
@@ -128,7 +128,7 @@ def _masked_put(op: Op, x: Argument, picks: Sequence[Argument | None], values: A
 
 
 @sample_rule("index_select", proof="indexing", index=True)
-def index_select(op: Op) -> Answer:
+def index_select(op: Op) -> Placement:
     """y[.., j, ..] = x[.., ids[j], ..]."""
     x, ids = op.need("self"), op.need("index")
     dim = op.dim("dim", x.ndim)
@@ -146,7 +146,7 @@ def index_select(op: Op) -> Answer:
 
 
 @sample_rule("gather", "take_along_dim", proof="indexing")
-def gather(op: Op) -> Answer:
+def gather(op: Op) -> Placement:
     """y[i.., j, k..] = x[i.., ids[i.., j, k..], k..] along dim."""
     x = op.need("self")
     ids = op.value("index") or op.need("indices")
@@ -167,7 +167,7 @@ def gather(op: Op) -> Answer:
 
 
 @sample_rule("scatter", "scatter_add", "scatter_reduce", proof="indexing")
-def scatter(op: Op) -> Answer:
+def scatter(op: Op) -> Placement:
     """Y = x with y[i.., ids[i.., j, k..], k..] = (or +=) src[i.., j, k..] along dim."""
     x, ids, source = op.need("self"), op.need("index"), op.value("src")
     dim = op.dim("dim", x.ndim)
@@ -186,7 +186,7 @@ def scatter(op: Op) -> Answer:
 
 
 @sample_rule("index_add", "index_copy", "index_fill", "index_reduce", proof="indexing")
-def index_write(op: Op) -> Answer:
+def index_write(op: Op) -> Placement:
     """Y = x with y[.., ids[j], ..] = (or +=) source[.., j, ..]."""
     x, ids, source = op.need("self"), op.need("index"), op.value("source")
     if x.axis is None and not op.sampled():
@@ -200,7 +200,7 @@ def index_write(op: Op) -> Answer:
 
 
 @sample_rule("take", proof="indexing")
-def take(op: Op) -> Answer:
+def take(op: Op) -> Placement:
     """y[..] = x.flatten()[ids[..]]."""
     x, ids = op.need("self"), op.need("index")
     if x.axis is not None:
@@ -210,7 +210,7 @@ def take(op: Op) -> Answer:
 
 @sample_rule("masked_scatter", "put", "repeat_interleave.Tensor", "repeat_interleave.self_Tensor", "isin",
       "_unsafe_masked_index", "_unsafe_masked_index_put_accumulate", "segment_reduce", proof="indexing")  # fmt: skip
-def flat_places(op: Op) -> Answer:
+def flat_places(op: Op) -> Placement:
     """Places are counted through all samples."""
     if op.name == "aten.isin":
         elements, tests = op.value("elements"), op.value("test_elements")

@@ -8,12 +8,12 @@ from psg_fx.graph import sample_axis
 from psg_fx.graph.facts import SampleAxis
 from psg_fx.graph.sample_axis import Misfit
 
-from .table import Answer, sample_rule
+from .table import Placement, sample_rule
 from .values import Argument, Op, broadcast, samples_of
 
 
 @sample_rule("cat", "concat", "concatenate", proof="joined")
-def cat(op: Op) -> Answer:
+def cat(op: Op) -> Placement:
     """y[.., :n] = a, y[.., n:] = b, along one dim."""
     values = [v for v in op.values_of("tensors") if v.shape != (0,)]
     return joined(op, values, op.dim("dim", values[0].ndim))
@@ -44,7 +44,7 @@ def axis_of(op: Op, values: Sequence[Argument]) -> SampleAxis | None:
 
 
 @sample_rule("stack", "_stack", proof="joined")
-def stack(op: Op) -> Answer:
+def stack(op: Op) -> Placement:
     """A new dim that counts the values."""
     values = op.values_of("tensors")
     axis = axis_of(op, values)
@@ -52,7 +52,7 @@ def stack(op: Op) -> Answer:
 
 
 @sample_rule("hstack", "vstack", "dstack", "column_stack", "row_stack", proof="joined")
-def named_stacks(op: Op) -> Answer:
+def named_stacks(op: Op) -> Placement:
     """Along dim 1 (hstack), 0 (vstack), 2 (dstack), for values with enough dims."""
     values = op.values_of("tensors")
     short = op.name.removeprefix("aten.")
@@ -63,7 +63,7 @@ def named_stacks(op: Op) -> Answer:
 
 
 @sample_rule("meshgrid", proof="joined")
-def meshgrid(op: Op) -> Answer:
+def meshgrid(op: Op) -> Placement:
     """y_k[i_0, i_1, ..] = x_k[i_k]."""
     values = op.values_of("tensors")
     if any(v.axis is not None for v in values):
@@ -72,7 +72,7 @@ def meshgrid(op: Op) -> Answer:
 
 
 @sample_rule("select_scatter", "slice_scatter", "diagonal_scatter", proof="joined")
-def scatter_part(op: Op) -> Answer:
+def scatter_part(op: Op) -> Placement:
     """A copy of x in which one place, range or diagonal of a dim is src."""
     x, source = op.need("self"), op.need("src")
     dims = [op.dim("dim", x.ndim)] if "dim" in op.args else [op.dim("dim1", x.ndim), op.dim("dim2", x.ndim, 1)]
@@ -93,6 +93,6 @@ def scatter_part(op: Op) -> Answer:
 
 
 @sample_rule("pad_sequence", "_chunk_cat", proof="joined")
-def ragged(op: Op) -> Answer:
+def ragged(op: Op) -> Placement:
     """Parts of different lengths."""
     raise op.unsupported("its parts have different lengths")

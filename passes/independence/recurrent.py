@@ -6,39 +6,39 @@ from collections.abc import Sequence
 
 from psg_fx.graph.facts import SampleAxis
 
-from .table import Answer, sample_rule
+from .table import Placement, sample_rule
 from .values import Argument, Op, broadcast
 
 
 @sample_rule("psg_fx::lstm", "psg_fx::gru", "psg_fx::rnn", proof="recurrence")
-def loop(op: Op) -> Answer:
+def loop(op: Op) -> Placement:
     """All outputs are `[T, B, ..]`."""
     return _loop(op, ("x", "h", "c"), ("w", "bias", "projection"))
 
 
 @sample_rule("psg_fx::lstm_backward", "psg_fx::recurrence_backward", proof="recurrence")
-def loop_backward(op: Op) -> Answer:
+def loop_backward(op: Op) -> Placement:
     """The gradients of the initial states are `[B, ..]`, all others `[T, B, ..]`."""
     axis = _loop(op, ("dh", "dc", "kept", "scale"), ("w", "projection"))
     return tuple(SampleAxis(len(out.shape) - 2, axis.outer, axis.inner) for out in op.outputs())
 
 
 @sample_rule("psg_fx::attach", proof="recurrence")
-def attach(op: Op) -> Answer:
+def attach(op: Op) -> Placement:
     """The states, where they were; a sample's gradient with respect to `inputs` comes of that sample's states."""
     _same_place(op, [v for name in ("states", "inputs", "saved") for v in op.values_of(name)], ("weights",))
     return tuple(v.axis for v in op.values_of("states"))
 
 
 @sample_rule("psg_fx::ctc", proof="recurrence")
-def ctc(op: Op) -> Answer:
+def ctc(op: Op) -> Placement:
     """-log p(target[b]) `[B]` of `[T, B, C]`, targets `[B, S]` and lengths `[B]`."""
     _require_own(op, "log_probs", 1)
     return SampleAxis(0)
 
 
 @sample_rule("psg_fx::ctc_backward", proof="recurrence")
-def ctc_backward(op: Op) -> Answer:
+def ctc_backward(op: Op) -> Placement:
     """`[T, B, C]`."""
     _require_own(op, "cotangent", 0)
     _require_own(op, "log_probs", 1)

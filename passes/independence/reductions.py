@@ -7,7 +7,7 @@ import math
 from psg_fx.graph import sample_axis
 from psg_fx.graph.facts import SampleAxis
 
-from .table import Answer, sample_rule
+from .table import Placement, sample_rule
 from .values import REDUCED, Argument, Op, broadcast
 
 _MANY = """
@@ -18,7 +18,7 @@ _MANY = """
 
 
 @sample_rule(*_MANY.split(), proof="reduction")
-def reduction(op: Op) -> Answer:
+def reduction(op: Op) -> Placement:
     """Over `dim` (all dims where it is absent); two tensors (max.other) are elementwise and never come here."""
     x, q = op.value("self") or op.need("input"), op.value("q")
     if q is not None and q.axis is not None:
@@ -50,7 +50,7 @@ def _require_a_spread(op: Op, x: Argument, dims: list[int] | None) -> None:
         raise op.refuse("it is a statistic over the samples, which a batch of one does not have (0/0)")
 
 
-def reduced_over(op: Op, axis: SampleAxis, ndim: int, dims: list[int] | None) -> Answer:
+def reduced_over(op: Op, axis: SampleAxis, ndim: int, dims: list[int] | None) -> Placement:
     """The axis after a reduction over `dims`; REDUCED where the samples are among them."""
     if dims is None:
         return REDUCED
@@ -58,7 +58,7 @@ def reduced_over(op: Op, axis: SampleAxis, ndim: int, dims: list[int] | None) ->
 
 
 @sample_rule("linalg_matrix_norm", "nuclear_norm", proof="reduction")
-def matrix_norm(op: Op) -> Answer:
+def matrix_norm(op: Op) -> Placement:
     """Over two dims, the last two by default."""
     x = op.value("self") or op.need("input")
     if x.axis is None:
@@ -70,7 +70,7 @@ def matrix_norm(op: Op) -> Answer:
 
 
 @sample_rule("dot", "vdot", proof="reduction")
-def dot(op: Op) -> Answer:
+def dot(op: Op) -> Placement:
     """Σ_i a[i] b[i]: a reduction if both hold the same samples in i."""
     left, right = op.values()
     if left.axis is None and right.axis is None:
@@ -81,7 +81,7 @@ def dot(op: Op) -> Answer:
 
 
 @sample_rule("cosine_similarity", "pairwise_distance", "linalg_vecdot", "dist", proof="reduction")
-def pair_reduction(op: Op) -> Answer:
+def pair_reduction(op: Op) -> Placement:
     """Two values combined element by element, then reduced over one dim."""
     values = op.values()
     ndim = max(v.ndim for v in values)
@@ -96,7 +96,7 @@ def pair_reduction(op: Op) -> Answer:
 
 @sample_rule("trace", "histc", "bincount", "cov", "corrcoef", "unique_consecutive", "_unique2", "unique_dim", "nonzero",
       "nonzero_static", "masked_select", "argwhere", "pdist", "_pdist_forward", proof="reduction")  # fmt: skip
-def pooled(op: Op) -> Answer:
+def pooled(op: Op) -> Placement:
     """One answer from the rows of all samples."""
     if op.name.split(".")[-1] in ("masked_select", "nonzero", "argwhere"):
         raise op.unsupported("how many rows it returns depends on the samples, so they have no fixed place",
@@ -115,13 +115,13 @@ _OTHER_LOSSES = """
 
 
 @sample_rule(*_ELEMENTWISE_LOSSES.split(), proof="elementwise")
-def elementwise_loss(op: Op) -> Answer:
+def elementwise_loss(op: Op) -> Placement:
     """Without a reduction, each element is a loss of its own."""
     return broadcast(op, op.values(), len(op.out().shape)) if op.raw("reduction", 1) == 0 else whole_loss(op)
 
 
 @sample_rule(*_OTHER_LOSSES.split(), proof="loss")
-def whole_loss(op: Op) -> Answer:
+def whole_loss(op: Op) -> Placement:
     """Losses captured as one op; the others are taken apart before (`losses.py`)."""
     raise op.unsupported(
         "the loss is captured as one op, whose reduction cannot be taken apart",

@@ -14,8 +14,8 @@ from psg_fx.ops.autograd_function import custom_call
 
 from .values import Op, Result
 
-Answer = Result | SampleAxis | tuple[SampleAxis | None, ...] | None
-Function = Callable[[Op], Answer]
+Placement = Result | SampleAxis | tuple[SampleAxis | None, ...] | None
+Function = Callable[[Op], Placement]
 F = TypeVar("F", bound=Function)
 
 
@@ -46,4 +46,4 @@ def find(target: object) -> SampleRule | None:
     return op_table.row(op_table.POINTWISE).samples if found is None and torch.Tag.pointwise in target.tags else found
 
 
-__all__ = ["Answer", "SampleRule", "find", "sample_rule", "sample_rules"]
+__all__ = ["Placement", "SampleRule", "find", "sample_rule", "sample_rules"]

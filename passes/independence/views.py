@@ -9,7 +9,7 @@ from psg_fx.graph import facts, sample_axis
 from psg_fx.graph.facts import SampleAxis
 from psg_fx.graph.sample_axis import Misfit
 
-from .table import Answer, sample_rule
+from .table import Placement, sample_rule
 from .values import Argument, Op, Result, samples_of, symbolic_sizes
 
 _FOLD = "fold the sample dim outermost or innermost consistently: permute it next to the dims it is folded with first"
@@ -227,7 +227,7 @@ def cut_bound(op: Op, given: Any, dim: int, end: int) -> int:
     "split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk", "tensor_split",
     "split_copy", "split_with_sizes_copy", proof="view", sizes=True,
 )  # fmt: skip
-def split(op: Op) -> Answer:
+def split(op: Op) -> Placement:
     """Consecutive parts of a dim; of the sample dim, only whole blocks of all samples."""
     x = op.need("self")
     if x.axis is None or op.dim("dim", x.ndim) != x.axis.dim:
@@ -246,7 +246,7 @@ def split(op: Op) -> Answer:
 
 
 @sample_rule("unbind", "unbind_copy", proof="view")
-def unbind(op: Op) -> Answer:
+def unbind(op: Op) -> Placement:
     """All indices of a dim, one by one."""
     x = op.need("self")
     dim = op.dim("dim", x.ndim)

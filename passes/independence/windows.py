@@ -9,7 +9,7 @@ from psg_fx.graph.facts import SampleAxis
 
 from .along import trailing
 from .indexing import require_own_rows
-from .table import Answer, sample_rule
+from .table import Placement, sample_rule
 from .values import NUMBERS, NUMBERS_FIX, Argument, Op, broadcast, symbolic_sizes, tensors
 
 
@@ -17,10 +17,10 @@ def _main(op: Op) -> Argument:
     return op.value("input") or op.need("self")
 
 
-def leading(spatial: Callable[[Op, Argument], int], what: str) -> Callable[[Op], Answer]:
+def leading(spatial: Callable[[Op, Argument], int], what: str) -> Callable[[Op], Placement]:
     """A rule maker: x is `[N, C, spatial..]` and the op keeps the rows of N apart; parameters carry no samples."""
 
-    def apply(op: Op) -> Answer:
+    def apply(op: Op) -> Placement:
         x = _main(op)
         for other in op.sampled():
             if other.node is not x.node:
@@ -51,7 +51,7 @@ sample_rule(*_CONVOLUTIONS.split(), proof="convolution")(_by_rows)
 
 
 @sample_rule("conv1d", "conv2d", "conv3d", "convolution", proof="convolution", sizes=True)
-def convolution(op: Op) -> Answer:
+def convolution(op: Op) -> Placement:
     """The samples are rows of x, or groups of its channels: x `[N, B·C, ..]`, kernels `[B·O, C/g, ..]`, B·g groups."""
     x, weight, bias = _main(op), op.need("weight"), op.value("bias")
     sizes = symbolic_sizes(op.node, op.batch)
@@ -66,7 +66,7 @@ def convolution(op: Op) -> Answer:
     return SampleAxis(1, 1, weight.shape[0])
 
 
-def _own_kernels(op: Op, x: Argument, weight: Argument, bias: Argument | None) -> Answer:
+def _own_kernels(op: Op, x: Argument, weight: Argument, bias: Argument | None) -> Placement:
     """Kernels `[B·O, C, ..]` of the samples on images that all share, `[N, C, ..]`: `[N, B·O, ..]`."""
     own = weight.axis
     if x.axis is not None:
@@ -86,7 +86,7 @@ sample_rule("group_norm", "channel_shuffle", "native_channel_shuffle", proof="no
 
 
 @sample_rule("native_group_norm", proof="norm of each row of dim 0", sizes=True)
-def native_group_norm(op: Op) -> Answer:
+def native_group_norm(op: Op) -> Placement:
     """As `group_norm`; its size N is that of dim 0."""
     named = [op.raw(name) for name in ("C", "HxW", "group")]
     if any(n in named for n in symbolic_sizes(op.node, op.batch)):
@@ -126,7 +126,7 @@ _BATCH_NORMS = """
 
 
 @sample_rule(*_BATCH_NORMS.split(), proof="running statistics")
-def batch_norm(op: Op) -> Answer:
+def batch_norm(op: Op) -> Placement:
     """y[b, c, ..] = (x - running_mean[c]) / σ[c] · γ[c] + β[c]; in training its statistics are those of the batch.
 
     Instance norm is that of `[1, B·C, ..]`: each channel belongs to one sample, and so do its statistics.
@@ -165,7 +165,7 @@ def _by_channel(op: Op, channels: SampleAxis) -> bool:
 
 
 @sample_rule("instance_norm", proof="norm of each row of dims 0 and 1")
-def instance_norm(op: Op) -> Answer:
+def instance_norm(op: Op) -> Placement:
     """y[b, c, ..] = (x - mean[b, c]) / σ[b, c]; with running statistics in training, those take part of all samples."""
     x = _main(op)
     if x.axis is None:
@@ -181,30 +181,30 @@ def instance_norm(op: Op) -> Answer:
 
 
 @sample_rule("grid_sampler", "grid_sampler_2d", "grid_sampler_3d", proof="windows")
-def grid_sampler(op: Op) -> Answer:
+def grid_sampler(op: Op) -> Placement:
     """y[b, c, p..] = x[b, c, grid[b, p..]]: both hold the samples in dim 0."""
     return _same_rows(op, [op.need("input"), op.need("grid")])
 
 
 @sample_rule("affine_grid_generator", proof="windows", sizes=True)
-def affine_grid(op: Op) -> Answer:
+def affine_grid(op: Op) -> Placement:
     """y[b, p.., :] = θ[b] p."""
     return _same_rows(op, [op.need("theta")])
 
 
 @sample_rule("max_unpool2d", "max_unpool3d", proof="windows")
-def max_unpool(op: Op) -> Answer:
+def max_unpool(op: Op) -> Placement:
     """y[b, c, indices[b, c, p]] = x[b, c, p]."""
     return _same_rows(op, [op.need("self"), op.need("indices")])
 
 
 @sample_rule("fractional_max_pool2d", "fractional_max_pool3d", proof="windows")
-def fractional_max_pool(op: Op) -> Answer:
+def fractional_max_pool(op: Op) -> Placement:
     """Windows drawn per sample."""
     return _same_rows(op, [op.need("self"), op.need("random_samples")])
 
 
-def _same_rows(op: Op, values: list[Argument]) -> Answer:
+def _same_rows(op: Op, values: list[Argument]) -> Placement:
     for value in values:
         if value.axis is None:
             raise op.unsupported(f"its argument %{value.node.name} carries no samples", "expand it to the batch first")
@@ -214,7 +214,7 @@ def _same_rows(op: Op, values: list[Argument]) -> Answer:
 
 
 @sample_rule("embedding", proof="embedding", index=True)
-def embedding(op: Op) -> Answer:
+def embedding(op: Op) -> Placement:
     """y[.., :] = W[ids[..], :]."""
     weight, ids = op.need("weight"), op.need("indices")
     if weight.axis is not None and weight.axis.dim == 0 and ids.found.index and op.raw("padding_idx", -1) == -1:
@@ -228,19 +228,19 @@ def embedding(op: Op) -> Answer:
 
 
 @sample_rule("embedding_renorm", "embedding_bag", "_embedding_bag", "_embedding_bag_forward_only", proof="embedding")
-def embedding_bag(op: Op) -> Answer:
+def embedding_bag(op: Op) -> Placement:
     """Bags of different lengths."""
     raise op.unsupported("its bags are ragged", "use nn.Embedding and a (masked) sum over the tokens")
 
 
 @sample_rule("lstm", "gru", "rnn_tanh", "rnn_relu", proof="recurrence")
-def recurrence(op: Op) -> Answer:
+def recurrence(op: Op) -> Placement:
     """A whole recurrent network in one op."""
     raise op.unsupported("a packed or fused recurrent network has no rule", "pass padded tensors, not packed sequences")
 
 
 @sample_rule("conv_tbc", proof="convolution")
-def conv_tbc(op: Op) -> Answer:
+def conv_tbc(op: Op) -> Placement:
     """y[t, b, o] = Σ x[t + k, b, i] W[k, i, o]."""
     x = op.need("self")
     if x.axis is not None and x.axis.dim != 1:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache  # private: an empty kernel cache, so that compile times are cold ones
 
 from psg_fx.benchmarking.contenders import field_of
-from psg_fx.benchmarking.problem import ORDINARY, Answer, Asked, Contender, Problem, Run, by_label, from_grads
+from psg_fx.benchmarking.problem import ORDINARY, Answer, Asked, Computation, Contender, Problem, by_label, from_grads
 from psg_fx.machine import environment
 from psg_fx.measure.clock import spread, synchronize, time_rounds
 from psg_fx.progress import Progress
@@ -144,7 +144,7 @@ def benchmark(
     note("starting the compiler")
     start_compiler(problem)
     rows = {c.label: BenchmarkRow(c.name, c.quantity) for c in chosen}
-    steps: dict[str, Run] = {}
+    steps: dict[str, Computation] = {}
     for c in chosen:
         step = _prepare(c, problem, rows[c.label], expected.get(c.quantity), tolerance, note)
         if step is not None:
@@ -199,7 +199,7 @@ def _prepare(
     expected: Answer | None,
     tolerance: float,
     note: Callable[[str], None],
-) -> Run | None:
+) -> Computation | None:
     """Builds and checks a contender and takes its memory; the step to be timed, or None with the reason in its row."""
     note(f"first call: {contender.label}")
     # The exception is kept inside the block, since a cache that is left by an exception stays on disk.

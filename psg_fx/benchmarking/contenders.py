@@ -14,14 +14,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from psg_fx.api import transform
 from psg_fx.benchmarking.peers import peers_for
-from psg_fx.benchmarking.problem import ORDINARY, Answer, Asked, Contender, Problem, Run, by_label, from_grads
+from psg_fx.benchmarking.problem import ORDINARY, Answer, Asked, Computation, Contender, Problem, by_label, from_grads
 from psg_fx.errors import BadArgument
 from psg_fx.quantities.base import Quantity
 from psg_fx.quantities.names import USUAL
 from psg_fx.quantities.sums import Grads
 from psg_fx.reference.loop import ByName, gradients, one_loss, vmap_step
 
-__all__ = ["Answer", "Contender", "Problem", "Run", "field_of", "ordinary_compiled", "ordinary_eager"]
+__all__ = ["Answer", "Computation", "Contender", "Problem", "field_of", "ordinary_compiled", "ordinary_eager"]
 
 
 def _mean(loss: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def _named(problem: Problem, grads: Sequence[Tensor]) -> ByName:
     return dict(zip(problem.wanted, grads, strict=True))
 
 
-def ordinary_eager(problem: Problem) -> Run:
+def ordinary_eager(problem: Problem) -> Computation:
     """Forward, loss, `torch.autograd.grad`."""
     params = list(problem.wanted.values())
 
@@ -42,7 +42,7 @@ def ordinary_eager(problem: Problem) -> Run:
     return run
 
 
-def ordinary_compiled(problem: Problem) -> Run:
+def ordinary_compiled(problem: Problem) -> Computation:
     """`torch.compile` of model and loss, then `torch.autograd.grad`: a forward and a backward graph."""
     compiled = torch.compile(problem.program, dynamic=False, backend=problem.backend)
     params = list(problem.wanted.values())
@@ -53,7 +53,7 @@ def ordinary_compiled(problem: Problem) -> Run:
     return run
 
 
-def ordinary_one_graph(problem: Problem) -> Run:
+def ordinary_one_graph(problem: Problem) -> Computation:
     """Forward and backward traced by `make_fx` into one graph, with parameters and batch as inputs, then compiled."""
     batch, program = problem.batch, problem.program
     tensors = [leaf for leaf in batch.leaves if isinstance(leaf, Tensor)]
@@ -78,7 +78,7 @@ def ordinary_one_graph(problem: Problem) -> Run:
     return run
 
 
-def loop(problem: Problem, quantity: Quantity) -> Run:
+def loop(problem: Problem, quantity: Quantity) -> Computation:
     """One forward and backward per sample, rows stacked at the end."""
     params, given = list(problem.wanted.values()), problem.given(quantity)
 
@@ -92,7 +92,7 @@ def loop(problem: Problem, quantity: Quantity) -> Run:
     return run
 
 
-def vmapped(problem: Problem, quantity: Quantity, *, compiled: bool) -> Run:
+def vmapped(problem: Problem, quantity: Quantity, *, compiled: bool) -> Computation:
     """`torch.func.vmap(grad)`, then the quantity from the materialised gradients; optionally compiled as a whole."""
     each = vmap_step(problem.model, problem.loss_fn, problem.inputs, problem.targets, batch_dim=problem.batch_dim)
     given = problem.given(quantity)
@@ -109,7 +109,7 @@ def vmapped(problem: Problem, quantity: Quantity, *, compiled: bool) -> Run:
     return run
 
 
-def psg(problem: Problem, quantity: Quantity, *, compiled: bool, reuse: bool = False) -> Run:
+def psg(problem: Problem, quantity: Quantity, *, compiled: bool, reuse: bool = False) -> Computation:
     """`psg_fx.transform` with the lowered graph compiled, or run as it is; `reuse`: in memory of former outputs."""
     step = transform(
         problem.model,

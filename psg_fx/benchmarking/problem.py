@@ -17,11 +17,10 @@ from psg_fx.quantities.clipped_sum import ClippedSum
 from psg_fx.quantities.names import USUAL, spelled
 from psg_fx.quantities.products import Dots
 from psg_fx.quantities.sums import Grads, Norms
-from psg_fx.reference.definitions import definitions_for
+from psg_fx.reference.definitions import Answer, definitions_for
 from psg_fx.reference.loop import Batch, Loss, WithLoss, tracked
 
-Answer = Tensor | Mapping[str, Tensor]
-Run = Callable[[], Answer]
+Computation = Callable[[], Answer]
 
 ORDINARY = "ordinary"
 
@@ -90,10 +89,10 @@ class Contender:
 
     name: str
     quantity: str
-    build: Callable[[Problem], Run]
+    build: Callable[[Problem], Computation]
     usual: bool = True
     peer: bool = False
-    memory: Callable[[Run, torch.device], int] = peak_memory
+    memory: Callable[[Computation, torch.device], int] = peak_memory
 
     @property
     def label(self) -> str:

@@ -24,24 +24,24 @@ from psg_fx.step.with_loss import LossModule
 
 OK, FAILED = 0, 1
 
-Answer = tuple[int, str]
+Printed = tuple[int, str]
 """The exit code and the text for standard output."""
 
 
-def explain(args: argparse.Namespace) -> Answer:
+def explain(args: argparse.Namespace) -> Printed:
     """One step without compiling kernels, then its plan."""
     step = called(args)
     return OK, _json(as_data.explained(step.graphs, args.measure)) if args.json else step.explain(measure=args.measure)
 
 
-def validate(args: argparse.Namespace) -> Answer:
+def validate(args: argparse.Namespace) -> Printed:
     """The report; fails when an answer is wrong."""
     step, problem, values = made(args, backend="inductor")
     found = step.validate(*problem.arguments, tolerance=args.tolerance, **values)
     return OK if found.ok else FAILED, _json(as_data.validated(found)) if args.json else str(found)
 
 
-def bench(args: argparse.Namespace) -> Answer:
+def bench(args: argparse.Namespace) -> Printed:
     """The table of all contenders; fails when psg_fx itself did."""
     asked = parsed(args.quantity)
     try:
@@ -68,7 +68,7 @@ def bench(args: argparse.Namespace) -> Answer:
     return FAILED if failed else OK, found.to_json() if args.json else str(found)
 
 
-def report(args: argparse.Namespace) -> Answer:
+def report(args: argparse.Namespace) -> Printed:
     """The page of one step, as a file."""
     step = called(args)
     try:
@@ -78,7 +78,7 @@ def report(args: argparse.Namespace) -> Answer:
     return OK, f"wrote {args.out}"
 
 
-def graph(args: argparse.Namespace) -> Answer:
+def graph(args: argparse.Namespace) -> Printed:
     """A stage's graph, or the list of stages."""
     graphs = called(args).graphs
     if args.stages:
@@ -87,7 +87,7 @@ def graph(args: argparse.Namespace) -> Answer:
     return OK, _json(as_data.graph(args.stage, gm)) if args.json else readable(gm)
 
 
-def ops(args: argparse.Namespace) -> Answer:
+def ops(args: argparse.Namespace) -> Printed:
     """What is known of an op, or of all."""
     try:
         if args.json:
@@ -97,7 +97,7 @@ def ops(args: argparse.Namespace) -> Answer:
         raise UsageError(f"{error.what}: {error.fix}") from error
 
 
-def calibrate(args: argparse.Namespace) -> Answer:
+def calibrate(args: argparse.Namespace) -> Printed:
     """The measured table and where it is kept."""
     require_device(args.device)
     table = calibrated(args.device)

@@ -13,7 +13,7 @@ from psg_fx.graph.stages import Stage
 from psg_fx.quantities.names import KINDS
 from psg_fx.version import __version__
 
-Run = Callable[[argparse.Namespace], tuple[int, str]]
+Command = Callable[[argparse.Namespace], tuple[int, str]]
 
 EPILOG = """\
 NAME is an example of the zoo ({names})
@@ -77,7 +77,11 @@ def _epilog(examples: list[str]) -> str:
 
 
 def _command(
-    subparsers: argparse._SubParsersAction[argparse.ArgumentParser], name: str, run: Run, text: str, json: bool = True
+    subparsers: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    run: Command,
+    text: str,
+    json: bool = True,
 ) -> argparse.ArgumentParser:
     """A command on a model, with the options that all of these have."""
     sub = subparsers.add_parser(

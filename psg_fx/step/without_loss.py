@@ -192,10 +192,10 @@ def _deliver(ctx: Any, step: SplitStep, found: Sequence[torch.Tensor]) -> list[t
     return [by_input.get(name) for name in names]
 
 
-Placed = tuple[int, OutputSpec]
+Numbered = tuple[int, OutputSpec]
 
 
-def _ordered(gm: GraphModule) -> tuple[GraphModule, list[Placed], list[Placed]]:
+def _ordered(gm: GraphModule) -> tuple[GraphModule, list[Numbered], list[Numbered]]:
     """The joint graph as the partitioner wants it: forward results first, inputs named primals and tangents.
 
     Also where each forward result and each backward result stands among the outputs of `gm`.

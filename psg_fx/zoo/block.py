@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Pre-norm transformer block with one fused qkv projection: `[B, T, D]` -> `[B, T, D]`."""
 
     def __init__(self, width: int, heads: int) -> None:

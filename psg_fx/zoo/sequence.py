@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from psg_fx.zoo.block import Block
+from psg_fx.zoo.block import TransformerBlock
 
 
-class CausalBlock(Block):
+class CausalBlock(TransformerBlock):
     """A transformer block with causal attention."""
 
     def attend(self, qkv: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from psg_fx.zoo.block import Block
+from psg_fx.zoo.block import TransformerBlock
 
 Stem = Literal["imagenet", "cifar"]
 
@@ -106,7 +106,7 @@ class ResNetGN(nn.Module):
         return self.fc(h)  # type: ignore[no-any-return]
 
 
-class VisionBlock(Block):
+class VisionBlock(TransformerBlock):
     """A transformer block without a mask."""
 
     def attend(self, qkv: Tensor) -> Tensor:

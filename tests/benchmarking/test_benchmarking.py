@@ -8,7 +8,7 @@ from torch import Tensor
 
 from psg_fx import ClippedSum, Grads, Gram, MeanGrad, Projection, Quantity, zoo
 from psg_fx.benchmarking import benchmark, contenders
-from psg_fx.benchmarking.problem import ORDINARY, Answer, Contender, Problem, Run, by_label, from_grads
+from psg_fx.benchmarking.problem import ORDINARY, Answer, Computation, Contender, Problem, by_label, from_grads
 from psg_fx.errors import BadArgument
 from psg_fx.measure import clock
 from psg_fx.quantities.names import spelled
@@ -129,10 +129,10 @@ def test_clipping_of_materialised_gradients() -> None:
 
 
 def test_a_failing_and_a_wrong_contender_keep_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(problem: Problem) -> Run:
+    def broken(problem: Problem) -> Computation:
         raise RuntimeError("no such thing\nmore")
 
-    def wrong(problem: Problem) -> Run:
+    def wrong(problem: Problem) -> Computation:
         right = contenders.loop(problem, Grads())
 
         def step() -> Answer:

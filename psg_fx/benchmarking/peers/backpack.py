@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from psg_fx.benchmarking.peers.adapters import CannotBeAsked, Own, outputs_of, quiet
-from psg_fx.benchmarking.problem import Answer, Problem, Run, from_grads
+from psg_fx.benchmarking.problem import Answer, Computation, Problem, from_grads
 from psg_fx.quantities.base import Quantity
 
 
-def gradients(problem: Problem, quantity: Quantity) -> Run:
+def gradients(problem: Problem, quantity: Quantity) -> Computation:
     """`BatchGrad`: the samples' shares in the gradient of the sum of their losses; then the quantity."""
     from backpack.extensions import BatchGrad
 
@@ -25,7 +25,7 @@ def gradients(problem: Problem, quantity: Quantity) -> Run:
     return run
 
 
-def norms(problem: Problem) -> Run:
+def norms(problem: Problem) -> Computation:
     """`BatchL2Grad`: the squared norms of these shares by parameter, `[B]` each, without the shares themselves."""
     from backpack.extensions import BatchL2Grad
 

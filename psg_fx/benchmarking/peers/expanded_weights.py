@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch.nn.utils._per_sample_grad import call_for_per_sample_grads  # private: it is a contender, not a tool
 
 from psg_fx.benchmarking.peers.adapters import Own, outputs_of, quiet
-from psg_fx.benchmarking.problem import Answer, Problem, Run, from_grads
+from psg_fx.benchmarking.problem import Answer, Computation, Problem, from_grads
 from psg_fx.quantities.base import Quantity
 
 
-def step(problem: Problem, quantity: Quantity) -> Run:
+def step(problem: Problem, quantity: Quantity) -> Computation:
     """A backward through a forward whose weights leave `grad_sample`; then the quantity from it."""
     own, size, given = Own.of(problem), problem.batch.size, problem.given(quantity)
     how, first = own.reduction, own.batch_first

@@ -9,11 +9,11 @@ import contextlib
 import io
 
 from psg_fx.benchmarking.peers.adapters import CannotBeAsked, Own, outputs_of, quiet
-from psg_fx.benchmarking.problem import Answer, Problem, Run
+from psg_fx.benchmarking.problem import Answer, Computation, Problem
 from psg_fx.quantities.clipped_sum import ClippedSum
 
 
-def book_keeping(problem: Problem, quantity: ClippedSum) -> Run:
+def book_keeping(problem: Problem, quantity: ClippedSum) -> Computation:
     """Its hybrid mode "MixOpt" without noise: the backward pass leaves the clipped sum as `private_grad`."""
     from fastDP import PrivacyEngine
 

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from psg_fx.benchmarking.peers.adapters import CannotBeAsked
-from psg_fx.benchmarking.problem import Answer, Problem, Run
+from psg_fx.benchmarking.problem import Answer, Computation, Problem
 from psg_fx.quantities.base import Quantity
 from psg_fx.quantities.clipped_sum import ClippedSum
 from psg_fx.quantities.sums import Grads
 
 
-def step(problem: Problem, quantity: Quantity) -> Run:
+def step(problem: Problem, quantity: Quantity) -> Computation:
     """The compiled step; the batch and the parameters are converted once, the answers share memory with JAX's."""
     return JaxStep(problem, quantity)
 
@@ -60,7 +60,7 @@ class JaxStep:
         return int(plan.temp_size_in_bytes + plan.output_size_in_bytes)
 
 
-def planned_bytes(step: Run, device: torch.device) -> int:
+def planned_bytes(step: Computation, device: torch.device) -> int:
     """The bytes of a `JaxStep`, which torch's profiler does not see."""
     assert isinstance(step, JaxStep)
     return step.bytes()

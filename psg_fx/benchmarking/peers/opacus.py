@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from psg_fx.benchmarking.peers.adapters import Own, outputs_of, quiet
-from psg_fx.benchmarking.problem import Answer, Problem, Run, from_grads
+from psg_fx.benchmarking.problem import Answer, Computation, Problem, from_grads
 from psg_fx.quantities.base import Quantity
 from psg_fx.quantities.clipped_sum import ClippedSum
 from psg_fx.reference.loop import tracked
 
 
-def hooks(problem: Problem, quantity: Quantity) -> Run:
+def hooks(problem: Problem, quantity: Quantity) -> Computation:
     """An ordinary backward that leaves `grad_sample` on every parameter, then the quantity from it."""
     from opacus.grad_sample import GradSampleModule
 
@@ -31,7 +31,7 @@ def hooks(problem: Problem, quantity: Quantity) -> Run:
     return run
 
 
-def ghost_norms(problem: Problem) -> Run:
+def ghost_norms(problem: Problem) -> Computation:
     """The first of the two backward passes of ghost clipping, which leaves norms."""
     own = _own(problem)
     module = _ghost(own, max_norm=1.0)
@@ -46,7 +46,7 @@ def ghost_norms(problem: Problem) -> Run:
     return run
 
 
-def ghost_clipping(problem: Problem, quantity: ClippedSum) -> Run:
+def ghost_clipping(problem: Problem, quantity: ClippedSum) -> Computation:
     """Norms by one backward pass, then a second one of the losses weighted by the factors: `p.grad` is their sum."""
     from opacus.optimizers import DPOptimizerFastGradientClipping
     from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping

@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from psg_fx.algebra.site import SITES, Site
-from psg_fx.explain.html.modules import PER_SAMPLE, Place, class_names, places
+from psg_fx.explain.html.modules import PER_SAMPLE, Position, class_names, places
 from psg_fx.explain.tables import shape_text
 from psg_fx.graph import facts
 from psg_fx.graph.facts import OutputSpec, fact
@@ -24,7 +24,7 @@ NODE = ("name", "op", "value", "samples", "proof", "source", "group", "role", "s
 """The columns of a node.  All but group and inputs are places in the table of texts; inputs are numbers of nodes."""
 
 Stages = dict[str, GraphModule]
-Output = tuple[OutputSpec, Node | None]
+Returned = tuple[OutputSpec, Node | None]
 
 
 class Texts:
@@ -65,12 +65,12 @@ class Graphs:
         where = places(gm, returned, self._parameters, of_sites)
         nodes = [node for node in gm.graph.nodes if node.op != "output"]
         number = {node: index for index, node in enumerate(nodes)}
-        groups: dict[Place, int] = {}
+        groups: dict[Position, int] = {}
         rows = [self._row(node, groups.setdefault(where[node], len(groups)), number, where[node]) for node in nodes]
         rows += self._returned(specs, number)
         return {"groups": [[place.phase, place.module] for place in groups], "nodes": rows}
 
-    def _row(self, node: Node, group: int, number: Mapping[Node, int], place: Place) -> list[Any]:
+    def _row(self, node: Node, group: int, number: Mapping[Node, int], place: Position) -> list[Any]:
         known = fact(node)
         origin = _origin(node)
         site = known.site or (origin if origin in self._sites else "")
@@ -81,7 +81,7 @@ class Graphs:
         inputs = sorted({number[n] for n in node.all_input_nodes})
         return [*(t if isinstance(t, int) else self.texts(t) for t in texts), inputs]
 
-    def _returned(self, specs: list[Output], number: Mapping[Node, int]) -> list[list[Any]]:
+    def _returned(self, specs: list[Returned], number: Mapping[Node, int]) -> list[list[Any]]:
         """One node for each kind of result, which reads all that are of this kind."""
         by_kind: dict[str, set[int]] = {}
         for spec, node in specs:
@@ -95,7 +95,7 @@ class Graphs:
             rows.append(row)
         return rows
 
-    def _specs(self, gm: GraphModule) -> list[Output]:
+    def _specs(self, gm: GraphModule) -> list[Returned]:
         """What the graph returns.  The halves of a split step do not say it: results keep their names in `tidied`, and
         what else the forward returns is for the backward.
         """
@@ -138,7 +138,7 @@ def _cotangents(planned: GraphModule) -> dict[str, str]:
     }
 
 
-def _specs(gm: GraphModule) -> list[Output]:
+def _specs(gm: GraphModule) -> list[Returned]:
     return list(zip(facts.graph_facts(gm).outputs, facts.outputs(gm), strict=True))
 
 
@@ -163,7 +163,7 @@ def _origin(node: Node) -> str:
     return trail[-1].name if trail and trail[-1].pass_name.startswith("Interpreter") else ""
 
 
-def _role(node: Node, site: str, place: Place) -> str:
+def _role(node: Node, site: str, place: Position) -> str:
     if isinstance(node.meta.get("val"), torch.SymInt):
         return "size"
     if node.op == "placeholder":

@@ -19,7 +19,7 @@ FORWARD, BACKWARD, PER_SAMPLE = "forward", "backward", "per sample"
 
 
 @dataclass(frozen=True)
-class Place:
+class Position:
     """A phase, and the path of a module in it: "" for the model itself."""
 
     phase: str
@@ -28,7 +28,7 @@ class Place:
 
 def places(
     gm: GraphModule, outputs: Mapping[Node, OutputSpec], parameters: Iterable[str], cotangents: Mapping[str, str]
-) -> dict[Node, Place]:
+) -> dict[Node, Position]:
     """The place of every node but the output.
 
     outputs: what the results hold.  parameters: names of those with a plan.  cotangents: name of a node -> the module
@@ -36,16 +36,18 @@ def places(
     """
     labels = _leads_to(gm, outputs, frozenset(parameters))
     weights = _without_data(gm)
-    found: dict[Node, Place] = {}
+    found: dict[Node, Position] = {}
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             found[node] = _of_input(node)
         elif node.meta.get("psg_fx_pass") == "lower":
-            found[node] = Place(PER_SAMPLE, _of_parameters(labels[node]))
+            found[node] = Position(PER_SAMPLE, _of_parameters(labels[node]))
         elif node.op != "output":
             module = module_of(node)
             is_forward = module is not None
-            found[node] = Place(FORWARD, module or "") if is_forward else _of_backward(node, found, weights, cotangents)
+            found[node] = (
+                Position(FORWARD, module or "") if is_forward else _of_backward(node, found, weights, cotangents)
+            )
     return found
 
 
@@ -89,16 +91,18 @@ def common(paths: Iterable[str]) -> str:
     return ".".join(split[0][:length])
 
 
-def _of_input(node: Node) -> Place:
+def _of_input(node: Node) -> Position:
     spec = node.meta.get("psg_fx_input")
     if spec is None:  # kept by the forward half of a split step
-        return Place(BACKWARD, module_of(node) or "")
+        return Position(BACKWARD, module_of(node) or "")
     if spec.kind in ("parameter", "buffer"):
-        return Place(FORWARD, LOSS if spec.target.startswith("loss_fn") else parent(spec.name))
-    return Place({"tangent": BACKWARD, "given": PER_SAMPLE}.get(spec.kind, FORWARD))
+        return Position(FORWARD, LOSS if spec.target.startswith("loss_fn") else parent(spec.name))
+    return Position({"tangent": BACKWARD, "given": PER_SAMPLE}.get(spec.kind, FORWARD))
 
 
-def _of_backward(node: Node, found: Mapping[Node, Place], weights: set[Node], cotangents: Mapping[str, str]) -> Place:
+def _of_backward(
+    node: Node, found: Mapping[Node, Position], weights: set[Node], cotangents: Mapping[str, str]
+) -> Position:
     """In the module whose parameters or values it reads; else with what it follows; where gradients from several
     modules meet, around the site whose ȳ that is.
     """
@@ -106,11 +110,11 @@ def _of_backward(node: Node, found: Mapping[Node, Place], weights: set[Node], co
     owned = {found[n].module for n in read if n in weights}
     values = {found[n].module for n in read if found[n].phase == FORWARD and found[n].module}
     if owned or values:
-        return Place(BACKWARD, common(owned or values))
+        return Position(BACKWARD, common(owned or values))
     before = {found[n].module for n in read if found[n].phase == BACKWARD}
     if len(before) > 1 and node.name in cotangents:
-        return Place(BACKWARD, parent(cotangents[node.name]))
-    return Place(BACKWARD, common(before))
+        return Position(BACKWARD, parent(cotangents[node.name]))
+    return Position(BACKWARD, common(before))
 
 
 def _of_parameters(names: frozenset[str]) -> str:
