@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache  # private: an empty kernel cache, so that compile times are cold ones
 
 from psg_fx.benchmarking.contenders import field_of
-from psg_fx.benchmarking.problem import ORDINARY, Answer, Asked, Computation, Contender, Problem, by_label, from_grads
+from psg_fx.benchmarking.problem import ORDINARY, Asked, Computation, Contender, Problem, by_label, from_grads
 from psg_fx.machine import environment
 from psg_fx.measure.clock import spread, synchronize, time_rounds
 from psg_fx.progress import Progress
 from psg_fx.quantities.base import Quantity
 from psg_fx.quantities.names import USUAL
+from psg_fx.reference.definitions import Answer
 from psg_fx.reference.loop import Loss, draws_random_numbers, quiet_vmap, reference_grads, vmap_reference
 
 

@@ -14,11 +14,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from psg_fx.api import transform
 from psg_fx.benchmarking.peers import peers_for
-from psg_fx.benchmarking.problem import ORDINARY, Answer, Asked, Computation, Contender, Problem, by_label, from_grads
+from psg_fx.benchmarking.problem import ORDINARY, Asked, Computation, Contender, Problem, by_label, from_grads
 from psg_fx.errors import BadArgument
 from psg_fx.quantities.base import Quantity
 from psg_fx.quantities.names import USUAL
 from psg_fx.quantities.sums import Grads
+from psg_fx.reference.definitions import Answer
 from psg_fx.reference.loop import ByName, gradients, one_loss, vmap_step
 
 __all__ = ["Answer", "Computation", "Contender", "Problem", "field_of", "ordinary_compiled", "ordinary_eager"]

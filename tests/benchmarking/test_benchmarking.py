@@ -8,10 +8,11 @@ from torch import Tensor
 
 from psg_fx import ClippedSum, Grads, Gram, MeanGrad, Projection, Quantity, zoo
 from psg_fx.benchmarking import benchmark, contenders
-from psg_fx.benchmarking.problem import ORDINARY, Answer, Computation, Contender, Problem, by_label, from_grads
+from psg_fx.benchmarking.problem import ORDINARY, Computation, Contender, Problem, by_label, from_grads
 from psg_fx.errors import BadArgument
 from psg_fx.measure import clock
 from psg_fx.quantities.names import spelled
+from psg_fx.reference.definitions import Answer
 
 CPU = torch.device("cpu")
 MEGA = 1_000_000

@@ -17,8 +17,9 @@ from psg_fx.benchmarking.benchmark import answer_error
 from psg_fx.benchmarking.contenders import field_of, loop
 from psg_fx.benchmarking.peers import adapters, peers_for
 from psg_fx.benchmarking.peers.adapters import CannotBeAsked, Own
-from psg_fx.benchmarking.problem import Answer, Contender, Problem
+from psg_fx.benchmarking.problem import Contender, Problem
 from psg_fx.measure.clock import peak_memory
+from psg_fx.reference.definitions import Answer
 from psg_fx.reference.loop import quiet_vmap
 
 TINY = {

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from psg_fx.benchmarking.peers.adapters import CannotBeAsked, Own, outputs_of, quiet
-from psg_fx.benchmarking.problem import Answer, Computation, Problem, from_grads
+from psg_fx.benchmarking.problem import Computation, Problem, from_grads
 from psg_fx.quantities.base import Quantity
+from psg_fx.reference.definitions import Answer
 
 
 def gradients(problem: Problem, quantity: Quantity) -> Computation:

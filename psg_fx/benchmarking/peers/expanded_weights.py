@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch.nn.utils._per_sample_grad import call_for_per_sample_grads  # private: it is a contender, not a tool
 
 from psg_fx.benchmarking.peers.adapters import Own, outputs_of, quiet
-from psg_fx.benchmarking.problem import Answer, Computation, Problem, from_grads
+from psg_fx.benchmarking.problem import Computation, Problem, from_grads
 from psg_fx.quantities.base import Quantity
+from psg_fx.reference.definitions import Answer
 
 
 def step(problem: Problem, quantity: Quantity) -> Computation:

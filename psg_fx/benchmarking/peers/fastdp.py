@@ -9,8 +9,9 @@ import contextlib
 import io
 
 from psg_fx.benchmarking.peers.adapters import CannotBeAsked, Own, outputs_of, quiet
-from psg_fx.benchmarking.problem import Answer, Computation, Problem
+from psg_fx.benchmarking.problem import Computation, Problem
 from psg_fx.quantities.clipped_sum import ClippedSum
+from psg_fx.reference.definitions import Answer
 
 
 def book_keeping(problem: Problem, quantity: ClippedSum) -> Computation:

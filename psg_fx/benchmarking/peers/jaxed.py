@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from psg_fx.benchmarking.peers.adapters import CannotBeAsked
-from psg_fx.benchmarking.problem import Answer, Computation, Problem
+from psg_fx.benchmarking.problem import Computation, Problem
 from psg_fx.quantities.base import Quantity
 from psg_fx.quantities.clipped_sum import ClippedSum
 from psg_fx.quantities.sums import Grads
+from psg_fx.reference.definitions import Answer
 
 
 def step(problem: Problem, quantity: Quantity) -> Computation:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from psg_fx.benchmarking.peers.adapters import Own, outputs_of, quiet
-from psg_fx.benchmarking.problem import Answer, Computation, Problem, from_grads
+from psg_fx.benchmarking.problem import Computation, Problem, from_grads
 from psg_fx.quantities.base import Quantity
 from psg_fx.quantities.clipped_sum import ClippedSum
+from psg_fx.reference.definitions import Answer
 from psg_fx.reference.loop import tracked
 
 
