@@ -25,7 +25,8 @@ import torch
 from _results import about, bullets, device_tag, keep, options
 from tabulate import tabulate
 
-from psg_fx.algebra.asks import Ask, Materialized, SquaredNorm, Weighted
+from psg_fx.algebra.ask import Ask
+from psg_fx.algebra.asks import Materialized, SquaredNorm, Weighted
 from psg_fx.algebra.gradient import ParameterGradient, Term
 from psg_fx.algebra.network import BATCH, Dense, Form, Kind, Leaf, Network, OneHot, Patches, Source
 from psg_fx.algebra.site import Prefix

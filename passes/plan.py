@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch.fx import GraphModule
 
-from psg_fx.algebra.asks import Ask
+from psg_fx.algebra.ask import Ask
 from psg_fx.algebra.gradient import GRADIENTS
 from psg_fx.graph import facts
 from psg_fx.graph.stages import Stage

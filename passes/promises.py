@@ -10,7 +10,8 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from psg_fx.algebra.asks import Linear, Materialized, Phase, Quadratic
+from psg_fx.algebra.ask import Linear, Phase, Quadratic
+from psg_fx.algebra.asks import Materialized
 from psg_fx.algebra.gradient import GRADIENTS, Term, merge_terms
 from psg_fx.algebra.network import BATCH, Kind, Source
 from psg_fx.algebra.site import PREFIXES, SITES, Site, Value

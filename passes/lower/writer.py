@@ -10,7 +10,8 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from psg_fx.algebra.asks import FLOORS, Phase
+from psg_fx.algebra.ask import Phase
+from psg_fx.algebra.asks import FLOORS
 from psg_fx.algebra.network import Kind, Source
 from psg_fx.graph import facts
 from psg_fx.graph.facts import OutputSpec

@@ -16,7 +16,7 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from psg_fx.algebra.asks import Ask, Phase
+from psg_fx.algebra.ask import Ask, Phase
 from psg_fx.algebra.gradient import ParameterGradient
 from psg_fx.algebra.network import Kind, Leaf, Source
 from psg_fx.errors import BadArgument

@@ -7,7 +7,8 @@ from functools import partial
 
 import torch
 
-from psg_fx.algebra.asks import FLOORS, Ask, Materialized, Phase
+from psg_fx.algebra.ask import Ask, Phase
+from psg_fx.algebra.asks import FLOORS, Materialized
 from psg_fx.algebra.gradient import ParameterGradient
 from psg_fx.algebra.network import Axes, Kind, OneHot, Patches, Source
 from psg_fx.algebra.prefix import pull_back

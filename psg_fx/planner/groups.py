@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from psg_fx.algebra.asks import Phase
+from psg_fx.algebra.ask import Phase
 from psg_fx.algebra.gradient import ParameterGradient, Term
 from psg_fx.algebra.network import Kind, Leaf, Source
 from psg_fx.algebra.prefix import sources

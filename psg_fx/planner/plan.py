@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import sympy
 
-from psg_fx.algebra.asks import Ask, Contraction
+from psg_fx.algebra.ask import Ask, Contraction
 from psg_fx.algebra.gradient import ParameterGradient
 from psg_fx.algebra.network import Kind
 from psg_fx.graph.facts import Entry

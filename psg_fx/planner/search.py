@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 import sympy
 
-from psg_fx.algebra.asks import Ask, Contraction, Materialized, Phase, ThroughTotal, whole
+from psg_fx.algebra.ask import Ask, Contraction, Phase, ThroughTotal
+from psg_fx.algebra.asks import Materialized, whole
 from psg_fx.algebra.gradient import ParameterGradient
 from psg_fx.algebra.network import Network
 from psg_fx.planner.cost import Device

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from psg_fx.algebra.asks import Ask
+from psg_fx.algebra.ask import Ask
 from psg_fx.algebra.gradient import ParameterGradient
 from psg_fx.errors import BadArgument
 

@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from psg_fx.algebra.asks import Along, Ask, InnerProducts, Projected, Squares, Weighted, direction, projection, sides
+from psg_fx.algebra.ask import Ask
+from psg_fx.algebra.asks import Along, InnerProducts, Projected, Squares, Weighted, direction, projection, sides
 from psg_fx.algebra.gradient import ParameterGradient
 from psg_fx.errors import BadArgument
 from psg_fx.quantities.base import Extra, Joins, Quantity, Results, Shapes, Weights

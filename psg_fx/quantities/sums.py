@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from psg_fx.algebra.asks import Ask, Materialized, SquaredNorm, Weighted
+from psg_fx.algebra.ask import Ask
+from psg_fx.algebra.asks import Materialized, SquaredNorm, Weighted
 from psg_fx.algebra.gradient import ParameterGradient
 from psg_fx.errors import BadArgument
 from psg_fx.quantities.base import Extra, Joins, Quantity, Results, Shapes, Weights, check_choice

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import psg_fx
 from psg_fx import zoo
-from psg_fx.algebra.asks import Along, Ask
+from psg_fx.algebra.ask import Ask
+from psg_fx.algebra.asks import Along
 from psg_fx.algebra.gradient import Term
 from psg_fx.algebra.network import Network
 from psg_fx.passes.lower import pieces

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import psg_fx
 from psg_fx import ClippedSum, Gram, Norms, SecondMoment
 from psg_fx.algebra import gradient, network, site
-from psg_fx.algebra.asks import Phase
+from psg_fx.algebra.ask import Phase
 from psg_fx.planner import rates, search
 from psg_fx.planner.groups import groups
 from psg_fx.planner.plan import PLAN
