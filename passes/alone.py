@@ -1,7 +1,8 @@
-"""A squeeze and a batch of one sample: `x.squeeze()` takes the sample dim too, and later dims have other numbers.
+"""What may be another program for a batch of one sample: `x.squeeze()` takes the sample dim too, and later dims have
+other numbers; `x.contiguous().relu_()` writes into x where that is contiguous as it lies.
 
-The graph keeps the sample dim.  The loss of a sample is by definition what the code computes for it alone, so where
-the two could differ the code is run on single samples, and must give what the graph gives.
+The graph keeps the sample dim, and has the copy.  The loss of a sample is by definition what the code computes for it
+alone, so where the two could differ the code is run on single samples, and must give what the graph gives.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +29,34 @@ from psg_fx.torch_private import autocast_key
 NOISE = 0.1
 
 
+@dataclass(frozen=True)
+class Doubt:
+    """Why a graph could give something else than the code for one sample, in the words of a refusal and of a note."""
+
+    what: str
+    where: str
+    why: str
+    fix: str
+    note: str
+
+
+def squeezed(node: Node) -> Doubt:
+    """An op of the graph keeps the sample dim where the code drops it."""
+    return Doubt(
+        "squeeze", locate(node), "takes the sample dim of a batch of one, and what follows then means something else",
+        "name the dim: x.squeeze(1), or x.flatten(1)", "takes the sample dim of a batch of one",
+    )  # fmt: skip
+
+
+def copied(where: str) -> Doubt:
+    """The code writes into what is a copy for some batch sizes only."""
+    return Doubt(
+        "a write in place", where, "writes into a copy, which `contiguous` or `reshape` makes of a batch, but into the "
+        "value itself for a batch of one, whose memory needs no copy",
+        "write it without the underscore: x.contiguous().relu()", "writes into a copy of a batch of several",
+    )  # fmt: skip
+
+
 class Alone:
     """Compares a graph with its program on single samples, under the autocast of the capture."""
 
@@ -39,6 +69,7 @@ class Alone:
 
         squeezes: the ops of the graph that keep the sample dim where the code drops it.
         """
+        doubt = squeezed(squeezes[0]) if squeezes else copied(facts.graph_facts(gm).written_copy)
         state = _perturbed(gm, self.program)
         for index in sorted({0, max(self.call.batch_size() - 1, 0)}):
             inputs = [_one(t, d, index) for t, d in zip(self.call.tensors, self.call.dims, strict=True)]
@@ -48,14 +79,13 @@ class Alone:
                 with _undisturbed(inputs):
                     expected = self.run(state, inputs)[: len(found)]
             except Exception as error:  # then nothing is said of it by the code
-                why = f"on which the code does not run ({type(error).__name__})"
-                return f"{locate(squeezes[0])} takes the sample dim of a batch of one, {why}; it is kept"
+                return (
+                    f"{doubt.where} {doubt.note}, on which the code does not run ({type(error).__name__}); it is kept"
+                )
             if len(found) != len(expected) or not all(map(_equal, found, expected)):
                 raise NotYetSupported(
-                    "squeeze treats a batch of one sample differently", where=locate(squeezes[0]),
-                    why="it takes the sample dim of a batch of one, and what follows then means something else: the "
-                    "loss of a sample is that of a batch of one",
-                    fix="name the dim: x.squeeze(1), or x.flatten(1)",
+                    f"{doubt.what} treats a batch of one sample differently", where=doubt.where,
+                    why=f"it {doubt.why}: the loss of a sample is that of a batch of one", fix=doubt.fix,
                 )  # fmt: skip
         return ""
 

@@ -130,6 +130,7 @@ def _flat(
     gm.meta[facts.KEY] = GraphFacts(
         _batch_symbol(nodes), _outputs(exported, program), notes, constants, exported.one_size, frozenset(held.values())
     )
+    facts.update_graph(gm, written_copy=exported.gm.meta.get("psg_fx_written_copy", ""))
     WRITTEN.put(gm, tuple(program.written))
     return free_of_strides(gm)
 

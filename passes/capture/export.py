@@ -36,6 +36,7 @@ from psg_fx.torch_private.tracer import forgetful_fakes, without_tensor_meta
 
 from . import losses, recurrent_layers, rewrites  # noqa: F401  (they say what ops are written as)
 from .branches import Readings, watch_the_batch_size
+from .copies import writes_a_copy
 from .fixed_sizes import constants_that_follow, join, values_of
 from .reasons import capture_failed, failure_at
 from .rewrites import rewritten
@@ -114,7 +115,9 @@ def _functional(program: nn.Module, examples: Sequence[torch.Tensor], dynamic: l
             with rewritten(), seen_by_autograd(), own_attributes(), forgetful_fakes(not _repeats(program)):
                 exported = torch.export.export(program, (list(examples),), dynamic_shapes=shapes, strict=False)
             detach_no_grad_regions(exported.graph_module)
+            copied = writes_a_copy(exported.graph_module)
             found = functional(exported, decompositions())
+            found.graph_module.meta["psg_fx_written_copy"] = copied
         except PsgError as error:  # torch.fx writes the graph's own traceback into its text
             raise type(error)(error.what, where=error.where, why=error.why, fix=error.fix) from None
         except Exception as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
@@ -26,16 +25,16 @@ def batch(gm: GraphModule, alone: Callable[[GraphModule, list[Node]], str] | Non
     sample i.  A *reduced* value is reduced over the samples; only the loss may come from it.
 
     alone: compares the graph with the code for a batch of one, where ops of the graph keep the sample dim and the code
-    drops it; returns a note, or refuses.
+    drops it, or where the code writes into what may be a copy; returns a note, or refuses.
     """
     taken = keep_the_sample_dim(gm)
     pad_masked_rows(gm)
     free_of_strides(gm)
     prove(gm)
     dropping = [node for node, dims in taken.items() if not node._erased and _is_sample_dim(node, dims)]
-    if dropping and alone is not None and (note := alone(gm, dropping)):
-        info = facts.graph_facts(gm)
-        gm.meta[facts.KEY] = dataclasses.replace(info, notes=(*info.notes, note))
+    info = facts.graph_facts(gm)
+    if alone is not None and (dropping or info.written_copy) and (note := alone(gm, dropping)):
+        facts.update_graph(gm, notes=(*info.notes, note))
     return gm
 
 

@@ -102,6 +102,7 @@ class GraphFacts:
     constants: tensors that placeholders hold, by name.
     one_size: the graph is for the batch size of its capture only.
     held: names of parameters that the loss reaches through its closure.
+    written_copy: the line that writes in place into what may be a copy or the value itself, "" for none.
     statistics: buffers that keep a statistic of the batch, which nothing else reads (set by batch).
     more: what is of types that this module does not know (`Entry`).
     """
@@ -112,6 +113,7 @@ class GraphFacts:
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     one_size: bool = False
     held: frozenset[str] = frozenset()
+    written_copy: str = ""
     statistics: tuple[str, ...] = ()
     more: Mapping[Entry[Any], Any] = field(default_factory=dict)
 

@@ -1,0 +1,49 @@
+"""Writes into what is a copy for some batch sizes and the value itself for others.
+
+`h.transpose(0, 1).contiguous().relu_()` leaves h as it is, unless the batch has one sample: then the transposed h is
+contiguous as it lies, and h is written.  A graph holds one of the two.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import GraphModule, Node
+
+from psg_fx.source import locate
+
+aten = torch.ops.aten
+_RESHAPED = (aten.reshape.default, aten._unsafe_view.default, aten.contiguous.default)
+
+
+def writes_a_copy(gm: GraphModule) -> str:
+    """The place of the first write in place whose target may or may not be a copy, or ""; gm: before such writes are
+    made functional.
+    """
+    for node in gm.graph.nodes:
+        if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+            for argument, given in zip(node.target._schema.arguments, node.args, strict=False):
+                written = argument.alias_info is not None and argument.alias_info.is_write
+                if written and isinstance(given, Node) and _may_be_a_copy(_memory_of(given)):
+                    return locate(node)
+    return ""
+
+
+def _memory_of(node: Node) -> Node:
+    """The node in whose memory a value lies, through views and writes in place."""
+    while node.op == "call_function" and node.args and isinstance(node.args[0], Node) and _is_alias(node.target):
+        node = node.args[0]
+    return node
+
+
+def _is_alias(target: Any) -> bool:
+    if isinstance(target, OpOverload):
+        return target not in _RESHAPED and any(r.alias_info is not None for r in target._schema.returns)
+    return getattr(target, "__name__", "") == "getitem"
+
+
+def _may_be_a_copy(node: Node) -> bool:
+    """Whether it is made by `contiguous` or `reshape`, which copy only what does not lie in memory as they need it."""
+    return node.target in _RESHAPED or (node.target is aten.clone.default and "memory_format" in node.kwargs)
