@@ -11,17 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from psg_fx.algebra.asks import (  # fmt: skip
+from psg_fx.algebra.ask import Ask, Contraction, ThroughTotal
+from psg_fx.algebra.asks import (
     FLOORS,
     Along,
-    Ask,
-    Contraction,
     InnerProducts,
     Materialized,
     Projected,
     SquaredNorm,
     Squares,
-    ThroughTotal,
     Weighted,
     direction,
     projection,
