@@ -6,12 +6,11 @@ contiguous as it lies, and h is written.  A graph holds one of the two.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
+from psg_fx.graph.lifetimes import is_view
 from psg_fx.source import locate
 
 aten = torch.ops.aten
@@ -33,15 +32,9 @@ def writes_a_copy(gm: GraphModule) -> str:
 
 def _memory_of(node: Node) -> Node:
     """The node in whose memory a value lies, through views and writes in place."""
-    while node.op == "call_function" and node.args and isinstance(node.args[0], Node) and _is_alias(node.target):
-        node = node.args[0]
+    while is_view(node) and node.target not in _RESHAPED:
+        node = node.all_input_nodes[0]
     return node
-
-
-def _is_alias(target: Any) -> bool:
-    if isinstance(target, OpOverload):
-        return target not in _RESHAPED and any(r.alias_info is not None for r in target._schema.returns)
-    return getattr(target, "__name__", "") == "getitem"
 
 
 def _may_be_a_copy(node: Node) -> bool:

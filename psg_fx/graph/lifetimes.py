@@ -16,13 +16,13 @@ def lifetimes(order: Sequence[Node]) -> tuple[dict[Node, Node], dict[Node, int]]
     owner: dict[Node, Node] = {}
     last: dict[Node, int] = {}
     for index, node in enumerate(order):
-        owner[node] = owner[node.all_input_nodes[0]] if _is_view(node) else node
+        owner[node] = owner[node.all_input_nodes[0]] if is_view(node) else node
         if node.op != "output":
             last.update({owner[used]: index for used in node.all_input_nodes})
     return owner, last
 
 
-def _is_view(node: Node) -> bool:
+def is_view(node: Node) -> bool:
     """Whether the op returns a part of its first argument: by its schema, or as `getitem` does."""
     if node.op != "call_function" or not node.all_input_nodes:
         return False

@@ -17,6 +17,7 @@ from psg_fx.explain.html.modules import PER_SAMPLE, Position, class_names, place
 from psg_fx.explain.tables import shape_text
 from psg_fx.graph import facts
 from psg_fx.graph.facts import OutputSpec, fact
+from psg_fx.graph.lifetimes import is_view
 from psg_fx.graph.stages import Stage
 from psg_fx.source import source_line
 
@@ -169,12 +170,6 @@ def _role(node: Node, site: str, place: Position) -> str:
     if node.op == "placeholder":
         spec = node.meta.get("psg_fx_input")
         return "parameter" if spec is not None and spec.kind in ("parameter", "buffer", "constant") else "input"
-    if site and not _is_plumbing(node):
+    if site and not is_view(node):  # what stands around the op of a site once differentiate has traced it
         return "site"
     return "per-sample" if place.phase == PER_SAMPLE else place.phase
-
-
-def _is_plumbing(node: Node) -> bool:
-    """A view or a part of a result: what stands around the op of a site once differentiate has traced it."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is None or any(value.alias_info is not None for value in schema.returns)
