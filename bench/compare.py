@@ -1,23 +1,29 @@
-"""One step of psg_fx beside ordinary training steps, the loop and its peers, on five models; on CUDA on seven.
+"""One step of psg_fx beside ordinary training steps, the loop and its peers, on five models; on CUDA at its sizes.
 
-    python bench/compare.py [--models simplecnn,gpt] [--tag NAME] [--quick]
+    python bench/compare.py [--models simplecnn,gpt] [--tag NAME] [--quick] [--together SECONDS]
 
 Every model has a process of its own, all its contenders run side by side in it. Writes
 `bench/results/compare-<tag>.json` and `.md`; the tag names the device. Takes minutes, and results depend on the
-machine: keep it otherwise idle.
+machine: keep it otherwise idle. `--together`: on a machine of many cores all models compile at once, in that many
+seconds at most, and are then timed one after the other, the device to themselves.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import _results
+import torch
 from tabulate import tabulate
 
 from psg_fx import zoo
@@ -26,25 +32,38 @@ from psg_fx.benchmarking.benchmark import BenchmarkReport, BenchmarkRow, benchma
 
 @dataclass(frozen=True)
 class Run:
-    """An example of the zoo with its sizes; `where`: on which kind of device it runs."""
+    """An example of the zoo with its sizes; `where`: on which kind of device it runs; autocast: in which dtype."""
 
     title: str
     example: str
     batch: int
     sizes: dict[str, Any] = field(default_factory=dict)
     where: tuple[str, ...] = ("cpu", "cuda")
+    autocast: torch.dtype | None = None
 
 
-CONTENDERS = ["ordinary*", "loop/grads", "vmap*/grads", "opacus-hooks/grads", "psg*"]
+ORDINARY = ["ordinary-eager", "ordinary-compiled", "ordinary-one-graph"]
+CONTENDERS = {
+    "cpu": [*ORDINARY, "loop/grads", "vmap/grads", "vmap-compiled/grads", "opacus-hooks/grads",
+            "psg-eager*", "psg-compiled*", "psg-reused*"],
+    "cuda": [*ORDINARY, "ordinary-replayed", "vmap/grads", "vmap-compiled/grads", "opacus-hooks/grads",
+             "opacus-ghost/clipped_sum", "psg-compiled*", "psg-replayed/clipped_sum"],
+}  # fmt: skip
 LARGE_GPT = {"layers": 12, "width": 768, "heads": 12, "tokens": 512}
+LARGE_VIT = {"layers": 12, "width": 768, "heads": 12, "image": 224, "patch": 16, "classes": 1000}
+BF16 = torch.bfloat16
 RUNS = {
     "simplecnn": Run("SimpleCNN, B=64", "simplecnn", 64),
-    "resnet18gn": Run("ResNet18-GroupNorm 32×32, B=16", "resnet18gn", 16),
+    "resnet18gn": Run("ResNet18-GroupNorm 32×32, B=16", "resnet18gn", 16, where=("cpu",)),
     "gpt": Run("GPT 4×256, T=128, V=1000, B=8", "gpt", 8),
-    "vit": Run("ViT 6×192, 32², B=16", "vit", 16),
+    "vit": Run("ViT 6×192, 32², B=16", "vit", 16, where=("cpu",)),
     "lstm": Run("LSTM 128, T=32, B=32", "lstm", 32, {"width": 128, "layers": 1}),
     "resnet18gn-128": Run("ResNet18-GroupNorm 32×32, B=128", "resnet18gn", 128, where=("cuda",)),
-    "gpt-large": Run("GPT 12×768, T=512, V=1000, B=16", "gpt", 16, LARGE_GPT, where=("cuda",)),
+    "resnet18gn-128-bf16": Run("ResNet18-GroupNorm 32×32, B=128, bf16", "resnet18gn", 128, {}, ("cuda",), BF16),
+    "gpt-large": Run("GPT 12×768, T=512, V=1000, B=16", "gpt", 16, LARGE_GPT, ("cuda",)),
+    "gpt-large-bf16": Run("GPT 12×768, T=512, V=1000, B=16, bf16", "gpt", 16, LARGE_GPT, ("cuda",), BF16),
+    "vit-base": Run("ViT 12×768, 224², B=16", "vit", 16, LARGE_VIT, ("cuda",)),
+    "vit-base-bf16": Run("ViT 12×768, 224², B=16, bf16", "vit", 16, LARGE_VIT, ("cuda",), BF16),
 }
 
 
@@ -53,7 +72,7 @@ def main() -> int:
     if args.one is not None:
         run_one(args)
         return 0
-    results = {name: in_own_process(name, args) for name in chosen(args)}
+    results = together(chosen(args), args) if args.together else {n: in_own_process(n, args) for n in chosen(args)}
     data = {"results": {n: r for n, r in results.items() if "failure" not in r}}
     name = f"compare-{args.tag or _results.device_tag(args.device)}"
     path = _results.keep(name, data, *paragraphs(results))
@@ -83,7 +102,9 @@ def options(description: str | None) -> argparse.ArgumentParser:
 def arguments() -> argparse.Namespace:
     parser = options(__doc__)
     parser.add_argument("--contenders", help="globs separated by commas (default: the usual ones)")
+    parser.add_argument("--together", type=float, metavar="SECONDS", help="all models compile at once")
     parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--turns", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -93,27 +114,74 @@ def in_own_process(name: str, args: argparse.Namespace) -> dict[str, Any]:
     print(f"\n== {RUNS[name].title}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
-        command = [__file__, "--one", name, "--json", str(out), "--device", args.device]
-        command += ["--seconds", str(args.seconds), *(["--quick"] if args.quick else [])]
-        command += ["--contenders", args.contenders] if args.contenders else []
-        return _results.written_by(command, out)
+        return _results.written_by(command(name, args, out), out)
+
+
+def command(name: str, args: argparse.Namespace, out: Path) -> list[str]:
+    """What a model's own process is told."""
+    told = [__file__, "--one", name, "--json", str(out), "--device", args.device, "--seconds", str(args.seconds)]
+    told += ["--contenders", args.contenders] if args.contenders else []
+    return [*told, *(["--quick"] if args.quick else [])]
+
+
+def together(names: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
+    """The reports of all models: their processes prepare side by side and are then timed one after the other."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        outs = {name: place / f"{name}.json" for name in names}
+        processes = {
+            name: subprocess.Popen([sys.executable, *command(name, args, outs[name]), "--turns", folder])
+            for name in names
+        }
+        end, waiting = time.monotonic() + args.together, dict(processes)
+        while waiting and time.monotonic() < end:
+            time.sleep(0.5)
+            ready = [n for n, p in waiting.items() if (place / f"{n}.ready").exists() or p.poll() is not None]
+            for name in ready:
+                del waiting[name]
+        for process in waiting.values():
+            process.kill()
+        for name, process in processes.items():
+            if name not in waiting:
+                (place / f"{name}.go").touch()
+            process.wait()
+        late = {"failure": f"not compiled within {args.together:g} s"}
+        ended = {n: {"failure": f"the process ended with exit code {p.returncode}"} for n, p in processes.items()}
+        return {
+            name: late if name in waiting else json.loads(out.read_text("utf-8")) if out.exists() else ended[name]
+            for name, out in outs.items()
+        }
+
+
+@contextlib.contextmanager
+def turn(name: str, folder: Path) -> Iterator[None]:
+    """Says that this process is ready, and waits until it may go on."""
+    (folder / f"{name}.ready").touch()
+    while not (folder / f"{name}.go").exists():
+        time.sleep(0.1)
+    yield
 
 
 def run_one(args: argparse.Namespace) -> None:
     """Races all contenders on one model and writes the report to `args.json`."""
     run = RUNS[args.one]
     ex = zoo.example(run.example, run.batch, args.device, **run.sizes)
-    report = benchmark(
-        ex.model,
-        ex.loss_fn,
-        ex.inputs,
-        ex.targets,
-        batch_dim=ex.batch_dim,
-        contenders=args.contenders.split(",") if args.contenders else CONTENDERS,
-        min_run_time=0.5 if args.quick else args.seconds,
-        rounds=2 if args.quick else 8,
-    )
-    print(report, flush=True)
+    lower = torch.autocast(args.device, run.autocast) if run.autocast else contextlib.nullcontext()
+    with lower:
+        report = benchmark(
+            ex.model,
+            ex.loss_fn,
+            ex.inputs,
+            ex.targets,
+            batch_dim=ex.batch_dim,
+            contenders=args.contenders.split(",") if args.contenders else CONTENDERS[args.device],
+            min_run_time=0.5 if args.quick else args.seconds,
+            rounds=2 if args.quick else 8,
+            tolerance=0.5 if args.device == "cuda" else 1e-2,  # TF32 convolutions and bf16: a kink that is passed
+            progress=args.turns is None,
+            turn=contextlib.nullcontext if args.turns is None else lambda: turn(args.one, args.turns),
+        )
+    print(f"\n== {run.title}\n{report}", flush=True)
     args.json.write_text(report.to_json(), encoding="utf-8")
 
 
@@ -137,7 +205,10 @@ HEADERS = [
 def ratios(report: BenchmarkReport) -> list[str]:
     """What `HEADERS` says; the best peer is the fastest of vmap, compiled vmap and Opacus' hooks."""
     base, compiled = report.fastest_ordinary(), report.row("ordinary-compiled")
-    clipped = report.row("psg-compiled", "clipped_sum")
+    clipped = min(
+        (r for who in ("psg-compiled", "psg-replayed") if (r := report.row(who, "clipped_sum")) and r.median_s),
+        key=lambda r: r.median_s or 0.0, default=None,
+    )  # fmt: skip
     norms = report.row("psg-compiled", "norms")
     grads = report.row("psg-compiled", "grads")
     reused = report.row("psg-reused", "grads")

@@ -29,3 +29,13 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def full_precision() -> Iterator[None]:
+    """Convolutions on CUDA compute in float32, not in TF32, which torch allows them by default."""
+    import torch
+
+    kept, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False
+    yield
+    torch.backends.cudnn.allow_tf32 = kept

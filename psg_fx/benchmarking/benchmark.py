@@ -13,6 +13,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch._inductor.utils import fresh_cache  # private: an empty kernel cache,
 from psg_fx.benchmarking.contenders import field_of
 from psg_fx.benchmarking.problem import ORDINARY, Asked, Computation, Contender, Problem, by_label, from_grads
 from psg_fx.machine import environment
-from psg_fx.measure.clock import spread, synchronize, time_rounds
+from psg_fx.measure.clock import give_back, spread, synchronize, time_rounds
 from psg_fx.progress import Progress
 from psg_fx.quantities.base import Quantity
 from psg_fx.quantities.names import USUAL
@@ -120,6 +121,7 @@ def benchmark(
     rounds: int = 5,
     tolerance: float = 1e-2,
     progress: bool = True,
+    turn: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> BenchmarkReport:
     """Measure the contenders on one batch, and return a table of times, memory and errors.
 
@@ -127,7 +129,8 @@ def benchmark(
     names or `name/quantity` (`["ordinary*", "psg*"]`); by default all but other libraries, which `peers` adds, and
     those who first materialise gradients to make another quantity of them. `min_run_time`: seconds of timing per
     contender, over all `rounds`. A per-sample answer further than `tolerance` (relative to each tensor's largest entry)
-    from that of vmap or the loop is a failure. Forgets what `torch.compile` has compiled in this process so far.
+    from that of vmap or the loop is a failure. `turn` is entered while times are taken: a lock, where several processes
+    prepare their contenders side by side. Forgets what `torch.compile` has compiled in this process so far.
     """
     torch.compiler.reset()
     problem = Problem(model, loss_fn, inputs, targets, batch_dim, backend)
@@ -152,7 +155,8 @@ def benchmark(
             steps[c.label] = step
     expected.clear()
     gc.collect()
-    with quiet_vmap():
+    note("waiting for its turn")
+    with quiet_vmap(), turn():
         times = time_rounds(steps, rounds=rounds, min_run_time=min_run_time, note=note)
     note("")
     for label, seconds in times.items():
@@ -221,6 +225,8 @@ def _prepare(
         except Exception as error:  # whatever it is, it is this contender's result
             row.failure = failure(error)
             return None
+        finally:
+            give_back(problem.device)
     return step
 
 

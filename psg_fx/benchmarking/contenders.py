@@ -43,9 +43,13 @@ def ordinary_eager(problem: Problem) -> Computation:
     return run
 
 
-def ordinary_compiled(problem: Problem) -> Computation:
+REPLAYED = "reduce-overhead"
+"""The mode in which a device replays its kernels without being told each (CUDA graphs)."""
+
+
+def ordinary_compiled(problem: Problem, *, mode: str | None = None) -> Computation:
     """`torch.compile` of model and loss, then `torch.autograd.grad`: a forward and a backward graph."""
-    compiled = torch.compile(problem.program, dynamic=False, backend=problem.backend)
+    compiled = torch.compile(problem.program, dynamic=False, backend=problem.backend, mode=mode)
     params = list(problem.wanted.values())
 
     def run() -> Answer:
@@ -93,7 +97,7 @@ def loop(problem: Problem, quantity: Quantity) -> Computation:
     return run
 
 
-def vmapped(problem: Problem, quantity: Quantity, *, compiled: bool) -> Computation:
+def vmapped(problem: Problem, quantity: Quantity, *, compiled: bool, mode: str | None = None) -> Computation:
     """`torch.func.vmap(grad)`, then the quantity from the materialised gradients; optionally compiled as a whole."""
     each = vmap_step(problem.model, problem.loss_fn, problem.inputs, problem.targets, batch_dim=problem.batch_dim)
     given = problem.given(quantity)
@@ -101,7 +105,7 @@ def vmapped(problem: Problem, quantity: Quantity, *, compiled: bool) -> Computat
     def step() -> Answer:
         return from_grads(quantity, each()[0], given)
 
-    fast = torch.compile(step, dynamic=False, backend=problem.backend) if compiled else step
+    fast = torch.compile(step, dynamic=False, backend=problem.backend, mode=mode) if compiled else step
 
     def run() -> Answer:
         with torch.no_grad():
@@ -110,7 +114,9 @@ def vmapped(problem: Problem, quantity: Quantity, *, compiled: bool) -> Computat
     return run
 
 
-def psg(problem: Problem, quantity: Quantity, *, compiled: bool, reuse: bool = False) -> Computation:
+def psg(
+    problem: Problem, quantity: Quantity, *, compiled: bool, reuse: bool = False, mode: str | None = None
+) -> Computation:
     """`psg_fx.transform` with the lowered graph compiled, or run as it is; `reuse`: in memory of former outputs."""
     step = transform(
         problem.model,
@@ -118,6 +124,7 @@ def psg(problem: Problem, quantity: Quantity, *, compiled: bool, reuse: bool = F
         quantities=quantity,
         batch_dim=problem.batch_dim,
         backend=problem.backend if compiled else "eager",
+        mode=mode,
         dynamic=False,
         reuse_outputs=reuse,
     )
@@ -135,6 +142,7 @@ def every(quantities: Mapping[str, Quantity]) -> Iterator[Contender]:
     yield Contender("ordinary-eager", ORDINARY, ordinary_eager)
     yield Contender("ordinary-compiled", ORDINARY, ordinary_compiled)
     yield Contender("ordinary-one-graph", ORDINARY, ordinary_one_graph)
+    yield Contender("ordinary-replayed", ORDINARY, partial(ordinary_compiled, mode=REPLAYED), usual=False)
     for label, q in quantities.items():
         usual = q == Grads()
         yield Contender("loop", label, partial(loop, quantity=q), usual)
@@ -143,6 +151,10 @@ def every(quantities: Mapping[str, Quantity]) -> Iterator[Contender]:
         yield Contender("psg-eager", label, partial(psg, quantity=q, compiled=False))
         yield Contender("psg-compiled", label, partial(psg, quantity=q, compiled=True))
         yield Contender("psg-reused", label, partial(psg, quantity=q, compiled=True, reuse=True), usual=False)
+        yield Contender("vmap-replayed", label, partial(vmapped, quantity=q, compiled=True, mode=REPLAYED), usual=False)
+        yield Contender(
+            "psg-replayed", label, partial(psg, quantity=q, compiled=True, mode=REPLAYED, reuse=True), False
+        )
         yield from peers_for(label, q)
 
 

@@ -24,6 +24,12 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def give_back(device: torch.device) -> None:
+    """Frees what torch's allocator holds without use: other processes may need it."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def time_rounds(
     steps: Mapping[str, Run], *, rounds: int, min_run_time: float, note: Callable[[str], None]
 ) -> dict[str, list[float]]:

@@ -292,11 +292,22 @@ def _fails(what: str, error: Exception, model: nn.Module, values: Mapping[str, A
     fix = f"the error is that of your code: make {call.replace('[:]', '')} run by itself"
     if what == "loss" and not isinstance(values["the output"], torch.Tensor):
         fix += f"; {_OWN_LOSS}"
+    fix = _elsewhere(model, values) or fix
     return BadArgument(
         f"the {what} does not run on " + ("a batch of one sample" if size else "this batch, though on one sample"),
         where=_where(what, error, model),
         why=f"{type(error).__name__}: {first}" + (f"  ({'; '.join(seen)})" if seen else ""), fix=fix,
     )  # fmt: skip
+
+
+def _elsewhere(model: nn.Module, values: Mapping[str, Any]) -> str:
+    """What lies on another device than the parameters, or ""; scalars on the CPU may."""
+    homes = {str(p.device) for p in model.parameters()}
+    found = [n for n, v in values.items() if isinstance(v, torch.Tensor) and v.dim() and str(v.device) not in homes]
+    if not homes or not found:
+        return ""
+    there, here = values[found[0]].device, ", ".join(sorted(homes))
+    return f"{', '.join(found)} on {there}, the parameters on {here}: move one of them"
 
 
 def _where(what: str, error: Exception, model: nn.Module) -> str:

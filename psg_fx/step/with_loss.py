@@ -167,6 +167,9 @@ def _arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _as_tensor(value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if isinstance(value, (list, tuple)):
-        return torch.stack([torch.as_tensor(v, dtype=dtype, device=device) for v in value])
-    return torch.as_tensor(value, dtype=dtype, device=device).contiguous()
+    """Numbers are sent without waiting for the device; a tensor may change as soon as the step has returned."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, dtype).contiguous()
+    if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
+        return torch.stack([_as_tensor(v, dtype, device) for v in value])
+    return torch.as_tensor(value, dtype=dtype).to(device, non_blocking=True).contiguous()

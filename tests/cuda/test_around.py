@@ -18,7 +18,7 @@ from psg_fx.planner import rates
 from support import oracle
 from support.device import CUDA
 
-pytestmark = [*CUDA, pytest.mark.usefixtures("fresh_compiler")]
+pytestmark = [*CUDA, pytest.mark.usefixtures("fresh_compiler", "full_precision")]
 
 CLOSE = 5e-5
 
@@ -47,7 +47,8 @@ def test_inputs_elsewhere_are_an_error_that_names_both(model_there: bool) -> Non
     ex, there = small(device="cpu"), small()
     model, given = (there.model, ex) if model_there else (ex.model, there)
     step = psg_fx.transform(model, ex.loss_fn, backend="eager")
-    with pytest.raises(ValueError, match=r"(?s)cpu.*cuda|cuda.*cpu"):
+    devices = r"on cpu, the parameters on cuda:0" if model_there else r"on cuda:0, the parameters on cpu"
+    with pytest.raises(psg_fx.BadArgument, match=devices):
         step(given.inputs, given.targets)
 
 
@@ -180,11 +181,13 @@ def test_a_scaler_of_losses() -> None:
         want = oracle.mean_grad(gradients_of(ex))
         with torch.autocast("cuda", torch.float16):
             out = step(ex.inputs, ex.targets)
+            loss = ex.loss_fn(ex.model(ex.inputs), ex.targets)
+        ordinary = dict(zip(want, torch.autograd.grad(loss, list(ex.model.parameters())), strict=True))
         for name, parameter in ex.model.named_parameters():
             parameter.grad = out.mean_grad[name]
         scaler.unscale_(optimizer)
         got = {name: p.grad for name, p in ex.model.named_parameters()}
-        assert oracle.worst_error(got, want) < 2e-2
+        assert oracle.worst_error(got, want) < 3 * oracle.worst_error(ordinary, want) + 2e-3
         scaler.step(optimizer)
         scaler.update()
     assert scaler.get_scale() > 128.0

@@ -13,7 +13,7 @@ from psg_fx import ClippedSum, Grads, MeanGrad, Norms, zoo
 from support import oracle
 from support.device import CUDA
 
-pytestmark = [*CUDA, pytest.mark.rest, pytest.mark.usefixtures("fresh_compiler")]
+pytestmark = [*CUDA, pytest.mark.rest, pytest.mark.usefixtures("fresh_compiler", "full_precision")]
 
 SIZES: dict[str, dict[str, Any]] = {
     "mlp": {},
@@ -65,22 +65,41 @@ def test_alone(name: str, quantity: Any) -> None:
         assert oracle.worst_error(out.clipped_sum, oracle.clipped_sum(grads, 1.0)) < 5e-5
 
 
+@pytest.mark.parametrize("name", SIZES)
+def test_float64(name: str) -> None:
+    ex = zoo.example(name, device="cuda", dtype=torch.float64, **SIZES[name])
+    _, grads = oracle.loop_grads(ex.model, ex.loss_fn, ex.inputs, ex.targets, batch_dim=ex.batch_dim)
+    bound = oracle.norms(grads).median().item()
+    asked = [Grads(), Norms(), ClippedSum(bound), MeanGrad()]
+    step = psg_fx.transform(ex.model, ex.loss_fn, quantities=asked, batch_dim=ex.batch_dim, backend="eager")
+    out = step(ex.inputs, ex.targets)
+    assert oracle.worst_error(out.grads, grads) < 1e-10
+    assert oracle.relative_error(out.norms, oracle.norms(grads)) < 1e-10
+    assert oracle.worst_error(out.clipped_sum, oracle.clipped_sum(grads, bound)) < 1e-10
+
+
 @pytest.mark.inductor
 @pytest.mark.parametrize("precision", ["tf32", "bfloat16", "float16"])
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", [name for name in SIZES if name != "lstm"])
 def test_lower_precision(name: str, precision: str) -> None:
-    """No further from the float64 loop than a loop over single samples in the same precision, up to a factor."""
+    """About as far from the float64 loop as `vmap(grad)` is in the same precision: a kink passed by rounding counts."""
     ex = zoo.example(name, device="cuda", **SIZES[name])
     call = (ex.model, ex.loss_fn, ex.inputs, ex.targets)
     _, grads = oracle.loop_grads(*call, batch_dim=ex.batch_dim)
     asked = [Grads(), Norms(), ClippedSum(oracle.norms(grads).median().item())]
     with in_precision(precision):
-        _, lower = oracle.loop_grads(*call, batch_dim=ex.batch_dim, dtype=None)
+        _, lower = oracle.vmap_grads(*call, batch_dim=ex.batch_dim)
         step = psg_fx.transform(ex.model, ex.loss_fn, quantities=asked, batch_dim=ex.batch_dim)
         out = step(ex.inputs, ex.targets)
-    assert oracle.worst_error(out.grads, grads) < 3 * oracle.worst_error(lower, grads) + 1e-4
+    assert distance(out.grads, grads) < 2 * distance(lower, grads) + 1e-3
     allowed = 3 * oracle.relative_error(oracle.norms(lower), oracle.norms(grads)) + 5e-3
     assert oracle.relative_error(out.norms, oracle.norms(grads)) < allowed
+
+
+def distance(got: dict[str, Any], want: dict[str, Any]) -> float:
+    """2-norm of the difference of whole gradients, relative."""
+    squares = sum(float((got[n].double() - w).square().sum()) for n, w in want.items())
+    return float((squares / sum(float(w.square().sum()) for w in want.values())) ** 0.5)
 
 
 @contextlib.contextmanager

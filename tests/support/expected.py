@@ -63,11 +63,12 @@ PRODUCTS: dict[str, Any] = {
 
 
 class Truth:
-    """What a row's quantities should be."""
+    """What a row's quantities should be, computed on `device`, kept on the CPU."""
 
-    def __init__(self, case: Case) -> None:
-        model = case.model()
-        self.losses, self.grads = oracle.loop_grads(model, case.loss_fn(model), case.data(), batch_dim=case.dims)
+    def __init__(self, case: Case, device: str = "cpu") -> None:
+        model, data = case.model().to(device), tuple(x.to(device) for x in case.data())
+        losses, grads = oracle.loop_grads(model, case.loss_fn(model), data, batch_dim=case.dims)
+        self.losses, self.grads = losses.cpu(), {name: g.cpu() for name, g in grads.items()}
         self.norms = oracle.norms(self.grads)
         self.own = oracle.parameter_norms(self.grads)
         self.bound = BOUND * self.norms.median().item()
