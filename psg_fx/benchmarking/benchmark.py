@@ -160,6 +160,9 @@ def benchmark(
         times = time_rounds(steps, rounds=rounds, min_run_time=min_run_time, note=note)
     note("")
     for label, seconds in times.items():
+        if isinstance(seconds, Exception):
+            rows[label].failure = failure(seconds)
+            continue
         rows[label].median_s, rows[label].iqr_s = spread(seconds)
         rows[label].blocks = len(seconds)
     report = BenchmarkReport(list(rows.values()), _sizes(problem), environment(problem.device), notes)

@@ -53,6 +53,8 @@ def ordinary_compiled(problem: Problem, *, mode: str | None = None) -> Computati
     params = list(problem.wanted.values())
 
     def run() -> Answer:
+        if mode == REPLAYED:
+            torch.compiler.cudagraph_mark_step_begin()
         return _named(problem, gradients(_mean(compiled(problem.inputs, problem.targets)), params))
 
     return run
@@ -108,6 +110,8 @@ def vmapped(problem: Problem, quantity: Quantity, *, compiled: bool, mode: str |
     fast = torch.compile(step, dynamic=False, backend=problem.backend, mode=mode) if compiled else step
 
     def run() -> Answer:
+        if mode == REPLAYED:
+            torch.compiler.cudagraph_mark_step_begin()
         with torch.no_grad():
             return fast()
 

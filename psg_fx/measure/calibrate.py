@@ -11,7 +11,6 @@ from statistics import median
 
 import torch
 
-from psg_fx.measure.clock import synchronize
 from psg_fx.planner import rates
 from psg_fx.planner.cost import Device
 
@@ -25,7 +24,7 @@ def calibrate(device: str | torch.device = "cpu") -> Device:
     """
     where = torch.device(device)
     shipped = rates.CUDA if where.type == "cuda" else rates.CPU
-    flops = dict(shipped.flops) | measured_rates(where) | _reduction(where)
+    flops = dict(shipped.flops) | measured_rates(where) | _fused(where)
     bandwidth = _bandwidth(where)
     table = Device(
         where.type, flops, bandwidth, _launch(where), shipped.kept, _extra(where, flops, bandwidth),
@@ -38,19 +37,43 @@ def calibrate(device: str | torch.device = "cpu") -> Device:
 
 
 def seconds(run: Callable[[], object], device: torch.device, total: float = 0.08) -> float:
-    """The median time of one run; work that the device does later is waited for."""
+    """The median time of one run.  On CUDA that of the device: many runs are replayed as one graph, so that telling
+    it what to do takes no time.
+    """
+    if device.type == "cuda":
+        return _replayed_seconds(run, total)
     from torch.utils.benchmark import (
         Timer,
     )  # loads what builds C++ extensions, setuptools and all: not for every import
 
-    def once() -> None:
-        run()
-        synchronize(device)
-
     with torch.no_grad():
-        once()
-        timer = Timer("once()", globals={"once": once}, num_threads=torch.get_num_threads())
+        run()
+        timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
         return median(timer.blocked_autorange(min_run_time=total).times)
+
+
+def _replayed_seconds(run: Callable[[], object], total: float, runs: int = 20) -> float:
+    """Seconds of one run of `runs` in a CUDA graph, the median of its replays."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.no_grad(), torch.cuda.stream(aside):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        for _ in range(runs):
+            run()
+    graph.replay()
+    found: list[float] = []
+    while sum(found) < total:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        found.append(start.elapsed_time(end) / 1e3)
+    return median(found) / runs
 
 
 def measured_rates(device: torch.device) -> Rates:
@@ -71,23 +94,42 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, in
     def random(*sizes: int) -> torch.Tensor:
         return torch.randn(sizes, device=device).to(dtype)
 
-    n = 4096 if device.type == "cuda" else 768
+    large = device.type == "cuda"
+    n = 4096 if large else 768
     a, b = random(n, n), random(n, n)
     yield "gemm", 2 * n**3, lambda: a @ b
     c, d = random(16, n // 3, 128), random(16, 128, n // 3)
     yield "bmm", 2 * 16 * 128 * (n // 3) ** 2, lambda: torch.bmm(c, d)
-    samples = n // 128
+    samples = 128 if large else 6
     x, g = random(samples, 64, 16, 16), random(samples, 64, 16, 16)
     yield "conv", 2 * samples * 256 * 64 * 64 * 9, lambda: _weight_gradient(x, g, 1)
-    e, out = random(2**17), random(2**17)
-    yield "pointwise", 2**17, lambda: torch.mul(e, e, out=out)
+    if not large:  # there a product of two tensors says no more than the bandwidth
+        e, out = random(2**17), random(2**17)
+        yield "pointwise", 2**17, lambda: torch.mul(e, e, out=out)
 
 
-def _reduction(device: torch.device) -> Rates:
-    """flop/s of a product that is summed without being stored, which only a compiled graph does."""
-    a, b = torch.randn(256, 1, 512, device=device), torch.randn(256, 16, 512, device=device)
-    run = torch.compile(lambda x, y: (x * y).sum(-1), dynamic=False)
-    return {("reduce", torch.float32): 2 * b.numel() / seconds(lambda: run(a, b), device)}
+def _fused(device: torch.device) -> Rates:
+    """flop/s of what only a compiled graph does: a product that is summed without being stored, and, on CUDA, many
+    pointwise steps on a value that is read once.
+    """
+    rows = 2048 if device.type == "cuda" else 256
+    a, b = torch.randn(rows, 1, 512, device=device), torch.randn(rows, 16, 512, device=device)
+    summed = torch.compile(lambda x, y: (x * y).sum(-1), dynamic=False)
+    found = {("reduce", torch.float32): 2 * b.numel() / seconds(lambda: summed(a, b), device)}
+    if device.type == "cuda":
+        chained = torch.compile(_chain, dynamic=False)
+        found["pointwise", torch.float32] = 2 * _STEPS * b.numel() / seconds(lambda: chained(b), device)
+    return found
+
+
+_STEPS = 64
+
+
+def _chain(x: torch.Tensor) -> torch.Tensor:
+    y = x
+    for _ in range(_STEPS):
+        y = y * x + 0.5
+    return y
 
 
 def _weight_gradient(x: torch.Tensor, grad: torch.Tensor, groups: int) -> object:

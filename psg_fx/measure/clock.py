@@ -32,11 +32,11 @@ def give_back(device: torch.device) -> None:
 
 def time_rounds(
     steps: Mapping[str, Run], *, rounds: int, min_run_time: float, note: Callable[[str], None]
-) -> dict[str, list[float]]:
+) -> dict[str, list[float] | Exception]:
     """Seconds per step of every contender, several per round; in each round each contender has its turn.
 
     What slows the machine down for a while then slows all contenders down alike. Every contender runs for about
-    `min_run_time` seconds in all, warm-up not counted.
+    `min_run_time` seconds in all, warm-up not counted. One that raises has no further turn.
     """
     from torch.utils.benchmark import (
         Timer,
@@ -47,11 +47,17 @@ def time_rounds(
         for name, step in steps.items()
     }
     times: dict[str, list[float]] = {name: [] for name in steps}
+    failed: dict[str, Exception] = {}
     for k in range(rounds):
         for name, timer in timers.items():
+            if name in failed:
+                continue
             note(f"round {k + 1}/{rounds}: {name}")
-            times[name] += timer.blocked_autorange(min_run_time=min_run_time / rounds).times
-    return times
+            try:
+                times[name] += timer.blocked_autorange(min_run_time=min_run_time / rounds).times
+            except Exception as error:
+                failed[name] = error
+    return times | failed
 
 
 def spread(times: Sequence[float]) -> tuple[float, float]:

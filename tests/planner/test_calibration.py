@@ -57,7 +57,7 @@ def test_every_rate_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(calibrate, "seconds", run_once)
     where = torch.device("cpu")
-    found = calibrate.measured_rates(where) | calibrate._reduction(where)
+    found = calibrate.measured_rates(where) | calibrate._fused(where)
     kinds = {kind for kind, dtype in found if dtype is torch.float32}
     assert kinds == {kind for kind, _ in rates.CPU.flops}
 
