@@ -28,6 +28,7 @@ from .runner import graph_pass, run, without_collection
 from .sites import find_sites
 from .tidy import tidy
 from .unreduce.unreduce import unreduce
+from .widen import widen
 
 BATCH = graph_pass("batch", before=Stage.CAPTURED, after=Stage.BATCHED)(batch)
 UNREDUCE = graph_pass("unreduce", before=Stage.BATCHED, after=Stage.UNREDUCED)(unreduce)
@@ -61,7 +62,8 @@ def _passes(
     asks = tuple(dict.fromkeys(ask for quantity in quantities for ask in quantity.asks()))
     gm = run(plan, gm, history, asks=asks, device=device, size=call.batch_size(), budget=budget)
     gm = run(lower, gm, history, quantities=quantities, dtype=dtype)
-    return run(tidy, gm, history)
+    gm = run(tidy, gm, history)
+    return run(widen, gm, history, device=device.name)
 
 
 def record_capture(program: Program, call: Call, tracked: dict[str, str], history: History) -> GraphModule:

@@ -33,6 +33,16 @@ from psg_fx.reference.definitions import Answer
 from psg_fx.reference.loop import Loss, draws_random_numbers, quiet_vmap, reference_grads, vmap_reference
 
 
+@dataclass(frozen=True)
+class Turn:
+    """How processes share a machine: contenders are prepared side by side, with kernels that others have compiled, as
+    long as they are begun until then (seconds of `time.time`); `alone` is entered while times are taken.
+    """
+
+    until: float
+    alone: Callable[[], AbstractContextManager[object]]
+
+
 @dataclass
 class BenchmarkRow:
     """One contender: seconds, bytes, the ratio to the fastest ordinary step, and its relative error or failure."""
@@ -121,7 +131,7 @@ def benchmark(
     rounds: int = 5,
     tolerance: float = 1e-2,
     progress: bool = True,
-    turn: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+    turn: Turn | None = None,
 ) -> BenchmarkReport:
     """Measure the contenders on one batch, and return a table of times, memory and errors.
 
@@ -129,7 +139,7 @@ def benchmark(
     names or `name/quantity` (`["ordinary*", "psg*"]`); by default all but other libraries, which `peers` adds, and
     those who first materialise gradients to make another quantity of them. `min_run_time`: seconds of timing per
     contender, over all `rounds`. A per-sample answer further than `tolerance` (relative to each tensor's largest entry)
-    from that of vmap or the loop is a failure. `turn` is entered while times are taken: a lock, where several processes
+    from that of vmap or the loop is a failure. `turn`: where several processes
     prepare their contenders side by side. Forgets what `torch.compile` has compiled in this process so far.
     """
     torch.compiler.reset()
@@ -150,13 +160,15 @@ def benchmark(
     rows = {c.label: BenchmarkRow(c.name, c.quantity) for c in chosen}
     steps: dict[str, Computation] = {}
     for c in chosen:
-        step = _prepare(c, problem, rows[c.label], expected.get(c.quantity), tolerance, note)
+        if turn and time.time() > turn.until:
+            rows[c.label].failure = "not begun in time"
+            continue
+        step = _prepare(c, problem, rows[c.label], expected.get(c.quantity), tolerance, note, cold=turn is None)
         if step is not None:
             steps[c.label] = step
     expected.clear()
     gc.collect()
-    note("waiting for its turn")
-    with quiet_vmap(), turn():
+    with quiet_vmap(), turn.alone() if turn else contextlib.nullcontext():
         times = time_rounds(steps, rounds=rounds, min_run_time=min_run_time, note=note)
     note("")
     for label, seconds in times.items():
@@ -207,11 +219,12 @@ def _prepare(
     expected: Answer | None,
     tolerance: float,
     note: Callable[[str], None],
+    cold: bool,
 ) -> Computation | None:
     """Builds and checks a contender and takes its memory; the step to be timed, or None with the reason in its row."""
     note(f"first call: {contender.label}")
     # The exception is kept inside the block, since a cache that is left by an exception stays on disk.
-    with fresh_cache(), quiet_vmap():
+    with fresh_cache() if cold else contextlib.nullcontext(), quiet_vmap():
         try:
             start = time.perf_counter()
             step = contender.build(problem)

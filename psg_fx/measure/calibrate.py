@@ -11,8 +11,9 @@ from statistics import median
 
 import torch
 
+from psg_fx.measure.clock import median_seconds
 from psg_fx.planner import rates
-from psg_fx.planner.cost import Device
+from psg_fx.planner.cost import REPLAYED, Device
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 Rates = dict[tuple[str, torch.dtype], float]
@@ -23,7 +24,7 @@ def calibrate(device: str | torch.device = "cpu") -> Device:
     and others: for this hardware, version of torch and number of threads.  The machine should be otherwise idle.
     """
     where = torch.device(device)
-    shipped = rates.CUDA if where.type == "cuda" else rates.CPU
+    shipped = rates.shipped(where.type)
     flops = dict(shipped.flops) | measured_rates(where) | _fused(where)
     bandwidth = _bandwidth(where)
     table = Device(
@@ -42,14 +43,9 @@ def seconds(run: Callable[[], object], device: torch.device, total: float = 0.08
     """
     if device.type == "cuda":
         return _replayed_seconds(run, total)
-    from torch.utils.benchmark import (
-        Timer,
-    )  # loads what builds C++ extensions, setuptools and all: not for every import
-
     with torch.no_grad():
         run()
-        timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
-        return median(timer.blocked_autorange(min_run_time=total).times)
+    return median_seconds(run, total)
 
 
 def _replayed_seconds(run: Callable[[], object], total: float, runs: int = 20) -> float:
@@ -95,11 +91,11 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, in
         return torch.randn(sizes, device=device).to(dtype)
 
     large = device.type == "cuda"
-    n = 4096 if large else 768
+    n, m, k = (4096, 512, 768) if large else (768, 256, 128)
     a, b = random(n, n), random(n, n)
     yield "gemm", 2 * n**3, lambda: a @ b
-    c, d = random(16, n // 3, 128), random(16, 128, n // 3)
-    yield "bmm", 2 * 16 * 128 * (n // 3) ** 2, lambda: torch.bmm(c, d)
+    c, d = random(16, m, k), random(16, k, m)
+    yield "bmm", 2 * 16 * k * m**2, lambda: torch.bmm(c, d)
     samples = 128 if large else 6
     x, g = random(samples, 64, 16, 16), random(samples, 64, 16, 16)
     yield "conv", 2 * samples * 256 * 64 * 64 * 9, lambda: _weight_gradient(x, g, 1)
@@ -148,20 +144,23 @@ def _bandwidth(device: torch.device) -> float:
 
 
 def _launch(device: torch.device) -> float:
-    """Seconds of a kernel that does next to nothing, of many in a row."""
+    """Seconds of a kernel that does next to nothing, of many in a row: on CUDA what it takes to tell the device."""
     one, count = torch.ones(1, device=device), 100
 
     def many() -> None:
         for _ in range(count):
             one.add_(1.0)
 
-    return seconds(many, device) / count
+    many()
+    return median_seconds(many, 0.08) / count
 
 
 def _extra(device: torch.device, flops: Rates, bandwidth: float) -> dict[str, float]:
     """Constants of single methods: what their time holds beside flops and bytes, for each call or element."""
     tiny = torch.randn(1, 16, 4, 4, device=device)
     found = {"convolution": seconds(lambda: _weight_gradient(tiny, tiny, 1), device)}
+    if device.type == "cuda":
+        found[REPLAYED] = seconds(lambda: tiny.mul_(1.0), device)
     for name, samples, channels, plane in (
         ("grouped_conv_output", 16, 64, 8), ("grouped_conv_small_output", 4, 256, 2),
     ):  # fmt: skip

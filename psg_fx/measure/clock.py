@@ -30,6 +30,21 @@ def give_back(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+def median_seconds(run: Run, total: float) -> float:
+    """The median time of one run, from about `total` seconds of them."""
+    timer = _timer(run)
+    with torch.no_grad():
+        return median(timer.blocked_autorange(min_run_time=total).times)
+
+
+def _timer(run: Run) -> Any:
+    from torch.utils.benchmark import (
+        Timer,
+    )  # loads what builds C++ extensions, setuptools and all: not for every import
+
+    return Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+
+
 def time_rounds(
     steps: Mapping[str, Run], *, rounds: int, min_run_time: float, note: Callable[[str], None]
 ) -> dict[str, list[float] | Exception]:
@@ -38,14 +53,7 @@ def time_rounds(
     What slows the machine down for a while then slows all contenders down alike. Every contender runs for about
     `min_run_time` seconds in all, warm-up not counted. One that raises has no further turn.
     """
-    from torch.utils.benchmark import (
-        Timer,
-    )  # loads what builds C++ extensions, setuptools and all: not for every import
-
-    timers = {
-        name: Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
-        for name, step in steps.items()
-    }
+    timers = {name: _timer(step) for name, step in steps.items()}
     times: dict[str, list[float]] = {name: [] for name in steps}
     failed: dict[str, Exception] = {}
     for k in range(rounds):

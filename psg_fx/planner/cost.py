@@ -7,7 +7,7 @@ Roofline: Williams, Waterman, Patterson 2009, doi:10.1145/1498765.1498785.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -29,6 +29,10 @@ class Work:
     calls: int = 1
 
 
+REPLAYED = "launch_replayed"
+"""The constant of `Device.extra` for seconds of a kernel in a CUDA graph."""
+
+
 @dataclass(frozen=True)
 class Device:
     """Rates of a device.
@@ -48,6 +52,10 @@ class Device:
     extra: Mapping[str, float]
     origin: str = ""
     working: float = 0.0
+
+    def replaying(self) -> Device:
+        """The same where kernels are not launched one by one but replayed (CUDA graphs)."""
+        return replace(self, launch=self.extra.get(REPLAYED, self.launch))
 
     def rate(self, kind: str, dtype: torch.dtype = torch.float32) -> float:
         """flop/s: a kind without a rate runs as pointwise ones, a dtype without one as float32, slower if wider."""

@@ -49,6 +49,12 @@ class Settings:
         if self.memory_budget is not None:
             in_bytes(self.memory_budget, 1)
 
+    @property
+    def replays(self) -> bool:
+        """Whether a CUDA device is to replay its kernels as a graph."""
+        told = (inductor_modes().get(self.mode or "default") or {}) | (self.options or {})
+        return self.backend == "inductor" and bool(told.get("triton.cudagraphs"))
+
 
 def needs_loss(name: str, why: str) -> BadArgument:
     """The error for an argument that means nothing without a loss."""

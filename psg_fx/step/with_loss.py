@@ -108,7 +108,7 @@ class LossModule(PerSampleModule):
 
     def _build(self, tracked: Tracked, call: Call, quantities: Sequence[Quantity]) -> tuple[CompiledStep, Program]:
         program = Program(self.model, self.loss_fn, call)
-        device, budget = rates.device(self._device(call).type), None
+        device, budget = rates.device(self._device(call).type, self.settings.replays), None
         if self.settings.reuse_outputs:
             device = replace(device, kept=0.0)  # the memory is held anyway
         if self.settings.memory_budget is not None:

@@ -62,7 +62,7 @@ class DropInModule(PerSampleModule):
     def _build(self, tracked: Tracked, call: Call) -> tuple[SplitStep, Program]:
         program = Program(self.model, None, call)
         wanted = tuple(t.requires_grad for t in call.tensors)
-        device = rates.device(self._device(call).type)
+        device = rates.device(self._device(call).type, self.settings.replays)
         history = History(progress=Progress(self.settings.progress))
         gm = run_pipeline(
             program, call, tracked.aliases, self.settings.quantities, torch.float32, device, history, wanted
@@ -73,8 +73,7 @@ class DropInModule(PerSampleModule):
         def compiled(graph: GraphModule) -> Callable[..., Sequence[Any]]:
             return compile_graph(graph, s.backend, s.mode, s.options, s.dynamic, device.name, self._memory, history)
 
-        graphs = s.mode in ("reduce-overhead", "max-autotune") or (s.options or {}).get("triton.cudagraphs", False)
-        replayed = graphs and self._device(call).type == "cuda"
+        replayed = s.replays and self._device(call).type == "cuda"
         return SplitStep(gm, history, program, compiled, overwrites=replayed), program
 
 

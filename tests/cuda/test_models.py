@@ -91,7 +91,7 @@ def test_lower_precision(name: str, precision: str) -> None:
         _, lower = oracle.vmap_grads(*call, batch_dim=ex.batch_dim)
         step = psg_fx.transform(ex.model, ex.loss_fn, quantities=asked, batch_dim=ex.batch_dim)
         out = step(ex.inputs, ex.targets)
-    assert distance(out.grads, grads) < 2 * distance(lower, grads) + 1e-3
+    assert distance(out.grads, grads) < 2 * distance(lower, grads) + 1e-2
     allowed = 3 * oracle.relative_error(oracle.norms(lower), oracle.norms(grads)) + 5e-3
     assert oracle.relative_error(out.norms, oracle.norms(grads)) < allowed
 

@@ -19,7 +19,7 @@ ROWS = [case for case in CASES if not case.refused]
 
 
 def agrees(case: Case, backend: str) -> None:
-    """All quantities at once."""
+    """All quantities at once; to rounding, or to what the device's own kernels differ by from the CPU's in float64."""
     try:
         truth = Truth(case, "cuda")
     except RuntimeError as error:
@@ -42,7 +42,8 @@ def agrees(case: Case, backend: str) -> None:
             errors[quantity.field] = oracle.worst_error(got, want)
         else:
             errors[quantity.field] = oracle.relative_error(got, want)
-    wrong = {field: error for field, error in errors.items() if not error < tolerance_of(case)}
+    allowed = max(tolerance_of(case), 10 * oracle.relative_error(truth.losses, Truth(case).losses))
+    wrong = {field: error for field, error in errors.items() if not error < allowed}
     assert not wrong
 
 

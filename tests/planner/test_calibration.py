@@ -32,7 +32,7 @@ def test_a_measured_table_is_read_again(quick: Path) -> None:
     assert table.origin.startswith("rates measured 20")
     assert {dtype for _, dtype in table.flops} >= {torch.float32, torch.float64}
     assert table.extra.keys() == rates.CPU.extra.keys()
-    assert rates.device("cuda") is rates.CUDA
+    assert rates.device("cuda") is rates.H100
 
 
 def test_another_number_of_threads_is_another_table(quick: Path) -> None:

@@ -1,0 +1,99 @@
+"""Products of half-precision values that are wanted in float32: rewritten for CUDA, here run with the op's meaning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import Interpreter
+
+import psg_fx
+from psg_fx import ClippedSum, Grads, Norms, zoo
+from psg_fx.graph import facts
+from psg_fx.graph.history import copy_graph
+from psg_fx.passes.widen import widen
+
+aten = torch.ops.aten
+INTO = (aten.bmm.dtype, aten.mm.dtype)
+SIZES: dict[str, dict[str, Any]] = {
+    "mlp": {},
+    "gpt": {"batch": 3, "layers": 2, "width": 64, "heads": 2, "tokens": 16, "vocabulary": 11},
+    "vit": {"batch": 3, "layers": 1, "width": 12, "image": 8, "patch": 4},
+    "simplecnn": {"batch": 3, "image": 8, "width": 3, "hidden": 7, "classes": 4},
+}
+
+
+class Meant(Interpreter):
+    """Runs a graph on the CPU, which has no kernel for `bmm.dtype`: the exact products, added up in float32."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target in INTO:
+            a, b, dtype = args
+            assert a.dtype is b.dtype
+            assert a.dtype in (torch.bfloat16, torch.float16)
+            return a.to(dtype) @ b.to(dtype)
+        return super().call_function(target, args, kwargs)
+
+
+def graphs(name: str, quantity: Any) -> tuple[Any, Any]:
+    """The graph for a CPU and the same for CUDA."""
+    ex = zoo.example(name, **SIZES[name])
+    step = psg_fx.transform(ex.model, ex.loss_fn, quantities=quantity, batch_dim=ex.batch_dim, backend="eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        step(ex.inputs, ex.targets)
+        before = step.graphs["tidied"]
+    return before, widen.call(copy_graph(before), device="cuda")
+
+
+def inputs_for(gm: Any) -> list[Any]:
+    """Random tensors as the placeholders describe them, for a batch of 3; positive, as bounds and counts must be."""
+    batch = facts.graph_facts(gm).batch
+    torch.manual_seed(0)
+    found: list[Any] = []
+    for node in facts.placeholders(gm):
+        value = node.meta["val"]
+        shape = [int(facts.at(s, batch, 3)) for s in facts.shape(value)]
+        small = value.dtype.is_floating_point
+        found.append((torch.rand(shape) if small else torch.randint(2, shape)).to(value.dtype))
+    return found
+
+
+@pytest.mark.parametrize("quantity", [Norms(), ClippedSum(0.1), Grads()], ids=lambda q: q.field)
+@pytest.mark.parametrize("name", SIZES)
+def test_same_numbers(name: str, quantity: Any) -> None:
+    before, after = graphs(name, quantity)
+    given = inputs_for(before)
+    want, got = Meant(before).run(*given), Meant(after).run(*given)
+    for one, other in zip(want, got, strict=True):
+        scale = one.float().abs().max() + 1e-30
+        limit = 1e-5 if quantity == Norms() else 2e-2  # sums and gradients are no longer rounded to bfloat16
+        assert one.dtype is other.dtype
+        assert (one.float() - other.float()).abs().max() / scale < limit
+
+
+def test_gram_matrices_take_their_operands_as_they_are() -> None:
+    before, after = graphs("gpt", Norms())
+    wide = [n for n in before.graph.nodes if n.target in (aten.bmm.default, aten.mm.default) and wants_float(n)]
+    assert len(wide) > 8
+    left = [n for n in after.graph.nodes if n.target in (aten.bmm.default, aten.mm.default) and wants_float(n)]
+    assert {facts.fact(n).contracts for n in left} == {"embed.weight"}  # what an embedding returns is float32
+    assert sum(n.target in INTO for n in after.graph.nodes) == len(wide) - len(left)
+    assert len(after.graph.nodes) < len(before.graph.nodes)
+
+
+def wants_float(node: Any) -> bool:
+    return bool(node.meta["val"].dtype is torch.float32)
+
+
+def test_gradients_are_not_rounded_between() -> None:
+    before, after = graphs("gpt", Grads())
+    assert not any(n.target in INTO for n in before.graph.nodes)
+    assert sum(n.target in INTO for n in after.graph.nodes) >= 8
+
+
+def test_a_cpu_keeps_its_graph() -> None:
+    before, _ = graphs("mlp", Norms())
+    assert [n.target for n in widen.call(copy_graph(before), device="cpu").graph.nodes] == [
+        n.target for n in before.graph.nodes
+    ]
