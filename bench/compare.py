@@ -46,8 +46,8 @@ ORDINARY = ["ordinary-eager", "ordinary-compiled", "ordinary-one-graph"]
 CONTENDERS = {
     "cpu": [*ORDINARY, "loop/grads", "vmap/grads", "vmap-compiled/grads", "opacus-hooks/grads",
             "psg-eager*", "psg-compiled*", "psg-reused*"],
-    "cuda": ["ordinary-one-graph", "ordinary-compiled", "psg-compiled*", "opacus-*", "psg-replayed/clipped_sum",
-             "ordinary-replayed", "vmap-compiled/grads", "ordinary-eager", "vmap/grads", "psg-replayed*"],
+    "cuda": ["ordinary-one-graph", "ordinary-compiled", "psg-compiled*", "opacus-*", "replayed-psg/clipped_sum",
+             "replayed-ordinary", "vmap-compiled/grads", "ordinary-eager", "vmap/grads", "replayed-psg*"],
 }  # fmt: skip
 LARGE_GPT = {"layers": 12, "width": 768, "heads": 12, "tokens": 512}
 LARGE_VIT = {"layers": 12, "width": 768, "heads": 12, "image": 224, "patch": 16, "classes": 1000}
@@ -210,7 +210,7 @@ def ratios(report: BenchmarkReport) -> list[str]:
     """What `HEADERS` says; the best peer is the fastest of vmap, compiled vmap and Opacus' hooks."""
     base, compiled = report.fastest_ordinary(), report.row("ordinary-compiled")
     clipped = min(
-        (r for who in ("psg-compiled", "psg-replayed") if (r := report.row(who, "clipped_sum")) and r.median_s),
+        (r for who in ("psg-compiled", "replayed-psg") if (r := report.row(who, "clipped_sum")) and r.median_s),
         key=lambda r: r.median_s or 0.0, default=None,
     )  # fmt: skip
     norms = report.row("psg-compiled", "norms")

@@ -146,7 +146,7 @@ def every(quantities: Mapping[str, Quantity]) -> Iterator[Contender]:
     yield Contender("ordinary-eager", ORDINARY, ordinary_eager)
     yield Contender("ordinary-compiled", ORDINARY, ordinary_compiled)
     yield Contender("ordinary-one-graph", ORDINARY, ordinary_one_graph)
-    yield Contender("ordinary-replayed", ORDINARY, partial(ordinary_compiled, mode=REPLAYED), usual=False)
+    yield Contender("replayed-ordinary", ORDINARY, partial(ordinary_compiled, mode=REPLAYED), usual=False)
     for label, q in quantities.items():
         usual = q == Grads()
         yield Contender("loop", label, partial(loop, quantity=q), usual)
@@ -155,9 +155,9 @@ def every(quantities: Mapping[str, Quantity]) -> Iterator[Contender]:
         yield Contender("psg-eager", label, partial(psg, quantity=q, compiled=False))
         yield Contender("psg-compiled", label, partial(psg, quantity=q, compiled=True))
         yield Contender("psg-reused", label, partial(psg, quantity=q, compiled=True, reuse=True), usual=False)
-        yield Contender("vmap-replayed", label, partial(vmapped, quantity=q, compiled=True, mode=REPLAYED), usual=False)
+        yield Contender("replayed-vmap", label, partial(vmapped, quantity=q, compiled=True, mode=REPLAYED), usual=False)
         yield Contender(
-            "psg-replayed", label, partial(psg, quantity=q, compiled=True, mode=REPLAYED, reuse=True), False
+            "replayed-psg", label, partial(psg, quantity=q, compiled=True, mode=REPLAYED, reuse=True), False
         )
         yield from peers_for(label, q)
 
