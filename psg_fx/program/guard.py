@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from psg_fx.errors import NotYetSupported
+from psg_fx.program.objects import MISSING, contents, describe
 from psg_fx.program.observe import Observed
 from psg_fx.program.values import Once, Same
-from psg_fx.program.walk import HOOKS, MISSING, Walk, contents, describe
+from psg_fx.program.walk import HOOKS, Walk
 from psg_fx.torch_private import tensor_guards
 
 _CODE = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")

@@ -36,10 +36,10 @@ from torch import nn
 from torch.nn.modules import module as of_modules
 
 from psg_fx.program.code import is_theirs, names_of, nested, origin_of_module
+from psg_fx.program.objects import MISSING, attribute_dict, contents, describe, functions_of, is_array, slots_of
 from psg_fx.program.observe import Observed
 from psg_fx.program.values import Same
 
-MISSING = object()
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks",
@@ -217,7 +217,7 @@ class Walk:
                 self._classes.add(owner)
                 self.keys.append((found.keys, tuple(found)))
                 for name, value in list(found.items()):
-                    ran = any(f.__code__ in self.observed.code for f in _functions(value))
+                    ran = any(f.__code__ in self.observed.code for f in functions_of(value))
                     if ran or (name in self.attributes and not name.startswith("__")):
                         self.class_slot(owner, name, value)
             elif not theirs and owner is not nn.Module:
@@ -230,11 +230,10 @@ class Walk:
         """One attribute of a class."""
         self.classes.append((owner.__dict__, name, value))
         label = f"{owner.__name__}.{name}"
-        self.emit(Same(value) if _functions(value) else None, label)
-        for function in _functions(value):
-            self.visit(function, label)
-        if not _functions(value):
-            self.visit(value, label)
+        functions = functions_of(value)
+        self.emit(Same(value) if functions else None, label)
+        for held in functions or [value]:
+            self.visit(held, label)
 
     def function(self, value: FunctionType, label: str) -> None:
         """A function; if it ran, all that it may have read."""
@@ -276,32 +275,16 @@ class Walk:
                 if not name.startswith("__"):
                     self.look(value.__dict__, name, f"{value.__name__}.{name}")
 
-    def method(self, value: MethodType, label: str) -> None:
-        """A bound method, which is another object each time it is looked up."""
-        self.emit("method", label)
-        self.visit(value.__self__, label)
-        self.visit(value.__func__, label)
-
-    def partial(self, value: functools.partial[Any], label: str) -> None:
-        """A partial application."""
-        self.emit("partial", label)
-        for part in (value.func, value.args, value.keywords):
+    def through(self, meaning: Any, parts: Iterable[Any], label: str) -> None:
+        """What stands for others: they are what counts."""
+        self.emit(meaning, label)
+        for part in parts:
             self.visit(part, label)
-
-    def wrapped(self, value: Any, label: str) -> None:
-        """A function with a cache."""
-        self.emit(Same(value), label)
-        self.visit(value.__wrapped__, label)
-
-    def referred(self, value: weakref.ref[Any], label: str) -> None:
-        """What a weak reference refers to."""
-        self.emit("reference", label)
-        self.visit(value(), label)
 
     def thing(self, value: Any, label: str) -> None:
         """Any other object."""
         kind = type(value)
-        if _is_array(value):
+        if is_array(value):
             self.emit((kind, str(value.dtype), value.shape, value.tobytes()), label)
             self.arrays.append((value, value.copy()))
             return
@@ -310,14 +293,10 @@ class Walk:
             self.iterators.append(label)
         if str(kind.__module__).partition(".")[0] in _UNLOOKED:
             return
-        try:
-            own = object.__getattribute__(value, "__dict__")
-        except AttributeError:
-            own = None
         every = self.open or not all(is_theirs(origin_of_module(k.__module__)) for k in kind.__mro__[:-1])
-        if isinstance(own, dict):
+        if (own := attribute_dict(value)) is not None:
             self.attributes_of(value, own, label, every)
-        for name in _slots(kind):
+        for name in slots_of(kind):
             if (every or name in self.attributes) and (held := getattr(value, name, MISSING)) is not MISSING:
                 self.emit(name, label)
                 self.visit(held, f"{label}.{name}")
@@ -338,55 +317,15 @@ _LOOKS: tuple[tuple[Any, Callable[[Walk, Any, str], None]], ...] = (
     (_CONTAINERS, Walk.container),
     (nn.Module, lambda walk, value, label: walk.emit(Same(value), label)),
     (FunctionType, Walk.function),
-    (MethodType, Walk.method),
-    (functools.partial, Walk.partial),
+    # another object each time it is looked up
+    (MethodType, lambda walk, value, label: walk.through("method", (value.__self__, value.__func__), label)),
+    (functools.partial, lambda walk, v, label: walk.through("partial", (v.func, v.args, v.keywords), label)),
     (type, Walk.type),
     (ModuleType, Walk.module),
-    (functools._lru_cache_wrapper, Walk.wrapped),
-    (weakref.ref, Walk.referred),
+    (functools._lru_cache_wrapper, lambda walk, v, label: walk.through(Same(v), (v.__wrapped__,), label)),
+    (weakref.ref, lambda walk, value, label: walk.through("reference", (value(),), label)),
 )
-
-
-def describe(tensor: torch.Tensor) -> Any:
-    """All of a tensor but its values."""
-    strides = tensor.stride() if tensor.layout is torch.strided else tensor.layout
-    return type(tensor), tensor.shape, strides, tensor.dtype, tensor.device, tensor.requires_grad
-
-
-def contents(cell: types.CellType) -> Any:
-    """What a closure's cell holds, or MISSING."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return MISSING
-
-
-def _functions(value: Any) -> list[FunctionType]:
-    """The functions behind an attribute of a class."""
-    if isinstance(value, property):
-        parts = [value.fget, value.fset]
-    elif isinstance(value, (staticmethod, classmethod)):
-        parts = [value.__func__]
-    elif isinstance(value, functools.cached_property):
-        parts = [value.func]
-    else:
-        parts = [value]
-    return [p for p in parts if isinstance(p, FunctionType)]
 
 
 def _key(value: Any) -> Any:
     return (type(value), value) if isinstance(value, (str, int, bytes, type(None))) else Same(value)
-
-
-def _is_array(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) and value.dtype != object
-
-
-def _slots(kind: type) -> Iterable[str]:
-    for owner in kind.__mro__:
-        named = owner.__dict__.get("__slots__", ())
-        yield from (named,) if isinstance(named, str) else (n for n in named if n not in ("__dict__", "__weakref__"))
-
-
-__all__ = ["HOOKS", "MISSING", "Walk", "contents", "describe"]

@@ -1,0 +1,64 @@
+"""What Python objects hold, asked without running their code."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Iterable
+from types import FunctionType
+from typing import Any
+
+import torch
+
+MISSING = object()
+"""Stands for what is not there, where None may be."""
+
+
+def describe(tensor: torch.Tensor) -> Any:
+    """All of a tensor but its values."""
+    strides = tensor.stride() if tensor.layout is torch.strided else tensor.layout
+    return type(tensor), tensor.shape, strides, tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def contents(cell: types.CellType) -> Any:
+    """What a closure's cell holds, or MISSING."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
+
+
+def attribute_dict(value: Any) -> dict[str, Any] | None:
+    """Where an object keeps its attributes; None where it keeps them elsewhere."""
+    try:
+        own = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return own if isinstance(own, dict) else None
+
+
+def functions_of(attribute: Any) -> list[FunctionType]:
+    """The functions behind an attribute of a class."""
+    if isinstance(attribute, property):
+        parts = [attribute.fget, attribute.fset]
+    elif isinstance(attribute, (staticmethod, classmethod)):
+        parts = [attribute.__func__]
+    elif isinstance(attribute, functools.cached_property):
+        parts = [attribute.func]
+    else:
+        parts = [attribute]
+    return [p for p in parts if isinstance(p, FunctionType)]
+
+
+def slots_of(kind: type) -> Iterable[str]:
+    """The names that a class and those before it keep in `__slots__`."""
+    for owner in kind.__mro__:
+        named = owner.__dict__.get("__slots__", ())
+        yield from (named,) if isinstance(named, str) else (n for n in named if n not in ("__dict__", "__weakref__"))
+
+
+def is_array(value: Any) -> bool:
+    """Whether it is one of numpy's, of numbers."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) and value.dtype != object
