@@ -24,7 +24,7 @@ from psg_fx.program.call import Call
 from psg_fx.program.observe import Observed
 from psg_fx.program.program import Program
 from psg_fx.source import locate
-from psg_fx.torch_private import autocast_key
+from psg_fx.torch_private.modes import autocast_key
 
 NOISE = 0.1
 

@@ -16,7 +16,7 @@ from psg_fx.graph.history import History, PassRecord, copy_graph, log
 from psg_fx.graph.stages import Stage
 from psg_fx.graph.strides import free_of_strides
 from psg_fx.op_table import enter, known
-from psg_fx.torch_private import compilations, inductor_modes, marked_dynamic
+from psg_fx.torch_private.compiler import compilations, inductor_modes, marked_dynamic
 
 aten = torch.ops.aten
 Flat = Callable[..., Sequence[Any]]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 
 from psg_fx.algebra.network import Kind, Source
@@ -24,7 +25,6 @@ from psg_fx.graph.tracing import trace
 from psg_fx.op_table import known, under_autograd
 from psg_fx.ops.autograd_function import custom_call
 from psg_fx.source import locate
-from psg_fx.torch_private import preserve_node_meta
 from psg_fx.torch_private.tracer import remembering_fakes
 
 from .independence import Result, prove_joint

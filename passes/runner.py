@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from psg_fx.graph.history import History, PassRecord, copied
 from psg_fx.graph.stages import Stage, verify
-from psg_fx.torch_private import module_without_code
+from psg_fx.torch_private.graphs import module_without_code
 
 from . import promises  # noqa: F401  (it says what each stage promises)
 

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from psg_fx.torch_private import allocating, empty_strided_cpu
+from psg_fx.torch_private.compiler import allocating, empty_strided_cpu
 
 LARGE = 2 << 20
 """Bytes from which a value lies in a block."""

@@ -13,7 +13,7 @@ import sympy
 from psg_fx.errors import NotYetSupported
 from psg_fx.program.code import line_of
 from psg_fx.source import is_library
-from psg_fx.torch_private import watching_symbols
+from psg_fx.torch_private.export import watching_symbols
 
 
 @dataclass

@@ -28,8 +28,10 @@ from psg_fx.op_table import decomposition, decompositions
 from psg_fx.ops.autograd_function import as_one_op
 from psg_fx.program.observe import Observed
 from psg_fx.program.program import Program
-from psg_fx.torch_private import core_decompositions, own_attributes, traced_without_code, user_stack_traces
+from psg_fx.torch_private.export import own_attributes, user_stack_traces
 from psg_fx.torch_private.functional import Functional, functional
+from psg_fx.torch_private.graphs import traced_without_code
+from psg_fx.torch_private.ops import core_decompositions
 from psg_fx.torch_private.patching import patched_here
 from psg_fx.torch_private.quiet import quiet
 from psg_fx.torch_private.tracer import forgetful_fakes, without_tensor_meta

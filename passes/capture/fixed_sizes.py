@@ -20,8 +20,9 @@ from torch.utils import _pytree as pytree
 from psg_fx.errors import NotYetSupported
 from psg_fx.graph import facts
 from psg_fx.source import locate
-from psg_fx.torch_private import enable_python_dispatcher, symbolic_inputs
+from psg_fx.torch_private.fakes import symbolic_inputs
 from psg_fx.torch_private.functional import Functional
+from psg_fx.torch_private.modes import enable_python_dispatcher
 
 aten = torch.ops.aten
 

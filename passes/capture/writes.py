@@ -19,7 +19,8 @@ from torch.utils import _pytree as pytree
 from psg_fx.errors import NotYetSupported
 from psg_fx.program.code import line_of
 from psg_fx.source import is_library
-from psg_fx.torch_private import without_checkpoints, without_functions
+from psg_fx.torch_private.export import without_checkpoints
+from psg_fx.torch_private.modes import without_functions
 from psg_fx.torch_private.patching import patched_here
 
 

@@ -20,7 +20,9 @@ from psg_fx.errors import PsgError
 from psg_fx.graph import facts
 from psg_fx.graph.facts import GraphFacts, InputSpec, SampleAxis
 from psg_fx.op_table import known
-from psg_fx.torch_private import enable_python_dispatcher, symbolic_inputs, traced_without_code
+from psg_fx.torch_private.fakes import symbolic_inputs
+from psg_fx.torch_private.graphs import traced_without_code
+from psg_fx.torch_private.modes import enable_python_dispatcher
 from psg_fx.torch_private.tracer import trace_fakes
 
 from .prove import Prover

@@ -15,7 +15,7 @@ from psg_fx.graph import facts
 from psg_fx.graph.tracing import trace
 from psg_fx.ops.trusted import is_trusted
 from psg_fx.source import locate
-from psg_fx.torch_private import has_effect, python_decomposition
+from psg_fx.torch_private.ops import has_effect, python_decomposition
 
 from .functions import proven
 from .probe import probe

@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from psg_fx.graph import facts
 from psg_fx.graph.same_op import computation
 from psg_fx.graph.tracing import trace
-from psg_fx.torch_private import without_fake_cache
+from psg_fx.torch_private.fakes import without_fake_cache
 
 Piece = Callable[..., tuple[list[torch.Tensor], Any]]
 """Tensors -> the results, and a note that holds for every copy."""

@@ -21,7 +21,7 @@ from psg_fx.graph.facts import SampleAxis
 from psg_fx.graph.sample_axis import single
 from psg_fx.graph.strides import free_of_strides
 from psg_fx.source import locate
-from psg_fx.torch_private import traced_without_code
+from psg_fx.torch_private.graphs import traced_without_code
 from psg_fx.torch_private.tracer import trace_fakes
 
 from ..independence import prove, symbolic_values

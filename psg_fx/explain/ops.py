@@ -17,7 +17,7 @@ import psg_fx.passes.pipeline  # noqa: F401  (fills the table)
 from psg_fx import op_table
 from psg_fx.errors import BadArgument
 from psg_fx.op_table import POINTWISE, GradientRule, SampleRule, printed
-from psg_fx.torch_private import python_decomposition
+from psg_fx.torch_private.ops import python_decomposition
 
 _TOPS = tuple(os.path.dirname(os.path.dirname(os.path.abspath(m.__file__))) for m in (torch, op_table) if m.__file__)
 """The folders that paths are given from; torch may lie inside of the checkout."""

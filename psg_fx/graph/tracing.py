@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from psg_fx.graph.strides import free_of_strides
-from psg_fx.torch_private import traced_without_code
+from psg_fx.torch_private.graphs import traced_without_code
 from psg_fx.torch_private.tracer import trace_fakes
 
 

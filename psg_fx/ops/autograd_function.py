@@ -22,7 +22,7 @@ from psg_fx.errors import NotYetSupported
 from psg_fx.graph.facts import is_differentiable
 from psg_fx.graph.strides import free_of_strides
 from psg_fx.graph.tracing import trace
-from psg_fx.torch_private import no_modes
+from psg_fx.torch_private.modes import no_modes
 
 _LIBRARY = torch.library.Library("psg_fx_functions", "FRAGMENT")
 _NUMBERS = itertools.count()

@@ -15,7 +15,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from psg_fx.errors import NotYetSupported
 from psg_fx.graph.strides import free_of_strides
-from psg_fx.torch_private import core_decompositions, fake_batch, no_modes
+from psg_fx.torch_private.fakes import fake_batch
+from psg_fx.torch_private.modes import no_modes
+from psg_fx.torch_private.ops import core_decompositions
 
 aten = torch.ops.aten
 OneSample = Callable[..., torch.Tensor]

@@ -8,7 +8,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from psg_fx import op_table
 from psg_fx.errors import BadArgument
-from psg_fx.torch_private import custom_op_name
+from psg_fx.torch_private.ops import custom_op_name
 
 Operator = TypeVar("Operator")
 _OWN = ("aten", "prims", "prim")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from psg_fx.torch_private import autocast_key, no_function_modes, no_functorch_levels, no_modes
+from psg_fx.torch_private.modes import autocast_key, no_function_modes, no_functorch_levels, no_modes
 
 _CAPTURING = threading.RLock()
 

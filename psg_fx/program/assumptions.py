@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from psg_fx.program.code import line_of
 from psg_fx.source import is_library
-from psg_fx.torch_private import has_known_value
+from psg_fx.torch_private.fakes import has_known_value
 
 _LONGEST = 400
 """Instructions of an arm that are looked at."""

@@ -22,7 +22,7 @@ from psg_fx.program.objects import MISSING, contents, describe
 from psg_fx.program.observe import Observed
 from psg_fx.program.values import Once, Same
 from psg_fx.program.walk import HOOKS, Walk
-from psg_fx.torch_private import tensor_guards
+from psg_fx.torch_private.modes import tensor_guards
 
 _CODE = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _HOOKS = operator.itemgetter(*HOOKS)

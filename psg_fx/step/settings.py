@@ -13,7 +13,7 @@ from psg_fx.planner.budget import in_bytes
 from psg_fx.program.call import BatchDim
 from psg_fx.program.state import ParamFilter
 from psg_fx.quantities.base import Quantity, check_choice
-from psg_fx.torch_private import inductor_modes
+from psg_fx.torch_private.compiler import inductor_modes
 
 
 @dataclass(frozen=True)

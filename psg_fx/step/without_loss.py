@@ -27,7 +27,7 @@ from psg_fx.step.binding import Binding, no_samples, plain_mode
 from psg_fx.step.grad_samples import Ticket, begin, clear, deliver
 from psg_fx.step.mistakes import blamed
 from psg_fx.step.module import PerSampleModule
-from psg_fx.torch_private import partition
+from psg_fx.torch_private.graphs import partition
 
 _FORWARD = ("output", "buffer", "written", "check")
 

@@ -1,0 +1,91 @@
+"""Where export is told otherwise: attributes, checkpoints, lines, symbols."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch.fx.proxy import TracerBase
+from torch.utils import checkpoint as checkpointing
+
+from psg_fx.source import is_library
+from psg_fx.torch_private.patching import patched_here
+
+
+@contextlib.contextmanager
+def own_attributes() -> Iterator[None]:
+    """Let export leave attributes of modules alone: it would replace containers in them by copies, warn of tensors that
+    are stored there, and put numbers back.
+    """
+    name = "_detect_attribute_assignment"
+    from torch.export import _trace
+
+    if not hasattr(_trace, name):
+        yield
+        return
+    with patched_here(_trace, name, lambda module: contextlib.nullcontext()):
+        yield
+
+
+@contextlib.contextmanager
+def without_checkpoints() -> Iterator[None]:
+    """Let `torch.utils.checkpoint.checkpoint(use_reentrant=False)` run its block as it is: an exported graph of nested
+    ones has lost where gradients are enabled again.
+    """
+
+    def nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
+        yield
+
+    name = "_checkpoint_without_reentrant_generator"
+    with contextlib.ExitStack() as patches:
+        for found in (name, f"{name}_impl"):  # the second since torch 2.15
+            if hasattr(checkpointing, found):
+                patches.enter_context(patched_here(checkpointing, found, nothing))
+        yield
+
+
+@contextlib.contextmanager
+def user_stack_traces(caller: CodeType) -> Iterator[None]:
+    """Let traced nodes keep every frame inside `caller`, the code that calls model and loss: export's tracer keeps only
+    those of functions named `forward`, so that nothing in a loss function or a helper has a line.
+    """
+    of_caller = (caller.co_filename, caller.co_name)
+
+    def inner_frames(self: Any, summary: traceback.StackSummary) -> traceback.StackSummary:
+        start = next((i for i, f in enumerate(summary) if (f.filename, f.name) == of_caller), len(summary))
+        program, own = summary[start : start + 1], summary[start + 1 :]
+        return traceback.StackSummary.from_list(program + [f for f in own if not is_library(f.filename)])
+
+    name = "_filter_traceback_frames"
+    patch = patched_here(TracerBase, name, inner_frames) if hasattr(TracerBase, name) else contextlib.nullcontext()
+    with patch:
+        yield
+
+
+@contextlib.contextmanager
+def watching_symbols(seen: Callable[[Any, Any, FrameType], None]) -> Iterator[None]:
+    """Call `seen(expression, result, frame)` whenever Python code makes a symbolic size or condition a plain one.
+
+    `SymBool.__bool__` and `SymInt.__int__` have no hook; `frame` is that of the code that asked.
+    """
+    methods = [(torch.SymBool, "__bool__"), (torch.SymInt, "__int__"), (torch.SymInt, "__index__")]
+
+    def watched(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def read(self: Any) -> Any:
+            expression = self.node.expr
+            result = original(self)
+            if getattr(expression, "free_symbols", None):
+                seen(expression, result, sys._getframe(1))
+            return result
+
+        return read
+
+    with contextlib.ExitStack() as patches:
+        for kind, name in methods:
+            patches.enter_context(patched_here(kind, name, watched(getattr(kind, name))))
+        yield

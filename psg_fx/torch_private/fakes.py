@@ -1,0 +1,67 @@
+"""Fake tensors with symbols for sizes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._dynamo.source import ConstantSource
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, disable_fake_tensor_cache
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+
+def has_known_value(tensor: torch.Tensor) -> bool:
+    """Whether the values of a tensor can be looked at while a program is traced: it is a constant of the code."""
+    if isinstance(tensor, FakeTensor):
+        return tensor.constant is not None
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter)
+
+
+def without_fake_cache(value: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+    """Run ops on fake tensors like this one without remembering their results: what is traced only once pays twice for
+    the memory, because torch checks each entry when it makes it.
+    """
+    found: contextlib.AbstractContextManager[None] = disable_fake_tensor_cache(value.fake_mode)  # type: ignore[attr-defined]
+    return found
+
+
+@contextlib.contextmanager
+def fake_batch() -> Iterator[tuple[Callable[[torch.Tensor, bool], torch.Tensor], Callable[[], bool]]]:
+    """A maker of fake tensors `(like, stacked)` whose first size, if stacked, is a batch size of their own, and a
+    question: is that size still a symbol?
+    """
+    env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+    size = 3
+    made: list[torch.Tensor] = []
+
+    def example(like: torch.Tensor, stacked: bool) -> torch.Tensor:
+        shape = [int(s) for s in like.shape[stacked:]]
+        real = torch.empty([size, *shape] if stacked else shape, dtype=like.dtype, device="meta")
+        dims = [DimDynamic.DUCK] * stacked + [DimDynamic.STATIC] * len(shape)
+        context: Any = StatelessSymbolicContext(dynamic_sizes=dims)
+        with mode:
+            sized = mode.from_tensor(real, symbolic_context=context, source=ConstantSource(f"value_{len(made)}"))
+            fake = torch.empty(sized.shape, dtype=like.dtype, device=like.device)
+        made.extend([fake] if stacked else [])
+        return fake
+
+    def is_symbol() -> bool:
+        sizes: list[Any] = [t.shape[0] for t in made]
+        return all(isinstance(s, torch.SymInt) and not s.node.expr.is_number for s in sizes)
+
+    yield example, is_symbol
+
+
+def symbolic_inputs(tensors: Sequence[torch.Tensor], dims: Sequence[int | None]) -> list[torch.Tensor]:
+    """The tensors as fake ones whose size in `dims` is one symbol; they agree on that size."""
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    made: list[torch.Tensor] = []
+    for index, (tensor, dim) in enumerate(zip(tensors, dims, strict=True)):
+        sizes = [DimDynamic.DUCK if d == dim else DimDynamic.STATIC for d in range(tensor.ndim)]
+        context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
+        made.append(mode.from_tensor(tensor, symbolic_context=context, source=ConstantSource(f"value_{index}")))
+    return made

@@ -1,0 +1,28 @@
+"""Graph modules: how their code is written, and how they are split."""
+
+from __future__ import annotations
+
+import contextlib
+
+from torch.fx import Graph, GraphModule
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
+
+
+def module_without_code(gm: GraphModule, graph: Graph) -> GraphModule:
+    """A graph module whose Python code is written when it is first asked for: most stages only hold a graph."""
+    return _LazyGraphModule(dict(gm.named_children()), graph, type(gm).__name__)
+
+
+def traced_without_code() -> contextlib.AbstractContextManager[None]:
+    """Let what is traced be such modules."""
+    return _use_lazy_graph_module(True)
+
+
+def partition(joint: GraphModule, num_fwd_outputs: int) -> tuple[GraphModule, GraphModule]:
+    """Split a joint graph with placeholders `primals_*` and `tangents_*` into a forward and a backward graph, with the
+    fewest bytes saved between them (Chen et al. 2016, arXiv:1604.06174, by min-cut).
+    """
+    from torch._functorch.partitioners import min_cut_rematerialization_partition  # slow to import, and seldom used
+
+    forward, backward = min_cut_rematerialization_partition(joint, None, num_fwd_outputs=num_fwd_outputs)
+    return forward, backward

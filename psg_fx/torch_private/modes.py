@@ -1,0 +1,62 @@
+"""The modes and levels that a call of torch runs in."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch._C._dynamo.guards import TensorGuards
+from torch._dispatch.python import enable_python_dispatcher
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes as no_modes
+
+without_functions: Callable[[], contextlib.AbstractContextManager[None]] = torch._C.DisableTorchFunction
+"""While open, a question to a tensor (`t.requires_grad`) passes no mode of functions: each would call Python for it."""
+
+
+@contextlib.contextmanager
+def no_functorch_levels() -> Iterator[None]:
+    """Outside of all transformations of `torch.func` for a while."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        yield
+        return
+    with temporarily_clear_interpreter_stack():
+        yield
+
+
+@contextlib.contextmanager
+def no_function_modes() -> Iterator[None]:
+    """Outside of all modes that see torch's functions (`TorchFunctionMode`) for a while."""
+    modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            torch._C._push_on_torch_function_stack(mode)
+
+
+def autocast_key(device_type: str) -> tuple[bool, torch.dtype] | None:
+    """The autocast state that a capture depends on."""
+    if not torch.is_autocast_enabled(device_type):
+        return None
+    return True, torch.get_autocast_dtype(device_type)
+
+
+def tensor_guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """A question in C++ to that many tensors: have they the types, dtypes, devices, sizes, strides and `requires_grad`
+    of these?  Of modes it depends on inference mode, so each has a guard of its own.
+    """
+    check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return check
+
+
+__all__ = [
+    "autocast_key",
+    "enable_python_dispatcher",
+    "no_function_modes",
+    "no_functorch_levels",
+    "no_modes",
+    "tensor_guards",
+    "without_functions",
+]

@@ -1,0 +1,40 @@
+"""What torch knows of an op."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch._decomp import core_aten_decompositions, decomposition_table
+from torch._higher_order_ops.effects import has_effects
+from torch._library.custom_ops import CustomOpDef
+from torch._ops import OpOverload
+
+
+@functools.cache
+def core_decompositions() -> Mapping[OpOverload, Callable[..., Any]]:
+    """Torch's decompositions into core ATen ops."""
+    return dict(core_aten_decompositions())
+
+
+def python_decomposition(op: OpOverload) -> Callable[..., Any] | None:
+    """What computes a composite op by others: its composite kernel, or a function from torch's table."""
+    if op._can_decompose():
+        return op.decompose
+    found: Callable[..., Any] | None = decomposition_table.get(op)
+    return found
+
+
+def custom_op_name(op: object) -> str | None:
+    """`mylib::myop` of what `torch.library.custom_op` returns; None of anything else."""
+    return op._qualname if isinstance(op, CustomOpDef) else None
+
+
+def has_effect(op: OpOverload) -> bool:
+    """Whether an op is registered as one that does something beside computing its result."""
+    arguments: tuple[Any, ...] = (op, (), {})[
+        : len(inspect.signature(has_effects).parameters)
+    ]  # of the op alone since torch 2.10
+    return bool(has_effects(*arguments))
