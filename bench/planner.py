@@ -32,9 +32,10 @@ from psg_fx.algebra.network import BATCH, Dense, Form, Kind, Leaf, Network, OneH
 from psg_fx.algebra.site import Prefix
 from psg_fx.measure.tree_times import Values, compiled, evaluate_tree, random_operands, seconds
 from psg_fx.planner import cost, rates
+from psg_fx.planner.expr import ContractExpr, Expr, LeafExpr, dense
 from psg_fx.planner.plan import reads_weights
 from psg_fx.planner.search import plan_step
-from psg_fx.planner.trees import ContractExpr, Expr, LeafExpr, dense, trees
+from psg_fx.planner.trees import trees
 
 B = sympy.Symbol("B", positive=True, integer=True)
 LINEAR = [  # B, T, I, O

@@ -21,8 +21,8 @@ from psg_fx.graph.same_op import computation
 from psg_fx.graph.stages import Stage, broken, promise
 from psg_fx.graph.strides import reads_strides
 from psg_fx.graph.tracing import mutates
+from psg_fx.planner.expr import LeafExpr
 from psg_fx.planner.plan import PLAN, ParameterPlan, Part, Plan
-from psg_fx.planner.trees import LeafExpr
 from psg_fx.tensors import product
 
 aten = torch.ops.aten

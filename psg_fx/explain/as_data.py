@@ -16,8 +16,8 @@ from psg_fx.explain.tables import methods, notes, uses
 from psg_fx.graph import facts
 from psg_fx.graph.stages import Stage
 from psg_fx.measure.tree_times import measured
+from psg_fx.planner.expr import peak_bytes
 from psg_fx.planner.plan import PLAN, ParameterPlan
-from psg_fx.planner.trees import peak_bytes
 from psg_fx.reference.validate import ValidationReport
 from psg_fx.source import source_line
 

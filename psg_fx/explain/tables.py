@@ -19,10 +19,10 @@ from psg_fx.graph.stages import Stage
 from psg_fx.measure.tree_times import measured
 from psg_fx.planner.cost import Work
 from psg_fx.planner.crossover import crossover
+from psg_fx.planner.expr import ContractExpr, DenseExpr, Expr, SumExpr, peak_bytes
+from psg_fx.planner.expr import seconds as predicted
 from psg_fx.planner.methods import Pair
 from psg_fx.planner.plan import PLAN, ParameterPlan, Part, Plan
-from psg_fx.planner.trees import ContractExpr, DenseExpr, Expr, SumExpr, peak_bytes
-from psg_fx.planner.trees import seconds as predicted
 
 _SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 LEGEND = """\

@@ -15,8 +15,8 @@ from psg_fx.graph.history import History
 from psg_fx.measure.clock import time_rounds
 from psg_fx.passes.compile import compile_graph
 from psg_fx.planner.evaluate import compute
+from psg_fx.planner.expr import Expr, LeafExpr
 from psg_fx.planner.plan import Plan
-from psg_fx.planner.trees import Expr, LeafExpr
 from psg_fx.tensors import product
 
 Values = dict[int, torch.Tensor]

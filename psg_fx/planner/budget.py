@@ -23,9 +23,9 @@ from psg_fx.errors import BadArgument
 from psg_fx.graph import facts
 from psg_fx.graph.lifetimes import bytes_of, lifetimes
 from psg_fx.planner.cost import Device
+from psg_fx.planner.expr import LeafExpr, peak_bytes
 from psg_fx.planner.plan import Part, Plan, kept_until_norms
 from psg_fx.planner.search import plan_step
-from psg_fx.planner.trees import LeafExpr, peak_bytes
 
 _PRICES = (1.0, 10.0, 1e9)
 """Times the device's price of kept memory (at least `_LEAST`): the last one keeps as little as any tree can."""

@@ -10,7 +10,7 @@ import sympy
 
 from psg_fx.algebra.network import Network, Patches
 from psg_fx.planner.cost import Device
-from psg_fx.planner.trees import ContractExpr, DenseExpr, Expr, LeafExpr, SumExpr, seconds
+from psg_fx.planner.expr import ContractExpr, DenseExpr, Expr, LeafExpr, SumExpr, seconds
 
 _LARGEST = 2**20
 

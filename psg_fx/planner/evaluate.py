@@ -12,10 +12,10 @@ from psg_fx.algebra.asks import FLOORS, Materialized
 from psg_fx.algebra.gradient import ParameterGradient
 from psg_fx.algebra.network import Axes, Kind, OneHot, Patches, Source
 from psg_fx.algebra.prefix import pull_back
+from psg_fx.planner.expr import ContractExpr, DenseExpr, Expr, LeafExpr, SumExpr
 from psg_fx.planner.methods import onehot, patches
 from psg_fx.planner.plan import ParameterPlan, Part, Plan, reads_weights
 from psg_fx.planner.rounding import floor
-from psg_fx.planner.trees import ContractExpr, DenseExpr, Expr, LeafExpr, SumExpr
 from psg_fx.tensors import accumulation_dtype, contiguous, permute, reshape
 
 

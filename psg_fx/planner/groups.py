@@ -14,8 +14,8 @@ from psg_fx.algebra.ask import Phase
 from psg_fx.algebra.gradient import ParameterGradient, Term
 from psg_fx.algebra.network import Kind, Leaf, Source
 from psg_fx.algebra.prefix import sources
+from psg_fx.planner.expr import ContractExpr, DenseExpr, Expr, LeafExpr
 from psg_fx.planner.plan import ParameterPlan, Part, Plan, reads_weights
-from psg_fx.planner.trees import ContractExpr, DenseExpr, Expr, LeafExpr
 
 _MADE = (Kind.GRADS, Kind.WEIGHTS)
 """What the evaluation of a plan makes for itself."""

@@ -11,7 +11,7 @@ from psg_fx.algebra.gradient import ParameterGradient
 from psg_fx.algebra.network import Kind
 from psg_fx.graph.facts import Entry
 from psg_fx.planner.cost import Device
-from psg_fx.planner.trees import Expr, LeafExpr
+from psg_fx.planner.expr import Expr, LeafExpr
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ import torch
 from psg_fx.algebra.asks import SquaredNorm
 from psg_fx.algebra.gradient import ParameterGradient, Term
 from psg_fx.algebra.network import BATCH, Axes, Leaf, Network, OneHot, Symmetric
+from psg_fx.planner.expr import ContractExpr, DenseExpr, Expr, LeafExpr, dense
 from psg_fx.planner.methods.base import expand_to
 from psg_fx.planner.plan import ParameterPlan
-from psg_fx.planner.trees import ContractExpr, DenseExpr, Expr, LeafExpr, dense
 from psg_fx.tensors import accumulation_dtype
 
 _KAPPA = 8.0

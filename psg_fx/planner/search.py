@@ -17,8 +17,9 @@ from psg_fx.algebra.asks import Materialized, whole
 from psg_fx.algebra.gradient import ParameterGradient
 from psg_fx.algebra.network import Network
 from psg_fx.planner.cost import Device
+from psg_fx.planner.expr import Expr, dense, peak_bytes
 from psg_fx.planner.plan import ParameterPlan, Part, Plan, kept_until_norms
-from psg_fx.planner.trees import Expr, dense, peak_bytes, trees
+from psg_fx.planner.trees import trees
 from psg_fx.tensors import product
 
 _EXHAUSTIVE = 4000

@@ -30,7 +30,7 @@ import torch
 
 import psg_fx
 from psg_fx import cli
-from psg_fx.planner import trees
+from psg_fx.planner import expr
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path.stem for path in (ROOT / "docs").glob("*.md"))
@@ -114,7 +114,7 @@ def namespace(folder: Path) -> Iterator[dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(psg_fx, "transform", eager)
-        patch.setattr(trees, "_IDS", {})  # factors print in the order in which the process first met them
+        patch.setattr(expr, "_IDS", {})  # factors print in the order in which the process first met them
         for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
             patch.setenv(name, value)
         yield {"__name__": "__main__"}

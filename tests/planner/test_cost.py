@@ -13,13 +13,14 @@ from psg_fx.algebra.network import Dense, Kind, Leaf, Network, OneHot, Patches, 
 from psg_fx.planner import rates
 from psg_fx.planner.cost import Device, Work
 from psg_fx.planner.crossover import crossover, resized
+from psg_fx.planner.expr import Expr, peak_bytes, seconds
 from psg_fx.planner.methods import METHODS, Arg, Pair
 from psg_fx.planner.methods.dense import MatMul
 from psg_fx.planner.methods.onehot import Equal
 from psg_fx.planner.methods.patches import ConvWeight, GroupedConv
 from psg_fx.planner.methods.symmetric import HalfGram
 from psg_fx.planner.rates import CPU, H100
-from psg_fx.planner.trees import Expr, peak_bytes, seconds, trees
+from psg_fx.planner.trees import trees
 
 F32 = torch.float32
 SIZES = {"b": 3, "t": 10, "s": 10, "i": 4, "o": 6}

@@ -14,9 +14,9 @@ from psg_fx import ClippedSum, Gram, Norms, SecondMoment
 from psg_fx.algebra import gradient, network, site
 from psg_fx.algebra.ask import Phase
 from psg_fx.planner import rates, search
+from psg_fx.planner.expr import ContractExpr, DenseExpr, Expr, LeafExpr, SumExpr
 from psg_fx.planner.groups import groups
 from psg_fx.planner.plan import PLAN
-from psg_fx.planner.trees import ContractExpr, DenseExpr, Expr, LeafExpr, SumExpr
 from support import oracle
 
 

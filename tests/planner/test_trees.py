@@ -38,9 +38,10 @@ from psg_fx.passes.runner import run
 from psg_fx.passes.sites import find_sites
 from psg_fx.planner import rates
 from psg_fx.planner.evaluate import Evaluator, compute
+from psg_fx.planner.expr import Expr, LeafExpr, dense
 from psg_fx.planner.methods import symmetric
 from psg_fx.planner.plan import ParameterPlan, Part, Plan
-from psg_fx.planner.trees import Expr, LeafExpr, dense, trees
+from psg_fx.planner.trees import trees
 from psg_fx.program.call import take_apart
 from psg_fx.program.program import Program
 from psg_fx.program.state import tracked_parameters

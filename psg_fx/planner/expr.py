@@ -1,0 +1,216 @@
+"""Nodes of a tree: what each computes, from what, and at which cost.  Equal sub-networks are one node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from psg_fx.algebra.network import Axes, Dense, Kind, Leaf, OneHot, Patches
+from psg_fx.planner.cost import Device, Work
+from psg_fx.planner.methods import Arg, Method, Pair
+from psg_fx.tensors import Size, product
+
+_IDS: dict[Any, int] = {}
+_RANKS = {kind: rank for rank, kind in enumerate(Kind)}
+
+
+def _intern(key: Any) -> int:
+    """A small number that stands for a key, so that equal sub-networks compare fast."""
+    return _IDS.setdefault(key, len(_IDS))
+
+
+@dataclass(frozen=True, eq=False)
+class Expr:
+    """A node of a tree: a tensor with axes.  Equal `key`s mean equal tensors (whatever their axes are called)."""
+
+    axes: Axes
+    sizes: dict[str, Size]
+    dtype: torch.dtype
+
+    @property
+    def key(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def rank(self) -> str:
+        """Where it stands among the operands of a contraction: by what it reads.  The order is
+        the same in every process, and for layers that are alike.
+        """
+        raise NotImplementedError
+
+    @property
+    def arg(self) -> Arg:
+        """This node as an operand of a contraction."""
+        return Arg(self.axes, Dense(), self.dtype)
+
+    @property
+    def bytes(self) -> Size:
+        """Bytes of the tensor."""
+        return product(self.sizes[a] for a in self.axes) * self.dtype.itemsize
+
+    def work(self) -> Work:
+        """What computing this node from its children costs."""
+        raise NotImplementedError
+
+    def seconds(self, device: Device) -> float:
+        """Predicted time of computing this node from its children."""
+        return device.seconds(self.work(), self.dtype)
+
+    @property
+    def children(self) -> tuple[Expr, ...]:
+        """The nodes it is computed from."""
+        return ()
+
+    def nodes(self) -> dict[int, Expr]:
+        """Every distinct node of the tree, children first."""
+        found: dict[int, Expr] = {}
+        for child in self.children:
+            found.update(child.nodes())
+        found[self.key] = self
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class LeafExpr(Expr):
+    """An operand as it is stored."""
+
+    leaf: Leaf
+
+    @cached_property
+    def key(self) -> int:
+        return _intern(self.leaf.key)
+
+    @cached_property
+    def rank(self) -> str:
+        kinds = "".join(str(_RANKS[kind]) for kind in self.leaf.kinds)
+        return f"{kinds} {self.leaf.form.name} {' '.join(s.name for s in self.leaf.sources)} {self.leaf.recipe}"
+
+    @property
+    def arg(self) -> Arg:
+        return Arg(self.axes, self.leaf.form, self.dtype)
+
+    def work(self) -> Work:
+        return Work(0, 0, 0, calls=0)
+
+    def __str__(self) -> str:
+        return self.leaf.label
+
+
+@dataclass(frozen=True, eq=False)
+class _Unary(Expr):
+    """A node with one child."""
+
+    child: Expr
+
+    @cached_property
+    def rank(self) -> str:
+        return self.child.rank
+
+    @property
+    def children(self) -> tuple[Expr, ...]:
+        return (self.child,)
+
+
+@dataclass(frozen=True, eq=False)
+class DenseExpr(_Unary):
+    """An implicit operand, built."""
+
+    child: LeafExpr
+
+    @cached_property
+    def key(self) -> int:
+        return _intern(("dense", self.child.key))
+
+    def work(self) -> Work:
+        return Work(0, self.bytes, self.bytes, calls=2)
+
+    def __str__(self) -> str:
+        return "unfold(x)" if isinstance(self.child.leaf.form, Patches) else str(self.child)
+
+
+@dataclass(frozen=True, eq=False)
+class ContractExpr(Expr):
+    """`a` and `b` contracted by one method."""
+
+    a: Expr
+    b: Expr
+    method: Method
+    pair: Pair
+
+    @cached_property
+    def key(self) -> int:
+        names: dict[str, int] = {}
+        pattern = tuple(
+            tuple(names.setdefault(x, len(names)) for x in axes) for axes in (self.a.axes, self.b.axes, self.axes)
+        )
+        return _intern((self.method.name, self.a.key, self.b.key, pattern))
+
+    @cached_property
+    def rank(self) -> str:
+        return f"({self.a.rank}·{self.b.rank})"
+
+    @property
+    def children(self) -> tuple[Expr, ...]:
+        return (self.a, self.b)
+
+    @property
+    def arg(self) -> Arg:
+        return Arg(self.axes, self.method.form(self.pair), self.dtype)
+
+    def work(self) -> Work:
+        return self.method.work(self.pair)
+
+    def seconds(self, device: Device) -> float:
+        return self.method.seconds(self.pair, device)
+
+    def __str__(self) -> str:
+        if self.pair.same:
+            return f"{self.a}²"
+        return f"({self.a}·{self.b})"
+
+
+@dataclass(frozen=True, eq=False)
+class SumExpr(_Unary):
+    """One operand with axes summed away (a bias: Σ_t ȳ)."""
+
+    @cached_property
+    def key(self) -> int:
+        kept = tuple(self.child.axes.index(x) for x in self.axes)
+        return _intern(("sum", self.child.key, kept))
+
+    def work(self) -> Work:
+        elements = product(self.sizes[a] for a in self.child.axes)
+        out = product(self.sizes[a] for a in self.axes) * self.dtype.itemsize
+        return Work(elements, elements * self.dtype.itemsize, out)
+
+    def __str__(self) -> str:
+        return f"Σ{self.child}"
+
+
+def dense(expr: Expr) -> Expr:
+    """The node with its operand built, if it was implicit."""
+    if isinstance(expr, LeafExpr) and isinstance(expr.leaf.form, (OneHot, Patches)):
+        return DenseExpr(expr.axes, expr.sizes, expr.dtype, expr)
+    return expr
+
+
+def seconds(tree: Expr, device: Device) -> float:
+    """Predicted time of a tree, equal nodes counted once."""
+    return sum(node.seconds(device) for node in tree.nodes().values())
+
+
+def peak_bytes(tree: Expr) -> int:
+    """The largest sum of intermediate values, the result among them, that are needed at the same time."""
+    order = list(tree.nodes().values())
+    last = {child.key: index for index, node in enumerate(order) for child in node.children}
+    live: dict[int, int] = {}
+    peak = 0
+    for index, node in enumerate(order):
+        if not isinstance(node, LeafExpr):
+            live[node.key] = node.bytes
+        peak = max(peak, sum(live.values()))
+        live = {key: size for key, size in live.items() if last.get(key, index + 1) > index}
+    return peak
