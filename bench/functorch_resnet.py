@@ -42,7 +42,8 @@ from psg_fx.benchmarking.benchmark import failure, start_compiler
 from psg_fx.benchmarking.contenders import field_of
 from psg_fx.benchmarking.problem import Problem
 from psg_fx.measure.clock import peak_memory, spread, time_rounds
-from psg_fx.reference.loop import borrowed, quiet_vmap, reference_grads
+from psg_fx.reference.by_vmap import quiet_vmap
+from psg_fx.reference.loop import borrowed, reference_grads
 
 CONTENDERS = {
     "psg-compiled": "psg_fx, compiled",

@@ -29,8 +29,9 @@ from psg_fx.measure.clock import give_back, spread, synchronize, time_rounds
 from psg_fx.progress import Progress
 from psg_fx.quantities.base import Quantity
 from psg_fx.quantities.names import USUAL
+from psg_fx.reference.by_vmap import quiet_vmap, vmap_reference
 from psg_fx.reference.definitions import Answer
-from psg_fx.reference.loop import Loss, draws_random_numbers, quiet_vmap, reference_grads, vmap_reference
+from psg_fx.reference.loop import Loss, draws_random_numbers, reference_grads
 
 
 @dataclass(frozen=True)

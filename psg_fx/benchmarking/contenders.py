@@ -19,8 +19,9 @@ from psg_fx.errors import BadArgument
 from psg_fx.quantities.base import Quantity
 from psg_fx.quantities.names import USUAL
 from psg_fx.quantities.sums import Grads
-from psg_fx.reference.definitions import Answer
-from psg_fx.reference.loop import ByName, gradients, one_loss, vmap_step
+from psg_fx.reference.by_vmap import vmap_step
+from psg_fx.reference.definitions import Answer, ByName
+from psg_fx.reference.loop import gradients, one_loss
 
 __all__ = ["Answer", "Computation", "Contender", "Problem", "field_of", "ordinary_compiled", "ordinary_eager"]
 

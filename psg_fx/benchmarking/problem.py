@@ -17,8 +17,9 @@ from psg_fx.quantities.clipped_sum import ClippedSum
 from psg_fx.quantities.names import USUAL, spelled
 from psg_fx.quantities.products import Dots
 from psg_fx.quantities.sums import Grads, Norms
+from psg_fx.reference.batch import Batch
 from psg_fx.reference.definitions import Answer, definitions_for
-from psg_fx.reference.loop import Batch, Loss, WithLoss, tracked
+from psg_fx.reference.loop import Loss, WithLoss, tracked
 
 Computation = Callable[[], Answer]
 

@@ -1,4 +1,4 @@
-"""Per-sample gradients by definition: a loop over single samples, and `torch.func.vmap` as a second opinion.
+"""Per-sample gradients by definition: a loop over single samples.
 
 Slow, obvious and independent of the compiler, whose way to take a batch apart (`program/call.py`) is not shared either:
 `psg_fx.reference.validate` holds compiled steps against it, `psg_fx.benchmarking` times it beside them.
@@ -6,96 +6,20 @@ Slow, obvious and independent of the compiler, whose way to take a batch apart (
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from psg_fx.errors import BadArgument
+from psg_fx.reference.batch import Batch, cast
+from psg_fx.reference.definitions import ByName
 
 Loss = Callable[..., Tensor]
-ByName = dict[str, Tensor]
-
-_CALL = "step(inputs, targets)"
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A batch taken apart: the leaves of `(inputs, targets)`, the sample dim of each (None: shared), and B."""
-
-    leaves: tuple[Any, ...]
-    dims: tuple[int | None, ...]
-    spec: TreeSpec
-    size: int
-
-    @classmethod
-    def of(cls, inputs: Any, targets: Any, batch_dim: Any = 0) -> Batch:
-        """Finds each tensor's sample dim from `batch_dim`: an int, or a prefix `(inputs_dims, targets_dims)`."""
-        whole = batch_dim if isinstance(batch_dim, tuple) else (batch_dim, batch_dim)
-        if len(whole) != 2:
-            raise _misfit(f"batch_dim has {len(whole)} parts", "pass an int or (inputs_dims, targets_dims)")
-        inputs, targets = _as_dict(inputs), _as_dict(targets)
-        leaves, spec = tree_flatten((inputs, targets))
-        dims = [*_spread(whole[0], inputs, "inputs"), *_spread(whole[1], targets, "targets")]
-        sizes = {_size(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True) if dim is not None}
-        if len(sizes) != 1:
-            found = "no tensor carries samples" if not sizes else f"the tensors have {sorted(sizes)} samples"
-            raise _misfit(found, "let batch_dim name the sample dim of each tensor, None for those that are shared")
-        return cls(tuple(leaves), tuple(dims), spec, sizes.pop())
-
-    def tree(self, leaves: Sequence[Any] | None = None) -> tuple[Any, Any]:
-        """`(inputs, targets)` made of `leaves`, by default the batch's own."""
-        inputs, targets = tree_unflatten(list(self.leaves if leaves is None else leaves), self.spec)
-        return inputs, targets
-
-    def sample(self, i: int) -> tuple[Any, Any]:
-        """`(inputs, targets)` of sample i alone, as a batch of one."""
-        pairs = zip(self.leaves, self.dims, strict=True)
-        return self.tree([leaf if dim is None else leaf.narrow(dim, i, 1) for leaf, dim in pairs])
-
-    def to(self, dtype: torch.dtype | None) -> Batch:
-        """The batch with its floating-point tensors in `dtype` (None: as they are)."""
-        return replace(self, leaves=tuple(_cast(leaf, dtype) for leaf in self.leaves))
-
-
-def _as_dict(value: Any) -> Any:
-    """Mappings of other classes (a tokenizer's output) are no trees."""
-    return dict(value) if isinstance(value, Mapping) else value
-
-
-def _misfit(why: str, fix: str) -> BadArgument:
-    return BadArgument("batch_dim does not fit the batch", where=_CALL, why=why, fix=fix)
-
-
-def _cast(leaf: Any, dtype: torch.dtype | None) -> Any:
-    floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
-    return leaf.to(dtype) if dtype is not None and floating else leaf
-
-
-def _size(leaf: Any, dim: int) -> int:
-    if not -leaf.dim() <= dim < leaf.dim():
-        raise _misfit(f"a tensor of shape {tuple(leaf.shape)} has no dim {dim}", "give None for what samples share")
-    return int(leaf.shape[dim])
-
-
-def _spread(dims: Any, tree: Any, where: str) -> Iterator[int | None]:
-    """One dim per leaf of `tree` from the prefix `dims`; leaves that are no tensors are shared."""
-    if dims is None or isinstance(dims, int):
-        yield from (dims if isinstance(leaf, Tensor) else None for leaf in tree_flatten(tree)[0])
-    elif isinstance(dims, Mapping) and isinstance(tree, Mapping) and set(dims) == set(tree):
-        for key, part in tree.items():
-            yield from _spread(dims[key], part, f"{where}[{key!r}]")
-    elif isinstance(dims, (tuple, list)) and isinstance(tree, (tuple, list)) and len(dims) == len(tree):
-        for k, (sub, part) in enumerate(zip(dims, tree, strict=True)):
-            yield from _spread(sub, part, f"{where}[{k}]")
-    else:
-        raise _misfit(f"{where} is a {type(tree).__name__}, its batch_dim is {dims!r}", "give it the same structure")
 
 
 class WithLoss(nn.Module):
@@ -137,7 +61,7 @@ class Widened(TorchFunctionMode):
             dtypes = {leaf.dtype for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()}
             if torch.float64 not in dtypes or len(dtypes) == 1:
                 raise
-            wide_args, wide_kwargs = tree_unflatten([_cast(leaf, torch.float64) for leaf in leaves], spec)
+            wide_args, wide_kwargs = tree_unflatten([cast(leaf, torch.float64) for leaf in leaves], spec)
             return func(*wide_args, **wide_kwargs)
 
 
@@ -178,14 +102,14 @@ def borrowed(model: nn.Module, dtype: torch.dtype | None) -> Iterator[Callable[[
     buffers = [(m, key, b) for m in model.modules() for key, b in m._buffers.items() if b is not None]
 
     def reset() -> None:
-        fresh = {b: _cast(b, dtype).clone() for _, _, b in buffers}
+        fresh = {b: cast(b, dtype).clone() for _, _, b in buffers}
         for module, key, buffer in buffers:
             module._buffers[key] = fresh[buffer]
 
     try:
         for p in before:
             p.grad = None
-            p.data = _cast(p.data, dtype)
+            p.data = cast(p.data, dtype)
         yield reset
     finally:
         for p, (data, grad, requires_grad) in before.items():
@@ -262,63 +186,6 @@ def gradients(loss: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
     if not loss.requires_grad:
         return [torch.zeros_like(p, requires_grad=False) for p in params]
     return list(torch.autograd.grad(loss, params, materialize_grads=True))
-
-
-def vmap_step(
-    model: nn.Module,
-    loss_fn: Loss,
-    inputs: Any,
-    targets: Any = None,
-    *,
-    batch_dim: Any = 0,
-    params: Sequence[str] | None = None,
-) -> Callable[[], tuple[ByName, Tensor]]:
-    """`vmap(grad_and_value)` of the model on this batch: a function of nothing -> (gradients, losses)."""
-    batch = Batch.of(inputs, targets, batch_dim)
-    places = {k: d for k, d in enumerate(batch.dims) if d is not None}
-    weights = {f"model.{name}": p.detach() for name, p in tracked(model, params).items()}
-    program = WithLoss(model, loss_fn)
-
-    def sample_loss(named: ByName, *sample: Tensor) -> Tensor:
-        leaves = list(batch.leaves)
-        for (k, dim), part in zip(places.items(), sample, strict=True):
-            leaves[k] = part.unsqueeze(dim)
-        loss: Tensor = torch.func.functional_call(program, named, batch.tree(leaves))
-        return loss.reshape(())
-
-    each = torch.func.grad_and_value(sample_loss)
-    step = torch.func.vmap(each, in_dims=(None, *places.values()), randomness="different")
-    samples = [batch.leaves[k] for k in places]
-
-    def run() -> tuple[ByName, Tensor]:
-        grads, losses = step(weights, *samples)
-        return {name.removeprefix("model."): g for name, g in grads.items()}, losses
-
-    return run
-
-
-def vmap_reference(
-    model: nn.Module,
-    loss_fn: Loss,
-    inputs: Any,
-    targets: Any = None,
-    *,
-    batch_dim: Any = 0,
-    params: Sequence[str] | None = None,
-) -> tuple[Tensor, ByName]:
-    """Losses `[B]` and gradients by `torch.func.vmap` in the model's own dtype; raises what vmap raises."""
-    run = vmap_step(model, loss_fn, inputs, targets, batch_dim=batch_dim, params=params)
-    with quiet_vmap():
-        grads, losses = run()
-    return losses.detach(), {name: g.detach() for name, g in grads.items()}
-
-
-@contextmanager
-def quiet_vmap() -> Iterator[None]:
-    """Drops vmap's warning that it loops over an op without a batching rule: slow is what a reference may be."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "There is a performance drop because we have not yet implemented")
-        yield
 
 
 def draws_random_numbers(model: nn.Module, loss_fn: Loss, inputs: Any, targets: Any, batch_dim: Any = 0) -> bool:

@@ -16,8 +16,9 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from psg_fx.errors import BadArgument
-from psg_fx.reference.definitions import GRADS, LOSSES, Answer, Definition
-from psg_fx.reference.loop import ByName, Loss, draws_random_numbers, loss_of_the_batch, reference_grads, vmap_reference
+from psg_fx.reference.by_vmap import vmap_reference
+from psg_fx.reference.definitions import GRADS, LOSSES, Answer, ByName, Definition
+from psg_fx.reference.loop import Loss, draws_random_numbers, loss_of_the_batch, reference_grads
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 """Default tolerance by the dtype of the parameters; ReLU kinks alone cost float32 a few 1e-4."""
@@ -110,7 +111,7 @@ def validate(
 ) -> ValidationReport:
     """Runs `step(inputs, targets)` once and compares the fields named by `checks` with the loop's.
 
-    `step` is anything that returns an object with those fields; `psg_fx.checks.checks_for` makes the checks of given
+    `step` is anything that returns an object with those fields; `definitions_for` makes the checks of given
     quantities. Raises `BadArgument` when the model draws random numbers, since no two ways of computing would agree.
     """
     if draws_random_numbers(model, loss_fn, inputs, targets, batch_dim):

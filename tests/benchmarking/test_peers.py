@@ -19,8 +19,8 @@ from psg_fx.benchmarking.peers import adapters, peers_for
 from psg_fx.benchmarking.peers.adapters import CannotBeAsked, Own
 from psg_fx.benchmarking.problem import Contender, Problem
 from psg_fx.measure.clock import peak_memory
+from psg_fx.reference.by_vmap import quiet_vmap
 from psg_fx.reference.definitions import Answer
-from psg_fx.reference.loop import quiet_vmap
 
 TINY = {
     "mlp": {},

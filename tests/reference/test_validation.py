@@ -11,8 +11,10 @@ from torch import Tensor, nn
 import psg_fx
 from psg_fx import zoo
 from psg_fx.errors import BadArgument
+from psg_fx.reference.batch import Batch
+from psg_fx.reference.by_vmap import vmap_reference
 from psg_fx.reference.definitions import GRADS, LOSSES, MEAN_GRAD, clipped_sum_check, definitions_for, norms_check
-from psg_fx.reference.loop import Batch, reference_grads, vmap_reference
+from psg_fx.reference.loop import reference_grads
 from psg_fx.reference.validate import validate
 from support import oracle
 

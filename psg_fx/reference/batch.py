@@ -1,0 +1,89 @@
+"""A batch taken apart into its samples, by the definition of `batch_dim`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from psg_fx.errors import BadArgument
+
+_CALL = "step(inputs, targets)"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch taken apart: the leaves of `(inputs, targets)`, the sample dim of each (None: shared), and B."""
+
+    leaves: tuple[Any, ...]
+    dims: tuple[int | None, ...]
+    spec: TreeSpec
+    size: int
+
+    @classmethod
+    def of(cls, inputs: Any, targets: Any, batch_dim: Any = 0) -> Batch:
+        """Finds each tensor's sample dim from `batch_dim`: an int, or a prefix `(inputs_dims, targets_dims)`."""
+        whole = batch_dim if isinstance(batch_dim, tuple) else (batch_dim, batch_dim)
+        if len(whole) != 2:
+            raise _misfit(f"batch_dim has {len(whole)} parts", "pass an int or (inputs_dims, targets_dims)")
+        inputs, targets = _as_dict(inputs), _as_dict(targets)
+        leaves, spec = tree_flatten((inputs, targets))
+        dims = [*_spread(whole[0], inputs, "inputs"), *_spread(whole[1], targets, "targets")]
+        sizes = {_size(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True) if dim is not None}
+        if len(sizes) != 1:
+            found = "no tensor carries samples" if not sizes else f"the tensors have {sorted(sizes)} samples"
+            raise _misfit(found, "let batch_dim name the sample dim of each tensor, None for those that are shared")
+        return cls(tuple(leaves), tuple(dims), spec, sizes.pop())
+
+    def tree(self, leaves: Sequence[Any] | None = None) -> tuple[Any, Any]:
+        """`(inputs, targets)` made of `leaves`, by default the batch's own."""
+        inputs, targets = tree_unflatten(list(self.leaves if leaves is None else leaves), self.spec)
+        return inputs, targets
+
+    def sample(self, i: int) -> tuple[Any, Any]:
+        """`(inputs, targets)` of sample i alone, as a batch of one."""
+        pairs = zip(self.leaves, self.dims, strict=True)
+        return self.tree([leaf if dim is None else leaf.narrow(dim, i, 1) for leaf, dim in pairs])
+
+    def to(self, dtype: torch.dtype | None) -> Batch:
+        """The batch with its floating-point tensors in `dtype` (None: as they are)."""
+        return replace(self, leaves=tuple(cast(leaf, dtype) for leaf in self.leaves))
+
+
+def _as_dict(value: Any) -> Any:
+    """Mappings of other classes (a tokenizer's output) are no trees."""
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _misfit(why: str, fix: str) -> BadArgument:
+    return BadArgument("batch_dim does not fit the batch", where=_CALL, why=why, fix=fix)
+
+
+def cast(leaf: Any, dtype: torch.dtype | None) -> Any:
+    """A floating-point tensor in `dtype`; anything else, and all for None, as it is."""
+    floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
+    return leaf.to(dtype) if dtype is not None and floating else leaf
+
+
+def _size(leaf: Any, dim: int) -> int:
+    if not -leaf.dim() <= dim < leaf.dim():
+        raise _misfit(f"a tensor of shape {tuple(leaf.shape)} has no dim {dim}", "give None for what samples share")
+    return int(leaf.shape[dim])
+
+
+def _spread(dims: Any, tree: Any, where: str) -> Iterator[int | None]:
+    """One dim per leaf of `tree` from the prefix `dims`; leaves that are no tensors are shared."""
+    if dims is None or isinstance(dims, int):
+        yield from (dims if isinstance(leaf, Tensor) else None for leaf in tree_flatten(tree)[0])
+    elif isinstance(dims, Mapping) and isinstance(tree, Mapping) and set(dims) == set(tree):
+        for key, part in tree.items():
+            yield from _spread(dims[key], part, f"{where}[{key!r}]")
+    elif isinstance(dims, (tuple, list)) and isinstance(tree, (tuple, list)) and len(dims) == len(tree):
+        for k, (sub, part) in enumerate(zip(dims, tree, strict=True)):
+            yield from _spread(sub, part, f"{where}[{k}]")
+    else:
+        raise _misfit(f"{where} is a {type(tree).__name__}, its batch_dim is {dims!r}", "give it the same structure")

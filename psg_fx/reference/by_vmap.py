@@ -1,0 +1,72 @@
+"""A second opinion: `torch.func.vmap(grad_and_value)` over the samples."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from psg_fx.reference.batch import Batch
+from psg_fx.reference.definitions import ByName
+from psg_fx.reference.loop import Loss, WithLoss, tracked
+
+
+def vmap_step(
+    model: nn.Module,
+    loss_fn: Loss,
+    inputs: Any,
+    targets: Any = None,
+    *,
+    batch_dim: Any = 0,
+    params: Sequence[str] | None = None,
+) -> Callable[[], tuple[ByName, Tensor]]:
+    """`vmap(grad_and_value)` of the model on this batch: a function of nothing -> (gradients, losses)."""
+    batch = Batch.of(inputs, targets, batch_dim)
+    places = {k: d for k, d in enumerate(batch.dims) if d is not None}
+    weights = {f"model.{name}": p.detach() for name, p in tracked(model, params).items()}
+    program = WithLoss(model, loss_fn)
+
+    def sample_loss(named: dict[str, Tensor], *sample: Tensor) -> Tensor:
+        leaves = list(batch.leaves)
+        for (k, dim), part in zip(places.items(), sample, strict=True):
+            leaves[k] = part.unsqueeze(dim)
+        loss: Tensor = torch.func.functional_call(program, named, batch.tree(leaves))
+        return loss.reshape(())
+
+    each = torch.func.grad_and_value(sample_loss)
+    step = torch.func.vmap(each, in_dims=(None, *places.values()), randomness="different")
+    samples = [batch.leaves[k] for k in places]
+
+    def run() -> tuple[ByName, Tensor]:
+        grads, losses = step(weights, *samples)
+        return {name.removeprefix("model."): g for name, g in grads.items()}, losses
+
+    return run
+
+
+def vmap_reference(
+    model: nn.Module,
+    loss_fn: Loss,
+    inputs: Any,
+    targets: Any = None,
+    *,
+    batch_dim: Any = 0,
+    params: Sequence[str] | None = None,
+) -> tuple[Tensor, ByName]:
+    """Losses `[B]` and gradients by `torch.func.vmap` in the model's own dtype; raises what vmap raises."""
+    run = vmap_step(model, loss_fn, inputs, targets, batch_dim=batch_dim, params=params)
+    with quiet_vmap():
+        grads, losses = run()
+    return losses.detach(), {name: g.detach() for name, g in grads.items()}
+
+
+@contextmanager
+def quiet_vmap() -> Iterator[None]:
+    """Drops vmap's warning that it loops over an op without a batching rule: slow is what a reference may be."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop because we have not yet implemented")
+        yield
