@@ -26,7 +26,7 @@ from psg_fx.program.guard import Guard, Lying, Structure, refuse_iterators
 from psg_fx.program.key import call_key
 from psg_fx.program.program import Program
 from psg_fx.program.state import Tracked, refuse_hooks, tracked_parameters
-from psg_fx.step import copies, mistakes
+from psg_fx.step import copies, own_code
 from psg_fx.step.settings import Settings
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ class PerSampleModule(nn.Module):
     ) -> Captured:
         self._cache.tell(key)
         why = self._cache.why(key, call.batch_size())
-        step, program = mistakes.built(build, self.model, self.loss_fn, call)
+        step, program = own_code.built(build, self.model, self.loss_fn, call)
         guard = Guard(program.observed, [("the loss", self.loss_fn)], structure)
         refuse_iterators(guard.walk)
         step.binding.follow(Lying(guard.walk))

@@ -26,6 +26,7 @@ from psg_fx.step import mistakes
 from psg_fx.step.compiled import CompiledStep, StepOutput, write_into
 from psg_fx.step.finite import with_finite_sum
 from psg_fx.step.module import PerSampleModule
+from psg_fx.step.own_code import blamed
 from psg_fx.step.parts import run_in_parts
 
 _ABSENT: Any = object()
@@ -66,7 +67,7 @@ class LossModule(PerSampleModule):
         if step.part is not None and call.batch_size() > step.part:
             return self._in_parts(step, call, given, out)
         extras = self._extras(call, given, tracked, step.binding.given)
-        with mistakes.blamed(self.model, self.loss_fn, call):
+        with blamed(self.model, self.loss_fn, call):
             found = step(call, extras, out)
         if any(isinstance(q, ClippedSum) and q.nonfinite == "drop" for q in quantities):
             finite = with_finite_sum(step, call, extras, vars(found))

@@ -25,8 +25,8 @@ from psg_fx.program.state import Tracked, holder
 from psg_fx.progress import Progress
 from psg_fx.step.binding import Binding, no_samples, plain_mode
 from psg_fx.step.grad_samples import Ticket, begin, clear, deliver
-from psg_fx.step.mistakes import blamed
 from psg_fx.step.module import PerSampleModule
+from psg_fx.step.own_code import blamed
 from psg_fx.torch_private.graphs import partition
 
 _FORWARD = ("output", "buffer", "written", "check")

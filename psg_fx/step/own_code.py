@@ -1,0 +1,268 @@
+"""Whether the user's own code fails, with or without psg_fx: it is run on one sample, or on the batch, as it stands."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import random
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from psg_fx.errors import BadArgument, CaptureFailed, NotYetSupported, PsgError, SamplesMixed
+from psg_fx.passes.capture.reasons import NOT_ONE_GRAPH, user_line
+from psg_fx.program.call import Call
+from psg_fx.step.mistakes import check_model, check_values
+from psg_fx.torch_private.quiet import quiet
+
+_Made = TypeVar("_Made")
+_Found = tuple[BadArgument, Exception]
+_SHOWN = 6
+_ABOUT_MASKS = re.compile(r"mask|pad_token|padding")
+_OWN_LOSS = "if the model computes its loss itself: loss_fn=lambda out: out.loss"
+
+
+def built(build: Callable[[], _Made], model: nn.Module, loss_fn: Any, call: Call) -> _Made:
+    """What `build` makes, without torch's own remarks.
+
+    Raises:
+        BadArgument: nothing was captured, and the code does not run on one sample without psg_fx either.
+    """
+    check_model(model)
+    check_values(model)
+    try:
+        with quiet():
+            return build()
+    except CaptureFailed as refusal:
+        found = _own_error(model, loss_fn, call) if refusal.what == NOT_ONE_GRAPH else None
+        if found is None:
+            raise _with_hint(refusal, model, call) from refusal.__cause__
+    except (SamplesMixed, NotYetSupported) as refusal:
+        raise _with_hint(refusal, model, call) from refusal.__cause__
+    raise found[0] from found[1]
+
+
+@contextlib.contextmanager
+def blamed(model: nn.Module, loss_fn: Any, call: Call) -> Iterator[None]:
+    """While open, an error of torch is replaced by that of the user's own code, if that fails, too: a capture does not
+    see everything that a run sees (dtypes of a product, an index that is too large).
+
+    Raises BadArgument.
+    """
+    try:
+        yield
+    except PsgError:
+        raise
+    except (RuntimeError, TypeError, IndexError, ValueError) as failure:
+        found = _own_error(model, loss_fn, call, whole=True)
+        if found is None:
+            raise
+        raise found[0] from failure
+
+
+def _with_hint(refusal: PsgError, model: nn.Module, call: Call) -> PsgError:
+    """The refusal, and what a model of sequences was not given, where the refused line is about that."""
+    takes = any("attention_mask" in _parameters(m) for m in model.modules())
+    given = any(name.endswith("attention_mask") for name in call.names)
+    if not takes or given or not _ABOUT_MASKS.search(refusal.where):
+        return refusal
+    fix = f"pass attention_mask, which the model makes itself where none is given; or {refusal.fix}"
+    return type(refusal)(refusal.what, where=refusal.where, why=refusal.why, fix=fix)
+
+
+def _own_error(model: nn.Module, loss_fn: Any, call: Call, whole: bool = False) -> _Found | None:
+    """What fails when the code runs on the first sample alone (whole: or on all of them), and the exception."""
+    if call.batch_size() == 0:
+        return None
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(unchanged(model, loss_fn))
+            pairs = list(zip(call.tensors, call.dims, strict=True))
+            batches = [[_copy(t, d) for t, d in pairs], *([[_copy(t, None) for t, _ in pairs]] if whole else [])]
+        except Exception:  # no memory to set the state aside, or tensors of another kind: torch's reason stands
+            return None
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # said before, while it was captured
+        found = (_run(model, loss_fn, call, tensors, size) for tensors, size in zip(batches, ("1", ""), strict=False))
+        return next((failure for failure in found if failure is not None), None)
+
+
+def _run(model: nn.Module, loss_fn: Any, call: Call, tensors: list[torch.Tensor], size: str) -> _Found | None:
+    """What fails on these tensors: as many samples as `size` says, or all."""
+    (args, kwargs), (targets, target_kwargs) = call.rebuild(tensors)
+    try:
+        output = model(*args, **kwargs)
+    except Exception as error:
+        if isinstance(error, TypeError) and (text := _misfit(model, args, kwargs)):
+            return _not_taken("model", model, args, kwargs, text, loss_fn is not None), error
+        return _fails("model", error, model, _named("input", args, kwargs), size), error
+    if loss_fn is None:
+        return None
+    try:
+        loss_fn(output, *targets, **target_kwargs)
+    except Exception as error:
+        if isinstance(error, TypeError) and (text := _misfit(loss_fn, (output, *targets), target_kwargs)):
+            return _not_taken("loss", loss_fn, (output, *targets), target_kwargs, text, True), error
+        values = {"the output": output, **_named("target", targets, target_kwargs)}
+        return _fails("loss", error, model, values, size), error
+    return None
+
+
+def _named(kind: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments by the names that psg_fx has for them."""
+    return {f"{kind}_{key}": value for key, value in (*enumerate(args), *kwargs.items())}
+
+
+def _copy(tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
+    """A copy of the first sample, or of all there is."""
+    one = tensor if dim is None else tensor.narrow(dim, 0, 1)
+    return one.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+@contextlib.contextmanager
+def unchanged(*roots: Any) -> Iterator[None]:
+    """The modules' tensors, attributes and the generators are afterwards what they were, whatever runs in between."""
+    modules = {m: None for root in roots if isinstance(root, nn.Module) for m in root.modules()}
+    tensors = {t: None for m in modules for group in (m._parameters, m._buffers) for t in group.values()}
+    values = [(t, t.data) for t in tensors if t is not None]
+    places = [d for m in modules for d in (vars(m), m._parameters, m._buffers, m._modules)]
+    held = [(place, dict(place)) for place in places]
+    devices = sorted({t.device.index for t, _ in values if t.is_cuda})
+    python, numpy = random.getstate(), getattr(sys.modules.get("numpy"), "random", None)
+    drawn = numpy.get_state() if numpy is not None else None
+    try:
+        with torch.random.fork_rng(devices=devices), torch.inference_mode(False):
+            for tensor, value in values:
+                tensor.data = value.clone()
+            yield
+    finally:
+        for place, before in held:
+            _put_back(place, before)
+        for tensor, value in values:
+            tensor.data = value
+        random.setstate(python)
+        if numpy is not None:
+            numpy.set_state(drawn)
+
+
+def _put_back(place: dict[str, Any], before: Mapping[str, Any]) -> None:
+    for name in [name for name in place if name not in before]:
+        del place[name]
+    for name, value in before.items():
+        if place.get(name) is not value:
+            place[name] = value
+
+
+def _function(thing: Any) -> Any:
+    return thing.forward if isinstance(thing, nn.Module) else thing
+
+
+def _parameters(thing: Any) -> Mapping[str, inspect.Parameter]:
+    """What a function or module takes; nothing is known of those written in C."""
+    try:
+        return inspect.signature(_function(thing)).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def _misfit(thing: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Why a function or module cannot be called with these arguments, or ""."""
+    try:
+        signature = inspect.signature(_function(thing))
+    except (TypeError, ValueError):  # written in C
+        return ""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def _signature(thing: Any) -> str:
+    """`cross_entropy(input, target, ...)`: the name, what must be given, and whether there is more."""
+    name = f"{type(thing).__name__}.forward" if isinstance(thing, nn.Module) else getattr(thing, "__name__", "loss_fn")
+    parameters = _parameters(thing).values()
+    needed = [str(p).partition(":")[0] for p in parameters if p.default is p.empty]
+    return f"{name}({', '.join([*needed, *(['...'] if len(needed) < len(parameters) else [])])})"
+
+
+_HOW = {
+    "model": "a tuple or list of inputs holds positional arguments, a dict keyword arguments; one argument that is a "
+    "list goes into a tuple: step(([x1, x2],), y)",
+    "loss": "step(inputs, targets): targets may be a tensor, a tuple (loss_fn(output, *targets)), a dict "
+    "(loss_fn(output, **targets)), or left out",
+}
+
+
+def _not_taken(
+    what: str, thing: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], text: str, has_loss: bool
+) -> BadArgument:
+    given = [f"{len(args)} positional argument{'s' * (len(args) != 1)}"] if args or not kwargs else []
+    given += [f"the keyword{'s' * (len(kwargs) != 1)} {', '.join(kwargs)}"] if kwargs else []
+    return BadArgument(
+        f"the {what} does not take these {'inputs' if what == 'model' else 'targets'}", where=_signature(thing),
+        why=f"it is called with {' and '.join(given)}: {text}",
+        fix=_HOW[what] if has_loss else "a step without a loss is called as the model is: step(*args, **kwargs)",
+    )  # fmt: skip
+
+
+def _fails(what: str, error: Exception, model: nn.Module, values: Mapping[str, Any], size: str) -> BadArgument:
+    call = f"model(x[:{size}])" if what == "model" else f"loss_fn(model(x[:{size}]), y[:{size}])"
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    seen = [f"{name} is {_described(value)}" for name, value in values.items()]
+    seen[_SHOWN:] = [f"{len(seen) - _SHOWN} more"] if len(seen) > _SHOWN else []
+    fix = f"the error is that of your code: make {call.replace('[:]', '')} run by itself"
+    if what == "loss" and not isinstance(values["the output"], torch.Tensor):
+        fix += f"; {_OWN_LOSS}"
+    fix = _elsewhere(model, values) or fix
+    return BadArgument(
+        f"the {what} does not run on " + ("a batch of one sample" if size else "this batch, though on one sample"),
+        where=_where(what, error, model),
+        why=f"{type(error).__name__}: {first}" + (f"  ({'; '.join(seen)})" if seen else ""), fix=fix,
+    )  # fmt: skip
+
+
+def _elsewhere(model: nn.Module, values: Mapping[str, Any]) -> str:
+    """What lies on another device than the parameters, or ""; scalars on the CPU may."""
+    homes = {str(p.device) for p in model.parameters()}
+    found = [n for n, v in values.items() if isinstance(v, torch.Tensor) and v.dim() and str(v.device) not in homes]
+    if not homes or not found:
+        return ""
+    there, here = values[found[0]].device, ", ".join(sorted(homes))
+    return f"{', '.join(found)} on {there}, the parameters on {here}: move one of them"
+
+
+def _where(what: str, error: Exception, model: nn.Module) -> str:
+    """The user's line, and the module whose forward failed."""
+    parts = [line] if (line := user_line(error)) else []
+    if what == "model" and (inside := _module(error, model)):
+        parts.append(inside)
+    return ";  ".join(parts) or f"in the {what}"
+
+
+def _module(error: Exception, model: nn.Module) -> str:
+    names = {id(m): name for name, m in model.named_modules()}
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and names.get(id(module)):
+            return f"in {names[id(module)]} ({type(module).__name__})"
+    return ""
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} of {', '.join(map(str, value))}"
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    if value is None or isinstance(value, (bool, int, float)):
+        return repr(value)
+    return f"a {type(value).__name__}"
