@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 import psg_fx
 from psg_fx import BadArgument, CaptureFailed, ClippedSum, Norms, SamplesMixed, WeightedSum
 from support.small import WithLayer, mlp, step
+from support.texts import Row, check_refusal
 
 X, Y = torch.zeros(3, 4), torch.tensor([0, 1, 2])
 
@@ -61,8 +60,6 @@ BOUND_FIX = 'a float, a 0-d tensor, or with per="parameter" a mapping with every
 LOSS_WHY = "per-sample gradients are those of a scalar loss or of a [B] tensor of losses"
 LOSS_FIX = "return a tensor from loss_fn; if the model computes its loss itself: loss_fn=lambda out: out.loss"
 QUANTITY_FIX = "use psg_fx.Grads(), Norms(), ClippedSum(max_norm), Gram() or another of psg_fx.Quantity"
-
-Row = tuple[Callable[[], Any], type[Exception], str, str, str, str]
 
 ROWS: dict[str, Row] = {
     "branch": (
@@ -247,13 +244,8 @@ ROWS: dict[str, Row] = {
 
 @pytest.mark.parametrize("name", ROWS)
 def test_text(name: str) -> None:
-    call, kind, what, where, why, fix = ROWS[name]
-    with pytest.raises(kind) as caught:
-        call()
-    text = re.sub(r"(\.py):\d+:", r"\1:<line>:", str(caught.value))
-    text = re.sub(r"%normalised_\d+;", "%normalised;", text)
-    assert text == f"{what}\n  where  {where}\n  why    {why}\n  fix    {fix}"
-    assert isinstance(caught.value, ValueError)
+    check_refusal(ROWS[name])
+    assert issubclass(ROWS[name][1], ValueError)
 
 
 def test_unknown_backend_lists_what_there_is() -> None:

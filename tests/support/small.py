@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import psg_fx
 
@@ -33,3 +33,18 @@ class WithLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 3)
+
+
+class OwnLoss(WithLayer):
+    """A model that computes its loss itself."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        out = self.layer(x)
+        return {"logits": out} if labels is None else {"loss": F.cross_entropy(out, labels), "logits": out}
+
+
+class Several(WithLayer):
+    """A model whose one argument is a list."""
+
+    def forward(self, xs: list[Tensor]) -> Tensor:
+        return self.layer(xs[0] + xs[1])
