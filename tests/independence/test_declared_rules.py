@@ -62,7 +62,7 @@ UNTRIED = {
     "its size is never a multiple of B": "range",
     "stands for operators of other libraries": "<custom>",
     "always a reduction over the samples, which claims no place": "dot vdot dist",
-    "its samples lie in four arguments; compared with a loop in test_answers.py": "psg_fx::ctc psg_fx::ctc_backward",
+    "its samples lie in four arguments; compared with a loop in test_ctc.py": "psg_fx::ctc psg_fx::ctc_backward",
     "its kernel reads outside of memory where the arguments do not fit": """
         linalg_ldl_solve _scaled_dot_product_flash_attention_for_cpu_backward
     """,

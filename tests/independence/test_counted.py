@@ -1,0 +1,85 @@
+"""The batch size as a value, and losses that are one number in other shapes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from psg_fx import BadArgument, NotYetSupported
+from support.programs import (
+    Refused,
+    Row,
+    check_answer,
+    check_refusal,
+    classes,
+    flat,
+    head,
+    images,
+    program,
+    square,
+    tokens,
+)
+
+
+def total(o: Tensor, y: Tensor) -> Tensor:
+    return (o - y).square().sum()
+
+
+def conv() -> nn.Module:
+    return nn.Conv2d(2, 2, 3)
+
+
+COUNTED = {
+    "tensor of the length": Row(head, lambda o, y: total(o, y) / torch.tensor(len(o)), flat),
+    "as_tensor": Row(head, lambda o, y: total(o, y) / torch.as_tensor(o.shape[0], dtype=torch.float64), flat),
+    "full": Row(head, lambda o, y: total(o, y) / torch.full((), len(o)), flat),
+    "new_tensor of several": Row(
+        head, lambda o, y: (total(o, y) / o.new_tensor([[len(o), 2.0], [0.1 * len(o), 1 / len(o)]])).sum(), flat
+    ),
+    "a float multiple": Row(head, lambda o, y: total(o, y) / (0.3 * len(o)), flat),
+    "in the model": Row(program(lambda x, w: x @ w / torch.tensor(len(x)), w=(4, 3)), square, tokens),
+    "interpolate": Row(conv, lambda o, y: F.interpolate(o, scale_factor=2.0).square().sum() / len(o), images),
+    "interpolate, bicubic": Row(
+        conv, lambda o, y: (F.interpolate(o, size=y.shape[-2:], mode="bicubic") - y).square().sum() / len(o), images
+    ),
+    "take_along_dim and the length": Row(
+        head, lambda o, y: o.take_along_dim(y[:, None], 1).square().sum() / len(o), classes
+    ),
+}  # fmt: skip
+
+
+ONE_NUMBER = {
+    "[1]": Row(head, lambda o, y: (o - y).square().mean(-1).mean(0, keepdim=True), flat),
+    "[1, 1]": Row(head, lambda o, y: (o - y).square().mean((0, 1), keepdim=True), flat),
+    "[B, 1]": Row(head, lambda o, y: (o - y).square().mean(-1, keepdim=True), flat),
+    "[1, B, 1]": Row(head, lambda o, y: (o - y).square().mean(-1, keepdim=True)[None], flat),
+    "reshaped": Row(head, lambda o, y: F.mse_loss(o, y).reshape(1), flat),
+}
+
+ROWS = COUNTED | ONE_NUMBER
+
+
+@pytest.mark.filterwarnings("ignore:one graph for each batch size")
+@pytest.mark.parametrize("name", ROWS)
+def test_equals_the_loop(name: str) -> None:
+    check_answer(ROWS[name])
+
+
+REFUSED: dict[str, Refused] = {
+    "a tensor of the length squared": (
+        head, lambda o, y: total(o, y) / torch.tensor(len(o) ** 2), flat, NotYetSupported, "in no simple way",
+    ),
+    "two numbers": (
+        head, lambda o, y: (o - y).square().mean(0)[:2], flat, BadArgument, "its shape is [2]",
+    ),
+    "two numbers a sample": (
+        head, lambda o, y: (o - y).square()[:, :2], flat, BadArgument, "its shape is [B, 2]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_stays_refused(name: str) -> None:
+    check_refusal(REFUSED[name])
