@@ -125,13 +125,13 @@ def _known(traced: GraphModule, forward: list[Node], count: int) -> dict[Node, R
 def _prove(gm: GraphModule, traced: GraphModule, known: dict[Node, Result]) -> None:
     """The samples lie in every cotangent where they lie in the value it belongs to."""
     named = {n.name: n for n in gm.graph.nodes}
-    by_output = {s.name: n for s, n in zip(facts.graph_facts(gm).outputs, facts.outputs(gm), strict=True)}
+    by_output = {spec.name: node for spec, node in facts.returned(gm)}
     for node in facts.placeholders(traced):
         given = facts.input_spec(node)
         if given.kind == "tangent" and (output := by_output[given.name]) is not None:
             known[node] = Result(fact(output).samples)
     wanted: dict[Node, Any] = {}
-    for spec, entry in zip(facts.graph_facts(traced).outputs, facts.outputs(traced), strict=True):
+    for spec, entry in facts.returned(traced):
         if spec.kind not in ("cotangent", "input_gradient") or entry is None:
             continue
         name, _, place = spec.name.rpartition(".") if spec.kind == "cotangent" else (spec.name, "", "0")
@@ -176,7 +176,7 @@ def _normalized(
 
 def _require_sample_outputs(gm: GraphModule) -> None:
     """Without a loss: every output with a gradient is real, and belongs to the samples."""
-    for node, spec in zip(facts.outputs(gm), facts.graph_facts(gm).outputs, strict=True):
+    for spec, node in facts.returned(gm):
         if node is None or spec.kind != "output":
             continue
         if node.meta["val"].is_complex():

@@ -14,7 +14,7 @@ from psg_fx.algebra.ask import Linear, Phase, Quadratic
 from psg_fx.algebra.asks import Materialized
 from psg_fx.algebra.gradient import GRADIENTS, Term, merge_terms
 from psg_fx.algebra.network import BATCH, Kind, Source
-from psg_fx.algebra.site import PREFIXES, SITES, Site, Value
+from psg_fx.algebra.site import PREFIXES, READ, SITES, Site, Value, read_by_networks
 from psg_fx.graph import facts
 from psg_fx.graph.facts import fact
 from psg_fx.graph.same_op import computation
@@ -76,7 +76,7 @@ def batched(gm: GraphModule) -> None:
 def unreduced(gm: GraphModule) -> None:
     """The loss is one number per sample, and nothing that leads to it is reduced over the samples."""
     losses = []
-    for spec, node in zip(facts.graph_facts(gm).outputs, facts.outputs(gm), strict=True):
+    for spec, node in facts.returned(gm):
         if spec.kind == "loss":
             if node is None or fact(node).samples != facts.SampleAxis(0):
                 raise broken("the loss carries the samples in dim 0", gm, node)
@@ -126,7 +126,7 @@ def differentiated(gm: GraphModule) -> None:
     """What the sites read and the cotangents of their outputs are outputs of the graph, of the shapes and dtypes that
     the sites say; nothing else is differentiated, no parameter among it.
     """
-    info, values = facts.graph_facts(gm), _read(gm)
+    info, values = facts.graph_facts(gm), read_by_networks(gm)
     wanted: dict[Source, Value] = {}
     for site in SITES.of(gm):
         wanted |= {value.source: value for value in site.values}
@@ -145,13 +145,6 @@ def differentiated(gm: GraphModule) -> None:
             raise broken("nothing is differentiated but what sites make", gm, node)
 
 
-def _read(gm: GraphModule) -> dict[Source, Node]:
-    """The outputs of a joint graph that networks read."""
-    kinds = {kind.value: kind for kind in (Kind.ACTIVATION, Kind.COTANGENT)}
-    placed = zip(facts.graph_facts(gm).outputs, facts.outputs(gm), strict=True)
-    return {Source(kinds[s.kind], s.name): n for s, n in placed if s.kind in kinds and n is not None}
-
-
 def _same_sizes(a: tuple[sympy.Expr, ...], b: tuple[sympy.Expr, ...], batch: sympy.Symbol) -> bool:
     """Whether two shapes are equal, however they are written."""
     if a == b:
@@ -168,7 +161,7 @@ def networked(gm: GraphModule) -> None:
     specs = [facts.input_spec(node) for node in facts.placeholders(gm)]
     if set(gradients) != {spec.name for spec in specs if spec.tracked}:
         raise broken("every tracked parameter has a gradient", gm)
-    known = {*_read(gm), *(Source(Kind.PLACEHOLDER, node.name) for node in facts.placeholders(gm))}
+    known = {*read_by_networks(gm), *(Source(Kind.PLACEHOLDER, node.name) for node in facts.placeholders(gm))}
     uses = _uses(SITES.of(gm))
     for name, gradient in gradients.items():
         if Counter(site for term in gradient.terms for site in term.sites) != uses.get(name, Counter()):
@@ -211,7 +204,7 @@ def planned(gm: GraphModule) -> None:
     plan = PLAN.of(gm)
     if [p.gradient for p in plan.parameters] != list(GRADIENTS.of(gm).values()):
         raise broken("every gradient is planned", gm)
-    known = set(_read(gm))
+    known = set(read_by_networks(gm))
     for parameter in plan.parameters:
         name = parameter.gradient.name
         if parameter.gradient.terms and not _answers(parameter, plan):
@@ -257,7 +250,7 @@ def _is_made(source: Source, part: Part, parameter: ParameterPlan) -> bool:
 def lowered(gm: GraphModule) -> None:
     """Only results remain as outputs: no site input and no cotangent."""
     for spec in facts.graph_facts(gm).outputs:
-        if spec.kind in ("activation", "cotangent"):
+        if spec.kind in READ:
             raise broken("a lowered graph returns results only", gm)
 
 

@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 
 from psg_fx.errors import NotYetSupported
 from psg_fx.graph import facts
-from psg_fx.graph.facts import GraphFacts, Holds, InputSpec, OutputSpec
+from psg_fx.graph.facts import GraphFacts, Holds, InputSpec, OutputSpec, Returns
 from psg_fx.graph.strides import free_of_strides
 from psg_fx.program.call import Call
 from psg_fx.program.effects import WRITTEN
@@ -96,14 +96,14 @@ def _flat(
 
     held: where the data of the parameters lie that the loss reaches through its closure -> their names.
     """
-    gm = GraphModule(exported.gm, exported.gm.graph, "PerSample")
+    gm = GraphModule(exported.graph_module, exported.graph_module.graph, "PerSample")
     nodes = facts.placeholders(gm)
     constants: dict[str, torch.Tensor] = {}
     inputs = iter(range(len(call.tensors)))
-    for node, spec in zip(nodes, exported.signature.input_specs, strict=True):
+    for node, spec in zip(nodes, exported.graph_signature.input_specs, strict=True):
         target = (spec.target or "").removeprefix("model.")
         if spec.kind is InputKind.PARAMETER:
-            if target == spec.target and exported.state[target].requires_grad:
+            if target == spec.target and exported.state_dict[target].requires_grad:
                 raise _of_the_loss(target)
             node.meta["psg_fx_input"] = _parameter(spec.target or "", tracked)
         elif spec.kind is InputKind.BUFFER:
@@ -128,9 +128,9 @@ def _flat(
             )  # fmt: skip
     notes = (exported.note,) if exported.note else ()
     gm.meta[facts.KEY] = GraphFacts(
-        _batch_symbol(nodes), _outputs(exported, program), notes, constants, exported.one_size, frozenset(held.values())
-    )
-    facts.update_graph(gm, written_copy=exported.gm.meta.get("psg_fx_written_copy", ""))
+        _batch_symbol(nodes), _outputs(exported, program), notes, constants, exported.one_size,
+        frozenset(held.values()), exported.written_copy,
+    )  # fmt: skip
     WRITTEN.put(gm, tuple(program.written))
     return free_of_strides(gm)
 
@@ -159,14 +159,14 @@ def _batch_symbol(nodes: Sequence[torch.fx.Node]) -> Any:
 
 def _outputs(exported: Exported, program: Program) -> tuple[OutputSpec, ...]:
     found = []
-    result = "output" if program.loss_fn is None else "loss"
+    result: Returns = "output" if program.loss_fn is None else "loss"
     kept, checks = sum(len(entry.tensors) for entry in program.written), program.output.assumed
-    last = len(exported.signature.output_specs) - len(checks)
-    for index, spec in enumerate(exported.signature.output_specs):
+    last = len(exported.graph_signature.output_specs) - len(checks)
+    for index, spec in enumerate(exported.graph_signature.output_specs):
         if spec.kind is OutputKind.BUFFER_MUTATION:
             found.append(OutputSpec("buffer", spec.target or ""))
         elif spec.kind is OutputKind.USER_OUTPUT:
-            kind = result if index < last - kept else "written"
+            kind: Returns = result if index < last - kept else "written"
             found.append(
                 OutputSpec(kind, f"{kind}_{index}") if index < last else OutputSpec("check", checks[index - last])
             )

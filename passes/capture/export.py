@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.export import Dim
-from torch.export.graph_signature import ExportGraphSignature, InputKind
+from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils import _pytree as pytree
@@ -49,16 +49,14 @@ MakeExample = Callable[[int], Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class Exported:
+class Exported(Functional):
     """A program as functional ATen: parameters, buffers and constants are placeholders like its inputs.
 
-    note: what the user should know of how it was captured.  one_size: it serves only the batch size of the call.
+    written_copy: the line that writes in place into what may be a copy or the value itself, "" for none.  note: what
+    the user should know of how it was captured.  one_size: it serves only the batch size of the call.
     """
 
-    gm: GraphModule
-    signature: ExportGraphSignature
-    constants: Mapping[str, Any]
-    state: Mapping[str, torch.Tensor]
+    written_copy: str = ""
     note: str = ""
     one_size: bool = False
 
@@ -76,10 +74,9 @@ def export(
     with _keep_custom_backward(observed):
         try:
             with watch_the_batch_size(readings):
-                found = _functional(program, example(sizes[0]), [{} if d is None else {d: batch} for d in dims])
+                return _functional(program, example(sizes[0]), [{} if d is None else {d: batch} for d in dims])
         except CaptureFailed as failure:
             return _one_size(program, example, dims, sizes, failure, readings)
-    return Exported(found.graph_module, found.graph_signature, found.constants, found.state_dict)
 
 
 def _one_size(
@@ -102,14 +99,14 @@ def _one_size(
     gm = join([f.graph_module for f in found], each, tensors, places, follow)
     why = readings.why() or failure.why
     note = f"one graph for each batch size: {why}"
-    return Exported(gm, first.graph_signature, first.constants, first.state_dict, note, one_size=True)
+    return replace(first, graph_module=gm, note=note, one_size=True)
 
 
 _CALLER = Program.results.__code__
 """Where model and loss are called."""
 
 
-def _functional(program: nn.Module, examples: Sequence[torch.Tensor], dynamic: list[dict[int, Any]]) -> Functional:
+def _functional(program: nn.Module, examples: Sequence[torch.Tensor], dynamic: list[dict[int, Any]]) -> Exported:
     """`program(examples)` as functional ATen, differentiable, losses and recurrent layers written out."""
     shapes = (dynamic,) if dynamic else None
     with torch.enable_grad(), _quiet(), user_stack_traces(_CALLER), without_tensor_meta(), traced_without_code():
@@ -118,8 +115,7 @@ def _functional(program: nn.Module, examples: Sequence[torch.Tensor], dynamic: l
                 exported = torch.export.export(program, (list(examples),), dynamic_shapes=shapes, strict=False)
             detach_no_grad_regions(exported.graph_module)
             copied = writes_a_copy(exported.graph_module)
-            found = functional(exported, decompositions())
-            found.graph_module.meta["psg_fx_written_copy"] = copied
+            found = Exported(**vars(functional(exported, decompositions())), written_copy=copied)
         except PsgError as error:  # torch.fx writes the graph's own traceback into its text
             raise type(error)(error.what, where=error.where, why=error.why, fix=error.fix) from None
         except Exception as error:

@@ -6,8 +6,6 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.graph import facts
 
-_LOGS = ("buffer", "written", "check")
-
 
 def logged(gm: GraphModule) -> set[Node]:
     """The nodes that lead to new values of buffers and attributes, or to checks, alone: there samples may mix.
@@ -15,11 +13,9 @@ def logged(gm: GraphModule) -> set[Node]:
     A buffer holds, after a step, what one ordinary forward of the batch leaves there; only what leads to a loss or an
     output has to be that of each sample alone.
     """
-    specs = facts.graph_facts(gm).outputs
-    if not any(spec.kind in _LOGS for spec in specs):
+    if not any(spec.kind in facts.LEFT_BEHIND for spec in facts.graph_facts(gm).outputs):
         return set()
-    entries = list(zip(facts.outputs(gm), specs, strict=True))
-    kept = [n for n, spec in entries if isinstance(n, Node) and spec.kind in _LOGS]
-    read = [n for n, spec in entries if isinstance(n, Node) and spec.kind not in _LOGS]
+    entries = [(spec.kind in facts.LEFT_BEHIND, n) for spec, n in facts.returned(gm) if isinstance(n, Node)]
+    kept, read = ([n for left, n in entries if left is of] for of in (True, False))
     dead = [n for n in gm.graph.nodes if not n.users and n.op == "call_function"]
     return facts.ancestors(kept) - facts.ancestors([*read, *dead])

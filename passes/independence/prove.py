@@ -286,14 +286,12 @@ class Prover:
 
     def kept(self) -> set[Node]:
         """What a step only leaves in Python attributes, as an ordinary forward does."""
-        specs = facts.graph_facts(self.gm).outputs
-        pairs = [(n, s.kind == "written") for n, s in zip(facts.outputs(self.gm), specs, strict=True) if n is not None]
+        pairs = [(n, spec.kind == "written") for spec, n in facts.returned(self.gm) if n is not None]
         return {n for n, _ in pairs} - {n for n, written in pairs if not written}
 
     def check_outputs(self) -> None:
         """Outputs carry samples or know nothing of them; buffers must not know them."""
-        specs = facts.graph_facts(self.gm).outputs
-        for entry, spec in zip(facts.outputs(self.gm), specs, strict=True):
+        for spec, entry in facts.returned(self.gm):
             if not isinstance(entry, Node) or spec.kind == "written":
                 continue
             found = self.known[entry]

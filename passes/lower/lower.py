@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
@@ -10,6 +9,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from psg_fx.algebra.network import Kind, Source
+from psg_fx.algebra.site import READ, read_by_networks
 from psg_fx.graph import facts
 from psg_fx.graph.facts import Holds, InputSpec, OutputSpec
 from psg_fx.graph.stages import Stage
@@ -42,10 +42,7 @@ def _known_values(gm: GraphModule, extras: Mapping[str, Node]) -> dict[Source, N
     """What leaves and prefixes may read -> nodes of the joint graph."""
     found = {Source(Kind.PLACEHOLDER, n.name): n for n in facts.placeholders(gm)}
     found |= {Source(Kind.GIVEN, name): node for name, node in extras.items()}
-    for spec, node in zip(facts.graph_facts(gm).outputs, facts.outputs(gm), strict=True):
-        if node is not None and spec.kind in ("activation", "cotangent"):
-            found[Source(Kind(spec.kind), spec.name)] = node
-    return found
+    return found | read_by_networks(gm)
 
 
 def _batch_node(gm: GraphModule) -> Node:
@@ -70,19 +67,14 @@ def _extra_node(gm: GraphModule, name: str, extra: Extra, dtype: torch.dtype) ->
 def _name(results: list[tuple[OutputSpec, Node]]) -> tuple[list[Node], list[OutputSpec]]:
     """Results named for what they hold."""
     for spec, node in results:
-        rename(node, f"{spec.name}_{spec.kind}" if spec.name else spec.kind)
+        rename(node, f"{spec.name}_{spec.label}" if spec.name else spec.label)
     return [node for _, node in results], [spec for spec, _ in results]
 
 
 def _finish(gm: GraphModule, results: list[Node], specs: list[OutputSpec]) -> None:
     """Keep losses, outputs, buffers and results as outputs; drop everything that only the planner needed."""
-    info = facts.graph_facts(gm)
-    kept = [
-        (spec, node)
-        for spec, node in zip(info.outputs, facts.outputs(gm), strict=True)
-        if spec.kind not in ("activation", "cotangent")
-    ]
+    kept = [(spec, node) for spec, node in facts.returned(gm) if spec.kind not in READ]
     everything = kept + list(zip(specs, results, strict=True))
     gm.graph.output_node().args = (tuple(node for _, node in everything),)
     gm.graph.eliminate_dead_code()
-    gm.meta[facts.KEY] = dataclasses.replace(info, outputs=tuple(spec for spec, _ in everything))
+    facts.update_graph(gm, outputs=tuple(spec for spec, _ in everything))

@@ -174,5 +174,5 @@ def _finished(
             if field != quantity.field and field in asked:
                 continue  # a by-product (the norms of a clipped sum) gives way to the quantity that is asked for it
             entries = value.items() if isinstance(value, Mapping) else [("", value)]
-            found.update({OutputSpec(field, name): tensor for name, tensor in entries})
+            found.update({OutputSpec("answer", name, field): tensor for name, tensor in entries})
     return found

@@ -8,10 +8,11 @@ from typing import Any
 
 import sympy
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from psg_fx.algebra.network import Kind, Source
+from psg_fx.graph import facts
 from psg_fx.graph.facts import Entry, SampleAxis
 
 
@@ -142,3 +143,11 @@ SITES = Entry[tuple[Site, ...]]("sites")
 
 PREFIXES = Entry[Mapping[str, Prefix]]("prefixes")
 """The name of the node of each operand -> how it is made of parameters (set by sites)."""
+
+READ = {kind.value: kind for kind in (Kind.ACTIVATION, Kind.COTANGENT)}
+"""Kinds of outputs of a joint graph that networks read, as kinds of sources."""
+
+
+def read_by_networks(gm: GraphModule) -> dict[Source, Node]:
+    """The outputs of a joint graph that networks read."""
+    return {Source(READ[s.kind], s.name): n for s, n in facts.returned(gm) if s.kind in READ and n is not None}

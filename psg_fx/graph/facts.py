@@ -60,15 +60,30 @@ class InputSpec:
     target: str = ""
 
 
+Returns = Literal["loss", "output", "buffer", "written", "check", "activation", "cotangent", "input_gradient", "answer"]
+LEFT_BEHIND = ("buffer", "written", "check")
+"""What an ordinary forward leaves behind or raises, and no result of a step."""
+
+
 @dataclass(frozen=True)
 class OutputSpec:
-    """What an entry of the (flat) output holds: kind "loss", "output" (of the model), "buffer" (its new value), "check"
-    (true where the code would have raised), or later "activation", "cotangent" and results named by quantity; `name`
-    is the buffer, line, site or result it belongs to.
+    """What an entry of the (flat) output holds.
+
+    kind: of the program the "loss" or an "output" of the model, the new value of a "buffer" or an attribute
+    ("written"), and a "check" (true where the code would have raised); of its backward an "activation" that a site
+    reads, a "cotangent" and an "input_gradient"; of a quantity an "answer".
+    name: the buffer, line, node, input or parameter that it belongs to; "" for an answer of all parameters.
+    field: where an answer stands in what a step returns.
     """
 
-    kind: str
+    kind: Returns
     name: str
+    field: str = ""
+
+    @property
+    def label(self) -> str:
+        """The field of an answer; else the kind."""
+        return self.field or self.kind
 
 
 @dataclass(frozen=True)
@@ -183,6 +198,11 @@ def outputs(gm: GraphModule) -> list[Node | None]:
     (args,) = gm.graph.output_node().args
     assert isinstance(args, (tuple, list))
     return list(args)
+
+
+def returned(gm: GraphModule) -> list[tuple[OutputSpec, Node | None]]:
+    """The entries of the graph's output, each with what it holds."""
+    return list(zip(graph_facts(gm).outputs, outputs(gm), strict=True))
 
 
 def value_of(gm: GraphModule, index: int, arguments: Sequence[Any]) -> Any:

@@ -18,7 +18,8 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.algebra.ask import Ask, Phase
 from psg_fx.algebra.gradient import ParameterGradient
-from psg_fx.algebra.network import Kind, Leaf, Source
+from psg_fx.algebra.network import Leaf, Source
+from psg_fx.algebra.site import READ, read_by_networks
 from psg_fx.errors import BadArgument
 from psg_fx.graph import facts
 from psg_fx.graph.lifetimes import bytes_of, lifetimes
@@ -109,10 +110,9 @@ def _joint(gm: GraphModule, sources: set[Source], size: int) -> tuple[int, dict[
     """
     info, order = facts.graph_facts(gm), list(gm.graph.nodes)
     owner, last = lifetimes(order)
-    named = [(spec, n) for spec, n in zip(info.outputs, facts.outputs(gm), strict=True) if n is not None]
-    read = {Source(_READ[spec.kind], spec.name): n for spec, n in named if spec.kind in _READ}
-    owners = {source: owner[n] for source, n in read.items() if source in sources}
-    kept = {*owners.values(), *(owner[n] for spec, n in named if spec.kind not in _READ)}
+    owners = {source: owner[n] for source, n in read_by_networks(gm).items() if source in sources}
+    results = [owner[n] for spec, n in facts.returned(gm) if n is not None and spec.kind not in READ]
+    kept = {*owners.values(), *results}
     live, peak, sizes = 0, 0, {}
     for index, node in enumerate(order):
         if node.op == "call_function" and owner[node] is node:
@@ -123,7 +123,6 @@ def _joint(gm: GraphModule, sources: set[Source], size: int) -> tuple[int, dict[
     return peak, {s: n for s, n in owners.items() if n in sizes}, sizes
 
 
-_READ = {"activation": Kind.ACTIVATION, "cotangent": Kind.COTANGENT}
 """Outputs of the joint graph that contractions alone read."""
 
 

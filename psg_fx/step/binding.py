@@ -109,11 +109,11 @@ class Binding:
         for spec, value in zip(self.outputs, results, strict=True):
             if spec.kind == "loss":
                 found["losses"] = value
-            elif spec.kind not in ("buffer", "written", "check"):
+            elif spec.kind == "answer":
                 if spec.name:
-                    found.setdefault(spec.kind, {})[spec.name] = value
+                    found.setdefault(spec.field, {})[spec.name] = value
                 else:
-                    found[spec.kind] = value
+                    found[spec.field] = value
         return found
 
 

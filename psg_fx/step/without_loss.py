@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.fx import GraphModule, Node
 
 from psg_fx.graph import facts
-from psg_fx.graph.facts import OutputSpec
+from psg_fx.graph.facts import LEFT_BEHIND, OutputSpec
 from psg_fx.graph.history import History, copy_graph
 from psg_fx.passes.compile import compile_graph
 from psg_fx.passes.pipeline import run_pipeline
@@ -29,7 +29,7 @@ from psg_fx.step.module import PerSampleModule
 from psg_fx.step.own_code import blamed
 from psg_fx.torch_private.graphs import partition
 
-_FORWARD = ("output", "buffer", "written", "check")
+_FORWARD = ("output", *LEFT_BEHIND)
 
 
 class DropInModule(PerSampleModule):
@@ -182,7 +182,7 @@ def _deliver(ctx: Any, step: SplitStep, found: Sequence[torch.Tensor]) -> list[t
     by_input: dict[str, torch.Tensor] = {}
     by_parameter: dict[str, torch.Tensor] = {}
     for (_, spec), value in zip(step.results, found, strict=True):
-        if spec.kind == "grads":
+        if spec.field == "grads":
             by_parameter[spec.name] = value * scale if scale != 1 else value
         else:
             by_input[spec.name] = value

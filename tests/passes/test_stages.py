@@ -125,10 +125,9 @@ def forget_a_prefix(gm: GraphModule) -> None:
 
 
 def change_outputs(gm: GraphModule, change: Callable[[list[Any]], list[Any]]) -> None:
-    info = facts.graph_facts(gm)
-    placed = change(list(zip(info.outputs, facts.outputs(gm), strict=True)))
+    placed: list[Any] = change(facts.returned(gm))
     gm.graph.output_node().args = (tuple(node for _, node in placed),)
-    gm.meta[facts.KEY] = dataclasses.replace(info, outputs=tuple(spec for spec, _ in placed))
+    facts.update_graph(gm, outputs=tuple(spec for spec, _ in placed))
 
 
 def lose_a_cotangent(gm: GraphModule) -> None:
@@ -145,9 +144,7 @@ def exchange_two_cotangents(gm: GraphModule) -> None:
 
 
 def cast_a_cotangent(gm: GraphModule) -> None:
-    node = next(
-        n for s, n in zip(facts.graph_facts(gm).outputs, facts.outputs(gm), strict=True) if s.kind == "cotangent"
-    )
+    node = next(n for s, n in facts.returned(gm) if s.kind == "cotangent")
     assert node is not None
     node.meta["val"] = node.meta["val"].to(torch.float64)
 

@@ -28,6 +28,7 @@ from psg_fx.algebra.asks import (
 )
 from psg_fx.algebra.gradient import GRADIENTS, ParameterGradient
 from psg_fx.algebra.network import BATCH, Kind, Leaf, Source
+from psg_fx.algebra.site import READ
 from psg_fx.graph import facts
 from psg_fx.graph.history import History
 from psg_fx.passes import pipeline
@@ -89,8 +90,8 @@ def joint(case: Case) -> Joint:
         arguments = Binding(gm, model, loss).arguments(call, {})
         results = gm(*arguments)
     env = {Source(Kind.PLACEHOLDER, n.name): a for n, a in zip(facts.placeholders(gm), arguments, strict=True)}
-    read = [(s, v) for s, v in zip(info.outputs, results, strict=True) if s.kind in ("activation", "cotangent")]
-    env |= {Source(Kind(spec.kind), spec.name): value for spec, value in read}
+    read = [(s, v) for s, v in zip(info.outputs, results, strict=True) if s.kind in READ]
+    env |= {Source(READ[spec.kind], spec.name): value for spec, value in read}
     return Joint(GRADIENTS.of(gm), env, info.batch, call.batch_size(), Truth(case))
 
 

@@ -25,7 +25,8 @@ NODE = ("name", "op", "value", "samples", "proof", "source", "group", "role", "s
 """The columns of a node.  All but group and inputs are places in the table of texts; inputs are numbers of nodes."""
 
 Stages = dict[str, GraphModule]
-Returned = tuple[OutputSpec, Node | None]
+Returned = tuple[OutputSpec | None, Node | None]
+"""What an entry of a graph's output holds, if the graph says it, and its node."""
 
 
 class Texts:
@@ -54,14 +55,16 @@ class Graphs:
         self._parameters = list(parameters)
         self._sites: dict[str, Site] = {site.name: site for site in SITES.of(planned)}
         self._cotangents = _cotangents(planned)
-        self._results = {node.name: spec for spec, node in _specs(graphs[Stage.TIDIED.value]) if node is not None}
+        self._results = {
+            node.name: spec for spec, node in facts.returned(graphs[Stage.TIDIED.value]) if node is not None
+        }
         self.modules = site_modules(graphs[Stage.SITED.value])
         self.classes = class_names(graphs[Stage.CAPTURED.value])
 
     def stage(self, gm: GraphModule) -> dict[str, Any]:
         """`{"groups": [[phase, module]], "nodes": rows of NODE}`; a result that has a name is a node of its own."""
         specs = self._specs(gm)
-        returned = {node: spec for spec, node in specs if node is not None}
+        returned = {node: spec for spec, node in specs if node is not None and spec is not None}
         of_sites = {name: self.modules.get(site, "") for name, site in self._cotangents.items()}
         where = places(gm, returned, self._parameters, of_sites)
         nodes = [node for node in gm.graph.nodes if node.op != "output"]
@@ -87,7 +90,7 @@ class Graphs:
         by_kind: dict[str, set[int]] = {}
         for spec, node in specs:
             if node is not None:
-                by_kind.setdefault(spec.kind, set()).add(number[node])
+                by_kind.setdefault(spec.label if spec else "for the backward", set()).add(number[node])
         rows = []
         for kind, inputs in by_kind.items():
             values = {"name": kind, "op": "output", "role": "output"}
@@ -101,9 +104,8 @@ class Graphs:
         what else the forward returns is for the backward.
         """
         if facts.KEY in gm.meta:
-            return _specs(gm)
-        other = OutputSpec("for the backward", "")
-        return [(self._results.get(n.name, other), n) for n in facts.outputs(gm) if isinstance(n, Node)]
+            return [*facts.returned(gm)]
+        return [(self._results.get(n.name), n) for n in facts.outputs(gm) if isinstance(n, Node)]
 
     def _value(self, node: Node) -> str:
         """`float32 [B, 12, 16]`"""
@@ -134,13 +136,9 @@ def _cotangents(planned: GraphModule) -> dict[str, str]:
     """Name of a node -> the site whose ȳ it is."""
     return {
         node.name: spec.name.rpartition(".")[0]
-        for spec, node in _specs(planned)
+        for spec, node in facts.returned(planned)
         if node is not None and spec.kind == "cotangent"
     }
-
-
-def _specs(gm: GraphModule) -> list[Returned]:
-    return list(zip(facts.graph_facts(gm).outputs, facts.outputs(gm), strict=True))
 
 
 def _source(node: Node) -> str:
