@@ -15,8 +15,8 @@ from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxis
 from psg_fx.source import locate
 
-from .prove import Prover
 from .values import Result, mixed, symbolic_values
+from .walk import Prover
 
 _FIX = "write the backward so that a sample's gradient is computed from that sample alone"
 

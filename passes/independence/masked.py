@@ -17,9 +17,10 @@ from torch.fx import GraphModule, Node
 from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxis
 
-from .padding import Padding, Rows, Unfit, pick_place
-from .prove import Prover
+from .padding import Padding
+from .picked import Picked, Rows, Unfit, pick_place
 from .values import Result
+from .walk import Prover
 
 aten = torch.ops.aten
 
@@ -41,7 +42,7 @@ def pad_masked_rows(gm: GraphModule) -> None:
         groups.setdefault(rows.key, rows).picks.append(pick)
     try:
         for number, rows in enumerate(groups.values()):
-            Padding(gm, rows, after, number).run()
+            Padding(Picked(gm, rows, after), number).run()
     except Unfit:
         return
     gm.graph.eliminate_dead_code()

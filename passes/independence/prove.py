@@ -1,321 +1,77 @@
-"""The walk over the graph: apply each op's rule, follow values that are reduced over the samples, check the outputs."""
+"""The proof of a whole program: every op keeps the samples apart, and so does what leaves the model and the graph."""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Mapping, Set
-
-import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from psg_fx.errors import InternalError
 from psg_fx.graph import facts
-from psg_fx.graph.facts import SampleAxis
-from psg_fx.graph.sample_axis import Misfit, single
-from psg_fx.source import locate, source_line
 
-from . import (  # noqa: F401  (they fill the table)
-    along,
-    contractions,
-    elementwise,
-    factories,
-    functions,
-    gradients,
-    indexing,
-    joins,
-    recurrent,
-    reductions,
-    views,
-    windows,
-)
-from .logged import logged
-from .table import SampleRule, find
-from .unruled import no_graph_inside, refuse_effects, without_rule
-from .values import (
-    NUMBERS,
-    NUMBERS_FIX,
-    REDUCED,
-    Op,
-    Result,
-    mixed,
-    no_place,
-    op_name,
-    symbolic_sizes,
-    tensors,
-)
-
-_STATISTIC = "a statistic over the batch makes each sample's loss depend on the others; take it within a sample"
+from .values import NUMBERS, mixed
+from .walk import Prover
 
 
 def prove(gm: GraphModule) -> GraphModule:
     """Set `samples`, `reduced` and `proof` of every node, or refuse with the op that mixes samples."""
-    Prover(gm).run()
+    prover = Prover(gm)
+    prover.walk()
+    _check_model(prover)
+    statistics = tuple(_check_outputs(prover))
+    info = facts.graph_facts(gm)
+    notes = [*prover.notes, *(f"the buffer {name} keeps a statistic of the whole batch" for name in statistics)]
+    facts.update_graph(gm, notes=tuple(dict.fromkeys((*info.notes, *notes))), statistics=statistics)
     return gm
 
 
-def prove_part(gm: GraphModule, given: Mapping[Node, Result]) -> list[Result]:
-    """What is known of the outputs of a graph inside of an op, from what is known of its inputs."""
-    prover = Prover(gm, given)
-    prover.walk()
-    return [prover.known[n] if isinstance(n, Node) else Result() for n in facts.outputs(gm)]
-
-
-class Prover:
-    """State of the walk: what is known of each node, and where a reduced value was first reduced."""
-
-    def __init__(self, gm: GraphModule, given: Mapping[Node, Result] | None = None) -> None:
-        self.gm = gm
-        self.given = given or {}
-        self.batch: sympy.Symbol = facts.graph_facts(gm).batch
-        self.known: dict[Node, Result] = {}
-        self.origin: dict[Node, Node] = {}
-        self.notes: list[str] = []
-        self.logged = logged(gm)
-        self.statistics: set[Node] = set()  # those of the logged nodes that know the samples
-        self.following: list[str] = []  # the buffers that take such a value
-
-    def run(self) -> None:
-        """Visit all nodes in order, then check what leaves the model and the graph."""
-        self.walk()
-        self.check_model()
-        self.check_outputs()
-        known = facts.graph_facts(self.gm)
-        new = tuple(dict.fromkeys(n for n in self.notes if n not in known.notes))
-        facts.update_graph(self.gm, notes=known.notes + new, statistics=tuple(self.following))
-
-    def walk(self, skip: Set[Node] = frozenset()) -> None:
-        """Visit all nodes in order, but those of `skip` (and all that is computed from them)."""
-        for node in self.gm.graph.nodes:
-            if node.op == "output":
-                break
-            if node in skip:
-                continue
-            if node in self.logged and self.is_statistic(node):
-                self.statistics.add(node)
-                self.known[node] = Result()
-                facts.update(node, samples=None, reduced=False, proof="logged")
-                continue
-            self.settle(node)
-
-    def settle(self, node: Node) -> Result:
-        """Find out what is known of a node, check it, and set its fact."""
-        found, proof = self.visit(node)
-        self.check(node, found)
-        self.note(node, found)
-        facts.update(
-            node, samples=found.axes, reduced=found.reduced, uniform=found.uniform, index=found.index, proof=proof
-        )
-        return found
-
-    def note(self, node: Node, found: Result) -> None:
-        """Keep what is known of a node, and where it was first reduced."""
-        self.known[node] = found
-        if found.reduced:
-            inputs = [self.origin[n] for n in node.all_input_nodes if n in self.origin]
-            self.origin[node] = inputs[0] if inputs else node
-
-    def is_statistic(self, node: Node) -> bool:
-        """Whether a logged value depends on the samples."""
-        return node in self.statistics or any(
-            n in self.statistics or self.known[n].reduced or self.known[n].axes is not None
-            for n in node.all_input_nodes
-        )
-
-    def visit(self, node: Node) -> tuple[Result, str]:
-        """What is known of the value of a node, and the name of the proof."""
-        if node in self.given:
-            return self.given[node], "input"
-        if node.op == "placeholder":
-            dim = facts.input_spec(node).samples
-            return Result(None if dim is None else SampleAxis(dim)), "input"
-        if node.op == "get_attr":
-            return Result(), "constant"
-        if node.op != "call_function" or isinstance(node.target, torch._ops.HigherOrderOperator):
-            raise no_graph_inside(node)
-        if node.target is operator.getitem:
-            return self.getitem(node)
-        if not tensors(node.meta.get("val")):
-            return self.number(node), "number"
-        return self.operate(node)
-
-    def getitem(self, node: Node) -> tuple[Result, str]:
-        """One output of an op with several."""
-        source, index = node.args
-        assert isinstance(source, Node)
-        assert isinstance(index, int)
-        found = self.known[source]
-        axes = found.axes[index] if isinstance(found.axes, tuple) else found.axes
-        return Result(axes, found.uniform, found.index, found.reduced), facts.fact(source).proof
-
-    def number(self, node: Node) -> Result:
-        """Sizes and asserts; a number read out of a tensor (`.item()`) that knows the samples is refused."""
-        refuse_effects(node)
+def _check_model(prover: Prover) -> None:
+    """In the model, a reduction over the samples may only lead to a scalar loss."""
+    kept = _kept(prover.gm)
+    for node, found in prover.known.items():
         value = node.meta.get("val")
-        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)):
-            for source in node.all_input_nodes:
-                known = self.known[source]
-                if isinstance(source.meta.get("val"), torch.Tensor) and "sym_" not in op_name(node) and (
-                    known.axes is not None or known.reduced
-                ):  # fmt: skip
-                    raise mixed(node, f"it reads one number out of the samples in %{source.name}",
-                                "keep it a tensor: no .item(), no int() of a tensor")  # fmt: skip
-        return Result()
-
-    def operate(self, node: Node) -> tuple[Result, str]:
-        """An op with tensor outputs."""
-        rule = find(node.target)
-        inputs = [n for n in node.all_input_nodes if n in self.known]
-        if rule is not None and rule.shapes_only and not self.like_reduced(node, inputs):
-            return self.apply(node, rule), rule.proof
-        carrying = [n for n in inputs if self.known[n].axes is not None]
-        reduced = [n for n in inputs if self.known[n].reduced]
-        if reduced and carrying:
-            self.meet(node, carrying[0], reduced[0])
-        if reduced:
-            return REDUCED, "reduced"
-        if not carrying and not self.knows_batch(node):
-            return Result(), "no samples"
-        if rule is None:
-            self.refuse_numbers(node)
-            op = Op(node, self.batch, {n: self.known[n] for n in inputs}, prove_part)
-            return without_rule(op, self.notes)
-        return self.apply(node, rule), rule.proof
-
-    def like_reduced(self, node: Node, inputs: list[Node]) -> bool:
-        """Whether a factory takes its shape from a reduced value (`zeros_like(loss)`): then it is per sample too."""
-        if not any(self.known[n].reduced for n in inputs):
-            return False
-        return op_name(node).endswith("_like") or not self.knows_batch(node)
-
-    def apply(self, node: Node, rule: SampleRule) -> Result:
-        """A rule's answer as a Result."""
-        op = Op(node, self.batch, self.known, prove_part)
-        sizes = symbolic_sizes(node, self.batch)
-        if sizes and not rule.sizes:
-            raise op.refuse(f"its argument %{sizes[0].name} depends on the batch size")
-        if not rule.index and not rule.shapes_only:
-            self.refuse_numbers(node)
-        answer = rule.apply(op)
-        found = self.complete(node, answer if isinstance(answer, Result) else Result(answer))
-        empty = found.axes is None or (isinstance(found.axes, tuple) and not any(found.axes))
-        if empty and not found.reduced and not found.uniform and not rule.shapes_only and op.sampled():
-            raise op.unsupported("no dim of its output holds the samples of its inputs")
-        return found
-
-    def refuse_numbers(self, node: Node) -> None:
-        """The numbers of the samples, `arange(B)`, may only pick rows."""
-        if any(self.known[n].index for n in node.all_input_nodes if n in self.known):
-            raise mixed(node, NUMBERS, NUMBERS_FIX)
-
-    def complete(self, node: Node, found: Result) -> Result:
-        """One axis for an op with several outputs stands for each of them that knows the batch."""
-        value = node.meta.get("val")
-        if isinstance(value, (tuple, list)) and isinstance(found.axes, SampleAxis):
-            outs = [t if isinstance(t, torch.Tensor) and self.symbolic(t) else None for t in value]
-            axes = tuple(found.axes if t is not None else None for t in outs)
-            return Result(axes, found.uniform, found.index, found.reduced)
-        return found
-
-    def symbolic(self, tensor: torch.Tensor) -> bool:
-        """Whether the batch size occurs in the shape."""
-        return any(self.batch in size.free_symbols for size in facts.shape(tensor))
-
-    def knows_batch(self, node: Node) -> bool:
-        """Whether the batch size occurs in the shape of an output."""
-        return any(self.symbolic(t) for t in tensors(node.meta["val"]))
-
-    def meet(self, node: Node, carrying: Node, reduced: Node) -> None:
-        """Refuse an op of a value with samples and one reduced over them."""
-        origin = self.origin[reduced]
-        line = source_line(origin)
-        raise mixed(
-            node,
-            f"%{carrying.name} carries samples, %{reduced.name} is reduced over them by %{origin.name} "
-            f"({op_name(origin)}{', ' + line if line else ''})",
-            _STATISTIC,
-            f"sample {self.known[carrying].axes}" if isinstance(self.known[carrying].axes, SampleAxis) else "",
-        )
-
-    def check(self, node: Node, found: Result) -> None:
-        """The shape must say the same as the rule: exactly one dim knows B, and it is outer * B * inner."""
-        values = node.meta.get("val")
-        if found.reduced or values is None or not tensors(values):
-            return
-        each = [values] if isinstance(values, torch.Tensor) else list(values)
-        axes = found.axes if isinstance(found.axes, tuple) else (found.axes,) * len(each)
-        for tensor, axis in zip(each, axes, strict=True):
-            if not isinstance(tensor, torch.Tensor):
-                continue
-            try:
-                layout = single(facts.shape(tensor), self.batch)
-            except Misfit as misfit:
-                raise no_place(node, misfit) from None
-            wanted = None if axis is None else axis.dim
-            if layout.dim != wanted or (axis is not None and layout.factor != axis.outer * axis.inner):
-                raise InternalError(
-                    f"the independence rule of {op_name(node)} does not fit the shape of its output",
-                    where=locate(node),
-                    why=f"it says {axis or 'no samples'}, the shape is {tuple(tensor.shape)}",
-                    fix="please report this as a bug, with the line above",
+        if not found.reduced or not isinstance(value, torch.Tensor) or not value.ndim or not _in_model(node):
+            continue
+        for user in node.users:
+            if (user.op == "output" and node not in kept) or (user.op != "output" and not _in_model(user)):
+                raise mixed(
+                    prover.origin[node],
+                    "a reduction over samples in the model itself: its result leaves the model with shape "
+                    f"{tuple(value.shape)}, one for all samples",
+                    "reduce over the other dims only, or move the reduction into the loss",
+                    "in the model",
                 )
 
-    def check_model(self) -> None:
-        """In the model, a reduction over the samples may only lead to a scalar loss."""
-        for node in self.known:
-            value = node.meta.get("val")
-            if (
-                not self.known[node].reduced
-                or not in_model(node)
-                or not isinstance(value, torch.Tensor)
-                or not value.ndim
-            ):
-                continue
-            for user in node.users:
-                if user.op == "output" and node in self.kept():
-                    continue
-                if user.op == "output" or not in_model(user):
-                    origin = self.origin[node]
-                    raise mixed(
-                        origin,
-                        "a reduction over samples in the model itself: its result leaves the model with shape "
-                        f"{tuple(value.shape)}, one for all samples",
-                        "reduce over the other dims only, or move the reduction into the loss",
-                        "in the model",
-                    )
 
-    def kept(self) -> set[Node]:
-        """What a step only leaves in Python attributes, as an ordinary forward does."""
-        pairs = [(n, spec.kind == "written") for spec, n in facts.returned(self.gm) if n is not None]
-        return {n for n, _ in pairs} - {n for n, written in pairs if not written}
-
-    def check_outputs(self) -> None:
-        """Outputs carry samples or know nothing of them; buffers must not know them."""
-        for spec, entry in facts.returned(self.gm):
-            if not isinstance(entry, Node) or spec.kind == "written":
-                continue
-            found = self.known[entry]
-            if found.index:
-                raise mixed(entry, NUMBERS, "return values of the sample")
-            if spec.kind == "output" and found.reduced:
-                raise mixed(self.origin[entry], f"the output {spec.name!r} of the model is reduced over the samples",
-                            "return one row for each sample; if it is the model's own loss: transform(model, "
-                            "loss_fn=lambda out: out.loss)")  # fmt: skip
-            if spec.kind == "buffer":
-                self.check_buffer(entry, spec.name)
-
-    def check_buffer(self, entry: Node, name: str) -> None:
-        """A buffer may hold a statistic of the batch, not values of single samples."""
-        found, size = self.known[entry], self.knows_batch(entry)
-        if found.axes is not None or size:
-            raise mixed(entry, f"the buffer {name!r} takes the values of the samples of this batch",
-                        "model.eval(), or keep a value whose shape does not depend on the batch")  # fmt: skip
-        if found.reduced or entry in self.statistics:
-            self.following.append(name.removeprefix("model."))
-            self.notes.append(f"the buffer {self.following[-1]} keeps a statistic of the whole batch")
+def _kept(gm: GraphModule) -> set[Node]:
+    """What a step only leaves in Python attributes, as an ordinary forward does."""
+    pairs = [(n, spec.kind == "written") for spec, n in facts.returned(gm) if n is not None]
+    return {n for n, _ in pairs} - {n for n, written in pairs if not written}
 
 
-def in_model(node: Node) -> bool:
+def _check_outputs(prover: Prover) -> list[str]:
+    """Outputs carry samples or know nothing of them; buffers must not know them.  Returns the buffers that hold a
+    statistic.
+    """
+    statistics = []
+    for spec, entry in facts.returned(prover.gm):
+        if not isinstance(entry, Node) or spec.kind == "written":
+            continue
+        found = prover.known[entry]
+        if found.index:
+            raise mixed(entry, NUMBERS, "return values of the sample")
+        if spec.kind == "output" and found.reduced:
+            raise mixed(prover.origin[entry], f"the output {spec.name!r} of the model is reduced over the samples",
+                        "return one row for each sample; if it is the model's own loss: transform(model, "
+                        "loss_fn=lambda out: out.loss)")  # fmt: skip
+        if spec.kind == "buffer":
+            if found.axes is not None or prover.knows_batch(entry):
+                raise mixed(entry, f"the buffer {spec.name!r} takes the values of the samples of this batch",
+                            "model.eval(), or keep a value whose shape does not depend on the batch")  # fmt: skip
+            if found.reduced or entry in prover.statistics:
+                statistics.append(spec.name.removeprefix("model."))
+    return statistics
+
+
+def _in_model(node: Node) -> bool:
     """Whether the node was made inside the model (rather than the loss)."""
     stack = node.meta.get("nn_module_stack") or {}
     names = [entry[0] for entry in stack.values() if isinstance(entry, tuple)]

@@ -22,9 +22,9 @@ from psg_fx.errors import NotYetSupported, SamplesMixed
 from psg_fx.graph import facts
 from psg_fx.graph.facts import GraphFacts, SampleAxis
 from psg_fx.passes.independence.probe import candidates, close, take
-from psg_fx.passes.independence.prove import Prover
 from psg_fx.passes.independence.table import SampleRule
 from psg_fx.passes.independence.values import Result
+from psg_fx.passes.independence.walk import Prover
 from support.op_samples import Call
 from support.placements import NUMBER, PIVOTED, SAME, Placement
 
