@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import os
 import re
+from typing import Any
 
 import torch
 import torch.fx
@@ -40,6 +41,14 @@ def _own_folders() -> tuple[str, ...]:
     passes = importlib.util.find_spec("psg_fx.passes")
     folders = (_HERE, *(passes.submodule_search_locations or () if passes is not None else ()))
     return tuple(os.path.join(os.path.abspath(folder), "") for folder in folders)
+
+
+def provenance(node: torch.fx.Node) -> dict[str, Any]:
+    """What a node says of the code that it comes from, for one that is made in its place."""
+    return {key: node.meta[key] for key in _PROVENANCE if key in node.meta}
+
+
+_PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "custom")
 
 
 def source_line(node: torch.fx.Node) -> str:

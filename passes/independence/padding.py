@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from psg_fx.graph.facts import SampleAxis
 from psg_fx.op_table import known
+from psg_fx.source import provenance
 from psg_fx.torch_private.graphs import traced_without_code
 from psg_fx.torch_private.modes import enable_python_dispatcher
 from psg_fx.torch_private.tracer import trace_fakes
@@ -25,7 +26,6 @@ from .row_sums import apart, together
 from .values import Result, bound
 
 aten = torch.ops.aten
-_ORIGINS = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "custom")
 
 
 class Padding:
@@ -94,7 +94,7 @@ class Padding:
         """The same op on padded rows."""
         with self.gm.graph.inserting_before(node):
             fresh = self.gm.graph.node_copy(node, lambda n: self.new.get(n, n))
-        fresh.meta = {key: node.meta[key] for key in _ORIGINS if key in node.meta}
+        fresh.meta = provenance(node)
         tensors = [n.meta["val"] for n in fresh.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
         if not tensors:
             fresh.meta["val"] = run_node(fresh)
@@ -152,7 +152,7 @@ class Padding:
                 if old.op == "get_attr":
                     raise AssertionError("a constant in what pads rows")
                 made[old] = self.gm.graph.node_copy(old, made.__getitem__)
-                made[old].meta = {key: node.meta[key] for key in _ORIGINS if key in node.meta}
+                made[old].meta = provenance(node)
                 made[old].meta["val"] = old.meta["val"]
         return torch.fx.map_arg(traced.graph.output_node().args[0], made.__getitem__)
 

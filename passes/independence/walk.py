@@ -24,6 +24,7 @@ from . import (  # noqa: F401  (they fill the table)
     gradients,
     indexing,
     joins,
+    layer_gradients,
     recurrent,
     reductions,
     views,

@@ -20,7 +20,7 @@ from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxis
 from psg_fx.graph.sample_axis import single
 from psg_fx.graph.strides import free_of_strides
-from psg_fx.source import locate
+from psg_fx.source import locate, provenance
 from psg_fx.torch_private.graphs import traced_without_code
 from psg_fx.torch_private.tracer import trace_fakes
 
@@ -29,7 +29,6 @@ from ..independence.values import flat_nodes, is_symbolic, op_name
 from .lift import lifted
 
 aten = torch.ops.aten
-_ORIGINS = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "custom")
 
 
 def unreduce(gm: GraphModule) -> GraphModule:
@@ -130,7 +129,7 @@ class Unreduction:
             return loss
         with self.gm.graph.inserting_before(self.gm.graph.output_node()):
             found: Node = self.gm.graph.call_function(aten.squeeze.dims, (loss, _ones(value)))
-        found.meta = {key: loss.meta[key] for key in _ORIGINS if key in loss.meta}
+        found.meta = provenance(loss)
         with value.fake_mode:
             found.meta["val"] = value.squeeze(_ones(value))
         return found
@@ -225,7 +224,7 @@ class Unreduction:
             torch.fx.map_arg(old.kwargs, lambda n: made[n]),
             name=f"{node.name}_per_sample" if last else old.name,
         )
-        fresh.meta = {key: node.meta[key] for key in _ORIGINS if key in node.meta}
+        fresh.meta = provenance(node)
         if "val" in old.meta:
             fresh.meta["val"] = old.meta["val"]
         return fresh

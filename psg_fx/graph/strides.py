@@ -14,16 +14,13 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.errors import NotYetSupported
 from psg_fx.op_table import Strides, enter, known
-from psg_fx.source import locate
+from psg_fx.source import locate, provenance
 
 aten = torch.ops.aten
 
 enter(aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, strides=Strides.RESHAPE)
 enter(aten.view.dtype, aten.view_as_complex.default, strides=Strides.ROW)
 enter("as_strided.default", "as_strided_copy.default", "as_strided_scatter.default", strides=Strides.MEANING)
-
-_ORIGINS = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "custom")
-"""What a node says of the code that it comes from."""
 
 
 def free_of_strides(gm: GraphModule) -> GraphModule:
@@ -44,7 +41,7 @@ def _contiguous(gm: GraphModule, reader: Node) -> Node:
     """The first argument of `reader`, contiguous and at the start of its memory."""
     with gm.graph.inserting_before(reader):
         made = gm.graph.call_function(aten.clone.default, reader.args[:1], {"memory_format": torch.contiguous_format})
-    made.meta = {key: reader.meta[key] for key in _ORIGINS if key in reader.meta}
+    made.meta = provenance(reader)
     value = reader.args[0].meta["val"]  # type: ignore[union-attr]
     with getattr(value, "fake_mode", contextlib.nullcontext()):
         made.meta["val"] = torch.empty_like(value, memory_format=torch.contiguous_format)
