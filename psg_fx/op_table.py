@@ -105,7 +105,7 @@ class Known:
         "what the function of torch does is captured",
     ))  # fmt: skip
     under_autograd: Function | None = field(default=None, metadata=_says(
-        "run in its place by differentiation", "@under_autograd in passes/differentiate.py, or next to the op",
+        "run in its place by differentiation", "@under_autograd in passes/differentiate/, or next to the op",
         "differentiation runs the op itself",
     ))  # fmt: skip
     over_kept_rows: Function | None = field(default=None, metadata=_says(

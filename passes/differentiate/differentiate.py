@@ -7,17 +7,14 @@ batch size stays the one symbol.  Parameters do not require gradients here: no o
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.traceback import preserve_node_meta
-from torch.utils import _pytree as pytree
 
-from psg_fx.algebra.network import Kind, Source
-from psg_fx.algebra.site import PREFIXES, SITES, Operand, Site, Value
-from psg_fx.errors import InternalError, NotYetSupported, SamplesMixed
+from psg_fx.algebra.site import SITES
+from psg_fx.errors import InternalError, NotYetSupported
 from psg_fx.graph import facts
 from psg_fx.graph.facts import InputSpec, OutputSpec, fact
 from psg_fx.graph.stages import Stage
@@ -27,8 +24,9 @@ from psg_fx.ops.autograd_function import custom_call
 from psg_fx.source import locate
 from psg_fx.torch_private.tracer import remembering_fakes
 
-from .independence import Result, prove_joint
-from .runner import graph_pass
+from ..runner import graph_pass
+from .described import described
+from .proof import carried, prove_cotangents
 
 aten = torch.ops.aten
 
@@ -95,67 +93,12 @@ def differentiate(gm: GraphModule, input_gradients: tuple[bool, ...] = ()) -> Gr
 
     with preserve_node_meta(), remembering_fakes(values[0].fake_mode, gm.graph):
         traced = trace(joint, [*values, *tangents])
-    known = _known(traced, forward, len(layout))
+    known = carried(traced, forward, len(layout))
     _describe(traced, nodes, [info.outputs[i].name for i in roots] if not with_loss else [])
     traced.meta[facts.KEY] = dataclasses.replace(info, outputs=tuple(layout))
-    SITES.put(traced, _sites(gm, layout))
-    _prove(gm, traced, known)
+    SITES.put(traced, described(gm, layout))
+    prove_cotangents(gm, traced, known)
     return traced
-
-
-def _known(traced: GraphModule, forward: list[Node], count: int) -> dict[Node, Result]:
-    """What is known of the values of the forward, by the nodes that hold them: the outputs after the first `count`,
-    which are taken away.
-    """
-    out = traced.graph.output_node()
-    found: dict[Node, Result] = {}
-    rest = iter(facts.outputs(traced)[count:])
-    for node in forward:
-        of = fact(node)
-        axes = of.samples if isinstance(of.samples, tuple) else itertools.repeat(of.samples)
-        values = node.meta["val"]
-        for value, axis in zip(values if isinstance(values, (tuple, list)) else [values], axes, strict=False):
-            if isinstance(value, torch.Tensor) and isinstance(holder := next(rest), Node):
-                found.setdefault(holder, Result(axis, of.uniform, of.index, of.reduced))
-    out.args = (tuple(facts.outputs(traced)[:count]),)
-    traced.graph.eliminate_dead_code()
-    return found
-
-
-def _prove(gm: GraphModule, traced: GraphModule, known: dict[Node, Result]) -> None:
-    """The samples lie in every cotangent where they lie in the value it belongs to."""
-    named = {n.name: n for n in gm.graph.nodes}
-    by_output = {spec.name: node for spec, node in facts.returned(gm)}
-    for node in facts.placeholders(traced):
-        given = facts.input_spec(node)
-        if given.kind == "tangent" and (output := by_output[given.name]) is not None:
-            known[node] = Result(fact(output).samples)
-    wanted: dict[Node, Any] = {}
-    for spec, entry in facts.returned(traced):
-        if spec.kind not in ("cotangent", "input_gradient") or entry is None:
-            continue
-        name, _, place = spec.name.rpartition(".") if spec.kind == "cotangent" else (spec.name, "", "0")
-        axes = fact(named[name]).samples
-        wanted[entry] = named[name], axes[int(place)] if isinstance(axes, tuple) else axes
-    try:
-        prove_joint(traced, known, wanted)
-    except (SamplesMixed, NotYetSupported):
-        if any(map(_is_foreign, traced.graph.nodes)):
-            raise
-
-
-def _is_foreign(node: Node) -> bool:
-    """Whether the op's backward is somebody else's than torch's.
-
-    The derivative of an op that keeps samples apart keeps them apart, and torch's own formulas compute derivatives. A
-    proof that does not find its way through one of them (it may number rows, or read strides) is no reason to refuse.
-    Backwards of custom functions are proven with their forward.
-    """
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target.namespace not in _OWN
-
-
-_OWN = ("aten", "prims", "psg_fx", "psg_fx_functions")
 
 
 @under_autograd(aten._native_batch_norm_legit_no_training.default)
@@ -278,53 +221,3 @@ def _describe(traced: GraphModule, nodes: list[Node], tangents: list[str]) -> No
             node.name = node.target = nodes[index].name
         else:
             node.meta["psg_fx_input"] = InputSpec("tangent", tangents[index - len(nodes)])
-
-
-def _sites(gm: GraphModule, layout: list[OutputSpec]) -> tuple[Site, ...]:
-    """The sites with all that rules need, values named as in the joint graph's outputs."""
-    known = {spec.name for spec in layout if spec.kind == "cotangent"}
-    batch = facts.graph_facts(gm).batch
-    found = []
-    for node in gm.graph.nodes:
-        if fact(node).site:
-            found.append(_site(gm, node, known, batch))
-    return tuple(found)
-
-
-def _site(gm: GraphModule, node: Node, known: set[str], batch: Any) -> Site:
-    def convert(arg: Any) -> Any:
-        if isinstance(arg, Node):
-            value = arg.meta["val"]
-            return _value(arg, value) if isinstance(value, torch.Tensor) else facts.expr(value)
-        return arg
-
-    args, kwargs = pytree.tree_map(convert, (node.args, node.kwargs))
-    flat, _ = pytree.tree_flatten_with_path((node.args, node.kwargs))
-    prefixes = PREFIXES.of(gm)
-    operands = tuple(
-        Operand(i, _argument(path), _value(a, a.meta["val"]), prefixes[a.name])
-        for i, (path, a) in enumerate(flat)
-        if isinstance(a, Node) and fact(a).params
-    )
-    outs = list(facts.tensors(node.meta["val"]))
-    axes = fact(node).samples
-    axes = axes if isinstance(axes, tuple) else (axes,)
-    outputs, cotangents = [], []
-    for k, (out, axis) in enumerate(zip(outs, axes, strict=True)):
-        source = Source(Kind.COTANGENT, f"{node.name}.{k}")
-        outputs.append(Value(Source(Kind.OUTPUT, f"{node.name}.{k}"), facts.shape(out), out.dtype, axis))
-        cotangents.append(Value(source, facts.shape(out), out.dtype, axis) if source.name in known else None)
-    return Site(
-        node.name, node.target, tuple(args), dict(kwargs), operands, tuple(outputs), tuple(cotangents), batch,
-        locate(node),
-    )  # fmt: skip
-
-
-def _argument(path: pytree.KeyPath) -> str:
-    return ".".join(str(getattr(k, "idx", getattr(k, "key", k))) for k in path[1:])
-
-
-def _value(node: Node, value: torch.Tensor) -> Value:
-    axis = fact(node).samples
-    assert not isinstance(axis, tuple)
-    return Value(Source(Kind.ACTIVATION, node.name), facts.shape(value), value.dtype, axis)

@@ -1,0 +1,5 @@
+"""One joint graph of the forward pass and of the cotangents at the sites, as rules see them."""
+
+from .differentiate import differentiate
+
+__all__ = ["differentiate"]

@@ -1,0 +1,66 @@
+"""Sites with all that rules may look at, their values named as in the outputs of the joint graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from psg_fx.algebra.network import Kind, Source
+from psg_fx.algebra.site import PREFIXES, Operand, Site, Value
+from psg_fx.graph import facts
+from psg_fx.graph.facts import OutputSpec, fact
+from psg_fx.source import locate
+
+
+def described(gm: GraphModule, layout: Sequence[OutputSpec]) -> tuple[Site, ...]:
+    """The sites with all that rules need, values named as in the joint graph's outputs."""
+    known = {spec.name for spec in layout if spec.kind == "cotangent"}
+    batch = facts.graph_facts(gm).batch
+    found = []
+    for node in gm.graph.nodes:
+        if fact(node).site:
+            found.append(_site(gm, node, known, batch))
+    return tuple(found)
+
+
+def _site(gm: GraphModule, node: Node, known: set[str], batch: Any) -> Site:
+    def convert(arg: Any) -> Any:
+        if isinstance(arg, Node):
+            value = arg.meta["val"]
+            return _value(arg, value) if isinstance(value, torch.Tensor) else facts.expr(value)
+        return arg
+
+    args, kwargs = pytree.tree_map(convert, (node.args, node.kwargs))
+    flat, _ = pytree.tree_flatten_with_path((node.args, node.kwargs))
+    prefixes = PREFIXES.of(gm)
+    operands = tuple(
+        Operand(i, _argument(path), _value(a, a.meta["val"]), prefixes[a.name])
+        for i, (path, a) in enumerate(flat)
+        if isinstance(a, Node) and fact(a).params
+    )
+    outs = list(facts.tensors(node.meta["val"]))
+    axes = fact(node).samples
+    axes = axes if isinstance(axes, tuple) else (axes,)
+    outputs, cotangents = [], []
+    for k, (out, axis) in enumerate(zip(outs, axes, strict=True)):
+        source = Source(Kind.COTANGENT, f"{node.name}.{k}")
+        outputs.append(Value(Source(Kind.OUTPUT, f"{node.name}.{k}"), facts.shape(out), out.dtype, axis))
+        cotangents.append(Value(source, facts.shape(out), out.dtype, axis) if source.name in known else None)
+    return Site(
+        node.name, node.target, tuple(args), dict(kwargs), operands, tuple(outputs), tuple(cotangents), batch,
+        locate(node),
+    )  # fmt: skip
+
+
+def _argument(path: pytree.KeyPath) -> str:
+    return ".".join(str(getattr(k, "idx", getattr(k, "key", k))) for k in path[1:])
+
+
+def _value(node: Node, value: torch.Tensor) -> Value:
+    axis = fact(node).samples
+    assert not isinstance(axis, tuple)
+    return Value(Source(Kind.ACTIVATION, node.name), facts.shape(value), value.dtype, axis)

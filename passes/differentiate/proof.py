@@ -1,0 +1,73 @@
+"""The proof of the joint graph: what the forward proof has found is carried over, and the cotangents are proven."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from psg_fx.errors import NotYetSupported, SamplesMixed
+from psg_fx.graph import facts
+from psg_fx.graph.facts import fact
+
+from ..independence import Result, prove_joint
+
+
+def carried(traced: GraphModule, forward: list[Node], count: int) -> dict[Node, Result]:
+    """What is known of the values of the forward, by the nodes that hold them: the outputs after the first `count`,
+    which are taken away.
+    """
+    out = traced.graph.output_node()
+    found: dict[Node, Result] = {}
+    rest = iter(facts.outputs(traced)[count:])
+    for node in forward:
+        of = fact(node)
+        axes = of.samples if isinstance(of.samples, tuple) else itertools.repeat(of.samples)
+        values = node.meta["val"]
+        for value, axis in zip(values if isinstance(values, (tuple, list)) else [values], axes, strict=False):
+            if isinstance(value, torch.Tensor) and isinstance(holder := next(rest), Node):
+                found.setdefault(holder, Result(axis, of.uniform, of.index, of.reduced))
+    out.args = (tuple(facts.outputs(traced)[:count]),)
+    traced.graph.eliminate_dead_code()
+    return found
+
+
+def prove_cotangents(gm: GraphModule, traced: GraphModule, known: dict[Node, Result]) -> None:
+    """The samples lie in every cotangent where they lie in the value it belongs to.
+
+    known: what the forward proof has found of nodes of the joint graph.
+    """
+    named = {n.name: n for n in gm.graph.nodes}
+    by_output = {spec.name: node for spec, node in facts.returned(gm)}
+    for node in facts.placeholders(traced):
+        given = facts.input_spec(node)
+        if given.kind == "tangent" and (output := by_output[given.name]) is not None:
+            known[node] = Result(fact(output).samples)
+    wanted: dict[Node, Any] = {}
+    for spec, entry in facts.returned(traced):
+        if spec.kind not in ("cotangent", "input_gradient") or entry is None:
+            continue
+        name, _, place = spec.name.rpartition(".") if spec.kind == "cotangent" else (spec.name, "", "0")
+        axes = fact(named[name]).samples
+        wanted[entry] = named[name], axes[int(place)] if isinstance(axes, tuple) else axes
+    try:
+        prove_joint(traced, known, wanted)
+    except (SamplesMixed, NotYetSupported):
+        if any(map(_is_foreign, traced.graph.nodes)):
+            raise
+
+
+def _is_foreign(node: Node) -> bool:
+    """Whether the op's backward is somebody else's than torch's.
+
+    The derivative of an op that keeps samples apart keeps them apart, and torch's own formulas compute derivatives. A
+    proof that does not find its way through one of them (it may number rows, or read strides) is no reason to refuse.
+    Backwards of custom functions are proven with their forward.
+    """
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target.namespace not in _OWN
+
+
+_OWN = ("aten", "prims", "psg_fx", "psg_fx_functions")
