@@ -20,9 +20,8 @@ from psg_fx.errors import NotYetSupported
 from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxes, SampleAxis
 from psg_fx.graph.sample_axis import Misfit, single
-from psg_fx.source import locate
 
-from .values import FIX, Result, mixed, no_place, op_name, tensors
+from .values import FIX, Result, mixed, no_place, not_shown, op_name, tensors
 
 SIZES, SIZE, LARGEST, LONG = (64, 65, 130, 1031), 3, 2**24, 2**20
 USUAL_SIZES = ("normal", "normal, again")
@@ -35,7 +34,7 @@ def probe(node: Node, batch: sympy.Symbol, known: Mapping[Node, SampleAxes], not
     """The sample axes of the outputs of an op without a rule, or a refusal."""
     for axes in known.values():
         if isinstance(axes, tuple):
-            raise _unsupported(node, "it has no rule, and an input is a tuple")
+            raise not_shown(node, "it has no rule, and an input is a tuple")
     outs = [single(facts.shape(t), batch) for t in tensors(node.meta["val"])] if _fits(node, batch) else []
     trial = Trial(node, batch, known)
     possible = [list(candidates(o.dim, o.factor)) for o in outs]
@@ -49,9 +48,7 @@ def probe(node: Node, batch: sympy.Symbol, known: Mapping[Node, SampleAxes], not
     except Exception as error:
         if isinstance(error, NotYetSupported):
             raise
-        raise _unsupported(
-            node, f"it has no rule, and trying it out failed: {type(error).__name__}: {error}"
-        ) from error
+        raise not_shown(node, f"it has no rule, and trying it out failed: {type(error).__name__}: {error}") from error
     if not all(possible):
         raise mixed(node, "tried out on random values, a sample's rows change with the other samples", FIX)
     notes.append(f"{op_name(node)} (%{node.name}) has no rule; you vouch for it, and its samples were found apart by "
@@ -100,15 +97,6 @@ def close(found: torch.Tensor, expected: torch.Tensor, floor: float = 1e-2) -> b
     return torch.allclose(found, expected, rtol=tolerance, atol=tolerance * usual, equal_nan=True)
 
 
-def _unsupported(node: Node, why: str) -> NotYetSupported:
-    return NotYetSupported(
-        f"{op_name(node)} cannot be shown to keep samples apart",
-        where=locate(node),
-        why=why,
-        fix="rewrite this line with other ops, or ask for a rule for this op",
-    )
-
-
 @dataclass(frozen=True)
 class Outputs:
     """The outputs on a batch, on some of its samples alone, and how large the values are."""
@@ -147,7 +135,7 @@ class Trial:
         values = self.values(USUAL_SIZES[0], SIZE)
         given = {n: self.number(n, SIZE) if v is None else v for n, v in values.items()}
         if not all(close(a, b) for a, b in zip(self.call(given), self.call(given), strict=True)):
-            raise _unsupported(self.node, "it gives other values each time it runs")
+            raise not_shown(self.node, "it gives other values each time it runs")
 
     def largest(self, size: int) -> int:
         """The number of entries of the largest argument or output."""
@@ -166,7 +154,7 @@ class Trial:
     def values(self, kind: str, size: int) -> dict[Node, Any]:
         """A value for each tensor among the arguments; None for numbers."""
         if self.largest(SIZE) > LARGEST:
-            raise _unsupported(self.node, "it has no rule, and its arguments are too large to try it out")
+            raise not_shown(self.node, "it has no rule, and its arguments are too large to try it out")
         generator = torch.Generator().manual_seed(size + (USUAL_SIZES + FURTHER).index(kind))
         return {n: self.draw(n, generator, kind, size) for n in self.node.all_input_nodes}
 

@@ -19,11 +19,11 @@ from psg_fx.torch_private.ops import has_effect, python_decomposition
 
 from .functions import proven
 from .probe import probe
-from .values import Op, Result, op_name
+from .values import Op, Result, not_shown, op_name
 
 _TORCH = ("aten", "prims", "prim", "_operator", "math")
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor")
-_REWRITE = "rewrite this line with other ops, or ask for a rule for this op"
+_OUTSIDE = "leave it out of the model and loss: compute such things before or after the step"
 
 
 def without_rule(op: Op, notes: list[str]) -> tuple[Result, str]:
@@ -31,7 +31,7 @@ def without_rule(op: Op, notes: list[str]) -> tuple[Result, str]:
     node, known, target = op.node, op.known, op.node.target
     refuse_effects(node)
     if not isinstance(target, OpOverload):
-        raise _refusal(node, "it is not an operator", _REWRITE)
+        raise not_shown(node, "it is not an operator")
     if (graph := _written_out(node)) is not None:
         inputs = [known.get(n, Result()) for n in node.all_input_nodes]
         try:
@@ -39,15 +39,15 @@ def without_rule(op: Op, notes: list[str]) -> tuple[Result, str]:
         except NotYetSupported as error:
             if target.namespace not in _TORCH:
                 raise
-            raise _refusal(node, "it has no rule that says how it treats the samples", _REWRITE) from error
+            raise not_shown(node, "it has no rule that says how it treats the samples") from error
         axes = tuple(r.axes for r in found)
         return _one(node, found) if isinstance(node.meta["val"], torch.Tensor) else Result(axes), "written out"  # type: ignore[arg-type]
     if torch.Tag.nondeterministic_seeded in target.tags:
-        raise _refusal(node, "it draws at random, and has no rule that says how", _REWRITE)
+        raise not_shown(node, "it draws at random, and has no rule that says how")
     if target.namespace in _TORCH:
-        raise _refusal(node, "it has no rule that says how it treats the samples", _REWRITE)
+        raise not_shown(node, "it has no rule that says how it treats the samples")
     if not is_trusted(target):
-        raise _refusal(
+        raise not_shown(
             node, "it is a custom operator, which cannot be looked into",
             f"if each row of its output, and of the gradient that its backward gives, is computed from that row alone: "
             f"psg_fx.trust(torch.ops.{target.namespace}.{target._opname})",
@@ -58,7 +58,7 @@ def without_rule(op: Op, notes: list[str]) -> tuple[Result, str]:
 def refuse_effects(node: Node) -> None:
     """Refuse an op that does something beside computing its result, without running it."""
     if (why := _effect(node)) is not None:
-        raise _refusal(node, why, "leave it out of the model and loss: compute such things before or after the step")
+        raise not_shown(node, why, _OUTSIDE)
 
 
 def no_graph_inside(node: Node) -> NotYetSupported:
@@ -69,7 +69,7 @@ def no_graph_inside(node: Node) -> NotYetSupported:
         return NotYetSupported(
             f"{name} cannot be shown to keep samples apart", where=locate(node),
             why="it writes into its argument" if inner._schema.is_mutable else "it has effects beside its result",
-            fix="leave it out of the model and loss: compute such things before or after the step",
+            fix=_OUTSIDE,
         )  # fmt: skip
     return NotYetSupported(
         f"{op_name(node)} holds a graph of its own, which is not looked into",
@@ -124,9 +124,3 @@ def _written_out(node: Node) -> GraphModule | None:
     graph.graph.eliminate_dead_code()
     same = any(n.target is node.target for n in graph.graph.nodes)
     return None if same else graph
-
-
-def _refusal(node: Node, why: str, fix: str) -> NotYetSupported:
-    return NotYetSupported(
-        f"{op_name(node)} cannot be shown to keep samples apart", where=locate(node), why=why, fix=fix
-    )

@@ -21,6 +21,7 @@ from psg_fx.source import locate
 NUMBERS = "it computes with the numbers of the samples (arange over the batch), which one sample alone lacks"
 NUMBERS_FIX = "use arange(B) only to pick each sample's row: x[torch.arange(B), ids]"
 FIX = "write it so that every sample is computed from its own rows alone"
+REWRITE = "rewrite this line with other ops, or ask for a rule for this op"
 GATHER = "gather what each row needs (of experts: their weights[ids], then bmm), or compute all and multiply by a mask"
 
 
@@ -249,12 +250,9 @@ class Op:
         """The samples mix here."""
         return mixed(self.node, why, fix, detail or self._detail())
 
-    def unsupported(
-        self, why: str, fix: str = "rewrite this line with other ops, or ask for a rule for this op"
-    ) -> Any:
+    def unsupported(self, why: str, fix: str = REWRITE) -> NotYetSupported:
         """The samples may stay apart, but no rule shows it."""
-        what = f"{self.name} cannot be shown to keep samples apart"
-        return NotYetSupported(what, where=locate(self.node, self._detail()), why=why, fix=fix)
+        return not_shown(self.node, why, fix, self._detail())
 
     def _detail(self) -> str:
         axes = [self.known[n].axes for a in self.args.values() for n in flat_nodes(a) if n in self.known]
@@ -268,12 +266,17 @@ def mixed(node: Node, why: str, fix: str = FIX, detail: str = "") -> SamplesMixe
     return SamplesMixed(what, where=locate(node, detail), why=why, fix=fix)
 
 
+def not_shown(node: Node, why: str, fix: str = REWRITE, detail: str = "") -> NotYetSupported:
+    """The refusal of an op of which nothing shows what it does with samples."""
+    what = f"{op_name(node)} cannot be shown to keep samples apart"
+    return NotYetSupported(what, where=locate(node, detail), why=why, fix=fix)
+
+
 def no_place(node: Node, misfit: Misfit, detail: str = "") -> PsgError:
     """The refusal of a shape in which the samples have no place: not yet, where it depends on the data."""
     if not isinstance(misfit, Ragged):
         return mixed(node, str(misfit), FIX, detail)
-    what, why = f"{op_name(node)} cannot be shown to keep samples apart", f"{misfit}, so no sample's rows have a place"
-    return NotYetSupported(what, where=locate(node, detail), why=why, fix=GATHER)
+    return not_shown(node, f"{misfit}, so no sample's rows have a place", GATHER, detail)
 
 
 def broadcast(op: Op, values: Sequence[Argument], out_ndim: int) -> Result:

@@ -48,17 +48,11 @@ def vmap_step(
     return run
 
 
-def vmap_reference(
-    model: nn.Module,
-    loss_fn: Loss,
-    inputs: Any,
-    targets: Any = None,
-    *,
-    batch_dim: Any = 0,
-    params: Sequence[str] | None = None,
-) -> tuple[Tensor, ByName]:
-    """Losses `[B]` and gradients by `torch.func.vmap` in the model's own dtype; raises what vmap raises."""
-    run = vmap_step(model, loss_fn, inputs, targets, batch_dim=batch_dim, params=params)
+def vmap_reference(*problem: Any, **options: Any) -> tuple[Tensor, ByName]:
+    """Losses `[B]` and gradients by `vmap_step(*problem, **options)`, in the model's own dtype; raises what vmap
+    raises.
+    """
+    run = vmap_step(*problem, **options)
     with quiet_vmap():
         grads, losses = run()
     return losses.detach(), {name: g.detach() for name, g in grads.items()}

@@ -8,9 +8,10 @@ torch.Size([])
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from inspect import signature
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from psg_fx.zoo.sequence import GPT, MLP, EncoderClassifier, LSTMClassifier, token_cross_entropy
-from psg_fx.zoo.vision import ResNetGN, SimpleCNN, Stem, VisionTransformer
+from psg_fx.zoo.vision import ResNetGN, SimpleCNN, VisionTransformer
 
 __all__ = [
     "GPT",
@@ -47,121 +48,64 @@ class Example:
     batch_dim: Any = 0
 
 
-Parts = tuple[nn.Module, Callable[..., Tensor], Tensor, Tensor, Any]
-"""What a builder returns: model, loss, inputs, targets, batch_dim."""
+Drawn = tuple[Tensor, Tensor]
+"""Inputs and targets."""
 
 
-def _simplecnn(batch: int, *, image: int = 28, width: int = 32, hidden: int = 128, classes: int = 10) -> Parts:
-    model = SimpleCNN(image=image, width=width, hidden=hidden, classes=classes)
-    return model, F.nll_loss, torch.randn(batch, 1, image, image), torch.randint(classes, (batch,)), 0
+@dataclass(frozen=True)
+class _Kind:
+    """How examples of one name are made.
+
+    model: its keywords are sizes.  batch: the default.  draw: batch and sizes -> the data.  data: sizes of the data
+    alone, with their defaults.
+    """
+
+    model: Callable[..., nn.Module]
+    loss_fn: Callable[..., Tensor]
+    batch: int
+    draw: Callable[[int, SimpleNamespace], Drawn]
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """All sizes by name, with their defaults."""
+        return {**self.data, **{name: p.default for name, p in signature(self.model).parameters.items()}}
 
 
-def _resnet18gn(
-    batch: int,
-    *,
-    image: int = 32,
-    width: int = 64,
-    blocks: tuple[int, ...] = (2, 2, 2, 2),
-    groups: int = 32,
-    classes: int = 10,
-    stem: Stem = "imagenet",
-) -> Parts:
-    model = ResNetGN(width=width, blocks=blocks, groups=groups, classes=classes, stem=stem)
-    return model, F.cross_entropy, torch.randn(batch, 3, image, image), torch.randint(classes, (batch,)), 0
+def _images(channels: int) -> Callable[[int, SimpleNamespace], Drawn]:
+    return lambda batch, s: (torch.randn(batch, channels, s.image, s.image), _classes(batch, s))
 
 
-def _gpt(
-    batch: int,
-    *,
-    layers: int = 4,
-    width: int = 256,
-    heads: int = 8,
-    tokens: int = 128,
-    max_tokens: int | None = None,
-    vocabulary: int = 1000,
-    tied: bool = False,
-) -> Parts:
-    longest = tokens if max_tokens is None else max_tokens
-    model = GPT(layers=layers, width=width, heads=heads, max_tokens=longest, vocabulary=vocabulary, tied=tied)
-    ids = torch.randint(vocabulary, (batch, tokens + 1))
-    return model, token_cross_entropy, ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), 0
+def _classes(batch: int, s: SimpleNamespace) -> Tensor:
+    return torch.randint(s.classes, (batch,))
 
 
-def _vit(
-    batch: int,
-    *,
-    image: int = 32,
-    patch: int = 4,
-    layers: int = 6,
-    width: int = 192,
-    heads: int = 3,
-    classes: int = 10,
-) -> Parts:
-    model = VisionTransformer(image=image, patch=patch, layers=layers, width=width, heads=heads, classes=classes)
-    return model, F.cross_entropy, torch.randn(batch, 3, image, image), torch.randint(classes, (batch,)), 0
+def _next_tokens(batch: int, s: SimpleNamespace) -> Drawn:
+    ids = torch.randint(s.vocabulary, (batch, s.tokens + 1))
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-def _lstm(
-    batch: int,
-    *,
-    tokens: int = 32,
-    vocabulary: int = 1000,
-    width: int = 64,
-    hidden: int = 128,
-    layers: int = 2,
-    classes: int = 4,
-) -> Parts:
-    model = LSTMClassifier(vocabulary=vocabulary, width=width, hidden=hidden, layers=layers, classes=classes)
-    ids = torch.randint(vocabulary, (batch, tokens))
-    return model, F.cross_entropy, ids, torch.randint(classes, (batch,)), 0
+def _features(batch: int, s: SimpleNamespace) -> Drawn:
+    return torch.randn((batch, s.tokens, s.width) if s.batch_first else (s.tokens, batch, s.width)), _classes(batch, s)
 
 
-def _encoder(
-    batch: int,
-    *,
-    tokens: int = 32,
-    width: int = 64,
-    heads: int = 4,
-    layers: int = 2,
-    hidden: int = 128,
-    classes: int = 4,
-    dropout: float = 0.0,
-    batch_first: bool = True,
-) -> Parts:
-    model = EncoderClassifier(
-        width=width,
-        heads=heads,
-        layers=layers,
-        hidden=hidden,
-        classes=classes,
-        dropout=dropout,
-        batch_first=batch_first,
-    )
-    shape = (batch, tokens, width) if batch_first else (tokens, batch, width)
-    batch_dim = 0 if batch_first else (1, 0)
-    return model, F.cross_entropy, torch.randn(shape), torch.randint(classes, (batch,)), batch_dim
-
-
-def _mlp(batch: int, *, inputs: int = 16, hidden: int = 32, classes: int = 4) -> Parts:
-    model = MLP(inputs=inputs, hidden=hidden, classes=classes)
-    return model, F.cross_entropy, torch.randn(batch, inputs), torch.randint(classes, (batch,)), 0
-
-
-_EXAMPLES: dict[str, tuple[Callable[..., Parts], int]] = {
-    "simplecnn": (_simplecnn, 64),
-    "resnet18gn": (_resnet18gn, 16),
-    "gpt": (_gpt, 8),
-    "vit": (_vit, 16),
-    "lstm": (_lstm, 32),
-    "encoder": (_encoder, 16),
-    "mlp": (_mlp, 32),
-}
-"""Name -> (builder, default batch size)."""
+_KINDS = {
+    "simplecnn": _Kind(SimpleCNN, F.nll_loss, 64, _images(1)),
+    "resnet18gn": _Kind(ResNetGN, F.cross_entropy, 16, _images(3), {"image": 32}),
+    "gpt": _Kind(GPT, token_cross_entropy, 8, _next_tokens, {"tokens": 128}),
+    "vit": _Kind(VisionTransformer, F.cross_entropy, 16, _images(3)),
+    "lstm": _Kind(
+        LSTMClassifier, F.cross_entropy, 32,
+        lambda batch, s: (torch.randint(s.vocabulary, (batch, s.tokens)), _classes(batch, s)), {"tokens": 32},
+    ),
+    "encoder": _Kind(EncoderClassifier, F.cross_entropy, 16, _features, {"tokens": 32}),
+    "mlp": _Kind(MLP, F.cross_entropy, 32, lambda batch, s: (torch.randn(batch, s.inputs), _classes(batch, s))),
+}  # fmt: skip
 
 
 def names() -> list[str]:
     """The names that `example` knows."""
-    return list(_EXAMPLES)
+    return list(_KINDS)
 
 
 def example(
@@ -177,17 +121,22 @@ def example(
     Everything is drawn on the CPU from `seed` and then moved, so that devices see equal numbers; the global random
     state is left alone. `sizes` are the example's own (`layers=1, width=32, ...`).
     """
-    if name not in _EXAMPLES:
-        raise ValueError(f"no example is called {name!r}; there are: {', '.join(_EXAMPLES)}")
-    build, default_batch = _EXAMPLES[name]
-    known = [key for key in signature(build).parameters if key != "batch"]
+    if name not in _KINDS:
+        raise ValueError(f"no example is called {name!r}; there are: {', '.join(_KINDS)}")
+    kind = _KINDS[name]
+    known = kind.sizes
     if unknown := [key for key in sizes if key not in known]:
         raise ValueError(f"{name} has no size called {unknown[0]!r}; it has: {', '.join(known)}")
-    count = default_batch if batch is None else batch
+    values = SimpleNamespace(**known | sizes)
+    if "max_tokens" in known and sizes.get("max_tokens") is None:
+        values.max_tokens = values.tokens
+    count = kind.batch if batch is None else batch
     if count < 1:
         raise ValueError(f"batch must be at least 1, got {count}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model, loss_fn, inputs, targets, batch_dim = build(count, **sizes)
+        model = kind.model(**{key: value for key, value in vars(values).items() if key not in kind.data})
+        inputs, targets = kind.draw(count, values)
     inputs = inputs.to(device=device, dtype=dtype if inputs.is_floating_point() else None)
-    return Example(name, model.to(device=device, dtype=dtype), loss_fn, inputs, targets.to(device), batch_dim)
+    batch_dim = 0 if getattr(values, "batch_first", True) else (1, 0)
+    return Example(name, model.to(device=device, dtype=dtype), kind.loss_fn, inputs, targets.to(device), batch_dim)
