@@ -14,7 +14,7 @@ from psg_fx.graph.facts import SampleAxis
 
 from .gradients import OF_ALL, row_by_row
 from .table import Placement, sample_rule
-from .values import Argument, Op, symbolic_sizes
+from .values import Op, symbolic_sizes
 
 
 def _only(op: Op, axis: Placement, *wanted: bool) -> Placement:
@@ -94,13 +94,10 @@ def grid_sampler_backward(op: Op) -> Placement:
     values = [op.need(n) for n in ("grad_output", "input", "grid")]
     if all(v.axis is None for v in values):
         return None
-    if any(v.axis != SampleAxis(0, *_order(values[0])) for v in values):
+    first = values[0].axis or SampleAxis(0)
+    if any(v.axis != SampleAxis(0, first.outer, first.inner) for v in values):
         raise op.refuse("its images and grids do not all hold the samples in dim 0")
     return _masked(op, values[1].axis, values[2].axis)
-
-
-def _order(value: Argument) -> tuple[int, int]:
-    return (1, 1) if value.axis is None else (value.axis.outer, value.axis.inner)
 
 
 @sample_rule("affine_grid_generator_backward", proof="windows", sizes=True)

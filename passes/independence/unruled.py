@@ -41,7 +41,7 @@ def without_rule(op: Op, notes: list[str]) -> tuple[Result, str]:
                 raise
             raise not_shown(node, "it has no rule that says how it treats the samples") from error
         axes = tuple(r.axes for r in found)
-        return _one(node, found) if isinstance(node.meta["val"], torch.Tensor) else Result(axes), "written out"  # type: ignore[arg-type]
+        return found[0] if isinstance(node.meta["val"], torch.Tensor) else Result(axes), "written out"  # type: ignore[arg-type]
     if torch.Tag.nondeterministic_seeded in target.tags:
         raise not_shown(node, "it draws at random, and has no rule that says how")
     if target.namespace in _TORCH:
@@ -95,11 +95,6 @@ def _effect(node: Node) -> str | None:
     if not list(facts.tensors(node.meta.get("val"))):
         return "it returns no tensor, so it can only be there for its effects"
     return None
-
-
-def _one(node: Node, found: list[Result]) -> Result:
-    (result,) = found
-    return result
 
 
 def _written_out(node: Node) -> GraphModule | None:

@@ -133,12 +133,8 @@ def symbolic_values(node: Node, batch: sympy.Symbol) -> list[Node]:
         n
         for name, argument in bound(node).items()
         for n in flat_nodes(argument)
-        if is_symbolic(n, batch) and not _is_size(types[name])
+        if is_symbolic(n, batch) and "SymInt" not in types[name] and "int" not in types[name]
     ]
-
-
-def _is_size(kind: str) -> bool:
-    return "SymInt" in kind or "int" in kind
 
 
 def symbolic_sizes(node: Node, batch: sympy.Symbol) -> list[Node]:

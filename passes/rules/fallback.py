@@ -61,10 +61,9 @@ def fallback(site: Site, operand: Operand) -> Network:
         return found.flatten(1) if found.ndim > 1 else found.unsqueeze(1)
 
     sources = (*(v.source for v in values), *(c.source for _, c in cotangents))
-    samples = _samples(site)
     leaf = Leaf(
         f"vjp({site.op})", sources, f"fallback {site.name} {operand.position}", (BATCH, "p"),
-        (samples, product(operand.value.shape) * sympy.Integer(1)), dtype=operand.value.dtype, build=build,
+        (site.batch, product(operand.value.shape) * sympy.Integer(1)), dtype=operand.value.dtype, build=build,
     )  # fmt: skip
     return Network((leaf,), (BATCH, "p"))
 
@@ -85,10 +84,6 @@ def _numbers_of_samples(site: Site) -> Value | None:
     x, picks = site.input(0), site.args[1]
     at_samples = None if x.samples is None or x.samples.dim >= len(picks) else picks[x.samples.dim]
     return at_samples if isinstance(at_samples, Value) and at_samples.dtype is not torch.bool else None
-
-
-def _samples(site: Site) -> sympy.Expr:
-    return site.batch
 
 
 def _at_one(value: Any, batch: sympy.Symbol) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -19,9 +19,8 @@ from psg_fx.graph.stages import Stage
 from psg_fx.measure.tree_times import measured
 from psg_fx.planner.cost import Work
 from psg_fx.planner.crossover import crossover
-from psg_fx.planner.expr import ContractExpr, DenseExpr, Expr, SumExpr, peak_bytes
+from psg_fx.planner.expr import ContractExpr, Expr, peak_bytes
 from psg_fx.planner.expr import seconds as predicted
-from psg_fx.planner.methods import Pair
 from psg_fx.planner.plan import PLAN, ParameterPlan, Part, Plan
 
 _SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -200,17 +199,8 @@ def symbolic(tree: Expr) -> tuple[sympy.Expr, sympy.Expr]:
 def _symbolic_work(node: Expr) -> Work:
     sizes = {a: sympy.Integer(1) if s == 1 else sympy.Symbol(_name(a)) for a, s in node.sizes.items()}
     if isinstance(node, ContractExpr):
-        pair = Pair(node.pair.a, node.pair.b, node.pair.out, sizes, node.pair.same)
-        return node.method.work(pair)
-    if isinstance(node, SumExpr):
-        return SumExpr(node.axes, sizes, node.dtype, _resized(node.child, sizes)).work()
-    if isinstance(node, DenseExpr):
-        return DenseExpr(node.axes, sizes, node.dtype, node.child).work()
-    return Work(0, 0, 0)
-
-
-def _resized(node: Expr, sizes: dict[str, Any]) -> Expr:
-    return Expr(node.axes, sizes, node.dtype)
+        return node.method.work(replace(node.pair, sizes=sizes, self_product=False))
+    return replace(node, sizes=sizes).work()
 
 
 def _formula(expression: Any) -> str:

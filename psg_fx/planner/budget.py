@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.algebra.ask import Ask, Phase
 from psg_fx.algebra.gradient import ParameterGradient
-from psg_fx.algebra.network import Leaf, Source
+from psg_fx.algebra.network import Source
 from psg_fx.algebra.site import READ, read_by_networks
 from psg_fx.errors import BadArgument
 from psg_fx.graph import facts
@@ -78,7 +78,8 @@ def _counts(size: int) -> list[int]:
 def memory_of(gm: GraphModule, plan: Plan, size: int) -> int:
     """The most bytes that the step holds at once for `size` samples; gm: the joint graph."""
     order = _in_order(plan)
-    last = {source: k for k, part in enumerate(order) for leaf in _leaves(part) for source in leaf.sources}
+    networks = [part.contraction.network for part in order]
+    last = {source: k for k, network in enumerate(networks) for leaf in network.leaves for source in leaf.sources}
     peak, owners, sizes = _joint(gm, set(last), size)
     ends = {owner: max(last[s] for s, o in owners.items() if o is owner) for owner in set(owners.values())}
     live = sum(sizes[owner] for owner in ends)
@@ -98,10 +99,6 @@ def _in_order(plan: Plan) -> list[Part]:
     """The parts of all parameters as they are computed."""
     parts = [part for parameter in plan.parameters for part in parameter.parts]
     return sorted(parts, key=lambda part: part.ask.phase >= Phase.WEIGHTED)
-
-
-def _leaves(part: Part) -> tuple[Leaf, ...]:
-    return part.contraction.network.leaves
 
 
 def _joint(gm: GraphModule, sources: set[Source], size: int) -> tuple[int, dict[Source, Node], dict[Node, int]]:

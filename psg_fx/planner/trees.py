@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import sympy
 
-from psg_fx.algebra.network import BATCH, Axes, Leaf, Network
+from psg_fx.algebra.network import BATCH, Axes, Network
 from psg_fx.planner.expr import ContractExpr, Expr, LeafExpr, SumExpr, dense
 from psg_fx.planner.methods import METHODS, Pair
 from psg_fx.tensors import Size
@@ -26,7 +26,7 @@ def trees(network: Network, concrete: Concrete) -> list[Expr]:
     A leaf's lonely axes (its own, not kept) may be summed before anything else, which loses nothing.
     """
     sizes: dict[str, Size] = {axis: concrete(size) for axis, size in network.sizes.items()}
-    leaves = [_leaf(leaf, sizes) for leaf in network.leaves]
+    leaves = [LeafExpr(leaf.axes, sizes, leaf.dtype, leaf) for leaf in network.leaves]
     whole = frozenset(range(len(leaves)))
     memo: dict[frozenset[int], list[Expr]] = {}
 
@@ -64,10 +64,6 @@ def _summed_last(network: Network, concrete: Concrete) -> list[Expr]:
         return []
     formed = [dense(tree) for tree in trees(Network(network.leaves, network.order), concrete)]
     return [SumExpr(tuple(x for x in e.axes if x != BATCH), e.sizes, e.dtype, e) for e in formed]
-
-
-def _leaf(leaf: Leaf, sizes: dict[str, Size]) -> Expr:
-    return LeafExpr(leaf.axes, sizes, leaf.dtype, leaf)
 
 
 def _drop(expr: Expr, needed: set[str], sizes: dict[str, Size]) -> Expr:

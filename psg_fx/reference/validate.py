@@ -75,14 +75,11 @@ class ValidationReport:
             f"ok: {len(self.rows)} answers agree" if self.ok else f"WRONG: {bad} of {len(self.rows)} answers disagree"
         )
         worst = self.worst
-        table = tabulate(
-            [
-                (r.asked, r.parameter, f"{r.max_error:.1e}", f"{r.noise:.1e}", _dash(r.worst_sample), r.verdict)
-                for r in self.rows
-            ],
-            headers=["asked", "parameter", "error", "rounding", "sample", "verdict"],
-            disable_numparse=True,
-        )
+        rows = [
+            (r.asked, r.parameter, f"{r.max_error:.1e}", f"{r.noise:.1e}", r.worst_sample, r.verdict) for r in self.rows
+        ]
+        headers = ["asked", "parameter", "error", "rounding", "sample", "verdict"]
+        table = tabulate(rows, headers, missingval="-", disable_numparse=True)
         lines = [
             f"{head} with a float64 loop over samples (tolerance {self.tolerance:g})",
             f"worst: {worst.asked} {worst.parameter}, relative error {worst.max_error:.1e}",
@@ -90,10 +87,6 @@ class ValidationReport:
             f"vmap: {self.vmap}",
         ]
         return "\n".join([*lines, *self.notes])
-
-
-def _dash(value: int | None) -> str:
-    return "-" if value is None else str(value)
 
 
 def validate(
