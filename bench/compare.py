@@ -46,8 +46,8 @@ ORDINARY = ["ordinary-eager", "ordinary-compiled", "ordinary-one-graph"]
 CONTENDERS = {
     "cpu": [*ORDINARY, "loop/grads", "vmap/grads", "vmap-compiled/grads", "opacus-hooks/grads",
             "psg-eager*", "psg-compiled*", "psg-reused*"],
-    "cuda": ["ordinary-one-graph", "ordinary-compiled", "psg-compiled*", "opacus-*", "replayed-psg/clipped_sum",
-             "replayed-ordinary", "vmap-compiled/grads", "ordinary-eager", "vmap/grads", "replayed-psg*"],
+    "cuda": [*ORDINARY, "replayed-ordinary", "vmap/grads", "vmap-compiled/grads", "opacus-*", "psg-compiled*",
+             "replayed-psg*"],
 }  # fmt: skip
 LARGE_GPT = {"layers": 12, "width": 768, "heads": 12, "tokens": 512}
 LARGE_VIT = {"layers": 12, "width": 768, "heads": 12, "image": 224, "patch": 16, "classes": 1000}

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from psg_fx.graph import facts
@@ -26,17 +27,24 @@ _INTO = {aten.bmm.default: aten.bmm.dtype, aten.mm.default: aten.mm.dtype}
 
 _HALF = (torch.float16, torch.bfloat16)
 
+_ALIGNED = 8
+"""Columns in whole multiples of which cuBLAS writes a float32 result with its fast kernels.  With 197 columns (the
+positions of a vision transformer) it took one for unaligned memory, 85 µs a product on an H100, four fifths of all that
+norms cost there (bench/results/kernels-cuda-nvidia-h100-80gb-hbm3.md).  That whole multiples pay the copies was not
+measured.
+"""
+
 
 @graph_pass("widen", before=Stage.TIDIED, after=Stage.TIDIED)
 def widen(gm: GraphModule, device: str) -> GraphModule:
-    """After: no operand of a product is made float32 only for it; a product is not rounded between."""
+    """After: no operand of a product is made float32 only for it; a gradient is not rounded on its way out."""
     if device != "cuda":
         return gm
     for node in list(gm.graph.nodes):
         if node.target in _INTO:
             _take_half_operands(gm, node)
-    for node in reversed(list(gm.graph.nodes)):
-        if node.target is aten._to_copy.default and not node._erased:
+    for node in list(gm.graph.nodes):
+        if any(user.op == "output" for user in node.users) and _only_changes_dtype(node):
             _write_in_full(gm, node)
     gm.graph.eliminate_dead_code()
     return gm
@@ -44,80 +52,99 @@ def widen(gm: GraphModule, device: str) -> GraphModule:
 
 def _take_half_operands(gm: GraphModule, product: Node) -> None:
     """bmm(float32(a), float32(b)) as the product of a and b into float32."""
-    chains = [_chain(operand) for operand in product.args]
-    if any(chain is None for chain in chains):
-        return
-    dtypes = {chain[0].args[0].meta["val"].dtype for chain in chains if chain}
-    if len(dtypes) != 1 or not dtypes <= set(_HALF) or product.meta["val"].dtype is not torch.float32:
+    (a, a_views), (b, b_views) = (_before_cast(operand) for operand in _operands(product))
+    if _dtype(product) is not torch.float32 or _dtype(a) is not _dtype(b) or _dtype(a) not in _HALF:
         return
     with gm.graph.inserting_before(product):
-        halves = [_again(gm, chain[1:], chain[0].args[0]) for chain in chains if chain]
-        new = gm.graph.call_function(_INTO[product.target], (*halves, torch.float32))
-    new.meta = dict(product.meta)
-    name = product.name
-    product.replace_all_uses_with(new)
-    gm.graph.erase_node(product)
-    new._rename(name)
+        left, right = _again(gm, a_views, a), _again(gm, b_views, b)
+        _replace(gm, product, _in_whole_columns(gm, _op(product), left, right, product.meta["val"]))
+
+
+def _in_whole_columns(gm: GraphModule, op: OpOverload, left: Node, right: Node, result: torch.Tensor) -> Node:
+    """The product of two nodes in float32, computed with zeros for the columns to the next multiple."""
+    columns: Any = result.shape[-1]  # an int, or a symbol
+    lacking = -columns % _ALIGNED if isinstance(columns, int) else 0
+    if not lacking:
+        return _call(gm, result, _INTO[op], left, right, torch.float32)
+    padded, wide = ([*value.shape[:-1], columns + lacking] for value in (right.meta["val"], result))
+    right = _call(gm, right.meta["val"].new_empty(padded), aten.constant_pad_nd.default, right, [0, lacking])
+    found = _call(gm, result.new_empty(wide), _INTO[op], left, right, torch.float32)
+    part = found.meta["val"].narrow(-1, 0, columns)
+    return _call(gm, part, aten.slice.Tensor, found, result.ndim - 1, 0, columns)
 
 
 def _write_in_full(gm: GraphModule, cast: Node) -> None:
-    """float32(bmm(a, b)) as the product into float32, where it is a result; what is only read again is shorter in half
-    precision.
-    """
-    result = any(user.op == "output" for user in cast.users)
-    if not result or not _only_changes_dtype(cast) or cast.meta["val"].dtype is not torch.float32:
-        return
-    views, product = [], cast.args[0]
-    while is_view(product) and len(product.users) == 1 and len(product.all_input_nodes) == 1:
-        views.append(product)
-        product = product.all_input_nodes[0]
-    named = any(facts.fact(node).contracts for node in (product, *views))
-    if product.target not in _INTO or len(product.users) != 1 or not named:
-        return
-    if any(operand.meta["val"].dtype not in _HALF for operand in product.args):
-        return
-    with gm.graph.inserting_before(product):
-        new = gm.graph.call_function(_INTO[product.target], (*product.args, torch.float32))
-    new.meta = dict(product.meta)
-    new.meta["val"] = _with_dtype(product.meta["val"], torch.float32)
-    with gm.graph.inserting_before(cast):
-        wide = _again(gm, views[::-1], new)
-    name = product.name
-    cast.replace_all_uses_with(wide)
-    for node in (cast, *views, product):
-        gm.graph.erase_node(node)
-    new._rename(name)
-
-
-def _chain(node: Any) -> list[Node] | None:
-    """The cast from which a value comes through views, then these views; None if it comes of none."""
+    """float32(bmm(a, b)) as the product into float32; what is only read again is shorter in half precision."""
     views: list[Node] = []
-    while isinstance(node, Node) and is_view(node) and len(node.all_input_nodes) == 1:
-        views.append(node)
-        node = node.all_input_nodes[0]
-    return [node, *views[::-1]] if isinstance(node, Node) and _only_changes_dtype(node) else None
+    product = _operands(cast)[0]
+    while is_view(product) and len(product.users) == len(product.all_input_nodes) == 1:
+        views.insert(0, product)
+        product = product.all_input_nodes[0]
+    contraction = any(facts.fact(node).contracts for node in (product, *views))
+    if product.target not in _INTO or len(product.users) != 1 or not contraction or _dtype(product) not in _HALF:
+        return
+    with gm.graph.inserting_before(cast):
+        value = _with_dtype(product.meta["val"], torch.float32)
+        wide = _call(gm, value, _INTO[_op(product)], *_operands(product), torch.float32)
+        wide.meta = product.meta | wide.meta
+        _replace(gm, cast, _again(gm, views, wide))
+
+
+def _before_cast(node: Node) -> tuple[Node, list[Node]]:
+    """The value that was cast to make this one, through views, and these views; itself if none was."""
+    views: list[Node] = []
+    start = node
+    while is_view(start) and len(start.all_input_nodes) == 1:
+        views.insert(0, start)
+        start = start.all_input_nodes[0]
+    return (_operands(start)[0], views) if _only_changes_dtype(start) else (node, [])
 
 
 def _only_changes_dtype(node: Node) -> bool:
-    """Whether it is a cast whose result lies in memory as its argument does, apart from the size of an element."""
+    """Whether it is a cast to float32 that leaves the layout as it is."""
     if node.target is not aten._to_copy.default or not set(node.kwargs) <= {"dtype", "layout", "device"}:
         return False
-    old, new = node.args[0].meta["val"], node.meta["val"]
-    if old.device != new.device:
-        return False
-    return bool(
-        facts.shape(old) == facts.shape(new) and [str(s) for s in old.stride()] == [str(s) for s in new.stride()]
-    )
+    old, new = _operands(node)[0].meta["val"], node.meta["val"]
+    placed = [[str(s) for s in (value.device, *value.shape, *value.stride())] for value in (old, new)]
+    return new.dtype is torch.float32 and placed[0] == placed[1]
 
 
 def _again(gm: GraphModule, views: list[Node], start: Node) -> Node:
     """The same views of another value."""
     for view in views:
-        made = gm.graph.call_function(view.target, (start, *view.args[1:]), view.kwargs)
-        made.meta = dict(view.meta)
-        made.meta["val"] = _with_dtype(view.meta["val"], start.meta["val"].dtype)
+        made = gm.graph.call_function(_op(view), (start, *view.args[1:]), view.kwargs)
+        made.meta = view.meta | {"val": _with_dtype(view.meta["val"], _dtype(start))}
         start = made
     return start
+
+
+def _call(gm: GraphModule, value: torch.Tensor, op: OpOverload, *arguments: Any) -> Node:
+    made = gm.graph.call_function(op, arguments)
+    made.meta["val"] = value
+    return made
+
+
+def _replace(gm: GraphModule, old: Node, new: Node) -> None:
+    """Put one node in the place of another, under its name and with its facts."""
+    name = old.name
+    new.meta = old.meta | new.meta
+    old.replace_all_uses_with(new)
+    gm.graph.erase_node(old)
+    new._rename(name)
+
+
+def _operands(node: Node) -> list[Node]:
+    return [a for a in node.args if isinstance(a, Node)]
+
+
+def _op(node: Node) -> OpOverload:
+    assert isinstance(node.target, OpOverload)
+    return node.target
+
+
+def _dtype(node: Node) -> torch.dtype:
+    found: torch.dtype = node.meta["val"].dtype
+    return found
 
 
 def _with_dtype(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

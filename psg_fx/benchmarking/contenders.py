@@ -169,7 +169,7 @@ def field_of(
     """The contenders for `quantities`, ordinary steps first; `patterns` are globs on names or labels.
 
     Without patterns: all but other libraries (which `peers` adds) and those who first materialise gradients to make
-    another quantity of them.  With patterns: in their order.
+    another quantity of them.
     """
     known = list(every(by_label(quantities)))
     if patterns is None:
@@ -182,8 +182,7 @@ def field_of(
                 why=f"there are {', '.join(c.label for c in known)}",
                 fix="name one of them or use a glob such as 'psg*'",
             )
-    asked = [c for pattern in patterns for c in known if _matches(c, pattern)]
-    return list(dict.fromkeys([*asked, *(c for c in known if peers and c.peer)]))
+    return [c for c in known if (peers and c.peer) or any(_matches(c, p) for p in patterns)]
 
 
 def _matches(contender: Contender, pattern: str) -> bool:

@@ -34,7 +34,8 @@ def median_seconds(run: Run, total: float) -> float:
     """The median time of one run, from about `total` seconds of them."""
     timer = _timer(run)
     with torch.no_grad():
-        return median(timer.blocked_autorange(min_run_time=total).times)
+        found: float = median(timer.blocked_autorange(min_run_time=total).times)
+    return found
 
 
 def _timer(run: Run) -> Any:

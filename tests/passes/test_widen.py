@@ -36,9 +36,9 @@ class Meant(Interpreter):
         return super().call_function(target, args, kwargs)
 
 
-def graphs(name: str, quantity: Any) -> tuple[Any, Any]:
+def graphs(name: str, quantity: Any, sizes: dict[str, Any] | None = None) -> tuple[Any, Any]:
     """The graph for a CPU and the same for CUDA."""
-    ex = zoo.example(name, **SIZES[name])
+    ex = zoo.example(name, **(sizes or SIZES[name]))
     step = psg_fx.transform(ex.model, ex.loss_fn, quantities=quantity, batch_dim=ex.batch_dim, backend="eager")
     with torch.autocast("cpu", torch.bfloat16):
         step(ex.inputs, ex.targets)
@@ -84,6 +84,17 @@ def test_gram_matrices_take_their_operands_as_they_are() -> None:
 
 def wants_float(node: Any) -> bool:
     return bool(node.meta["val"].dtype is torch.float32)
+
+
+@pytest.mark.parametrize(("tokens", "padded"), [(16, 0), (19, 12)])
+def test_columns_come_in_whole_multiples(tokens: int, padded: int) -> None:
+    sizes = SIZES["gpt"] | {"tokens": tokens}
+    before, after = graphs("gpt", Norms(), sizes)
+    assert sum(n.target is aten.constant_pad_nd.default for n in after.graph.nodes) >= padded // 2
+    assert (padded == 0) == all(n.target is not aten.constant_pad_nd.default for n in after.graph.nodes)
+    given = inputs_for(before)
+    want, got = Meant(before).run(*given), Meant(after).run(*given)
+    torch.testing.assert_close(got[-1], want[-1], rtol=1e-5, atol=0)
 
 
 def test_gradients_are_not_rounded_between() -> None:

@@ -29,6 +29,7 @@ OTHER_TABLES = {
     "psg_fx/ops/recurrent.py:_GRADIENTS": "kinds of cells",
     "passes/independence/along.py:_DONE": "words for refusals",
     "passes/capture/copies.py:_RESHAPED": "the ops that copy only sometimes, a question of one pass",
+    "passes/widen.py:_INTO": "overloads of two ops",
     "psg_fx/planner/expr.py:_IDS": "parts of trees",
     "psg_fx/graph/stages.py:_CHECKS[stage]": "promises of stages",
     "psg_fx/torch_private/composites.py:_KERNELS": "kernels of torch that are put back",

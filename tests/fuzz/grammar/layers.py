@@ -206,5 +206,5 @@ def scan_with(w: Writer, x: Val) -> Val:
         return w.like(x, f"({{x}} * {parameter(w, [n])}).cumsum(-1)")
     x = plain(w, x)
     experts = parameter(w, [2, n, n])
-    chosen = f"({x.name}.detach().flatten(1).sum(1) > 0).long()"
+    chosen = f"({x.name}.detach().flatten(1).cumsum(1).sum(1) > 0).long()"
     return w.like(x, f"torch.einsum('b...i,bij->b...j', {{x}}, {experts}[{chosen}])")

@@ -270,5 +270,5 @@ def own_row(w: Writer, x: Val) -> Val:
     x = plain(w, x)
     if x.ndim < 2:
         raise Misfit("one dim")
-    chosen = f"{x.name}.detach().flatten(1).sum(1).gt(0).long() * {x.sizes[1] - 1}"
+    chosen = f"{x.name}.detach().flatten(1).cumsum(1).sum(1).gt(0).long() * {x.sizes[1] - 1}"
     return w.emit(f"{x.name}[torch.arange(b), {chosen}]", [1, *x.sizes[2:]])
