@@ -16,12 +16,14 @@ MIRROR := .cache/typecheck
 SECONDS ?= 600
 SEED ?= $(shell date +%j%H%M)
 FUZZ_ARGS ?=
+# Of `make gpu`: any Python that has torch with CUDA, pytest, pytest-xdist and tabulate.
+GPU_PYTHON ?= $(BIN)/python
 
 # Inductor's compiled kernels stay here between runs, so that only the first run pays for them.
 test test-fast test-all test-backends test-latest fuzz: export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
 test test-fast test-all test-backends test-browser test-latest fuzz: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup test test-fast test-all test-backends test-browser test-latest fuzz demo bench coverage docs lint style typecheck format clean
+.PHONY: help setup test test-fast test-all test-backends test-browser test-latest fuzz gpu demo bench coverage docs lint style typecheck format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -58,11 +60,14 @@ test-latest:  ## all tests on the newest torch that pyproject.toml allows, in .v
 fuzz: setup  ## random programs against a float64 loop: SECONDS=600 SEED=1 FUZZ_ARGS="--proof --write DIR"
 	@PYTHONPATH=tests $(BIN)/python -m fuzz --seconds $(SECONDS) --seed $(SEED) $(FUZZ_ARGS)
 
+gpu:  ## on a machine with a CUDA device: its tests, rates, kernels and times; GPU_PYTHON=python3 where nothing can be installed
+	@$(GPU_PYTHON) bench/gpu.py
+
 demo: setup  ## run the demo
 	@$(BIN)/python -m psg_fx.demo
 
-bench: setup  ## run every script in bench/ but coverage (minutes; results depend on the machine)
-	@for script in $(filter-out bench/coverage.py,$(wildcard bench/[!_]*.py)); do echo "== $$script"; $(BIN)/python "$$script"; done
+bench: setup  ## run every script in bench/ but coverage and those for CUDA (minutes; results depend on the machine)
+	@for script in $(filter-out bench/coverage.py bench/gpu.py bench/kernels.py,$(wildcard bench/[!_]*.py)); do echo "== $$script"; $(BIN)/python "$$script"; done
 
 coverage: setup  ## who answers which program, and rightly: psg_fx and its peers on all suites (an hour or more)
 	@$(BIN)/python bench/coverage.py

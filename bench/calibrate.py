@@ -16,13 +16,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from _results import device_tag, keep, options
+from _results import about, device_tag, keep, options
 from tabulate import tabulate
 
 import psg_fx
 from psg_fx import zoo
 from psg_fx.algebra.network import Patches
-from psg_fx.machine import cpu_model
 from psg_fx.planner import rates
 from psg_fx.planner.methods import patches
 
@@ -124,7 +123,7 @@ def main() -> None:
     for name, found in whole.items():
         print(f"{name}: " + ", ".join(f"{setting} {ms:.1f} ms" for setting, ms in found.items()))
     data = {
-        "torch": torch.__version__, "device": args.device, "cpu": cpu_model(), "threads": torch.get_num_threads(),
+        "environment": about(args.device),
         "rates": measured, "convolutions_ms": layers, "steps_ms": whole,
     }  # fmt: skip
     print(f"wrote {keep(f'calibrate-{args.tag or device_tag(args.device)}', data)}.json")

@@ -169,12 +169,13 @@ def benchmark(
             steps[c.label] = step
     expected.clear()
     gc.collect()
+    failed: dict[str, Exception] = {}
     with quiet_vmap(), turn.alone() if turn else contextlib.nullcontext():
-        times = time_rounds(steps, rounds=rounds, min_run_time=min_run_time, note=note)
+        times = time_rounds(steps, rounds=rounds, min_run_time=min_run_time, note=note, failed=failed)
     note("")
     for label, seconds in times.items():
-        if isinstance(seconds, Exception):
-            rows[label].failure = failure(seconds)
+        if label in failed:
+            rows[label].failure = failure(failed[label])
             continue
         rows[label].median_s, rows[label].iqr_s = spread(seconds)
         rows[label].blocks = len(seconds)

@@ -47,26 +47,29 @@ def _timer(run: Run) -> Any:
 
 
 def time_rounds(
-    steps: Mapping[str, Run], *, rounds: int, min_run_time: float, note: Callable[[str], None]
-) -> dict[str, list[float] | Exception]:
+    steps: Mapping[str, Run], *, rounds: int, min_run_time: float, note: Callable[[str], None],
+    failed: dict[str, Exception] | None = None,
+) -> dict[str, list[float]]:  # fmt: skip
     """Seconds per step of every contender, several per round; in each round each contender has its turn.
 
     What slows the machine down for a while then slows all contenders down alike. Every contender runs for about
-    `min_run_time` seconds in all, warm-up not counted. One that raises has no further turn.
+    `min_run_time` seconds in all, warm-up not counted. One that raises has no further turn, if `failed` is there to say
+    why.
     """
     timers = {name: _timer(step) for name, step in steps.items()}
     times: dict[str, list[float]] = {name: [] for name in steps}
-    failed: dict[str, Exception] = {}
     for k in range(rounds):
         for name, timer in timers.items():
-            if name in failed:
+            if failed and name in failed:
                 continue
             note(f"round {k + 1}/{rounds}: {name}")
             try:
                 times[name] += timer.blocked_autorange(min_run_time=min_run_time / rounds).times
             except Exception as error:
+                if failed is None:
+                    raise
                 failed[name] = error
-    return times | failed
+    return times
 
 
 def spread(times: Sequence[float]) -> tuple[float, float]:

@@ -71,12 +71,8 @@ def seconds(runs: Mapping[str, Callable[[], object]], rounds: int = 5, total: fl
     """The median time of each, in interleaved rounds of about `total` seconds each in all."""
     for run in runs.values():
         run()
-    medians = {}
-    for name, found in time_rounds(runs, rounds=rounds, min_run_time=total, note=lambda text: None).items():
-        if isinstance(found, Exception):
-            raise found
-        medians[name] = median(found)
-    return medians
+    times = time_rounds(runs, rounds=rounds, min_run_time=total, note=lambda text: None)
+    return {name: median(found) for name, found in times.items()}
 
 
 def measured(plan: Plan, backend: str = "inductor") -> dict[tuple[str, int], float]:
