@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from psg_fx.errors import BadArgument
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 BatchDim = Any
 """An int, None, or a prefix pytree of those."""
 
@@ -38,6 +40,13 @@ class Call:
 
     def batch_size(self) -> int:
         """The number of samples, on which all inputs must agree."""
+        return self._batch_size
+
+    @functools.cached_property
+    def _batch_size(self) -> int:
+        found = {t.shape[d] for t, d in zip(self.tensors, self.dims, strict=True) if d is not None}
+        if len(found) == 1:
+            return found.pop()
         sizes = {n: t.shape[d] for n, t, d in zip(self.names, self.tensors, self.dims, strict=True) if d is not None}
         if not sizes:
             raise BadArgument(
@@ -45,15 +54,38 @@ class Call:
                 why="every tensor input has batch_dim None or there is no tensor input",
                 fix="give the sample dim of at least one input in batch_dim",
             )  # fmt: skip
-        if len(set(sizes.values())) > 1:
-            listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
-            raise BadArgument(
-                "the inputs disagree on the number of samples", where=listed,
-                why="the size in its sample dim is the batch size, and it must be the same for all",
-                fix="pass batches of one size, or say where the samples lie: batch_dim=(inputs_dims, targets_dims), "
-                "None for what all samples share",
-            )  # fmt: skip
-        return next(iter(sizes.values()))
+        listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+        raise BadArgument(
+            "the inputs disagree on the number of samples", where=listed,
+            why="the size in its sample dim is the batch size, and it must be the same for all",
+            fix="pass batches of one size, or say where the samples lie: batch_dim=(inputs_dims, targets_dims), "
+            "None for what all samples share",
+        )  # fmt: skip
+
+
+class Apart:
+    """Takes calls apart: one whose arguments are tensors alone as the last one of as many, of as many dims each."""
+
+    def __init__(self, batch_dim: BatchDim) -> None:
+        self._batch_dim = batch_dim
+        self._known: dict[Any, Call] = {}
+
+    def __call__(self, inputs: Arguments, targets: Arguments = ((), {})) -> Call:
+        """The call of a model and of a loss with these arguments, positional and by name."""
+        if inputs[1] or targets[1] or not all(isinstance(t, torch.Tensor) for t in (*inputs[0], *targets[0])):
+            return take_apart((inputs, targets), self._batch_dim)
+        tensors = (*inputs[0], *targets[0])
+        shape = len(inputs[0]), tuple(t.ndim for t in tensors)
+        former = self._known.get(shape)
+        if former is None:
+            call = take_apart((inputs, targets), self._batch_dim)
+            self._known[shape] = replace(call, tensors=())
+            return call
+        for tensor, name in zip(tensors, former.names, strict=True):
+            _refuse_other_kinds(tensor, name)
+        call = Call(tensors, former.names, former.dims, former.inputs, former.spec, ())
+        call.batch_size()
+        return call
 
 
 def take_apart(structure: Any, batch_dim: BatchDim) -> Call:

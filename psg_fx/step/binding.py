@@ -30,6 +30,8 @@ def plain_mode() -> Iterator[None]:
 
 def in_one_block(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor without gaps in memory, its dims in the order that they have: what a graph was captured with."""
+    if tensor.is_contiguous():
+        return tensor
     order = memory_order(tensor)
     ordered = tensor.permute(order)
     if ordered.is_contiguous():

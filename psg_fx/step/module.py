@@ -20,7 +20,7 @@ from psg_fx.explain.tables import explain
 from psg_fx.graph import facts
 from psg_fx.graph.history import History
 from psg_fx.program.ambient import ambient_key, isolated
-from psg_fx.program.call import Call
+from psg_fx.program.call import Apart, Call
 from psg_fx.program.captured import Cache, Captured, Key
 from psg_fx.program.guard import Guard, Lying, Structure, refuse_iterators
 from psg_fx.program.key import call_key
@@ -53,6 +53,7 @@ class PerSampleModule(nn.Module):
         self.settings = settings
         self._memory = Memory(keep=settings.reuse_outputs)
         self._cache = Cache()
+        self._apart = Apart(settings.batch_dim if loss_fn is not None else (settings.batch_dim, None))
         self._structure: tuple[Structure, Tracked] | None = None
         self._last: Any = None
 

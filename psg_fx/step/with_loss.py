@@ -14,7 +14,7 @@ from psg_fx.passes.compile import compile_graph
 from psg_fx.passes.pipeline import run_pipeline
 from psg_fx.planner import rates
 from psg_fx.planner.budget import Budget, in_bytes, memory_size
-from psg_fx.program.call import Call, take_apart
+from psg_fx.program.call import Call
 from psg_fx.program.program import Program
 from psg_fx.program.state import Tracked, tracked_parameters
 from psg_fx.progress import Progress
@@ -105,7 +105,7 @@ class LossModule(PerSampleModule):
 
     def _take_apart(self, inputs: Any, targets: Any = _ABSENT) -> Call:
         given = ((), {}) if targets is _ABSENT else _arguments(targets)
-        return take_apart((_arguments(inputs), given), self.settings.batch_dim)
+        return self._apart(_arguments(inputs), given)
 
     def _build(self, tracked: Tracked, call: Call, quantities: Sequence[Quantity]) -> tuple[CompiledStep, Program]:
         program = Program(self.model, self.loss_fn, call)

@@ -19,7 +19,7 @@ from psg_fx.graph.history import History, copy_graph
 from psg_fx.passes.compile import compile_graph
 from psg_fx.passes.pipeline import run_pipeline
 from psg_fx.planner import rates
-from psg_fx.program.call import Call, take_apart
+from psg_fx.program.call import Call
 from psg_fx.program.program import Program
 from psg_fx.program.state import Tracked, holder
 from psg_fx.progress import Progress
@@ -43,8 +43,7 @@ class DropInModule(PerSampleModule):
         Raises:
             BadArgument: a parameter still has a `grad_sample`, or the inputs disagree on the batch size.
         """
-        call = take_apart(((args, kwargs), ((), {})), (self.settings.batch_dim, None))
-        call.batch_size()
+        call = self._apart((args, kwargs))
         tracked = self._tracked()
         step: SplitStep = self._look_up(call, lambda: self._build(tracked, call))
         ticket = None
