@@ -13,14 +13,14 @@ from psg_fx.machine import cpu_model
 from psg_fx.planner.cost import REPLAYED, Device
 
 
-def _float32(**rates: float) -> dict[tuple[str, torch.dtype], float]:
-    return {(kind, torch.float32): rate for kind, rate in rates.items()}
+def _at(*dtypes: torch.dtype, **rates: float) -> dict[tuple[str, torch.dtype], float]:
+    return {(kind, dtype): rate for kind, rate in rates.items() for dtype in dtypes}
 
 
 # Shipped tables.  CPU: two x86-64 cores with AVX-512, fp32; `psg-fx calibrate` measures such rates, rounded here.
 CPU = Device(
     "cpu",
-    flops=_float32(gemm=1.7e11, bmm=1.55e11, conv=3.4e11, reduce=4.0e10, pointwise=1.5e10),
+    flops=_at(torch.float32, gemm=1.7e11, bmm=1.55e11, conv=3.4e11, reduce=4.0e10, pointwise=1.5e10),
     bandwidth=2.5e10,
     launch=4e-6,
     kept=3.4e-10,
@@ -36,24 +36,24 @@ CPU = Device(
 
 H100 = Device(
     "cuda",
-    flops=_float32(gemm=5.2e13, bmm=3.4e13, conv=2.0e13, reduce=1.4e12, pointwise=3.7e13)
-    | {("gemm", torch.bfloat16): 7.1e14, ("bmm", torch.bfloat16): 3e14, ("conv", torch.bfloat16): 8.2e13}
-    | {("gemm", torch.float64): 6.2e13, ("bmm", torch.float64): 3.1e13, ("conv", torch.float64): 8e12},
+    flops=_at(torch.float32, gemm=5.2e13, bmm=4.7e13, conv=1.9e13, reduce=1.4e12, pointwise=4.5e13)
+    | _at(torch.bfloat16, torch.float16, gemm=7.8e14, bmm=5.0e14, conv=8.1e13)
+    | _at(torch.float64, gemm=6.2e13, bmm=5.6e13, conv=8.1e12),
     bandwidth=3.0e12,
-    launch=1.1e-5,
+    launch=9.9e-6,
     kept=0.0,
     extra={
-        "convolution": 2.4e-6,
-        "grouped_conv_small_output": 6.7e-12,
-        "grouped_conv_output": 1.5e-11,
-        "scatter": 9.4e-12,
-        REPLAYED: 1.2e-6,
+        "convolution": 2.5e-6,
+        "grouped_conv_small_output": 6.8e-12,
+        "grouped_conv_output": 1.6e-11,
+        "scatter": 9.9e-12,
+        REPLAYED: 1.6e-6,
     },
     origin="the shipped table of an H100",
 )
-"""Measured by `psg-fx calibrate` on an NVIDIA H100 80GB HBM3 with torch 2.11 (bench/results/calibrate-h100.json), TF32
-off for products and on for convolutions, as torch has them; rounded.  The table for every CUDA device: no other was
-measured.
+"""Measured by `psg-fx calibrate` on an NVIDIA H100 80GB HBM3 with torch 2.11 (bench/results/calibrate-cuda-nvidia-h100-
+80gb-hbm3.json), rounded; float16 is taken for bfloat16.  TF32 is off for products and on for convolutions, as torch has
+them.  The table for every CUDA device: no other was measured.
 """
 
 
