@@ -34,7 +34,8 @@ from psg_fx.torch_private.graphs import traced_without_code
 from psg_fx.torch_private.ops import core_decompositions
 from psg_fx.torch_private.patching import patched_here
 from psg_fx.torch_private.quiet import quiet
-from psg_fx.torch_private.tracer import forgetful_fakes, without_tensor_meta
+from psg_fx.torch_private.remembered import remembered_results
+from psg_fx.torch_private.tracer import without_tensor_meta
 
 from . import losses, recurrent_layers, rewrites  # noqa: F401  (they say what ops are written as)
 from .branches import Readings, watch_the_batch_size
@@ -111,7 +112,7 @@ def _functional(program: nn.Module, examples: Sequence[torch.Tensor], dynamic: l
     shapes = (dynamic,) if dynamic else None
     with torch.enable_grad(), _quiet(), user_stack_traces(_CALLER), without_tensor_meta(), traced_without_code():
         try:
-            with rewritten(), seen_by_autograd(), own_attributes(), forgetful_fakes(not _repeats(program)):
+            with rewritten(), seen_by_autograd(), own_attributes(), remembered_results():
                 exported = torch.export.export(program, (list(examples),), dynamic_shapes=shapes, strict=False)
             detach_no_grad_regions(exported.graph_module)
             copied = writes_a_copy(exported.graph_module)
@@ -123,13 +124,6 @@ def _functional(program: nn.Module, examples: Sequence[torch.Tensor], dynamic: l
     refuse_strides(found.graph_module)
     free_of_strides(found.graph_module)
     return found
-
-
-def _repeats(program: nn.Module) -> bool:
-    """Whether most layers are like another one."""
-    layers = [m for m in program.modules() if not any(m.children())]
-    kinds = {(type(m), *(p.shape for p in m.parameters())) for m in layers}
-    return len(layers) > 2 * len(kinds)
 
 
 @decomposition(aten.copy.default)

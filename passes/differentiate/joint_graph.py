@@ -22,7 +22,6 @@ from psg_fx.graph.tracing import trace
 from psg_fx.op_table import known, under_autograd
 from psg_fx.ops.autograd_function import custom_call
 from psg_fx.source import locate
-from psg_fx.torch_private.tracer import remembering_fakes
 
 from ..runner import graph_pass
 from .described import described
@@ -91,7 +90,7 @@ def differentiate(gm: GraphModule, input_gradients: tuple[bool, ...] = ()) -> Gr
         forward[:] = [n for n, v in taps.env.items() if n.op != "output" and isinstance(v, (torch.Tensor, tuple, list))]
         return (*results, *flat, *facts.tensors([taps.env[n] for n in forward]))
 
-    with preserve_node_meta(), remembering_fakes(values[0].fake_mode, gm.graph):
+    with preserve_node_meta():
         traced = trace(joint, [*values, *tangents])
     known = carried(traced, forward, len(layout))
     _describe(traced, nodes, [info.outputs[i].name for i in roots] if not with_loss else [])

@@ -13,7 +13,6 @@ from torch.fx import GraphModule, Node
 from psg_fx.graph import facts
 from psg_fx.graph.same_op import computation
 from psg_fx.graph.tracing import trace
-from psg_fx.torch_private.fakes import without_fake_cache
 
 Piece = Callable[..., tuple[list[torch.Tensor], Any]]
 """Tensors -> the results, and a note that holds for every copy."""
@@ -50,7 +49,7 @@ class Pieces:
             notes[:] = [note]
             return found
 
-        with torch.no_grad(), without_fake_cache(values[0]):
+        with torch.no_grad():
             traced = trace(results, values)
         traced.graph.eliminate_dead_code()
         return traced, notes[0]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
-from torch._subclasses.fake_tensor import FakeTensor, disable_fake_tensor_cache
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 
@@ -18,14 +18,6 @@ def has_known_value(tensor: torch.Tensor) -> bool:
     if isinstance(tensor, FakeTensor):
         return tensor.constant is not None
     return type(tensor) in (torch.Tensor, torch.nn.Parameter)
-
-
-def without_fake_cache(value: torch.Tensor) -> contextlib.AbstractContextManager[None]:
-    """Run ops on fake tensors like this one without remembering their results: what is traced only once pays twice for
-    the memory, because torch checks each entry when it makes it.
-    """
-    found: contextlib.AbstractContextManager[None] = disable_fake_tensor_cache(value.fake_mode)  # type: ignore[attr-defined]
-    return found
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 
 from psg_fx.errors import PsgError
 from psg_fx.torch_private.composites import remembered_composites
-from psg_fx.torch_private.tracer import remembering_fakes, trace_fakes
+from psg_fx.torch_private.tracer import trace_fakes
 
 log = logging.getLogger("psg_fx")
 Decompositions = Mapping[Any, Callable[..., Any]]
@@ -117,7 +117,6 @@ def _traced(exported: ExportedProgram, table: Decompositions) -> Functional | No
     mode = values[0].fake_mode
     with (
         _as_export_does(mode, table) as rest, FunctionalTensorMode(export=True), preserve_node_meta(),
-        remembering_fakes(mode, old.graph),
     ):  # fmt: skip
         gm = trace_fakes(program, values, decomposition_table=rest)
     shared = len({value.untyped_storage()._cdata for value in values}) < len(values)

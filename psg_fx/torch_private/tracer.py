@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from psg_fx.torch_private.patching import patched_here
+from psg_fx.torch_private.remembered import remembered_results
 
 _WITHOUT_TORCH_NAMES: dict[str, Any] = (
     {"_disable_torch_fn_metadata_mode": True}
@@ -41,37 +41,8 @@ def trace_fakes(function: Callable[..., Any], arguments: Sequence[Any], **option
         with lazy_sizes():
             return function(*args)
 
-    with tracing_symbols(arguments), without_tensor_meta():
+    with tracing_symbols(arguments), without_tensor_meta(), remembered_results():
         return make_fx(run, **_WITHOUT_TORCH_NAMES, **options)(*_distinct(arguments))
-
-
-def forgetful_fakes(forgetful: bool) -> contextlib.AbstractContextManager[Any]:
-    """Let modes of fake tensors that are made in the meantime remember no results (`remembering_fakes` says why)."""
-    return torch._dynamo.config.patch(fake_tensor_cache_enabled=False) if forgetful else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def remembering_fakes(mode: Any, graph: Graph) -> Iterator[None]:
-    """Results of ops on fake tensors are remembered where most ops of the graph are like another one.
-
-    An op that torch remembers costs it twice what it costs otherwise, because each entry is checked when it is made; an
-    op that it finds again costs it next to nothing.
-    """
-    kinds = Counter(_kind(node) for node in graph.nodes if node.op == "call_function")
-    before = mode.cache_enabled
-    mode.cache_enabled = kinds.total() > 2 * len(kinds)
-    try:
-        yield
-    finally:
-        mode.cache_enabled = before
-
-
-def _kind(node: Node) -> Any:
-    """What torch looks up the result of an op by, nearly."""
-    values = [n.meta.get("val") for n in node.all_input_nodes]
-    shapes = tuple(str(v.shape) if isinstance(v, torch.Tensor) else "" for v in values)
-    rest = torch.fx.map_arg((node.args, node.kwargs), lambda n: None)
-    return node.target, shapes, str(rest)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,6 @@ from psg_fx.op_table import decompositions
 from psg_fx.passes.capture import losses  # noqa: F401  (fills the table)
 from psg_fx.torch_private.fakes import symbolic_inputs
 from psg_fx.torch_private.functional import functional
-from psg_fx.torch_private.tracer import remembering_fakes
 
 
 class Written(nn.Module):
@@ -157,25 +156,6 @@ def test_tracing_keeps_the_symbol_and_its_arguments() -> None:
     assert [str(s) for s in result.meta["val"].shape] == [f"2*{x.shape[0]}", "2"]
     assert not x.requires_grad
     assert len(gm.graph.find_nodes(op="placeholder")) == 2
-
-
-def test_results_are_remembered_where_most_ops_repeat() -> None:
-    (x,) = symbolic_inputs([torch.randn(7, 4)], [0])
-
-    def chain(length: int) -> Callable[[Tensor], Tensor]:
-        def run(value: Tensor) -> Tensor:
-            for _ in range(length):
-                value = value.sin()
-            return value
-
-        return run
-
-    mode = x.fake_mode  # type: ignore[attr-defined]
-    before = mode.cache_enabled
-    for length, remembers in ((2, False), (3, True)):
-        with remembering_fakes(mode, trace(chain(length), [x]).graph):
-            assert mode.cache_enabled is remembers
-        assert mode.cache_enabled is before
 
 
 SCRIPT = """

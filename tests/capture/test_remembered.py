@@ -1,0 +1,159 @@
+"""Results of ops on fake tensors from memory: they are what torch computes, and what may differ is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import psg_fx
+from psg_fx import zoo
+from psg_fx.torch_private import remembered, symbolic_inputs
+from psg_fx.torch_private.remembered import remembered_results
+from support.small import mlp
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.last = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.lstm(x)[0][:, -1])
+
+
+def from_zoo(name: str, **sizes: Any) -> tuple[Any, Any, Any, Any]:
+    made = zoo.example(name, **sizes)
+    return made.model, made.loss_fn, made.inputs, made.targets
+
+
+CROSS_ENTROPY = nn.functional.cross_entropy
+PROGRAMS: dict[str, Callable[[], tuple[Any, Any, Any, Any]]] = {
+    "mlp": lambda: (mlp(), CROSS_ENTROPY, torch.randn(6, 4), torch.randint(3, (6,))),
+    "convolutions": lambda: from_zoo("simplecnn", batch=4),
+    "recurrent": lambda: (Recurrent(), CROSS_ENTROPY, torch.randn(6, 3, 4), torch.randint(3, (6,))),
+    "gpt": lambda: from_zoo("gpt", batch=2, layers=2, width=8, heads=2, tokens=4, vocabulary=10),
+}
+
+
+def stages(name: str) -> dict[str, list[str]]:
+    """Every stage of one capture, as text, with the sizes and strides of every value."""
+    model, loss_fn, inputs, targets = PROGRAMS[name]()
+    step = psg_fx.transform(model, loss_fn, quantities=psg_fx.ClippedSum(max_norm=1.0), backend="eager")
+    step(inputs, targets)
+    return {stage: [described(node) for node in gm.graph.nodes] for stage, gm in step.graphs.items()}
+
+
+def described(node: torch.fx.Node) -> str:
+    value = node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else [value]
+    seen = [(v.shape, v.stride(), v.dtype) if isinstance(v, Tensor) else v for v in values]
+    return f"{node.name} = {node.target} {node.args} {node.kwargs} {seen}"
+
+
+@pytest.fixture
+def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remembered, "_RESULTS", {})
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.usefixtures("_nothing_known")
+def test_graphs_are_the_same_with_and_without_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stages(name)
+    count = len(remembered._RESULTS)
+    again = stages(name)
+    assert len(remembered._RESULTS) - count < count / 10
+    monkeypatch.setattr(remembered, "is_available", lambda: False)
+    with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):  # nor with torch's own
+        assert again == stages(name)
+
+
+def symbolic(size: int = 7) -> Tensor:
+    return symbolic_inputs([torch.empty(size, 4)], [0])[0]
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch, _nothing_known: None) -> Iterator[list[str]]:
+    """The ops that torch computes, while results are remembered."""
+    found: list[str] = []
+    original = remembered._Dispatch._compute
+
+    def compute(self: Any, mode: Any, func: Any, *call: Any) -> Any:
+        found.append(func.overloadpacket.__name__)
+        return original(self, mode, func, *call)
+
+    monkeypatch.setattr(remembered._Dispatch, "_compute", compute)
+    with remembered_results():
+        yield found
+
+
+def test_a_result_is_computed_once(computed: list[str]) -> None:
+    first, second = symbolic(), symbolic()
+    for x in (first, second):
+        y = x.exp()
+        assert y.shape[0].node.shape_env is x.shape[0].node.shape_env
+        assert not torch._C._is_alias_of(x, y)
+    assert computed.count("exp") == 1
+
+
+def test_a_view_lies_in_the_memory_of_its_tensor(computed: list[str]) -> None:
+    for x in (symbolic(), symbolic()):
+        assert torch._C._is_alias_of(x, x.t())
+    assert computed.count("t") + computed.count("transpose") == 1
+
+
+DIFFERENT: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor], Callable[[Tensor], Any]]] = {
+    "another size": (symbolic, lambda: symbolic(9), Tensor.exp),
+    "another dtype": (symbolic, lambda: symbolic().double(), Tensor.exp),
+    "other strides": (symbolic, lambda: symbolic().t(), Tensor.exp),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_what_differs_is_computed_again(name: str, computed: list[str]) -> None:
+    first, second, function = DIFFERENT[name]
+    for x in (first(), second()):
+        y = function(x)
+        assert (y.shape, y.stride(), y.dtype) == (x.shape, x.stride(), x.dtype)
+    assert computed.count("exp") == 2
+
+
+def test_numbers_of_other_types_are_others(computed: list[str]) -> None:
+    counts = symbolic().long()
+    dtypes = [(counts * factor).dtype for factor in (1, 1.0, True)]
+    assert dtypes == [torch.int64, torch.float32, torch.int64]
+
+
+def test_settings_are_a_part_of_what_is_asked(computed: list[str]) -> None:
+    counts = symbolic().long()
+    dtypes = []
+    for default in (torch.float32, torch.float64):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(default)
+        dtypes.append(torch.true_divide(counts, 2).dtype)
+        torch.set_default_dtype(before)
+    assert dtypes == [torch.float32, torch.float64]
+
+
+def test_what_depends_on_values_or_writes_is_computed(computed: list[str]) -> None:
+    x = symbolic()
+    rows = [x.nonzero().shape[0] for _ in range(2)]
+    assert str(rows[0]) == str(rows[1])  # torch's own memory: of this tensor
+    assert str((x + 1).nonzero().shape[0]) != str(rows[0])
+    for _ in range(2):
+        y = x.exp()
+        assert y.add_(1.0) is y
+    assert computed.count("add_") == 2
+
+
+def test_a_guard_is_made_by_every_capture_that_needs_it(computed: list[str]) -> None:
+    made = []
+    for _ in range(2):
+        x = symbolic()
+        env: Any = x.fake_mode.shape_env  # type: ignore[attr-defined]
+        assert x.reshape(7, 2, 2).shape == (7, 2, 2)  # seven samples and no others
+        made.append([str(guard.expr) for guard in env.guards])
+    assert made[0] == made[1] != []
