@@ -52,10 +52,11 @@ def example_like(tensor: torch.Tensor, dim: int | None, size: int) -> torch.Tens
     """A tensor like `tensor` with `size` samples in `dim`, in the same memory order.  Its values mean nothing."""
     if dim is None:
         return tensor.clone() if tensor.is_inference() else tensor.detach()
-    order = memory_order(tensor)
     sizes = [size if d == dim else tensor.shape[d] for d in range(tensor.ndim)]
-    made = tensor.new_zeros([sizes[d] for d in order])
-    return made.permute([order.index(d) for d in range(tensor.ndim)])
+    strides, step = [1] * tensor.ndim, 1
+    for d in reversed(memory_order(tensor)):
+        strides[d], step = step, step * max(sizes[d], 1)
+    return tensor.new_empty_strided(sizes, strides).zero_()  # not a view: its base would be made fake as well
 
 
 def _hint(call: Call, program: nn.Module) -> int:

@@ -155,18 +155,18 @@ class _Dispatch:
         return found.tensor(mode, operands.found) if isinstance(found, _Made) else None
 
     def _compute(self, mode: Any, *call: Any) -> Any:
-        """As torch does it, without its memory."""
-        self.inside, before, mode.cache_enabled = True, mode.cache_enabled, False
+        self.inside = True
         try:
             return self.original(mode, *call)
         finally:
-            self.inside, mode.cache_enabled = False, before
+            self.inside = False
 
     def _knowledge(self, mode: Any) -> Knowledge:
         env = mode.shape_env
         found = self.known.get(id(env))
         if found is None or not found.is_of(env):
             found = self.known[id(env)] = Knowledge(env)
+            mode.cache_enabled = False  # torch's own memory, now and whenever this mode is used again
         return found
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
-from torch.fx import GraphModule
+from torch.fx import GraphModule, _symbolic_trace
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -41,8 +41,24 @@ def trace_fakes(function: Callable[..., Any], arguments: Sequence[Any], **option
         with lazy_sizes():
             return function(*args)
 
-    with tracing_symbols(arguments), without_tensor_meta(), remembered_results():
+    with tracing_symbols(arguments), without_tensor_meta(), remembered_results(), _untouched_modules():
         return make_fx(run, **_WITHOUT_TORCH_NAMES, **options)(*_distinct(arguments))
+
+
+def _untouched_modules() -> contextlib.AbstractContextManager[None]:
+    """Tracers of this thread leave `nn.Module` as it is: here they trace functions, and each change of a class that has
+    thousands of subclasses visits them all.
+    """
+    patcher = getattr(_symbolic_trace, "_Patcher", None)
+    if patcher is None:
+        return contextlib.nullcontext()
+    original = patcher.patch_method
+
+    def patch_method(self: Any, cls: type, *args: Any, **kwargs: Any) -> None:
+        if cls is not torch.nn.Module:
+            original(self, cls, *args, **kwargs)
+
+    return patched_here(patcher, "patch_method", patch_method)
 
 
 @contextlib.contextmanager
