@@ -69,8 +69,21 @@ _BACKWARD = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-    return [leaf for leaf in leaves if leaf.layout is torch.strided]
+    """The strided tensors in a tree, in order: asked twice for each function and attribute, so not of torch's trees
+    where Python's own containers hold them.
+    """
+    kind = type(tree)
+    if isinstance(tree, torch.Tensor):
+        return [tree] if tree.layout is torch.strided else []
+    if kind in (tuple, list, dict):
+        parts = map(_tensors, tree.values() if kind is dict else tree)
+        return [tensor for part in parts for tensor in part]
+    if kind in _PLAIN:
+        return []
+    return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor) and t.layout is torch.strided]
+
+
+_PLAIN = frozenset({int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device})
 
 
 def _place(tensor: torch.Tensor) -> int:

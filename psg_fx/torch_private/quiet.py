@@ -78,10 +78,14 @@ def _is_quiet() -> bool:
 
 
 def _handlers() -> Iterator[logging.Handler]:
-    """Where torch's records may arrive: its loggers have handlers of their own, or pass records on to the root."""
+    """Where torch's records may arrive: its loggers have handlers of their own, or pass records on to the root.
+
+    Not that of its trace for tools, which shows nothing: where nobody asked for one it leaves with the first record,
+    and until then every record is written out for it, with the stack.
+    """
     yield from logging.getLogger().handlers
     for name, logger in list(logging.root.manager.loggerDict.items()):
-        if name.partition(".")[0] == "torch" and isinstance(logger, logging.Logger):
+        if name.partition(".")[0] == "torch" and name != "torch.__trace" and isinstance(logger, logging.Logger):
             yield from logger.handlers
 
 
