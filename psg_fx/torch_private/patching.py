@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
 _ABSENT = object()
 
@@ -36,10 +35,13 @@ def patched_here(owner: Any, name: str, replacement: Any) -> Iterator[None]:
 
     owner: a class, or a module whose function is replaced.
     """
-    theirs = owner.__dict__.get(name, _ABSENT) if isinstance(owner, (type, ModuleType)) else _ABSENT
-    if theirs is _ABSENT:
-        theirs = getattr(owner, name)
-    here = _Here(replacement, theirs)
-    new = (lambda *args, **kwargs: here(*args, **kwargs)) if isinstance(owner, ModuleType) else here
-    with mock.patch.object(owner, name, new):
+    own = vars(owner).get(name, _ABSENT)
+    here = _Here(replacement, getattr(owner, name) if own is _ABSENT else own)
+    setattr(owner, name, (lambda *args, **kwargs: here(*args, **kwargs)) if isinstance(owner, ModuleType) else here)
+    try:
         yield
+    finally:
+        if own is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)

@@ -64,7 +64,7 @@ class _Made:
     """How a result is made.
 
     shape, stride, offset: numbers; an expression; or, as tracers know symbols by identity, the very symbol that an
-    operand is, `(k,)`, or has, `(k, i, d)` in `_places`.  view: the operand whose memory it lies in.
+    operand is, `(k,)`, or has, `(k, "size", d)`.  view: the operand whose memory it lies in.
     """
 
     shape: tuple[Any, ...]
@@ -73,6 +73,7 @@ class _Made:
     dtype: torch.dtype
     device: torch.device
     view: int | None
+    in_order: bool
 
     def tensor(self, mode: Any, operands: Sequence[Any]) -> torch.Tensor:
         """A new fake tensor like this."""
@@ -80,7 +81,9 @@ class _Made:
         shape = tuple([_number(s, operands, env) for s in self.shape])
         stride = tuple([_number(s, operands, env) for s in self.stride])
         with in_kernel_invocation_manager(mode), contextlib.nullcontext() if env is None else env.suppress_guards():
-            if self.view is None:
+            if self.in_order:  # the strides are numbers, and those that follow from the shape
+                empty = torch.empty(shape, dtype=self.dtype, device="meta")
+            elif self.view is None:
                 empty = torch.empty_strided(shape, stride, dtype=self.dtype, device="meta")
             else:
                 empty = operands[self.view].as_strided(shape, stride, _number(self.offset, operands, env))
@@ -94,13 +97,9 @@ def _number(recipe: Any, operands: Sequence[Any], env: Any) -> Any:
         k, *place = recipe
         if not place:
             return operands[k]
-        return _places(operands[k])[place[0]][place[1]]
+        of, d = place
+        return getattr(operands[k], of)()[d] if of != "numel" else operands[k].numel()
     return torch.SymInt(SymNode(recipe, env, int, int(recipe.xreplace(values_of(env)))))
-
-
-def _places(operand: Any) -> tuple[Sequence[Any], ...]:
-    """Where a tensor has symbols."""
-    return operand.shape, operand.stride(), (operand.numel(),)
 
 
 @dataclass(frozen=True)
@@ -200,8 +199,8 @@ def _recipe(result: Any, mode: Any, operands: Sequence[Any]) -> _Made:
         if isinstance(operand, torch.SymInt):
             names[id(operand.node)] = (k,)
             continue
-        for i, sizes in reversed([*enumerate(_places(operand))]):
-            names.update({id(s.node): (k, i, d) for d, s in enumerate(sizes) if type(s) is not int})
+        for of, sizes in (("numel", [operand.numel()]), ("stride", operand.stride()), ("size", operand.size())):
+            names.update({id(s.node): (k, of, d) for d, s in enumerate(sizes) if type(s) is not int})
 
     def recipe(size: Any) -> Any:
         return size if type(size) is int else names.get(id(size.node), size.node.expr)
@@ -212,11 +211,22 @@ def _recipe(result: Any, mode: Any, operands: Sequence[Any]) -> _Made:
     made = _Made(
         tuple([recipe(s) for s in result.shape]), tuple([recipe(s) for s in result.stride()]),
         recipe(result.storage_offset()), result.dtype, result.fake_device, view,
+        view is None and result.stride() == _in_order(result.shape),
     )  # fmt: skip
     again: Any = made.tensor(mode, operands)
     if _seen(again) != _seen(result):
         raise Cannot
     return made
+
+
+def _in_order(shape: Sequence[Any]) -> tuple[int, ...] | None:
+    """The strides of a tensor that lies in its memory in order, if they are numbers."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        if type(size) is not int:
+            return None
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(reversed(strides[: len(shape)]))
 
 
 def _place(tensor: torch.Tensor) -> int:

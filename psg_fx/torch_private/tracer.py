@@ -45,20 +45,23 @@ def trace_fakes(function: Callable[..., Any], arguments: Sequence[Any], **option
         return make_fx(run, **_WITHOUT_TORCH_NAMES, **options)(*_distinct(arguments))
 
 
-def _untouched_modules() -> contextlib.AbstractContextManager[None]:
-    """Tracers of this thread leave `nn.Module` as it is: here they trace functions, and each change of a class that has
-    thousands of subclasses visits them all.
+@contextlib.contextmanager
+def _untouched_modules() -> Iterator[None]:
+    """Tracers of this thread leave `nn.Module` and `math` as they are: here they trace functions of tensors, and each
+    change of a class that has thousands of subclasses visits them all.
     """
     patcher = getattr(_symbolic_trace, "_Patcher", None)
-    if patcher is None:
-        return contextlib.nullcontext()
+    if not (hasattr(patcher, "patch_method") and hasattr(patcher, "visit_once")):
+        yield
+        return
     original = patcher.patch_method
 
     def patch_method(self: Any, cls: type, *args: Any, **kwargs: Any) -> None:
         if cls is not torch.nn.Module:
             original(self, cls, *args, **kwargs)
 
-    return patched_here(patcher, "patch_method", patch_method)
+    with patched_here(patcher, "patch_method", patch_method), patched_here(patcher, "visit_once", lambda *_: False):
+        yield
 
 
 @contextlib.contextmanager
