@@ -17,6 +17,8 @@ from psg_fx.graph.facts import GraphFacts, InputSpec, OutputSpec
 from psg_fx.op_table import decompositions
 from psg_fx.passes.capture import losses, recurrent_layers  # noqa: F401  (they fill the table)
 from psg_fx.torch_private.functional import Functional, functional
+from psg_fx.torch_private.remembered import remembered_results
+from psg_fx.torch_private.tracer import without_tensor_meta
 
 
 class WithLoss(nn.Module):
@@ -56,7 +58,7 @@ def captured(
         tuple({} if i in shared else {batch_dim: size} for i in range(len(inputs))),
         tuple({0: size} for _ in targets),
     )
-    with torch.enable_grad(), warnings.catch_warnings():
+    with torch.enable_grad(), warnings.catch_warnings(), remembered_results(), without_tensor_meta():
         warnings.simplefilter("ignore")
         program = export(WithLoss(module, loss), (inputs, targets), strict=False, dynamic_shapes=dims)
         found = functional(program, decompositions())
