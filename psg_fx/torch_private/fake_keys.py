@@ -87,8 +87,8 @@ def settings_of(func: Any) -> tuple[Hashable, ...]:
 
 _SETTINGS = (
     "get_default_dtype", "_get_default_device", "is_inference_mode_enabled", "is_grad_enabled",
-    "_get_flash_sdp_enabled", "_get_mem_efficient_sdp_enabled", "_get_math_sdp_enabled", "_get_cudnn_enabled",
-    "_get_mkldnn_enabled", "_get_deterministic_algorithms", "_is_any_autocast_enabled",
+    "_get_flash_sdp_enabled", "_get_mem_efficient_sdp_enabled", "_get_math_sdp_enabled", "_get_cudnn_sdp_enabled",
+    "_get_cudnn_enabled", "_get_mkldnn_enabled", "_get_deterministic_algorithms", "_is_any_autocast_enabled",
     "_dispatch_tls_is_dispatch_key_included",
 )  # fmt: skip
 _ASKED: tuple[Callable[[], Hashable], ...] = tuple([getattr(torch._C, name, int) for name in _SETTINGS[:-1]])
