@@ -50,7 +50,7 @@ def _untouched_modules() -> Iterator[None]:
     """Tracers of this thread leave `nn.Module` and `math` as they are: here they trace functions of tensors, and each
     change of a class that has thousands of subclasses visits them all.
     """
-    patcher = getattr(_symbolic_trace, "_Patcher", None)
+    patcher: Any = getattr(_symbolic_trace, "_Patcher", None)
     if not (hasattr(patcher, "patch_method") and hasattr(patcher, "visit_once")):
         yield
         return
