@@ -172,7 +172,7 @@ def is_function(func: Any) -> bool:
         found = _FUNCTIONS[func] = (
             isinstance(func, OpOverload) and func.namespace in ("aten", "prims") and not func._schema.is_mutable
             and not _OF_VALUES.intersection(func.tags) and func.overloadpacket not in _LEFT
-            and func not in (_HANDLED or ()) and func not in _LIFTS
+            and func not in (_HANDLED or ())
         )  # fmt: skip
     return found
 
@@ -182,8 +182,8 @@ aten = torch.ops.aten
 _LEFT = {
     aten.detach, aten.alias,  # as fast as any memory
     aten.as_strided, aten.as_strided_scatter, aten._reshape_alias,  # look at how much memory there is
+    aten.lift_fresh, aten.lift_fresh_copy,  # make constants
 }  # fmt: skip
-_LIFTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}  # make constants
 _TABLES = ("_DISPATCH_META_HANDLERS", "_DISPATCH_HANDLE_DIRECTLY")
 _HANDLED: set[Any] | None = (
     {op for table in _TABLES for op in getattr(fake_tensor, table)}
