@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import psg_fx
 from psg_fx import zoo
-from psg_fx.torch_private import remembered, symbolic_inputs
+from psg_fx.torch_private import remembered
+from psg_fx.torch_private.fakes import symbolic_inputs
 from psg_fx.torch_private.remembered import remembered_results
 from support.small import mlp
 

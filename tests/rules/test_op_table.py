@@ -33,6 +33,8 @@ OTHER_TABLES = {
     "psg_fx/planner/expr.py:_IDS": "parts of trees",
     "psg_fx/graph/stages.py:_CHECKS[stage]": "promises of stages",
     "psg_fx/torch_private/composites.py:_KERNELS": "kernels of torch that are put back",
+    "psg_fx/torch_private/fake_keys.py:_FUNCTIONS": "what torch's tags and schemas say, asked once",
+    "psg_fx/torch_private/fake_keys.py:_LEFT": "what torch computes fast, or from more than a key holds",
 }
 """Containers of ops that are no tables of what is known of them."""
 
