@@ -173,4 +173,4 @@ def _as_tensor(value: Any, dtype: torch.dtype, device: torch.device) -> torch.Te
         return value.to(device, dtype).contiguous()
     if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
         return torch.stack([_as_tensor(v, dtype, device) for v in value])
-    return torch.as_tensor(value, dtype=dtype).to(device, non_blocking=True).contiguous()
+    return torch.as_tensor(value, dtype=dtype, device="cpu").to(device, non_blocking=True).contiguous()

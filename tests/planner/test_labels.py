@@ -98,7 +98,7 @@ def dear_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that is kept has a price from the first byte on."""
     table = rates.CPU
     monkeypatch.setattr(search, "_LITTLE", 0)
-    monkeypatch.setattr(rates, "device", lambda kind: table)
+    monkeypatch.setattr(rates, "device", lambda kind, replayed=False: table)
 
 
 @pytest.mark.parametrize("budget", [None, 50_000])
