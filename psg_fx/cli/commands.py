@@ -31,7 +31,11 @@ Printed = tuple[int, str]
 def explain(args: argparse.Namespace) -> Printed:
     """One step without compiling kernels, then its plan."""
     step = called(args)
-    return OK, _json(as_data.explained(step.graphs, args.measure)) if args.json else step.explain(measure=args.measure)
+    if args.json:
+        if args.on:
+            raise UsageError("--on prints a table: leave --json out")
+        return OK, _json(as_data.explained(step.graphs, args.measure))
+    return OK, step.explain(measure=args.measure, device=args.on)
 
 
 def validate(args: argparse.Namespace) -> Printed:

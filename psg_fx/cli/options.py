@@ -10,6 +10,7 @@ import torch
 from psg_fx import zoo
 from psg_fx.cli import commands
 from psg_fx.graph.stages import Stage
+from psg_fx.planner import rates
 from psg_fx.quantities.names import KINDS
 from psg_fx.version import __version__
 
@@ -114,6 +115,7 @@ def _machine(sub: argparse.ArgumentParser) -> None:
 
 def _explain(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--measure", action="store_true", help="also time each part of the plan, compiled by itself")
+    sub.add_argument("--on", metavar="NAME", choices=tuple(rates.NAMED), help="the plan for such a device: %(choices)s")
 
 
 def _validate(sub: argparse.ArgumentParser) -> None:

@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from psg_fx.algebra.gradient import ParameterGradient
 from psg_fx.algebra.network import BATCH
 from psg_fx.algebra.site import SITES, Site
+from psg_fx.explain.elsewhere import chosen_otherwise, planned_for
 from psg_fx.graph import facts
 from psg_fx.graph.stages import Stage
 from psg_fx.measure.tree_times import measured
@@ -31,13 +32,26 @@ a·b: contracted, a²: squared and summed, Σ: summed over positions
 """
 
 
-def explain(graphs: dict[str, GraphModule], measure: bool = False) -> str:
+def explain(graphs: dict[str, GraphModule], measure: bool = False, device: str | None = None) -> str:
     """The sites table, the plan table, and what else is worth knowing, as text.
 
     measure: compile and time every tree with random operands, and show that beside the prediction (seconds a tree).
+    device: the plan is the one for the device of that name, and what differs from the step's own is listed.
     """
     gm = graphs[Stage.PLANNED.value]
     plan, sites = PLAN.of(gm), SITES.of(gm)
+    if device is not None:
+        there = planned_for(gm, device)
+        rows = chosen_otherwise(plan, there)
+        told = tabulate(rows, ("parameter", "asked", f"here ({plan.device.name})", f"on {device}"), tablefmt="simple")
+        return "\n\n".join(
+            [
+                summary(gm, there, sites),
+                f"Plan for {device}: what would be computed of each parameter's gradient, and how\n" + LEGEND
+                + _plan(there, measure=False),
+                f"Chosen otherwise than here\n{told}" if rows else "The trees are those that are chosen here.",
+            ]
+        )  # fmt: skip
     return "\n\n".join(
         [
             summary(gm, plan, sites),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from psg_fx.errors import BadArgument
 from psg_fx.machine import cpu_model
 from psg_fx.planner.cost import REPLAYED, Device
 
@@ -55,6 +56,20 @@ H100 = Device(
 80gb-hbm3.json), rounded; float16 is taken for bfloat16.  TF32 is off for products and on for convolutions, as torch has
 them.  The table for every CUDA device: no other was measured.
 """
+
+
+NAMED = {"cpu": CPU, "h100": H100}
+"""The shipped tables by name."""
+
+
+def named(name: str) -> Device:
+    """The shipped table of a device that need not be here.  Raises BadArgument."""
+    if name.lower() not in NAMED:
+        raise BadArgument(
+            f"no table of rates is called {name!r}", where="device", why=f"there are {', '.join(NAMED)}",
+            fix="name one of these; psg-fx calibrate measures the device at hand",
+        )  # fmt: skip
+    return NAMED[name.lower()]
 
 
 def device(kind: str, replayed: bool = False) -> Device:

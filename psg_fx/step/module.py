@@ -114,12 +114,14 @@ class PerSampleModule(nn.Module):
         print(text)
         return text
 
-    def explain(self, measure: bool = False) -> str:
+    def explain(self, measure: bool = False, device: str | None = None) -> str:
         """A table of every site: where the samples lie, what is computed, how, at what cost, and why not otherwise.
 
         measure: compile and time every part of the plan by itself, beside the predictions; some seconds for each.
+        device: "h100" or "cpu": the plan for such a device instead, and where it differs from this step's own.  The
+        device need not be here.  Raises BadArgument for another name.
         """
-        return explain(self.graphs, measure)
+        return explain(self.graphs, measure, device)
 
     def report(self, path: str | PathLike[str], *, measure: bool = False) -> Path:
         """Write one HTML file that opens in any browser and needs nothing else: the graph after every pass with what
