@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from psg_fx.graph import facts
-from psg_fx.graph.same_op import computation
+from psg_fx.graph.same_op import merge_equal
 from psg_fx.graph.stages import Stage
 
 from .runner import graph_pass
@@ -27,7 +27,7 @@ def tidy(gm: GraphModule) -> GraphModule:
     """After: one node computes the batch size, no op is done twice, nothing is detached."""
     _one_batch_size(gm)
     _drop_detach(gm)
-    _merge_equal(gm)
+    merge_equal(gm)
     gm.graph.eliminate_dead_code()
     return gm
 
@@ -69,17 +69,3 @@ def _drop_detach(gm: GraphModule) -> None:
         if node.op == "call_function" and node.target in (aten.detach.default, aten.alias.default):
             node.replace_all_uses_with(node.args[0])
             gm.graph.erase_node(node)
-
-
-def _merge_equal(gm: GraphModule) -> None:
-    """Common sub-expressions, by target and arguments.  Random ops stay apart."""
-    seen: dict[Any, Node] = {}
-    for node in list(gm.graph.nodes):
-        key = computation(node)
-        if key is None:
-            continue
-        if key in seen:
-            node.replace_all_uses_with(seen[key])
-            gm.graph.erase_node(node)
-        else:
-            seen[key] = node

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.graph import facts
 from psg_fx.graph.lifetimes import is_view
+from psg_fx.graph.same_op import merge_equal
 from psg_fx.graph.stages import Stage
 
 from .runner import graph_pass
@@ -46,6 +47,7 @@ def widen(gm: GraphModule, device: str) -> GraphModule:
     for node in list(gm.graph.nodes):
         if any(user.op == "output" for user in node.users) and _only_changes_dtype(node):
             _write_in_full(gm, node)
+    merge_equal(gm)  # two products of one operand have its views twice
     gm.graph.eliminate_dead_code()
     return gm
 

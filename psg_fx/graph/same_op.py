@@ -29,3 +29,17 @@ def _typed(value: Any) -> Any:
     if isinstance(value, slice):
         return ("slice", _typed(value.start), _typed(value.stop), _typed(value.step))
     return (type(value), value)
+
+
+def merge_equal(gm: GraphModule) -> None:
+    """Common sub-expressions, by target and arguments.  Random ops stay apart."""
+    seen: dict[Any, Node] = {}
+    for node in list(gm.graph.nodes):
+        key = computation(node)
+        if key is None:
+            continue
+        if key in seen:
+            node.replace_all_uses_with(seen[key])
+            gm.graph.erase_node(node)
+        else:
+            seen[key] = node

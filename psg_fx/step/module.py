@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Hashable
 from os import PathLike
@@ -32,6 +33,7 @@ from psg_fx.step.settings import Settings
 if TYPE_CHECKING:
     pass
 
+_READING = threading.Lock()
 _STATE = ("_parameters", "_buffers", "_modules")
 
 
@@ -145,10 +147,15 @@ class PerSampleModule(nn.Module):
 
     def _tracked(self) -> Tracked:
         """The parameters that are asked, as the model is now."""
-        if self._structure is None or not self._structure[0].holds():
-            roots = [m for m in (self.model, self.loss_fn) if isinstance(m, nn.Module)]
-            self._structure = Structure(roots), tracked_parameters(self.model, self.settings.params)
-        structure, tracked = self._structure
+        found = self._structure
+        if found is None or not found[0].holds():
+            with _READING:  # two threads that read it anew would take each other's for a change
+                found = self._structure
+                if found is None or not found[0].holds():
+                    roots = [m for m in (self.model, self.loss_fn) if isinstance(m, nn.Module)]
+                    found = Structure(roots), tracked_parameters(self.model, self.settings.params)
+                    self._structure = found
+        structure, tracked = found
         if callable(self.settings.params):
             tracked = tracked_parameters(self.model, self.settings.params)
             self._structure = structure, tracked

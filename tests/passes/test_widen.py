@@ -11,7 +11,8 @@ from torch.fx import Interpreter
 import psg_fx
 from psg_fx import ClippedSum, Grads, Norms, zoo
 from psg_fx.graph import facts
-from psg_fx.graph.history import copy_graph
+from psg_fx.graph.history import History
+from psg_fx.passes.runner import run
 from psg_fx.passes.widen import widen
 
 aten = torch.ops.aten
@@ -21,6 +22,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "gpt": {"batch": 3, "layers": 2, "width": 64, "heads": 2, "tokens": 16, "vocabulary": 11},
     "vit": {"batch": 3, "layers": 1, "width": 12, "image": 8, "patch": 4},
     "simplecnn": {"batch": 3, "image": 8, "width": 3, "hidden": 7, "classes": 4},
+    "lstm": {"batch": 3, "tokens": 5, "vocabulary": 11, "width": 16, "hidden": 24, "layers": 1},
 }
 
 
@@ -43,7 +45,7 @@ def graphs(name: str, quantity: Any, sizes: dict[str, Any] | None = None) -> tup
     with torch.autocast("cpu", torch.bfloat16):
         step(ex.inputs, ex.targets)
         before = step.graphs["tidied"]
-    return before, widen.call(copy_graph(before), device="cuda")
+    return before, run(widen, before, History(), device="cuda")
 
 
 def inputs_for(gm: Any) -> list[Any]:
@@ -105,6 +107,6 @@ def test_gradients_are_not_rounded_between() -> None:
 
 def test_a_cpu_keeps_its_graph() -> None:
     before, _ = graphs("mlp", Norms())
-    assert [n.target for n in widen.call(copy_graph(before), device="cpu").graph.nodes] == [
+    assert [n.target for n in run(widen, before, History(), device="cpu").graph.nodes] == [
         n.target for n in before.graph.nodes
     ]
