@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -190,3 +191,89 @@ def binary(kernel: Any) -> Any:
 def bytes_moved(graph: Any) -> int:
     """What inductor's scheduler counts as read and written, every read as one from memory."""
     return sum(int(node.get_read_write_buffers_sizes()) for node in graph.scheduler.nodes)
+
+
+def _everywhere(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of numpy as one of libdevice, which triton's interpreter does not have."""
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    def call(*tensors: Any) -> Any:
+        first = tensors[0]
+        if first.dtype not in (tl.float32, tl.float64):
+            raise NotImplementedError(f"libdevice of {first.dtype}")
+        values = function(*(t.handle.data for t in tensors))
+        return tl.tensor(TensorHandle(values.astype(first.handle.data.dtype), first.handle.dtype), first.type)
+
+    return call
+
+
+class _Libdevice:
+    """Functions by name."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        import numpy as np
+
+        own = {"rsqrt": lambda x: 1 / np.sqrt(x), "pow": np.power, "erf": np.vectorize(math.erf)}
+        return _everywhere(own.get(name) or getattr(np, name))
+
+
+class Interpreted:
+    """A kernel whose `run` is triton's interpreter; blocks along axes that are not reduced are made as large as
+    `LARGEST` elements allow, since the interpreter takes its time for each block.
+    """
+
+    LARGEST = 1 << 16
+    launched = 0
+
+    def __init__(self, function: Any, configuration: Any, meta: dict[str, Any]) -> None:
+        self.function, self.chosen, self.meta = function, dict(configuration.kwargs), meta
+
+    def run(self, *args: Any, stream: Any = None, **more: Any) -> None:
+        names = [name for name in self.function.arg_names if name not in self.chosen]
+        bound = dict(zip(names, args, strict=False)) | more
+        chosen = self.chosen | self._large(bound)
+        grid = triton_heuristics.GridExpr.from_meta(self.meta, dict(chosen)).eval_slow(bound | chosen)
+        self.function[grid](**bound, **{k: v for k, v in chosen.items() if k in self.function.arg_names})
+        Interpreted.launched += 1
+
+    def _large(self, bound: dict[str, Any]) -> dict[str, int]:
+        room = max(1, self.LARGEST // _power(bound.get("r0_numel", 1)))
+        found = {}
+        for axis in "XY":
+            if axis + "BLOCK" in self.chosen:
+                found[axis + "BLOCK"] = min(_power(bound[axis.lower() + "numel"]), room)
+                room = max(1, room // found[axis + "BLOCK"])
+        return found
+
+
+def _power(size: int) -> int:
+    """The next power of two."""
+    return 1 << (size - 1).bit_length()
+
+
+@contextlib.contextmanager
+def interpreted() -> Iterator[None]:
+    """While open, code that inductor generated for CUDA runs on CPU tensors, its kernels in triton's interpreter.
+
+    TRITON_INTERPRET=1 must have been set before triton was imported.
+    """
+
+    def autotuned(size_hints: Any, configs: Any, *args: Any, inductor_meta: Any = None, **kwargs: Any) -> Any:
+        return lambda function: Interpreted(function, configs[0], inductor_meta or {})
+
+    def empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype)
+
+    helpers = "torch._inductor.runtime.triton_helpers"
+    with (
+        mock.patch.object(triton_heuristics, "cached_autotune", autotuned),
+        mock.patch(f"{helpers}.set_driver_to_gpu", _says(None)),
+        mock.patch(f"{helpers}.libdevice", _Libdevice()),
+        mock.patch("torch._C._dynamo.guards._empty_strided_cuda", empty),
+        mock.patch("torch._C._cuda_getCurrentRawStream", _says(0)),
+        mock.patch("torch.cuda._DeviceGuard", _says(contextlib.nullcontext())),
+        mock.patch("torch.cuda.set_device", _says(None)),
+        torch.no_grad(),
+    ):
+        yield
