@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
+
 from no_device.retarget import Compiled
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"

@@ -10,18 +10,24 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+
 from no_device import pretend
 from no_device.retarget import Compiled
 
 
 def keep_for(path: Path, found: Compiled) -> None:
     """Write the code of a step that was also run on the CPU, its arguments and what it should answer."""
-    values = {"arguments": list(found.arguments), "results": list(found.results)}
-    torch.save({"wrapper": found.wrapper} | torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, values), path)
+    kept = {"wrapper": found.wrapper, "arguments": without_gradients(found.arguments)}
+    torch.save(kept | {"results": without_gradients(found.results)}, path)
+
+
+def without_gradients(values: Sequence[Any]) -> list[Any]:
+    return [value.detach() if isinstance(value, torch.Tensor) else value for value in values]
 
 
 def executed(wrapper: str, arguments: list[Any]) -> list[Any]:

@@ -9,9 +9,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from no_device import pretend
 from torch.fx import GraphModule
 
+from no_device import pretend
 from psg_fx.graph.history import copied
 from psg_fx.planner import rates
 
@@ -41,7 +41,7 @@ class _Enough(BaseException):
 @contextlib.contextmanager
 def planned_for_cuda() -> Iterator[None]:
     """While open, steps on the CPU are planned and lowered by the table of a CUDA device."""
-    with mock.patch.object(rates, "device", lambda kind, replayed=False: rates.shipped("cuda")):
+    with mock.patch.object(rates, "device", return_value=rates.shipped("cuda")):
         yield
 
 

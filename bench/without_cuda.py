@@ -1,6 +1,6 @@
 """What steps would launch, move and take on a CUDA device, found out without one: `make cuda`.
 
-    python bench/cuda.py [--models mlp,gpt] [--precisions float32,bfloat16] [--batches static,dynamic] [--again]
+    python bench/without_cuda.py [--models mlp,gpt] [--precisions float32,bfloat16] [--batches static,dynamic] [--again]
 
 Every graph is captured on the CPU, planned and lowered by the table of a CUDA device, and compiled by inductor to
 Triton, PTX and machine code for an H100 (sm_90); nothing is timed.  In small sizes and float32 the generated code is
@@ -52,7 +52,7 @@ def main() -> int:
     parser.add_argument("--precisions", default=",".join(PRECISIONS))
     parser.add_argument("--batches", default="static", help="static, dynamic or both, separated by a comma")
     parser.add_argument("--again", action="store_true", help="also parts whose results are there")
-    parser.add_argument("--part", help=argument_for_parts(), nargs=2, metavar=("PART", "FILE"))
+    parser.add_argument("--part", nargs=2, metavar=("PART", "FILE"), help="one part into a file, in this process")
     args = parser.parse_args()
     if args.part:
         kind, *which = args.part[0].split()
@@ -72,16 +72,12 @@ def main() -> int:
             found[part] = done
             keep(NAME, found, *page(found))
     print(f"wrote {path} and .md")
-    return int(any(not fine(part, steps) for part, steps in found.items()))
+    return int(not all(map(fine, found.values())))
 
 
-def argument_for_parts() -> str:
-    return "one part into a file, in this process"
-
-
-def fine(part: str, steps: dict[str, Any]) -> bool:
+def fine(steps: dict[str, Any]) -> bool:
     """Whether nothing failed, and what was executed answered rightly."""
-    return all("failure" not in s and s.get("error", 0.0) <= TOLERANCE for s in steps.values())
+    return all("failure" not in s and s.get("error", 0.0) <= TOLERANCE for _, s in stepwise(steps))
 
 
 def compiled(model: str, precision: str, batch: str) -> dict[str, Any]:
@@ -100,7 +96,8 @@ def executed(model: str) -> dict[str, Any]:
     def run(step: Callable[[], object]) -> dict[str, Any]:
         with tempfile.NamedTemporaryFile(suffix=".pt") as file:
             interpret.keep_for(Path(file.name), compiled_for_cuda(step, run=True, binaries=False))
-            return printed_by(interpret.__file__, file.name, TRITON_INTERPRET="1", PYTHONPATH=str(Path(__file__).parent))
+            own = {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parent)}
+            return printed_by(interpret.__file__, file.name, **own)
 
     return each(model, SMALL[model], "float32", "static", run)
 
@@ -135,10 +132,40 @@ def steps_of(
 
     ex = zoo.example(model, **sizes)
     problem = Problem(ex.model, ex.loss_fn, ex.inputs, ex.targets, ex.batch_dim)
-    yield "ordinary", lambda: ordinary_one_graph(problem)
+    yield "ordinary", lambda: (ordinary_dynamic if dynamic else ordinary_one_graph)(problem)
     for name, quantity in (USUAL | {"mean_grad": MeanGrad()}).items():
         step = transform(ex.model, ex.loss_fn, quantities=quantity, batch_dim=ex.batch_dim, dynamic=dynamic)
         yield name, lambda step=step: lambda: step(*problem.arguments)
+
+
+def ordinary_dynamic(problem: Any) -> Callable[[], object]:
+    """The ordinary step as one graph, as `ordinary_one_graph` makes it, for every batch size."""
+    import torch
+
+    from psg_fx.torch_private.compiler import marked_dynamic
+    from psg_fx.torch_private.fakes import symbolic_inputs
+    from psg_fx.torch_private.tracer import trace_fakes
+
+    count, (x_dim, y_dim) = len(problem.wanted), problem.batch_dim or (0, 0)
+
+    def joint(*args: torch.Tensor) -> Any:
+        params = [p.detach().requires_grad_() for p in args[:count]]
+        named = {f"model.{name}": p for name, p in zip(problem.wanted, params, strict=True)}
+        with torch.enable_grad():
+            loss = torch.func.functional_call(problem.program, named, args[count:])
+            return torch.autograd.grad(loss, params)
+
+    given = [*(p.detach() for p in problem.wanted.values()), problem.inputs, problem.targets]
+    dims = [*[None] * count, x_dim, y_dim]
+    traced = trace_fakes(joint, symbolic_inputs(given, dims))
+    compiled = torch.compile(traced)
+    marked = [t if d is None else marked_dynamic(t, [d]) for t, d in zip(given, dims, strict=True)]
+
+    def run() -> object:
+        with torch.no_grad():
+            return compiled(*marked)
+
+    return run
 
 
 def page(found: dict[str, Any]) -> list[str]:
@@ -167,7 +194,7 @@ def page(found: dict[str, Any]) -> list[str]:
     return paragraphs
 
 
-INTRODUCTION = """Launches of Triton's kernels and calls of ops that torch has kernels for (each may launch several), and
+INTRODUCTION = """Launches of Triton's kernels and calls of ops that torch has kernels for (each may launch several);
 bytes read and written as inductor's scheduler counts them, every read as one from memory. Registers a thread and shared
 bytes a block are the most that a kernel takes; spilling: kernels that spill registers. In parentheses: × the ordinary
 step as one graph, compiled in the same way. Nothing was timed."""
