@@ -53,7 +53,7 @@ def compiled_for_cuda(step: Callable[[], object], *, run: bool = False, binaries
     found: list[Compiled] = []
 
     def compiler(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
-        found.append(_compiled(gm, inputs, options, binaries))
+        found.append(_compiled(gm, options, binaries))
 
         def call(*arguments: Any) -> Any:
             if not run:
@@ -70,7 +70,7 @@ def compiled_for_cuda(step: Callable[[], object], *, run: bool = False, binaries
     return found[0]
 
 
-def _compiled(gm: GraphModule, inputs: Sequence[Any], options: dict[str, Any], binaries: bool) -> Compiled:
+def _compiled(gm: GraphModule, options: dict[str, Any], binaries: bool) -> Compiled:
     found = Compiled(gm)
 
     def kernel(made: Any) -> None:
@@ -86,7 +86,7 @@ def _compiled(gm: GraphModule, inputs: Sequence[Any], options: dict[str, Any], b
     with pretend.pretended(), pretend.seen(kernel, graph, code), pretend.instead_of_inductor(), torch.no_grad():
         mode = torch._guards.TracingContext.get().fake_mode
         with mode:
-            there = [_there(value) for value in inputs]
+            there = [_there(node.meta["example_value"]) for node in gm.graph.nodes if node.op == "placeholder"]
         pretend.REAL_COMPILER(on_cuda(gm), there, **options)
     return found
 
