@@ -25,7 +25,6 @@ from _results import RESULTS, bullets, keep, options, printed_by, written_by
 from tabulate import tabulate
 
 NAME = "cuda-without-a-device"
-MODELS = ("mlp", "simplecnn", "gpt", "encoder", "vit", "lstm", "resnet18gn")
 PRECISIONS = ("float32", "bfloat16")
 BATCHES = ("static", "dynamic")
 STEPS = ("ordinary", "grads", "norms", "clipped_sum", "mean_grad")
@@ -40,7 +39,13 @@ SMALL: dict[str, dict[str, Any]] = {
     "lstm": {"batch": 3, "layers": 1, "width": 8, "hidden": 8, "tokens": 4, "vocabulary": 20},
     "resnet18gn": {"batch": 2, "width": 8, "groups": 4, "blocks": (1, 1), "image": 8},
 }
-"""What the interpreter can bear."""
+"""The models in sizes that the interpreter can bear."""
+
+LARGE: dict[str, dict[str, Any]] = {
+    "gpt-large": {"batch": 16, "width": 768, "heads": 12, "layers": 3, "tokens": 512},
+    "vit-large": {"batch": 16, "width": 768, "heads": 12, "layers": 4, "image": 224, "patch": 16},
+}
+"""What `bench/kernels.py` measures in bfloat16."""
 
 SHOWN = {"kernels": "kernels", "launches": "launches", "extern": "extern calls", "calls": "launches + extern",
          "MB": "MB moved", "registers": "registers", "spilling": "spilling", "shared": "shared bytes"}  # fmt: skip
@@ -48,7 +53,7 @@ SHOWN = {"kernels": "kernels", "launches": "launches", "extern": "extern calls",
 
 def main() -> int:
     parser = options(__doc__, tag=False)
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--models", default=",".join(SMALL), help=f"also {', '.join(LARGE)}")
     parser.add_argument("--precisions", default=",".join(PRECISIONS))
     parser.add_argument("--batches", default="static", help="static, dynamic or both, separated by a comma")
     parser.add_argument("--again", action="store_true", help="also parts whose results are there")
@@ -60,7 +65,7 @@ def main() -> int:
         return 0
     path = RESULTS / f"{NAME}.json"
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() and not args.again else {}
-    parts = [f"executed {model}" for model in args.models.split(",")]
+    parts = [f"executed {model}" for model in args.models.split(",") if model in SMALL]
     for batch in args.batches.split(","):
         for precision in args.precisions.split(","):
             parts += [f"compiled {model} {precision} {batch}" for model in args.models.split(",")]
@@ -85,7 +90,7 @@ def compiled(model: str, precision: str, batch: str) -> dict[str, Any]:
     from no_device.count import counted
     from no_device.retarget import compiled_for_cuda
 
-    return each(model, {}, precision, batch, lambda step: counted(compiled_for_cuda(step)))
+    return each(model, LARGE.get(model, {}), precision, batch, lambda step: counted(compiled_for_cuda(step)))
 
 
 def executed(model: str) -> dict[str, Any]:
@@ -130,7 +135,7 @@ def steps_of(
     from psg_fx.benchmarking.problem import Problem
     from psg_fx.quantities.names import USUAL
 
-    ex = zoo.example(model, **sizes)
+    ex = zoo.example(model.removesuffix("-large"), **sizes)
     problem = Problem(ex.model, ex.loss_fn, ex.inputs, ex.targets, ex.batch_dim)
     yield "ordinary", lambda: (ordinary_dynamic if dynamic else ordinary_one_graph)(problem)
     for name, quantity in (USUAL | {"mean_grad": MeanGrad()}).items():
@@ -176,7 +181,7 @@ def page(found: dict[str, Any]) -> list[str]:
 
     about = {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version(),
              "compiled for": "sm_90 (H100), in the first configuration of each kernel",
-             "sizes": "those of the zoo; executed in small ones"}  # fmt: skip
+             "sizes": "those of the zoo, large ones those of bench/kernels.py; executed in small ones"}  # fmt: skip
     paragraphs = ["# CUDA without a device", bullets(about), INTRODUCTION, "## Executed by the interpreter"]
     rows = [
         [part.split()[1], name, s.get("launches", ""), s.get("outputs", ""), s.get("failure") or f"{s['error']:.1e}"]

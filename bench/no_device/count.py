@@ -9,11 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import triton
-
 from no_device.retarget import Compiled
-
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 _EXTERN = re.compile(r"^\s+(?:\w+ = )?((?:extern_kernels|torch\.ops|aten)\.[\w.]+)\(", re.M)
 _LAUNCH = re.compile(r"^\s+(\w+)\.run\(", re.M)
@@ -52,10 +48,13 @@ def _group(kernel: str) -> str:
 
 def resources(binary: Any) -> dict[str, int]:
     """Of a kernel: registers a thread, bytes of stack a thread (registers are spilled there), shared bytes a block."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
-        said = subprocess.run([CUOBJDUMP, "-res-usage", file.name], check=True, capture_output=True, text=True).stdout
+        said = subprocess.run([tool, "-res-usage", file.name], check=True, capture_output=True, text=True).stdout
     usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", said))
     spilled = int(usage["STACK"]) + int(usage["LOCAL"])
     return {"registers": int(usage["REG"]), "spilled": spilled, "shared": binary.metadata.shared}
