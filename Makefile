@@ -6,6 +6,7 @@ SHELL := bash
 PYTHON ?= python3
 VENV := .venv
 LATEST := .venv-latest
+CUDA := .venv-cuda
 BIN := $(CURDIR)/$(VENV)/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 # One process per core and one thread per process: the tests' tensors are small.  What takes long to make is made in one
@@ -16,6 +17,8 @@ MIRROR := .cache/typecheck
 SECONDS ?= 600
 SEED ?= $(shell date +%j%H%M)
 FUZZ_ARGS ?=
+# Of `make cuda`: which parts (`make cuda CUDA_ARGS=--help`).
+CUDA_ARGS ?=
 # Of `make gpu`: any Python that has torch with CUDA, pytest, pytest-xdist and tabulate.
 GPU_PYTHON ?= $(BIN)/python
 
@@ -23,7 +26,7 @@ GPU_PYTHON ?= $(BIN)/python
 test test-fast test-all test-backends test-latest fuzz: export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
 test test-fast test-all test-backends test-browser test-latest fuzz: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup test test-fast test-all test-backends test-browser test-latest fuzz gpu demo bench coverage docs lint style typecheck format clean
+.PHONY: help setup test test-fast test-all test-backends test-browser test-latest fuzz gpu cuda demo bench coverage docs lint style typecheck format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -63,11 +66,21 @@ fuzz: setup  ## random programs against a float64 loop: SECONDS=600 SEED=1 FUZZ_
 gpu:  ## on a machine with a CUDA device: its tests, rates, kernels and times; GPU_PYTHON=python3 where nothing can be installed
 	@$(GPU_PYTHON) bench/gpu.py
 
+# A build of torch for CUDA, whatever pip is told to prefer: 4.7 GB, and no driver is needed.
+$(CUDA)/.stamp:
+	test -x $(CUDA)/bin/python || $(PYTHON) -m venv $(CUDA)
+	PIP_CONFIG_FILE=/dev/null PIP_CONSTRAINT= PIP_FIND_LINKS= $(CUDA)/bin/python $(PIP_INSTALL) torch==2.13.0 triton numpy tabulate setuptools
+	PIP_CONFIG_FILE=/dev/null PIP_CONSTRAINT= PIP_FIND_LINKS= $(CUDA)/bin/python $(PIP_INSTALL) --no-deps -e .
+	touch $@
+
+cuda: $(CUDA)/.stamp  ## without a CUDA device: steps compiled for one, counted, and small ones executed; CUDA_ARGS="--models mlp --again"
+	@OMP_NUM_THREADS=1 $(CUDA)/bin/python bench/without_cuda.py $(CUDA_ARGS)
+
 demo: setup  ## run the demo
 	@$(BIN)/python -m psg_fx.demo
 
 bench: setup  ## run every script in bench/ but coverage and those for CUDA (minutes; results depend on the machine)
-	@for script in $(filter-out bench/coverage.py bench/gpu.py bench/kernels.py,$(wildcard bench/[!_]*.py)); do echo "== $$script"; $(BIN)/python "$$script"; done
+	@for script in $(filter-out bench/coverage.py bench/gpu.py bench/kernels.py bench/without_cuda.py,$(wildcard bench/[!_]*.py)); do echo "== $$script"; $(BIN)/python "$$script"; done
 
 coverage: setup  ## who answers which program, and rightly: psg_fx and its peers on all suites (an hour or more)
 	@$(BIN)/python bench/coverage.py
@@ -94,5 +107,5 @@ format: setup  ## let ruff rewrite the files
 	$(BIN)/ruff format .
 
 clean:  ## remove environments, caches and build outputs
-	rm -rf $(VENV) $(LATEST) .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(LATEST) $(CUDA) .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find psg_fx passes tests bench -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,63 @@
+"""What a compiled step comes to, without running it: kernels, launches, traffic, and what each kernel takes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from no_device.retarget import Compiled
+
+_EXTERN = re.compile(r"^\s+(?:\w+ = )?((?:extern_kernels|torch\.ops|aten)\.[\w.]+)\(", re.M)
+_LAUNCH = re.compile(r"^\s+(\w+)\.run\(", re.M)
+
+
+def counted(found: Compiled) -> dict[str, Any]:
+    """Numbers of one step.
+
+    kernels: distinct ones.  launches: of these, in a call.  extern: calls of ops that torch has kernels for (products,
+    convolutions, attention), each of which may launch several.  bytes: read and written, as inductor counts them.
+    registers (a thread), shared (bytes a block): the most that a kernel takes.  spilling: kernels that spill registers,
+    spilled: which, and bytes of stack a thread.
+    """
+    body = found.wrapper.split("async_compile.wait(")[-1].split("def benchmark_compiled_module")[0]
+    externs = Counter(_EXTERN.findall(body))
+    launches = Counter(_LAUNCH.findall(body))
+    if lacking := launches.keys() - found.kernels.keys():
+        raise RuntimeError(f"launched, but not seen to be compiled: {sorted(lacking)}")
+    taken = {name: resources(binary) for name, binary in found.kernels.items() if binary is not None}
+    spilled = {name: t["spilled"] for name, t in taken.items() if t["spilled"]}
+    return {
+        "kernels": len(found.kernels),
+        "launches": launches.total(),
+        "extern": externs.total(),
+        "bytes": found.bytes,
+        "registers": max((t["registers"] for t in taken.values()), default=0),
+        "spilling": len(spilled),
+        "shared": max((t["shared"] for t in taken.values()), default=0),
+        "spilled": spilled,
+        "externs": dict(externs.most_common()),
+        "groups": dict(Counter(map(_group, launches.elements())).most_common()),
+    }
+
+
+def _group(kernel: str) -> str:
+    """`triton_poi` of `triton_poi_fused_add_3`: pointwise, reductions (`red`, `per`) and the like."""
+    return "_".join(kernel.split("_")[:2])
+
+
+def resources(binary: Any) -> dict[str, int]:
+    """Of a kernel: registers a thread, bytes of stack a thread (registers are spilled there), shared bytes a block."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        said = subprocess.run([tool, "-res-usage", file.name], check=True, capture_output=True, text=True).stdout
+    usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", said))
+    spilled = int(usage["STACK"]) + int(usage["LOCAL"])
+    return {"registers": int(usage["REG"]), "spilled": spilled, "shared": binary.metadata.shared}

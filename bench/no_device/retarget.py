@@ -1,0 +1,113 @@
+"""A step that was captured on the CPU, planned and compiled as if it lay on a CUDA device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.fx import GraphModule
+
+from no_device import pretend
+from psg_fx.graph.history import copied
+from psg_fx.planner import rates
+
+DEVICE = torch.device("cuda", 0)
+
+
+@dataclass
+class Compiled:
+    """What inductor made of one graph.
+
+    wrapper: the Python that it generated.  kernels: name -> triton's binary, or None.  graph: as
+    torch.compile handed it over.  arguments, results: of running that graph on the CPU, if it was.
+    """
+
+    graph: GraphModule
+    wrapper: str = ""
+    kernels: dict[str, Any] = field(default_factory=dict)
+    bytes: int = 0
+    arguments: Sequence[Any] = ()
+    results: Sequence[Any] = ()
+
+
+class _Enough(BaseException):
+    """Nothing more is wanted of a step once it has been compiled."""
+
+
+@contextlib.contextmanager
+def planned_for_cuda() -> Iterator[None]:
+    """While open, steps on the CPU are planned and lowered by the table of a CUDA device."""
+    with mock.patch.object(rates, "device", return_value=rates.shipped("cuda")):
+        yield
+
+
+def compiled_for_cuda(step: Callable[[], object], *, run: bool = False, binaries: bool = True) -> Compiled:
+    """What a call of a step would execute on a device; `step` lies on the CPU and has not been called yet.
+
+    run: also call the graph as it is, on the CPU.  binaries: compile the kernels, too.
+    """
+    found: list[Compiled] = []
+
+    def compiler(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+        found.append(_compiled(gm, options, binaries))
+
+        def call(*arguments: Any) -> Any:
+            if not run:
+                raise _Enough
+            found[-1].arguments, found[-1].results = arguments, gm(*arguments)
+            return found[-1].results
+
+        return call
+
+    with planned_for_cuda(), pretend.instead_of_inductor(compiler), contextlib.suppress(_Enough):
+        step()
+    if len(found) != 1:
+        raise RuntimeError(f"a step is one graph, and {len(found)} were compiled")
+    return found[0]
+
+
+def _compiled(gm: GraphModule, options: dict[str, Any], binaries: bool) -> Compiled:
+    found = Compiled(gm)
+
+    def kernel(made: Any) -> None:
+        name = made.inductor_meta.get("kernel_name", made.fn.__name__)
+        found.kernels[name] = pretend.binary(made) if binaries else None
+
+    def graph(lowered: Any) -> None:
+        found.bytes += pretend.bytes_moved(lowered)
+
+    def code(text: str) -> None:
+        found.wrapper = text
+
+    with pretend.pretended(), pretend.seen(kernel, graph, code), pretend.instead_of_inductor(), torch.no_grad():
+        mode = torch._guards.TracingContext.get().fake_mode
+        with mode:
+            there = [_there(node.meta["example_value"]) for node in gm.graph.nodes if node.op == "placeholder"]
+        pretend.REAL_COMPILER(on_cuda(gm), there, **options)
+    return found
+
+
+def _there(value: Any) -> Any:
+    """A fake tensor on the device in place of one on the CPU, symbols among its sizes kept; numbers as they are."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=DEVICE)
+
+
+def on_cuda(gm: GraphModule) -> GraphModule:
+    """A copy of the graph in which every device that an op names is the CUDA device."""
+
+    def there(leaf: Any) -> Any:
+        return DEVICE if isinstance(leaf, torch.device) else leaf
+
+    moved = GraphModule(gm, copied(gm))
+    for node in moved.graph.nodes:
+        if node.op == "call_function":
+            node.args = torch.fx.node.map_aggregate(node.args, there)
+            node.kwargs = torch.fx.node.map_aggregate(node.kwargs, there)
+    moved.recompile()
+    return moved
