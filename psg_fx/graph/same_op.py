@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 
 def computation(node: Node) -> Hashable | None:
