@@ -18,6 +18,7 @@ from psg_fx.graph import facts
 from psg_fx.graph.lifetimes import is_view
 from psg_fx.graph.same_op import merge_equal
 from psg_fx.graph.stages import Stage
+from psg_fx.tensors import HALF
 
 from .runner import graph_pass
 
@@ -26,13 +27,11 @@ aten = torch.ops.aten
 _INTO = {aten.bmm.default: aten.bmm.dtype, aten.mm.default: aten.mm.dtype}
 """Matrix products, and those that are told the dtype of their result."""
 
-_HALF = (torch.float16, torch.bfloat16)
-
 _ALIGNED = 8
 """Columns in whole multiples of which cuBLAS writes a float32 result with its fast kernels.  With 197 columns (the
-positions of a vision transformer) it took one for unaligned memory, 85 µs a product on an H100, four fifths of all that
-norms cost there (bench/results/kernels-cuda-nvidia-h100-80gb-hbm3.md).  That whole multiples pay the copies was not
-measured.
+positions of a vision transformer) it took one for unaligned memory, 85 µs a product on an H100, half of the device's
+time in a step of norms (bench/results/kernels-cuda-nvidia-h100-80gb-hbm3.md).  That whole multiples pay the copies was
+not measured.
 """
 
 
@@ -55,7 +54,7 @@ def widen(gm: GraphModule, device: str) -> GraphModule:
 def _take_half_operands(gm: GraphModule, product: Node) -> None:
     """bmm(float32(a), float32(b)) as the product of a and b into float32."""
     (a, a_views), (b, b_views) = (_before_cast(operand) for operand in _operands(product))
-    if _dtype(product) is not torch.float32 or _dtype(a) is not _dtype(b) or _dtype(a) not in _HALF:
+    if _dtype(product) is not torch.float32 or _dtype(a) is not _dtype(b) or _dtype(a) not in HALF:
         return
     with gm.graph.inserting_before(product):
         left, right = _again(gm, a_views, a), _again(gm, b_views, b)
@@ -77,13 +76,10 @@ def _in_whole_columns(gm: GraphModule, op: OpOverload, left: Node, right: Node, 
 
 def _write_in_full(gm: GraphModule, cast: Node) -> None:
     """float32(bmm(a, b)) as the product into float32; what is only read again is shorter in half precision."""
-    views: list[Node] = []
-    product = _operands(cast)[0]
-    while is_view(product) and len(product.users) == len(product.all_input_nodes) == 1:
-        views.insert(0, product)
-        product = product.all_input_nodes[0]
+    product, views = _through_views(_operands(cast)[0])
     contraction = any(facts.fact(node).contracts for node in (product, *views))
-    if product.target not in _INTO or len(product.users) != 1 or not contraction or _dtype(product) not in _HALF:
+    read_elsewhere = any(len(node.users) != 1 for node in (product, *views))
+    if product.target not in _INTO or read_elsewhere or not contraction or _dtype(product) not in HALF:
         return
     with gm.graph.inserting_before(cast):
         value = _with_dtype(product.meta["val"], torch.float32)
@@ -94,12 +90,17 @@ def _write_in_full(gm: GraphModule, cast: Node) -> None:
 
 def _before_cast(node: Node) -> tuple[Node, list[Node]]:
     """The value that was cast to make this one, through views, and these views; itself if none was."""
-    views: list[Node] = []
-    start = node
-    while is_view(start) and len(start.all_input_nodes) == 1:
-        views.insert(0, start)
-        start = start.all_input_nodes[0]
+    start, views = _through_views(node)
     return (_operands(start)[0], views) if _only_changes_dtype(start) else (node, [])
+
+
+def _through_views(node: Node) -> tuple[Node, list[Node]]:
+    """The value of which this one is a view of views, and these."""
+    views: list[Node] = []
+    while is_view(node) and len(node.all_input_nodes) == 1:
+        views.insert(0, node)
+        node = node.all_input_nodes[0]
+    return node, views
 
 
 def _only_changes_dtype(node: Node) -> bool:

@@ -55,9 +55,10 @@ def memory_order(x: torch.Tensor) -> list[int]:
     return sorted(range(x.ndim), key=lambda d: -strides[d])
 
 
-_HALF = (torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)
+"""The dtypes of half precision."""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Sums of half-precision values are kept in float32."""
-    return torch.float32 if dtype in _HALF else dtype
+    return torch.float32 if dtype in HALF else dtype

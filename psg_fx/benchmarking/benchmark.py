@@ -140,8 +140,8 @@ def benchmark(
     names or `name/quantity` (`["ordinary*", "psg*"]`); by default all but other libraries, which `peers` adds, and
     those who first materialise gradients to make another quantity of them. `min_run_time`: seconds of timing per
     contender, over all `rounds`. A per-sample answer further than `tolerance` (relative to each tensor's largest entry)
-    from that of vmap or the loop is a failure. `turn`: where several processes
-    prepare their contenders side by side. Forgets what `torch.compile` has compiled in this process so far.
+    from that of vmap or the loop is a failure. `turn`: where several processes prepare their contenders side by
+    side. Forgets what `torch.compile` has compiled in this process so far.
     """
     torch.compiler.reset()
     problem = Problem(model, loss_fn, inputs, targets, batch_dim, backend)
