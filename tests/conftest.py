@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / "psg_fx_tests_inductor"))
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # the CPU says what it has; else ten trial programs are compiled
 
 import pytest
+
+gc.disable()  # until all is imported
+
+
+def pytest_collection_finish() -> None:
+    """What the imports have made stays; looking at it again at every garbage collection took a tenth of all time."""
+    import hypothesis  # noqa: F401  # asks, when it is imported, who refers to what trio has made
+
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="session")

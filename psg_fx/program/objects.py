@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 import types
 from collections.abc import Iterable
@@ -56,6 +57,18 @@ def slots_of(kind: type) -> Iterable[str]:
     for owner in kind.__mro__:
         named = owner.__dict__.get("__slots__", ())
         yield from (named,) if isinstance(named, str) else (n for n in named if n not in ("__dict__", "__weakref__"))
+
+
+def everything() -> list[Any]:
+    """Every object that garbage collection knows, those that `gc.freeze()` has hidden included."""
+    if not gc.get_freeze_count():
+        return gc.get_objects()
+    gc.collect()  # so that no garbage is frozen below
+    gc.unfreeze()
+    try:
+        return gc.get_objects()
+    finally:
+        gc.freeze()
 
 
 def is_array(value: Any) -> bool:

@@ -21,7 +21,6 @@ import decimal
 import enum
 import fractions
 import functools
-import gc
 import pathlib
 import re
 import sys
@@ -36,7 +35,16 @@ from torch import nn
 from torch.nn.modules import module as of_modules
 
 from psg_fx.program.code import is_theirs, names_of, nested, origin_of_module
-from psg_fx.program.objects import MISSING, attribute_dict, contents, describe, functions_of, is_array, slots_of
+from psg_fx.program.objects import (
+    MISSING,
+    attribute_dict,
+    contents,
+    describe,
+    everything,
+    functions_of,
+    is_array,
+    slots_of,
+)
 from psg_fx.program.observe import Observed
 from psg_fx.program.values import Same
 
@@ -114,7 +122,7 @@ class Walk:
         missing = [code for code in missing if code not in within]
         if missing:
             wanted = {code: index for index, code in enumerate(missing)}
-            found = [f for f in gc.get_objects() if type(f) is FunctionType and f.__code__ in wanted]
+            found = [f for f in everything() if type(f) is FunctionType and f.__code__ in wanted]
             for f in sorted(found, key=lambda f: wanted[f.__code__]):
                 self.visit(f, f.__qualname__)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
+import queue
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -288,3 +290,24 @@ def test_a_change_is_seen(name: str) -> None:
     captured = len(step.captures)
     step(X, Y)
     assert len(step.captures) == captured
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_function_that_is_reached_in_no_way_that_is_followed(frozen: bool) -> None:
+    """Also where `gc.freeze()` has hidden it, as servers and data loaders do before they fork."""
+    value, waiting = [1.0], queue.Queue[Callable[[], float]]()
+    waiting.put(lambda: value[0])
+    model = Scaled(lambda self: waiting.queue[0]())
+    if frozen:
+        gc.freeze()
+    try:
+        step = psg_fx.transform(model, F.cross_entropy, backend="eager")
+        step(X, Y)
+        value[0] = 3.0
+        losses, grads = oracle.loop_grads(model, F.cross_entropy, X, Y)
+        out = step(X, Y)
+    finally:
+        if frozen:
+            gc.unfreeze()
+    assert oracle.relative_error(out.losses, losses) < 1e-12
+    assert oracle.worst_error(out.grads, grads) < 1e-12

@@ -91,7 +91,7 @@ def test_options(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", ["lstm", *(pytest.param(c, marks=pytest.mark.rest) for c in ("gru", "rnn"))])
 def test_backends(cell: str, backend: str) -> None:
     check(made(CELLS[cell][0]), backend)
 
