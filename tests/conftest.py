@@ -11,6 +11,8 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir())
 
 import pytest
 
+from support.processes import Processes
+
 
 @pytest.fixture(autouse=True, scope="session")
 def shipped_tables(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -19,6 +21,14 @@ def shipped_tables(tmp_path_factory: pytest.TempPathFactory) -> None:
 
     empty = tmp_path_factory.mktemp("tables")
     rates.folder = lambda: empty
+
+
+@pytest.fixture(scope="session")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    """Several processes for checks of `torch.distributed`."""
+    found = Processes(str(tmp_path_factory.mktemp("processes")))
+    yield found
+    found.stop()
 
 
 @pytest.fixture
