@@ -4,6 +4,7 @@ ordinary training step.
 
 from psg_fx.api import transform
 from psg_fx.benchmarking.benchmark import benchmark
+import psg_fx.distributed as distributed
 from psg_fx.errors import BadArgument, CaptureFailed, InternalError, NotYetSupported, PsgError, SamplesMixed
 from psg_fx.measure.calibrate import calibrate
 from psg_fx.ops.trusted import trust

@@ -31,7 +31,7 @@ def run_in_parts(
         part = slice(start, min(start + size, count))
         joined.add(step(*_cut(call, part), **_cut_given(settings, given, part)), part)
         report(done, len(starts))
-    return StepOutput(joined.fields)
+    return StepOutput(joined.fields, settings.joins_of_processes)
 
 
 def joins(settings: Settings) -> dict[str, Join]:

@@ -65,15 +65,20 @@ class LossModule(PerSampleModule):
         variant = tuple(q.variant for q in quantities)
         step: CompiledStep = self._look_up(call, lambda: self._build(tracked, call, quantities), variant)
         if step.part is not None and call.batch_size() > step.part:
-            return self._in_parts(step, call, given, out)
+            return self._said(self._in_parts(step, call, given, out))
         extras = self._extras(call, given, tracked, step.binding.given)
         with blamed(self.model, self.loss_fn, call):
             found = step(call, extras, out)
         if any(isinstance(q, ClippedSum) and q.nonfinite == "drop" for q in quantities):
             finite = with_finite_sum(step, call, extras, vars(found))
             if finite is not None:
-                return _into(found, finite) if out is not None else StepOutput(finite)
-        return found
+                return self._said(_into(found, finite) if out is not None else StepOutput(finite))
+        return self._said(found)
+
+    def _said(self, out: StepOutput) -> StepOutput:
+        """The output, which says how it is put together with those of other processes."""
+        out.joins = self.settings.joins_of_processes
+        return out
 
     def _in_parts(self, step: CompiledStep, call: Call, given: Mapping[str, Any], out: StepOutput | None) -> StepOutput:
         """The step for a batch that does not fit into the memory budget."""

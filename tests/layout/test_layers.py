@@ -22,6 +22,7 @@ FLOORS = (
     {"measure"},
     {"explain"},
     {"step"},
+    {"distributed"},
     {"api"},
     {"benchmarking"},
     {"", "cli", "demo"},

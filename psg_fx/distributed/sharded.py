@@ -1,0 +1,89 @@
+"""A step of a model under `fully_shard`: whole parameters while it runs, sums placed like their parameters after.
+
+    unshard() of every part  ->  the step, as of the model before it was sharded  ->  reshard()  ->  a reduce-scatter of
+    the sums, to the placements of their parameters
+
+Collectives are kept out of the compiled graph: processes plan and compile by themselves, for batches of their own
+sizes, and collectives in graphs of their own would not meet in one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from psg_fx.distributed.placed import Placed
+from psg_fx.distributed.sums import check_variance, over_processes
+from psg_fx.errors import NotYetSupported
+from psg_fx.reference.validate import ValidationReport
+from psg_fx.step.compiled import StepOutput
+from psg_fx.step.settings import Settings
+from psg_fx.step.with_loss import LossModule
+from psg_fx.torch_private.sharded import Sharding
+
+
+class ShardedModule(LossModule):
+    """A step with a loss, of a model whose parameters are spread over processes by `fully_shard`.
+
+    Every process calls it at the same time, with samples of its own.  Sums and means come back over the samples of all
+    processes, as DTensors placed like their parameters; what has a row for every sample is that of its own samples.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: Any, settings: Settings) -> None:
+        super().__init__(model, loss_fn, settings)
+        if settings.reuse_outputs:
+            raise NotYetSupported(
+                "reuse_outputs keeps whole tensors, and this model is sharded", where="transform(reuse_outputs=True)",
+                why="sums are scattered into new memory after each step", fix="leave reuse_outputs out",
+            )  # fmt: skip
+        check_variance(settings.joins_of_processes, "transform(quantities=...)")
+        self._sharding = Sharding(model)
+        self._inside = False
+
+    def forward(self, *args: Any, **given: Any) -> StepOutput:
+        """The step on this process's samples, and the sums over those of all."""
+        given = {name: _whole(value) for name, value in given.items()}
+        with self._sharding.whole():
+            out = super().forward(*args, **given)
+        return out if self._inside else over_processes(out, Placed(self.model))
+
+    def validate(self, *args: Any, **given: Any) -> ValidationReport:
+        """Compare the per-sample gradients of this process's samples with a float64 loop; sums are those of its own."""
+        self._inside = True
+        try:
+            with self._sharding.whole():
+                return super().validate(*args, **given)
+        finally:
+            self._inside = False
+
+    def explain(self, measure: bool = False, device: str | None = None) -> str:
+        """As of every step, and what the parameters of the whole model take while it runs."""
+        whole, own = self._bytes()
+        return (
+            f"{super().explain(measure, device)}\n\n"
+            f"Sharded: the step is one graph of the whole model, so all parameters are gathered before it and kept "
+            f"until its end: {whole / 2**20:.1f} MiB on each process, beside its own {own / 2**20:.1f} MiB; sums are "
+            f"whole until they are scattered"
+        )
+
+    def _bytes(self) -> tuple[int, int]:
+        """Of all parameters when they are whole, and of the part that lies in this process."""
+        parameters = list(self.model.parameters())
+        own = sum(_local(p).numel() * p.element_size() for p in parameters)
+        with self._sharding.whole():
+            return sum(p.numel() * p.element_size() for p in self.model.parameters()), own
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _whole(value: Any) -> Any:
+    """What is given for parameters, gathered: directions may be placed like them."""
+    if isinstance(value, DTensor):
+        return value.full_tensor()
+    return {name: _whole(v) for name, v in value.items()} if isinstance(value, Mapping) else value
