@@ -2,9 +2,9 @@
 ordinary training step.
 """
 
+from psg_fx import distributed
 from psg_fx.api import transform
 from psg_fx.benchmarking.benchmark import benchmark
-import psg_fx.distributed as distributed
 from psg_fx.errors import BadArgument, CaptureFailed, InternalError, NotYetSupported, PsgError, SamplesMixed
 from psg_fx.measure.calibrate import calibrate
 from psg_fx.ops.trusted import trust
@@ -37,6 +37,7 @@ __all__ = [
     "__version__",
     "benchmark",
     "calibrate",
+    "distributed",
     "microbatch",
     "transform",
     "trust",

@@ -18,7 +18,7 @@ from psg_fx.step.module import PerSampleModule
 from psg_fx.step.settings import Settings, as_sequence, needs_loss, without_loss
 from psg_fx.step.with_loss import LossModule
 from psg_fx.step.without_loss import DropInModule
-from psg_fx.torch_private.sharded import is_fully_sharded
+from psg_fx.torch_private.sharded import is_sharded
 
 if TYPE_CHECKING:
     pass
@@ -78,7 +78,7 @@ def transform(
         NotYetSupported: at the first call: the gradients exist, but cannot be computed exactly.
         CaptureFailed: at the first call: model and loss do not become one graph.
     """
-    sharded = isinstance(model, nn.Module) and any(map(is_fully_sharded, model.modules()))
+    sharded = is_sharded(model)
     if not sharded:
         mistakes.check_model(model)
     settings = Settings(

@@ -26,8 +26,8 @@ _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional
 _COLLECTIVE = "it is a collective, in which other processes take part"
 _OUTSIDE = "leave it out of the model and loss: compute such things before or after the step"
 _WHOLE = (
-    "a step reads whole parameters: shard the model by torch.distributed.fsdp.fully_shard instead of slicing it, and add "
-    "up over processes afterwards, by psg_fx.distributed.reduce"
+    "a step reads whole parameters: shard the model by torch.distributed.fsdp.fully_shard instead of slicing it, and "
+    "add up over processes afterwards, by psg_fx.distributed.reduce"
 )
 
 

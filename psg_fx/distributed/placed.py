@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from psg_fx.distributed.sums import Named, added, buckets, share_of
 from psg_fx.errors import NotYetSupported
 
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its name until torch 2.12
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # until torch 2.12
 
 
 class Placed:

@@ -48,15 +48,16 @@ def reduce(out: StepOutput, group: dist.ProcessGroup | None = None) -> StepOutpu
     Raises:
         BadArgument: the output is over all processes already, no step's, or a variance without its mean.
     """
-    if not isinstance(out, StepOutput) or out.joins is None:
+    if getattr(out, "joins", None) is None:
+        known = type(out) is StepOutput
         raise BadArgument(
-            "this is not the output of one process" if isinstance(out, StepOutput) else f"out is a {type(out).__name__}",
+            "this is no output of one process" if known else f"out is a {type(out).__name__}",
             where="psg_fx.distributed.reduce(out)",
             why="it is over all processes already, and adding it up again would count every process once more"
-            if isinstance(out, StepOutput) else "the output of a step says how each of its fields is added up",
+            if known else "the output of a step says how each of its fields is added up",
             fix="pass what the step returned, once",
         )  # fmt: skip
-    check_variance(out.joins, "psg_fx.distributed.reduce(out)")
+    check_variance(out.joins or {}, "psg_fx.distributed.reduce(out)")
     return over_processes(out, _Group(group))
 
 

@@ -53,8 +53,8 @@ def _check_processes(name: str, module: nn.Module, where: str) -> None:
     if sharded.is_fully_sharded(module):
         raise NotYetSupported(
             "the model is sharded over processes", where=where,
-            why="a step without a loss leaves whole gradients, and one that was made before the model was sharded reads "
-            "whole parameters", fix="give the loss, after sharding: psg_fx.transform(model, loss_fn)",
+            why="a step without a loss leaves whole gradients, and one made before the model was sharded reads whole "
+            "parameters", fix="give the loss, after sharding: psg_fx.transform(model, loss_fn)",
         )  # fmt: skip
     for key, parameter in module._parameters.items():
         if sharded.is_sharded_tensor(parameter):

@@ -31,6 +31,11 @@ def is_fully_sharded(module: nn.Module) -> bool:
     return kind is not None and isinstance(module, kind)
 
 
+def is_sharded(model: object) -> bool:
+    """Whether `fully_shard` was applied to a model, or to a part of it."""
+    return isinstance(model, nn.Module) and any(map(is_fully_sharded, model.modules()))
+
+
 def wrapper(module: nn.Module) -> str:
     """The name of a class of torch that wraps a model for several processes or devices, "" of any other module."""
     kind = type(module)

@@ -217,9 +217,12 @@ def check_it_stays_as_it_is(rank: int, world: int) -> None:
     by_blocks(model)
     mine = share(rank, world)
 
+    def hooks(module: nn.Module) -> list[Any]:
+        return [list(held.items()) for held in (module._forward_hooks, module._forward_pre_hooks)]
+
     def describe() -> Any:
         return [
-            (type(m), type(next(m.parameters(), None)), list(m._forward_hooks.items()), list(m._forward_pre_hooks.items()))
+            (type(m), [type(p) for p in m.parameters()], *hooks(m))
             for m in model.modules()
         ]  # fmt: skip
 

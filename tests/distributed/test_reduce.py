@@ -132,7 +132,7 @@ def test_what_cannot_be_added_up_is_refused(processes: Processes) -> None:
         "  fix    ask for MeanGrad() as well: quantities=[SecondMoment(centered=True), MeanGrad()]"
     )
     assert twice == unknown == (
-        "this is not the output of one process\n"
+        "this is no output of one process\n"
         "  where  psg_fx.distributed.reduce(out)\n"
         "  why    it is over all processes already, and adding it up again would count every process once more\n"
         "  fix    pass what the step returned, once"
