@@ -12,6 +12,7 @@ from psg_fx.quantities.base import Quantity
 from psg_fx.quantities.clipped_sum import ClippedSum
 from psg_fx.quantities.products import Dots, Gram, Projection, SecondMoment
 from psg_fx.quantities.sums import Grads, MeanGrad, Norms, WeightedSum
+from psg_fx.step.loaded import load
 from psg_fx.step.microbatch import microbatch
 from psg_fx.step.module import PerSampleModule
 from psg_fx.version import __version__
@@ -38,6 +39,7 @@ __all__ = [
     "benchmark",
     "calibrate",
     "distributed",
+    "load",
     "microbatch",
     "transform",
     "trust",

@@ -10,6 +10,7 @@ sizes, and collectives in graphs of their own would not meet in one order.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,6 +51,14 @@ class ShardedModule(LossModule):
         with self._sharding.whole():
             out = super().forward(*args, **given)
         return out if self._inside else over_processes(out, Placed(self.model))
+
+    def export(self, *args: Any, **given: Any) -> Path:
+        """Refused: every process would write the file."""
+        raise NotYetSupported(
+            "a step of a sharded model is not exported", where="step.export(path, inputs, targets)",
+            why="a file takes whole parameters, and every process would write the same one",
+            fix="export a step of the model before fully_shard, in one process",
+        )  # fmt: skip
 
     def validate(self, *args: Any, **given: Any) -> ValidationReport:
         """Compare the per-sample gradients of this process's samples with a float64 loop; sums are those of its own."""

@@ -19,7 +19,7 @@ FLOORS = (
     {"algebra"},
     {"planner", "quantities"},
     {"passes"},
-    {"measure"},
+    {"measure", "saved"},
     {"explain"},
     {"step"},
     {"distributed"},
