@@ -20,6 +20,7 @@ from psg_fx.passes.compile import CPU_OPTIONS, written_out
 from psg_fx.saved.refusals import is_passed, not_exported
 from psg_fx.saved.spec import Spec
 from psg_fx.torch_private.packages import Runner, compiled_files, load_compiled, pack
+from psg_fx.torch_private.ops import kernel
 from psg_fx.torch_private.quiet import quiet
 
 SPEC = "psg_fx.json"
@@ -33,7 +34,7 @@ class Lowered(nn.Module):
 
     def __init__(self, gm: GraphModule, held: Mapping[int, torch.Tensor]) -> None:
         super().__init__()
-        object.__setattr__(self, "_run", written_out(gm))  # its own modules are none of the file's
+        object.__setattr__(self, "_run", _of_torch_alone(written_out(gm)))  # its modules are none of the file's
         self._places = sorted(held)
         for place, tensor in held.items():
             self.register_buffer(f"held_{place}", tensor.detach().clone().contiguous())
@@ -44,6 +45,15 @@ class Lowered(nn.Module):
         count = len(passed) + len(self._places)
         values = [getattr(self, f"held_{i}") if i in self._places else next(rest) for i in range(count)]
         return tuple(value for value in self._run(*values) if value is not None)
+
+
+def _of_torch_alone(gm: GraphModule) -> GraphModule:
+    """Ops of psg_fx are traced into torch's own: the kernels that compute them are called instead."""
+    for node in gm.graph.nodes:
+        if isinstance(node.target, OpOverload) and node.target.namespace in _OWN:
+            node.target = kernel(node.target)
+    gm.recompile()
+    return gm
 
 
 def write(path: str | os.PathLike[str], gm: GraphModule, spec: Spec, arguments: Sequence[torch.Tensor]) -> Path:
@@ -79,7 +89,7 @@ def _options(spec: Spec) -> dict[str, Any]:
 
 
 def _exported(gm: GraphModule, lowered: Lowered, nodes: Sequence[Node]) -> ExportedProgram:
-    """The graph as a program for any number of samples, without ops of psg_fx: those are traced into torch's own."""
+    """The graph as a program for any number of samples."""
     batch = facts.graph_facts(gm).batch
     samples = Dim("B", min=1, max=_MOST_SAMPLES)
     shapes = [facts.shape(node.meta["val"]) for node in nodes]
@@ -93,14 +103,7 @@ def _exported(gm: GraphModule, lowered: Lowered, nodes: Sequence[Node]) -> Expor
         torch.zeros([facts.at(s, batch, size) for s in shape], dtype=n.meta["val"].dtype, device=n.meta["val"].device)
         for n, shape in zip(nodes, shapes, strict=True)
     ]
-    program = torch.export.export(lowered, tuple(example), dynamic_shapes=(tuple(dynamic),), strict=False)
-    own = {n.target for n in program.graph.nodes if isinstance(n.target, OpOverload) and n.target.namespace in _OWN}
-    if own:
-        program = program.run_decompositions({op: op.py_kernels[_KERNEL] for op in own})
-    return program
-
-
-_KERNEL = torch._C.DispatchKey.CompositeExplicitAutograd
+    return torch.export.export(lowered, tuple(example), dynamic_shapes=(tuple(dynamic),), strict=False)
 
 
 def _size_of_its_own(sizes: Sequence[Any]) -> int:
@@ -108,9 +111,7 @@ def _size_of_its_own(sizes: Sequence[Any]) -> int:
     return next(size for size in (7, 11, 13, 17, 19, 23, 29, 31, 37) if size not in sizes)
 
 
-def _try_out(
-    gm: GraphModule, lowered: Lowered, runner: Runner, given: Sequence[tuple[Node, torch.Tensor]]
-) -> None:
+def _try_out(gm: GraphModule, lowered: Lowered, runner: Runner, given: Sequence[tuple[Node, torch.Tensor]]) -> None:
     """Compare the file with the graph, on these arguments and on their first sample."""
     for alone in (False, True):
         values = [_first(gm, node, value) if alone else value for node, value in given]

@@ -115,9 +115,7 @@ class LossModule(PerSampleModule):
         given = ((), {}) if targets is _ABSENT else as_arguments(targets)
         return self._apart(as_arguments(inputs), given)
 
-    def export(
-        self, path: str | PathLike[str], inputs: Any, targets: Any = _ABSENT, **given: Any
-    ) -> Path:
+    def export(self, path: str | PathLike[str], inputs: Any, targets: Any = _ABSENT, **given: Any) -> Path:
         """Write the step as one file (an AOTInductor package, `.pt2`) for batches of any size, in a minute or so.
 
         The file holds the compiled step, its lowered graph and, as JSON, what goes in and comes out; parameters and
