@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import torch
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
@@ -39,8 +38,9 @@ def refuse(gm: GraphModule, call: Call, part: int | None) -> None:
     for _, value in call.constants:
         if not isinstance(value, (bool, int, float, str, type(None))):
             raise _refusal(
-                f"an argument is a {type(value).__name__}", "what is neither tensor, number nor text cannot be compared "
-                "when the file is used", "let the model make it, or pass tensors and numbers",
+                f"an argument is a {type(value).__name__}",
+                "what is neither tensor, number nor text cannot be compared when the file is used",
+                "let the model make it, or pass tensors and numbers",
             )  # fmt: skip
     for node in gm.graph.nodes:
         if node.op == "call_function" and isinstance(node.target, OpOverload):
@@ -65,7 +65,8 @@ def _refuse_op(node: Node, target: OpOverload) -> None:
 
 def _of_the_loss(name: str) -> NotYetSupported:
     return _refusal(
-        f"the loss writes its buffer {name.removeprefix('loss_fn.')}", "a file takes parameters and buffers of the model",
+        f"the loss writes its buffer {name.removeprefix('loss_fn.')}",
+        "a file takes parameters and buffers of the model",
         "make the loss a part of the model that returns it: loss_fn=lambda out: out",
     )  # fmt: skip
 

@@ -50,8 +50,8 @@ class Entry:
 class Spec:
     """What is in a file.
 
-    call: the structure of `((inputs, keywords), (targets, keywords))`, of which `inputs` tensors belong to the model, and
-    its leaves that are no tensors.  drop: samples whose norm is not finite are to be left out of the clipped sum.
+    call: the structure of `((inputs, keywords), (targets, keywords))`.  constants: its leaves that are no tensors, and
+    their places.  drop: samples whose norm is not finite are to be left out of the clipped sum.
     """
 
     inputs: tuple[Entry, ...]

@@ -1,4 +1,4 @@
-"""A lowered graph becomes a file: exported with a dynamic batch, compiled ahead of time, tried, and then put in place."""
+"""A lowered graph becomes a file: exported with a dynamic batch, compiled ahead of time, tried, and put in place."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from psg_fx.graph import facts
 from psg_fx.passes.compile import CPU_OPTIONS, written_out
 from psg_fx.saved.refusals import is_passed, not_exported
 from psg_fx.saved.spec import Spec
-from psg_fx.torch_private.packages import Runner, compiled_files, load_compiled, pack
 from psg_fx.torch_private.ops import kernel
+from psg_fx.torch_private.packages import Runner, compiled_files, load_compiled, pack
 from psg_fx.torch_private.quiet import quiet
 
 SPEC = "psg_fx.json"
@@ -31,6 +31,8 @@ _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 
 class Lowered(nn.Module):
     """(passed inputs..) -> results: the graph with what code and loss hold filled in."""
+
+    _run: GraphModule
 
     def __init__(self, gm: GraphModule, held: Mapping[int, torch.Tensor]) -> None:
         super().__init__()
@@ -120,7 +122,8 @@ def _try_out(gm: GraphModule, lowered: Lowered, runner: Runner, given: Sequence[
         for index, (a, b) in enumerate(zip(found, expected, strict=True)):
             if not _close(a, b):
                 raise InternalError(
-                    f"the file computes something else than the step, in output {index}", where="step.export(path, ...)",
+                    f"the file computes something else than the step, in output {index}",
+                    where="step.export(path, inputs, targets)",
                     why=f"it was tried on {'the first sample' if alone else 'this batch'}, and nothing was written",
                     fix="please report this as a bug",
                 )  # fmt: skip

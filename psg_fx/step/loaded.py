@@ -109,9 +109,10 @@ class LoadedStep:
             flat[f"direction.{name}"] = value
         entries = self.spec.of_kind("given")
         if unknown := set(flat) - {entry.name for entry in entries}:
+            known = ", ".join(entry.name for entry in entries) or "nothing beside inputs and targets"
             raise BadArgument(
                 f"loaded() got {', '.join(sorted(unknown))}", where=_CALL, why="no quantity of the file reads it",
-                fix=f"the file reads {', '.join(entry.name for entry in entries) or 'nothing beside inputs and targets'}",
+                fix=f"the file reads {known}",
             )  # fmt: skip
         return {entry.name: self._given(entry, flat.get(entry.name), count) for entry in entries}
 

@@ -15,7 +15,7 @@ Runner = Callable[..., Any]
 
 
 def compiled_files(program: ExportedProgram, options: Mapping[str, Any]) -> list[Any]:
-    """What AOTInductor makes of a program of tensors.  Afterwards it has no example inputs: they are nobody's business."""
+    """What AOTInductor makes of a program of tensors.  Afterwards that has no example inputs: nobody needs them."""
     args, kwargs = program.example_inputs
     files: Any = torch._inductor.aot_compile(
         program.module(), args, kwargs, options={**options, "aot_inductor.package": True}
@@ -25,7 +25,7 @@ def compiled_files(program: ExportedProgram, options: Mapping[str, Any]) -> list
 
 
 def pack(path: str, program: ExportedProgram, files: list[Any], texts: Mapping[str, str]) -> None:
-    """Write the archive: `torch.export.load` reads the program, `torch._inductor.aoti_load_package` what is compiled."""
+    """Write the archive, in which `torch.export.load` finds the program and `aoti_load_package` the compiled one."""
     package_pt2(path, exported_programs={"model": program}, aoti_files={"model": files}, extra_files=dict(texts))
 
 
