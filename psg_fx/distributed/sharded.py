@@ -9,7 +9,8 @@ sizes, and collectives in graphs of their own would not meet in one order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from psg_fx.distributed.placed import Placed
 from psg_fx.distributed.sums import check_variance, over_processes
 from psg_fx.errors import NotYetSupported
+from psg_fx.graph import facts
 from psg_fx.reference.validate import ValidationReport
 from psg_fx.step.compiled import StepOutput
 from psg_fx.step.settings import Settings
@@ -48,9 +50,29 @@ class ShardedModule(LossModule):
     def forward(self, *args: Any, **given: Any) -> StepOutput:
         """The step on this process's samples, and the sums over those of all."""
         given = {name: _whole(value) for name, value in given.items()}
+        return self._over_processes(lambda: super(ShardedModule, self).forward(*args, **given))
+
+    def in_parts(self, *args: Any, **given: Any) -> StepOutput:
+        """Parts are of this process's samples alone: each process may have another number of them."""
+        return self._over_processes(lambda: super(ShardedModule, self).in_parts(*args, **given))
+
+    def _over_processes(self, run: Callable[[], StepOutput]) -> StepOutput:
+        """Gathers once and adds up once, however often the step runs in between."""
+        if self._inside:
+            return run()
+        with self._own():
+            out = run()
+        return over_processes(out, Placed(self.model))
+
+    @contextlib.contextmanager
+    def _own(self) -> Iterator[None]:
+        """Whole parameters, and calls that concern this process alone."""
         with self._sharding.whole():
-            out = super().forward(*args, **given)
-        return out if self._inside else over_processes(out, Placed(self.model))
+            self._inside = True
+            try:
+                yield
+            finally:
+                self._inside = False
 
     def export(self, *args: Any, **given: Any) -> Path:
         """Refused: every process would write the file."""
@@ -61,30 +83,25 @@ class ShardedModule(LossModule):
         )  # fmt: skip
 
     def validate(self, *args: Any, **given: Any) -> ValidationReport:
-        """Compare the per-sample gradients of this process's samples with a float64 loop; sums are those of its own."""
-        self._inside = True
-        try:
-            with self._sharding.whole():
-                return super().validate(*args, **given)
-        finally:
-            self._inside = False
+        """Compare the per-sample gradients of this process's samples with a float64 loop; sums are those of its own.
+        Every process calls it.
+        """
+        with self._own():
+            return super().validate(*args, **given)
 
     def explain(self, measure: bool = False, device: str | None = None) -> str:
         """As of every step, and what the parameters of the whole model take while it runs."""
-        whole, own = self._bytes()
+        text = super().explain(measure, device)
+        nodes = facts.placeholders(self._last.gm)
+        values = [node.meta["val"] for node in nodes if facts.input_spec(node).kind == "parameter"]
+        whole = sum(value.numel() * value.itemsize for value in values)
+        own = sum(_local(p).numel() * p.itemsize for p in self.model.parameters())
         return (
-            f"{super().explain(measure, device)}\n\n"
+            f"{text}\n\n"
             f"Sharded: the step is one graph of the whole model, so all parameters are gathered before it and kept "
             f"until its end: {whole / 2**20:.1f} MiB on each process, beside its own {own / 2**20:.1f} MiB; sums are "
             f"whole until they are scattered"
         )
-
-    def _bytes(self) -> tuple[int, int]:
-        """Of all parameters when they are whole, and of the part that lies in this process."""
-        parameters = list(self.model.parameters())
-        own = sum(_local(p).numel() * p.element_size() for p in parameters)
-        with self._sharding.whole():
-            return sum(p.numel() * p.element_size() for p in self.model.parameters()), own
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -92,8 +92,14 @@ class LossModule(PerSampleModule):
                 why=f"{call.batch_size()} samples do not fit into the budget at once, and parts have other statistics",
                 fix="give more memory, or run smaller batches by psg_fx.microbatch",
             )  # fmt: skip
-        found = run_in_parts(self, self.settings, call, given, step.part or 1)
+        found = self.in_parts(call, given, step.part or 1)
         return found if out is None else _into(out, vars(found))
+
+    def in_parts(
+        self, call: Call, given: Mapping[str, Any], size: int, report: Callable[[int, int], Any] = lambda done, of: None
+    ) -> StepOutput:
+        """The output for a call, from parts of at most `size` samples.  report: is told of parts done, and of all."""
+        return run_in_parts(self, self.settings, call, given, size, report)
 
     def validate(
         self, inputs: Any, targets: Any = _ABSENT, *, tolerance: float | None = None, **given: Any

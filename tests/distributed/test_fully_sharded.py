@@ -165,6 +165,29 @@ def test_equal_to_one_process(processes: Processes, name: str) -> None:
     assert processes.run(check_equal_to_one_process, world, name) == [1] * world
 
 
+def check_parts(rank: int, world: int) -> None:
+    """By `microbatch` and within a memory budget: the processes have another number of parts."""
+    model, loss_fn, inputs, targets = tied()
+    whole, mine = copy.deepcopy(model), share(rank, world)
+    together(model)
+    quantities = [psg_fx.ClippedSum(max_norm=0.3), psg_fx.MeanGrad()]
+    expected = transformed(whole, loss_fn, quantities)(inputs, targets)
+    budget = psg_fx.transform(
+        model, loss_fn, quantities=quantities, backend="eager", progress=False, memory_budget=20_000
+    )
+    parts = psg_fx.microbatch(transformed(model, loss_fn, quantities), 2)
+    for out in (parts(inputs[mine], targets[mine]), budget(inputs[mine], targets[mine])):
+        torch.testing.assert_close(out.norms, expected.norms[mine], rtol=1e-4, atol=1e-6)
+        for field in ("clipped_sum", "mean_grad"):
+            for name, value in getattr(expected, field).items():
+                assert far(getattr(out, field)[name], value) < 1e-4, (field, name)
+    assert budget.captures[-1].step.part is not None
+
+
+def test_in_parts(processes: Processes) -> None:
+    processes.run(check_parts, 2)
+
+
 class Mixed(nn.Module):
     """Says what dtypes arrive."""
 
