@@ -54,11 +54,8 @@ int main(int argc, char** argv) {
       inputs.push_back(value.toTensor());
     }
     std::vector<at::Tensor> results = step.run(inputs);
-    c10::impl::GenericList list(c10::AnyType::get());
-    for (const at::Tensor& result : results) {
-      list.push_back(result);
-    }
-    write(argv[3], torch::jit::pickle_save(list));
+    const std::vector<c10::IValue> values(results.begin(), results.end());
+    write(argv[3], torch::jit::pickle_save(c10::ivalue::Tuple::create(values)));
     std::cout << inputs.size() << " inputs, " << results.size() << " results\n";
   } catch (const std::exception& error) {
     std::cerr << error.what() << "\n";
