@@ -22,7 +22,7 @@ aten = torch.ops.aten
 Flat = Callable[..., Sequence[Any]]
 
 
-_CPU_OPTIONS = {"layout_optimization": False}
+CPU_OPTIONS = {"layout_optimization": False}
 """Inductor's defaults that cost time on CPU: channels-last convolutions transpose activations and weights at every call
 (docs/design/cpu.md; bench/calibrate.py measures it)."""
 
@@ -34,18 +34,14 @@ def compile_graph(
     """`torch.compile(gm)`; `backend="eager"` runs the graph as it is.  The user's options come before those
     of psg_fx, and these before those of the mode.  history: where compiling is recorded, whenever torch does it.
     """
-    gm = free_of_strides(copy_graph(gm))
     if backend == "eager":
-        return gm
+        return free_of_strides(copy_graph(gm))
+    gm = written_out(gm, backend)
     if backend == "inductor":
-        own = _CPU_OPTIONS if device == "cpu" else {}
+        own = CPU_OPTIONS if device == "cpu" else {}
         options, mode = inductor_modes()[mode or "default"] | own | (options or {}), None
     # True would make the parameters' sizes symbols, too: the batch size is marked instead.
     by_size = None if dynamic else dynamic
-    _read_sizes_from_tensors(gm)
-    if backend == "inductor":
-        _write_in_full(gm)
-    gm.recompile()
     run: Flat = torch.compile(gm, backend=backend, mode=mode, options=options, dynamic=by_size, fullgraph=True)
     run = _recorded(run, gm, backend, history)
     if dynamic:
@@ -55,6 +51,18 @@ def compile_graph(
     if device == "cuda" and options and options.get("triton.cudagraphs"):
         return _outside_cuda_graphs(run, memory.keep)
     return _serving(run, memory) if device == "cpu" else run
+
+
+def written_out(gm: GraphModule, backend: str = "inductor") -> GraphModule:
+    """A copy of a lowered graph as a compiler takes it: no strides, no sizes as arguments, nothing that inductor gets
+    wrong.
+    """
+    gm = free_of_strides(copy_graph(gm))
+    _read_sizes_from_tensors(gm)
+    if backend == "inductor":
+        _write_in_full(gm)
+    gm.recompile()
+    return gm
 
 
 def _recorded(run: Flat, gm: GraphModule, backend: str, history: History) -> Flat:

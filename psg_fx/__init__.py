@@ -2,6 +2,7 @@
 ordinary training step.
 """
 
+from psg_fx import distributed
 from psg_fx.api import transform
 from psg_fx.benchmarking.benchmark import benchmark
 from psg_fx.errors import BadArgument, CaptureFailed, InternalError, NotYetSupported, PsgError, SamplesMixed
@@ -11,6 +12,7 @@ from psg_fx.quantities.base import Quantity
 from psg_fx.quantities.clipped_sum import ClippedSum
 from psg_fx.quantities.products import Dots, Gram, Projection, SecondMoment
 from psg_fx.quantities.sums import Grads, MeanGrad, Norms, WeightedSum
+from psg_fx.step.loaded import load
 from psg_fx.step.microbatch import microbatch
 from psg_fx.step.module import PerSampleModule
 from psg_fx.version import __version__
@@ -36,6 +38,8 @@ __all__ = [
     "__version__",
     "benchmark",
     "calibrate",
+    "distributed",
+    "load",
     "microbatch",
     "transform",
     "trust",

@@ -18,6 +18,7 @@ from psg_fx.step.module import PerSampleModule
 from psg_fx.step.settings import Settings, as_sequence, needs_loss, without_loss
 from psg_fx.step.with_loss import LossModule
 from psg_fx.step.without_loss import DropInModule
+from psg_fx.torch_private.sharded import is_sharded
 
 if TYPE_CHECKING:
     pass
@@ -77,7 +78,9 @@ def transform(
         NotYetSupported: at the first call: the gradients exist, but cannot be computed exactly.
         CaptureFailed: at the first call: model and loss do not become one graph.
     """
-    mistakes.check_model(model)
+    sharded = is_sharded(model)
+    if not sharded:
+        mistakes.check_model(model)
     settings = Settings(
         (Grads(),) if quantities is None else as_sequence(quantities), params, batch_dim, loss_reduction or "sum",
         backend, mode, options, dynamic, reuse_outputs, memory_budget, progress, accumulate,
@@ -89,7 +92,13 @@ def transform(
                                "whatever its reduction")  # fmt: skip
         if accumulate:
             raise without_loss("accumulate", "with a loss nothing is left on the parameters")
+        if sharded:
+            from psg_fx.distributed.sharded import ShardedModule
+
+            return ShardedModule(model, loss_fn, settings)
         return LossModule(model, loss_fn, settings)
+    if sharded:
+        mistakes.check_model(model)
     if quantities is not None:
         raise needs_loss(
             "quantities", "without loss_fn the step leaves grad_sample on the parameters, and nothing else"

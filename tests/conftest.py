@@ -13,6 +13,8 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # the CPU says what it h
 
 import pytest
 
+from support.processes import Processes
+
 gc.disable()  # until all is imported
 
 
@@ -32,6 +34,14 @@ def shipped_tables(tmp_path_factory: pytest.TempPathFactory) -> None:
 
     empty = tmp_path_factory.mktemp("tables")
     rates.folder = lambda: empty
+
+
+@pytest.fixture(scope="session")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    """Several processes for checks of `torch.distributed`."""
+    found = Processes(str(tmp_path_factory.mktemp("processes")))
+    yield found
+    found.stop()
 
 
 @pytest.fixture

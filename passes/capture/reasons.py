@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import re
 import traceback
 
+import torch
+
 from psg_fx.errors import CaptureFailed
-from psg_fx.source import is_library
+from psg_fx.program.code import is_theirs, origin
 
 NOT_ONE_GRAPH = "the model and loss could not be captured as one graph"
 """What is wrong, where nothing more is known than that a capture failed."""
 
+COMMUNICATES = "the code communicates with other processes"
+"""Then it must not be run to see why it fails: the others would not take part."""
+
+_PROCESSES = os.path.join(os.path.dirname(torch.__file__), "distributed", "")
 _FIXED = ("Constraints violated", "specializ", "is invalid for input of size")
 
 
@@ -19,6 +26,12 @@ def capture_failed(error: Exception) -> CaptureFailed:
     text = str(error)
     first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
     kind = type(error).__name__
+    if "c10d" in text or any(f.filename.startswith(_PROCESSES) for f in traceback.extract_tb(error.__traceback__)):
+        return CaptureFailed(
+            COMMUNICATES, where=user_line(error) or "the model or loss", why=f"{kind}: {first}",
+            fix="leave that out of the model and loss; a step reads whole parameters: shard the model by "
+            "torch.distributed.fsdp.fully_shard, and add up over processes afterwards, by psg_fx.distributed.reduce",
+        )  # fmt: skip
     if "data-dependent" in text.lower() or "DataDependent" in kind or re.search(r"\bu\d+\b", first):
         why = "the code branches on values of a tensor, so there is no one graph for all batches"
         fix = "replace the branch by torch.where, or decide it outside the model"
@@ -43,7 +56,7 @@ def failure_at(error: CaptureFailed, size: int, wanted: int) -> CaptureFailed:
 
 def user_line(error: Exception) -> str:
     """`model.py:17: x = self.fc(x)`: the innermost line of the user's code that an exception came through, or ""."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_library(f.filename)]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_theirs(origin(f.filename))]
     if not frames:
         return ""
     return f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}: {frames[-1].line}"

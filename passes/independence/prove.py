@@ -7,12 +7,16 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.graph import facts
 
+from .unruled import refuse_effects
 from .values import NUMBERS, mixed
 from .walk import Prover
 
 
 def prove(gm: GraphModule) -> GraphModule:
     """Set `samples`, `reduced` and `proof` of every node, or refuse with the op that mixes samples."""
+    for node in gm.graph.nodes:  # those that no samples reach too: the step would run them at every call
+        if node.op == "call_function":
+            refuse_effects(node)
     prover = Prover(gm)
     prover.walk()
     _check_model(prover)

@@ -23,7 +23,12 @@ from .values import Op, Result, not_shown, op_name
 
 _TORCH = ("aten", "prims", "prim", "_operator", "math")
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor")
+_COLLECTIVE = "it is a collective, in which other processes take part"
 _OUTSIDE = "leave it out of the model and loss: compute such things before or after the step"
+_WHOLE = (
+    "a step reads whole parameters: shard the model by torch.distributed.fsdp.fully_shard instead of slicing it, and "
+    "add up over processes afterwards, by psg_fx.distributed.reduce"
+)
 
 
 def without_rule(op: Op, notes: list[str]) -> tuple[Result, str]:
@@ -58,7 +63,7 @@ def without_rule(op: Op, notes: list[str]) -> tuple[Result, str]:
 def refuse_effects(node: Node) -> None:
     """Refuse an op that does something beside computing its result, without running it."""
     if (why := _effect(node)) is not None:
-        raise not_shown(node, why, _OUTSIDE)
+        raise not_shown(node, why, _WHOLE if why is _COLLECTIVE else _OUTSIDE)
 
 
 def no_graph_inside(node: Node) -> NotYetSupported:
@@ -85,7 +90,7 @@ def _effect(node: Node) -> str | None:
     if not isinstance(target, OpOverload):
         return None
     if target.namespace in _COLLECTIVES:
-        return "it is a collective, in which other processes take part"
+        return _COLLECTIVE
     if target.namespace in _TORCH:
         return None
     if target._schema.is_mutable:

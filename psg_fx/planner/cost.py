@@ -41,7 +41,7 @@ class Device:
     kept: seconds per byte of what is kept until all norms are known, the price of its memory: on CPU the first touch.
     extra: further constants, seconds per unit or call, named by the method that reads them.
     origin: where the rates come from, as `explain()` says it.  working: seconds per byte that a tree holds at once, to
-    plan for little memory.
+    plan for little memory.  own_ops: whether trees may use ops of psg_fx, which other programs do not know.
     """
 
     name: str
@@ -52,6 +52,7 @@ class Device:
     extra: Mapping[str, float]
     origin: str = ""
     working: float = 0.0
+    own_ops: bool = True
 
     def replaying(self) -> Device:
         """The same where kernels are not launched one by one but replayed (CUDA graphs)."""

@@ -17,7 +17,7 @@ from psg_fx.algebra.asks import Materialized, whole
 from psg_fx.algebra.gradient import ParameterGradient
 from psg_fx.algebra.network import Network
 from psg_fx.planner.cost import Device
-from psg_fx.planner.expr import Expr, dense, peak_bytes
+from psg_fx.planner.expr import ContractExpr, Expr, dense, peak_bytes
 from psg_fx.planner.plan import ParameterPlan, Part, Plan, kept_until_norms
 from psg_fx.planner.trees import trees
 from psg_fx.tensors import product
@@ -149,6 +149,8 @@ def _options(network: Network, concrete: Callable[[sympy.Expr], int], device: De
     found = []
     for tree in trees(network, concrete):
         tree = dense(tree)
+        if not device.own_ops and any(isinstance(n, ContractExpr) and n.method.own_op for n in tree.nodes().values()):
+            continue
         nodes = {key: node.seconds(device) for key, node in tree.nodes().items()}
         if phase is Phase.AFTER_NORMS:
             nodes |= {-1 - key: size * device.kept for key, size in kept_until_norms(tree).items()}

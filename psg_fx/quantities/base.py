@@ -28,8 +28,10 @@ Shapes = Mapping[str, tuple[int, ...]]
 """Parameter name -> shape, in the model's order."""
 
 
-Join = Literal["cat", "sum", "mean"]
-"""How results of parts become that of the batch; a mean is weighted by numbers of samples."""
+Join = Literal["cat", "sum", "mean", "variance", "local"]
+"""How results of parts become that of the batch; a mean is weighted by numbers of samples.  A variance needs the
+means of the parts as well, and what is local does not follow from those of parts.
+"""
 
 Joins = Mapping[str, Join]
 """Field of the output -> how it is joined."""
@@ -91,6 +93,10 @@ class Quantity:
     def joins(self) -> Joins:
         """How each of these fields follows from those of the batch's parts; empty where it does not."""
         return {}
+
+    def joins_of_processes(self) -> Joins:
+        """The same of the shares of several processes, each with a field of its own for its samples."""
+        return self.joins() or {self.field: "local"}
 
 
 def check_choice(owner: str, name: str, value: str, known: Sequence[str], why: str = "") -> None:

@@ -118,6 +118,9 @@ class SecondMoment(Quantity):
     def joins(self) -> Joins:
         return {} if self.centered else {"second_moment": "mean"}
 
+    def joins_of_processes(self) -> Joins:
+        return {"second_moment": "variance"} if self.centered else self.joins()
+
 
 @dataclass(frozen=True)
 class Projection(Quantity):

@@ -17,14 +17,22 @@ from psg_fx.graph.facts import OutputSpec
 from psg_fx.graph.history import History
 from psg_fx.planner.plan import PLAN
 from psg_fx.program.call import Call
+from psg_fx.quantities.base import Joins
 from psg_fx.step.binding import Binding, failed_check, no_samples, plain_mode
 
 
 class StepOutput:
-    """What a step returns: `losses` [B], and a field for every quantity asked."""
+    """What a step returns: `losses` [B], and a field for every quantity asked.
 
-    def __init__(self, fields: dict[str, Any]) -> None:
+    joins: how each field follows from those of several processes; None where they have been put together.  It is no
+    field.
+    """
+
+    __slots__ = ("__dict__", "joins")
+
+    def __init__(self, fields: dict[str, Any], joins: Joins | None = None) -> None:
         self.__dict__.update(fields)
+        self.joins = joins
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(

@@ -9,18 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
 
 from psg_fx.program.call import Call
 from psg_fx.quantities.clipped_sum import COUNTED
-from psg_fx.step.compiled import CompiledStep
+from psg_fx.step.compiled import StepOutput
+
+
+class Runs(Protocol):
+    """A step, compiled here or read from a file."""
+
+    def __call__(self, call: Call, extras: Mapping[str, torch.Tensor], *, buffers: bool = True) -> StepOutput: ...
 
 
 def with_finite_sum(
-    step: CompiledStep, call: Call, extras: Mapping[str, torch.Tensor], fields: dict[str, Any]
+    step: Runs, call: Call, extras: Mapping[str, torch.Tensor], fields: dict[str, Any]
 ) -> dict[str, Any] | None:
     """The fields with a clipped sum over the finite samples and factors 0 for the others; None if all are finite."""
     finite = torch.stack([norm.isfinite() for norm in pytree.tree_leaves(fields["norms"])]).all(0)
@@ -34,7 +40,7 @@ def with_finite_sum(
 
 
 def _sum(
-    step: CompiledStep, call: Call, extras: Mapping[str, torch.Tensor], finite: torch.Tensor, like: Any
+    step: Runs, call: Call, extras: Mapping[str, torch.Tensor], finite: torch.Tensor, like: Any
 ) -> dict[str, torch.Tensor]:
     """Σ_b c_b g_b over the finite samples."""
     rows = finite.nonzero().flatten()

@@ -10,7 +10,7 @@ from psg_fx.errors import BadArgument
 from psg_fx.progress import Progress
 from psg_fx.step.compiled import StepOutput
 from psg_fx.step.module import PerSampleModule
-from psg_fx.step.parts import joins, run_in_parts
+from psg_fx.step.parts import joins
 from psg_fx.step.with_loss import LossModule
 
 Report = bool | Callable[[int, int], None]
@@ -56,7 +56,7 @@ def microbatch(step: PerSampleModule, size: int, *, progress: Report = False) ->
             whole: StepOutput = step(inputs, *targets, **given)
             return whole
         try:
-            return run_in_parts(step, step.settings, call, given, size, report)
+            return step.in_parts(call, given, size, report)
         finally:
             line.say("")
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from psg_fx.errors import BadArgument, NotYetSupported
+from psg_fx.torch_private import sharded
 
 _QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")
 
@@ -30,12 +31,46 @@ def check_model(model: Any) -> None:
                 why="torch.export follows Python code, and TorchScript has none",
                 fix="use the module that it was made of: torch.compile does what TorchScript was for",
             )  # fmt: skip
+        _check_processes(name, module, where)
         if type(module).__module__.startswith(_QUANTISED):
             raise NotYetSupported(
                 "a part of the model is quantised", where=where,
                 why="quantised layers have no gradients, and end those of what lies before them",
                 fix="use the model before torch.ao.quantization.convert or quantize_dynamic",
             )  # fmt: skip
+
+
+def _check_processes(name: str, module: nn.Module, where: str) -> None:
+    """Refuse a module that communicates with other processes, or of which this one has a part."""
+    if kind := sharded.wrapper(module):
+        way = "model" if not name else f"model.{name}"
+        raise NotYetSupported(
+            f"the model is wrapped in {kind}" if not name else f"a part of the model is wrapped in {kind}", where=where,
+            why="it communicates in hooks and outside of the graph",
+            fix=f"pass what is inside ({way}.module), and add up over processes by psg_fx.distributed.reduce(out)"
+            if kind != "FullyShardedDataParallel" else "shard the model by torch.distributed.fsdp.fully_shard instead",
+        )  # fmt: skip
+    if sharded.is_fully_sharded(module):
+        raise NotYetSupported(
+            "the model is sharded over processes", where=where,
+            why="a step without a loss leaves whole gradients, and one made before the model was sharded reads whole "
+            "parameters", fix="give the loss, after sharding: psg_fx.transform(model, loss_fn)",
+        )  # fmt: skip
+    for key, parameter in module._parameters.items():
+        if sharded.is_sharded_tensor(parameter):
+            raise NotYetSupported(
+                f"the parameter {f'{name}.{key}' if name else key} is a DTensor", where=where,
+                why="this process may hold a slice of it (tensor parallelism), and norms of slices are not those of "
+                "gradients", fix="shard the model by torch.distributed.fsdp.fully_shard alone, which gathers whole "
+                "parameters for each step",
+            )  # fmt: skip
+    if hook := sharded.hook_of_processes(module):
+        raise NotYetSupported(
+            f"{name or 'the model'} has the hook {hook} of torch.distributed", where=where,
+            why="it communicates with other processes while the model runs",
+            fix="use the model without it; fully_shard is understood, and sums over processes are psg_fx.distributed."
+            "reduce(out)",
+        )  # fmt: skip
 
 
 def check_loss(loss_fn: Any) -> None:

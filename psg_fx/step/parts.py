@@ -14,13 +14,9 @@ from psg_fx.step.compiled import StepOutput
 from psg_fx.step.settings import Settings
 
 
-def _nothing(done: int, total: int) -> None:
-    """No display."""
-
-
 def run_in_parts(
     step: Callable[..., StepOutput], settings: Settings, call: Call, given: Mapping[str, Any], size: int,
-    report: Callable[[int, int], Any] = _nothing,
+    report: Callable[[int, int], Any],
 ) -> StepOutput:  # fmt: skip
     """The output of the step for a call, from parts of at most `size` samples."""
     count = call.batch_size()
@@ -31,7 +27,7 @@ def run_in_parts(
         part = slice(start, min(start + size, count))
         joined.add(step(*_cut(call, part), **_cut_given(settings, given, part)), part)
         report(done, len(starts))
-    return StepOutput(joined.fields)
+    return StepOutput(joined.fields, settings.joins_of_processes)
 
 
 def joins(settings: Settings) -> dict[str, Join]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from psg_fx.errors import BadArgument
 from psg_fx.planner.budget import in_bytes
 from psg_fx.program.call import BatchDim
 from psg_fx.program.state import ParamFilter
-from psg_fx.quantities.base import Quantity, check_choice
+from psg_fx.quantities.base import Join, Joins, Quantity, check_choice
 from psg_fx.torch_private.compiler import inductor_modes
 
 
@@ -48,6 +49,14 @@ class Settings:
             )  # fmt: skip
         if self.memory_budget is not None:
             in_bytes(self.memory_budget, 1)
+
+    @functools.cached_property
+    def joins_of_processes(self) -> Joins:
+        """How every field of the output follows from those of several processes."""
+        found: dict[str, Join] = {"losses": "cat"}
+        for quantity in self.quantities:
+            found |= quantity.joins_of_processes()
+        return found
 
     @property
     def replays(self) -> bool:

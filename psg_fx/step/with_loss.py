@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from psg_fx.step.finite import with_finite_sum
 from psg_fx.step.module import PerSampleModule
 from psg_fx.step.own_code import blamed
 from psg_fx.step.parts import run_in_parts
+from psg_fx.step.saving import export
 
 _ABSENT: Any = object()
 
@@ -65,15 +68,20 @@ class LossModule(PerSampleModule):
         variant = tuple(q.variant for q in quantities)
         step: CompiledStep = self._look_up(call, lambda: self._build(tracked, call, quantities), variant)
         if step.part is not None and call.batch_size() > step.part:
-            return self._in_parts(step, call, given, out)
+            return self._said(self._in_parts(step, call, given, out))
         extras = self._extras(call, given, tracked, step.binding.given)
         with blamed(self.model, self.loss_fn, call):
             found = step(call, extras, out)
         if any(isinstance(q, ClippedSum) and q.nonfinite == "drop" for q in quantities):
             finite = with_finite_sum(step, call, extras, vars(found))
             if finite is not None:
-                return _into(found, finite) if out is not None else StepOutput(finite)
-        return found
+                return self._said(_into(found, finite) if out is not None else StepOutput(finite))
+        return self._said(found)
+
+    def _said(self, out: StepOutput) -> StepOutput:
+        """The output, which says how it is put together with those of other processes."""
+        out.joins = self.settings.joins_of_processes
+        return out
 
     def _in_parts(self, step: CompiledStep, call: Call, given: Mapping[str, Any], out: StepOutput | None) -> StepOutput:
         """The step for a batch that does not fit into the memory budget."""
@@ -84,8 +92,14 @@ class LossModule(PerSampleModule):
                 why=f"{call.batch_size()} samples do not fit into the budget at once, and parts have other statistics",
                 fix="give more memory, or run smaller batches by psg_fx.microbatch",
             )  # fmt: skip
-        found = run_in_parts(self, self.settings, call, given, step.part or 1)
+        found = self.in_parts(call, given, step.part or 1)
         return found if out is None else _into(out, vars(found))
+
+    def in_parts(
+        self, call: Call, given: Mapping[str, Any], size: int, report: Callable[[int, int], Any] = lambda done, of: None
+    ) -> StepOutput:
+        """The output for a call, from parts of at most `size` samples.  report: is told of parts done, and of all."""
+        return run_in_parts(self, self.settings, call, given, size, report)
 
     def validate(
         self, inputs: Any, targets: Any = _ABSENT, *, tolerance: float | None = None, **given: Any
@@ -104,12 +118,37 @@ class LossModule(PerSampleModule):
         )  # fmt: skip
 
     def _take_apart(self, inputs: Any, targets: Any = _ABSENT) -> Call:
-        given = ((), {}) if targets is _ABSENT else _arguments(targets)
-        return self._apart(_arguments(inputs), given)
+        given = ((), {}) if targets is _ABSENT else as_arguments(targets)
+        return self._apart(as_arguments(inputs), given)
 
-    def _build(self, tracked: Tracked, call: Call, quantities: Sequence[Quantity]) -> tuple[CompiledStep, Program]:
+    def export(self, path: str | PathLike[str], inputs: Any, targets: Any = _ABSENT, **given: Any) -> Path:
+        """Write the step as one file (an AOTInductor package, `.pt2`) for batches of any size, in a minute or so.
+
+        The file holds the compiled step, its lowered graph and, as JSON, what goes in and comes out; parameters and
+        buffers are inputs by name.  `psg_fx.load` makes a function of it; `torch._inductor.aoti_load_package` and C++
+        need no psg_fx (docs/export.md).  It is tried on this batch before it is put in place.
+
+        path: ends in .pt2.  inputs, targets, given: one call of the step.  Returns the path.
+
+        Raises:
+            BadArgument: as the step does.
+            NotYetSupported: what the step does cannot be in a file: random draws, custom operators, attributes that
+                are written, a graph for one batch size.
+        """
+        call, tracked = self._take_apart(inputs, targets), self._tracked()
+        quantities = tuple(q.resolved(tracked.shapes, given) for q in self.settings.quantities)
+        return export(
+            path, self.model, self.loss_fn, lambda: self._build(tracked, call, quantities, own_ops=False), call,
+            quantities, lambda dtypes: self._extras(call, given, tracked, dtypes),
+        )  # fmt: skip
+
+    def _build(
+        self, tracked: Tracked, call: Call, quantities: Sequence[Quantity], own_ops: bool = True
+    ) -> tuple[CompiledStep, Program]:
         program = Program(self.model, self.loss_fn, call)
         device, budget = rates.device(self._device(call).type, self.settings.replays), None
+        if not own_ops:
+            device = replace(device, own_ops=False)
         if self.settings.reuse_outputs:
             device = replace(device, kept=0.0)  # the memory is held anyway
         if self.settings.memory_budget is not None:
@@ -158,7 +197,7 @@ def _into(out: StepOutput, fields: Mapping[str, Any]) -> StepOutput:
     return out
 
 
-def _arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def as_arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A tensor, a tuple or a dict as (args, kwargs)."""
     if isinstance(value, (tuple, list)):
         return tuple(value), {}

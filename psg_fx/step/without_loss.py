@@ -7,12 +7,14 @@ compiled, and one `autograd.Function` joins them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.fx import GraphModule, Node
 
+from psg_fx.errors import BadArgument
 from psg_fx.graph import facts
 from psg_fx.graph.facts import LEFT_BEHIND, OutputSpec
 from psg_fx.graph.history import History, copy_graph
@@ -52,6 +54,14 @@ class DropInModule(PerSampleModule):
         with blamed(self.model, None, call):
             flat = step.run(call, ticket)
         return step.program.output.rebuild(flat)
+
+    def export(self, *args: Any, **kwargs: Any) -> Path:
+        """Refused: a file has no parameters to leave anything on."""
+        raise BadArgument(
+            "export needs a loss", where="step.export(path, ...)",
+            why="without one a step leaves grad_sample on the model's parameters, and a file has none",
+            fix="psg_fx.transform(model, loss_fn, quantities=...).export(path, inputs, targets)",
+        )  # fmt: skip
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the model's parameters: `grad` as every module does, and `grad_sample`."""

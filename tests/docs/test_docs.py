@@ -123,7 +123,9 @@ def namespace(folder: Path) -> Iterator[dict[str, Any]]:
 
 # Both are about Opacus: noise with a seed is for experiments, and images need no gradient.
 @pytest.mark.filterwarnings("ignore:Secure RNG turned off:UserWarning", "ignore:Full backward hook:UserWarning")
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, marks=[pytest.mark.slow, pytest.mark.inductor] if p == "export" else []) for p in PAGES]
+)
 def test_python_runs_and_prints_what_is_shown(page: str, tmp_path: Path) -> None:
     with namespace(tmp_path) as names:
         for snippet in snippets(page):

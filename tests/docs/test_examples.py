@@ -127,3 +127,14 @@ def test_the_noise_scale_is_that_of_single_gradients(char_gpt: ModuleType) -> No
     signal = each.mean(0).square().sum() - noise / len(each)
     assert measure.rows[0].noise == pytest.approx(noise.item(), rel=1e-4)
     assert measure.rows[0].signal == pytest.approx(signal.item(), rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.inductor
+def test_score_service(capsys: pytest.CaptureFixture[str]) -> None:
+    found = load("score_client").main(["--steps", "40", "--backend", "eager"])
+    assert found["psg_fx in the server"] == 0
+    assert found["before"] < 1e-5
+    assert found["after"] < 1e-4
+    assert found["hits"] > 10
+    assert "served without psg_fx" in capsys.readouterr().out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -96,6 +97,8 @@ class Method:
     """One way to contract a pair.  `name` is what plans print."""
 
     name: str
+    own_op: ClassVar[bool] = False
+    """Whether it computes with an op of psg_fx's own."""
 
     def applies(self, p: Pair) -> bool:
         """Whether this method can compute `p`."""

@@ -75,6 +75,7 @@ class GroupedConv(Method):
     """
 
     name = "grouped-conv"
+    own_op = True
 
     def applies(self, p: Pair) -> bool:
         return _is_gradient(p) and _split(p)[2][0] in p.out

@@ -1,0 +1,115 @@
+"""A step of a model under `fully_shard`: whole parameters while it runs, sums placed like their parameters after.
+
+    unshard() of every part  ->  the step, as of the model before it was sharded  ->  reshard()  ->  a reduce-scatter of
+    the sums, to the placements of their parameters
+
+Collectives are kept out of the compiled graph: processes plan and compile by themselves, for batches of their own
+sizes, and collectives in graphs of their own would not meet in one order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from psg_fx.distributed.placed import Placed
+from psg_fx.distributed.sums import check_variance, over_processes
+from psg_fx.errors import NotYetSupported
+from psg_fx.graph import facts
+from psg_fx.reference.validate import ValidationReport
+from psg_fx.step.compiled import StepOutput
+from psg_fx.step.settings import Settings
+from psg_fx.step.with_loss import LossModule
+from psg_fx.torch_private.sharded import Sharding
+
+
+class ShardedModule(LossModule):
+    """A step with a loss, of a model whose parameters are spread over processes by `fully_shard`.
+
+    Every process calls it at the same time, with samples of its own.  Sums and means come back over the samples of all
+    processes, as DTensors placed like their parameters; what has a row for every sample is that of its own samples.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: Any, settings: Settings) -> None:
+        super().__init__(model, loss_fn, settings)
+        if settings.reuse_outputs:
+            raise NotYetSupported(
+                "reuse_outputs keeps whole tensors, and this model is sharded", where="transform(reuse_outputs=True)",
+                why="sums are scattered into new memory after each step", fix="leave reuse_outputs out",
+            )  # fmt: skip
+        check_variance(settings.joins_of_processes, "transform(quantities=...)")
+        self._sharding = Sharding(model)
+        self._inside = False
+
+    def forward(self, *args: Any, **given: Any) -> StepOutput:
+        """The step on this process's samples, and the sums over those of all."""
+        given = {name: _whole(value) for name, value in given.items()}
+        return self._over_processes(lambda: super(ShardedModule, self).forward(*args, **given))
+
+    def in_parts(self, *args: Any, **given: Any) -> StepOutput:
+        """Parts are of this process's samples alone: each process may have another number of them."""
+        return self._over_processes(lambda: super(ShardedModule, self).in_parts(*args, **given))
+
+    def _over_processes(self, run: Callable[[], StepOutput]) -> StepOutput:
+        """Gathers once and adds up once, however often the step runs in between."""
+        if self._inside:
+            return run()
+        with self._own():
+            out = run()
+        return over_processes(out, Placed(self.model))
+
+    @contextlib.contextmanager
+    def _own(self) -> Iterator[None]:
+        """Whole parameters, and calls that concern this process alone."""
+        with self._sharding.whole():
+            self._inside = True
+            try:
+                yield
+            finally:
+                self._inside = False
+
+    def export(self, *args: Any, **given: Any) -> Path:
+        """Refused: every process would write the file."""
+        raise NotYetSupported(
+            "a step of a sharded model is not exported", where="step.export(path, inputs, targets)",
+            why="a file takes whole parameters, and every process would write the same one",
+            fix="export a step of the model before fully_shard, in one process",
+        )  # fmt: skip
+
+    def validate(self, *args: Any, **given: Any) -> ValidationReport:
+        """Compare the per-sample gradients of this process's samples with a float64 loop; sums are those of its own.
+        Every process calls it.
+        """
+        with self._own():
+            return super().validate(*args, **given)
+
+    def explain(self, measure: bool = False, device: str | None = None) -> str:
+        """As of every step, and what the parameters of the whole model take while it runs."""
+        text = super().explain(measure, device)
+        nodes = facts.placeholders(self._last.gm)
+        values = [node.meta["val"] for node in nodes if facts.input_spec(node).kind == "parameter"]
+        whole = sum(value.numel() * value.itemsize for value in values)
+        own = sum(_local(p).numel() * p.itemsize for p in self.model.parameters())
+        return (
+            f"{text}\n\n"
+            f"Sharded: the step is one graph of the whole model, so all parameters are gathered before it and kept "
+            f"until its end: {whole / 2**20:.1f} MiB on each process, beside its own {own / 2**20:.1f} MiB; sums are "
+            f"whole until they are scattered"
+        )
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _whole(value: Any) -> Any:
+    """What is given for parameters, gathered: directions may be placed like them."""
+    if isinstance(value, DTensor):
+        return value.full_tensor()
+    return {name: _whole(v) for name, v in value.items()} if isinstance(value, Mapping) else value

@@ -1,0 +1,147 @@
+"""What the steps of several processes return, as for the batch of all of them.
+
+Sums over samples add up over processes:  Σ_i c_i g_i = Σ_p Σ_{i of p} c_i g_i;  means are weighted by the numbers of
+samples B_p of the processes:  ḡ = Σ_p B_p ḡ_p / Σ_p B_p.  A variance is that of the second moments less the mean of
+all squared.  What has a row for every sample stays with its process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from psg_fx.errors import BadArgument
+from psg_fx.quantities.base import Join
+from psg_fx.step.compiled import StepOutput
+
+_BUCKET = 2**25
+"""Bytes that are sent as one message: large enough for the rate of the network, small beside a model."""
+
+Named = Mapping[str, torch.Tensor]
+
+
+class Processes(Protocol):
+    """How named tensors of this process become those of all."""
+
+    def shares(self, named: Named, count: int) -> Named:
+        """Which part of the samples of all processes the `count` of this one are, for each tensor: scalars."""
+
+    def add(self, named: Named) -> dict[str, torch.Tensor]:
+        """The sums over processes."""
+
+
+def reduce(out: StepOutput, group: dist.ProcessGroup | None = None) -> StepOutput:
+    """The output of a step on this process's samples, with sums and means over the samples of all processes.
+
+    `clipped_sum` and `weighted_sum` are added up; `mean_grad` and `second_moment` are means over all samples, so that
+    shares of any size, also empty ones, count as they should.  `second_moment` of `SecondMoment(centered=True)` needs
+    `MeanGrad()` beside it.  Losses, norms, factors and whatever else has a row for every sample remain those of this
+    process's samples, and so does `gram`.  Every process must call it, with outputs of the same step.
+
+    Args:
+        out: what a step (or `microbatch`) returned; its tensors are not changed.
+        group: of processes, None for all.
+
+    Raises:
+        BadArgument: the output is over all processes already, no step's, or a variance without its mean.
+    """
+    if getattr(out, "joins", None) is None:
+        known = type(out) is StepOutput
+        raise BadArgument(
+            "this is no output of one process" if known else f"out is a {type(out).__name__}",
+            where="psg_fx.distributed.reduce(out)",
+            why="it is over all processes already, and adding it up again would count every process once more"
+            if known else "the output of a step says how each of its fields is added up",
+            fix="pass what the step returned, once",
+        )  # fmt: skip
+    check_variance(out.joins or {}, "psg_fx.distributed.reduce(out)")
+    return over_processes(out, _Group(group))
+
+
+def check_variance(joins: Mapping[str, Join], where: str) -> None:
+    """Refuse a variance that does not follow from those of the parts."""
+    if joins.get("second_moment") == "variance" and "mean_grad" not in joins:
+        raise BadArgument(
+            "SecondMoment(centered=True) of all processes does not follow from those of each", where=where,
+            why="the processes' means differ, and are not known",
+            fix="ask for MeanGrad() as well: quantities=[SecondMoment(centered=True), MeanGrad()]",
+        )  # fmt: skip
+
+
+def over_processes(out: StepOutput, processes: Processes) -> StepOutput:
+    """The output over all processes: the same fields, of which sums and means are replaced."""
+    joins, fields, count = out.joins or {}, dict(vars(out)), len(out.losses)
+    for field, join in joins.items():
+        if join in ("cat", "local") or field not in fields:
+            continue
+        named: Named = fields[field]
+        if join == "variance":
+            named = {name: value + _square(out.mean_grad[name], value) for name, value in named.items()}
+        if join != "sum":
+            shares = processes.shares(named, count)
+            named = {name: value * shares[name].to(value.dtype) for name, value in named.items()}
+        fields[field] = processes.add(named)
+    for field in (f for f, join in joins.items() if join == "variance"):
+        pairs = ((name, value, _square(fields["mean_grad"][name], value)) for name, value in fields[field].items())
+        fields[field] = {name: (value - square).clamp(min=0) for name, value, square in pairs}
+    return StepOutput(fields)
+
+
+def _square(mean: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return mean.to(like.dtype).square()
+
+
+class _Group:
+    """A group of processes, each with all of every tensor."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+
+    def shares(self, named: Named, count: int) -> Named:
+        device = next(iter(named.values())).device
+        share = share_of(count, device, self.group)
+        return dict.fromkeys(named, share)
+
+    def add(self, named: Named) -> dict[str, torch.Tensor]:
+        return added(named, self.group)
+
+
+def share_of(count: int, device: torch.device, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """count / Σ count over the group's processes, as a scalar on the device; 0 where there are no samples at all."""
+    total = torch.full((), count, dtype=torch.float64, device=device)
+    dist.all_reduce(total, group=group)
+    return count / total.clamp(min=1)
+
+
+def added(named: Named, group: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
+    """The sums over processes, in few messages.  Memory is added as it lies, and how a result lies depends on the plan
+    for a process's own batch size, so all is laid in a row first.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for bucket in buckets(named.items()):
+        row = torch.cat([value.reshape(-1) for _, value in bucket])
+        dist.all_reduce(row, group=group)
+        pieces = row.split([value.numel() for _, value in bucket])
+        found |= {name: piece.view(value.shape) for (name, value), piece in zip(bucket, pieces, strict=True)}
+    return {name: found[name] for name in named}
+
+
+def buckets(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Tensors of one dtype and device each, of some size together."""
+    by_kind: dict[Any, list[tuple[str, torch.Tensor]]] = {}
+    for name, value in named:
+        by_kind.setdefault((value.dtype, value.device), []).append((name, value))
+    for entries in by_kind.values():
+        bucket: list[tuple[str, torch.Tensor]] = []
+        size = 0
+        for name, value in entries:
+            bucket.append((name, value))
+            size += value.numel() * value.element_size()
+            if size >= _BUCKET:
+                yield bucket
+                bucket, size = [], 0
+        if bucket:
+            yield bucket

@@ -1,0 +1,89 @@
+"""What cannot be in a file, said before anything is written."""
+
+from __future__ import annotations
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import GraphModule, Node
+
+from psg_fx.errors import NotYetSupported
+from psg_fx.graph import facts
+from psg_fx.graph.facts import InputSpec
+from psg_fx.program.call import Call
+from psg_fx.source import locate
+
+_TORCH = ("aten", "prims", "_operator", "math", "builtins")
+_OWN = ("psg_fx", "psg_fx_functions")
+_WHERE = "step.export(path, inputs, targets)"
+
+
+def refuse(gm: GraphModule, call: Call, part: int | None) -> None:
+    """Refuse a lowered graph that a file does not stand for.  part: so many samples fit into the memory budget."""
+    known = facts.graph_facts(gm)
+    if known.one_size:
+        raise _refusal("the graph serves one batch size only", known.notes[0], "take sizes from the input (x.shape[0])")
+    if part is not None:
+        raise _refusal(
+            "the step runs in parts within its memory budget", "a file holds one graph, for the whole batch",
+            "leave memory_budget out, and pass the file batches that fit",
+        )  # fmt: skip
+    for spec, _ in facts.returned(gm):
+        if spec.kind == "written":
+            raise _refusal(
+                "the code stores tensors in attributes", "there is no model beside a file that could hold them",
+                "register them as buffers, whose new values are outputs",
+            )  # fmt: skip
+        if spec.kind == "buffer" and not spec.name.startswith("model."):
+            raise _of_the_loss(spec.name)
+    for _, value in call.constants:
+        if not isinstance(value, (bool, int, float, str, type(None))):
+            raise _refusal(
+                f"an argument is a {type(value).__name__}",
+                "what is neither tensor, number nor text cannot be compared when the file is used",
+                "let the model make it, or pass tensors and numbers",
+            )  # fmt: skip
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, OpOverload):
+            _refuse_op(node, node.target)
+
+
+def _refuse_op(node: Node, target: OpOverload) -> None:
+    name = f"{target.namespace}.{target._opname}"
+    if target.namespace not in (*_TORCH, *_OWN):
+        raise NotYetSupported(
+            f"{name} is a custom operator", where=locate(node),
+            why="its code is not in the file, and the process that loads it may not have it",
+            fix="export a model of torch's own ops, or write the operator as a composite of them",
+        )  # fmt: skip
+    if torch.Tag.nondeterministic_seeded in target.tags:
+        raise NotYetSupported(
+            f"{name} draws random numbers", where=locate(node),
+            why="a file has no generator of the caller's to draw from, so that its draws could not be repeated",
+            fix="model.eval(), or pass the random tensor as an input",
+        )  # fmt: skip
+
+
+def _of_the_loss(name: str) -> NotYetSupported:
+    return _refusal(
+        f"the loss writes its buffer {name.removeprefix('loss_fn.')}",
+        "a file takes parameters and buffers of the model",
+        "make the loss a part of the model that returns it: loss_fn=lambda out: out",
+    )  # fmt: skip
+
+
+def _refusal(what: str, why: str, fix: str) -> NotYetSupported:
+    return NotYetSupported(what, where=_WHERE, why=why, fix=fix)
+
+
+def not_exported(error: Exception) -> NotYetSupported:
+    """The refusal of a graph that torch does not write."""
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return _refusal(
+        "torch could not make a file of the lowered graph", f"{type(error).__name__}: {first}",
+        "run the step itself; psg_fx.transform(..., backend='eager') needs no compiler",
+    )  # fmt: skip
+
+
+def is_passed(spec: InputSpec) -> bool:
+    """Whether an input of the graph is one of the file: what code and loss hold is in it as it is now."""
+    return spec.kind != "constant" and not (spec.kind == "buffer" and not spec.target.startswith("model."))

@@ -1,0 +1,149 @@
+"""A lowered graph becomes a file: exported with a dynamic batch, compiled ahead of time, tried, and put in place."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._ops import OpOverload
+from torch.export import Dim, ExportedProgram
+from torch.fx import GraphModule, Node
+
+from psg_fx.errors import InternalError, PsgError
+from psg_fx.graph import facts
+from psg_fx.passes.compile import CPU_OPTIONS, written_out
+from psg_fx.saved.refusals import is_passed, not_exported
+from psg_fx.saved.spec import Spec
+from psg_fx.torch_private.ops import kernel
+from psg_fx.torch_private.packages import Runner, compiled_files, load_compiled, pack
+from psg_fx.torch_private.quiet import quiet
+
+SPEC = "psg_fx.json"
+_OWN = ("psg_fx", "psg_fx_functions")
+_MOST_SAMPLES = 2**20
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
+
+
+class Lowered(nn.Module):
+    """(passed inputs..) -> results: the graph with what code and loss hold filled in."""
+
+    _run: GraphModule
+
+    def __init__(self, gm: GraphModule, held: Mapping[int, torch.Tensor]) -> None:
+        super().__init__()
+        object.__setattr__(self, "_run", _of_torch_alone(written_out(gm)))  # its modules are none of the file's
+        self._places = sorted(held)
+        for place, tensor in held.items():
+            self.register_buffer(f"held_{place}", tensor.detach().clone().contiguous())
+
+    def forward(self, *passed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """All results, in the order of the graph."""
+        rest = iter(passed)
+        count = len(passed) + len(self._places)
+        values = [getattr(self, f"held_{i}") if i in self._places else next(rest) for i in range(count)]
+        return tuple(value for value in self._run(*values) if value is not None)
+
+
+def _of_torch_alone(gm: GraphModule) -> GraphModule:
+    """Ops of psg_fx are traced into torch's own: the kernels that compute them are called instead."""
+    for node in gm.graph.nodes:
+        if isinstance(node.target, OpOverload) and node.target.namespace in _OWN:
+            node.target = kernel(node.target)
+    gm.recompile()
+    return gm
+
+
+def write(path: str | os.PathLike[str], gm: GraphModule, spec: Spec, arguments: Sequence[torch.Tensor]) -> Path:
+    """Write the file, or leave what is there: it is put in place when it has given, for these arguments and for the
+    first sample of them alone, what the graph gives.
+
+    arguments: of all inputs of the graph.  Raises NotYetSupported, or InternalError where the file is wrong.
+    """
+    target = Path(path)
+    nodes = facts.placeholders(gm)
+    passes = [is_passed(facts.input_spec(node)) for node in nodes]
+    held = {i: a for i, (a, passed) in enumerate(zip(arguments, passes, strict=True)) if not passed}
+    lowered = Lowered(gm, held)
+    given = [(n, a.detach().contiguous()) for n, a, passed in zip(nodes, arguments, passes, strict=True) if passed]
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".psg_fx-") as folder:
+        draft = str(Path(folder) / "step.pt2")
+        try:
+            with quiet(), torch.no_grad():
+                program = _exported(gm, lowered, [node for node, _ in given])
+                pack(draft, program, compiled_files(program, _options(spec)), {SPEC: spec.to_json()})
+                runner = load_compiled(draft)
+        except PsgError:
+            raise
+        except Exception as error:
+            raise not_exported(error) from error
+        _try_out(gm, lowered, runner, given)
+        os.replace(draft, target)
+    return target
+
+
+def _options(spec: Spec) -> dict[str, Any]:
+    return dict(CPU_OPTIONS) if spec.device == "cpu" else {}
+
+
+def _exported(gm: GraphModule, lowered: Lowered, nodes: Sequence[Node]) -> ExportedProgram:
+    """The graph as a program for any number of samples."""
+    batch = facts.graph_facts(gm).batch
+    samples = Dim("B", min=1, max=_MOST_SAMPLES)
+    shapes = [facts.shape(node.meta["val"]) for node in nodes]
+    dynamic = [
+        {dim: samples if size == batch else int(size / batch) * samples for dim, size in enumerate(shape)
+         if size.free_symbols} or None
+        for shape in shapes
+    ]  # fmt: skip
+    size = _size_of_its_own([s for shape in shapes for s in shape if not s.free_symbols])
+    example = [
+        torch.zeros([facts.at(s, batch, size) for s in shape], dtype=n.meta["val"].dtype, device=n.meta["val"].device)
+        for n, shape in zip(nodes, shapes, strict=True)
+    ]
+    return torch.export.export(lowered, tuple(example), dynamic_shapes=(tuple(dynamic),), strict=False)
+
+
+def _size_of_its_own(sizes: Sequence[Any]) -> int:
+    """A number of samples that no other size equals."""
+    return next(size for size in (7, 11, 13, 17, 19, 23, 29, 31, 37) if size not in sizes)
+
+
+def _try_out(gm: GraphModule, lowered: Lowered, runner: Runner, given: Sequence[tuple[Node, torch.Tensor]]) -> None:
+    """Compare the file with the graph, on these arguments and on their first sample."""
+    for alone in (False, True):
+        values = [_first(gm, node, value) if alone else value for node, value in given]
+        with torch.no_grad():
+            expected, found = lowered(*values), runner(*values)
+        for index, (a, b) in enumerate(zip(found, expected, strict=True)):
+            if not _close(a, b):
+                raise InternalError(
+                    f"the file computes something else than the step, in output {index}",
+                    where="step.export(path, inputs, targets)",
+                    why=f"it was tried on {'the first sample' if alone else 'this batch'}, and nothing was written",
+                    fix="please report this as a bug",
+                )  # fmt: skip
+
+
+def _first(gm: GraphModule, node: Node, value: torch.Tensor) -> torch.Tensor:
+    """An argument for the first sample alone."""
+    batch = facts.graph_facts(gm).batch
+    for dim, size in enumerate(facts.shape(node.meta["val"])):
+        if size.free_symbols:
+            value = value.narrow(dim, 0, facts.at(size, batch, 1))
+    return value.contiguous()
+
+
+def _close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    if not facts.is_differentiable(expected):
+        return torch.equal(found, expected)
+    tolerance = _TOLERANCE.get(expected.dtype, 5e-2)
+    finite = expected[expected.isfinite()].abs()
+    largest = float(finite.max()) if finite.numel() else 1.0
+    return torch.allclose(found, expected, rtol=tolerance, atol=tolerance * largest, equal_nan=True)

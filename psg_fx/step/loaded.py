@@ -1,0 +1,189 @@
+"""`psg_fx.load`: a file of `step.export` as a function of parameters, inputs and targets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import torch
+from torch.utils import _pytree as pytree
+
+from psg_fx.errors import BadArgument
+from psg_fx.program.call import Call
+from psg_fx.saved.spec import Entry, Spec, sizes
+from psg_fx.saved.write import SPEC
+from psg_fx.step.binding import failed_check
+from psg_fx.step.compiled import StepOutput
+from psg_fx.step.finite import with_finite_sum
+from psg_fx.step.with_loss import as_arguments
+from psg_fx.torch_private.packages import Runner, load_compiled, text_in
+
+_ABSENT: Any = object()
+_CALL = "loaded(params, inputs, targets)"
+
+
+def load(path: str | os.PathLike[str]) -> LoadedStep:
+    """The step that `step.export` has written.
+
+    Raises:
+        BadArgument: there is no such file, it is no package of psg_fx, or one of another version's format.
+    """
+    target = Path(path)
+    try:
+        text = text_in(str(target), SPEC)
+    except (OSError, BadZipFile) as error:
+        raise _no_step(target, f"{type(error).__name__}: {error}") from error
+    if text is None:
+        raise _no_step(target, f"it is an archive without {SPEC}")
+    return LoadedStep(Spec.from_json(text), load_compiled(str(target)))
+
+
+def _no_step(path: Path, why: str) -> BadArgument:
+    return BadArgument(f"{path} is no file of a step", where="psg_fx.load(path)", why=why,
+                       fix="pass what step.export has written")  # fmt: skip
+
+
+class LoadedStep:
+    """A step without its model: `loaded(params, inputs, targets, **given)` -> the output that the step would give.
+
+    spec: what the file says of its inputs and outputs.
+    """
+
+    def __init__(self, spec: Spec, runner: Runner) -> None:
+        self.spec, self._runner = spec, runner
+        self._structure = pytree.treespec_loads(spec.call)
+
+    def __call__(
+        self, params: Mapping[str, torch.Tensor], inputs: Any, targets: Any = _ABSENT, **given: Any
+    ) -> StepOutput:
+        """Run the step.
+
+        params: parameters and buffers by name, as in `model.state_dict()`; further names are not read.
+        inputs, targets: arranged as those that the step was exported with, of any number of samples.
+        given: what the quantities read at a call, as for the step: weights=, directions=; and max_norm=, for another
+            bound than that of the export.
+
+        Returns the step's output.  Where the model writes buffers, `buffers` has their new values by name.
+
+        Raises:
+            BadArgument: a parameter is missing, or something has another shape, dtype, device or structure.
+        """
+        call = self._take_apart(as_arguments(inputs), ((), {}) if targets is _ABSENT else as_arguments(targets))
+        extras = self._extras(given, call.batch_size())
+        state = [self._checked(entry, params.get(entry.name), "params") for entry in self._state()]
+        fields = self._fields(self._run(state, call, extras))
+        if self.spec.drop:
+            run = _Again(self, state)
+            fields = with_finite_sum(run, call, extras, fields) or fields
+        return StepOutput(fields)
+
+    def _state(self) -> list[Entry]:
+        return self.spec.of_kind("parameter", "buffer")
+
+    def _take_apart(self, inputs: Any, targets: Any) -> Call:
+        leaves, structure = pytree.tree_flatten((inputs, targets))
+        entries = self.spec.of_kind("input", "target")
+        constants = tuple((i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if structure != self._structure or constants != self.spec.constants or len(tensors) != len(entries):
+            raise BadArgument(
+                "inputs and targets are arranged otherwise than at the export", where=_CALL,
+                why=f"the file takes {', '.join(e.name for e in entries)}"
+                + "".join(f", and {value!r} in place {place}" for place, value in self.spec.constants),
+                fix="pass them in the same tuples and dicts, with the same numbers among them",
+            )  # fmt: skip
+        dims = tuple(entry.samples for entry in entries)
+        kinds = sum(entry.kind == "input" for entry in entries)
+        call = Call(tuple(tensors), tuple(e.name for e in entries), dims, kinds, structure, constants)
+        count = call.batch_size() if all(t.ndim > (d or 0) for t, d in zip(tensors, dims, strict=True)) else 0
+        checked = [self._checked(e, t, "inputs and targets", count) for e, t in zip(entries, tensors, strict=True)]
+        return Call(tuple(checked), call.names, dims, kinds, structure, constants)
+
+    def _extras(self, given: Mapping[str, Any], count: int) -> dict[str, torch.Tensor]:
+        """The further inputs by name; directions are one for each parameter."""
+        flat = dict(given)
+        for name, value in flat.pop("directions", {}).items():
+            flat[f"direction.{name}"] = value
+        entries = self.spec.of_kind("given")
+        if unknown := set(flat) - {entry.name for entry in entries}:
+            known = ", ".join(entry.name for entry in entries) or "nothing beside inputs and targets"
+            raise BadArgument(
+                f"loaded() got {', '.join(sorted(unknown))}", where=_CALL, why="no quantity of the file reads it",
+                fix=f"the file reads {known}",
+            )  # fmt: skip
+        return {entry.name: self._given(entry, flat.get(entry.name), count) for entry in entries}
+
+    def _given(self, entry: Entry, value: Any, count: int) -> torch.Tensor:
+        if value is None and entry.default is None:
+            raise BadArgument(
+                f"{entry.name} is missing", where=_CALL, why="a quantity of the file reads it at every call",
+                fix="pass directions={name: tensor}" if entry.name.startswith("direction.") else f"pass {entry.name}=",
+            )  # fmt: skip
+        dtype = getattr(torch, entry.dtype)
+        tensor = torch.as_tensor(entry.default if value is None else value, dtype=dtype, device=self.spec.device)
+        if value is None or tensor.ndim == 0:
+            tensor = tensor.expand(sizes(entry.shape, count))
+        return self._checked(entry, tensor, "what is given", count)
+
+    def _checked(self, entry: Entry, value: Any, where: str, count: int = 1) -> torch.Tensor:
+        """The value in a row, if it is what the file takes: compiled code does not ask."""
+        shape = sizes(entry.shape, count)
+        if not isinstance(value, torch.Tensor):
+            found = f"a {type(value).__name__}" if value is not None else "missing"
+        elif list(value.shape) != shape:
+            found = f"{list(value.shape)}"
+        elif value.dtype is not getattr(torch, entry.dtype) or value.device.type != self.spec.device:
+            found = f"{str(value.dtype).removeprefix('torch.')} on {value.device}"
+        else:
+            return value.detach().contiguous()
+        raise BadArgument(
+            f"{entry.name} is {found}", where=f"{_CALL}: {where}",
+            why=f"the file takes {entry.dtype} {shape} on {self.spec.device}",
+            fix="pass model.state_dict()" if entry.kind in ("parameter", "buffer") else "pass what the step takes",
+        )  # fmt: skip
+
+    def _run(
+        self, state: Sequence[torch.Tensor], call: Call, extras: Mapping[str, torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """All results; every input in the place that the file has for it."""
+        held, tensors = iter(state), iter(call.tensors)
+        if call.batch_size() == 0:
+            return [
+                torch.zeros(sizes(e.shape, 0), dtype=getattr(torch, e.dtype), device=self.spec.device)
+                for e in self.spec.outputs
+            ]
+        flat = [
+            next(held) if entry.kind in ("parameter", "buffer")
+            else extras[entry.name] if entry.kind == "given" else next(tensors)
+            for entry in self.spec.inputs
+        ]  # fmt: skip
+        with torch.no_grad():
+            found: Sequence[torch.Tensor] = self._runner(*flat)
+        return found
+
+    def _fields(self, results: Sequence[torch.Tensor]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for entry, value in zip(self.spec.outputs, results, strict=True):
+            if entry.kind == "check":
+                if value.any():
+                    raise failed_check(entry.name)
+            elif entry.kind == "buffer":
+                found.setdefault("buffers", {})[entry.name.removeprefix("model.")] = value
+            elif entry.kind == "answer" and entry.name:
+                found.setdefault(entry.field, {})[entry.name] = value
+            else:
+                found[entry.field] = value
+        return found
+
+
+class _Again:
+    """The step once more, for the samples whose gradients are finite."""
+
+    def __init__(self, loaded: LoadedStep, state: Sequence[torch.Tensor]) -> None:
+        self._loaded, self._state = loaded, state
+
+    def __call__(self, call: Call, extras: Mapping[str, torch.Tensor], *, buffers: bool = True) -> StepOutput:
+        return StepOutput(self._loaded._fields(self._loaded._run(self._state, call, extras)))

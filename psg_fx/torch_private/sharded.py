@@ -1,0 +1,145 @@
+"""Models that are spread over processes: which ones, and a fully sharded one with its parameters whole for a while.
+
+Nothing of torch.distributed is imported before the user has: a model that is spread over processes shows that it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+_TENSOR, _FSDP = "torch.distributed.tensor", "torch.distributed.fsdp"
+_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
+
+
+def is_sharded_tensor(value: object) -> bool:
+    """Whether a tensor is a DTensor, of which this process may hold a part only."""
+    found = sys.modules.get(_TENSOR)
+    return found is not None and isinstance(value, found.DTensor)
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to this very module."""
+    kind = getattr(sys.modules.get(_FSDP), "FSDPModule", None)
+    return kind is not None and isinstance(module, kind)
+
+
+def is_sharded(model: object) -> bool:
+    """Whether `fully_shard` was applied to a model, or to a part of it."""
+    return isinstance(model, nn.Module) and any(map(is_fully_sharded, model.modules()))
+
+
+def wrapper(module: nn.Module) -> str:
+    """The name of a class of torch that wraps a model for several processes or devices, "" of any other module."""
+    kind = type(module)
+    names = [k.__name__ for k in kind.__mro__ if k.__module__.startswith(("torch.nn.parallel", _FSDP))]
+    return next((name for name in _WRAPPERS if name in names), "")
+
+
+def hook_of_processes(module: nn.Module) -> str:
+    """The name of a forward hook of torch.distributed on the module, which communicates; "" if there is none."""
+    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+        if _module_of(hook).startswith("torch.distributed"):
+            return getattr(hook, "__qualname__", type(hook).__name__)
+    return ""
+
+
+def _module_of(hook: Any) -> str:
+    inner = hook.func if isinstance(hook, functools.partial) else hook
+    return str(getattr(inner, "__module__", ""))
+
+
+@dataclass
+class CastInputs:
+    """A forward pre-hook: what fully_shard's own does to the values, the cast of the mixed-precision policy."""
+
+    dtype: torch.dtype | None
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return None if self.dtype is None else _cast((args, kwargs), self.dtype)
+
+
+@dataclass
+class CastOutputs:
+    """A forward hook: the same of the outputs."""
+
+    dtype: torch.dtype | None
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return None if self.dtype is None else _cast(output, self.dtype)
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    from torch.distributed.utils import _apply_to_tensors
+
+    return _apply_to_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, values)
+
+
+@dataclass
+class _Dressed:
+    """A module under fully_shard, and what it is without: its class, and hooks that cast and do not gather."""
+
+    module: Any
+    kind: type
+    plain: type
+    hooks: list[tuple[dict[int, Any], int, Any, Any]] = field(default_factory=list)
+
+
+class Sharding:
+    """The modules of a model to which `fully_shard` was applied.
+
+    `whole()` gives the model as it was before: parameters gathered, and neither hooks nor classes of fully_shard.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._dressed = [_dressed(m) for m in model.modules() if is_fully_sharded(m)]
+        self._depth = 0
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Every process takes part.  It may be entered while it is open."""
+        self._depth += 1
+        try:
+            if self._depth == 1:
+                self._gather()
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self._release()
+
+    def _gather(self) -> None:
+        for one in self._dressed:
+            one.module.unshard()
+        for one in self._dressed:
+            one.module.__class__ = one.plain
+            for hooks, key, _, cast in one.hooks:
+                hooks[key] = cast
+
+    def _release(self) -> None:
+        for one in self._dressed:
+            one.module.__class__ = one.kind
+            for hooks, key, own, _ in one.hooks:
+                hooks[key] = own
+        for one in self._dressed:
+            one.module.reshard()
+
+
+def _dressed(module: Any) -> _Dressed:
+    kind = type(module)
+    found = _Dressed(module, kind, kind.__mro__[getattr(kind, "_orig_cls_mro_index", 2)])
+    policy = module._get_fsdp_state()._mp_policy
+    inputs = CastInputs(policy.param_dtype if policy.cast_forward_inputs else None)
+    outputs = CastOutputs(policy.output_dtype)
+    for hooks, cast in ((module._forward_pre_hooks, inputs), (module._forward_hooks, outputs)):
+        for key, own in hooks.items():
+            if _module_of(own).startswith(_FSDP):
+                found.hooks.append((hooks, key, own, cast))
+    return found

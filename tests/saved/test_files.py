@@ -1,0 +1,301 @@
+"""A file of a step gives what the step gives: to psg_fx, to a process without it, and to C++."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import cpp_extension
+
+import psg_fx
+from psg_fx import zoo
+from psg_fx.errors import BadArgument, InternalError
+from psg_fx.saved import write
+from psg_fx.step.loaded import LoadedStep
+
+pytestmark = [pytest.mark.inductor, pytest.mark.slow, pytest.mark.xdist_group("files")]
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+
+
+class Model(nn.Module):
+    """Reads and writes buffers, uses a layer twice, and refuses some values."""
+
+    count: Tensor
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("scale", torch.full((6,), 0.5))
+        self.last.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor, *, mask: Tensor) -> Tensor:
+        if x.abs().max() > 1e6:
+            raise ValueError("too large")
+        self.count += 1
+        h = self.inner(self.inner(self.first(x)).tanh() * mask) * self.scale
+        out: Tensor = self.last(h.log_softmax(-1))
+        return out
+
+
+class Loss(nn.Module):
+    """Holds a buffer, which is in the file as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5]))
+
+    def forward(self, output: Tensor, y: Tensor) -> Tensor:
+        found: Tensor = self.inner(output, y)
+        return found
+
+
+QUANTITIES = (
+    psg_fx.ClippedSum(max_norm=0.4, per="parameter", weighted=True), psg_fx.Dots(), psg_fx.MeanGrad(), psg_fx.Gram(),
+)  # fmt: skip
+
+
+def batch(size: int) -> tuple[dict[str, Tensor], Tensor]:
+    draw = torch.Generator().manual_seed(size)
+    return {
+        "x": torch.randn(size, 4, generator=draw), "mask": torch.rand(size, 6, generator=draw).round()
+    }, torch.randint(3, (size,), generator=draw)  # fmt: skip
+
+
+def given(model: nn.Module, size: int) -> dict[str, Any]:
+    directions = {n: 0.5 * p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    return {"weights": torch.linspace(0.5, 1.5, size), "directions": directions}
+
+
+class Made:
+    """A step, its model, and its file, read again."""
+
+    def __init__(self, folder: Path) -> None:
+        torch.manual_seed(0)
+        self.model = Model()
+        self.step = psg_fx.transform(self.model, Loss(), quantities=QUANTITIES, backend="eager", progress=False)
+        inputs, targets = batch(5)
+        self.path = self.step.export(folder / "step.pt2", inputs, targets, **given(self.model, 5))
+        self.loaded: LoadedStep = psg_fx.load(self.path)
+
+    def both(self, size: int, **more: Any) -> tuple[Any, Any]:
+        """The outputs of the file and of the step."""
+        inputs, targets = batch(size)
+        extras = given(self.model, size) | more
+        found = self.loaded(self.model.state_dict(), inputs, targets, **extras)
+        before = self.model.count.clone()
+        expected = self.step(inputs, targets, **{k: v for k, v in extras.items() if k != "max_norm"})
+        assert torch.equal(before + (size > 0), found.buffers["count"]) or size == 0
+        return found, expected
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return Made(tmp_path_factory.mktemp("step"))
+
+
+def same(found: Any, expected: Any) -> None:
+    """The same fields, with the same values."""
+    theirs = {k: v for k, v in vars(found).items() if k != "buffers"}
+    assert theirs.keys() == vars(expected).keys()
+    torch.testing.assert_close(theirs, dict(vars(expected)), rtol=1e-4, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("size", [5, 1, 2, 33, 0])
+def test_it_gives_what_the_step_gives(made: Made, size: int) -> None:
+    same(*made.both(size))
+
+
+def test_parameters_are_read_at_every_call(made: Made) -> None:
+    with torch.no_grad():
+        made.model.inner.weight.mul_(1.5)
+    same(*made.both(4))
+
+
+def test_a_sample_whose_gradient_is_not_finite_is_dropped(made: Made) -> None:
+    inputs, targets = batch(4)
+    inputs["x"][1] = torch.nan
+    extras = given(made.model, 4)
+    found = made.loaded(made.model.state_dict(), inputs, targets, **extras)
+    same(found, made.step(inputs, targets, **extras))
+    assert all(value.isfinite().all() for value in found.clipped_sum.values())
+
+
+def test_another_bound_and_weights(made: Made) -> None:
+    bound = psg_fx.ClippedSum(max_norm=0.01, per="parameter", weighted=True)
+    other = psg_fx.transform(made.model, Loss(), quantities=bound, backend="eager", progress=False)
+    inputs, targets = batch(6)
+    extras = given(made.model, 6)
+    found = made.loaded(made.model.state_dict(), inputs, targets, max_norm=0.01, **extras)
+    expected = other(inputs, targets, weights=extras["weights"]).clipped_sum
+    torch.testing.assert_close(found.clipped_sum, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_what_does_not_fit_is_refused(made: Made) -> None:
+    inputs, targets = batch(4)
+    state, extras = made.model.state_dict(), given(made.model, 4)
+
+    def text(*arguments: Any, **more: Any) -> str:
+        with pytest.raises(BadArgument) as error:
+            made.loaded(*arguments, **(extras | more))
+        return str(error.value)
+
+    missing = {name: value for name, value in state.items() if name != "inner.weight"}
+    assert text(missing, inputs, targets) == (
+        "inner.weight is missing\n"
+        "  where  loaded(params, inputs, targets): params\n"
+        "  why    the file takes float32 [6, 6] on cpu\n"
+        "  fix    pass model.state_dict()"
+    )
+    assert text(state | {"inner.weight": torch.zeros(6, 5)}, inputs, targets).startswith("inner.weight is [6, 5]\n")
+    assert text(state, inputs, targets.float()).startswith("target_0 is float32 on cpu\n")
+    assert text(state, inputs | {"x": inputs["x"][:, :3]}, targets).startswith("input_x is [4, 3]\n")
+    assert text(state, inputs, targets[:3]).startswith("the inputs disagree on the number of samples\n")
+    assert text(state, inputs["x"], targets).startswith("inputs and targets are arranged otherwise than at the export")
+    assert text(state, inputs, targets, weights=None).startswith("weights is missing\n")
+    assert text(state, inputs, targets, weights=torch.ones(3)).startswith("weights is [3]\n")
+    assert text(state, inputs, targets, sizes=1).startswith("loaded() got sizes\n")
+    too_large = inputs | {"x": 1e7 * inputs["x"]}
+    assert "if x.abs().max() > 1e6" in text(state, too_large, targets)
+
+
+def test_what_is_in_the_file(made: Made) -> None:
+    """The names that `state_dict` has, sizes that follow from B, and no values of anybody."""
+    with zipfile.ZipFile(made.path) as archive:
+        (name,) = [n for n in archive.namelist() if n.endswith("/extra/psg_fx.json")]
+        said = json.loads(archive.read(name))
+    kinds = {entry["name"]: (entry["kind"], entry["shape"], entry["dtype"]) for entry in said["inputs"]}
+    assert kinds["first.weight"] == ("parameter", [6, 4], "float32")
+    assert kinds["count"] == ("buffer", [], "float32")
+    assert kinds["input_x"] == ("input", ["B", 4], "float32")
+    assert kinds["target_0"] == ("target", ["B"], "int64")
+    assert kinds["weights"] == ("given", ["B"], "float32")
+    assert not any("loss" in name for name in kinds)
+    outputs = [(entry["kind"], entry["field"], entry["name"]) for entry in said["outputs"]]
+    assert [kind for kind, field, _ in outputs if field == "losses"] == ["loss"]
+    assert ("answer", "mean_grad", "first.weight") in outputs
+    program = torch.export.load(made.path)
+    assert program.example_inputs is None
+    assert {n.target.namespace for n in program.graph.nodes if hasattr(n.target, "namespace")} <= {"aten", "prims"}
+
+
+def flat(made: Made, size: int) -> list[Tensor]:
+    """The inputs of the file in its order."""
+    inputs, targets = batch(size)
+    extras, state = given(made.model, size), made.model.state_dict()
+    named = {"input_x": inputs["x"], "input_mask": inputs["mask"], "target_0": targets, "weights": extras["weights"]}
+    named |= {f"direction.{n}": v for n, v in extras["directions"].items()}
+    found = []
+    for entry in made.loaded.spec.inputs:
+        value = state.get(entry.name, named.get(entry.name))
+        if value is None:
+            sizes = [size if s == "B" else s for s in entry.shape]
+            value = torch.tensor(entry.default, dtype=torch.float32).expand(sizes)
+        found.append(value.contiguous())
+    return found
+
+
+PLAIN = """
+import sys, torch
+run = torch._inductor.aoti_load_package(sys.argv[1])
+torch.save(list(run(*torch.load(sys.argv[2]))), sys.argv[3])
+assert not any(name.startswith("psg_fx") for name in sys.modules)
+"""
+
+
+def test_a_process_without_psg_fx_runs_it(made: Made, tmp_path: Path) -> None:
+    torch.save(flat(made, 7), tmp_path / "inputs.pt")
+    command = [sys.executable, "-c", PLAIN, str(made.path), str(tmp_path / "inputs.pt"), str(tmp_path / "out.pt")]
+    subprocess.run(command, check=True, cwd=tmp_path)
+    compare(made, torch.load(tmp_path / "out.pt"))
+
+
+def compare(made: Made, results: list[Tensor]) -> None:
+    found = made.loaded._fields(results)
+    inputs, targets = batch(7)
+    expected = made.step(inputs, targets, **given(made.model, 7))
+    torch.testing.assert_close(found["norms"], expected.norms, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found["clipped_sum"], expected.clipped_sum, rtol=1e-4, atol=1e-6)
+
+
+def test_a_program_in_cpp_runs_it(made: Made, tmp_path: Path) -> None:
+    torch.save(flat(made, 7), tmp_path / "inputs.pt")
+    program, lib = tmp_path / "run_step", str(Path(torch.__file__).parent / "lib")
+    includes = [f"-I{folder}" for folder in cpp_extension.include_paths()[:1]]
+    libraries = [f"-L{lib}", f"-Wl,-rpath,{lib}", "-ltorch", "-ltorch_cpu", "-lc10", "-ldl"]
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
+    source = str(EXAMPLES / "run_step.cpp")
+    command = ["g++", "-std=c++20", "-O0", abi, *includes, source, "-o", str(program), "-Wl,--no-as-needed", *libraries]
+    subprocess.run(command, check=True)
+    arguments = [str(made.path), str(tmp_path / "inputs.pt"), str(tmp_path / "out.pt")]
+    done = subprocess.run([str(program), *arguments], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{len(made.loaded.spec.inputs)} inputs, {len(made.loaded.spec.outputs)} results\n"
+    compare(made, list(torch.load(tmp_path / "out.pt")))
+
+
+def test_nothing_is_written_if_the_file_is_wrong(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "step.pt2"
+    path.write_text("as it was")
+    model = nn.Linear(2, 2)
+    step = psg_fx.transform(model, F.mse_loss, quantities=psg_fx.Norms(), backend="eager", progress=False)
+    read = write.load_compiled
+
+    def wrong(path: str) -> Any:
+        run = read(path)
+        return lambda *values: [1.01 * value for value in run(*values)]
+
+    monkeypatch.setattr(write, "load_compiled", wrong)
+    with pytest.raises(InternalError, match="the file computes something else than the step, in output 0"):
+        step.export(path, torch.randn(3, 2), torch.randn(3, 2))
+    assert path.read_text() == "as it was"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+class Recurrent(nn.Module):
+    """Captured as ops of psg_fx, which a file does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = nn.GRU(3, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.layer(x)[0][:, -1])
+        return out
+
+
+def recurrent() -> tuple[nn.Module, Any, Tensor, Tensor]:
+    return Recurrent(), F.cross_entropy, torch.randn(4, 5, 3), torch.randint(2, (4,))
+
+
+def convolutional() -> tuple[nn.Module, Any, Tensor, Tensor]:
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.Flatten(), nn.Linear(16 * 144, 3))
+    return model, F.cross_entropy, torch.randn(8, 3, 16, 16), torch.randint(3, (8,))
+
+
+def gpt() -> tuple[nn.Module, Any, Tensor, Tensor]:
+    ex = zoo.example("gpt", batch=4, layers=2, width=32, heads=2, tokens=8, vocabulary=30)
+    return ex.model, ex.loss_fn, ex.inputs, ex.targets
+
+
+@pytest.mark.parametrize("make", [recurrent, convolutional, pytest.param(gpt, marks=pytest.mark.rest)])
+def test_models_whose_steps_use_ops_of_psg_fx(make: Any, tmp_path: Path) -> None:
+    model, loss_fn, x, y = make()
+    quantities = [psg_fx.Grads(), psg_fx.ClippedSum(max_norm=0.1)]
+    step = psg_fx.transform(model, loss_fn, quantities=quantities, backend="eager", progress=False)
+    expected = step(x, y)
+    used = {str(n.target).partition(".")[0] for n in step.graphs["tidied"].graph.nodes}
+    assert ("psg_fx" in used) is (make is not gpt)
+    loaded = psg_fx.load(step.export(tmp_path / "step.pt2", x, y))
+    same(loaded(model.state_dict(), x, y), expected)
+    same(loaded(model.state_dict(), x[:1], y[:1]), step(x[:1], y[:1]))
