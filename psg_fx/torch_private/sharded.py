@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 _TENSOR, _FSDP = "torch.distributed.tensor", "torch.distributed.fsdp"
+_COMMUNICATING = (_TENSOR, _FSDP, "torch.distributed._composable.replicate", "torch.distributed._composable.fsdp")
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
 
 
@@ -44,9 +45,11 @@ def wrapper(module: nn.Module) -> str:
 
 
 def hook_of_processes(module: nn.Module) -> str:
-    """The name of a forward hook of torch.distributed on the module, which communicates; "" if there is none."""
+    """The name of a forward hook of torch.distributed on the module that communicates; "" if there is none.  Those of
+    activation checkpointing do not.
+    """
     for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-        if _module_of(hook).startswith("torch.distributed"):
+        if _module_of(hook).startswith(_COMMUNICATING):
             return getattr(hook, "__qualname__", type(hook).__name__)
     return ""
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as checkpoint_activations
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -92,6 +93,13 @@ def along_columns(model: Any, **options: Any) -> None:
     fully_shard(model, shard_placement_fn=placement, **options)
 
 
+def checkpointed(model: Any, **options: Any) -> None:
+    """With torch's hooks for activation checkpointing beside those of fully_shard."""
+    checkpoint_activations(model.inner)
+    fully_shard(model.inner, **options)
+    fully_shard(model, **options)
+
+
 def hybrid(shard: Callable[..., None], model: Any, **options: Any) -> None:
     """Sharded over pairs of processes, replicated over the pairs."""
     shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")), **options)
@@ -102,6 +110,7 @@ CASES: dict[str, tuple[int, Any, Any]] = {
     "kept after forward": (2, tied, partial(parts_only, reshard_after_forward=False)),
     "along columns": (2, tied, along_columns),
     "one parameter whole": (2, tied, without_one),
+    "checkpointed": (2, tied, checkpointed),
     "tied and odd": (4, tied, fully_shard),
     "modules together": (4, tied, together),
     "parts only": (4, tied, parts_only),
@@ -162,7 +171,10 @@ def check_equal_to_one_process(rank: int, world: int, name: str) -> int:
 @pytest.mark.parametrize("name", CASES)
 def test_equal_to_one_process(processes: Processes, name: str) -> None:
     world = CASES[name][0]
-    assert processes.run(check_equal_to_one_process, world, name) == [1] * world
+    captures = (
+        2 if name == "checkpointed" else 1
+    )  # its hooks read what fully_shard keeps on modules, which it changes once
+    assert processes.run(check_equal_to_one_process, world, name) == [captures] * world
 
 
 def check_parts(rank: int, world: int) -> None:
@@ -368,3 +380,26 @@ def check_loaded(rank: int, world: int, folder: str) -> None:
 def test_a_checkpoint_of_four_processes_is_read_by_two(processes: Processes, tmp_path: Any) -> None:
     processes.run(check_saved, 4, str(tmp_path))
     processes.run(check_loaded, 2, str(tmp_path))
+
+
+def check_compiled(rank: int, world: int) -> None:
+    """By inductor, at two batch sizes, while the weights change."""
+    model, loss_fn, inputs, targets = tied()
+    whole = copy.deepcopy(model)
+    together(model)
+    step = psg_fx.transform(model, loss_fn, quantities=psg_fx.ClippedSum(0.3), progress=False)
+    one = transformed(whole, loss_fn, psg_fx.ClippedSum(0.3))
+    for size in (7, 6):
+        mine = slice(0, 4) if rank == 0 else slice(4, size)
+        out, expected = step(inputs[mine], targets[mine]), one(inputs[:size], targets[:size])
+        for each, found in ((model, out), (whole, expected)):
+            psg_fx.distributed.set_grad(each, found.clipped_sum)
+            torch.optim.SGD(each.parameters(), lr=0.1).step()
+        torch.testing.assert_close(out.norms, expected.norms[mine], rtol=1e-4, atol=1e-6)
+        assert max(far(out.clipped_sum[name], value) for name, value in expected.clipped_sum.items()) < 1e-4
+
+
+@pytest.mark.inductor
+@pytest.mark.slow
+def test_compiled(processes: Processes) -> None:
+    processes.run(check_compiled, 2)

@@ -7,10 +7,12 @@ processes as it asks for.  What it asserts fails the test, with the process's ow
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib
 import multiprocessing
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -19,7 +21,7 @@ from typing import Any
 
 import pytest
 
-MOST, PATIENCE = 4, 60.0
+MOST, PATIENCE, GRACE = 4, 600.0, 3.0
 Check = Callable[..., Any]
 
 
@@ -39,7 +41,7 @@ def serve(rank: int, folder: str, jobs: Any, results: Any) -> None:
             check = getattr(importlib.import_module(module), name)
             dist.init_process_group(
                 "gloo", init_method=f"file://{folder}/{number}", rank=rank, world_size=world,
-                timeout=datetime.timedelta(seconds=PATIENCE / 2),
+                timeout=datetime.timedelta(seconds=PATIENCE),
             )  # fmt: skip
             torch.manual_seed(0)
             results.put((number, rank, check(rank, world, *arguments), ""))
@@ -71,17 +73,25 @@ class Processes:
         found: dict[int, Any] = {}
         failures = []
         for _ in range(world):
-            try:
-                _, rank, value, failure = self._results.get(timeout=PATIENCE)
-            except Empty:
+            result = self._next(GRACE if failures else PATIENCE)  # after a failure the others may wait for its process
+            if result is None:
                 failures.append(f"only {sorted(found)} of {world} processes came to an end")
                 break
+            _, rank, value, failure = result
             found[rank] = value
             failures += [f"process {rank} of {world}:\n{failure}"] if failure else []
         if failures:
             self.stop()
             pytest.fail("\n".join(failures), pytrace=False)
         return [found[rank] for rank in range(world)]
+
+    def _next(self, patience: float) -> Any:
+        """The next result; None if there is none in time, or a process has died."""
+        end = time.monotonic() + patience
+        while time.monotonic() < end and all(worker.is_alive() for worker in self._workers):
+            with contextlib.suppress(Empty):
+                return self._results.get(timeout=GRACE)
+        return None
 
     def _start(self) -> None:
         self._jobs = [self._context.Queue() for _ in range(MOST)]
