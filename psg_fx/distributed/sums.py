@@ -82,12 +82,16 @@ def over_processes(out: StepOutput, processes: Processes) -> StepOutput:
             named = {name: value + _square(out.mean_grad[name], value) for name, value in named.items()}
         if join != "sum":
             shares = processes.shares(named, count)
-            named = {name: value * shares[name].to(value.dtype) for name, value in named.items()}
+            named = {name: (_wide(value) * shares[name]).to(value.dtype) for name, value in named.items()}
         fields[field] = processes.add(named)
     for field in (f for f, join in joins.items() if join == "variance"):
         pairs = ((name, value, _square(fields["mean_grad"][name], value)) for name, value in fields[field].items())
         fields[field] = {name: (value - square).clamp(min=0) for name, value, square in pairs}
     return StepOutput(fields)
+
+
+def _wide(value: torch.Tensor) -> torch.Tensor:
+    return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
 def _square(mean: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
