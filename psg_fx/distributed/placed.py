@@ -26,7 +26,7 @@ class Placed:
         self.meshes = list(dict.fromkeys(p.device_mesh for p in self.parameters.values() if isinstance(p, DTensor)))
 
     def shares(self, named: Named, count: int) -> Named:
-        found = {mesh: share_of(count, next(iter(named.values())).device, _group(mesh)) for mesh in self.meshes}
+        found = {mesh: share_of(count, next(iter(named.values())).device, _groups(mesh)) for mesh in self.meshes}
         return {name: found[self._mesh(name)] for name in named}
 
     def add(self, named: Named) -> dict[str, torch.Tensor]:
@@ -42,7 +42,7 @@ class Placed:
             elif is_placed:
                 found |= {name: self._redistributed(name, value) for name, value in values.items()}
             else:
-                found |= added(values, _group(mesh))
+                found |= added(values, _groups(mesh))
         return {name: found[name] for name in named}
 
     def _mesh(self, name: str) -> Any:
@@ -112,6 +112,6 @@ def _part(piece: torch.Tensor, shape: torch.Size, dim: int, count: int, index: i
     return piece.view(each, *rest).narrow(0, 0, length).movedim(0, dim).contiguous()
 
 
-def _group(mesh: Any) -> Any:
-    """One group of all processes of a mesh."""
-    return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
+def _groups(mesh: Any) -> list[Any]:
+    """Groups over which sums are taken one after the other, so that they are over the whole mesh."""
+    return [mesh.get_group(dim) for dim in range(mesh.ndim)]

@@ -7,7 +7,7 @@ all squared.  What has a row for every sample stays with its process.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -106,28 +106,34 @@ class _Group:
 
     def shares(self, named: Named, count: int) -> Named:
         device = next(iter(named.values())).device
-        share = share_of(count, device, self.group)
+        share = share_of(count, device, [self.group])
         return dict.fromkeys(named, share)
 
     def add(self, named: Named) -> dict[str, torch.Tensor]:
-        return added(named, self.group)
+        return added(named, [self.group])
 
 
-def share_of(count: int, device: torch.device, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """count / Σ count over the group's processes, as a scalar on the device; 0 where there are no samples at all."""
+Groups = Sequence[dist.ProcessGroup | None]
+"""A group of processes (None: all), or those of each dim of a mesh."""
+
+
+def share_of(count: int, device: torch.device, groups: Groups) -> torch.Tensor:
+    """count / Σ count over the processes, as a scalar on the device; 0 where there are no samples at all."""
     total = torch.full((), count, dtype=torch.float64, device=device)
-    dist.all_reduce(total, group=group)
+    for group in groups:
+        dist.all_reduce(total, group=group)
     return count / total.clamp(min=1)
 
 
-def added(named: Named, group: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
+def added(named: Named, groups: Groups) -> dict[str, torch.Tensor]:
     """The sums over processes, in few messages.  Memory is added as it lies, and how a result lies depends on the plan
     for a process's own batch size, so all is laid in a row first.
     """
     found: dict[str, torch.Tensor] = {}
     for bucket in buckets(named.items()):
         row = torch.cat([value.reshape(-1) for _, value in bucket])
-        dist.all_reduce(row, group=group)
+        for group in groups:
+            dist.all_reduce(row, group=group)
         pieces = row.split([value.numel() for _, value in bucket])
         found |= {name: piece.view(value.shape) for (name, value), piece in zip(bucket, pieces, strict=True)}
     return {name: found[name] for name in named}

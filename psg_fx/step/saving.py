@@ -23,8 +23,6 @@ from psg_fx.step import own_code
 from psg_fx.step.binding import plain_mode
 from psg_fx.step.compiled import CompiledStep
 
-_READ_AT_THE_CALL = ("weights", "directions")
-
 
 def export(
     path: str | os.PathLike[str], model: nn.Module, loss_fn: Any, build: Any, call: Call,

@@ -16,6 +16,8 @@ import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -199,6 +201,23 @@ def test_a_tensor_parallel_model_is_refused_by_name(processes: Processes) -> Non
         "the parameter head.weight is a DTensor",
         "head has the hook PrepareModuleInput._apply.<locals>.<lambda> of torch.distributed",
     ]
+
+
+def check_both(rank: int, world: int) -> list[str]:
+    """`fully_shard` gathers over one dim of the mesh, and leaves the slices of the other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensors"))
+    model = parallelize_module(Block(), mesh["tensors"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(model.head, mesh=mesh["data"])
+    fully_shard(model, mesh=mesh["data"])
+    found = refusal(model)
+    assert all(isinstance(p, DTensor) and p.device_mesh.ndim in (1, 2) for p in model.parameters())
+    return [found, type(model).__name__]
+
+
+def test_a_sharded_and_sliced_model_is_refused_and_left_as_it_is(processes: Processes) -> None:
+    for text, kind in processes.run(check_both, 4):
+        assert text.splitlines()[0] == "NotYetSupported: the parameter up.weight is a DTensor"
+        assert kind == "FSDPBlock"
 
 
 def check_wrapped(rank: int, world: int) -> list[str]:
