@@ -20,28 +20,28 @@ def counted(found: Compiled) -> dict[str, Any]:
 
     kernels: distinct ones.  launches: of these, in a call.  extern: calls of ops that torch has kernels for (products,
     convolutions, attention), each of which may launch several.  bytes: read and written, as inductor counts them.
-    registers (a thread), shared (bytes a block): the most that a kernel takes.  spilling: kernels that spill registers,
-    spilled: which, and bytes of stack a thread.
+    Of steps whose kernels were compiled: registers (a thread), shared (bytes a block): the most that a kernel takes;
+    spilling: kernels that spill registers, spilled: which, and bytes of stack a thread.
     """
     body = found.wrapper.split("async_compile.wait(")[-1].split("def benchmark_compiled_module")[0]
     externs = Counter(_EXTERN.findall(body))
     launches = Counter(_LAUNCH.findall(body))
     if lacking := launches.keys() - found.kernels.keys():
         raise RuntimeError(f"launched, but not seen to be compiled: {sorted(lacking)}")
-    taken = {name: resources(binary) for name, binary in found.kernels.items() if binary is not None}
-    spilled = {name: t["spilled"] for name, t in taken.items() if t["spilled"]}
-    return {
+    found_out = {
         "kernels": len(found.kernels),
         "launches": launches.total(),
         "extern": externs.total(),
         "bytes": found.bytes,
-        "registers": max((t["registers"] for t in taken.values()), default=0),
-        "spilling": len(spilled),
-        "shared": max((t["shared"] for t in taken.values()), default=0),
-        "spilled": spilled,
         "externs": dict(externs.most_common()),
         "groups": dict(Counter(map(_group, launches.elements())).most_common()),
     }
+    taken = {name: resources(binary) for name, binary in found.kernels.items() if binary is not None}
+    if taken:
+        spilled = {name: t["spilled"] for name, t in taken.items() if t["spilled"]}
+        found_out |= {key: max(t[key] for t in taken.values()) for key in ("registers", "shared")}
+        found_out |= {"spilling": len(spilled), "spilled": spilled}
+    return found_out
 
 
 def _group(kernel: str) -> str:
