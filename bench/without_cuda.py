@@ -54,13 +54,17 @@ def main() -> int:
     args = arguments()
     if args.part:
         kind, *which = args.part[0].split()
-        Path(args.part[1]).write_text(json.dumps({"compiled": compiled, "executed": executed}[kind](args.steps, *which)))
+        Path(args.part[1]).write_text(
+            json.dumps({"compiled": compiled, "executed": executed}[kind](args.steps, *which))
+        )
         return 0
     from no_device.page import page
 
     path = RESULTS / f"{NAME}.json"
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    wanted = {part: steps for part, steps in parts(args).items() if args.again or set(steps) - found.get(part, {}).keys()}
+    wanted = {
+        part: steps for part, steps in parts(args).items() if args.again or set(steps) - found.get(part, {}).keys()
+    }
     start, total, done = time.monotonic(), sum(map(len, wanted.values())), 0
     for number, (part, steps) in enumerate(wanted.items(), 1):
         missing = [s for s in steps if args.again or s not in found.get(part, {})]
@@ -109,9 +113,7 @@ def in_own_process(part: str, steps: list[str]) -> dict[str, Any]:
 
 def fine(steps: dict[str, Any]) -> bool:
     """Whether nothing of psg_fx's failed, and what was executed answered rightly."""
-    return all(
-        ("failure" not in s or name in PEERS) and s.get("error", 0.0) <= TOLERANCE for name, s in steps.items()
-    )
+    return all(("failure" not in s or name in PEERS) and s.get("error", 0.0) <= TOLERANCE for name, s in steps.items())
 
 
 def compiled(steps: list[str], model: str, precision: str, batch: str) -> dict[str, Any]:
