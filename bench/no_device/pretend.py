@@ -150,6 +150,15 @@ def _forget() -> None:
     CompiledTritonKernels.cache_clear()
 
 
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """Into the ops that inductor takes."""
+    from torch._inductor import lowering  # some of them read it
+    from torch._inductor.decomposition import select_decomp_table
+
+    assert lowering
+    return dict(select_decomp_table())
+
+
 REAL_COMPILER = torch._inductor.compile_fx.compile_fx
 
 

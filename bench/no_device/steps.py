@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.fx import GraphModule
 
 from no_device import attention
 from psg_fx import MeanGrad, transform, zoo
@@ -47,8 +48,14 @@ def by_psg(problem: Problem, quantity: Quantity, dynamic: bool) -> Step:
 
 
 def ordinary(problem: Problem, dynamic: bool) -> Step:
-    """The ordinary training step, as `contenders.ordinary_one_graph` makes it, traced on fake tensors: for one batch
-    size or for every.  A recurrent layer is unrolled (CUDA's op for it, cuDNN's, cannot be traced on the CPU).
+    """The ordinary training step, compiled."""
+    return _compiled(problem, ordinary_graph(problem, dynamic), dynamic)
+
+
+def ordinary_graph(problem: Problem, dynamic: bool = False) -> GraphModule:
+    """`(*parameters, inputs, targets)` -> gradients, as `contenders.ordinary_one_graph` has them, traced on fake
+    tensors: for one batch size or for every.  A recurrent layer is unrolled (CUDA's op for it, cuDNN's, cannot be
+    traced on the CPU).
     """
     count = len(problem.wanted)
 
@@ -59,7 +66,7 @@ def ordinary(problem: Problem, dynamic: bool) -> Step:
             loss = torch.func.functional_call(problem.program, named, args[count:])
             return torch.autograd.grad(loss, params)
 
-    return _compiled(problem, joint, dynamic)
+    return _traced(problem, joint, dynamic)
 
 
 def by_vmap(problem: Problem, quantity: Quantity) -> Step:
@@ -73,17 +80,29 @@ def by_vmap(problem: Problem, quantity: Quantity) -> Step:
             return from_grads(quantity, each()[0], {})
 
     with attention.registered():
-        return _compiled(problem, step, dynamic=False)
+        return _compiled(problem, _traced(problem, step, dynamic=False), dynamic=False)
 
 
-def _compiled(problem: Problem, function: Callable[..., Any], dynamic: bool) -> Step:
-    """`function(*parameters, inputs, targets)` traced into one graph, compiled at the first call."""
-    given = [*(p.detach() for p in problem.wanted.values()), problem.inputs, problem.targets]
-    batch_dims = problem.batch_dim if isinstance(problem.batch_dim, tuple) else (problem.batch_dim,) * 2
-    dims = [*[None] * len(problem.wanted), *(batch_dims if dynamic else (None, None))]
-    traced = trace_fakes(function, symbolic_inputs(given, dims))
-    compiled = torch.compile(traced, dynamic=None if dynamic else False)
-    marked = [t if d is None else marked_dynamic(t, [d]) for t, d in zip(given, dims, strict=True)]
+def _given(problem: Problem) -> list[torch.Tensor]:
+    """What the graphs take: parameters, inputs, targets."""
+    return [*(p.detach() for p in problem.wanted.values()), problem.inputs, problem.targets]
+
+
+def _dims(problem: Problem, dynamic: bool) -> list[int | None]:
+    """Of each of these, the dim of the samples where it is a symbol."""
+    of_batch = problem.batch_dim if isinstance(problem.batch_dim, tuple) else (problem.batch_dim,) * 2
+    return [*[None] * len(problem.wanted), *(of_batch if dynamic else (None, None))]
+
+
+def _traced(problem: Problem, function: Callable[..., Any], dynamic: bool) -> GraphModule:
+    return trace_fakes(function, symbolic_inputs(_given(problem), _dims(problem, dynamic)))
+
+
+def _compiled(problem: Problem, graph: GraphModule, dynamic: bool) -> Step:
+    """The graph, compiled at the first call."""
+    compiled = torch.compile(graph, dynamic=None if dynamic else False)
+    pairs = zip(_given(problem), _dims(problem, dynamic), strict=True)
+    marked = [t if d is None else marked_dynamic(t, [d]) for t, d in pairs]
 
     def run() -> object:
         with torch.no_grad():
