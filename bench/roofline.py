@@ -196,7 +196,7 @@ INTRODUCTION = """Made by `bench/roofline.py`, whose head says what is counted. 
 the last tables name. The tables of the A100, H200 and L4 are themselves scaled from the H100's
 ([docs/design/cost.md](../../docs/design/cost.md)). *Replayed*: kernels in a CUDA graph (`mode="reduce-overhead"`).
 *One by one*: the host tells the device each, and where that takes longer than all kernels the step is bound by the
-*host*. The LSTM's ordinary step is unrolled as psg_fx unrolls it; on a device it is cuDNN's op, which no row here is."""
+*host*. The LSTM's ordinary step is unrolled as psg_fx unrolls it; a device runs cuDNN's op, which is no row here."""
 BESIDE = """Time of the device alone, × the ordinary step's (the profiler's sum of kernels; predictions are those for
 replayed kernels), and kernels × the ordinary step's. The last columns are the ordinary step itself, in ms."""
 COUNTED = """`make cuda` counts launches and bytes in the code that inductor generates, of the same sizes. Here: this

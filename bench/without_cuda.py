@@ -4,8 +4,8 @@
                                  [--steps norms,clipped_sum] [--again]
 
 Every graph is captured on the CPU, planned and lowered by the table of a CUDA device, and compiled by inductor to
-Triton, PTX and machine code for an H100 (sm_90; for every batch size, "dynamic", to Triton alone: its launches and
-bytes are counted, its kernels not compiled); nothing is timed.  In small sizes and float32 the generated code is also
+Triton, PTX and machine code for an H100 (sm_90; for every batch size, "dynamic", and of vmap to Triton alone: launches
+and bytes are counted, kernels not compiled); nothing is timed.  In small sizes and float32 the generated code is also
 executed, its kernels by triton's interpreter, and held against the graph that it was made of.
 
 Needs `.venv-cuda` (torch with CUDA, triton; no driver).  Writes `bench/results/cuda-without-a-device.json` and `.md`
@@ -121,8 +121,8 @@ def compiled(steps: list[str], model: str, precision: str, batch: str) -> dict[s
     from no_device.count import counted
     from no_device.retarget import compiled_for_cuda
 
-    def run(step: Callable[[], object]) -> dict[str, Any]:
-        return counted(compiled_for_cuda(step, binaries=batch == "static"))
+    def run(name: str, step: Callable[[], object]) -> dict[str, Any]:
+        return counted(compiled_for_cuda(step, binaries=batch == "static" and name in OWN))
 
     return each(steps, model, LARGE.get(model, {}), precision, batch, run)
 
@@ -132,7 +132,7 @@ def executed(steps: list[str], model: str) -> dict[str, Any]:
     from no_device import interpret
     from no_device.retarget import compiled_for_cuda
 
-    def run(step: Callable[[], object]) -> dict[str, Any]:
+    def run(name: str, step: Callable[[], object]) -> dict[str, Any]:
         with tempfile.NamedTemporaryFile(suffix=".pt") as file:
             interpret.keep_for(Path(file.name), compiled_for_cuda(step, run=True, binaries=False))
             own = {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parent)}
@@ -143,7 +143,7 @@ def executed(steps: list[str], model: str) -> dict[str, Any]:
 
 def each(
     steps: list[str], model: str, sizes: dict[str, Any], precision: str, batch: str,
-    what: Callable[[Callable[[], object]], Any],
+    what: Callable[[str, Callable[[], object]], Any],
 ) -> dict[str, Any]:  # fmt: skip
     """Something of these steps of a model, or why it failed."""
     import torch
@@ -155,7 +155,7 @@ def each(
         start = time.monotonic()
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
             try:
-                found[name] = what(made[name]())
+                found[name] = what(name, made[name]())
             except Exception as error:
                 found[name] = {"failure": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"}
         print(f"   {name}: {found[name].get('failure', 'done')}, {time.monotonic() - start:.0f} s", flush=True)
