@@ -49,8 +49,8 @@ ODDITIES = """× ordinary / × compiled `vmap(grad)`, which forms all gradients 
 both are one graph, compiled in the same way. vmap of attention is one call for all samples, as on CUDA. Two models
 stand apart. The MLP's ordinary step moves 0.1 MB: it is all launches, each norm or scaling is one more of them, and
 per-sample gradients of 32 samples are 32 times what an ordinary step writes. The LSTM's ordinary step is unrolled here
-as psg_fx unrolls it; on a device it is cuDNN's op, a few launches for all of time, so its ratios hold two graphs against
-each other and not against the step that users run."""
+as psg_fx unrolls it; on a device it is cuDNN's op, a few launches for all of time, so its ratios hold two graphs
+against each other and not against the step that users run."""
 
 EXECUTED = ["model", "step", "launches", "outputs", "worst relative error"]
 
