@@ -189,6 +189,7 @@ def page(found: dict[str, Any]) -> list[str]:
                 for model, precision in (key.split() for key in found)]  # fmt: skip
         text += [f"## {device.upper()}", _table(headers, rows)]
     text += ["## Beside what was measured on the H100", BESIDE, _table(MEASURED, list(beside(found)))]
+    text += [BESIDE_STEPS, _table(["model", "step", "how", "predicted", "measured"], list(beside_steps(found)))]
     return [*text, "## Launches and bytes beside inductor's own", COUNTED, _table(COUNTS, list(beside_inductor(found)))]
 
 
@@ -196,9 +197,11 @@ INTRODUCTION = """Made by `bench/roofline.py`, whose head says what is counted. 
 the last tables name. The tables of the A100, H200 and L4 are themselves scaled from the H100's
 ([docs/design/cost.md](../../docs/design/cost.md)). *Replayed*: kernels in a CUDA graph (`mode="reduce-overhead"`).
 *One by one*: the host tells the device each, and where that takes longer than all kernels the step is bound by the
-*host*. The LSTM's ordinary step is unrolled as psg_fx unrolls it; a device runs cuDNN's op, which is no row here."""
+*host*. The LSTM's ordinary step is written out over time; a device runs cuDNN's op, which is no row here."""
 BESIDE = """Time of the device alone, × the ordinary step's (the profiler's sum of kernels; predictions are those for
 replayed kernels), and kernels × the ordinary step's. The last columns are the ordinary step itself, in ms."""
+BESIDE_STEPS = """Whole steps by the host's clock (`compare-cuda-nvidia-h100-80gb-hbm3.md`), × the ordinary step as one
+graph, replayed ones × the replayed one. The host's Python around a step, checks among it, is in no prediction."""
 COUNTED = """`make cuda` counts launches and bytes in the code that inductor generates, of the same sizes. Here: this
 count over that one. Trees are those that the planner chooses for the H100 in both."""
 MEASURED = ["model", "step", "device: predicted", "measured", "kernels: predicted", "measured",
@@ -238,6 +241,24 @@ def beside(found: dict[str, Any]) -> Iterator[list[str]]:
             ]  # fmt: skip
 
 
+WHOLE = {
+    ("simplecnn float32", "launched"): {"norms": 1.96 / 0.99, "clipped_sum": 2.32 / 0.99, "grads": 1.73 / 0.99},
+    ("simplecnn float32", "replayed"): {"norms": 0.75 / 0.95, "clipped_sum": 1.04 / 0.95, "grads": 0.74 / 0.95},
+    ("resnet18gn float32", "launched"): {"norms": 12.15 / 7.18, "clipped_sum": 12.41 / 7.18},
+}
+"""Ratios of medians that a run on the H100 printed; its JSON was lost."""
+
+
+def beside_steps(found: dict[str, Any]) -> Iterator[list[str]]:
+    """The prediction for the H100 and whole steps."""
+    for (key, how), steps in WHOLE.items():
+        for step, ratio in steps.items() if key in found else ():
+            mine = found[key]["h100"]
+            predicted = mine[step][how] / mine["ordinary"][how]
+            way = {"launched": "one by one", "replayed": "replayed"}[how]
+            yield [MODELS[key.split()[0]].title, STEPS[step], way, f"{predicted:.2f}", f"{ratio:.2f}"]
+
+
 SAME = {"simplecnn": "simplecnn", "gpt": "gpt", "gpt-3x768": "gpt-large", "vit-4x768": "vit-large"}
 """Models that `make cuda` compiles in the same sizes, by its names."""
 
@@ -252,7 +273,7 @@ def beside_inductor(found: dict[str, Any]) -> Iterator[list[str]]:
         for step in ("ordinary", *STEPS):
             if "launches" in counts.get(step, {}):
                 mine, it = devices["h100"][step], counts[step]
-                launches = mine["launches"] / (it["launches"] + it["extern"])
+                launches = mine["launches"] / (it["launches"] + it["extern"] + it.get("inside", 0))
                 yield [f"{model}, {precision}", step, f"{launches:.2f}", f"{mine['bytes'] / it['bytes']:.2f}"]
 
 

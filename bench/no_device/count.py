@@ -9,6 +9,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.fx import GraphModule
+from torch.fx.node import map_arg
+
+from no_device.loops import inside, is_loop
 from no_device.retarget import Compiled
 
 _EXTERN = re.compile(r"^\s+(?:\w+ = )?((?:extern_kernels|torch\.ops|aten)\.[\w.]+)\(", re.M)
@@ -19,7 +24,8 @@ def counted(found: Compiled) -> dict[str, Any]:
     """Numbers of one step.
 
     kernels: distinct ones.  launches: of these, in a call.  extern: calls of ops that torch has kernels for (products,
-    convolutions, attention), each of which may launch several.  bytes: read and written, as inductor counts them.
+    convolutions, attention), each of which may launch several.  inside: what loops of psg_fx's own launch, counted once
+    each among the extern calls.  bytes: read and written, as inductor counts them (not inside loops).
     Of steps whose kernels were compiled: registers (a thread), shared (bytes a block): the most that a kernel takes;
     spilling: kernels that spill registers, spilled: which, and bytes of stack a thread.
     """
@@ -32,6 +38,7 @@ def counted(found: Compiled) -> dict[str, Any]:
         "kernels": len(found.kernels),
         "launches": launches.total(),
         "extern": externs.total(),
+        "inside": in_loops(found.graph),
         "bytes": found.bytes,
         "externs": dict(externs.most_common()),
         "groups": dict(Counter(map(_group, launches.elements())).most_common()),
@@ -42,6 +49,22 @@ def counted(found: Compiled) -> dict[str, Any]:
         found_out |= {key: max(t[key] for t in taken.values()) for key in ("registers", "shared")}
         found_out |= {"spilling": len(spilled), "spilled": spilled}
     return found_out
+
+
+def in_loops(gm: GraphModule) -> int:
+    """Kernels that loops of psg_fx's own launch."""
+
+    def concrete(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        sizes = [s if isinstance(s, int) else s.node.hint for s in value.shape]
+        return torch.empty(sizes, dtype=value.dtype, device="meta")
+
+    return sum(
+        len(inside(node.target, *map_arg((node.args, node.kwargs), lambda n: concrete(n.meta["example_value"]))))
+        for node in gm.graph.nodes
+        if is_loop(node.target)
+    )
 
 
 def _group(kernel: str) -> str:

@@ -9,7 +9,7 @@ are read outside.  Views are free.
 
     depth(n) = max over arguments p of depth(p) + [p has a kernel of its own]
 
-Of attention with a causal mask half of the products count.
+Of attention with a causal mask half of the products count.  A loop of psg_fx's own is as many launches as it calls ops.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from no_device import pretend
+from no_device.loops import inside, is_loop
 from psg_fx.graph import facts
 from psg_fx.graph.lifetimes import bytes_of, is_view
 from psg_fx.planner.cost import Work
@@ -74,7 +75,14 @@ class _Count:
         members: dict[Node, list[Node]] = defaultdict(list)
         for node, group in self.group.items():
             members[group].append(node)
-        return [self._launch(nodes) for nodes in members.values()]
+        found = []
+        for first, nodes in members.items():
+            found += self._loop(first) if is_loop(first.target) else [self._launch(nodes)]
+        return found
+
+    def _loop(self, node: Node) -> list[tuple[Work, torch.dtype]]:
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: self._concrete(n.meta["val"]))
+        return inside(node.target, args, kwargs)
 
     def _works(self, node: Node) -> bool:
         """Whether it computes: no input, size, view or part of a result."""
@@ -184,7 +192,8 @@ class _Count:
 
 
 def _kind(node: Node) -> str | None:
-    return KINDS.get(getattr(node.target, "overloadpacket", None))
+    """The rate of an op that has kernels of its own."""
+    return "loop" if is_loop(node.target) else KINDS.get(getattr(node.target, "overloadpacket", None))
 
 
 def _is_part(node: Node) -> bool:
