@@ -39,14 +39,17 @@ class _Seen(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         written = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
         if written and not func.is_view and "empty" not in func.__name__:
-            self.works.append((self._work(func, args, kwargs or {}, out, written), written[0].dtype))
+            read = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+            self.works.append((self._work(func, args, out, read, written), written[0].dtype))
         return out
 
-    def _work(self, func: Any, args: Any, kwargs: Any, out: Any, written: list[torch.Tensor]) -> Work:
-        read = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    def _work(
+        self, func: Any, args: Any, out: Any, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]
+    ) -> Work:
         flops, kind = max(t.numel() for t in written), "pointwise"
-        if func.overloadpacket in flop_registry:
-            flops, kind = int(flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)), "gemm"
+        product = getattr(torch.ops.aten, func.__name__.partition(".")[0].removesuffix("_"), None)  # addmm_ is addmm
+        if product in flop_registry:
+            flops, kind = int(flop_registry[product](*args, out_val=out)), "gemm"
         return Work(flops, _bytes(read), _bytes(written), kind)
 
 

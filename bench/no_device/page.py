@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import platform
 from collections.abc import Iterator
+from importlib.metadata import version
 from typing import Any
 
 from _results import bullets
@@ -31,11 +31,8 @@ def page(found: dict[str, Steps]) -> list[str]:
 
 
 def about() -> dict[str, str]:
-    with contextlib.suppress(ImportError):
-        import torch
-        import triton
     return {
-        "torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "triton")}, "python": platform.python_version(),
         "compiled for": "sm_90 (H100), in the first configuration of each kernel",
         "sizes": "those of the zoo, large ones those of bench/kernels.py; executed in small ones",
     }  # fmt: skip
