@@ -33,12 +33,15 @@ class Sheet:
     source: tuple[str, ...] = ()
     called: tuple[str, ...] = ()
 
+    def peak(self, unit: str) -> float:
+        """What the sheet says of a unit, by its name."""
+        found: float = getattr(self, unit)
+        return found
+
     def attains(self, unit: str) -> float:
         """What a unit does in practice: as published, else the share of its peak that the H100 reaches of its own."""
-        peak: float = getattr(self, unit)
-        if unit in self.reached:
-            return self.reached[unit]
-        return peak * H100.reached.get(unit, getattr(H100, unit)) / getattr(H100, unit)
+        share = H100.reached.get(unit, H100.peak(unit)) / H100.peak(unit)
+        return self.reached.get(unit, self.peak(unit) * share)
 
 
 PRODUCTS = "https://github.com/zzc0721/torch-performance-test-data"
