@@ -155,3 +155,28 @@ def test_memory_is_that_of_the_allocator(place: Path, monkeypatch: pytest.Monkey
     with stand_in(monkeypatch, "cpu"):
         assert clock.peak_memory(lambda: torch.zeros(3, device="cuda"), torch.device("cuda")) == 200
         clock.give_back(torch.device("cuda"))
+
+
+def test_the_script_runs_its_parts_and_passes_over_what_is_there(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A part that is stopped at its limit fails the script, and the others run all the same."""
+    import gpu
+
+    ran = []
+
+    def limited(part: str, words: list[str], environment: dict[str, str], out: object = None) -> str:
+        ran.append(part)
+        return "stopped at its limit of 1 s" if part == "kernels" else "done"
+
+    monkeypatch.setattr(gpu, "RESULTS", place)
+    monkeypatch.setattr(gpu, "limited", limited)
+    (place / f"calibrate-{TAG}.json").write_text("{}")
+    told(monkeypatch)
+    with stand_in(monkeypatch, "cpu"):
+        assert gpu.main() == 1
+    assert ran == ["tests", "kernels", "compare"]
+    assert (place / f"tests-{TAG}.txt").exists()
+    said = capsys.readouterr().out
+    assert f"calibrate: {place / f'calibrate-{TAG}.json'} is there" in said
+    assert "kernels: stopped" in said
