@@ -9,7 +9,8 @@ and bytes are counted, kernels not compiled); nothing is timed.  In small sizes 
 executed, its kernels by triton's interpreter, and held against the graph that it was made of.
 
 Needs `.venv-cuda` (torch with CUDA, triton; no driver).  Writes `bench/results/cuda-without-a-device.json` and `.md`
-after each part, and goes on from there: a step whose numbers are there is passed over, unless told `--again`.
+after each part, and goes on from there: a step whose numbers are there is passed over, unless told `--again`; what
+failed is tried again.
 """
 
 from __future__ import annotations
@@ -62,16 +63,18 @@ def main() -> int:
 
     path = RESULTS / f"{NAME}.json"
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    wanted = {
-        part: steps for part, steps in parts(args).items() if args.again or set(steps) - found.get(part, {}).keys()
-    }
+
+    def missing(part: str, steps: list[str]) -> list[str]:
+        known = found.get(part, {})
+        return [s for s in steps if args.again or "failure" in known.get(s, {"failure": "not tried"})]
+
+    wanted = {part: left for part, steps in parts(args).items() if (left := missing(part, steps))}
     start, total, done = time.monotonic(), sum(map(len, wanted.values())), 0
     for number, (part, steps) in enumerate(wanted.items(), 1):
-        missing = [s for s in steps if args.again or s not in found.get(part, {})]
         spent = time.monotonic() - start
         left = f", about {spent / done * (total - done) / 60:.0f} min left" if done else ""
         print(f"== {number}/{len(wanted)} {part} ({spent / 60:.0f} min so far{left})", flush=True)
-        found[part] = found.get(part, {}) | in_own_process(part, missing)
+        found[part] = found.get(part, {}) | in_own_process(part, steps)
         done += len(steps)
         keep(NAME, found, *page(found))
     print(f"wrote {path} and .md")

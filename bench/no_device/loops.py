@@ -18,13 +18,18 @@ from psg_fx.planner.cost import Work
 
 def is_loop(target: Any) -> bool:
     """Whether a node's target is such an op."""
-    return getattr(target, "namespace", None) == "psg_fx"
+    return getattr(target, "namespace", None) == "psg_fx" and _body(target) is not None
+
+
+def _body(op: Any) -> Any:
+    """The Python of a loop."""
+    return getattr(recurrent, f"_{op.__name__.partition('.')[0]}", None)
 
 
 def inside(op: Any, args: Sequence[Any], kwargs: Any = None) -> list[tuple[Work, torch.dtype]]:
     """The kernels of one call on tensors of these sizes, found by running its Python on tensors without content."""
     with _Seen() as seen:
-        getattr(recurrent, f"_{op.__name__.partition('.')[0]}")(*args, **(kwargs or {}))
+        _body(op)(*args, **(kwargs or {}))
     return seen.works
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -145,6 +146,14 @@ def test_the_page_has_ratios_first_and_names_kernels_that_spill(script: Any) -> 
     assert "| 15 " in text[-1]  # 4 launches, 2 extern calls, 9 inside a loop
 
 
+def test_what_failed_is_tried_again(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    name = "compiled mlp float32 dynamic"
+    (tmp_path / "cuda-without-a-device.json").write_text(json.dumps({name: {"norms": {"failure": "no room"}}}))
+    told = ["--models", "mlp", "--precisions", "float32", "--batches", "dynamic", "--steps", "norms"]
+    assert (name, ["norms"]) in run(script, monkeypatch, *told)
+    assert run(script, monkeypatch, *told) == []
+
+
 def test_a_failure_of_a_peer_is_no_failure(script: Any) -> None:
     assert script.fine({"norms": NUMBERS, "vmap_norms": {"failure": "no rule"}})
     assert not script.fine({"norms": {"failure": "no rule"}})
@@ -202,6 +211,7 @@ def test_what_a_loop_launches(parts: SimpleNamespace, steps: int) -> None:
     found = inside(op, (empty(steps, 2, 12), empty(2, 3), empty(2, 3), empty(12, 3), None, None))
     assert is_loop(op)
     assert not is_loop(aten.mm.default)
+    assert not is_loop(torch.ops.psg_fx.grouped_weight_gradient.default)  # one call of a convolution
     assert len(found) == 8 * steps + 1
     products = [work for work, _ in found if work.kind == "gemm"]
     assert [work.flops for work in products] == [2 * 2 * 3 * 12] * steps
