@@ -9,7 +9,8 @@ A prediction by a roofline, no measurement: of every launch the slower of comput
 
 with the tables of `psg_fx/planner/rates.py`.  An ordinary step is its graph of forward and backward; a step of psg_fx
 is its joint graph (forward, and backward as far as the sites), plus the trees that the planner chooses on that device,
-by the planner's own flops, bytes and launches, each distinct node once.  Both graphs are counted alike, as
+by the planner's own flops, bytes and launches, each distinct node once; trees are chosen for kernels that are launched
+one by one.  Both graphs are counted alike, as
 `no_device/traffic.py` says.  Left out: adding up norms, clipping factors, reading a loss; copies of operands to another
 memory order; autotuning; whatever a library's kernels need beside their operands.
 
@@ -102,6 +103,7 @@ def main() -> int:
                 found[f"{name} {precision}"] = predicted(MODELS[name], precision)
                 print(f"{name} {precision}: {time.monotonic() - start:.0f} s", flush=True)
                 keep(NAME, found, *page(found))
+    keep(NAME, found, *page(found))
     print(f"wrote {path} and .md")
     return 0
 

@@ -77,6 +77,7 @@ def main() -> int:
         found[part] = found.get(part, {}) | in_own_process(part, steps)
         done += len(steps)
         keep(NAME, found, *page(found))
+    keep(NAME, found, *page(found))
     print(f"wrote {path} and .md")
     return int(not all(map(fine, found.values())))
 
