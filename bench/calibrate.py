@@ -105,6 +105,8 @@ def race(name: str, device: str) -> dict[str, float]:
         for setting, step in made.items():
             start = time.perf_counter()
             step(ex.inputs, ex.targets)
+            if device == "cuda":
+                torch.cuda.synchronize()
             times[setting].append(1e3 * (time.perf_counter() - start))
     return {setting: statistics.median(values[1:]) for setting, values in times.items()}
 

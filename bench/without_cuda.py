@@ -1,33 +1,36 @@
 """What steps would launch, move and take on a CUDA device, found out without one: `make cuda`.
 
-    python bench/without_cuda.py [--models mlp,gpt] [--precisions float32,bfloat16] [--batches static,dynamic] [--again]
+    python bench/without_cuda.py [--models mlp,gpt] [--precisions float32,bfloat16] [--batches static,dynamic]
+                                 [--steps norms,clipped_sum] [--again]
 
 Every graph is captured on the CPU, planned and lowered by the table of a CUDA device, and compiled by inductor to
-Triton, PTX and machine code for an H100 (sm_90); nothing is timed.  In small sizes and float32 the generated code is
-also executed, its kernels by triton's interpreter, and held against the graph that it was made of.
+Triton, PTX and machine code for an H100 (sm_90; for every batch size, "dynamic", and of vmap to Triton alone: launches
+and bytes are counted, kernels not compiled); nothing is timed.  In small sizes and float32 the generated code is also
+executed, its kernels by triton's interpreter, and held against the graph that it was made of.
 
 Needs `.venv-cuda` (torch with CUDA, triton; no driver).  Writes `bench/results/cuda-without-a-device.json` and `.md`
-after each part, and goes on from there.
+after each part, and goes on from there: a step whose numbers are there is passed over, unless told `--again`; what
+failed is tried again.
 """
 
 from __future__ import annotations
 
-import contextlib
+import argparse
 import json
-import platform
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _results import RESULTS, bullets, keep, options, printed_by, written_by
-from tabulate import tabulate
+from _results import RESULTS, keep, options, printed_by, written_by
 
 NAME = "cuda-without-a-device"
 PRECISIONS = ("float32", "bfloat16")
 BATCHES = ("static", "dynamic")
-STEPS = ("ordinary", "grads", "norms", "clipped_sum", "mean_grad")
+OWN = ("ordinary", "grads", "norms", "clipped_sum", "mean_grad")
+PEERS = ("vmap_grads", "vmap_norms", "vmap_clipped_sum")
 TOLERANCE = 1e-5
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -45,187 +48,123 @@ LARGE: dict[str, dict[str, Any]] = {
     "gpt-large": {"batch": 16, "width": 768, "heads": 12, "layers": 3, "tokens": 512},
     "vit-large": {"batch": 16, "width": 768, "heads": 12, "layers": 4, "image": 224, "patch": 16},
 }
-"""What `bench/kernels.py` measures in bfloat16."""
-
-SHOWN = {"kernels": "kernels", "launches": "launches", "extern": "extern calls", "calls": "launches + extern",
-         "MB": "MB moved", "registers": "registers", "spilling": "spilling", "shared": "shared bytes"}  # fmt: skip
+"""What `bench/kernels.py` measures in bfloat16: of these that precision and a static batch alone."""
 
 
 def main() -> int:
-    parser = options(__doc__, tag=False)
-    parser.add_argument("--models", default=",".join(SMALL), help=f"also {', '.join(LARGE)}")
-    parser.add_argument("--precisions", default=",".join(PRECISIONS))
-    parser.add_argument("--batches", default="static", help="static, dynamic or both, separated by a comma")
-    parser.add_argument("--again", action="store_true", help="also parts whose results are there")
-    parser.add_argument("--part", nargs=2, metavar=("PART", "FILE"), help="one part into a file, in this process")
-    args = parser.parse_args()
+    args = arguments()
     if args.part:
         kind, *which = args.part[0].split()
-        Path(args.part[1]).write_text(json.dumps({"compiled": compiled, "executed": executed}[kind](*which)))
+        Path(args.part[1]).write_text(
+            json.dumps({"compiled": compiled, "executed": executed}[kind](args.steps, *which))
+        )
         return 0
+    from no_device.page import page
+
     path = RESULTS / f"{NAME}.json"
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() and not args.again else {}
-    parts = [f"executed {model}" for model in args.models.split(",") if model in SMALL]
-    for batch in args.batches.split(","):
-        for precision in args.precisions.split(","):
-            parts += [f"compiled {model} {precision} {batch}" for model in args.models.split(",")]
-    for part in parts:
-        if part not in found:
-            print(f"== {part}", flush=True)
-            with tempfile.NamedTemporaryFile(suffix=".json") as out:
-                done = written_by([__file__, "--part", part, out.name], Path(out.name))
-            found[part] = done
-            keep(NAME, found, *page(found))
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+
+    def missing(part: str, steps: list[str]) -> list[str]:
+        known = found.get(part, {})
+        return [s for s in steps if args.again or "failure" in known.get(s, {"failure": "not tried"})]
+
+    wanted = {part: left for part, steps in parts(args).items() if (left := missing(part, steps))}
+    start, total, done = time.monotonic(), sum(map(len, wanted.values())), 0
+    for number, (part, steps) in enumerate(wanted.items(), 1):
+        spent = time.monotonic() - start
+        left = f", about {spent / done * (total - done) / 60:.0f} min left" if done else ""
+        print(f"== {number}/{len(wanted)} {part} ({spent / 60:.0f} min so far{left})", flush=True)
+        found[part] = found.get(part, {}) | in_own_process(part, steps)
+        done += len(steps)
+        keep(NAME, found, *page(found))
+    keep(NAME, found, *page(found))
     print(f"wrote {path} and .md")
     return int(not all(map(fine, found.values())))
 
 
+def arguments() -> argparse.Namespace:
+    parser = options(__doc__, tag=False)
+    parser.add_argument("--models", default=",".join(SMALL), help=f"also {', '.join(LARGE)}")
+    parser.add_argument("--precisions", default=",".join(PRECISIONS))
+    parser.add_argument("--batches", default=",".join(BATCHES))
+    parser.add_argument("--steps", default=",".join((*OWN, *PEERS)))
+    parser.add_argument("--again", action="store_true", help="also steps whose numbers are there")
+    parser.add_argument("--part", nargs=2, metavar=("PART", "FILE"), help="one part into a file, in this process")
+    args = parser.parse_args()
+    args.steps = args.steps.split(",")
+    return args
+
+
+def parts(args: argparse.Namespace) -> dict[str, list[str]]:
+    """Part -> its steps, the quick ones first."""
+    models = args.models.split(",")
+    found = {f"executed {model}": [s for s in args.steps if s in OWN] for model in models if model in SMALL}
+    for batch in args.batches.split(","):
+        for precision in args.precisions.split(","):
+            for model in models:
+                if model in SMALL or (precision, batch) == ("bfloat16", "static"):
+                    steps = [s for s in args.steps if s in OWN or batch == "static"]
+                    found[f"compiled {model} {precision} {batch}"] = steps
+    return found
+
+
+def in_own_process(part: str, steps: list[str]) -> dict[str, Any]:
+    """Step -> its numbers, or why there are none."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as out:
+        found = written_by([__file__, "--steps", ",".join(steps), "--part", part, out.name], Path(out.name))
+    return dict.fromkeys(steps, found) if "failure" in found else found
+
+
 def fine(steps: dict[str, Any]) -> bool:
-    """Whether nothing failed, and what was executed answered rightly."""
-    return all("failure" not in s and s.get("error", 0.0) <= TOLERANCE for _, s in stepwise(steps))
+    """Whether nothing of psg_fx's failed, and what was executed answered rightly."""
+    return all(("failure" not in s or name in PEERS) and s.get("error", 0.0) <= TOLERANCE for name, s in steps.items())
 
 
-def compiled(model: str, precision: str, batch: str) -> dict[str, Any]:
+def compiled(steps: list[str], model: str, precision: str, batch: str) -> dict[str, Any]:
     """Step -> its numbers."""
     from no_device.count import counted
     from no_device.retarget import compiled_for_cuda
 
-    return each(model, LARGE.get(model, {}), precision, batch, lambda step: counted(compiled_for_cuda(step)))
+    def run(name: str, step: Callable[[], object]) -> dict[str, Any]:
+        return counted(compiled_for_cuda(step, binaries=batch == "static" and name in OWN))
+
+    return each(steps, model, LARGE.get(model, {}), precision, batch, run)
 
 
-def executed(model: str) -> dict[str, Any]:
+def executed(steps: list[str], model: str) -> dict[str, Any]:
     """Step -> launches, outputs, and the worst relative error of an output."""
     from no_device import interpret
     from no_device.retarget import compiled_for_cuda
 
-    def run(step: Callable[[], object]) -> dict[str, Any]:
+    def run(name: str, step: Callable[[], object]) -> dict[str, Any]:
         with tempfile.NamedTemporaryFile(suffix=".pt") as file:
             interpret.keep_for(Path(file.name), compiled_for_cuda(step, run=True, binaries=False))
             own = {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parent)}
             return printed_by(interpret.__file__, file.name, **own)
 
-    return each(model, SMALL[model], "float32", "static", run)
+    return each(steps, model, SMALL[model], "float32", "static", run)
 
 
 def each(
-    model: str, sizes: dict[str, Any], precision: str, batch: str, what: Callable[[Callable[[], object]], Any]
-) -> dict[str, Any]:
-    """Something of every step of a model, or why it failed."""
+    steps: list[str], model: str, sizes: dict[str, Any], precision: str, batch: str,
+    what: Callable[[str, Callable[[], object]], Any],
+) -> dict[str, Any]:  # fmt: skip
+    """Something of these steps of a model, or why it failed."""
     import torch
+    from no_device.steps import steps_of
 
     torch.set_num_threads(1)
-    found = {}
-    for name, make in steps_of(model, sizes, batch == "dynamic"):
+    made, found = steps_of(model, sizes, batch == "dynamic"), {}
+    for name in steps:
+        start = time.monotonic()
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
             try:
-                found[name] = what(make())
+                found[name] = what(name, made[name]())
             except Exception as error:
                 found[name] = {"failure": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"}
-            print(f"   {name}: {found[name].get('failure', 'done')}", flush=True)
+        print(f"   {name}: {found[name].get('failure', 'done')}, {time.monotonic() - start:.0f} s", flush=True)
         torch._dynamo.reset()
     return found
-
-
-def steps_of(
-    model: str, sizes: dict[str, Any], dynamic: bool
-) -> Iterator[tuple[str, Callable[[], Callable[[], object]]]]:
-    """The ordinary step as one graph, where it can be made so, and those of psg_fx."""
-    from psg_fx import MeanGrad, transform, zoo
-    from psg_fx.benchmarking.contenders import ordinary_one_graph
-    from psg_fx.benchmarking.problem import Problem
-    from psg_fx.quantities.names import USUAL
-
-    ex = zoo.example(model.removesuffix("-large"), **sizes)
-    problem = Problem(ex.model, ex.loss_fn, ex.inputs, ex.targets, ex.batch_dim)
-    if model != "lstm":  # the CPU's op for a recurrent layer is none of CUDA's, which has cuDNN's
-        yield "ordinary", lambda: (ordinary_dynamic if dynamic else ordinary_one_graph)(problem)
-    for name, quantity in (USUAL | {"mean_grad": MeanGrad()}).items():
-        step = transform(ex.model, ex.loss_fn, quantities=quantity, batch_dim=ex.batch_dim, dynamic=dynamic)
-        yield name, lambda step=step: lambda: step(*problem.arguments)
-
-
-def ordinary_dynamic(problem: Any) -> Callable[[], object]:
-    """The ordinary step as one graph, as `ordinary_one_graph` makes it, for every batch size."""
-    import torch
-
-    from psg_fx.torch_private.compiler import marked_dynamic
-    from psg_fx.torch_private.fakes import symbolic_inputs
-    from psg_fx.torch_private.tracer import trace_fakes
-
-    count, (x_dim, y_dim) = len(problem.wanted), problem.batch_dim or (0, 0)
-
-    def joint(*args: torch.Tensor) -> Any:
-        params = [p.detach().requires_grad_() for p in args[:count]]
-        named = {f"model.{name}": p for name, p in zip(problem.wanted, params, strict=True)}
-        with torch.enable_grad():
-            loss = torch.func.functional_call(problem.program, named, args[count:])
-            return torch.autograd.grad(loss, params)
-
-    given = [*(p.detach() for p in problem.wanted.values()), problem.inputs, problem.targets]
-    dims = [*[None] * count, x_dim, y_dim]
-    traced = trace_fakes(joint, symbolic_inputs(given, dims))
-    compiled = torch.compile(traced)
-    marked = [t if d is None else marked_dynamic(t, [d]) for t, d in zip(given, dims, strict=True)]
-
-    def run() -> object:
-        with torch.no_grad():
-            return compiled(*marked)
-
-    return run
-
-
-def page(found: dict[str, Any]) -> list[str]:
-    """The paragraphs of the result."""
-    with contextlib.suppress(ImportError):
-        import torch
-        import triton
-
-    about = {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version(),
-             "compiled for": "sm_90 (H100), in the first configuration of each kernel",
-             "sizes": "those of the zoo, large ones those of bench/kernels.py; executed in small ones"}  # fmt: skip
-    paragraphs = ["# CUDA without a device", bullets(about), INTRODUCTION, "## Executed by the interpreter"]
-    rows = [
-        [part.split()[1], name, s.get("launches", ""), s.get("outputs", ""), s.get("failure") or f"{s['error']:.1e}"]
-        for part, steps in found.items() if part.startswith("executed")
-        for name, s in stepwise(steps)
-    ]  # fmt: skip
-    headers = ["model", "step", "launches", "outputs", "worst relative error"]
-    paragraphs.append(tabulate(rows, headers, "github", disable_numparse=True))
-    for part, steps in found.items():
-        kind, *which = part.split()
-        if kind == "compiled":
-            rows = [[name, *cells(s, steps.get("ordinary", {}))] for name, s in stepwise(steps)]
-            table = tabulate(rows, ["step", *SHOWN.values()], "github", disable_numparse=True)
-            paragraphs += [f"## {', '.join(which)}", table]
-    return paragraphs
-
-
-INTRODUCTION = """Launches of Triton's kernels and calls of ops that torch has kernels for (each may launch several);
-bytes read and written as inductor's scheduler counts them, every read as one from memory. Registers a thread and shared
-bytes a block are the most that a kernel takes; spilling: kernels that spill registers. In parentheses: × the ordinary
-step as one graph, compiled in the same way. Nothing was timed."""
-
-
-def stepwise(steps: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    return [("all", steps)] if "failure" in steps else list(steps.items())
-
-
-def cells(step: dict[str, Any], ordinary: dict[str, Any]) -> list[str]:
-    """The numbers of a step, each also as a ratio."""
-    if "failure" in step:
-        return [step["failure"]]
-    mine, base = derived(step), derived(ordinary)
-    return [
-        (f"{mine[key]:.4g}" if key == "MB" else str(mine[key]))
-        + (f" ({mine[key] / base[key]:.2f})" if base.get(key) and step is not ordinary else "")
-        for key in SHOWN
-    ]
-
-
-def derived(step: dict[str, Any]) -> dict[str, Any]:
-    if "launches" not in step:
-        return {}
-    return step | {"calls": step["launches"] + step["extern"], "MB": step["bytes"] / 1e6}
 
 
 if __name__ == "__main__":

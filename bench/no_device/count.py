@@ -9,6 +9,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.fx import GraphModule
+from torch.fx.node import map_arg
+
+from no_device.loops import inside, is_loop
 from no_device.retarget import Compiled
 
 _EXTERN = re.compile(r"^\s+(?:\w+ = )?((?:extern_kernels|torch\.ops|aten)\.[\w.]+)\(", re.M)
@@ -19,29 +24,47 @@ def counted(found: Compiled) -> dict[str, Any]:
     """Numbers of one step.
 
     kernels: distinct ones.  launches: of these, in a call.  extern: calls of ops that torch has kernels for (products,
-    convolutions, attention), each of which may launch several.  bytes: read and written, as inductor counts them.
-    registers (a thread), shared (bytes a block): the most that a kernel takes.  spilling: kernels that spill registers,
-    spilled: which, and bytes of stack a thread.
+    convolutions, attention), each of which may launch several.  inside: what loops of psg_fx's own launch, counted once
+    each among the extern calls.  bytes: read and written, as inductor counts them (not inside loops).
+    Of steps whose kernels were compiled: registers (a thread), shared (bytes a block): the most that a kernel takes;
+    spilling: kernels that spill registers, spilled: which, and bytes of stack a thread.
     """
     body = found.wrapper.split("async_compile.wait(")[-1].split("def benchmark_compiled_module")[0]
     externs = Counter(_EXTERN.findall(body))
     launches = Counter(_LAUNCH.findall(body))
     if lacking := launches.keys() - found.kernels.keys():
         raise RuntimeError(f"launched, but not seen to be compiled: {sorted(lacking)}")
-    taken = {name: resources(binary) for name, binary in found.kernels.items() if binary is not None}
-    spilled = {name: t["spilled"] for name, t in taken.items() if t["spilled"]}
-    return {
+    found_out = {
         "kernels": len(found.kernels),
         "launches": launches.total(),
         "extern": externs.total(),
+        "inside": in_loops(found.graph),
         "bytes": found.bytes,
-        "registers": max((t["registers"] for t in taken.values()), default=0),
-        "spilling": len(spilled),
-        "shared": max((t["shared"] for t in taken.values()), default=0),
-        "spilled": spilled,
         "externs": dict(externs.most_common()),
         "groups": dict(Counter(map(_group, launches.elements())).most_common()),
     }
+    taken = {name: resources(binary) for name, binary in found.kernels.items() if binary is not None}
+    if taken:
+        spilled = {name: t["spilled"] for name, t in taken.items() if t["spilled"]}
+        found_out |= {key: max(t[key] for t in taken.values()) for key in ("registers", "shared")}
+        found_out |= {"spilling": len(spilled), "spilled": spilled}
+    return found_out
+
+
+def in_loops(gm: GraphModule) -> int:
+    """Kernels that loops of psg_fx's own launch."""
+
+    def concrete(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        sizes = [s if isinstance(s, int) else s.node.hint for s in value.shape]
+        return torch.empty(sizes, dtype=value.dtype, device="meta")
+
+    return sum(
+        len(inside(node.target, *map_arg((node.args, node.kwargs), lambda n: concrete(n.meta["example_value"]))))
+        for node in gm.graph.nodes
+        if is_loop(node.target)
+    )
 
 
 def _group(kernel: str) -> str:

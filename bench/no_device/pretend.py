@@ -150,6 +150,15 @@ def _forget() -> None:
     CompiledTritonKernels.cache_clear()
 
 
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """Into the ops that inductor takes."""
+    from torch._inductor import lowering  # some of them read it
+    from torch._inductor.decomposition import select_decomp_table
+
+    assert lowering
+    return dict(select_decomp_table())
+
+
 REAL_COMPILER = torch._inductor.compile_fx.compile_fx
 
 
@@ -182,10 +191,20 @@ def seen(kernel: Callable[[Any], None], graph: Callable[[Any], None], code: Call
 
 
 def binary(kernel: Any) -> Any:
-    """Triton's binary of a kernel, with `asm` and `metadata`, in the first configuration that autotuning would try."""
+    """Triton's binary of a kernel, with `asm` and `metadata`, in the first configuration that autotuning would try.
+    Kernels that differ in their names alone are compiled once in a process: steps of one model share most of them.
+    """
     del kernel.configs[1:]
-    kernel._precompile_worker()
-    return kernel.compile_results[0].kernel
+    (config,), meta = kernel.configs, kernel.triton_meta
+    source = kernel.fn.src.replace(kernel.fn.__name__, "kernel")
+    key = repr((source, meta["signature"], meta.get("constants"), meta.get("configs"), config))
+    if key not in _BINARIES:
+        kernel._precompile_worker()
+        _BINARIES[key] = kernel.compile_results[0].kernel
+    return _BINARIES[key]
+
+
+_BINARIES: dict[str, Any] = {}
 
 
 def bytes_moved(graph: Any) -> int:

@@ -75,7 +75,7 @@ def _replayed_seconds(run: Callable[[], object], total: float, runs: int = 20) -
 def measured_rates(device: torch.device) -> Rates:
     """flop/s of each kind of step in each dtype that the device has."""
     found: Rates = {}
-    for dtype in _DTYPES:
+    for dtype in (*_DTYPES, *([torch.float16] if device.type == "cuda" else [])):
         for kind, flops, run in _samples(device, dtype):
             try:
                 found[kind, dtype] = flops / seconds(run, device)

@@ -11,7 +11,9 @@ import torch
 
 from psg_fx.errors import BadArgument
 from psg_fx.machine import cpu_model
+from psg_fx.planner import sheets
 from psg_fx.planner.cost import REPLAYED, Device
+from psg_fx.planner.sheets import Sheet
 
 
 def _at(*dtypes: torch.dtype, **rates: float) -> dict[tuple[str, torch.dtype], float]:
@@ -54,11 +56,52 @@ H100 = Device(
 )
 """Measured by `psg-fx calibrate` on an NVIDIA H100 80GB HBM3 with torch 2.11 (bench/results/calibrate-cuda-nvidia-h100-
 80gb-hbm3.json), rounded; float16 is taken for bfloat16.  TF32 is off for products and on for convolutions, as torch has
-them.  The table for every CUDA device: no other was measured.
+them.  No other CUDA device was measured: their tables are this one scaled.
+"""
+
+_UNITS = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "bf16"}
+BOUND_BY = {
+    "gemm": _UNITS,
+    "bmm": _UNITS,
+    "conv": dict.fromkeys(_UNITS, "cycles"),
+    "reduce": dict.fromkeys(_UNITS, "bandwidth"),
+    "pointwise": _UNITS,
+}
+"""Kind -> dtype -> the unit of a device that its rate goes with.  A product that is summed without being stored reads
+four bytes for two operations: on the H100 its rate is 0.96 of the bandwidth.  Convolutions of single samples are small:
+in float32 they reach a twentieth of what the H100's matrix units do in products, so these are not what bounds them.
+"""
+BY_CYCLES = ("grouped_conv_small_output", "grouped_conv_output", "scatter")
+"""Constants in seconds an element that go with cycles.  The others, launches and calls, are taken to be as long on any
+device: they are the host's and the driver's.
 """
 
 
-NAMED = {"cpu": CPU, "h100": H100}
+def scaled(sheet: Sheet) -> Device:
+    """The table of a device of which no more is known than its sheet: the H100's, each rate times what the unit that
+    bounds it attains there over what it attains on the H100.  No convolution is faster than products are.
+    """
+
+    def more(unit: str) -> float:
+        return sheet.attains(unit) / sheets.H100.attains(unit)
+
+    def rate(kind: str, dtype: torch.dtype) -> float:
+        found = H100.flops[kind, dtype] * more(BOUND_BY[kind][dtype])
+        matrix = "tf32" if dtype is torch.float32 else _UNITS[dtype]
+        return min(found, sheet.attains(matrix)) if kind == "conv" else found
+
+    return Device(
+        "cuda",
+        flops={(kind, dtype): rate(kind, dtype) for kind, dtype in H100.flops},
+        bandwidth=H100.bandwidth * more("bandwidth"),
+        launch=H100.launch,
+        kept=H100.kept,
+        extra={name: x / more("cycles") if name in BY_CYCLES else x for name, x in H100.extra.items()},
+        origin=f"the table of an H100 scaled to {sheet.title}",
+    )
+
+
+NAMED = {"cpu": CPU} | {name: H100 if name == "h100" else scaled(sheet) for name, sheet in sheets.SHEETS.items()}
 """The shipped tables by name."""
 
 
@@ -83,8 +126,18 @@ def device(kind: str, replayed: bool = False) -> Device:
 
 
 def shipped(kind: str) -> Device:
-    """The table that comes with the package."""
-    return H100 if kind == "cuda" else CPU
+    """The table that comes with the package: for a CUDA device that of its name, else one scaled by its properties.  A
+    device that is not here, or says too little of itself, counts as an H100.
+    """
+    if kind != "cuda":
+        return CPU
+    if not torch.cuda.is_available() or torch.version.hip:
+        return H100
+    called = torch.cuda.get_device_name()
+    if (known := next((name for name, s in sheets.SHEETS.items() if called in s.called), None)) is not None:
+        return NAMED[known]
+    sheet = sheets.of_properties(torch.cuda.get_device_properties())
+    return H100 if sheet is None else scaled(sheet)
 
 
 def folder() -> Path:

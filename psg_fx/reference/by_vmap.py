@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,11 +23,15 @@ def vmap_step(
     *,
     batch_dim: Any = 0,
     params: Sequence[str] | None = None,
+    values: Mapping[str, Tensor] | None = None,
 ) -> Callable[[], tuple[ByName, Tensor]]:
-    """`vmap(grad_and_value)` of the model on this batch: a function of nothing -> (gradients, losses)."""
+    """`vmap(grad_and_value)` of the model on this batch: a function of nothing -> (gradients, losses).
+
+    values: name -> what stands for the parameter of that name, if not its own.
+    """
     batch = Batch.of(inputs, targets, batch_dim)
     places = {k: d for k, d in enumerate(batch.dims) if d is not None}
-    weights = {f"model.{name}": p.detach() for name, p in tracked(model, params).items()}
+    weights = {f"model.{name}": p.detach() for name, p in (values or tracked(model, params)).items()}
     program = WithLoss(model, loss_fn)
 
     def sample_loss(named: dict[str, Tensor], *sample: Tensor) -> Tensor:

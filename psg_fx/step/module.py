@@ -120,8 +120,8 @@ class PerSampleModule(nn.Module):
         """A table of every site: where the samples lie, what is computed, how, at what cost, and why not otherwise.
 
         measure: compile and time every part of the plan by itself, beside the predictions; some seconds for each.
-        device: "h100" or "cpu": the plan for such a device instead, and where it differs from this step's own.  The
-        device need not be here.  Raises BadArgument for another name.
+        device: "h100", "h200", "a100", "l4" or "cpu": the plan for such a device instead, and where it differs from
+        this step's own.  The device need not be here.  Raises BadArgument for another name.
         """
         return explain(self.graphs, measure, device)
 

@@ -1,0 +1,182 @@
+"""What `make gpu` runs, on a stand-in for the device: every line up to the kernels themselves."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import psg_fx
+from psg_fx import cli
+from psg_fx.benchmarking.contenders import field_of
+from psg_fx.benchmarking.problem import Problem
+from psg_fx.measure import calibrate, clock
+from psg_fx.planner import rates
+from psg_fx.quantities.names import USUAL
+from support.stand_in import NAME, stand_in
+
+ROOT = Path(__file__).resolve().parents[2]
+TAG = "cuda-nvidia-stand-in"
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where results and tables go; scripts can be imported."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    import _results
+
+    monkeypatch.setattr(_results, "RESULTS", tmp_path)
+    monkeypatch.setattr(rates, "folder", lambda: tmp_path / "tables")
+    monkeypatch.setattr(clock, "median_seconds", lambda run, total: run() or 1e-3)
+    monkeypatch.setattr(calibrate, "median_seconds", lambda run, total: run() or 1e-3)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    return tmp_path
+
+
+def told(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["script", *words])
+
+
+def test_calibration(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rate of the shipped table is measured, in graphs that are replayed, and read by steps built later."""
+    with stand_in(monkeypatch, "meta"):
+        table = psg_fx.calibrate("cuda")
+        assert rates.device("cuda") == table
+        assert rates.table_path("cuda").name.startswith("cuda-nvidia-stand-in-torch")
+    assert table.flops.keys() == rates.H100.flops.keys()
+    assert table.extra.keys() == rates.H100.extra.keys()
+    assert table.rate("gemm") == pytest.approx(2 * 4096**3 * 20 / 1e-3)  # twenty runs a replay
+    assert table.rate("gemm", torch.float16) == table.rate("gemm", torch.bfloat16)
+    assert table.bandwidth > 0
+
+
+def test_the_command_calibrates(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with stand_in(monkeypatch, "meta"):
+        assert cli.main(["calibrate", "--device", "cuda"]) == 0
+    assert "cuda-nvidia-stand-in" in capsys.readouterr().out
+
+
+def test_the_part_of_rates(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`bench/calibrate.py`, every layer and every way."""
+    import calibrate as script
+
+    told(monkeypatch, "--device", "cuda", "--tag", TAG)
+    with stand_in(monkeypatch, "meta"):
+        script.main()
+    found = json.loads((place / f"calibrate-{TAG}.json").read_text())
+    assert found["environment"]["gpu"] == NAME
+    assert all(len(ways) == 5 for ways in found["convolutions_ms"].values())
+
+
+class Profile:
+    """As torch's profiler: each step launched two kernels of a millisecond."""
+
+    def __init__(self, activities: object) -> None:
+        self.steps = 0
+
+    def __enter__(self) -> Profile:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def events(self) -> list[Any]:
+        kind = torch.autograd.DeviceType.CUDA
+        return [SimpleNamespace(device_type=kind, name="kernel", device_time=1e3) for _ in range(10)]
+
+
+@pytest.fixture
+def kernels(place: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    import kernels
+
+    monkeypatch.setattr(kernels, "profile", Profile)
+    monkeypatch.setattr(kernels, "Problem", partial(Problem, backend="eager"))
+    monkeypatch.setattr(torch, "autocast", lambda *_: contextlib.nullcontext())
+    mlp = kernels.Run("MLP", "mlp", 4)
+    monkeypatch.setattr(
+        kernels, "RUNS", {"mlp": mlp, "mlp-bf16": kernels.Run("MLP", "mlp", 4, autocast=torch.bfloat16)}
+    )
+    return kernels
+
+
+def test_the_part_of_kernels(kernels: ModuleType, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told(monkeypatch, "--tag", TAG, "--models", "mlp,mlp-bf16")
+    with stand_in(monkeypatch, "cpu"):
+        assert kernels.main() == 0
+    found = json.loads((place / f"kernels-{TAG}.json").read_text())["models"]["mlp"]
+    assert found["norms"]["kernels"] == 2
+    assert found["norms"]["device_ms"] == pytest.approx(2.0)
+    assert "## MLP" in (place / f"kernels-{TAG}.md").read_text()
+
+
+def test_every_contender_of_the_race_is_known(place: Path) -> None:
+    import compare
+
+    labels = [c.label for c in field_of(tuple(USUAL), compare.CONTENDERS["cuda"])]
+    assert {"replayed-ordinary", "replayed-psg/clipped_sum", "opacus-ghost/norms"} <= set(labels)
+    for run in compare.RUNS.values():
+        assert run.where
+
+
+def test_the_race_on_the_device(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One model of the last part, in the process that it would have."""
+    import compare
+
+    monkeypatch.setitem(compare.RUNS, "mlp", compare.Run("MLP", "mlp", 4, where=("cuda",)))
+    monkeypatch.setattr(compare, "benchmark", partial(compare.benchmark, backend="eager"))
+    args = argparse.Namespace(one="mlp", device="cuda", contenders="ordinary-eager,psg-eager*", quick=True, seconds=0.1,
+                              turns=None, until=None, json=place / "mlp.json")  # fmt: skip
+    with stand_in(monkeypatch, "cpu"):
+        compare.run_one(args)
+    report = json.loads(args.json.read_text())
+    assert not [row for row in report["rows"] if row["failure"]]
+    assert compare.ratio_table({"mlp": report}, "simple")
+
+
+def test_models_that_prepare_side_by_side_take_turns(place: Path) -> None:
+    """Processes of their own, on the CPU."""
+    import compare
+
+    args = argparse.Namespace(device="cpu", seconds=0.1, contenders="ordinary-eager", quick=True, together=120.0)
+    found = compare.together(["simplecnn"], args)
+    assert [row["contender"] for row in found["simplecnn"]["rows"]] == ["ordinary-eager"]
+
+
+def test_memory_is_that_of_the_allocator(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with stand_in(monkeypatch, "cpu"):
+        assert clock.peak_memory(lambda: torch.zeros(3, device="cuda"), torch.device("cuda")) == 200
+        clock.give_back(torch.device("cuda"))
+
+
+def test_the_script_runs_its_parts_and_passes_over_what_is_there(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A part that is stopped at its limit fails the script, and the others run all the same."""
+    import gpu
+
+    ran = []
+
+    def limited(part: str, words: list[str], environment: dict[str, str], out: object = None) -> str:
+        ran.append(part)
+        return "stopped at its limit of 1 s" if part == "kernels" else "done"
+
+    monkeypatch.setattr(gpu, "RESULTS", place)
+    monkeypatch.setattr(gpu, "limited", limited)
+    (place / f"calibrate-{TAG}.json").write_text("{}")
+    told(monkeypatch)
+    with stand_in(monkeypatch, "cpu"):
+        assert gpu.main() == 1
+    assert ran == ["tests", "kernels", "compare"]
+    assert (place / f"tests-{TAG}.txt").exists()
+    said = capsys.readouterr().out
+    assert f"calibrate: {place / f'calibrate-{TAG}.json'} is there" in said
+    assert "kernels: stopped" in said
