@@ -13,10 +13,10 @@ from psg_fx.algebra.site import SITES, Site
 from psg_fx.explain.html.graphs import NODE, Graphs, op_label
 from psg_fx.explain.html.memory import memory
 from psg_fx.explain.tables import (
-    LEGEND,
     PLAN_HEADERS,
     SITE_HEADERS,
     PlanRow,
+    legend,
     methods,
     notes,
     plan_rows,
@@ -104,7 +104,7 @@ def _sites(sites: tuple[Site, ...], plan: Plan, modules: Mapping[str, str]) -> d
 
 def _plan(plan: Plan, measure: bool) -> dict[str, Any]:
     rows = [_plan_row(row) for row in plan_rows(plan, measured(plan) if measure else {})]
-    return {"legend": LEGEND.strip(), "header": PLAN_HEADERS, "rows": rows}
+    return {"legend": legend(plan).strip(), "header": PLAN_HEADERS, "rows": rows}
 
 
 def _plan_row(row: PlanRow) -> dict[str, Any]:
