@@ -35,7 +35,8 @@ def run_in_parts(
         part = slice(start, min(start + size, count))
         joined.add(step(*_cut(call, part), **_cut_given(settings, given, part)), part)
         report(done, len(starts))
-    return StepOutput(joined.fields, settings.joins_of_processes)
+    between = settings.joins_of_processes if groups is None else settings.joins_of_groups
+    return StepOutput(joined.fields, between)
 
 
 def fields_of_samples(settings: Settings) -> set[str]:
