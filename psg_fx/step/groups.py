@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from psg_fx.algebra.asks import FLOORS
-from psg_fx.algebra.members import Grouping
+from psg_fx.algebra.members import IDS, MEMBERS, Grouping
 from psg_fx.errors import BadArgument
 from psg_fx.quantities.base import Quantity
 from psg_fx.quantities.clipped_sum import ClippedSum
@@ -58,11 +58,21 @@ class Groups:
         ids = self.ids.to(value.device)
         return torch.cat([value.new_zeros(1), value])[ids + 1]
 
+    def inputs(self, device: torch.device) -> dict[str, Tensor]:
+        """What the graph reads of the groups, on a device that is not waited for."""
+        unread = self.members.is_meta
+        found = {MEMBERS.name: torch.empty_like(self.members, device=device) if unread else _sent(self.members, device)}
+        return found if self.rows is None else {**found, IDS.name: _sent(self.rows, device)}
+
     def every(self, value: Tensor, dims: tuple[int, ...]) -> Tensor:
         """A result with groups of the graph in `dims`, with all groups there."""
         for dim in dims if self.slots is not None else ():
             value = value.index_select(dim, self.slots.to(value.device))  # type: ignore[union-attr]
         return value if self.sound is None else value * self.sound.to(value.dtype)
+
+
+def _sent(value: Tensor, device: torch.device) -> Tensor:
+    return value.to(device, non_blocking=True)
 
 
 def groups_of(ids: Any, num_groups: Any, samples: int) -> Groups:
@@ -98,8 +108,8 @@ def unseen(ids: Tensor, count: int) -> Groups:
 
 
 def _sizes(groups: int, largest: int) -> Tensor:
-    """In the place of members that nobody reads."""
-    return torch.empty(groups, largest, dtype=torch.int64)
+    """In the place of members that nobody reads: a shape, no values."""
+    return torch.empty(groups, largest, dtype=torch.int64, device="meta")
 
 
 def _gathered(ids: Tensor, count: int) -> Groups:

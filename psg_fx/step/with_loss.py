@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from psg_fx.algebra.members import COUNT, IDS, MEMBERS, Grouping
+from psg_fx.algebra.members import COUNT, Grouping
 from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.graph.history import History
 from psg_fx.passes.compile import compile_graph
@@ -217,9 +217,7 @@ class LossModule(PerSampleModule):
                 found[name] = _as_tensor(value, dtypes[name], self._device(call))
         device, count = self._device(call), call.batch_size() if groups is None else groups.count
         if groups is not None:
-            found[MEMBERS.name] = groups.members.to(device, non_blocking=True)
-            if groups.rows is not None:
-                found[IDS.name] = groups.rows.to(device, non_blocking=True)
+            found |= groups.inputs(device)
             found[COUNT.name] = torch.full((), max(count, 1), dtype=dtypes[COUNT.name], device=device)
         if COUNTED in dtypes:
             found[COUNTED] = torch.ones(count, dtype=dtypes[COUNTED], device=device)

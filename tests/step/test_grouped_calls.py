@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 
 import psg_fx
 from psg_fx import ClippedSum, Dots, Grads, Gram, MeanGrad, Norms, Projection, SecondMoment, WeightedSum
-from psg_fx.errors import BadArgument
+from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.step.groups import groups_of, unseen
 from support.small import mlp, same_mlp, step
 
@@ -238,3 +239,29 @@ def test_without_a_loss_there_is_no_such_argument() -> None:
     made = psg_fx.transform(mlp(), backend="eager")
     with pytest.raises(BadArgument, match="the keyword groups"):
         made(torch.randn(4, 4), groups=[0, 0, 1, 1])
+
+
+def test_a_file_has_no_groups(tmp_path: Path) -> None:
+    made, (x, y) = step(same_mlp(), quantities=Norms()), batch(4)
+    with pytest.raises(NotYetSupported, match="a step of groups is not exported"):
+        made.export(tmp_path / "step.pt2", x, y, groups=[0, 0, 1, 1])
+
+
+def test_means_over_groups_of_several_processes_are_refused() -> None:
+    made, (x, y) = step(same_mlp(), quantities=[SecondMoment(), MeanGrad(), ClippedSum(1.0)]), batch(4)
+    out = made(x, y, groups=[0, 0, 1, 1])
+    assert out.joins == {
+        "losses": "cat", "second_moment": "groups", "mean_grad": "mean", "clipped_sum": "sum", "clip_factors": "cat",
+        "norms": "cat",
+    }  # fmt: skip
+    with pytest.raises(BadArgument, match="SecondMoment of groups in all processes"):
+        psg_fx.distributed.reduce(out)
+    assert "groups" not in made(x, y).joins.values()
+
+
+@pytest.mark.parametrize("ids", [[0, 0, 1, 1], [1, 0, 1, -1]])
+def test_report_and_plans_elsewhere(ids: list[int], tmp_path: Path) -> None:
+    made, (x, y) = step(same_mlp(), quantities=[Norms(), ClippedSum(1.0)]), batch(4)
+    made(x, y, groups=ids)
+    assert "planned for G=2 groups" in made.explain(device="h100")
+    assert "planned for G=2 groups" in made.report(tmp_path / "report.html").read_text(encoding="utf-8")
