@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch.fx import GraphModule
 
+from psg_fx.algebra.members import Grouping
 from psg_fx.graph.history import History, PassRecord, log
 from psg_fx.graph.stages import Stage, verify
 from psg_fx.planner.budget import Budget
@@ -38,12 +39,16 @@ UNREDUCE = graph_pass("unreduce", before=Stage.BATCHED, after=Stage.UNREDUCED)(u
 def run_pipeline(
     program: Program, call: Call, tracked: dict[str, str], quantities: Sequence[Quantity], dtype: torch.dtype,
     device: Device, history: History, input_gradients: tuple[bool, ...] = (), budget: Budget | None = None,
+    grouping: Grouping | None = None,
 ) -> GraphModule:  # fmt: skip
-    """From a model and a loss to a lowered graph; every stage on the way is kept in `history`."""
+    """From a model and a loss to a lowered graph; every stage on the way is kept in `history`.
+
+    grouping: what is asked is asked of groups of samples.
+    """
     gm = record_capture(program, call, tracked, history)
     alone = Alone(program, call)
     with without_defaults():
-        gm = _passes(gm, alone, call, quantities, dtype, device, history, input_gradients, budget)
+        gm = _passes(gm, alone, call, quantities, dtype, device, history, input_gradients, budget, grouping)
     name, seconds = type(program.model).__name__, sum(step.seconds for step in history.passes)
     log.info("%s: captured, planned and lowered in %.1f s, %d nodes", name, seconds, len(gm.graph.nodes))
     return gm
@@ -51,7 +56,7 @@ def run_pipeline(
 
 def _passes(
     gm: GraphModule, alone: Alone, call: Call, quantities: Sequence[Quantity], dtype: torch.dtype, device: Device,
-    history: History, input_gradients: tuple[bool, ...], budget: Budget | None,
+    history: History, input_gradients: tuple[bool, ...], budget: Budget | None, grouping: Grouping | None,
 ) -> GraphModule:  # fmt: skip
     gm = run(BATCH, gm, history, alone=alone)
     gm = run(UNREDUCE, gm, history)
@@ -60,7 +65,7 @@ def _passes(
     gm = run(networks, gm, history)
     gm = run(merge, gm, history)
     asks = tuple(dict.fromkeys(ask for quantity in quantities for ask in quantity.asks()))
-    gm = run(plan, gm, history, asks=asks, device=device, size=call.batch_size(), budget=budget)
+    gm = run(plan, gm, history, asks=asks, device=device, size=call.batch_size(), budget=budget, grouping=grouping)
     gm = run(lower, gm, history, quantities=quantities, dtype=dtype)
     gm = run(tidy, gm, history)
     return run(widen, gm, history, device=device.name)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch.fx import GraphModule
 
 from psg_fx.algebra.ask import Ask
 from psg_fx.algebra.gradient import GRADIENTS
+from psg_fx.algebra.members import Grouping, Groups
 from psg_fx.graph import facts
 from psg_fx.graph.stages import Stage
 from psg_fx.planner.budget import Budget, plan_within
@@ -19,12 +21,18 @@ from .runner import graph_pass
 
 
 @graph_pass("plan", before=Stage.MERGED, after=Stage.PLANNED)
-def plan(gm: GraphModule, asks: Sequence[Ask], device: Device, size: int, budget: Budget | None = None) -> GraphModule:
-    """After: `PLAN` says which tree computes each ask of each parameter."""
-    batch, gradients = facts.graph_facts(gm).batch, GRADIENTS.of(gm).values()
+def plan(
+    gm: GraphModule, asks: Sequence[Ask], device: Device, size: int, budget: Budget | None = None,
+    grouping: Grouping | None = None,
+) -> GraphModule:  # fmt: skip
+    """After: `PLAN` says which tree computes each ask of each parameter, of samples or of groups of them."""
+    batch, gradients, samples = facts.graph_facts(gm).batch, list(GRADIENTS.of(gm).values()), size
+    if grouping is not None:
+        groups = Groups(grouping, batch)
+        batch, size, gradients = groups.symbol, groups.size, list(map(groups.gradient, gradients))
     if budget is None:
         made = plan_step(gradients, asks, device, batch, size)
     else:
-        made = plan_within(gm, gradients, asks, device, batch, size, budget)
-    PLAN.put(gm, made)
+        made = plan_within(gm, gradients, asks, device, batch, size, budget, samples / size)
+    PLAN.put(gm, replace(made, grouping=grouping))
     return gm

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import sympy
@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.algebra.ask import Linear, Phase, Quadratic
 from psg_fx.algebra.asks import Materialized
-from psg_fx.algebra.gradient import GRADIENTS, Term, merge_terms
+from psg_fx.algebra.gradient import GRADIENTS, ParameterGradient, Term, merge_terms
 from psg_fx.algebra.network import BATCH, Kind, Source
 from psg_fx.algebra.site import PREFIXES, READ, SITES, Site, Value, read_by_networks
 from psg_fx.graph import facts
@@ -202,7 +202,7 @@ def merged(gm: GraphModule) -> None:
 def planned(gm: GraphModule) -> None:
     """Everything asked of every parameter has trees for all of it, whose leaves are there."""
     plan = PLAN.of(gm)
-    if [p.gradient for p in plan.parameters] != list(GRADIENTS.of(gm).values()):
+    if not _same_gradients([p.gradient for p in plan.parameters], list(GRADIENTS.of(gm).values())):
         raise broken("every gradient is planned", gm)
     known = set(read_by_networks(gm))
     for parameter in plan.parameters:
@@ -219,12 +219,25 @@ def planned(gm: GraphModule) -> None:
                     raise broken(f"the trees of {name} read what is there", gm)
 
 
+def _same_gradients(planned: Sequence[ParameterGradient], found: Sequence[ParameterGradient]) -> bool:
+    """Whether these are the gradients that were found, or those of groups that are made of them."""
+    if len(planned) != len(found):
+        return False
+    for made, gradient in zip(planned, found, strict=True):
+        of_groups = [term.of_samples is not None for term in made.terms]
+        uses = [[(term.sites, term.rule, term.prefix) for term in g.terms] for g in (made, gradient)]
+        if made != gradient and not (made.name == gradient.name and all(of_groups) and uses[0] == uses[1]):
+            return False
+    return True
+
+
 def _answers(parameter: ParameterPlan, plan: Plan) -> bool:
     """Whether every use is in every answer: once where the ask is linear, with itself where it is quadratic."""
     uses = range(len(parameter.gradient.terms))
     for ask in {*plan.asks, *([Materialized()] if parameter.total else [])}:
         found = [part.contraction.terms for part in parameter.parts if part.ask == ask]
-        if parameter.total and ask.phase is not Phase.GRADIENTS:
+        of_samples = ask.samples and plan.grouping is not None
+        if parameter.total and ask.phase is not Phase.GRADIENTS and not of_samples:
             good = bool(found) and not any(found)
         elif isinstance(ask, Linear):
             good = sorted(found) == [(use,) for use in uses]

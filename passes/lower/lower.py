@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
+from psg_fx.algebra.members import COUNT, IDS, MEMBERS
 from psg_fx.algebra.network import Kind, Source
 from psg_fx.algebra.site import READ, read_by_networks
 from psg_fx.graph import facts
@@ -15,10 +17,16 @@ from psg_fx.graph.facts import Holds, InputSpec, OutputSpec
 from psg_fx.graph.stages import Stage
 from psg_fx.planner.plan import PLAN
 from psg_fx.quantities.base import Extra, Quantity
+from psg_fx.torch_private.fakes import with_own_sizes
 
 from ..runner import graph_pass
 from .pieces import rename
 from .writer import Writer
+
+aten = torch.ops.aten
+
+_GROUP_HINTS = (1009, 1013)
+"""G and S while the plan is traced: what no other size should be."""
 
 
 @graph_pass("lower", before=Stage.PLANNED, after=Stage.LOWERED)
@@ -30,11 +38,19 @@ def lower(gm: GraphModule, quantities: Sequence[Quantity], dtype: torch.dtype) -
     plan = PLAN.of(gm)
     gradients = {p.gradient.name: p.gradient for p in plan.parameters}
     extras = {name: extra for quantity in quantities for name, extra in quantity.extras(gradients).items()}
-    made = {name: _extra_node(gm, name, extra, dtype) for name, extra in extras.items()}
+    samples = _batch_node(gm)
+    rows = samples if plan.grouping is None else _members_node(gm, samples)
+    made = {name: _extra_node(gm, name, extra, dtype, rows) for name, extra in extras.items()}
     fixed = {n: extra.value.to(made[n].meta["val"].device) for n, extra in extras.items() if extra.value is not None}
     facts.update_graph(gm, constants={**facts.graph_facts(gm).constants, **fixed})
-    writer = Writer(gm, plan, _batch_node(gm), _known_values(gm, made), made)
+    if plan.grouping is not None:
+        made |= {MEMBERS.name: rows, COUNT.name: _extra_node(gm, COUNT.name, Extra(()), dtype, rows)}
+        if plan.grouping.layout == "scattered":
+            made[IDS.name] = _extra_node(gm, IDS.name, Extra((None,), torch.int64), dtype, samples)
+    writer = Writer(gm, plan, rows, samples, _known_values(gm, made), made)
     _finish(gm, *_name(writer.results(quantities)))
+    if plan.grouping is not None and plan.grouping.layout == "blocks":
+        _as_views(gm, rows)
     return gm
 
 
@@ -49,19 +65,46 @@ def _batch_node(gm: GraphModule) -> Node:
     return next(n for n in facts.placeholders(gm) if facts.input_spec(n).samples is not None)
 
 
-def _extra_node(gm: GraphModule, name: str, extra: Extra, dtype: torch.dtype) -> Node:
-    """A placeholder for a further input, after those there are."""
-    last, carrier = facts.placeholders(gm)[-1], _batch_node(gm)
-    template = carrier.meta["val"]
-    count = template.shape[facts.input_spec(carrier).samples or 0]
+def _members_node(gm: GraphModule, samples: Node) -> Node:
+    """A placeholder for the numbers of the samples of each group, `[G, S]`."""
+    value = with_own_sizes(samples.meta["val"], _GROUP_HINTS, torch.int64)
+    return _placeholder(gm, MEMBERS.name, value, InputSpec("given", MEMBERS.name))
+
+
+def _extra_node(gm: GraphModule, name: str, extra: Extra, dtype: torch.dtype, carrier: Node) -> Node:
+    """A placeholder for a further input, with as many rows as `carrier` has."""
+    template, dim = carrier.meta["val"], facts.input_spec(carrier).samples
     with template.fake_mode:
-        shape = [count if size is None else size for size in extra.shape]
+        shape = [template.shape[dim or 0] if size is None else size for size in extra.shape]
         value = torch.empty(shape, dtype=extra.dtype or dtype, device=template.device)
-    with gm.graph.inserting_after(last):
-        node = gm.graph.placeholder(re.sub(r"\W", "_", name))
     kind: Holds = "given" if extra.value is None else "constant"
-    node.meta = {"val": value, "psg_fx_input": InputSpec(kind, name, 0 if None in extra.shape else None)}
+    of_samples = dim is not None and None in extra.shape
+    return _placeholder(gm, name, value, InputSpec(kind, name, 0 if of_samples else None))
+
+
+def _placeholder(gm: GraphModule, name: str, value: torch.Tensor, spec: InputSpec) -> Node:
+    """A further input, after those there are."""
+    with gm.graph.inserting_after(facts.placeholders(gm)[-1]):
+        node = gm.graph.placeholder(re.sub(r"\W", "_", name))
+    node.meta = {"val": value, "psg_fx_input": spec}
     return node
+
+
+def _as_views(gm: GraphModule, members: Node) -> None:
+    """Rows that are read in the order in which they lie are a view, as a trace cannot know."""
+    sizes: list[Any] = []
+    for node in list(members.users):
+        if node.target is not aten.index.Tensor or list(_indices(node)) != [members]:
+            continue
+        with gm.graph.inserting_after(members):
+            for dim in (1, 0) if not sizes else ():
+                sizes.insert(0, gm.graph.call_function(aten.sym_size.int, (members, dim)))
+                sizes[0].meta["val"] = members.meta["val"].shape[dim]
+        node.target, node.args = aten.reshape.default, (node.args[0], [*sizes, *node.meta["val"].shape[2:]])
+
+
+def _indices(node: Node) -> Any:
+    return node.args[1]
 
 
 def _name(results: list[tuple[OutputSpec, Node]]) -> tuple[list[Node], list[OutputSpec]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from psg_fx.algebra.ask import Phase
 from psg_fx.algebra.asks import FLOORS
+from psg_fx.algebra.members import COUNT
 from psg_fx.algebra.network import Kind, Source
 from psg_fx.graph import facts
 from psg_fx.graph.facts import OutputSpec
@@ -32,14 +33,16 @@ _Note = tuple[list[tuple[str, int]], list[tuple[str, int]]]
 class Writer:
     """Writes a plan: norms first, then the weights that follow from them, then what reads weights.
 
-    batch: an input with samples.  known: what leaves and prefixes may read, by name.  extras: the further inputs of
+    batch: an input with a row for each sample that is planned for, which may be a group.  samples: one with a row for
+    each sample.  known: what leaves and prefixes may read, by name.  extras: the further inputs of
     quantities.
     """
 
     def __init__(
-        self, gm: GraphModule, plan: Plan, batch: Node, known: Mapping[Source, Node], extras: Mapping[str, Node]
-    ) -> None:
-        self.plan, self.batch, self.known, self.extras = plan, batch, known, extras
+        self, gm: GraphModule, plan: Plan, batch: Node, samples: Node, known: Mapping[Source, Node],
+        extras: Mapping[str, Node],
+    ) -> None:  # fmt: skip
+        self.plan, self.batch, self.samples, self.known, self.extras = plan, batch, samples, known, extras
         self.pieces = Pieces(gm, "lower")
         self.groups = groups(plan)
         self.found: dict[str, dict[str, Node]] = {key: {} for key in (*(ask.key for ask in plan.asks), FLOORS)}
@@ -87,10 +90,7 @@ class Writer:
     def _evaluator(self, group: Group, carrier: torch.Tensor, values: Sequence[torch.Tensor]) -> Evaluator:
         env = dict(zip(group.sources, values, strict=True))
         plan = dataclasses.replace(self.plan, parameters=group.parameters)
-        return Evaluator(plan, env, self._count(carrier), carrier.device)
-
-    def _count(self, carrier: torch.Tensor) -> Any:
-        return carrier.shape[facts.input_spec(self.batch).samples or 0]
+        return Evaluator(plan, env, _count(self.batch, carrier), carrier.device)
 
     def _inputs(self, group: Group) -> list[Node]:
         return [self.known[source] for source in group.sources]
@@ -116,7 +116,7 @@ class Writer:
     def _weights(self, quantities: Sequence[Quantity]) -> NodesByName:
         """The weights that quantities make of the norms and of their further inputs."""
 
-        def function(_: Any, results: Results, extras: Mapping[str, torch.Tensor]) -> dict[Any, torch.Tensor]:
+        def function(_: Counts, results: Results, extras: Mapping[str, torch.Tensor]) -> dict[Any, torch.Tensor]:
             found: dict[str, Mapping[str, torch.Tensor]] = {}
             for quantity in quantities:
                 found.update(quantity.weights(results, extras))
@@ -128,24 +128,38 @@ class Writer:
     def _fields(self, quantities: Sequence[Quantity], weights: NodesByName) -> list[tuple[OutputSpec, Node]]:
         """What quantities make of the results."""
 
-        def function(count: Any, results: Results, weights: Weights) -> dict[Any, torch.Tensor]:
-            return _finished(quantities, results, weights, count)
+        def function(counts: Counts, results: Results, weights: Weights) -> dict[Any, torch.Tensor]:
+            return _finished(quantities, results, weights, counts)
 
         return list(self._written(function, self._asked(), weights).items())
 
     def _written(self, function: Callable[..., dict[Any, torch.Tensor]], *named: Any) -> dict[Any, Node]:
-        """`function(B, *named)` with tensors in place of nodes, as nodes."""
+        """`function(counts, *named)` with tensors in place of nodes, as nodes."""
         flat, spec = pytree.tree_flatten(named)
-        inputs = list(dict.fromkeys(flat))
+        total = self.extras.get(COUNT.name)
+        inputs = list(dict.fromkeys([self.batch, self.samples, *([] if total is None else [total]), *flat]))
 
-        def piece(carrier: torch.Tensor, *values: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
+        def piece(*values: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
             tensors = dict(zip(inputs, values, strict=True))
             filled = pytree.tree_unflatten([tensors[node] for node in flat], spec)
-            found = function(self._count(carrier), *filled)
+            rows = _count(self.batch, tensors[self.batch]) if total is None else tensors[total]
+            found = function(Counts(rows, _count(self.samples, tensors[self.samples])), *filled)
             return list(found.values()), list(found)
 
-        nodes, keys = self.pieces.write(piece, [self.batch, *inputs])
+        nodes, keys = self.pieces.write(piece, inputs)
         return dict(zip(keys, nodes, strict=True))
+
+
+class Counts(NamedTuple):
+    """What means are over: the number of samples, or of groups as a tensor; and how many samples there are."""
+
+    rows: Any
+    samples: Any
+
+
+def _count(node: Node, value: torch.Tensor) -> Any:
+    """The number of rows of an input."""
+    return value.shape[facts.input_spec(node).samples or 0]
 
 
 def _by_name(flat: Mapping[tuple[str, str], Any]) -> dict[str, dict[str, Any]]:
@@ -164,12 +178,13 @@ def _returned(evaluator: Evaluator, group: Group, others: list[torch.Tensor]) ->
 
 
 def _finished(
-    quantities: Sequence[Quantity], results: Results, weights: Weights, count: Any
+    quantities: Sequence[Quantity], results: Results, weights: Weights, counts: Counts
 ) -> dict[OutputSpec, torch.Tensor]:
     """Every field, from results and weights."""
     found: dict[OutputSpec, torch.Tensor] = {}
     asked = {quantity.field for quantity in quantities}
     for quantity in quantities:
+        count = counts.samples if quantity.over_samples else counts.rows
         for field, value in quantity.finish(results, weights, count).items():
             if field != quantity.field and field in asked:
                 continue  # a by-product (the norms of a clipped sum) gives way to the quantity that is asked for it

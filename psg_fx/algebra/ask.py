@@ -50,13 +50,15 @@ class Ask:
     like_parameter: the result has the parameter's shape (after the samples, if it keeps them), so that what was found
     for the operand of a site is pulled back to the parameter.  per_sample: the samples are its first dim.
     accumulated: kept in float32 or better.  nameless: its networks do not depend on the name of the parameter, so that
-    like parameters share the code that computes it.
+    like parameters share the code that computes it.  samples: it is asked of single samples, also where gradients are
+    those of groups.
     """
 
     like_parameter: ClassVar[bool] = False
     per_sample: ClassVar[bool] = True
     accumulated: ClassVar[bool] = True
     nameless: ClassVar[bool] = False
+    samples: bool = False
 
     def __init_subclass__(cls) -> None:
         cls.nameless = cls.__dict__.get("nameless", False)  # not inherited: what a subclass adds may look at names

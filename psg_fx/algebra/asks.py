@@ -103,11 +103,13 @@ class Squares(Quadratic):
 class Weighted(Linear):
     """Σ_b w_b g_b of every parameter: name -> shape.
 
-    weights: the name of the [B] weights, "" for ones.  after_norms: they follow from the norms.
+    weights: the name of the [B] weights, "" for ones.  after_norms: they follow from the norms.  samples: b is every
+    sample, also where the gradients are those of groups of samples.
     """
 
     weights: str = ""
     after_norms: bool = False
+    samples: bool = False
     like_parameter: ClassVar[bool] = True
     per_sample: ClassVar[bool] = False
     accumulated: ClassVar[bool] = False
@@ -125,10 +127,10 @@ class Weighted(Linear):
 
     @property
     def key(self) -> str:
-        return f"weighted:{self.weights}"
+        return f"weighted:{self.weights}" if not self.samples else "samples"
 
     def contract(self, term: Term, name: str) -> Network:
-        g = term.network
+        g = term.of_samples if self.samples and term.of_samples is not None else term.network
         if not self.weights:
             return weighted(g, None)
         source = (Source(Kind.WEIGHTS, self.weights),)

@@ -18,7 +18,8 @@ from psg_fx.graph.facts import Entry
 class Term:
     """One use of a parameter (or several merged ones): a network for the operand, and the way back to the parameter.
 
-    kinds: the position of the operand and the kind of its site, for each use.
+    kinds: the position of the operand and the kind of its site, for each use.  of_samples: where the network is that of
+    groups, the one of single samples.
     """
 
     network: Network
@@ -29,6 +30,7 @@ class Term:
     prefix: Prefix
     where: str = ""
     kinds: tuple[Hashable, ...] = ()
+    of_samples: Network | None = None
 
 
 @dataclass(frozen=True)

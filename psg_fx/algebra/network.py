@@ -17,6 +17,9 @@ import sympy
 import torch
 
 BATCH = "b"
+ROWS = "s"
+"""The rows of a group, with the positions in each: an axis whose size differs from call to call."""
+
 Axes = tuple[str, ...]
 
 
@@ -61,6 +64,15 @@ class OneHot(Form):
 
     name = "onehot"
     classes: int = 0
+
+
+@dataclass(frozen=True)
+class Members(OneHot):
+    """`onehot(ids)[s, b]`, which row belongs to which group: stored as `ids[s]`, -1 for a row of none.  `classes` is
+    known when it is computed with, since the number of groups is another at every call.
+    """
+
+    name = "members"
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,8 @@ def reduce(out: StepOutput, group: dist.ProcessGroup | None = None) -> StepOutpu
     `clipped_sum` and `weighted_sum` are added up; `mean_grad` and `second_moment` are means over all samples, so that
     shares of any size, also empty ones, count as they should.  `second_moment` of `SecondMoment(centered=True)` needs
     `MeanGrad()` beside it.  Losses, norms, factors and whatever else has a row for every sample remain those of this
-    process's samples, and so does `gram`.  Every process must call it, with outputs of the same step.
+    process's samples, and so does `gram`.  Every process must call it, with outputs of the same step.  Where the step
+    was called with `groups=`, all samples of a group must have been in one process.
 
     Args:
         out: what a step (or `microbatch`) returned; its tensors are not changed.
@@ -62,7 +63,13 @@ def reduce(out: StepOutput, group: dist.ProcessGroup | None = None) -> StepOutpu
 
 
 def check_variance(joins: Mapping[str, Join], where: str) -> None:
-    """Refuse a variance that does not follow from those of the parts."""
+    """Refuse a variance that does not follow from those of the parts, and means over groups of samples."""
+    if "groups" in joins.values():
+        raise BadArgument(
+            "SecondMoment of groups in all processes does not follow from those of each", where=where,
+            why="it is a mean over groups, and a process does not say how many of these it has",
+            fix="leave SecondMoment out of quantities, or call the step without groups",
+        )  # fmt: skip
     if joins.get("second_moment") == "variance" and "mean_grad" not in joins:
         raise BadArgument(
             "SecondMoment(centered=True) of all processes does not follow from those of each", where=where,
@@ -73,6 +80,7 @@ def check_variance(joins: Mapping[str, Join], where: str) -> None:
 
 def over_processes(out: StepOutput, processes: Processes) -> StepOutput:
     """The output over all processes: the same fields, of which sums and means are replaced."""
+    check_variance(out.joins or {}, "the sums of all processes")
     joins, fields, count = out.joins or {}, dict(vars(out)), len(out.losses)
     for field, join in joins.items():
         if join in ("cat", "local") or field not in fields:

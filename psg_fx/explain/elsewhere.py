@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch.fx import GraphModule
 
-from psg_fx.algebra.gradient import GRADIENTS
 from psg_fx.planner import rates
 from psg_fx.planner.plan import PLAN, Plan
 from psg_fx.planner.search import plan_step
@@ -13,7 +12,7 @@ from psg_fx.planner.search import plan_step
 def planned_for(gm: GraphModule, device: str) -> Plan:
     """What would be planned for the same batch on a device of that name, without a bound on memory."""
     here = PLAN.of(gm)
-    return plan_step(GRADIENTS.of(gm).values(), here.asks, rates.named(device), here.batch, here.size)
+    return plan_step([p.gradient for p in here.parameters], here.asks, rates.named(device), here.batch, here.size)
 
 
 def chosen_otherwise(here: Plan, there: Plan) -> list[tuple[str, str, str, str]]:

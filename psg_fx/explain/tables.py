@@ -32,6 +32,22 @@ a·b: contracted, a²: squared and summed, Σ: summed over positions
 """
 
 
+_OF_GROUPS = {
+    "blocks": "b: groups, s: samples of a group (they lie in order) and positions",
+    "gathered": "b: groups, s: samples of a group (brought in order) and positions",
+    "scattered": "b: groups, s: samples, onehot(groups)[s,b]: which are in which, t: positions",
+}
+"""What the axes of a plan for groups of samples are, by layout."""
+
+
+def legend(plan: Plan) -> str:
+    """What the letters of the plan table mean."""
+    if plan.grouping is None:
+        return LEGEND
+    of_groups = LEGEND.replace("weights of the samples", "weights of the groups")
+    return of_groups.replace("b: samples, t: positions", _OF_GROUPS[plan.grouping.layout])
+
+
 def explain(graphs: dict[str, GraphModule], measure: bool = False, device: str | None = None) -> str:
     """The sites table, the plan table, and what else is worth knowing, as text.
 
@@ -47,7 +63,7 @@ def explain(graphs: dict[str, GraphModule], measure: bool = False, device: str |
         return "\n\n".join(
             [
                 summary(gm, there, sites),
-                f"Plan for {device}: what would be computed of each parameter's gradient, and how\n" + LEGEND
+                f"Plan for {device}: what would be computed of each parameter's gradient, and how\n" + legend(plan)
                 + _plan(there, measure=False),
                 f"Chosen otherwise than here\n{told}" if rows else "The trees are those that are chosen here.",
             ]
@@ -56,7 +72,7 @@ def explain(graphs: dict[str, GraphModule], measure: bool = False, device: str |
         [
             summary(gm, plan, sites),
             "Sites: where a parameter meets data\n" + _sites(sites, plan),
-            "Plan: what is computed of each parameter's gradient, and how\n" + LEGEND + _plan(plan, measure),
+            "Plan: what is computed of each parameter's gradient, and how\n" + legend(plan) + _plan(plan, measure),
             *_notes(graphs, plan),
         ]
     )
@@ -66,9 +82,12 @@ def summary(gm: GraphModule, plan: Plan, sites: tuple[Site, ...]) -> str:
     """How large the step is, what it was planned for, what is asked, and what that should cost."""
     asked = ", ".join(map(str, plan.asks))
     count = sum(1 for n in gm.graph.nodes if n.op == "call_function")
+    size, g = f"B={plan.size}", PLAN.of(gm).grouping
+    if g is not None:
+        size = f"G={g.groups} groups of up to {g.largest} samples, {g.samples} in all,"
     return (
         f"{len(plan.parameters)} parameters at {len(sites)} sites; joint graph of {count} ops; "
-        f"planned for B={plan.size} on {plan.device.name} with {plan.device.origin}\n"
+        f"planned for {size} on {plan.device.name} with {plan.device.origin}\n"
         f"asked: {asked}; predicted beside forward and backward: {_time(plan.seconds)}"
     )
 

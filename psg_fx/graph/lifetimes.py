@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import sympy
 from torch.fx import Node
@@ -30,9 +30,10 @@ def is_view(node: Node) -> bool:
     return schema is None or any(value.alias_info is not None for value in schema.returns)
 
 
-def bytes_of(node: Node, batch: sympy.Symbol, size: int) -> int:
-    """Bytes of a node's tensors for `size` samples."""
+def bytes_of(node: Node, batch: sympy.Symbol, size: int, others: Mapping[sympy.Symbol, int] | None = None) -> int:
+    """Bytes of a node's tensors for `size` samples.  others: further symbols in their sizes."""
+    known = {**(others or {}), batch: size}
     return sum(
-        int(product(facts.at(s, batch, size) for s in facts.shape(value))) * value.dtype.itemsize
+        product(int(s.subs(known)) for s in facts.shape(value)) * value.dtype.itemsize
         for value in facts.tensors(node.meta.get("val"))
     )

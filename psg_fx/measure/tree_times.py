@@ -27,7 +27,7 @@ def random_operand(expr: LeafExpr, device: str = "cpu") -> torch.Tensor:
     """A tensor as the leaf is stored: ids for one-hot operands, images for patches, values for dense ones."""
     sizes, form = [int(expr.sizes[axis]) for axis in expr.axes], expr.leaf.form
     if isinstance(form, OneHot):
-        return torch.randint(form.classes, sizes[:-1], device=device)
+        return torch.randint(sizes[-1], sizes[:-1], device=device)
     if isinstance(form, Patches):
         samples, positions, groups, rows = sizes
         folds = positions // product(form.out_space)

@@ -44,10 +44,11 @@ class Budget:
 
 def plan_within(
     gm: GraphModule, gradients: Iterable[ParameterGradient], asks: Sequence[Ask], device: Device, batch: sympy.Symbol,
-    size: int, budget: Budget,
+    size: int, budget: Budget, samples: float = 1.0,
 ) -> Plan:  # fmt: skip
     """The fastest plan for `size` samples at once, or if none fits and parts may be put together, for fewer.
 
+    samples: of the joint graph, for each one that is planned for: those of a group.
     Raises BadArgument with the least budget that would do.
     """
     gradients, least = list(gradients), 0
@@ -55,14 +56,14 @@ def plan_within(
         for factor in (0.0, *_PRICES):
             price = None if factor == 0 else max(device.kept, _LEAST) * factor
             plan = plan_step(gradients, asks, device, batch, count, price)
-            need = memory_of(gm, plan, count)
+            need = memory_of(gm, plan, round(count * samples))
             if need <= budget.limit:
                 return replace(plan, part=count, need=need)
             least = min(least or need, need)
     raise BadArgument(
         f"a memory budget of {in_words(budget.limit)} is too small", where="transform(memory_budget=...)",
         why=f"the least that would do is {in_words(least)}"
-        + ("" if budget.parts else f": a quantity needs all of these {size} samples at once"),
+        + ("" if budget.parts else f": a quantity needs all of these {round(size * samples)} samples at once"),
         fix=f"set memory_budget={least}, ask for fewer quantities, or pass fewer samples",
     )  # fmt: skip
 

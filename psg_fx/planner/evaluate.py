@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from psg_fx.algebra.ask import Ask, Phase
 from psg_fx.algebra.asks import FLOORS, Materialized
 from psg_fx.algebra.gradient import ParameterGradient
-from psg_fx.algebra.network import Axes, Kind, OneHot, Patches, Source
+from psg_fx.algebra.network import BATCH, Axes, Form, Kind, Members, OneHot, Patches, Source
 from psg_fx.algebra.prefix import pull_back
 from psg_fx.planner.expr import ContractExpr, DenseExpr, Expr, LeafExpr, SumExpr
 from psg_fx.planner.methods import onehot, patches
@@ -113,13 +114,15 @@ class Evaluator:
     def _compute(self, expr: Expr, gradient: ParameterGradient, local: dict[int, torch.Tensor]) -> torch.Tensor:
         if isinstance(expr, LeafExpr):
             return expr.leaf.build(*(self.env[source] for source in expr.leaf.sources))
-        return compute(expr, [self._evaluate(child, gradient, local) for child in expr.children])
+        return compute(expr, [self._evaluate(child, gradient, local) for child in expr.children], self.count)
 
 
-def compute(expr: Expr, operands: Sequence[torch.Tensor]) -> torch.Tensor:
-    """An inner node's tensor from those of its children."""
+def compute(expr: Expr, operands: Sequence[torch.Tensor], count: int | None = None) -> torch.Tensor:
+    """An inner node's tensor from those of its children.  count: of samples, or of groups of them; by default as
+    planned.
+    """
     if isinstance(expr, DenseExpr):
-        (stored,), form = operands, expr.child.leaf.form
+        (stored,), form = operands, _counted(expr.child.leaf.form, expr.sizes, count)
         if isinstance(form, OneHot):
             return onehot.densify(stored, form, expr.dtype)
         assert isinstance(form, Patches)
@@ -128,7 +131,16 @@ def compute(expr: Expr, operands: Sequence[torch.Tensor]) -> torch.Tensor:
         dims = [i for i, x in enumerate(expr.child.axes) if x not in expr.axes]
         return operands[0].sum(dims)
     assert isinstance(expr, ContractExpr)
-    return expr.method.emit(expr.pair, *operands)
+    p = expr.pair
+    if isinstance(p.a.form, Members) or isinstance(p.b.form, Members):
+        a, b = (replace(arg, form=_counted(arg.form, p.sizes, count)) for arg in (p.a, p.b))
+        p = replace(p, a=a, b=b)
+    return expr.method.emit(p, *operands)
+
+
+def _counted(form: Form, sizes: Mapping[str, int], count: int | None) -> Form:
+    """The form with the number of groups."""
+    return Members(sizes[BATCH] if count is None else count) if isinstance(form, Members) else form
 
 
 def _scaled(tensor: torch.Tensor, scale: float) -> torch.Tensor:

@@ -8,6 +8,7 @@ import sympy
 
 from psg_fx.algebra.ask import Ask, Contraction
 from psg_fx.algebra.gradient import ParameterGradient
+from psg_fx.algebra.members import Grouping
 from psg_fx.algebra.network import Kind
 from psg_fx.graph.facts import Entry
 from psg_fx.planner.cost import Device
@@ -49,7 +50,7 @@ class Plan:
     """The plan of a whole step for `size` samples.
 
     part: if memory is bounded, larger batches run in parts of so many samples.  need: the bytes that one part
-    allocates, predicted.
+    allocates, predicted.  grouping: of the samples; then the plan's samples are these groups.
     """
 
     parameters: tuple[ParameterPlan, ...]
@@ -60,6 +61,7 @@ class Plan:
     seconds: float = field(default=0.0)
     part: int | None = None
     need: int = 0
+    grouping: Grouping | None = None
 
 
 PLAN = Entry[Plan]("plan")
@@ -79,7 +81,7 @@ def kept_until_norms(tree: Expr) -> dict[int, int]:
 
 def _is_alive(expr: Expr) -> bool:
     """Whether it is an activation as it is stored."""
-    return isinstance(expr, LeafExpr) and set(expr.leaf.kinds) == {Kind.ACTIVATION}
+    return isinstance(expr, LeafExpr) and set(expr.leaf.kinds) - {Kind.GIVEN} == {Kind.ACTIVATION}
 
 
 def reads_weights(expr: Expr) -> bool:

@@ -18,7 +18,7 @@ import torch
 
 from psg_fx.algebra.asks import SquaredNorm
 from psg_fx.algebra.gradient import ParameterGradient, Term
-from psg_fx.algebra.network import BATCH, Axes, Leaf, Network, OneHot, Symmetric
+from psg_fx.algebra.network import BATCH, ROWS, Axes, Leaf, Members, Network, OneHot, Symmetric
 from psg_fx.planner.expr import ContractExpr, DenseExpr, Expr, LeafExpr, dense
 from psg_fx.planner.methods.base import expand_to
 from psg_fx.planner.plan import ParameterPlan
@@ -53,7 +53,11 @@ def floor(plan: ParameterPlan, evaluate: Evaluate) -> torch.Tensor | None:
 def _of_term(term: Term, evaluate: Evaluate) -> torch.Tensor:
     """S of one use, from its operands.  Rows of `onehot` have norm 1."""
     leaves = [leaf for leaf in term.network.leaves if not isinstance(leaf.form, OneHot)]
-    return _reach([_energy(leaf, term.network, evaluate) for leaf in leaves], term.network)
+    members = next((leaf for leaf in term.network.leaves if isinstance(leaf.form, Members)), None)
+    own = None
+    if members is not None:
+        own = evaluate(dense(LeafExpr(members.axes, {}, members.dtype, members)))
+    return _reach([_energy(leaf, term.network, evaluate) for leaf in leaves], term.network, own)
 
 
 def _energy(leaf: Leaf, network: Network, evaluate: Evaluate) -> Labelled:
@@ -96,6 +100,12 @@ def _paired(axes: Axes) -> Axes:
     return tuple(x for x in axes if f"{x}'" in axes)
 
 
+def _by_group(rows: torch.Tensor, members: torch.Tensor) -> torch.Tensor:
+    """`[S, ..]` summed by groups, `[B, ..]`; what is no number stays in its own."""
+    own = (members > 0).reshape(*members.shape, *[1] * (rows.ndim - 1))
+    return torch.where(own, rows.unsqueeze(1), 0.0).sum(0)
+
+
 def _diagonal(gram: ContractExpr, tensor: torch.Tensor) -> Labelled:
     """E[b, .., t] = G[b, .., t, t], the squares of the norms of rows."""
     form, axes, paired = gram.arg.form, gram.axes, _paired(gram.axes)
@@ -113,12 +123,14 @@ def _of_halves(tensor: torch.Tensor, size: int, cut: int) -> torch.Tensor:
     return tensor.index_select(1, torch.where(t < cut, t * (cut + 1), size * cut + (t - cut) * (size - cut + 1)))
 
 
-def _reach(energies: Sequence[Labelled], network: Network) -> torch.Tensor:
+def _reach(energies: Sequence[Labelled], network: Network, members: torch.Tensor | None = None) -> torch.Tensor:
     """S [B] from the squared norms of the rows of all operands: the roots of their products summed over positions; then
-    the 2-norm over axes of the gradient that operands share (groups).
+    the 2-norm over axes of the gradient that operands share (groups).  members: which row is of which group of samples.
     """
     axes = tuple(dict.fromkeys(x for names, _ in energies for x in names))
     found = reduce(torch.mul, [expand_to(energy, names, axes) for names, energy in energies]).sqrt()
+    if members is not None:
+        found, axes = _by_group(found.movedim(axes.index(ROWS), 0), members), (BATCH, *(x for x in axes if x != ROWS))
     summed = [k for k, x in enumerate(axes) if x not in network.out]
     found = found.sum(summed) if summed else found
     shared = [k for k, x in enumerate(x for x in axes if x in network.out) if x != BATCH]

@@ -119,7 +119,9 @@ def _through_total(gradient: ParameterGradient, asks: Sequence[Ask], batch: symp
     found: _Open = [(Materialized(), contraction) for contraction in Materialized().contractions(gradient)]
     total = whole(gradient, batch)
     for ask in asks:
-        if ask.phase is not Phase.GRADIENTS:
+        if ask.samples and any(term.of_samples for term in gradient.terms):
+            found += [(ask, contraction) for contraction in ask.contractions(gradient)]
+        elif ask.phase is not Phase.GRADIENTS:
             found += [(ask, replace(contraction, terms=())) for contraction in ask.contractions(total)]
     return found
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import sympy
 
-from psg_fx.algebra.network import BATCH, Axes, Network
+from psg_fx.algebra.network import BATCH, ROWS, Axes, Members, Network
 from psg_fx.planner.expr import ContractExpr, Expr, LeafExpr, SumExpr, dense
 from psg_fx.planner.methods import METHODS, Pair
 from psg_fx.tensors import Size
@@ -92,7 +92,9 @@ def contractions(a: Expr, b: Expr, needed: set[str], sizes: dict[str, Size], ord
     variants = [(x, y) for x in _forms(a) for y in _forms(b)]
     for x, y in variants:
         kept = [axis for axis in dict.fromkeys(x.axes + y.axes) if axis in needed]
-        out = tuple(sorted(kept, key=lambda axis: order.index(axis) if axis in order else len(order)))
+        first = {} if BATCH in kept else {ROWS: -1}  # rows of groups stand in the place of samples
+        places = first | {axis: k for k, axis in enumerate(order)}
+        out = tuple(sorted(kept, key=lambda axis: places.get(axis, len(order))))
         self_product = x.key == y.key
         pair = Pair(x.arg, y.arg, out, sizes, same=self_product and x.axes == y.axes, self_product=self_product)
         for method in METHODS:
@@ -102,4 +104,6 @@ def contractions(a: Expr, b: Expr, needed: set[str], sizes: dict[str, Size], ord
 
 def _forms(expr: Expr) -> tuple[Expr, ...]:
     built = dense(expr)
-    return (expr,) if built is expr else (expr, built)
+    if built is expr or isinstance(expr.arg.form, Members):  # 0 times NaN: a group would have what another one has
+        return (expr,)
+    return (expr, built)

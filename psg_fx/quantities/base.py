@@ -28,9 +28,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 """Parameter name -> shape, in the model's order."""
 
 
-Join = Literal["cat", "sum", "mean", "variance", "local"]
+Join = Literal["cat", "sum", "mean", "variance", "local", "groups"]
 """How results of parts become that of the batch; a mean is weighted by numbers of samples.  A variance needs the
-means of the parts as well, and what is local does not follow from those of parts.
+means of the parts as well, and what is local does not follow from those of parts; nor does a mean over groups.
 """
 
 Joins = Mapping[str, Join]
@@ -54,12 +54,14 @@ class Quantity:
     """Base of all quantities.
 
     field: of the step's output, which it fills.  reads: keyword arguments of the call that it needs.
-    reads_each: those of them that have an entry for every sample.
+    reads_each: those of them that have an entry for every sample.  over_samples: its B is the number of samples also
+    where gradients are those of groups of samples.
     """
 
     field: ClassVar[str] = ""
     reads: ClassVar[tuple[str, ...]] = ()
     reads_each: ClassVar[tuple[str, ...]] = ()
+    over_samples: ClassVar[bool] = False
 
     def resolved(self, shapes: Shapes, given: Mapping[str, Any]) -> Quantity:
         """The quantity with everything that this call's keyword arguments fix about the graph."""

@@ -127,12 +127,13 @@ class MeanGrad(Quantity):
     """
 
     field: ClassVar[str] = "mean_grad"
+    over_samples: ClassVar[bool] = True
 
     def asks(self) -> tuple[Ask, ...]:
-        return (Weighted(""),)
+        return (Weighted(samples=True),)
 
     def finish(self, r: Results, weights: Weights, batch: int) -> dict[str, Any]:
-        return {"mean_grad": {name: value / batch for name, value in r["weighted:"].items()}}
+        return {"mean_grad": {name: value / batch for name, value in r["samples"].items()}}
 
     def joins(self) -> Joins:
         return {"mean_grad": "mean"}

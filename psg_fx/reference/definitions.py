@@ -20,17 +20,34 @@ Answer = Tensor | ByName
 
 @dataclass(frozen=True)
 class Definition:
-    """One field of a step's output and how to compute it from losses `[B]` and gradients `name -> [B, *shape]`."""
+    """One field of a step's output and how to compute it from losses `[B]` and gradients `name -> [B, *shape]`.
+
+    of_samples: it is one of samples also where the others are of groups of samples.
+    """
 
     field: str
     expected: Callable[[Tensor, ByName], Answer]
     per_sample: bool = True
+    of_samples: bool = False
 
 
-LOSSES = Definition("losses", lambda losses, grads: losses)
+LOSSES = Definition("losses", lambda losses, grads: losses, of_samples=True)
 GRADS = Definition("grads", lambda losses, grads: grads)
-MEAN_GRAD = Definition("mean_grad", lambda losses, grads: {n: g.mean(0) for n, g in grads.items()}, per_sample=False)
+MEAN_GRAD = Definition(
+    "mean_grad", lambda losses, grads: {n: g.mean(0) for n, g in grads.items()}, per_sample=False, of_samples=True
+)
 GRAM = Definition("gram", lambda losses, grads: (flat := flattened(grads)) @ flat.T)
+
+
+def of_groups(grads: ByName, groups: Any, count: int | None) -> ByName:
+    """The sum of the gradients of each group's samples, `[G, *shape]`; a sample of group -1 is in none."""
+    ids = torch.as_tensor(groups).cpu()
+    total = int(ids.max()) + 1 if count is None and len(ids) else count or 0
+    found = {}
+    for name, g in grads.items():
+        rows = [g[(ids == u).to(g.device)].sum(0) for u in range(total)]
+        found[name] = torch.stack(rows) if rows else g[:0]
+    return found
 
 
 def flattened(grads: ByName) -> Tensor:

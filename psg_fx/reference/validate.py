@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from psg_fx.errors import BadArgument
 from psg_fx.reference.by_vmap import vmap_reference
-from psg_fx.reference.definitions import GRADS, LOSSES, Answer, ByName, Definition
+from psg_fx.reference.definitions import GRADS, LOSSES, Answer, ByName, Definition, of_groups
 from psg_fx.reference.loop import Loss, draws_random_numbers, loss_of_the_batch, reference_grads
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
@@ -101,11 +101,14 @@ def validate(
     checks: Sequence[Definition] = (LOSSES, GRADS),
     tolerance: float | None = None,
     notes: Sequence[str] = (),
+    groups: Any = None,
+    num_groups: int | None = None,
 ) -> ValidationReport:
     """Runs `step(inputs, targets)` once and compares the fields named by `checks` with the loop's.
 
     `step` is anything that returns an object with those fields; `definitions_for` makes the checks of given
-    quantities. Raises `BadArgument` when the model draws random numbers, since no two ways of computing would agree.
+    quantities. groups, num_groups: as in the call of a step. Raises `BadArgument` when the model draws random numbers,
+    since no two ways of computing would agree.
     """
     if draws_random_numbers(model, loss_fn, inputs, targets, batch_dim):
         raise BadArgument(
@@ -121,8 +124,11 @@ def validate(
     rough = reference_grads(model, loss_fn, inputs, targets, batch_dim=batch_dim, params=params, dtype=None)
     rows: list[ValidationRow] = []
     for check in checks:
-        want = _named(check.expected(losses, grads))
-        near = _named(check.expected(*rough))
+        apart = groups is None or check.of_samples
+        want, near = (
+            _named(check.expected(own, each if apart else of_groups(each, groups, num_groups)))
+            for own, each in ((losses, grads), rough)
+        )
         rows += _compare(check, _named(getattr(out, check.field)), want, near, limit)
     note = _second_opinion(model, loss_fn, inputs, targets, batch_dim, params, grads)
     whole = loss_of_the_batch(model, loss_fn, inputs, targets, batch_dim=batch_dim)

@@ -6,10 +6,12 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from psg_fx.algebra.members import MEMBERS
 from psg_fx.errors import BadArgument
 from psg_fx.graph import facts
 from psg_fx.graph.facts import InputSpec
@@ -18,6 +20,7 @@ from psg_fx.program.call import Call
 from psg_fx.program.effects import WRITTEN
 from psg_fx.program.guard import Lying
 from psg_fx.program.state import holder
+from psg_fx.step.groups import Groups
 from psg_fx.tensors import memory_order
 
 
@@ -53,6 +56,7 @@ class Binding:
         constants = facts.graph_facts(gm).constants
         self._written = WRITTEN.of(gm)
         self._batch = facts.graph_facts(gm).batch
+        self._of_groups = _dims_of_groups(gm)
         self._slots = [self._slot(spec, model, loss_fn, constants) for spec in self.specs]
         self._checks = [(i, spec.name) for i, spec in enumerate(self.outputs) if spec.kind == "check"]
         self._buffers = [
@@ -105,6 +109,11 @@ class Binding:
                 return line
         return ""
 
+    def of_groups(self, results: Sequence[Any], groups: Groups) -> list[Any]:
+        """Results with all groups in place of those of the graph."""
+        each = zip(results, self._of_groups, self.outputs, strict=True)
+        return [groups.every(value, dims) if spec.kind == "answer" else value for value, dims, spec in each]
+
     def fields(self, results: Sequence[Any]) -> dict[str, Any]:
         """Results by field: losses and what the quantities asked."""
         found: dict[str, Any] = {}
@@ -119,6 +128,19 @@ class Binding:
         return found
 
 
+def _dims_of_groups(gm: GraphModule) -> list[tuple[int, ...]]:
+    """For each output, the dims that have a place for each group."""
+    counts = _counts_of_groups(gm)
+    shapes = [facts.shape(n.meta["val"]) if n is not None else () for n in facts.outputs(gm)]
+    return [tuple(d for d, size in enumerate(shape) if size in counts) for shape in shapes]
+
+
+def _counts_of_groups(gm: GraphModule) -> list[sympy.Expr]:
+    """The symbol of the number of groups, if the graph is for groups."""
+    given = {facts.input_spec(n).name: n for n in facts.placeholders(gm) if facts.input_spec(n).kind == "given"}
+    return [facts.shape(given[MEMBERS.name].meta["val"])[0]] if MEMBERS.name in given else []
+
+
 def failed_check(line: str) -> BadArgument:
     """The model's or loss's own code would have raised an error."""
     return BadArgument(
@@ -128,8 +150,11 @@ def failed_check(line: str) -> BadArgument:
     )  # fmt: skip
 
 
-def no_samples(gm: GraphModule, device: torch.device) -> list[torch.Tensor]:
-    """A graph's results for no samples: empty where samples are counted, and sums over nothing are zero."""
-    batch = facts.graph_facts(gm).batch
+def no_samples(gm: GraphModule, device: torch.device, groups: int = 0) -> list[torch.Tensor]:
+    """A graph's results for no samples, in so many groups: empty where samples are counted, and sums over nothing are
+    zero.
+    """
+    sizes = {facts.graph_facts(gm).batch: 0, **dict.fromkeys(_counts_of_groups(gm), groups)}
     values = [(node.meta["val"] if node is not None else torch.zeros(())) for node in facts.outputs(gm)]
-    return [torch.zeros([facts.at(s, batch, 0) for s in facts.shape(v)], dtype=v.dtype, device=device) for v in values]
+    shapes = [[int(size.subs(sizes)) for size in facts.shape(value)] for value in values]
+    return [torch.zeros(shape, dtype=v.dtype, device=device) for v, shape in zip(values, shapes, strict=True)]

@@ -19,6 +19,7 @@ from psg_fx.planner.plan import PLAN
 from psg_fx.program.call import Call
 from psg_fx.quantities.base import Joins
 from psg_fx.step.binding import Binding, failed_check, no_samples, plain_mode
+from psg_fx.step.groups import Groups
 
 
 class StepOutput:
@@ -62,22 +63,26 @@ class CompiledStep:
         self.statistics: tuple[str, ...] = facts.graph_facts(gm).statistics
 
     def __call__(
-        self, call: Call, extras: Mapping[str, torch.Tensor], out: StepOutput | None = None, *, buffers: bool = True
-    ) -> StepOutput:
-        """The results for one call, in the tensors of `out` if it is given.  buffers: whether to write them, too."""
+        self, call: Call, extras: Mapping[str, torch.Tensor], out: StepOutput | None = None, *, buffers: bool = True,
+        groups: Groups | None = None,
+    ) -> StepOutput:  # fmt: skip
+        """The results for one call, in the tensors of `out` if it is given.  buffers: whether to write them, too.
+        groups: of the samples, in a graph for groups.
+        """
         former = {} if out is None else vars(out)
         with plain_mode():
             arguments = self.binding.arguments(call, extras)
             with self._memory.lent(pytree.tree_leaves(former)):
-                fields = self.binding.fields(self._results(call, arguments, buffers))
+                results = self._results(call, arguments, buffers, 0 if groups is None else len(groups.members))
+                fields = self.binding.fields(results if groups is None else self.binding.of_groups(results, groups))
             if out is None:
                 return StepOutput(fields)
             write_into(former, fields)
         return out
 
-    def _results(self, call: Call, arguments: Sequence[torch.Tensor], buffers: bool) -> Sequence[Any]:
+    def _results(self, call: Call, arguments: Sequence[torch.Tensor], buffers: bool, groups: int) -> Sequence[Any]:
         if call.batch_size() == 0:
-            return no_samples(self.gm, arguments[0].device)
+            return no_samples(self.gm, arguments[0].device, groups)
         try:
             results = self._run(*arguments)
         except Exception as error:

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from psg_fx.program.call import Call
 from psg_fx.quantities.clipped_sum import COUNTED
 from psg_fx.step.compiled import StepOutput
+from psg_fx.step.groups import Groups
 
 
 class Runs(Protocol):
@@ -26,16 +27,20 @@ class Runs(Protocol):
 
 
 def with_finite_sum(
-    step: Runs, call: Call, extras: Mapping[str, torch.Tensor], fields: dict[str, Any]
+    step: Runs, call: Call, extras: Mapping[str, torch.Tensor], fields: dict[str, Any], groups: Groups | None = None
 ) -> dict[str, Any] | None:
-    """The fields with a clipped sum over the finite samples and factors 0 for the others; None if all are finite."""
+    """The fields with a clipped sum over the finite samples (or groups of them) and factors 0 for the others; None if
+    all are finite.
+    """
     finite = torch.stack([norm.isfinite() for norm in pytree.tree_leaves(fields["norms"])]).all(0)
     if finite.all():
         return None
     # Under CUDA graphs, what the first run returned lies where the second will write.
     fields = pytree.tree_map(torch.clone, fields)
     fields["clip_factors"] = pytree.tree_map(lambda factors: factors.where(finite, 0.0), fields["clip_factors"])
-    fields["clipped_sum"] = _sum(step, call, extras, finite, fields["clipped_sum"])
+    counted = extras[COUNTED] * (finite if groups is None else groups.given(finite)).to(extras[COUNTED])
+    samples = finite if groups is None else groups.of_samples(finite)
+    fields["clipped_sum"] = _sum(step, call, {**extras, COUNTED: counted}, samples, fields["clipped_sum"])
     return fields
 
 
@@ -48,6 +53,5 @@ def _sum(
         return {name: torch.zeros_like(value) for name, value in like.items()}
     rows = torch.arange(len(finite), device=finite.device).where(finite, rows[0])
     tensors = [t if dim is None else t.index_select(dim, rows) for t, dim in zip(call.tensors, call.dims, strict=True)]
-    counted = extras[COUNTED] * finite.to(extras[COUNTED])
-    again = step(replace(call, tensors=tuple(tensors)), {**extras, COUNTED: counted}, buffers=False)
+    again = step(replace(call, tensors=tuple(tensors)), extras, buffers=False)
     return {name: value.clone() for name, value in again.clipped_sum.items()}

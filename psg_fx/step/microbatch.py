@@ -24,6 +24,8 @@ def microbatch(step: PerSampleModule, size: int, *, progress: Report = False) ->
     `batch_dim`, as are weights; what all samples share is not. Buffers that forward writes hold afterwards what
     consecutive ordinary forwards on the parts leave there. If B is not a multiple of `size`, the last part is
     smaller, and is another batch size to compile for, unless the step was made with `dynamic=True`.
+    With `groups=`, rows of groups come from the part that has their samples; where several do, what is linear in the
+    gradient is summed, and norms and what follows from them are refused.
 
     Args:
         step: what `transform` returns for a model with a loss.

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from psg_fx.algebra.ask import Quadratic
 from psg_fx.errors import BadArgument
 from psg_fx.program.call import Call
 from psg_fx.quantities.base import Join
 from psg_fx.step.compiled import StepOutput
+from psg_fx.step.groups import Groups, groups_of
 from psg_fx.step.settings import Settings
 
 
@@ -19,15 +21,41 @@ def run_in_parts(
     report: Callable[[int, int], Any],
 ) -> StepOutput:  # fmt: skip
     """The output of the step for a call, from parts of at most `size` samples."""
-    count = call.batch_size()
-    _check_each(settings, given, count)
-    joined = Joined(joins(settings), count, settings.reuse_outputs)
+    count, how = call.batch_size(), joins(settings)
+    groups = None if given.get("groups") is None else groups_of(given["groups"], given.get("num_groups"), count)
+    if groups is None:
+        _check_each(settings, given, count)
+        joined = Joined(how, count, settings.reuse_outputs)
+    else:
+        _check_whole(settings, groups, size)
+        given = {**given, "num_groups": groups.count}
+        joined = OfGroups(how, count, settings.reuse_outputs, groups.ids, fields_of_samples(settings))
     starts = range(0, count, size)
     for done, start in enumerate(starts, 1):
         part = slice(start, min(start + size, count))
         joined.add(step(*_cut(call, part), **_cut_given(settings, given, part)), part)
         report(done, len(starts))
-    return StepOutput(joined.fields, settings.joins_of_processes)
+    between = settings.joins_of_processes if groups is None else settings.joins_of_groups
+    return StepOutput(joined.fields, between)
+
+
+def fields_of_samples(settings: Settings) -> set[str]:
+    """The fields of the output that are of samples also where the others are of groups of them."""
+    return {"losses", *(field for q in settings.quantities if q.over_samples for field in q.joins())}
+
+
+def _check_whole(settings: Settings, groups: Groups, size: int) -> None:
+    """Refuse parts between which a group is divided, where a quantity does not follow from sums over parts of it."""
+    names = [str(q) for q in settings.quantities if any(isinstance(ask, Quadratic) for ask in q.asks())]
+    parts = torch.arange(len(groups.ids), device=groups.ids.device) // size
+    own = torch.stack([groups.ids, parts], 1)[groups.ids >= 0].unique(dim=0)[:, 0]
+    divided = own[1:][own[1:] == own[:-1]]
+    if names and len(divided):
+        raise BadArgument(
+            f"group {int(divided[0])} has samples in several parts of {size}", where="microbatch(step, size)",
+            why=f"{names[0]} needs the gradient of a whole group at once",
+            fix="bring the samples in order of their groups, and choose a size that ends no part within one",
+        )  # fmt: skip
 
 
 def joins(settings: Settings) -> dict[str, Join]:
@@ -72,7 +100,7 @@ def _check_each(settings: Settings, given: Mapping[str, Any], count: int) -> Non
 
 
 def _cut_given(settings: Settings, given: Mapping[str, Any], part: slice) -> dict[str, Any]:
-    each = _each(settings)
+    each = _each(settings) if given.get("groups") is None else {"groups"}
     return {name: value[part] if name in each else value for name, value in given.items()}
 
 
@@ -87,13 +115,12 @@ class Joined:
     def add(self, output: StepOutput, part: slice) -> None:
         """Take in the output of one part."""
         for field, value in vars(output).items():
-            join = self._joins[field]
             if isinstance(value, torch.Tensor):
-                self.fields[field] = self._joined(self.fields.get(field), value, join, part)
+                self.fields[field] = self._joined_field(field, self.fields.get(field), value, part)
             else:
                 total = self.fields.setdefault(field, {})
                 for name, tensor in value.items():
-                    total[name] = self._joined(total.get(name), tensor, join, part)
+                    total[name] = self._joined_field(field, total.get(name), tensor, part)
 
     def _joined(self, total: torch.Tensor | None, value: torch.Tensor, join: Join, part: slice) -> torch.Tensor:
         if join == "cat":
@@ -106,9 +133,40 @@ class Joined:
             return self._owned(value) if join == "sum" else value * share
         return total.add_(value, alpha=share)
 
+    def _joined_field(self, field: str, total: torch.Tensor | None, value: torch.Tensor, part: slice) -> torch.Tensor:
+        return self._joined(total, value, self._joins[field], part)
+
     def _owned(self, value: torch.Tensor) -> torch.Tensor:
         """The value itself, or a copy where its memory is another total's too, or will be written by the next part."""
         start = value.untyped_storage().data_ptr()
         shared = start in self._own or (self._overwritten and value.is_cuda)
         self._own.add(start)
         return value.clone() if shared else value
+
+
+class OfGroups(Joined):
+    """The fields of a batch of groups: rows of groups come from the part that has their samples, or are summed where
+    several do.  samples: names of the fields that are of samples.
+    """
+
+    def __init__(
+        self, joins: Mapping[str, Join], count: int, overwritten: bool, ids: torch.Tensor, samples: set[str]
+    ) -> None:
+        super().__init__(joins, count, overwritten)
+        self._ids, self._samples = ids, samples
+
+    def _joined_field(self, field: str, total: torch.Tensor | None, value: torch.Tensor, part: slice) -> torch.Tensor:
+        join = self._joins[field]
+        if field in self._samples:
+            return self._joined(total, value, join, part)
+        if join != "cat":  # a mean over groups is over all of them, in every part
+            return self._joined(total, value, "sum", part)
+        if total is None:
+            return value.clone()
+        before, own = self._ids[: part.start], self._ids[part]
+        own = own[own >= 0].unique()
+        again = torch.isin(own, before)
+        new, again = own[~again].to(value.device), own[again].to(value.device)
+        total[new] = value[new]
+        total[again] += value[again]
+        return total

@@ -58,6 +58,13 @@ class Settings:
             found |= quantity.joins_of_processes()
         return found
 
+    @functools.cached_property
+    def joins_of_groups(self) -> Joins:
+        """The same where gradients are those of groups, and each group has all its samples in one process."""
+        of_groups = {field for q in self.quantities if not q.over_samples for field in q.joins_of_processes()}
+        means = ("mean", "variance")
+        return {f: "groups" if f in of_groups and j in means else j for f, j in self.joins_of_processes.items()}
+
     @property
     def replays(self) -> bool:
         """Whether a CUDA device is to replay its kernels as a graph."""

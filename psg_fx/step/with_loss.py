@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 
 import torch
 
-from psg_fx.errors import BadArgument
+from psg_fx.algebra.members import COUNT, Grouping
+from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.graph.history import History
 from psg_fx.passes.compile import compile_graph
 from psg_fx.passes.pipeline import run_pipeline
@@ -21,12 +23,13 @@ from psg_fx.program.program import Program
 from psg_fx.program.state import Tracked, tracked_parameters
 from psg_fx.progress import Progress
 from psg_fx.quantities.base import Quantity
-from psg_fx.quantities.clipped_sum import ClippedSum
+from psg_fx.quantities.clipped_sum import COUNTED, ClippedSum
 from psg_fx.reference.definitions import definitions_for
 from psg_fx.reference.validate import ValidationReport, validate
 from psg_fx.step import mistakes
 from psg_fx.step.compiled import CompiledStep, StepOutput, write_into
 from psg_fx.step.finite import with_finite_sum
+from psg_fx.step.groups import Groups, factors_of_nothing, groups_of
 from psg_fx.step.module import PerSampleModule
 from psg_fx.step.own_code import blamed
 from psg_fx.step.parts import run_in_parts
@@ -44,12 +47,18 @@ class LossModule(PerSampleModule):
         return self.settings.quantities
 
     def forward(
-        self, inputs: Any = _ABSENT, targets: Any = _ABSENT, *more: Any, out: StepOutput | None = None, **given: Any
-    ) -> StepOutput:
+        self, inputs: Any = _ABSENT, targets: Any = _ABSENT, *more: Any, out: StepOutput | None = None,
+        groups: Any = None, num_groups: int | None = None, **given: Any,
+    ) -> StepOutput:  # fmt: skip
         """Run the step.
 
         inputs: a tensor, a tuple or list (positional) or a dict (keyword).  targets: the same, or absent.
         weights: [B], for WeightedSum and a weighted ClippedSum.  directions: a mapping by parameter name, for Dots.
+        groups: [B] ints from 0 to num_groups - 1, the group (a user, a document) of each sample, -1 for none.  Then
+        every quantity is of groups, whose gradient is the sum of those of their samples, and has a row for each group
+        where it had one for each sample, as have weights; losses and the mean gradient are those of samples.
+        num_groups: by default groups.max() + 1, which waits for the device of `groups`.  With groups on a CUDA device
+        and num_groups given, nothing waits, and a number out of range makes NaN of what is asked.
         out: a former output: the results are written into its tensors (for another batch size, into its memory), and
         it is returned.
         """
@@ -65,23 +74,45 @@ class LossModule(PerSampleModule):
         call = self._take_apart(inputs, targets)
         tracked = self._tracked()
         quantities = tuple(q.resolved(tracked.shapes, given) for q in self.settings.quantities)
-        variant = tuple(q.variant for q in quantities)
-        step: CompiledStep = self._look_up(call, lambda: self._build(tracked, call, quantities), variant)
-        if step.part is not None and call.batch_size() > step.part:
+        members = self._groups(call, groups, num_groups)
+        grouping = None if members is None else members.grouping
+        variant = (*(q.variant for q in quantities), self._variant(grouping))
+        step: CompiledStep = self._look_up(call, lambda: self._build(tracked, call, quantities, grouping), variant)
+        if step.part is not None and members is None and call.batch_size() > step.part:
             return self._said(self._in_parts(step, call, given, out))
-        extras = self._extras(call, given, tracked, step.binding.given)
+        extras = self._extras(call, given, tracked, step.binding.given, members)
         with blamed(self.model, self.loss_fn, call):
-            found = step(call, extras, out)
+            found = step(call, extras, out, groups=members)
+        if members is not None and not call.batch_size():
+            vars(found).update(factors_of_nothing(self.settings.quantities, found, extras))
         if any(isinstance(q, ClippedSum) and q.nonfinite == "drop" for q in quantities):
-            finite = with_finite_sum(step, call, extras, vars(found))
+            again = functools.partial(step, groups=members)
+            finite = with_finite_sum(again, call, extras, vars(found), members)
             if finite is not None:
-                return self._said(_into(found, finite) if out is not None else StepOutput(finite))
-        return self._said(found)
+                return self._said(_into(found, finite) if out is not None else StepOutput(finite), members)
+        return self._said(found, members)
 
-    def _said(self, out: StepOutput) -> StepOutput:
+    def _said(self, out: StepOutput, groups: Groups | None = None) -> StepOutput:
         """The output, which says how it is put together with those of other processes."""
-        out.joins = self.settings.joins_of_processes
+        out.joins = self.settings.joins_of_processes if groups is None else self.settings.joins_of_groups
         return out
+
+    def _groups(self, call: Call, groups: Any, num_groups: Any) -> Groups | None:
+        """The groups of the call, None where every sample stands for itself."""
+        if groups is not None:
+            return groups_of(groups, num_groups, call.batch_size())
+        if num_groups is not None:
+            raise BadArgument(
+                "num_groups is given without groups", where="step(inputs, targets, num_groups=...)",
+                why="it counts the groups of the samples", fix="pass groups=ids, too, or leave it out",
+            )  # fmt: skip
+        return None
+
+    def _variant(self, grouping: Grouping | None) -> Hashable:
+        """What a graph for groups depends on; inside a memory budget on how many these are."""
+        if grouping is None:
+            return None
+        return grouping.layout if self.settings.memory_budget is None else grouping
 
     def _in_parts(self, step: CompiledStep, call: Call, given: Mapping[str, Any], out: StepOutput | None) -> StepOutput:
         """The step for a batch that does not fit into the memory budget."""
@@ -115,6 +146,7 @@ class LossModule(PerSampleModule):
         return validate(
             lambda *batch: self(*batch, **given), self.model, self.loss_fn, inputs, targets,
             batch_dim=self.settings.batch_dim, params=names, checks=checks, tolerance=tolerance, notes=notes,
+            groups=given.get("groups"), num_groups=given.get("num_groups"),
         )  # fmt: skip
 
     def _take_apart(self, inputs: Any, targets: Any = _ABSENT) -> Call:
@@ -135,6 +167,12 @@ class LossModule(PerSampleModule):
             NotYetSupported: what the step does cannot be in a file: random draws, custom operators, attributes that
                 are written, a graph for one batch size.
         """
+        if "groups" in given or "num_groups" in given:
+            raise NotYetSupported(
+                "a step of groups is not exported", where="step.export(path, inputs, targets, groups=...)",
+                why="how its rows are laid out is chosen at each call, and a file has one graph",
+                fix="export the step of single samples, and sum its grads by groups",
+            )  # fmt: skip
         call, tracked = self._take_apart(inputs, targets), self._tracked()
         quantities = tuple(q.resolved(tracked.shapes, given) for q in self.settings.quantities)
         return export(
@@ -143,8 +181,9 @@ class LossModule(PerSampleModule):
         )  # fmt: skip
 
     def _build(
-        self, tracked: Tracked, call: Call, quantities: Sequence[Quantity], own_ops: bool = True
-    ) -> tuple[CompiledStep, Program]:
+        self, tracked: Tracked, call: Call, quantities: Sequence[Quantity], grouping: Grouping | None = None,
+        own_ops: bool = True,
+    ) -> tuple[CompiledStep, Program]:  # fmt: skip
         program = Program(self.model, self.loss_fn, call)
         device, budget = rates.device(self._device(call).type, self.settings.replays), None
         if not own_ops:
@@ -153,10 +192,12 @@ class LossModule(PerSampleModule):
             device = replace(device, kept=0.0)  # the memory is held anyway
         if self.settings.memory_budget is not None:
             limit = in_bytes(self.settings.memory_budget, memory_size(self._device(call)))
-            budget = Budget(limit, parts=all(q.joins() for q in quantities))
+            budget = Budget(limit, parts=grouping is None and all(q.joins() for q in quantities))
         dtype = self._extras_dtype()
         history = History(progress=Progress(self.settings.progress))
-        gm = run_pipeline(program, call, tracked.aliases, quantities, dtype, device, history, budget=budget)
+        gm = run_pipeline(
+            program, call, tracked.aliases, quantities, dtype, device, history, budget=budget, grouping=grouping
+        )
         s = self.settings
         run = compile_graph(gm, s.backend, s.mode, s.options, s.dynamic, device.name, self._memory, history)
         return CompiledStep(gm, history, self.model, self.loss_fn, run, self._memory), program
@@ -167,14 +208,19 @@ class LossModule(PerSampleModule):
         return torch.float64 if is_double else torch.float32
 
     def _extras(
-        self, call: Call, given: Mapping[str, Any], tracked: Tracked, dtypes: Mapping[str, torch.dtype]
-    ) -> dict[str, torch.Tensor]:
+        self, call: Call, given: Mapping[str, Any], tracked: Tracked, dtypes: Mapping[str, torch.dtype],
+        groups: Groups | None = None,
+    ) -> dict[str, torch.Tensor]:  # fmt: skip
         found: dict[str, torch.Tensor] = {}
         for quantity in self.settings.quantities:
             for name, value in quantity.values(tracked.shapes, given).items():
                 found[name] = _as_tensor(value, dtypes[name], self._device(call))
-        for name in set(dtypes) - set(found):  # how often each sample counts
-            found[name] = torch.ones(call.batch_size(), dtype=dtypes[name], device=self._device(call))
+        device, count = self._device(call), call.batch_size() if groups is None else groups.count
+        if groups is not None:
+            found |= groups.inputs(device)
+            found[COUNT.name] = torch.full((), max(count, 1), dtype=dtypes[COUNT.name], device=device)
+        if COUNTED in dtypes:
+            found[COUNTED] = torch.ones(count, dtype=dtypes[COUNTED], device=device)
         unknown = set(given) - {name for quantity in self.settings.quantities for name in quantity.reads}
         if unknown:
             raise BadArgument(
@@ -183,11 +229,14 @@ class LossModule(PerSampleModule):
                 fix="WeightedSum() reads weights=, Dots() reads directions=; what the model reads goes into a dict of "
                 "inputs: step({name: value, ...}, targets)",
             )  # fmt: skip
-        if "weights" in found and tuple(found["weights"].shape) != (call.batch_size(),):
+        if "weights" in found and tuple(found["weights"].shape) != (count,):
+            each, shape = ("samples", "[B]") if groups is None else ("groups", "[num_groups]")
             raise BadArgument(
                 f"weights have shape {tuple(found['weights'].shape)}", where="step(inputs, targets, weights=...)",
-                why=f"there is one weight for each of the {call.batch_size()} samples", fix="pass a [B] tensor",
+                why=f"there is one weight for each of the {count} {each}", fix=f"pass a {shape} tensor",
             )  # fmt: skip
+        if groups is not None:
+            found |= {name: groups.given(found[name]) for name in ("weights", COUNTED) if name in found}
         return found
 
 

@@ -48,6 +48,19 @@ def fake_batch() -> Iterator[tuple[Callable[[torch.Tensor, bool], torch.Tensor],
     yield example, is_symbol
 
 
+def with_own_sizes(like: torch.Tensor, hints: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A fake tensor on the device and among the symbols of `like`, every size of which is a symbol of its own.
+
+    hints: what each size is taken for where a trace must know; no other size should be that.
+    """
+    assert isinstance(like, FakeTensor)
+    context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * len(hints))
+    real, source = torch.empty(tuple(hints), dtype=dtype, device="meta"), ConstantSource(f"sizes_{len(hints)}")
+    with like.fake_mode as mode:
+        sized = mode.from_tensor(real, symbolic_context=context, source=source)
+        return torch.empty(sized.shape, dtype=dtype, device=like.device)
+
+
 def symbolic_inputs(tensors: Sequence[torch.Tensor], dims: Sequence[int | None]) -> list[torch.Tensor]:
     """The tensors as fake ones whose size in `dims` is one symbol; they agree on that size."""
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)

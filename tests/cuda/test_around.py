@@ -31,6 +31,24 @@ def gradients_of(ex: zoo.Example) -> dict[str, Tensor]:
     return oracle.loop_grads(ex.model, ex.loss_fn, ex.inputs, ex.targets, batch_dim=ex.batch_dim)[1]
 
 
+@pytest.mark.inductor
+@pytest.mark.parametrize("ids", [[0, 0, 1, 1, 2, 2], [2, 0, 2, -1, 2, 0], [0, 0, 0, 0, 0, 1]])
+def test_groups(ids: list[int]) -> None:
+    ex = small()
+    want = {n: torch.stack([g[torch.tensor(ids) == u].sum(0) for u in range(3)]) for n, g in gradients_of(ex).items()}
+    step = psg_fx.transform(ex.model, ex.loss_fn, quantities=[Grads(), Norms()])
+    for groups in (torch.tensor(ids), torch.tensor(ids, device="cuda")):
+        out = step(ex.inputs, ex.targets, groups=groups, num_groups=3)
+        assert oracle.worst_error(out.grads, want) < CLOSE
+    step(ex.inputs, ex.targets, groups=groups, num_groups=3)
+    torch.cuda.synchronize()
+    with synchronisation_is_an_error():
+        out = step(ex.inputs, ex.targets, groups=groups, num_groups=3)
+        wrong = step(ex.inputs, ex.targets, groups=groups + 1, num_groups=3)
+    assert out.norms.isfinite().all()
+    assert wrong.norms.isnan().all() == (max(ids) == 2)
+
+
 def test_moved_there_and_back() -> None:
     ex, there = small(device="cpu"), small()
     want = gradients_of(ex)

@@ -65,6 +65,21 @@ def test_dp_digits(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
+def test_dp_users(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("opacus")
+    from opacus.accountants import PRVAccountant
+
+    table = load("dp_users").main(["--steps", "30", "--noise", "0.8", "--backend", "eager"])
+    accountant = PRVAccountant()
+    accountant.history = [(0.8, 0.2, 30)]
+    free, own, each = table.values()
+    assert free["ε"] == math.inf
+    assert own["ε"] == each["ε"] == accountant.get_epsilon(1e-3)
+    assert free["accuracy"] > own["accuracy"] > each["accuracy"] + 0.1
+    assert f"{own['accuracy']:.1%}" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_ddp() -> None:
     command = [sys.executable, str(EXAMPLES / "ddp.py"), "--backend", "eager", "--steps", "3"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from psg_fx.algebra.members import MEMBERS
 from psg_fx.algebra.site import SITES, Site
 from psg_fx.explain.html.graphs import NODE, Graphs, op_label
 from psg_fx.explain.html.memory import memory
 from psg_fx.explain.tables import (
-    LEGEND,
     PLAN_HEADERS,
     SITE_HEADERS,
     PlanRow,
+    legend,
     methods,
     notes,
     plan_rows,
@@ -24,6 +25,7 @@ from psg_fx.explain.tables import (
     summary,
     uses,
 )
+from psg_fx.graph import facts
 from psg_fx.graph.history import History
 from psg_fx.graph.stages import Stage
 from psg_fx.measure.tree_times import measured
@@ -104,7 +106,7 @@ def _sites(sites: tuple[Site, ...], plan: Plan, modules: Mapping[str, str]) -> d
 
 def _plan(plan: Plan, measure: bool) -> dict[str, Any]:
     rows = [_plan_row(row) for row in plan_rows(plan, measured(plan) if measure else {})]
-    return {"legend": LEGEND.strip(), "header": PLAN_HEADERS, "rows": rows}
+    return {"legend": legend(plan).strip(), "header": PLAN_HEADERS, "rows": rows}
 
 
 def _plan_row(row: PlanRow) -> dict[str, Any]:
@@ -136,9 +138,18 @@ def _alternatives(part: Part) -> list[tuple[str, str, float]]:
     return [(tree, method, seconds) for (tree, method), seconds in found.items()][:_ALTERNATIVES]
 
 
+def _sizes_of_groups(gm: GraphModule, plan: Plan) -> dict[Any, int]:
+    """The symbols of the number of groups and of the rows of the largest one, with what they are in the plan."""
+    if plan.grouping is None:
+        return {}
+    (members,) = (n for n in facts.placeholders(gm) if facts.input_spec(n).name == MEMBERS.name)
+    return dict(zip(facts.shape(members.meta["val"]), (plan.grouping.groups, plan.grouping.largest), strict=True))
+
+
 def _memory(tidied: GraphModule, plan: Plan) -> dict[str, Any]:
     """Numbers of nodes are those of the stage `tidied`."""
-    found = memory(tidied, plan.batch, plan.size)
+    batch, g = facts.graph_facts(tidied).batch, plan.grouping
+    found = memory(tidied, batch, plan.size if g is None else g.samples, others=_sizes_of_groups(tidied, plan))
     return {
         "live": found.live[:-1],  # the output makes nothing
         "peak": found.peak,

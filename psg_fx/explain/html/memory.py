@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import sympy
@@ -21,8 +22,11 @@ class MemoryProfile:
     largest: list[tuple[Node, int]]
 
 
-def memory(gm: GraphModule, batch: sympy.Symbol, size: int, shown: int = 8) -> MemoryProfile:
-    """The values alive at each node for `size` samples; not parameters and inputs, which are there anyway.
+def memory(
+    gm: GraphModule, batch: sympy.Symbol, size: int, shown: int = 8, others: Mapping[sympy.Symbol, int] | None = None
+) -> MemoryProfile:
+    """The values alive at each node for `size` samples; not parameters and inputs, which are there anyway.  others:
+    further symbols in their sizes.
 
     A value lives from the op that makes it to its last reader; results live to the end.  A view lies in the memory of
     its base.  Kernels that are fused keep fewer values, so this is an upper bound but for scratch space in libraries.
@@ -34,7 +38,7 @@ def memory(gm: GraphModule, batch: sympy.Symbol, size: int, shown: int = 8) -> M
     live, peak, at_peak = [], 0, list[tuple[Node, int]]()
     for index, node in enumerate(order):
         if node.op == "call_function" and owner[node] is node:
-            held[node] = bytes_of(node, batch, size)
+            held[node] = bytes_of(node, batch, size, others)
         live.append(sum(held.values()))
         if not at_peak or live[index] > live[peak]:
             peak, at_peak = index, sorted(held.items(), key=lambda item: -item[1])[:shown]

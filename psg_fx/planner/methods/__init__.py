@@ -2,14 +2,14 @@
 
 from psg_fx.planner.methods.base import Arg, Method, Pair
 from psg_fx.planner.methods.dense import Dot, MatMul, Multiply
-from psg_fx.planner.methods.onehot import Equal, Gather, Scatter
+from psg_fx.planner.methods.onehot import Equal, Gather, Pick, Scatter
 from psg_fx.planner.methods.patches import ConvWeight, GroupedConv, Shifted, WindowSum
 from psg_fx.planner.methods.pixels import PixelGram
 from psg_fx.planner.methods.symmetric import HalfDot, HalfGram
 
 METHODS: tuple[Method, ...] = (
     Multiply(), MatMul(), Dot(),
-    Equal(), Gather(), Scatter(),
+    Equal(), Gather(), Scatter(), Pick(),
     GroupedConv(), Shifted(), WindowSum(), ConvWeight(), PixelGram(),
     HalfGram(), HalfDot(),
 )  # fmt: skip

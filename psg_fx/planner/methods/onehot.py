@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from psg_fx.algebra.network import Axes, OneHot
+from psg_fx.algebra.network import Axes, Members, OneHot
 from psg_fx.planner.cost import Device, Work
-from psg_fx.planner.methods.base import Method, Pair, expand_to
+from psg_fx.planner.methods.base import Arg, Method, Pair, expand_to
 
 
 def _split(p: Pair) -> tuple[bool, Axes]:
@@ -48,6 +48,8 @@ class Gather(Method):
         hot, other = (p.a, p.b) if first else (p.b, p.a)
         if not isinstance(hot.form, OneHot) or not other.dense:
             return False
+        if isinstance(hot.form, Members) and axes[0] in other.axes:
+            return False
         b, v = axes[0], axes[-1]
         shared = set(axes[:-1]) & set(other.axes)  # none: one table for all samples
         return v in other.axes and (b in shared or not shared) and v not in p.out and self.out(p) == _kept(p)
@@ -68,7 +70,7 @@ class Gather(Method):
         rest = tuple(x for x in have if x not in axes)
         table = other.permute([have.index(x) for x in (*shared, axes[-1], *rest)])
         if not shared:
-            return table[ids]
+            return table[_valid(ids, p.a if first else p.b)]
         if shared != axes[:1]:  # the table depends on t too: pick along v, elementwise in t
             index = expand_to(ids, axes[:-1], (*axes, *rest))
             index = index.expand(*ids.shape, 1, *table.shape[len(shared) + 1 :])
@@ -89,6 +91,8 @@ class Scatter(Method):
         first, axes = _split(p)
         hot, other = (p.a, p.b) if first else (p.b, p.a)
         if not isinstance(hot.form, OneHot) or not other.dense or axes[-1] in other.axes or axes[-1] not in p.out:
+            return False
+        if isinstance(hot.form, Members) and axes[0] in p.out:
             return False
         gone = [x for x in axes[:-1] if x not in p.out]
         kept = [x for x in other.axes if x not in axes]
@@ -120,6 +124,7 @@ class Scatter(Method):
         hot = p.a if first else p.b
         assert isinstance(hot.form, OneHot)
         rest = tuple(x for x in have if x not in axes)
+        ids = _valid(ids, hot)
         values = expand_to(other, have, axes[:-1] + rest)
         values = values.expand(*ids.shape, *values.shape[ids.ndim :])
         classes, tail = hot.form.classes, values.shape[ids.ndim :]
@@ -129,6 +134,42 @@ class Scatter(Method):
             table = table.index_add(0, (ids + offset).reshape(-1), values.reshape(-1, *tail))
             return table.reshape(ids.shape[0], classes, *tail)
         return values.new_zeros((classes, *tail)).index_add(0, ids.reshape(-1), values.reshape(-1, *tail))
+
+
+class Pick(Method):
+    """Σ_s onehot(ids)[s,b] a[b,s,r..] -> out[b,r..]: of every row the part of its own group, summed by groups."""
+
+    name = "pick"
+
+    def applies(self, p: Pair) -> bool:
+        first, axes = _split(p)
+        hot, other = (p.a, p.b) if first else (p.b, p.a)
+        if not isinstance(hot.form, Members) or not other.dense or not {*axes} <= {*other.axes}:
+            return False
+        return axes[0] not in p.out and set(p.out) == set(self.out(p))
+
+    def out(self, p: Pair) -> Axes:
+        first, axes = _split(p)
+        other = p.b if first else p.a
+        return (axes[1], *(x for x in other.axes if x not in axes))
+
+    def work(self, p: Pair) -> Work:
+        rows = p.count(_split(p)[1][:1]) * p.count(self.out(p)[1:]) * p.dtype.itemsize
+        return Work(p.count(self.out(p)), 3 * rows, rows + p.bytes(self.out(p)), "pointwise", 4)
+
+    def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        first, axes = _split(p)
+        ids, other, have = (a, b, p.b.axes) if first else (b, a, p.a.axes)
+        hot, rest = p.a if first else p.b, tuple(x for x in have if x not in axes)
+        assert isinstance(hot.form, Members)
+        ids, table = _valid(ids, hot), other.permute([have.index(x) for x in (*axes, *rest)])
+        own = table[torch.arange(ids.shape[0], device=ids.device), ids]
+        return own.new_zeros((hot.form.classes, *own.shape[1:])).index_add(0, ids, own)
+
+
+def _valid(ids: torch.Tensor, hot: Arg) -> torch.Tensor:
+    """Numbers of rows; those of no group, whose values are zero, count as of the first one."""
+    return ids.clamp(min=0) if isinstance(hot.form, Members) else ids
 
 
 def _kept(p: Pair) -> Axes:

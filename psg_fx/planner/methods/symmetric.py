@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from psg_fx.algebra.network import BATCH, Axes, Form, Symmetric
+from psg_fx.algebra.network import BATCH, ROWS, Axes, Form, Symmetric
 from psg_fx.planner.cost import Work
 from psg_fx.planner.methods.base import Method, Pair, arrange
 from psg_fx.tensors import Size, accumulation_dtype
@@ -31,6 +31,8 @@ class HalfGram(Method):
 
     def applies(self, p: Pair) -> bool:
         if not (p.self_product and p.a.dense and p.summed and p.batch == (BATCH,) and len(p.left) == len(p.right) == 1):
+            return False
+        if ROWS in p.left + p.right:  # their number is another at the next call, and how it is stored depends on it
             return False
         renamed = tuple(p.left[0] if x == p.right[0] else x for x in p.b.axes)
         return renamed == p.a.axes and set(self.out(p)) == set(p.out) and p.sizes[p.left[0]] not in range(_FROM)

@@ -1,0 +1,177 @@
+"""The groups of a call's samples: `step(x, y, groups=ids, num_groups=G)`.
+
+The graph is for groups that have members, in order, and one more that has none if there are such: its rows are those
+of all empty ones.  So a million users of whom a batch has ten cost what ten do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from psg_fx.algebra.asks import FLOORS
+from psg_fx.algebra.members import IDS, MEMBERS, Grouping
+from psg_fx.errors import BadArgument
+from psg_fx.quantities.base import Quantity
+from psg_fx.quantities.clipped_sum import ClippedSum
+
+_SPARSE, _FEW = 2, 16
+"""Rows are brought in order of groups as long as these have at most so many times as many places as there are samples,
+or so few."""
+
+_WHERE = "step(inputs, targets, groups=...)"
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of one call.
+
+    count: G.  ids: the group of each sample, [B].  members: the samples of each group of the graph, [G', S], -1 where
+    there is none; or where they are not brought in order, rows: the graph's group of each sample, [B].
+    kept: numbers of the groups that the graph has, [G'], the first for one without samples; slots: the graph's group of
+    each of the G; both None where they are the same.
+    sound: NaN where a number is out of range that nobody could look at, else 1; None where all are seen.
+    """
+
+    grouping: Grouping
+    count: int
+    ids: Tensor
+    members: Tensor
+    kept: Tensor | None = None
+    slots: Tensor | None = None
+    rows: Tensor | None = None
+    sound: Tensor | None = None
+
+    def given(self, value: Tensor) -> Tensor:
+        """What is given for every group, for those of the graph."""
+        if self.kept is None:
+            return value
+        return value.index_select(0, self.kept.to(value.device)) if self.count else value.new_zeros(len(self.kept))
+
+    def of_samples(self, value: Tensor) -> Tensor:
+        """What is true of groups, [G], for each sample; one of no group counts as false."""
+        ids = self.ids.to(value.device)
+        return torch.cat([value.new_zeros(1), value])[ids + 1]
+
+    def inputs(self, device: torch.device) -> dict[str, Tensor]:
+        """What the graph reads of the groups, on a device that is not waited for."""
+        unread = self.members.is_meta
+        found = {MEMBERS.name: torch.empty_like(self.members, device=device) if unread else _sent(self.members, device)}
+        return found if self.rows is None else {**found, IDS.name: _sent(self.rows, device)}
+
+    def every(self, value: Tensor, dims: tuple[int, ...]) -> Tensor:
+        """A result with groups of the graph in `dims`, with all groups there."""
+        for dim in dims if self.slots is not None else ():
+            value = value.index_select(dim, self.slots.to(value.device))  # type: ignore[union-attr]
+        return value if self.sound is None else value * self.sound.to(value.dtype)
+
+
+def _sent(value: Tensor, device: torch.device) -> Tensor:
+    return value.to(device, non_blocking=True)
+
+
+def groups_of(ids: Any, num_groups: Any, samples: int) -> Groups:
+    """The groups of a call with so many samples.  Raises BadArgument."""
+    found = _numbers(ids, samples)
+    if found.is_cuda and num_groups is not None:
+        return unseen(found, _checked_count(num_groups))
+    found = found.cpu()
+    least, most = (-1, -1) if not samples else (int(n) for n in found.aminmax())
+    count = most + 1 if num_groups is None else _checked_count(num_groups)
+    if least < -1 or most >= count:
+        raise BadArgument(
+            f"groups has the number {least if least < -1 else most}", where=_WHERE,
+            why=f"there are {count} groups, counted from 0, and -1 stands for none",
+            fix="number the groups from 0" if least < -1 else f"pass num_groups={most + 1} or more, or leave it out",
+        )  # fmt: skip
+    if count and samples and samples % count == 0 and most == count - 1:
+        size = samples // count
+        if torch.equal(found, torch.arange(count).repeat_interleave(size)):
+            return Groups(Grouping("blocks", count, size, samples), count, found, _sizes(count, size))
+    return _gathered(found, count)
+
+
+def unseen(ids: Tensor, count: int) -> Groups:
+    """Groups by numbers that are not looked at, since that would wait for their device."""
+    valid = (ids >= -1) & (ids < count)
+    sound = torch.where(valid.all(), 1.0, math.nan)
+    kept = torch.zeros(1, dtype=torch.int64) if not count else None
+    slots = None if count else torch.zeros(0, dtype=torch.int64)
+    grouping = Grouping("scattered", max(count, 1), -(-len(ids) // max(count, 1)), len(ids))
+    rows = torch.where(valid, ids, -1)
+    return Groups(grouping, count, rows, _sizes(max(count, 1), 1), kept, slots, rows, sound)
+
+
+def _sizes(groups: int, largest: int) -> Tensor:
+    """In the place of members that nobody reads: a shape, no values."""
+    return torch.empty(groups, largest, dtype=torch.int64, device="meta")
+
+
+def _gathered(ids: Tensor, count: int) -> Groups:
+    """Groups whose members lie anywhere."""
+    samples = len(ids)
+    counts = torch.bincount(ids + 1, minlength=count + 1)
+    apart, counts = int(counts[0]), counts[1:]
+    order = ids.argsort(stable=True)[apart:]
+    has = counts > 0
+    kept, slots = None, None
+    inner = torch.arange(count)
+    if not has.all() or not count:
+        kept = torch.cat([(~has).nonzero()[:1, 0] if count else torch.zeros(1, dtype=torch.int64), has.nonzero()[:, 0]])
+        slots = inner = torch.where(has, has.cumsum(0), 0)
+    largest = max(int(counts.max()) if count else 0, 1)
+    groups = count if kept is None else len(kept)
+    if groups * largest > max(_SPARSE * samples, _FEW):
+        rows = torch.where(ids < 0, -1, inner[ids.clamp(min=0)]) if count else ids
+        return Groups(Grouping("scattered", groups, largest, samples), count, ids, _sizes(groups, 1), kept, slots, rows)
+    starts = counts.cumsum(0) - counts
+    own = ids[order]
+    members = torch.full((groups, largest), -1)
+    members[inner[own], torch.arange(len(order)) - starts[own]] = order
+    return Groups(Grouping("gathered", len(members), largest, samples), count, ids, members, kept, slots)
+
+
+def _numbers(ids: Any, samples: int) -> Tensor:
+    """The group of each sample as int64."""
+    try:
+        found = ids if isinstance(ids, Tensor) else torch.as_tensor(ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise _bad_ids(f"a {type(ids).__name__} that is no list of numbers", samples) from error
+    is_number = not (found.dtype.is_floating_point or found.dtype.is_complex or found.dtype is torch.bool)
+    if not is_number and found.numel():  # an empty list is one of floats
+        raise _bad_ids(f"of {str(found.dtype).removeprefix('torch.')}", samples)
+    if tuple(found.shape) != (samples,):
+        raise _bad_ids(f"of shape {tuple(found.shape)}", samples)
+    return found.detach().to(torch.int64)
+
+
+def _bad_ids(what: str, samples: int) -> BadArgument:
+    return BadArgument(
+        f"groups is {what}", where=_WHERE, why=f"it says the group of each of the {samples} samples",
+        fix="pass a [B] tensor of ints, from 0 to num_groups - 1, -1 for a sample of no group",
+    )  # fmt: skip
+
+
+def _checked_count(num_groups: Any) -> int:
+    if isinstance(num_groups, (bool, float)) or not hasattr(num_groups, "__index__") or num_groups.__index__() < 0:
+        raise BadArgument(
+            f"num_groups={num_groups!r} is not a number of groups", where="step(inputs, targets, num_groups=...)",
+            why="results have a row for each group", fix="pass an int, or leave it out: groups.max() + 1",
+        )  # fmt: skip
+    return int(num_groups.__index__())
+
+
+def factors_of_nothing(quantities: Iterable[Quantity], output: Any, extras: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Fields of groups that no sample is in, where they are not zero: what a clipped sum would multiply them with."""
+    found: dict[str, Any] = {}
+    for quantity in quantities:
+        if isinstance(quantity, ClippedSum):
+            norms = output.clip_factors if quantity.per == "parameter" else {"": output.clip_factors}
+            factors = quantity.weights({"sq_norms": norms, FLOORS: {}}, extras)["factors"]
+            found["clip_factors"] = dict(factors) if quantity.per == "parameter" else factors[""]
+    return found
