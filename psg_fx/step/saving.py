@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from psg_fx.errors import BadArgument
+from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.graph import facts
 from psg_fx.program.ambient import isolated
 from psg_fx.program.call import Call
@@ -26,10 +25,15 @@ from psg_fx.step.compiled import CompiledStep
 
 def export(
     path: str | os.PathLike[str], model: nn.Module, loss_fn: Any, build: Any, call: Call,
-    quantities: Sequence[Quantity], extras: Any,
+    values: Sequence[tuple[Quantity, Mapping[str, Any]]], extras: Any,
 ) -> Path:  # fmt: skip
-    """Write the step that `build` makes.  extras: the step's further inputs, from the dtypes of those it has."""
+    """Write the step that `build` makes.
+
+    values: what every quantity makes of its settings and of the call's keywords.  extras: the step's further inputs,
+    from the dtypes of those it has.
+    """
     target = Path(path)
+    read = _read_at_the_call(values)
     if target.suffix != ".pt2" or not target.parent.is_dir():
         raise BadArgument(
             f"path={str(path)!r} is no place for a package", where="step.export(path, inputs, targets)",
@@ -50,16 +54,27 @@ def export(
     inputs = [(facts.input_spec(node), node) for node in nodes]
     with plain_mode():
         arguments = step.binding.arguments(call, given)
-    drop = any(isinstance(q, ClippedSum) and q.nonfinite == "drop" for q in quantities)
+    drop = any(isinstance(q, ClippedSum) and q.nonfinite == "drop" for q, _ in values)
+    own = {name: value for name, value in given.items() if name not in read}
+    defaults = {name: 1 if name == COUNTED else value.tolist() for name, value in own.items()}
     spec = describe(
         [(spec, node) for spec, node in inputs if is_passed(spec)], list(facts.returned(gm)), call,
-        facts.graph_facts(gm).batch, _defaults(given, quantities), drop,
+        facts.graph_facts(gm).batch, defaults, drop,
     )  # fmt: skip
     return write(target, gm, spec, arguments)
 
 
-def _defaults(given: Mapping[str, torch.Tensor], quantities: Sequence[Quantity]) -> dict[str, Any]:
-    """Of what the step has by itself: the bounds of a clipped sum, and that each sample counts once."""
-    read = {name for quantity in quantities for name in quantity.reads}
-    own = {name: value for name, value in given.items() if name.partition(".")[0] not in ("direction", *read)}
-    return {name: 1 if name == COUNTED else value.tolist() for name, value in own.items()}
+def _read_at_the_call(values: Sequence[tuple[Quantity, Mapping[str, Any]]]) -> set[str]:
+    """The further inputs that every call of the file gives by itself.  All others have the values of now."""
+    found: set[str] = set()
+    for quantity, named in values:
+        given = {name for name in named if name in quantity.reads or name.startswith("direction.")}
+        if quantity.reads and given != set(named) and not type(quantity).__module__.startswith("psg_fx."):
+            raise NotYetSupported(
+                f"{type(quantity).__name__} computes {', '.join(sorted(set(named) - given))} outside of the graph",
+                where="step.export(path, inputs, targets)",
+                why=f"from {', '.join(quantity.reads)}, perhaps, and the code that does is not in the file",
+                fix="give the graph's further inputs the names of the call's keywords (reads), unchanged",
+            )  # fmt: skip
+        found |= given
+    return found

@@ -177,7 +177,8 @@ class LossModule(PerSampleModule):
         quantities = tuple(q.resolved(tracked.shapes, given) for q in self.settings.quantities)
         return export(
             path, self.model, self.loss_fn, lambda: self._build(tracked, call, quantities, own_ops=False), call,
-            quantities, lambda dtypes: self._extras(call, given, tracked, dtypes),
+            [(q, q.values(tracked.shapes, given)) for q in quantities],
+            lambda dtypes: self._extras(call, given, tracked, dtypes),
         )  # fmt: skip
 
     def _build(

@@ -87,12 +87,15 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
 
 @dataclass
 class _Dressed:
-    """A module under fully_shard, and what it is without: its class, and hooks that cast and do not gather."""
+    """A module under fully_shard, and what it is without: its class, hooks that cast and do not gather, and no state of
+    fully_shard's among its attributes, which other code may read and which changes from call to call.
+    """
 
     module: Any
     kind: type
     plain: type
     hooks: list[tuple[dict[int, Any], int, Any, Any]] = field(default_factory=list)
+    states: list[tuple[dict[Any, Any], Any, Any]] = field(default_factory=list)
 
 
 class Sharding:
@@ -125,12 +128,16 @@ class Sharding:
             one.module.__class__ = one.plain
             for hooks, key, _, cast in one.hooks:
                 hooks[key] = cast
+            for held, key, _ in one.states:
+                held.pop(key, None)
 
     def _release(self) -> None:
         for one in self._dressed:
             one.module.__class__ = one.kind
             for hooks, key, own, _ in one.hooks:
                 hooks[key] = own
+            for held, key, state in one.states:
+                held[key] = state
         for one in self._dressed:
             one.module.reshard()
 
@@ -145,4 +152,6 @@ def _dressed(module: Any) -> _Dressed:
         for key, own in hooks.items():
             if _module_of(own).startswith(_FSDP):
                 found.hooks.append((hooks, key, own, cast))
+    for held in (value for name, value in vars(module).items() if name.startswith("__composable_api_state_key")):
+        found.states += [(held, key, s) for key, s in held.items() if type(s).__module__.startswith(_FSDP)]
     return found

@@ -171,10 +171,7 @@ def check_equal_to_one_process(rank: int, world: int, name: str) -> int:
 @pytest.mark.parametrize("name", CASES)
 def test_equal_to_one_process(processes: Processes, name: str) -> None:
     world = CASES[name][0]
-    captures = (
-        2 if name == "checkpointed" else 1
-    )  # its hooks read what fully_shard keeps on modules, which it changes once
-    assert processes.run(check_equal_to_one_process, world, name) == [captures] * world
+    assert processes.run(check_equal_to_one_process, world, name) == [1] * world
 
 
 def check_parts(rank: int, world: int) -> None:

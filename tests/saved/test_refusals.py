@@ -114,6 +114,23 @@ def test_a_memory_budget_with_parts(tmp_path: Path) -> None:
         step.export(tmp_path / "step.pt2", X.repeat(100, 1), Y.repeat(100))
 
 
+class Softened(psg_fx.WeightedSum):
+    """Makes weights of what a call gives, in Python."""
+
+    reads = ("scores",)
+    reads_each = ("scores",)
+
+    def values(self, shapes: Any, given: Any) -> dict[str, Any]:
+        return {"weights": given["scores"].softmax(0)}
+
+
+def test_a_quantity_that_computes_outside_of_the_graph(tmp_path: Path) -> None:
+    step = psg_fx.transform(nn.Linear(4, 3), F.cross_entropy, quantities=Softened(), backend="eager", progress=False)
+    assert "weighted_sum" in vars(step(X, Y, scores=torch.rand(6)))
+    with pytest.raises(PsgError, match="Softened computes weights outside of the graph"):
+        step.export(tmp_path / "step.pt2", X, Y, scores=torch.rand(6))
+
+
 def test_what_torch_refuses_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(*arguments: Any) -> Any:
         raise RuntimeError("no compiler\nat all")
