@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from psg_fx.distributed.placed import Placed
-from psg_fx.distributed.sums import check_variance, over_processes
+from psg_fx.distributed.sums import check_joins, over_processes
 from psg_fx.errors import NotYetSupported
 from psg_fx.graph import facts
 from psg_fx.reference.validate import ValidationReport
@@ -43,7 +43,7 @@ class ShardedModule(LossModule):
                 "reuse_outputs keeps whole tensors, and this model is sharded", where="transform(reuse_outputs=True)",
                 why="sums are scattered into new memory after each step", fix="leave reuse_outputs out",
             )  # fmt: skip
-        check_variance(settings.joins_of_processes, "transform(quantities=...)")
+        check_joins(settings.joins_of_processes, "transform(quantities=...)")
         self._sharding = Sharding(model)
         self._inside = False
 

@@ -58,12 +58,18 @@ def reduce(out: StepOutput, group: dist.ProcessGroup | None = None) -> StepOutpu
             if known else "the output of a step says how each of its fields is added up",
             fix="pass what the step returned, once",
         )  # fmt: skip
-    check_variance(out.joins or {}, "psg_fx.distributed.reduce(out)")
+    check_joins(out.joins or {}, "psg_fx.distributed.reduce(out)")
     return over_processes(out, _Group(group))
 
 
-def check_variance(joins: Mapping[str, Join], where: str) -> None:
-    """Refuse a variance that does not follow from those of the parts, and means over groups of samples."""
+def check_joins(joins: Mapping[str, Join], where: str) -> None:
+    """Refuse a field that does not follow from those of the processes, and means over groups of samples."""
+    for field in (field for field, join in joins.items() if join == "unknown"):
+        raise BadArgument(
+            f"it is not known how {field} of all processes follows from those of each", where=where,
+            why="the quantity that fills it has no joins()",
+            fix='say how: def joins(self): return {field: "sum"}; or "mean", or "cat" for a row for every sample',
+        )  # fmt: skip
     if "groups" in joins.values():
         raise BadArgument(
             "SecondMoment of groups in all processes does not follow from those of each", where=where,
@@ -80,7 +86,7 @@ def check_variance(joins: Mapping[str, Join], where: str) -> None:
 
 def over_processes(out: StepOutput, processes: Processes) -> StepOutput:
     """The output over all processes: the same fields, of which sums and means are replaced."""
-    check_variance(out.joins or {}, "the sums of all processes")
+    check_joins(out.joins or {}, "the sums of all processes")
     joins, fields, count = out.joins or {}, dict(vars(out)), len(out.losses)
     for field, join in joins.items():
         if join in ("cat", "local") or field not in fields:

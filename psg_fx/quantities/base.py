@@ -28,9 +28,10 @@ Shapes = Mapping[str, tuple[int, ...]]
 """Parameter name -> shape, in the model's order."""
 
 
-Join = Literal["cat", "sum", "mean", "variance", "local", "groups"]
+Join = Literal["cat", "sum", "mean", "variance", "local", "groups", "unknown"]
 """How results of parts become that of the batch; a mean is weighted by numbers of samples.  A variance needs the
-means of the parts as well, and what is local does not follow from those of parts; nor does a mean over groups.
+means of the parts as well; what is local belongs to the samples of a part, as it does not follow from those of parts;
+nor does a mean over groups.
 """
 
 Joins = Mapping[str, Join]
@@ -98,7 +99,7 @@ class Quantity:
 
     def joins_of_processes(self) -> Joins:
         """The same of the shares of several processes, each with a field of its own for its samples."""
-        return self.joins() or {self.field: "local"}
+        return self.joins() or {self.field: "unknown"}
 
 
 def check_choice(owner: str, name: str, value: str, known: Sequence[str], why: str = "") -> None:

@@ -91,6 +91,9 @@ class Gram(Quantity):
     def finish(self, r: Results, weights: Weights, batch: int) -> dict[str, Any]:
         return {"gram": _sum(r["gram"])}
 
+    def joins_of_processes(self) -> Joins:
+        return {"gram": "local"}
+
 
 @dataclass(frozen=True)
 class SecondMoment(Quantity):

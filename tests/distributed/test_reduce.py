@@ -107,6 +107,13 @@ def test_groups_and_microbatches(processes: Processes) -> None:
     processes.run(check_groups, 4)
 
 
+class Silent(psg_fx.MeanGrad):
+    """Does not say how it follows from parts."""
+
+    def joins(self) -> Any:
+        return {}
+
+
 def check_refusals(rank: int, world: int) -> list[str]:
     model, x, y = model_of_two_dtypes(), torch.randn(4, 1, 6, 6).double(), torch.randint(3, (4,))
     out = transformed(model, CENTERED[:1])(x, y)
@@ -116,6 +123,9 @@ def check_refusals(rank: int, world: int) -> list[str]:
         with pytest.raises(BadArgument) as error:
             psg_fx.distributed.reduce(wrong)  # type: ignore[arg-type]
         found.append(str(error.value))
+    with pytest.raises(BadArgument) as error:
+        psg_fx.distributed.reduce(transformed(model, Silent())(x, y))
+    found.append(str(error.value))
     for values in ({"weight": y}, {"0.weight": y}):
         with pytest.raises(BadArgument) as error:
             psg_fx.distributed.set_grad(model, values)
@@ -124,7 +134,7 @@ def check_refusals(rank: int, world: int) -> list[str]:
 
 
 def test_what_cannot_be_added_up_is_refused(processes: Processes) -> None:
-    variance, twice, unknown, other, name, shape = processes.run(check_refusals, 2)[0]
+    variance, twice, unknown, other, silent, name, shape = processes.run(check_refusals, 2)[0]
     assert variance == (
         "SecondMoment(centered=True) of all processes does not follow from those of each\n"
         "  where  psg_fx.distributed.reduce(out)\n"
@@ -138,5 +148,6 @@ def test_what_cannot_be_added_up_is_refused(processes: Processes) -> None:
         "  fix    pass what the step returned, once"
     )  # fmt: skip
     assert other.startswith("out is a dict\n")
+    assert silent.startswith("it is not known how mean_grad of all processes follows from those of each\n")
     assert "the model has no such parameter" in name
     assert "it is plain [4], and the parameter is plain [4, 1, 3, 3]" in shape

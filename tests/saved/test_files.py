@@ -220,6 +220,10 @@ def test_a_process_without_psg_fx_runs_it(made: Made, tmp_path: Path) -> None:
     compare(made, torch.load(tmp_path / "out.pt"))
 
 
+def test_the_lowered_graph_runs_as_a_program_of_torch_export(made: Made) -> None:
+    compare(made, list(torch.export.load(made.path).module()(*flat(made, 7))))
+
+
 def compare(made: Made, results: list[Tensor]) -> None:
     found = made.loaded._fields(results)
     inputs, targets = batch(7)
