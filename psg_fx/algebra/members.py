@@ -1,6 +1,6 @@
 """Groups of samples: the gradient of a group is the sum of those of its samples.
 
-With the sample of row s in group ids[s], g_b = Σ_s onehot(ids)[s,b] g_s: the axis of the samples becomes one that is
+With the sample of row r in group ids[r], g_b = Σ_r onehot(ids)[r,b] g_r: the axis of the samples becomes one that is
 summed, and `onehot(ids)` a further leaf, as in an embedding.  Every ask is as it is for samples.
 
 That leaf is there for groups of very different sizes alone.  Else the rows of every operand are brought in order of
@@ -86,8 +86,8 @@ class Groups:
         return sympy.sympify(size).subs(self._batch, self._samples)
 
     def _rows(self, leaf: Leaf, positions: str) -> Leaf:
-        """`[b, .., t, ..]` with samples as `[b, .., s, ..]` with groups, s the rows times t, rows first; where there
-        are no such positions, as `[b, s, ..]`.
+        """`[b, .., t, ..]` with samples as `[b, .., r, ..]` with groups, r the rows times t, rows first; where there
+        are no such positions, as `[b, r, ..]`.
         """
         assert leaf.axes[0] == BATCH, leaf
         assert ROWS not in leaf.axes, leaf

@@ -17,7 +17,7 @@ import sympy
 import torch
 
 BATCH = "b"
-ROWS = "s"
+ROWS = "r"
 """The rows of a group, with the positions in each: an axis whose size differs from call to call."""
 
 Axes = tuple[str, ...]
@@ -68,7 +68,7 @@ class OneHot(Form):
 
 @dataclass(frozen=True)
 class Members(OneHot):
-    """`onehot(ids)[s, b]`, which row belongs to which group: stored as `ids[s]`, -1 for a row of none.  `classes` is
+    """`onehot(ids)[r, b]`, which row belongs to which group: stored as `ids[r]`, -1 for a row of none.  `classes` is
     known when it is computed with, since the number of groups is another at every call.
     """
 

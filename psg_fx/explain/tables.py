@@ -33,9 +33,9 @@ a·b: contracted, a²: squared and summed, Σ: summed over positions
 
 
 _OF_GROUPS = {
-    "blocks": "b: groups, s: samples of a group (they lie in order) and positions",
-    "gathered": "b: groups, s: samples of a group (brought in order) and positions",
-    "scattered": "b: groups, s: samples, onehot(groups)[s,b]: which are in which, t: positions",
+    "blocks": "b: groups, r: samples of a group (they lie in order) and positions",
+    "gathered": "b: groups, r: samples of a group (brought in order) and positions",
+    "scattered": "b: groups, r: samples, onehot(groups)[r,b]: which are in which, t: positions",
 }
 """What the axes of a plan for groups of samples are, by layout."""
 

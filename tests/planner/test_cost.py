@@ -9,7 +9,7 @@ import sympy
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from psg_fx.algebra.network import Dense, Kind, Leaf, Network, OneHot, Patches, Source, Symmetric, inner
+from psg_fx.algebra.network import Dense, Kind, Leaf, Members, Network, OneHot, Patches, Source, Symmetric, inner
 from psg_fx.planner import rates
 from psg_fx.planner.cost import Device, Work
 from psg_fx.planner.crossover import crossover, resized
@@ -88,6 +88,7 @@ PAIRS = [
     (Arg(tuple("btgi"), CONVOLUTION, F32), Arg(tuple("bsgi"), CONVOLUTION, F32), "bgts"),
     (dense("bti"), dense("bsi"), "bts"),
     (Arg(tuple("bts"), Symmetric(16), F32), Arg(tuple("bts"), Symmetric(16), F32), "b"),
+    (Arg(tuple("sb"), Members(7), F32), dense("bsi"), "bi"),
 ]  # fmt: skip
 
 

@@ -228,7 +228,7 @@ def test_explain_says_what_the_axes_are() -> None:
     made(x, y, groups=[0, 0, 0, 1, 1, 1])
     text = made.explain()
     assert "planned for G=2 groups of up to 3 samples, 6 in all, on cpu" in text
-    assert "b: groups, s: samples of a group (they lie in order) and positions" in text
+    assert "b: groups, r: samples of a group (they lie in order) and positions" in text
     made(x, y, groups=[0, 1, 0, 1, 0, 1])
     assert "(brought in order)" in made.explain()
     made(x, y)

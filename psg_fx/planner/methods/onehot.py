@@ -137,7 +137,7 @@ class Scatter(Method):
 
 
 class Pick(Method):
-    """Σ_s onehot(ids)[s,b] a[b,s,r..] -> out[b,r..]: of every row the part of its own group, summed by groups."""
+    """Σ_r onehot(ids)[r,b] a[b,r,d..] -> out[b,d..]: of every row the part of its own group, summed by groups."""
 
     name = "pick"
 
