@@ -20,9 +20,12 @@ from psg_fx.errors import BadArgument
 from psg_fx.quantities.base import Quantity
 from psg_fx.quantities.clipped_sum import ClippedSum
 
-_SPARSE, _FEW = 2, 16
+_SPARSE, _FEW = 4, 16
 """Rows are brought in order of groups as long as these have at most so many times as many places as there are samples,
 or so few."""
+
+_MOST = 10**7
+"""Groups that nobody has counted; beyond, their numbers are taken for names."""
 
 _WHERE = "step(inputs, targets, groups=...)"
 
@@ -88,6 +91,12 @@ def groups_of(ids: Any, num_groups: Any, samples: int) -> Groups:
             f"groups has the number {least if least < -1 else most}", where=_WHERE,
             why=f"there are {count} groups, counted from 0, and -1 stands for none",
             fix="number the groups from 0" if least < -1 else f"pass num_groups={most + 1} or more, or leave it out",
+        )  # fmt: skip
+    if num_groups is None and count > _MOST:
+        raise BadArgument(
+            f"groups has the number {most}", where=_WHERE,
+            why=f"results would have a row for each of {count} groups, for {samples} samples",
+            fix="number the groups of the batch: torch.unique(groups, return_inverse=True)[1]; or pass num_groups",
         )  # fmt: skip
     if count and samples and samples % count == 0 and most == count - 1:
         size = samples // count

@@ -57,6 +57,7 @@ def test_what_numbers_of_groups_may_be(ids: Any) -> None:
         ({"groups": [0, 0, 1, -2, 1, 1]}, "groups has the number -2"),
         ({"groups": [0, 0, 1, 7, 1, 1], "num_groups": 3}, "groups has the number 7(.|\n)*pass num_groups=8"),
         ({"groups": [0] * 6, "num_groups": 0}, "there are 0 groups"), ({"num_groups": 3}, "given without groups"),
+        ({"groups": [10**12, 0, 1, 1, 1, 1]}, "results would have a row for each(.|\n)*return_inverse=True"),
         ({"groups": [0] * 6, "num_groups": 2.0}, "num_groups=2.0 is not"),
         ({"groups": [0] * 6, "num_groups": True}, "num_groups=True is not"),
         ({"groups": [0] * 6, "num_groups": -1}, "num_groups=-1 is not"),
