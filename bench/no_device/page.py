@@ -50,7 +50,7 @@ per-sample gradients of 32 samples are 32 times what an ordinary step writes. Th
 psg_fx's own, which launch 8 kernels forward and 5 backward for each step of time and layer; they are counted as
 launches, and what they move is not in the bytes. Its ordinary step is written out over time here, so that inductor
 fuses what lies between two products; on a device it is cuDNN's op, a few launches for all of time. So the LSTM's ratios
-hold two graphs against each other and not against the step that users run."""
+hold two graphs against each other and not against the step that users run. A dash: not compiled yet."""
 
 EXECUTED = ["model", "step", "launches", "outputs", "worst relative error"]
 
