@@ -28,6 +28,7 @@ from .plan import plan
 from .runner import graph_pass, run, without_collection
 from .sites import find_sites
 from .tidy import tidy
+from .totals import totals
 from .unreduce.unreduce import unreduce
 from .widen import widen
 
@@ -68,6 +69,7 @@ def _passes(
     gm = run(plan, gm, history, asks=asks, device=device, size=call.batch_size(), budget=budget, grouping=grouping)
     gm = run(lower, gm, history, quantities=quantities, dtype=dtype)
     gm = run(tidy, gm, history)
+    gm = run(totals, gm, history, device=device, size=call.batch_size())
     return run(widen, gm, history, device=device.name)
 
 
