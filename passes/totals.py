@@ -47,7 +47,7 @@ def totals(gm: GraphModule, device: Device, size: int) -> GraphModule:
 
     sums = [n for n in gm.graph.nodes if n.target is aten.sum.dim_IntList and n.args[1:] == ([0],)]
     for total in sums:
-        if _operands(total)[0].target is aten.stack.default:
+        if _stacked(total):
             _norms_together(gm, total, is_cheap, on_cuda=device.name == "cuda")
     _in_order(gm)
     gm.graph.eliminate_dead_code()
@@ -67,6 +67,15 @@ class _Norm:
     value: Node
 
 
+def _stacked(total: Node) -> list[Node]:
+    """The nodes whose sum it is, as often as they are in it."""
+    stack = _operands(total)[0]
+    if stack.target is not aten.stack.default or len(stack.args) > 1:
+        return []
+    (nodes,) = stack.args
+    return list(nodes)  # type: ignore[arg-type]
+
+
 def _norm(last: Node) -> _Norm | None:
     """The norm that ends in this node, if it is a sum of squares that nothing else reads."""
     reduction = _operands(last)[0] if last.target is aten.clamp.default and last.args[1:] == (0,) else last
@@ -81,7 +90,7 @@ def _norm(last: Node) -> _Norm | None:
 
 def _norms_together(gm: GraphModule, total: Node, is_cheap: Callable[[torch.Tensor], bool], on_cuda: bool) -> None:
     """Replace Σ stack(norms)."""
-    last = _operands(_operands(total)[0])
+    last = _stacked(total)  # a norm is there twice where two parameters have equal gradients
     norms = [norm for norm in map(_norm, last) if norm is not None]
     if len({norm.value.meta["val"].dtype for norm in norms}) != 1:
         return
@@ -174,11 +183,11 @@ def _sums_together(gm: GraphModule, beside: Node, values: Sequence[Node], sums: 
     ends = [0]
     for value in values:
         ends.append(ends[-1] + _width(value))
-    alike: dict[Any, list[tuple[int, _Sum]]] = {}
+    alike: dict[Any, dict[Node, tuple[int, _Sum]]] = {}
     for k, of_one in enumerate(sums):
         for one in of_one:
-            alike.setdefault(one.key, []).append((k, one))
-    for members in (found for found in alike.values() if len(found) > 1):
+            alike.setdefault(one.key, {})[one.last] = (k, one)
+    for members in (list(found.values()) for found in alike.values() if len(found) > 1):
         first = members[0][1]
         weights = _call(gm, aten.reshape.default, first.weights, [-1, 1])
         whole = _call(gm, aten.sum.dim_IntList, _call(gm, aten.mul.Tensor, beside, weights), [0])
