@@ -120,8 +120,9 @@ def vmapped(problem: Problem, quantity: Quantity, *, compiled: bool, mode: str |
 
 
 def psg(
-    problem: Problem, quantity: Quantity, *, compiled: bool, reuse: bool = False, mode: str | None = None
-) -> Computation:
+    problem: Problem, quantity: Quantity, *, compiled: bool, reuse: bool = False, mode: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> Computation:  # fmt: skip
     """`psg_fx.transform` with the lowered graph compiled, or run as it is; `reuse`: in memory of former outputs."""
     step = transform(
         problem.model,
@@ -130,6 +131,7 @@ def psg(
         batch_dim=problem.batch_dim,
         backend=problem.backend if compiled else "eager",
         mode=mode,
+        options=options,
         dynamic=False,
         reuse_outputs=reuse,
     )

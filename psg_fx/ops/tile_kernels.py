@@ -51,21 +51,28 @@ def launch(
     a: torch.Tensor, b: torch.Tensor, product: torch.Tensor | None, squares: torch.Tensor, tile: tuple[int, int]
 ) -> None:
     """Write `squares` [n, tiles], and `product` [n, i, o] if there is one, from a [n, i, t] and b [n, t, o]."""
-    kept = squares if product is None else product
-    strides = (0, 0, 0) if product is None else product.stride()
-    wrap_triton(tile_kernel)[(squares.shape[0] * squares.shape[1],)](
-        a, b, kept, squares, a.shape[1], b.shape[2], a.shape[2], *a.stride(), *b.stride(), *strides,
-        **(meta(a.dtype, tile) | {"KEEP": product is not None}),
-    )  # fmt: skip
+    own = meta(a.dtype, tile, keep=product is not None)
+    wrap_triton(tile_kernel)[grid(squares)](*arguments(a, b, product, squares), **own)
 
 
-def meta(dtype: torch.dtype, tile: tuple[int, int]) -> dict[str, Any]:
+def grid(squares: torch.Tensor) -> tuple[int]:
+    """A program for each tile."""
+    return (squares.shape[0] * squares.shape[1],)
+
+
+def arguments(a: torch.Tensor, b: torch.Tensor, product: torch.Tensor | None, squares: torch.Tensor) -> list[Any]:
+    """What the kernel is called with, in its order."""
+    kept, strides = (squares, (0, 0, 0)) if product is None else (product, product.stride())
+    return [a, b, kept, squares, a.shape[1], b.shape[2], a.shape[2], *a.stride(), *b.stride(), *strides]
+
+
+def meta(dtype: torch.dtype, tile: tuple[int, int], keep: bool) -> dict[str, Any]:
     """What is compiled into the kernel, and how many warps work on a tile."""
     tf32 = dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32
     height, width = tile
     wide = height * width > 64 * 64
     return {
-        "HEIGHT": height, "WIDTH": width, "DEPTH": 64 if wide and dtype in HALF else 32, "KEEP": False,
+        "HEIGHT": height, "WIDTH": width, "DEPTH": 64 if wide and dtype in HALF else 32, "KEEP": keep,
         "PRECISION": "tf32" if tf32 else "ieee", "AS_FLOAT32": False,
         "num_warps": 8 if wide else 4, "num_stages": 3,
     }  # fmt: skip

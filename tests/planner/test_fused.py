@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -156,6 +162,24 @@ def test_the_ops_by_torch(shape: tuple[int, int, int, int], dtype: torch.dtype) 
     assert product.dtype is dtype
     assert oracle.relative_error(product, want) < 16 * torch.finfo(dtype).eps
     assert torch.equal(tile_products.tile_squares(a, b), squares)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no triton here; `make cuda` runs the same")
+def test_the_kernels_in_the_interpreter() -> None:
+    """Every shape and dtype of `bench/no_device/tiles.py`, which says what each came to."""
+    bench = Path(__file__).resolve().parents[2] / "bench"
+    own = {"TRITON_INTERPRET": "1", "PYTHONPATH": str(bench)}
+    command = [sys.executable, str(bench / "no_device/tiles.py"), "executed"]
+    done = subprocess.run(command, env=os.environ | own, check=True, capture_output=True, text=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) > 15
+    assert all(errors["error"] < 1e-5 and errors.get("product", 0.0) < 4 for errors in found.values()), found
+
+
+def test_triton_is_loaded_where_a_kernel_is_launched_and_nowhere_else() -> None:
+    code = "import sys, psg_fx, psg_fx.planner.methods.fused; sys.exit('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_the_ops_as_fakes() -> None:
