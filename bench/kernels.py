@@ -3,7 +3,8 @@
     python bench/kernels.py [--models gpt-bf16,vit-bf16] [--tag NAME]
 
 For each model the ordinary step as one graph, and gradients, norms and a clipped sum by psg_fx, the last two also with
-its fused kernels, all compiled; recorded by torch's profiler. The device's time does not depend on how fast the host is, whole steps (`bench/compare.py`) do.
+its fused kernels, all compiled; recorded by torch's profiler. The device's time does not depend on how fast the host
+is, whole steps (`bench/compare.py`) do.
 Writes `bench/results/kernels-<tag>.json` and `.md`.
 """
 
