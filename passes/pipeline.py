@@ -81,5 +81,5 @@ def record_capture(program: Program, call: Call, tracked: dict[str, str], histor
         verify(gm, Stage.CAPTURED)
     seconds = time.perf_counter() - start
     history.graphs[Stage.CAPTURED.value] = gm
-    history.record(PassRecord("capture", Stage.CAPTURED, Stage.CAPTURED, seconds, 0, len(gm.graph.nodes)))
+    history.record(PassRecord("capture", Stage.CAPTURED, Stage.CAPTURED, seconds, 0, len(gm.graph.nodes), gm))
     return gm
