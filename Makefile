@@ -74,13 +74,14 @@ $(CUDA)/.stamp:
 	touch $@
 
 cuda: $(CUDA)/.stamp  ## without a CUDA device: steps compiled for one, counted, and small ones executed; CUDA_ARGS="--models mlp --again"
+	@OMP_NUM_THREADS=1 $(CUDA)/bin/python bench/tile_kernels.py
 	@OMP_NUM_THREADS=1 $(CUDA)/bin/python bench/without_cuda.py $(CUDA_ARGS)
 
 demo: setup  ## run the demo
 	@$(BIN)/python -m psg_fx.demo
 
 bench: setup  ## run every script in bench/ but coverage and those for CUDA (minutes; results depend on the machine)
-	@for script in $(filter-out bench/coverage.py bench/gpu.py bench/kernels.py bench/without_cuda.py,$(wildcard bench/[!_]*.py)); do echo "== $$script"; $(BIN)/python "$$script"; done
+	@for script in $(filter-out bench/coverage.py bench/gpu.py bench/kernels.py bench/tile_kernels.py bench/without_cuda.py,$(wildcard bench/[!_]*.py)); do echo "== $$script"; $(BIN)/python "$$script"; done
 
 coverage: setup  ## who answers which program, and rightly: psg_fx and its peers on all suites (an hour or more)
 	@$(BIN)/python bench/coverage.py

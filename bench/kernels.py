@@ -2,8 +2,9 @@
 
     python bench/kernels.py [--models gpt-bf16,vit-bf16] [--tag NAME]
 
-For each model the ordinary step as one graph, and gradients, norms and a clipped sum by psg_fx, all compiled; recorded
-by torch's profiler. The device's time does not depend on how fast the host is, whole steps (`bench/compare.py`) do.
+For each model the ordinary step as one graph, and gradients, norms and a clipped sum by psg_fx, the last two also with
+its fused kernels, all compiled; recorded by torch's profiler. The device's time does not depend on how fast the host
+is, whole steps (`bench/compare.py`) do.
 Writes `bench/results/kernels-<tag>.json` and `.md`.
 """
 
@@ -28,6 +29,7 @@ from psg_fx.benchmarking.problem import Problem
 from psg_fx.quantities.names import USUAL
 
 CALLS, SHOWN = 5, 12
+FUSED = {"psg_fx.fused_kernels": True}
 
 
 WIDE = {"width": 768, "heads": 12}
@@ -62,6 +64,8 @@ def measured(run: Run) -> dict[str, Any]:
     with torch.autocast("cuda", run.autocast) if run.autocast else contextlib.nullcontext():
         steps = {"ordinary": ordinary_one_graph(problem)}
         steps |= {name: psg(problem, quantity, compiled=True) for name, quantity in USUAL.items()}
+        for name in ("norms", "clipped_sum"):
+            steps[f"{name}, fused"] = psg(problem, USUAL[name], compiled=True, options=FUSED)
         return {name: recorded(step) for name, step in steps.items()}
 
 

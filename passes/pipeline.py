@@ -28,6 +28,7 @@ from .plan import plan
 from .runner import graph_pass, run, without_collection
 from .sites import find_sites
 from .tidy import tidy
+from .totals import totals
 from .unreduce.unreduce import unreduce
 from .widen import widen
 
@@ -68,6 +69,7 @@ def _passes(
     gm = run(plan, gm, history, asks=asks, device=device, size=call.batch_size(), budget=budget, grouping=grouping)
     gm = run(lower, gm, history, quantities=quantities, dtype=dtype)
     gm = run(tidy, gm, history)
+    gm = run(totals, gm, history, device=device, size=call.batch_size())
     return run(widen, gm, history, device=device.name)
 
 
@@ -79,5 +81,5 @@ def record_capture(program: Program, call: Call, tracked: dict[str, str], histor
         verify(gm, Stage.CAPTURED)
     seconds = time.perf_counter() - start
     history.graphs[Stage.CAPTURED.value] = gm
-    history.record(PassRecord("capture", Stage.CAPTURED, Stage.CAPTURED, seconds, 0, len(gm.graph.nodes)))
+    history.record(PassRecord("capture", Stage.CAPTURED, Stage.CAPTURED, seconds, 0, len(gm.graph.nodes), gm))
     return gm

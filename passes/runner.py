@@ -61,7 +61,7 @@ def run(step: GraphPass, gm: GraphModule, history: History, **arguments: object)
     verify(result, step.after)
     history.graphs[step.after.value] = result
     nodes = len(gm.graph.nodes), len(result.graph.nodes)
-    history.record(PassRecord(step.name, step.before, step.after, seconds, *nodes))
+    history.record(PassRecord(step.name, step.before, step.after, seconds, *nodes, result))
     return result
 
 

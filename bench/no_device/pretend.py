@@ -245,15 +245,18 @@ class Interpreted:
     LARGEST = 1 << 16
     launched = 0
 
-    def __init__(self, function: Any, configuration: Any, meta: dict[str, Any]) -> None:
-        self.function, self.chosen, self.meta = function, dict(configuration.kwargs), meta
+    def __init__(self, function: Any, configuration: Any, meta: dict[str, Any], constants: dict[str, Any]) -> None:
+        self.function, self.meta = function, meta
+        own = {name: constants[name] for name in meta.get("declared_constexpr_names", ())}  # of kernels of psg_fx
+        own |= {"AS_FLOAT32": True} if "AS_FLOAT32" in own else {}
+        self.chosen = dict(configuration.kwargs) | own
 
     def run(self, *args: Any, stream: Any = None, **more: Any) -> None:
         names = [name for name in self.function.arg_names if name not in self.chosen]
-        bound = dict(zip(names, args, strict=False)) | more
+        bound = dict(zip([*names, *self.meta.get("extra_launcher_args", ())], args, strict=False)) | more
         chosen = self.chosen | self._large(bound)
         grid = triton_heuristics.GridExpr.from_meta(self.meta, dict(chosen)).eval_slow(bound | chosen)
-        self.function[grid](**bound, **{k: v for k, v in chosen.items() if k in self.function.arg_names})
+        self.function[grid](**{k: v for k, v in (bound | chosen).items() if k in self.function.arg_names})
         Interpreted.launched += 1
 
     def _large(self, bound: dict[str, Any]) -> dict[str, int]:
@@ -278,8 +281,11 @@ def interpreted() -> Iterator[None]:
     TRITON_INTERPRET=1 must have been set before triton was imported.
     """
 
-    def autotuned(size_hints: Any, configs: Any, *args: Any, inductor_meta: Any = None, **kwargs: Any) -> Any:
-        return lambda function: Interpreted(function, configs[0], inductor_meta or {})
+    def autotuned(
+        size_hints: Any, configs: Any, triton_meta: Any, *args: Any, inductor_meta: Any = None, **kwargs: Any
+    ) -> Any:
+        constants = triton_meta.get("constants", {})
+        return lambda function: Interpreted(function, configs[0], inductor_meta or {}, constants)
 
     def empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(size, stride, dtype=dtype)

@@ -103,6 +103,20 @@ class Symmetric(Form):
 
 
 @dataclass(frozen=True)
+class TileSums(Form):
+    """A value of which nothing is stored but the sums of squares of its tiles, `[b, tiles]`."""
+
+    name = "tile sums"
+
+
+@dataclass(frozen=True)
+class WithTileSums(Form):
+    """A plain tensor, and beside it the sums of squares of its tiles: a pair of tensors."""
+
+    name = "with tile sums"
+
+
+@dataclass(frozen=True)
 class Leaf:
     """One operand.
 

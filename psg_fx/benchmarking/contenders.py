@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -120,8 +121,9 @@ def vmapped(problem: Problem, quantity: Quantity, *, compiled: bool, mode: str |
 
 
 def psg(
-    problem: Problem, quantity: Quantity, *, compiled: bool, reuse: bool = False, mode: str | None = None
-) -> Computation:
+    problem: Problem, quantity: Quantity, *, compiled: bool, reuse: bool = False, mode: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> Computation:  # fmt: skip
     """`psg_fx.transform` with the lowered graph compiled, or run as it is; `reuse`: in memory of former outputs."""
     step = transform(
         problem.model,
@@ -130,6 +132,7 @@ def psg(
         batch_dim=problem.batch_dim,
         backend=problem.backend if compiled else "eager",
         mode=mode,
+        options=options,
         dynamic=False,
         reuse_outputs=reuse,
     )

@@ -2,17 +2,44 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch.fx import GraphModule
 
 from psg_fx.planner import rates
-from psg_fx.planner.plan import PLAN, Plan
+from psg_fx.planner.cost import Device
+from psg_fx.planner.expr import ContractExpr, Expr
+from psg_fx.planner.methods import FUSED
+from psg_fx.planner.plan import PLAN, ParameterPlan, Plan
 from psg_fx.planner.search import plan_step
+
+_LEAST = 1e-6
+"""Seconds from which on a gain is worth telling."""
 
 
 def planned_for(gm: GraphModule, device: str) -> Plan:
     """What would be planned for the same batch on a device of that name, without a bound on memory."""
     here = PLAN.of(gm)
-    return plan_step([p.gradient for p in here.parameters], here.asks, rates.named(device), here.batch, here.size)
+    return _planned(gm, replace(rates.named(device), fused=here.device.fused))
+
+
+def _planned(gm: GraphModule, device: Device) -> Plan:
+    here = PLAN.of(gm)
+    return plan_step([p.gradient for p in here.parameters], here.asks, device, here.batch, here.size)
+
+
+def fused_instead(gm: GraphModule, plan: Plan) -> list[tuple[ParameterPlan, ParameterPlan]]:
+    """Where a plan without kernels of psg_fx would gain a microsecond by them: how it is, and how it would be."""
+    there = _planned(gm, replace(plan.device, fused=True))
+    if plan.device.fused or not there.device.offers_fused:
+        return []
+    pairs = zip(plan.parameters, there.parameters, strict=True)
+    gaining = [(own, other) for own, other in pairs if own.seconds - other.seconds >= _LEAST]
+    return [(own, other) for own, other in gaining if any(_is_fused(part.tree) for part in other.parts)]
+
+
+def _is_fused(tree: Expr) -> bool:
+    return any(isinstance(node, ContractExpr) and node.method in FUSED for node in tree.nodes().values())
 
 
 def chosen_otherwise(here: Plan, there: Plan) -> list[tuple[str, str, str, str]]:

@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from psg_fx.algebra.gradient import ParameterGradient
 from psg_fx.algebra.network import BATCH
 from psg_fx.algebra.site import SITES, Site
-from psg_fx.explain.elsewhere import chosen_otherwise, planned_for
+from psg_fx.explain.elsewhere import chosen_otherwise, fused_instead, planned_for
 from psg_fx.graph import facts
 from psg_fx.graph.stages import Stage
 from psg_fx.measure.tree_times import measured
@@ -66,6 +66,7 @@ def explain(graphs: dict[str, GraphModule], measure: bool = False, device: str |
                 f"Plan for {device}: what would be computed of each parameter's gradient, and how\n" + legend(plan)
                 + _plan(there, measure=False),
                 f"Chosen otherwise than here\n{told}" if rows else "The trees are those that are chosen here.",
+                *_fused(gm, there),
             ]
         )  # fmt: skip
     return "\n\n".join(
@@ -73,9 +74,26 @@ def explain(graphs: dict[str, GraphModule], measure: bool = False, device: str |
             summary(gm, plan, sites),
             "Sites: where a parameter meets data\n" + _sites(sites, plan),
             "Plan: what is computed of each parameter's gradient, and how\n" + legend(plan) + _plan(plan, measure),
+            *_fused(gm, plan),
             *_notes(graphs, plan),
         ]
     )
+
+
+def _fused(gm: GraphModule, plan: Plan) -> list[str]:
+    """What the kernels that are off would change, by prediction."""
+    rows = [
+        [own.gradient.name, _trees(own), _trees(other), _time(own.seconds), _time(other.seconds)]
+        for own, other in fused_instead(gm, plan)
+    ]
+    if not rows:
+        return []
+    table = tabulate(rows, ("parameter", "trees", "with fused kernels", "time", "predicted"), tablefmt="simple")
+    return [f'Fused kernels are off; with options={{"psg_fx.fused_kernels": True}} it would be (not measured)\n{table}']
+
+
+def _trees(parameter: ParameterPlan) -> str:
+    return "; ".join(f"{part.tree} {methods(part.tree)}" for part in parameter.parts)
 
 
 def summary(gm: GraphModule, plan: Plan, sites: tuple[Site, ...]) -> str:

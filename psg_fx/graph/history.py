@@ -18,7 +18,9 @@ log = logging.getLogger("psg_fx")
 
 @dataclass(frozen=True)
 class PassRecord:
-    """A record of a pass that ran: its stages, its time in seconds, and the sizes of the graphs before and after."""
+    """A record of a pass that ran: its stages, its time in seconds, the sizes of the graphs before and after, and what
+    it made of the graph.
+    """
 
     name: str
     before: Stage
@@ -26,6 +28,7 @@ class PassRecord:
     seconds: float
     nodes_before: int
     nodes_after: int
+    result: GraphModule | None = None
 
 
 @dataclass

@@ -14,7 +14,7 @@ from psg_fx.blocks import Memory
 from psg_fx.graph.history import History
 from psg_fx.measure.clock import time_rounds
 from psg_fx.passes.compile import compile_graph
-from psg_fx.planner.evaluate import compute
+from psg_fx.planner.evaluate import compute, keep
 from psg_fx.planner.expr import Expr, LeafExpr
 from psg_fx.planner.plan import Plan
 from psg_fx.tensors import product
@@ -44,7 +44,7 @@ def random_operands(trees: Iterable[Expr], device: str = "cpu") -> Values:
 def evaluate_tree(tree: Expr, values: Values) -> torch.Tensor:
     """The tree's tensor.  `values` holds the leaves, and may hold nodes that are known; it gets all the others."""
     if tree.key not in values:
-        values[tree.key] = compute(tree, [evaluate_tree(child, values) for child in tree.children])
+        keep(values, tree, compute(tree, [evaluate_tree(child, values) for child in tree.children]))
     return values[tree.key]
 
 
@@ -96,6 +96,6 @@ def _only(tree: Expr, values: Values) -> list[torch.Tensor]:
 
 def _starting_points(tree: Expr, known: Values) -> Values:
     """The known values that the tree is computed from."""
-    if tree.key in known:
+    if isinstance(known.get(tree.key), torch.Tensor):  # a pair is computed again
         return {tree.key: known[tree.key]}
     return {key: value for child in tree.children for key, value in _starting_points(child, known).items()}

@@ -41,7 +41,8 @@ class Device:
     kept: seconds per byte of what is kept until all norms are known, the price of its memory: on CPU the first touch.
     extra: further constants, seconds per unit or call, named by the method that reads them.
     origin: where the rates come from, as `explain()` says it.  working: seconds per byte that a tree holds at once, to
-    plan for little memory.  own_ops: whether trees may use ops of psg_fx, which other programs do not know.
+    plan for little memory.  own_ops: whether trees may use ops of psg_fx, which other programs do not know.  fused:
+    whether kernels of psg_fx are wanted beside those of torch, where there are any.
     """
 
     name: str
@@ -53,6 +54,12 @@ class Device:
     origin: str = ""
     working: float = 0.0
     own_ops: bool = True
+    fused: bool = False
+
+    @property
+    def offers_fused(self) -> bool:
+        """Whether kernels of psg_fx are offered to its plans."""
+        return self.fused and self.name == "cuda"
 
     def replaying(self) -> Device:
         """The same where kernels are not launched one by one but replayed (CUDA graphs)."""

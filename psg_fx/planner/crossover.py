@@ -53,7 +53,8 @@ def resized(tree: Expr, axis: str, size: Any) -> Expr:
     if isinstance(tree, LeafExpr):
         return replace(tree, sizes=sizes)
     if isinstance(tree, DenseExpr):
-        return replace(tree, sizes=sizes, child=replace(tree.child, sizes=sizes))
+        child: Any = resized(tree.child, axis, size)
+        return replace(tree, sizes=sizes, child=child)
     if isinstance(tree, SumExpr):
         return replace(tree, sizes=sizes, child=resized(tree.child, axis, size))
     assert isinstance(tree, ContractExpr)

@@ -5,15 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from psg_fx.algebra.ask import Ask, Phase
 from psg_fx.algebra.asks import FLOORS, Materialized
 from psg_fx.algebra.gradient import ParameterGradient
-from psg_fx.algebra.network import BATCH, Axes, Form, Kind, Members, OneHot, Patches, Source
+from psg_fx.algebra.network import (
+    BATCH,
+    Axes,
+    Form,
+    Kind,
+    Members,
+    OneHot,
+    Patches,
+    Source,
+    TileSums,
+    WithTileSums,
+)
 from psg_fx.algebra.prefix import pull_back
-from psg_fx.planner.expr import ContractExpr, DenseExpr, Expr, LeafExpr, SumExpr
+from psg_fx.planner.expr import ContractExpr, DenseExpr, Expr, LeafExpr, SumExpr, dense
 from psg_fx.planner.methods import onehot, patches
 from psg_fx.planner.plan import ParameterPlan, Part, Plan, reads_weights
 from psg_fx.planner.rounding import floor
@@ -105,11 +117,11 @@ class Evaluator:
             return self.known[expr.key]
         if expr.key in local:
             return local[expr.key]
-        value = self._compute(expr, gradient, local)
-        (local if reads_weights(expr) else self.known)[expr.key] = value
+        value: Any = self._compute(expr, gradient, local)
+        keep(local if reads_weights(expr) else self.known, expr, value)
         if isinstance(expr, ContractExpr):
-            self.named.append((gradient.name, _kind(expr), value))
-        return value
+            self.named.append((gradient.name, _kind(expr), value[0] if isinstance(value, tuple) else value))
+        return value  # type: ignore[no-any-return]
 
     def _compute(self, expr: Expr, gradient: ParameterGradient, local: dict[int, torch.Tensor]) -> torch.Tensor:
         if isinstance(expr, LeafExpr):
@@ -117,12 +129,21 @@ class Evaluator:
         return compute(expr, [self._evaluate(child, gradient, local) for child in expr.children], self.count)
 
 
+def keep(values: dict[int, Any], expr: Expr, value: Any) -> None:
+    """Enter what a node came to; of a pair the tensor, too."""
+    values[expr.key] = value
+    if isinstance(value, tuple):
+        values[dense(expr).key] = value[0]
+
+
 def compute(expr: Expr, operands: Sequence[torch.Tensor], count: int | None = None) -> torch.Tensor:
     """An inner node's tensor from those of its children.  count: of samples, or of groups of them; by default as
     planned.
     """
     if isinstance(expr, DenseExpr):
-        (stored,), form = operands, _counted(expr.child.leaf.form, expr.sizes, count)
+        (stored,), form = operands, _counted(expr.child.arg.form, expr.sizes, count)
+        if isinstance(form, WithTileSums):
+            return stored[0]
         if isinstance(form, OneHot):
             return onehot.densify(stored, form, expr.dtype)
         assert isinstance(form, Patches)
@@ -148,6 +169,8 @@ def _scaled(tensor: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 def _kind(expr: ContractExpr) -> str:
+    if isinstance(expr.arg.form, TileSums):
+        return "tile_squares"
     if any(axis.endswith("'") for axis in expr.axes):
         return "gram"
     if expr.axes == ("b",):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from psg_fx.algebra.network import Axes, Dense, Kind, Leaf, OneHot, Patches
+from psg_fx.algebra.network import Axes, Dense, Kind, Leaf, OneHot, Patches, WithTileSums
 from psg_fx.planner.cost import Device, Work
 from psg_fx.planner.methods import Arg, Method, Pair
 from psg_fx.tensors import Size, product
@@ -116,19 +116,21 @@ class _Unary(Expr):
 
 @dataclass(frozen=True, eq=False)
 class DenseExpr(_Unary):
-    """An implicit operand, built."""
+    """An implicit operand, built; or the tensor of a product that has its tiles' sums beside it."""
 
-    child: LeafExpr
+    child: LeafExpr | ContractExpr
 
     @cached_property
     def key(self) -> int:
         return _intern(("dense", self.child.key))
 
     def work(self) -> Work:
+        if isinstance(self.child, ContractExpr):
+            return Work(0, 0, 0, calls=0)
         return Work(0, self.bytes, self.bytes, calls=2)
 
     def __str__(self) -> str:
-        return "unfold(x)" if isinstance(self.child.leaf.form, Patches) else str(self.child)
+        return "unfold(x)" if isinstance(self.child.arg.form, Patches) else str(self.child)
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,6 +161,10 @@ class ContractExpr(Expr):
     @property
     def arg(self) -> Arg:
         return Arg(self.axes, self.method.form(self.pair), self.dtype)
+
+    @property
+    def bytes(self) -> Size:
+        return self.method.bytes(self.pair)
 
     def work(self) -> Work:
         return self.method.work(self.pair)
@@ -191,8 +197,8 @@ class SumExpr(_Unary):
 
 
 def dense(expr: Expr) -> Expr:
-    """The node with its operand built, if it was implicit."""
-    if isinstance(expr, LeafExpr) and isinstance(expr.leaf.form, (OneHot, Patches)):
+    """The node as a plain tensor: with its operand built if it was implicit, without what lies beside it."""
+    if isinstance(expr, (LeafExpr, ContractExpr)) and isinstance(expr.arg.form, (OneHot, Patches, WithTileSums)):
         return DenseExpr(expr.axes, expr.sizes, expr.dtype, expr)
     return expr
 
@@ -209,6 +215,8 @@ def peak_bytes(tree: Expr) -> int:
     live: dict[int, int] = {}
     peak = 0
     for index, node in enumerate(order):
+        if isinstance(node, DenseExpr) and isinstance(node.child, ContractExpr):
+            live.pop(node.child.key)  # it is the tensor of that pair
         if not isinstance(node, LeafExpr):
             live[node.key] = node.bytes
         peak = max(peak, sum(live.values()))

@@ -7,20 +7,20 @@ sub-networks are one node (Σ (x·ȳ)² computes x·ȳ once), and sizes may be s
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import sympy
 
 from psg_fx.algebra.network import BATCH, ROWS, Axes, Members, Network
 from psg_fx.planner.expr import ContractExpr, Expr, LeafExpr, SumExpr, dense
-from psg_fx.planner.methods import METHODS, Pair
+from psg_fx.planner.methods import METHODS, Method, Pair
 from psg_fx.tensors import Size
 
 Concrete = Callable[[sympy.Expr], int]
 """Turns a size expression into an int, at one batch size."""
 
 
-def trees(network: Network, concrete: Concrete) -> list[Expr]:
+def trees(network: Network, concrete: Concrete, methods: Sequence[Method] = METHODS) -> list[Expr]:
     """Every legal tree of the network; each leaves exactly the axes `network.out` (in the method's order).
 
     A leaf's lonely axes (its own, not kept) may be summed before anything else, which loses nothing.
@@ -44,17 +44,17 @@ def trees(network: Network, concrete: Concrete) -> list[Expr]:
                 expr
                 for one, two in _halves(inside)
                 for a, b in itertools.product(build(one), build(two))
-                for expr in contractions(a, b, needed(inside), sizes, network.order or network.out)
+                for expr in contractions(a, b, needed(inside), sizes, network.order or network.out, methods)
             ]
         unique = {expr.key: expr for expr in found}
         memo[inside] = list(unique.values())
         return memo[inside]
 
     complete = [expr for expr in build(whole) if dense(expr).arg.dense]
-    return complete + _summed_last(network, concrete)
+    return complete + _summed_last(network, concrete, methods)
 
 
-def _summed_last(network: Network, concrete: Concrete) -> list[Expr]:
+def _summed_last(network: Network, concrete: Concrete, methods: Sequence[Method]) -> list[Expr]:
     """Trees that form the gradient of every sample and sum the samples last: worth it where it is formed anyway.
     Products of gradients and weighted sums have such trees already.
     """
@@ -62,7 +62,7 @@ def _summed_last(network: Network, concrete: Concrete) -> list[Expr]:
     is_weighted = any(leaf.axes == (BATCH,) for leaf in network.leaves)
     if is_product or is_weighted or set(network.order) - set(network.out) != {BATCH}:
         return []
-    formed = [dense(tree) for tree in trees(Network(network.leaves, network.order), concrete)]
+    formed = [dense(tree) for tree in trees(Network(network.leaves, network.order), concrete, methods)]
     return [SumExpr(tuple(x for x in e.axes if x != BATCH), e.sizes, e.dtype, e) for e in formed]
 
 
@@ -82,7 +82,9 @@ def _halves(inside: frozenset[int]) -> Iterator[tuple[frozenset[int], frozenset[
             yield one, inside - one
 
 
-def contractions(a: Expr, b: Expr, needed: set[str], sizes: dict[str, Size], order: Axes = ()) -> Iterator[Expr]:
+def contractions(
+    a: Expr, b: Expr, needed: set[str], sizes: dict[str, Size], order: Axes = (), methods: Sequence[Method] = METHODS
+) -> Iterator[Expr]:
     """Contract two nodes by every method that applies, implicit operands as they are or built.
 
     order: that of the result's axes, which methods keep where they can, so that nothing is transposed.
@@ -97,7 +99,7 @@ def contractions(a: Expr, b: Expr, needed: set[str], sizes: dict[str, Size], ord
         out = tuple(sorted(kept, key=lambda axis: places.get(axis, len(order))))
         self_product = x.key == y.key
         pair = Pair(x.arg, y.arg, out, sizes, same=self_product and x.axes == y.axes, self_product=self_product)
-        for method in METHODS:
+        for method in methods:
             if method.applies(pair):
                 yield ContractExpr(method.out(pair), sizes, pair.dtype, x, y, method, pair)
 

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from psg_fx.errors import BadArgument
+from psg_fx.planner import rates
 from psg_fx.planner.budget import in_bytes
+from psg_fx.planner.cost import Device
 from psg_fx.program.call import BatchDim
 from psg_fx.program.state import ParamFilter
 from psg_fx.quantities.base import Join, Joins, Quantity, check_choice
 from psg_fx.torch_private.compiler import inductor_modes
+
+FUSED_KERNELS = "psg_fx.fused_kernels"
+"""The option that offers the kernels of psg_fx (`psg_fx/ops/tile_kernels.py`) to plans for a CUDA device."""
+
+_OWN = "psg_fx."
+"""How options begin that are not torch.compile's."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +56,9 @@ class Settings:
                 f"reuse_outputs has no effect with backend={self.backend!r}", where="transform(reuse_outputs=True)",
                 why="it says where the code that inductor generates puts its values", fix='use backend="inductor"',
             )  # fmt: skip
+        for name in self.options or {}:
+            if name.startswith(_OWN):
+                check_choice("transform", "options", name, (FUSED_KERNELS,))
         if self.memory_budget is not None:
             in_bytes(self.memory_budget, 1)
 
@@ -64,6 +76,24 @@ class Settings:
         of_groups = {field for q in self.quantities if not q.over_samples for field in q.joins_of_processes()}
         means = ("mean", "variance")
         return {f: "groups" if f in of_groups and j in means else j for f, j in self.joins_of_processes.items()}
+
+    @property
+    def compiler_options(self) -> dict[str, Any] | None:
+        """The options that are torch.compile's."""
+        if self.options is None:
+            return None
+        return {name: value for name, value in self.options.items() if not name.startswith(_OWN)}
+
+    def rates_of(self, device: torch.device) -> Device:
+        """What plans for a device go by."""
+        table = rates.device(device.type, self.replays)
+        wanted = bool((self.options or {}).get(FUSED_KERNELS))
+        if wanted and device.type == "cuda" and importlib.util.find_spec("triton") is None:
+            raise BadArgument(
+                "the fused kernels need Triton", where=f"transform(options={{{FUSED_KERNELS!r}: True}})",
+                why="they are written in its language", fix="pip install triton, or leave the option out",
+            )  # fmt: skip
+        return replace(table, fused=wanted)
 
     @property
     def replays(self) -> bool:

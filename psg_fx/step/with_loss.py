@@ -16,7 +16,6 @@ from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.graph.history import History
 from psg_fx.passes.compile import compile_graph
 from psg_fx.passes.pipeline import run_pipeline
-from psg_fx.planner import rates
 from psg_fx.planner.budget import Budget, in_bytes, memory_size
 from psg_fx.program.call import Call
 from psg_fx.program.program import Program
@@ -186,7 +185,7 @@ class LossModule(PerSampleModule):
         own_ops: bool = True,
     ) -> tuple[CompiledStep, Program]:  # fmt: skip
         program = Program(self.model, self.loss_fn, call)
-        device, budget = rates.device(self._device(call).type, self.settings.replays), None
+        device, budget = self.settings.rates_of(self._device(call)), None
         if not own_ops:
             device = replace(device, own_ops=False)
         if self.settings.reuse_outputs:
@@ -200,7 +199,7 @@ class LossModule(PerSampleModule):
             program, call, tracked.aliases, quantities, dtype, device, history, budget=budget, grouping=grouping
         )
         s = self.settings
-        run = compile_graph(gm, s.backend, s.mode, s.options, s.dynamic, device.name, self._memory, history)
+        run = compile_graph(gm, s.backend, s.mode, s.compiler_options, s.dynamic, device.name, self._memory, history)
         return CompiledStep(gm, history, self.model, self.loss_fn, run, self._memory), program
 
     def _extras_dtype(self) -> torch.dtype:

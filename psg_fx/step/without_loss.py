@@ -20,7 +20,6 @@ from psg_fx.graph.facts import LEFT_BEHIND, OutputSpec
 from psg_fx.graph.history import History, copy_graph
 from psg_fx.passes.compile import compile_graph
 from psg_fx.passes.pipeline import run_pipeline
-from psg_fx.planner import rates
 from psg_fx.program.call import Call
 from psg_fx.program.program import Program
 from psg_fx.program.state import Tracked, holder
@@ -71,7 +70,7 @@ class DropInModule(PerSampleModule):
     def _build(self, tracked: Tracked, call: Call) -> tuple[SplitStep, Program]:
         program = Program(self.model, None, call)
         wanted = tuple(t.requires_grad for t in call.tensors)
-        device = rates.device(self._device(call).type, self.settings.replays)
+        device = self.settings.rates_of(self._device(call))
         history = History(progress=Progress(self.settings.progress))
         gm = run_pipeline(
             program, call, tracked.aliases, self.settings.quantities, torch.float32, device, history, wanted
@@ -80,7 +79,9 @@ class DropInModule(PerSampleModule):
         s = self.settings
 
         def compiled(graph: GraphModule) -> Callable[..., Sequence[Any]]:
-            return compile_graph(graph, s.backend, s.mode, s.options, s.dynamic, device.name, self._memory, history)
+            return compile_graph(
+                graph, s.backend, s.mode, s.compiler_options, s.dynamic, device.name, self._memory, history
+            )
 
         replayed = s.replays and self._device(call).type == "cuda"
         return SplitStep(gm, history, program, compiled, overwrites=replayed), program

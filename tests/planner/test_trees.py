@@ -31,6 +31,7 @@ from psg_fx.algebra.network import BATCH, Kind, Leaf, Source
 from psg_fx.algebra.site import READ
 from psg_fx.graph import facts
 from psg_fx.graph.history import History
+from psg_fx.ops import tile_products
 from psg_fx.passes import pipeline
 from psg_fx.passes.alone import Alone
 from psg_fx.passes.differentiate import differentiate
@@ -40,7 +41,7 @@ from psg_fx.passes.sites import find_sites
 from psg_fx.planner import rates
 from psg_fx.planner.evaluate import Evaluator, compute
 from psg_fx.planner.expr import Expr, LeafExpr, dense
-from psg_fx.planner.methods import symmetric
+from psg_fx.planner.methods import FUSED, METHODS, symmetric
 from psg_fx.planner.plan import ParameterPlan, Part, Plan
 from psg_fx.planner.trees import trees
 from psg_fx.program.call import take_apart
@@ -110,7 +111,7 @@ def plans(joint: Joint, gradient: ParameterGradient) -> Iterator[tuple[Expr, Par
     """Plans in which every tree of every question comes up once, the other questions answered by some tree."""
     for through_total in (False, True):
         asked = questions(gradient, joint.batch, through_total)
-        options = [[dense(tree) for tree in trees(part.network, joint.concrete)] for _, part in asked]
+        options = [[dense(tree) for tree in trees(part.network, joint.concrete, METHODS + FUSED)] for _, part in asked]
         assert all(options), "a network without a tree"
         base = tuple(
             Part(ask, contraction, trees_of[0], 0.0)
@@ -207,6 +208,13 @@ def _short_rows_by_half(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gram matrices are computed by half however few the positions are."""
     monkeypatch.setattr(symmetric, "_FROM", 2)
     monkeypatch.setattr(symmetric, "_VECTOR", 1)
+
+
+@pytest.fixture(autouse=True)
+def _fused_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products with the squares of their tiles are offered here, too, by torch and in tiles smaller than any row."""
+    monkeypatch.setattr(tile_products, "DTYPES", (torch.float64, *tile_products.DTYPES))
+    monkeypatch.setattr(tile_products, "tile", lambda rows, columns: (2, 3))
 
 
 @pytest.mark.parametrize("case", selected(ROWS, FIRST))

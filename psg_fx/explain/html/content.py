@@ -74,10 +74,9 @@ def _about(model: torch.nn.Module, loss_fn: Any, plan: Plan, version: str) -> di
 
 def _passes(history: History) -> list[dict[str, Any]]:
     """What every pass took, and which ops it added and removed, as multisets."""
-    found = []
+    found, after = [], Counter[str]()
     for step in history.passes:
-        after = _ops(history.graphs[step.after.value])
-        before = _ops(history.graphs[step.before.value]) if step.nodes_before else Counter[str]()
+        before, after = after, after if step.result is None else _ops(step.result)
         found.append(
             {
                 "name": step.name, "stage": step.after.value, "seconds": step.seconds, "before": step.nodes_before,

@@ -2,6 +2,7 @@
 
 from psg_fx.planner.methods.base import Arg, Method, Pair
 from psg_fx.planner.methods.dense import Dot, MatMul, Multiply
+from psg_fx.planner.methods.fused import SumTiles, TileProduct, TileSquares
 from psg_fx.planner.methods.onehot import Equal, Gather, Pick, Scatter
 from psg_fx.planner.methods.patches import ConvWeight, GroupedConv, Shifted, WindowSum
 from psg_fx.planner.methods.pixels import PixelGram
@@ -14,4 +15,7 @@ METHODS: tuple[Method, ...] = (
     HalfGram(), HalfDot(),
 )  # fmt: skip
 
-__all__ = ["METHODS", "Arg", "Method", "Pair"]
+FUSED: tuple[Method, ...] = (TileSquares(), TileProduct(), SumTiles())
+"""Kernels of psg_fx, offered where `Device.fused` says so."""
+
+__all__ = ["FUSED", "METHODS", "Arg", "Method", "Pair"]

@@ -112,6 +112,10 @@ class Method:
         """How `emit` stores the result."""
         return Dense()
 
+    def bytes(self, p: Pair) -> Size:
+        """Bytes of the result as it is stored."""
+        return p.bytes(p.out)
+
     def work(self, p: Pair) -> Work:
         """Flops and bytes."""
         raise NotImplementedError

@@ -7,7 +7,7 @@ import torch
 from psg_fx.algebra.network import Axes
 from psg_fx.planner.cost import Work
 from psg_fx.planner.methods.base import Method, Pair, arrange, expand_to
-from psg_fx.tensors import accumulation_dtype, reshape
+from psg_fx.tensors import Size, accumulation_dtype, reshape
 
 
 class Multiply(Method):
@@ -86,6 +86,17 @@ class MatMul(Method):
         return Work(2 * p.count(p.everything), read, written, "bmm" if p.batch else "gemm")
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        left, right = self.operands(p, a, b)
+        product = torch.bmm(left, right) if p.batch else torch.mm(left.squeeze(0), right.squeeze(0))
+        return self.shaped(p, product, a, b)
+
+    def sides(self, p: Pair) -> tuple[Size, Size]:
+        """Rows and columns of the product of one sample."""
+        left, right = p.count(p.left), p.count(p.right)
+        return (right, left) if self._swapped(p) else (left, right)
+
+    def operands(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both as matrices, [k, rows, s] and [k, s, columns], in the dtype of the product."""
         a, b = _without_lonely(p, a, p.a.axes), _without_lonely(p, b, p.b.axes)
         dtype = torch.promote_types(a.dtype, b.dtype)
         if any(x.endswith("'") for x in p.out):  # a Gram matrix: its entries are multiplied again, keep full precision
@@ -93,13 +104,13 @@ class MatMul(Method):
         a, b = a.to(dtype), b.to(dtype)
         if self._swapped(p):
             left = arrange(b, p.b.axes, (p.batch, p.right, p.summed))
-            right = arrange(a, p.a.axes, (p.batch, p.summed, p.left))
-        else:
-            left = arrange(a, p.a.axes, (p.batch, p.left, p.summed))
-            right = arrange(b, p.b.axes, (p.batch, p.summed, p.right))
-        product = torch.bmm(left, right) if p.batch else torch.mm(left.squeeze(0), right.squeeze(0))
-        sizes = [_size(x, a, p.a.axes, b, p.b.axes) for x in self.out(p)]
-        return reshape(product, sizes)
+            return left, arrange(a, p.a.axes, (p.batch, p.summed, p.left))
+        left = arrange(a, p.a.axes, (p.batch, p.left, p.summed))
+        return left, arrange(b, p.b.axes, (p.batch, p.summed, p.right))
+
+    def shaped(self, p: Pair, product: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """The product of `operands` with the axes `out`."""
+        return reshape(product, [_size(x, a, p.a.axes, b, p.b.axes) for x in self.out(p)])
 
 
 def _size(axis: str, a: torch.Tensor, a_axes: Axes, b: torch.Tensor, b_axes: Axes) -> int:

@@ -1,0 +1,148 @@
+"""The kernels of `psg_fx/ops/tile_kernels.py` without a device.
+
+    python -m no_device.tiles compiled
+    TRITON_INTERPRET=1 python -m no_device.tiles executed
+    python -m no_device.tiles steps
+
+compiled: registers, stack and shared memory for each kind of device.  executed: by triton's interpreter, against
+products in float64.  steps: small models whose plans have the kernels wherever they can, compiled by inductor and
+executed by the interpreter.  Prints a line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from psg_fx.ops import tile_products
+from psg_fx.planner import rates
+
+SHAPES = ((3, 70, 50, 90), (2, 130, 33, 200), (1, 1, 1, 1), (2, 64, 64, 64), (1, 256, 40, 128), (2, 3, 200, 5))
+"""Samples, rows, positions, columns: most do not divide the tiles."""
+
+ARCHITECTURES = (80, 90)
+TILES = ((64, 64), (128, 128))
+POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
+
+
+def executed() -> dict[str, dict[str, float]]:
+    """What was multiplied -> relative errors: of the squared norms, and of the product in units of its dtype."""
+    from psg_fx.ops import tile_kernels
+
+    found = {}
+    for shape, dtype, keep, layout in _cases():
+        a, b = _operands(shape, dtype, layout)
+        down, across = tile_products.tiles(a.shape[1], b.shape[2])
+        squares = torch.full((a.shape[0], down * across), torch.nan)
+        product = torch.full((a.shape[0], a.shape[1], b.shape[2]), torch.nan, dtype=dtype) if keep else None
+        meta = tile_kernels.meta(dtype, tile_products.tile(a.shape[1], b.shape[2]), keep) | {"AS_FLOAT32": True}
+        tile_kernels.tile_kernel[tile_kernels.grid(squares)](
+            *tile_kernels.arguments(a, b, product, squares), **meta
+        )  # AS_FLOAT32: the interpreter multiplies bfloat16 wrongly
+        right = a.double() @ b.double()
+        norms = right.square().sum((1, 2))
+        errors = {"error": float(((squares.double().sum(1) - norms) / norms).abs().max())}
+        if product is not None:
+            off = (product.double() - right).abs().max() / right.abs().max()
+            errors["product"] = float(off) / torch.finfo(dtype).eps
+        named = f"{'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')} {layout}"
+        found[f"{named}{', kept' if keep else ''}"] = errors
+    return found
+
+
+def _cases() -> Iterator[tuple[tuple[int, ...], torch.dtype, bool, str]]:
+    for shape in SHAPES:
+        for dtype in tile_products.DTYPES:
+            yield shape, dtype, True, "[b,t,i]"
+    yield SHAPES[0], torch.float32, False, "[b,t,i]"
+    yield SHAPES[0], torch.bfloat16, False, "[b,i,t]"
+    yield SHAPES[1], torch.float32, True, "[t,b,i]"
+
+
+def _operands(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """a[n, i, t], b[n, t, o], as they are stored where `a` is an activation with such axes."""
+    torch.manual_seed(0)
+    n, i, t, o = shape
+    if layout == "[b,i,t]":
+        a, b = torch.randn(n, i, t), torch.randn(n, o, t).mT
+    elif layout == "[t,b,i]":
+        a, b = torch.randn(t, n, i).permute(1, 2, 0), torch.randn(t, n, o).transpose(0, 1)
+    else:
+        a, b = torch.randn(n, t, i).mT, torch.randn(n, t, o)
+    return a.to(dtype), b.to(dtype)
+
+
+def compiled() -> dict[str, dict[str, Any]]:
+    """Kernel -> registers a thread, bytes of stack, shared bytes, and the instructions that multiply."""
+    from no_device.count import resources
+
+    found = {}
+    for architecture in ARCHITECTURES:
+        for dtype in (torch.float32, torch.bfloat16):
+            for tile in TILES:
+                for keep in (False, True):
+                    made = _binary(architecture, dtype, tile, keep)
+                    ptx = made.asm["ptx"]
+                    named = f"{str(dtype).removeprefix('torch.')} {tile[0]}x{tile[1]}{', kept' if keep else ''}"
+                    used = {k: ptx.count(k) for k in ("wgmma.mma_async", "mma.sync", "fma.rn.f32", "cp.async.c")}
+                    found[f"sm_{architecture} {named}"] = resources(made) | {"instructions": used}
+    return found
+
+
+def _binary(architecture: int, dtype: torch.dtype, tile: tuple[int, int], keep: bool) -> Any:
+    """For operands [b, t, i] and [b, t, o] whose sizes are multiples of 16."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from psg_fx.ops import tile_kernels
+
+    kernel, meta = tile_kernels.tile_kernel, tile_kernels.meta(dtype, tile, keep)
+    names = kernel.arg_names
+    constant = {name: meta[name] for name in names if name in meta} | {"a_i": 1, "b_o": 1, "p_o": 1}
+    types = dict.fromkeys(names, "i32") | dict.fromkeys(("a", "b", "product"), POINTERS[dtype]) | {"squares": "*fp32"}
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in names if name not in constant}
+    source = ASTSource(kernel, types | dict.fromkeys(constant, "constexpr"), constexprs=constant, attrs=aligned)
+    options = {name: meta[name] for name in ("num_warps", "num_stages")}
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+
+
+def steps() -> dict[str, dict[str, Any]]:
+    """Model and quantity -> which kernels of psg_fx it has, and the worst relative error of an output."""
+    from _results import printed_by
+    from without_cuda import SMALL
+
+    import psg_fx
+    from no_device import interpret
+    from no_device.retarget import compiled_for_cuda
+    from psg_fx import ClippedSum, Norms, zoo
+
+    free = replace(rates.H100, launch=0.0, flops={**rates.H100.flops, ("bmm", torch.float32): 1e20})
+    found = {}
+    for model in ("encoder", "simplecnn"):
+        for quantity in (Norms(), ClippedSum(1.0)):
+            ex = zoo.example(model, **SMALL[model])
+            on = {"psg_fx.fused_kernels": True}
+            step = psg_fx.transform(ex.model, ex.loss_fn, quantities=quantity, batch_dim=ex.batch_dim, options=on)
+            with mock.patch.object(rates, "H100", free), tempfile.NamedTemporaryFile(suffix=".pt") as file:
+                made = compiled_for_cuda(lambda step=step, ex=ex: step(ex.inputs, ex.targets), run=True, binaries=False)
+                interpret.keep_for(Path(file.name), made)
+                own = {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+                answered = printed_by(interpret.__file__, file.name, **own)
+            kernels = sorted(name for name in made.kernels if name.startswith("tile_kernel"))
+            found[f"{model} {quantity.field}"] = answered | {"kernels": kernels}
+            torch._dynamo.reset()
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps({"compiled": compiled, "executed": executed, "steps": steps}[sys.argv[1]]()))

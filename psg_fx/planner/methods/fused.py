@@ -1,0 +1,119 @@
+"""Per-sample products whose squared norm is taken while a tile of them lies in registers: kernels of psg_fx.
+
+They are offered where `Device.fused` says so.  What they cost is predicted and has not been measured.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from psg_fx.algebra.network import BATCH, Axes, Form, TileSums, WithTileSums
+from psg_fx.ops import tile_products
+from psg_fx.planner.cost import Device, Work
+from psg_fx.planner.methods.base import Method, Pair
+from psg_fx.planner.methods.dense import MatMul
+from psg_fx.tensors import Size, reshape
+
+_OF_CUBLAS = 0.7
+"""The share of `bmm`'s rate that the kernels are taken to reach.  Not measured: it is the lowest of what was reported
+for the float32 product of Triton's tutorial on an A100, 0.70 to 0.98 of cuBLAS for 256 to 2048 rows (Triton's issue
+tracker, November 2023); half precision is taken for the same.
+"""
+
+_TILE = 64 * 64
+"""About the elements of a tile."""
+
+
+class TileSquares(Method):
+    """Σ p², p[b,l,r] = Σ_s a[b,l,s] b[b,s,r], tile by tile; p is never in memory.
+
+    flops = 2 · b·l·r·s of the product, with l and r in whole tiles, and 2 · b·l·r; bytes = operands, and a number for
+    each tile.
+    """
+
+    name = "tile-squares"
+    own_op = True
+    _product = MatMul()
+
+    def applies(self, p: Pair) -> bool:
+        if not self._product.applies(p) or BATCH not in p.batch or any(x.endswith("'") for x in p.out):
+            return False
+        return p.a.dtype == p.b.dtype and p.dtype in tile_products.DTYPES
+
+    def out(self, p: Pair) -> Axes:
+        return self._product.out(p)
+
+    def form(self, p: Pair) -> Form:
+        return TileSums()
+
+    def bytes(self, p: Pair) -> Size:
+        return p.count(p.out) // _TILE * 4 + 4 * p.count(p.batch)
+
+    def work(self, p: Pair) -> Work:
+        return Work(2 * p.count(p.everything) + 2 * p.count(p.out), p.moved()[0], p.count(p.out) * 4 / _TILE, "bmm")
+
+    def seconds(self, p: Pair, device: Device) -> float:
+        work, (rows, columns) = self.work(p), self._product.sides(p)
+        height, width = tile_products.tile(rows, columns)
+        down, across = tile_products.tiles(rows, columns)
+        computed = float(down * height * across * width) / (rows * columns)
+        compute = computed * float(work.flops) / (_OF_CUBLAS * device.rate(work.kind, p.dtype))
+        moving = float(work.read + work.written) / device.bandwidth
+        found: float = max(compute, moving) + work.calls * device.launch
+        return found
+
+    def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        left, right = self._product.operands(p, a, b)
+        return self._of_samples(p, tile_products.tile_squares(left, right), a)
+
+    def _of_samples(self, p: Pair, squares: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+        """[n, tiles] as [b, tiles]: other axes that both operands have (groups) are summed over, too."""
+        batch = [x for x in p.batch if x != BATCH]
+        if not batch:
+            return squares
+        sizes = [a.shape[p.a.axes.index(x)] for x in p.batch]
+        whole = reshape(squares, (*sizes, squares.shape[1])).movedim(p.batch.index(BATCH), 0)
+        return whole.flatten(1)
+
+
+class TileProduct(TileSquares):
+    """p itself, too: what is read again (by a clipped sum) is not read for its norm."""
+
+    name = "tile-matmul"
+
+    def form(self, p: Pair) -> Form:
+        return WithTileSums()
+
+    def bytes(self, p: Pair) -> Size:
+        return p.bytes(p.out)
+
+    def work(self, p: Pair) -> Work:
+        work, (_, product) = super().work(p), p.moved()
+        return Work(work.flops, work.read, work.written + product, work.kind)
+
+    def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        left, right = self._product.operands(p, a, b)
+        product, squares = tile_products.tile_product(left, right)
+        return self._product.shaped(p, product, a, b), self._of_samples(p, squares, a)
+
+
+class SumTiles(Method):
+    """‖p[b]‖², the sum over the tiles of p."""
+
+    name = "tile-sum"
+
+    def applies(self, p: Pair) -> bool:
+        return p.same and isinstance(p.a.form, (TileSums, WithTileSums)) and p.out == (BATCH,)
+
+    def out(self, p: Pair) -> Axes:
+        return p.out
+
+    def work(self, p: Pair) -> Work:
+        entries = p.count(p.a.axes) / _TILE
+        return Work(0, 4 * entries, p.count(p.out) * 4)
+
+    def emit(self, p: Pair, a: Any, b: Any) -> torch.Tensor:
+        squares: torch.Tensor = a[1] if isinstance(a, tuple) else a
+        return squares.sum(1)

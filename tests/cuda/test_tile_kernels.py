@@ -1,0 +1,57 @@
+"""The kernels of psg_fx on a CUDA device: alone, and in steps that are planned as if products cost nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import psg_fx
+from psg_fx import ClippedSum, Grads, Norms, Quantity, zoo
+from psg_fx.ops import tile_products
+from psg_fx.planner import rates
+from support import oracle
+from support.device import CUDA
+
+pytestmark = [*CUDA, pytest.mark.usefixtures("fresh_compiler", "full_precision")]
+
+SHAPES = [(3, 70, 50, 90), (1, 1, 1, 1), (2, 130, 33, 200), (4, 256, 512, 384), (70000, 3, 2, 5)]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("dtype", tile_products.DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_alone(shape: tuple[int, int, int, int], dtype: torch.dtype, compiled: bool) -> None:
+    n, i, t, o = shape
+    torch.manual_seed(0)
+    a, b = torch.randn(n, t, i, device="cuda").to(dtype).mT, torch.randn(n, t, o, device="cuda").to(dtype)
+    run = torch.compile(tile_products.tile_product) if compiled else tile_products.tile_product
+    product, squares = run(a, b)
+    want = torch.bmm(a.double(), b.double())
+    assert oracle.relative_error(squares.sum(1), want.square().sum((1, 2))) < 1e-5
+    assert oracle.relative_error(product, want) < 16 * torch.finfo(dtype).eps
+    assert torch.equal(tile_products.tile_squares(a, b), squares)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("quantity", [Norms(), ClippedSum(0.1), [Grads(), Norms()]], ids=str)
+@pytest.mark.parametrize("name", ["gpt", "simplecnn"])
+def test_in_a_step(
+    name: str, quantity: Quantity | list[Quantity], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = replace(rates.H100, launch=0.0, flops={**rates.H100.flops, ("bmm", torch.float32): 1e20})
+    monkeypatch.setattr(rates, "device", lambda kind, replayed=False: free)
+    sizes = {"image": 12, "width": 4, "hidden": 8} if name == "simplecnn" else {"layers": 1, "width": 32, "heads": 2}
+    ex = zoo.example(name, 3, "cuda", **sizes)
+    on = {"psg_fx.fused_kernels": True}
+    step = psg_fx.transform(
+        ex.model, ex.loss_fn, quantities=quantity, batch_dim=ex.batch_dim, backend=backend, options=on
+    )
+    out = step(ex.inputs, ex.targets)
+    nodes = step.graphs["tidied"].graph.nodes
+    assert any(str(node.target).startswith("psg_fx.tile") for node in nodes)
+    grads = oracle.loop_grads(ex.model, ex.loss_fn, ex.inputs, ex.targets, batch_dim=ex.batch_dim)[1]
+    assert oracle.relative_error(out.norms, oracle.norms(grads)) < 5e-5
+    if isinstance(quantity, ClippedSum):
+        assert oracle.worst_error(out.clipped_sum, oracle.clipped_sum(grads, 0.1)) < 5e-5
