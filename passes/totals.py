@@ -23,6 +23,7 @@ from psg_fx.graph import facts
 from psg_fx.graph.lifetimes import is_view
 from psg_fx.graph.stages import Stage
 from psg_fx.planner.cost import Device
+from psg_fx.planner.plan import PLAN
 from psg_fx.tensors import product
 
 from .runner import graph_pass
@@ -38,11 +39,12 @@ def totals(gm: GraphModule, device: Device, size: int) -> GraphModule:
     """After: norms of the whole model are sums over elements and rows of gradients that lie side by side, where that is
     the faster way for `size` samples on the device.
     """
-    batch = facts.graph_facts(gm).batch
+    batch, groups = facts.graph_facts(gm).batch, PLAN.of(gm).size
 
     def is_cheap(value: torch.Tensor) -> bool:
         """Whether writing and reading it takes less than the launch of a kernel."""
-        count = int(facts.at(product(facts.shape(value)), batch, size))
+        count = product(facts.shape(value))
+        count = int(count.subs({symbol: size if symbol == batch else groups for symbol in count.free_symbols}))
         return 2 * count * value.dtype.itemsize <= device.launch * device.bandwidth
 
     sums = [n for n in gm.graph.nodes if n.target is aten.sum.dim_IntList and n.args[1:] == ([0],)]
@@ -84,6 +86,8 @@ def _norm(last: Node) -> _Norm | None:
     squares = _operands(reduction)[0]
     every = tuple(range(1, squares.meta["val"].ndim))
     if squares.target is not aten.pow.Tensor_Scalar or squares.args[1] != 2 or _dims(reduction) != every:
+        return None
+    if any(size.free_symbols for size in facts.shape(squares.meta["val"])[1:]):
         return None
     return _Norm(last, reduction, squares, _operands(squares)[0])
 
@@ -175,7 +179,7 @@ def _sums_of(value: Node) -> list[_Sum]:
 
 def _is_weights(node: Node) -> bool:
     """Whether it is a number for each sample."""
-    return _width(node) == 1 and _origin(node)[0].meta["val"].ndim == 1
+    return all(size == 1 for size in facts.shape(node.meta["val"])[1:]) and _origin(node)[0].meta["val"].ndim == 1
 
 
 def _sums_together(gm: GraphModule, beside: Node, values: Sequence[Node], sums: Sequence[Sequence[_Sum]]) -> None:

@@ -188,3 +188,17 @@ def test_compiled() -> None:
         _, grads = oracle.loop_grads(model, F.mse_loss, x[:batch], y[:batch])
         assert oracle.relative_error(out.norms, oracle.norms(grads)) < 1e-5
         assert oracle.worst_error(out.clipped_sum, oracle.clipped_sum(grads, BOUND)) < 1e-5
+
+
+@pytest.mark.usefixtures("for_cuda")
+def test_groups_of_samples() -> None:
+    """The norms are of groups, whose number is no number of samples."""
+    model, x, y = problem(6)
+    step = psg_fx.transform(model, F.cross_entropy, quantities=ClippedSum(BOUND), backend="eager")
+    ids = torch.tensor([0, 2, 1, 0, 2, 2])
+    out = step(x, y, groups=ids, num_groups=3)
+    assert [n for n in step.graphs["tidied"].graph.nodes if n.meta.get("psg_fx_pass") == "totals"]
+    _, grads = oracle.loop_grads(model, F.cross_entropy, x, y)
+    of_groups = {name: torch.zeros(3, *g.shape[1:], dtype=g.dtype).index_add(0, ids, g) for name, g in grads.items()}
+    assert oracle.relative_error(out.norms, oracle.norms(of_groups)) < 1e-5
+    assert oracle.worst_error(out.clipped_sum, oracle.clipped_sum(of_groups, BOUND)) < 1e-4
