@@ -118,6 +118,8 @@ CASES: dict[str, tuple[int, Any, Any]] = {
     "hybrid, along columns": (4, tied, partial(hybrid, along_columns)),
 }
 """How many processes, the model, and how it is sharded."""
+LEFT = {"kept after forward", "parts only", "modules together", "hybrid"}
+"""What the other cases are made of, alone: for `make test-all`."""
 
 
 def share(rank: int, world: int) -> slice:
@@ -168,7 +170,9 @@ def check_equal_to_one_process(rank: int, world: int, name: str) -> int:
     return len(step.captures)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.rest] if name in LEFT else []) for name in CASES]
+)
 def test_equal_to_one_process(processes: Processes, name: str) -> None:
     world = CASES[name][0]
     assert processes.run(check_equal_to_one_process, world, name) == [1] * world
