@@ -13,7 +13,9 @@ from psg_fx.program.call import Call
 from psg_fx.source import locate
 
 _TORCH = ("aten", "prims", "_operator", "math", "builtins")
-_OWN = ("psg_fx", "psg_fx_functions")
+OWN = ("psg_fx", "psg_fx_functions")
+"""Namespaces of ops of psg_fx."""
+
 _WHERE = "step.export(path, inputs, targets)"
 
 
@@ -49,7 +51,7 @@ def refuse(gm: GraphModule, call: Call, part: int | None) -> None:
 
 def _refuse_op(node: Node, target: OpOverload) -> None:
     name = f"{target.namespace}.{target._opname}"
-    if target.namespace not in (*_TORCH, *_OWN):
+    if target.namespace not in (*_TORCH, *OWN):
         raise NotYetSupported(
             f"{name} is a custom operator", where=locate(node),
             why="its code is not in the file, and the process that loads it may not have it",

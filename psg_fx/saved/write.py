@@ -17,14 +17,13 @@ from torch.fx import GraphModule, Node
 from psg_fx.errors import InternalError, PsgError
 from psg_fx.graph import facts
 from psg_fx.passes.compile import CPU_OPTIONS, written_out
-from psg_fx.saved.refusals import is_passed, not_exported
+from psg_fx.saved.refusals import OWN, is_passed, not_exported
 from psg_fx.saved.spec import Spec
 from psg_fx.torch_private.ops import kernel
 from psg_fx.torch_private.packages import Runner, compiled_files, load_compiled, pack
 from psg_fx.torch_private.quiet import quiet
 
 SPEC = "psg_fx.json"
-_OWN = ("psg_fx", "psg_fx_functions")
 _MOST_SAMPLES = 2**20
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 
@@ -52,7 +51,7 @@ class Lowered(nn.Module):
 def _of_torch_alone(gm: GraphModule) -> GraphModule:
     """Ops of psg_fx are traced into torch's own: the kernels that compute them are called instead."""
     for node in gm.graph.nodes:
-        if isinstance(node.target, OpOverload) and node.target.namespace in _OWN:
+        if isinstance(node.target, OpOverload) and node.target.namespace in OWN:
             node.target = kernel(node.target)
     gm.recompile()
     return gm

@@ -76,8 +76,11 @@ class LoadedStep:
         state = [self._checked(entry, params.get(entry.name), "params") for entry in self._state()]
         fields = self._fields(self._run(state, call, extras))
         if self.spec.drop:
-            run = _Again(self, state)
-            fields = with_finite_sum(run, call, extras, fields) or fields
+
+            def again(call: Call, extras: Mapping[str, torch.Tensor], *, buffers: bool = True) -> StepOutput:
+                return StepOutput(self._fields(self._run(state, call, extras)))
+
+            fields = with_finite_sum(again, call, extras, fields) or fields
         return StepOutput(fields)
 
     def _state(self) -> list[Entry]:
@@ -177,13 +180,3 @@ class LoadedStep:
             else:
                 found[entry.field] = value
         return found
-
-
-class _Again:
-    """The step once more, for the samples whose gradients are finite."""
-
-    def __init__(self, loaded: LoadedStep, state: Sequence[torch.Tensor]) -> None:
-        self._loaded, self._state = loaded, state
-
-    def __call__(self, call: Call, extras: Mapping[str, torch.Tensor], *, buffers: bool = True) -> StepOutput:
-        return StepOutput(self._loaded._fields(self._loaded._run(self._state, call, extras)))

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram
-from torch.export.pt2_archive._package import package_pt2
 from torch.utils import _pytree as pytree
 
 Runner = Callable[..., Any]
@@ -26,6 +25,8 @@ def compiled_files(program: ExportedProgram, options: Mapping[str, Any]) -> list
 
 def pack(path: str, program: ExportedProgram, files: list[Any], texts: Mapping[str, str]) -> None:
     """Write the archive, in which `torch.export.load` finds the program and `aoti_load_package` the compiled one."""
+    from torch.export.pt2_archive._package import package_pt2  # slow to import, and only a file needs it
+
     package_pt2(path, exported_programs={"model": program}, aoti_files={"model": files}, extra_files=dict(texts))
 
 
