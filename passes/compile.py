@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import sympy
@@ -17,9 +20,13 @@ from psg_fx.graph.stages import Stage
 from psg_fx.graph.strides import free_of_strides
 from psg_fx.op_table import enter, known
 from psg_fx.torch_private.compiler import compilations, inductor_modes, marked_dynamic
+from psg_fx.torch_private.inductor import Compiler, inductor
+
+from .sizes import Flat, Sized
 
 aten = torch.ops.aten
-Flat = Callable[..., Sequence[Any]]
+Watch = Callable[[], AbstractContextManager[None]]
+"""Opened around every compilation."""
 
 
 CPU_OPTIONS = {"layout_optimization": False}
@@ -40,14 +47,12 @@ def compile_graph(
     if backend == "inductor":
         own = CPU_OPTIONS if device == "cpu" else {}
         options, mode = inductor_modes()[mode or "default"] | own | (options or {}), None
-    # True would make the parameters' sizes symbols, too: the batch size is marked instead.
-    by_size = None if dynamic else dynamic
-    run: Flat = torch.compile(gm, backend=backend, mode=mode, options=options, dynamic=by_size, fullgraph=True)
-    run = _recorded(run, gm, backend, history)
-    if dynamic:
-        run = _marking(run, gm)
+    watch = functools.partial(_recorded, gm, backend, history)
+    run = _by_torch(gm, backend, mode, options, dynamic, watch)
     if backend != "inductor":
         return run
+    if Sized.suits(gm):
+        run = Sized(gm, _watched(inductor(options or {}), watch), dynamic, otherwise=run)
     if device == "cuda" and options and options.get("triton.cudagraphs"):
         return _outside_cuda_graphs(run, memory.keep)
     return _serving(run, memory) if device == "cpu" else run
@@ -65,26 +70,42 @@ def written_out(gm: GraphModule, backend: str = "inductor") -> GraphModule:
     return gm
 
 
-def _recorded(run: Flat, gm: GraphModule, backend: str, history: History) -> Flat:
-    """What torch compiles while the graph runs is a step of the history, and is shown."""
-    count, began = sum(node.op == "call_function" for node in gm.graph.nodes), 0.0
+def _by_torch(
+    gm: GraphModule, backend: str, mode: str | None, options: dict[str, Any] | None, dynamic: bool | None, watch: Watch
+) -> Flat:  # fmt: skip
+    # True would make the parameters' sizes symbols, too: the batch size is marked instead.
+    by_size = None if dynamic else dynamic
+    compiled: Flat = torch.compile(gm, backend=backend, mode=mode, options=options, dynamic=by_size, fullgraph=True)
 
-    def started() -> None:
-        nonlocal began
-        began = time.perf_counter()
-        history.progress.say(f"compiling {count} ops with {backend}")
+    def run(*tensors: Any) -> Sequence[Any]:
+        with contextlib.ExitStack() as open_now, compilations(
+            lambda: open_now.enter_context(watch()), open_now.close
+        ):  # fmt: skip
+            return compiled(*tensors)
 
-    def ended() -> None:
+    return _marking(run, gm) if dynamic else run
+
+
+def _watched(compiler: Compiler, watch: Watch) -> Compiler:
+    def watched(gm: GraphModule, inputs: Sequence[torch.Tensor]) -> Flat:
+        with watch():
+            return compiler(gm, inputs)
+
+    return watched
+
+
+@contextlib.contextmanager
+def _recorded(gm: GraphModule, backend: str, history: History) -> Iterator[None]:
+    """A compilation is a step of the history, and is shown."""
+    count, began = sum(node.op == "call_function" for node in gm.graph.nodes), time.perf_counter()
+    history.progress.say(f"compiling {count} ops with {backend}")
+    try:
+        yield
+    finally:
         history.progress.say("")
         seconds = time.perf_counter() - began
         history.record(PassRecord("compile", Stage.TIDIED, Stage.TIDIED, seconds, count, count))
         log.info("compiled %d ops with %s in %.1f s", count, backend, seconds)
-
-    def recorded(*tensors: Any) -> Sequence[Any]:
-        with compilations(started, ended):
-            return run(*tensors)
-
-    return recorded
 
 
 def _marking(run: Flat, gm: GraphModule) -> Flat:

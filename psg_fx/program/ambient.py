@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from psg_fx.torch_private.modes import autocast_key, no_function_modes, no_functorch_levels, no_modes
+from psg_fx.torch_private.modes import autocast_key, default_device, no_function_modes, no_functorch_levels, no_modes
 
 _CAPTURING = threading.RLock()
 
@@ -17,7 +17,7 @@ _CAPTURING = threading.RLock()
 def ambient_key(device: str) -> Any:
     """What of the caller's modes a captured program depends on: autocast, and defaults for new tensors."""
     return (
-        autocast_key(device), torch.get_default_dtype(), torch.get_default_device(),
+        autocast_key(device), torch.get_default_dtype(), default_device(),
         torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
 

@@ -11,6 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from psg_fx.errors import BadArgument
+from psg_fx.program.values import Once
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 BatchDim = Any
@@ -23,6 +24,7 @@ class Call:
 
     tensors: every tensor leaf, inputs first.  names: a readable name for each.  dims: its sample dim or None.
     inputs: how many of them belong to the model's inputs.  spec and constants rebuild the pytrees.
+    structure: spec, as a part of a key.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -31,6 +33,7 @@ class Call:
     inputs: int
     spec: pytree.TreeSpec
     constants: tuple[tuple[int, Any], ...]
+    structure: Once
 
     def rebuild(self, tensors: Sequence[Any]) -> Any:
         """((args, kwargs), (target_args, target_kwargs)) with `tensors` in the tensors' places."""
@@ -83,7 +86,7 @@ class Apart:
             return call
         for tensor, name in zip(tensors, former.names, strict=True):
             _refuse_other_kinds(tensor, name)
-        call = Call(tensors, former.names, former.dims, former.inputs, former.spec, ())
+        call = Call(tensors, former.names, former.dims, former.inputs, former.spec, (), former.structure)
         call.batch_size()
         return call
 
@@ -105,7 +108,7 @@ def take_apart(structure: Any, batch_dim: BatchDim) -> Call:
         tensors.append(leaf)
         names.append(name)
         kept.append(_checked(dim, leaf, name))
-    call = Call(tuple(tensors), tuple(names), tuple(kept), inputs, spec, tuple(constants))
+    call = Call(tuple(tensors), tuple(names), tuple(kept), inputs, spec, tuple(constants), Once(spec))
     call.batch_size()
     return call
 

@@ -49,6 +49,11 @@ class Captured:
         return dict(self.step.history.graphs)
 
     @property
+    def compiled(self) -> int:
+        """How often torch has compiled it, or a half of it, so far: for one batch size, then for others."""
+        return sum(record.name == "compile" for record in self.step.history.passes)
+
+    @property
     def seconds(self) -> float:
         """Spent in its passes, and in all that torch has compiled of it so far."""
         return float(sum(record.seconds for record in self.step.history.passes))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from psg_fx.program.call import Call
 from psg_fx.program.values import argument
 from psg_fx.tensors import memory_order
@@ -11,8 +13,18 @@ from psg_fx.tensors import memory_order
 
 def call_key(call: Call) -> Any:
     """What a captured graph depends on of one call's arguments: all but the batch size and the tensors' values."""
-    inputs = tuple(
-        (t.dtype, t.device, d, *(s for i, s in enumerate(t.shape) if i != d), tuple(memory_order(t)), t.requires_grad)
+    inputs = tuple([
+        (t.dtype, t.device, d, _others(t, d), _order(t), t.requires_grad)
         for t, d in zip(call.tensors, call.dims, strict=True)
-    )
-    return inputs, call.spec, tuple((place, argument(value)) for place, value in call.constants)
+    ])  # fmt: skip
+    return inputs, call.structure, tuple([(place, argument(value)) for place, value in call.constants])
+
+
+def _others(tensor: torch.Tensor, dim: int | None) -> tuple[int, ...]:
+    """The sizes but that of one dim."""
+    return tensor.shape if dim is None else tensor.shape[:dim] + tensor.shape[dim + 1 :]
+
+
+def _order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """In which order the dims lie in memory, None for their own."""
+    return None if tensor.is_contiguous() else tuple(memory_order(tensor))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from psg_fx.algebra.members import MEMBERS
 from psg_fx.errors import BadArgument
 from psg_fx.graph import facts
-from psg_fx.graph.facts import InputSpec
+from psg_fx.graph.facts import InputSpec, OutputSpec
 from psg_fx.program.ambient import without_autocast
 from psg_fx.program.call import Call
 from psg_fx.program.effects import WRITTEN
@@ -24,11 +24,14 @@ from psg_fx.step.groups import Groups
 from psg_fx.tensors import memory_order
 
 
-@contextlib.contextmanager
-def plain_mode() -> Iterator[None]:
+def plain_mode() -> contextlib.AbstractContextManager[Any]:
     """No autograd and no autocast: a captured graph has its casts written out."""
-    with torch.no_grad(), without_autocast():
-        yield
+    if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
+        return torch.no_grad()
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch.no_grad())
+    stack.enter_context(without_autocast())
+    return stack
 
 
 def in_one_block(tensor: torch.Tensor) -> torch.Tensor:
@@ -58,6 +61,8 @@ class Binding:
         self._batch = facts.graph_facts(gm).batch
         self._of_groups = _dims_of_groups(gm)
         self._slots = [self._slot(spec, model, loss_fn, constants) for spec in self.specs]
+        self._arrange()
+        self._fields = _fields(self.outputs)
         self._checks = [(i, spec.name) for i, spec in enumerate(self.outputs) if spec.kind == "check"]
         self._buffers = [
             (i, *holder(model, loss_fn, spec.name)) for i, spec in enumerate(self.outputs) if spec.kind == "buffer"
@@ -68,19 +73,24 @@ class Binding:
             return holder(model, loss_fn, spec.target)
         return constants[spec.name] if spec.kind == "constant" else spec
 
-    def arguments(self, call: Call, extras: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    def _arrange(self) -> None:
+        """Sort the slots by what a call does for them."""
+        slots = [s for s in self._slots if not isinstance(s, InputSpec) or s.kind in ("given", "input", "target")]
+        self._held = [slot if isinstance(slot, torch.Tensor) else None for slot in slots]
+        self._state = [(i, *slot) for i, slot in enumerate(slots) if isinstance(slot, tuple)]
+        specs = [(i, slot) for i, slot in enumerate(slots) if isinstance(slot, InputSpec)]
+        self._extras = [(i, spec.name) for i, spec in specs if spec.kind == "given"]
+        self._data = [i for i, spec in specs if spec.kind != "given"]
+
+    def arguments(self, call: Call, extras: Mapping[str, torch.Tensor]) -> list[Any]:
         """The graph's inputs for one call, the model's state as it is now; tangents are left to the caller."""
-        tensors, found = iter(call.tensors), []
-        for slot in self._slots:
-            if isinstance(slot, tuple):
-                group, name = slot
-                found.append(group[name])
-            elif isinstance(slot, torch.Tensor):
-                found.append(slot)
-            elif slot.kind == "given":
-                found.append(extras[slot.name])
-            elif slot.kind in ("input", "target"):
-                found.append(in_one_block(next(tensors)))
+        found: list[Any] = self._held[:]
+        for i, group, name in self._state:
+            found[i] = group[name]
+        for i, name in self._extras:
+            found[i] = extras[name]
+        for i, tensor in zip(self._data, call.tensors, strict=True):
+            found[i] = in_one_block(tensor)
         return found
 
     def write_back(self, results: Sequence[Any], size: int) -> None:
@@ -101,6 +111,7 @@ class Binding:
         for index, slot in enumerate(self._slots):
             if isinstance(slot, torch.Tensor):
                 self._slots[index] = lying.find(slot)
+        self._arrange()
 
     def failed_line(self, gm: GraphModule, arguments: Sequence[Any]) -> str:
         """The line of the first check that these arguments fail, or "": found without the rest of the graph."""
@@ -116,16 +127,23 @@ class Binding:
 
     def fields(self, results: Sequence[Any]) -> dict[str, Any]:
         """Results by field: losses and what the quantities asked."""
-        found: dict[str, Any] = {}
-        for spec, value in zip(self.outputs, results, strict=True):
-            if spec.kind == "loss":
-                found["losses"] = value
-            elif spec.kind == "answer":
-                if spec.name:
-                    found.setdefault(spec.field, {})[spec.name] = value
-                else:
-                    found[spec.field] = value
-        return found
+        return {
+            field: results[at] if isinstance(at, int) else {name: results[i] for name, i in at}
+            for field, at in self._fields
+        }
+
+
+def _fields(outputs: Sequence[OutputSpec]) -> list[tuple[str, int | list[tuple[str, int]]]]:
+    """Where each field is found among the results; of one with a part for every parameter, all of its parts."""
+    found: dict[str, Any] = {}
+    for i, spec in enumerate(outputs):
+        if spec.kind == "loss":
+            found["losses"] = i
+        elif spec.kind == "answer" and spec.name:
+            found.setdefault(spec.field, []).append((spec.name, i))
+        elif spec.kind == "answer":
+            found[spec.field] = i
+    return list(found.items())
 
 
 def _dims_of_groups(gm: GraphModule) -> list[tuple[int, ...]]:

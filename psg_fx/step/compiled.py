@@ -72,7 +72,7 @@ class CompiledStep:
         former = {} if out is None else vars(out)
         with plain_mode():
             arguments = self.binding.arguments(call, extras)
-            with self._memory.lent(pytree.tree_leaves(former)):
+            with self._memory.lent(pytree.tree_leaves(former) if former else ()):
                 results = self._results(call, arguments, buffers, 0 if groups is None else len(groups.members))
                 fields = self.binding.fields(results if groups is None else self.binding.of_groups(results, groups))
             if out is None:

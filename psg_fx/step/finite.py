@@ -7,6 +7,8 @@ for copies in the graph, and no compilation.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol
@@ -32,7 +34,11 @@ def with_finite_sum(
     """The fields with a clipped sum over the finite samples (or groups of them) and factors 0 for the others; None if
     all are finite.
     """
-    finite = torch.stack([norm.isfinite() for norm in pytree.tree_leaves(fields["norms"])]).all(0)
+    norms = fields["norms"]
+    norms = list(norms.values()) if isinstance(norms, Mapping) else [norms]
+    if norms and math.isfinite(functools.reduce(torch.add, norms).sum()):  # norms that are not finite do not cancel
+        return None
+    finite = torch.stack([norm.isfinite() for norm in norms]).all(0)
     if finite.all():
         return None
     # Under CUDA graphs, what the first run returned lies where the second will write.

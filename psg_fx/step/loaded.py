@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from psg_fx.errors import BadArgument
 from psg_fx.program.call import Call
+from psg_fx.program.values import Once
 from psg_fx.saved.spec import Entry, Spec, sizes
 from psg_fx.saved.write import SPEC
 from psg_fx.step.binding import failed_check
@@ -100,10 +101,10 @@ class LoadedStep:
             )  # fmt: skip
         dims = tuple(entry.samples for entry in entries)
         kinds = sum(entry.kind == "input" for entry in entries)
-        call = Call(tuple(tensors), tuple(e.name for e in entries), dims, kinds, structure, constants)
+        call = Call(tuple(tensors), tuple(e.name for e in entries), dims, kinds, structure, constants, Once(structure))
         count = call.batch_size() if all(t.ndim > (d or 0) for t, d in zip(tensors, dims, strict=True)) else 0
         checked = [self._checked(e, t, "inputs and targets", count) for e, t in zip(entries, tensors, strict=True)]
-        return Call(tuple(checked), call.names, dims, kinds, structure, constants)
+        return Call(tuple(checked), call.names, dims, kinds, structure, constants, call.structure)
 
     def _extras(self, given: Mapping[str, Any], count: int) -> dict[str, torch.Tensor]:
         """The further inputs by name; directions are one for each parameter."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from psg_fx.algebra.members import COUNT, Grouping
 from psg_fx.errors import BadArgument, NotYetSupported
@@ -27,18 +28,24 @@ from psg_fx.reference.definitions import definitions_for
 from psg_fx.reference.validate import ValidationReport, validate
 from psg_fx.step import mistakes
 from psg_fx.step.compiled import CompiledStep, StepOutput, write_into
+from psg_fx.step.constants import Constants
 from psg_fx.step.finite import with_finite_sum
 from psg_fx.step.groups import Groups, factors_of_nothing, groups_of
 from psg_fx.step.module import PerSampleModule
 from psg_fx.step.own_code import blamed
 from psg_fx.step.parts import run_in_parts
 from psg_fx.step.saving import export
+from psg_fx.step.settings import Settings
 
 _ABSENT: Any = object()
 
 
 class LossModule(PerSampleModule):
     """A step with a loss: `step(inputs, targets)` returns the losses and every quantity asked."""
+
+    def __init__(self, model: nn.Module, loss_fn: Any, settings: Settings) -> None:
+        super().__init__(model, loss_fn, settings)
+        self._constants = Constants()
 
     @property
     def quantities(self) -> tuple[Quantity, ...]:
@@ -214,13 +221,13 @@ class LossModule(PerSampleModule):
         found: dict[str, torch.Tensor] = {}
         for quantity in self.settings.quantities:
             for name, value in quantity.values(tracked.shapes, given).items():
-                found[name] = _as_tensor(value, dtypes[name], self._device(call))
+                found[name] = self._constants.tensor(name, value, dtypes[name], self._device(call))
         device, count = self._device(call), call.batch_size() if groups is None else groups.count
         if groups is not None:
             found |= groups.inputs(device)
             found[COUNT.name] = torch.full((), max(count, 1), dtype=dtypes[COUNT.name], device=device)
         if COUNTED in dtypes:
-            found[COUNTED] = torch.ones(count, dtype=dtypes[COUNTED], device=device)
+            found[COUNTED] = self._constants.ones(COUNTED, count, dtypes[COUNTED], device)
         unknown = set(given) - {name for quantity in self.settings.quantities for name in quantity.reads}
         if unknown:
             raise BadArgument(
@@ -253,12 +260,3 @@ def as_arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(value, Mapping):
         return (), dict(value)
     return (value,), {}
-
-
-def _as_tensor(value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Numbers are sent without waiting for the device; a tensor may change as soon as the step has returned."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device, dtype).contiguous()
-    if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
-        return torch.stack([_as_tensor(v, dtype, device) for v in value])
-    return torch.as_tensor(value, dtype=dtype, device="cpu").to(device, non_blocking=True).contiguous()

@@ -36,6 +36,14 @@ def no_function_modes() -> Iterator[None]:
             torch._C._push_on_torch_function_stack(mode)
 
 
+def default_device() -> torch.device:
+    """`torch.get_default_device()`, which a mode of functions says if it is another than the CPU."""
+    return torch.get_default_device() if torch._C._len_torch_function_stack() else _CPU
+
+
+_CPU = torch.device("cpu")
+
+
 def autocast_key(device_type: str) -> tuple[bool, torch.dtype] | None:
     """The autocast state that a capture depends on."""
     if not torch.is_autocast_enabled(device_type):

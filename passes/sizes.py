@@ -1,0 +1,155 @@
+"""Which compiled code serves which sizes: the first ones by themselves, then one code for what differs between calls.
+
+Sizes of a call are the values of the symbols of the graph: of samples, of groups, of rows.  As under `torch.compile`,
+dynamic=None compiles the first sizes as numbers, and makes a symbol of one as soon as it is another; True makes symbols
+from the start, False never.  A size of 0 or 1 is a number always: broadcasting takes it for one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import GraphModule, Node
+
+from psg_fx.graph import facts
+from psg_fx.program.ambient import isolated
+from psg_fx.tensors import memory_order, product
+from psg_fx.torch_private.inductor import Compiler, Like, Sizes, compiled, stance
+
+Flat = Callable[..., Sequence[Any]]
+Layout = tuple[int, ...] | None
+"""Dims from the slowest to the fastest in memory, of a tensor without gaps; None: it has gaps."""
+MOST = 4096
+"""Sizes whose code is found at once; beyond, all are forgotten, and looked for again."""
+
+
+@dataclass(frozen=True)
+class _Code:
+    """Compiled for the numbers of `fixed`, and for all values of other symbols that `serves` accepts."""
+
+    fixed: Sizes
+    layouts: tuple[Layout, ...]
+    serves: Callable[[Sizes], bool]
+    run: Flat
+
+    def fits(self, sizes: Sizes, layouts: tuple[Layout, ...]) -> bool:
+        free = [value for symbol, value in sizes.items() if symbol not in self.fixed]
+        return (
+            self.layouts == layouts
+            and all(sizes[symbol] == value for symbol, value in self.fixed.items())
+            and all(value > 1 for value in free)
+            and self.serves(sizes)
+        )
+
+
+class Sized:
+    """A lowered graph that a compiler makes code of, for sizes as calls bring them.
+
+    compiler: of a graph and fake inputs.  otherwise: runs a call that is not served here: where the user has set
+    another stance by `torch.compiler.set_stance`, and for inputs with gaps in memory.
+    """
+
+    def __init__(self, gm: GraphModule, compiler: Compiler, dynamic: bool | None, otherwise: Flat) -> None:
+        self._gm, self._compiler, self._dynamic, self._otherwise = gm, compiler, dynamic, otherwise
+        nodes = facts.placeholders(gm)
+        self._shapes = [facts.shape(node.meta["val"]) for node in nodes]
+        self._asked = [i for i, node in enumerate(nodes) if not _is_state(node)]
+        self._places = _places(self._shapes)
+        self._codes: list[_Code] = []
+        self._found: dict[Any, Flat] = {}
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def suits(gm: GraphModule) -> bool:
+        """Whether the sizes of a graph's inputs are those of tensors, products and sums of what some dim says."""
+        values = [node.meta["val"] for node in facts.placeholders(gm)]
+        shapes = [facts.shape(value) for value in values if isinstance(value, torch.Tensor)]
+        if len(shapes) < len(values):
+            return False
+        symbols = {symbol for shape in shapes for size in shape for symbol in size.free_symbols}
+        return symbols <= _places(shapes).keys() and all(
+            size.is_polynomial(*size.free_symbols) for shape in shapes for size in shape if size.free_symbols
+        )
+
+    def __call__(self, *tensors: torch.Tensor) -> Sequence[Any]:
+        how = stance()
+        if how not in ("default", "fail_on_recompile"):
+            return self._otherwise(*tensors)
+        key = tuple([(tensors[i].shape, tensors[i].stride()) for i in self._asked])
+        run = self._found.get(key)
+        if run is None:
+            with self._lock:
+                run = self._look_for(tensors, how)
+                if len(self._found) >= MOST:
+                    self._found.clear()
+                self._found[key] = run
+        return run(*tensors)
+
+    def _look_for(self, tensors: Sequence[torch.Tensor], how: str) -> Flat:
+        layouts = tuple(_layout(tensors[i]) for i in self._asked)
+        if None in layouts:
+            return self._otherwise
+        sizes = {symbol: int(tensors[i].shape[dim]) for symbol, (i, dim) in self._places.items()}
+        for code in self._codes:
+            if code.fits(sizes, layouts):
+                return code.run
+        if self._codes and how == "fail_on_recompile":
+            raise RuntimeError(f"a step would be compiled anew for the sizes {sizes} (torch.compiler.set_stance)")
+        return self._compile(tensors, sizes, layouts)
+
+    def _compile(self, tensors: Sequence[torch.Tensor], sizes: Sizes, layouts: tuple[Layout, ...]) -> Flat:
+        fixed = {symbol: value for symbol, value in sizes.items() if self._stays(symbol, value)}
+        if any(code.layouts == layouts and code.fixed == fixed for code in self._codes):
+            fixed = dict(sizes)  # what was compiled for symbols does not serve these values
+        free = {symbol: value for symbol, value in sizes.items() if symbol not in fixed}
+        by_place = dict(zip(self._asked, layouts, strict=True))
+        inputs = [_like(t, self._shapes[i], by_place.get(i)) for i, t in enumerate(tensors)]
+        with isolated(), torch.no_grad():
+            run, serves = compiled(self._compiler, self._gm, inputs, fixed, free)
+        self._codes.append(_Code(fixed, layouts, serves, run))
+        return run
+
+    def _stays(self, symbol: sympy.Symbol, value: int) -> bool:
+        """Whether the size is compiled as the number that it is."""
+        if value < 2 or self._dynamic is not None:
+            return value < 2 or not self._dynamic
+        return all(code.fixed.get(symbol) == value for code in self._codes)
+
+
+def _is_state(node: Node) -> bool:
+    """A parameter or buffer: it has one layout as long as a captured step stands."""
+    return "psg_fx_input" in node.meta and facts.input_spec(node).kind in ("parameter", "buffer")
+
+
+def _places(shapes: Sequence[tuple[sympy.Expr, ...]]) -> dict[sympy.Symbol, tuple[int, int]]:
+    """The input and dim whose size each symbol is."""
+    found: dict[sympy.Symbol, tuple[int, int]] = {}
+    for i, shape in enumerate(shapes):
+        for dim, size in enumerate(shape):
+            if size.is_Symbol:
+                found.setdefault(size, (i, dim))
+    return found
+
+
+def _layout(tensor: torch.Tensor) -> Layout:
+    """Sizes of 1 take part: where their strides place them, convolutions and others see a memory format."""
+    order = memory_order(tensor)
+    expected = 1
+    for dim in reversed(order):
+        if tensor.shape[dim] != 1 and tensor.stride(dim) != expected:
+            return None
+        expected *= tensor.shape[dim]
+    return tuple(order)
+
+
+def _like(tensor: torch.Tensor, shape: tuple[sympy.Expr, ...], layout: Layout) -> Like:
+    """The input, its sizes as symbols.  layout: None for its own strides, which are numbers."""
+    if layout is None:
+        return Like(shape, tuple(map(sympy.Integer, tensor.stride())), tensor.dtype, tensor.device)
+    strides = {dim: product(shape[d] for d in layout[place + 1 :]) for place, dim in enumerate(layout)}
+    return Like(shape, tuple(sympy.sympify(strides[d]) for d in range(len(shape))), tensor.dtype, tensor.device)

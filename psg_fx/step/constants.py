@@ -1,0 +1,45 @@
+"""What a step is given as numbers, as tensors: those of the last call, where this one gives the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_NUMBERS = (int, float)
+
+
+class Constants:
+    """Tensors by name, each with the numbers that it was made of.  Graphs read them and never write."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, tuple[Any, torch.Tensor]] = {}
+
+    def tensor(self, name: str, value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The value, a number, a tensor or a list of those, as a tensor."""
+        if isinstance(value, torch.Tensor):
+            return _as_tensor(value, dtype, device)
+        if type(value) not in _NUMBERS and not (isinstance(value, list) and all(type(v) in _NUMBERS for v in value)):
+            return _as_tensor(value, dtype, device)
+        return self._last(name, (repr(value), dtype, device), lambda: _as_tensor(value, dtype, device))
+
+    def ones(self, name: str, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """`[count]` ones."""
+        return self._last(name, (count, dtype, device), lambda: torch.ones(count, dtype=dtype, device=device))
+
+    def _last(self, name: str, key: Any, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        found = self._made.get(name)
+        if found is None or found[0] != key:
+            with torch.inference_mode(False):  # it may serve a call outside of it
+                found = self._made[name] = key, make()
+        return found[1]
+
+
+def _as_tensor(value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Numbers are sent without waiting for the device; a tensor may change as soon as the step has returned."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, dtype).contiguous()
+    if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
+        return torch.stack([_as_tensor(v, dtype, device) for v in value])
+    return torch.as_tensor(value, dtype=dtype, device="cpu").to(device, non_blocking=True).contiguous()

@@ -1,0 +1,93 @@
+"""Inductor without `torch.compile`: a graph is compiled as it is, for sizes that are told.
+
+`torch.compile` would trace the graph once more, and look at every argument at each call to know whether what it has
+compiled still serves.  A step knows that already (`passes/sizes.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+import torch._dynamo.eval_frame as eval_frame
+from torch._dynamo.source import ConstantSource
+from torch._guards import TracingContext, tracing
+from torch._subclasses import FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+Sizes = Mapping[sympy.Symbol, int]
+Compiler = Callable[[GraphModule, Sequence[torch.Tensor]], Callable[..., Sequence[Any]]]
+"""Makes code of a graph, for fake inputs."""
+
+
+@dataclass(frozen=True)
+class Like:
+    """An input of a graph: its sizes and strides in the graph's symbols, its type and device."""
+
+    shape: tuple[sympy.Expr, ...]
+    strides: tuple[sympy.Expr, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def stance() -> str:
+    """How the user wants `torch.compile` to behave (`torch.compiler.set_stance`), "force_eager" where it is off."""
+    if torch._dynamo.config.disable:
+        return "force_eager"
+    found: str = eval_frame._stance.stance
+    return found
+
+
+def inductor(options: Mapping[str, Any]) -> Compiler:
+    """Inductor with these options, as `torch.compile` would call it.  Raises RuntimeError for one it does not have."""
+    found: Compiler = torch._TorchCompileInductorWrapper(None, dict(options), None)
+    return found
+
+
+def compiled(
+    compiler: Compiler, gm: GraphModule, inputs: Sequence[Like], fixed: Sizes, free: Sizes
+) -> tuple[Callable[..., Sequence[Any]], Callable[[Sizes], bool]]:
+    """The graph compiled, and whether what was compiled serves these sizes.
+
+    fixed: symbols that stand for one number.  free: symbols that stay such, with a number each where the compiler
+    wants to know one (at least 2).
+    """
+    env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=env)
+    values: dict[sympy.Symbol, Any] = {**fixed, **_symbols(mode, free)}
+    names = {value.node.expr: symbol for symbol, value in values.items() if symbol in free}
+
+    @functools.cache
+    def value_of(size: sympy.Expr) -> Any:
+        symbols = sorted(size.free_symbols, key=str)
+        return sympy.lambdify(symbols, size)(*(values[s] for s in symbols)) if symbols else int(size)
+
+    with mode:
+        fakes = [
+            torch.empty_strided(
+                [value_of(s) for s in like.shape], [value_of(s) for s in like.strides], dtype=like.dtype,
+                device=like.device,
+            )
+            for like in inputs
+        ]  # fmt: skip
+    with tracing(TracingContext(mode)):
+        run = compiler(gm, fakes)
+    conditions = [guard.expr.xreplace(names) for guard in env.guards]
+
+    def serves(sizes: Sizes) -> bool:
+        return all(bool(c.subs(sizes) == sympy.true) for c in conditions)
+
+    return run, serves
+
+
+def _symbols(mode: FakeTensorMode, free: Sizes) -> dict[sympy.Symbol, torch.SymInt]:
+    """A size of its own for each."""
+    context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * len(free))
+    real = torch.empty(tuple(free.values()), device="meta")
+    made = mode.from_tensor(real, symbolic_context=context, source=ConstantSource("sizes"))
+    return dict(zip(free, made.shape, strict=True))
