@@ -13,7 +13,7 @@ from psg_fx.algebra.network import OneHot, Patches
 from psg_fx.blocks import Memory
 from psg_fx.graph.history import History
 from psg_fx.measure.clock import time_rounds
-from psg_fx.passes.compile import compile_graph
+from psg_fx.passes.compile.compile import compile_graph
 from psg_fx.planner.evaluate import compute, keep
 from psg_fx.planner.expr import Expr, LeafExpr
 from psg_fx.planner.plan import Plan

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.errors import InternalError, PsgError
 from psg_fx.graph import facts
-from psg_fx.passes.compile import CPU_OPTIONS, written_out
+from psg_fx.passes.compile.compile import CPU_OPTIONS, written_out
 from psg_fx.saved.refusals import OWN, is_passed, not_exported
 from psg_fx.saved.spec import Spec
 from psg_fx.torch_private.ops import kernel

@@ -30,10 +30,13 @@ class Constants:
 
     def _last(self, name: str, key: Any, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         found = self._made.get(name)
-        if found is None or found[0] != key:
-            with torch.inference_mode(False):  # it may serve a call outside of it
-                found = self._made[name] = key, make()
-        return found[1]
+        if found is not None and found[0] == key:
+            return found[1]
+        with torch.inference_mode(False):  # it may serve a call outside of it
+            made = make()
+        if type(made) is torch.Tensor:  # and none that a mode has made its own
+            self._made[name] = key, made
+        return made
 
 
 def _as_tensor(value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

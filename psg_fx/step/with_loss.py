@@ -15,7 +15,7 @@ from torch import nn
 from psg_fx.algebra.members import COUNT, Grouping
 from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.graph.history import History
-from psg_fx.passes.compile import compile_graph
+from psg_fx.passes.compile.compile import compile_graph
 from psg_fx.passes.pipeline import run_pipeline
 from psg_fx.planner.budget import Budget, in_bytes, memory_size
 from psg_fx.program.call import Call

@@ -18,7 +18,7 @@ from psg_fx.errors import BadArgument
 from psg_fx.graph import facts
 from psg_fx.graph.facts import LEFT_BEHIND, OutputSpec
 from psg_fx.graph.history import History, copy_graph
-from psg_fx.passes.compile import compile_graph
+from psg_fx.passes.compile.compile import compile_graph
 from psg_fx.passes.pipeline import run_pipeline
 from psg_fx.program.call import Call
 from psg_fx.program.program import Program

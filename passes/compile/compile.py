@@ -44,18 +44,20 @@ def compile_graph(
     if backend == "eager":
         return free_of_strides(copy_graph(gm))
     gm = written_out(gm, backend)
+    numbers = _erase_numbers(gm)
     if backend == "inductor":
         own = CPU_OPTIONS if device == "cpu" else {}
         options, mode = inductor_modes()[mode or "default"] | own | (options or {}), None
     watch = functools.partial(_recorded, gm, backend, history)
     run = _by_torch(gm, backend, mode, options, dynamic, watch)
-    if backend != "inductor":
-        return run
-    if Sized.suits(gm):
-        run = Sized(gm, _watched(inductor(options or {}), watch), dynamic, otherwise=run)
-    if device == "cuda" and options and options.get("triton.cudagraphs"):
-        return _outside_cuda_graphs(run, memory.keep)
-    return _serving(run, memory) if device == "cpu" else run
+    if backend == "inductor":
+        if Sized.suits(gm):
+            run = Sized(gm, _watched(inductor(options or {}), watch), dynamic, otherwise=run)
+        if device == "cuda" and options and options.get("triton.cudagraphs"):
+            run = _outside_cuda_graphs(run, memory.keep)
+        elif device == "cpu":
+            run = _serving(run, memory)
+    return _without(run, numbers) if numbers else run
 
 
 def written_out(gm: GraphModule, backend: str = "inductor") -> GraphModule:
@@ -140,6 +142,23 @@ def _read_sizes_from_tensors(gm: GraphModule) -> None:
             with gm.graph.inserting_after(nodes[-1]):
                 size = gm.graph.call_function(aten.sym_size.int, known[facts.expr(value)])
             node.replace_all_uses_with(size)
+
+
+def _erase_numbers(gm: GraphModule) -> frozenset[int]:
+    """Erase the placeholders of numbers that nothing reads; which arguments these are."""
+    nodes = facts.placeholders(gm)
+    found = [i for i, n in enumerate(nodes) if not n.users and not isinstance(n.meta["val"], torch.Tensor)]
+    for i in found:
+        gm.graph.erase_node(nodes[i])
+    gm.recompile()
+    return frozenset(found)
+
+
+def _without(run: Flat, places: frozenset[int]) -> Flat:
+    def fewer(*values: Any) -> Sequence[Any]:
+        return run(*[value for i, value in enumerate(values) if i not in places])
+
+    return fewer
 
 
 enter(

@@ -1,0 +1,1 @@
+"""A lowered graph becomes a callable on flat tensors."""
