@@ -40,6 +40,7 @@ def transform(
     memory_budget: float | None = None,
     progress: bool = True,
     accumulate: bool = False,
+    warm: str | None = None,
 ) -> PerSampleModule:
     """Compile a model and its loss into one graph that computes per-sample quantities.
 
@@ -71,6 +72,9 @@ def transform(
         progress: while a step is captured and compiled, a line on stderr says so, if that is a terminal.
         accumulate: without `loss_fn` only: a further `backward()` makes `grad_sample` a list of those of each call, as
             Opacus does.  Otherwise it is refused while a `grad_sample` of the parameters as they are is there.
+        warm: "eager": calls do not wait for inductor: the lowered graph is run as it is, with the same results to
+            rounding, while its code is compiled in a thread, which the process waits for when it ends.
+            `step.wait()` waits for it.
 
     Returns:
         A module: `step(inputs, targets)` with a loss, `step(*args, **kwargs)` without.
@@ -86,7 +90,7 @@ def transform(
         mistakes.check_model(model)
     settings = Settings(
         (Grads(),) if quantities is None else as_sequence(quantities), params, batch_dim, loss_reduction or "sum",
-        backend, mode, options, dynamic, reuse_outputs, memory_budget, progress, accumulate,
+        backend, mode, options, dynamic, reuse_outputs, memory_budget, progress, accumulate, warm,
     )  # fmt: skip
     if loss_fn is not None:
         mistakes.check_loss(loss_fn)

@@ -22,7 +22,7 @@ from psg_fx.op_table import enter, known
 from psg_fx.torch_private.compiler import compilations, inductor_modes, marked_dynamic
 from psg_fx.torch_private.inductor import Compiler, inductor
 
-from .sizes import Flat, Sized
+from .sizes import Background, Flat, Sized
 
 aten = torch.ops.aten
 Watch = Callable[[], AbstractContextManager[None]]
@@ -36,10 +36,11 @@ CPU_OPTIONS = {"layout_optimization": False}
 
 def compile_graph(
     gm: GraphModule, backend: str, mode: str | None, options: dict[str, Any] | None, dynamic: bool | None, device: str,
-    memory: Memory, history: History,
+    memory: Memory, history: History, background: Background | None = None,
 ) -> Flat:  # fmt: skip
     """`torch.compile(gm)`; `backend="eager"` runs the graph as it is.  The user's options come before those
     of psg_fx, and these before those of the mode.  history: where compiling is recorded, whenever torch does it.
+    background: compiles for inductor while the graph is run as it is.
     """
     if backend == "eager":
         return free_of_strides(copy_graph(gm))
@@ -52,7 +53,7 @@ def compile_graph(
     run = _by_torch(gm, backend, mode, options, dynamic, watch)
     if backend == "inductor":
         if Sized.suits(gm):
-            run = Sized(gm, _watched(inductor(options or {}), watch), dynamic, otherwise=run)
+            run = Sized(gm, _watched(inductor(options or {}), watch), dynamic, run, background)
         if device == "cuda" and options and options.get("triton.cudagraphs"):
             run = _outside_cuda_graphs(run, memory.keep)
         elif device == "cpu":

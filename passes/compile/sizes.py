@@ -47,15 +47,48 @@ class _Code:
         )
 
 
+class Background:
+    """One task at a time in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._failed: Exception | None = None
+
+    def begin(self, task: Callable[[], Any]) -> None:
+        """Begin the task, unless another one runs.  Raises what the last one has."""
+        if self._failed is not None:
+            failed, self._failed = self._failed, None
+            raise failed
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, args=(task,), name="psg_fx compiles")
+            self._thread.start()
+
+    def _run(self, task: Callable[[], Any]) -> None:
+        try:
+            task()
+        except Exception as error:
+            self._failed = error
+
+    def wait(self) -> None:
+        """Until nothing runs."""
+        if self._thread is not None:
+            self._thread.join()
+
+
 class Sized:
     """A lowered graph that a compiler makes code of, for sizes as calls bring them.
 
     compiler: of a graph and fake inputs.  otherwise: runs a call that is not served here: where the user has set
-    another stance by `torch.compiler.set_stance`, and for inputs with gaps in memory.
+    another stance by `torch.compiler.set_stance`, and for inputs with gaps in memory.  background: what is compiled
+    meanwhile; None: a call waits for its code, and else the graph is run as it is until the code is there.
     """
 
-    def __init__(self, gm: GraphModule, compiler: Compiler, dynamic: bool | None, otherwise: Flat) -> None:
+    def __init__(
+        self, gm: GraphModule, compiler: Compiler, dynamic: bool | None, otherwise: Flat,
+        background: Background | None = None,
+    ) -> None:  # fmt: skip
         self._gm, self._compiler, self._dynamic, self._otherwise = gm, compiler, dynamic, otherwise
+        self._background = background
         nodes = facts.placeholders(gm)
         self._shapes = [facts.shape(node.meta["val"]) for node in nodes]
         self._asked = [i for i, node in enumerate(nodes) if not _is_state(node)]
@@ -85,9 +118,10 @@ class Sized:
         if run is None:
             with self._lock:
                 run = self._look_for(tensors, how)
-                if len(self._found) >= MOST:
-                    self._found.clear()
-                self._found[key] = run
+                if run is not self._gm:
+                    if len(self._found) >= MOST:
+                        self._found.clear()
+                    self._found[key] = run
         return run(*tensors)
 
     def _look_for(self, tensors: Sequence[torch.Tensor], how: str) -> Flat:
@@ -100,15 +134,18 @@ class Sized:
                 return code.run
         if self._codes and how == "fail_on_recompile":
             raise RuntimeError(f"a step would be compiled anew for the sizes {sizes} (torch.compiler.set_stance)")
-        return self._compile(tensors, sizes, layouts)
+        by_place = dict(zip(self._asked, layouts, strict=True))
+        inputs = [_like(t, self._shapes[i], by_place.get(i)) for i, t in enumerate(tensors)]
+        if self._background is None:
+            return self._compile(inputs, sizes, layouts)
+        self._background.begin(lambda: self._compile(inputs, sizes, layouts))
+        return self._gm
 
-    def _compile(self, tensors: Sequence[torch.Tensor], sizes: Sizes, layouts: tuple[Layout, ...]) -> Flat:
+    def _compile(self, inputs: Sequence[Like], sizes: Sizes, layouts: tuple[Layout, ...]) -> Flat:
         fixed = {symbol: value for symbol, value in sizes.items() if self._stays(symbol, value)}
         if any(code.layouts == layouts and code.fixed == fixed for code in self._codes):
             fixed = dict(sizes)  # what was compiled for symbols does not serve these values
         free = {symbol: value for symbol, value in sizes.items() if symbol not in fixed}
-        by_place = dict(zip(self._asked, layouts, strict=True))
-        inputs = [_like(t, self._shapes[i], by_place.get(i)) for i, t in enumerate(tensors)]
         with isolated(), torch.no_grad():
             run, serves = compiled(self._compiler, self._gm, inputs, fixed, free)
         self._codes.append(_Code(fixed, layouts, serves, run))

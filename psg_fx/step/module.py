@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,8 @@ from psg_fx.explain.readable import readable
 from psg_fx.explain.tables import explain
 from psg_fx.graph import facts
 from psg_fx.graph.history import History
+from psg_fx.passes.compile.compile import compile_graph
+from psg_fx.passes.compile.sizes import Background
 from psg_fx.program.ambient import ambient_key, isolated
 from psg_fx.program.call import Apart, Call
 from psg_fx.program.captured import Cache, Captured, Key
@@ -58,6 +60,7 @@ class PerSampleModule(nn.Module):
         self._apart = Apart(settings.batch_dim if loss_fn is not None else (settings.batch_dim, None))
         self._structure: tuple[Structure, Tracked] | None = None
         self._last: Any = None
+        self._background = Background() if settings.warm else None
 
     def train(self, mode: bool = True) -> PerSampleModule:
         """Set the model's training mode."""
@@ -104,6 +107,11 @@ class PerSampleModule(nn.Module):
             found[step.name] = found.get(step.name, 0.0) + step.seconds
         return found
 
+    def wait(self) -> None:
+        """Until nothing is compiled in the background (`transform(warm="eager")`)."""
+        if self._background is not None:
+            self._background.wait()
+
     def print_graph(self, stage: str = "tidied") -> str:
         """Print (and return) a stage's graph as readable Python."""
         graphs = self.graphs
@@ -141,6 +149,12 @@ class PerSampleModule(nn.Module):
             )  # fmt: skip
         history: History = self._last.history
         return history
+
+    def _compiled(self, gm: GraphModule, device: str, history: History) -> Callable[..., Sequence[Any]]:
+        s = self.settings
+        return compile_graph(
+            gm, s.backend, s.mode, s.compiler_options, s.dynamic, device, self._memory, history, self._background
+        )
 
     def _device(self, call: Call) -> torch.device:
         return call.tensors[0].device if call.tensors else torch.device("cpu")

@@ -42,6 +42,7 @@ class Settings:
     memory_budget: float | None = None
     progress: bool = True
     accumulate: bool = False
+    warm: str | None = None
 
     def __post_init__(self) -> None:
         _check_quantities(self.quantities)
@@ -56,6 +57,13 @@ class Settings:
                 f"reuse_outputs has no effect with backend={self.backend!r}", where="transform(reuse_outputs=True)",
                 why="it says where the code that inductor generates puts its values", fix='use backend="inductor"',
             )  # fmt: skip
+        if self.warm is not None:
+            check_choice("transform", "warm", self.warm, ("eager",))
+            if self.backend != "inductor":
+                raise BadArgument(
+                    f"warm has no effect with backend={self.backend!r}", where="transform(warm=...)",
+                    why="it says what runs while inductor compiles", fix='use backend="inductor", or leave it out',
+                )  # fmt: skip
         for name in self.options or {}:
             if name.startswith(_OWN):
                 check_choice("transform", "options", name, (FUSED_KERNELS,))

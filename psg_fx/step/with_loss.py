@@ -15,7 +15,6 @@ from torch import nn
 from psg_fx.algebra.members import COUNT, Grouping
 from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.graph.history import History
-from psg_fx.passes.compile.compile import compile_graph
 from psg_fx.passes.pipeline import run_pipeline
 from psg_fx.planner.budget import Budget, in_bytes, memory_size
 from psg_fx.program.call import Call
@@ -205,8 +204,7 @@ class LossModule(PerSampleModule):
         gm = run_pipeline(
             program, call, tracked.aliases, quantities, dtype, device, history, budget=budget, grouping=grouping
         )
-        s = self.settings
-        run = compile_graph(gm, s.backend, s.mode, s.compiler_options, s.dynamic, device.name, self._memory, history)
+        run = self._compiled(gm, device.name, history)
         return CompiledStep(gm, history, self.model, self.loss_fn, run, self._memory), program
 
     def _extras_dtype(self) -> torch.dtype:

@@ -18,7 +18,6 @@ from psg_fx.errors import BadArgument
 from psg_fx.graph import facts
 from psg_fx.graph.facts import LEFT_BEHIND, OutputSpec
 from psg_fx.graph.history import History, copy_graph
-from psg_fx.passes.compile.compile import compile_graph
 from psg_fx.passes.pipeline import run_pipeline
 from psg_fx.program.call import Call
 from psg_fx.program.program import Program
@@ -76,14 +75,10 @@ class DropInModule(PerSampleModule):
             program, call, tracked.aliases, self.settings.quantities, torch.float32, device, history, wanted
         )
 
-        s = self.settings
-
         def compiled(graph: GraphModule) -> Callable[..., Sequence[Any]]:
-            return compile_graph(
-                graph, s.backend, s.mode, s.compiler_options, s.dynamic, device.name, self._memory, history
-            )
+            return self._compiled(graph, device.name, history)
 
-        replayed = s.replays and self._device(call).type == "cuda"
+        replayed = self.settings.replays and self._device(call).type == "cuda"
         return SplitStep(gm, history, program, compiled, overwrites=replayed), program
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import sympy
 import torch
 import torch._dynamo.eval_frame as eval_frame
+from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
@@ -75,7 +76,7 @@ def compiled(
             )
             for like in inputs
         ]  # fmt: skip
-    with tracing(TracingContext(mode)):
+    with compile_lock, tracing(TracingContext(mode)):
         run = compiler(gm, fakes)
     conditions = [guard.expr.xreplace(names) for guard in env.guards]
 
