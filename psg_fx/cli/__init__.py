@@ -15,7 +15,6 @@ from collections.abc import Sequence
 
 import torch
 
-from psg_fx.cli.commands import OK
 from psg_fx.cli.options import build_parser
 from psg_fx.cli.usage import UsageError
 from psg_fx.errors import PsgError
@@ -32,8 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         if args.run is None:
-            parser.print_help()
-            return OK
+            parser.print_help(sys.stderr)
+            return USAGE
         if args.threads is not None:
             torch.set_num_threads(args.threads)
         with contextlib.redirect_stdout(sys.stderr):  # what the user's own code prints

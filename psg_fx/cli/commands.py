@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from psg_fx.api import transform
@@ -35,7 +36,7 @@ def explain(args: argparse.Namespace) -> Printed:
         if args.on:
             raise UsageError("--on prints a table: leave --json out")
         return OK, _json(as_data.explained(step.graphs, args.measure))
-    return OK, step.explain(measure=args.measure, device=args.on)
+    return OK, step.explain(measure=args.measure, device=args.on, wide=args.wide)
 
 
 def validate(args: argparse.Namespace) -> Printed:
@@ -79,6 +80,8 @@ def report(args: argparse.Namespace) -> Printed:
         step.report(args.out, measure=args.measure)
     except OSError as error:
         raise UsageError(f"--out {args.out}: {error.strerror or error}") from error
+    if args.json:
+        return OK, _json({"path": str(args.out), "bytes": Path(args.out).stat().st_size})
     return OK, f"wrote {args.out}"
 
 
@@ -105,7 +108,10 @@ def calibrate(args: argparse.Namespace) -> Printed:
     """The measured table and where it is kept."""
     require_device(args.device)
     table = calibrated(args.device)
-    return OK, rates.to_json(table) + f"kept in {rates.table_path(table.name)}"
+    path = rates.table_path(table.name)
+    if args.json:
+        return OK, _json({"path": str(path), "table": json.loads(rates.to_json(table))})
+    return OK, rates.to_json(table) + f"kept in {path}"
 
 
 def made(args: argparse.Namespace, *, backend: str) -> tuple[LossModule, Problem, dict[str, Any]]:

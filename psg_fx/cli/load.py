@@ -25,9 +25,9 @@ RETURNS = "it must return (model, loss_fn, inputs, targets[, batch_dim]) or a ps
 def load(args: argparse.Namespace) -> zoo.Example:
     """The example that NAME means."""
     if ":" in args.name:
-        if args.batch is not None or args.set or args.device != "cpu":
-            raise UsageError("--batch, --set and --device are for examples of the zoo: a factory decides for itself")
-        return from_factory(args.name)
+        if args.set or args.device != "cpu":
+            raise UsageError("--set and --device are for examples of the zoo: a factory decides for itself")
+        return from_factory(args.name, args.batch)
     sizes = dict(_size(text) for text in args.set)
     require_device(args.device)
     try:
@@ -53,18 +53,23 @@ def _size(text: str) -> tuple[str, Any]:
         return key, value
 
 
-def from_factory(name: str) -> zoo.Example:
-    """The example that `MODULE:FACTORY` returns; the current folder is searched for MODULE first."""
+def from_factory(name: str, batch: int | None = None) -> zoo.Example:
+    """The example that `MODULE:FACTORY` returns; the current folder is searched for MODULE first.
+
+    batch: passed to a factory that has an argument of this name.
+    """
+    given = {} if batch is None else {"batch": batch}
     factory = imported(name)
     if not callable(factory):
         raise UsageError(f"{name} is a {type(factory).__name__}, not a function; {RETURNS}")
     try:
         with contextlib.suppress(ValueError):  # some built-in functions have no signature
-            inspect.signature(factory).bind()
+            inspect.signature(factory).bind(**given)
     except TypeError as error:
-        raise UsageError(f"{name} must be callable with no arguments: {error}") from error
+        how = "with batch=N, for --batch" if given else "with no arguments"
+        raise UsageError(f"{name} must be callable {how}: {error}") from error
     try:
-        made = factory()
+        made = factory(**given)
     except Exception as error:  # whatever the user's code does
         raise UsageError(f"{name} {raised(error)}") from error
     return checked(name, made)

@@ -19,7 +19,7 @@ Command = Callable[[argparse.Namespace], tuple[int, str]]
 EPILOG = """\
 NAME is an example of the zoo ({names})
 or MODULE:FACTORY, where FACTORY() returns (model, loss_fn, inputs, targets), optionally a batch_dim as fifth,
-or a psg_fx.zoo.Example. MODULE is looked for in the current folder first.
+or a psg_fx.zoo.Example; with --batch N: FACTORY(batch=N). MODULE is looked for in the current folder first.
 
 QUANTITY is one of {quantities},
 with keyword arguments as in Python where it has any; the option may be repeated.
@@ -58,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     _explain(_command(subparsers, "explain", commands.explain, "shows how each parameter's gradient is computed"))
     _validate(_command(subparsers, "validate", commands.validate, "holds every answer against a float64 loop"))
     _bench(_command(subparsers, "bench", commands.bench, "times psg_fx beside ordinary steps and other libraries"))
-    _report(_command(subparsers, "report", commands.report, "writes a page that shows a step from inside", json=False))
+    _report(_command(subparsers, "report", commands.report, "writes a page that shows a step from inside"))
     _graph(_command(subparsers, "graph", commands.graph, "prints the graph of one stage of the compilation"))
     text = "prints what is known of an op, and where it is written"
     ops = subparsers.add_parser("ops", help=text, description=f"{text.capitalize()}.")
@@ -68,6 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     text = "measures this machine's rates for the planner, in some seconds, and keeps them for later steps"
     calibrate = subparsers.add_parser("calibrate", help=text, description=f"{text.capitalize()}.")
     calibrate.set_defaults(run=commands.calibrate)
+    calibrate.add_argument("--json", action="store_true", help="print JSON; all else goes to standard error")
     _machine(calibrate)
     return parser
 
@@ -82,7 +83,6 @@ def _command(
     name: str,
     run: Command,
     text: str,
-    json: bool = True,
 ) -> argparse.ArgumentParser:
     """A command on a model, with the options that all of these have."""
     sub = subparsers.add_parser(
@@ -92,19 +92,18 @@ def _command(
         epilog=_epilog(EXAMPLES[name]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    sub.set_defaults(run=run, json=False)
+    sub.set_defaults(run=run)
     sub.add_argument("name", metavar="NAME", help="an example of the zoo, or MODULE:FACTORY")
     sub.add_argument(
         "--quantity", action="append", metavar="QUANTITY", help="default: grads, norms and clipped_sum(max_norm=1.0)"
     )
     sub.add_argument("--backend", help="as in torch.compile; eager runs the graph as it is")
-    sub.add_argument("--batch", type=positive, metavar="N", help="batch size (examples of the zoo only)")
+    sub.add_argument("--batch", type=positive, metavar="N", help="batch size; of a factory: its argument batch")
     sub.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="a size of a zoo example, as in layers=1"
     )
     _machine(sub)
-    if json:
-        sub.add_argument("--json", action="store_true", help="print JSON; all else goes to standard error")
+    sub.add_argument("--json", action="store_true", help="print JSON; all else goes to standard error")
     return sub
 
 
@@ -115,6 +114,7 @@ def _machine(sub: argparse.ArgumentParser) -> None:
 
 def _explain(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--measure", action="store_true", help="also time each part of the plan, compiled by itself")
+    sub.add_argument("--wide", action="store_true", help="a row for each parameter, with formulas, flops and bytes")
     sub.add_argument("--on", metavar="NAME", choices=tuple(rates.NAMED), help="the plan for such a device: %(choices)s")
 
 

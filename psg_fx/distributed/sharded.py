@@ -89,9 +89,9 @@ class ShardedModule(LossModule):
         with self._own():
             return super().validate(*args, **given)
 
-    def explain(self, measure: bool = False, device: str | None = None) -> str:
+    def explain(self, measure: bool = False, device: str | None = None, wide: bool = False) -> str:
         """As of every step, and what the parameters of the whole model take while it runs."""
-        text = super().explain(measure, device)
+        text = super().explain(measure, device, wide)
         nodes = facts.placeholders(self._last.gm)
         values = [node.meta["val"] for node in nodes if facts.input_spec(node).kind == "parameter"]
         whole = sum(value.numel() * value.itemsize for value in values)

@@ -12,7 +12,8 @@ from tabulate import tabulate
 from torch.fx import GraphModule
 
 from psg_fx.algebra.site import SITES, Site
-from psg_fx.explain.tables import methods, notes, uses
+from psg_fx.explain.explain import notes
+from psg_fx.explain.tables import methods, uses
 from psg_fx.graph import facts
 from psg_fx.graph.stages import Stage
 from psg_fx.measure.tree_times import measured

@@ -1,4 +1,4 @@
-"""The plan of a step for a device that is not here."""
+"""The plan of a step as it would be: for a device that is not here, without a bound on memory, with fused kernels."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 from torch.fx import GraphModule
 
 from psg_fx.planner import rates
+from psg_fx.planner.budget import memory_of
 from psg_fx.planner.cost import Device
 from psg_fx.planner.expr import ContractExpr, Expr
 from psg_fx.planner.methods import FUSED
@@ -26,6 +27,12 @@ def planned_for(gm: GraphModule, device: str) -> Plan:
 def _planned(gm: GraphModule, device: Device) -> Plan:
     here = PLAN.of(gm)
     return plan_step([p.gradient for p in here.parameters], here.asks, device, here.batch, here.size)
+
+
+def unbounded(gm: GraphModule, plan: Plan) -> tuple[Plan, int]:
+    """What would be planned without a bound on memory, and the bytes that it would need at once."""
+    free = _planned(gm, plan.device)
+    return free, memory_of(gm, free, plan.size)
 
 
 def fused_instead(gm: GraphModule, plan: Plan) -> list[tuple[ParameterPlan, ParameterPlan]]:

@@ -15,9 +15,9 @@ from torch.fx import GraphModule
 
 from psg_fx.blocks import Memory
 from psg_fx.errors import BadArgument
+from psg_fx.explain.explain import explain
 from psg_fx.explain.html import write_report
 from psg_fx.explain.readable import readable
-from psg_fx.explain.tables import explain
 from psg_fx.graph import facts
 from psg_fx.graph.history import History
 from psg_fx.passes.compile.compile import compile_graph
@@ -124,14 +124,16 @@ class PerSampleModule(nn.Module):
         print(text)
         return text
 
-    def explain(self, measure: bool = False, device: str | None = None) -> str:
+    def explain(self, measure: bool = False, device: str | None = None, wide: bool = False) -> str:
         """A table of every site: where the samples lie, what is computed, how, at what cost, and why not otherwise.
 
         measure: compile and time every part of the plan by itself, beside the predictions; some seconds for each.
         device: "h100", "h200", "a100", "l4" or "cpu": the plan for such a device instead, and where it differs from
         this step's own.  The device need not be here.  Raises BadArgument for another name.
+        wide: a row for each site and parameter, with formulas, flops and bytes, instead of 120 columns in which layers
+        that are alike share one.
         """
-        return explain(self.graphs, measure, device)
+        return explain(self.graphs, measure, device, wide)
 
     def report(self, path: str | PathLike[str], *, measure: bool = False) -> Path:
         """Write one HTML file that opens in any browser and needs nothing else: the graph after every pass with what

@@ -29,6 +29,12 @@ def tiny():
     print("the factory prints")
     return nn.Linear(3, 2), F.cross_entropy, torch.randn(4, 3), torch.randint(2, (4,))
 
+def plain():
+    return tiny()
+
+def sized(batch=2):
+    return nn.Linear(3, 2), F.cross_entropy, torch.randn(batch, 3), torch.randint(2, (batch,))
+
 def transposed():
     return nn.Linear(3, 2), lambda z, y: z.sum(), torch.randn(4, 3), torch.randint(2, (4,)), 0
 
@@ -78,8 +84,8 @@ def test_help_names_commands_quantities_and_examples(capsys: pytest.CaptureFixtu
 
 
 def test_alone_it_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([]) == 0
-    assert capsys.readouterr().out.startswith("usage: psg-fx")
+    assert cli.main([]) == 2
+    assert capsys.readouterr().err.startswith("usage: psg-fx")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,8 +243,9 @@ def test_a_refusal_is_printed_whole(factories: str, capsys: pytest.CaptureFixtur
             ["explain", "builtins:dict"],
             "returned a dict; it must return (model, loss_fn, inputs, targets[, batch_dim])",
         ),
-        (["explain", "builtins:dict", "--batch", "3"], "are for examples of the zoo"),
-        (["explain", "cli_factories:raises"], "cli_factories:raises raised ValueError: no data (cli_factories.py:16)"),
+        (["explain", "builtins:dict", "--set", "b=3"], "are for examples of the zoo"),
+        (["explain", "cli_factories:plain", "--batch", "3"], "must be callable with batch=N"),
+        (["explain", "cli_factories:raises"], "cli_factories:raises raised ValueError: no data (cli_factories.py:22)"),
         (["explain", "cli_factories:three"], "returned 3 values; it must return (model, loss_fn, inputs, targets"),
         (["explain", "cli_factories:nothing"], "returned a NoneType; it must return"),
         (["explain", "cli_factories:needs"], "must be callable with no arguments: missing a required argument"),
@@ -312,3 +319,25 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 141
+
+
+def test_a_batch_for_a_factory(factories: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", f"{factories}:sized", "--batch", "7", "--quantity", "norms"]) == 0
+    assert "planned for B=7" in capsys.readouterr().out
+
+
+def test_report_as_json(factories: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", f"{factories}:tiny", "--quantity", "norms", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "path": "report.html", "bytes": (tmp_path / "report.html").stat().st_size
+    }  # fmt: skip
+
+
+def test_calibrate_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from psg_fx.cli import commands
+    from psg_fx.planner import rates
+
+    monkeypatch.setattr(commands, "calibrated", lambda device: rates.named(device))
+    assert cli.main(["calibrate", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {"path", "table"}

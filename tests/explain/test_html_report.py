@@ -182,7 +182,7 @@ def test_passes_add_and_remove_what_makes_the_difference(gpt: psg_fx.PerSampleMo
 
 
 def test_the_plan_is_that_of_explain(gpt: psg_fx.PerSampleModule) -> None:
-    data, text = told(gpt), gpt.explain()
+    data, text = told(gpt), gpt.explain(wide=True)
     assert data["summary"] in text
     lines = {re.sub(r"\s+", " ", line).strip() for line in text.splitlines()}
     for row in [row["cells"] for row in data["plan"]["rows"]] + [site["cells"] for site in data["sites"]["rows"]]:

@@ -83,7 +83,7 @@ def test_measured_beside_predicted(step: psg_fx.PerSampleModule, monkeypatch: py
     """A measured time for every tree that is not part of an earlier one, at random operands of every form."""
     as_compiled = tree_times.compiled
     monkeypatch.setattr(tree_times, "compiled", lambda run, given, backend: as_compiled(run, given, "eager"))
-    rows = [line for line in step.explain(measure=True).splitlines() if "->" in line]
+    rows = [line for line in step.explain(measure=True, wide=True).splitlines() if "->" in line]
     assert len(rows) > len(list(step.parameters()))
     assert all(re.search(r"[mµ]s, measured [0-9.]+ [mµ]s", row) for row in rows)
     assert "measured" not in step.explain()

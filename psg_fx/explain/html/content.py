@@ -11,18 +11,16 @@ from torch.fx import GraphModule
 
 from psg_fx.algebra.members import MEMBERS
 from psg_fx.algebra.site import SITES, Site
+from psg_fx.explain.explain import legend, notes, summary
 from psg_fx.explain.html.graphs import NODE, Graphs, op_label
 from psg_fx.explain.html.memory import memory
 from psg_fx.explain.tables import (
     PLAN_HEADERS,
     SITE_HEADERS,
     PlanRow,
-    legend,
     methods,
-    notes,
     plan_rows,
     site_cells,
-    summary,
     uses,
 )
 from psg_fx.graph import facts
