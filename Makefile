@@ -7,6 +7,8 @@ PYTHON ?= python3
 VENV := .venv
 LATEST := .venv-latest
 CUDA := .venv-cuda
+RELEASE := .venv-release
+FRESH := .venv-fresh
 BIN := $(CURDIR)/$(VENV)/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 # One process per core and one thread per process: the tests' tensors are small.  What takes long to make is made in one
@@ -26,7 +28,7 @@ GPU_PYTHON ?= $(BIN)/python
 test test-fast test-all test-backends test-latest fuzz: export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
 test test-fast test-all test-backends test-browser test-latest fuzz: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup test test-fast test-all test-backends test-browser test-latest fuzz gpu cuda demo bench coverage docs lint style typecheck format clean
+.PHONY: help setup test test-fast test-all test-backends test-browser test-latest fuzz gpu cuda demo bench coverage docs release lint style typecheck format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -90,6 +92,16 @@ docs: setup  ## build the documentation into build/site; what mkdocs would warn 
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "build/site/index.html; to search in it: $(VENV)/bin/python -m http.server -d build/site"
 
+release: ## the wheel and the source archive, checked, and the README's first example with the wheel in a fresh environment
+	rm -rf dist $(FRESH)
+	test -x $(RELEASE)/bin/python || $(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/python $(PIP_INSTALL) build==1.6.1 twine==7.0.0
+	$(RELEASE)/bin/python -m build --outdir dist >$(RELEASE)/build.log
+	$(RELEASE)/bin/python -m twine check --strict dist/*
+	$(PYTHON) -m venv $(FRESH)
+	$(FRESH)/bin/python $(PIP_INSTALL) -c constraints.txt dist/*.whl
+	cd $(FRESH) && bin/python $(CURDIR)/.ci/quick_start.py
+
 lint: style typecheck  ## check style and types, change nothing
 
 style: setup  ## ruff: rules and format
@@ -108,5 +120,5 @@ format: setup  ## let ruff rewrite the files
 	$(BIN)/ruff format .
 
 clean:  ## remove environments, caches and build outputs
-	rm -rf $(VENV) $(LATEST) $(CUDA) .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(LATEST) $(CUDA) $(RELEASE) $(FRESH) .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find psg_fx passes tests bench -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

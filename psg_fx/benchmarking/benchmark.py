@@ -160,11 +160,12 @@ def benchmark(
     start_compiler(problem)
     rows = {c.label: BenchmarkRow(c.name, c.quantity) for c in chosen}
     steps: dict[str, Computation] = {}
-    for c in chosen:
+    for number, c in enumerate(chosen, 1):
         if turn and time.time() > turn.until:
             rows[c.label].failure = "not begun in time"
             continue
-        step = _prepare(c, problem, rows[c.label], expected.get(c.quantity), tolerance, note, cold=turn is None)
+        note(f"first call of {c.label} ({number} of {len(chosen)})")
+        step = _prepare(c, problem, rows[c.label], expected.get(c.quantity), tolerance, cold=turn is None)
         if step is not None:
             steps[c.label] = step
     expected.clear()
@@ -220,11 +221,9 @@ def _prepare(
     row: BenchmarkRow,
     expected: Answer | None,
     tolerance: float,
-    note: Callable[[str], None],
     cold: bool,
 ) -> Computation | None:
     """Builds and checks a contender and takes its memory; the step to be timed, or None with the reason in its row."""
-    note(f"first call: {contender.label}")
     # The exception is kept inside the block, since a cache that is left by an exception stays on disk.
     with fresh_cache() if cold else contextlib.nullcontext(), quiet_vmap():
         try:

@@ -135,9 +135,9 @@ def show_graph(step: psg_fx.PerSampleModule, lines: int = 10) -> None:
 
 def timing(model: torch.nn.Module, data: digits.Digits, *, backend: str) -> None:
     """Compiled, eager and vmap side by side for this model."""
-    print("\ntiming one step, everything in turn on the same batch (compiling takes most of a minute):\n")
-    print(
-        benchmark(
+    print("\ntiming one step, all contenders in turn on the same batch (compiling: most of a minute; ^C skips it)")
+    try:
+        found = benchmark(
             model,
             F.cross_entropy,
             data.images[:BATCH],
@@ -148,7 +148,10 @@ def timing(model: torch.nn.Module, data: digits.Digits, *, backend: str) -> None
             min_run_time=0.6,
             rounds=3,
         )
-    )
+    except KeyboardInterrupt:
+        print("\nskipped")
+        return
+    print(f"\n{found}")
 
 
 if __name__ == "__main__":
