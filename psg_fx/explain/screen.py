@@ -51,9 +51,14 @@ def _site_row(group: Sequence[Site], used: Mapping[str, Sequence[str]]) -> Row:
 
 def plan_table(plan: Plan, times: Mapping[tuple[str, int], float]) -> str:
     """What is computed of each parameter's gradient, how, and which other way was closest; times: measured."""
-    alike = _alike(plan.parameters, lambda parameter: _plan_key(plan, parameter, times))
-    rows = [row for group in alike for row in _plan_rows(plan, group, times)]
+    rows = [row for _, group in plan_groups(plan, times) for row in group]
     return table(rows, PLAN, shrinking=(3, 0, 4, 2))
+
+
+def plan_groups(plan: Plan, times: Mapping[tuple[str, int], float]) -> list[tuple[float, list[Row]]]:
+    """The rows of the plan, together for parameters that are alike, with the predicted seconds of these."""
+    alike = _alike(plan.parameters, lambda parameter: _plan_key(plan, parameter, times))
+    return [(sum(p.seconds for p in group), list(_plan_rows(plan, group, times))) for group in alike]
 
 
 def _plan_key(plan: Plan, parameter: ParameterPlan, times: Mapping[tuple[str, int], float]) -> Hashable:

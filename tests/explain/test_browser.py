@@ -277,6 +277,8 @@ def test_edges_of_closed_modules_stand_for_those_inside(opened: Open, gpt: psg_f
 def test_the_other_pages(opened: Open, cnn: psg_fx.PerSampleModule) -> None:
     page = opened(cnn)
     page.click("#page-plan")
+    assert "conv{1,2}.bias" in page.find("#table-page").text or "conv1.bias" in page.find("#table-page").text
+    page.click("#whole-plan summary")
     assert all(name in page.find("#table-page").text for name, _ in cnn.named_parameters())
     page.click("#page-time")
     assert len(page.driver.find_elements(By.CSS_SELECTOR, "#table-page rect.predicted")) == 4
@@ -291,6 +293,39 @@ def test_the_other_pages(opened: Open, cnn: psg_fx.PerSampleModule) -> None:
     page.click("#licences-open")
     assert "Cytoscape Consortium" in page.find("#licences").text
     assert "Chris Pettitt" in page.find("#licences").text
+
+
+@pytest.mark.parametrize("window", [(1280, 800), (1920, 1080)])
+def test_it_opens_on_the_per_sample_part(opened: Open, window: tuple[int, int]) -> None:
+    page = opened(made_gpt())
+    before = page.driver.get_window_size()
+    page.driver.set_window_size(*window)
+    page.driver.refresh()
+    page.once("typeof view !== 'undefined' && view.cy !== null")
+    box = page.run("view.cy.nodes('[phase=\"per sample\"].open').renderedBoundingBox({includeLabels: false})")
+    width = page.find("#canvas").size["width"]
+    page.driver.set_window_size(before["width"], before["height"])
+    assert box["x1"] >= -1
+    assert box["x2"] <= width + 1
+
+
+def made_gpt() -> psg_fx.PerSampleModule:
+    ex = zoo.example("gpt", batch=2, layers=6, width=16, heads=2, tokens=6, vocabulary=11)
+    return made(ex.model, ex.loss_fn, ex.inputs, ex.targets)
+
+
+def test_links_into_it(opened: Open, cnn: psg_fx.PerSampleModule) -> None:
+    page = opened(cnn)
+    page.run("void (location.hash = 'page=plan')")
+    page.once("!document.getElementById('table-page').hidden")
+    page.run("void (location.hash = 'site=linear')")
+    page.once("view.selected !== null")
+    assert page.panel.startswith("%linear")
+    page.run("void (location.hash = 'stage=planned')")
+    page.once("view.stage.name === 'planned'")
+    page.run("void (location.hash = 'nothing=here')")
+    page.driver.refresh()
+    page.once("typeof view !== 'undefined' && view.cy !== null && view.stage.name === 'tidied'")
 
 
 def test_without_a_loss(opened: Open) -> None:

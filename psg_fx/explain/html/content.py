@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 
 from psg_fx.algebra.members import MEMBERS
 from psg_fx.algebra.site import SITES, Site
+from psg_fx.explain import screen
 from psg_fx.explain.explain import legend, notes, summary
 from psg_fx.explain.html.graphs import NODE, Graphs, op_label
 from psg_fx.explain.html.memory import memory
@@ -102,8 +103,13 @@ def _sites(sites: tuple[Site, ...], plan: Plan, modules: Mapping[str, str]) -> d
 
 
 def _plan(plan: Plan, measure: bool) -> dict[str, Any]:
-    rows = [_plan_row(row) for row in plan_rows(plan, measured(plan) if measure else {})]
-    return {"legend": legend(plan).strip(), "header": PLAN_HEADERS, "rows": rows}
+    times = measured(plan) if measure else {}
+    groups = sorted(screen.plan_groups(plan, times), key=lambda group: -group[0])
+    rows = [_plan_row(row) for row in plan_rows(plan, times)]
+    return {
+        "legend": legend(plan).strip(), "header": PLAN_HEADERS, "rows": rows,
+        "short": {"header": screen.PLAN, "groups": [rows for _, rows in groups]},
+    }  # fmt: skip
 
 
 def _plan_row(row: PlanRow) -> dict[str, Any]:

@@ -148,7 +148,7 @@ function anchor(id) {
   return {x: (box.x1 + box.x2) / 2, y: box.y1};
 }
 
-/** All of it, unless that makes the labels unreadable; then the beginning. */
+/** All of it, unless that makes the labels unreadable; then the beginning, with the per-sample part in sight. */
 function frame() {
   const cy = view.cy;
   cy.fit(undefined, 24);
@@ -159,7 +159,11 @@ function frame() {
   if (cy.zoom() < READABLE) {
     const box = cy.elements().boundingBox();
     cy.zoom(READABLE);
-    cy.pan({x: Math.max(24, (cy.width() - box.w * READABLE) / 2) - box.x1 * READABLE, y: 24 - box.y1 * READABLE});
+    const asked = cy.nodes('.open[phase="per sample"], .closed[phase="per sample"]').boundingBox();
+    const left = Math.max(24, (cy.width() - box.w * READABLE) / 2) - box.x1 * READABLE;
+    const right = cy.width() - 24 - asked.x2 * READABLE; // its right edge at that of the canvas
+    const own = 24 - asked.x1 * READABLE; // or, where it is wider, its left edges together
+    cy.pan({x: asked.w ? Math.min(left, Math.max(right, Math.min(own, left))) : left, y: 24 - box.y1 * READABLE});
   }
 }
 

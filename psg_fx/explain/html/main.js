@@ -120,8 +120,24 @@ function search() {
   });
 }
 
+/** `#site=linear_3`, `#node=add_2`, `#stage=planned`, `#page=plan`: what a link to the report may name. */
+function follow(hash) {
+  const [kind, name] = decodeURIComponent(hash.replace(/^#/, "")).split("=");
+  if (kind === "page" && name in PAGES) showPage(name);
+  else if (kind === "stage" && DATA.stages.some((stage) => stage.name === name)) showStage(name);
+  else if (kind === "site" && SITE.has(name)) openSite(name);
+  else if (kind === "node") {
+    showStage(view.stage?.nodes.some((node) => node.name === name) ? view.stage.name : LAST);
+    const found = view.stage.nodes.find((node) => node.name === name);
+    if (found) jump(found);
+  } else return false;
+  return true;
+}
+
+const LAST = DATA.stages.some((stage) => stage.name === "tidied") ? "tidied" : DATA.stages[0].name;
 header();
 navigation();
 toolbar();
 search();
-showStage(DATA.stages.some((stage) => stage.name === "tidied") ? "tidied" : DATA.stages[0].name);
+if (!follow(location.hash)) showStage(LAST);
+window.addEventListener("hashchange", () => follow(location.hash));

@@ -16,6 +16,8 @@ from psg_fx.graph.facts import OutputSpec, fact
 
 LOSS, TOGETHER = "the loss", "all parameters together"
 FORWARD, BACKWARD, PER_SAMPLE = "forward", "backward", "per sample"
+_PER_SAMPLE = ("lower", "totals")
+"""Passes that write what is asked."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ def places(
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             found[node] = _of_input(node)
-        elif node.meta.get("psg_fx_pass") == "lower":
+        elif node.meta.get("psg_fx_pass") in _PER_SAMPLE:
             found[node] = Position(PER_SAMPLE, _of_parameters(labels[node]))
         elif node.op != "output":
             module = module_of(node)
@@ -145,7 +147,7 @@ def _leads_to(
     """
     labels: dict[Node, frozenset[str]] = {}
     for node in reversed(gm.graph.nodes):
-        if node.meta.get("psg_fx_pass") != "lower":
+        if node.meta.get("psg_fx_pass") not in _PER_SAMPLE:
             continue
         contracts, spec = fact(node).contracts, outputs.get(node)
         if contracts:

@@ -15,22 +15,35 @@ function planPage() {
   return [
     h("h3", {}, "Plan: what is computed of each parameter's gradient, and how"),
     h("p", {}, `${DATA.summary}\n\n${DATA.plan.legend}`),
-    table(DATA.plan.header, DATA.plan.rows.map((row) => row.cells), new Set(), new Set([0, 2, 3, 5, 9])),
+    h("p", {}, "Parameters of layers that are alike share rows, the most expensive ones first; below each tree the next best one."),
+    shortPlan(),
+    h("details", {id: "whole-plan"}, h("summary", {}, "Every parameter by itself, with formulas, flops and bytes"),
+      table(DATA.plan.header, DATA.plan.rows.map((row) => row.cells), new Set(), new Set([0, 2, 3, 5, 9]))),
     h("h3", {}, "Sites: where a parameter meets data"),
     table(DATA.sites.header, DATA.sites.rows.map((site) => [siteButton(site.name), ...site.cells.slice(1)]), new Set(), new Set([0, 1, 2, 3, 5])),
     ...notes,
   ];
 }
 
+function shortPlan() {
+  const {header, groups} = DATA.plan.short;
+  const found = table(header, groups.flat(), new Set([5]), new Set([0, 2, 3, 4]));
+  const rows = [...found.querySelectorAll("tbody tr")];
+  groups.flat().forEach((cells, k) => { if (!cells[0] && cells[2].startsWith("  ")) rows[k].className = "instead"; });
+  return found;
+}
+
 function siteButton(name) {
   return h("button", {
     class: "link mono",
-    onclick: () => {
-      showStage("sited");
-      const found = view.stage.nodes.find((node) => node.site === name);
-      if (found) jump(found);
-    },
+    onclick: () => { location.hash = `site=${name}`; openSite(name); },
   }, name);
+}
+
+function openSite(name) {
+  showStage("sited");
+  const found = view.stage.nodes.find((node) => node.site === name);
+  if (found) jump(found);
 }
 
 /** Times of the plan, added up for each set of sites. */
