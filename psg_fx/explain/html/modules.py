@@ -155,7 +155,8 @@ def _leads_to(
         elif spec is not None and spec.name in parameters:
             labels[node] = frozenset([spec.name])
         else:
-            labels[node] = frozenset().union(*(labels.get(user, frozenset()) for user in node.users))
+            own = [user for user in node.users if user.meta.get("psg_fx_pass") != "totals"]  # totals read everything
+            labels[node] = frozenset().union(*(labels.get(user, frozenset()) for user in own or node.users))
     for node in gm.graph.nodes:
         read = {labels[n] for n in node.all_input_nodes if n in labels}
         if len(labels.get(node, ())) > 1 and len(read) == 1 and len(*read) == 1:
