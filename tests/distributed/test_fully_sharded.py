@@ -5,6 +5,7 @@ all samples placed like the parameters.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -57,6 +58,25 @@ def tied() -> tuple[nn.Module, Any, Tensor, Tensor]:
 def gpt() -> tuple[nn.Module, Any, Tensor, Tensor]:
     ex = zoo.example("gpt", batch=7, layers=1, width=16, heads=2, tokens=6, vocabulary=20)
     return ex.model, ex.loss_fn, ex.inputs, ex.targets
+
+
+class Blocks(nn.Module):
+    """Two blocks and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(nn.Linear(6, 6) for _ in range(2)), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        out: Tensor = self.head(x)
+        return out
+
+
+def small() -> tuple[nn.Module, Any, Tensor, Tensor]:
+    """For what does not depend on the layers."""
+    return Blocks(), F.cross_entropy, torch.randn(7, 6), torch.randint(3, (7,))
 
 
 def by_blocks(model: Any, **options: Any) -> None:
@@ -115,16 +135,17 @@ CASES: dict[str, tuple[int, Any, Any]] = {
     "modules together": (4, tied, together),
     "parts only": (4, tied, parts_only),
     "hybrid": (4, tied, partial(hybrid, fully_shard)),
-    "hybrid, along columns": (4, tied, partial(hybrid, along_columns)),
+    "hybrid, along columns": (4, small, partial(hybrid, along_columns)),
+    "hybrid, tied along columns": (4, tied, partial(hybrid, along_columns)),
 }
 """How many processes, the model, and how it is sharded."""
-LEFT = {"kept after forward", "parts only", "modules together", "hybrid"}
-"""What the other cases are made of, alone: for `make test-all`."""
+LEFT = {"kept after forward", "parts only", "modules together", "hybrid", "tied and odd", "hybrid, tied along columns"}
+"""What the other cases are made of, or the tests below: for `make test-all`."""
 
 
 def share(rank: int, world: int) -> slice:
     """Of 7 samples: the first process has more than others, and of 4 the third has none."""
-    bounds = {2: (0, 5, 7), 4: (0, 4, 6, 6, 7)}[world]
+    bounds = {1: (0, 7), 2: (0, 5, 7), 4: (0, 4, 6, 6, 7)}[world]
     return slice(bounds[rank], bounds[rank + 1])
 
 
@@ -139,14 +160,23 @@ def transformed(model: nn.Module, loss_fn: Any, quantities: Any = QUANTITIES) ->
     return psg_fx.transform(model, loss_fn, quantities=quantities, backend="eager", progress=False)
 
 
+@functools.cache
+def whole_of(make: Any) -> tuple[nn.Module, Any]:
+    """A model and its step, captured once in each process."""
+    model, loss_fn, _, _ = make()
+    return model.double(), transformed(model, loss_fn)
+
+
 def check_equal_to_one_process(rank: int, world: int, name: str) -> int:
     """Three optimizer steps, on batches of different shares."""
     _, make, shard = CASES[name]
+    with torch.random.fork_rng():
+        whole, one = whole_of(make)
     model, loss_fn, inputs, targets = make()
     model.double()
-    whole = copy.deepcopy(model)
+    whole.load_state_dict(model.state_dict())
     shard(model)
-    step, one = transformed(model, loss_fn), transformed(whole, loss_fn)
+    step = transformed(model, loss_fn)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, whole)]
     weights, mine = torch.rand(7, dtype=torch.float64), share(rank, world)
     for _ in range(3):
@@ -246,7 +276,7 @@ def test_the_casts_of_a_mixed_precision_policy_are_those_of_the_step(processes: 
 
 def check_it_stays_as_it_is(rank: int, world: int) -> None:
     """Before and after a step, also one that fails, the model is FSDP's and trains as ever; hooks of users run."""
-    model, loss_fn, inputs, targets = gpt()
+    model, loss_fn, inputs, targets = small()
     doubled = copy.deepcopy(model)
     for each in (model, doubled):
         each.blocks[0].register_forward_hook(lambda m, args, out: 2 * out)
@@ -346,7 +376,7 @@ def test_the_rest_of_a_step(processes: Processes) -> None:
 
 
 def check_saved(rank: int, world: int, folder: str) -> None:
-    model, loss_fn, inputs, targets = gpt()
+    model, loss_fn, inputs, targets = small()
     by_blocks(model)
     step = transformed(model, loss_fn, psg_fx.ClippedSum(0.3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -357,7 +387,7 @@ def check_saved(rank: int, world: int, folder: str) -> None:
 
 
 def check_loaded(rank: int, world: int, folder: str) -> None:
-    model, loss_fn, inputs, targets = gpt()
+    model, loss_fn, inputs, targets = small()
     whole = copy.deepcopy(model)
     by_blocks(model)
     with torch.no_grad():
@@ -378,17 +408,18 @@ def check_loaded(rank: int, world: int, folder: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_checkpoint_of_four_processes_is_read_by_two(processes: Processes, tmp_path: Any) -> None:
-    processes.run(check_saved, 4, str(tmp_path))
-    processes.run(check_loaded, 2, str(tmp_path))
+@pytest.mark.parametrize(("by", "then"), [(2, 1), (1, 2), pytest.param(4, 2, marks=pytest.mark.rest)])
+def test_a_checkpoint_is_read_by_other_processes(processes: Processes, by: int, then: int, tmp_path: Any) -> None:
+    processes.run(check_saved, by, str(tmp_path))
+    processes.run(check_loaded, then, str(tmp_path))
 
 
-def check_compiled(rank: int, world: int) -> None:
+def check_compiled(rank: int, world: int, make: Any, shard: Any, dynamic: bool | None) -> None:
     """By inductor, at two batch sizes, while the weights change."""
-    model, loss_fn, inputs, targets = tied()
+    model, loss_fn, inputs, targets = make()
     whole = copy.deepcopy(model)
-    together(model)
-    step = psg_fx.transform(model, loss_fn, quantities=psg_fx.ClippedSum(0.3), progress=False)
+    shard(model)
+    step = psg_fx.transform(model, loss_fn, quantities=psg_fx.ClippedSum(0.3), dynamic=dynamic, progress=False)
     one = transformed(whole, loss_fn, psg_fx.ClippedSum(0.3))
     for size in (7, 6):
         mine = slice(0, 4) if rank == 0 else slice(4, size)
@@ -402,5 +433,9 @@ def check_compiled(rank: int, world: int) -> None:
 
 @pytest.mark.inductor
 @pytest.mark.slow
-def test_compiled(processes: Processes) -> None:
-    processes.run(check_compiled, 2)
+@pytest.mark.parametrize(
+    ("make", "shard", "dynamic"),
+    [(small, by_blocks, True), pytest.param(tied, together, None, marks=pytest.mark.rest)],
+)
+def test_compiled(processes: Processes, make: Any, shard: Any, dynamic: bool | None) -> None:
+    processes.run(check_compiled, 2, make, shard, dynamic)

@@ -61,9 +61,17 @@ def check_shares(rank: int, world: int, cuts: list[tuple[int, ...]]) -> None:
         close(variance.second_moment, of_all(x, y).second_moment)
 
 
-def test_shares_of_any_size(processes: Processes) -> None:
+@pytest.mark.parametrize(
+    "cuts",
+    [
+        [(0, 3, 5), (0, 0, 7), (0, 2, 2), (0, 0, 0)],
+        pytest.param([(0, 3, 5, 8, 9), (0, 0, 2, 7, 7), (0, 0, 0, 0, 0)], marks=pytest.mark.rest),
+    ],
+    ids=["2", "4"],
+)
+def test_shares_of_any_size(processes: Processes, cuts: list[tuple[int, ...]]) -> None:
     """Uneven ones, empty ones, and a batch without samples."""
-    processes.run(check_shares, 4, [(0, 3, 5, 8, 9), (0, 0, 2, 7, 7), (0, 0, 0, 0, 0)])
+    processes.run(check_shares, len(cuts[0]) - 1, cuts)
 
 
 def check_poisson(rank: int, world: int) -> None:

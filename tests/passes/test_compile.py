@@ -13,6 +13,7 @@ import psg_fx
 from psg_fx import ClippedSum, Grads, Norms, WeightedSum, zoo
 from psg_fx.errors import BadArgument
 from support import oracle
+from support.selection import one_in
 
 pytestmark = [pytest.mark.inductor, pytest.mark.usefixtures("fresh_compiler")]
 
@@ -37,6 +38,7 @@ def compare(got: Any, want: Any) -> None:
             assert oracle.relative_error(getattr(got, field), value) < 1e-5, field
 
 
+@pytest.mark.rest  # what they are made of is compiled by test_backends.py and the tests of layers
 @pytest.mark.parametrize("name", SIZES)
 def test_inductor_equals_eager(name: str) -> None:
     ex = zoo.example(name, **SIZES[name])
@@ -48,8 +50,7 @@ def test_inductor_equals_eager(name: str) -> None:
 
 def test_two_batch_sizes_of_one_capture() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
-    asked = [Grads(), ClippedSum(0.5)]
+    model, asked = nn.Linear(4, 3), [Grads(), ClippedSum(0.5)]
     steps = {
         backend: psg_fx.transform(model, lambda out: out.square().sum(), quantities=asked, backend=backend)
         for backend in ("inductor", "eager")
@@ -68,8 +69,10 @@ def captures() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-@pytest.mark.parametrize("first", [0, 1, 4, 5])
-@pytest.mark.parametrize(("dynamic", "allowed"), [(True, 1), (None, 2)])
+STARTS = [(dynamic, allowed, first) for first in (0, 1, 4, 5) for dynamic, allowed in ((True, 1), (None, 2))]
+
+
+@pytest.mark.parametrize(("dynamic", "allowed", "first"), one_in(3, STARTS))
 def test_one_compilation_serves_all_batch_sizes(dynamic: bool | None, allowed: int, first: int) -> None:
     """One graph from 2 samples on (None: and one of the first size alone), one for 1 sample, none for 0."""
     torch._dynamo.utils.counters.clear()
@@ -88,7 +91,7 @@ def test_one_compilation_serves_all_batch_sizes(dynamic: bool | None, allowed: i
     assert counts[5:] == counts[5:6] * len(counts[5:])
 
 
-@pytest.mark.parametrize("name", ["gpt", "simplecnn"])
+@pytest.mark.parametrize("name", one_in(2, ["simplecnn", "gpt"]))
 def test_one_compilation_serves_all_batch_sizes_without_a_loss(name: str) -> None:
     """A forward and a backward from 2 samples on, and for 1."""
     torch._dynamo.utils.counters.clear()

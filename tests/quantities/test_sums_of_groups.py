@@ -16,6 +16,7 @@ from psg_fx.step import groups as of_call
 from support import oracle
 from support.cases import CASES, Case
 from support.expected import BOUND, Truth, directions, tolerance_of
+from support.selection import one_in
 from support.small import same_mlp
 
 ROWS = {case.name: case for case in CASES}
@@ -105,8 +106,10 @@ def test_row(case: Case) -> None:
     assert check_row(case, [1, 0, 1]) == "gathered"
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "gathered"])
-@pytest.mark.parametrize("row", FEW)
+@pytest.mark.parametrize(
+    ("row", "layout"),
+    one_in(5, [(row, name) for row in FEW for name in LAYOUTS if name != "gathered"], "-".join, kinds=False),
+)
 def test_layout(row: str, layout: str, scattered: Callable[[], None]) -> None:
     ids, apart = LAYOUTS[layout]
     if apart:
@@ -155,10 +158,10 @@ SIZES: list[tuple[list[int], int | None]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("ids", "count"), SIZES, ids=[f"{k}" for k in range(len(SIZES))])
-def test_sizes_and_numbers(ids: list[int], count: int | None) -> None:
-    """Any numbers of groups, of their samples, and of groups without any."""
-    model = same_mlp()
+@pytest.mark.parametrize("number", one_in(3, range(len(SIZES))))
+def test_sizes_and_numbers(number: int) -> None:
+    """Any numbers of groups, of their samples, and of groups without any, each as the first of a step."""
+    model, (ids, count) = same_mlp(), SIZES[number]
     compare_mlp(psg_fx.transform(model, F.cross_entropy, quantities=EVERYTHING, backend="eager"), model, ids, count)
 
 
@@ -178,9 +181,10 @@ def test_one_capture_serves_all_sizes() -> None:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.rest)])
 @pytest.mark.parametrize("layout", ["blocks", "gathered", "scattered"])
-def test_compiled_once_for_all_sizes(layout: str, scattered: Callable[[], None]) -> None:
-    """With dynamic=True inductor compiles one graph; numbers of 2 and more, as of samples."""
+def test_compiled_once_for_all_sizes(layout: str, backend: str, scattered: Callable[[], None]) -> None:
+    """With dynamic=True one graph is compiled; numbers of 2 and more, as of samples."""
     sizes = {
         "blocks": [[0, 0, 1, 1, 2, 2], [0] * 3 + [1] * 3, [0] * 4 + [1] * 4 + [2] * 4],
         "gathered": [[0, 1, 0, -1, 2, 2], [1, 0, 1, 0], [2, 0, 1, 1, -1, 2, 2, 3]],
@@ -189,7 +193,7 @@ def test_compiled_once_for_all_sizes(layout: str, scattered: Callable[[], None])
     if layout == "scattered":
         scattered()
     model = same_mlp()
-    step = psg_fx.transform(model, F.cross_entropy, quantities=EVERYTHING, dynamic=True)
+    step = psg_fx.transform(model, F.cross_entropy, quantities=EVERYTHING, dynamic=True, backend=backend)
     compare_mlp(step, model, sizes[0])
     with torch.compiler.set_stance("fail_on_recompile"):
         for ids in sizes[1:]:
@@ -211,7 +215,14 @@ class Mixed(nn.Module):
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("ids", [[0, 0, 1, 1], [1, 0, 1, -1], [0, 0, 0, 1]], ids=["blocks", "gathered", "scattered"])
+@pytest.mark.parametrize(
+    "ids",
+    [
+        pytest.param([0, 0, 1, 1], id="blocks", marks=pytest.mark.rest),
+        pytest.param([1, 0, 1, -1], id="gathered", marks=pytest.mark.rest),
+        pytest.param([0, 0, 0, 1], id="scattered"),
+    ],
+)
 def test_inductor(ids: list[int], scattered: Callable[[], None], request: pytest.FixtureRequest) -> None:
     if "scattered" in request.node.name:
         scattered()
@@ -229,10 +240,7 @@ def test_inductor(ids: list[int], scattered: Callable[[], None], request: pytest
 
 
 @pytest.mark.parametrize("rows", ["gathered", "scattered"])
-@pytest.mark.parametrize(
-    "ids", [[2, 2, 0, 1, 1, -1, 4, 4, 1], [0, 0, 0, 1, 1, 1, 2, 2, 2], [0] * 9, [3, 3, 0, -1, 1, 2, 2, 1, 1]], ids=str
-)
-def test_what_is_not_finite_stays_in_its_group(ids: list[int], rows: str, scattered: Callable[[], None]) -> None:
+def test_what_is_not_finite_stays_in_its_group(rows: str, scattered: Callable[[], None]) -> None:
     """The group of a sample whose gradient is NaN is left out of the sum, and no other is."""
     if rows == "scattered":
         scattered()
@@ -240,13 +248,14 @@ def test_what_is_not_finite_stays_in_its_group(ids: list[int], rows: str, scatte
     step = psg_fx.transform(model, F.cross_entropy, quantities=[Norms(), ClippedSum(0.3)], backend="eager")
     broken = x.clone()
     broken[bad] = float("nan")
-    out = step(broken, y, groups=ids, num_groups=6)
     _, grads = oracle.loop_grads(model, F.cross_entropy, x, y)
-    of_groups = summed(grads, torch.tensor(ids), 6)
-    if ids[bad] >= 0:
-        of_groups = {n: torch.cat([g[: ids[bad]], g[ids[bad] + 1 :]]) for n, g in of_groups.items()}
-    assert (~out.norms.isfinite()).nonzero().flatten().tolist() == [u for u in [ids[bad]] if u >= 0]
-    torch.testing.assert_close(dict(out.clipped_sum), oracle.clipped_sum(of_groups, 0.3))
+    for ids in ([2, 2, 0, 1, 1, -1, 4, 4, 1], [0, 0, 0, 1, 1, 1, 2, 2, 2], [0] * 9, [3, 3, 0, -1, 1, 2, 2, 1, 1]):
+        out = step(broken, y, groups=ids, num_groups=6)
+        of_groups = summed(grads, torch.tensor(ids), 6)
+        if ids[bad] >= 0:
+            of_groups = {n: torch.cat([g[: ids[bad]], g[ids[bad] + 1 :]]) for n, g in of_groups.items()}
+        assert (~out.norms.isfinite()).nonzero().flatten().tolist() == [u for u in [ids[bad]] if u >= 0]
+        torch.testing.assert_close(dict(out.clipped_sum), oracle.clipped_sum(of_groups, 0.3))
 
 
 @pytest.mark.parametrize("rows", ["blocks", "gathered", "scattered"])

@@ -49,7 +49,11 @@ class Call:
         return torch.Tag.nondeterministic_seeded in self.op.tags or "empty" in self.name
 
     def leaves(self) -> tuple[list[Any], pytree.TreeSpec]:
-        """The flat arguments."""
+        """The flat arguments; the list stays as it is."""
+        return self._leaves
+
+    @functools.cached_property
+    def _leaves(self) -> tuple[list[Any], pytree.TreeSpec]:
         return pytree.tree_flatten((self.args, dict(self.kwargs)))
 
     def with_leaves(self, leaves: list[Any]) -> Call:

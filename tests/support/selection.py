@@ -1,8 +1,13 @@
-"""Which programs of a long list the ordinary run takes; `make test-all` runs the whole list."""
+"""Which cases of a long list the ordinary run takes; the others are marked `rest`, and `make test-all` runs them.
+
+A list of mechanisms runs whole, and so does each row of `support/cases` in its own test.  What crosses such a list with
+something else (a second size, another backend, one more property) runs one case in so many: `one_in`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections import Counter
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import pytest
@@ -11,3 +16,22 @@ import pytest
 def selected(programs: Iterable[Any], chosen: Container[str]) -> list[Any]:
     """The programs as parameters of a test, those whose name is not `chosen` marked `rest`."""
     return [pytest.param(p, id=p.name, marks=[] if p.name in chosen else pytest.mark.rest) for p in programs]
+
+
+def one_in(
+    share: int, cases: Iterable[Any], name: Callable[[Any], str] = str, always: Container[str] = (), kinds: bool = True
+) -> list[Any]:
+    """The cases as parameters of a test: of each kind the first and every `share`-th after it, and `always`.
+
+    The kind of a case is what stands before "/" in its name ("conv2d" of "conv2d/groups"); names without one are all of
+    one kind, as all are if there are to be no `kinds`.
+    """
+    counts: Counter[str] = Counter()
+    found = []
+    for case in cases:
+        kind = name(case).rpartition("/")[0] if kinds else ""
+        taken = counts[kind] % share == 0 or name(case) in always
+        counts[kind] += 1
+        values = case if isinstance(case, tuple) else (case,)
+        found.append(pytest.param(*values, id=name(case), marks=[] if taken else pytest.mark.rest))
+    return found
