@@ -47,7 +47,7 @@ test: lint  ## everything a change must pass: style, types, all tests
 test-fast: setup  ## the tests without those that are slow or compile with inductor
 	@$(BIN)/python -m pytest -q $(PYTEST_ARGS) -m 'not slow and not inductor and not rest and not browser'
 
-test-all: setup  ## all tests, also the rest of the long lists of other people's models (hours)
+test-all: setup  ## all tests, also those marked `rest`: whole long lists, and lists crossed with each other (hours)
 	@$(BIN)/python -m pytest -q $(PYTEST_ARGS) -m 'not browser'
 
 test-browser: setup  ## the report in headless Chromium, which must be installed

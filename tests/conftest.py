@@ -11,11 +11,18 @@ from pathlib import Path
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / "psg_fx_tests_inductor"))
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # the CPU says what it has; else ten trial programs are compiled
 
+os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")  # a file's wrapper runs a few times
+
 import pytest
 
 from support.processes import Processes
 
 gc.disable()  # until all is imported
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What must run in one process starts first: at the end it would run alone."""
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
 
 
 def pytest_collection_finish() -> None:

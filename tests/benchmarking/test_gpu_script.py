@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -29,17 +31,34 @@ def test_the_package_is_that_of_the_checkout(gpu: ModuleType, tmp_path: Path) ->
     assert [Path(name).is_relative_to(tmp_path) for name in done.stdout.split()] == [True, True]
 
 
-@pytest.mark.parametrize("part", ["tests", "calibrate", "kernels", "compare"])
+@pytest.fixture
+def words(gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
+    """What a part is told."""
+
+    def of(part: str) -> list[str]:
+        told: list[str] = []
+        monkeypatch.setattr(gpu, "limited", lambda part, words, environment, out=None: told.extend(words))
+        gpu.run(part, "some-device", tmp_path / "result.txt", {})
+        return told
+
+    return of
+
+
+@pytest.mark.parametrize("part", ["calibrate", "kernels", "compare"])
 def test_every_part_understands_what_it_is_told(
-    gpu: ModuleType, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: Callable[[str], list[str]], part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(gpu, "limited", lambda part, words, environment, out=None: told.extend(words))
-    gpu.run(part, "some-device", tmp_path / "result.txt", {})
-    if part == "tests":
-        told = [*told[: told.index("-n")], "--collect-only", "-o", f"cache_dir={tmp_path}"]
-    else:
-        told.append("--help")
+    told = words(part)
+    monkeypatch.setattr(sys, "argv", [*told, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(told[0], run_name="__main__")
+    assert ended.value.code == 0
+
+
+def test_the_tests_are_found(gpu: ModuleType, words: Callable[[str], list[str]], tmp_path: Path) -> None:
+    """In a process of their own, as the other parts are, and by pytest as it is there."""
+    told = words("tests")
+    told = [*told[: told.index("-n")], "--collect-only", "-o", f"cache_dir={tmp_path}"]
     done = subprocess.run(
         [sys.executable, *told], cwd=ROOT, env=gpu.as_installed(tmp_path), capture_output=True, text=True, check=False
     )

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import psg_fx
 from psg_fx import CaptureFailed, ClippedSum, Grads, Norms, NotYetSupported, SamplesMixed
 from support import oracle
+from support.selection import one_in
 
 GENERATOR = torch.Generator().manual_seed(0)
 X, Y = torch.randn(6, 4, dtype=torch.float64, generator=GENERATOR), torch.tensor([0, 2, 1, 1, 0, 2])
@@ -71,9 +72,10 @@ def test_one_graph_for_each_size(function: Callable[[Layer, Tensor], Tensor]) ->
 
 
 @pytest.mark.filterwarnings("ignore:one graph for each batch size")
-@pytest.mark.parametrize("function", EXACT, ids=lambda f: f.__name__)
-def test_no_samples(function: Callable[[Layer, Tensor], Tensor]) -> None:
+@pytest.mark.parametrize("name", one_in(2, [f.__name__ for f in EXACT]))
+def test_no_samples(name: str) -> None:
     """Rows are empty and sums are zero, whatever the code would divide by."""
+    function: Callable[[Layer, Tensor], Tensor] = globals()[name]
     asked = [Grads(), Norms(), ClippedSum(1.0)]
     loss = lambda out, y: F.cross_entropy(out, y, reduction="sum") / len(out)  # noqa: E731
     step = psg_fx.transform(Model(function), loss, quantities=asked, backend="eager")

@@ -173,7 +173,7 @@ def check_equal_to_one_process(rank: int, world: int, name: str) -> int:
     with torch.random.fork_rng():
         whole, one = whole_of(make)
     model, loss_fn, inputs, targets = make()
-    model.double()
+    model, inputs = model.double(), inputs.double() if inputs.is_floating_point() else inputs
     whole.load_state_dict(model.state_dict())
     shard(model)
     step = transformed(model, loss_fn)

@@ -1,4 +1,4 @@
-"""The programs in docs/examples run, on little, and what they print is true."""
+"""The programs in docs/examples run, on little, and what they print is true; the longer ones by `make test-all`."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ def test_every_example_is_listed(path: Path) -> None:
     assert f"python docs/examples/{path.name}" in path.read_text(encoding="utf-8")
 
 
+@pytest.mark.rest
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Secure RNG turned off:UserWarning")
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
@@ -79,6 +80,7 @@ def test_dp_users(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"{own['accuracy']:.1%}" in capsys.readouterr().out
 
 
+@pytest.mark.rest
 @pytest.mark.slow
 def test_ddp() -> None:
     command = [sys.executable, str(EXAMPLES / "ddp.py"), "--backend", "eager", "--steps", "3"]
@@ -110,6 +112,7 @@ def char_gpt() -> ModuleType:
     return load("char_gpt")
 
 
+@pytest.mark.rest
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # transformers and accelerate, about their own code
 def test_char_gpt(char_gpt: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,6 +147,7 @@ def test_the_noise_scale_is_that_of_single_gradients(char_gpt: ModuleType) -> No
     assert measure.rows[0].signal == pytest.approx(signal.item(), rel=1e-4)
 
 
+@pytest.mark.rest
 @pytest.mark.slow
 @pytest.mark.inductor
 def test_score_service(capsys: pytest.CaptureFixture[str]) -> None:

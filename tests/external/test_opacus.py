@@ -12,17 +12,18 @@ pytest.importorskip("hypothesis")
 from external import opacus_cases
 from external.program import Contender, check, drop_in, with_loss
 
-FEW = 2
-"""Cases of each file that are tested, spread over all of them: a capture takes about half a second."""
+FEW, MORE = 1, 6
+"""Cases of each file that are tested, spread over all of them, by the ordinary run and by `make test-all`."""
 
 
 @pytest.mark.parametrize("contender", [with_loss, drop_in])
 @pytest.mark.parametrize("file", opacus_cases.FILES)
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
-def test_cases_of_opacus(file: str, contender: Contender) -> None:
-    programs = opacus_cases.programs_of(file)
+@pytest.mark.parametrize("count", [FEW, pytest.param(MORE, marks=pytest.mark.rest)])
+def test_cases_of_opacus(file: str, contender: Contender, count: int) -> None:
+    programs = opacus_cases.programs_of(file)[:: 1 if contender is with_loss else -1]
     assert len(programs) >= FEW
-    for program in programs[:: -(-len(programs) // FEW)]:
+    for program in programs[:: -(-len(programs) // count)]:
         check(program, contender)
 
 

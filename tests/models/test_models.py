@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import psg_fx
 from psg_fx import ClippedSum, Grads, Norms, zoo
 from support import oracle
+from support.selection import one_in
 
 SIZES: dict[str, dict[str, Any]] = {
     "simplecnn": {"batch": 3, "image": 8, "width": 3, "hidden": 7, "classes": 4},
@@ -54,7 +55,11 @@ def cast(ex: zoo.Example, dtype: torch.dtype) -> tuple[nn.Module, Any]:
     return ex.model.to(dtype), inputs
 
 
-@pytest.mark.parametrize("name", [*SIZES, "gru"])
+LIGHT = ("simplecnn", "gpt-tied", "lstm")
+"""A convolution, attention with tied weights, a loop over time: the others have these in them."""
+
+
+@pytest.mark.parametrize("name", one_in(3, [*SIZES, "gru"], always=LIGHT))
 def test_float64(name: str) -> None:
     """Gradients alone, then norms and the clipped sum, which need not keep them."""
     ex = example(name)
@@ -74,14 +79,7 @@ def test_float64(name: str) -> None:
     assert set(vars(out)) == {"losses", "norms", "clipped_sum", "clip_factors"}
 
 
-LIGHT = ("simplecnn", "gpt-tied", "lstm")
-"""A convolution, attention with tied weights, a loop over time: the others have these in them."""
-OTHERS = tuple(name for name in (*SIZES, "gru") if name not in LIGHT)
-
-
-@pytest.mark.parametrize(
-    "name", [n if n in LIGHT else pytest.param(n, marks=pytest.mark.rest) for n in [*SIZES, "gru"]]
-)
+@pytest.mark.parametrize("name", one_in(9, [*SIZES, "gru"], always=LIGHT))
 def test_float32(name: str) -> None:
     ex = example(name)
     model, inputs = cast(ex, torch.float32)

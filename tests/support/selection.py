@@ -7,7 +7,7 @@ something else (a second size, another backend, one more property) runs one case
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import pytest
@@ -18,20 +18,19 @@ def selected(programs: Iterable[Any], chosen: Container[str]) -> list[Any]:
     return [pytest.param(p, id=p.name, marks=[] if p.name in chosen else pytest.mark.rest) for p in programs]
 
 
-def one_in(
-    share: int, cases: Iterable[Any], name: Callable[[Any], str] = str, always: Container[str] = (), kinds: bool = True
-) -> list[Any]:
+def one_in(share: int, cases: Iterable[Any], always: Container[str] = (), kinds: bool = True) -> list[Any]:
     """The cases as parameters of a test: of each kind the first and every `share`-th after it, and `always`.
 
     The kind of a case is what stands before "/" in its name ("conv2d" of "conv2d/groups"); names without one are all of
-    one kind, as all are if there are to be no `kinds`.
+    one kind, as all are if there are to be no `kinds`.  A case of several arguments is a tuple.
     """
     counts: Counter[str] = Counter()
     found = []
     for case in cases:
-        kind = name(case).rpartition("/")[0] if kinds else ""
-        taken = counts[kind] % share == 0 or name(case) in always
-        counts[kind] += 1
         values = case if isinstance(case, tuple) else (case,)
-        found.append(pytest.param(*values, id=name(case), marks=[] if taken else pytest.mark.rest))
+        name = "-".join(map(str, values))
+        kind = name.rpartition("/")[0] if kinds else ""
+        taken = counts[kind] % share == 0 or name in always
+        counts[kind] += 1
+        found.append(pytest.param(*values, id=name, marks=[] if taken else pytest.mark.rest))
     return found

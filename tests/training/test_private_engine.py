@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ pytest.importorskip("opacus")
 from opacus.validators.errors import UnsupportedModuleError
 
 import psg_fx
+from support.selection import one_in
 from support.training import MAX_NORM, Private, Training, engine, quietly, same, trained
 
 CLIPPING: dict[str, dict[str, Any]] = {
@@ -25,8 +27,7 @@ CLIPPING: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("part", [None, 3])
-@pytest.mark.parametrize("clipping", CLIPPING)
+@pytest.mark.parametrize(("clipping", "part"), one_in(3, itertools.product(CLIPPING, [None, 3])))
 @quietly
 def test_other_ways_of_clipping(clipping: str, part: int | None) -> None:
     options = {"clipping": clipping, **CLIPPING[clipping]}
@@ -49,8 +50,9 @@ def test_adaptive_clipping_moves_its_bound() -> None:
     assert bounds[0] > 1.5 * MAX_NORM
 
 
-@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
-@pytest.mark.parametrize(("seed", "first"), [(1, 1), (9, 0)])
+@pytest.mark.parametrize(
+    ("seed", "first", "clipping"), one_in(3, [(*start, c) for start in [(1, 1), (9, 0)] for c in ("flat", "per_layer")])
+)
 @quietly
 def test_parts_of_batches_some_of_which_are_empty(seed: int, first: int, clipping: str) -> None:
     few: dict[str, Any] = {"batch": 2, "count": 8, "seed": seed}
@@ -62,7 +64,7 @@ def test_parts_of_batches_some_of_which_are_empty(seed: int, first: int, clippin
     same(mine, theirs)
 
 
-@pytest.mark.parametrize("accountant", ["rdp", "prv"])
+@pytest.mark.parametrize("accountant", one_in(2, ["rdp", "prv"]))
 @quietly
 def test_a_target_epsilon_is_met(accountant: str) -> None:
     """Opacus looks for the noise until ε is within 0.01 of the target."""
@@ -73,7 +75,7 @@ def test_a_target_epsilon_is_met(accountant: str) -> None:
     assert trained(engine("no_op", **target), 4)[1] > 3.05
 
 
-@pytest.mark.parametrize(("before", "after"), [("no_op", "no_op"), ("hooks", "no_op"), ("no_op", "hooks")])
+@pytest.mark.parametrize(("before", "after"), one_in(2, [("no_op", "no_op"), ("no_op", "hooks"), ("hooks", "no_op")]))
 @quietly
 def test_a_run_goes_on_from_a_checkpoint(before: str, after: str, tmp_path: Path) -> None:
     """Loaded into a run that went elsewhere.  The states of the generators are the caller's to save."""
@@ -103,7 +105,7 @@ def dropping() -> Training:
     return t
 
 
-@pytest.mark.parametrize("wrapped", [True, False])
+@pytest.mark.parametrize("wrapped", one_in(2, [True, False]))
 @quietly
 def test_evaluation_between_steps_changes_nothing(wrapped: bool) -> None:
     held_out = torch.randn(5, 1, 6, 6, generator=torch.Generator().manual_seed(3))
