@@ -9,6 +9,7 @@ from torch import Tensor
 
 from psg_fx import PsgError, SamplesMixed
 from support.programs import (
+    B,
     C,
     Refused,
     Row,
@@ -81,7 +82,14 @@ MASKED = {
 @pytest.mark.filterwarnings("ignore:one graph for each batch size")
 @pytest.mark.parametrize("name", one_in(2, MASKED))
 def test_equals_the_loop(name: str) -> None:
-    check_answer(MASKED[name])
+    check_answer(MASKED[name], (B,))
+
+
+@pytest.mark.filterwarnings("ignore:one graph for each batch size")
+@pytest.mark.parametrize("name", one_in(7, MASKED))
+def test_of_one_sample(name: str) -> None:
+    """Such a program is captured for each batch size."""
+    check_answer(MASKED[name], (1,))
 
 
 REFUSED: dict[str, Refused] = {

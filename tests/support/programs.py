@@ -75,12 +75,12 @@ def images(size: int) -> tuple[Tensor, Tensor]:
 Refused = tuple[Callable[[], nn.Module], Callable[..., Tensor], Callable[[int], tuple[Any, Any]], type[PsgError], str]
 
 
-def check_answer(row: Row) -> None:
+def check_answer(row: Row, sizes: tuple[int, ...] = (B, 1)) -> None:
     """Every answer of the program equals the loop's, and its buffers are those of an ordinary forward."""
     torch.manual_seed(0)
     model = row.model().double()
     step = psg_fx.transform(model, row.loss, quantities=[Grads(), ClippedSum(0.3), Gram()], backend="eager")
-    for size in (B, 1):
+    for size in sizes:
         x, y = row.draw(size)
         ordinary = copy.deepcopy(model)
         ordinary(*(x if isinstance(x, tuple) else (x,)))
