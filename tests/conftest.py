@@ -21,8 +21,13 @@ gc.disable()  # until all is imported
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What must run in one process starts first: at the end it would run alone."""
-    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+    """What must run in one process starts first: at the end it would run alone.  The tests of a row are short."""
+
+    def is_short(item: pytest.Item) -> bool:
+        group = item.get_closest_marker("xdist_group")
+        return group is None or group.args[0].startswith("row ")
+
+    items.sort(key=is_short)
 
 
 def pytest_collection_finish() -> None:

@@ -30,14 +30,7 @@ from psg_fx.algebra.gradient import GRADIENTS, ParameterGradient
 from psg_fx.algebra.network import BATCH, Kind, Leaf, Source
 from psg_fx.algebra.site import READ
 from psg_fx.graph import facts
-from psg_fx.graph.history import History
 from psg_fx.ops import tile_products
-from psg_fx.passes import pipeline
-from psg_fx.passes.alone import Alone
-from psg_fx.passes.differentiate import differentiate
-from psg_fx.passes.networks import merge, networks
-from psg_fx.passes.runner import run
-from psg_fx.passes.sites import find_sites
 from psg_fx.planner import rates
 from psg_fx.planner.evaluate import Evaluator, compute
 from psg_fx.planner.expr import Expr, LeafExpr, dense
@@ -45,14 +38,12 @@ from psg_fx.planner.methods import FUSED, METHODS, symmetric
 from psg_fx.planner.plan import ParameterPlan, Part, Plan
 from psg_fx.planner.trees import trees
 from psg_fx.program.call import take_apart
-from psg_fx.program.program import Program
-from psg_fx.program.state import tracked_parameters
 from psg_fx.step.binding import Binding, plain_mode
 from psg_fx.tensors import product
 from support import oracle
 from support.cases import CASES, Case
 from support.expected import Truth, tolerance_of
-from support.selection import selected
+from support.rows import answered, in_one_process
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
 
@@ -77,23 +68,17 @@ class Joint:
 
 
 def joint(case: Case) -> Joint:
-    """Capture the row up to its networks, and run the joint graph for the tensors that they read."""
-    model = case.model()
-    loss = case.loss_fn(model)
-    call = take_apart(((case.data(), {}), ((), {})), case.dims)
-    program, history = Program(model, loss, call), History()
-    gm = pipeline.record_capture(program, call, tracked_parameters(model, None).aliases, history)
-    gm = run(pipeline.BATCH, gm, history, alone=Alone(program, call))
-    for one in (pipeline.UNREDUCE, find_sites, differentiate, networks, merge):
-        gm = run(one, gm, history)
+    """Run the joint graph of the row's step for the tensors that its networks read."""
+    found = answered(case.name)
+    call, gm = take_apart(((case.data(), {}), ((), {})), case.dims), found.step.graphs["merged"]
     info = facts.graph_facts(gm)
     with plain_mode():
-        arguments = Binding(gm, model, loss).arguments(call, {})
+        arguments = Binding(gm, found.model, found.loss).arguments(call, {})
         results = gm(*arguments)
     env = {Source(Kind.PLACEHOLDER, n.name): a for n, a in zip(facts.placeholders(gm), arguments, strict=True)}
     read = [(s, v) for s, v in zip(info.outputs, results, strict=True) if s.kind in READ]
     env |= {Source(READ[spec.kind], spec.name): value for spec, value in read}
-    return Joint(GRADIENTS.of(gm), env, info.batch, call.batch_size(), Truth(case))
+    return Joint(GRADIENTS.of(gm), env, info.batch, call.batch_size(), found.truth)
 
 
 def questions(gradient: ParameterGradient, batch: Any, through_total: bool) -> Open:
@@ -203,23 +188,20 @@ FIRST = {case.name for case in ROWS if not case.name.startswith("traps/")}
 """Traps use the rules that other rows are for."""
 
 
-@pytest.fixture(autouse=True)
-def _short_rows_by_half(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gram matrices are computed by half however few the positions are."""
+def offer_every_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gram matrices are computed by half however few the positions are, and products with the squares of their tiles
+    are offered here, too, by torch and in tiles smaller than any row.
+    """
     monkeypatch.setattr(symmetric, "_FROM", 2)
     monkeypatch.setattr(symmetric, "_VECTOR", 1)
-
-
-@pytest.fixture(autouse=True)
-def _fused_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products with the squares of their tiles are offered here, too, by torch and in tiles smaller than any row."""
     monkeypatch.setattr(tile_products, "DTYPES", (torch.float64, *tile_products.DTYPES))
     monkeypatch.setattr(tile_products, "tile", lambda rows, columns: (2, 3))
 
 
-@pytest.mark.parametrize("case", selected(ROWS, FIRST))
-def test_every_tree(case: Case) -> None:
+@pytest.mark.parametrize("case", in_one_process(ROWS, FIRST))
+def test_every_tree(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     values = joint(case)
+    offer_every_method(monkeypatch)
     tolerance = tolerance_of(case)
     for name, gradient in values.gradients.items():
         if not gradient.terms:

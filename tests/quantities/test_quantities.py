@@ -16,13 +16,13 @@ from support import oracle
 from support.answered import check_answers
 from support.cases import CASES, Case
 from support.expected import Truth, directions, tolerance_of
+from support.rows import ROWS, answered, everything, in_one_process
 from support.selection import one_in
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning"),
 ]
 
-ROWS = {case.name: case for case in CASES}
 FEW = [
     "linear/2d", "linear/seq", "linear/folded-time-major", "matmul/batched", "einsum/heads", "bilinear", "conv1d/plain",
     "conv2d/groups", "conv2d/depthwise", "conv2d/folded-windows",
@@ -51,11 +51,6 @@ def compare(out: Any, truth: Truth, quantities: list[Any], tolerance: float) -> 
 
 
 def run(case: Case, quantities: list[Any], dtype: torch.dtype = torch.float64) -> Any:
-    return stepped(case, quantities, dtype)[1]
-
-
-def stepped(case: Case, quantities: list[Any], dtype: torch.dtype = torch.float64) -> tuple[Any, Any]:
-    """The step and its output."""
     model = case.model(dtype)
     loss = case.loss_fn(model)
     step = psg_fx.transform(model, loss, quantities=quantities, backend="eager", batch_dim=case.dims)
@@ -66,25 +61,19 @@ def stepped(case: Case, quantities: list[Any], dtype: torch.dtype = torch.float6
         like = {n: p.detach()[None] for n, p in oracle.tracked(model, None).items()}
         (count,) = [q.count for q in quantities if isinstance(q, Dots)]
         given["directions"] = {n: v.to(dtype) for n, v in directions(like, count).items()}
-    return step, step(case.data(dtype), **given)
+    return step(case.data(dtype), **given)
 
 
-def everything(truth: Truth) -> list[Any]:
-    return [Grads(), Norms(), ClippedSum(truth.bound), WeightedSum(), MeanGrad()]
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", in_one_process(CASES, ROWS))
 def test_row(case: Case) -> None:
     """All quantities at once, at a batch size that the graph was not traced with, by the row's own rules."""
     if case.refused:
         with pytest.raises(ValueError, match=case.refused):
             run(case, [Grads()])
         return
-    truth = Truth(case)
-    quantities = everything(truth)
-    step, out = stepped(case, quantities)
-    compare(out, truth, quantities, tolerance_of(case))
-    check_answers(case, step)
+    found = answered(case.name)
+    compare(found.out, found.truth, found.quantities, tolerance_of(case))
+    check_answers(case, found.step)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.vmap], ids=str)
