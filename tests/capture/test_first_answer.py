@@ -159,16 +159,16 @@ def test_tracing_keeps_the_symbol_and_its_arguments() -> None:
 
 
 SCRIPT = """
-import sys, torch, psg_fx
+import sys, torch, psg_fx, psg_fx.planner.methods.fused
 model = torch.nn.Linear(4, 3)
 psg_fx.transform(model, torch.nn.functional.cross_entropy, backend="eager")(torch.randn(5, 4), torch.zeros(5).long())
 unwanted = ("torch.utils.benchmark", "torch.utils.cpp_extension", "torch._dynamo.backends.inductor",
-            "torch._inductor.compile_fx", "torch._inductor.scheduler")
+            "torch._inductor.compile_fx", "torch._inductor.scheduler", "psg_fx.ops.tile_kernels")
 print([name for name in unwanted if name in sys.modules])
 """
 
 
-def test_an_eager_step_loads_no_compiler() -> None:
+def test_an_eager_step_loads_no_compiler_and_no_kernels() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -7,6 +7,7 @@ import pytest
 from external.mixing import LAYERS, programs
 from external.program import Contender, Program, drop_in, with_loss
 from psg_fx.errors import NotYetSupported, SamplesMixed
+from support.selection import one_in
 
 
 def refused(program: Program, contender: Contender) -> None:
@@ -15,7 +16,7 @@ def refused(program: Program, contender: Contender) -> None:
     assert all(line in str(error.value) for line in ("\n  where  ", "\n  why    ", "\n  fix    "))
 
 
-@pytest.mark.parametrize("program", programs(), ids=str)
+@pytest.mark.parametrize("program", one_in(2, programs()))
 def test_samples_that_mix_are_refused(program: Program) -> None:
     refused(program, with_loss)
 

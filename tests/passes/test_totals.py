@@ -14,6 +14,7 @@ from psg_fx import ClippedSum, Grads, MeanGrad, Norms, Quantity, WeightedSum, zo
 from psg_fx.graph import facts
 from psg_fx.planner import rates
 from support import oracle
+from support.selection import one_in
 
 aten = torch.ops.aten
 BOUND = 0.1
@@ -140,7 +141,7 @@ def test_on_a_cpu_results_have_memory_of_their_own() -> None:
 
 
 @pytest.mark.usefixtures("for_cuda")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", one_in(2, [torch.bfloat16, torch.float16]))
 def test_half_precision_is_squared_in_float32(dtype: torch.dtype) -> None:
     model, x, y = problem()
     model, x = model.to(dtype), x.to(dtype)

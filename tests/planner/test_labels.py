@@ -18,6 +18,7 @@ from psg_fx.planner.expr import ContractExpr, DenseExpr, Expr, LeafExpr, SumExpr
 from psg_fx.planner.groups import groups
 from psg_fx.planner.plan import PLAN
 from support import oracle
+from support.selection import one_in
 
 
 class Model(nn.Module):
@@ -101,7 +102,7 @@ def dear_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "device", lambda kind, replayed=False: table)
 
 
-@pytest.mark.parametrize("budget", [None, 50_000])
+@pytest.mark.parametrize("budget", one_in(2, [50_000, None]))
 def test_labels_decide_nothing(budget: int | None, dear_memory: None, request: pytest.FixtureRequest) -> None:
     plain, want = step(budget)
     before = decisions(plain)

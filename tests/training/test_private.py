@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -118,9 +119,10 @@ def test_poisson_batches_of_no_sample_and_of_one(way: str, seed: int, first: int
     same(mine, theirs)
 
 
+@pytest.mark.rest
 @pytest.mark.inductor
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["no_op", pytest.param("Opacus' optimizer", marks=pytest.mark.rest)])
+@pytest.mark.parametrize("way", ["no_op", "Opacus' optimizer"])
 @quietly
 def test_poisson_batches_compiled_by_inductor(way: str) -> None:
     same(trained(WAYS[way], 2, backend="inductor", **FEW), opacus(2, **FEW))
@@ -193,17 +195,9 @@ def distances(a: Named, b: Named, per: str) -> list[float]:
     return [math.hypot(*each.values())] if per == "model" else list(each.values())
 
 
-EVERY = [
-    pytest.mark.parametrize("style", ["abadi", "automatic"]),
-    pytest.mark.parametrize("per", ["model", "parameter"]),
-    pytest.mark.parametrize("name", MODELS),
-]
-
-
-def every_clipper(test: Any) -> Any:
-    return functools.reduce(lambda t, mark: mark(t), EVERY, test)
-
-
+every_clipper = pytest.mark.parametrize(
+    ("name", "per", "style"), one_in(3, itertools.product(MODELS, ["model", "parameter"], ["abadi", "automatic"]))
+)
 DTYPES = st.sampled_from([torch.float32, torch.float64])
 EXPONENTS = st.lists(st.floats(-30, 30), min_size=2, max_size=6)
 BOUNDS = st.floats(-3, 3).map(lambda e: 10.0**e)
