@@ -253,6 +253,7 @@ found = len(step(torch.randn(4, 3)).losses)
 """
 
 
+@pytest.mark.filterwarnings("ignore:one graph for each batch size:UserWarning")
 def test_a_script(tmp_path: Path) -> None:
     """Where `__builtins__` is a module among the globals, as in a script, not a dict as elsewhere."""
     path = tmp_path / "script.py"

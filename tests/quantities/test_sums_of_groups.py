@@ -16,7 +16,7 @@ from psg_fx.step import groups as of_call
 from support import oracle
 from support.cases import CASES, Case
 from support.expected import BOUND, Truth, directions, tolerance_of
-from support.selection import one_in
+from support.selection import one_in, selected
 from support.small import same_mlp
 
 ROWS = {case.name: case for case in CASES}
@@ -98,11 +98,7 @@ def check_row(case: Case, ids: list[int]) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
-@pytest.mark.parametrize(
-    "case",
-    [c if c.name in FEW[::2] else pytest.param(c, marks=pytest.mark.rest) for c in CASES if not c.refused],
-    ids=str,
-)
+@pytest.mark.parametrize("case", selected([case for case in CASES if not case.refused], FEW[::2]))
 def test_row(case: Case) -> None:
     """Every row and every quantity, at numbers of groups and of samples that the graph was not traced with."""
     assert check_row(case, [1, 0, 1]) == "gathered"
