@@ -123,6 +123,10 @@ def predicted(run: Run, precision: str) -> dict[str, Any]:
         for step, quantity in USUAL.items():
             plan = plan_step(GRADIENTS.of(joint).values(), quantity.asks(), device, asked.batch, asked.size)
             steps[step] = prediction([*timed(graphs["joint"], device), *planned(plan, device)], device)
+        least = plan_step(
+            GRADIENTS.of(joint).values(), USUAL["clipped_sum"].asks(), device, asked.batch, asked.size, KEPT
+        )
+        steps[LEAST] = prediction([*timed(graphs["joint"], device), *planned(least, device)], device)
         found[name] = {step: vars(p) | {"bound": p.bound} for step, p in steps.items()}
     return found
 
@@ -177,6 +181,8 @@ def prediction(launches: Sequence[Launch], device: Device) -> Prediction:
 RECORDS = {"simplecnn float32": "simplecnn", "gpt float32": "gpt", "gpt-3x768 bfloat16": "gpt-bf16",
            "vit-4x768 bfloat16": "vit-bf16"}  # fmt: skip
 """What was recorded on the H100 (`bench/kernels.py`), by its name there."""
+LEAST, KEPT = "clipped sum, nothing kept", 1.0
+"""A plan under which a byte that waits for the norms costs a second."""
 STEPS = {"norms": "norms", "clipped_sum": "clipped sum", "grads": "gradients"}
 
 
@@ -190,6 +196,7 @@ def page(found: dict[str, Any]) -> list[str]:
         rows = [[TITLES.get(model, MODELS[model].title), precision, *row(found[f"{model} {precision}"][device])]
                 for model, precision in (key.split() for key in found)]  # fmt: skip
         text += [f"## {device.upper()}", _table(headers, rows)]
+    text += ["## Fewer bytes on the H100", FEWER, _table(FEWER_HEADERS, list(fewer(found)))]
     text += ["## Beside what was measured on the H100", BESIDE, _table(MEASURED, list(beside(found)))]
     text += [BESIDE_STEPS, _table(["model", "step", "how", "predicted", "measured"], list(beside_steps(found)))]
     return [*text, "## Launches and bytes beside inductor's own", COUNTED, _table(COUNTS, list(beside_inductor(found)))]
@@ -200,6 +207,10 @@ the last tables name. The tables of the A100, H200 and L4 are themselves scaled 
 ([docs/design/cost.md](../../docs/design/cost.md)). *Replayed*: kernels in a CUDA graph (`mode="reduce-overhead"`).
 *One by one*: the host tells the device each, and where that takes longer than all kernels the step is bound by the
 *host*. The LSTM's ordinary step is written out over time; a device runs cuDNN's op, which is no row here."""
+FEWER = """A clipped sum moves more than an ordinary step, since gradients that are kept until all norms are known are
+written once and read twice. This is the plan that keeps as little as any tree does (Gram matrices, and the sum from
+activations once more), × the ordinary step, predicted for replayed kernels."""
+FEWER_HEADERS = ["model", "precision", "bytes: as planned", "nothing kept", "time: as planned", "nothing kept"]
 BESIDE = """Time of the device alone, × the ordinary step's (the profiler's sum of kernels; predictions are those for
 replayed kernels), and kernels × the ordinary step's. The last columns are the ordinary step itself, in ms."""
 BESIDE_STEPS = """Whole steps by the host's clock (`compare-cuda-nvidia-h100-80gb-hbm3.md`), × the ordinary step as one
@@ -226,6 +237,17 @@ def bound(step: dict[str, Any]) -> str:
     """The part that is most of the device's time, and its share; and the host, if one by one it is slower."""
     share = step["shares"][step["bound"]] / step["replayed"]
     return f"{step['bound']} {share:.0%}{', host' if step['launched'] > step['replayed'] else ''}"
+
+
+def fewer(found: dict[str, Any]) -> Iterator[list[str]]:
+    """Bytes and time of two plans of a clipped sum."""
+    for key, devices in found.items():
+        model, precision = key.split()
+        steps = devices["h100"]
+        if LEAST in steps:
+            ratios = [steps[s][what] / steps["ordinary"][what] for what in ("bytes", "replayed")
+                      for s in ("clipped_sum", LEAST)]  # fmt: skip
+            yield [TITLES.get(model, MODELS[model].title), precision, *(f"{ratio:.2f}" for ratio in ratios)]
 
 
 def beside(found: dict[str, Any]) -> Iterator[list[str]]:
