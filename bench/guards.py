@@ -1,11 +1,12 @@
-"""What a call costs before the graph runs: is everything that the program reads what it was?
+"""What a call costs beside its graph: is everything that the program reads what it was, and all other Python.
 
-    python bench/guards.py [--models simplecnn,resnet18gn,gpt,vit,lstm] [--tag NAME]
+    python bench/guards.py [--models mlp,simplecnn,resnet18gn,gpt,vit,lstm] [--tag NAME]
 
 For each model, after one eager step: microseconds to ask whether modules, parameters and buffers are as they were
 (structure), whether all else that the code reads is (guard), how many places that are, and the walk that decides
-where one of them differs.  Least of several runs, CPU time of one thread.  Writes `bench/results/guards-<tag>.json` and
-`.md`.
+where one of them differs; and a whole call (norms, a clipped sum) whose graph is replaced by its results.  A clipped
+sum asks whether all norms are finite, too.  Least of several runs, CPU time of one thread.  Writes
+`bench/results/guards-<tag>.json` and `.md`.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ from tabulate import tabulate
 import psg_fx
 from psg_fx import zoo
 
-HEADERS = ["model", "modules", "structure µs", "guard µs", "places", "walk µs"]
+FIGURES = ("structure", "guard", "places", "walk", "norms", "clipped_sum")
+HEADERS = [
+    "model", "modules", "structure µs", "guard µs", "places", "walk µs", "call, norms µs", "call, clipped sum µs"
+]  # fmt: skip
 
 
 def main() -> None:
     parser = options(__doc__, tag=False)
-    parser.add_argument("--models", default="simplecnn,resnet18gn,gpt,vit,lstm", help="separated by commas")
+    parser.add_argument("--models", default="mlp,simplecnn,resnet18gn,gpt,vit,lstm", help="separated by commas")
     parser.add_argument("--tag", default="cpu", help="names the result files (default: cpu)")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -46,7 +50,26 @@ def figures(name: str) -> dict[str, Any]:
     return {
         "modules": len(list(made.model.modules())), "structure": microseconds(structure.holds, 1000),
         "guard": microseconds(guard.holds, 1000), "places": guard.count, "walk": microseconds(guard.changed, 20),
+        "norms": call(made, psg_fx.Norms()), "clipped_sum": call(made, psg_fx.ClippedSum(1.0)),
     }  # fmt: skip
+
+
+def call(made: zoo.Example, quantity: psg_fx.Quantity) -> float:
+    """A call of a step whose graph takes no time."""
+    step = psg_fx.transform(
+        made.model, made.loss_fn, quantities=quantity, backend="eager", batch_dim=made.batch_dim, progress=False
+    )
+    step(made.inputs, made.targets)
+    compiled = step.captures[0].step
+    graph, results = compiled._run, []
+
+    def recorded(*tensors: torch.Tensor) -> Any:
+        results[:] = results or graph(*tensors)
+        return results
+
+    compiled._run = recorded
+    step(made.inputs, made.targets)
+    return microseconds(lambda: step(made.inputs, made.targets), 300)
 
 
 def microseconds(function: Callable[[], object], number: int) -> float:
@@ -58,7 +81,11 @@ def write(tag: str, found: dict[str, dict[str, Any]]) -> None:
     """The results with versions and hardware, as JSON and as a table."""
     machine = about()
     rows = [
-        [name, str(r["modules"]), f"{r['structure']:.0f}", f"{r['guard']:.0f}", str(r["places"]), f"{r['walk']:.0f}"]
+        [
+            name,
+            str(r["modules"]),
+            *(f"{r[k]:.0f}" for k in ("structure", "guard", "places", "walk", "norms", "clipped_sum")),
+        ]
         for name, r in found.items()
     ]
     text = tabulate(rows, HEADERS, tablefmt="github", disable_numparse=True)
