@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 
 from psg_fx.algebra.members import Grouping
 from psg_fx.graph.history import History, PassRecord, log
+from psg_fx.graph.slices import Slices
 from psg_fx.graph.stages import Stage, verify
 from psg_fx.planner.budget import Budget
 from psg_fx.planner.cost import Device
@@ -40,16 +41,20 @@ UNREDUCE = graph_pass("unreduce", before=Stage.BATCHED, after=Stage.UNREDUCED)(u
 def run_pipeline(
     program: Program, call: Call, tracked: dict[str, str], quantities: Sequence[Quantity], dtype: torch.dtype,
     device: Device, history: History, input_gradients: tuple[bool, ...] = (), budget: Budget | None = None,
-    grouping: Grouping | None = None,
+    grouping: Grouping | None = None, slices: Slices | None = None,
 ) -> GraphModule:  # fmt: skip
     """From a model and a loss to a lowered graph; every stage on the way is kept in `history`.
 
-    grouping: what is asked is asked of groups of samples.
+    grouping: what is asked is asked of groups of samples.  slices: this process has slices of the model.
     """
     gm = record_capture(program, call, tracked, history)
+    if slices is not None:
+        gm = _spread(gm, slices, history)
     alone = Alone(program, call)
     with without_defaults():
         gm = _passes(gm, alone, call, quantities, dtype, device, history, input_gradients, budget, grouping)
+        if slices is not None:
+            gm = _written_with_others(gm, history)
     name, seconds = type(program.model).__name__, sum(step.seconds for step in history.passes)
     log.info("%s: captured, planned and lowered in %.1f s, %d nodes", name, seconds, len(gm.graph.nodes))
     return gm
@@ -71,6 +76,19 @@ def _passes(
     gm = run(tidy, gm, history)
     gm = run(totals, gm, history, device=device, size=call.batch_size())
     return run(widen, gm, history, device=device.name)
+
+
+def _spread(gm: GraphModule, slices: Slices, history: History) -> GraphModule:
+    """Only where it is asked for, since the ops between processes are registered with it."""
+    from .spread import spread
+
+    return run(spread, gm, history, slices=slices)
+
+
+def _written_with_others(gm: GraphModule, history: History) -> GraphModule:
+    from .collectives import collectives
+
+    return run(collectives, gm, history)
 
 
 def record_capture(program: Program, call: Call, tracked: dict[str, str], history: History) -> GraphModule:

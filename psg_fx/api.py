@@ -19,6 +19,7 @@ from psg_fx.step.settings import Settings, as_sequence, needs_loss, without_loss
 from psg_fx.step.with_loss import LossModule
 from psg_fx.step.without_loss import DropInModule
 from psg_fx.torch_private.sharded import is_sharded
+from psg_fx.torch_private.tensor_parallel import is_tensor_parallel
 
 if TYPE_CHECKING:
     pass
@@ -85,7 +86,7 @@ def transform(
         NotYetSupported: at the first call: the gradients exist, but cannot be computed exactly.
         CaptureFailed: at the first call: model and loss do not become one graph.
     """
-    sharded = is_sharded(model)
+    sharded = is_sharded(model) or is_tensor_parallel(model)
     if not sharded:
         mistakes.check_model(model)
     settings = Settings(

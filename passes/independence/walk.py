@@ -16,6 +16,7 @@ from psg_fx.graph.sample_axis import Misfit, single
 from psg_fx.source import locate, source_line
 
 from . import (  # noqa: F401  (they fill the table)
+    across,
     along,
     contractions,
     elementwise,

@@ -16,6 +16,7 @@ from psg_fx.algebra.members import COUNT
 from psg_fx.algebra.network import Kind, Source
 from psg_fx.graph import facts
 from psg_fx.graph.facts import OutputSpec
+from psg_fx.graph.slices import Slices, slices_of
 from psg_fx.planner.evaluate import Evaluator
 from psg_fx.planner.groups import Group, groups
 from psg_fx.planner.plan import Plan
@@ -43,7 +44,7 @@ class Writer:
         extras: Mapping[str, Node],
     ) -> None:  # fmt: skip
         self.plan, self.batch, self.samples, self.known, self.extras = plan, batch, samples, known, extras
-        self.pieces = Pieces(gm, "lower")
+        self.gm, self.pieces = gm, Pieces(gm, "lower")
         self.groups = groups(plan)
         self.found: dict[str, dict[str, Node]] = {key: {} for key in (*(ask.key for ask in plan.asks), FLOORS)}
         self.contractions = 0
@@ -51,6 +52,8 @@ class Writer:
     def results(self, quantities: Sequence[Quantity]) -> list[tuple[OutputSpec, Node]]:
         """Every field of every quantity."""
         handed = [self._first(group) for group in self.groups]
+        if (slices := slices_of(self.gm)) is not None:
+            self._add_slices(slices)
         weights = self._weights(quantities)
         for group, nodes in zip(self.groups, handed, strict=True):
             self._second(group, nodes, weights)
@@ -67,6 +70,27 @@ class Writer:
 
         inputs = [self.batch, *self._inputs(group)]
         return self._take(*self.pieces.write(piece, inputs, ("first", group.signature)), group)
+
+    def _add_slices(self, slices: Slices) -> None:
+        """Norms and products of sliced parameters are sums over processes, of many at once; those of all others are
+        found by each.
+        """
+        from psg_fx.ops.across import sum_across
+
+        asked = {ask.key for ask in self.plan.asks if ask.adds_up} | {FLOORS}
+        parts = [(key, name) for key in self.found if key in asked for name in self.found[key]]
+        alike: dict[Any, list[tuple[str, str]]] = {}
+        for key, name in (part for part in parts if part[1] in slices.parameters):
+            value = self.found[key][name].meta["val"]
+            alike.setdefault((facts.shape(value), value.dtype), []).append((key, name))
+
+        def piece(*values: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
+            return list(sum_across(torch.stack(values), slices.group).unbind()), None
+
+        for places in alike.values():
+            nodes, _ = self.pieces.write(piece, [self.found[key][name] for key, name in places])
+            for (key, name), node in zip(places, nodes, strict=True):
+                self.found[key][name] = node
 
     def _second(self, group: Group, handed: list[Node], weights: NodesByName) -> None:
         """The weighted sums."""

@@ -51,10 +51,12 @@ class Ask:
     for the operand of a site is pulled back to the parameter.  per_sample: the samples are its first dim.
     accumulated: kept in float32 or better.  nameless: its networks do not depend on the name of the parameter, so that
     like parameters share the code that computes it.  samples: it is asked of single samples, also where gradients are
-    those of groups.
+    those of groups.  adds_up: that of a parameter is the sum of those of its slices; what is like the parameter is
+    sliced as it is.
     """
 
     like_parameter: ClassVar[bool] = False
+    adds_up: ClassVar[bool] = False
     per_sample: ClassVar[bool] = True
     accumulated: ClassVar[bool] = True
     nameless: ClassVar[bool] = False

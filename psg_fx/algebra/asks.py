@@ -47,6 +47,7 @@ class Materialized(Linear):
 class SquaredNorm(Quadratic):
     """‖g_b‖² of every parameter: name -> [B]."""
 
+    adds_up: ClassVar[bool] = True
     nameless: ClassVar[bool] = True
     key: ClassVar[str] = "sq_norms"
 
@@ -64,6 +65,7 @@ class SquaredNorm(Quadratic):
 class InnerProducts(Quadratic):
     """⟨g_b, g_b'⟩ of every parameter: name -> [B, B]."""
 
+    adds_up: ClassVar[bool] = True
     nameless: ClassVar[bool] = True
     key: ClassVar[str] = "gram"
 
@@ -151,6 +153,7 @@ class Along(Linear):
     """
 
     count: int | None = None
+    adds_up: ClassVar[bool] = True
     nameless: ClassVar[bool] = True
     key: ClassVar[str] = "dots"
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from psg_fx.distributed.sums import Named, added, buckets, share_of
+from psg_fx.distributed.tensor_parallel import TensorParallel
 from psg_fx.errors import NotYetSupported
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # until torch 2.12
@@ -19,53 +22,70 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 class Placed:
     """Sums of this process's samples, to be added up and placed like the parameters, in their dtypes whatever a
     mixed-precision policy computes in.
+
+    slices: over which processes the model is sliced, if it is: these have the same samples, and a sum is a slice.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, slices: TensorParallel) -> None:
+        self.slices = slices
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
-        self.meshes = list(dict.fromkeys(p.device_mesh for p in self.parameters.values() if isinstance(p, DTensor)))
+        placed = [p for p in self.parameters.values() if isinstance(p, DTensor)]
+        found = (_Way.of(p, slices.mesh_dim(p)) for p in placed)
+        self.ways = list({way.names: way for way in found if way.dims}.values())
 
     def shares(self, named: Named, count: int) -> Named:
-        found = {mesh: share_of(count, next(iter(named.values())).device, _groups(mesh)) for mesh in self.meshes}
-        return {name: found[self._mesh(name)] for name in named}
+        device, found = next(iter(named.values())).device, {}
+        for names in dict.fromkeys(self._way(name).names for name in named):
+            way = next(self._way(name) for name in named if self._way(name).names == names)
+            found[names] = share_of(count, device, way.groups)
+        return {name: found[self._way(name).names] for name in named}
 
     def add(self, named: Named) -> dict[str, torch.Tensor]:
-        ways: dict[Any, dict[str, torch.Tensor]] = {}
+        ways: dict[Any, tuple[_Way, dict[str, torch.Tensor]]] = {}
         for name, value in named.items():
-            p = self.parameters[name]
-            dim = _sharded_mesh_dim(p) if isinstance(p, DTensor) else None
-            ways.setdefault((self._mesh(name), isinstance(p, DTensor), dim), {})[name] = value.to(p.dtype)
+            p, way = self.parameters[name], self._way(name)
+            key = (way.mesh, way.kind, way.sharded)
+            ways.setdefault(key, (way, {}))[1][name] = value.to(p.dtype)
         found: dict[str, torch.Tensor] = {}
-        for (mesh, is_placed, dim), values in ways.items():
-            if dim is not None:
-                found |= self._scattered(mesh, dim, values)
-            elif is_placed:
+        for way, values in ways.values():
+            if way.kind == "scattered":
+                found |= self._scattered(way, values)
+            elif way.kind == "redistributed":
                 found |= {name: self._redistributed(name, value) for name, value in values.items()}
             else:
-                found |= added(values, _groups(mesh))
+                sums = added(values, way.groups) if way.groups else values
+                found |= {name: self._placed(name, value) for name, value in sums.items()}
         return {name: found[name] for name in named}
 
-    def _mesh(self, name: str) -> Any:
-        """Of the processes that share a parameter.  One that lies outside is the same in those that share the rest."""
+    def each(self, named: Named) -> dict[str, torch.Tensor]:
+        """What has a row for every sample, [B, *shape] in a slice: the slice said of the whole."""
+        return {name: self._sliced(name, value) for name, value in named.items()}
+
+    def _way(self, name: str) -> _Way:
+        """From the samples of this process to those of all.  A parameter that lies outside of the meshes of samples is
+        the same in those processes that share the rest.
+        """
         p = self.parameters[name]
-        if isinstance(p, DTensor):
-            return p.device_mesh
-        if len(self.meshes) > 1:
+        own = _Way.of(p, self.slices.mesh_dim(p)) if isinstance(p, DTensor) else None
+        if own is not None and own.dims:
+            return own
+        if len({way.names for way in self.ways}) > 1:
             raise NotYetSupported(
                 f"{name} is not sharded, and the rest of the model is on several meshes", where=name,
                 why="it is not known over which processes its gradient is summed", fix="shard it too, or freeze it",
             )  # fmt: skip
-        return self.meshes[0]
+        return replace(self.ways[0], kind="added") if self.ways else _Way(None, (), -1, "added")
 
-    def _scattered(self, mesh: Any, dim: int, named: Named) -> dict[str, torch.Tensor]:
+    def _scattered(self, way: _Way, named: Named) -> dict[str, torch.Tensor]:
         """Every process gets the sum of its part: one message for many parameters, laid in a row for each process."""
-        size, rank, found = mesh.size(dim), mesh.get_local_rank(dim), {}
+        dim, found = way.sharded, {}
+        size, rank = way.mesh.size(dim), way.mesh.get_local_rank(dim)
         for bucket in buckets(named.items()):
             rows = [_in_parts(value, self._shard(name, dim).dim, size) for name, value in bucket]
             own = rows[0].new_empty(sum(row.shape[1] for row in rows))
-            _reduce_scatter(own, torch.cat(rows, 1).view(-1), group=mesh.get_group(dim))
-            for other in (d for d in range(mesh.ndim) if d != dim):
-                dist.all_reduce(own, group=mesh.get_group(other))
+            _reduce_scatter(own, torch.cat(rows, 1).view(-1), group=way.mesh.get_group(dim))
+            for other in (d for d in way.dims if d != dim):
+                dist.all_reduce(own, group=way.mesh.get_group(other))
             pieces = own.split([row.shape[1] for row in rows])
             for (name, value), piece in zip(bucket, pieces, strict=True):
                 local = _part(piece, value.shape, self._shard(name, dim).dim, size, rank)
@@ -77,9 +97,18 @@ class Placed:
 
     def _placed(self, name: str, local: torch.Tensor) -> torch.Tensor:
         p: Any = self.parameters[name]
+        if not isinstance(p, DTensor):
+            return local
         return DTensor.from_local(
             local.to(p.device), p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
         )
+
+    def _sliced(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        p: Any = self.parameters[name]
+        dim, mesh = self.slices.dim_of(p), self.slices.mesh
+        if dim is None or mesh is None or value.ndim != p.ndim + 1:
+            return value
+        return DTensor.from_local(value, mesh, [Shard(dim + 1)], run_check=False)
 
     def _redistributed(self, name: str, value: torch.Tensor) -> torch.Tensor:
         p: Any = self.parameters[name]
@@ -89,10 +118,47 @@ class Placed:
         return placed.to(p.device)
 
 
-def _sharded_mesh_dim(p: Any) -> int | None:
-    """The one dim of the mesh over which a parameter is cut, where it is the same along all others; else None."""
-    dims = [dim for dim, placement in enumerate(p.placements) if not placement.is_replicate()]
-    return dims[0] if len(dims) == 1 and type(p.placements[dims[0]]) is Shard else None
+Kind = Literal["scattered", "redistributed", "added"]
+
+
+@dataclass(frozen=True)
+class _Way:
+    """From sums of this process's samples to those of all, for parameters that lie alike.
+
+    mesh: of the parameters.  dims: those of it along which processes have other samples.  sharded: the one of these
+    along which the parameters are cut, where they are cut along one alone.
+    """
+
+    mesh: Any
+    dims: tuple[int, ...]
+    sharded: int
+    kind: Kind
+
+    @staticmethod
+    def of(p: Any, slices: int | None) -> _Way:
+        """slices: the dim of the mesh along which processes have slices of the same samples."""
+        dims = tuple(dim for dim in range(p.device_mesh.ndim) if dim != slices)
+        cut = [dim for dim in dims if not p.placements[dim].is_replicate()]
+        names = ("Shard",) if slices is None else ("Shard", "_StridedShard")  # of slices, cut along the same dim
+        if len(cut) == 1 and type(p.placements[cut[0]]).__name__ in names:
+            return _Way(p.device_mesh, dims, cut[0], "scattered")
+        if cut and slices is not None:
+            raise NotYetSupported(
+                f"a parameter lies as {p.placements} on the mesh {p.device_mesh}", where="fully_shard",
+                why="it is cut along several dims of the mesh beside that of tensor parallelism",
+                fix="use a mesh of samples and slices, with replicas of these at most",
+            )  # fmt: skip
+        return _Way(p.device_mesh, dims, -1, "redistributed" if slices is None else "added")
+
+    @functools.cached_property
+    def groups(self) -> list[Any]:
+        """Groups over which sums are taken one after the other, so that they are over all other samples."""
+        return [self.mesh.get_group(dim) for dim in self.dims]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those of the groups."""
+        return tuple(group.group_name for group in self.groups)
 
 
 def _in_parts(value: torch.Tensor, dim: int, count: int) -> torch.Tensor:
@@ -110,8 +176,3 @@ def _part(piece: torch.Tensor, shape: torch.Size, dim: int, count: int, index: i
     each = -(-shape[dim] // count)
     length = max(0, min(each, shape[dim] - index * each))
     return piece.view(each, *rest).narrow(0, 0, length).movedim(0, dim).contiguous()
-
-
-def _groups(mesh: Any) -> list[Any]:
-    """Groups over which sums are taken one after the other, so that they are over the whole mesh."""
-    return [mesh.get_group(dim) for dim in range(mesh.ndim)]

@@ -20,10 +20,13 @@ from torch.distributed.tensor import DTensor
 
 from psg_fx.distributed.placed import Placed
 from psg_fx.distributed.sums import check_joins, over_processes
+from psg_fx.distributed.tensor_parallel import TensorParallel
 from psg_fx.errors import NotYetSupported
 from psg_fx.graph import facts
+from psg_fx.graph.slices import Slices
+from psg_fx.program.program import Program
 from psg_fx.reference.validate import ValidationReport
-from psg_fx.step.compiled import StepOutput
+from psg_fx.step.compiled import CompiledStep, StepOutput
 from psg_fx.step.settings import Settings
 from psg_fx.step.with_loss import LossModule
 from psg_fx.torch_private.sharded import Sharding
@@ -44,12 +47,13 @@ class ShardedModule(LossModule):
                 why="sums are scattered into new memory after each step", fix="leave reuse_outputs out",
             )  # fmt: skip
         check_joins(settings.joins_of_processes, "transform(quantities=...)")
-        self._sharding = Sharding(model)
+        self._sharding, self._parallel = Sharding(model), TensorParallel(model)
+        self._parallel.check(settings.quantities)
         self._inside = False
 
     def forward(self, *args: Any, **given: Any) -> StepOutput:
         """The step on this process's samples, and the sums over those of all."""
-        given = {name: _whole(value) for name, value in given.items()}
+        given = {name: self._given(value) for name, value in given.items()}
         return self._over_processes(lambda: super(ShardedModule, self).forward(*args, **given))
 
     def in_parts(self, *args: Any, **given: Any) -> StepOutput:
@@ -62,12 +66,29 @@ class ShardedModule(LossModule):
             return run()
         with self._own():
             out = run()
-        return over_processes(out, Placed(self.model))
+        placed = Placed(self.model, self._parallel)
+        out = over_processes(out, placed)
+        if self._parallel.group is not None and "grads" in vars(out):
+            out.grads = placed.each(out.grads)
+        return out
+
+    def _slices(self) -> Slices | None:
+        return self._parallel.slices()
+
+    def _build(self, *args: Any, **given: Any) -> tuple[CompiledStep, Program]:
+        step, program = super()._build(*args, **given)
+        return step, program
+
+    def _given(self, value: Any) -> Any:
+        """What is given for parameters (directions), of this process: gathered, and cut as the parameters are."""
+        if not isinstance(value, Mapping):
+            return whole(value)
+        return {name: self._parallel.part(name, whole(v)) for name, v in value.items()}
 
     @contextlib.contextmanager
     def _own(self) -> Iterator[None]:
         """Whole parameters, and calls that concern this process alone."""
-        with self._sharding.whole():
+        with self._sharding.whole(), self._parallel.local():
             self._inside = True
             try:
                 yield
@@ -108,8 +129,6 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _whole(value: Any) -> Any:
-    """What is given for parameters, gathered: directions may be placed like them."""
-    if isinstance(value, DTensor):
-        return value.full_tensor()
-    return {name: _whole(v) for name, v in value.items()} if isinstance(value, Mapping) else value
+def whole(value: Any) -> Any:
+    """A tensor, gathered where it is spread."""
+    return value.full_tensor() if isinstance(value, DTensor) else value

@@ -15,6 +15,7 @@ from torch import nn
 from psg_fx.algebra.members import COUNT, Grouping
 from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.graph.history import History
+from psg_fx.graph.slices import Slices
 from psg_fx.passes.pipeline import run_pipeline
 from psg_fx.planner.budget import Budget, in_bytes, memory_size
 from psg_fx.program.call import Call
@@ -202,10 +203,15 @@ class LossModule(PerSampleModule):
         dtype = self._extras_dtype()
         history = History(progress=Progress(self.settings.progress))
         gm = run_pipeline(
-            program, call, tracked.aliases, quantities, dtype, device, history, budget=budget, grouping=grouping
-        )
+            program, call, tracked.aliases, quantities, dtype, device, history, budget=budget, grouping=grouping,
+            slices=self._slices(),
+        )  # fmt: skip
         run = self._compiled(gm, device.name, history)
         return CompiledStep(gm, history, self.model, self.loss_fn, run, self._memory), program
+
+    def _slices(self) -> Slices | None:
+        """What of the model is sliced over processes that compute it together."""
+        return None
 
     def _extras_dtype(self) -> torch.dtype:
         """Bounds and weights are given in float64 to a float64 model, else in float32."""

@@ -1,0 +1,115 @@
+"""spread: which values are equal in all processes, and which are each process's own.
+
+A model that is sliced over processes is one program that each runs on its slices.  A value is equal in all of them, or
+each its own: what is computed of something of its own is its own, until a sum or a gather over the processes makes it
+one of all (`psg_fx/ops/across.py`).  Where a value that is one of all is used together with what is each process's own,
+the gradients of these uses differ, and the gradient of the value is their sum.  So `enter` is put there, whose backward
+is that sum.  After this pass every gradient is that of the whole computation: those of sliced parameters are slices of
+it, those of all others are whole and equal in every process.  (The types are those of JAX's `shard_map`, where `enter`
+is `pvary`.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from psg_fx.errors import NotYetSupported
+from psg_fx.graph import facts
+from psg_fx.graph.slices import SLICES, Slices
+from psg_fx.graph.stages import Stage
+from psg_fx.ops.across import EACH_ITS_OWN, ENTER, JOINING, ONE_OF_ALL, OWN_SLICE
+from psg_fx.source import locate
+
+from .runner import graph_pass
+
+aten = torch.ops.aten
+
+
+@graph_pass("spread", before=Stage.CAPTURED, after=Stage.CAPTURED)
+def spread(gm: GraphModule, slices: Slices) -> GraphModule:
+    """After: what each process has its own of is computed of such values alone; losses are equal in all processes."""
+    own: dict[Node, str] = {}
+    graded: set[Node] = set()
+    entered: dict[Node, Node] = {}
+    for node in list(gm.graph.nodes):
+        if node.op == "placeholder":
+            spec = facts.input_spec(node)
+            if spec.kind == "parameter" and spec.target.removeprefix("model.") in slices.parameters:
+                own[node] = f"the parameter {spec.name} is sliced"
+            if spec.tracked:
+                graded.add(node)
+        elif node.op == "call_function":
+            if _has_gradient(node, graded):
+                graded.add(node)
+            _settle(gm, node, own, graded, entered, slices.group)
+    _check_results(gm, own)
+    SLICES.put(gm, slices)
+    return gm
+
+
+def _has_gradient(node: Node, graded: set[Node]) -> bool:
+    """Whether a gradient passes through the node to a parameter that is asked."""
+    if node.target in (aten.detach.default, aten.detach_.default):
+        return False
+    differentiable = any(map(facts.is_differentiable, facts.tensors(node.meta.get("val"))))
+    return differentiable and any(n in graded for n in node.all_input_nodes)
+
+
+def _settle(
+    gm: GraphModule, node: Node, own: dict[Node, str], graded: set[Node], entered: dict[Node, Node], group: str
+) -> None:
+    """Whether the value of a node is each process's own, and why; what it reads beside such values enters."""
+    reads = [n for n in node.all_input_nodes if n in own]
+    if node.target is OWN_SLICE and reads:
+        raise NotYetSupported(
+            f"%{reads[0].name} is cut into slices, and is not the same in all processes", where=locate(node),
+            why=own[reads[0]], fix="say how it lies: input_layouts=Shard(-1), or gather it before",
+        )  # fmt: skip
+    if node.target not in ONE_OF_ALL:
+        if _draws(node):
+            own[node] = f"{node.target} draws at random in each process ({locate(node)})"
+        elif reads or node.target in EACH_ITS_OWN:
+            own[node] = own[reads[0]] if reads else "it is cut into slices"
+    if reads or node.target in JOINING:
+        for operand in [n for n in node.all_input_nodes if n in graded and n not in own]:
+            node.replace_input_with(operand, _entered(gm, operand, entered, own, graded, group))
+
+
+def _entered(
+    gm: GraphModule, value: Node, entered: dict[Node, Node], own: dict[Node, str], graded: set[Node], group: str
+) -> Node:
+    """The value as each process's own: one op for all its uses, so that its gradients are summed at once."""
+    if value not in entered:
+        after = facts.placeholders(gm)[-1] if value.op == "placeholder" else value
+        with gm.graph.inserting_after(after):
+            made = gm.graph.call_function(ENTER, (value, group))
+        known: Any = value.meta["val"]
+        with known.fake_mode:
+            made.meta["val"] = torch.empty_like(known, memory_format=torch.contiguous_format)
+        made.meta |= {key: value.meta[key] for key in ("stack_trace", "nn_module_stack") if key in value.meta}
+        entered[value] = made
+        own[made] = f"%{value.name} enters"
+        graded.add(made)
+    return entered[value]
+
+
+def _draws(node: Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+_KINDS = {"loss": "the loss", "output": "the output", "check": "a condition in the code"}
+
+
+def _check_results(gm: GraphModule, own: dict[Node, str]) -> None:
+    """Refuse results that would differ between processes."""
+    for spec, node in facts.returned(gm):
+        if node in own:
+            raise NotYetSupported(
+                f"{_KINDS.get(spec.kind, f'the buffer {spec.name}')} is not the same in all processes of the mesh",
+                where=locate(node), why=f"{own[node]}, and nothing on the way from there is a sum or a gather",
+                fix="let the last sliced layer give whole outputs: RowwiseParallel(), or ColwiseParallel("
+                "output_layouts=Replicate()); put random layers where values are sliced, or leave them out (eval())",
+            )  # fmt: skip

@@ -1,0 +1,348 @@
+"""A tensor-parallel model while a step runs: plain parameters that are the slices of this process, and the plan of
+`parallelize_module` as ops between processes (`psg_fx/ops/across.py`) in place of torch's hooks on DTensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from psg_fx.errors import NotYetSupported
+from psg_fx.graph.slices import Slices
+from psg_fx.ops import across
+from psg_fx.quantities.base import Quantity
+from psg_fx.torch_private.tensor_parallel import Style, hook_name, local_part, style_of
+
+
+@dataclass(frozen=True)
+class Group:
+    """The processes of a mesh of one dim.  name: of the process group."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Of a value on the way between layers: cut along a dim; whole (None); or a part of a sum."""
+
+    dim: int | None = None
+    partial: bool = False
+
+
+def _moved(x: Tensor, source: _Layout, target: _Layout, group: Group) -> Tensor:
+    """From one layout to another.  `spread` sees to the gradients of what is equal in all processes."""
+    before, after = (None if layout.dim is None else layout.dim % x.ndim for layout in (source, target))
+    if source.partial:
+        if after is None:
+            return across.sum_across(x, group.name)
+        _check_even(x, after, group)
+        return across.sum_slice(x, after, group.size, group.name)
+    if before == after:
+        return x
+    if before is not None:
+        x = across.gather(x, before, group.size, group.name)
+    if after is None:
+        return x
+    _check_even(x, after, group)
+    return across.own_slice(x, after, group.size, group.name)
+
+
+def _check_even(x: Tensor, dim: int, group: Group) -> None:
+    if x.shape[dim] % group.size:
+        raise NotYetSupported(
+            f"a value of {x.shape[dim]} entries along dim {dim} is cut for {group.size} processes",
+            where="the plan of parallelize_module", why="the slices would be of different sizes",
+            fix="choose sizes that the mesh divides",
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MoveInputs:
+    """A forward pre-hook: the first input comes to lie as the layer wants it."""
+
+    given: _Layout
+    wanted: _Layout
+    group: Group
+
+    def __call__(self, module: nn.Module, args: Any) -> Any:
+        return (_moved(args[0], self.given, self.wanted, self.group),)
+
+
+@dataclass(frozen=True)
+class MoveOutputs:
+    """A forward hook: from what the slices of the layer give to what the plan wants; a bias is added once."""
+
+    made: _Layout
+    wanted: _Layout
+    group: Group
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        found = _moved(output, self.made, self.wanted, self.group)
+        bias = getattr(module, "bias", None) if self.made.partial else None
+        return found if bias is None else found + bias
+
+
+class RowwiseLinear(nn.Linear):
+    """y = Σ_r x_r W_rᵀ without the sum, and without the bias that comes after."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[.., n_r] -> [.., m], a part of the sum."""
+        return F.linear(input, self.weight)
+
+
+@functools.cache
+def rowwise_embedding(group: str) -> type[nn.Embedding]:
+    """Its class, for the processes of a group: one object for good."""
+
+    class RowwiseEmbedding(nn.Embedding):
+        """Rows of the vocabulary's slice, zero for ids of other processes."""
+
+        def forward(self, input: Tensor) -> Tensor:
+            """ids [..] -> [.., d], a part of a sum of which one term is not zero."""
+            count = self.weight.shape[0]
+            local = input - across.index(input, group) * count
+            here = (local >= 0) & (local < count)
+            rows = F.embedding(torch.where(here, local, 0), self.weight)
+            if self.padding_idx is not None:  # rows that take no part in the gradient
+                rows = torch.where((input == self.padding_idx).unsqueeze(-1), rows.detach(), rows)
+            return torch.where(here.unsqueeze(-1), rows, 0.0)
+
+    return RowwiseEmbedding
+
+
+_WEIGHTS = {
+    ("ColwiseParallel", nn.Linear): ({"weight": 0, "bias": 0}, _Layout(), _Layout(-1)),
+    ("RowwiseParallel", nn.Linear): ({"weight": 1, "bias": None}, _Layout(-1), _Layout(partial=True)),
+    ("ColwiseParallel", nn.Embedding): ({"weight": 1}, _Layout(), _Layout(-1)),
+    ("RowwiseParallel", nn.Embedding): ({"weight": 0}, _Layout(), _Layout(partial=True)),
+}  # fmt: skip
+"""A style and a layer: along which dim each parameter is cut, how its input must lie, and how its output lies."""
+
+
+@dataclass
+class _Dressed:
+    """A parallel layer, and what it is while a step runs: its class, and hooks in place of torch's.
+
+    cut: the dim along which each parameter is cut.  hooks: where each hook is, torch's, and the one of a step.
+    """
+
+    module: Any
+    name: str
+    style: Style
+    cut: Mapping[str, int | None]
+    kind: type
+    local: type | None
+    hooks: tuple[tuple[dict[int, Any], int, Any, Any], ...]
+
+
+@dataclass(frozen=True)
+class _Own:
+    """A DTensor where it lies, and the parameter on the part of it that this process has."""
+
+    place: dict[str, Any]
+    key: str
+    parameter: Any
+    part: Tensor
+    local: nn.Parameter
+
+    def holds(self) -> bool:
+        """Whether it is as it was."""
+        same = self.place.get(self.key) is self.parameter and local_part(self.parameter) is self.part
+        return same and self.local.requires_grad is self.parameter.requires_grad
+
+
+class TensorParallel:
+    """The layers of a model that `parallelize_module` has sliced, over one mesh of one dim.
+
+    `local()` gives the model on the slices of this process.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._dressed = [_dressed(name, m) for name, m in model.named_modules() if hook_name(m)]
+        meshes = list(dict.fromkeys(one.style.mesh for one in self._dressed))
+        if len(meshes) > 1:
+            raise _refused(
+                self._dressed[-1].name, self._dressed[-1].module, f"{self._dressed[-1].name} is sliced over another "
+                "mesh than the layers before", "norms are summed over one mesh", "slice all layers over one mesh",
+            )  # fmt: skip
+        self.mesh = meshes[0] if meshes else None
+        self.group = _group(self.mesh) if self.mesh is not None else None
+        self._own: list[_Own] = []
+        self._depth = 0
+
+    def check(self, quantities: Iterable[Quantity]) -> None:
+        """Refuse what does not follow from slices."""
+        for quantity in quantities if self.group else ():
+            if not all(ask.like_parameter or ask.adds_up for ask in quantity.asks()):
+                raise NotYetSupported(
+                    f"{type(quantity).__name__} of a tensor-parallel model", where="transform(quantities=...)",
+                    why="it reads whole gradients, of which each process has slices",
+                    fix="leave it out, or take the model before parallelize_module",
+                )  # fmt: skip
+
+    @contextlib.contextmanager
+    def local(self) -> Iterator[None]:
+        """The model on this process's slices.  It may be entered while it is open."""
+        self._depth += 1
+        try:
+            if self._depth == 1 and self.group:
+                self._undress()
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self._dress()
+
+    def slices(self) -> Slices | None:
+        """What is sliced, while the model is local."""
+        if self.group is None:
+            return None
+        cut = {id(one.local) for one in self._own if self.dim_of(one.parameter) is not None}
+        named = self._model.named_parameters(remove_duplicate=False)
+        return Slices(self.group.name, frozenset(name for name, p in named if id(p) in cut))
+
+    def dim_of(self, parameter: Any) -> int | None:
+        """Along which dim of its own a parameter is sliced; None for one that is whole in every process."""
+        dim = self.mesh_dim(parameter)
+        placement = None if dim is None else parameter.placements[dim]
+        return None if placement is None or placement.is_replicate() else int(placement.dim)
+
+    def part(self, name: str, value: Any) -> Any:
+        """This process's slice of what is given for a parameter, which may have further dims before its own."""
+        p: Any = dict(self._model.named_parameters(remove_duplicate=False)).get(name)
+        dim = self.dim_of(p)
+        if dim is None or self.mesh is None or self.group is None or not isinstance(value, Tensor):
+            return value
+        dim += value.ndim - p.ndim
+        length = value.shape[dim] // self.group.size
+        return value.narrow(dim, self.mesh.get_local_rank() * length, length)
+
+    def mesh_dim(self, parameter: Any) -> int | None:
+        """Which dim of a parameter's mesh is that of tensor parallelism; None for none."""
+        if self.group is None or not isinstance(parameter, DTensor):
+            return None
+        mesh = parameter.device_mesh
+        names = [mesh.get_group(dim).group_name for dim in range(mesh.ndim)]
+        return names.index(self.group.name) if self.group.name in names else None
+
+    def _undress(self) -> None:
+        if not self._own or not all(one.holds() for one in self._own):
+            self._read()
+        for own in self._own:
+            own.place[own.key] = own.local
+        for one in self._dressed:
+            one.kind = type(one.module)
+            one.module.__class__ = one.local or one.kind
+            for hooks, key, _, moves in one.hooks:
+                hooks[key] = moves
+
+    def _dress(self) -> None:
+        for own in self._own:
+            own.place[own.key] = own.parameter
+        for one in self._dressed:
+            one.module.__class__ = one.kind
+            for hooks, key, of_torch, _ in one.hooks:
+                hooks[key] = of_torch
+
+    def _read(self) -> None:
+        """The parameters as they lie now."""
+        self._own = []
+        known = {id(one.module): one for one in self._dressed}
+        found: list[_Own] = []
+        local: dict[int, nn.Parameter] = {}
+        for name, module in self._model.named_modules():
+            for key, p in module._parameters.items():
+                if isinstance(p, DTensor):
+                    self._check(name, module, key, p, known.get(id(module)))
+                    part: Any = local_part(p)
+                    local.setdefault(id(p), nn.Parameter(part, p.requires_grad))
+                    found.append(_Own(module._parameters, key, p, part, local[id(p)]))
+        self._own = found
+
+    def _check(self, name: str, module: nn.Module, key: str, p: Any, one: _Dressed | None) -> None:
+        """Refuse a DTensor that does not lie as the style of its layer says."""
+        full = f"{name}.{key}" if name else key
+        assert self.group is not None
+        if one is None or key not in one.cut or p.device_mesh.ndim != 1 or self.mesh_dim(p) is None:
+            raise _refused(name, module, f"the parameter {full} is a DTensor that lies as {_placed(p)}",
+                           "it is not as parallelize_module would have left it", _PLANS)  # fmt: skip
+        dim, wanted = self.dim_of(p), one.cut[key]
+        if dim != wanted:
+            raise _refused(name, module, f"the parameter {full} is a DTensor that lies as {_placed(p)}",
+                           f"{one.style.kind} leaves it cut along dim {wanted}", _PLANS)  # fmt: skip
+        if dim is not None and p.shape[dim] % self.group.size:
+            raise _refused(
+                name, module, f"the parameter {full} has {p.shape[dim]} entries along dim {dim}, for {self.group.size} "
+                "processes", "the slices would be of different sizes", "choose sizes that the mesh divides",
+            )  # fmt: skip
+        if p._backward_hooks:
+            raise _refused(name, module, f"{full} has a hook on its gradient", "a step would not call it",
+                           "remove the hook, and apply it to what the step returns")  # fmt: skip
+
+
+_PLANS = "plan with ColwiseParallel and RowwiseParallel for nn.Linear and nn.Embedding, and leave other layers whole"
+
+
+def _refused(name: str, module: nn.Module, what: str, why: str, fix: str) -> NotYetSupported:
+    kind = type(module).__name__
+    return NotYetSupported(what, where=f"{name} ({kind})" if name else kind, why=why, fix=fix)
+
+
+def _placed(p: Any) -> str:
+    return f"{tuple(map(str, p.placements))} on {list(p.device_mesh.shape)} processes"
+
+
+def _group(mesh: Any) -> Group:
+    return Group(mesh.get_group().group_name, mesh.size())
+
+
+def _dressed(name: str, module: nn.Module) -> _Dressed:
+    """How a layer runs on slices; refused where that is not known."""
+    style = style_of(module)
+    if style is None:
+        raise _refused(
+            name, module, f"{name or 'the model'} has the hook {hook_name(module)} of torch.distributed",
+            "of the styles of parallelize_module, ColwiseParallel and RowwiseParallel are known", _PLANS,
+        )  # fmt: skip
+    layer = next((k for k in (nn.Linear, nn.Embedding) if isinstance(module, k)), None)
+    if layer is None or type(module).forward is not layer.forward:
+        raise _refused(name, module, f"{name} is a {type(module).__name__}, in {style.kind}",
+                       "the forward of a class of its own may do anything with slices", _PLANS)  # fmt: skip
+    if not style.local_output:
+        raise _refused(name, module, f"{name} gives a DTensor (use_local_output=False)",
+                       "a step computes with plain tensors", "leave use_local_output out")  # fmt: skip
+    if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):
+        option = "max_norm" if module.max_norm is not None else "scale_grad_by_freq"
+        raise _refused(name, module, f"the embedding {name} has {option}",
+                       "it depends on whole rows or on all tokens", f"leave {option} out")  # fmt: skip
+    group = _group(style.mesh)
+    cut, wanted, made = _WEIGHTS[style.kind, layer]
+    given, result = _layout(name, module, style.given), _layout(name, module, style.outputs)
+    before, after = module._forward_pre_hooks, module._forward_hooks
+    hooks = (
+        (before, style.before, before[style.before], MoveInputs(given, wanted, group)),
+        (after, style.after, after[style.after], MoveOutputs(made, result, group)),
+    )
+    local: type | None = None
+    if style.kind == "RowwiseParallel":
+        local = RowwiseLinear if layer is nn.Linear else rowwise_embedding(group.name)
+    return _Dressed(module, name, style, cut, type(module), local, hooks)
+
+
+def _layout(name: str, module: nn.Module, placement: Any) -> _Layout:
+    if placement.is_replicate():
+        return _Layout()
+    if type(placement).__name__ == "Shard":
+        return _Layout(int(placement.dim))
+    raise _refused(name, module, f"{name} has the layout {placement}", "values are whole, or cut along a dim",
+                   "use Replicate() or Shard(dim)")  # fmt: skip

@@ -1,0 +1,93 @@
+"""What `torch.distributed.tensor.parallel.parallelize_module` has made of a model, read from its hooks and DTensors.
+
+Nothing of torch.distributed is imported before the user has.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+_TENSOR, _STYLES = "torch.distributed.tensor", "torch.distributed.tensor.parallel.style"
+
+
+@dataclass(frozen=True)
+class Style:
+    """How one module is parallelised: the class of torch's, and the layouts that it was given, of one mesh dim.
+
+    before, after: the keys of its hooks among the module's pre-hooks and hooks.
+    """
+
+    kind: str
+    mesh: Any
+    given: Any
+    wanted: Any
+    outputs: Any
+    local_output: bool
+    before: int
+    after: int
+
+
+def is_tensor_parallel(model: object) -> bool:
+    """Whether a hook of torch's tensor parallelism is on a model, or on a part of it."""
+    return isinstance(model, nn.Module) and any(_hooks(m) for m in model.modules())
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    """The hooks of tensor parallelism on the module itself."""
+    if _TENSOR not in sys.modules:
+        return []
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return [h for h in hooks if _is_of_tensor_parallelism(h)]
+
+
+def _is_of_tensor_parallelism(hook: Any) -> bool:
+    inner = hook.func if isinstance(hook, functools.partial) else hook
+    return str(getattr(inner, "__module__", "")).startswith(_TENSOR)
+
+
+def hook_name(module: nn.Module) -> str:
+    """The first hook of tensor parallelism on the module, "" if there is none."""
+    return next((getattr(h, "__qualname__", type(h).__name__) for h in _hooks(module)), "")
+
+
+def style_of(module: nn.Module) -> Style | None:
+    """How the module is parallelised; None where that is not one of the styles that are known."""
+    before = [(k, h) for k, h in module._forward_pre_hooks.items() if _is_of_tensor_parallelism(h)]
+    after = [(k, h) for k, h in module._forward_hooks.items() if _is_of_tensor_parallelism(h)]
+    if len(before) != 1 or len(after) != 1:
+        return None
+    first, second = _held(before[0][1]), _held(after[0][1])
+    inputs, outputs, mesh = first.get("input_fn"), second.get("output_fn"), first.get("device_mesh")
+    styles: Any = sys.modules.get(_STYLES)
+    if styles is None or mesh is None or mesh is not second.get("device_mesh"):
+        return None
+    for kind in ("ColwiseParallel", "RowwiseParallel"):
+        style = getattr(styles, kind)
+        if _calls(inputs, style._prepare_input_fn) and _calls(outputs, style._prepare_output_fn):
+            given, wanted, result = inputs.args[0], inputs.args[1], outputs.args[0]
+            if len(given) == len(wanted) == len(result) == 1 == mesh.ndim:
+                places = (given[0], wanted[0], result[0])
+                return Style(kind, mesh, *places, bool(outputs.args[1]), before[0][0], after[0][0])
+    return None
+
+
+def _held(hook: Any) -> dict[str, Any]:
+    """What the closure of a hook holds, by name."""
+    return dict(inspect.getclosurevars(hook).nonlocals) if inspect.isfunction(hook) else {}
+
+
+def _calls(held: Any, function: Any) -> bool:
+    return isinstance(held, functools.partial) and held.func is function and len(held.args) == 2 and not held.keywords
+
+
+def local_part(parameter: Any) -> torch.Tensor:
+    """The tensor in which this process keeps its part of a DTensor."""
+    found: torch.Tensor = parameter._local_tensor
+    return found
