@@ -1,8 +1,12 @@
-"""Models sliced by `parallelize_module` give what one process gives with whole parameters."""
+"""Models sliced by `parallelize_module` give what one process gives with whole parameters: rows that are equal in all
+processes of the mesh, and sums placed like the parameters.
+"""
 
 from __future__ import annotations
 
 import copy
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -10,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import psg_fx
@@ -18,9 +23,15 @@ from support.processes import Processes
 
 pytestmark = pytest.mark.xdist_group("processes")
 
+ROWS = ("losses", "norms", "clip_factors")
+SUMS = ("clipped_sum", "weighted_sum", "mean_grad", "second_moment")
+QUANTITIES = (
+    psg_fx.ClippedSum(max_norm=0.3), psg_fx.WeightedSum(), psg_fx.MeanGrad(), psg_fx.SecondMoment(centered=True),
+)  # fmt: skip
+
 
 class Perceptron(nn.Module):
-    """A norm and a head that are whole, and a layer cut by columns before one cut by rows."""
+    """A norm and a head that are whole, a layer cut by columns before one cut by rows, and a scale of what is cut."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,11 +41,138 @@ class Perceptron(nn.Module):
         return self.head(x + self.down(self.up(self.norm(x)).tanh())).mean(1)
 
 
+class RMSNorm(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(width) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
+class Attention(nn.Module):
+    """Causal, with rotated queries and keys; as many heads as its slices have."""
+
+    def __init__(self, width: int, each: int) -> None:
+        super().__init__()
+        self.each = each
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        angles = torch.arange(x.shape[1], dtype=x.dtype)[:, None] / torch.arange(1, self.each // 2 + 1)
+        q, k, v = (f(x).view(*x.shape[:2], -1, self.each).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k = rotated(q, angles), rotated(k, angles)
+        scores = q @ k.transpose(-1, -2) / math.sqrt(self.each)
+        hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        h = scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
+        return self.o(h.transpose(1, 2).flatten(2))
+
+
+def rotated(x: Tensor, angles: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, each: int) -> None:
+        super().__init__()
+        self.before, self.attention, self.after = RMSNorm(width), Attention(width, each), RMSNorm(width)
+        self.gate, self.up, self.down = (
+            nn.Linear(*s, bias=False) for s in ((width, 2 * width), (width, 2 * width), (2 * width, width))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.before(x))
+        h = self.after(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class Llama(nn.Module):
+    """A small one."""
+
+    def __init__(self, width: int = 8, each: int = 4, vocabulary: int = 12) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width, each) for _ in range(2))
+        self.norm, self.head = RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.embedding(ids)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(self.norm(h))
+
+
+class Embeddings(nn.Module):
+    """One cut by columns, one by rows with a row that takes no part, and one whole; a layer that reads cut values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.columns, self.rows, self.whole = nn.Embedding(6, 4), nn.Embedding(6, 4, padding_idx=4), nn.Embedding(6, 4)
+        self.mix, self.out = nn.Linear(4, 6), nn.Linear(6, 6)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(self.mix(self.columns(ids) + self.rows(ids) + self.whole(ids)).tanh())
+
+
 def perceptron() -> tuple[nn.Module, Any, Tensor, Tensor]:
-    return Perceptron(), F.cross_entropy, torch.randn(5, 4, 6, dtype=torch.float64), torch.randint(3, (5,))
+    """The model, a loss, and a batch of 6."""
+    return Perceptron(), F.cross_entropy, torch.randn(6, 4, 6, dtype=torch.float64), torch.randint(3, (6,))
 
 
-PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+def of_tokens(output: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), y.flatten())
+
+
+def llama() -> tuple[nn.Module, Any, Tensor, Tensor]:
+    return Llama(), of_tokens, torch.randint(12, (6, 5)), torch.randint(12, (6, 5))
+
+
+def embeddings() -> tuple[nn.Module, Any, Tensor, Tensor]:
+    return Embeddings(), of_tokens, torch.randint(6, (6, 5)), torch.randint(6, (6, 5))
+
+
+def of_perceptron() -> dict[str, Any]:
+    return {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
+def of_llama() -> dict[str, Any]:
+    each = {f"attention.{name}": ColwiseParallel() for name in "qkv"} | {"attention.o": RowwiseParallel()}
+    each |= {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    blocks = {f"blocks.*.{name}": style for name, style in each.items()}
+    ends = {"embedding": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(output_layouts=Replicate())}
+    return blocks | ends
+
+
+def of_embeddings() -> dict[str, Any]:
+    return {
+        "columns": ColwiseParallel(output_layouts=Replicate()),
+        "rows": RowwiseParallel(input_layouts=Replicate()),
+        "mix": ColwiseParallel(output_layouts=Replicate()),
+        "out": RowwiseParallel(input_layouts=Replicate()),
+    }
+
+
+CASES: dict[str, tuple[int, Any, Any]] = {
+    "perceptron": (2, perceptron, of_perceptron),
+    "embeddings": (2, embeddings, of_embeddings),
+    "llama": (2, llama, of_llama),
+    "llama, fully sharded": (4, llama, of_llama),
+}
+"""How many processes (4: in two dims), the model, and its plan."""
+
+
+def parallel(model: Any, plan: Mapping[str, Any], world: int) -> slice:
+    """The model is sliced, on four processes sharded over pairs as well; of 6 samples, those of this process."""
+    if world == 2:
+        parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+        return slice(None)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("samples", "slices"))
+    parallelize_module(model, mesh["slices"], plan)
+    for block in getattr(model, "blocks", ()):
+        fully_shard(block, mesh=mesh["samples"])
+    fully_shard(model, mesh=mesh["samples"])
+    return (slice(0, 4), slice(4, 6))[mesh.get_local_rank("samples")]
 
 
 def far(found: Tensor, expected: Tensor) -> float:
@@ -44,25 +182,41 @@ def far(found: Tensor, expected: Tensor) -> float:
     return float((whole - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
 
 
-def transformed(model: nn.Module, loss_fn: Any, quantities: Any) -> Any:
-    return psg_fx.transform(model, loss_fn, quantities=quantities, backend="eager", progress=False)
+def transformed(model: nn.Module, loss_fn: Any, quantities: Any, backend: str = "eager") -> Any:
+    return psg_fx.transform(model, loss_fn, quantities=quantities, backend=backend, progress=False)
 
 
-def check(rank: int, world: int) -> None:
-    model, loss_fn, x, y = perceptron()
+def check_equal_to_one_process(rank: int, world: int, name: str) -> int:
+    """Three optimizer steps."""
+    _, make, plan = CASES[name]
+    model, loss_fn, inputs, targets = make()
     model.double()
     whole = copy.deepcopy(model)
-    parallelize_module(model, init_device_mesh("cpu", (world,)), PLAN)
-    q = [psg_fx.ClippedSum(max_norm=0.3)]
-    step, one = transformed(model, loss_fn, q), transformed(whole, loss_fn, q)
-    for _ in range(2):
-        out, expected = step(x, y), one(x, y)
-        torch.testing.assert_close(out.norms, expected.norms, rtol=1e-10, atol=0)
-        for name, v in expected.clipped_sum.items():
-            assert far(out.clipped_sum[name], v) < 1e-10
-    if rank == 0:
-        print(step.print_graph())
+    mine = parallel(model, plan(), world)
+    step, one = transformed(model, loss_fn, QUANTITIES), transformed(whole, loss_fn, QUANTITIES)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=False) for m in (model, whole)]
+    weights = torch.rand(6, dtype=torch.float64)
+    for _ in range(3):
+        out = step(inputs[mine], targets[mine], weights=weights[mine])
+        expected = one(inputs, targets, weights=weights)
+        for field in ROWS:
+            torch.testing.assert_close(getattr(out, field), getattr(expected, field)[mine], rtol=1e-9, atol=1e-12)
+        for field in SUMS:
+            for key, p in model.named_parameters():
+                value = getattr(out, field)[key]
+                assert type(value) is (DTensor if isinstance(p, DTensor) else Tensor)
+                assert not isinstance(p, DTensor) or value.placements == p.placements
+                assert far(value, getattr(expected, field)[key]) < 1e-10, (field, key)
+        psg_fx.distributed.set_grad(model, out.clipped_sum, 1 / 6)
+        psg_fx.distributed.set_grad(whole, expected.clipped_sum, 1 / 6)
+        for optimizer in optimizers:
+            optimizer.step()
+    for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+        assert far(p.detach(), q.detach()) < 1e-6
+    return len(step.captures)
 
 
-def test_it(processes: Processes) -> None:
-    processes.run(check, 2)
+@pytest.mark.parametrize("name", CASES)
+def test_equal_to_one_process(processes: Processes, name: str) -> None:
+    world = CASES[name][0]
+    assert processes.run(check_equal_to_one_process, world, name) == [1] * world
