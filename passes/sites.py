@@ -106,7 +106,9 @@ def prefix(gm: GraphModule, operand: Node) -> Prefix:
     selects = real and len(inputs) == 1 and all(known(n.target).selects for n in ops)
     listed = tuple(str(n.target).split(".")[1] for n in ops)
     casts = any(getattr(n.target, "overloadpacket", None) is aten._to_copy for n in ops)
-    return Prefix(operand.name, inputs, names, owners, listed, casts, selects=selects, graph=GraphModule(gm, graph))
+    across = any(str(n.target) == "psg_fx.enter.default" for n in ops)
+    whole = GraphModule(gm, graph)
+    return Prefix(operand.name, inputs, names, owners, listed, casts, selects=selects, across=across, graph=whole)
 
 
 def _transformable(call: CustomCall, node: Node) -> Callable[..., Any]:

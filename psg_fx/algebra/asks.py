@@ -158,6 +158,8 @@ class Along(Linear):
     key: ClassVar[str] = "dots"
 
     def contract(self, term: Term, name: str) -> Network:
+        if term.prefix.across:
+            raise ThroughTotal("a process has a part of its gradient at its use: the parts are summed first")
         g, several = term.network, self.count is not None
         lead: Axes = ("K",) if several else ()
         axes = (*lead, *(a for a in g.out if a != BATCH))

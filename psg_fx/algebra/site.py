@@ -43,7 +43,8 @@ class Prefix:
     inputs: names of the captured placeholders it reads; owners: for each, the parameter it holds ("" for others).
     ops: how it prints.  casts: some op changes the dtype.  trivial: the operand is the parameter itself.
     selects: it only moves, drops or casts elements of one parameter (transpose, slice, view, ...), so that norms and
-    inner products of gradients are the same before and after the pull-back.
+    inner products of gradients are the same before and after the pull-back.  across: its gradient is a sum over
+    processes, of which each has a part at the operand.
     """
 
     operand: str
@@ -54,6 +55,7 @@ class Prefix:
     casts: bool = False
     trivial: bool = False
     selects: bool = False
+    across: bool = False
     graph: GraphModule | None = field(default=None, compare=False, repr=False)
 
 

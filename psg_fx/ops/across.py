@@ -26,6 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._ops import OpOverload
 
+from psg_fx.op_table import prefix_formula
+
 _CONTIGUOUS = torch.contiguous_format
 
 
@@ -142,6 +144,55 @@ EACH_ITS_OWN = frozenset({ENTER, OWN_SLICE, _ops.sum_slice.default, _ops.index.d
 
 JOINING = frozenset({SUM, _ops.gather.default, _ops.sum_slice.default})
 """They read what each process has of its own."""
+
+
+class _Sum(torch.autograd.Function):
+    """`sum_across` where torch.func differentiates and maps it, which it does not do with custom ops."""
+
+    @staticmethod
+    def forward(x: Tensor, group: str) -> Tensor:  # type: ignore[override]
+        return sum_across(x, group)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:  # type: ignore[override]
+        return g, None
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, x: Tensor, group: str) -> Any:
+        """The same of all at once."""
+        return _Sum.apply(x, group), dims[0]
+
+
+class _Enter(torch.autograd.Function):
+    """`enter`, likewise."""
+
+    @staticmethod
+    def forward(x: Tensor, group: str) -> Tensor:  # type: ignore[override]
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """The group is kept."""
+        ctx.group = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:  # type: ignore[override]
+        return _Sum.apply(g, ctx.group), None
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, x: Tensor, group: str) -> Any:
+        """The same of all at once."""
+        return _Enter.apply(x, group), dims[0]
+
+
+@prefix_formula(ENTER)
+def _parameter_enters(x: Tensor, group: str) -> Tensor:
+    found: Tensor = _Enter.apply(x, group)
+    return found
 
 
 def _scattered(x: Tensor, dim: int, size: int, group: str) -> Tensor:

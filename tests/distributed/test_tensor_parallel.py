@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import psg_fx
@@ -220,3 +220,65 @@ def check_equal_to_one_process(rank: int, world: int, name: str) -> int:
 def test_equal_to_one_process(processes: Processes, name: str) -> None:
     world = CASES[name][0]
     assert processes.run(check_equal_to_one_process, world, name) == [1] * world
+
+
+class Scaled(nn.Module):
+    """A parameter that is whole in every process scales values that are cut; another is cast on its way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.inner = nn.Parameter(torch.rand(2) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x).unflatten(-1, (-1, 2)) * self.inner  # a norm of heads has such a scale
+        return self.down(h.flatten(-2).tanh()).mean(1)
+
+
+def check_scaled(rank: int, world: int) -> None:
+    _, loss_fn, inputs, targets = perceptron()
+    model = Scaled().double()
+    whole = copy.deepcopy(model)
+    mine = parallel(model, of_perceptron(), world)
+    quantities = [psg_fx.ClippedSum(max_norm=0.3), psg_fx.Norms(per="parameter"), psg_fx.MeanGrad(), psg_fx.Dots(), psg_fx.Gram()]
+    given = {name: torch.randn(p.shape, dtype=p.dtype) for name, p in whole.named_parameters()}
+    out = transformed(model, loss_fn, quantities)(inputs[mine], targets[mine], directions=given)
+    expected = transformed(whole, loss_fn, quantities)(inputs, targets, directions=given)
+    for field in ("norms", "dots", "gram"):
+        torch.testing.assert_close(getattr(out, field), getattr(expected, field), rtol=1e-10, atol=1e-12)
+    for field in ("clipped_sum", "mean_grad"):
+        for name, value in getattr(expected, field).items():
+            assert far(getattr(out, field)[name], value) < 1e-10, (field, name)
+
+
+def test_a_whole_parameter_beside_values_that_are_cut(processes: Processes) -> None:
+    processes.run(check_scaled, 2)
+
+
+def check_products(rank: int, world: int) -> None:
+    """Rows that are sums over slices, gradients that are slices, and directions placed like the parameters."""
+    model, loss_fn, inputs, targets = llama()
+    model.double()
+    whole = copy.deepcopy(model)
+    mine = parallel(model, of_llama(), world)
+    quantities = [psg_fx.Dots(), psg_fx.Gram(), psg_fx.Grads(), psg_fx.Norms(per="parameter", squared=True)]
+    step, one = transformed(model, loss_fn, quantities), transformed(whole, loss_fn, quantities)
+    directions = [{name: p.detach() for name, p in m.named_parameters()} for m in (model, whole)]
+    out = step(inputs[mine], targets[mine], directions=directions[0])
+    expected = one(inputs, targets, directions=directions[1])
+    torch.testing.assert_close(out.dots, expected.dots[mine], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(out.gram, expected.gram[mine, mine], rtol=1e-10, atol=1e-12)
+    of_mine = {name: value[mine] for name, value in expected.norms.items()}
+    torch.testing.assert_close(out.norms, of_mine, rtol=1e-10, atol=1e-14)
+    for name, value in expected.grads.items():
+        assert far(out.grads[name], value[mine]) < 1e-10, name
+    q, norm = (out.grads[f"blocks.0.{name}.weight"] for name in ("attention.q", "before"))
+    assert (q.placements, type(norm)) == ((Shard(1),), Tensor)
+    several = {name: torch.stack([v, 2 * v]) for name, v in directions[1].items()}
+    out = step(inputs[mine], targets[mine], directions=several)
+    torch.testing.assert_close(out.dots[:, 1], 2 * expected.dots[mine], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.rest)])
+def test_products_and_gradients(processes: Processes, world: int) -> None:
+    processes.run(check_products, world)
