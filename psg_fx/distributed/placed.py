@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from psg_fx.distributed.sums import Named, added, buckets, share_of
 from psg_fx.distributed.tensor_parallel import TensorParallel
 from psg_fx.errors import NotYetSupported
+from psg_fx.step.compiled import StepOutput
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # until torch 2.12
 
@@ -57,9 +59,18 @@ class Placed:
                 found |= {name: self._placed(name, value) for name, value in sums.items()}
         return {name: found[name] for name in named}
 
-    def each(self, named: Named) -> dict[str, torch.Tensor]:
-        """What has a row for every sample, [B, *shape] in a slice: the slice said of the whole."""
-        return {name: self._sliced(name, value) for name, value in named.items()}
+    def of_slices(self, out: StepOutput) -> StepOutput:
+        """The output of a model that is sliced, said of whole parameters: gradients [B, *shape]; sums too, where they
+        are not added up over processes.
+        """
+        fields = dict(vars(out))
+        for field, join in (out.joins or {}).items():
+            if isinstance(fields.get(field), Mapping):
+                if join == "cat":
+                    fields[field] = {name: self._sliced(name, value) for name, value in fields[field].items()}
+                elif not self.ways:
+                    fields[field] = self.add(fields[field])
+        return StepOutput(fields, out.joins)
 
     def _way(self, name: str) -> _Way:
         """From the samples of this process to those of all.  A parameter that lies outside of the meshes of samples is

@@ -24,7 +24,9 @@ from psg_fx.distributed.tensor_parallel import TensorParallel
 from psg_fx.errors import NotYetSupported
 from psg_fx.graph import facts
 from psg_fx.graph.slices import Slices
+from psg_fx.program.call import Call
 from psg_fx.program.program import Program
+from psg_fx.program.state import Tracked
 from psg_fx.reference.validate import ValidationReport
 from psg_fx.step.compiled import CompiledStep, StepOutput
 from psg_fx.step.settings import Settings
@@ -53,12 +55,13 @@ class ShardedModule(LossModule):
 
     def forward(self, *args: Any, **given: Any) -> StepOutput:
         """The step on this process's samples, and the sums over those of all."""
-        given = {name: self._given(value) for name, value in given.items()}
+        given = self._given(given)
         return self._over_processes(lambda: super(ShardedModule, self).forward(*args, **given))
 
-    def in_parts(self, *args: Any, **given: Any) -> StepOutput:
+    def in_parts(self, call: Call, given: Mapping[str, Any], *args: Any, **options: Any) -> StepOutput:
         """Parts are of this process's samples alone: each process may have another number of them."""
-        return self._over_processes(lambda: super(ShardedModule, self).in_parts(*args, **given))
+        given = self._given(given)
+        return self._over_processes(lambda: super(ShardedModule, self).in_parts(call, given, *args, **options))
 
     def _over_processes(self, run: Callable[[], StepOutput]) -> StepOutput:
         """Gathers once and adds up once, however often the step runs in between."""
@@ -67,23 +70,41 @@ class ShardedModule(LossModule):
         with self._own():
             out = run()
         placed = Placed(self.model, self._parallel)
-        out = over_processes(out, placed)
-        if self._parallel.group is not None and "grads" in vars(out):
-            out.grads = placed.each(out.grads)
-        return out
+        if self._parallel.group is not None:
+            out = placed.of_slices(out)
+        return over_processes(out, placed) if placed.ways else out
 
     def _slices(self) -> Slices | None:
         return self._parallel.slices()
 
-    def _build(self, *args: Any, **given: Any) -> tuple[CompiledStep, Program]:
-        step, program = super()._build(*args, **given)
+    def _build(self, tracked: Tracked, call: Call, *args: Any, **given: Any) -> tuple[CompiledStep, Program]:
+        """Processes that compute the same samples together see to it that they do."""
+        if (slices := self._slices()) is None:
+            return super()._build(tracked, call, *args, **given)
+        named = dict(self.model.named_parameters(remove_duplicate=False)) | dict(self.model.named_buffers())
+        equal = {f"model.{name}": t for name, t in named.items() if name not in slices.parameters}
+        self._parallel.check_equal(equal, "seed all processes alike before the model is made, or broadcast its state")
+        self._parallel.check_equal(dict(zip(call.names, call.tensors, strict=True)),
+                                   "give the same samples to all processes of this mesh")  # fmt: skip
+        step, program = super()._build(tracked, call, *args, **given)
+        constants = {name: t for name, t in facts.graph_facts(step.gm).constants.items() if name not in call.names}
+        self._parallel.check_equal(constants, "compute what differs between processes outside of the model and loss")
+        self._parallel.check_graphs(step.gm)
         return step, program
 
-    def _given(self, value: Any) -> Any:
+    def _given(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """What is given for parameters (directions), of this process: gathered, and cut as the parameters are."""
-        if not isinstance(value, Mapping):
-            return whole(value)
-        return {name: self._parallel.part(name, whole(v)) for name, v in value.items()}
+        if self._inside:
+            return dict(given)
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+
+        def own(name: str, value: Any) -> Any:
+            return self._parallel.part(parameters.get(name), whole(value))
+
+        return {
+            key: {name: own(name, v) for name, v in value.items()} if isinstance(value, Mapping) else whole(value)
+            for key, value in given.items()
+        }
 
     @contextlib.contextmanager
     def _own(self) -> Iterator[None]:

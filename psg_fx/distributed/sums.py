@@ -16,6 +16,7 @@ import torch.distributed as dist
 from psg_fx.errors import BadArgument
 from psg_fx.quantities.base import Join
 from psg_fx.step.compiled import StepOutput
+from psg_fx.torch_private.sharded import is_sharded_tensor
 
 _BUCKET = 2**25
 """Bytes that are sent as one message: large enough for the rate of the network, small beside a model."""
@@ -124,7 +125,24 @@ class _Group:
         return dict.fromkeys(named, share)
 
     def add(self, named: Named) -> dict[str, torch.Tensor]:
-        return added(named, [self.group])
+        found = added({name: local(value) for name, value in named.items()}, [self.group])
+        return {name: placed_like(named[name], value) for name, value in found.items()}
+
+
+def local(value: torch.Tensor) -> torch.Tensor:
+    """What of a tensor this process has."""
+    return value.to_local() if is_sharded_tensor(value) else value  # type: ignore[attr-defined,no-any-return]
+
+
+def placed_like(value: Any, part: torch.Tensor) -> torch.Tensor:
+    """The part of this process, placed as a DTensor is; the part itself of any other tensor."""
+    if not is_sharded_tensor(value):
+        return part
+    mesh, placements = value.device_mesh, value.placements
+    found: torch.Tensor = type(value).from_local(
+        part, mesh, placements, run_check=False, shape=value.shape, stride=value.stride()
+    )
+    return found
 
 
 Groups = Sequence[dist.ProcessGroup | None]

@@ -6,16 +6,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule
 
-from psg_fx.errors import NotYetSupported
+from psg_fx.errors import BadArgument, NotYetSupported
+from psg_fx.graph import facts
 from psg_fx.graph.slices import Slices
 from psg_fx.ops import across
 from psg_fx.quantities.base import Quantity
@@ -203,6 +207,35 @@ class TensorParallel:
             if self._depth == 0:
                 self._dress()
 
+    def check_equal(self, tensors: Mapping[str, Tensor], fix: str) -> None:
+        """Refuse tensors that should be equal in all processes of the mesh and are not.  Every process calls it."""
+        said = [f"{name}: {tuple(t.shape)} {t.dtype} {_digest(t)}" for name, t in tensors.items()]
+        for name, own in zip(tensors, self._compared(said), strict=True):
+            if not own:
+                raise BadArgument(
+                    f"{name} is not the same in all processes of the tensor-parallel mesh", where=name,
+                    why="all of them compute the same samples, each with its slices of the model; what is not sliced is "
+                    "taken to be equal", fix=fix,
+                )  # fmt: skip
+
+    def check_graphs(self, gm: GraphModule) -> None:
+        """Refuse graphs that differ, whose collectives might not meet.  Every process calls it."""
+        ops = [(str(n.target), [(facts.shape(t), t.dtype) for t in facts.tensors(n.meta.get("val"))])
+               for n in gm.graph.nodes if n.op == "call_function"]  # fmt: skip
+        if not all(self._compared([hashlib.sha256(repr(ops).encode()).hexdigest()])):
+            raise NotYetSupported(
+                "processes of the tensor-parallel mesh have made different graphs of the model", where="the model",
+                why="their collectives would not meet in one order", fix="run the same code, with the same settings and "
+                "versions, on the same kind of device in each",
+            )  # fmt: skip
+
+    def _compared(self, said: list[str]) -> list[bool]:
+        """Whether each is said in all processes."""
+        assert self.mesh is not None
+        found: list[Any] = [None] * self.mesh.size()
+        dist.all_gather_object(found, said, group=self.mesh.get_group())
+        return [all(k < len(other) and other[k] == one for other in found) for k, one in enumerate(said)]
+
     def slices(self) -> Slices | None:
         """What is sliced, while the model is local."""
         if self.group is None:
@@ -217,14 +250,13 @@ class TensorParallel:
         placement = None if dim is None else parameter.placements[dim]
         return None if placement is None or placement.is_replicate() else int(placement.dim)
 
-    def part(self, name: str, value: Any) -> Any:
+    def part(self, p: Any, value: Any) -> Any:
         """This process's slice of what is given for a parameter, which may have further dims before its own."""
-        p: Any = dict(self._model.named_parameters(remove_duplicate=False)).get(name)
         dim = self.dim_of(p)
-        if dim is None or self.mesh is None or self.group is None or not isinstance(value, Tensor):
+        if dim is None or self.mesh is None or not isinstance(value, Tensor):
             return value
         dim += value.ndim - p.ndim
-        length = value.shape[dim] // self.group.size
+        length = value.shape[dim] // self.mesh.size()
         return value.narrow(dim, self.mesh.get_local_rank() * length, length)
 
     def mesh_dim(self, parameter: Any) -> int | None:
@@ -296,6 +328,11 @@ _PLANS = "plan with ColwiseParallel and RowwiseParallel for nn.Linear and nn.Emb
 def _refused(name: str, module: nn.Module, what: str, why: str, fix: str) -> NotYetSupported:
     kind = type(module).__name__
     return NotYetSupported(what, where=f"{name} ({kind})" if name else kind, why=why, fix=fix)
+
+
+def _digest(t: Tensor) -> str:
+    values = (torch.view_as_real(t) if t.is_complex() else t).detach().double()
+    return repr((float(values.sum()), float(values.square().sum()), float(values.abs().sum())))
 
 
 def _placed(p: Any) -> str:

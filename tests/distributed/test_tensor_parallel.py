@@ -282,3 +282,30 @@ def check_products(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.rest)])
 def test_products_and_gradients(processes: Processes, world: int) -> None:
     processes.run(check_products, world)
+
+
+def check_replicas(rank: int, world: int) -> None:
+    """Samples over one dim of a mesh and slices over the other, without `fully_shard`; and parts of the batch."""
+    model, loss_fn, inputs, targets = perceptron()
+    model.double()
+    whole = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("samples", "slices"))
+    parallelize_module(model, mesh["slices"], of_perceptron())
+    mine = (slice(0, 4), slice(4, 6))[mesh.get_local_rank("samples")]
+    quantities = [QUANTITIES[0], psg_fx.MeanGrad(), psg_fx.SecondMoment(), psg_fx.Dots(), psg_fx.Grads()]
+    step = transformed(model, loss_fn, quantities)
+    given = {name: torch.randn(p.shape, dtype=p.dtype) for name, p in whole.named_parameters()}
+    expected = transformed(whole, loss_fn, quantities)(inputs, targets, directions=given)
+    for run in (step, psg_fx.microbatch(step, 3)):
+        out = run(inputs[mine], targets[mine], directions=given)
+        torch.testing.assert_close(out.dots, expected.dots[mine], rtol=1e-10, atol=1e-12)
+        out = psg_fx.distributed.reduce(out, mesh.get_group("samples"))
+        for name in expected.clipped_sum:
+            for field in ("clipped_sum", "mean_grad", "second_moment"):
+                assert far(getattr(out, field)[name], getattr(expected, field)[name]) < 1e-9, (field, name)
+            assert far(out.grads[name], expected.grads[name][mine]) < 1e-10
+
+
+@pytest.mark.rest
+def test_replicas_of_slices_are_put_together_by_reduce(processes: Processes) -> None:
+    processes.run(check_replicas, 4)
