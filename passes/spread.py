@@ -68,11 +68,14 @@ def _settle(
             f"%{reads[0].name} is cut into slices, and is not the same in all processes", where=locate(node),
             why=own[reads[0]], fix="say how it lies: input_layouts=Shard(-1), or gather it before",
         )  # fmt: skip
-    if node.target not in ONE_OF_ALL:
-        if _draws(node):
-            own[node] = f"{node.target} draws at random in each process ({locate(node)})"
-        elif reads or node.target in EACH_ITS_OWN:
-            own[node] = own[reads[0]] if reads else "it is cut into slices"
+    if _draws(node):
+        raise NotYetSupported(
+            f"{node.target} draws at random in each process", where=locate(node),
+            why="draws for a value that is equal in all processes must be equal, those for slices different, and each "
+            "process has a generator of its own", fix="leave random layers out: model.eval(), or dropout of 0",
+        )  # fmt: skip
+    if node.target not in ONE_OF_ALL and (reads or node.target in EACH_ITS_OWN):
+        own[node] = own[reads[0]] if reads else "it is cut into slices"
     if reads or node.target in JOINING:
         for operand in [n for n in node.all_input_nodes if n in graded and n not in own]:
             node.replace_input_with(operand, _entered(gm, operand, entered, own, graded, group))
@@ -97,7 +100,12 @@ def _entered(
 
 
 def _draws(node: Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    """Whether an op draws at random.  Attention is said to, also where its dropout is 0."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    return not ("dropout_p" in names and given.get("dropout_p", 0.0) == 0.0)
 
 
 _KINDS = {"loss": "the loss", "output": "the output", "check": "a condition in the code"}
@@ -111,5 +119,5 @@ def _check_results(gm: GraphModule, own: dict[Node, str]) -> None:
                 f"{_KINDS.get(spec.kind, f'the buffer {spec.name}')} is not the same in all processes of the mesh",
                 where=locate(node), why=f"{own[node]}, and nothing on the way from there is a sum or a gather",
                 fix="let the last sliced layer give whole outputs: RowwiseParallel(), or ColwiseParallel("
-                "output_layouts=Replicate()); put random layers where values are sliced, or leave them out (eval())",
+                "output_layouts=Replicate())",
             )  # fmt: skip

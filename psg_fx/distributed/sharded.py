@@ -1,26 +1,32 @@
-"""A step of a model under `fully_shard`: whole parameters while it runs, sums placed like their parameters after.
+"""A step of a model that is spread over processes, sums placed like their parameters after.
+
+Under `fully_shard`: whole parameters while it runs.
 
     unshard() of every part  ->  the step, as of the model before it was sharded  ->  reshard()  ->  a reduce-scatter of
     the sums, to the placements of their parameters
 
-Collectives are kept out of the compiled graph: processes plan and compile by themselves, for batches of their own
+These collectives are kept out of the compiled graph: processes plan and compile by themselves, for batches of their own
 sizes, and collectives in graphs of their own would not meet in one order.
+
+After `parallelize_module`: slices of parameters, in the processes of a mesh that compute the same samples together.
+Their graphs are the same, and have collectives (`psg_fx/passes/spread.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule
 
 from psg_fx.distributed.placed import Placed
-from psg_fx.distributed.sums import check_joins, over_processes
-from psg_fx.distributed.tensor_parallel import TensorParallel
+from psg_fx.distributed.sums import check_joins, local, over_processes
+from psg_fx.distributed.tensor_parallel import TensorParallel, said_of_slices
 from psg_fx.errors import NotYetSupported
 from psg_fx.graph import facts
 from psg_fx.graph.slices import Slices
@@ -35,7 +41,8 @@ from psg_fx.torch_private.sharded import Sharding
 
 
 class ShardedModule(LossModule):
-    """A step with a loss, of a model whose parameters are spread over processes by `fully_shard`.
+    """A step with a loss, of a model whose parameters are spread over processes by `fully_shard`, by
+    `parallelize_module`, or by both.
 
     Every process calls it at the same time, with samples of its own.  Sums and means come back over the samples of all
     processes, as DTensors placed like their parameters; what has a row for every sample is that of its own samples.
@@ -121,33 +128,48 @@ class ShardedModule(LossModule):
         raise NotYetSupported(
             "a step of a sharded model is not exported", where="step.export(path, inputs, targets)",
             why="a file takes whole parameters, and every process would write the same one",
-            fix="export a step of the model before fully_shard, in one process",
+            fix="export a step of the model before it is sharded, in one process",
         )  # fmt: skip
 
     def validate(self, *args: Any, **given: Any) -> ValidationReport:
         """Compare the per-sample gradients of this process's samples with a float64 loop; sums are those of its own.
         Every process calls it.
         """
+        if self._parallel.group is not None:
+            raise NotYetSupported(
+                "a step of a tensor-parallel model is not validated", where="step.validate(inputs, targets)",
+                why="the loop that it is compared with takes whole parameters",
+                fix="validate a step of the model before parallelize_module, in one process, and compare with that",
+            )  # fmt: skip
         with self._own():
             return super().validate(*args, **given)
 
     def explain(self, measure: bool = False, device: str | None = None, wide: bool = False) -> str:
-        """As of every step, and what the parameters of the whole model take while it runs."""
-        text = super().explain(measure, device, wide)
-        nodes = facts.placeholders(self._last.gm)
-        values = [node.meta["val"] for node in nodes if facts.input_spec(node).kind == "parameter"]
-        whole = sum(value.numel() * value.itemsize for value in values)
-        own = sum(_local(p).numel() * p.itemsize for p in self.model.parameters())
+        """As of every step, and what the parameters of the whole model take while it runs, or what is sent."""
+        parts = [super().explain(measure, device, wide)]
+        if self._parallel.group is not None:
+            parts.append(said_of_slices(self._last.gm, self._parallel.group.size))
+        if self._sharding:
+            parts.append(self._said_of_shards(self._last.gm))
+        return "\n\n".join(parts)
+
+    def _said_of_shards(self, gm: GraphModule) -> str:
+        values = [node.meta["val"] for node in facts.placeholders(gm) if facts.input_spec(node).kind == "parameter"]
+        joins = self.settings.joins_of_processes
+        sums = [
+            node.meta["val"] for spec, node in facts.returned(gm)
+            if node is not None and spec.kind == "answer" and joins.get(spec.field) in ("sum", "mean", "variance")
+        ]  # fmt: skip
+        own = [local(p.detach()) for p in self.model.parameters()]
         return (
-            f"{text}\n\n"
             f"Sharded: the step is one graph of the whole model, so all parameters are gathered before it and kept "
-            f"until its end: {whole / 2**20:.1f} MiB on each process, beside its own {own / 2**20:.1f} MiB; sums are "
-            f"whole until they are scattered"
+            f"until its end: {_mebibytes(values)} on each process, beside its own {_mebibytes(own)}; sums are "
+            f"whole until they are scattered: {_mebibytes(sums)} more"
         )
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _mebibytes(values: Iterable[torch.Tensor]) -> str:
+    return f"{sum(v.numel() * v.itemsize for v in values) / 2**20:.1f} MiB"
 
 
 def whole(value: Any) -> Any:

@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 
 from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.graph import facts
-from psg_fx.graph.slices import Slices
+from psg_fx.graph.slices import Slices, slices_of
 from psg_fx.ops import across
 from psg_fx.quantities.base import Quantity
 from psg_fx.torch_private.tensor_parallel import Style, hook_name, local_part, style_of
@@ -214,8 +214,8 @@ class TensorParallel:
             if not own:
                 raise BadArgument(
                     f"{name} is not the same in all processes of the tensor-parallel mesh", where=name,
-                    why="all of them compute the same samples, each with its slices of the model; what is not sliced is "
-                    "taken to be equal", fix=fix,
+                    why="all of them compute the same samples, each with its slices of the model; what is not sliced "
+                    "is taken to be equal", fix=fix,
                 )  # fmt: skip
 
     def check_graphs(self, gm: GraphModule) -> None:
@@ -225,8 +225,8 @@ class TensorParallel:
         if not all(self._compared([hashlib.sha256(repr(ops).encode()).hexdigest()])):
             raise NotYetSupported(
                 "processes of the tensor-parallel mesh have made different graphs of the model", where="the model",
-                why="their collectives would not meet in one order", fix="run the same code, with the same settings and "
-                "versions, on the same kind of device in each",
+                why="their collectives would not meet in one order",
+                fix="run the same code, with the same settings and versions, on the same kind of device in each",
             )  # fmt: skip
 
     def _compared(self, said: list[str]) -> list[bool]:
@@ -320,6 +320,22 @@ class TensorParallel:
         if p._backward_hooks:
             raise _refused(name, module, f"{full} has a hook on its gradient", "a step would not call it",
                            "remove the hook, and apply it to what the step returns")  # fmt: skip
+
+
+def said_of_slices(gm: GraphModule, size: int) -> str:
+    """What a process sends in a step."""
+    sent: dict[str, int] = {}
+    for node in gm.graph.nodes:
+        name = getattr(node.target, "_opname", "") if node.op == "call_function" else ""
+        if getattr(node.target, "namespace", "") == "_c10d_functional" and name != "wait_tensor":
+            sent[name] = sent.get(name, 0) + 1
+    listed = ", ".join(f"{count} {name}" for name, count in sent.items())
+    slices = slices_of(gm)
+    count = 0 if slices is None else len(slices.parameters)
+    return (
+        f"Tensor parallel: {count} parameters are sliced over {size} processes, which compute the same samples "
+        f"together; the graph has {listed or 'no collectives'}, the same in each"
+    )
 
 
 _PLANS = "plan with ColwiseParallel and RowwiseParallel for nn.Linear and nn.Embedding, and leave other layers whole"

@@ -60,16 +60,16 @@ def _check_processes(name: str, module: nn.Module, where: str) -> None:
         if sharded.is_sharded_tensor(parameter):
             raise NotYetSupported(
                 f"the parameter {f'{name}.{key}' if name else key} is a DTensor", where=where,
-                why="this process may hold a slice of it (tensor parallelism), and norms of slices are not those of "
-                "gradients", fix="shard the model by torch.distributed.fsdp.fully_shard alone, which gathers whole "
-                "parameters for each step",
+                why="this process may hold a slice of it, and norms of slices are not those of gradients",
+                fix="slice the model by parallelize_module or shard it by fully_shard, and give a loss, after that: "
+                "psg_fx.transform(model, loss_fn)",
             )  # fmt: skip
     if hook := sharded.hook_of_processes(module):
         raise NotYetSupported(
             f"{name or 'the model'} has the hook {hook} of torch.distributed", where=where,
             why="it communicates with other processes while the model runs",
-            fix="use the model without it; fully_shard is understood, and sums over processes are psg_fx.distributed."
-            "reduce(out)",
+            fix="use the model without it; fully_shard and parallelize_module are understood where a loss is given "
+            "after them, and sums over processes are psg_fx.distributed.reduce(out)",
         )  # fmt: skip
 
 

@@ -108,6 +108,9 @@ class Sharding:
         self._dressed = [_dressed(m) for m in model.modules() if is_fully_sharded(m)]
         self._depth = 0
 
+    def __bool__(self) -> bool:
+        return bool(self._dressed)
+
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
         """Every process takes part.  It may be entered while it is open."""

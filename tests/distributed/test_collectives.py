@@ -16,18 +16,11 @@ import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import psg_fx
-from psg_fx.errors import PsgError
+from psg_fx.errors import NotYetSupported, PsgError
 from support.processes import Processes
 
 pytestmark = pytest.mark.xdist_group("processes")
@@ -169,55 +162,32 @@ def test_a_model_that_communicates_is_refused_and_nothing_is_sent(processes: Pro
     assert "dist.all_reduce(h)" in found["in_place"]
 
 
-def tensor_parallel(rank: int, world: int) -> list[nn.Module]:
-    """Models that torch's own tensor parallelism has sliced."""
+def check_sliced_by_hand(rank: int, world: int) -> list[str]:
+    """DTensors without a plan, and a plan that comes after `transform` or without a loss."""
     mesh = init_device_mesh("cpu", (world,))
-    plans: list[dict[str, Any]] = [
-        {"up": ColwiseParallel(), "down": RowwiseParallel()},
-        {"down": RowwiseParallel()},
-        {"head": SequenceParallel()},
-        {"head": PrepareModuleInput(input_layouts=None, desired_input_layouts=None)},
-    ]
-    return [parallelize_module(Block(), mesh, plan) for plan in plans]
+    by_hand, late, bare = Block(), Block(), Block()
+    by_hand.up.weight = nn.Parameter(distribute_tensor(by_hand.up.weight.detach(), mesh, [Shard(0)]))
+    step = psg_fx.transform(late, F.cross_entropy, quantities=psg_fx.Norms(), backend="eager", progress=False)
+    for model in (late, bare):
+        parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    found = [refusal(by_hand)]
+    for call in (lambda: step(torch.randn(5, 6), torch.randint(3, (5,))), lambda: psg_fx.transform(bare)):
+        with pytest.raises(NotYetSupported) as error:
+            call()
+        found.append(f"NotYetSupported: {error.value}")
+    return found
 
 
-def check_tensor_parallel(rank: int, world: int) -> list[str]:
-    return [refusal(model) for model in tensor_parallel(rank, world)]
-
-
-def test_a_tensor_parallel_model_is_refused_by_name(processes: Processes) -> None:
-    found, same = processes.run(check_tensor_parallel, 2)
-    assert found == same
+def test_slices_without_a_plan_are_refused_by_name(processes: Processes) -> None:
+    found, same = processes.run(check_sliced_by_hand, 2)
+    assert found == same == [found[0]] * 3
     assert found[0] == (
         "NotYetSupported: the parameter up.weight is a DTensor\n"
         "  where  up (Linear)\n"
-        "  why    this process may hold a slice of it (tensor parallelism), and norms of slices are not those of "
-        "gradients\n"
-        "  fix    shard the model by torch.distributed.fsdp.fully_shard alone, which gathers whole parameters for each "
-        "step"
+        "  why    this process may hold a slice of it, and norms of slices are not those of gradients\n"
+        "  fix    slice the model by parallelize_module or shard it by fully_shard, and give a loss, after that: "
+        "psg_fx.transform(model, loss_fn)"
     )
-    assert [text.splitlines()[0].partition(": ")[2] for text in found[1:]] == [
-        "the parameter down.weight is a DTensor",
-        "the parameter head.weight is a DTensor",
-        "head has the hook PrepareModuleInput._apply.<locals>.<lambda> of torch.distributed",
-    ]
-
-
-def check_both(rank: int, world: int) -> list[str]:
-    """`fully_shard` gathers over one dim of the mesh, and leaves the slices of the other."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensors"))
-    model = parallelize_module(Block(), mesh["tensors"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    fully_shard(model.head, mesh=mesh["data"])
-    fully_shard(model, mesh=mesh["data"])
-    found = refusal(model)
-    assert all(isinstance(p, DTensor) and p.device_mesh.ndim in (1, 2) for p in model.parameters())
-    return [found, type(model).__name__]
-
-
-def test_a_sharded_and_sliced_model_is_refused_and_left_as_it_is(processes: Processes) -> None:
-    for text, kind in processes.run(check_both, 4):
-        assert text.splitlines()[0] == "NotYetSupported: the parameter up.weight is a DTensor"
-        assert kind == "FSDPBlock"
 
 
 def check_wrapped(rank: int, world: int) -> list[str]:

@@ -5,20 +5,27 @@ processes of the mesh, and sums placed like the parameters.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 import psg_fx
+from psg_fx.errors import NotYetSupported, PsgError
 from support.processes import Processes
 
 pytestmark = pytest.mark.xdist_group("processes")
@@ -62,9 +69,7 @@ class Attention(nn.Module):
         angles = torch.arange(x.shape[1], dtype=x.dtype)[:, None] / torch.arange(1, self.each // 2 + 1)
         q, k, v = (f(x).view(*x.shape[:2], -1, self.each).transpose(1, 2) for f in (self.q, self.k, self.v))
         q, k = rotated(q, angles), rotated(k, angles)
-        scores = q @ k.transpose(-1, -2) / math.sqrt(self.each)
-        hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
-        h = scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
+        h = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o(h.transpose(1, 2).flatten(2))
 
 
@@ -140,7 +145,10 @@ def of_llama() -> dict[str, Any]:
     each = {f"attention.{name}": ColwiseParallel() for name in "qkv"} | {"attention.o": RowwiseParallel()}
     each |= {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
     blocks = {f"blocks.*.{name}": style for name, style in each.items()}
-    ends = {"embedding": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(output_layouts=Replicate())}
+    ends = {
+        "embedding": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
     return blocks | ends
 
 
@@ -240,7 +248,13 @@ def check_scaled(rank: int, world: int) -> None:
     model = Scaled().double()
     whole = copy.deepcopy(model)
     mine = parallel(model, of_perceptron(), world)
-    quantities = [psg_fx.ClippedSum(max_norm=0.3), psg_fx.Norms(per="parameter"), psg_fx.MeanGrad(), psg_fx.Dots(), psg_fx.Gram()]
+    quantities = [
+        psg_fx.ClippedSum(max_norm=0.3),
+        psg_fx.Norms(per="parameter"),
+        psg_fx.MeanGrad(),
+        psg_fx.Dots(),
+        psg_fx.Gram(),
+    ]
     given = {name: torch.randn(p.shape, dtype=p.dtype) for name, p in whole.named_parameters()}
     out = transformed(model, loss_fn, quantities)(inputs[mine], targets[mine], directions=given)
     expected = transformed(whole, loss_fn, quantities)(inputs, targets, directions=given)
@@ -309,3 +323,168 @@ def check_replicas(rank: int, world: int) -> None:
 @pytest.mark.rest
 def test_replicas_of_slices_are_put_together_by_reduce(processes: Processes) -> None:
     processes.run(check_replicas, 4)
+
+
+def refusal(make: Any, mesh: Any, plan: Mapping[str, Any], quantities: Any = None, **given: Any) -> str:
+    """The text of the refusal, "" where there is an answer."""
+    torch.manual_seed(0)
+    model, loss_fn, inputs, targets = make()
+    model = parallelize_module(model.double(), mesh, plan)
+    try:
+        transformed(model, loss_fn, quantities or psg_fx.Norms())(inputs, targets, **given)
+    except PsgError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+class Own(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+def changed(**modules: nn.Module) -> Any:
+    """The perceptron with other modules."""
+
+    def make() -> tuple[nn.Module, Any, Tensor, Tensor]:
+        model, *rest = perceptron()
+        for name, module in modules.items():
+            setattr(model, name, copy.deepcopy(module))
+        return model, *rest
+
+    return make
+
+
+def bounded() -> tuple[nn.Module, Any, Tensor, Tensor]:
+    model, *rest = embeddings()
+    model.columns.max_norm = 1.0
+    return model, *rest
+
+
+def seeded() -> tuple[nn.Module, Any, Tensor, Tensor]:
+    """A norm that is another one in every process."""
+    model, *rest = perceptron()
+    with torch.no_grad():
+        model.norm.weight.fill_(dist.get_rank() + 1)
+    return model, *rest
+
+
+def other_samples() -> tuple[nn.Module, Any, Tensor, Tensor]:
+    model, loss_fn, x, y = perceptron()
+    return model, loss_fn, x + dist.get_rank(), y
+
+
+def ranked() -> tuple[nn.Module, Any, Tensor, Tensor]:
+    """A constant that is another one in every process."""
+    model, loss_fn, x, y = perceptron()
+    scale = torch.tensor(1.0 + dist.get_rank(), dtype=torch.float64)
+    return model, lambda out, y: loss_fn(out * scale, y), x, y
+
+
+UP, DOWN = {"up": ColwiseParallel()}, {"down": RowwiseParallel()}
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "another style": (perceptron, UP | DOWN | {"norm": SequenceParallel()}, "norm has the hook distribute_module."),
+    "inputs alone": (
+        perceptron, {"head": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())},
+        "head has the hook PrepareModuleInput._apply.",
+    ),
+    "DTensors between layers": (
+        perceptron, {"up": ColwiseParallel(use_local_output=False), **DOWN},
+        "up gives a DTensor (use_local_output=False)",
+    ),
+    "a class of its own": (changed(up=Own(6, 8)), UP | DOWN, "up is a Own, in ColwiseParallel"),
+    "slices of two sizes": (
+        changed(up=nn.Linear(6, 7), down=nn.Linear(7, 6)), UP | DOWN,
+        "the parameter up.weight has 7 entries along dim 0, for 2 processes",
+    ),
+    "whole rows": (
+        bounded, {"columns": ColwiseParallel(output_layouts=Replicate())}, "the embedding columns has max_norm",
+    ),
+    "a loss of slices": (
+        changed(head=nn.Linear(6, 4)), UP | DOWN | {"head": ColwiseParallel()},
+        "the loss is not the same in all processes of the mesh",
+    ),
+    "random draws": (changed(norm=nn.Dropout(0.5)), UP | DOWN, "aten.native_dropout.default draws at random in each "),
+    "slices of slices": (
+        changed(down=nn.Linear(4, 6)), UP | {"down": RowwiseParallel(input_layouts=Replicate())},
+        "%tanh is cut into slices, and is not the same in all processes",
+    ),
+    "parameters that differ": (seeded, UP | DOWN, "model.norm.weight is not the same in all processes of the"),
+    "samples that differ": (other_samples, UP | DOWN, "input_0 is not the same in all processes of the"),
+    "constants that differ": (ranked, UP | DOWN, "is not the same in all processes of the tensor-parallel mesh"),
+}  # fmt: skip
+"""The model, its plan, and the first line of the error."""
+
+
+def check_refused(rank: int, world: int) -> dict[str, str]:
+    mesh = init_device_mesh("cpu", (world,))
+    found = {name: refusal(make, mesh, plan) for name, (make, plan, _) in REFUSED.items()}
+    return found | {"projections": refusal(perceptron, mesh, UP | DOWN, psg_fx.Projection(rank=2, seed=0))}
+
+
+def test_what_is_refused(processes: Processes) -> None:
+    found, same = processes.run(check_refused, 2)
+    assert found == same
+    for name, (_, _, first) in REFUSED.items():
+        assert first in found[name].splitlines()[0], (name, found[name])
+        assert "\n  fix    " in found[name]
+    assert found["projections"].splitlines()[0] == "NotYetSupported: Projection of a tensor-parallel model"
+
+
+def check_two_meshes(rank: int, world: int) -> list[str]:
+    """Layers over two meshes, a weight that lies otherwise, what steps of slices do not do, and what they say."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    model, loss_fn, inputs, targets = perceptron()
+    parallelize_module(model.double(), mesh["a"], UP)
+    parallelize_module(model, mesh["b"], DOWN)
+    found = []
+    with pytest.raises(NotYetSupported) as error:
+        transformed(model, loss_fn, psg_fx.Norms())
+    found.append(str(error.value))
+    torch.manual_seed(0)
+    model, *_ = perceptron()
+    parallelize_module(model.double(), mesh["a"], UP | DOWN)
+    step = transformed(model, loss_fn, psg_fx.ClippedSum(0.3))
+    step(inputs, targets)
+    for refused in (lambda: step.validate(inputs, targets), lambda: step.export("x.pt2", inputs, targets)):
+        with pytest.raises(NotYetSupported) as error:
+            refused()
+        found.append(str(error.value))
+    found.append(step.explain())
+    model.up.weight = nn.Parameter(distribute_tensor(model.up.weight.full_tensor().detach(), mesh["a"], [Shard(1)]))
+    with pytest.raises(NotYetSupported) as error:
+        step(inputs, targets)
+    return [*found, str(error.value)]
+
+
+def test_the_rest_of_a_step(processes: Processes) -> None:
+    two, validated, exported, text, otherwise = processes.run(check_two_meshes, 4)[0]
+    assert two.splitlines()[0] == "down is sliced over another mesh than the layers before"
+    assert validated.splitlines()[0] == "a step of a tensor-parallel model is not validated"
+    assert exported.splitlines()[0] == "a step of a sharded model is not exported"
+    assert "Tensor parallel: 3 parameters are sliced over 2 processes, which compute the same samples" in text
+    assert "the graph has 3 all_reduce, the same in each" in text
+    assert "Sharded:" not in text
+    assert otherwise.splitlines()[0] == "the parameter up.weight is a DTensor that lies as ('S(1)',) on [2] processes"
+
+
+def check_compiled(rank: int, world: int) -> None:
+    """By inductor, at two batch sizes, while the weights change."""
+    model, loss_fn, inputs, targets = llama()
+    whole = copy.deepcopy(model)
+    parallel(model, of_llama(), world)
+    step = transformed(model, loss_fn, psg_fx.ClippedSum(0.3), backend="inductor")
+    one = transformed(whole, loss_fn, psg_fx.ClippedSum(0.3))
+    for size in (6, 5):
+        out, expected = step(inputs[:size], targets[:size]), one(inputs[:size], targets[:size])
+        torch.testing.assert_close(out.norms, expected.norms, rtol=1e-4, atol=1e-6)
+        assert max(far(out.clipped_sum[name], value) for name, value in expected.clipped_sum.items()) < 1e-4
+        for each, found in ((model, out), (whole, expected)):
+            psg_fx.distributed.set_grad(each, found.clipped_sum)
+            torch.optim.SGD(each.parameters(), lr=0.1, foreach=False).step()
+
+
+@pytest.mark.rest
+@pytest.mark.inductor
+@pytest.mark.slow
+def test_compiled(processes: Processes) -> None:
+    processes.run(check_compiled, 2)
