@@ -131,7 +131,7 @@ class _Group:
 
 def local(value: torch.Tensor) -> torch.Tensor:
     """What of a tensor this process has."""
-    return value.to_local() if is_sharded_tensor(value) else value  # type: ignore[attr-defined,no-any-return]
+    return value.to_local() if is_sharded_tensor(value) else value  # type: ignore[attr-defined]
 
 
 def placed_like(value: Any, part: torch.Tensor) -> torch.Tensor:

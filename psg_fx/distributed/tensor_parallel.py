@@ -45,19 +45,21 @@ class _Layout:
 def _moved(x: Tensor, source: _Layout, target: _Layout, group: Group) -> Tensor:
     """From one layout to another.  `spread` sees to the gradients of what is equal in all processes."""
     before, after = (None if layout.dim is None else layout.dim % x.ndim for layout in (source, target))
-    if source.partial:
-        if after is None:
-            return across.sum_across(x, group.name)
+    if before == after and not source.partial:
+        return x
+    if after is not None:
         _check_even(x, after, group)
-        return across.sum_slice(x, after, group.size, group.name)
-    if before == after:
-        return x
-    if before is not None:
-        x = across.gather(x, before, group.size, group.name)
-    if after is None:
-        return x
-    _check_even(x, after, group)
-    return across.own_slice(x, after, group.size, group.name)
+    found = x
+    if source.partial and after is not None:
+        found = across.sum_slice(x, after, group.size, group.name)
+    elif source.partial:
+        found = across.sum_across(x, group.name)
+    else:
+        if before is not None:
+            found = across.gather(found, before, group.size, group.name)
+        if after is not None:
+            found = across.own_slice(found, after, group.size, group.name)
+    return found
 
 
 def _check_even(x: Tensor, dim: int, group: Group) -> None:
@@ -123,7 +125,7 @@ def rowwise_embedding(group: str) -> type[nn.Embedding]:
     return RowwiseEmbedding
 
 
-_WEIGHTS = {
+_WEIGHTS: dict[tuple[str, type], tuple[dict[str, int | None], _Layout, _Layout]] = {
     ("ColwiseParallel", nn.Linear): ({"weight": 0, "bias": 0}, _Layout(), _Layout(-1)),
     ("RowwiseParallel", nn.Linear): ({"weight": 1, "bias": None}, _Layout(-1), _Layout(partial=True)),
     ("ColwiseParallel", nn.Embedding): ({"weight": 1}, _Layout(), _Layout(-1)),
@@ -264,7 +266,7 @@ class TensorParallel:
         if self.group is None or not isinstance(parameter, DTensor):
             return None
         mesh = parameter.device_mesh
-        names = [mesh.get_group(dim).group_name for dim in range(mesh.ndim)]
+        names = [str(mesh.get_group(dim).group_name) for dim in range(mesh.ndim)]
         return names.index(self.group.name) if self.group.name in names else None
 
     def _undress(self) -> None:

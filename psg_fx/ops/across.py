@@ -22,11 +22,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._ops import OpOverload
 
 from psg_fx.op_table import prefix_formula
+from psg_fx.torch_private.tensor_parallel import rank_in
 
 _CONTIGUOUS = torch.contiguous_format
 
@@ -82,15 +82,11 @@ def _gathered(x: Tensor, dim: int, size: int, group: str) -> Tensor:
 
 def _sliced(x: Tensor, dim: int, size: int, group: str) -> Tensor:
     length = x.shape[dim] // size
-    return x.narrow(dim, _rank(group) * length, length)
+    return x.narrow(dim, rank_in(group) * length, length)
 
 
 def _index(like: Tensor, group: str) -> Tensor:
-    return torch.full((), _rank(group), dtype=torch.int64, device=like.device)
-
-
-def _rank(group: str) -> int:
-    return dist.get_rank(dist.distributed_c10d._resolve_process_group(group))
+    return torch.full((), rank_in(group), dtype=torch.int64, device=like.device)
 
 
 def _longer(x: Tensor, dim: int, size: int, group: str) -> Tensor:
@@ -150,28 +146,29 @@ class _Sum(torch.autograd.Function):
     """`sum_across` where torch.func differentiates and maps it, which it does not do with custom ops."""
 
     @staticmethod
-    def forward(x: Tensor, group: str) -> Tensor:  # type: ignore[override]
-        return sum_across(x, group)
+    def forward(x: Tensor, group: str) -> Tensor:
+        found: Tensor = sum_across(x, group)
+        return found
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         """Nothing is kept."""
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> Any:
         return g, None
 
     @staticmethod
     def vmap(info: Any, dims: Any, x: Tensor, group: str) -> Any:
         """The same of all at once."""
-        return _Sum.apply(x, group), dims[0]
+        return _sum(x, group), dims[0]
 
 
 class _Enter(torch.autograd.Function):
     """`enter`, likewise."""
 
     @staticmethod
-    def forward(x: Tensor, group: str) -> Tensor:  # type: ignore[override]
+    def forward(x: Tensor, group: str) -> Tensor:
         return x.clone()
 
     @staticmethod
@@ -180,19 +177,24 @@ class _Enter(torch.autograd.Function):
         ctx.group = inputs[1]
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:  # type: ignore[override]
-        return _Sum.apply(g, ctx.group), None
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return _sum(g, ctx.group), None
 
     @staticmethod
     def vmap(info: Any, dims: Any, x: Tensor, group: str) -> Any:
         """The same of all at once."""
-        return _Enter.apply(x, group), dims[0]
+        return _parameter_enters(x, group), dims[0]
+
+
+def _sum(x: Tensor, group: str) -> Tensor:
+    apply: Callable[..., Tensor] = _Sum.apply
+    return apply(x, group)
 
 
 @prefix_formula(ENTER)
 def _parameter_enters(x: Tensor, group: str) -> Tensor:
-    found: Tensor = _Enter.apply(x, group)
-    return found
+    apply: Callable[..., Tensor] = _Enter.apply
+    return apply(x, group)
 
 
 def _scattered(x: Tensor, dim: int, size: int, group: str) -> Tensor:
@@ -214,5 +216,6 @@ _WRITTEN: dict[str, Callable[..., Tensor]] = {
 
 def written(target: object) -> Callable[..., Tensor] | None:
     """What one of these ops is in a finished graph of this process: functional collectives, and its own place."""
-    own = isinstance(target, OpOverload) and target.namespace == "psg_fx"
-    return _WRITTEN.get(target._opname) if own else None
+    if not isinstance(target, OpOverload) or target.namespace != "psg_fx":
+        return None
+    return _WRITTEN.get(target._opname)

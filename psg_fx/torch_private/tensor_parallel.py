@@ -64,15 +64,17 @@ def style_of(module: nn.Module) -> Style | None:
     if len(before) != 1 or len(after) != 1:
         return None
     first, second = _held(before[0][1]), _held(after[0][1])
-    inputs, outputs, mesh = first.get("input_fn"), second.get("output_fn"), first.get("device_mesh")
+    inputs: Any = first.get("input_fn")
+    outputs: Any = second.get("output_fn")
+    mesh: Any = first.get("device_mesh")
     styles: Any = sys.modules.get(_STYLES)
-    if styles is None or mesh is None or mesh is not second.get("device_mesh"):
+    if styles is None or mesh is not second.get("device_mesh"):
         return None
     for kind in ("ColwiseParallel", "RowwiseParallel"):
         style = getattr(styles, kind)
         if _calls(inputs, style._prepare_input_fn) and _calls(outputs, style._prepare_output_fn):
             given, wanted, result = inputs.args[0], inputs.args[1], outputs.args[0]
-            if len(given) == len(wanted) == len(result) == 1 == mesh.ndim:
+            if mesh is not None and len(given) == len(wanted) == len(result) == 1 == mesh.ndim:
                 places = (given[0], wanted[0], result[0])
                 return Style(kind, mesh, *places, bool(outputs.args[1]), before[0][0], after[0][0])
     return None
@@ -91,3 +93,11 @@ def local_part(parameter: Any) -> torch.Tensor:
     """The tensor in which this process keeps its part of a DTensor."""
     found: torch.Tensor = parameter._local_tensor
     return found
+
+
+def rank_in(group: str) -> int:
+    """The place of this process in the group of a name."""
+    import torch.distributed as dist
+
+    found: Any = dist.distributed_c10d
+    return dist.get_rank(found._resolve_process_group(group))

@@ -67,6 +67,9 @@ UNTRIED = {
     "stands for operators of other libraries": "<custom>",
     "always a reduction over the samples, which claims no place": "dot vdot dist",
     "its samples lie in four arguments; compared with a loop in test_ctc.py": "psg_fx::ctc psg_fx::ctc_backward",
+    "other processes take part; compared with one process in test_tensor_parallel.py": """
+        psg_fx::enter psg_fx::sum_across psg_fx::gather psg_fx::own_slice psg_fx::sum_slice psg_fx::index
+    """,
     "its kernel reads outside of memory where the arguments do not fit": """
         linalg_ldl_solve _scaled_dot_product_flash_attention_for_cpu_backward
     """,
