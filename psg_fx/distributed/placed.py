@@ -31,8 +31,8 @@ class Placed:
     def __init__(self, model: nn.Module, slices: TensorParallel) -> None:
         self.slices = slices
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
-        placed = [p for p in self.parameters.values() if isinstance(p, DTensor)]
-        found = (_Way.of(p, slices.mesh_dim(p)) for p in placed)
+        self._known: dict[Any, _Way] = {}
+        found = [self._own_way(p) for p in self.parameters.values() if isinstance(p, DTensor)]
         self.ways = list({way.names: way for way in found if way.dims}.values())
 
     def shares(self, named: Named, count: int) -> Named:
@@ -77,7 +77,7 @@ class Placed:
         the same in those processes that share the rest.
         """
         p = self.parameters[name]
-        own = _Way.of(p, self.slices.mesh_dim(p)) if isinstance(p, DTensor) else None
+        own = self._own_way(p) if isinstance(p, DTensor) else None
         if own is not None and own.dims:
             return own
         if len({way.names for way in self.ways}) > 1:
@@ -86,6 +86,13 @@ class Placed:
                 why="it is not known over which processes its gradient is summed", fix="shard it too, or freeze it",
             )  # fmt: skip
         return replace(self.ways[0], kind="added") if self.ways else _Way(None, (), -1, "added")
+
+    def _own_way(self, p: Any) -> _Way:
+        """That of the parameter's own mesh."""
+        key = (p.device_mesh, p.placements)
+        if key not in self._known:
+            self._known[key] = _Way.of(p, self.slices.mesh_dim(p))
+        return self._known[key]
 
     def _scattered(self, way: _Way, named: Named) -> dict[str, torch.Tensor]:
         """Every process gets the sum of its part: one message for many parameters, laid in a row for each process."""
@@ -166,7 +173,7 @@ class _Way:
         """Groups over which sums are taken one after the other, so that they are over all other samples."""
         return [self.mesh.get_group(dim) for dim in self.dims]
 
-    @property
+    @functools.cached_property
     def names(self) -> tuple[str, ...]:
         """Those of the groups."""
         return tuple(group.group_name for group in self.groups)

@@ -58,6 +58,12 @@ class ShardedModule(LossModule):
         check_joins(settings.joins_of_processes, "transform(quantities=...)")
         self._sharding, self._parallel = Sharding(model), TensorParallel(model)
         self._parallel.check(settings.quantities)
+        if settings.warm and self._parallel.group is not None:
+            raise NotYetSupported(
+                "warm is not for tensor-parallel models", where="transform(warm=...)",
+                why="one process would run what is compiled while another still runs the graph, whose collectives need "
+                "not come in the same order", fix="leave warm out",
+            )  # fmt: skip
         self._inside = False
 
     def forward(self, *args: Any, **given: Any) -> StepOutput:
