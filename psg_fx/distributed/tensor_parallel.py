@@ -295,6 +295,9 @@ class TensorParallel:
         found: list[_Own] = []
         local: dict[int, nn.Parameter] = {}
         for name, module in self._model.named_modules():
+            for key in (key for key, b in module._buffers.items() if isinstance(b, DTensor)):
+                raise _refused(name, module, f"the buffer {f'{name}.{key}' if name else key} is a DTensor",
+                               "buffers are taken to be equal in all processes", _PLANS)  # fmt: skip
             for key, p in module._parameters.items():
                 if isinstance(p, DTensor):
                     self._check(name, module, key, p, known.get(id(module)))

@@ -269,6 +269,48 @@ def test_a_whole_parameter_beside_values_that_are_cut(processes: Processes) -> N
     processes.run(check_scaled, 2)
 
 
+def check_ways(rank: int, world: int) -> list[int]:
+    """Groups of samples, parts within a budget, some parameters only, frozen ones, and half precision."""
+    model, loss_fn, inputs, targets = perceptron()
+    model.double()
+    whole = copy.deepcopy(model)
+    parallel(model, of_perceptron(), world)
+    ids = torch.tensor([0, 1, 0, 2, 2, 0])
+    quantities = [psg_fx.ClippedSum(max_norm=0.3), psg_fx.MeanGrad()]
+    sizes = []
+    for options, given in (
+        ({}, {"groups": ids, "num_groups": 3}),
+        ({"memory_budget": 6000}, {}),
+        ({"params": "norm.*"}, {}),
+        ({"params": ["down.weight", "head.*"]}, {}),
+    ):
+        steps = [
+            psg_fx.transform(m, loss_fn, quantities=quantities, backend="eager", progress=False, **options)
+            for m in (model, whole)
+        ]
+        out, expected = (step(inputs, targets, **given) for step in steps)
+        sizes.append(steps[0].captures[-1].step.part or 6)
+        torch.testing.assert_close(out.norms, expected.norms, rtol=1e-10, atol=1e-12)
+        for field in ("clipped_sum", "mean_grad"):
+            assert list(getattr(out, field)) == list(getattr(expected, field))
+            for name, value in getattr(expected, field).items():
+                assert far(getattr(out, field)[name], value) < 1e-10, (options, field, name)
+    for m in (model, whole):
+        m.up.requires_grad_(False)
+    out, expected = (transformed(m, loss_fn, quantities)(inputs, targets) for m in (model, whole))
+    torch.testing.assert_close(out.norms, expected.norms, rtol=1e-10, atol=1e-12)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, expected = (transformed(m.float(), loss_fn, quantities)(inputs.float(), targets) for m in (model, whole))
+    torch.testing.assert_close(out.norms, expected.norms, rtol=0.05, atol=1e-3)
+    return sizes
+
+
+def test_further_ways_to_ask(processes: Processes) -> None:
+    found = processes.run(check_ways, 2)
+    assert found[0] == found[1]
+    assert found[0][1] < 6
+
+
 def check_products(rank: int, world: int) -> None:
     """Rows that are sums over slices, gradients that are slices, and directions placed like the parameters."""
     model, loss_fn, inputs, targets = llama()
@@ -380,6 +422,12 @@ def ranked() -> tuple[nn.Module, Any, Tensor, Tensor]:
     return model, lambda out, y: loss_fn(out * scale, y), x, y
 
 
+def held() -> tuple[nn.Module, Any, Tensor, Tensor]:
+    """A loss that holds what will be sliced."""
+    model, loss_fn, x, y = perceptron()
+    return model, lambda out, y: loss_fn(out, y) + model.up.weight.square().sum(), x, y
+
+
 UP, DOWN = {"up": ColwiseParallel()}, {"down": RowwiseParallel()}
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "another style": (perceptron, UP | DOWN | {"norm": SequenceParallel()}, "norm has the hook distribute_module."),
@@ -403,6 +451,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         changed(head=nn.Linear(6, 4)), UP | DOWN | {"head": ColwiseParallel()},
         "the loss is not the same in all processes of the mesh",
     ),
+    "a penalty on a slice": (held, UP | DOWN, "the loss is not the same in all processes of the mesh"),
     "random draws": (changed(norm=nn.Dropout(0.5)), UP | DOWN, "aten.native_dropout.default draws at random in each "),
     "slices of slices": (
         changed(down=nn.Linear(4, 6)), UP | {"down": RowwiseParallel(input_layouts=Replicate())},
