@@ -169,13 +169,14 @@ class ShardedModule(LossModule):
         own = [local(p.detach()) for p in self.model.parameters()]
         return (
             f"Sharded: the step is one graph of the whole model, so all parameters are gathered before it and kept "
-            f"until its end: {_mebibytes(values)} on each process, beside its own {_mebibytes(own)}; sums are "
-            f"whole until they are scattered: {_mebibytes(sums)} more"
+            f"until its end: {_size(values)} on each process, beside its own {_size(own)}; sums are "
+            f"whole until they are scattered: {_size(sums)} more"
         )
 
 
-def _mebibytes(values: Iterable[torch.Tensor]) -> str:
-    return f"{sum(v.numel() * v.itemsize for v in values) / 2**20:.1f} MiB"
+def _size(values: Iterable[torch.Tensor]) -> str:
+    count = sum(v.numel() * v.itemsize for v in values)
+    return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
 
 
 def whole(value: Any) -> Any:
