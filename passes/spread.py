@@ -20,7 +20,7 @@ from psg_fx.errors import NotYetSupported
 from psg_fx.graph import facts
 from psg_fx.graph.slices import SLICES, Slices
 from psg_fx.graph.stages import Stage
-from psg_fx.ops.across import EACH_ITS_OWN, ENTER, JOINING, ONE_OF_ALL, OWN_SLICE
+from psg_fx.ops.across import EACH_ITS_OWN, ENTER, JOINING, LIES, ONE_OF_ALL
 from psg_fx.source import locate
 
 from .runner import graph_pass
@@ -41,13 +41,29 @@ def spread(gm: GraphModule, slices: Slices) -> GraphModule:
                 own[node] = f"the parameter {spec.name} is sliced"
             if spec.tracked:
                 graded.add(node)
-        elif node.op == "call_function":
+        elif node.target is LIES:
+            _taken_out(gm, node, own)
+        elif node.op == "call_function" and any(True for _ in facts.tensors(node.meta.get("val"))):  # no sizes
             if _has_gradient(node, graded):
                 graded.add(node)
             _settle(gm, node, own, graded, entered, slices.group)
     _check_results(gm, own)
     SLICES.put(gm, slices)
     return gm
+
+
+def _taken_out(gm: GraphModule, node: Node, own: dict[Node, str]) -> None:
+    """Refuse an input of a layer that does not lie as its plan says."""
+    value, cut = node.args
+    assert isinstance(value, Node)
+    if (value in own) is not cut:
+        raise NotYetSupported(
+            f"%{value.name} is {'whole in each process' if cut else 'cut into slices'}, and the plan says the other",
+            where=locate(node), why=own.get(value, "nothing that it is computed of is cut"),
+            fix="let input_layouts of this layer say how the layers before leave the value: Replicate() or Shard(dim)",
+        )  # fmt: skip
+    node.replace_all_uses_with(value)
+    gm.graph.erase_node(node)
 
 
 def _has_gradient(node: Node, graded: set[Node]) -> bool:
@@ -63,11 +79,6 @@ def _settle(
 ) -> None:
     """Whether the value of a node is each process's own, and why; what it reads beside such values enters."""
     reads = [n for n in node.all_input_nodes if n in own]
-    if node.target is OWN_SLICE and reads:
-        raise NotYetSupported(
-            f"%{reads[0].name} is cut into slices, and is not the same in all processes", where=locate(node),
-            why=own[reads[0]], fix="say how it lies: input_layouts=Shard(-1), or gather it before",
-        )  # fmt: skip
     if _draws(node):
         raise NotYetSupported(
             f"{node.target} draws at random in each process", where=locate(node),

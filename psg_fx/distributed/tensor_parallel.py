@@ -80,7 +80,14 @@ class MoveInputs:
     group: Group
 
     def __call__(self, module: nn.Module, args: Any) -> Any:
-        return (_moved(args[0], self.given, self.wanted, self.group),)
+        said = across.lies(args[0], self.given.dim is not None)
+        joined = len(getattr(module, "normalized_shape", ()))
+        if joined and self.wanted.dim is not None and self.wanted.dim % said.ndim >= said.ndim - joined:
+            raise NotYetSupported(
+                f"a norm over the last {joined} dims is cut along dim {self.wanted.dim}", where=type(module).__name__,
+                why="its mean is over what other processes have", fix="cut along a dim before those",
+            )  # fmt: skip
+        return (_moved(said, self.given, self.wanted, self.group),)
 
 
 @dataclass(frozen=True)
@@ -130,6 +137,8 @@ _WEIGHTS: dict[tuple[str, type], tuple[dict[str, int | None], _Layout, _Layout]]
     ("RowwiseParallel", nn.Linear): ({"weight": 1, "bias": None}, _Layout(-1), _Layout(partial=True)),
     ("ColwiseParallel", nn.Embedding): ({"weight": 1}, _Layout(), _Layout(-1)),
     ("RowwiseParallel", nn.Embedding): ({"weight": 0}, _Layout(), _Layout(partial=True)),
+    ("SequenceParallel", nn.LayerNorm): ({"weight": None, "bias": None}, _Layout(), _Layout()),
+    ("SequenceParallel", nn.RMSNorm): ({"weight": None}, _Layout(), _Layout()),
 }  # fmt: skip
 """A style and a layer: along which dim each parameter is cut, how its input must lie, and how its output lies."""
 
@@ -343,7 +352,10 @@ def said_of_slices(gm: GraphModule, size: int) -> str:
     )
 
 
-_PLANS = "plan with ColwiseParallel and RowwiseParallel for nn.Linear and nn.Embedding, and leave other layers whole"
+_PLANS = (
+    "plan with ColwiseParallel and RowwiseParallel for nn.Linear and nn.Embedding, "
+    "SequenceParallel(use_local_output=True) for nn.LayerNorm and nn.RMSNorm, and leave other layers whole"
+)
 
 
 def _refused(name: str, module: nn.Module, what: str, why: str, fix: str) -> NotYetSupported:
@@ -370,15 +382,16 @@ def _dressed(name: str, module: nn.Module) -> _Dressed:
     if style is None:
         raise _refused(
             name, module, f"{name or 'the model'} has the hook {hook_name(module)} of torch.distributed",
-            "of the styles of parallelize_module, ColwiseParallel and RowwiseParallel are known", _PLANS,
+            "of the styles of parallelize_module, ColwiseParallel, RowwiseParallel and SequenceParallel are known",
+            _PLANS,
         )  # fmt: skip
-    layer = next((k for k in (nn.Linear, nn.Embedding) if isinstance(module, k)), None)
+    layer: Any = next((k for kind, k in _WEIGHTS if kind == style.kind and isinstance(module, k)), None)
     if layer is None or type(module).forward is not layer.forward:
         raise _refused(name, module, f"{name} is a {type(module).__name__}, in {style.kind}",
                        "the forward of a class of its own may do anything with slices", _PLANS)  # fmt: skip
     if not style.local_output:
         raise _refused(name, module, f"{name} gives a DTensor (use_local_output=False)",
-                       "a step computes with plain tensors", "leave use_local_output out")  # fmt: skip
+                       "a step computes with plain tensors", "say use_local_output=True")  # fmt: skip
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):
         option = "max_norm" if module.max_norm is not None else "scale_grad_by_freq"
         raise _refused(name, module, f"the embedding {name} has {option}",
@@ -386,6 +399,8 @@ def _dressed(name: str, module: nn.Module) -> _Dressed:
     group = _group(style.mesh)
     cut, wanted, made = _WEIGHTS[style.kind, layer]
     given, result = _layout(name, module, style.given), _layout(name, module, style.outputs)
+    if style.kind == "SequenceParallel":
+        wanted = made = given
     before, after = module._forward_pre_hooks, module._forward_hooks
     hooks = (
         (before, style.before, before[style.before], MoveInputs(given, wanted, group)),

@@ -67,6 +67,12 @@ def index(like: Tensor, group: str) -> Tensor:
     return _index(like, group)
 
 
+@torch.library.custom_op("psg_fx::lies", mutates_args=())
+def lies(x: Tensor, cut: bool) -> Tensor:
+    """x, said to be each process's own (cut), or one of all.  `spread` sees whether it is, and takes the op out."""
+    return x.clone(memory_format=_CONTIGUOUS)
+
+
 def _summed(x: Tensor, group: str) -> Tensor:
     ops = torch.ops._c10d_functional
     found: Tensor = ops.wait_tensor(ops.all_reduce(x.clone(memory_format=_CONTIGUOUS), "sum", group))
@@ -97,11 +103,12 @@ def _shorter(x: Tensor, dim: int, size: int, group: str) -> Tensor:
     return x.new_empty([n // size if d == dim else n for d, n in enumerate(x.shape)])
 
 
-def _like(x: Tensor, group: str) -> Tensor:
+def _like(x: Tensor, said: Any) -> Tensor:
     return torch.empty_like(x, memory_format=_CONTIGUOUS)
 
 
 enter.register_fake(_like)
+lies.register_fake(_like)
 sum_across.register_fake(_like)
 gather.register_fake(_longer)
 own_slice.register_fake(_shorter)
@@ -123,6 +130,7 @@ def _differentiable(op: Any, back: Callable[..., Tensor] | None) -> None:
 
 
 _differentiable(enter, sum_across)
+_differentiable(lies, None)
 _differentiable(sum_across, None)
 _differentiable(gather, own_slice)
 _differentiable(own_slice, gather)
@@ -131,6 +139,7 @@ _differentiable(sum_slice, gather)
 _ops: Any = torch.ops.psg_fx
 ENTER: OpOverload = _ops.enter.default
 SUM: OpOverload = _ops.sum_across.default
+LIES: OpOverload = _ops.lies.default
 OWN_SLICE: OpOverload = _ops.own_slice.default
 ONE_OF_ALL = frozenset({SUM, _ops.gather.default})
 """What they give is equal in every process."""

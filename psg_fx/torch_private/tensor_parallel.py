@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,14 +71,23 @@ def style_of(module: nn.Module) -> Style | None:
     styles: Any = sys.modules.get(_STYLES)
     if styles is None or mesh is not second.get("device_mesh"):
         return None
+    keys = before[0][0], after[0][0]
     for kind in ("ColwiseParallel", "RowwiseParallel"):
         style = getattr(styles, kind)
-        if _calls(inputs, style._prepare_input_fn) and _calls(outputs, style._prepare_output_fn):
-            given, wanted, result = inputs.args[0], inputs.args[1], outputs.args[0]
-            if mesh is not None and len(given) == len(wanted) == len(result) == 1 == mesh.ndim:
-                places = (given[0], wanted[0], result[0])
-                return Style(kind, mesh, *places, bool(outputs.args[1]), before[0][0], after[0][0])
+        if _calls(inputs, style._prepare_input_fn, 2) and _calls(outputs, style._prepare_output_fn, 2):
+            layouts, local_output = (*inputs.args, outputs.args[0]), outputs.args[1]
+            return _style(kind, mesh, layouts, local_output, keys)
+    style = styles.SequenceParallel
+    if _calls(inputs, style._prepare_input_fn, 1) and _calls(outputs, style._prepare_output_fn, 1):
+        return _style("SequenceParallel", mesh, (inputs.args[0],) * 3, outputs.args[0], keys)
     return None
+
+
+def _style(kind: str, mesh: Any, layouts: Sequence[Any], local_output: Any, keys: tuple[int, int]) -> Style | None:
+    if mesh is None or any(len(layout) != 1 for layout in layouts) or mesh.ndim != 1:
+        return None
+    given, wanted, outputs = (layout[0] for layout in layouts)
+    return Style(kind, mesh, given, wanted, outputs, bool(local_output), *keys)
 
 
 def _held(hook: Any) -> dict[str, Any]:
@@ -85,8 +95,10 @@ def _held(hook: Any) -> dict[str, Any]:
     return dict(inspect.getclosurevars(hook).nonlocals) if inspect.isfunction(hook) else {}
 
 
-def _calls(held: Any, function: Any) -> bool:
-    return isinstance(held, functools.partial) and held.func is function and len(held.args) == 2 and not held.keywords
+def _calls(held: Any, function: Any, count: int) -> bool:
+    """Whether it is the function with so many arguments."""
+    is_partial = isinstance(held, functools.partial) and held.func is function
+    return is_partial and len(held.args) == count and not held.keywords
 
 
 def local_part(parameter: Any) -> torch.Tensor:

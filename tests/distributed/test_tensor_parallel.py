@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.distributed.tensor.parallel.style import ParallelStyle
 
 import psg_fx
 from psg_fx.errors import NotYetSupported, PsgError
@@ -48,13 +49,9 @@ class Perceptron(nn.Module):
         return self.head(x + self.down(self.up(self.norm(x)).tanh())).mean(1)
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(width) + 0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weight
+class RMSNorm(nn.RMSNorm):
+    def reset_parameters(self) -> None:
+        nn.init.uniform_(self.weight, 0.5, 1.5)
 
 
 class Attention(nn.Module):
@@ -66,8 +63,8 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        angles = torch.arange(x.shape[1], dtype=x.dtype)[:, None] / torch.arange(1, self.each // 2 + 1)
-        q, k, v = (f(x).view(*x.shape[:2], -1, self.each).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k, v = (f(x).unflatten(-1, (-1, self.each)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        angles = torch.arange(q.shape[2], dtype=x.dtype)[:, None] / torch.arange(1, self.each // 2 + 1)
         q, k = rotated(q, angles), rotated(k, angles)
         h = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o(h.transpose(1, 2).flatten(2))
@@ -130,7 +127,7 @@ def of_tokens(output: Tensor, y: Tensor) -> Tensor:
 
 
 def llama() -> tuple[nn.Module, Any, Tensor, Tensor]:
-    return Llama(), of_tokens, torch.randint(12, (6, 5)), torch.randint(12, (6, 5))
+    return Llama(), of_tokens, torch.randint(12, (6, 6)), torch.randint(12, (6, 6))
 
 
 def embeddings() -> tuple[nn.Module, Any, Tensor, Tensor]:
@@ -152,6 +149,21 @@ def of_llama() -> dict[str, Any]:
     return blocks | ends
 
 
+def of_sequences() -> dict[str, Any]:
+    """That of the llama, with values that are cut along their sequences between layers."""
+    cut = Shard(1)
+    each: dict[str, Any] = {f"attention.{name}": ColwiseParallel(input_layouts=cut) for name in "qkv"}
+    each |= {name: ColwiseParallel(input_layouts=cut) for name in ("gate", "up")}
+    each |= {name: RowwiseParallel(output_layouts=cut) for name in ("attention.o", "down")}
+    each |= {name: SequenceParallel(use_local_output=True) for name in ("before", "after")}
+    ends = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=cut),
+        "norm": SequenceParallel(use_local_output=True),
+        "head": ColwiseParallel(input_layouts=cut, output_layouts=Replicate()),
+    }
+    return {f"blocks.*.{name}": style for name, style in each.items()} | ends
+
+
 def of_embeddings() -> dict[str, Any]:
     return {
         "columns": ColwiseParallel(output_layouts=Replicate()),
@@ -165,6 +177,7 @@ CASES: dict[str, tuple[int, Any, Any]] = {
     "perceptron": (2, perceptron, of_perceptron),
     "embeddings": (2, embeddings, of_embeddings),
     "llama": (2, llama, of_llama),
+    "llama, cut sequences": (2, llama, of_sequences),
     "llama, fully sharded": (4, llama, of_llama),
 }
 """How many processes (4: in two dims), the model, and its plan."""
@@ -379,6 +392,13 @@ def refusal(make: Any, mesh: Any, plan: Mapping[str, Any], quantities: Any = Non
     return ""
 
 
+class NoParallel(ParallelStyle):
+    """A style of the user's own."""
+
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        return distribute_module(module, device_mesh, None, lambda m, args, mesh: args, lambda m, out, mesh: out)
+
+
 class Own(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).relu()
@@ -430,7 +450,20 @@ def held() -> tuple[nn.Module, Any, Tensor, Tensor]:
 
 UP, DOWN = {"up": ColwiseParallel()}, {"down": RowwiseParallel()}
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "another style": (perceptron, UP | DOWN | {"norm": SequenceParallel()}, "norm has the hook distribute_module."),
+    "another style": (perceptron, {"norm": NoParallel()}, "norm has the hook distribute_module."),
+    "sequences as DTensors": (perceptron, {"norm": SequenceParallel()}, "norm gives a DTensor (use_local_output="),
+    "sequences of another layer": (
+        changed(norm=nn.Dropout(0.5)), {"norm": SequenceParallel(use_local_output=True)},
+        "norm is a Dropout, in SequenceParallel",
+    ),
+    "a norm over what is cut": (
+        perceptron, {"norm": SequenceParallel(sequence_dim=2, use_local_output=True)},
+        "a norm over the last 1 dims is cut along dim 2",
+    ),
+    "whole, and said to be cut": (
+        changed(head=nn.Linear(6, 4)), {"head": ColwiseParallel(input_layouts=Shard(1))},
+        "%add is whole in each process, and the plan says the other",
+    ),
     "inputs alone": (
         perceptron, {"head": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())},
         "head has the hook PrepareModuleInput._apply.",
@@ -453,9 +486,9 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "a penalty on a slice": (held, UP | DOWN, "the loss is not the same in all processes of the mesh"),
     "random draws": (changed(norm=nn.Dropout(0.5)), UP | DOWN, "aten.native_dropout.default draws at random in each "),
-    "slices of slices": (
+    "cut, and said to be whole": (
         changed(down=nn.Linear(4, 6)), UP | {"down": RowwiseParallel(input_layouts=Replicate())},
-        "%tanh is cut into slices, and is not the same in all processes",
+        "%tanh is cut into slices, and the plan says the other",
     ),
     "parameters that differ": (seeded, UP | DOWN, "model.norm.weight is not the same in all processes of the"),
     "samples that differ": (other_samples, UP | DOWN, "input_0 is not the same in all processes of the"),
