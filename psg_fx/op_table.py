@@ -93,7 +93,8 @@ class Known:
         "vmap(vjp) runs the op itself",
     ))  # fmt: skip
     prefix_formula: Function | None = field(default=None, metadata=_says(
-        "formula between a parameter and its use", "@prefix_formula in psg_fx/ops/in_other_ops.py",
+        "formula between a parameter and its use",
+        "@prefix_formula in psg_fx/ops/in_other_ops.py, psg_fx/ops/across.py",
         "there, too, the op itself is run (or its formula)",
     ))  # fmt: skip
     decomposition: Function | None = field(default=None, metadata=_says(

@@ -13,6 +13,7 @@ import torch
 from tabulate import tabulate
 from torch._ops import OpOverload
 
+import psg_fx.ops.across
 import psg_fx.passes.pipeline  # noqa: F401  (fills the table)
 from psg_fx import op_table
 from psg_fx.errors import BadArgument
