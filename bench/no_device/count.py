@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from no_device.loops import inside, is_loop
@@ -51,6 +51,11 @@ def counted(found: Compiled) -> dict[str, Any]:
     return found_out
 
 
+def value_of(node: Node) -> Any:
+    """What `torch.compile` has noted of a node, or a pass of psg_fx."""
+    return node.meta["example_value"] if "example_value" in node.meta else node.meta["val"]
+
+
 def in_loops(gm: GraphModule) -> int:
     """Kernels that loops of psg_fx's own launch."""
 
@@ -61,7 +66,7 @@ def in_loops(gm: GraphModule) -> int:
         return torch.empty(sizes, dtype=value.dtype, device="meta")
 
     return sum(
-        len(inside(node.target, *map_arg((node.args, node.kwargs), lambda n: concrete(n.meta["example_value"]))))
+        len(inside(node.target, *map_arg((node.args, node.kwargs), lambda n: concrete(value_of(n)))))
         for node in gm.graph.nodes
         if is_loop(node.target)
     )

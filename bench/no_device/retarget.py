@@ -23,7 +23,7 @@ class Compiled:
     """What inductor made of one graph.
 
     wrapper: the Python that it generated.  kernels: name -> triton's binary, or None.  graph: as
-    torch.compile handed it over.  arguments, results: of running that graph on the CPU, if it was.
+    inductor was given it.  arguments, results: of running that graph on the CPU, if it was.
     """
 
     graph: GraphModule
@@ -53,7 +53,7 @@ def compiled_for_cuda(step: Callable[[], object], *, run: bool = False, binaries
     found: list[Compiled] = []
 
     def compiler(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
-        found.append(_compiled(gm, options, binaries))
+        found.append(_compiled(gm, inputs, options, binaries))
 
         def call(*arguments: Any) -> Any:
             if not run:
@@ -70,7 +70,7 @@ def compiled_for_cuda(step: Callable[[], object], *, run: bool = False, binaries
     return found[0]
 
 
-def _compiled(gm: GraphModule, options: dict[str, Any], binaries: bool) -> Compiled:
+def _compiled(gm: GraphModule, inputs: Sequence[Any], options: dict[str, Any], binaries: bool) -> Compiled:
     found = Compiled(gm)
 
     def kernel(made: Any) -> None:
@@ -85,8 +85,10 @@ def _compiled(gm: GraphModule, options: dict[str, Any], binaries: bool) -> Compi
 
     with pretend.pretended(), pretend.seen(kernel, graph, code), pretend.instead_of_inductor(), torch.no_grad():
         mode = torch._guards.TracingContext.get().fake_mode
-        with mode:
-            there = [_there(node.meta["example_value"]) for node in gm.graph.nodes if node.op == "placeholder"]
+        nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        with mode:  # `torch.compile` notes its fake inputs, a step hands over its own
+            values = [n.meta.get("example_value", value) for n, value in zip(nodes, inputs, strict=True)]
+            there = [_there(value) for value in values]
         pretend.REAL_COMPILER(on_cuda(gm), there, **options)
     return found
 
