@@ -6,6 +6,8 @@ from psg_fx import distributed
 from psg_fx.api import transform
 from psg_fx.benchmarking.benchmark import benchmark
 from psg_fx.errors import BadArgument, CaptureFailed, InternalError, NotYetSupported, PsgError, SamplesMixed
+from psg_fx.loops.over import over
+from psg_fx.loops.store import Store
 from psg_fx.measure.calibrate import calibrate
 from psg_fx.ops.trusted import trust
 from psg_fx.quantities.base import Quantity
@@ -34,6 +36,7 @@ __all__ = [
     "Quantity",
     "SamplesMixed",
     "SecondMoment",
+    "Store",
     "WeightedSum",
     "__version__",
     "benchmark",
@@ -41,6 +44,7 @@ __all__ = [
     "distributed",
     "load",
     "microbatch",
+    "over",
     "transform",
     "trust",
 ]

@@ -23,7 +23,7 @@ FLOORS = (
     {"explain"},
     {"step"},
     {"distributed"},
-    {"api"},
+    {"api", "loops"},
     {"benchmarking"},
     {"", "cli", "demo"},
 )

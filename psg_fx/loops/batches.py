@@ -1,0 +1,112 @@
+"""What a loader gives, as a call of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from psg_fx.errors import BadArgument
+from psg_fx.step.compiled import StepOutput
+from psg_fx.step.with_loss import LossModule
+
+Prepare = Callable[[Any], Any]
+Indices = str | int | Callable[[Any], Any]
+"""Where the samples' places in the data set are in a batch: a key, a position, or a function of the batch."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One call of a step.  arguments: inputs, and targets if there are any.  given: its keywords.  indices: [B]."""
+
+    arguments: tuple[Any, ...]
+    given: Mapping[str, Any]
+    indices: torch.Tensor | None = None
+
+    def run(self, step: LossModule) -> StepOutput:
+        """The step's output."""
+        out: StepOutput = step(*self.arguments, **self.given)
+        return out
+
+    def size(self, step: LossModule) -> int:
+        """The number of samples."""
+        return step._take_apart(*self.arguments).batch_size()
+
+    def of_rows(self, step: LossModule, rows: torch.Tensor) -> Batch:
+        """The batch of these samples alone."""
+        call = step._take_apart(*self.arguments)
+        at = {device: rows.to(device) for device in {t.device for t in call.tensors}}
+        tensors = [
+            t if dim is None else t.index_select(dim, at[t.device])
+            for t, dim in zip(call.tensors, call.dims, strict=True)
+        ]
+        each = {name for quantity in step.settings.quantities for name in quantity.reads_each}
+        given = {k: torch.as_tensor(v)[rows] if k in each else v for k, v in self.given.items()}
+        indices = None if self.indices is None else self.indices[rows]
+        kept = (arguments or keywords for arguments, keywords in call.rebuild(tensors))
+        return replace(self, arguments=tuple(k for k in kept if k), given=given, indices=indices)
+
+
+def batch_of(
+    found: Any, prepare: Prepare | None, indices: Indices | None, device: torch.device, given: Mapping[str, Any]
+) -> Batch:
+    """The call that a loader's batch stands for, on the device.  given: keywords of every call."""
+    places = None
+    if indices is not None:
+        places, found = _places(found, indices)
+    if prepare is not None:
+        found = prepare(found)
+    inputs, targets, own = _parts(found)
+    arguments = (inputs,) if targets is None else (inputs, targets)
+    return Batch(_moved(arguments, device), {**given, **_moved(dict(own), device)}, places)
+
+
+def _parts(found: Any) -> tuple[Any, Any, Mapping[str, Any]]:
+    """Inputs, targets or None, keywords."""
+    if isinstance(found, torch.Tensor):
+        return found, None, {}
+    if isinstance(found, Mapping):
+        return dict(found), None, {}
+    if isinstance(found, (tuple, list)) and 1 <= len(found) <= 3:
+        inputs, targets, own = (*found, *(None, {})[len(found) - 1 :])[:3]
+        if isinstance(own, Mapping):
+            return inputs, targets, own
+    count = f" of {len(found)}" if isinstance(found, (tuple, list)) else ""
+    raise BadArgument(
+        f"a batch is a {type(found).__name__}{count}", where="over(loader, step)",
+        why="it is a tensor or a dict of inputs, (inputs, targets), or (inputs, targets, keywords of the step)",
+        fix="over(..., prepare=lambda batch: ((batch[0], batch[1]), batch[2])), or another function that says so",
+    )  # fmt: skip
+
+
+def _places(found: Any, indices: Indices) -> tuple[torch.Tensor, Any]:
+    """The samples' places in the data set, [B] of int64 on the CPU, and the batch without them."""
+    try:
+        if callable(indices):
+            places, rest = indices(found), found
+        elif isinstance(found, Mapping):
+            places, rest = found[str(indices)], {k: v for k, v in found.items() if k != indices}
+        else:
+            places = found[int(indices)]
+            rest = tuple(v for i, v in enumerate(found) if i != int(indices) % len(found))
+        return torch.as_tensor(places).to("cpu", torch.int64).reshape(-1), rest
+    except (KeyError, IndexError, ValueError, TypeError) as error:
+        raise BadArgument(
+            f"a batch has no indices at {indices!r}", where="over(..., indices=...)",
+            why=f"{type(error).__name__}: {error}",
+            fix="a key of the batch, a position in it, or a function of it that returns [B] ints",
+        ) from error  # fmt: skip
+
+
+def _moved(tree: Any, device: torch.device) -> Any:
+    """The tensors of tuples, lists and mappings on the device."""
+    if isinstance(tree, Mapping) and type(tree) is not dict:  # a tokenizer's output, which pytrees take for a leaf
+        tree = dict(tree)
+    return pytree.tree_map(
+        lambda leaf: leaf.to(device, non_blocking=device.type == "cuda") if isinstance(leaf, torch.Tensor)
+        else _moved(leaf, device) if isinstance(leaf, Mapping) else leaf,
+        tree,
+    )  # fmt: skip

@@ -1,0 +1,206 @@
+"""`psg_fx.over`: a step over all batches of a loader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from psg_fx.distributed.sharded import ShardedModule
+from psg_fx.errors import BadArgument, NotYetSupported
+from psg_fx.loops.batches import Batch, Indices, Prepare, batch_of
+from psg_fx.loops.leaves import Key, leaves
+from psg_fx.loops.loaders import batches_of, from_batch, order_is_drawn, samples_of, shown
+from psg_fx.loops.made_of import made_of
+from psg_fx.loops.results import Results
+from psg_fx.loops.rows import InMemory
+from psg_fx.loops.store import Store, Writer, filling
+from psg_fx.loops.totals import Totals, check_joins
+from psg_fx.step.compiled import StepOutput
+from psg_fx.step.with_loss import LossModule
+
+
+def over(
+    loader: Iterable[Any], step: Any, *, store: str | PathLike[str] | None = None, prepare: Prepare | None = None,
+    indices: Indices | None = None, device: torch.device | str | None = None, progress: bool = True, **given: Any,
+) -> Results:  # fmt: skip
+    """Run a step over all batches of a loader, and put its outputs together.
+
+    A batch is a tensor or a mapping of inputs (a tokenizer's, with the labels in it), `(inputs, targets)`, or
+    `(inputs, targets, keywords)` with keywords of the step for this batch, such as `{"weights": w}`; inputs and targets
+    are what the step takes.  Rows of samples are brought to the CPU and put side by side.  Sums and means over samples
+    follow as their quantities say, whatever the sizes of batches are: they are kept in float64 until the end.  The
+    train or evaluation mode is the model's, as in every call: `model.eval()` before leaves dropout out.
+
+    Args:
+        loader: a `DataLoader`, or any iterable of batches.  A last batch that is smaller is one more size to compile
+            for, unless the step was made with `dynamic=True`.
+        step: what `transform(model, loss_fn)` returns.
+        store: a folder for the results, made where it is not there.  An interrupted run goes on there where it
+            stopped: the same call again skips what is done.  Needs a loader that gives the same order each time, or
+            `indices`.
+        prepare: a function from the loader's batch to one as above.
+        indices: where a batch has the places of its samples in the data set: a key or a position of the batch, which
+            is then taken out of it, or a function of the batch that returns `[B]` ints.  They become the field
+            `indices`, are what `top` returns, and let a store go on under a shuffled loader.
+        device: where tensors are moved before the step; None: to the parameters of the model.
+        progress: show a bar (tqdm, where it is installed), if stderr is a terminal.
+        given: keywords of every call, such as `directions=`.
+
+    Returns:
+        The fields of the step's output for all samples, with `top(query, k)`.
+
+    Raises:
+        BadArgument: a step without a loss, a batch that is not as above, a quantity that does not follow from
+            batches, or a store of other parameters, another step, or another data set.
+        NotYetSupported: a sharded model, or `groups=`.
+    """
+    _check_step(step)
+    _check_given(given)
+    _check_each(step, given)
+    check_joins(step.settings.joins_of_processes)
+    place = torch.device(device) if device is not None else next(step.model.parameters()).device
+
+    def call(found: Any) -> Batch:
+        return batch_of(found, prepare, indices, place, given)
+
+    if store is None:
+        return _in_memory(loader, step, call, progress)
+    if indices is None and (sampler := order_is_drawn(loader)):
+        raise BadArgument(
+            f"the order of samples is drawn at random ({sampler})", where="over(loader, step, store=...)",
+            why="a run that goes on would not know which samples are done, nor would a reader of the store",
+            fix="DataLoader(..., shuffle=False), or the samples' places in each batch: over(..., indices=...)",
+        )  # fmt: skip
+    return _in_folder(loader, step, call, progress, Path(store), given)
+
+
+def _in_memory(loader: Any, step: LossModule, call: Callable[[Any], Batch], progress: bool) -> Results:
+    joins = step.settings.joins_of_processes
+    rows, totals = InMemory(samples_of(loader)), Totals(joins)
+    for found in shown(loader, batches_of(loader), 0, progress):
+        out, own = _run(step, call(found))
+        if len(out.losses):
+            rows.add(own, len(out.losses))
+            totals.add(out)
+    if not rows.count:
+        raise _empty()
+    return Results({**rows.fields(), **totals.fields()}, joins)
+
+
+def _in_folder(
+    loader: Any, step: LossModule, call: Callable[[Any], Batch], progress: bool, path: Path, given: Mapping[str, Any]
+) -> Store:
+    joins, made = step.settings.joins_of_processes, made_of(step, given, samples_of(loader))
+    with filling(path, made, joins, next(step.model.parameters()).device) as writer:
+        if not writer.complete:
+            _fill(writer, loader, step, call, progress)
+    return Store(path)
+
+
+def _fill(writer: Writer, loader: Any, step: LossModule, call: Callable[[Any], Batch], progress: bool) -> None:
+    """Run what is not in the store: batches after those that are, or samples whose places are not."""
+    before, now = writer.places(), set[int]()
+    done = 0 if before else writer.batches
+    batches, skipped = from_batch(loader, done, lambda found: call(found).size(step))
+    if done and skipped != writer.count:
+        raise BadArgument(
+            f"the first {done} batches have {skipped} samples", where=f"over(loader, step, store={str(writer.path)!r})",
+            why=f"{writer.count} are in the store after as many batches",
+            fix="give the same batches, or choose another folder",
+        )  # fmt: skip
+    for found in shown(batches, batches_of(loader), done, progress):
+        whole = call(found)
+        batch = whole if whole.indices is None else _new(whole, step, before, now)
+        if batch is not None:
+            out, own = _run(step, batch)
+            writer.add(own, out, len(out.losses))
+    if not writer.count:
+        raise _empty()
+
+
+def _new(batch: Batch, step: LossModule, before: set[int], now: set[int]) -> Batch | None:
+    """The samples of a batch that are not in the store.  before: places of earlier runs; now: of this run."""
+    assert batch.indices is not None
+    places = batch.indices.tolist()
+    for place in places:
+        if place in now:
+            raise BadArgument(
+                f"sample {place} comes twice", where="over(loader, step, store=..., indices=...)",
+                why="a store has a row for each place in the data set; sampling with replacement cannot go on",
+                fix="draw the samples beforehand: DataLoader(Subset(data, drawn), shuffle=False)",
+            )  # fmt: skip
+        now.add(place)
+    if len(places) != batch.size(step):
+        raise _bad_rows("indices", len(places), batch.size(step))
+    rows = [row for row, place in enumerate(places) if place not in before]
+    if not rows:
+        return None
+    return batch if len(rows) == len(places) else batch.of_rows(step, torch.tensor(rows))
+
+
+def _run(step: LossModule, batch: Batch) -> tuple[StepOutput, dict[Key, torch.Tensor]]:
+    """The output for a batch, and what of it has a row for every sample."""
+    _check_given(batch.given)
+    out, joins = batch.run(step), step.settings.joins_of_processes
+    count = len(out.losses)
+    rows = dict(leaves({field: value for field, value in vars(out).items() if joins[field] == "cat"}))
+    if batch.indices is not None:
+        rows["indices", None] = batch.indices
+    for (field, _), value in rows.items():
+        if len(value) != count:
+            raise _bad_rows(field, len(value), count)
+    return out, rows
+
+
+def _bad_rows(field: str, rows: int, count: int) -> BadArgument:
+    return BadArgument(
+        f"{field} has {rows} rows for {count} samples", where="over(loader, step)",
+        why="it is to have a row for every sample",
+        fix="return [B] indices" if field == "indices" else 'say otherwise in joins() of its quantity, such as "sum"',
+    )  # fmt: skip
+
+
+def _empty() -> BadArgument:
+    return BadArgument(
+        "the loader gives no samples", where="over(loader, step)", why="nothing says what shapes the results have",
+        fix="give at least one batch; an iterator that has been read is empty, a DataLoader is not",
+    )  # fmt: skip
+
+
+def _check_step(step: Any) -> None:
+    if not isinstance(step, LossModule):
+        raise BadArgument(
+            f"{type(step).__name__} is not a step with a loss", where="over(loader, step)",
+            why="only such a step has outputs that can be put together",
+            fix="pass what transform(model, loss_fn) returns; in place of microbatch, choose the loader's batch size",
+        )  # fmt: skip
+    if isinstance(step, ShardedModule):
+        raise NotYetSupported(
+            "a step of a sharded model does not run over a loader", where="over(loader, step)",
+            why="all processes must call it equally often, and loaders may differ in their numbers of batches",
+            fix="write the loop, and call psg_fx.distributed.reduce where sums are needed",
+        )  # fmt: skip
+
+
+def _check_given(given: Mapping[str, Any]) -> None:
+    for name in ("groups", "num_groups", "out"):
+        if name in given:
+            raise NotYetSupported(
+                f"over() does not take {name}", where=f"over(loader, step, {name}=...)",
+                why="rows are put together as those of samples, in tensors of their own",
+                fix="write the loop: step(x, y, groups=...) for each batch; or sum grads by groups afterwards",
+            )  # fmt: skip
+
+
+def _check_each(step: LossModule, given: Mapping[str, Any]) -> None:
+    """Refuse for all calls what is of the samples of one."""
+    for name in {name for quantity in step.settings.quantities for name in quantity.reads_each} & set(given):
+        raise BadArgument(
+            f"{name} has an entry for every sample, and is given once", where=f"over(loader, step, {name}=...)",
+            why="each batch has other samples",
+            fix=f'let the loader or prepare= give (inputs, targets, {{"{name}": ...}}) for each batch',
+        )  # fmt: skip

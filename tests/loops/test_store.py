@@ -1,0 +1,363 @@
+"""Results in a folder: what is read is what was computed; a run that was interrupted goes on, or is refused by name."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, RandomSampler, Subset, TensorDataset
+
+import psg_fx
+from psg_fx import ClippedSum, Dots, Grads, MeanGrad, Norms, Projection, SecondMoment
+from psg_fx.errors import BadArgument
+from support.batches import Stream, compare, loader, samples
+from support.small import same_mlp, step
+
+QUANTITIES = [Projection(rank=2), Grads(), ClippedSum(0.3), MeanGrad(), SecondMoment(centered=True)]
+
+
+def own_step(quantities: Any = QUANTITIES, model: nn.Module | None = None, loss: Any = F.cross_entropy) -> Any:
+    return step(same_mlp().float() if model is None else model, loss, quantities=quantities)
+
+
+class Stops(Exception):
+    """What interrupts a run."""
+
+
+class Broken(DataLoader[Any]):
+    """A loader that stops after some batches."""
+
+    after = 2
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for number, batch in enumerate(super().__iter__()):
+            if number == self.after:
+                raise Stops
+            yield batch
+
+
+def interrupted(folder: Path, own: Any, count: int = 11, size: int = 3, **options: Any) -> None:
+    with pytest.raises(Stops):
+        psg_fx.over(Broken(TensorDataset(*samples(count)), size), own, store=folder, progress=False, **options)
+
+
+def test_a_store_is_what_the_step_says(tmp_path: Path) -> None:
+    own = own_step()
+    out = psg_fx.over(loader(11, 4), own, store=tmp_path / "store", progress=False)
+    assert isinstance(out, psg_fx.Store)
+    assert out.complete
+    compare(out, own(*samples(11)))
+    again = psg_fx.Store(tmp_path / "store")
+    compare(again, own(*samples(11)))
+    assert again.joins == own(*samples(11)).joins
+    assert repr(again).endswith("11 samples, complete, losses, projection, grads, clip_factors, norms, clipped_sum, "
+                                "mean_grad, second_moment)")  # fmt: skip
+    projections = own(*samples(11)).projection
+    assert torch.equal(again.top(projections[:2], 3)[1], (projections[:2] @ projections.T).topk(3).indices)
+
+
+def test_numpy_reads_the_files(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    own = own_step()
+    psg_fx.over(loader(11, 4), own, store=tmp_path, progress=False)
+    out = own(*samples(11))
+    for file, value in (("losses", out.losses), ("grads/0.weight", out.grads["0.weight"])):
+        found = numpy.load(tmp_path / f"{file}.npy", mmap_mode="r")
+        assert found.shape == value.shape
+        assert torch.allclose(torch.tensor(found), value, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_dtypes_are_kept(tmp_path: Path, dtype: torch.dtype) -> None:
+    own = own_step([Grads()], same_mlp().to(dtype))
+    out = psg_fx.over(loader(5, 4), own, store=tmp_path, progress=False, prepare=lambda b: (b[0].to(dtype), b[1]))
+    x, y = samples(5)
+    compare(out, own(x.to(dtype), y))
+
+
+def test_names_with_slashes_and_other_signs_are_files_of_their_own(tmp_path: Path) -> None:
+    own = step(Product(), lambda out: out.sum(), quantities=Grads())
+    out = psg_fx.over([samples(3)[0]], own, store=tmp_path / "s", progress=False)
+    compare(out, own(samples(3)[0]))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["s"]
+
+
+class Product(nn.Module):
+    """Parameters whose names are no names of files."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("a/b", "a%2Fb", "ü"):
+            self.register_parameter(name, nn.Parameter(torch.ones(4) * len(name)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b, c = self.parameters()
+        return x * a * b * c
+
+
+@pytest.mark.parametrize("kind", ["loader", "stream", "list"])
+def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path, kind: str) -> None:
+    own = own_step()
+    interrupted(tmp_path, own)
+    part = psg_fx.Store(tmp_path)
+    assert not part.complete
+    x, y = samples(11)
+    compare(part, own(x[:6], y[:6]))
+    data: Any = {
+        "loader": loader(11, 3),
+        "stream": DataLoader(Stream(11), 3),
+        "list": [(x[i : i + 3], y[i : i + 3]) for i in range(0, 11, 3)],
+    }[kind]
+    if kind != "loader":  # how many there are is not known there
+        about = json.loads((tmp_path / "store.json").read_text())
+        about["made of"]["samples in all"] = None
+        (tmp_path / "store.json").write_text(json.dumps(about))
+    calls: list[int] = []
+    own.register_forward_hook(lambda *a: calls.append(1))
+    out = psg_fx.over(data, own, store=tmp_path, progress=False)
+    assert len(calls) == 2
+    compare(out, own(x, y))
+    assert sorted(p.name for p in tmp_path.glob("sums*")) == ["sums-4.pt"]
+
+
+def test_batches_that_are_done_are_not_loaded(tmp_path: Path) -> None:
+    own, x, y = own_step(), *samples(11)
+    interrupted(tmp_path, own)
+
+    class Looked(TensorDataset):
+        seen: list[int] = []  # noqa: RUF012
+
+        def __getitem__(self, index: Any) -> Any:
+            self.seen.append(index)
+            return super().__getitem__(index)
+
+    psg_fx.over(DataLoader(Looked(x, y), 3), own, store=tmp_path, progress=False)
+    assert Looked.seen == list(range(6, 11))
+
+
+def test_a_complete_store_runs_nothing(tmp_path: Path) -> None:
+    own = own_step()
+    first = psg_fx.over(loader(5, 4), own, store=tmp_path, progress=False)
+    own.register_forward_hook(lambda *a: pytest.fail("the step ran"))
+    compare(psg_fx.over(loader(5, 4), own, store=tmp_path, progress=False), first)
+
+
+def test_a_run_that_is_killed_goes_on(tmp_path: Path) -> None:
+    """No exception is raised in it: what had been written last counts, and rows beyond it do not."""
+    program = textwrap.dedent(f"""
+        import os, signal, sys
+        sys.path[:0] = {sys.path!r}
+        import psg_fx
+        from support.batches import loader
+        from support.small import same_mlp, step
+        from psg_fx import ClippedSum, Grads, MeanGrad, Projection, SecondMoment
+        from psg_fx.loops import store
+        store._SECONDS = -1.0
+        quantities = [Projection(rank=2), Grads(), ClippedSum(0.3), MeanGrad(), SecondMoment(centered=True)]
+        own, put = step(same_mlp().float(), quantities=quantities), store.put
+        def dying(path, start, rows):
+            put(path, start, rows)
+            if start >= 6 and path.name == "norms.npy":
+                os.kill(os.getpid(), signal.SIGKILL)
+        store.put = dying
+        psg_fx.over(loader(11, 3), own, store={str(tmp_path)!r}, progress=False)
+        """)
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert found.returncode == -signal.SIGKILL, found.stderr
+    part, own = psg_fx.Store(tmp_path), own_step()
+    assert 0 < len(part) <= 6
+    x, y = samples(11)
+    compare(part, own(x[: len(part)], y[: len(part)]))
+    compare(psg_fx.over(loader(11, 3), own, store=tmp_path, progress=False), own(x, y))
+
+
+def test_an_interruption_in_the_middle_of_a_batch_keeps_whole_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from psg_fx.loops import store
+
+    own, put = own_step(), store.put
+
+    def torn(path: Path, start: int, rows: torch.Tensor) -> None:
+        if start == 6 and path.name == "norms.npy":
+            raise KeyboardInterrupt
+        put(path, start, rows)
+
+    monkeypatch.setattr(store, "_SECONDS", -1.0)
+    monkeypatch.setattr(store, "put", torn)
+    with pytest.raises(KeyboardInterrupt):
+        psg_fx.over(loader(11, 3), own, store=tmp_path, progress=False)
+    monkeypatch.setattr(store, "put", put)
+    part = psg_fx.Store(tmp_path)
+    assert len(part) in (3, 6)
+    compare(psg_fx.over(loader(11, 3), own, store=tmp_path, progress=False), own(*samples(11)))
+
+
+def other_weights() -> Any:
+    model = same_mlp().float()
+    model[2].bias.data[1] += 1e-6
+    return own_step(model=model)
+
+
+def other_training() -> Any:
+    return own_step(model=same_mlp().float().eval())
+
+
+def sum_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output, target, reduction="sum")
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (other_weights, r"other values of 2\.bias\n.*\n  why    its values differ"),
+        (lambda: own_step(model=same_mlp()), r"other values of 0\.weight and 3 more\n.*\n  why    its dtype differs"),
+        (lambda: own_step([*QUANTITIES[:-2], Norms(per="parameter")]), "another quantities"),
+        (lambda: own_step([Projection(rank=3), *QUANTITIES[1:]]), r"Projection\(rank=2.*Projection\(rank=3"),
+        (lambda: own_step([*QUANTITIES[:2], ClippedSum(0.4), *QUANTITIES[3:]]), "max_norm=0.4"),
+        (lambda: own_step(loss=sum_loss), "sum_loss here"),
+        (other_training, "another train or evaluation mode"),
+        (lambda: step(same_mlp().float(), quantities=QUANTITIES, params="0.*"), "another asked"),
+    ],
+)
+def test_another_step_or_other_parameters_are_refused_by_name(tmp_path: Path, make: Any, text: str) -> None:
+    interrupted(tmp_path, own_step())
+    with pytest.raises(BadArgument, match=text):
+        psg_fx.over(loader(11, 3), make(), store=tmp_path, progress=False)
+
+
+def test_a_bound_in_a_tensor_is_part_of_the_step(tmp_path: Path) -> None:
+    bound = torch.tensor(0.3)
+    own = own_step([ClippedSum(bound)])
+    interrupted(tmp_path, own)
+    bound.fill_(0.30001)
+    with pytest.raises(BadArgument, match="another quantities"):
+        psg_fx.over(loader(11, 3), own, store=tmp_path, progress=False)
+
+
+def test_another_data_set_and_other_batches_are_refused(tmp_path: Path) -> None:
+    own = own_step()
+    interrupted(tmp_path, own)
+    with pytest.raises(BadArgument, match="samples in all: 11 there, 12 here"):
+        psg_fx.over(loader(12, 3), own, store=tmp_path, progress=False)
+    with pytest.raises(BadArgument, match=r"the first 2 batches have 8 samples\n.*\n  why    6 are in the store"):
+        psg_fx.over(loader(11, 4), own, store=tmp_path, progress=False)
+
+
+def test_other_directions_are_refused(tmp_path: Path) -> None:
+    own = own_step([Dots()])
+    directions = {name: torch.randn_like(p) for name, p in own.model.named_parameters()}
+    interrupted(tmp_path, own, directions=directions)
+    directions["0.bias"][0] = 1.0
+    with pytest.raises(BadArgument, match="other keywords"):
+        psg_fx.over(loader(11, 3), own, store=tmp_path, progress=False, directions=directions)
+
+
+class Counting(nn.Linear):
+    """A buffer that forward writes."""
+
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        return super().forward(x)
+
+
+def test_buffers_that_forward_has_written_are_named(tmp_path: Path) -> None:
+    own = own_step([Norms()], Counting())
+    interrupted(tmp_path, own)
+    with pytest.raises(BadArgument, match=r"other values of calls\n.*\n.*forward writes buffers"):
+        psg_fx.over(loader(11, 3), own, store=tmp_path, progress=False)
+
+
+@pytest.mark.parametrize("kind", ["shuffle", "sampler", "batch_sampler"])
+def test_a_random_order_is_refused(tmp_path: Path, kind: str) -> None:
+    data = TensorDataset(*samples(11))
+    options: dict[str, Any] = {
+        "shuffle": {"batch_size": 3, "shuffle": True},
+        "sampler": {"batch_size": 3, "sampler": torch.utils.data.WeightedRandomSampler([1.0] * 11, 11)},
+        "batch_sampler": {"batch_sampler": torch.utils.data.BatchSampler(RandomSampler(data), 3, False)},
+    }[kind]
+    with pytest.raises(BadArgument, match=r"drawn at random[^\0]*shuffle=False[^\0]*indices="):
+        psg_fx.over(DataLoader(data, **options), own_step(), store=tmp_path / "s", progress=False)
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_shuffled_loader_goes_on_by_indices(tmp_path: Path) -> None:
+    own, x, y = own_step(), *samples(11)
+    data = TensorDataset(x, y, torch.arange(11))
+
+    def shuffled(kind: type[DataLoader[Any]], seed: int) -> Any:
+        return kind(data, 3, shuffle=True, generator=torch.Generator().manual_seed(seed))
+
+    with pytest.raises(Stops):
+        psg_fx.over(shuffled(Broken, 0), own, store=tmp_path, indices=2, progress=False)
+    out = psg_fx.over(shuffled(DataLoader, 1), own, store=tmp_path, indices=2, progress=False)
+    assert sorted(out.indices.tolist()) == list(range(11))
+    whole = own(x, y)
+    assert torch.allclose(out.norms, whole.norms[out.indices])
+    assert all(torch.allclose(out.mean_grad[n], g, atol=1e-6) for n, g in whole.mean_grad.items())
+    assert torch.equal(out.top(whole.projection[:2], 3)[1], (whole.projection[:2] @ whole.projection.T).topk(3)[1])
+
+
+def test_samples_that_come_twice_are_refused(tmp_path: Path) -> None:
+    data = TensorDataset(*samples(3), torch.arange(3))
+    twice = DataLoader(data, 2, sampler=RandomSampler(data, replacement=True, num_samples=9))
+    with pytest.raises(BadArgument, match=r"comes twice[^\0]*Subset\(data, drawn\)"):
+        psg_fx.over(twice, own_step(), store=tmp_path, indices=2, progress=False)
+    drawn = DataLoader(Subset(data, [0, 2, 2, 1, 0]), 2)
+    assert len(psg_fx.over(drawn, own_step(), store=tmp_path / "s", prepare=lambda b: b[:2], progress=False)) == 5
+
+
+def test_two_runs_do_not_fill_one_store(tmp_path: Path) -> None:
+    pytest.importorskip("fcntl")
+    own = own_step()
+
+    def meanwhile(batch: Any) -> Any:
+        with pytest.raises(BadArgument, match="another run fills the store"):
+            psg_fx.over(loader(5, 4), own, store=tmp_path, progress=False)
+        return batch
+
+    psg_fx.over(loader(5, 4), own, store=tmp_path, prepare=meanwhile, progress=False)
+
+
+def test_a_folder_without_a_store_and_one_of_another_format(tmp_path: Path) -> None:
+    with pytest.raises(BadArgument, match="the folder is no store"):
+        psg_fx.Store(tmp_path)
+    (tmp_path / "store.json").write_text('{"format": 99}')
+    with pytest.raises(BadArgument, match="of format 99"):
+        psg_fx.Store(tmp_path)
+
+
+def test_what_is_written_into_the_rows_stays_out_of_the_files(tmp_path: Path) -> None:
+    out: Any = psg_fx.over(loader(5, 4), own_step(), store=tmp_path, progress=False)
+    before = out.losses.clone()
+    out.losses.zero_()
+    assert torch.equal(psg_fx.Store(tmp_path).losses, before)  # type: ignore[attr-defined]
+
+
+def test_a_row_of_another_dtype_is_refused(tmp_path: Path) -> None:
+    own = own_step([Norms(), Grads()])
+
+    def turning(batch: Any) -> Any:
+        if len(batch[0]) == 1:
+            own.model.double()
+            return batch[0].double(), batch[1]
+        return batch
+
+    with pytest.raises(BadArgument, match=r"float64 \[\] now"):
+        psg_fx.over(loader(5, 4), own, store=tmp_path, prepare=turning, progress=False)
