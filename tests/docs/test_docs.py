@@ -33,7 +33,11 @@ from psg_fx import cli
 from psg_fx.planner import expr
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted(path.stem for path in (ROOT / "docs").glob("*.md"))
+PAGES = sorted(
+    str(path.relative_to(ROOT / "docs").with_suffix(""))
+    for folder in ("", "guides")
+    for path in (ROOT / "docs" / folder).glob("*.md")
+)
 PINNED = f"torch=={torch.__version__.split('+')[0]}\n" in (ROOT / "constraints.txt").read_text(encoding="utf-8")
 SNIPPET = re.compile(r"^( *)```python\n(.*?)^\1```$(?:\n\n\1```(text|console)\n(?!\$ )(.*?)^\1```$)?", re.S | re.M)
 COMMAND = re.compile(r"^```console\n\$ psg-fx ([^\n]*)\n(.*?)^```$", re.S | re.M)

@@ -104,6 +104,23 @@ def test_influence(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"{every:.3f}" in capsys.readouterr().out
 
 
+def test_influence_store(capsys: pytest.CaptureFixture[str]) -> None:
+    module = load("influence_store")
+    small = ["--samples", "600", "--batch", "64", "--steps", "100", "--rank", "4", "--test", "4", "--top", "5"]
+    found = module.main([*small, "--backend", "eager"])
+    assert 0 < found.before < len(found.store) == 600
+    assert found.store.complete
+    assert found.scores.shape == found.places.shape == (4, 5)
+    assert torch.equal(found.scores, found.scores.sort(1, descending=True).values)
+    assert found.agree > 0.5 > 0.2 > found.chance
+    assert "not complete" in capsys.readouterr().out
+    phi = found.store.projection.double()  # the queries, by another way: K⁻¹ from its eigenvectors
+    values, vectors = torch.linalg.eigh(phi.T @ phi / 600)
+    inverse = vectors / (values + module.DAMPING * values.mean()) @ vectors.T
+    queries = module.preconditioned(found.store, found.store.projection[:3], block=100)
+    assert oracle.relative_error(queries, phi[:3] @ inverse) < 1e-4
+
+
 @pytest.fixture
 def char_gpt() -> ModuleType:
     pytest.importorskip("transformers")
