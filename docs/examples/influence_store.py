@@ -1,9 +1,9 @@
 """Which of 50,000 training samples does a prediction rest on? Projected gradients in a folder, and queries on it.
 
-50,000 samples are drawn with replacement from scikit-learn's digits, and a small network is trained on them. Then every
-sample's gradient g is projected to a few numbers φ (Choe et al. 2024, arXiv:2405.13954), which go into a store: a folder
-whose files are memory-mapped. The run is interrupted half way, and goes on where it stopped. The influence of training
-sample i on test sample j,
+50,000 samples are drawn with replacement from scikit-learn's digits, and a small network is trained on them. Then the
+gradient g of every sample is projected to a few numbers φ (Choe et al. 2024, arXiv:2405.13954), which go into a store,
+a folder whose files are memory-mapped. The run is interrupted half way, and goes on where it stopped. The influence of
+training sample i on test sample j,
 
     φ_j · K⁻¹ φ_i,   K = Σ_i φ_i φ_iᵀ / N + λI          (Park et al. 2023, arXiv:2303.14186)
 

@@ -41,7 +41,7 @@ class StepOutput:
         )
 
     def __repr__(self) -> str:
-        return f"StepOutput({', '.join(f'{name}={_brief(value)}' for name, value in self.__dict__.items())})"
+        return f"{type(self).__name__}({', '.join(f'{name}={_brief(value)}' for name, value in self.__dict__.items())})"
 
 
 def _brief(value: Any) -> str:

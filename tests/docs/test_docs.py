@@ -131,6 +131,9 @@ def namespace(folder: Path) -> Iterator[dict[str, Any]]:
     "page", [pytest.param(p, marks=[pytest.mark.slow, pytest.mark.inductor] if p == "export" else []) for p in PAGES]
 )
 def test_python_runs_and_prints_what_is_shown(page: str, tmp_path: Path) -> None:
+    if any("transformers" in snippet.code for snippet in snippets(page)):
+        pytest.importorskip("transformers")
+        from external.torchvision_import import torchvision  # noqa: F401  (transformers imports it)
     with namespace(tmp_path) as names:
         for snippet in snippets(page):
             if not snippet.is_quoted:
