@@ -24,7 +24,7 @@ FLOORS = (
     {"step"},
     {"distributed"},
     {"api", "loops"},
-    {"benchmarking"},
+    {"benchmarking", "integrations"},
     {"", "cli", "demo"},
 )
 """Rooms (folders, and modules at the top), lowest first.  A room imports from lower floors and from itself."""

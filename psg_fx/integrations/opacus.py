@@ -1,0 +1,78 @@
+"""Private training with psg_fx's clipped sums and Opacus' batches, noise and accountants.
+
+p.grad = (Σ_b min(1, C / ‖g_b‖) g_b  +  σ C N(0, 1)) / (q N)        (Abadi et al. 2016, arXiv:1607.00133)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from opacus.accountants import create_accountant
+from opacus.data_loader import DPDataLoader
+from opacus.optimizers import DPOptimizerFastGradientClipping
+from torch import nn
+from torch.utils.data import DataLoader
+
+from psg_fx.api import transform
+from psg_fx.distributed.gradients import set_grad
+from psg_fx.quantities.clipped_sum import ClippedSum
+from psg_fx.step.compiled import StepOutput
+from psg_fx.step.microbatch import microbatch
+
+
+class PrivateTraining:
+    """DP-SGD in a loop of five lines:
+
+        private = PrivateTraining(model, F.cross_entropy, optimizer, loader, noise_multiplier=1.1, max_grad_norm=1.0)
+        for x, y in private.loader:
+            out = private.step(x, y)
+        print(private.epsilon(delta=1e-5))
+
+    Gradients of samples are not formed, unless that is cheaper.  Every sample joins a batch by itself, with probability
+    q = 1 / len(loader), as accountants assume; a batch may be empty.
+
+    Args:
+        model, loss_fn: as in `psg_fx.transform`; the bound is on the gradient of each sample's own loss.
+        optimizer: torch's, over the model's parameters; a scheduler may be built on it.
+        loader: a `DataLoader`, whose batch size is the expected one, or Opacus' `DPDataLoader`.
+        noise_multiplier: σ.  max_grad_norm: C.
+        accountant: "prv", "rdp" or "gdp", or an accountant of Opacus, which may have a history.
+        part: run batches in parts of at most so many samples.
+        generator, secure_mode: of the noise, as in Opacus.
+        options: of `psg_fx.transform`.
+
+    loader: gives the batches.  optimizer: Opacus', which adds the noise.  accountant: has counted every step.
+    transformed: the psg_fx step, for `explain()` and `validate(x, y)`.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable[..., Any], optimizer: torch.optim.Optimizer, loader: DataLoader[Any],
+        *, noise_multiplier: float, max_grad_norm: float, accountant: Any = "prv", part: int | None = None,
+        generator: torch.Generator | None = None, secure_mode: bool = False, **options: Any,
+    ) -> None:  # fmt: skip
+        self.model = model
+        self.loader = loader if isinstance(loader, DPDataLoader) else DPDataLoader.from_data_loader(loader)
+        self.accountant = create_accountant(accountant) if isinstance(accountant, str) else accountant
+        rate = self.loader.sample_rate
+        self.optimizer = DPOptimizerFastGradientClipping(
+            optimizer, noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm, generator=generator,
+            expected_batch_size=int(len(self.loader.dataset) * rate), secure_mode=secure_mode,
+        )  # fmt: skip
+        self.optimizer.attach_step_hook(self.accountant.get_optimizer_hook_fn(rate))
+        clipped = ClippedSum(max_norm=max_grad_norm)
+        self.transformed = transform(model, loss_fn, quantities=clipped, **{"dynamic": True} | options)
+        self._call = self.transformed if part is None else microbatch(self.transformed, part)
+
+    def step(self, inputs: Any, *targets: Any) -> StepOutput:
+        """One step of the optimizer on a batch; the losses, norms and clip factors of its samples are not private."""
+        out: StepOutput = self._call(inputs, *targets)
+        self.optimizer.zero_grad()
+        set_grad(self.model, out.clipped_sum)
+        self.optimizer.step()
+        return out
+
+    def epsilon(self, delta: float) -> float:
+        """What has been spent, at this δ."""
+        return float(self.accountant.get_epsilon(delta))

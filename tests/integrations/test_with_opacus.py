@@ -1,0 +1,108 @@
+"""Private training through the helper is Opacus' own, from the same seeds."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from support import oracle
+from support.small import mlp
+
+opacus = pytest.importorskip("opacus")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Secure RNG turned off:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Optimal order is the (largest|smallest):UserWarning"),
+]
+
+DATA = TensorDataset(torch.randn(30, 4), torch.randint(3, (30,)))
+
+
+def loader(size: int = 5) -> Any:
+    return DataLoader(DATA, size, generator=torch.Generator().manual_seed(3))
+
+
+def optimizer(model: nn.Module) -> Any:
+    return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+
+
+def private(model: nn.Module, size: int = 5, **options: Any) -> Any:
+    from psg_fx.integrations.opacus import PrivateTraining
+
+    return PrivateTraining(
+        model, F.cross_entropy, optimizer(model), loader(size), noise_multiplier=0.8, max_grad_norm=0.5,
+        generator=torch.Generator().manual_seed(7), **{"backend": "eager"} | options,
+    )  # fmt: skip
+
+
+def by_opacus(model: nn.Module, size: int = 5, epochs: int = 2, accountant: str = "prv") -> Any:
+    engine = opacus.PrivacyEngine(accountant=accountant)
+    module, optimizer_, batches = engine.make_private(
+        module=model, optimizer=optimizer(model), data_loader=loader(size), noise_multiplier=0.8, max_grad_norm=0.5,
+        noise_generator=torch.Generator().manual_seed(7),
+    )  # fmt: skip
+    for _ in range(epochs):
+        for x, y in batches:
+            optimizer_.zero_grad()
+            F.cross_entropy(module(x), y).backward()
+            optimizer_.step()
+    return engine
+
+
+@pytest.mark.parametrize("part", [None, 3])
+@pytest.mark.parametrize("size", [5, 1])
+def test_the_weights_and_epsilon_are_those_of_opacus_hooks(size: int, part: int | None) -> None:
+    """With an expected batch of one sample, a third of the batches are empty."""
+    model = mlp()
+    other = copy.deepcopy(model)
+    train = private(model, size, part=part)
+    sizes = []
+    for _ in range(2):
+        for x, y in train.loader:
+            out = train.step(x, y)
+            sizes.append(len(out.losses))
+            assert out.clip_factors.shape == out.norms.shape == (len(x),)
+    assert (0 in sizes) == (size == 1)
+    engine = by_opacus(other, size)
+    for (name, value), want in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert oracle.relative_error(value, want) < 1e-4, name
+    assert train.epsilon(1e-4) == pytest.approx(engine.get_epsilon(1e-4))
+
+
+def test_an_accountant_with_a_history_goes_on() -> None:
+    accountant = opacus.accountants.RDPAccountant()
+    accountant.step(noise_multiplier=0.8, sample_rate=1 / 6)
+    train = private(mlp(), accountant=accountant)
+    for x, y in train.loader:
+        train.step(x, y)
+    assert accountant.history == [(0.8, 1 / 6, 7)]
+    assert train.epsilon(1e-4) == accountant.get_epsilon(1e-4)
+
+
+def test_a_scheduler_on_the_optimizer_is_followed() -> None:
+    model = mlp()
+    own = torch.optim.SGD(model.parameters(), lr=1.0)
+    from psg_fx.integrations.opacus import PrivateTraining
+
+    train = PrivateTraining(
+        model, F.cross_entropy, own, loader(), noise_multiplier=0.8, max_grad_norm=0.5, backend="eager"
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(own, lambda step: float(step == 1))
+    for moves in (False, True, False):
+        before = copy.deepcopy(model.state_dict())
+        train.step(*DATA[:4])
+        schedule.step()
+        assert torch.equal(model[0].weight, before["0.weight"]) != moves
+
+
+def test_the_bound_holds_for_each_sample() -> None:
+    train = private(mlp())
+    out = train.step(*DATA[:6])
+    assert (out.norms * out.clip_factors <= 0.5 + 1e-6).all()
+    assert train.transformed.validate(*DATA[:6]).ok
