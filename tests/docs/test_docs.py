@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib.util
 import io
 import linecache
 import os
@@ -131,9 +132,11 @@ def namespace(folder: Path) -> Iterator[dict[str, Any]]:
     "page", [pytest.param(p, marks=[pytest.mark.slow, pytest.mark.inductor] if p == "export" else []) for p in PAGES]
 )
 def test_python_runs_and_prints_what_is_shown(page: str, tmp_path: Path) -> None:
-    if any("transformers" in snippet.code for snippet in snippets(page)):
-        pytest.importorskip("transformers")
-        from external.torchvision_import import torchvision  # noqa: F401  (transformers imports it)
+    for library in ("transformers", "lightning"):
+        if any(f"import {library}" in s.code or f"from {library}" in s.code for s in snippets(page)):
+            if importlib.util.find_spec(library) is None:
+                pytest.skip(f"{library} is not installed")
+            from external.torchvision_import import torchvision  # noqa: F401  (both import it)
     with namespace(tmp_path) as names:
         for snippet in snippets(page):
             if not snippet.is_quoted:

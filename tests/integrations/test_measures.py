@@ -1,0 +1,85 @@
+"""What callbacks log is what a loop over single samples says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from psg_fx import ClippedSum, Norms
+from psg_fx.errors import BadArgument
+from psg_fx.integrations.measures import NOISE_SCALE, Measure
+from support import oracle
+from support.batches import samples
+from support.small import same_mlp
+
+EAGER = {"backend": "eager"}
+
+
+def test_the_numbers_are_those_of_single_gradients() -> None:
+    model, (x, y) = same_mlp(), samples(11, torch.float64)
+    numbers, rows = Measure(1, F.cross_entropy, options=EAGER).of(model, [(x[:6], y[:6]), (x[6:], y[6:])])
+    losses, grads = oracle.loop_grads(model, F.cross_entropy, x, y)
+    each = torch.cat([g.flatten(1) for g in grads.values()], 1)
+    noise = each.var(0).sum()
+    signal = each.mean(0).square().sum() - noise / 11
+    want = {
+        "loss": losses.mean(), "noise": noise, "signal": signal, "norms_median": each.norm(dim=1).median(),
+        "norms_min": each.norm(dim=1).min(), "norms_max": each.norm(dim=1).max(),
+        "norms_q05": each.norm(dim=1).quantile(0.05), "norms_q95": each.norm(dim=1).quantile(0.95),
+    }  # fmt: skip
+    if signal > 0:
+        want["noise_scale"] = noise / signal
+    assert set(numbers) == set(want)
+    for name, value in want.items():
+        assert numbers[name] == pytest.approx(value.item(), rel=1e-9), name
+    assert torch.allclose(rows["norms"], each.norm(dim=1))
+    assert set(rows) == {"losses", "norms"}
+
+
+def test_a_noise_scale_that_the_noise_hides_is_left_out() -> None:
+    """Two samples with opposite gradients: their mean is zero."""
+    linear = nn.Linear(1, 1, bias=False)
+    numbers, _ = Measure(1, lambda out: out.sum(), NOISE_SCALE, options=EAGER).of(
+        linear, [torch.tensor([[1.0], [-1.0]])]
+    )
+    assert numbers["noise"] == pytest.approx(2.0)
+    assert numbers["signal"] == pytest.approx(-1.0)
+    assert "noise_scale" not in numbers
+
+
+def test_other_quantities() -> None:
+    x, y = samples(6)
+    numbers, rows = Measure(1, F.cross_entropy, [ClippedSum(0.1)], options=EAGER).of(same_mlp().float(), [(x, y)])
+    assert {"clip_factors_median", "norms_median", "loss"} < set(numbers)
+    assert set(rows) == {"losses", "clip_factors", "norms"}
+
+
+def test_draws_are_undone() -> None:
+    model = nn.Sequential(nn.Dropout(), nn.Linear(4, 3))
+    measure = Measure(1, F.cross_entropy, [Norms()], options=EAGER)
+    before = torch.random.get_rng_state()
+    first, _ = measure.of(model, [samples(6)])
+    assert torch.equal(torch.random.get_rng_state(), before)
+    torch.rand(1)
+    assert measure.of(model, [samples(6)])[0] != first
+
+
+@pytest.mark.parametrize("every", [0, -1, 2.0, True])
+def test_what_is_no_number_of_steps_is_refused(every: int) -> None:
+    with pytest.raises(BadArgument, match="not a number of steps"):
+        Measure(every, F.cross_entropy)
+
+
+def test_psg_fx_imports_none_of_it() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, psg_fx; "
+        "print([n for n in sys.modules if n.startswith('psg_fx.integrations') or n in "
+        "('transformers', 'lightning', 'opacus', 'trak', 'dattri', 'tensorboard')])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert found.stdout.strip() == "[]"
