@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from psg_fx.errors import BadArgument
 from psg_fx.loops.made_of import data_of
 from psg_fx.tensors import product
 
@@ -49,6 +50,11 @@ def settle(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
 def mapped(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """The rows, read when they are looked at; what is written into the tensor does not reach the file."""
     size = HEADER + shape[0] * _width(dtype, shape[1:])
+    if not path.exists() or path.stat().st_size < size:
+        raise BadArgument(
+            f"{path.name} has lost rows" if path.exists() else f"{path.name} is gone", where=str(path),
+            why=f"{shape[0]} rows were written to it", fix="restore the file, or fill another folder anew",
+        )  # fmt: skip
     storage: Any = torch.UntypedStorage.from_file(str(path), False, size)
     strides = [product(shape[i + 1 :]) for i in range(len(shape))]
     return torch.empty(0, dtype=dtype).set_(storage, HEADER // dtype.itemsize, shape, strides)

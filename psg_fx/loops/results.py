@@ -10,7 +10,7 @@ import torch
 from psg_fx.errors import BadArgument
 from psg_fx.loops.leaves import leaves
 from psg_fx.step.compiled import StepOutput
-from psg_fx.tensors import accumulation_dtype
+from psg_fx.tensors import accumulation_dtype, product
 
 Query = torch.Tensor | Mapping[str, torch.Tensor]
 
@@ -55,7 +55,7 @@ class Results(StepOutput):
             )  # fmt: skip
         pairs = self._pairs(query)
         single = all(len(q.shape) == rows.ndim - 1 for q, rows in pairs)
-        queries = [(q.reshape(1 if single else len(q), -1), rows) for q, rows in pairs]
+        queries = [((q[None] if single else q), rows) for q, rows in pairs]
         scores, places = _best(queries, k, max(int(block), 1), largest)
         if "indices" in vars(self):
             places = self.indices[places.cpu()].to(places.device)
@@ -63,6 +63,12 @@ class Results(StepOutput):
 
     def _pairs(self, query: Query) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Each tensor of the query beside its rows."""
+        if not isinstance(query, (torch.Tensor, Mapping)):
+            raise BadArgument(
+                f"the query is a {type(query).__name__}", where="top(query, k)",
+                why="it is what the step gives for what is asked about",
+                fix="step(x, y).projection, or a mapping such as step(x, y).grads",
+            )  # fmt: skip
         field = "grads" if isinstance(query, Mapping) else "projection"
         asked = dict(leaves({field: query if field == "projection" else dict(query)}))
         kept = dict(leaves({field: vars(self)[field]})) if field in vars(self) else {}
@@ -107,12 +113,16 @@ def _best(
     return scores, places
 
 
+def _flat(rows: torch.Tensor) -> torch.Tensor:
+    return rows.reshape(len(rows), product(rows.shape[1:]))
+
+
 def _products(queries: list[tuple[torch.Tensor, torch.Tensor]], block: int) -> Iterator[tuple[int, torch.Tensor]]:
     """Start of each block of rows, and the inner products `[Q, rows]`."""
     for start in range(0, len(queries[0][1]), block):
         total: Any = 0
         for query, rows in queries:
-            part = rows[start : start + block].flatten(1).to(query.device)
+            part = _flat(rows[start : start + block]).to(query.device)
             dtype = accumulation_dtype(torch.promote_types(query.dtype, part.dtype))
-            total = total + query.to(dtype) @ part.to(dtype).T
+            total = total + _flat(query).to(dtype) @ part.to(dtype).T
         yield start, total

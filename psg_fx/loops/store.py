@@ -107,6 +107,8 @@ class Writer:
             check_same(found["made of"], json.loads(json.dumps(made)), path)
             self._kept, self.batches, self.count = _kept(found), found["batches"], found["samples"]
             self.complete, self._sums = found["complete"], found["sums"]
+            for file, dtype, shape in self._kept.values():
+                mapped(path / file, dtype, (self.count, *shape))  # they are all there
             if self._sums:
                 self.totals.restore(torch.load(path / self._sums, weights_only=True), device)
 

@@ -202,6 +202,24 @@ def test_top_gives_places_in_the_data_set() -> None:
     assert torch.equal(out.top(phi[:3], 9)[1], 100 + (phi[:3] @ phi.T).argsort(1, descending=True))
 
 
+def test_scalar_parameters_and_no_queries() -> None:
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 3)
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.scale
+
+    own = step(Scaled(), quantities=Grads())
+    out = psg_fx.over(loader(7, 4), own, progress=False)
+    asked = own(*samples(3)).grads
+    truth = sum(g.reshape(3, -1) @ out.grads[n].reshape(7, -1).T for n, g in asked.items())
+    assert torch.equal(out.top(asked, 4)[1], truth.topk(4).indices)
+    assert torch.equal(out.top({n: g[1] for n, g in asked.items()}, 4)[1], truth[1].topk(4).indices)
+    assert [t.shape for t in out.top({n: g[:0] for n, g in asked.items()}, 4)] == [(0, 4), (0, 4)]
+
+
 def test_queries_that_do_not_fit_are_refused() -> None:
     out = psg_fx.over(loader(5, 4), step(quantities=[Projection(rank=2), Norms()]), progress=False)
     bad: list[tuple[Any, int, str]] = [
@@ -209,6 +227,7 @@ def test_queries_that_do_not_fit_are_refused() -> None:
         (out.projection, 0, "from 1 to 5"),
         (out.projection[:, :3], 2, "that shape, or with a leading Q"),
         (out.projection[0, 0], 2, "that shape, or with a leading Q"),
+        ([1.0], 2, "the query is a list"),
         ({"0.weight": torch.zeros(5, 4)}, 2, "there is no grads, only losses, projection, norms"),
     ]
     for query, k, text in bad:

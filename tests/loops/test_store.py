@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import signal
 import subprocess
 import sys
@@ -118,10 +118,6 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path, kind: str) 
         "stream": DataLoader(Stream(11), 3),
         "list": [(x[i : i + 3], y[i : i + 3]) for i in range(0, 11, 3)],
     }[kind]
-    if kind != "loader":  # how many there are is not known there
-        about = json.loads((tmp_path / "store.json").read_text())
-        about["made of"]["samples in all"] = None
-        (tmp_path / "store.json").write_text(json.dumps(about))
     calls: list[int] = []
     own.register_forward_hook(lambda *a: calls.append(1))
     out = psg_fx.over(data, own, store=tmp_path, progress=False)
@@ -341,6 +337,21 @@ def test_a_folder_without_a_store_and_one_of_another_format(tmp_path: Path) -> N
     (tmp_path / "store.json").write_text('{"format": 99}')
     with pytest.raises(BadArgument, match="of format 99"):
         psg_fx.Store(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["has lost rows", "is gone"])
+def test_files_that_were_lost_are_noticed(tmp_path: Path, text: str) -> None:
+    own = own_step()
+    interrupted(tmp_path, own)
+    file = tmp_path / "grads" / "0.weight.npy"
+    if text == "is gone":
+        file.unlink()
+    else:
+        os.truncate(file, file.stat().st_size - 1)
+    with pytest.raises(BadArgument, match=rf"0\.weight\.npy {text}"):
+        psg_fx.Store(tmp_path)
+    with pytest.raises(BadArgument, match=rf"0\.weight\.npy {text}"):
+        psg_fx.over(loader(11, 3), own, store=tmp_path, progress=False)
 
 
 def test_what_is_written_into_the_rows_stays_out_of_the_files(tmp_path: Path) -> None:
