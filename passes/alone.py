@@ -70,6 +70,11 @@ class Alone:
         squeezes: the ops of the graph that keep the sample dim where the code drops it.
         """
         doubt = squeezed(squeezes[0]) if squeezes else copied(facts.graph_facts(gm).written_copy)
+        if self.call.axes:
+            raise NotYetSupported(
+                f"{doubt.what} may treat a batch of one sample differently", where=doubt.where,
+                why=f"it {doubt.why}; of samples that are rows the code is not run on one alone", fix=doubt.fix,
+            )  # fmt: skip
         state = _perturbed(gm, self.program)
         for index in sorted({0, max(self.call.batch_size() - 1, 0)}):
             inputs = [_one(t, d, index) for t, d in zip(self.call.tensors, self.call.dims, strict=True)]

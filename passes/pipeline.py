@@ -41,18 +41,20 @@ UNREDUCE = graph_pass("unreduce", before=Stage.BATCHED, after=Stage.UNREDUCED)(u
 def run_pipeline(
     program: Program, call: Call, tracked: dict[str, str], quantities: Sequence[Quantity], dtype: torch.dtype,
     device: Device, history: History, input_gradients: tuple[bool, ...] = (), budget: Budget | None = None,
-    grouping: Grouping | None = None, slices: Slices | None = None,
+    grouping: Grouping | None = None, slices: Slices | None = None, largest: Sequence[int | None] = (),
 ) -> GraphModule:  # fmt: skip
     """From a model and a loss to a lowered graph; every stage on the way is kept in `history`.
 
-    grouping: what is asked is asked of groups of samples.  slices: this process has slices of the model.
+    grouping: what is asked is asked of groups of samples.  slices: this process has slices of the model.  largest: of
+    each axis of rows, how many the largest sample has, where rows are brought in order.
     """
     gm = record_capture(program, call, tracked, history)
     if slices is not None:
         gm = _spread(gm, slices, history)
     alone = Alone(program, call)
     with without_defaults():
-        gm = _passes(gm, alone, call, quantities, dtype, device, history, input_gradients, budget, grouping)
+        gm = _passes(gm, alone, call, quantities, dtype, device, history, input_gradients, budget, grouping,
+                     largest)  # fmt: skip
         if slices is not None:
             gm = _written_with_others(gm, history)
     name, seconds = type(program.model).__name__, sum(step.seconds for step in history.passes)
@@ -63,6 +65,7 @@ def run_pipeline(
 def _passes(
     gm: GraphModule, alone: Alone, call: Call, quantities: Sequence[Quantity], dtype: torch.dtype, device: Device,
     history: History, input_gradients: tuple[bool, ...], budget: Budget | None, grouping: Grouping | None,
+    largest: Sequence[int | None],
 ) -> GraphModule:  # fmt: skip
     gm = run(BATCH, gm, history, alone=alone)
     gm = run(UNREDUCE, gm, history)
@@ -71,7 +74,10 @@ def _passes(
     gm = run(networks, gm, history)
     gm = run(merge, gm, history)
     asks = tuple(dict.fromkeys(ask for quantity in quantities for ask in quantity.asks()))
-    gm = run(plan, gm, history, asks=asks, device=device, size=call.batch_size(), budget=budget, grouping=grouping)
+    rows = list(zip(call.row_sizes, largest or [None] * len(call.axes), strict=True))
+    gm = run(
+        plan, gm, history, asks=asks, device=device, size=call.batch_size(), budget=budget, grouping=grouping, rows=rows
+    )
     gm = run(lower, gm, history, quantities=quantities, dtype=dtype)
     gm = run(tidy, gm, history)
     gm = run(totals, gm, history, device=device, size=call.batch_size())

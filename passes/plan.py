@@ -9,7 +9,7 @@ from torch.fx import GraphModule
 
 from psg_fx.algebra.ask import Ask
 from psg_fx.algebra.gradient import GRADIENTS
-from psg_fx.algebra.members import Grouping, Groups
+from psg_fx.algebra.members import Grouping, Groups, Memberships, RowsOfSamples
 from psg_fx.graph import facts
 from psg_fx.graph.stages import Stage
 from psg_fx.planner.budget import Budget, plan_within
@@ -23,10 +23,18 @@ from .runner import graph_pass
 @graph_pass("plan", before=Stage.MERGED, after=Stage.PLANNED)
 def plan(
     gm: GraphModule, asks: Sequence[Ask], device: Device, size: int, budget: Budget | None = None,
-    grouping: Grouping | None = None,
+    grouping: Grouping | None = None, rows: Sequence[tuple[int, int | None]] = (),
 ) -> GraphModule:  # fmt: skip
-    """After: `PLAN` says which tree computes each ask of each parameter, of samples or of groups of them."""
+    """After: `PLAN` says which tree computes each ask of each parameter, of samples or of groups of them.
+
+    rows: of each axis of rows, how many there are in the call that is planned for, and how many the largest sample has
+    if they are brought in order.
+    """
     batch, gradients, samples = facts.graph_facts(gm).batch, list(GRADIENTS.of(gm).values()), size
+    if rows:
+        counts = facts.graph_facts(gm).rows
+        axes = [RowsOfSamples(k, counts[k], *sizes) for k, sizes in enumerate(rows)]
+        gradients = list(map(Memberships(axes, batch, size).gradient, gradients))
     if grouping is not None:
         groups = Groups(grouping, batch)
         batch, size, gradients = groups.symbol, groups.size, list(map(groups.gradient, gradients))
@@ -34,5 +42,6 @@ def plan(
         made = plan_step(gradients, asks, device, batch, size)
     else:
         made = plan_within(gm, gradients, asks, device, batch, size, budget, samples / size)
-    PLAN.put(gm, replace(made, grouping=grouping))
+    gathered = tuple(k for k, (_, largest) in enumerate(rows) if largest is not None)
+    PLAN.put(gm, replace(made, grouping=grouping, gathered=gathered))
     return gm

@@ -224,9 +224,9 @@ def _same_gradients(planned: Sequence[ParameterGradient], found: Sequence[Parame
     if len(planned) != len(found):
         return False
     for made, gradient in zip(planned, found, strict=True):
-        of_groups = [term.of_samples is not None for term in made.terms]
         uses = [[(term.sites, term.rule, term.prefix) for term in g.terms] for g in (made, gradient)]
-        if made != gradient and not (made.name == gradient.name and all(of_groups) and uses[0] == uses[1]):
+        of_others = any(term.of_samples is not None for term in made.terms)
+        if made != gradient and not (made.name == gradient.name and of_others and uses[0] == uses[1]):
             return False
     return True
 
@@ -236,7 +236,7 @@ def _answers(parameter: ParameterPlan, plan: Plan) -> bool:
     uses = range(len(parameter.gradient.terms))
     for ask in {*plan.asks, *([Materialized()] if parameter.total else [])}:
         found = [part.contraction.terms for part in parameter.parts if part.ask == ask]
-        of_samples = ask.samples and plan.grouping is not None
+        of_samples = ask.samples and any(term.of_samples is not None for term in parameter.gradient.terms)
         if parameter.total and ask.phase is not Phase.GRADIENTS and not of_samples:
             good = bool(found) and not any(found)
         elif isinstance(ask, Linear):

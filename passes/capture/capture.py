@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from psg_fx.graph import facts
 from psg_fx.graph.facts import GraphFacts, Holds, InputSpec, OutputSpec, Returns
 from psg_fx.graph.strides import free_of_strides
 from psg_fx.program.call import Call
+from psg_fx.program.conditions import ROW_AXES
 from psg_fx.program.effects import WRITTEN
 from psg_fx.program.program import Program
 from psg_fx.tensors import memory_order
@@ -36,15 +38,21 @@ def capture(program: Program, call: Call, tracked: dict[str, str]) -> GraphModul
     tracked: name of every parameter -> its canonical name (the same for tied ones) if its gradients are asked, else "".
     """
 
-    def example(size: int) -> list[torch.Tensor]:
-        return [example_like(t, d, size) for t, d in zip(call.tensors, call.dims, strict=True)]
+    rows, hints = _rows(call), _hints(call, program)
 
-    sizes = _hint(call, program), call.batch_size()
-    exported = export(program, example, call.dims, sizes, program.observed)
+    def example(size: int) -> list[torch.Tensor]:
+        made = [example_like(t, d, size) for t, d in zip(call.tensors, call.dims, strict=True)]
+        for k, place in enumerate(rows):
+            if place is not None:
+                made[k] = example_like(call.tensors[k], place[0], size + 1 if place[1] < 0 else hints[1 + place[1]])
+        return made
+
+    sizes = hints[0], call.batch_size()
+    exported = export(program, example, call.dims, sizes, program.observed, rows)
     held: dict[int, str] = {}
     if closed_over := _aliases(exported, program):
         with _moved(closed_over) as held:
-            exported = export(program, example, call.dims, sizes, program.observed)
+            exported = export(program, example, call.dims, sizes, program.observed, rows)
     return _flat(exported, call, tracked, program, held)
 
 
@@ -59,10 +67,21 @@ def example_like(tensor: torch.Tensor, dim: int | None, size: int) -> torch.Tens
     return tensor.new_empty_strided(sizes, strides).zero_()  # not a view: its base would be made fake as well
 
 
-def _hint(call: Call, program: nn.Module) -> int:
-    """A batch size to trace with that no other size equals, so that nothing can be mistaken for the batch."""
+def _rows(call: Call) -> list[tuple[int, int] | None]:
+    """Of each input, the dim whose size is that of an axis of rows, and the number of the axis; -1: it is B + 1."""
+    closed = {axis.tensor for axis in call.axes if axis.closed}
+    places = call.places or (None,) * len(call.tensors)
+    rows = [None if p is None else (p.dim, p.axis) for p in places]
+    return [(0, -1) if k in closed else place for k, place in enumerate(rows)]
+
+
+def _hints(call: Call, program: nn.Module) -> list[int]:
+    """Sizes to trace with that no other size equals, so that nothing can be mistaken for the batch, or for an axis of
+    rows.
+    """
     used = {size for t in (*call.tensors, *program.parameters()) for size in t.shape}
-    return next((h for h in _HINTS if h not in used), _HINTS[0])
+    found = [h for h in _HINTS if h not in used and (not call.axes or h + 1 not in used)]
+    return (found + [h for h in _HINTS if h not in found])[: 1 + len(call.axes)]
 
 
 def _place(tensor: torch.Tensor) -> int:
@@ -121,7 +140,7 @@ def _flat(
         elif spec.kind is InputKind.USER_INPUT:
             index = next(inputs)
             kind: Holds = "input" if index < call.inputs else "target"
-            node.meta["psg_fx_input"] = InputSpec(kind, call.names[index], call.dims[index])
+            node.meta["psg_fx_input"] = _input(call, index, kind)
         else:
             raise NotYetSupported(
                 f"the model uses a {spec.kind.name.lower()}", where=str(spec.target),
@@ -130,9 +149,10 @@ def _flat(
     notes = (exported.note,) if exported.note else ()
     gm.meta[facts.KEY] = GraphFacts(
         _batch_symbol(nodes), _outputs(exported, program), notes, constants, exported.one_size,
-        frozenset(held.values()), exported.written_copy,
+        frozenset(held.values()), exported.written_copy, rows=_row_symbols(nodes, call),
     )  # fmt: skip
     WRITTEN.put(gm, tuple(program.written))
+    ROW_AXES.put(gm, call.axes)
     return free_of_strides(gm)
 
 
@@ -150,6 +170,26 @@ def _parameter(target: str, tracked: dict[str, str]) -> InputSpec:
     return InputSpec("parameter", canonical or name, tracked=bool(canonical), target=target)
 
 
+def _input(call: Call, index: int, kind: Holds) -> InputSpec:
+    """What an input of the call holds."""
+    place = call.places[index] if call.places else None
+    spec = InputSpec(kind, call.names[index], call.dims[index])
+    if not call.axes:
+        return spec
+    about = {axis.tensor for axis in call.axes}
+    return replace(spec, rows=None if place is None else place.dim, structure=index in about)
+
+
+def _row_symbols(nodes: Sequence[torch.fx.Node], call: Call) -> tuple[Any, ...]:
+    """The symbol of the number of rows of each axis."""
+    inputs = [n for n in nodes if facts.input_spec(n).kind in ("input", "target")]
+    found: dict[int, Any] = {}
+    for node, place in zip(inputs, call.places, strict=False):
+        if place is not None:
+            found[place.axis] = facts.expr(node.meta["val"].shape[place.dim])
+    return tuple(found[k] for k in range(len(call.axes)))
+
+
 def _batch_symbol(nodes: Sequence[torch.fx.Node]) -> Any:
     for node in nodes:
         spec = facts.input_spec(node)
@@ -162,11 +202,16 @@ def _outputs(exported: Exported, program: Program) -> tuple[OutputSpec, ...]:
     found = []
     result: Returns = "output" if program.loss_fn is None else "loss"
     kept, checks = sum(len(entry.tensors) for entry in program.written), program.output.assumed
-    last = len(exported.graph_signature.output_specs) - len(checks)
+    axes = [k for k, axis in enumerate(program.call.axes) if axis.rows.ids is not None]
+    end = len(exported.graph_signature.output_specs) - len(axes)
+    last = end - len(checks)
     for index, spec in enumerate(exported.graph_signature.output_specs):
         if spec.kind is OutputKind.BUFFER_MUTATION:
             found.append(OutputSpec("buffer", spec.target or ""))
         elif spec.kind is OutputKind.USER_OUTPUT:
+            if index >= end:
+                found.append(OutputSpec("ids", str(axes[index - end])))
+                continue
             kind: Returns = result if index < last - kept else "written"
             found.append(
                 OutputSpec(kind, f"{kind}_{index}") if index < last else OutputSpec("check", checks[index - last])

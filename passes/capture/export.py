@@ -7,6 +7,7 @@ custom autograd functions become ops of their own, because export follows their 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -47,6 +48,7 @@ from .writes import seen_by_autograd, unwatched
 
 aten = torch.ops.aten
 MakeExample = Callable[[int], Sequence[torch.Tensor]]
+Rows = Sequence[tuple[int, int] | None]
 
 
 @dataclass(frozen=True)
@@ -63,20 +65,27 @@ class Exported(Functional):
 
 
 def export(
-    program: nn.Module, example: MakeExample, dims: Sequence[int | None], sizes: tuple[int, int], observed: Observed
-) -> Exported:
+    program: nn.Module, example: MakeExample, dims: Sequence[int | None], sizes: tuple[int, int], observed: Observed,
+    rows: Rows = (),
+) -> Exported:  # fmt: skip
     """`program(example(B))` for every batch size B; where only that fails, for one.
 
     example: the inputs with B samples.  dims: where the samples lie in them.  sizes: one that nothing else equals, and
-    that of the call.  observed: is told what runs unseen.
+    that of the call.  observed: is told what runs unseen.  rows: of each input, the dim whose size is that of an axis
+    of rows, and the number of the axis; of -1: it is B + 1.
     """
     batch = Dim("batch", min=2)
+    axes = {axis: batch + 1 if axis < 0 else Dim(f"rows_{axis}", min=2) for _, axis in filter(None, rows)}
+    dynamic: list[dict[int, Any]] = [{} if d is None else {d: batch} for d in dims]
+    dynamic = [{place[0]: axes[place[1]]} if place else d for d, place in itertools.zip_longest(dynamic, rows)]
     readings = Readings()
     with _keep_custom_backward(observed):
         try:
             with watch_the_batch_size(readings):
-                return _functional(program, example(sizes[0]), [{} if d is None else {d: batch} for d in dims])
+                return _functional(program, example(sizes[0]), dynamic)
         except CaptureFailed as failure:
+            if axes:  # two sizes that the code ties to one another, or one that it reads: no graph for all sizes
+                raise
             return _one_size(program, example, dims, sizes, failure, readings)
 
 

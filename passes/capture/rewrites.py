@@ -40,9 +40,11 @@ def embedding_bag(
 ) -> Tensor:  # fmt: skip
     """y[b,:] = Σ_t w[b,t] W[ids[b,t],:] (sum), Σ_t W[ids[b,t],:] / T (mean), or the largest for each feature (max).
 
-    For ids `[B, T]`. Ids equal to padding_idx do not count; an empty bag is zero. With ids `[N]` and offsets: as it is.
+    For ids `[B, T]`; or for ids `[R]` and offsets, bags of any length.  Ids equal to padding_idx do not count; an empty
+    bag is zero.
     """
-    if input.dim() != 2 or offsets is not None or max_norm is not None or mode not in ("sum", "mean", "max"):
+    flat = input.dim() == 1 and offsets is not None
+    if not (flat or (input.dim() == 2 and offsets is None)) or max_norm or mode not in ("sum", "mean", "max"):
         return F.embedding_bag(
             input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights,
             include_last_offset, padding_idx,
@@ -58,6 +60,10 @@ def embedding_bag(
         if mode != "sum":
             raise NotImplementedError(f"embedding_bag: per_sample_weights goes with mode='sum', not {mode!r}")
         rows = rows * per_sample_weights.unsqueeze(-1)
+    if offsets is not None:
+        starts = (offsets[:-1] if include_last_offset else offsets).to(torch.int64).contiguous()
+        kept = None if padding_idx is None else input != padding_idx % weight.shape[0]
+        return _bags(rows, kept, starts, mode)
     if input.shape[1] == 0:
         return rows.sum(1)
     if padding_idx is None:
@@ -68,6 +74,23 @@ def embedding_bag(
         return torch.where(kept.any(1), largest, 0.0)
     total = torch.where(kept, rows, 0.0).sum(1)
     return total if mode == "sum" else total / kept.sum(1).clamp(min=1)
+
+
+def _bags(rows: Tensor, kept: Tensor | None, starts: Tensor, mode: str) -> Tensor:
+    """The rows of each bag, `[R, D]` -> `[B, D]`, those that are kept: their sum, mean, or largest for each feature."""
+    bag = torch.searchsorted(starts, torch.arange(rows.shape[0], device=rows.device), right=True) - 1
+    total = rows.new_zeros(starts.shape[0], rows.shape[1])
+    if kept is not None:
+        rows = torch.where(kept.unsqueeze(-1), rows, -math.inf if mode == "max" else 0.0)
+    if mode == "sum":
+        return total.index_add(0, bag, rows)
+    counts = rows.new_zeros(starts.shape[0])
+    ones = rows.new_ones(rows.shape[0]) if kept is None else kept.to(rows.dtype)
+    counts = counts.index_add(0, bag, ones).unsqueeze(-1)
+    if mode == "mean":
+        return total.index_add(0, bag, rows) / counts.clamp(min=1)
+    largest = total.scatter_reduce(0, bag.unsqueeze(-1).expand(-1, rows.shape[1]), rows, "amax", include_self=False)
+    return torch.where(counts > 0, largest, 0.0)
 
 
 @at_capture(torch._VF._pack_padded_sequence)

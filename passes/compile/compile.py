@@ -46,6 +46,8 @@ def compile_graph(
         return free_of_strides(copy_graph(gm))
     gm = written_out(gm, backend)
     numbers = _erase_numbers(gm)
+    if facts.graph_facts(gm).rows and dynamic is None:
+        dynamic = True  # numbers of rows are others at every call
     if backend == "inductor":
         own = CPU_OPTIONS if device == "cpu" else {}
         options, mode = inductor_modes()[mode or "default"] | own | (options or {}), None
@@ -114,11 +116,19 @@ def _recorded(gm: GraphModule, backend: str, history: History) -> Iterator[None]
 def _marking(run: Flat, gm: GraphModule) -> Flat:
     """One graph for all batch sizes from 2 on: the sizes that follow from the batch size are marked as symbols.
 
-    One sample is compiled for itself, since torch holds a size of 1 for a constant.
+    One sample is compiled for itself, since torch holds a size of 1 for a constant; so are one row and none.
     """
     shapes = [_sizes(node) for node in facts.placeholders(gm)]
     symbolic = [[dim for dim, size in enumerate(shape) if size.free_symbols] for shape in shapes]
     counted = next((i, dim) for i, dims in enumerate(symbolic) for dim in dims if shapes[i][dim].is_Symbol)
+
+    if facts.graph_facts(gm).rows:
+
+        def each(*values: Any) -> Sequence[Any]:
+            large = [[d for d in dims if v.shape[d] > 1] for v, dims in zip(values, symbolic, strict=True)]
+            return run(*(marked_dynamic(v, dims) if dims else v for v, dims in zip(values, large, strict=True)))
+
+        return each
 
     def marking(*values: Any) -> Sequence[Any]:
         if values[counted[0]].shape[counted[1]] == 1:

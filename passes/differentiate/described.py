@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from psg_fx.algebra.network import Kind, Source
 from psg_fx.algebra.site import PREFIXES, Operand, Site, Value
+from psg_fx.errors import NotYetSupported
 from psg_fx.graph import facts
 from psg_fx.graph.facts import OutputSpec, fact
 from psg_fx.source import locate
@@ -50,10 +52,32 @@ def _site(gm: GraphModule, node: Node, known: set[str], batch: Any) -> Site:
         source = Source(Kind.COTANGENT, f"{node.name}.{k}")
         outputs.append(Value(Source(Kind.OUTPUT, f"{node.name}.{k}"), facts.shape(out), out.dtype, axis))
         cotangents.append(Value(source, facts.shape(out), out.dtype, axis) if source.name in known else None)
-    return Site(
+    found = Site(
         node.name, node.target, tuple(args), dict(kwargs), operands, tuple(outputs), tuple(cotangents), batch,
         locate(node),
     )  # fmt: skip
+    rows = facts.graph_facts(gm).rows
+    return replace(found, batch=_counted(found, {batch, *rows})) if rows else found
+
+
+def _counted(site: Site, counts: set[Any]) -> Any:
+    """The symbol that the samples, or the rows, of a site are counted by.  Raises NotYetSupported."""
+    sizes = [v.shape[v.samples.dim] for v in (*site.values, *site.outputs) if v is not None and v.samples is not None]
+    found = {symbol for size in sizes for symbol in size.free_symbols} & counts
+    square = [v for v in (*site.values, *site.outputs) if v is not None and v.samples is not None]
+    if any(sum(bool(set(size.free_symbols) & counts) for size in v.shape) > 1 for v in square):
+        raise NotYetSupported(
+            f"a parameter is an argument of {site.op} on pairs of rows", where=site.where,
+            why="its gradient there would be of rows of one sample and of another",
+            fix="let the parameter meet the rows before the scores of attention are made of them",
+        )  # fmt: skip
+    if len(found) > 1:
+        raise NotYetSupported(
+            f"a parameter is an argument of {site.op}, which joins rows of several axes", where=site.where,
+            why="the gradient at such an op is of rows of one axis and of another",
+            fix="let the parameter meet the rows in an op of its own before or after",
+        )  # fmt: skip
+    return found.pop()
 
 
 def _argument(path: pytree.KeyPath) -> str:

@@ -28,7 +28,7 @@ def carried(traced: GraphModule, forward: list[Node], count: int) -> dict[Node, 
         values = node.meta["val"]
         for value, axis in zip(values if isinstance(values, (tuple, list)) else [values], axes, strict=False):
             if isinstance(value, torch.Tensor) and isinstance(holder := next(rest), Node):
-                found.setdefault(holder, Result(axis, of.uniform, of.index, of.reduced))
+                found.setdefault(holder, Result(axis, of.uniform, of.index, of.reduced, of.structure))
     out.args = (tuple(facts.outputs(traced)[:count]),)
     traced.graph.eliminate_dead_code()
     return found

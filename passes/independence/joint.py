@@ -15,7 +15,7 @@ from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxis
 from psg_fx.source import locate
 
-from .values import Result, mixed, symbolic_values
+from .values import Result, mixed, not_shown, symbolic_values
 from .walk import Prover
 
 _FIX = "write the backward so that a sample's gradient is computed from that sample alone"
@@ -37,6 +37,8 @@ def prove_joint(
                 prover.step(node)
             except PsgError as error:
                 raise _backward(error, node, wanted) from None
+    if prover.rows is not None and prover.rows.links:
+        raise not_shown(prover.rows.links[0].node, "its backward joins rows, which is checked for the forward alone")
     for node, (_, axis) in wanted.items():
         try:
             _require(prover, node, axis)

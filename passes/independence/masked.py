@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxis
+from psg_fx.graph.same_op import alike
 
 from .padding import Padding
 from .picked import Picked, Rows, Unfit, pick_place
@@ -34,9 +35,9 @@ def pad_masked_rows(gm: GraphModule) -> None:
     prover = Prover(gm)
     prover.walk(skip=after)
     groups: dict[Any, Rows] = {}
-    alike = _alike(gm)
+    numbers = alike(gm)
     for pick in picks:
-        rows = _rows(pick, prover.known, alike)
+        rows = _rows(pick, prover.known, numbers)
         if rows is None:
             return
         groups.setdefault(rows.key, rows).picks.append(pick)
@@ -61,7 +62,7 @@ def _mask_of(node: Node) -> Node | None:
     return only if isinstance(only, Node) and only.meta["val"].dtype is torch.bool else None
 
 
-def _rows(pick: Node, known: Mapping[Node, Result], alike: Mapping[Node, int]) -> Rows | None:
+def _rows(pick: Node, known: Mapping[Node, Result], numbers: Mapping[Node, int]) -> Rows | None:
     """The rows of a pick; None if x and its mask do not hold the samples in the same place."""
     mask, x = _mask_of(pick), pick.args[0]
     assert isinstance(mask, Node)
@@ -85,18 +86,4 @@ def _rows(pick: Node, known: Mapping[Node, Result], alike: Mapping[Node, int]) -
     if own is None and other is not None and place <= other.dim < place + width:
         return None
     named = None if shape is None else tuple(str(s) for s in shape)
-    return Rows((alike[mask], named), mask, own, [], shape)
-
-
-def _alike(gm: GraphModule) -> dict[Node, int]:
-    """A number for each node, the same for nodes that compute the same."""
-    numbers: dict[Any, int] = {}
-    found: dict[Node, int] = {}
-    for node in gm.graph.nodes:
-        key: Any = node
-        if node.op == "call_function" and torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-            inputs = {n: i for i, n in enumerate(node.all_input_nodes)}
-            plain = torch.fx.map_arg((node.args, node.kwargs), inputs.__getitem__)
-            key = (node.target, repr(plain), tuple(found[n] for n in inputs))
-        found[node] = numbers.setdefault(key, len(numbers))
-    return found
+    return Rows((numbers[mask], named), mask, own, [], shape)

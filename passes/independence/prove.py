@@ -7,13 +7,17 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.graph import facts
 
+from .row_links import Link
 from .unruled import refuse_effects
 from .values import NUMBERS, mixed
 from .walk import Prover
 
 
-def prove(gm: GraphModule) -> GraphModule:
-    """Set `samples`, `reduced` and `proof` of every node, or refuse with the op that mixes samples."""
+def prove(gm: GraphModule) -> list[Link]:
+    """Set `samples`, `reduced` and `proof` of every node, or refuse with the op that mixes samples.
+
+    What it cannot show is returned: the ops that join rows, which must be rows of one sample.
+    """
     for node in gm.graph.nodes:  # those that no samples reach too: the step would run them at every call
         if node.op == "call_function":
             refuse_effects(node)
@@ -24,7 +28,7 @@ def prove(gm: GraphModule) -> GraphModule:
     info = facts.graph_facts(gm)
     notes = [*prover.notes, *(f"the buffer {name} keeps a statistic of the whole batch" for name in statistics)]
     facts.update_graph(gm, notes=tuple(dict.fromkeys((*info.notes, *notes))), statistics=statistics)
-    return gm
+    return [] if prover.rows is None else prover.rows.links
 
 
 def _check_model(prover: Prover) -> None:
@@ -57,10 +61,10 @@ def _check_outputs(prover: Prover) -> list[str]:
     """
     statistics = []
     for spec, entry in facts.returned(prover.gm):
-        if not isinstance(entry, Node) or spec.kind == "written":
+        if not isinstance(entry, Node) or spec.kind in ("written", *facts.ABOUT_ROWS):
             continue
         found = prover.known[entry]
-        if found.index:
+        if found.index or found.structure:
             raise mixed(entry, NUMBERS, "return values of the sample")
         if spec.kind == "output" and found.reduced:
             raise mixed(prover.origin[entry], f"the output {spec.name!r} of the model is reduced over the samples",

@@ -33,12 +33,16 @@ class Result:
     index: the values are the numbers i of the samples, `arange(B)` and its views (1), or number the rows of the samples
     one after the other, i·index + c where c is what one sample alone computes (0: neither).
     reduced: the samples are reduced away.
+    structure: the values say how rows belong to samples (ids, offsets), and nothing of the samples.
+    pairs: the last two dims are rows, and each entry is computed from its two rows.
     """
 
     axes: SampleAxes = None
     uniform: bool = False
     index: int = 0
     reduced: bool = False
+    structure: bool = False
+    pairs: bool = False
 
 
 REDUCED = Result(reduced=True)

@@ -32,6 +32,7 @@ from . import (  # noqa: F401  (they fill the table)
     windows,
 )
 from .logged import logged
+from .row_values import RowValues
 from .table import SampleRule, find
 from .unruled import no_graph_inside, refuse_effects, without_rule
 from .values import (
@@ -47,6 +48,7 @@ from .values import (
     tensors,
 )
 
+_COUNT = "the number of samples is an int among the inputs whose batch_dim is 0; keep other numbers tensors"
 _STATISTIC = "a statistic over the batch makes each sample's loss depend on the others; take it within a sample"
 
 
@@ -64,6 +66,8 @@ class Prover:
         self.gm = gm
         self.given = given or {}
         self.batch: sympy.Symbol = facts.graph_facts(gm).batch
+        counts = facts.graph_facts(gm).rows
+        self.rows = RowValues(self.batch, counts) if counts else None
         self.known: dict[Node, Result] = {}
         self.origin: dict[Node, Node] = {}
         self.notes: list[str] = []
@@ -90,8 +94,9 @@ class Prover:
         self.check(node, found)
         self.note(node, found)
         facts.update(
-            node, samples=found.axes, reduced=found.reduced, uniform=found.uniform, index=found.index, proof=proof
-        )
+            node, samples=found.axes, reduced=found.reduced, uniform=found.uniform, index=found.index,
+            structure=found.structure, proof=proof,
+        )  # fmt: skip
         return found
 
     def note(self, node: Node, found: Result) -> None:
@@ -113,8 +118,9 @@ class Prover:
         if node in self.given:
             return self.given[node], "input"
         if node.op == "placeholder":
-            dim = facts.input_spec(node).samples
-            return Result(None if dim is None else SampleAxis(dim)), "input"
+            spec = facts.input_spec(node)
+            dim = spec.samples if spec.rows is None else spec.rows
+            return Result(None if dim is None else SampleAxis(dim), structure=spec.structure), "input"
         if node.op == "get_attr":
             return Result(), "constant"
         if node.op != "call_function" or isinstance(node.target, torch._ops.HigherOrderOperator):
@@ -131,8 +137,10 @@ class Prover:
         assert isinstance(source, Node)
         assert isinstance(index, int)
         found = self.known[source]
+        if found.structure and self.rows is not None:
+            return self.rows.structure(node), "structure"
         axes = found.axes[index] if isinstance(found.axes, tuple) else found.axes
-        return Result(axes, found.uniform, found.index, found.reduced), facts.fact(source).proof
+        return Result(axes, found.uniform, found.index, found.reduced, pairs=found.pairs), facts.fact(source).proof
 
     def number(self, node: Node) -> Result:
         """Sizes and asserts; a number read out of a tensor (`.item()`) that knows the samples is refused."""
@@ -141,6 +149,8 @@ class Prover:
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)):
             for source in node.all_input_nodes:
                 known = self.known[source]
+                if known.structure and "sym_" not in op_name(node):
+                    raise mixed(node, f"it reads one number out of %{source.name}, that of all samples", _COUNT)
                 if isinstance(source.meta.get("val"), torch.Tensor) and "sym_" not in op_name(node) and (
                     known.axes is not None or known.reduced
                 ):  # fmt: skip
@@ -152,6 +162,10 @@ class Prover:
         """An op with tensor outputs."""
         rule = find(node.target)
         inputs = [n for n in node.all_input_nodes if n in self.known]
+        if self.rows is not None:
+            seen = self.rows.visit(Op(node, self.batch, self.known, prove_part))
+            if seen is not None:
+                return seen
         if rule is not None and rule.shapes_only and not self.like_reduced(node, inputs):
             return self.apply(node, rule), rule.proof
         carrying = [n for n in inputs if self.known[n].axes is not None]
@@ -164,8 +178,8 @@ class Prover:
             return Result(), "no samples"
         if rule is None:
             self.refuse_numbers(node)
-            op = Op(node, self.batch, {n: self.known[n] for n in inputs}, prove_part)
-            return without_rule(op, self.notes)
+            known = {n: self.known[n] for n in inputs}
+            return without_rule(Op(node, self.count(node, False), known, prove_part), self.notes)
         return self.apply(node, rule), rule.proof
 
     def like_reduced(self, node: Node, inputs: list[Node]) -> bool:
@@ -176,18 +190,27 @@ class Prover:
 
     def apply(self, node: Node, rule: SampleRule) -> Result:
         """A rule's answer as a Result."""
-        op = Op(node, self.batch, self.known, prove_part)
-        sizes = symbolic_sizes(node, self.batch)
+        count = self.count(node, rule.shapes_only)
+        op = Op(node, count, self.known, prove_part)
+        sizes = symbolic_sizes(node, count)
         if sizes and not rule.sizes:
             raise op.refuse(f"its argument %{sizes[0].name} depends on the batch size")
         if not rule.index and not rule.shapes_only:
             self.refuse_numbers(node)
         answer = rule.apply(op)
         found = self.complete(node, answer if isinstance(answer, Result) else Result(answer))
+        if found.reduced and self.rows is not None:
+            self.rows.refuse_reduced(node, count)
         empty = found.axes is None or (isinstance(found.axes, tuple) and not any(found.axes))
         if empty and not found.reduced and not found.uniform and not rule.shapes_only and op.sampled():
             raise op.unsupported("no dim of its output holds the samples of its inputs")
         return found
+
+    def count(self, node: Node, shapes_only: bool) -> sympy.Symbol:
+        """The batch size, as the rule of an op sees it: the number of rows, where these are what it keeps apart."""
+        if self.rows is None:
+            return self.batch
+        return self.rows.symbol(Op(node, self.batch, self.known, prove_part), shapes_only)
 
     def refuse_numbers(self, node: Node) -> None:
         """The numbers of the samples, `arange(B)`, may only pick rows."""
@@ -205,7 +228,15 @@ class Prover:
 
     def symbolic(self, tensor: torch.Tensor) -> bool:
         """Whether the batch size occurs in the shape."""
-        return any(self.batch in size.free_symbols for size in facts.shape(tensor))
+        counts = {self.batch} if self.rows is None else self.rows.counts
+        return any(counts & size.free_symbols for size in facts.shape(tensor))
+
+    def counted(self, tensor: torch.Tensor) -> sympy.Symbol:
+        """What the samples or rows of a value are counted by."""
+        found = (
+            set() if self.rows is None else self.rows.counts & {s for z in facts.shape(tensor) for s in z.free_symbols}
+        )
+        return found.pop() if len(found) == 1 else self.batch
 
     def knows_batch(self, node: Node) -> bool:
         """Whether the batch size occurs in the shape of an output."""
@@ -226,7 +257,7 @@ class Prover:
     def check(self, node: Node, found: Result) -> None:
         """The shape must say the same as the rule: exactly one dim knows B, and it is outer * B * inner."""
         values = node.meta.get("val")
-        if found.reduced or values is None or not tensors(values):
+        if found.reduced or found.structure or found.pairs or values is None or not tensors(values):
             return
         each = [values] if isinstance(values, torch.Tensor) else list(values)
         axes = found.axes if isinstance(found.axes, tuple) else (found.axes,) * len(each)
@@ -234,7 +265,7 @@ class Prover:
             if not isinstance(tensor, torch.Tensor):
                 continue
             try:
-                layout = single(facts.shape(tensor), self.batch)
+                layout = single(facts.shape(tensor), self.counted(tensor))
             except Misfit as misfit:
                 raise no_place(node, misfit) from None
             wanted = None if axis is None else axis.dim

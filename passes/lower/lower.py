@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from psg_fx.algebra.members import COUNT, IDS, MEMBERS
+from psg_fx.algebra.members import COUNT, IDS, MEMBERS, ids_of, members_of
 from psg_fx.algebra.network import Kind, Source
 from psg_fx.algebra.site import READ, read_by_networks
 from psg_fx.graph import facts
@@ -47,6 +47,7 @@ def lower(gm: GraphModule, quantities: Sequence[Quantity], dtype: torch.dtype) -
         made |= {MEMBERS.name: rows, COUNT.name: _extra_node(gm, COUNT.name, Extra(()), dtype, rows)}
         if plan.grouping.layout == "scattered":
             made[IDS.name] = _extra_node(gm, IDS.name, Extra((None,), torch.int64), dtype, samples)
+    made |= {members_of(k).name: _rows_node(gm, k, samples) for k in plan.gathered}
     writer = Writer(gm, plan, rows, samples, _known_values(gm, made), made)
     _finish(gm, *_name(writer.results(quantities)))
     if plan.grouping is not None and plan.grouping.layout == "blocks":
@@ -58,6 +59,7 @@ def _known_values(gm: GraphModule, extras: Mapping[str, Node]) -> dict[Source, N
     """What leaves and prefixes may read -> nodes of the joint graph."""
     found = {Source(Kind.PLACEHOLDER, n.name): n for n in facts.placeholders(gm)}
     found |= {Source(Kind.GIVEN, name): node for name, node in extras.items()}
+    found |= {ids_of(int(spec.name)): n for spec, n in facts.returned(gm) if spec.kind == "ids" and n is not None}
     return found | read_by_networks(gm)
 
 
@@ -69,6 +71,16 @@ def _members_node(gm: GraphModule, samples: Node) -> Node:
     """A placeholder for the numbers of the samples of each group, `[G, S]`."""
     value = with_own_sizes(samples.meta["val"], _GROUP_HINTS, torch.int64)
     return _placeholder(gm, MEMBERS.name, value, InputSpec("given", MEMBERS.name))
+
+
+def _rows_node(gm: GraphModule, axis: int, samples: Node) -> Node:
+    """A placeholder for the rows of each sample, `[B, S]`."""
+    like, name = samples.meta["val"], members_of(axis).name
+    largest = with_own_sizes(like, [_GROUP_HINTS[1] + 6 * axis], torch.int64).shape[0]
+    with like.fake_mode:
+        value = torch.empty((like.shape[facts.input_spec(samples).samples or 0], largest), dtype=torch.int64,
+                            device=like.device)  # fmt: skip
+    return _placeholder(gm, name, value, InputSpec("given", name))
 
 
 def _extra_node(gm: GraphModule, name: str, extra: Extra, dtype: torch.dtype, carrier: Node) -> Node:
@@ -116,7 +128,7 @@ def _name(results: list[tuple[OutputSpec, Node]]) -> tuple[list[Node], list[Outp
 
 def _finish(gm: GraphModule, results: list[Node], specs: list[OutputSpec]) -> None:
     """Keep losses, outputs, buffers and results as outputs; drop everything that only the planner needed."""
-    kept = [(spec, node) for spec, node in facts.returned(gm) if spec.kind not in READ]
+    kept = [(spec, node) for spec, node in facts.returned(gm) if spec.kind not in READ and spec.kind != "ids"]
     everything = kept + list(zip(specs, results, strict=True))
     gm.graph.output_node().args = (tuple(node for _, node in everything),)
     gm.graph.eliminate_dead_code()

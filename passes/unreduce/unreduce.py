@@ -24,7 +24,7 @@ from psg_fx.source import locate, provenance
 from psg_fx.torch_private.graphs import traced_without_code
 from psg_fx.torch_private.tracer import trace_fakes
 
-from ..independence import prove, symbolic_values
+from ..independence import add_conditions, prove, symbolic_values
 from ..independence.values import flat_nodes, is_symbolic, op_name
 from .lift import lifted
 
@@ -46,8 +46,9 @@ def unreduce(gm: GraphModule) -> GraphModule:
     rewriting.run()
     free_of_strides(gm)
     gm.graph.eliminate_dead_code()
-    prove(gm)
+    links = prove(gm)
     _check_result(gm, places[0])
+    add_conditions(gm, links)
     gm.graph.lint()
     gm.recompile()
     return gm
@@ -67,6 +68,15 @@ def _check_loss(gm: GraphModule, loss: object) -> None:
     axis = known.samples
     if known.reduced and value.numel() == 1:
         return
+    ordinary = isinstance(axis, SampleAxis) and facts.shape(value)[axis.dim].free_symbols == {
+        facts.graph_facts(gm).batch
+    }
+    if isinstance(axis, SampleAxis) and not ordinary:
+        raise BadArgument(
+            "the loss has a value for each row, not for each sample", where=locate(loss),
+            why="a sample has any number of rows, and the loss of a step is one for each sample, [B], or their mean",
+            fix="sum the rows of each sample: zeros(B).index_add(0, ids, losses), or divide that by its number of rows",
+        )  # fmt: skip
     if isinstance(axis, SampleAxis) and axis.outer * axis.inner == 1 and len(_ones(value)) == value.ndim - 1:
         return
     shape = "[" + ", ".join(str(s).replace(str(facts.graph_facts(gm).batch), "B") for s in facts.shape(value)) + "]"
@@ -112,6 +122,8 @@ class Unreduction:
         """Rewrite in order, then let the output point to the new loss."""
         for node in list(self.gm.graph.nodes):
             if node not in self.wanted or node.op != "call_function" or self.is_number(node):
+                continue
+            if facts.fact(node).structure:
                 continue
             if facts.fact(node).reduced:
                 self.per_sample(node)

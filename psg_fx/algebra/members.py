@@ -10,6 +10,7 @@ sample with S times as many positions, and every tree is as it is for samples, t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -70,7 +71,8 @@ class Groups:
             rows = tuple(_by_row(leaf) if BATCH in leaf.axes else leaf for leaf in samples.leaves)
             rows = (*rows, self._members(g.leaves[0].dtype))
         else:
-            rows = tuple(self._rows(leaf, positions) if BATCH in leaf.axes else leaf for leaf in g.leaves)
+            ordered = InOrder(self._layout, MEMBERS, self.symbol, self._largest)
+            rows = tuple(ordered.leaf(leaf, positions) if BATCH in leaf.axes else leaf for leaf in g.leaves)
         return replace(term, network=replace(g, leaves=rows), of_samples=samples)
 
     def _members(self, dtype: torch.dtype) -> Leaf:
@@ -85,7 +87,20 @@ class Groups:
         """A size in B, written in G."""
         return sympy.sympify(size).subs(self._batch, self._samples)
 
-    def _rows(self, leaf: Leaf, positions: str) -> Leaf:
+
+@dataclass(frozen=True)
+class InOrder:
+    """Rows brought in order of what they belong to, by `members` `[G, S]`.
+
+    layout: of its name, for recipes.  count: the symbol of G.  largest: S.
+    """
+
+    layout: str
+    members: Source
+    count: sympy.Symbol
+    largest: sympy.Integer
+
+    def leaf(self, leaf: Leaf, positions: str) -> Leaf:
         """`[b, .., t, ..]` with samples as `[b, .., r, ..]` with groups, r the rows times t, rows first; where there
         are no such positions, as `[b, r, ..]`.
         """
@@ -94,18 +109,79 @@ class Groups:
         place = leaf.axes.index(positions) if positions else 1
         axes = (*leaf.axes[:place], ROWS, *leaf.axes[place + bool(positions) :])
         sizes: dict[str, sympy.Expr] = dict(zip(leaf.axes, leaf.sizes, strict=True))
-        sizes |= {BATCH: self.symbol, ROWS: self._largest * sizes.get(positions, sympy.Integer(1))}
+        sizes |= {BATCH: self.count, ROWS: self.largest * sizes.get(positions, sympy.Integer(1))}
         stored = 1 if isinstance(leaf.form, Patches) else place  # what is folded with the samples, not the positions
-        build, masked = leaf.build, self._layout == "gathered" and not isinstance(leaf.form, OneHot)
+        build, masked = leaf.build, self.layout != "blocks" and not isinstance(leaf.form, OneHot)
 
         def rows(*tensors: torch.Tensor) -> torch.Tensor:
             found = rows_of_groups(build(*tensors[:-1]), tensors[-1], masked)
             return found.movedim(1, stored).flatten(stored, stored + 1) if positions else found
 
         return Leaf(
-            leaf.label, (*leaf.sources, MEMBERS), f"{self._layout} {positions} {leaf.recipe}", axes,
+            leaf.label, (*leaf.sources, self.members), f"{self.layout} {positions} {leaf.recipe}", axes,
             tuple(sizes[axis] for axis in axes), leaf.form, leaf.dtype, rows,
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RowsOfSamples:
+    """How many rows there are along one axis in the call that is planned for, and where their samples stand.
+
+    largest: the number of rows of the largest sample, where they are brought in order; None: they stay where they are.
+    """
+
+    number: int
+    count: sympy.Symbol
+    rows: int
+    largest: int | None = None
+
+
+def members_of(axis: int) -> Source:
+    """The rows of each sample along an axis, `[B, S]`, an input; -1 where a sample has fewer than S."""
+    return Source(Kind.GIVEN, f"members.{axis}")
+
+
+def ids_of(axis: int) -> Source:
+    """The sample of each row of an axis, `[R]`, a value of the graph."""
+    return Source(Kind.GIVEN, f"ids.{axis}")
+
+
+class Memberships:
+    """Makes gradients of rows those of the samples that they belong to: g_b = Σ_r onehot(ids)[r,b] g_r, at each site
+    with the ids of its rows.  Sites whose samples lie in a dim of their own are as they are.
+
+    batch: the symbol of B.  Sizes of the result are written in it.
+    """
+
+    def __init__(self, axes: Sequence[RowsOfSamples], batch: sympy.Symbol, samples: int) -> None:
+        self._axes = {axis.count: axis for axis in axes}
+        self._sizes = {a.count: batch * sympy.Rational(max(a.rows, 2), max(samples, 2)) for a in axes}
+        self._batch = batch
+
+    def gradient(self, gradient: ParameterGradient) -> ParameterGradient:
+        """The gradient of samples."""
+        return replace(gradient, terms=tuple(map(self._term, gradient.terms)))
+
+    def _term(self, term: Term) -> Term:
+        """Its network for samples, and that for rows."""
+        g = term.network
+        axis = self._axes.get(g.sizes[BATCH])
+        rows = replace(g, leaves=tuple(self._counted(leaf) for leaf in g.leaves))
+        if axis is None:
+            return replace(term, network=rows)
+        if axis.largest is not None:
+            largest = sympy.Integer(max(axis.largest, 2))
+            ordered = InOrder(f"samples {axis.number}", members_of(axis.number), self._batch, largest)
+            places = _positions(rows)
+            leaves = tuple(ordered.leaf(leaf, places) if BATCH in leaf.axes else leaf for leaf in rows.leaves)
+            return replace(term, network=replace(g, leaves=leaves), of_samples=rows)
+        leaves = tuple(replace(leaf, axes=tuple(ROWS if a == BATCH else a for a in leaf.axes)) for leaf in rows.leaves)
+        sizes, ids = (self._sizes[axis.count], self._batch), ids_of(axis.number)
+        members = Leaf("onehot(ids)", (ids,), ids.name, (ROWS, BATCH), sizes, Members(), g.leaves[0].dtype)
+        return replace(term, network=replace(g, leaves=(*leaves, members)), of_samples=rows)
+
+    def _counted(self, leaf: Leaf) -> Leaf:
+        return replace(leaf, sizes=tuple(sympy.sympify(size).subs(self._sizes) for size in leaf.sizes))
 
 
 def _by_row(leaf: Leaf) -> Leaf:

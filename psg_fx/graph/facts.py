@@ -49,6 +49,8 @@ class InputSpec:
     kind: "constant" is a tensor lifted from the code; "given" is given at the call, for a quantity.
     name: the model's own name of a parameter or buffer (canonical for tied ones), or a readable one.
     samples: the dim of the input in which the samples lie; None where all samples share it.
+    rows: the dim in which rows of samples lie, of which a sample has any number.
+    structure: it says of which sample rows are, and nothing of the samples themselves.
     tracked: a parameter whose per-sample gradients are asked.
     target: where a parameter or buffer is found in the captured program ("model.fc.weight").
     """
@@ -58,11 +60,19 @@ class InputSpec:
     samples: int | None = None
     tracked: bool = False
     target: str = ""
+    rows: int | None = None
+    structure: bool = False
 
 
-Returns = Literal["loss", "output", "buffer", "written", "check", "activation", "cotangent", "input_gradient", "answer"]
+Returns = Literal[
+    "loss", "output", "buffer", "written", "check", "ids", "mixing", "activation", "cotangent", "input_gradient",
+    "answer",
+]  # fmt: skip
 LEFT_BEHIND = ("buffer", "written", "check")
 """What an ordinary forward leaves behind or raises, and no result of a step."""
+
+ABOUT_ROWS = ("ids", "mixing")
+"""What says of which sample rows are, and whether rows of two samples meet."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +80,9 @@ class OutputSpec:
     """What an entry of the (flat) output holds.
 
     kind: of the program the "loss" or an "output" of the model, the new value of a "buffer" or an attribute
-    ("written"), and a "check" (true where the code would have raised); of its backward an "activation" that a site
-    reads, a "cotangent" and an "input_gradient"; of a quantity an "answer".
+    ("written"), a "check" (true where the code would have raised), the "ids" of an axis of rows, and "mixing", the
+    first row at which samples meet for each way in which they could (-1: none); of its backward an "activation" that a
+    site reads, a "cotangent" and an "input_gradient"; of a quantity an "answer".
     name: the buffer, line, node, input or parameter that it belongs to; "" for an answer of all parameters.
     field: where an answer stands in what a step returns.
     """
@@ -93,6 +104,7 @@ class Fact:
     samples: where the samples lie (set by batch).
     reduced: the value is reduced over the samples; only the loss may consume it (set by batch, gone after unreduce).
     uniform, index: all samples hold the same; the values are the numbers of the samples (set by batch).
+    structure: the value says how rows belong to samples, and nothing of these (set by batch).
     proof: which argument shows that the op keeps the samples apart ("elementwise", "view", "linear", "probed", ...).
     params: names of the tracked parameters the value is derived from, when it carries no samples (set by sites).
     site: the name of the site this node is (set by sites).
@@ -103,6 +115,7 @@ class Fact:
     reduced: bool = False
     uniform: bool = False
     index: bool = False
+    structure: bool = False
     proof: str = ""
     params: frozenset[str] = frozenset()
     site: str = ""
@@ -119,6 +132,7 @@ class GraphFacts:
     held: names of parameters that the loss reaches through its closure.
     written_copy: the line that writes in place into what may be a copy or the value itself, "" for none.
     statistics: buffers that keep a statistic of the batch, which nothing else reads (set by batch).
+    rows: the symbols of the numbers of rows, for each axis of rows whose samples have any number of them.
     more: what is of types that this module does not know (`Entry`).
     """
 
@@ -130,6 +144,7 @@ class GraphFacts:
     held: frozenset[str] = frozenset()
     written_copy: str = ""
     statistics: tuple[str, ...] = ()
+    rows: tuple[sympy.Symbol, ...] = ()
     more: Mapping[Entry[Any], Any] = field(default_factory=dict)
 
 

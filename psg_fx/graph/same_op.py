@@ -43,3 +43,17 @@ def merge_equal(gm: GraphModule) -> None:
             gm.graph.erase_node(node)
         else:
             seen[key] = node
+
+
+def alike(gm: GraphModule) -> dict[Node, int]:
+    """A number for each node, the same for nodes that compute the same."""
+    numbers: dict[Any, int] = {}
+    found: dict[Node, int] = {}
+    for node in gm.graph.nodes:
+        key: Any = node
+        if node.op == "call_function" and torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+            inputs = {n: i for i, n in enumerate(node.all_input_nodes)}
+            plain = torch.fx.map_arg((node.args, node.kwargs), inputs.__getitem__)
+            key = (node.target, repr(plain), tuple(found[n] for n in inputs))
+        found[node] = numbers.setdefault(key, len(numbers))
+    return found

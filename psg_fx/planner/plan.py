@@ -51,6 +51,7 @@ class Plan:
 
     part: if memory is bounded, larger batches run in parts of so many samples.  need: the bytes that one part
     allocates, predicted.  grouping: of the samples; then the plan's samples are these groups.
+    gathered: the axes whose rows are brought in order of their samples.
     """
 
     parameters: tuple[ParameterPlan, ...]
@@ -62,6 +63,7 @@ class Plan:
     part: int | None = None
     need: int = 0
     grouping: Grouping | None = None
+    gathered: tuple[int, ...] = ()
 
 
 PLAN = Entry[Plan]("plan")

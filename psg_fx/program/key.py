@@ -13,11 +13,16 @@ from psg_fx.tensors import memory_order
 
 def call_key(call: Call) -> Any:
     """What a captured graph depends on of one call's arguments: all but the batch size and the tensors' values."""
+    dims = call.dims
+    if call.axes:
+        starts = {axis.tensor for axis in call.axes if axis.closed}
+        dims = tuple(p.dim if p is not None else d for p, d in zip(call.places, dims, strict=True))
+        dims = tuple(0 if k in starts else d for k, d in enumerate(dims))
     inputs = tuple([
         (t.dtype, t.device, d, _others(t, d), _order(t), t.requires_grad)
-        for t, d in zip(call.tensors, call.dims, strict=True)
+        for t, d in zip(call.tensors, dims, strict=True)
     ])  # fmt: skip
-    return inputs, call.structure, tuple([(place, argument(value)) for place, value in call.constants])
+    return inputs, call.structure, tuple([(place, argument(value)) for place, value in call.constants]), call.axes
 
 
 def _others(tensor: torch.Tensor, dim: int | None) -> tuple[int, ...]:

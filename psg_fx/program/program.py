@@ -48,13 +48,14 @@ class Program(nn.Module):
         self.output = Output()
         self.observed = Observed(hidden=(self,))
         self.written: list[Written] = []
+        self._ids: list[torch.Tensor | None] = []
 
     def forward(self, tensors: list[torch.Tensor]) -> Any:
         assumed: list[Assumption] = []
         with assuming(assumed, Program.results.__code__):
             results = self.results(tensors)
         self.output.assumed = tuple(a.line for a in assumed)
-        return (*results, *(a.violated for a in assumed))
+        return (*results, *(a.violated for a in assumed), *(ids for ids in self._ids if ids is not None))
 
     def results(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The loss, or the tensors of the model's output."""
@@ -66,6 +67,7 @@ class Program(nn.Module):
                 output = self.model(*args, **kwargs)
                 if self.loss_fn is not None:
                     loss = self.loss_fn(output, *targets, **target_kwargs)
+                self._ids = self.call.ids(tensors) if self.call.axes else []
         except BaseException:
             effects.undo(self.observed)
             raise

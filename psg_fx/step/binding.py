@@ -17,6 +17,7 @@ from psg_fx.graph import facts
 from psg_fx.graph.facts import InputSpec, OutputSpec
 from psg_fx.program.ambient import without_autocast
 from psg_fx.program.call import Call
+from psg_fx.program.conditions import CONDITIONS
 from psg_fx.program.effects import WRITTEN
 from psg_fx.program.guard import Lying
 from psg_fx.program.state import holder
@@ -63,6 +64,8 @@ class Binding:
         self._slots = [self._slot(spec, model, loss_fn, constants) for spec in self.specs]
         self._arrange()
         self._fields = _fields(self.outputs)
+        self._mixing = next((i for i, spec in enumerate(self.outputs) if spec.kind == "mixing"), None)
+        self._conditions = () if self._mixing is None else CONDITIONS.of(gm)
         self._checks = [(i, spec.name) for i, spec in enumerate(self.outputs) if spec.kind == "check"]
         self._buffers = [
             (i, *holder(model, loss_fn, spec.name)) for i, spec in enumerate(self.outputs) if spec.kind == "buffer"
@@ -97,14 +100,31 @@ class Binding:
         """Leave in the model's buffers, and in the Python around it, what an ordinary forward would; which raises where
         its own checks fail.
         """
-        for index, line in self._checks:
-            if results[index].any():
-                raise failed_check(line)
+        self.check(results)
         for index, group, name in self._buffers:
             group[name].copy_(results[index])
         kept = (v for v, spec in zip(results, self.outputs, strict=True) if spec.kind == "written")
         for entry in self._written:
             entry.store(kept, self._batch, size)
+
+    def check(self, results: Sequence[Any]) -> None:
+        """Raise where the model's own checks fail, or where rows of several samples meet."""
+        if self._mixing is not None:
+            self._raise_mixing(results[self._mixing])
+        for index, line in self._checks:
+            if results[index].any():
+                raise failed_check(line)
+
+    def _raise_mixing(self, first: torch.Tensor) -> None:
+        """first: for each condition the first row that breaks it, -1 for none."""
+        for row, condition in zip(first.tolist(), self._conditions, strict=True):
+            if row >= 0:
+                raise condition.error(row)
+
+    def check_apart(self, gm: GraphModule, arguments: Sequence[Any]) -> None:
+        """Raise where rows of several samples meet, or ids are out of range: found without the rest of the graph."""
+        if self._mixing is not None:
+            self._raise_mixing(facts.value_of(gm, self._mixing, arguments))
 
     def follow(self, lying: Lying) -> None:
         """Read constants where they were found, so that another tensor that comes to lie there is the one read."""

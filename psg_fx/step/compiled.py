@@ -86,10 +86,13 @@ class CompiledStep:
         try:
             results = self._run(*arguments)
         except Exception as error:
+            self.binding.check_apart(self.gm, arguments)
             if line := self.binding.failed_line(self.gm, arguments):  # perhaps what the check is there for
                 raise failed_check(line) from error
             raise
-        if buffers:
+        if not buffers:
+            self.binding.check(results)
+        else:
             self.binding.write_back(results, call.batch_size())
         return results
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils import _pytree as pytree
 
+from psg_fx.errors import NotYetSupported
 from psg_fx.program.call import Call
 from psg_fx.quantities.clipped_sum import COUNTED
 from psg_fx.step.compiled import StepOutput
@@ -58,6 +59,34 @@ def _sum(
     if not len(rows):
         return {name: torch.zeros_like(value) for name, value in like.items()}
     rows = torch.arange(len(finite), device=finite.device).where(finite, rows[0])
+    if call.axes:
+        return _sum_of_rows(step, call, extras, finite, rows)
     tensors = [t if dim is None else t.index_select(dim, rows) for t, dim in zip(call.tensors, call.dims, strict=True)]
     again = step(replace(call, tensors=tuple(tensors)), extras, buffers=False)
+    return {name: value.clone() for name, value in again.clipped_sum.items()}
+
+
+def _sum_of_rows(
+    step: Runs, call: Call, extras: Mapping[str, torch.Tensor], finite: torch.Tensor, rows: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """The same where samples are rows: those of the others are zeros, where they stay and point.
+
+    Raises NotYetSupported where their gradient is not finite then, too.
+    """
+    ids = call.ids(call.tensors)
+    tensors = []
+    for t, dim, place in zip(call.tensors, call.dims, call.places, strict=True):
+        if place is not None and t.is_floating_point() and (own := ids[place.axis]) is not None:
+            shape = [-1 if d == place.dim else 1 for d in range(t.ndim)]
+            t = t.masked_fill(~finite[own].reshape(shape), 0)
+        elif dim is not None and t.is_floating_point():
+            t = t.index_select(dim, rows)
+        tensors.append(t)
+    again = step(replace(call, tensors=tuple(tensors)), extras, buffers=False)
+    if not all(value.isfinite().all() for value in again.clipped_sum.values()):
+        raise NotYetSupported(
+            "the gradients of some samples are not finite, also where their rows are zeros",
+            where='ClippedSum(nonfinite="drop")', why="their part of the sum cannot be left out by a factor of 0",
+            fix='look for them in step(...).norms with ClippedSum(nonfinite="keep"), and leave them out of the batch',
+        )  # fmt: skip
     return {name: value.clone() for name, value in again.clipped_sum.items()}

@@ -9,6 +9,7 @@ from typing import Any
 from psg_fx.errors import BadArgument
 from psg_fx.progress import Progress
 from psg_fx.step.compiled import StepOutput
+from psg_fx.step.mistakes import refuse_rows
 from psg_fx.step.module import PerSampleModule
 from psg_fx.step.parts import joins
 from psg_fx.step.with_loss import LossModule
@@ -54,6 +55,7 @@ def microbatch(step: PerSampleModule, size: int, *, progress: Report = False) ->
     def run(inputs: Any, *targets: Any, **given: Any) -> StepOutput:
         """The output of the step for the whole batch."""
         call = step._take_apart(inputs, *targets)
+        refuse_rows(call, "parts", "microbatch(step, size)", "pass batches of fewer rows to the step itself")
         if call.batch_size() <= size:
             whole: StepOutput = step(inputs, *targets, **given)
             return whole

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from psg_fx.errors import BadArgument, NotYetSupported
+from psg_fx.program.call import Call
 from psg_fx.torch_private import sharded
 
 _QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")
@@ -70,6 +71,35 @@ def _check_processes(name: str, module: nn.Module, where: str) -> None:
             why="it communicates with other processes while the model runs",
             fix="use the model without it; fully_shard and parallelize_module are understood where a loss is given "
             "after them, and sums over processes are psg_fx.distributed.reduce(out)",
+        )  # fmt: skip
+
+
+def refuse_rows(call: Call, what: str, where: str, fix: str) -> None:
+    """Refuse what is had of samples alone that have a place in a dim of their own."""
+    if call.axes:
+        raise NotYetSupported(
+            f"{what} of rows of samples" if what != "a step" else "rows of samples without a loss", where=where,
+            why="a sample is no slice of the inputs: its rows lie anywhere, and others point to them", fix=fix,
+        )  # fmt: skip
+
+
+def check_rows(memory_budget: Any, groups: Any, sliced: bool) -> None:
+    """Refuse what is not had of samples that are rows."""
+    where = "transform(batch_dim=psg_fx.Rows(...))"
+    if memory_budget is not None:
+        raise NotYetSupported(
+            "memory_budget with rows of samples", where=where, why="a batch is cut into parts where its samples lie",
+            fix="leave it out, and pass batches of fewer rows",
+        )  # fmt: skip
+    if sliced:
+        raise NotYetSupported(
+            "rows of samples with a model that is sliced over processes", where=where,
+            why="what is cut and added up is proven of samples in a dim of their own", fix="run it on one process",
+        )  # fmt: skip
+    if groups is not None:
+        raise NotYetSupported(
+            "groups of samples that are rows", where=where, why="rows are summed by their samples already",
+            fix="give rows the numbers of the groups as ids, and the loss for each group",
         )  # fmt: skip
 
 

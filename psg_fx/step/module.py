@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Sequence
@@ -57,10 +58,15 @@ class PerSampleModule(nn.Module):
         self.settings = settings
         self._memory = Memory(keep=settings.reuse_outputs)
         self._cache = Cache()
-        self._apart = Apart(settings.batch_dim if loss_fn is not None else (settings.batch_dim, None))
+        dims = settings.batch_dim if loss_fn is not None else (settings.batch_dim, None)
+        self._apart = Apart(dims, self._arguments)
         self._structure: tuple[Structure, Tracked] | None = None
         self._last: Any = None
         self._background = Background() if settings.warm else None
+
+    def _arguments(self) -> list[str]:
+        """The names of the model's arguments by position."""
+        return list(inspect.signature(self.model.forward).parameters)
 
     def train(self, mode: bool = True) -> PerSampleModule:
         """Set the model's training mode."""

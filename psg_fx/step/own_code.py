@@ -78,7 +78,7 @@ def _with_hint(refusal: PsgError, model: nn.Module, call: Call) -> PsgError:
 
 def _own_error(model: nn.Module, loss_fn: Any, call: Call, whole: bool = False) -> _Found | None:
     """What fails when the code runs on the first sample alone (whole: or on all of them), and the exception."""
-    if call.batch_size() == 0:
+    if call.batch_size() == 0 or call.axes:
         return None
     with contextlib.ExitStack() as stack:
         try:

@@ -34,6 +34,7 @@ from psg_fx.step.groups import Groups, factors_of_nothing, groups_of
 from psg_fx.step.module import PerSampleModule
 from psg_fx.step.own_code import blamed
 from psg_fx.step.parts import run_in_parts
+from psg_fx.step.rows import rows_of
 from psg_fx.step.saving import export
 from psg_fx.step.settings import Settings
 
@@ -54,7 +55,7 @@ class LossModule(PerSampleModule):
 
     def forward(
         self, inputs: Any = _ABSENT, targets: Any = _ABSENT, *more: Any, out: StepOutput | None = None,
-        groups: Any = None, num_groups: int | None = None, **given: Any,
+        groups: Any = None, num_groups: int | None = None, num_samples: int | None = None, **given: Any,
     ) -> StepOutput:  # fmt: skip
         """Run the step.
 
@@ -65,6 +66,7 @@ class LossModule(PerSampleModule):
         where it had one for each sample, as have weights; losses and the mean gradient are those of samples.
         num_groups: by default groups.max() + 1, which waits for the device of `groups`.  With groups on a CUDA device
         and num_groups given, nothing waits, and a number out of range makes NaN of what is asked.
+        num_samples: B, where inputs are `psg_fx.Rows` and none has a dim with a place for each sample.
         out: a former output: the results are written into its tensors (for another batch size, into its memory), and
         it is returned.
         """
@@ -77,16 +79,21 @@ class LossModule(PerSampleModule):
                 "out= needs a step that reuses its outputs", where="step(inputs, targets, out=...)",
                 why="the results would be written to fresh memory first", fix="transform(..., reuse_outputs=True)",
             )  # fmt: skip
-        call = self._take_apart(inputs, targets)
+        call = self._take_apart(inputs, targets, num_samples)
+        if call.axes:
+            mistakes.check_rows(self.settings.memory_budget, groups, self._slices() is not None)
         tracked = self._tracked()
         quantities = tuple(q.resolved(tracked.shapes, given) for q in self.settings.quantities)
         members = self._groups(call, groups, num_groups)
         grouping = None if members is None else members.grouping
-        variant = (*(q.variant for q in quantities), self._variant(grouping))
-        step: CompiledStep = self._look_up(call, lambda: self._build(tracked, call, quantities, grouping), variant)
+        rows = rows_of(call)
+        variant = (*(q.variant for q in quantities), self._variant(grouping), *(s is None for s in rows.largest))
+        step: CompiledStep = self._look_up(
+            call, lambda: self._build(tracked, call, quantities, grouping, rows=rows.largest), variant
+        )
         if step.part is not None and members is None and call.batch_size() > step.part:
             return self._said(self._in_parts(step, call, given, out))
-        extras = self._extras(call, given, tracked, step.binding.given, members)
+        extras = self._extras(call, given, tracked, step.binding.given, members) | rows.inputs()
         with blamed(self.model, self.loss_fn, call):
             found = step(call, extras, out, groups=members)
         if members is not None and not call.batch_size():
@@ -146,6 +153,11 @@ class LossModule(PerSampleModule):
         Returns a report that prints as a table (parameter, max error, worst sample, verdict); `report.ok` says whether
         all is well.
         """
+        call = self._take_apart(inputs, targets, given.get("num_samples"))
+        mistakes.refuse_rows(
+            call, "a comparison", "step.validate(inputs, targets)",
+            "compare with autograd's gradient of each of the losses",
+        )  # fmt: skip
         checks, notes = definitions_for(self.settings.quantities, given)
         names = tracked_parameters(self.model, self.settings.params).names
         targets = None if targets is _ABSENT else targets
@@ -155,9 +167,9 @@ class LossModule(PerSampleModule):
             groups=given.get("groups"), num_groups=given.get("num_groups"),
         )  # fmt: skip
 
-    def _take_apart(self, inputs: Any, targets: Any = _ABSENT) -> Call:
+    def _take_apart(self, inputs: Any, targets: Any = _ABSENT, num_samples: int | None = None) -> Call:
         given = ((), {}) if targets is _ABSENT else as_arguments(targets)
-        return self._apart(as_arguments(inputs), given)
+        return self._apart(as_arguments(inputs), given, num_samples)
 
     def export(self, path: str | PathLike[str], inputs: Any, targets: Any = _ABSENT, **given: Any) -> Path:
         """Write the step as one file (an AOTInductor package, `.pt2`) for batches of any size, in a minute or so.
@@ -180,6 +192,9 @@ class LossModule(PerSampleModule):
                 fix="export the step of single samples, and sum its grads by groups",
             )  # fmt: skip
         call, tracked = self._take_apart(inputs, targets), self._tracked()
+        mistakes.refuse_rows(
+            call, "an export", "step.export(path, inputs, targets)", "pad the rows to [B, T, ..], and export that step"
+        )
         quantities = tuple(q.resolved(tracked.shapes, given) for q in self.settings.quantities)
         return export(
             path, self.model, self.loss_fn, lambda: self._build(tracked, call, quantities, own_ops=False), call,
@@ -189,7 +204,7 @@ class LossModule(PerSampleModule):
 
     def _build(
         self, tracked: Tracked, call: Call, quantities: Sequence[Quantity], grouping: Grouping | None = None,
-        own_ops: bool = True,
+        own_ops: bool = True, rows: Sequence[int | None] = (),
     ) -> tuple[CompiledStep, Program]:  # fmt: skip
         program = Program(self.model, self.loss_fn, call)
         device, budget = self.settings.rates_of(self._device(call)), None
@@ -204,7 +219,7 @@ class LossModule(PerSampleModule):
         history = History(progress=Progress(self.settings.progress))
         gm = run_pipeline(
             program, call, tracked.aliases, quantities, dtype, device, history, budget=budget, grouping=grouping,
-            slices=self._slices(),
+            slices=self._slices(), largest=rows,
         )  # fmt: skip
         run = self._compiled(gm, device.name, history)
         return CompiledStep(gm, history, self.model, self.loss_fn, run, self._memory), program

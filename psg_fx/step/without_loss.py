@@ -23,6 +23,7 @@ from psg_fx.program.call import Call
 from psg_fx.program.program import Program
 from psg_fx.program.state import Tracked, holder
 from psg_fx.progress import Progress
+from psg_fx.step import mistakes
 from psg_fx.step.binding import Binding, no_samples, plain_mode
 from psg_fx.step.grad_samples import Ticket, begin, clear, deliver
 from psg_fx.step.module import PerSampleModule
@@ -44,6 +45,10 @@ class DropInModule(PerSampleModule):
             BadArgument: a parameter still has a `grad_sample`, or the inputs disagree on the batch size.
         """
         call = self._apart((args, kwargs))
+        mistakes.refuse_rows(
+            call, "a step", "transform(model, batch_dim=psg_fx.Rows(...))",
+            "give the loss of each sample: psg_fx.transform(model, loss_fn, batch_dim=...)",
+        )  # fmt: skip
         tracked = self._tracked()
         step: SplitStep = self._look_up(call, lambda: self._build(tracked, call))
         ticket = None

@@ -121,6 +121,21 @@ def test_influence_store(capsys: pytest.CaptureFixture[str]) -> None:
     assert oracle.relative_error(queries, phi[:3] @ inverse) < 1e-4
 
 
+@pytest.mark.slow
+def test_packed_documents(capsys: pytest.CaptureFixture[str]) -> None:
+    found = load("packed_documents").main(["--documents", "24", "--steps", "30", "--backend", "eager"])
+    assert all(share > 0.6 for share in found.values())  # a third by chance
+    assert "of the 8 most helpful documents" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_graph_norms(capsys: pytest.CaptureFixture[str]) -> None:
+    found = load("graph_norms").main(["--graphs", "80", "--epochs", "30", "--backend", "eager"])
+    assert found["norm of wrong"] > 1.5 * found["norm of right"]
+    assert found["found"] > 2 * found["wrong"] ** 2 / found["graphs"]  # twice what chance finds
+    assert "80 graphs with" in capsys.readouterr().out
+
+
 @pytest.fixture
 def char_gpt() -> ModuleType:
     pytest.importorskip("transformers")

@@ -1,0 +1,122 @@
+"""Values of pairs of rows, `[.., T, S]`: the scores of attention that is written out.
+
+Entry (t, s) is computed from rows t and s alone.  It is of one sample if both are; where a softmax or a product sums
+over s, the entries of two samples must be zero, which is checked at the call.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from psg_fx.graph import facts
+from psg_fx.graph.facts import SampleAxis
+
+from .row_links import Link, row_axis
+from .values import Op, Result
+
+aten = torch.ops.aten
+
+_PRODUCTS = (aten.matmul.default, aten.bmm.default, aten.baddbmm.default)
+_SOFTMAX = (aten.softmax.int, aten._softmax.default, aten._safe_softmax.default)
+_BY_ENTRY = (
+    aten.masked_fill, aten.where, aten._to_copy, aten.clone, aten.native_dropout, aten.dropout, aten.alias, aten.detach,
+)  # fmt: skip
+_VIEWS = (
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default, aten.unsqueeze.default,
+)  # fmt: skip
+_WAYS = (
+    "scores q @ k.transpose(-1, -2) may be scaled, masked by what is made of the ids, go through a softmax over their "
+    "last dim and be multiplied with values; F.scaled_dot_product_attention does all of it"
+)
+
+
+def of_pairs(op: Op) -> tuple[Result, list[Link]] | None:
+    """What is known of an op that makes pairs of rows, or computes with them; None for any other op."""
+    pairs = [n for n in op.node.all_input_nodes if n in op.known and op.known[n].pairs]
+    if not pairs:
+        return _scores(op)
+    target = op.node.target
+    if target in (aten.matmul.default, aten.bmm.default):
+        return _weighted(op)
+    if target in _SOFTMAX:
+        return _softmax(op, pairs[0])
+    pointwise = torch.Tag.pointwise in getattr(target, "tags", ())
+    pointwise = pointwise or getattr(target, "overloadpacket", None) in _BY_ENTRY
+    if (pointwise and all(_fits(op, n) for n in op.node.all_input_nodes)) or (
+        target in _VIEWS and _keeps(op, pairs[0])
+    ):
+        return _pairs(op), []
+    raise op.unsupported(f"%{pairs[0].name} has a value for each pair of rows, also those of two samples", _WAYS)
+
+
+def _pairs(op: Op) -> Result:
+    values = op.node.meta["val"]
+    if isinstance(values, torch.Tensor):
+        return Result(SampleAxis(values.ndim - 2), pairs=True)
+    return Result(tuple(SampleAxis(v.ndim - 2) for v in values), pairs=True)
+
+
+def _is_plain(op: Op, node: Node) -> bool:
+    """Whether a value is rows, and neither pairs nor structure."""
+    return not (op.known[node].pairs or op.known[node].structure or op.known[node].index)
+
+
+def _scores(op: Op) -> tuple[Result, list[Link]] | None:
+    """p[.., t, s] = Σ_d q[.., t, d] k[.., d, s] (+ mask[.., t, s])"""
+    if op.node.target not in _PRODUCTS:
+        return None
+    added = op.args.get("self") if op.node.target is aten.baddbmm.default else None
+    left, right = op.node.args[1:3] if added is not None else op.node.args[:2]
+    if not isinstance(left, Node) or not isinstance(right, Node):
+        return None
+    q, k = row_axis(op, left), row_axis(op, right)
+    if q is None or k is None or not (_is_plain(op, left) and _is_plain(op, right)):
+        return None
+    if q[0].dim != left.meta["val"].ndim - 2 or k[0].dim != right.meta["val"].ndim - 1:
+        return None
+    if isinstance(added, Node) and not (op.known[added].structure or op.known[added].axes is None):
+        return None
+    return _pairs(op), []
+
+
+def _weighted(op: Op) -> tuple[Result, list[Link]]:
+    """y[.., t, :] = Σ_s p[.., t, s] v[.., s, :]"""
+    weights, values = op.node.args[:2]
+    assert isinstance(weights, Node)
+    assert isinstance(values, Node)
+    v = row_axis(op, values)
+    if not op.known[weights].pairs or v is None or not _is_plain(op, values) or v[0].dim != values.meta["val"].ndim - 2:
+        raise op.unsupported(f"%{weights.name} has a value for each pair of rows", _WAYS)
+    return Result(SampleAxis(op.node.meta["val"].ndim - 2)), [_closed(op, weights)]
+
+
+def _softmax(op: Op, scores: Node) -> tuple[Result, list[Link]]:
+    """Over s."""
+    if op.dim("dim", scores.meta["val"].ndim) != scores.meta["val"].ndim - 1:
+        raise op.refuse("its sum runs over the rows that attend, those of all samples", _WAYS)
+    return _pairs(op), [_closed(op, op.node)]
+
+
+def _closed(op: Op, weights: Node) -> Link:
+    own, other = facts.shape(weights.meta["val"])[-2:]
+    return Link("weights", op.node, weights, weights.meta["val"].ndim - 2, own, other)
+
+
+def _fits(op: Op, node: Node) -> bool:
+    """Whether an input of an op by entries has one for each pair, or for each row of the pair, or for all."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not any(s.free_symbols for s in facts.shape(value)):
+        return not isinstance(value, (torch.SymInt, torch.SymFloat))
+    if op.known[node].pairs or op.known[node].structure:
+        return all(not s.free_symbols for s in facts.shape(value)[:-2])
+    axis = row_axis(op, node)
+    return axis is not None and axis[0].dim in (value.ndim - 2, value.ndim - 1) and _is_plain(op, node)
+
+
+def _keeps(op: Op, pairs: Node) -> bool:
+    """Whether a view leaves the last two dims as they are."""
+    return facts.shape(pairs.meta["val"])[-2:] == facts.shape(op.node.meta["val"])[-2:]
+
+
+__all__ = ["of_pairs"]

@@ -1,0 +1,79 @@
+"""The rows of a call's samples, brought in order where that pays.
+
+With `members` [B, S], the rows of each sample, a sample is one with S places, and every tree is as it is for samples
+that have a dim of their own.  They are found on the CPU alone: on a device, how many rows the largest sample has is not
+known without waiting for it, and rows stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from psg_fx.algebra.members import members_of
+from psg_fx.program.call import Call
+
+_SPARSE, _FEW = 4, 16
+"""Rows are brought in order as long as these have at most so many times as many places as there are rows, or so few."""
+
+
+@dataclass(frozen=True)
+class RowsOfCall:
+    """The rows of each sample, `[B, S]`, -1 where there is none; None for an axis whose rows stay where they are."""
+
+    members: tuple[Tensor | None, ...] = ()
+
+    @property
+    def largest(self) -> tuple[int | None, ...]:
+        """The S of each axis."""
+        return tuple(None if m is None else m.shape[1] for m in self.members)
+
+    def inputs(self) -> dict[str, Tensor]:
+        """What the graph reads of them."""
+        return {members_of(k).name: m for k, m in enumerate(self.members) if m is not None}
+
+
+_NONE = RowsOfCall()
+
+
+def rows_of(call: Call) -> RowsOfCall:
+    """The rows of the samples of a call."""
+    if not call.axes:
+        return _NONE
+    if call.tensors[-1].device.type != "cpu":
+        return RowsOfCall((None,) * len(call.axes))
+    return RowsOfCall(tuple(_members(ids, call.batch_size()) for ids in _ids(call)))
+
+
+def _ids(call: Call) -> Sequence[Tensor | None]:
+    """The ids of each axis, where they can be had outside of the graph."""
+    try:
+        with torch.no_grad():
+            return call.ids(call.tensors)
+    except (RuntimeError, IndexError):  # they point outside: the conditions in the graph say where
+        return (None,) * len(call.axes)
+
+
+def _members(ids: Tensor | None, samples: int) -> Tensor | None:
+    """The rows of each sample; None where they would take too much room, or are no ids."""
+    if ids is None or not samples:
+        return None
+    rows = len(ids)
+    if not rows:
+        return ids.new_empty(samples, 0)
+    least, most = (int(n) for n in ids.aminmax())
+    if least < 0 or most >= samples:
+        return None
+    counts = torch.bincount(ids, minlength=samples)
+    largest = int(counts.max())
+    if samples * largest > max(_SPARSE * rows, _FEW):
+        return None
+    places = torch.arange(largest)
+    found = torch.where(places < counts[:, None], (counts.cumsum(0) - counts)[:, None] + places, -1)
+    if (ids[1:] < ids[:-1]).any():
+        order = ids.argsort(stable=True)
+        found = torch.where(found < 0, -1, order[found])
+    return found

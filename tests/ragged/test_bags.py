@@ -1,0 +1,95 @@
+"""`nn.EmbeddingBag` on bags of any length: each bag is a sample."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import psg_fx
+from psg_fx import Rows
+from psg_fx.errors import BadArgument
+from support.rows_of_samples import Batch, Part, check
+
+IDS = Rows.from_offsets("offsets")
+
+
+class Bags(nn.Module):
+    def __init__(self, weighted: bool = False, **given: Any) -> None:
+        super().__init__()
+        self.bag, self.head = nn.EmbeddingBag(9, 4, **given), nn.Linear(4, 3)
+        self.weighted = weighted
+
+    def forward(self, ids: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.bag(ids, offsets, weights if self.weighted else None)))
+
+
+def losses(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out, y, reduction="none")
+
+
+def bags(lengths: list[int], last: bool, seed: int = 0) -> Batch:
+    drawn = torch.Generator().manual_seed(seed)
+    ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
+    ids = torch.randint(9, (int(starts[-1]),), generator=drawn)
+    weights = torch.randn(len(ids), generator=drawn, dtype=torch.float64)
+    y = torch.randint(3, (len(lengths),), generator=drawn)
+    alone = []
+    for s, n in enumerate(lengths):
+        own = slice(int(starts[s]), int(starts[s]) + n)
+        alone.append(Part((ids[own], torch.tensor([0, n] if last else [0]), weights[own]), (y[s : s + 1],)))
+    offsets = starts if last else starts[:-1]
+    return Batch(Part((ids, offsets, weights), (y,)), tuple(alone), ((IDS, None if last else 0, IDS), 0))
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["starts", "ends-too"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"mode": "sum"}, {"mode": "mean"}, {"mode": "max"}, {"mode": "sum", "weighted": True},
+        {"mode": "mean", "padding_idx": 2}, {"mode": "max", "padding_idx": -1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_every_quantity(given: dict[str, Any], last: bool) -> None:
+    torch.manual_seed(0)
+    model = Bags(include_last_offset=last, **given).double()
+    many = [[3, 0, 2, 4], [5], [0, 0, 3], [1, 1, 1, 1, 1, 0]]
+    step = check(model, losses, [bags(lengths, last, seed) for seed, lengths in enumerate(many)])
+    assert "proven: rows of input_0, input_2 point to their own sample by their ids" in step.explain()
+
+
+@pytest.mark.parametrize(
+    ("offsets", "words"),
+    [
+        ([0, 4, 3, 5], "entry 2 breaks it"), ([1, 3, 3, 5], "entry 0 breaks it"), ([0, 3, 3, 12], "entry 3 breaks it"),
+        ([0, -1, 3, 5], "entry 1 breaks it"),
+    ],
+)  # fmt: skip
+def test_offsets_that_are_none(offsets: list[int], words: str) -> None:
+    given = bags([3, 0, 2, 4], False)
+    step = psg_fx.transform(
+        Bags(mode="sum").double(), losses, batch_dim=given.batch_dim, quantities=psg_fx.Norms(), backend="eager"
+    )
+    ids, _, weights = given.whole.inputs
+    with pytest.raises(BadArgument, match=f"do not say where samples begin(.|\n)*{words}"):
+        step((ids, torch.tensor(offsets), weights), given.whole.targets)
+
+
+def test_other_offsets_than_those_of_the_rows() -> None:
+    """What the model makes of other offsets is checked against those that were named."""
+
+    class Other(Bags):
+        def forward(self, ids: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+            return super().forward(ids, (offsets + 1).clamp(max=ids.shape[0]) * (offsets > 0), weights)
+
+    given = bags([3, 2, 4], False)
+    step = psg_fx.transform(
+        Other(mode="sum").double(), losses, batch_dim=given.batch_dim, quantities=psg_fx.Norms(), backend="eager"
+    )
+    with pytest.raises(psg_fx.SamplesMixed, match="row 3 of the rows of input_0, input_2 is joined with"):
+        step(given.whole.inputs, given.whole.targets)
