@@ -314,6 +314,51 @@ def made_gpt() -> psg_fx.PerSampleModule:
     return made(ex.model, ex.loss_fn, ex.inputs, ex.targets)
 
 
+def test_layers_that_are_alike_are_one_box(opened: Open) -> None:
+    page = opened(made_gpt())
+    (stack,) = [label for label in page.drawn() if label.startswith("blocks.0…5  ×6") and "CausalBlock" in label]
+    page.run("void select(view.cy.nodes().filter((n) => n.data('label') === arguments[0])[0].id())", stack)
+    assert "6, all alike" in page.panel
+    page.click("#take-apart")
+    blocks = [label for label in page.drawn() if label.split("\n")[0] in {f"blocks.{k}" for k in range(6)}]
+    assert len([label for label in blocks if "CausalBlock" in label]) == 6
+    page.click("#default-view")
+    assert stack in page.drawn()
+    page.search("blocks.3.up.weight")
+    assert page.selected == ["blocks.3.up.weight\n[64, 16]"]
+    page.click("#default-view")
+    page.search("blocks.4")
+    assert page.selected[0].startswith("blocks.4\n")
+
+
+def test_the_minimap_shows_what_is_seen(opened: Open) -> None:
+    page = opened(made_gpt())
+    assert page.find("#minimap").is_displayed()
+    before = page.run("({...view.cy.pan()})")
+    there = ActionChains(page.driver).move_to_element_with_offset(page.find("#minimap"), -80, 0)
+    there.click_and_hold().release().perform()
+    assert page.run("({...view.cy.pan()})") != before
+    page.run("void view.cy.fit(undefined, 24)")
+    page.once("document.getElementById('minimap').hidden")
+
+
+def test_two_stages_are_compared(opened: Open, cnn: psg_fx.PerSampleModule) -> None:
+    page = opened(cnn)
+    page.click("#page-compare")
+    table = "document.querySelector('#table-page table')"
+    rows = page.run(f"[...{table}.querySelectorAll('tbody tr')].map((row) => row.innerText)")
+    nodes = {s: [str(n.target) for n in cnn.graphs[s].graph.nodes] for s in ("planned", "tidied")}
+    cells = {row.split("\t")[0]: row.split("\t")[1:] for row in rows}
+    for op in ("bmm", "sum"):
+        before, after = (sum(t.split(".")[1:2] == [op] for t in nodes[s]) for s in ("planned", "tidied"))
+        if before != after:
+            assert cells[op][:2] == [str(before), str(after)]
+    assert cells
+    page.run("void (document.querySelector('#compare-from').value = 'tidied')")
+    page.run("void document.querySelector('#compare-from').dispatchEvent(new Event('change'))")
+    assert "tidied" in page.find("#table-page").text
+
+
 def test_links_into_it(opened: Open, cnn: psg_fx.PerSampleModule) -> None:
     page = opened(cnn)
     page.run("void (location.hash = 'page=plan')")

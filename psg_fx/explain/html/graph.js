@@ -1,8 +1,9 @@
 "use strict";
 // The drawing of a stage: which groups are open, what is then seen, and cytoscape that shows it.
 
-const view = {stage: null, open: new Set(), sizes: false, cy: null, fast: false, selected: null};
+const view = {stage: null, open: new Set(), apart: new Set(), stacks: new Map(), sizes: false, cy: null, fast: false, selected: null};
 const VISIBLE = 80; // about what is read at a glance
+const ALIKE = 3; // closed modules of one kind in a row from which on they are one box
 const READABLE = 0.7; // the least zoom at which labels are read with ease
 
 /**
@@ -39,12 +40,52 @@ function count(group) {
   return shownNodes(group).length + group.children.reduce((sum, child) => sum + count(child), 0);
 }
 
+/** What makes two groups alike: their class and ops, and those of what is inside. */
+function kindOf(group) {
+  group.kind ??= JSON.stringify([DATA.classes[group.module] || "", group.nodes.map((node) => node.op.split(" ")[0]), group.children.map(kindOf)]);
+  return group.kind;
+}
+
+/** The groups inside one, closed ones that are alike and follow one another together, unless they were taken apart. */
+function stacked(group) {
+  const runs = [];
+  for (const child of group.children.filter(count)) {
+    const last = runs.at(-1);
+    const joins = last && !view.open.has(child.key) && !view.open.has(last[0].key) && kindOf(last[0]) === kindOf(child);
+    if (joins) last.push(child);
+    else runs.push([child]);
+  }
+  return runs.flatMap((run) => (run.length < ALIKE || view.apart.has(group.key) ? run.map((child) => [child]) : [run]));
+}
+
+/** `blocks.0…5` for names that differ in one number. */
+function together(names) {
+  const pieces = names.map((name) => name.split(/(\d+)/));
+  return pieces[0].map((piece, k) => {
+    const found = pieces.map((each) => each[k]);
+    if (found.every((each) => each === piece)) return piece;
+    const numbers = found.map(Number);
+    return `${Math.min(...numbers)}…${Math.max(...numbers)}`;
+  }).join("");
+}
+
+function stackLabel(run) {
+  const kind = run[0].phase === "forward" ? DATA.classes[run[0].module] : null;
+  return [`${together(run.map((group) => group.module))}  ×${run.length}`, `${kind ? `${kind} · ` : ""}${count(run[0])} nodes each`];
+}
+
 /** The box tree of what is seen, and for every node the id of what stands for it. */
 function seenNow(stage) {
-  const standsFor = new Map();
+  const standsFor = new Map(), stacks = new Map();
   const hide = (group, id) => {
     for (const node of shownNodes(group)) standsFor.set(node.index, id);
     for (const child of group.children) hide(child, id);
+  };
+  const stack = (run) => {
+    const id = `s${run[0].id}`;
+    for (const group of run) hide(group, id);
+    stacks.set(id, run);
+    return {id, group: run[0], run, order: Math.min(...run.map(firstIndex)), ...sizeOf(stackLabel(run), 19)};
   };
   const box = (group) => {
     if (!view.open.has(group.key)) {
@@ -55,7 +96,7 @@ function seenNow(stage) {
       standsFor.set(node.index, node.id);
       return {id: node.id, node, order: node.index, ...sizeOf(nodeLabel(node), node.role === "parameter" ? 23 : 12)};
     });
-    const children = [...group.children.filter(count).map(box), ...leaves];
+    const children = [...stacked(group).map((run) => (run.length > 1 ? stack(run) : box(run[0]))), ...leaves];
     return {id: group.id, group, order: firstIndex(group), phase: group.phase, children};
   };
   const top = stage.root.children.filter(count);
@@ -73,7 +114,7 @@ function seenNow(stage) {
       else links.set(key, {from, to, count: 1});
     }
   }
-  return {root, links: [...links.values()], standsFor};
+  return {root, links: [...links.values()], standsFor, stacks};
 }
 
 /** Where a group begins: at its first op, because all inputs stand before all ops. */
@@ -116,6 +157,7 @@ function sizeOf(lines, margin) {
 function draw(keep = null) {
   const stage = view.stage;
   const seen = seenNow(stage);
+  view.stacks = seen.stacks;
   const leaves = [...new Set(seen.standsFor.values())].length;
   const fast = leaves > LAYOUT.many;
   const before = keep ? anchor(keep) : null;
@@ -138,6 +180,7 @@ function draw(keep = null) {
     frame();
   }
   mark();
+  chart();
 }
 
 /** The middle of the upper edge of a group on the screen. */
@@ -193,8 +236,9 @@ function openGroup(box, parent) {
 }
 
 function closedGroup(box, parent, position) {
-  const label = groupLabel(box.group).join("\n");
-  return {group: "nodes", data: {id: box.id, parent, label, phase: box.group.phase, w: box.w, h: box.h}, classes: "closed", position};
+  const label = (box.run ? stackLabel(box.run) : groupLabel(box.group)).join("\n");
+  const classes = box.run ? "closed stack" : "closed";
+  return {group: "nodes", data: {id: box.id, parent, label, phase: box.group.phase, w: box.w, h: box.h}, classes, position};
 }
 
 function leaf(box, parent, position) {
@@ -232,6 +276,7 @@ function styles(large) {
     {selector: 'node[role="site"]', style: {"border-width": 2.5}},
     ...Object.entries(phases).map(([phase, name]) => ({selector: `node[phase="${phase}"]`, style: {"background-color": color(`${name}-fill`), "border-color": color(name)}})),
     {selector: ".closed", style: {"border-style": "double", "border-width": 4.5}},
+    {selector: ".stack", style: {"border-width": 8}},
     {selector: ".open", style: {"background-opacity": 0.28, "border-width": 1, "border-opacity": 0.55, "text-valign": "top", "text-halign": "left", "text-margin-x": "data(shift)", "text-margin-y": -3, "font-weight": 600, padding: LAYOUT.pad, "compound-sizing-wrt-labels": "exclude"}},
     {selector: "edge", style: {width: "data(width)", "line-color": color("edge"), "target-arrow-color": color("edge"), "target-arrow-shape": "triangle", "arrow-scale": 0.8, "curve-style": "straight"}},
     {selector: ".bent", style: {"curve-style": "round-segments", "segment-weights": "data(weights)", "segment-distances": "data(distances)", "edge-distances": "node-position"}},
@@ -253,9 +298,11 @@ function startCytoscape(large) {
   cy.on("tap", "node", (event) => select(event.target.id()));
   cy.on("tap", (event) => { if (event.target === cy) select(null); });
   cy.on("dbltap", "node", (event) => {
-    const group = view.stage.ids.get(event.target.id());
+    const id = event.target.id(), group = view.stage.ids.get(id);
     if (group) toggle(group);
+    else if (view.stacks.has(id)) takeApart(view.stacks.get(id));
   });
+  cy.on("viewport resize", chartFrame);
   view.cy = cy;
   return cy;
 }
@@ -266,6 +313,15 @@ function toggle(group) {
   if (view.open.has(group.key)) view.open.delete(group.key);
   else view.open.add(group.key);
   draw(group.id);
+  showPanel();
+}
+
+/** Shows each of the modules of a stack. */
+function takeApart(run) {
+  const around = run[0].parent;
+  view.apart.add(around.key);
+  view.selected = null;
+  draw(around.id);
   showPanel();
 }
 
@@ -295,6 +351,10 @@ function jump(target) {
   let changed = false;
   for (const outer of around(group)) {
     if (!view.open.has(outer.key)) { view.open.add(outer.key); changed = true; }
+  }
+  if (target.parent && !view.apart.has(target.parent.key)) { // a group, which may stand in a stack
+    view.apart.add(target.parent.key);
+    changed = true;
   }
   if (target.role === "size" && !view.sizes) {
     view.sizes = document.getElementById("sizes").checked = changed = true;

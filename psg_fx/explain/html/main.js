@@ -64,7 +64,7 @@ function toolbar() {
   };
   byId("expand-all").addEventListener("click", () => reopen(new Set(view.stage.byKey.keys())));
   byId("collapse-all").addEventListener("click", () => reopen(new Set([...view.stage.byKey.values()].filter((g) => !g.module).map((g) => g.key))));
-  byId("default-view").addEventListener("click", () => reopen(openByDefault(view.stage)));
+  byId("default-view").addEventListener("click", () => { view.apart.clear(); reopen(openByDefault(view.stage)); });
   byId("fit").addEventListener("click", () => view.cy.fit(undefined, 24));
   byId("sizes").addEventListener("change", (event) => {
     view.sizes = event.target.checked;

@@ -9,6 +9,7 @@ function showPanel() {
   panel.replaceChildren();
   if (view.selected === null) panel.append(...aboutStage(stage));
   else if (stage.ids.has(view.selected)) panel.append(...aboutGroup(stage.ids.get(view.selected)));
+  else if (view.stacks.has(view.selected)) panel.append(...aboutStack(view.stacks.get(view.selected)));
   else panel.append(...aboutNode(stage.nodes[Number(view.selected.slice(1))]));
   panel.scrollTop = 0;
 }
@@ -94,6 +95,17 @@ function aboutGroup(group) {
     ...links("Parameters and buffers", parameters.map((node) => [node, `${ownName(node)}  ${node.value}`])),
     ...links("Modules", group.children.filter(count).map((child) => [child, child.module])),
     ...(sites.length ? [h("h4", {}, `Sites (${sites.length})`), ...sites.slice(0, 40).map(siteLine)] : []),
+  ];
+}
+
+function aboutStack(run) {
+  const [group] = run;
+  return [
+    h("h3", {}, together(run.map((each) => each.module))),
+    badge(group.phase === "per sample" ? "per-sample" : group.phase, group.phase),
+    facts([["class", DATA.classes[group.module]], ["modules", `${run.length}, all alike`], ["nodes", `${everything(group).length} in each`]]),
+    h("button", {id: "take-apart", onclick: () => takeApart(run)}, "Show each"),
+    ...links("Modules", run.map((each) => [each, each.module])),
   ];
 }
 
