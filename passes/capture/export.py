@@ -116,12 +116,16 @@ _CALLER = Program.results.__code__
 """Where model and loss are called."""
 
 
+def _has_rows(program: nn.Module) -> bool:
+    return isinstance(program, Program) and bool(program.call.axes)
+
+
 def _functional(program: nn.Module, examples: Sequence[torch.Tensor], dynamic: list[dict[int, Any]]) -> Exported:
     """`program(examples)` as functional ATen, differentiable, losses and recurrent layers written out."""
     shapes = (dynamic,) if dynamic else None
     with torch.enable_grad(), _quiet(), user_stack_traces(_CALLER), without_tensor_meta(), traced_without_code():
         try:
-            with rewritten(), seen_by_autograd(), own_attributes(), remembered_results():
+            with rewritten(_has_rows(program)), seen_by_autograd(), own_attributes(), remembered_results():
                 exported = torch.export.export(program, (list(examples),), dynamic_shapes=shapes, strict=False)
             detach_no_grad_regions(exported.graph_module)
             copied = writes_a_copy(exported.graph_module)

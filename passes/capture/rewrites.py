@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from psg_fx.errors import NotYetSupported
 from psg_fx.op_table import at_capture, known
 from psg_fx.ops.ctc import ctc
 from psg_fx.torch_private.patching import patched_here
+
+_WITH_ROWS = ContextVar("_WITH_ROWS", default=False)
 
 
 class _Rewritten(TorchFunctionMode):
@@ -40,10 +43,10 @@ def embedding_bag(
 ) -> Tensor:  # fmt: skip
     """y[b,:] = Σ_t w[b,t] W[ids[b,t],:] (sum), Σ_t W[ids[b,t],:] / T (mean), or the largest for each feature (max).
 
-    For ids `[B, T]`; or for ids `[R]` and offsets, bags of any length.  Ids equal to padding_idx do not count; an empty
-    bag is zero.
+    For ids `[B, T]`; or in calls with rows for ids `[R]` and offsets, bags of any length.  Ids equal to padding_idx
+    do not count; an empty bag is zero.
     """
-    flat = input.dim() == 1 and offsets is not None
+    flat = input.dim() == 1 and offsets is not None and _WITH_ROWS.get()
     if not (flat or (input.dim() == 2 and offsets is None)) or max_norm or mode not in ("sum", "mean", "max"):
         return F.embedding_bag(
             input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights,
@@ -236,12 +239,16 @@ _ENCODER = nn.TransformerEncoder.forward
 
 
 @contextlib.contextmanager
-def rewritten() -> Iterator[None]:
-    """While the model is captured, some functions run as written here."""
+def rewritten(rows: bool) -> Iterator[None]:
+    """While the model is captured, some functions run as written here.  rows: some inputs hold rows of samples."""
+    before = _WITH_ROWS.set(rows)
     with (
         patched_here(transformer, "_detect_is_causal_mask", is_causal),
         patched_here(nn.TransformerEncoder, "forward", encoder),
         patched_here(torch.distributions.Distribution, "_validate_args", False),
         patched_here(torch.backends.opt_einsum.m, "is_available", lambda: False), _Rewritten(),  # type: ignore[attr-defined]
     ):  # fmt: skip
-        yield
+        try:
+            yield
+        finally:
+            _WITH_ROWS.reset(before)

@@ -230,7 +230,10 @@ def embedding(op: Op) -> Placement:
 @sample_rule("embedding_renorm", "embedding_bag", "_embedding_bag", "_embedding_bag_forward_only", proof="embedding")
 def embedding_bag(op: Op) -> Placement:
     """Bags of different lengths."""
-    raise op.unsupported("its bags are ragged", "use nn.Embedding and a (masked) sum over the tokens")
+    raise op.unsupported(
+        "its bags are ragged",
+        "say that ids hold rows: batch_dim=((psg_fx.Rows.from_offsets(1), 0), 0); or use nn.Embedding and a masked sum",
+    )
 
 
 @sample_rule("lstm", "gru", "rnn_tanh", "rnn_relu", proof="recurrence")

@@ -436,7 +436,8 @@ def check_compiled(rank: int, world: int, make: Any, shard: Any, dynamic: bool |
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "shard", "dynamic"),
-    [(small, by_blocks, True), pytest.param(tied, together, None, marks=pytest.mark.rest)],
+    [(small, by_blocks, True), (tied, together, None)],
 )
+@pytest.mark.rest
 def test_compiled(processes: Processes, make: Any, shard: Any, dynamic: bool | None) -> None:
     processes.run(check_compiled, 2, make, shard, dynamic)

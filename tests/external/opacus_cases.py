@@ -48,7 +48,7 @@ EXAMPLES = {"conv1d_test": 80, "conv2d_test": 80, "conv3d_test": 80, "dp_rnn_tes
 """Examples that hypothesis draws; the tests of convolutions drop most of theirs, where the groups do not fit."""
 
 RAGGED = "the inputs disagree on the number of samples"
-BRANCHES = "the model and loss could not be captured as one graph"
+PACKED = "an input is a PackedSequence"
 """The refusals of packed sequences, and of bags with offsets: none of their dims holds the samples."""
 
 
@@ -177,8 +177,7 @@ def programs_of(file: str) -> list[Program]:
 
 
 def refusal(call: Call) -> str:
-    """What psg_fx says of a batch that no dim splits; where all parts happen to be of one length, capture fails."""
+    """What psg_fx says of a batch that no dim splits: sequences that are packed, bags with offsets."""
     if isinstance(call.x, Tensor):
         return ""
-    lengths = {len(part) for part in call.x if part is not None}
-    return RAGGED if len(lengths) > 1 else BRANCHES
+    return PACKED if isinstance(call.x, PackedSequence) else RAGGED

@@ -26,6 +26,7 @@ def test_graphs() -> None:
         step((inputs[0], crossing, *inputs[2:]), torch.zeros(3, dtype=torch.int64))
 
 
+@pytest.mark.rest
 def test_documents() -> None:
     batches: list[Batch] = [packed.documents(*given, seed=k) for k, given in enumerate(packed.MANY[:2])]
     model = packed.made()

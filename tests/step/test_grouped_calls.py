@@ -211,6 +211,7 @@ def test_validate_sees_a_wrong_group(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not made.validate(*batch(6), groups=[0, 0, 1, 1, 1, 2]).ok
 
 
+@pytest.mark.rest
 @pytest.mark.usefixtures("fresh_compiler")
 def test_outputs_are_used_again() -> None:
     made = psg_fx.transform(same_mlp(), F.cross_entropy, quantities=[Grads(), ClippedSum(0.3)], reuse_outputs=True)
