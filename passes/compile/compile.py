@@ -46,7 +46,7 @@ def compile_graph(
         return free_of_strides(copy_graph(gm))
     gm = written_out(gm, backend)
     numbers = _erase_numbers(gm)
-    if dynamic is None and facts.KEY in gm.meta and facts.graph_facts(gm).rows:
+    if dynamic is None and _has_rows(gm):
         dynamic = True  # numbers of rows are others at every call
     if backend == "inductor":
         own = CPU_OPTIONS if device == "cpu" else {}
@@ -122,7 +122,7 @@ def _marking(run: Flat, gm: GraphModule) -> Flat:
     symbolic = [[dim for dim, size in enumerate(shape) if size.free_symbols] for shape in shapes]
     counted = next((i, dim) for i, dims in enumerate(symbolic) for dim in dims if shapes[i][dim].is_Symbol)
 
-    if facts.KEY in gm.meta and facts.graph_facts(gm).rows:
+    if _has_rows(gm):
 
         def each(*values: Any) -> Sequence[Any]:
             large = [[d for d in dims if v.shape[d] > 1] for v, dims in zip(values, symbolic, strict=True)]
@@ -136,6 +136,11 @@ def _marking(run: Flat, gm: GraphModule) -> Flat:
         return run(*(marked_dynamic(v, dims) if dims else v for v, dims in zip(values, symbolic, strict=True)))
 
     return marking
+
+
+def _has_rows(gm: GraphModule) -> bool:
+    """Whether some inputs hold rows of samples; halves of a step, which have no facts, do not."""
+    return facts.KEY in gm.meta and bool(facts.graph_facts(gm).rows)
 
 
 def _sizes(node: Node) -> tuple[sympy.Expr, ...]:

@@ -45,17 +45,13 @@ class Condition:
                 why=f"entry {row} breaks it: they start at 0, never fall, and end at the number of rows",
                 fix="pass the cumulated sizes of the samples: torch.cumsum of the sizes, with a 0 in front",
             )  # fmt: skip
+        why = f"row {row} of the {self.rows} is joined with one of the {self.to} that belongs to another sample"
+        fix = "let rows point to rows of their own sample alone; drop edges between graphs"
         if self.kind == "mask":
-            return SamplesMixed(
-                f"{self.op} mixes samples in this batch, so per-sample gradients do not exist", where=self.where,
-                why=f"row {row} of the {self.rows} attends to a row of another sample: its mask has a hole",
-                fix="let the mask be False (or -inf) wherever the ids of the two rows differ",
-            )  # fmt: skip
-        return SamplesMixed(
-            f"{self.op} mixes samples in this batch, so per-sample gradients do not exist", where=self.where,
-            why=f"row {row} of the {self.rows} is joined with one of the {self.to} that belongs to another sample",
-            fix="let rows point to rows of their own sample alone; drop edges between graphs",
-        )  # fmt: skip
+            why = f"row {row} of the {self.rows} attends to a row of another sample: its mask has a hole"
+            fix = "let the mask be False (or -inf) wherever the ids of the two rows differ"
+        what = f"{self.op} mixes samples in this batch, so per-sample gradients do not exist"
+        return SamplesMixed(what, where=self.where, why=why, fix=fix)
 
     def __str__(self) -> str:
         said = {

@@ -15,7 +15,7 @@ from psg_fx import ClippedSum, Dots, Grads, Gram, MeanGrad, Norms, Projection, S
 from psg_fx.step import groups as of_call
 from support import oracle
 from support.cases import CASES, Case
-from support.expected import BOUND, Truth, directions, tolerance_of
+from support.expected import BOUND, Truth, compare, directions, tolerance_of
 from support.selection import one_in, selected
 from support.small import same_mlp
 
@@ -69,15 +69,6 @@ def asked(bound: float, centered: bool = True) -> list[Any]:
         Grads(), Norms(), ClippedSum(bound), WeightedSum(), MeanGrad(), Dots(count=2), Gram(),
         SecondMoment(centered), Projection(rank=2),
     ]  # fmt: skip
-
-
-def compare(out: Any, truth: GroupTruth, quantities: list[Any], tolerance: float) -> None:
-    assert oracle.relative_error(out.losses, truth.losses) < tolerance, "losses"
-    for quantity in quantities:
-        for field in [quantity.field, *["clip_factors"] * (quantity.field == "clipped_sum")]:
-            got, want = getattr(out, field), truth.expected(field, quantity)
-            error = oracle.worst_error(got, want) if isinstance(want, dict) else oracle.relative_error(got, want)
-            assert error < tolerance, f"{field} of {quantity}: relative error {error:.2e}"
 
 
 def layout_of(step: Any) -> str:

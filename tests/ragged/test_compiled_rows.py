@@ -8,7 +8,8 @@ import torch
 import psg_fx
 from psg_fx.errors import SamplesMixed
 from support import graphs_of_nodes, packed
-from support.rows_of_samples import Batch, RowsTruth, check, compare, run
+from support.expected import compare
+from support.rows_of_samples import Batch, RowsTruth, check, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.inductor]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -105,3 +105,22 @@ class Truth:
 
 def tolerance_of(case: Case) -> float:
     return 1e-5 if case.name == "prefix/float32-cast" else 1e-10
+
+
+class Expects(Protocol):
+    """What is known of a batch: the losses, and every field of every quantity."""
+
+    losses: Any
+
+    def expected(self, field: str, quantity: Any) -> Any:
+        """The value of a field."""
+
+
+def compare(out: Any, truth: Expects, quantities: list[Any], tolerance: float) -> None:
+    """The losses and every field that the quantities fill."""
+    assert oracle.relative_error(out.losses, truth.losses) < tolerance, "losses"
+    for quantity in quantities:
+        for field in [quantity.field, *["clip_factors"] * (quantity.field == "clipped_sum")]:
+            got, want = getattr(out, field), truth.expected(field, quantity)
+            error = oracle.worst_error(got, want) if isinstance(want, dict) else oracle.relative_error(got, want)
+            assert error < tolerance, f"{field} of {quantity}: relative error {error:.2e}"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import psg_fx
 from psg_fx import ClippedSum, Dots, Grads, Gram, MeanGrad, Norms, Projection, SecondMoment, WeightedSum
 from support import oracle
-from support.expected import Truth, directions
+from support.expected import Truth, compare, directions
 
 
 @dataclass(frozen=True)
@@ -118,15 +118,6 @@ def run(step: Any, batch: Batch, truth: RowsTruth) -> Any:
         if "directions" in quantity.reads:
             given["directions"] = directions(truth.grads, quantity.count)
     return step(batch.whole.inputs, batch.whole.targets, **given)
-
-
-def compare(out: Any, truth: RowsTruth, quantities: list[Any], tolerance: float) -> None:
-    assert oracle.relative_error(out.losses, truth.losses) < tolerance, "losses"
-    for quantity in quantities:
-        for field in [quantity.field, *["clip_factors"] * (quantity.field == "clipped_sum")]:
-            got, want = getattr(out, field), truth.expected(field, quantity)
-            error = oracle.worst_error(got, want) if isinstance(want, dict) else oracle.relative_error(got, want)
-            assert error < tolerance, f"{field} of {quantity}: relative error {error:.2e}"
 
 
 def agree(model: nn.Module, loss_fn: Callable[..., Tensor], batch: Batch, truth: RowsTruth) -> None:
