@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from psg_fx.errors import NotYetSupported
 from psg_fx.op_table import at_capture, known
 from psg_fx.ops.ctc import ctc
+from psg_fx.ops.experts import grouped_mm
 from psg_fx.torch_private.patching import patched_here
 
 _WITH_ROWS = ContextVar("_WITH_ROWS", default=False)
@@ -236,6 +237,20 @@ def encoder(
 
 
 _ENCODER = nn.TransformerEncoder.forward
+
+
+def grouped(x: Tensor, w: Tensor, offs: Tensor | None = None, *rest: Any, **named: Any) -> Tensor:
+    """Y[r] = x[r] @ w[e] for offs[e - 1] <= r < offs[e], in every dtype; torch's own is captured in bfloat16 alone."""
+    plain = not any(r is not None for r in (*rest, *named.values()))
+    if not plain or offs is None or x.dim() != 2 or w.dim() != 3:
+        return torch._grouped_mm(x, w, offs, *rest, **named)
+    found: Tensor = grouped_mm(x, w, offs)
+    return found
+
+
+at_capture(torch._grouped_mm)(grouped)
+if hasattr(F, "grouped_mm"):  # since torch 2.10
+    at_capture(F.grouped_mm)(lambda mat_a, mat_b, *, offs=None, **named: grouped(mat_a, mat_b, offs, **named))
 
 
 @contextlib.contextmanager

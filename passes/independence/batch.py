@@ -13,6 +13,7 @@ from psg_fx.graph.strides import free_of_strides
 
 from .masked import pad_masked_rows
 from .prove import prove
+from .reordered import undo_orders
 
 aten = torch.ops.aten
 _SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
@@ -28,6 +29,7 @@ def batch(gm: GraphModule, alone: Callable[[GraphModule, list[Node]], str] | Non
     drops it, or where the code writes into what may be a copy; returns a note, or refuses.
     """
     taken = keep_the_sample_dim(gm)
+    undo_orders(gm)
     pad_masked_rows(gm)
     free_of_strides(gm)
     prove(gm)

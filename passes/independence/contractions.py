@@ -104,6 +104,19 @@ def linear(op: Op) -> Placement:
     return broadcast(op, [product, bias], len(op.out().shape)).axes
 
 
+@sample_rule("psg_fx::expert_mm", proof="contraction")
+def expert_mm(op: Op) -> Placement:
+    """y[r, o] = Σ_i x[r, i] w[ids[r], i, o]."""
+    x, w, ids = op.need("x"), op.need("w"), op.need("ids")
+    if w.axis is not None:
+        raise op.refuse("the matrices of its experts carry samples", "use one set of matrices for all samples")
+    if x.axis is not None and x.axis.dim != 0:
+        raise op.refuse("the samples lie in the features, which it multiplies")
+    if x.axis is not None and ids.axis not in (None, x.axis):
+        raise op.refuse(f"%{x.node.name} and %{ids.node.name} hold the samples in different places")
+    return x.axis or (None if ids.axis is None else SampleAxis(0, ids.axis.outer, ids.axis.inner))
+
+
 @sample_rule("bilinear", proof="contraction")
 def bilinear(op: Op) -> Placement:
     """y[.., o] = Σ_ij a[.., i] W[o, i, j] b[.., j] + bias[o]."""

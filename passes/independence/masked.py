@@ -19,7 +19,8 @@ from psg_fx.graph.facts import SampleAxis
 from psg_fx.graph.same_op import alike
 
 from .padding import Padding
-from .picked import Picked, Rows, Unfit, pick_place
+from .picked import Picked, Rows, pick_place
+from .region import Unfit
 from .values import Result
 from .walk import Prover
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from psg_fx.graph.facts import SampleAxis
 from psg_fx.op_table import known
@@ -21,7 +21,8 @@ from psg_fx.torch_private.graphs import traced_without_code
 from psg_fx.torch_private.modes import enable_python_dispatcher
 from psg_fx.torch_private.tracer import trace_fakes
 
-from .picked import Picked, asserts, pick_place, run_node
+from .picked import Picked, asserts, pick_place
+from .region import run_node
 from .row_sums import apart, together
 from .values import Result, bound
 
@@ -66,7 +67,7 @@ class Padding:
             place = torch.where(each, own, first)
             return each.reshape(-1), torch.where(each.any(1, keepdim=True), place, -1)
 
-        valid, place = self.splice(rows.picks[0], function, [rows.mask])
+        valid, place = splice(self.gm, rows.picks[0], function, [rows.mask])
         return valid, place
 
     def padded(self, pick: Node, place: Node) -> Node:
@@ -87,7 +88,7 @@ class Padding:
             taken = torch.where((place >= 0)[:, None, :, None], taken, other)
             return taken.transpose(0, 1).reshape(*lead, count * place.shape[1], *trail)
 
-        found: Node = self.splice(pick, function, [pick.args[0], place])
+        found: Node = splice(self.gm, pick, function, [pick.args[0], place])
         return found
 
     def copied(self, node: Node) -> Node:
@@ -122,7 +123,7 @@ class Padding:
             found: Tensor = function(x, kept, **named)
             return found
 
-        found: Node = self.splice(node, run, [self.new[source], valid])
+        found: Node = splice(self.gm, node, run, [self.new[source], valid])
         return found
 
     def counted(self, node: Node, numbers: Sequence[Node], valid: Node) -> Node:
@@ -136,25 +137,8 @@ class Padding:
             )
             return node.target(*filled[0], **filled[1])  # type: ignore[operator]
 
-        found: Node = self.splice(node, run, [valid, *tensors])
+        found: Node = splice(self.gm, node, run, [valid, *tensors])
         return found
-
-    def splice(self, node: Node, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-        """Trace the function on the nodes' fake values and put its nodes before `node`."""
-        with torch.no_grad(), traced_without_code():
-            traced = trace_fakes(function, [n.meta["val"] for n in arguments])
-        traced.graph.eliminate_dead_code()
-        made: dict[Node, Any] = dict(zip(traced.graph.find_nodes(op="placeholder"), arguments, strict=True))
-        with self.gm.graph.inserting_before(node):
-            for old in traced.graph.nodes:
-                if old.op in ("placeholder", "output"):
-                    continue
-                if old.op == "get_attr":
-                    raise AssertionError("a constant in what pads rows")
-                made[old] = self.gm.graph.node_copy(old, made.__getitem__)
-                made[old].meta = provenance(node)
-                made[old].meta["val"] = old.meta["val"]
-        return torch.fx.map_arg(traced.graph.output_node().args[0], made.__getitem__)
 
     def erase(self) -> None:
         """Drop what has rows by number, and what export asserts of it."""
@@ -163,3 +147,21 @@ class Padding:
                 if asserts(node) and not any(self.picked.knows(n) for n in node.all_input_nodes):
                     continue
                 self.gm.graph.erase_node(node)
+
+
+def splice(gm: GraphModule, node: Node, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    """Trace the function on the nodes' fake values and put its nodes before `node`."""
+    with torch.no_grad(), traced_without_code():
+        traced = trace_fakes(function, [n.meta["val"] for n in arguments])
+    traced.graph.eliminate_dead_code()
+    made: dict[Node, Any] = dict(zip(traced.graph.find_nodes(op="placeholder"), arguments, strict=True))
+    with gm.graph.inserting_before(node):
+        for old in traced.graph.nodes:
+            if old.op in ("placeholder", "output"):
+                continue
+            if old.op == "get_attr":
+                raise AssertionError("a constant in what stands for rows")
+            made[old] = gm.graph.node_copy(old, made.__getitem__)
+            made[old].meta = provenance(node)
+            made[old].meta["val"] = old.meta["val"]
+    return torch.fx.map_arg(traced.graph.output_node().args[0], made.__getitem__)

@@ -6,28 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
-from psg_fx.errors import PsgError
 from psg_fx.graph import facts
-from psg_fx.graph.facts import GraphFacts, InputSpec, SampleAxis
+from psg_fx.graph.facts import SampleAxis
 from psg_fx.op_table import known
-from psg_fx.torch_private.fakes import symbolic_inputs
-from psg_fx.torch_private.modes import enable_python_dispatcher
 
+from .region import ROWS, Unfit, row_by_row
 from .values import Result, bound
-from .walk import Prover
 
 aten = torch.ops.aten
-_ROWS, _OTHERS = 11, 7
-"""Sizes at which ops on rows are tried: of rows, and of samples beside them."""
-
-
-class Unfit(Exception):
-    """These rows cannot be padded."""
+_OTHERS = 7
+"""The number of samples beside the rows with which ops are tried."""
 
 
 @dataclass
@@ -70,35 +62,12 @@ class Picked:
 
     def proven(self) -> dict[Node, Result]:
         """Where the rows lie in each value; rows stand for samples in a graph of their own."""
-        graph = Graph()
-        copies: dict[Node, Any] = {}
         own = [n for n in self.order if n not in self.rows.picks and self.is_of_rows(n)]
         inside = set(own)
         inputs = list(dict.fromkeys(n for node in own for n in node.all_input_nodes if n not in inside))
         numbers = {n: self.number_of(n) for n in inputs if not isinstance(n.meta.get("val"), Tensor)}
         tensors = [n for n in inputs if n not in numbers]
-        fakes = symbolic_inputs(*self.examples(tensors))
-        with fakes[0].fake_mode, enable_python_dispatcher(), torch.no_grad():  # type: ignore[attr-defined]
-            for n, fake in zip(tensors, fakes, strict=True):
-                copies[n] = graph.placeholder(n.name)
-                value = torch.empty(fake.shape, dtype=fake.dtype, device=n.meta["val"].device)
-                copies[n].meta = {"val": value, "psg_fx_input": InputSpec("input", n.name, self.place_of(n))}
-            for node in own:
-                copies[node] = graph.node_copy(node, lambda n: numbers[n] if n in numbers else copies[n])
-                copies[node].meta["val"] = _run_or_unfit(copies[node])
-        graph.output(())
-        gm = GraphModule({}, graph)
-        carrier = next(n for n in tensors if self.place_of(n) is not None)
-        symbol = facts.expr(copies[carrier].meta["val"].shape[self.place_of(carrier)])
-        if not isinstance(symbol, sympy.Symbol):
-            raise Unfit
-        gm.meta[facts.KEY] = GraphFacts(symbol)
-        prover = Prover(gm)
-        try:
-            prover.walk()
-        except PsgError as error:
-            raise Unfit from error
-        return {node: prover.known[copy] for node, copy in copies.items() if copy in prover.known}
+        return row_by_row(own, dict(zip(tensors, zip(*self.examples(tensors), strict=True), strict=True)), numbers)
 
     def is_of_rows(self, node: Node) -> bool:
         """Whether a node has rows, or is made of a value or number that has them."""
@@ -123,7 +92,7 @@ class Picked:
         batch, made = facts.graph_facts(self.gm).batch, []
         for n in nodes:
             value = n.meta["val"]
-            sizes = {batch: _OTHERS} | dict.fromkeys(self.symbols, _ROWS)
+            sizes = {batch: _OTHERS} | dict.fromkeys(self.symbols, ROWS)
             shape = [s.subs(sizes) for s in facts.shape(value)]
             if not all(s.is_Integer for s in shape):
                 raise Unfit
@@ -176,17 +145,3 @@ def asserts(node: Node) -> bool:
     """Whether a node only checks something, as export has it check sizes."""
     names = ("_assert", "sym_constrain_range")
     return node.op == "call_function" and any(word in str(node.target) for word in names)
-
-
-def _run_or_unfit(node: Node) -> Any:
-    """The same; ops that need the number of rows refuse in many ways."""
-    try:
-        return run_node(node)
-    except Exception as error:
-        raise Unfit from error
-
-
-def run_node(node: Node) -> Any:
-    """The value of a node from those of its inputs."""
-    fill = lambda n: n.meta["val"]  # noqa: E731
-    return node.target(*torch.fx.map_arg(node.args, fill), **torch.fx.map_arg(node.kwargs, fill))  # type: ignore[operator]

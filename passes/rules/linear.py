@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 
 from psg_fx.algebra.arrange import Arrangement, network
-from psg_fx.algebra.network import BATCH, Leaf, Network
+from psg_fx.algebra.network import BATCH, Leaf, Network, OneHot
 from psg_fx.algebra.rule import rule
 from psg_fx.algebra.site import Site, Value
+from psg_fx.ops.experts import expert_mm
 
 from .pointwise import broadcast_network
 
@@ -50,6 +51,23 @@ def addmm(site: Site) -> dict[str, Network | None]:
     bias = broadcast_network(site, site.input(0).shape, "ȳ", "ȳ", (site.cotangent,), lambda g: g)
     scaled = {name: _scaled(found_network, alpha) for name, found_network in found.items()}
     return {**scaled, "bias": _scaled(bias, beta)}
+
+
+@rule(expert_mm, params={"weight": 1})
+def experts(site: Site) -> dict[str, Network | None]:
+    """y[b,t,o] = Σ_i x[b,t,i] W[ids[b,t],i,o], the rows of a sample in t.
+
+    weight: onehot(ids)[b,t,e] x[b,t,i] ȳ[b,t,o] -> [b,e,i,o]
+    """
+    x, weight, ids, ybar = site.input(0), site.input(1), site.input(2), site.cotangent
+    plan, count = Arrangement.of(ids, (BATCH, "t*")), int(weight.shape[0])
+    if plan is None or x.samples is None:
+        return {}
+    hot = Leaf(
+        "onehot(ids)", (ids.source,), f"arrange {plan}", (BATCH, "t", "e"), (*plan.sizes, weight.shape[0]),
+        OneHot(count), ybar.dtype, plan,
+    )  # fmt: skip
+    return {"weight": network("b t e, b t* i, b t* o -> b e i o", hot, x, ybar)}
 
 
 @rule(aten.bilinear.default, params={"weight": 2, "bias": 3})

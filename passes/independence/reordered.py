@@ -1,0 +1,314 @@
+"""Rows of all samples in an order that is data: experts sort the tokens by expert, and put the results back.
+
+    π = argsort(e),   v[p] = u[π[p]],   f(u[π]) = f(u)[π] for every f that treats each row by itself
+
+So what is computed from sorted rows is computed from the rows where they were, and an op that undoes the order has its
+result already: f(x[π])[argsort(π)] = f(x), and `index_add(z, 0, π // k, f(x[π // k]))` adds the k rows of each token.
+Only grouped products need the order, to know each row's expert: they are given e instead (`psg_fx/ops/experts.py`).
+That f treats each row by itself is proven as it is of samples, with the rows in their place (`region.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from psg_fx.graph import facts
+from psg_fx.graph.facts import SampleAxis
+from psg_fx.ops.experts import expert_mm
+from psg_fx.source import provenance
+
+from .counts import ends_of_experts
+from .padding import splice
+from .picked import asserts
+from .region import ROWS, TimesRows, Unfit, row_by_row
+from .row_numbers import Number, divisor, number_of, remainder
+from .values import bound, op_name
+
+aten = torch.ops.aten
+_SORTS = ("aten.sort", "aten.argsort")
+_GROUPED = ("aten._grouped_mm", "psg_fx.grouped_mm", "transformers.grouped_mm_fallback")
+_SAME = ("aten._to_copy", "aten.clone", "aten.alias", "aten.detach", "aten.unsqueeze", "aten.expand")
+_WRITES = ("aten.index_put", "aten.scatter", "aten.index_copy")
+_ADDS = ("aten.index_add", "aten.scatter_add")
+_SYMMETRIC = ("aten.histc", "aten.bincount")
+"""Ops that do not know the order of the rows."""
+
+
+def undo_orders(gm: GraphModule) -> None:
+    """Rewrite what is computed from rows in the order of a sort.  What cannot be rewritten stays, to be refused."""
+    sorts = [n for n in gm.graph.nodes if op_name(n) in _SORTS and _of_all_rows(gm, n)]
+    for sort in sorts:
+        if not sort._erased:
+            with contextlib.suppress(Unfit):
+                Reordering(gm, sort).run()
+            gm.graph.eliminate_dead_code()
+    gm.recompile()
+
+
+def _of_all_rows(gm: GraphModule, sort: Node) -> bool:
+    """Whether it sorts one dim, upwards, whose size knows the batch."""
+    given = bound(sort)
+    shape = facts.shape(given["self"].meta["val"])
+    return len(shape) == 1 and facts.graph_facts(gm).batch in shape[0].free_symbols and not given["descending"]
+
+
+class Reordering:
+    """What one sort orders: R rows, by the ids `key`.
+
+    numbers: a node that holds numbers of rows, in that order -> which.  inverse: argsort of the order.
+    twins: a value in that order -> the same in the rows' own order; `entries` are those that rows are taken from.
+    ends: a node in no such order -> what it is of rows in their own order, and of which value that are.
+    counted: where experts' rows end.
+    """
+
+    def __init__(self, gm: GraphModule, sort: Node) -> None:
+        self.gm, self.sort = gm, sort
+        self.key: Node = bound(sort)["self"]
+        self.count: sympy.Expr = facts.shape(self.key.meta["val"])[0]
+        self.order = [n for n in gm.graph.nodes if n in facts.descendants([sort])]
+        self.numbers: dict[Node, Number] = {}
+        self.inverse: set[Node] = set()
+        self.twins: dict[Node, Node] = {}
+        self.entries: set[Node] = {self.key}
+        self.inside: list[Node] = []
+        self.ends: dict[Node, tuple[Node, Node]] = {}
+        self.counted: list[Node] = []
+
+    def run(self) -> None:
+        """Put the ends in the place of what undid the order, once it is proven that each row is treated by itself."""
+        for node in self.order:
+            readers = (self.sorting, self.numbering, self.picking, self.putting_back, self.multiplying, self.counting)
+            if node.op == "call_function" and not any(reader(node) for reader in readers):
+                self.by_row(node)
+        axes = self.proven({source for _, source in self.ends.values()})
+        if any(axes[source] != SampleAxis(0) for _, source in self.ends.values() if source not in self.entries):
+            raise Unfit
+        for node, (end, _) in self.ends.items():
+            node.replace_all_uses_with(end)
+        counted = facts.ancestors(self.counted) - facts.ancestors([self.key])
+        for node in list(self.gm.graph.nodes):
+            if asserts(node) and counted & facts.ancestors([node]):  # of the number of counts, as `bincount` has them
+                self.gm.graph.erase_node(node)
+
+    # --- what a node is; each reader says whether it knows the node ---
+
+    def sorting(self, node: Node) -> bool:
+        """The sort itself: its values and its order; and the sort of the order, which is its inverse."""
+        if node is self.sort or (op_name(node) in _SORTS and node.args[0] in self.numbers):
+            inverts = node is not self.sort
+            if inverts and (self.numbers[node.args[0]] != Number(1) or bound(node)["descending"]):  # type: ignore[index]
+                return False
+            values = {n.args[1]: n for n in node.users if n.target is operator.getitem}
+            order = values.get(1) if isinstance(node.meta["val"], (tuple, list)) else node
+            if order is not None and inverts:
+                self.inverse.add(order)
+            elif order is not None:
+                self.numbers[order] = Number(1)
+            if not inverts and 0 in values:
+                self.twins[values[0]] = self.key
+            return True
+        return node.target is operator.getitem and node.args[0] is self.sort
+
+    def numbering(self, node: Node) -> bool:
+        """Numbers made of numbers; the inverse, as the places that the order is written to."""
+        if op_name(node) in _WRITES:
+            return self.inverting(node)
+        source = node.args[0] if node.args else None
+        if op_name(node) in _SAME and source in self.numbers and not node.meta["val"].is_floating_point():
+            self.numbers[node] = self.numbers[source]
+            return True
+        for found, within in ((divisor(node), False), (remainder(node), True)):
+            if found is not None and self.numbers.get(found[0]) == Number(1):
+                self.numbers[node] = Number(found[1], within)
+                return True
+        return False
+
+    def inverting(self, node: Node) -> bool:
+        """`inverse[order] = arange(R)`."""
+        given = bound(node)
+        at = given["indices"] if "indices" in given else [given["index"]]
+        values = given.get("values") or given.get("src") or given.get("source")
+        whole = len(at) == 1 and self.numbers.get(at[0]) == Number(1) and not given.get("accumulate", False)
+        if whole and isinstance(values, Node) and number_of(values, self.count) == Number(1):
+            self.inverse.add(node)
+            return True
+        return False
+
+    def picking(self, node: Node) -> bool:
+        """Rows taken in the order, or put back by its inverse."""
+        source, at = self.looked_up(node)
+        if source is None:
+            return False
+        if len(at) == 1 and at[0] in self.inverse and source in self.twins:
+            self.ends[node] = self.twins[source], self.twins[source]
+            return True
+        numbers = [self.numbers.get(n) for n in at]
+        if source in self.ordered or None in numbers:
+            return False
+        if numbers == [Number(1)] and (found := number_of(source, self.count)) is not None:
+            self.numbers[node] = found
+            return True
+        twin = self.taken(node, source, numbers)
+        if twin is not None:
+            self.twins[node] = twin
+            self.entries.add(twin)
+        return twin is not None
+
+    def looked_up(self, node: Node) -> tuple[Node | None, list[Any]]:
+        """The source and the leading indices of `x[i]`, `x[i, j]`."""
+        given = bound(node) if isinstance(node.target, torch._ops.OpOverload) else {}
+        if op_name(node) in ("aten.index", "aten._unsafe_index"):
+            at = [n for n in given["indices"] if n is not None]
+            return (given["self"], at) if at == list(given["indices"][: len(at)]) else (None, [])
+        if op_name(node) == "aten.index_select" and given["dim"] == 0:
+            return given["self"], [given["index"]]
+        if op_name(node) == "aten.embedding" and given["indices"] in self.numbers:
+            return given["weight"], [given["indices"]]
+        return None, []
+
+    def taken(self, node: Node, source: Node, numbers: list[Number | None]) -> Node | None:
+        """The rows of the source, each as often as it is taken, in their own order."""
+        shape = facts.shape(source.meta["val"])
+        first = numbers[0]
+        assert first is not None
+        if len(numbers) == 2 and numbers == [Number(first.k), Number(first.k, within=True)]:
+            if shape[0] * first.k != self.count or shape[1] != first.k:
+                return None
+            return self.spliced(node, lambda x: x.flatten(0, 1), source)
+        if len(numbers) != 1 or first.within or shape[0] * first.k != self.count:
+            return None
+        if first.k == 1:
+            return source
+        k = first.k
+        return self.spliced(node, lambda x: x.unsqueeze(1).expand(-1, k, *x.shape[1:]).flatten(0, 1), source)
+
+    def putting_back(self, node: Node) -> bool:
+        """Rows written or added to where they came from."""
+        if op_name(node) not in (
+            "aten.index_add",
+            "aten.scatter_add",
+            "aten.index_put",
+            "aten.index_copy",
+            "aten.scatter",
+        ):
+            return False
+        given = bound(node)
+        at = given["indices"] if "indices" in given else [given["index"]]
+        values, onto = given.get("values") or given.get("src") or given.get("source"), given["self"]
+        number = self.numbers.get(at[0]) if len(at) == 1 else None
+        if values not in self.twins or number is None or number.within or given.get("dim", 0) != 0:
+            return False
+        shape, written = facts.shape(onto.meta["val"]), facts.shape(values.meta["val"])
+        if shape[0] * number.k != self.count or written[0] != self.count or shape[1:] != written[1:]:
+            return False
+        adds = op_name(node) in _ADDS or given.get("accumulate", False)
+        if not adds and number.k != 1:
+            return False
+        self.ends[node] = self.put(node, onto, self.twins[values], number.k if adds else 0, given.get("alpha", 1))
+        return True
+
+    def put(self, node: Node, onto: Node, twin: Node, k: int, alpha: Any) -> tuple[Node, Node]:
+        """Onto + α times the sum of k rows each; the rows themselves for k = 0."""
+
+        def run(z: Tensor, x: Tensor) -> Tensor:
+            if not k:
+                return x.to(z.dtype)
+            return torch.add(z, x.unflatten(0, (-1, k)).sum(1) if k > 1 else x, alpha=alpha)
+
+        return self.spliced(node, run, onto, twin), twin
+
+    def multiplying(self, node: Node) -> bool:
+        """The product of each row with the matrix of its expert."""
+        if op_name(node) not in _GROUPED:
+            return False
+        x, w, offs, *rest = node.args
+        plain = all(r is None for r in rest) and not any(v is not None for v in node.kwargs.values())
+        if x not in self.twins or not isinstance(w, Node) or w in self.ordered or not plain:
+            return False
+        experts, own = w.meta["val"].shape[0], {n for n, twin in self.twins.items() if twin is self.key}
+        if w.meta["val"].ndim != 3 or not ends_of_experts(self.gm, offs, self.key, own, experts):  # type: ignore[arg-type]
+            return False
+        with self.gm.graph.inserting_before(node):
+            twin = self.gm.graph.call_function(expert_mm, (self.twins[x], w, self.key))
+        twin.meta = provenance(node)
+        twin.meta["val"] = node.meta["val"]
+        self.twins[node] = twin
+        self.inside.append(twin)
+        self.counted.append(offs)  # type: ignore[arg-type]
+        return True
+
+    def counting(self, node: Node) -> bool:
+        """The same of rows in any order."""
+        if op_name(node) not in _SYMMETRIC or not self.by_row(node):
+            return False
+        twin = self.twins.pop(node)
+        self.inside.remove(twin)
+        source = bound(twin)["self"]
+        self.ends[node] = twin, source
+        return True
+
+    def by_row(self, node: Node) -> bool:
+        """The op on the rows in their own order, which is the same if it treats each row by itself."""
+        known = [n for n in node.all_input_nodes if n in self.twins]
+        others = [n for n in node.all_input_nodes if n not in self.twins]
+        drawn = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if not known or drawn or any(n in self.ordered or not self.fits(n) for n in others):
+            return False
+        with self.gm.graph.inserting_before(node):
+            twin = self.gm.graph.node_copy(node, lambda n: self.twins.get(n, n))
+        twin.meta = {**provenance(node), "val": node.meta["val"]}
+        self.twins[node] = twin
+        self.inside.append(twin)
+        return True
+
+    @property
+    def ordered(self) -> set[Node]:
+        """The nodes that know the order."""
+        return {self.sort, *self.numbers, *self.inverse, *self.twins}
+
+    def fits(self, node: Node) -> bool:
+        """Whether it is a number, or the same for all rows."""
+        value, batch = node.meta.get("val"), facts.graph_facts(self.gm).batch
+        if isinstance(value, Tensor):
+            return not any(batch in s.free_symbols for s in facts.shape(value))
+        return isinstance(value, (int, float, torch.SymInt))
+
+    # --- the proof ---
+
+    def proven(self, sources: set[Node]) -> dict[Node, Any]:
+        """Where the rows lie in what leads to the ends."""
+        above = facts.ancestors(sources, through=lambda n: n not in self.entries)
+        own = [n for n in self.inside if n in above]
+        inputs: dict[Node, tuple[Tensor, int | None]] = {}
+        numbers: dict[Node, Any] = {}
+        for n in dict.fromkeys(m for node in own for m in node.all_input_nodes if m not in own):
+            value = n.meta["val"]
+            if not isinstance(value, Tensor):
+                numbers[n] = self.number(value)
+            elif n in self.entries:
+                inputs[n] = torch.empty([ROWS, *value.shape[1:]], dtype=value.dtype, device="meta"), 0
+            else:
+                inputs[n] = torch.empty(list(value.shape), dtype=value.dtype, device="meta"), None
+        found = row_by_row(own, inputs, numbers) if own else {}
+        return {n: found[n].axes for n in own if not found[n].reduced}
+
+    def number(self, value: Any) -> Any:
+        """A number in terms of the number of rows."""
+        each = sympy.cancel(facts.expr(value) / self.count)
+        if each.is_Integer:
+            return TimesRows(int(each))
+        if facts.expr(value).free_symbols:
+            raise Unfit
+        return int(value)
+
+    def spliced(self, node: Node, function: Callable[..., Tensor], *arguments: Node) -> Node:
+        found: Node = splice(self.gm, node, function, arguments)
+        return found

@@ -1,0 +1,117 @@
+"""Products of rows with the matrix of the expert that each is routed to.
+
+    y[r, o] = Σ_i x[r, i] w[ids[r], i, o]           expert_mm
+    p[e, i, o] = Σ_{r: ids[r] = e} x[r, i] y[r, o]  expert_outer, the gradient of w
+
+Rows lie in any order.  Inside, they are sorted by expert and multiplied one expert after the other, as mixtures of
+experts do it themselves; outside there is no order of all samples' rows.  Rows whose id is no expert's give zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.utils.flop_counter import register_flop_formula
+
+from psg_fx.op_table import under_autograd
+from psg_fx.ops.recurrent import define_op
+
+
+def _sorted(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """The rows in order of their experts, and how many each expert has; those of none come last."""
+    known = torch.where((ids >= 0) & (ids < experts), ids, experts)
+    return known.argsort(), torch.bincount(known, minlength=experts + 1)
+
+
+def _grouped_on_device(x: Tensor) -> bool:
+    """Whether torch has a kernel for all experts at once, which does not wait for the device."""
+    return x.device.type == "cuda" and x.dtype is torch.bfloat16 and torch.cuda.get_device_capability(x.device)[0] >= 8
+
+
+def _expert_mm(x: Tensor, w: Tensor, ids: Tensor) -> Tensor:
+    order, counts = _sorted(ids, w.shape[0])
+    rows, y = x[order], x.new_zeros(x.shape[0], w.shape[2])
+    if _grouped_on_device(x):
+        found = torch._grouped_mm(rows, w, counts[:-1].cumsum(0).to(torch.int32))
+        known = (ids >= 0) & (ids < w.shape[0])
+        y[order] = found
+        return torch.where(known.unsqueeze(1), y, 0.0)
+    start = 0
+    for expert, count in enumerate(counts.tolist()[:-1]):
+        if count:
+            torch.mm(rows[start : start + count], w[expert], out=y[start : start + count])
+        start += count
+    found = torch.empty_like(y)
+    found[order] = y
+    return found
+
+
+def _expert_outer(x: Tensor, y: Tensor, ids: Tensor, experts: int) -> Tensor:
+    order, counts = _sorted(ids, experts)
+    left, right = x[order], y[order]
+    found = x.new_zeros(experts, x.shape[1], y.shape[1])
+    start = 0
+    for expert, count in enumerate(counts.tolist()[:-1]):
+        if count:
+            torch.mm(left[start : start + count].t(), right[start : start + count], out=found[expert])
+        start += count
+    return found
+
+
+expert_mm = define_op(
+    "expert_mm(Tensor x, Tensor w, Tensor ids) -> Tensor", _expert_mm,
+    lambda x, w, _: x.new_empty(x.shape[0], w.shape[2]),
+)  # fmt: skip
+expert_outer = define_op(
+    "expert_outer(Tensor x, Tensor y, Tensor ids, SymInt experts) -> Tensor", _expert_outer,
+    lambda x, y, _, experts: x.new_empty(experts, x.shape[1], y.shape[1]),
+)  # fmt: skip
+
+
+def _grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+    places = torch.arange(x.shape[0], device=x.device)
+    return _expert_mm(x, w, torch.searchsorted(offs.to(torch.int64), places, right=True))
+
+
+grouped_mm = define_op(
+    "grouped_mm(Tensor x, Tensor w, Tensor offs) -> Tensor", _grouped_mm,
+    lambda x, w, _: x.new_empty(x.shape[0], w.shape[2]),
+)  # fmt: skip
+"""`torch.nn.functional.grouped_mm` of sorted rows, in any dtype; expert e has rows offs[e - 1] to offs[e]."""
+
+
+class _Differentiable(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w, ids)
+        y: Tensor = expert_mm(x, w, ids)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, w, ids = ctx.saved_tensors
+        of_x = expert_mm(cotangent, w.transpose(1, 2), ids) if ctx.needs_input_grad[0] else None
+        of_w = expert_outer(x, cotangent, ids, w.shape[0]) if ctx.needs_input_grad[1] else None
+        return of_x, of_w, None
+
+
+@under_autograd(expert_mm)
+def _differentiable(x: Tensor, w: Tensor, ids: Tensor) -> Any:
+    """`expert_mm`, as autograd runs it."""
+    return _Differentiable.apply(x, w, ids)  # type: ignore[no-untyped-call]
+
+
+@register_flop_formula(torch.ops.psg_fx.expert_mm)
+def _flops(x: Sequence[int], w: Sequence[int], ids: Sequence[int], **shapes: Any) -> int:
+    """2 · rows · inputs · outputs."""
+    return 2 * x[0] * x[1] * w[2]
+
+
+@register_flop_formula(torch.ops.psg_fx.expert_outer)
+def _flops_outer(x: Sequence[int], y: Sequence[int], *rest: Any, **shapes: Any) -> int:
+    """2 · rows · inputs · outputs."""
+    return 2 * x[0] * x[1] * y[1]
