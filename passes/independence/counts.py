@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxis
@@ -24,23 +25,23 @@ _SAME = ("aten._to_copy", "aten.clone", "aten.alias", "aten.detach", "aten.conti
 _FILLS = ("aten.ones", "aten.ones_like", "aten.new_ones", "aten.full", "aten.full_like", "aten.new_full")
 
 
-def ends_of_experts(gm: GraphModule, offs: Node, ids: Node, sorted_ids: set[Node], experts: int) -> bool:
+def ends_of_experts(offs: Node, ids: set[Node], sorted_ids: set[Node], experts: int) -> bool:
     """Whether offs[e] is the number of rows whose id is at most e, for ids 0..experts - 1.
 
-    sorted_ids: nodes with the same ids in order.
+    ids: nodes with these ids.  sorted_ids: nodes with the same in order.
     """
     counts = _through(offs)
     if op_name(counts) != "aten.cumsum" or counts.meta["val"].ndim != 1:
         return False
     rows = _summed(_through(counts.args[0]))
-    given = {ids, *sorted_ids}
+    given = ids | sorted_ids
     if rows is None or not _row_by_row(rows, given):
         return False
-    batch = facts.graph_facts(gm).batch
-    length = facts.at(facts.shape(ids.meta["val"])[0], batch, 1)
+    like = next(iter(ids)).meta["val"]
+    length = _at_one(facts.shape(like)[0])
     for expert in range(experts):
-        each = torch.full((length,), expert, dtype=ids.meta["val"].dtype)
-        found = _value(offs, dict.fromkeys(given, each), batch)
+        each = torch.full((length,), expert, dtype=like.dtype)
+        found = _value(offs, dict.fromkeys(given, each))
         if not isinstance(found, Tensor) or found.tolist() != [length if e >= expert else 0 for e in range(experts)]:
             return False
     return True
@@ -94,14 +95,20 @@ def _row_by_row(rows: Node, given: set[Node]) -> bool:
     return isinstance(found, SampleAxis) and found == SampleAxis(0)
 
 
-def _value(node: Node, known: Mapping[Node, Any], batch: Any) -> Any:
-    """The value of a node at a batch size of one, of numbers and ids alone; None if it reads anything else."""
+def _at_one(size: Any) -> int:
+    """A size where there is one sample, or one row."""
+    found = size if isinstance(size, sympy.Expr) else facts.expr(size)
+    return int(found.subs(dict.fromkeys(found.free_symbols, 1)))
+
+
+def _value(node: Node, known: Mapping[Node, Any]) -> Any:
+    """The value of a node for one sample, of numbers and ids alone; None if it reads anything else."""
     values: dict[Node, Any] = dict(known)
     above = facts.ancestors([node], through=lambda n: n not in known)
     for n in (n for n in node.graph.nodes if n in above and n not in values):
         value = n.meta.get("val")
         if isinstance(value, (torch.SymInt, int)):
-            values[n] = facts.at(facts.expr(value), batch, 1)
+            values[n] = _at_one(value)
             continue
         if n.op != "call_function" or any(values.get(m) is None for m in n.all_input_nodes):
             return None

@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxis
+from psg_fx.graph.same_op import alike
 from psg_fx.ops.experts import expert_mm
 from psg_fx.source import provenance
 
@@ -54,16 +55,21 @@ def undo_orders(gm: GraphModule) -> None:
 
 
 def _of_all_rows(gm: GraphModule, sort: Node) -> bool:
-    """Whether it sorts one dim, upwards, whose size knows the batch."""
+    """Whether it sorts, upwards, one dim with all samples or rows of samples."""
     given = bound(sort)
-    shape = facts.shape(given["self"].meta["val"])
-    return len(shape) == 1 and facts.graph_facts(gm).batch in shape[0].free_symbols and not given["descending"]
+    shape, info = facts.shape(given["self"].meta["val"]), facts.graph_facts(gm)
+    return len(shape) == 1 and bool({info.batch, *info.rows} & shape[0].free_symbols) and not given["descending"]
+
+
+def _same_shape(node: Node, source: Any) -> bool:
+    """Whether a slice takes all."""
+    return isinstance(source, Node) and facts.shape(node.meta["val"]) == facts.shape(source.meta["val"])
 
 
 class Reordering:
     """What one sort orders: R rows, by the ids `key`.
 
-    numbers: a node that holds numbers of rows, in that order -> which.  inverse: argsort of the order.
+    keys: nodes that compute the same.  numbers: a node that holds numbers of rows, in that order -> which.  inverse: argsort of the order.
     twins: a value in that order -> the same in the rows' own order; `entries` are those that rows are taken from.
     ends: a node in no such order -> what it is of rows in their own order, and of which value that are.
     counted: where experts' rows end.
@@ -72,6 +78,8 @@ class Reordering:
     def __init__(self, gm: GraphModule, sort: Node) -> None:
         self.gm, self.sort = gm, sort
         self.key: Node = bound(sort)["self"]
+        numbers = alike(gm)
+        self.keys = {n for n in gm.graph.nodes if numbers[n] == numbers[self.key]}
         self.count: sympy.Expr = facts.shape(self.key.meta["val"])[0]
         self.order = [n for n in gm.graph.nodes if n in facts.descendants([sort])]
         self.numbers: dict[Node, Number] = {}
@@ -93,9 +101,11 @@ class Reordering:
             raise Unfit
         for node, (end, _) in self.ends.items():
             node.replace_all_uses_with(end)
-        counted = facts.ancestors(self.counted) - facts.ancestors([self.key])
+        gone = self.ordered | facts.ancestors(self.counted) - facts.ancestors([self.key])
         for node in list(self.gm.graph.nodes):
-            if asserts(node) and counted & facts.ancestors([node]):  # of the number of counts, as `bincount` has them
+            if asserts(node) and gone & facts.ancestors(
+                [node]
+            ):  # of dtypes, and of the size of what `bincount` returns
                 self.gm.graph.erase_node(node)
 
     # --- what a node is; each reader says whether it knows the node ---
@@ -122,7 +132,8 @@ class Reordering:
         if op_name(node) in _WRITES:
             return self.inverting(node)
         source = node.args[0] if node.args else None
-        if op_name(node) in _SAME and source in self.numbers and not node.meta["val"].is_floating_point():
+        same = op_name(node) in _SAME or (op_name(node) == "aten.slice" and _same_shape(node, source))
+        if same and source in self.numbers and not node.meta["val"].is_floating_point():
             self.numbers[node] = self.numbers[source]
             return True
         for found, within in ((divisor(node), False), (remainder(node), True)):
@@ -233,8 +244,8 @@ class Reordering:
         plain = all(r is None for r in rest) and not any(v is not None for v in node.kwargs.values())
         if x not in self.twins or not isinstance(w, Node) or w in self.ordered or not plain:
             return False
-        experts, own = w.meta["val"].shape[0], {n for n, twin in self.twins.items() if twin is self.key}
-        if w.meta["val"].ndim != 3 or not ends_of_experts(self.gm, offs, self.key, own, experts):  # type: ignore[arg-type]
+        experts, own = w.meta["val"].shape[0], {n for n, twin in self.twins.items() if twin in self.keys}
+        if w.meta["val"].ndim != 3 or not ends_of_experts(offs, self.keys, own, experts):  # type: ignore[arg-type]
             return False
         with self.gm.graph.inserting_before(node):
             twin = self.gm.graph.call_function(expert_mm, (self.twins[x], w, self.key))
@@ -259,6 +270,8 @@ class Reordering:
         """The op on the rows in their own order, which is the same if it treats each row by itself."""
         known = [n for n in node.all_input_nodes if n in self.twins]
         others = [n for n in node.all_input_nodes if n not in self.twins]
+        if not isinstance(node.meta.get("val"), (Tensor, tuple, list)):
+            return False
         drawn = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         if not known or drawn or any(n in self.ordered or not self.fits(n) for n in others):
             return False
@@ -276,9 +289,9 @@ class Reordering:
 
     def fits(self, node: Node) -> bool:
         """Whether it is a number, or the same for all rows."""
-        value, batch = node.meta.get("val"), facts.graph_facts(self.gm).batch
+        value = node.meta.get("val")
         if isinstance(value, Tensor):
-            return not any(batch in s.free_symbols for s in facts.shape(value))
+            return not any(s.free_symbols for s in facts.shape(value))
         return isinstance(value, (int, float, torch.SymInt))
 
     # --- the proof ---

@@ -76,6 +76,17 @@ class Members(OneHot):
 
 
 @dataclass(frozen=True)
+class Routed(Form):
+    """`onehot(ids)[b, t, e] x[b, t, i]`: stored as the pair of x and ids; `classes` is the size of e, and `lead` counts
+    the axes up to it.
+    """
+
+    name = "routed"
+    classes: int = 0
+    lead: int = 0
+
+
+@dataclass(frozen=True)
 class Patches(Form):
     """`patches(x)[b, t, g, i]`: stored as `x[b, f, g·c, *space]`; t = (f, *out_space), i = (c, *kernel).
 

@@ -20,6 +20,7 @@ from psg_fx.algebra.network import (
     Members,
     OneHot,
     Patches,
+    Routed,
     Source,
     TileSums,
     WithTileSums,
@@ -119,7 +120,7 @@ class Evaluator:
             return local[expr.key]
         value: Any = self._compute(expr, gradient, local)
         keep(local if reads_weights(expr) else self.known, expr, value)
-        if isinstance(expr, ContractExpr):
+        if isinstance(expr, ContractExpr) and not isinstance(expr.arg.form, Routed):
             self.named.append((gradient.name, _kind(expr), value[0] if isinstance(value, tuple) else value))
         return value  # type: ignore[no-any-return]
 
@@ -132,7 +133,7 @@ class Evaluator:
 def keep(values: dict[int, Any], expr: Expr, value: Any) -> None:
     """Enter what a node came to; of a pair the tensor, too."""
     values[expr.key] = value
-    if isinstance(value, tuple):
+    if isinstance(expr.arg.form, WithTileSums):
         values[dense(expr).key] = value[0]
 
 

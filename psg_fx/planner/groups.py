@@ -12,7 +12,7 @@ from functools import cached_property
 
 from psg_fx.algebra.ask import Phase
 from psg_fx.algebra.gradient import ParameterGradient, Term
-from psg_fx.algebra.network import Kind, Leaf, Source
+from psg_fx.algebra.network import Kind, Leaf, Routed, Source
 from psg_fx.algebra.prefix import sources
 from psg_fx.planner.expr import ContractExpr, DenseExpr, Expr, LeafExpr, dense
 from psg_fx.planner.plan import ParameterPlan, Part, Plan, reads_weights
@@ -49,7 +49,10 @@ class Group:
     def handed(self) -> tuple[int, ...]:
         """Keys of the nodes that are computed before the weights are known and read after."""
         nodes = [n for part in self._parts() if not _reads_weights(part) for n in part.tree.nodes().values()]
-        early = {n.key for n in nodes} | {dense(n).key for n in nodes if isinstance(n, ContractExpr)}
+        early = {n.key for n in nodes if not isinstance(n.arg.form, Routed)}
+        early |= {
+            dense(n).key for n in nodes if isinstance(n, ContractExpr)
+        }
         found: dict[int, None] = {}
 
         def walk(expr: Expr) -> None:

@@ -2,6 +2,7 @@
 
 from psg_fx.planner.methods.base import Arg, Method, Pair
 from psg_fx.planner.methods.dense import Dot, MatMul, Multiply
+from psg_fx.planner.methods.experts import ExpertMatMul, ExpertOuter, Route
 from psg_fx.planner.methods.fused import SumTiles, TileProduct, TileSquares
 from psg_fx.planner.methods.onehot import Equal, Gather, Pick, Scatter
 from psg_fx.planner.methods.patches import ConvWeight, GroupedConv, Shifted, WindowSum
@@ -13,6 +14,7 @@ METHODS: tuple[Method, ...] = (
     Equal(), Gather(), Scatter(), Pick(),
     GroupedConv(), Shifted(), WindowSum(), ConvWeight(), PixelGram(),
     HalfGram(), HalfDot(),
+    Route(), ExpertOuter(), ExpertMatMul(),
 )  # fmt: skip
 
 FUSED: tuple[Method, ...] = (TileSquares(), TileProduct(), SumTiles())

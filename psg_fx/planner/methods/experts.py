@@ -1,0 +1,172 @@
+"""Contractions with `onehot(ids)[b,t,e] x[b,t,i]`, rows of which each belongs to one expert: the ids tell rows apart,
+and products run over each expert's own rows (`psg_fx/ops/experts.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from psg_fx.algebra.network import Axes, Form, Members, OneHot, Routed
+from psg_fx.ops.experts import expert_mm, expert_outer
+from psg_fx.planner.cost import Device, Work
+from psg_fx.planner.methods.base import Arg, Method, Pair, arrange
+from psg_fx.tensors import Size
+
+_CALLS = 4
+"""Kernels that bring rows in order."""
+
+
+class Route(Method):
+    """onehot(ids)[b,t,e] x[b,t,i] as it is: x beside its ids, nothing computed."""
+
+    name = "route"
+    own_op = True
+
+    def applies(self, p: Pair) -> bool:
+        hot, other = _hot_and_other(p)
+        return (
+            isinstance(hot.form, OneHot) and not isinstance(hot.form, Members) and other.dense
+            and set(hot.axes[:-1]) <= set(other.axes) and hot.axes[-1] not in other.axes
+            and len(other.axes) > len(hot.axes) - 1 and set(p.everything) == set(p.out)
+        )  # fmt: skip
+
+    def out(self, p: Pair) -> Axes:
+        hot, other = _hot_and_other(p)
+        return (*hot.axes, *(x for x in other.axes if x not in hot.axes))
+
+    def form(self, p: Pair) -> Form:
+        hot, _ = _hot_and_other(p)
+        assert isinstance(hot.form, OneHot)
+        return Routed(hot.form.classes, len(hot.axes))
+
+    def bytes(self, p: Pair) -> Size:
+        return 0
+
+    def work(self, p: Pair) -> Work:
+        return Work(0, 0, 0, calls=0)
+
+    def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        ids, x, have = (a, b, p.b.axes) if isinstance(p.a.form, OneHot) else (b, a, p.a.axes)
+        lead = self.out(p)[: ids.ndim]
+        rest = tuple(q for q in have if q not in lead)
+        return arrange(x, have, tuple((q,) for q in (*lead, *rest))), ids
+
+
+def _hot_and_other(p: Pair) -> tuple[Arg, Arg]:
+    return (p.a, p.b) if isinstance(p.a.form, OneHot) else (p.b, p.a)
+
+
+class _OfExperts(Method):
+    """Products of routed rows with another operand.  flops = 2 · rows · i · o; rows are brought in order first."""
+
+    own_op = True
+
+    def split(self, p: Pair) -> tuple[Arg, Arg]:
+        """The routed operand, and the other."""
+        return (p.a, p.b) if isinstance(p.a.form, Routed) else (p.b, p.a)
+
+    def axes(self, p: Pair) -> tuple[Axes, str, Axes]:
+        """(b, t..), e and i of the routed operand."""
+        routed, _ = self.split(p)
+        assert isinstance(routed.form, Routed)
+        return routed.axes[: routed.form.lead - 1], routed.axes[routed.form.lead - 1], routed.axes[routed.form.lead :]
+
+    def operands(self, p: Pair, a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Axes]:
+        """x `[b, t.., i..]`, its ids `[b, t..]`, the other, and its axes."""
+        first = isinstance(p.a.form, Routed)
+        (x, ids), other = (a, b) if first else (b, a)
+        return x, ids, other, (p.b if first else p.a).axes
+
+    def applies(self, p: Pair) -> bool:
+        routed, other = self.split(p)
+        return isinstance(routed.form, Routed) and other.dense and self.fits(p, *self.axes(p), other.axes)
+
+    def fits(self, p: Pair, lead: Axes, expert: str, inputs: Axes, other: Axes) -> bool:
+        raise NotImplementedError
+
+    def products(self, p: Pair) -> Size:
+        """How many products of matrices there are."""
+        raise NotImplementedError
+
+    def work(self, p: Pair) -> Work:
+        lead, expert, inputs = self.axes(p)
+        rows, (_, other) = p.count(lead), self.split(p)
+        flops = 2 * rows * p.count(inputs) * p.count(tuple(x for x in other.axes if x not in (*lead, expert, *inputs)))
+        moved = 3 * (p.bytes((*lead, *inputs)) + p.bytes(other.axes)) + p.bytes(p.out)
+        return Work(flops, moved, p.bytes(p.out), "gemm", _CALLS + self.products(p))
+
+    def seconds(self, p: Pair, device: Device) -> float:
+        return device.seconds(self.work(p), p.dtype)
+
+
+class ExpertOuter(_OfExperts):
+    """out[e,i,o] = Σ_r onehot(ids)[r,e] x[r,i] y[r,o], of each sample or of all: each expert's own rows."""
+
+    name = "expert-matmul"
+
+    def fits(self, p: Pair, lead: Axes, expert: str, inputs: Axes, other: Axes) -> bool:
+        rest = [x for x in other if x not in lead]
+        kept = {expert, *inputs, *rest}
+        return (
+            set(lead) <= set(other) and expert not in other and not set(inputs) & set(rest) and bool(rest)
+            and set(p.out) in (kept, kept | {lead[0]})
+        )  # fmt: skip
+
+    def out(self, p: Pair) -> Axes:
+        lead, expert, inputs = self.axes(p)
+        _, other = self.split(p)
+        return (*(x for x in lead[:1] if x in p.out), expert, *inputs, *(x for x in other.axes if x not in lead))
+
+    def products(self, p: Pair) -> Size:
+        lead, expert, _ = self.axes(p)
+        return p.sizes[expert] * (p.sizes[lead[0]] if lead[0] in p.out else 1)
+
+    def emit(self, p: Pair, a: Any, b: Any) -> torch.Tensor:
+        x, ids, other, have = self.operands(p, a, b)
+        routed, _ = self.split(p)
+        assert isinstance(routed.form, Routed)
+        lead, _, _ = self.axes(p)
+        experts, each = routed.form.classes, lead[0] in p.out
+        rest = tuple(q for q in have if q not in lead)
+        y = arrange(other, have, tuple((q,) for q in (*lead, *rest)))
+        if each:
+            numbers = torch.arange(ids.shape[0], device=ids.device).reshape(-1, *[1] * (ids.ndim - 1))
+            ids = ids + numbers * experts
+        shape = (*x.shape[ids.ndim :], *y.shape[ids.ndim :])
+        dtype = torch.promote_types(x.dtype, y.dtype)
+        flat = (t.reshape(ids.numel(), -1).to(dtype) for t in (x, y))
+        count = ids.shape[0] * experts if each else experts
+        found = expert_outer(*flat, ids.reshape(-1), count)
+        return found.reshape(*([ids.shape[0]] if each else []), experts, *shape)
+
+
+class ExpertMatMul(_OfExperts):
+    """out[b,t,o] = Σ_{e,i} onehot(ids)[b,t,e] x[b,t,i] v[e,i,o]: a direction v pushed through the experts."""
+
+    name = "expert-linear"
+
+    def fits(self, p: Pair, lead: Axes, expert: str, inputs: Axes, other: Axes) -> bool:
+        rest = [x for x in other if x not in (expert, *inputs)]
+        return (
+            {expert, *inputs} <= set(other) and not set(lead) & set(other) and set(p.out) == {*lead, *rest}
+        )  # fmt: skip
+
+    def out(self, p: Pair) -> Axes:
+        lead, expert, inputs = self.axes(p)
+        _, other = self.split(p)
+        return (*lead, *(x for x in other.axes if x not in (expert, *inputs)))
+
+    def products(self, p: Pair) -> Size:
+        return p.sizes[self.axes(p)[1]]
+
+    def emit(self, p: Pair, a: Any, b: Any) -> torch.Tensor:
+        x, ids, other, have = self.operands(p, a, b)
+        _, expert, inputs = self.axes(p)
+        rest = tuple(q for q in have if q not in (expert, *inputs))
+        w = arrange(other, have, ((expert,), inputs, rest))
+        tail = [other.shape[have.index(q)] for q in rest]
+        dtype = torch.promote_types(x.dtype, w.dtype)
+        found = expert_mm(x.reshape(ids.numel(), -1).to(dtype), w.to(dtype), ids.reshape(-1))
+        return found.reshape(*ids.shape, *tail)
