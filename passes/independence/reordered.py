@@ -69,7 +69,8 @@ def _same_shape(node: Node, source: Any) -> bool:
 class Reordering:
     """What one sort orders: R rows, by the ids `key`.
 
-    keys: nodes that compute the same.  numbers: a node that holds numbers of rows, in that order -> which.  inverse: argsort of the order.
+    keys: nodes that compute the same.  numbers: a node that holds numbers of rows, in that order -> which.  inverse:
+    argsort of the order.
     twins: a value in that order -> the same in the rows' own order; `entries` are those that rows are taken from.
     ends: a node in no such order -> what it is of rows in their own order, and of which value that are.
     counted: where experts' rows end.
@@ -105,7 +106,7 @@ class Reordering:
         for node in list(self.gm.graph.nodes):
             if asserts(node) and gone & facts.ancestors(
                 [node]
-            ):  # of dtypes, and of the size of what `bincount` returns
+            ):  # of dtypes, and how many counts there are
                 self.gm.graph.erase_node(node)
 
     # --- what a node is; each reader says whether it knows the node ---
