@@ -104,9 +104,7 @@ class Reordering:
             node.replace_all_uses_with(end)
         gone = self.ordered | facts.ancestors(self.counted) - facts.ancestors([self.key])
         for node in list(self.gm.graph.nodes):
-            if asserts(node) and gone & facts.ancestors(
-                [node]
-            ):  # of dtypes, and how many counts there are
+            if asserts(node) and gone & facts.ancestors([node]):  # of dtypes, and how many counts there are
                 self.gm.graph.erase_node(node)
 
     # --- what a node is; each reader says whether it knows the node ---

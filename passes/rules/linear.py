@@ -11,7 +11,7 @@ from psg_fx.algebra.arrange import Arrangement, network
 from psg_fx.algebra.network import BATCH, Leaf, Network, OneHot
 from psg_fx.algebra.rule import rule
 from psg_fx.algebra.site import Site, Value
-from psg_fx.ops.experts import expert_mm
+from psg_fx.ops import experts
 
 from .pointwise import broadcast_network
 
@@ -53,8 +53,8 @@ def addmm(site: Site) -> dict[str, Network | None]:
     return {**scaled, "bias": _scaled(bias, beta)}
 
 
-@rule(expert_mm, params={"weight": 1})
-def experts(site: Site) -> dict[str, Network | None]:
+@rule(experts.expert_mm, params={"weight": 1})
+def expert_mm(site: Site) -> dict[str, Network | None]:
     """y[b,t,o] = Σ_i x[b,t,i] W[ids[b,t],i,o], the rows of a sample in t.
 
     weight: onehot(ids)[b,t,e] x[b,t,i] ȳ[b,t,o] -> [b,e,i,o]

@@ -50,9 +50,7 @@ class Group:
         """Keys of the nodes that are computed before the weights are known and read after."""
         nodes = [n for part in self._parts() if not _reads_weights(part) for n in part.tree.nodes().values()]
         early = {n.key for n in nodes if not isinstance(n.arg.form, Routed)}
-        early |= {
-            dense(n).key for n in nodes if isinstance(n, ContractExpr)
-        }
+        early |= {dense(n).key for n in nodes if isinstance(n, ContractExpr)}
         found: dict[int, None] = {}
 
         def walk(expr: Expr) -> None:

@@ -18,7 +18,7 @@ GENERAL = ("prefix", "uses", "layers", "traps", FALLBACK)
 
 def row_of(target: object) -> set[str]:
     """The first words of row names that an op may have: `conv2d.padding` is met by the rows `conv2d/...`."""
-    name = str(target).removeprefix("aten.").partition(".")[0]
+    name = str(target).removeprefix("aten.").removeprefix("psg_fx.").partition(".")[0]
     return {name, {"_native_batch_norm_legit_no_training": "batch_norm", "dot": "mv"}.get(name, name)}
 
 

@@ -155,6 +155,7 @@ def _recurrences() -> dict[str, list[tuple[Any, ...]]]:
     states, gru, square = real(3, 1, 2), real(3, 1, 6), real(2, 2)
     return {
         "psg_fx::lstm": [(x, h, c, real(8, 2), real(8), None), (x, real(1, 3), c, real(8, 3), None, real(3, 2))],
+        "psg_fx::expert_mm": [(real(4, 2), real(3, 2, 5), torch.tensor([2, 0, 0, 1]))],
         "psg_fx::gru": [(gru, h, real(6, 2), real(6)), (gru, h, real(6, 2), None)],
         "psg_fx::rnn": [(real(3, 2, 3), real(2, 3), real(3, 3), None, f) for f in ("tanh", "relu")],
         "psg_fx::lstm_backward": [(states, c, states.cos(), real(3, 1, 10), real(8, 2), None)],

@@ -46,6 +46,18 @@ def _experts(x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
     return torch.bmm(x.reshape(-1, 1, 4), w[ids.reshape(-1)]).view(*ids.shape, -1)
 
 
+def _routed(x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+    """The same with tokens in order of their experts; torch's grouped product has no float64 on a CPU."""
+    flat, ids = x.flatten(0, -2), ids.flatten()
+    order, counts = ids.argsort(), (ids[:, None] == torch.arange(len(w), device=ids.device)).sum(0)
+    rows, offs = flat[order], counts.cumsum(0).to(torch.int32)
+    if torch.compiler.is_exporting():
+        y = torch._grouped_mm(rows, w, offs)
+    else:
+        y = torch.cat([r @ w[e] for e, r in enumerate(rows.split(counts.tolist()))])
+    return y[order.argsort()].unflatten(0, x.shape[:-1])
+
+
 EMBEDDING = [
     _embed("seq", (B, 5)),
     _embed("one-token", (B,)),
@@ -73,6 +85,8 @@ EMBEDDING = [
          ids=(B, 5), params={"w": (7, 4)}, vmap=False, covers=("embedding",)),
     Case("index/rows", lambda ids, w: w[ids], x=None, ids=(B, 5), params={"w": (7, 4)}),
     Case("index/columns", lambda ids, w: w[:, ids], x=None, ids=(B, 5), params={"w": (4, 7)}, out_dim=1),
+    Case("expert_mm/sorted", _routed, x=(B, 5, 4), ids=(B, 5), classes=3, params={"w": (3, 4, 2)}, vmap=False),
+    Case("expert_mm/one-token", _routed, x=(B, 4), ids=(B,), classes=3, params={"w": (3, 4, 2)}, vmap=False),
     Case("index/experts", _experts, x=(B, 5, 4), ids=(B, 5), classes=3, params={"w": (3, 4, 2)}),
     Case("index/pairs", lambda ids, w: w[ids, ids.flip(1)], x=None, ids=(B, 5), params={"w": (7, 7)}, fallback=("w",)),
     Case("index_select/rows", lambda ids, w: w.index_select(0, ids), x=None, ids=(B,), params={"w": (7, 4)},
