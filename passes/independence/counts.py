@@ -113,5 +113,5 @@ def _value(node: Node, known: Mapping[Node, Any]) -> Any:
         if n.op != "call_function" or any(values.get(m) is None for m in n.all_input_nodes):
             return None
         args, kwargs = torch.fx.map_arg((n.args, n.kwargs), values.__getitem__)
-        values[n] = n.target(*args, **({**kwargs, "device": "cpu"} if "device" in kwargs else kwargs))  # type: ignore[operator]
+        values[n] = n.target(*args, **({**kwargs, "device": "cpu"} if "device" in kwargs else kwargs))
     return values[node]

@@ -26,6 +26,7 @@ from psg_fx.graph.same_op import alike
 from psg_fx.ops.experts import expert_mm
 from psg_fx.source import provenance
 
+from .bounds import bounds
 from .counts import ends_of_experts
 from .padding import splice
 from .picked import asserts
@@ -112,8 +113,8 @@ class Reordering:
     def sorting(self, node: Node) -> bool:
         """The sort itself: its values and its order; and the sort of the order, which is its inverse."""
         if node is self.sort or (op_name(node) in _SORTS and node.args[0] in self.numbers):
-            inverts = node is not self.sort
-            if inverts and (self.numbers[node.args[0]] != Number(1) or bound(node)["descending"]):  # type: ignore[index]
+            inverts, source = node is not self.sort, bound(node)["self"]
+            if inverts and (self.numbers[source] != Number(1) or bound(node)["descending"]):
                 return False
             values = {n.args[1]: n for n in node.users if n.target is operator.getitem}
             order = values.get(1) if isinstance(node.meta["val"], (tuple, list)) else node
@@ -130,7 +131,7 @@ class Reordering:
         """Numbers made of numbers; the inverse, as the places that the order is written to."""
         if op_name(node) in _WRITES:
             return self.inverting(node)
-        source = node.args[0] if node.args else None
+        source: Any = node.args[0] if node.args else None
         same = op_name(node) in _SAME or (op_name(node) == "aten.slice" and _same_shape(node, source))
         if same and source in self.numbers and not node.meta["val"].is_floating_point():
             self.numbers[node] = self.numbers[source]
@@ -246,14 +247,26 @@ class Reordering:
         experts, own = w.meta["val"].shape[0], {n for n, twin in self.twins.items() if twin in self.keys}
         if w.meta["val"].ndim != 3 or not ends_of_experts(offs, self.keys, own, experts):  # type: ignore[arg-type]
             return False
-        with self.gm.graph.inserting_before(node):
-            twin = self.gm.graph.call_function(expert_mm, (self.twins[x], w, self.key))
-        twin.meta = provenance(node)
-        twin.meta["val"] = node.meta["val"]
-        self.twins[node] = twin
-        self.inside.append(twin)
         self.counted.append(offs)  # type: ignore[arg-type]
+        self.twins[node] = self.multiplied(node, self.twins[x], w)  # type: ignore[index]
         return True
+
+    def multiplied(self, node: Node, x: Node, w: Node) -> Node:
+        """The product of rows in their own order; of ids that are no expert's, which come last, it is zero."""
+        experts = w.meta["val"].shape[0]
+        low, high = bounds(self.key)
+        known = low >= 0 and high < experts
+
+        def run(x: Tensor, w: Tensor, ids: Tensor) -> Tensor:
+            if known:
+                return expert_mm(x, w, ids)  # type: ignore[no-any-return]
+            y = expert_mm(x, w, ids.clamp(0, experts - 1))
+            return torch.where(((ids >= 0) & (ids < experts)).unsqueeze(1), y, 0.0)
+
+        before = set(self.gm.graph.nodes)
+        found = self.spliced(node, run, x, w, self.key)
+        self.inside += [n for n in self.gm.graph.nodes if n not in before]
+        return found
 
     def counting(self, node: Node) -> bool:
         """The same of rows in any order."""
@@ -261,7 +274,7 @@ class Reordering:
             return False
         twin = self.twins.pop(node)
         self.inside.remove(twin)
-        source = bound(twin)["self"]
+        source: Node = bound(twin)["self"]
         self.ends[node] = twin, source
         return True
 

@@ -2,6 +2,8 @@
 
     y[r, o] = Σ_i x[r, i] w[ids[r], i, o]           expert_mm
     p[e, i, o] = Σ_{r: ids[r] = e} x[r, i] y[r, o]  expert_outer, the gradient of w
+    Σ_{i,o} p[e, i, o]²                             expert_squares; p is not stored, or not even computed: of few rows
+                                                    it is Σ_{r,s} (x[r]·x[s]) (y[r]·y[s])
 
 Rows lie in any order.  Inside, they are sorted by expert and multiplied one expert after the other, as mixtures of
 experts do it themselves; outside there is no order of all samples' rows.  Rows whose id is no expert's give zeros.
@@ -19,6 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from psg_fx.op_table import under_autograd
 from psg_fx.ops.recurrent import define_op
+from psg_fx.tensors import accumulation_dtype
 
 
 def _sorted(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
@@ -34,32 +37,38 @@ def _grouped_on_device(x: Tensor) -> bool:
 
 def _expert_mm(x: Tensor, w: Tensor, ids: Tensor) -> Tensor:
     order, counts = _sorted(ids, w.shape[0])
-    rows, y = x[order], x.new_zeros(x.shape[0], w.shape[2])
+    y = x.new_empty(x.shape[0], w.shape[2])
     if _grouped_on_device(x):
-        found = torch._grouped_mm(rows, w, counts[:-1].cumsum(0).to(torch.int32))
-        known = (ids >= 0) & (ids < w.shape[0])
-        y[order] = found
-        return torch.where(known.unsqueeze(1), y, 0.0)
-    start = 0
-    for expert, count in enumerate(counts.tolist()[:-1]):
-        if count:
-            torch.mm(rows[start : start + count], w[expert], out=y[start : start + count])
-        start += count
-    found = torch.empty_like(y)
-    found[order] = y
-    return found
+        found = torch._grouped_mm(x[order], w, counts[:-1].cumsum(0).to(torch.int32))
+        y.index_copy_(0, order, found)
+        return torch.where(((ids >= 0) & (ids < w.shape[0])).unsqueeze(1), y, 0.0)
+    *known, unknown = order.split(counts.tolist())
+    for matrix, rows in zip(w, known, strict=True):
+        if len(rows):
+            y.index_copy_(0, rows, x.index_select(0, rows) @ matrix)
+    return y.index_fill_(0, unknown, 0.0) if len(unknown) else y
 
 
 def _expert_outer(x: Tensor, y: Tensor, ids: Tensor, experts: int) -> Tensor:
     order, counts = _sorted(ids, experts)
-    left, right = x[order], y[order]
-    found = x.new_zeros(experts, x.shape[1], y.shape[1])
-    start = 0
-    for expert, count in enumerate(counts.tolist()[:-1]):
-        if count:
-            torch.mm(left[start : start + count].t(), right[start : start + count], out=found[expert])
-        start += count
+    found = x.new_empty(experts, x.shape[1], y.shape[1])
+    for product, rows in zip(found, order.split(counts.tolist()), strict=False):
+        if len(rows):
+            torch.mm(x.index_select(0, rows).t(), y.index_select(0, rows), out=product)
+        else:
+            product.zero_()
     return found
+
+
+def _expert_squares(x: Tensor, y: Tensor, ids: Tensor, experts: int) -> Tensor:
+    order, counts = _sorted(ids, experts)
+    dtype = accumulation_dtype(x.dtype)
+    inputs, outputs, each = x.shape[1], y.shape[1], []
+    for rows in order.split(counts.tolist())[:-1]:
+        a, b = x.index_select(0, rows).to(dtype), y.index_select(0, rows).to(dtype)
+        few = len(rows) * (inputs + outputs) < inputs * outputs
+        each.append(torch.vdot((a @ a.t()).view(-1), (b @ b.t()).view(-1)) if few else (a.t() @ b).square_().sum())
+    return torch.stack(each)
 
 
 expert_mm = define_op(
@@ -69,6 +78,12 @@ expert_mm = define_op(
 expert_outer = define_op(
     "expert_outer(Tensor x, Tensor y, Tensor ids, SymInt experts) -> Tensor", _expert_outer,
     lambda x, y, _, experts: x.new_empty(experts, x.shape[1], y.shape[1]),
+)  # fmt: skip
+
+
+expert_squares = define_op(
+    "expert_squares(Tensor x, Tensor y, Tensor ids, SymInt experts) -> Tensor", _expert_squares,
+    lambda x, y, _, experts: x.new_empty(experts, dtype=accumulation_dtype(x.dtype)),
 )  # fmt: skip
 
 
@@ -111,7 +126,7 @@ def _flops(x: Sequence[int], w: Sequence[int], ids: Sequence[int], **shapes: Any
     return 2 * x[0] * x[1] * w[2]
 
 
-@register_flop_formula(torch.ops.psg_fx.expert_outer)
+@register_flop_formula([torch.ops.psg_fx.expert_outer, torch.ops.psg_fx.expert_squares])
 def _flops_outer(x: Sequence[int], y: Sequence[int], *rest: Any, **shapes: Any) -> int:
     """2 · rows · inputs · outputs."""
     return 2 * x[0] * x[1] * y[1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import random
-import re
 import sys
 import traceback
 import warnings
@@ -18,13 +17,13 @@ from torch import nn
 from psg_fx.errors import BadArgument, CaptureFailed, NotYetSupported, PsgError, SamplesMixed
 from psg_fx.passes.capture.reasons import NOT_ONE_GRAPH, user_line
 from psg_fx.program.call import Call
+from psg_fx.step.hints import function_of, parameters_of, with_hint
 from psg_fx.step.mistakes import check_model, check_values
 from psg_fx.torch_private.quiet import quiet
 
 _Made = TypeVar("_Made")
 _Found = tuple[BadArgument, Exception]
 _SHOWN = 6
-_ABOUT_MASKS = re.compile(r"mask|pad_token|padding")
 _OWN_LOSS = "if the model computes its loss itself: loss_fn=lambda out: out.loss"
 
 
@@ -42,9 +41,9 @@ def built(build: Callable[[], _Made], model: nn.Module, loss_fn: Any, call: Call
     except CaptureFailed as refusal:
         found = _own_error(model, loss_fn, call) if refusal.what == NOT_ONE_GRAPH else None
         if found is None:
-            raise _with_hint(refusal, model, call) from refusal.__cause__
+            raise with_hint(refusal, model, call) from refusal.__cause__
     except (SamplesMixed, NotYetSupported) as refusal:
-        raise _with_hint(refusal, model, call) from refusal.__cause__
+        raise with_hint(refusal, model, call) from refusal.__cause__
     raise found[0] from found[1]
 
 
@@ -64,16 +63,6 @@ def blamed(model: nn.Module, loss_fn: Any, call: Call) -> Iterator[None]:
         if found is None:
             raise
         raise found[0] from failure
-
-
-def _with_hint(refusal: PsgError, model: nn.Module, call: Call) -> PsgError:
-    """The refusal, and what a model of sequences was not given, where the refused line is about that."""
-    takes = any("attention_mask" in _parameters(m) for m in model.modules())
-    given = any(name.endswith("attention_mask") for name in call.names)
-    if not takes or given or not _ABOUT_MASKS.search(refusal.where):
-        return refusal
-    fix = f"pass attention_mask, which the model makes itself where none is given; or {refusal.fix}"
-    return type(refusal)(refusal.what, where=refusal.where, why=refusal.why, fix=fix)
 
 
 def _own_error(model: nn.Module, loss_fn: Any, call: Call, whole: bool = False) -> _Found | None:
@@ -160,22 +149,10 @@ def _put_back(place: dict[str, Any], before: Mapping[str, Any]) -> None:
             place[name] = value
 
 
-def _function(thing: Any) -> Any:
-    return thing.forward if isinstance(thing, nn.Module) else thing
-
-
-def _parameters(thing: Any) -> Mapping[str, inspect.Parameter]:
-    """What a function or module takes; nothing is known of those written in C."""
-    try:
-        return inspect.signature(_function(thing)).parameters
-    except (TypeError, ValueError):
-        return {}
-
-
 def _misfit(thing: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     """Why a function or module cannot be called with these arguments, or ""."""
     try:
-        signature = inspect.signature(_function(thing))
+        signature = inspect.signature(function_of(thing))
     except (TypeError, ValueError):  # written in C
         return ""
     try:
@@ -188,7 +165,7 @@ def _misfit(thing: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str
 def _signature(thing: Any) -> str:
     """`cross_entropy(input, target, ...)`: the name, what must be given, and whether there is more."""
     name = f"{type(thing).__name__}.forward" if isinstance(thing, nn.Module) else getattr(thing, "__name__", "loss_fn")
-    parameters = _parameters(thing).values()
+    parameters = parameters_of(thing).values()
     needed = [str(p).partition(":")[0] for p in parameters if p.default is p.empty]
     return f"{name}({', '.join([*needed, *(['...'] if len(needed) < len(parameters) else [])])})"
 

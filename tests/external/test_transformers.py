@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import transformers
@@ -12,8 +14,8 @@ import transformers
 import psg_fx
 from external import transformers_zoo as zoo
 from external.program import Program, check, check_learns, drop_in, with_loss
-from psg_fx.errors import NotYetSupported
-from support.selection import selected
+from psg_fx.errors import CaptureFailed, NotYetSupported, SamplesMixed
+from support.selection import one_in, selected
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated and will be removed in v6:FutureWarning")
 
@@ -38,16 +40,54 @@ def test_every_model_learns(program: Program) -> None:
     check_learns(program)
 
 
-def test_grouped_experts_are_refused() -> None:
-    """They sort the tokens of all samples; the grouped product of torch does not run in float64."""
-    config = {**zoo.GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}
-    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**config))
-    model.set_experts_implementation("grouped_mm")
-    step = psg_fx.transform(model, lambda out: out.loss, backend="eager")
-    with torch.random.fork_rng(devices=[]), pytest.raises(NotYetSupported) as error:
-        step(zoo.labelled(zoo.padded, labels=zoo.token_labels)())
-    assert "it sorts the rows of all samples by an integer" in error.value.why
-    assert "gather" in error.value.fix
+GROUPED = {
+    "Mixtral": {"num_local_experts": 4},
+    "Qwen2Moe": {"num_experts": 4, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8},
+    "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 8, "head_dim": 8},
+    "Olmoe": {"num_experts": 4},
+    "GptOss": {"num_local_experts": 4, "head_dim": 8},
+    "DeepseekV3": {
+        "n_routed_experts": 4, "moe_intermediate_size": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0,
+        "n_shared_experts": 1, "num_key_value_heads": 4, "head_dim": 4, "q_lora_rank": 8, "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
+    },
+}  # fmt: skip
+"""Mixtures of experts of the library, and what their configs need beside `zoo.GROUPED`."""
+
+
+def experts(kind: str, way: str, **options: Any) -> Any:
+    config = {**zoo.GROUPED, "num_experts_per_tok": 2, **GROUPED[kind], **options}
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**config))
+    model.set_experts_implementation(way)
+    return model
+
+
+@pytest.mark.parametrize("kind", one_in(3, list(GROUPED), always=["Mixtral", "DeepseekV3"]))
+def test_grouped_experts(kind: str) -> None:
+    """They sort the tokens of all samples.  In float32, since the grouped product of torch has no float64 on a CPU."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model, inputs = experts(kind, "grouped_mm"), zoo.labelled(zoo.padded, labels=zoo.token_labels)()
+    step = psg_fx.transform(model, lambda out: out.loss, quantities=psg_fx.Grads(), backend="eager")
+    found = step(inputs).grads
+    assert "psg_fx.expert_mm" in step.explain()
+    for i in range(len(inputs["input_ids"])):
+        loss = model(**{name: value[i : i + 1] for name, value in inputs.items()}).loss
+        alone = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+        for (name, p), g in zip(model.named_parameters(), alone, strict=True):
+            expected = torch.zeros_like(p) if g is None else g
+            torch.testing.assert_close(found[name][i], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_refusals_of_experts_name_the_way_out() -> None:
+    inputs = zoo.labelled(zoo.padded, labels=zoo.token_labels)()
+    step = psg_fx.transform(experts("Mixtral", "eager"), lambda out: out.loss, backend="eager")
+    with torch.random.fork_rng(devices=[]), pytest.raises(CaptureFailed, match=r"set_experts_implementation"):
+        step(inputs)
+    balanced = experts("Mixtral", "grouped_mm", output_router_logits=True)
+    step = psg_fx.transform(balanced, lambda out: out.loss, backend="eager")
+    with torch.random.fork_rng(devices=[]), pytest.raises(SamplesMixed, match=r"output_router_logits = False"):
+        step(inputs)
 
 
 def test_a_mask_that_the_model_makes_itself_is_named() -> None:

@@ -1,0 +1,63 @@
+"""The way out of a refusal that the model itself offers: an argument that was not given, an option of its config."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from psg_fx.errors import CaptureFailed, PsgError, SamplesMixed
+from psg_fx.program.call import Call
+
+_ABOUT_MASKS = re.compile(r"mask|pad_token|padding")
+_ABOUT_EXPERTS = re.compile(r"expert|router")
+
+
+def with_hint(refusal: PsgError, model: nn.Module, call: Call) -> PsgError:
+    """The refusal, and what the model offers, where the refused line is about that."""
+    for hint in (_mask(refusal, model, call), _experts(refusal, model), _balance(refusal, model)):
+        if hint:
+            fix = f"{hint}; or {refusal.fix}"
+            return type(refusal)(refusal.what, where=refusal.where, why=refusal.why, fix=fix)
+    return refusal
+
+
+def _mask(refusal: PsgError, model: nn.Module, call: Call) -> str:
+    """A model of sequences makes a mask where none is given."""
+    takes = any("attention_mask" in parameters_of(m) for m in model.modules())
+    given = any(name.endswith("attention_mask") for name in call.names)
+    if not takes or given or not _ABOUT_MASKS.search(refusal.where):
+        return ""
+    return "pass attention_mask, which the model makes itself where none is given"
+
+
+def _experts(refusal: PsgError, model: nn.Module) -> str:
+    """Models of transformers loop over those experts that were hit, unless told otherwise."""
+    loops = isinstance(refusal, CaptureFailed) and _ABOUT_EXPERTS.search(refusal.where)
+    if not loops or not any(hasattr(m, "set_experts_implementation") for m in model.modules()):
+        return ""
+    return 'model.set_experts_implementation("grouped_mm"), which computes the same without a branch'
+
+
+def _balance(refusal: PsgError, model: nn.Module) -> str:
+    """A loss that balances experts counts the tokens of all samples."""
+    asked = any(getattr(getattr(m, "config", None), "output_router_logits", False) for m in model.modules())
+    if not asked or not isinstance(refusal, SamplesMixed) or not _ABOUT_EXPERTS.search(refusal.where):
+        return ""
+    return "model.config.output_router_logits = False: the loss that balances experts is one of all samples"
+
+
+def function_of(thing: Any) -> Any:
+    """What is called."""
+    return thing.forward if isinstance(thing, nn.Module) else thing
+
+
+def parameters_of(thing: Any) -> Mapping[str, inspect.Parameter]:
+    """What a function or module takes; nothing is known of those written in C."""
+    try:
+        return inspect.signature(function_of(thing)).parameters
+    except (TypeError, ValueError):
+        return {}
