@@ -48,8 +48,9 @@ class Group:
     @cached_property
     def handed(self) -> tuple[int, ...]:
         """Keys of the nodes that are computed before the weights are known and read after."""
-        nodes = [n for part in self._parts() if not _reads_weights(part) for n in part.tree.nodes().values()]
-        early = {n.key for n in nodes if not isinstance(n.arg.form, Routed)}
+        parts = [part for part in self._parts() if not _reads_weights(part)]
+        nodes = [n for part in parts for n in part.tree.nodes().values() if not isinstance(n.arg.form, Routed)]
+        early = {n.key for n in nodes}
         early |= {dense(n).key for n in nodes if isinstance(n, ContractExpr)}
         found: dict[int, None] = {}
 

@@ -290,13 +290,13 @@ def test_ids_of_another_number_of_rows() -> None:
 
 
 class Sorted(OfNodes):
-    """Tokens brought to their experts in order, as a mixture of experts does."""
+    """Tokens in the order of their experts, and what each has of all before it."""
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, 1)
         expert = self.layer(tokens).argmax(-1)
         order = expert.argsort()
-        h = torch.tanh(self.layer(tokens[order]))
+        h = torch.tanh(self.layer(tokens[order])).cumsum(0)
         return torch.zeros_like(tokens).index_add(0, order, h).view(x.shape).sum((1, 2))
 
 
