@@ -14,6 +14,7 @@ from psg_fx.graph.strides import free_of_strides
 from .masked import pad_masked_rows
 from .prove import prove
 from .reordered import undo_orders
+from .selected import put_selected_back
 
 aten = torch.ops.aten
 _SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
@@ -30,6 +31,7 @@ def batch(gm: GraphModule, alone: Callable[[GraphModule, list[Node]], str] | Non
     """
     taken = keep_the_sample_dim(gm)
     undo_orders(gm)
+    put_selected_back(gm)
     pad_masked_rows(gm)
     free_of_strides(gm)
     prove(gm)
