@@ -75,7 +75,7 @@ class Replaced(Loop):
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, 1)
         weights, ids = self.gate(flat).softmax(-1).topk(CHOICES, -1)
-        out = torch.zeros(len(flat), CHOICES, WIDTH, dtype=x.dtype)
+        out = torch.zeros(flat.shape[0], CHOICES, WIDTH, dtype=x.dtype)
         for e, expert in enumerate(self.experts):
             token, choice = torch.where(ids == e)
             out[token, choice] = expert(flat[token]) * weights[token, choice, None]
