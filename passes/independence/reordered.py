@@ -133,7 +133,7 @@ class Reordering:
             return self.inverting(node)
         source: Any = node.args[0] if node.args else None
         same = op_name(node) in _SAME or (op_name(node) == "aten.slice" and _same_shape(node, source))
-        if same and source in self.numbers and not node.meta["val"].is_floating_point():
+        if same and source in self.numbers and self.has_rows_first(node) and not node.meta["val"].is_floating_point():
             self.numbers[node] = self.numbers[source]
             return True
         for found, within in ((divisor(node), False), (remainder(node), True)):
@@ -142,12 +142,18 @@ class Reordering:
                 return True
         return False
 
+    def has_rows_first(self, node: Node) -> bool:
+        """Whether rows lie in dim 0 alone."""
+        first, *rest = facts.shape(node.meta["val"])
+        return first == self.count and not any(size.free_symbols for size in rest)
+
     def inverting(self, node: Node) -> bool:
         """`inverse[order] = arange(R)`."""
         given = bound(node)
         at = given["indices"] if "indices" in given else [given["index"]]
         values = given.get("values") or given.get("src") or given.get("source")
         whole = len(at) == 1 and self.numbers.get(at[0]) == Number(1) and not given.get("accumulate", False)
+        whole = whole and facts.shape(node.meta["val"]) == (self.count,)
         if whole and isinstance(values, Node) and number_of(values, self.count) == Number(1):
             self.inverse.add(node)
             return True
@@ -162,7 +168,7 @@ class Reordering:
             self.ends[node] = self.twins[source], self.twins[source]
             return True
         numbers = [self.numbers.get(n) for n in at]
-        if source in self.ordered or None in numbers:
+        if source in self.ordered or None in numbers or any(n.meta["val"].ndim != 1 for n in at):
             return False
         if numbers == [Number(1)] and (found := number_of(source, self.count)) is not None:
             self.numbers[node] = found
@@ -181,8 +187,6 @@ class Reordering:
             return (given["self"], at) if at == list(given["indices"][: len(at)]) else (None, [])
         if op_name(node) == "aten.index_select" and given["dim"] == 0:
             return given["self"], [given["index"]]
-        if op_name(node) == "aten.embedding" and given["indices"] in self.numbers:
-            return given["weight"], [given["indices"]]
         return None, []
 
     def taken(self, node: Node, source: Node, numbers: list[Number | None]) -> Node | None:
@@ -220,6 +224,9 @@ class Reordering:
         shape, written = facts.shape(onto.meta["val"]), facts.shape(values.meta["val"])
         if shape[0] * number.k != self.count or written[0] != self.count or shape[1:] != written[1:]:
             return False
+        wide = op_name(node) in ("aten.scatter_add", "aten.scatter")
+        if facts.shape(at[0].meta["val"]) != (written if wide else written[:1]):
+            return False
         adds = op_name(node) in _ADDS or given.get("accumulate", False)
         if not adds and number.k != 1:
             return False
@@ -241,7 +248,11 @@ class Reordering:
         if op_name(node) not in _GROUPED:
             return False
         x, w, offs, *rest = node.args
-        plain = all(r is None for r in rest) and not any(v is not None for v in node.kwargs.values())
+        plain = (
+            not self.key.meta["val"].is_floating_point()
+            and all(r is None for r in rest)
+            and not any(v is not None for v in node.kwargs.values())
+        )
         if x not in self.twins or not isinstance(w, Node) or w in self.ordered or not plain:
             return False
         experts, own = w.meta["val"].shape[0], {n for n, twin in self.twins.items() if twin in self.keys}
@@ -318,8 +329,10 @@ class Reordering:
             value = n.meta["val"]
             if not isinstance(value, Tensor):
                 numbers[n] = self.number(value)
-            elif n in self.entries:
+            elif n in self.entries and self.has_rows_first(n):
                 inputs[n] = torch.empty([ROWS, *value.shape[1:]], dtype=value.dtype, device="meta"), 0
+            elif not self.fits(n):
+                raise Unfit
             else:
                 inputs[n] = torch.empty(list(value.shape), dtype=value.dtype, device="meta"), None
         found = row_by_row(own, inputs, numbers) if own else {}
