@@ -22,6 +22,7 @@ from psg_fx.errors import NotYetSupported
 from psg_fx.graph.facts import is_differentiable
 from psg_fx.graph.strides import free_of_strides
 from psg_fx.graph.tracing import trace
+from psg_fx.ops.define import of_torch_alone
 from psg_fx.torch_private.modes import no_modes
 
 _LIBRARY = torch.library.Library("psg_fx_functions", "FRAGMENT")
@@ -97,7 +98,9 @@ def _define(call: CustomCall, tensors: Sequence[torch.Tensor]) -> Any:
     _LIBRARY.define(f"{name}({inputs}) -> {outputs}")
     _LIBRARY.impl(name, forward, "CompositeExplicitAutograd")
     torch.library.register_fake(f"psg_fx_functions::{name}", forward, lib=_LIBRARY)
-    return getattr(torch.ops.psg_fx_functions, name).default
+    op = getattr(torch.ops.psg_fx_functions, name).default
+    of_torch_alone(op, forward)
+    return op
 
 
 def _is_any(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:

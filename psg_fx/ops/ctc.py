@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from psg_fx.op_table import under_autograd
-from psg_fx.ops.recurrent import define_op
+from psg_fx.ops.define import define_op
 
 aten = torch.ops.aten
 _GIVEN = "Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank, bool zero_infinity"

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from psg_fx.ops.define import of_torch_alone
+
 aten = torch.ops.aten
 
 _LIBRARY = torch.library.Library("psg_fx", "FRAGMENT")
@@ -44,6 +46,9 @@ def weight_gradient(
 @torch.library.impl(_LIBRARY, "grouped_weight_gradient", "CompositeExplicitAutograd")
 def _computed(*arguments: Any) -> torch.Tensor:
     return weight_gradient(*arguments).contiguous()
+
+
+of_torch_alone(torch.ops.psg_fx.grouped_weight_gradient.default, _computed)
 
 
 def _fake(grad: torch.Tensor, x: torch.Tensor, groups: int, kernel: list[int], *rest: list[int]) -> torch.Tensor:

@@ -20,19 +20,11 @@ from torch import Tensor
 from torch.autograd import Function
 
 from psg_fx.op_table import under_autograd
+from psg_fx.ops import recurrent_of_torch as of_torch
+from psg_fx.ops.define import define_op
 
 Maybe = Tensor | None
-_LIBRARY = torch.library.Library("psg_fx", "FRAGMENT")
 _NONLINEAR = {"tanh": torch.tanh_, "relu": torch.relu_}
-
-
-def define_op(schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> Any:
-    """The op `psg_fx::name`; `shapes` says what it returns, without values."""
-    name = schema.partition("(")[0]
-    _LIBRARY.define(schema)
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"psg_fx::{name}", shapes, lib=_LIBRARY)
-    return getattr(torch.ops.psg_fx, name).default
 
 
 def _sum(x: Tensor, bias: Maybe) -> Tensor:
@@ -90,14 +82,15 @@ lstm = define_op(
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _lstm,
     lambda x, h, c, *_: tuple(x.new_empty((*x.shape[:2], n)) for n in (h.shape[1], x.shape[2], *[c.shape[1]] * 2)),
+    of_torch.lstm,
 )
 gru = define_op(
     "gru(Tensor x, Tensor h, Tensor w, Tensor? bias) -> (Tensor, Tensor, Tensor)", _gru,
-    lambda x, h, *_: tuple(x.new_empty((*x.shape[:2], n)) for n in (h.shape[1], x.shape[2], h.shape[1])),
+    lambda x, h, *_: tuple(x.new_empty((*x.shape[:2], n)) for n in (h.shape[1], x.shape[2], h.shape[1])), of_torch.gru,
 )  # fmt: skip
 rnn = define_op(
     "rnn(Tensor x, Tensor h, Tensor w, Tensor? bias, str nonlinearity) -> Tensor", _rnn,
-    lambda x, *_: x.new_empty(x.shape),
+    lambda x, *_: x.new_empty(x.shape), of_torch.rnn,
 )  # fmt: skip
 
 
@@ -153,11 +146,13 @@ lstm_backward = define_op(
     lambda dh, dc, kept, scale, w, _: tuple(
         dh.new_empty(shape) for shape in ((*dh.shape[:2], w.shape[0]), dh.shape, dh.shape[1:], dc.shape)
     ),
+    of_torch.lstm_backward,
 )
 recurrence_backward = define_op(
     "recurrence_backward(Tensor dh, Tensor? kept, Tensor scale, Tensor w) -> (Tensor, Tensor, Tensor)",
     _recurrence_backward,
     lambda dh, kept, scale, w: tuple(t.new_empty(t.shape) for t in (scale, dh, dh[0])),
+    of_torch.recurrence_backward,
 )
 
 

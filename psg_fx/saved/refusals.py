@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch._ops import OpOverload
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
-from psg_fx.errors import NotYetSupported
+from psg_fx.errors import InternalError, NotYetSupported
 from psg_fx.graph import facts
 from psg_fx.graph.facts import InputSpec
 from psg_fx.program.call import Call
@@ -62,6 +62,16 @@ def _refuse_op(node: Node, target: OpOverload) -> None:
             f"{name} draws random numbers", where=locate(node),
             why="a file has no generator of the caller's to draw from, so that its draws could not be repeated",
             fix="model.eval(), or pass the random tensor as an input",
+        )  # fmt: skip
+
+
+def check_of_torch_alone(graph: Graph) -> None:
+    """Nothing in the graph of a file needs psg_fx to be there."""
+    own = [n for n in graph.nodes if isinstance(n.target, OpOverload) and n.target.namespace in OWN]
+    if own:
+        raise InternalError(
+            f"{own[0].target} is left in a file", where=_WHERE, why="a process without psg_fx could not load it",
+            fix="please report this as a bug",
         )  # fmt: skip
 
 

@@ -16,10 +16,10 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.errors import InternalError, PsgError
 from psg_fx.graph import facts
+from psg_fx.ops.define import of_torch_alone
 from psg_fx.passes.compile.compile import CPU_OPTIONS, written_out
-from psg_fx.saved.refusals import OWN, is_passed, not_exported
+from psg_fx.saved.refusals import OWN, check_of_torch_alone, is_passed, not_exported
 from psg_fx.saved.spec import Spec
-from psg_fx.torch_private.ops import kernel
 from psg_fx.torch_private.packages import Runner, compiled_files, load_compiled, pack
 from psg_fx.torch_private.quiet import quiet
 
@@ -49,10 +49,10 @@ class Lowered(nn.Module):
 
 
 def _of_torch_alone(gm: GraphModule) -> GraphModule:
-    """Ops of psg_fx are traced into torch's own: the kernels that compute them are called instead."""
+    """Ops of psg_fx are traced into torch's own: the functions that compute them are called instead."""
     for node in gm.graph.nodes:
         if isinstance(node.target, OpOverload) and node.target.namespace in OWN:
-            node.target = kernel(node.target)
+            node.target = of_torch_alone(node.target)
     gm.recompile()
     return gm
 
@@ -74,6 +74,7 @@ def write(path: str | os.PathLike[str], gm: GraphModule, spec: Spec, arguments: 
         try:
             with quiet(), torch.no_grad():
                 program = _exported(gm, lowered, [node for node, _ in given])
+                check_of_torch_alone(program.graph)
                 pack(draft, program, compiled_files(program, _options(spec)), {SPEC: spec.to_json()})
                 runner = load_compiled(draft)
         except PsgError:

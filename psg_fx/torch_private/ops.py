@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch._C import DispatchKey
 from torch._decomp import core_aten_decompositions, decomposition_table
 from torch._higher_order_ops.effects import has_effects
 from torch._library.custom_ops import CustomOpDef
@@ -26,15 +25,6 @@ def python_decomposition(op: OpOverload) -> Callable[..., Any] | None:
         return op.decompose
     found: Callable[..., Any] | None = decomposition_table.get(op)
     return found
-
-
-def kernel(op: OpOverload) -> Callable[..., Any]:
-    """What computes an op whose kernel is written in Python, of other ops."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return op._op_dk(DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
-
-    return run
 
 
 def custom_op_name(op: object) -> str | None:

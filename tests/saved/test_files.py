@@ -329,3 +329,5 @@ def test_models_whose_steps_use_ops_of_psg_fx(make: Any, tmp_path: Path) -> None
     loaded = psg_fx.load(step.export(tmp_path / "step.pt2", x, y))
     same(loaded(model.state_dict(), x, y), expected)
     same(loaded(model.state_dict(), x[:1], y[:1]), step(x[:1], y[:1]))
+    left = {str(n.target) for n in torch.export.load(tmp_path / "step.pt2").graph.nodes}
+    assert not any(op.startswith("psg_fx") for op in left)

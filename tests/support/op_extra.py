@@ -149,7 +149,7 @@ def _others() -> dict[str, list[tuple[Any, ...]]]:
     }
 
 
-def _recurrences() -> dict[str, list[tuple[Any, ...]]]:
+def recurrences() -> dict[str, list[tuple[Any, ...]]]:
     """T = 3, one sample, states of 2: of four gates (LSTM), three (GRU) and one."""
     x, h, c = real(3, 1, 8), real(1, 2), real(1, 2)
     states, gru, square = real(3, 1, 2), real(3, 1, 6), real(2, 2)
@@ -168,7 +168,7 @@ def _recurrences() -> dict[str, list[tuple[Any, ...]]]:
 def written() -> Mapping[str, list[Call]]:
     """The calls of each operator by name: those below, and those borrowed from an operator with the same arguments."""
     found: dict[str, list[Call]] = {}
-    for name, given in (_images() | _norms() | _others() | _recurrences()).items():
+    for name, given in (_images() | _norms() | _others() | recurrences()).items():
         found[name] = [call for args in given if (call := fitting(name, args, {})) is not None]
     for pair in DONORS.split():
         name, donor = pair.split(":")

@@ -1,0 +1,34 @@
+"""How an op of psg_fx is defined: what computes it, its shapes, and the same in ops of torch alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+_LIBRARY = torch.library.Library("psg_fx", "FRAGMENT")
+_OF_TORCH: dict[OpOverload, Callable[..., Any]] = {}
+
+
+def define_op(
+    schema: str, run: Callable[..., Any], shapes: Callable[..., Any], of_torch: Callable[..., Any] | None = None
+) -> Any:
+    """The op `psg_fx::name`.  shapes: what it returns, without values.  of_torch: what a graph that leaves psg_fx has
+    in its place, where `run` cannot be traced.
+    """
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"psg_fx::{name}", shapes, lib=_LIBRARY)
+    op = getattr(torch.ops.psg_fx, name).default
+    _OF_TORCH[op] = of_torch or run
+    return op
+
+
+def of_torch_alone(op: OpOverload, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """The function of torch's own ops that computes an op of psg_fx.  function: is set, for an op defined elsewhere."""
+    if function is not None:
+        _OF_TORCH[op] = function
+    return _OF_TORCH[op]

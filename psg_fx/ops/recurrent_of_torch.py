@@ -1,0 +1,84 @@
+"""The loops of `recurrent.py` without writes into memory of their own, for graphs that leave psg_fx: a compiler that
+knows no ops of psg_fx may order writes as it likes, and one that traces a loop unrolls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Maybe = Tensor | None
+
+
+def _plus(x: Tensor, bias: Maybe) -> Tensor:
+    return x if bias is None else x + bias
+
+
+def lstm(x: Tensor, h: Tensor, c: Tensor, w: Tensor, bias: Maybe, projection: Maybe) -> tuple[Tensor, ...]:
+    """All h', the gates i f g o side by side, all c' and their tanh."""
+    steps = []
+    for x_t in _plus(x, bias).unbind(0):
+        i, f, g, o = (x_t + h @ w.t()).chunk(4, -1)
+        i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+        c = f * c + i * g
+        squashed = c.tanh()
+        h = o * squashed if projection is None else (o * squashed) @ projection.t()
+        steps.append((h, torch.cat([i, f, g, o], -1), c, squashed))
+    return tuple(torch.stack(each) for each in zip(*steps, strict=True))
+
+
+def gru(x: Tensor, h: Tensor, w: Tensor, bias: Maybe) -> tuple[Tensor, ...]:
+    """All h', the gates r z n, and a_n."""
+    steps = []
+    for x_t in x.unbind(0):
+        x_r, x_z, x_n = x_t.chunk(3, -1)
+        a_r, a_z, a_n = _plus(h @ w.t(), bias).chunk(3, -1)
+        r, z = (x_r + a_r).sigmoid(), (x_z + a_z).sigmoid()
+        n = (x_n + r * a_n).tanh()
+        h = n + (h - n) * z
+        steps.append((h, torch.cat([r, z, n], -1), a_n))
+    return tuple(torch.stack(each) for each in zip(*steps, strict=True))
+
+
+def rnn(x: Tensor, h: Tensor, w: Tensor, bias: Maybe, nonlinearity: str) -> Tensor:
+    """All h'."""
+    function: Callable[[Tensor], Tensor] = getattr(torch, nonlinearity)
+    states = []
+    for x_t in _plus(x, bias).unbind(0):
+        h = function(x_t + h @ w.t())
+        states.append(h)
+    return torch.stack(states)
+
+
+def lstm_backward(
+    dh: Tensor, dc: Tensor, kept: Tensor, scale: Tensor, w: Tensor, projection: Maybe
+) -> tuple[Tensor, ...]:
+    """All da, all dh, and those of the initial states."""
+    later, steps = torch.zeros_like(dh[0]), []
+    for dh_t, f, scale_t in reversed(list(zip(dh.unbind(0), kept.unbind(0), scale.unbind(0), strict=True))):
+        s_i, s_f, s_g, s_o, s_c = scale_t.chunk(5, -1)
+        every = dh_t + later
+        raw = every if projection is None else every @ projection
+        dc = dc + raw * s_c
+        da = torch.cat([dc * s_i, dc * s_f, dc * s_g, raw * s_o], -1)
+        dc = dc * f
+        later = da @ w
+        steps.append((da, every))
+    da_all, dh_all = (torch.stack(each[::-1]) for each in zip(*steps, strict=True))
+    return da_all, dh_all, later, dc
+
+
+def recurrence_backward(dh: Tensor, kept: Maybe, scale: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """All da, all dh, and that of the initial state."""
+    later, steps, size = torch.zeros_like(dh[0]), [], dh.shape[-1]
+    for t in reversed(range(dh.shape[0])):
+        every = dh[t] + later
+        da = torch.cat([every * part for part in scale[t].split(size, -1)], -1)
+        later = da @ w
+        if kept is not None:
+            later = later + every * kept[t]
+        steps.append((da, every))
+    da_all, dh_all = (torch.stack(each[::-1]) for each in zip(*steps, strict=True))
+    return da_all, dh_all, later
