@@ -12,26 +12,22 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from psg_fx.graph import facts
-from psg_fx.graph.facts import SampleAxis
 from psg_fx.graph.same_op import alike
 from psg_fx.ops.experts import expert_mm
-from psg_fx.source import provenance
 
 from .bounds import bounds
 from .counts import ends_of_experts
-from .padding import splice
 from .picked import asserts
-from .region import ROWS, TimesRows, Unfit, row_by_row
+from .region import Unfit
 from .row_numbers import Number, divisor, number_of, remainder
+from .row_rewriting import RowRewriting
 from .values import bound, op_name
 
 aten = torch.ops.aten
@@ -67,30 +63,22 @@ def _same_shape(node: Node, source: Any) -> bool:
     return isinstance(source, Node) and facts.shape(node.meta["val"]) == facts.shape(source.meta["val"])
 
 
-class Reordering:
-    """What one sort orders: R rows, by the ids `key`.
+class Reordering(RowRewriting):
+    """What one sort orders, by the ids `key`.
 
     keys: nodes that compute the same.  numbers: a node that holds numbers of rows, in that order -> which.  inverse:
-    argsort of the order.
-    twins: a value in that order -> the same in the rows' own order; `entries` are those that rows are taken from.
-    ends: a node in no such order -> what it is of rows in their own order, and of which value that are.
-    counted: where experts' rows end.
+    argsort of the order.  counted: where experts' rows end.
     """
 
     def __init__(self, gm: GraphModule, sort: Node) -> None:
-        self.gm, self.sort = gm, sort
-        self.key: Node = bound(sort)["self"]
+        self.sort, self.key = sort, bound(sort)["self"]
+        super().__init__(gm, [sort], facts.shape(self.key.meta["val"])[0])
         numbers = alike(gm)
         self.keys = {n for n in gm.graph.nodes if numbers[n] == numbers[self.key]}
-        self.count: sympy.Expr = facts.shape(self.key.meta["val"])[0]
-        self.order = [n for n in gm.graph.nodes if n in facts.descendants([sort])]
         self.numbers: dict[Node, Number] = {}
         self.inverse: set[Node] = set()
-        self.twins: dict[Node, Node] = {}
-        self.entries: set[Node] = {self.key}
-        self.inside: list[Node] = []
-        self.ends: dict[Node, tuple[Node, Node]] = {}
         self.counted: list[Node] = []
+        self.entries[self.key] = 0
 
     def run(self) -> None:
         """Put the ends in the place of what undid the order, once it is proven that each row is treated by itself."""
@@ -98,9 +86,7 @@ class Reordering:
             readers = (self.sorting, self.numbering, self.picking, self.putting_back, self.multiplying, self.counting)
             if node.op == "call_function" and not any(reader(node) for reader in readers):
                 self.by_row(node)
-        axes = self.proven({source for _, source in self.ends.values()})
-        if any(axes[source] != SampleAxis(0) for _, source in self.ends.values() if source not in self.entries):
-            raise Unfit
+        self.prove()
         for node, (end, _) in self.ends.items():
             node.replace_all_uses_with(end)
         gone = self.ordered | facts.ancestors(self.counted) - facts.ancestors([self.key])
@@ -176,7 +162,7 @@ class Reordering:
         twin = self.taken(node, source, numbers)
         if twin is not None:
             self.twins[node] = twin
-            self.entries.add(twin)
+            self.entries[twin] = 0
         return twin is not None
 
     def looked_up(self, node: Node) -> tuple[Node | None, list[Any]]:
@@ -290,63 +276,14 @@ class Reordering:
         return True
 
     def by_row(self, node: Node) -> bool:
-        """The op on the rows in their own order, which is the same if it treats each row by itself."""
-        known = [n for n in node.all_input_nodes if n in self.twins]
+        """The op on the rows in their own order."""
         others = [n for n in node.all_input_nodes if n not in self.twins]
-        if not isinstance(node.meta.get("val"), (Tensor, tuple, list)):
+        value = node.meta.get("val")
+        if not isinstance(value, (Tensor, tuple, list)):
             return False
-        drawn = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if not known or drawn or any(n in self.ordered or not self.fits(n) for n in others):
-            return False
-        with self.gm.graph.inserting_before(node):
-            twin = self.gm.graph.node_copy(node, lambda n: self.twins.get(n, n))
-        twin.meta = {**provenance(node), "val": node.meta["val"]}
-        self.twins[node] = twin
-        self.inside.append(twin)
-        return True
+        return not any(n in self.ordered or not self.fits(n) for n in others) and self.copied(node, value)
 
     @property
     def ordered(self) -> set[Node]:
         """The nodes that know the order."""
         return {self.sort, *self.numbers, *self.inverse, *self.twins}
-
-    def fits(self, node: Node) -> bool:
-        """Whether it is a number, or the same for all rows."""
-        value = node.meta.get("val")
-        if isinstance(value, Tensor):
-            return not any(s.free_symbols for s in facts.shape(value))
-        return isinstance(value, (int, float, torch.SymInt))
-
-    # --- the proof ---
-
-    def proven(self, sources: set[Node]) -> dict[Node, Any]:
-        """Where the rows lie in what leads to the ends."""
-        above = facts.ancestors(sources, through=lambda n: n not in self.entries)
-        own = [n for n in self.inside if n in above]
-        inputs: dict[Node, tuple[Tensor, int | None]] = {}
-        numbers: dict[Node, Any] = {}
-        for n in dict.fromkeys(m for node in own for m in node.all_input_nodes if m not in own):
-            value = n.meta["val"]
-            if not isinstance(value, Tensor):
-                numbers[n] = self.number(value)
-            elif n in self.entries and self.has_rows_first(n):
-                inputs[n] = torch.empty([ROWS, *value.shape[1:]], dtype=value.dtype, device="meta"), 0
-            elif not self.fits(n):
-                raise Unfit
-            else:
-                inputs[n] = torch.empty(list(value.shape), dtype=value.dtype, device="meta"), None
-        found = row_by_row(own, inputs, numbers) if own else {}
-        return {n: found[n].axes for n in own if not found[n].reduced}
-
-    def number(self, value: Any) -> Any:
-        """A number in terms of the number of rows."""
-        each = sympy.cancel(facts.expr(value) / self.count)
-        if each.is_Integer:
-            return TimesRows(int(each))
-        if facts.expr(value).free_symbols:
-            raise Unfit
-        return int(value)
-
-    def spliced(self, node: Node, function: Callable[..., Tensor], *arguments: Node) -> Node:
-        found: Node = splice(self.gm, node, function, arguments)
-        return found

@@ -21,14 +21,11 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from psg_fx.graph import facts
-from psg_fx.graph.facts import SampleAxis
-from psg_fx.source import provenance
-from psg_fx.torch_private.modes import enable_python_dispatcher
 
-from .padding import splice
 from .picked import asserts
-from .region import ROWS, Unfit, row_by_row, run_node
-from .values import Result, bound, op_name
+from .region import Unfit
+from .row_rewriting import RowRewriting
+from .values import bound, op_name
 
 aten = torch.ops.aten
 _WHERE = (aten.nonzero.default, aten.where.default, aten.nonzero_numpy.default)
@@ -59,17 +56,15 @@ def _picks(node: Node, mask: Node) -> bool:
     return mask.meta["val"].dtype is torch.bool and op_name(node) in _INDEX and mask in node.args[1]  # type: ignore[operator]
 
 
-class Selection:
+class Selection(RowRewriting):
     """What is computed from the rows of one mask, `[N]`, or of N rows with k choices each, `[N, k]` or `[k, N]`.
 
     N is the number of rows of all samples, `each` that of one sample.  columns: a node with the picked places along a
-    dim of the mask -> the dim.  twins: a node with picked rows, or with their number -> the same of all N·k rows;
-    entries: those where rows enter, and the dim that they lie in.  inside: those computed from others.
-    ends: a node with rows put back -> what it is of all rows, and of which value that are.
+    dim of the mask -> the dim.  listed: all columns at once.
     """
 
     def __init__(self, gm: GraphModule, mask: Node) -> None:
-        self.gm, self.mask = gm, mask
+        self.mask = mask
         shape, batch = facts.shape(mask.meta["val"]), facts.graph_facts(gm).batch
         dims = [d for d, size in enumerate(shape) if size.free_symbols]
         if len(dims) != 1 or not sympy.cancel(shape[dims[0]] / batch).is_Integer:
@@ -77,14 +72,9 @@ class Selection:
         (self.dim,) = dims
         self.each = int(sympy.cancel(shape[self.dim] / batch))
         self.k = int(shape[1 - self.dim]) if len(shape) == 2 else 1
-        starts = [n for n in mask.users if _picks(n, mask)]
-        self.order = [n for n in gm.graph.nodes if n in facts.descendants(starts)]
+        super().__init__(gm, [n for n in mask.users if _picks(n, mask)], shape[self.dim] * self.k)
         self.listed: set[Node] = set()
         self.columns: dict[Node, int] = {}
-        self.twins: dict[Node, Node] = {}
-        self.entries: dict[Node, int] = {}
-        self.inside: list[Node] = []
-        self.ends: dict[Node, tuple[Node, Node]] = {}
         self._place: Node | None = None
 
     def run(self) -> None:
@@ -94,11 +84,7 @@ class Selection:
                 _ = self.listing(node) or self.picking(node) or self.putting_back(node) or self.by_row(node)
         if not self.ends:
             raise Unfit
-        axes = self.proven()
-        for _, source in self.ends.values():
-            inside = axes[source].axes == SampleAxis(0) if source in axes else self.entries.get(source) == 0
-            if not inside:
-                raise Unfit
+        self.prove()
         ragged = {*self.twins, *self.columns, *self.listed}
         for node, (end, _) in self.ends.items():
             node.replace_all_uses_with(end)
@@ -186,7 +172,7 @@ class Selection:
             taken = torch.where((place >= 0).view(*place.shape, *[1] * (rows.ndim - 2)), taken, other)
             return taken.flatten(0, 1).movedim(0, at)
 
-        twin = splice(self.gm, node, run, [x, self.place(node)])
+        twin = self.spliced(node, run, x, self.place(node))
         self.twins[node] = twin
         self.entries[twin] = at
         return True
@@ -203,7 +189,7 @@ class Selection:
                 first = each.to(torch.int64).argmax(1, keepdim=True)
                 return torch.where(each.any(1, keepdim=True), torch.where(each, own, first), -1)
 
-            self._place = splice(self.gm, self.order[0], run, [self.mask])
+            self._place = self.spliced(self.order[0], run, self.mask)
         assert self._place is not None
         return self._place
 
@@ -257,54 +243,9 @@ class Selection:
             added = torch.where(kept, rows, torch.zeros((), dtype=x.dtype, device=x.device))
             return torch.add(z, added if len(dims) == 2 else added.sum(1), alpha=alpha)
 
-        found: Node = splice(self.gm, node, run, [onto, twin, self.mask])
-        return found
+        return self.spliced(node, run, onto, twin, self.mask)
 
     def by_row(self, node: Node) -> bool:
         """The op on all rows."""
-        if any(n in self.columns or n in self.listed or n is self.mask for n in node.all_input_nodes):
-            return False
-        drawn = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if drawn or not any(n in self.twins for n in node.all_input_nodes):
-            return False
-        with self.gm.graph.inserting_before(node):
-            twin = self.gm.graph.node_copy(node, lambda n: self.twins.get(n, n))
-        twin.meta = provenance(node)
-        values = [n.meta["val"] for n in twin.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
-        try:
-            with contextlib.ExitStack() as stack:
-                if values:
-                    stack.enter_context(values[0].fake_mode)
-                    stack.enter_context(enable_python_dispatcher())
-                stack.enter_context(torch.no_grad())
-                twin.meta["val"] = run_node(twin)
-        except Exception:  # shapes that do not fit all rows: it is not computed row by row
-            self.gm.graph.erase_node(twin)
-            return False
-        self.twins[node] = twin
-        self.inside.append(twin)
-        return True
-
-    def proven(self) -> dict[Node, Result]:
-        """Where the rows lie in what leads to the ends."""
-        above = facts.ancestors([source for _, source in self.ends.values()], through=lambda n: n not in self.entries)
-        own = [n for n in self.inside if n in above]
-        inputs: dict[Node, tuple[Tensor, int | None]] = {}
-        numbers: dict[Node, Any] = {}
-        for n in dict.fromkeys(m for node in own for m in node.all_input_nodes if m not in own):
-            value = n.meta["val"]
-            if not isinstance(value, Tensor):
-                numbers[n] = self.number(value)
-                continue
-            shape, place = list(facts.shape(value)), self.entries.get(n)
-            if place is not None:
-                shape[place] = sympy.Integer(ROWS)
-            if any(s.free_symbols for s in shape):
-                raise Unfit
-            inputs[n] = torch.empty([int(s) for s in shape], dtype=value.dtype, device="meta"), place
-        return row_by_row(own, inputs, numbers) if own else {}
-
-    def number(self, value: Any) -> int:
-        if facts.expr(value).free_symbols:
-            raise Unfit
-        return int(value)
+        places = any(n in self.columns or n in self.listed or n is self.mask for n in node.all_input_nodes)
+        return not places and self.copied(node)
