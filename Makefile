@@ -51,7 +51,7 @@ test-all: setup  ## all tests, also those marked `rest`: whole long lists, and l
 	@$(BIN)/python -m pytest -q $(PYTEST_ARGS) -m 'not browser'
 
 test-browser: setup  ## the report in headless Chromium, which must be installed
-	@$(BIN)/python -m pytest -q -m browser tests/explain/test_browser.py
+	@$(BIN)/python -m pytest -q -m browser tests/explain
 
 test-backends: setup  ## every row on every backend (about half an hour on two cores)
 	@$(BIN)/python -m pytest -q $(PYTEST_ARGS) -m '' tests/passes/test_backends.py

@@ -25,10 +25,13 @@ Row = list[str]
 
 def sites_table(sites: Sequence[Site], plan: Plan) -> str:
     """Where parameters meet data; sites that are alike in a row."""
+    return table(site_rows(sites, plan), SITES, shrinking=(5, 2, 0))
+
+
+def site_rows(sites: Sequence[Site], plan: Plan) -> list[Row]:
+    """A row for all sites that are alike."""
     used = uses(plan)
-    alike = _alike(sites, lambda site: _site_key(site, used))
-    rows = [_site_row(group, used) for group in alike]
-    return table(rows, SITES, shrinking=(5, 2, 0))
+    return [_site_row(group, used) for group in _alike(sites, lambda site: _site_key(site, used))]
 
 
 def _site_key(site: Site, used: Mapping[str, Sequence[str]]) -> Hashable:

@@ -8,7 +8,6 @@ import json
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Callable
 from fnmatch import fnmatch
 from html.parser import HTMLParser
 from pathlib import Path
@@ -28,27 +27,10 @@ from psg_fx.explain.html.content import content
 from psg_fx.explain.html.memory import memory
 from psg_fx.explain.html.modules import LOSS, TOGETHER, common
 from psg_fx.measure import tree_times
+from support.reported import EVIL, SIZES, Evil, example, made
 from support.selection import one_in
 
-EVIL = "</script><img src=x onerror=hit=1>"
 PAGE = Path(html.__file__).parent
-SIZES: dict[str, dict[str, Any]] = {
-    "mlp": {"batch": 3},
-    "simplecnn": {"batch": 2, "image": 10, "width": 4, "hidden": 8},
-    "gpt": {"batch": 2, "layers": 2, "width": 16, "heads": 2, "tokens": 6, "vocabulary": 11},
-    "lstm": {"batch": 2, "tokens": 4, "vocabulary": 11, "width": 6, "hidden": 5},
-}
-
-
-class Evil(nn.Module):
-    """Its parameters and its source lines are markup, for who takes them as such."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_module(EVIL, nn.Linear(4, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return getattr(self, EVIL)(x) * len("</script><script>hit=2</script>\u2028<!-- @DATA@ @SCRIPTS@")
 
 
 class Tags(HTMLParser):
@@ -75,21 +57,6 @@ class Tags(HTMLParser):
             self.scripts[-1] += data
 
 
-def made(
-    model: nn.Module, loss_fn: Callable[..., Tensor] | None, *batch: Any, **options: Any
-) -> psg_fx.PerSampleModule:
-    """A step that has been called."""
-    step = psg_fx.transform(model, loss_fn, backend="eager", **options)
-    step(*(batch if loss_fn else batch[:1]))
-    return step
-
-
-def example(name: str, **options: Any) -> psg_fx.PerSampleModule:
-    ex = zoo.example(name, **SIZES[name])
-    options.setdefault("quantities", psg_fx.ClippedSum(max_norm=1.0))
-    return made(ex.model, ex.loss_fn, ex.inputs, ex.targets, batch_dim=ex.batch_dim, **options)
-
-
 def told(step: psg_fx.PerSampleModule, measure: bool = False) -> dict[str, Any]:
     """What the page reads."""
     return json.loads(html.as_json(content(step.model, step.loss_fn, step.captures[-1].step.history, measure)))
@@ -100,11 +67,6 @@ def rows(data: dict[str, Any], stage: str) -> list[dict[str, Any]]:
     found = next(s for s in data["stages"] if s["name"] == stage)
     named = [dict(zip(data["columns"], row, strict=True)) for row in found["nodes"]]
     return [{k: v if k in ("group", "inputs") else data["texts"][v] for k, v in row.items()} for row in named]
-
-
-@pytest.fixture(scope="module")
-def gpt() -> psg_fx.PerSampleModule:
-    return example("gpt")
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +126,39 @@ def test_ops_of_a_parameter_lie_in_its_module(gpt: psg_fx.PerSampleModule) -> No
     assert list(places.values()).count(["per sample", TOGETHER]) < len(list(gpt.parameters()))
     backward = {module for phase, module in places.values() if phase == "backward"}
     assert {"blocks.0.qkv", "blocks.1.down", "norm", "head", LOSS} <= backward
+
+
+def test_layers_that_are_alike_have_the_same_ops_in_the_backward() -> None:
+    """Where the gradients of a residual add meet is the layer that reads the sum."""
+    ex = zoo.example("gpt", **SIZES["gpt"] | {"layers": 3})
+    data = told(made(ex.model, ex.loss_fn, ex.inputs, ex.targets))
+    groups = data["stages"][-1]["groups"]
+    ops: list[list[tuple[str, str]]] = [[], [], []]
+    for row in rows(data, "tidied"):
+        phase, module = groups[row["group"]] if row["group"] >= 0 else ("", "")
+        found = re.fullmatch(r"blocks\.(\d)(.*)", module)
+        if phase == "backward" and found:
+            ops[int(found[1])].append((found[2], row["op"]))
+    assert ops[0] == ops[1] == ops[2]
+    assert ops[0].count(("", "aten.add.Tensor")) == 2
+
+
+def test_results_are_counted_as_they_are_returned() -> None:
+    """Two parameters may have one gradient."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x + self.a + self.b).square().sum(1)
+
+    step = made(Twice(), lambda y: y.mean(), torch.randn(2, 3), quantities=psg_fx.Grads())
+    outputs = {row["name"]: row for row in rows(told(step), "tidied") if row["role"] == "output"}
+    assert outputs["grads"]["value"] == "2 values"
+    assert len(outputs["grads"]["inputs"]) == 1
+    assert outputs["loss"]["value"] == "result"
 
 
 def test_common() -> None:

@@ -1,25 +1,26 @@
 "use strict";
 // Charts: bars and an area, as plain SVG.
 
-/** rows: {name, predicted, measured (or null)} in seconds, drawn in the order given. */
+/** rows: {name, count, predicted, measured (or null)}, in seconds for all `count` together, drawn in the order given. */
 function bars(rows) {
   const isMeasured = rows.some((row) => row.measured !== null);
-  const width = 900, left = 300, line = isMeasured ? 34 : 22, plot = width - left - 90;
+  const width = 900, left = 300, line = isMeasured ? 34 : 22, plot = width - left - 160;
   const largest = Math.max(...rows.map((row) => Math.max(row.predicted, row.measured || 0)), 1e-12);
   const drawing = svg("svg", {viewBox: `0 0 ${width} ${rows.length * line + 6}`, width, role: "img", "aria-label": "time per site"});
   rows.forEach((row, index) => {
     const y = index * line + 3;
-    const name = row.name.length > 40 ? `${row.name.slice(0, 39)}…` : row.name;
+    const many = row.count > 1 ? `  ×${row.count}` : "", room = 40 - many.length;
+    const name = (row.name.length > room ? `${row.name.slice(0, room - 1)}…` : row.name) + many;
     const title = svg("title", {});
     title.textContent = row.title;
-    const label = svg("text", {class: "name", x: left - 10, y: y + line / 2 + 3, "text-anchor": "end"});
+    const label = svg("text", {class: "name", x: left - 10, y: y + (isMeasured ? 18 : 11), "text-anchor": "end"});
     label.textContent = name;
-    drawing.append(svg("g", {}, title, label, ...bar("predicted", row.predicted, y), ...(row.measured === null ? [] : bar("measured", row.measured, y + 14))));
+    drawing.append(svg("g", {}, title, label, ...bar("predicted", row.predicted, row.count, y), ...(row.measured === null ? [] : bar("measured", row.measured, row.count, y + 14))));
   });
-  function bar(kind, seconds, y) {
+  function bar(kind, seconds, count, y) {
     const length = Math.max(1, (seconds / largest) * plot);
     const text = svg("text", {x: left + length + 6, y: y + 11});
-    text.textContent = duration(seconds);
+    text.textContent = duration(seconds) + (count > 1 ? ` = ${count}× ${duration(seconds / count)}` : "");
     return [svg("rect", {class: kind, x: left, y: y + 1, width: length, height: 12, rx: 3}), text];
   }
   const keys = [["predicted", "forward"], ...(isMeasured ? [["measured", "per-sample"]] : [])];

@@ -13,9 +13,9 @@ function comparePage() {
   const from = stageNamed(compared.from), to = stageNamed(compared.to);
   return [
     h("h3", {}, "Compare two stages"),
-    h("p", {}, "From ", choice("from"), " to ", choice("to"), `: ${from.nodes.length.toLocaleString("en")} and ${to.nodes.length.toLocaleString("en")} nodes.`),
-    table(["kind of op", from.name, to.name, "difference"], countedOps(from, to), new Set([1, 2, 3]), new Set([0])),
-    ...onlyIn(from, to, "gone"), ...onlyIn(to, from, "new"),
+    h("p", {}, "From ", choice("from"), " to ", choice("to"), `: ${from.size.toLocaleString("en")} and ${to.size.toLocaleString("en")} nodes.`),
+    h("div", {class: "narrow"}, table(["kind of op", from.name, to.name, "difference"], countedOps(from, to), new Set([1, 2, 3]), new Set([0]))),
+    ...onlyIn(from, to), ...onlyIn(to, from),
   ];
 }
 
@@ -23,7 +23,7 @@ function comparePage() {
 function countedOps(from, to) {
   const counts = [from, to].map((stage) => {
     const found = new Map();
-    for (const node of stage.nodes) found.set(shortOp(node.op), (found.get(shortOp(node.op)) || 0) + 1);
+    for (const node of stage.nodes.filter((each) => each.role !== "output")) found.set(shortOp(node.op), (found.get(shortOp(node.op)) || 0) + 1);
     return found;
   });
   const kinds = [...new Set(counts.flatMap((found) => [...found.keys()]))].map((kind) => [kind, ...counts.map((found) => found.get(kind) || 0)]);
@@ -31,14 +31,14 @@ function countedOps(from, to) {
   return changed.map(([kind, before, after]) => [kind, String(before), String(after), `${after > before ? "+" : "−"}${Math.abs(after - before)}`]);
 }
 
-function onlyIn(stage, other, what) {
+function onlyIn(stage, other) {
   const known = new Set(other.nodes.map((node) => node.name));
   const nodes = stage.nodes.filter((node) => !known.has(node.name));
   if (!nodes.length) return [];
   const open = (node) => h("button", {class: "link mono", onclick: () => { showStage(stage.name); jump(node); }}, `%${node.name}`);
   const shown = nodes.slice(0, MOST_NODES);
   return [
-    h("h3", {}, `Names that are ${what}: ${nodes.length.toLocaleString("en")}, in ${stage.name}` + (nodes.length > shown.length ? `; the first ${shown.length}` : "")),
+    h("h3", {}, `In ${stage.name} alone: ${nodes.length.toLocaleString("en")} nodes` + (nodes.length > shown.length ? `; the first ${shown.length}` : "")),
     table(["node", "op", "value", "part", "module"], shown.map((node) => [open(node), shortOp(node.op), node.value, node.home.phase, node.home.module]), new Set(), new Set([0, 1, 2, 4])),
   ];
 }

@@ -99,7 +99,8 @@ def _sites(sites: tuple[Site, ...], plan: Plan, modules: Mapping[str, str]) -> d
         }
         for site in sites
     ]  # fmt: skip
-    return {"header": SITE_HEADERS, "rows": rows}
+    short = {"header": screen.SITES, "rows": screen.site_rows(sites, plan)}
+    return {"header": SITE_HEADERS, "rows": rows, "short": short}
 
 
 def _plan(plan: Plan, measure: bool) -> dict[str, Any]:

@@ -40,6 +40,19 @@ function bytes(count) {
   return `${count} bytes`;
 }
 
+/** A text that may be broken after a product, a comma, an underscore or a dot, but in no shape, arrow or duration. */
+function breakable(text) {
+  const whole = text.split(/(\[[^\]]*\]|->|\d (?:s|ms|µs)\b)/); // every second piece is one that stays in a line
+  const may = /(?<=[^A-Z0-9]·|[,_+]|\w\.)/;
+  return whole.flatMap((piece, k) => k % 2 ? h("span", {class: "whole"}, piece) : piece.split(may).flatMap((part, n) => n ? [h("wbr"), part] : [part]));
+}
+
+/** How many nodes a stage has, in its data; its results are drawn as several, and are one. */
+function graphSize(stage) {
+  const group = DATA.columns.indexOf("group");
+  return stage.nodes.filter((row) => row[group] !== -1).length + 1;
+}
+
 /** `addmm` of `aten.addmm.default`. */
 function shortOp(op) {
   const parts = op.split(".");
@@ -77,7 +90,7 @@ function decode(stage) {
     node.home.nodes.push(node);
   }
   const ids = new Map([...byKey.values()].map((group) => [group.id, group]));
-  return {name: stage.name, nodes, root, byKey, ids};
+  return {name: stage.name, size: graphSize(stage), nodes, root, byKey, ids};
 }
 
 let made = 0;

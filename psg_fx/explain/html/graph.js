@@ -5,6 +5,8 @@ const view = {stage: null, open: new Set(), apart: new Set(), stacks: new Map(),
 const VISIBLE = 80; // about what is read at a glance
 const ALIKE = 3; // closed modules of one kind in a row from which on they are one box
 const READABLE = 0.7; // the least zoom at which labels are read with ease
+const MARGIN = 24; // around what is brought into view
+const TAG = 0.76; // how much of the width of a parameter's box, which has a tip, two lines of text may take
 
 /**
  * Opens groups from the outside in as long as not too much is seen; first those that hold modules, then the others.
@@ -40,9 +42,11 @@ function count(group) {
   return shownNodes(group).length + group.children.reduce((sum, child) => sum + count(child), 0);
 }
 
-/** What makes two groups alike: their class and ops, and those of what is inside. */
+/** What makes two groups alike: their class and ops, without sizes, and those of what is inside. */
 function kindOf(group) {
-  group.kind ??= JSON.stringify([DATA.classes[group.module] || "", group.nodes.map((node) => node.op.split(" ")[0]), group.children.map(kindOf)]);
+  group.kind ??= JSON.stringify([
+    DATA.classes[group.module] || "", group.nodes.filter((node) => node.role !== "size").map((node) => node.op.split(" ")[0]), group.children.map(kindOf),
+  ]);
   return group.kind;
 }
 
@@ -58,14 +62,14 @@ function stacked(group) {
   return runs.flatMap((run) => (run.length < ALIKE || view.apart.has(group.key) ? run.map((child) => [child]) : [run]));
 }
 
-/** `blocks.0…5` for names that differ in one number. */
+/** `blocks.0…5`, `blocks.{0,2}` for names that differ in their numbers alone. */
 function together(names) {
   const pieces = names.map((name) => name.split(/(\d+)/));
   return pieces[0].map((piece, k) => {
-    const found = pieces.map((each) => each[k]);
-    if (found.every((each) => each === piece)) return piece;
-    const numbers = found.map(Number);
-    return `${Math.min(...numbers)}…${Math.max(...numbers)}`;
+    const found = [...new Set(pieces.map((each) => each[k]))];
+    if (found.length === 1) return piece;
+    const numbers = found.map(Number).sort((a, b) => a - b), last = numbers.at(-1);
+    return numbers.length > 2 && last - numbers[0] === numbers.length - 1 ? `${numbers[0]}…${last}` : `{${numbers.join(",")}}`;
   }).join("");
 }
 
@@ -94,7 +98,7 @@ function seenNow(stage) {
     }
     const leaves = shownNodes(group).map((node) => {
       standsFor.set(node.index, node.id);
-      return {id: node.id, node, order: node.index, ...sizeOf(nodeLabel(node), node.role === "parameter" ? 23 : 12)};
+      return {id: node.id, node, order: node.index, ...sizeOf(nodeLabel(node), 12, node.role === "parameter" ? 1 / TAG : 1)};
     });
     const children = [...stacked(group).map((run) => (run.length > 1 ? stack(run) : box(run[0]))), ...leaves];
     return {id: group.id, group, order: firstIndex(group), phase: group.phase, children};
@@ -125,7 +129,7 @@ function firstIndex(group) {
 }
 
 function nodeLabel(node) {
-  if (node.role === "output") return [node.name, node.inputs.length > 1 ? `${node.inputs.length} values` : "result"];
+  if (node.role === "output") return [node.name, node.value];
   const value = node.value.length > 34 ? `${node.value.slice(0, 33)}…` : node.value;
   return [ownName(node) || shortOp(node.op), value.replace(/^float32 (?=\[)/, "")];
 }
@@ -147,10 +151,11 @@ function textWidth(text, font) {
   return widths.get(key);
 }
 
-function sizeOf(lines, margin) {
+/** part: how much wider the box is than what the text may take of it. */
+function sizeOf(lines, margin, part = 1) {
   const text = lines.filter(Boolean);
   const width = Math.max(...text.map((line) => textWidth(line, "12px system-ui, sans-serif")));
-  return {w: Math.max(56, Math.ceil(width) + 2 * margin), h: 14 + 15 * text.length};
+  return {w: Math.max(56, Math.ceil((width + 2 * margin) * part)), h: 14 + 15 * text.length};
 }
 
 /** Draws what is seen; `keep`: id of a group that stays where it is on the screen. */
@@ -171,7 +176,7 @@ function draw(keep = null) {
     cy.add(elements);
   });
   document.getElementById("shown").textContent =
-    `${leaves.toLocaleString("en")} nodes and modules drawn, for ${stage.nodes.length.toLocaleString("en")} nodes` +
+    `${leaves.toLocaleString("en")} nodes and modules drawn, for ${stage.size.toLocaleString("en")} nodes` +
     (rows ? `; above ${fast ? LAYOUT.many : `${LAYOUT.crowd} in a module`} they stand in rows by depth, which is faster` : "");
   if (before) {
     const after = anchor(keep);
@@ -191,23 +196,30 @@ function anchor(id) {
   return {x: (box.x1 + box.x2) / 2, y: box.y1};
 }
 
-/** All of it, unless that makes the labels unreadable; then the beginning, with the per-sample part in sight. */
+/**
+ * All of it, unless that makes the labels unreadable; then the upper end of the per-sample part, and as many of the
+ * phases before it as find room, none of them cut by the edge.
+ */
 function frame() {
-  const cy = view.cy;
-  cy.fit(undefined, 24);
+  const cy = view.cy, width = cy.width() - 2 * MARGIN;
+  cy.fit(undefined, MARGIN);
   if (cy.zoom() > 1.15) {
     cy.zoom(1.15);
     cy.center();
   }
-  if (cy.zoom() < READABLE) {
-    const box = cy.elements().boundingBox();
+  if (cy.zoom() >= READABLE) return;
+  const phases = cy.nodes(".open, .closed").orphans().map((node) => node.boundingBox({includeLabels: false})).sort((a, b) => a.x1 - b.x1);
+  const all = cy.elements().boundingBox(), asked = cy.nodes('[phase="per sample"]').orphans();
+  if (asked.empty()) {
     cy.zoom(READABLE);
-    const asked = cy.nodes('.open[phase="per sample"], .closed[phase="per sample"]').boundingBox();
-    const left = Math.max(24, (cy.width() - box.w * READABLE) / 2) - box.x1 * READABLE;
-    const right = cy.width() - 24 - asked.x2 * READABLE; // its right edge at that of the canvas
-    const own = 24 - asked.x1 * READABLE; // or, where it is wider, its left edges together
-    cy.pan({x: asked.w ? Math.min(left, Math.max(right, Math.min(own, left))) : left, y: 24 - box.y1 * READABLE});
+    cy.pan({x: Math.max(MARGIN, (cy.width() - all.w * READABLE) / 2) - all.x1 * READABLE, y: MARGIN - all.y1 * READABLE});
+    return;
   }
+  const last = asked.boundingBox({includeLabels: false});
+  const first = phases.find((box) => (last.x2 - box.x1) * READABLE <= width) || last;
+  const zoom = Math.min(1, Math.max(READABLE, Math.min(width / (last.x2 - first.x1), (cy.height() - 2 * MARGIN) / last.h)));
+  cy.zoom(zoom);
+  cy.pan({x: MARGIN - first.x1 * zoom, y: MARGIN - all.y1 * zoom});
 }
 
 function elementsOf(seen, bends) {
@@ -271,7 +283,7 @@ function styles(large) {
     {selector: "node", style: {...font, label: "data(label)", "text-wrap": "wrap", "text-valign": "center", "line-height": 1.25, shape: "round-rectangle", "corner-radius": 7, "border-width": 1.5}},
     {selector: ".leaf, .closed", style: {width: "data(w)", height: "data(h)"}},
     ...Object.keys(ROLES).map((role) => ({selector: `node[role="${role}"]`, style: {"background-color": color(`${role}-fill`), "border-color": color(role)}})),
-    {selector: 'node[role="parameter"]', style: {shape: "round-tag", "text-margin-x": -6}},
+    {selector: 'node[role="parameter"]', style: {shape: "round-tag", "text-margin-x": (node) => -((1 - TAG) / 2) * node.data("w")}},
     {selector: 'node[role="input"], node[role="output"]', style: {"corner-radius": 18}},
     {selector: 'node[role="site"]', style: {"border-width": 2.5}},
     ...Object.entries(phases).map(([phase, name]) => ({selector: `node[phase="${phase}"]`, style: {"background-color": color(`${name}-fill`), "border-color": color(name)}})),

@@ -87,15 +87,16 @@ class Graphs:
 
     def _returned(self, specs: list[Returned], number: Mapping[Node, int]) -> list[list[Any]]:
         """One node for each kind of result, which reads all that are of this kind."""
-        by_kind: dict[str, set[int]] = {}
+        by_kind: dict[str, list[int]] = {}
         for spec, node in specs:
             if node is not None:
-                by_kind.setdefault(spec.label if spec else "for the backward", set()).add(number[node])
+                by_kind.setdefault(spec.label if spec else "for the backward", []).append(number[node])
         rows = []
         for kind, inputs in by_kind.items():
-            values = {"name": kind, "op": "output", "role": "output"}
+            told = f"{len(inputs)} values" if len(inputs) > 1 else "result"
+            values = {"name": kind, "op": "output", "value": told, "role": "output"}
             row: list[Any] = [self.texts(values.get(column, "")) for column in NODE]
-            row[NODE.index("group")], row[NODE.index("inputs")] = -1, sorted(inputs)
+            row[NODE.index("group")], row[NODE.index("inputs")] = -1, sorted(set(inputs))
             rows.append(row)
         return rows
 

@@ -38,7 +38,7 @@ function header() {
   document.title = `${model}: per-sample gradients, psg_fx report`;
   byId("model").append(model, h("small", {}, loss ? `per-sample gradients of ${loss}` : "per-sample gradients, without a loss"));
   const chips = [
-    ["B", batch], ["device", device], ["asked", asked.join(", ") || "losses only"], ["predicted", duration(seconds)],
+    ["B", batch], ["device", device], ["asked", asked.join(", ") || "losses only"], ["per-sample part, predicted", duration(seconds)],
     ["in parts of", part && part < batch ? part : null], ["torch", torch], ["psg_fx", version],
   ];
   byId("chips").append(...chips.filter(([, value]) => value !== null).map(([name, value]) => h("span", {class: "chip"}, `${name} `, h("b", {}, String(value)))));
@@ -46,7 +46,7 @@ function header() {
 
 function navigation() {
   const item = (id, text, small, onclick) => h("li", {}, h("button", {id, onclick}, text, h("small", {}, small)));
-  byId("stages").append(...DATA.stages.map((stage) => item(`stage-${stage.name}`, stage.name, stage.nodes.length.toLocaleString("en"), () => showStage(stage.name))));
+  byId("stages").append(...DATA.stages.map((stage) => item(`stage-${stage.name}`, stage.name, graphSize(stage).toLocaleString("en"), () => showStage(stage.name))));
   byId("pages").append(...Object.entries(PAGES).map(([name, [title]]) => item(`page-${name}`, title, "", () => showPage(name))));
   byId("licences-open").addEventListener("click", () => {
     byId("licences").querySelector("pre").textContent = JSON.parse(byId("licence-texts").textContent);
@@ -65,7 +65,7 @@ function toolbar() {
   byId("expand-all").addEventListener("click", () => reopen(new Set(view.stage.byKey.keys())));
   byId("collapse-all").addEventListener("click", () => reopen(new Set([...view.stage.byKey.values()].filter((g) => !g.module).map((g) => g.key))));
   byId("default-view").addEventListener("click", () => { view.apart.clear(); reopen(openByDefault(view.stage)); });
-  byId("fit").addEventListener("click", () => view.cy.fit(undefined, 24));
+  byId("fit").addEventListener("click", () => view.cy.fit(undefined, MARGIN));
   byId("sizes").addEventListener("change", (event) => {
     view.sizes = event.target.checked;
     view.selected = null;
@@ -100,8 +100,9 @@ function search() {
   const close = () => { list.hidden = true; };
   const go = (hit) => { close(); box.blur(); jump(hit.target); };
   const show = () => {
-    list.replaceChildren(...hits.map((hit, k) => h("li", {"aria-selected": k === chosen, onmousedown: () => go(hit)}, hit.name, h("small", {}, hit.kind))));
-    list.hidden = !hits.length;
+    const lines = hits.map((hit, k) => h("li", {"aria-selected": k === chosen, onmousedown: () => go(hit)}, hit.name, h("small", {}, hit.kind)));
+    list.replaceChildren(...(lines.length ? lines : [h("li", {class: "none"}, `Nothing in ${view.stage.name} is called so.`)]));
+    list.hidden = !box.value.trim();
     list.querySelector("[aria-selected]")?.scrollIntoView({block: "nearest"});
   };
   box.addEventListener("input", () => { hits = matches(box.value); chosen = 0; show(); });

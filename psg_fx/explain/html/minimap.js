@@ -2,14 +2,15 @@
 // The whole drawing in a corner, with a frame around what is seen of it; a click goes there.
 
 const chartBoxes = document.createElement("canvas").getContext("2d"); // all boxes, drawn once
+const LARGEST_CHART = {w: 200, h: 130};
 let chartScale = 1, chartBox = null;
 
 /** Draws all boxes anew. */
 function chart() {
   const shown = byId("minimap"), box = view.cy.elements().boundingBox({includeLabels: false});
   chartBox = box;
-  chartScale = Math.min(shown.width / box.w, shown.height / box.h);
-  Object.assign(chartBoxes.canvas, {width: shown.width, height: shown.height}); // which clears it
+  chartScale = Math.min(LARGEST_CHART.w / box.w, LARGEST_CHART.h / box.h);
+  for (const canvas of [shown, chartBoxes.canvas]) Object.assign(canvas, {width: Math.ceil(box.w * chartScale), height: Math.ceil(box.h * chartScale)}); // which clears it
   const colors = new Map();
   for (const node of view.cy.nodes(".leaf, .closed")) {
     const {x, y} = node.position(), kind = node.data("role") || node.data("phase").replace(" ", "-");

@@ -13,6 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from psg_fx.graph.facts import OutputSpec, fact
+from psg_fx.graph.lifetimes import is_view
 
 LOSS, TOGETHER = "the loss", "all parameters together"
 FORWARD, BACKWARD, PER_SAMPLE = "forward", "backward", "per sample"
@@ -105,18 +106,22 @@ def _of_input(node: Node) -> Position:
 def _of_backward(
     node: Node, found: Mapping[Node, Position], weights: set[Node], cotangents: Mapping[str, str]
 ) -> Position:
-    """In the module whose parameters or values it reads; else with what it follows; where gradients from several
-    modules meet, around the site whose ȳ that is.
+    """In the module whose parameters or values it reads; else with what it follows: a view of the ȳ of a site with the
+    site; where gradients from several modules meet, in what holds these, or inside it around the site whose ȳ that is.
     """
     read = [n for n in node.all_input_nodes if not isinstance(n.meta.get("val"), torch.SymInt)]
     owned = {found[n].module for n in read if n in weights}
     values = {found[n].module for n in read if found[n].phase == FORWARD and found[n].module}
     if owned or values:
         return Position(BACKWARD, common(owned or values))
-    before = {found[n].module for n in read if found[n].phase == BACKWARD}
-    if len(before) > 1 and node.name in cotangents:
-        return Position(BACKWARD, parent(cotangents[node.name]))
-    return Position(BACKWARD, common(before))
+    before = [n for n in read if found[n].phase == BACKWARD]
+    if len(before) == 1 and before[0].name in cotangents and is_view(node):
+        return Position(BACKWARD, cotangents[before[0].name])
+    meeting = common(found[n].module for n in before)
+    if len({found[n].module for n in before}) > 1 and node.name in cotangents:
+        around = parent(cotangents[node.name])
+        return Position(BACKWARD, around if common([around, meeting]) == meeting else meeting)
+    return Position(BACKWARD, meeting)
 
 
 def _of_parameters(names: frozenset[str]) -> str:

@@ -16,7 +16,7 @@ function showPanel() {
 
 function facts(pairs) {
   const filled = pairs.filter(([, value]) => value !== "" && value !== null && value !== undefined);
-  return h("dl", {}, filled.flatMap(([name, value, mono]) => [h("dt", {}, name), h("dd", {class: mono ? "mono" : null}, value)]));
+  return h("dl", {}, filled.flatMap(([name, value, mono]) => [h("dt", {}, name), h("dd", {class: mono ? "mono" : null}, mono && typeof value === "string" ? breakable(value) : value)]));
 }
 
 function link(target, text) {
@@ -94,7 +94,7 @@ function aboutGroup(group) {
     h("button", {id: "toggle", onclick: () => toggle(group)}, isOpen ? "Collapse" : "Expand"),
     ...links("Parameters and buffers", parameters.map((node) => [node, `${ownName(node)}  ${node.value}`])),
     ...links("Modules", group.children.filter(count).map((child) => [child, child.module])),
-    ...(sites.length ? [h("h4", {}, `Sites (${sites.length})`), ...sites.slice(0, 40).map(siteLine)] : []),
+    ...(sites.length > 1 ? [h("h4", {}, `Sites (${sites.length})`), ...sites.slice(0, 40).map(siteLine)] : sites.flatMap(aboutSite)),
   ];
 }
 
@@ -141,10 +141,10 @@ function aboutSite(name) {
 function planCard(row) {
   if (!row.tree) return h("div", {class: "card"}, h("div", {class: "sub"}, `${row.parameter}: ${row.why}`));
   const others = row.alternatives.map(([tree, method, seconds]) =>
-    h("li", {}, h("span", {class: "mono"}, tree), h("span", {}, duration(seconds)), h("small", {}, method)));
+    h("li", {}, h("span", {class: "mono"}, breakable(tree)), h("span", {}, duration(seconds)), h("small", {}, method)));
   return h("div", {class: "card"},
     h("div", {class: "sub"}, `${row.parameter}: ${row.ask}`),
-    h("div", {class: "tree"}, row.tree),
+    h("div", {class: "tree"}, breakable(row.tree)),
     facts([
       ["method", row.method],
       ["predicted", duration(row.seconds)],
@@ -158,15 +158,18 @@ function planCard(row) {
 }
 
 function aboutStage(stage) {
-  const step = DATA.passes.find((pass) => pass.stage === stage.name);
-  const changes = (title, pairs, kind) => pairs.length ? [h("h4", {}, title), diff(pairs, kind)] : [];
+  const about = (pass) => [
+    h("h4", {}, `Pass ${pass.name}`),
+    facts([["took", duration(pass.seconds)], ["nodes", pass.before === pass.after ? String(pass.after) : `${pass.before} → ${pass.after}`]]),
+    diff(pass.added, "added"), diff(pass.removed, "removed"),
+  ];
   return [
     h("h3", {}, stage.name),
     h("p", {}, STAGES[stage.name] || ""),
-    step ? facts([["pass", step.name, true], ["took", duration(step.seconds)], ["nodes", `${step.before} → ${step.after}`]]) : null,
-    ...(step ? [...changes("Ops added", step.added, "added"), ...changes("Ops removed", step.removed, "removed")] : []),
+    ...DATA.passes.filter((pass) => pass.stage === stage.name).flatMap(about),
     h("h4", {}, "How to read it"),
-    h("p", {class: "sub"}, "Click a node or a module to see what is known of it. Double-click a module to open or close it. Drag to move, scroll to zoom."),
+    h("p", {class: "sub"}, "Click a node or a module to see what is known of it. Double-click a module to open or close it. Drag to move, scroll to zoom. " +
+      (stage.root.children.length > 1 ? "Forward, backward and the per-sample part stand side by side; the map in the corner shows all of them." : "")),
   ].filter(Boolean);
 }
 

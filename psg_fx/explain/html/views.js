@@ -7,7 +7,7 @@ function table(header, rows, numbers = new Set(), mono = new Set()) {
   const kind = (k) => (numbers.has(k) ? "number" : mono.has(k) ? "mono" : null);
   return h("div", {class: "wide"}, h("table", {},
     h("thead", {}, h("tr", {}, header.map((name, k) => h("th", {class: numbers.has(k) ? "number" : null}, name)))),
-    h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell, k) => h("td", {class: kind(k)}, cell)))))));
+    h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell, k) => h("td", {class: kind(k)}, mono.has(k) && typeof cell === "string" ? breakable(cell) : cell)))))));
 }
 
 function planPage() {
@@ -15,12 +15,15 @@ function planPage() {
   return [
     h("h3", {}, "Plan: what is computed of each parameter's gradient, and how"),
     h("p", {}, `${DATA.summary}\n\n${DATA.plan.legend}`),
-    h("p", {}, "Parameters of layers that are alike share rows, the most expensive ones first; below each tree the next best one."),
+    h("p", {}, "Parameters of layers that are alike share rows, the most expensive ones first; below each tree the next best one. " +
+      "What one row of a parameter has computed its other rows use, so an \u201cinstead\u201d may be faster by itself and slower in all."),
     shortPlan(),
     h("details", {id: "whole-plan"}, h("summary", {}, "Every parameter by itself, with formulas, flops and bytes"),
-      table(DATA.plan.header, DATA.plan.rows.map((row) => row.cells), new Set(), new Set([0, 2, 3, 5, 9]))),
+      table(DATA.plan.header, DATA.plan.rows.map((row) => row.cells), new Set([6, 7, 8]), new Set([0, 2, 3, 4, 5, 9]))),
     h("h3", {}, "Sites: where a parameter meets data"),
-    table(DATA.sites.header, DATA.sites.rows.map((site) => [siteButton(site.name), ...site.cells.slice(1)]), new Set(), new Set([0, 1, 2, 3, 5])),
+    table(DATA.sites.short.header, DATA.sites.short.rows, new Set(), new Set([0, 1, 2, 3, 5])),
+    h("details", {id: "whole-sites"}, h("summary", {}, "Every site by itself, with the way to its node"),
+      table(DATA.sites.header, DATA.sites.rows.map((site) => [siteButton(site.name), ...site.cells.slice(1)]), new Set(), new Set([0, 1, 2, 3, 5]))),
     ...notes,
   ];
 }
@@ -46,7 +49,7 @@ function openSite(name) {
   if (found) jump(found);
 }
 
-/** Times of the plan, added up for each set of sites. */
+/** Times of the plan, added up for each set of sites; those of modules that are alike, and predicted so, together. */
 function timesPerSite() {
   const found = new Map();
   for (const row of DATA.plan.rows) {
@@ -54,14 +57,29 @@ function timesPerSite() {
     const key = row.sites.join(" ");
     const more = row.sites.length > 1 ? ` and ${row.sites.length - 1} more` : "";
     const module = SITE.get(row.sites[0])?.module;
-    const name = (module ? `${module}  ${row.sites[0]}` : row.sites[0]) + more;
-    const at = found.get(key) || {name, predicted: 0, measured: null, parameters: new Set()};
+    const at = found.get(key) || {site: row.sites[0], module, more, predicted: 0, measured: null, parameters: new Set()};
     at.predicted += row.seconds;
     if (row.measured !== null) at.measured = (at.measured || 0) + row.measured;
     at.parameters.add(row.parameter);
     found.set(key, at);
   }
-  return [...found.values()].map((at) => ({...at, title: [...at.parameters].join(", ")}));
+  const alike = new Map();
+  for (const at of found.values()) {
+    const key = JSON.stringify([at.module, at.site.replace(/_\d+$/, ""), at.more, [...at.parameters]]).replace(/\d+/g, "#") + duration(at.predicted);
+    if (!alike.has(key)) alike.set(key, []);
+    alike.get(key).push(at);
+  }
+  return [...alike.values()].map(added);
+}
+
+function added(group) {
+  const [{site, module, more}] = group;
+  const sum = (kind) => group.reduce((total, at) => total + at[kind], 0);
+  return {
+    name: (group.length > 1 ? together(group.map((at) => at.module || at.site)) : module ? `${module}  ${site}` : site) + more,
+    count: group.length, predicted: sum("predicted"), measured: group.some((at) => at.measured === null) ? null : sum("measured"),
+    title: group.flatMap((at) => [...at.parameters]).join(", "),
+  };
 }
 
 function timePage() {
@@ -69,7 +87,7 @@ function timePage() {
   const shown = rows.slice(0, 60);
   return [
     h("h3", {}, "Time per site"),
-    h("p", {}, "What the per-sample part costs beside forward and backward, at each site, largest first: predicted by the planner from its table of rates" +
+    h("p", {}, "What the per-sample part costs beside forward and backward, at each site, largest first, sites that are alike together: predicted by the planner from its table of rates" +
       (rows.some((row) => row.measured !== null) ? ", and measured: every tree compiled and timed by itself." : ". report(measure=True) measures it too.") +
       (rows.length > shown.length ? ` The largest ${shown.length} of ${rows.length} are shown.` : "")),
     shown.length ? bars(shown) : h("p", {}, "Nothing is asked of any parameter."),
@@ -111,7 +129,10 @@ function passesPage() {
   ];
 }
 
+/** How many ops of each kind, or null where there are none. */
 function diff(pairs, kind) {
-  const sign = kind === "added" ? "+" : "−";
-  return h("div", {class: "diff"}, pairs.map(([op, count]) => h("span", {class: kind, title: op}, `${sign}${count} ${shortOp(op)}`)));
+  if (!pairs.length) return null;
+  const sign = kind === "added" ? "+" : "−", counts = new Map();
+  for (const [op, count] of pairs) counts.set(shortOp(op), (counts.get(shortOp(op)) || 0) + count);
+  return h("div", {class: "diff"}, [...counts].map(([op, count]) => h("span", {class: kind}, `${sign}${count} `, breakable(op))));
 }
