@@ -103,8 +103,10 @@ class BenchmarkReport:
             )
             for r in self.rows
         ]
-        aligned = ("left", "left", *["right"] * 6, "left")
-        return tabulate(body, headers=headers, tablefmt=style, disable_numparse=True, colalign=aligned)
+        shown = len(headers) - all(r.failure is None for r in self.rows)
+        rows = [row[:shown] for row in body]
+        aligned = ("left", "left", *["right"] * 6, "left")[:shown]
+        return tabulate(rows, headers=headers[:shown], tablefmt=style, disable_numparse=True, colalign=aligned)
 
     def __str__(self) -> str:
         where = self.environment

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tabulate import tabulate
+
 from psg_fx.api import transform
 from psg_fx.benchmarking.benchmark import benchmark
 from psg_fx.benchmarking.contenders import field_of
@@ -21,6 +23,7 @@ from psg_fx.explain import ops as table_of_ops
 from psg_fx.explain.readable import readable
 from psg_fx.measure.calibrate import calibrate as calibrated
 from psg_fx.planner import rates
+from psg_fx.planner.cost import Device
 from psg_fx.step.with_loss import LossModule
 
 OK, FAILED = 0, 1
@@ -111,7 +114,21 @@ def calibrate(args: argparse.Namespace) -> Printed:
     path = rates.table_path(table.name)
     if args.json:
         return OK, _json({"path": str(path), "table": json.loads(rates.to_json(table))})
-    return OK, rates.to_json(table) + f"kept in {path}"
+    return OK, f"{_rates(table)}\n\nkept in {path}, for steps that are built from now on"
+
+
+def _rates(table: Device) -> str:
+    """What was measured, beside the table that it takes the place of."""
+
+    def cells(device: Device) -> dict[str, str]:
+        named = {f"{kind} {str(dtype)[6:]}": rate for (kind, dtype), rate in device.flops.items()}
+        flops = {name: f"{rate / 1e9:.3g} Gflop/s" for name, rate in named.items()}
+        return flops | {"memory": f"{device.bandwidth / 1e9:.3g} GB/s", "op": f"{device.launch * 1e6:.3g} µs to begin"}
+
+    shipped = rates.shipped(table.name)
+    before = cells(shipped)
+    rows = [(name, text, before.get(name, "-")) for name, text in cells(table).items()]
+    return tabulate(rows, ("of", table.origin, shipped.origin), tablefmt="simple", disable_numparse=True)
 
 
 def made(args: argparse.Namespace, *, backend: str) -> tuple[LossModule, Problem, dict[str, Any]]:

@@ -144,17 +144,23 @@ def _graph(sub: argparse.ArgumentParser) -> None:
 
 def positive(text: str) -> int:
     """An argparse type: an integer from 1."""
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+        raise argparse.ArgumentTypeError(f"must be a whole number, at least 1, got {text}")
     return value
 
 
 def above_zero(text: str) -> float:
     """An argparse type: a number above 0."""
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text}")
     return value
 
 

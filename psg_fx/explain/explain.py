@@ -31,6 +31,10 @@ _OF_GROUPS = {
 """What the axes of a plan for groups of samples are, by layout."""
 
 
+_CLEARLY = 0.95
+"""What part of another's time is worth a word."""
+
+
 def legend(plan: Plan) -> str:
     """What the letters of the plan table mean."""
     if plan.grouping is None:
@@ -64,7 +68,7 @@ def explain(
             summary(gm, plan, sites), "Sites: where a parameter meets data\n" + look.sites_table(sites, plan),
             "Plan: what is computed of each parameter's gradient, and how\n" + legend(plan)
             + look.plan_table(plan, measured(plan) if measure else {}),
-            *_bound(gm, plan), *_fused(gm, plan), *_notes(graphs, plan),
+            *_shared(plan), *_bound(gm, plan), *_fused(gm, plan), *_notes(graphs, plan),
         ]  # fmt: skip
     return "\n\n".join(parts)
 
@@ -75,6 +79,14 @@ def _otherwise(plan: Plan, there: Plan, device: str) -> str:
         return "The trees are those that are chosen here."
     headers = ("parameter", "asked", f"here ({plan.device.name})", f"on {device}")
     return "Chosen otherwise than here\n" + screen.table(screen.joined(rows), headers, shrinking=(2, 3, 0))
+
+
+def _shared(plan: Plan) -> list[str]:
+    """Why a tree that is clearly faster by itself was not chosen."""
+    parts = [part for parameter in plan.parameters for part in parameter.parts]
+    if all(seconds > _CLEARLY * part.seconds for part in parts for _, seconds in part.alternatives):
+        return []
+    return ["An instead may be faster by itself and slower in all: rows of a parameter use what others have computed."]
 
 
 def _bound(gm: GraphModule, plan: Plan) -> list[str]:

@@ -14,6 +14,7 @@ import torch
 from psg_fx.measure.clock import median_seconds
 from psg_fx.planner import rates
 from psg_fx.planner.cost import REPLAYED, Device
+from psg_fx.progress import Progress
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 Rates = dict[tuple[str, torch.dtype], float]
@@ -25,12 +26,17 @@ def calibrate(device: str | torch.device = "cpu") -> Device:
     """
     where = torch.device(device)
     shipped = rates.shipped(where.type)
-    flops = dict(shipped.flops) | measured_rates(where) | _fused(where)
-    bandwidth = _bandwidth(where)
-    table = Device(
-        where.type, flops, bandwidth, _launch(where), shipped.kept, _extra(where, flops, bandwidth),
-        f"rates measured {datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
-    )  # fmt: skip
+    line = Progress(True)
+    with line.doing("measuring products and convolutions"):
+        flops = dict(shipped.flops) | measured_rates(where)
+    with line.doing("measuring compiled kernels"):
+        flops |= _fused(where)
+    with line.doing("measuring memory and single ops"):
+        bandwidth = _bandwidth(where)
+        table = Device(
+            where.type, flops, bandwidth, _launch(where), shipped.kept, _extra(where, flops, bandwidth),
+            f"rates measured {datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
+        )  # fmt: skip
     path = rates.table_path(where.type)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(rates.to_json(table), encoding="utf-8")

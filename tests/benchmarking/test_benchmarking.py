@@ -78,6 +78,7 @@ def test_every_contender_answers_and_is_measured() -> None:
     assert read["environment"]["torch"] == torch.__version__
     assert len(read["rows"]) == 9
     assert "ordinary-one-graph" in str(report)
+    assert str(report).splitlines()[2].endswith("error")  # and no column for failures
 
 
 def test_any_quantity_may_race() -> None:

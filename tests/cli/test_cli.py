@@ -263,11 +263,20 @@ def test_wrong_usage(arguments: list[str], message: str, factories: str, capsys:
     assert printed.out == ""
 
 
-@pytest.mark.parametrize("option", ["--batch=0", "--threads=-1", "--stage=nowhere"])
-def test_argparse_refuses(option: str) -> None:
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--batch=0", "must be a whole number, at least 1, got 0"),
+        ("--threads=-1", "must be a whole number, at least 1, got -1"),
+        ("--threads=many", "must be a whole number, at least 1, got many"),
+        ("--stage=nowhere", "invalid choice: 'nowhere'"),
+    ],
+)
+def test_argparse_refuses(option: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["graph", "mlp", option])
     assert ended.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_factory_in_the_current_folder(factories: str) -> None:

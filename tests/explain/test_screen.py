@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import psg_fx
 from psg_fx import ClippedSum, Gram, Norms, zoo
 from psg_fx.explain.screen import WIDTH
+from psg_fx.planner.plan import PLAN
 
 SMALL = {"batch": 3, "layers": 3, "width": 16, "heads": 2, "tokens": 6, "vocabulary": 11}
 
@@ -61,7 +63,7 @@ def test_layers_that_are_alike_share_rows(gpt: psg_fx.PerSampleModule) -> None:
 
 def test_no_parameter_is_missing(gpt: psg_fx.PerSampleModule) -> None:
     """Of the parameters each is in a row, counted by the factors of the rows."""
-    section = gpt.explain().split("Plan:")[1].split("-----\n", 1)[1]
+    section = gpt.explain().split("Plan:")[1].split("-----\n", 1)[1].split("\n\n")[0]
     firsts = [line for line in section.splitlines() if line and not line.startswith(" ")]
     counts = [int(line.split("× ")[0].rsplit(" ", 1)[-1]) if "× " in line else 1 for line in firsts]
     assert sum(counts) == len(list(gpt.parameters()))
@@ -87,3 +89,14 @@ def test_a_budget_says_what_it_did() -> None:
     tight = made("gpt", SMALL, memory_budget=least).explain()
     assert "without it" in tight
     assert max(map(len, tight.splitlines())) <= WIDTH
+
+
+def test_a_faster_way_that_was_not_taken_is_explained(gpt: psg_fx.PerSampleModule) -> None:
+    told = "An instead may be faster by itself and slower in all"
+    plan = PLAN.of(gpt.graphs["planned"])
+    parts = [part for parameter in plan.parameters for part in parameter.parts]
+    assert any(seconds < 0.9 * part.seconds for part in parts for _, seconds in part.alternatives)
+    assert told in gpt.explain()
+    step = psg_fx.transform(nn.Linear(4, 3), F.cross_entropy, quantities=psg_fx.Norms(), backend="eager")
+    step(torch.randn(2, 4), torch.tensor([0, 1]))
+    assert told not in step.explain()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,7 +76,12 @@ def test_a_step_says_which_table_it_used(quick: Path) -> None:
 
 def test_the_command(quick: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["calibrate"]) == 0
-    assert str(quick) in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert str(quick) in out
+    head, _, *rows = out.splitlines()
+    assert re.fullmatch(r"of +rates measured \d{4}-\d\d-\d\d +the shipped table", head.rstrip())
+    assert [row for row in rows if re.fullmatch(r"gemm float32 +[\d.e+]+ Gflop/s +170 Gflop/s", row.rstrip())]
+    assert max(map(len, rows[:-1])) <= 120
     assert rates.table_path("cpu").exists()
 
 
