@@ -15,7 +15,7 @@ from psg_fx.step.with_loss import LossModule
 
 Prepare = Callable[[Any], Any]
 Indices = str | int | Callable[[Any], Any]
-"""Where the samples' places in the data set are in a batch: a key, a position, or a function of the batch."""
+"""Where a batch has an int for every sample, such as its place in the data set: a key, a position, or a function."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,10 @@ class Batch:
         """The step's output."""
         out: StepOutput = step(*self.arguments, **self.given)
         return out
+
+    def grouped(self, num_groups: int) -> Batch:
+        """The same for groups of samples, whose numbers stand in `indices`."""
+        return replace(self, given={**self.given, "groups": self.indices, "num_groups": num_groups}, indices=None)
 
     def size(self, step: LossModule) -> int:
         """The number of samples."""
@@ -51,12 +55,15 @@ class Batch:
 
 
 def batch_of(
-    found: Any, prepare: Prepare | None, indices: Indices | None, device: torch.device, given: Mapping[str, Any]
-) -> Batch:
-    """The call that a loader's batch stands for, on the device.  given: keywords of every call."""
+    found: Any, prepare: Prepare | None, indices: Indices | None, device: torch.device, given: Mapping[str, Any],
+    named: str = "indices",
+) -> Batch:  # fmt: skip
+    """The call that a loader's batch stands for, on the device.  given: keywords of every call.  named: what the
+    indices are.
+    """
     places = None
     if indices is not None:
-        places, found = _places(found, indices)
+        places, found = _places(found, indices, named)
     if prepare is not None:
         found = prepare(found)
     inputs, targets, own = _parts(found)
@@ -82,8 +89,8 @@ def _parts(found: Any) -> tuple[Any, Any, Mapping[str, Any]]:
     )  # fmt: skip
 
 
-def _places(found: Any, indices: Indices) -> tuple[torch.Tensor, Any]:
-    """The samples' places in the data set, [B] of int64 on the CPU, and the batch without them."""
+def _places(found: Any, indices: Indices, named: str) -> tuple[torch.Tensor, Any]:
+    """An int for every sample, [B] of int64 on the CPU, and the batch without them."""
     try:
         if callable(indices):
             places, rest = indices(found), found
@@ -95,7 +102,7 @@ def _places(found: Any, indices: Indices) -> tuple[torch.Tensor, Any]:
         return torch.as_tensor(places).to("cpu", torch.int64).reshape(-1), rest
     except (KeyError, IndexError, ValueError, TypeError) as error:
         raise BadArgument(
-            f"a batch has no indices at {indices!r}", where="over(..., indices=...)",
+            f"a batch has no {named} at {indices!r}", where=f"over(..., {named}=...)",
             why=f"{type(error).__name__}: {error}",
             fix="a key of the batch, a position in it, or a function of it that returns [B] ints",
         ) from error  # fmt: skip

@@ -12,6 +12,7 @@ import torch
 from psg_fx.distributed.sharded import ShardedModule
 from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.loops.batches import Batch, Indices, Prepare, batch_of
+from psg_fx.loops.groups import joins_of
 from psg_fx.loops.leaves import Key, leaves
 from psg_fx.loops.loaders import batches_of, from_batch, order_is_drawn, samples_of, shown
 from psg_fx.loops.made_of import made_of
@@ -19,13 +20,15 @@ from psg_fx.loops.results import Results
 from psg_fx.loops.rows import InMemory
 from psg_fx.loops.store import Store, Writer, filling
 from psg_fx.loops.totals import Totals, check_joins
+from psg_fx.quantities.base import Joins
 from psg_fx.step.compiled import StepOutput
 from psg_fx.step.with_loss import LossModule
 
 
 def over(
     loader: Iterable[Any], step: Any, *, store: str | PathLike[str] | None = None, prepare: Prepare | None = None,
-    indices: Indices | None = None, device: torch.device | str | None = None, progress: bool = True, **given: Any,
+    indices: Indices | None = None, groups: Indices | None = None, num_groups: int | None = None,
+    device: torch.device | str | None = None, progress: bool = True, **given: Any,
 ) -> Results:  # fmt: skip
     """Run a step over all batches of a loader, and put its outputs together.
 
@@ -46,6 +49,10 @@ def over(
         indices: where a batch has the places of its samples in the data set: a key or a position of the batch, which
             is then taken out of it, or a function of the batch that returns `[B]` ints.  They become the field
             `indices`, are what `top` returns, and let a store go on under a shuffled loader.
+        groups: where a batch has the group of each sample (a user, a document), likewise.  Then fields that are linear
+            in gradients (grads, dots, projections, a weighted sum with a weight for each group) are those of groups,
+            added up over all batches: a group's samples may lie in several of them.  Losses remain those of samples.
+        num_groups: how many groups there are.
         device: where tensors are moved before the step; None: to the parameters of the model.
         progress: show a bar (tqdm, where it is installed), if stderr is a terminal.
         given: keywords of every call, such as `directions=`.
@@ -55,20 +62,27 @@ def over(
 
     Raises:
         BadArgument: a step without a loss, a batch that is not as above, a quantity that does not follow from
-            batches, or a store of other parameters, another step, or another data set.
-        NotYetSupported: a sharded model, or `groups=`.
+            batches, such as norms of groups, or a store of other parameters, another step, or another data set.
+        NotYetSupported: a sharded model.
     """
     _check_step(step)
     _check_given(given)
-    _check_each(step, given)
-    check_joins(step.settings.joins_of_processes)
+    joins = step.settings.joins_of_processes
+    if groups is None and num_groups is None:
+        _check_each(step, given)
+    else:
+        joins = joins_of(step, num_groups, groups, {"indices": indices, "store": store})
+    check_joins(joins)
     place = torch.device(device) if device is not None else next(step.model.parameters()).device
 
     def call(found: Any) -> Batch:
-        return batch_of(found, prepare, indices, place, given)
+        named = "indices" if groups is None else "groups"
+        batch = batch_of(found, prepare, indices if groups is None else groups, place, given, named)
+        _check_given(batch.given)
+        return batch if num_groups is None else batch.grouped(num_groups)
 
     if store is None:
-        return _in_memory(loader, step, call, progress)
+        return _in_memory(loader, step, call, progress, joins)
     if indices is None and (sampler := order_is_drawn(loader)):
         raise BadArgument(
             f"the order of samples is drawn at random ({sampler})", where="over(loader, step, store=...)",
@@ -78,11 +92,10 @@ def over(
     return _in_folder(loader, step, call, progress, Path(store), given)
 
 
-def _in_memory(loader: Any, step: LossModule, call: Callable[[Any], Batch], progress: bool) -> Results:
-    joins = step.settings.joins_of_processes
+def _in_memory(loader: Any, step: LossModule, call: Callable[[Any], Batch], progress: bool, joins: Joins) -> Results:
     rows, totals = InMemory(samples_of(loader)), Totals(joins)
     for found in shown(loader, batches_of(loader), 0, progress):
-        out, own = _run(step, call(found))
+        out, own = _run(step, call(found), joins)
         if len(out.losses):
             rows.add(own, len(out.losses))
             totals.add(out)
@@ -116,7 +129,7 @@ def _fill(writer: Writer, loader: Any, step: LossModule, call: Callable[[Any], B
         whole = call(found)
         batch = whole if whole.indices is None else _new(whole, step, before, now)
         if batch is not None:
-            out, own = _run(step, batch)
+            out, own = _run(step, batch, step.settings.joins_of_processes)
             writer.add(own, out, len(out.losses))
     if not writer.count:
         raise _empty()
@@ -142,10 +155,9 @@ def _new(batch: Batch, step: LossModule, before: set[int], now: set[int]) -> Bat
     return batch if len(rows) == len(places) else batch.of_rows(step, torch.tensor(rows))
 
 
-def _run(step: LossModule, batch: Batch) -> tuple[StepOutput, dict[Key, torch.Tensor]]:
+def _run(step: LossModule, batch: Batch, joins: Joins) -> tuple[StepOutput, dict[Key, torch.Tensor]]:
     """The output for a batch, and what of it has a row for every sample."""
-    _check_given(batch.given)
-    out, joins = batch.run(step), step.settings.joins_of_processes
+    out = batch.run(step)
     count = len(out.losses)
     rows = dict(leaves({field: value for field, value in vars(out).items() if joins[field] == "cat"}))
     if batch.indices is not None:
@@ -182,18 +194,19 @@ def _check_step(step: Any) -> None:
         raise NotYetSupported(
             "a step of a sharded model does not run over a loader", where="over(loader, step)",
             why="all processes must call it equally often, and loaders may differ in their numbers of batches",
-            fix="write the loop, and call psg_fx.distributed.reduce where sums are needed",
+            fix="write the loop, over as many batches in every process (DistributedSampler): sums of a call are those "
+            "of all processes already, and rows those of its own samples",
         )  # fmt: skip
 
 
 def _check_given(given: Mapping[str, Any]) -> None:
-    for name in ("groups", "num_groups", "out"):
-        if name in given:
-            raise NotYetSupported(
-                f"over() does not take {name}", where=f"over(loader, step, {name}=...)",
-                why="rows are put together as those of samples, in tensors of their own",
-                fix="write the loop: step(x, y, groups=...) for each batch; or sum grads by groups afterwards",
-            )  # fmt: skip
+    grouped = "over(loader, step, groups=..., num_groups=G), where groups says where in a batch they are"
+    fixes = {"groups": grouped, "num_groups": grouped, "out": "leave it out"}
+    for name in (name for name in fixes if name in given):
+        raise BadArgument(
+            f"a batch's call has {name}", where="over(loader, step)",
+            why="over() puts rows of all batches together, in tensors of its own", fix=fixes[name],
+        )  # fmt: skip
 
 
 def _check_each(step: LossModule, given: Mapping[str, Any]) -> None:

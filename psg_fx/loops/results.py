@@ -48,12 +48,13 @@ class Results(StepOutput):
         Raises:
             BadArgument: a query that does not fit what is there, or a k that is no number of samples in it.
         """
-        if type(k) is not int or not 0 < k <= len(self):
-            raise BadArgument(
-                f"k={k!r} is not a number of samples", where="top(query, k)", why=f"there are {len(self)}",
-                fix=f"an int from 1 to {len(self)}",
-            )  # fmt: skip
         pairs = self._pairs(query)
+        count = len(pairs[0][1])
+        if type(k) is not int or not 0 < k <= count:
+            raise BadArgument(
+                f"k={k!r} is not a number of samples", where="top(query, k)", why=f"there are {count}",
+                fix=f"an int from 1 to {count}",
+            )  # fmt: skip
         single = all(len(q.shape) == rows.ndim - 1 for q, rows in pairs)
         queries = [((q[None] if single else q), rows) for q, rows in pairs]
         scores, places = _best(queries, k, max(int(block), 1), largest)

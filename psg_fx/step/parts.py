@@ -10,7 +10,7 @@ import torch
 from psg_fx.algebra.ask import Quadratic
 from psg_fx.errors import BadArgument
 from psg_fx.program.call import Call
-from psg_fx.quantities.base import Join
+from psg_fx.quantities.base import Join, Quantity
 from psg_fx.step.compiled import StepOutput
 from psg_fx.step.groups import Groups, groups_of
 from psg_fx.step.settings import Settings
@@ -39,6 +39,11 @@ def run_in_parts(
     return StepOutput(joined.fields, between)
 
 
+def is_linear(quantity: Quantity) -> bool:
+    """Whether what it says of a group of samples is the sum of what it says of the group's parts."""
+    return not any(isinstance(ask, Quadratic) for ask in quantity.asks())
+
+
 def fields_of_samples(settings: Settings) -> set[str]:
     """The fields of the output that are of samples also where the others are of groups of them."""
     return {"losses", *(field for q in settings.quantities if q.over_samples for field in q.joins())}
@@ -46,7 +51,7 @@ def fields_of_samples(settings: Settings) -> set[str]:
 
 def _check_whole(settings: Settings, groups: Groups, size: int) -> None:
     """Refuse parts between which a group is divided, where a quantity does not follow from sums over parts of it."""
-    names = [str(q) for q in settings.quantities if any(isinstance(ask, Quadratic) for ask in q.asks())]
+    names = [str(q) for q in settings.quantities if not is_linear(q)]
     parts = torch.arange(len(groups.ids), device=groups.ids.device) // size
     own = torch.stack([groups.ids, parts], 1)[groups.ids >= 0].unique(dim=0)[:, 0]
     divided = own[1:][own[1:] == own[:-1]]

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import psg_fx
 from psg_fx import ClippedSum, Dots, Grads, Gram, MeanGrad, Norms, Projection, SecondMoment, WeightedSum
+from psg_fx.distributed.sharded import ShardedModule
 from psg_fx.errors import BadArgument, NotYetSupported
 from support import oracle
 from support.batches import Stream, compare, loader, samples
@@ -155,12 +156,74 @@ def test_what_is_no_step_with_a_loss_is_refused() -> None:
         psg_fx.over([], psg_fx.microbatch(step(), 2))
 
 
-def test_groups_and_weights_for_all_batches_are_refused() -> None:
+def test_a_step_of_a_sharded_model_is_refused() -> None:
+    with pytest.raises(NotYetSupported, match="sums of a call are those of all processes already") as refused:
+        psg_fx.over([], ShardedModule.__new__(ShardedModule))
+    assert "DistributedSampler" in str(refused.value)
+
+
+def test_groups_over_batches_are_those_of_one_batch() -> None:
+    """Whatever batches the samples of a group lie in; one group has none, and some samples are in no group."""
+    x, y = samples(11)
+    ids = torch.tensor([0, 3, 0, -1, 1, 3, 3, 0, 1, -1, 0])
+    own = step(quantities=[Grads(), Dots(), Projection(rank=2), WeightedSum(), MeanGrad()])
+    directions = {n: torch.randn(2, *p.shape) for n, p in own.model.named_parameters()}
+    given = {"directions": directions, "weights": torch.linspace(-1, 2, 5)}
+    whole = own(x, y, groups=ids, num_groups=5, **given)
+    data = DataLoader(TensorDataset(x, y, ids), 4)
+    for groups, prepare in ((2, None), (-1, None), (lambda b: b[2], lambda b: b[:2])):
+        out = psg_fx.over(data, own, groups=groups, num_groups=5, prepare=prepare, progress=False, **given)
+        compare(out, whole)
+    rows = [{"x": a, "labels": b, "user": i} for a, b, i in zip(x, y, ids, strict=True)]
+    named = step(OwnLoss(), lambda out: out["loss"], quantities=Grads())
+    by_key = psg_fx.over(DataLoader(rows, 4), named, groups="user", num_groups=5, progress=False)  # type: ignore[arg-type]
+    compare(by_key, named({"x": x, "labels": y}, groups=ids, num_groups=5))
+    scores, places = by_key.top({n: g[1] for n, g in by_key.grads.items()}, 5)
+    assert sorted(places.tolist()) == [0, 1, 2, 3, 4]
+    assert scores[0] >= scores[-1]
+
+
+def test_groups_are_those_of_the_loop_over_single_samples() -> None:
+    model = same_mlp()
+    x, y = samples(7, torch.float64)
+    ids = torch.tensor([1, 0, 1, 1, 0, 0, 1])
+    own = step(model, quantities=Grads())
+    out = psg_fx.over(DataLoader(TensorDataset(x, y, ids), 3), own, groups=2, num_groups=2, progress=False)
+    _, grads = oracle.loop_grads(model, F.cross_entropy, x, y)
+    for name, each in grads.items():
+        truth = torch.stack([each[ids == group].sum(0) for group in (0, 1)])
+        assert oracle.relative_error(out.grads[name], truth) < 1e-12
+
+
+@pytest.mark.parametrize("quantity", [Norms(), ClippedSum(0.5), Gram(), SecondMoment()])
+def test_what_is_not_linear_in_a_group_is_refused(quantity: Any) -> None:
+    with pytest.raises(BadArgument, match="of groups do not follow from those of batches") as refused:
+        psg_fx.over(iter([]), step(quantities=[Grads(), quantity]), groups=2, num_groups=3)
+    assert "may lie in several batches" in str(refused.value)
+    assert "ask for Grads()" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"groups": 2}, "num_groups=None is not a number of groups"),
+        ({"groups": 2, "num_groups": 0}, "num_groups=0 is not a number of groups"),
+        ({"num_groups": 3}, "num_groups is given without groups"),
+        ({"groups": 2, "num_groups": 3, "indices": 2}, "indices= does not go with groups="),
+        ({"groups": 2, "num_groups": 3, "store": "nowhere"}, "store= does not go with groups="),
+        ({"groups": "user", "num_groups": 3}, "a batch has no groups at 'user'"),
+    ],
+)
+def test_wrong_groups_are_refused(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(BadArgument, match=text):
+        psg_fx.over(loader(4, 2), step(quantities=Grads()), progress=False, **given)
+
+
+def test_groups_in_a_batch_and_weights_for_all_batches_are_refused() -> None:
     data = loader(4, 2)
-    with pytest.raises(NotYetSupported, match="does not take groups"):
-        psg_fx.over(data, step(), groups=[0, 1])
-    with pytest.raises(NotYetSupported, match="does not take groups"):
+    with pytest.raises(BadArgument, match="a batch's call has groups") as refused:
         psg_fx.over(data, step(), prepare=lambda b: (*b, {"groups": [0, 1]}), progress=False)
+    assert "over(loader, step, groups=..., num_groups=G)" in str(refused.value)
     with pytest.raises(BadArgument, match="for every sample, and is given once"):
         psg_fx.over(data, step(quantities=WeightedSum()), weights=torch.ones(2))
 
