@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from _results import about, bullets, device_tag, keep, options
+from _sizes import BATCH, WIDE
 from compare import BF16, Run
 from tabulate import tabulate
 from torch.profiler import ProfilerActivity, profile
@@ -32,14 +33,12 @@ CALLS, SHOWN = 5, 12
 FUSED = {"psg_fx.fused_kernels": True}
 
 
-WIDE = {"width": 768, "heads": 12}
 RUNS = {
     "simplecnn": Run("SimpleCNN, B=64", "simplecnn", 64),
     "gpt": Run("GPT 4×256, T=128, B=8", "gpt", 8),
     "resnet18gn": Run("ResNet18-GroupNorm 32×32, B=128", "resnet18gn", 128),
-    "gpt-bf16": Run("GPT 3×768, T=512, B=16, bf16", "gpt", 16, WIDE | {"layers": 3, "tokens": 512}, autocast=BF16),
-    "vit-bf16": Run("ViT 4×768, 224², B=16, bf16", "vit", 16, WIDE | {"layers": 4, "image": 224, "patch": 16},
-                    autocast=BF16),
+    "gpt-bf16": Run("GPT 3×768, T=512, B=16, bf16", "gpt", BATCH, WIDE["gpt"], autocast=BF16),
+    "vit-bf16": Run("ViT 4×768, 224², B=16, bf16", "vit", BATCH, WIDE["vit"], autocast=BF16),
 }  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from _results import RESULTS, keep, options, printed_by, written_by
+from _sizes import BATCH, WIDE
 
 NAME = "cuda-without-a-device"
 PRECISIONS = ("float32", "bfloat16")
@@ -44,10 +45,7 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 """The models in sizes that the interpreter can bear."""
 
-LARGE: dict[str, dict[str, Any]] = {
-    "gpt-large": {"batch": 16, "width": 768, "heads": 12, "layers": 3, "tokens": 512},
-    "vit-large": {"batch": 16, "width": 768, "heads": 12, "layers": 4, "image": 224, "patch": 16},
-}
+LARGE: dict[str, dict[str, Any]] = {f"{name}-large": {"batch": BATCH, **sizes} for name, sizes in WIDE.items()}
 """What `bench/kernels.py` measures in bfloat16: of these that precision and a static batch alone."""
 
 

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,150 +12,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
+from psg_fx.distributed.parallel_layers import PLANS, ParallelLayer, group_of, parallel_layer, refused
 from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.graph import facts
 from psg_fx.graph.slices import Slices, slices_of
-from psg_fx.ops import across
 from psg_fx.quantities.base import Quantity
-from psg_fx.torch_private.tensor_parallel import Style, hook_name, local_part, style_of
-
-
-@dataclass(frozen=True)
-class Group:
-    """The processes of a mesh of one dim.  name: of the process group."""
-
-    name: str
-    size: int
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """Of a value on the way between layers: cut along a dim; whole (None); or a part of a sum."""
-
-    dim: int | None = None
-    partial: bool = False
-
-
-def _moved(x: Tensor, source: _Layout, target: _Layout, group: Group) -> Tensor:
-    """From one layout to another.  `spread` sees to the gradients of what is equal in all processes."""
-    before, after = (None if layout.dim is None else layout.dim % x.ndim for layout in (source, target))
-    if before == after and not source.partial:
-        return x
-    if after is not None:
-        _check_even(x, after, group)
-    found = x
-    if source.partial and after is not None:
-        found = across.sum_slice(x, after, group.size, group.name)
-    elif source.partial:
-        found = across.sum_across(x, group.name)
-    else:
-        if before is not None:
-            found = across.gather(found, before, group.size, group.name)
-        if after is not None:
-            found = across.own_slice(found, after, group.size, group.name)
-    return found
-
-
-def _check_even(x: Tensor, dim: int, group: Group) -> None:
-    if x.shape[dim] % group.size:
-        raise NotYetSupported(
-            f"a value of {x.shape[dim]} entries along dim {dim} is cut for {group.size} processes",
-            where="the plan of parallelize_module", why="the slices would be of different sizes",
-            fix="choose sizes that the mesh divides",
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class MoveInputs:
-    """A forward pre-hook: the first input comes to lie as the layer wants it."""
-
-    given: _Layout
-    wanted: _Layout
-    group: Group
-
-    def __call__(self, module: nn.Module, args: Any) -> Any:
-        said = across.lies(args[0], self.given.dim is not None)
-        joined = len(getattr(module, "normalized_shape", ()))
-        if joined and self.wanted.dim is not None and self.wanted.dim % said.ndim >= said.ndim - joined:
-            raise NotYetSupported(
-                f"a norm over the last {joined} dims is cut along dim {self.wanted.dim}", where=type(module).__name__,
-                why="its mean is over what other processes have", fix="cut along a dim before those",
-            )  # fmt: skip
-        return (_moved(said, self.given, self.wanted, self.group),)
-
-
-@dataclass(frozen=True)
-class MoveOutputs:
-    """A forward hook: from what the slices of the layer give to what the plan wants; a bias is added once."""
-
-    made: _Layout
-    wanted: _Layout
-    group: Group
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        found = _moved(output, self.made, self.wanted, self.group)
-        bias = getattr(module, "bias", None) if self.made.partial else None
-        return found if bias is None else found + bias
-
-
-class RowwiseLinear(nn.Linear):
-    """y = Σ_r x_r W_rᵀ without the sum, and without the bias that comes after."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """[.., n_r] -> [.., m], a part of the sum."""
-        return F.linear(input, self.weight)
-
-
-@functools.cache
-def rowwise_embedding(group: str) -> type[nn.Embedding]:
-    """Its class, for the processes of a group: one object for good."""
-
-    class RowwiseEmbedding(nn.Embedding):
-        """Rows of the vocabulary's slice, zero for ids of other processes."""
-
-        def forward(self, input: Tensor) -> Tensor:
-            """ids [..] -> [.., d], a part of a sum of which one term is not zero."""
-            count = self.weight.shape[0]
-            local = input - across.index(input, group) * count
-            here = (local >= 0) & (local < count)
-            rows = F.embedding(torch.where(here, local, 0), self.weight)
-            if self.padding_idx is not None:  # rows that take no part in the gradient
-                rows = torch.where((input == self.padding_idx).unsqueeze(-1), rows.detach(), rows)
-            return torch.where(here.unsqueeze(-1), rows, 0.0)
-
-    return RowwiseEmbedding
-
-
-_WEIGHTS: dict[tuple[str, type], tuple[dict[str, int | None], _Layout, _Layout]] = {
-    ("ColwiseParallel", nn.Linear): ({"weight": 0, "bias": 0}, _Layout(), _Layout(-1)),
-    ("RowwiseParallel", nn.Linear): ({"weight": 1, "bias": None}, _Layout(-1), _Layout(partial=True)),
-    ("ColwiseParallel", nn.Embedding): ({"weight": 1}, _Layout(), _Layout(-1)),
-    ("RowwiseParallel", nn.Embedding): ({"weight": 0}, _Layout(), _Layout(partial=True)),
-    ("SequenceParallel", nn.LayerNorm): ({"weight": None, "bias": None}, _Layout(), _Layout()),
-    ("SequenceParallel", nn.RMSNorm): ({"weight": None}, _Layout(), _Layout()),
-}  # fmt: skip
-"""A style and a layer: along which dim each parameter is cut, how its input must lie, and how its output lies."""
-
-
-@dataclass
-class _Dressed:
-    """A parallel layer, and what it is while a step runs: its class, and hooks in place of torch's.
-
-    cut: the dim along which each parameter is cut.  hooks: where each hook is, torch's, and the one of a step.
-    """
-
-    module: Any
-    name: str
-    style: Style
-    cut: Mapping[str, int | None]
-    kind: type
-    local: type | None
-    hooks: tuple[tuple[dict[int, Any], int, Any, Any], ...]
+from psg_fx.torch_private.tensor_parallel import hook_name, local_part
 
 
 @dataclass(frozen=True)
@@ -183,15 +48,15 @@ class TensorParallel:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._dressed = [_dressed(name, m) for name, m in model.named_modules() if hook_name(m)]
+        self._dressed = [parallel_layer(name, m) for name, m in model.named_modules() if hook_name(m)]
         meshes = list(dict.fromkeys(one.style.mesh for one in self._dressed))
         if len(meshes) > 1:
-            raise _refused(
+            raise refused(
                 self._dressed[-1].name, self._dressed[-1].module, f"{self._dressed[-1].name} is sliced over another "
                 "mesh than the layers before", "norms are summed over one mesh", "slice all layers over one mesh",
             )  # fmt: skip
         self.mesh = meshes[0] if meshes else None
-        self.group = _group(self.mesh) if self.mesh is not None else None
+        self.group = group_of(self.mesh) if self.mesh is not None else None
         self._own: list[_Own] = []
         self._depth = 0
 
@@ -305,8 +170,8 @@ class TensorParallel:
         local: dict[int, nn.Parameter] = {}
         for name, module in self._model.named_modules():
             for key in (key for key, b in module._buffers.items() if isinstance(b, DTensor)):
-                raise _refused(name, module, f"the buffer {f'{name}.{key}' if name else key} is a DTensor",
-                               "buffers are taken to be equal in all processes", _PLANS)  # fmt: skip
+                raise refused(name, module, f"the buffer {f'{name}.{key}' if name else key} is a DTensor",
+                               "buffers are taken to be equal in all processes", PLANS)  # fmt: skip
             for key, p in module._parameters.items():
                 if isinstance(p, DTensor):
                     self._check(name, module, key, p, known.get(id(module)))
@@ -315,24 +180,24 @@ class TensorParallel:
                     found.append(_Own(module._parameters, key, p, part, local[id(p)]))
         self._own = found
 
-    def _check(self, name: str, module: nn.Module, key: str, p: Any, one: _Dressed | None) -> None:
+    def _check(self, name: str, module: nn.Module, key: str, p: Any, one: ParallelLayer | None) -> None:
         """Refuse a DTensor that does not lie as the style of its layer says."""
         full = f"{name}.{key}" if name else key
         assert self.group is not None
         if one is None or key not in one.cut or p.device_mesh.ndim != 1 or self.mesh_dim(p) is None:
-            raise _refused(name, module, f"the parameter {full} is a DTensor that lies as {_placed(p)}",
-                           "it is not as parallelize_module would have left it", _PLANS)  # fmt: skip
+            raise refused(name, module, f"the parameter {full} is a DTensor that lies as {_placed(p)}",
+                           "it is not as parallelize_module would have left it", PLANS)  # fmt: skip
         dim, wanted = self.dim_of(p), one.cut[key]
         if dim != wanted:
-            raise _refused(name, module, f"the parameter {full} is a DTensor that lies as {_placed(p)}",
-                           f"{one.style.kind} leaves it cut along dim {wanted}", _PLANS)  # fmt: skip
+            raise refused(name, module, f"the parameter {full} is a DTensor that lies as {_placed(p)}",
+                           f"{one.style.kind} leaves it cut along dim {wanted}", PLANS)  # fmt: skip
         if dim is not None and p.shape[dim] % self.group.size:
-            raise _refused(
+            raise refused(
                 name, module, f"the parameter {full} has {p.shape[dim]} entries along dim {dim}, for {self.group.size} "
                 "processes", "the slices would be of different sizes", "choose sizes that the mesh divides",
             )  # fmt: skip
         if p._backward_hooks:
-            raise _refused(name, module, f"{full} has a hook on its gradient", "a step would not call it",
+            raise refused(name, module, f"{full} has a hook on its gradient", "a step would not call it",
                            "remove the hook, and apply it to what the step returns")  # fmt: skip
 
 
@@ -352,17 +217,6 @@ def said_of_slices(gm: GraphModule, size: int) -> str:
     )
 
 
-_PLANS = (
-    "plan with ColwiseParallel and RowwiseParallel for nn.Linear and nn.Embedding, "
-    "SequenceParallel(use_local_output=True) for nn.LayerNorm and nn.RMSNorm, and leave other layers whole"
-)
-
-
-def _refused(name: str, module: nn.Module, what: str, why: str, fix: str) -> NotYetSupported:
-    kind = type(module).__name__
-    return NotYetSupported(what, where=f"{name} ({kind})" if name else kind, why=why, fix=fix)
-
-
 def _digest(t: Tensor) -> str:
     values = (torch.view_as_real(t) if t.is_complex() else t).detach().double()
     return repr((float(values.sum()), float(values.square().sum()), float(values.abs().sum())))
@@ -370,52 +224,3 @@ def _digest(t: Tensor) -> str:
 
 def _placed(p: Any) -> str:
     return f"{tuple(map(str, p.placements))} on {list(p.device_mesh.shape)} processes"
-
-
-def _group(mesh: Any) -> Group:
-    return Group(mesh.get_group().group_name, mesh.size())
-
-
-def _dressed(name: str, module: nn.Module) -> _Dressed:
-    """How a layer runs on slices; refused where that is not known."""
-    style = style_of(module)
-    if style is None:
-        raise _refused(
-            name, module, f"{name or 'the model'} has the hook {hook_name(module)} of torch.distributed",
-            "of the styles of parallelize_module, ColwiseParallel, RowwiseParallel and SequenceParallel are known",
-            _PLANS,
-        )  # fmt: skip
-    layer: Any = next((k for kind, k in _WEIGHTS if kind == style.kind and isinstance(module, k)), None)
-    if layer is None or type(module).forward is not layer.forward:
-        raise _refused(name, module, f"{name} is a {type(module).__name__}, in {style.kind}",
-                       "the forward of a class of its own may do anything with slices", _PLANS)  # fmt: skip
-    if not style.local_output:
-        raise _refused(name, module, f"{name} gives a DTensor (use_local_output=False)",
-                       "a step computes with plain tensors", "say use_local_output=True")  # fmt: skip
-    if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):
-        option = "max_norm" if module.max_norm is not None else "scale_grad_by_freq"
-        raise _refused(name, module, f"the embedding {name} has {option}",
-                       "it depends on whole rows or on all tokens", f"leave {option} out")  # fmt: skip
-    group = _group(style.mesh)
-    cut, wanted, made = _WEIGHTS[style.kind, layer]
-    given, result = _layout(name, module, style.given), _layout(name, module, style.outputs)
-    if style.kind == "SequenceParallel":
-        wanted = made = given
-    before, after = module._forward_pre_hooks, module._forward_hooks
-    hooks = (
-        (before, style.before, before[style.before], MoveInputs(given, wanted, group)),
-        (after, style.after, after[style.after], MoveOutputs(made, result, group)),
-    )
-    local: type | None = None
-    if style.kind == "RowwiseParallel":
-        local = RowwiseLinear if layer is nn.Linear else rowwise_embedding(group.name)
-    return _Dressed(module, name, style, cut, type(module), local, hooks)
-
-
-def _layout(name: str, module: nn.Module, placement: Any) -> _Layout:
-    if placement.is_replicate():
-        return _Layout()
-    if type(placement).__name__ == "Shard":
-        return _Layout(int(placement.dim))
-    raise _refused(name, module, f"{name} has the layout {placement}", "values are whole, or cut along a dim",
-                   "use Replicate() or Shard(dim)")  # fmt: skip

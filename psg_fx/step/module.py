@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Hashable, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,9 +32,6 @@ from psg_fx.program.program import Program
 from psg_fx.program.state import Tracked, refuse_hooks, tracked_parameters
 from psg_fx.step import copies, own_code
 from psg_fx.step.settings import Settings
-
-if TYPE_CHECKING:
-    pass
 
 _READING = threading.Lock()
 _STATE = ("_parameters", "_buffers", "_modules")

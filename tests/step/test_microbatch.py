@@ -12,7 +12,7 @@ from torch import nn
 import psg_fx
 from psg_fx import ClippedSum, Dots, Grads, Gram, MeanGrad, Norms, Projection, SecondMoment, WeightedSum, zoo
 from psg_fx.errors import BadArgument
-from support import oracle
+from support.batches import compare
 
 EVERYTHING = [
     Grads(), Norms(), ClippedSum(0.3), WeightedSum(), MeanGrad(), SecondMoment(), Projection(rank=2), Dots(),
@@ -61,16 +61,6 @@ def given(step: psg_fx.PerSampleModule, size: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     directions = {n: torch.randn(2, *p.shape, generator=generator) for n, p in step.model.named_parameters()}
     return {"weights": torch.linspace(-1, 2, size), "directions": directions}
-
-
-def compare(got: Any, want: Any) -> None:
-    assert set(vars(got)) == set(vars(want))
-    for field, value in vars(want).items():
-        found = getattr(got, field)
-        pairs = [(found[n], value[n]) for n in value] if isinstance(value, dict) else [(found, value)]
-        for a, b in pairs:
-            assert a.shape == b.shape, field
-            assert oracle.relative_error(a, b) < 1e-5, field
 
 
 @pytest.fixture(scope="module")
