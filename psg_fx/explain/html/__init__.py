@@ -17,7 +17,7 @@ from psg_fx.explain.html.content import content
 from psg_fx.graph.history import History
 
 VENDOR = ("cytoscape", "dagre")
-SCRIPTS = ("data", "layout", "graph", "panel", "charts", "views", "compare", "minimap", "main")
+SCRIPTS = ("data", "layout", "seen", "graph", "panel", "charts", "views", "compare", "minimap", "main")
 """In the order in which they run."""
 
 _ESCAPES = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
