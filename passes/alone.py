@@ -1,13 +1,16 @@
 """What may be another program for a batch of one sample: `x.squeeze()` takes the sample dim too, and later dims have
-other numbers; `x.contiguous().relu_()` writes into x where that is contiguous as it lies.
+other numbers; `x.contiguous().relu_()` writes into x where that is contiguous as it lies; `pad_packed_sequence(packed)`
+pads to the longest sample.
 
-The graph keeps the sample dim, and has the copy.  The loss of a sample is by definition what the code computes for it
-alone, so where the two could differ the code is run on single samples, and must give what the graph gives.
+The graph keeps the sample dim, has the copy, and keeps the padding as it was given.  The loss of a sample is by
+definition what the code computes for it alone, so where the two could differ the code is run on single samples, and
+must give what the graph gives.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from psg_fx.errors import NotYetSupported
@@ -26,7 +30,12 @@ from psg_fx.program.program import Program
 from psg_fx.source import locate
 from psg_fx.torch_private.modes import autocast_key
 
+from .capture.packed import packed_as_padded
+
 NOISE = 0.1
+_FAR = 3.0
+_LOOKED_AT, _SHORTER, _STATES = 64, 3, 4
+"""Samples of a batch among which some are looked for that are shorter than their padding; with how many parameters."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,16 @@ def copied(where: str) -> Doubt:
     )  # fmt: skip
 
 
+def trimmed(where: str) -> Doubt:
+    """The code pads to the longest sample, the graph as far as the input was padded."""
+    return Doubt(
+        "pad_packed_sequence", where, "pads to the longest sample, which alone is the sample itself, and what follows "
+        "depends on how long the padding is",
+        "say to what length: pad_packed_sequence(.., total_length=x.shape[1]), which is the same for each sample; or "
+        "mask what is beyond the lengths", "pads a batch of one to its own length",
+    )  # fmt: skip
+
+
 class Alone:
     """Compares a graph with its program on single samples, under the autocast of the capture."""
 
@@ -69,12 +88,19 @@ class Alone:
 
         squeezes: the ops of the graph that keep the sample dim where the code drops it.
         """
-        doubt = squeezed(squeezes[0]) if squeezes else copied(facts.graph_facts(gm).written_copy)
+        info = facts.graph_facts(gm)
+        doubts = [squeezed(squeezes[0])] if squeezes else [copied(info.written_copy)] if info.written_copy else []
+        doubts += [trimmed(info.trims)] if info.trims else []
         if self.call.axes:
             raise NotYetSupported(
-                f"{doubt.what} may treat a batch of one sample differently", where=doubt.where,
-                why=f"it {doubt.why}; of samples that are rows the code is not run on one alone", fix=doubt.fix,
+                f"{doubts[0].what} may treat a batch of one sample differently", where=doubts[0].where,
+                why=f"it {doubts[0].why}; of samples that are rows the code is not run on one alone", fix=doubts[0].fix,
             )  # fmt: skip
+        notes = [self.shorter(gm, d) if d.where == info.trims else self.single(gm, d) for d in doubts]
+        return "; ".join(filter(None, notes))
+
+    def single(self, gm: GraphModule, doubt: Doubt) -> str:
+        """The graph beside the code, on the first and the last sample alone."""
         state = _perturbed(gm, self.program)
         for index in sorted({0, max(self.call.batch_size() - 1, 0)}):
             inputs = [_one(t, d, index) for t, d in zip(self.call.tensors, self.call.dims, strict=True)]
@@ -84,15 +110,44 @@ class Alone:
                 with _undisturbed(inputs):
                     expected = self.run(state, inputs)[: len(found)]
             except Exception as error:  # then nothing is said of it by the code
-                return (
-                    f"{doubt.where} {doubt.note}, on which the code does not run ({type(error).__name__}); it is kept"
-                )
-            if len(found) != len(expected) or not all(map(_equal, found, expected)):
-                raise NotYetSupported(
-                    f"{doubt.what} treats a batch of one sample differently", where=doubt.where,
-                    why=f"it {doubt.why}: the loss of a sample is that of a batch of one", fix=doubt.fix,
-                )  # fmt: skip
+                return _not_said(doubt, error)
+            _require_equal(found, expected, doubt)
         return ""
+
+    def shorter(self, gm: GraphModule, doubt: Doubt) -> str:
+        """The code with paddings as they are given, as the graph has them, beside the code as it is, on samples alone
+        that are shorter.  With several parameters: a padding may win a maximum for some of them only.
+        """
+        size, tried = self.call.batch_size(), 0
+        count = sum(spec.kind in ("loss", "output") for spec in facts.graph_facts(gm).outputs)
+        states = [_perturbed(gm, self.program, seed) for seed in range(_STATES)]
+        for index in range(0, size, -(-size // _LOOKED_AT)):
+            inputs = [_one(t, d, index) for t, d in zip(self.call.tensors, self.call.dims, strict=True)]
+            for state in states:
+                found, _ = self.padded(state, inputs, trims=False)
+                try:
+                    expected, shorter = self.padded(state, inputs, trims=True)
+                except Exception as error:
+                    return _not_said(doubt, error)
+                if not shorter:
+                    break
+                _require_equal(found[:count], expected[:count], doubt)
+            else:
+                tried += 1
+            if tried == _SHORTER:
+                break
+        if tried:
+            return f"{doubt.where} {doubt.note}; that this does not matter was found by trying it out"
+        raise NotYetSupported(
+            f"{doubt.what} without a total_length, and no sample of the first batch is shorter", where=doubt.where,
+            why="alone, a sample is padded to its own length, and whether that matters is seen of a shorter one only",
+            fix=doubt.fix,
+        )  # fmt: skip
+
+    def padded(self, state: dict[str, Tensor], inputs: Sequence[Tensor], trims: bool) -> tuple[list[Tensor], bool]:
+        """What the program returns without dropout, which draws by places, and whether it trimmed a padding."""
+        with _undisturbed(inputs), packed_as_padded(trims) as padding, _WithoutDropout():
+            return self.run(state, inputs), padding.shorter
 
     def run(self, state: dict[str, Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
         """What the program returns; what is noted of it while it runs is that of its capture."""
@@ -109,22 +164,27 @@ class Alone:
         return [t for t in pytree.tree_leaves(found) if isinstance(t, Tensor)]
 
 
-def _perturbed(gm: GraphModule, program: nn.Module) -> dict[str, Tensor]:
+def _perturbed(gm: GraphModule, program: nn.Module, seed: int = 0) -> dict[str, Tensor]:
     """The program's tensors, parameters moved at random (zeros would hide differences), but for those that the loss
-    reaches through its closure.
+    reaches through its closure.  With another seed they are moved far, vectors most: then features have one sign.
     """
-    held = facts.graph_facts(gm).held
+    held, generator = facts.graph_facts(gm).held, _generator(seed)
+
+    def moved(p: Tensor) -> Tensor:
+        noise = torch.randn(p.shape, generator=generator if seed else _generator()).to(p)
+        return p + (_FAR / max(math.prod(p.shape[1:]), 1) ** 0.5 if seed else NOISE) * noise
+
     made: dict[int, Tensor] = {}
     for name, p in program.named_parameters(remove_duplicate=False):
-        moved = p.is_floating_point() and name.removeprefix("model.") not in held
+        moves = p.is_floating_point() and name.removeprefix("model.") not in held
         with torch.no_grad():
-            made.setdefault(id(p), p + NOISE * torch.randn(p.shape, generator=_generator()).to(p) if moved else p)
+            made.setdefault(id(p), moved(p) if moves else p)
     found = {name: made[id(p)] for name, p in program.named_parameters(remove_duplicate=False)}
     return found | {name: b.clone() for name, b in program.named_buffers(remove_duplicate=False)}
 
 
-def _generator() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
+def _generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 def _one(tensor: Tensor, dim: int | None, index: int) -> Tensor:
@@ -165,6 +225,31 @@ def _results(gm: GraphModule, state: Mapping[str, Tensor], inputs: Sequence[Tens
     with torch.autocast(device, enabled=False):
         results = Interpreter(gm).run(*arguments)
     return [r for r, spec in zip(results, info.outputs, strict=True) if spec.kind in ("loss", "output")]
+
+
+def _not_said(doubt: Doubt, error: Exception) -> str:
+    return f"{doubt.where} {doubt.note}, on which the code does not run ({type(error).__name__}); it is kept"
+
+
+def _require_equal(found: Sequence[Tensor], expected: Sequence[Tensor], doubt: Doubt) -> None:
+    if len(found) != len(expected) or not all(map(_equal, found, expected)):
+        raise NotYetSupported(
+            f"{doubt.what} treats a batch of one sample differently", where=doubt.where,
+            why=f"it {doubt.why}: the loss of a sample is that of a batch of one", fix=doubt.fix,
+        )  # fmt: skip
+
+
+class _WithoutDropout(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return args[0] if func in _DROPOUTS else func(*args, **(kwargs or {}))
+
+
+_DROPOUTS = (
+    torch.dropout, torch.dropout_, torch.feature_dropout, torch.feature_dropout_, torch.alpha_dropout,
+    torch.alpha_dropout_, torch.feature_alpha_dropout, torch.feature_alpha_dropout_,
+)  # fmt: skip
 
 
 def _equal(found: Tensor, expected: Tensor) -> bool:

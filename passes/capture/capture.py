@@ -149,7 +149,7 @@ def _flat(
     notes = (exported.note,) if exported.note else ()
     gm.meta[facts.KEY] = GraphFacts(
         _batch_symbol(nodes), _outputs(exported, program), notes, constants, exported.one_size,
-        frozenset(held.values()), exported.written_copy, rows=_row_symbols(nodes, call),
+        frozenset(held.values()), exported.written_copy, exported.trims, rows=_row_symbols(nodes, call),
     )  # fmt: skip
     WRITTEN.put(gm, tuple(program.written))
     ROW_AXES.put(gm, call.axes)

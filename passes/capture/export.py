@@ -55,11 +55,13 @@ Rows = Sequence[tuple[int, int] | None]
 class Exported(Functional):
     """A program as functional ATen: parameters, buffers and constants are placeholders like its inputs.
 
-    written_copy: the line that writes in place into what may be a copy or the value itself, "" for none.  note: what
-    the user should know of how it was captured.  one_size: it serves only the batch size of the call.
+    written_copy: the line that writes in place into what may be a copy or the value itself, "" for none.  trims: the
+    line that pads packed sequences to the longest one.  note: what the user should know of how it was captured.
+    one_size: it serves only the batch size of the call.
     """
 
     written_copy: str = ""
+    trims: str = ""
     note: str = ""
     one_size: bool = False
 
@@ -125,11 +127,11 @@ def _functional(program: nn.Module, examples: Sequence[torch.Tensor], dynamic: l
     shapes = (dynamic,) if dynamic else None
     with torch.enable_grad(), _quiet(), user_stack_traces(_CALLER), without_tensor_meta(), traced_without_code():
         try:
-            with rewritten(_has_rows(program)), seen_by_autograd(), own_attributes(), remembered_results():
+            with rewritten(_has_rows(program)) as padding, seen_by_autograd(), own_attributes(), remembered_results():
                 exported = torch.export.export(program, (list(examples),), dynamic_shapes=shapes, strict=False)
             detach_no_grad_regions(exported.graph_module)
             copied = writes_a_copy(exported.graph_module)
-            found = Exported(**vars(functional(exported, decompositions())), written_copy=copied)
+            found = Exported(**vars(functional(exported, decompositions())), written_copy=copied, trims=padding.line)
         except PsgError as error:  # torch.fx writes the graph's own traceback into its text
             raise type(error)(error.what, where=error.where, why=error.why, fix=error.fix) from None
         except Exception as error:

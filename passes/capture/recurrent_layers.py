@@ -6,8 +6,10 @@ x: `[T, B, I]`, h and c: `[B, H]`.  Every weight is used once, by a linear layer
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -40,6 +42,41 @@ class LayerWeights:
             ih, hh, *rest = flat[start : start + size]
             b_ih, b_hh = rest[:2] if biases else (None, None)
             yield cls(ih, hh, b_ih, b_hh, rest[-1] if projected else None)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Samples of `lengths[b]` steps each, int64 `[B]`, padded to `size`; a padding may hold anything that is finite."""
+
+    lengths: Tensor
+    size: int
+
+    @cached_property
+    def valid(self) -> Tensor:
+        """`[T, B]`: whether step t is one of sample b."""
+        return self._numbers() < self.lengths
+
+    def turned(self, x: Tensor) -> Tensor:
+        """x `[T, B, N]` with the steps of each sample in reverse order, and the padding where it was."""
+        numbers = self._numbers()
+        places = torch.where(self.valid, self.lengths - 1 - numbers, numbers)
+        return x.gather(0, places.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+
+    def last(self, x: Tensor) -> Tensor:
+        """x `[T, B, N]` in the last step of each sample, `[B, N]`."""
+        places = (self.lengths - 1).reshape(1, -1, 1)
+        return x.gather(0, places.expand(-1, -1, x.shape[-1])).squeeze(0)
+
+    def gated(self, gates: Tensor, idle: Sequence[float]) -> Tensor:
+        """The gates' part from the input `[T, B, gates·H]`, that of padding such that the state of an LSTM stays, and
+        no state grows.
+        """
+        size = gates.shape[-1] // len(idle)
+        row = torch.cat([gates.new_full((size,), value) for value in idle])
+        return torch.where(self.valid.unsqueeze(-1), gates, row)
+
+    def _numbers(self) -> Tensor:
+        return torch.arange(self.size, device=self.lengths.device).unsqueeze(1)
 
 
 # --- layers over all T ------------------------------------------------------------------------------------------------
@@ -92,9 +129,12 @@ def _from_hidden(first: Tensor, hidden: Tensor, weights: LayerWeights) -> Tensor
 
 def recurrent(
     layer: Layer, x: Tensor, initial: Sequence[Tensor], params: Sequence[Tensor], has_biases: bool, num_layers: int,
-    dropout: float, train: bool, bidirectional: bool, batch_first: bool,
+    dropout: float, train: bool, bidirectional: bool, batch_first: bool, steps: Steps | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """All layers: the outputs of the last one, then the last state of every layer and direction, stacked.
+
+    steps: where each sample has a length of its own; the outputs beyond it mean nothing.  A padding has no part in what
+    is before it, so forwards only the last state must be picked; backwards each sample is turned around by itself.
 
     Under autocast the products are of lower precision; the states keep that of the weights.
     """
@@ -102,6 +142,7 @@ def recurrent(
     weights = LayerWeights.each(params, has_biases, projected)
     states = zip(*(part.to(params[1].dtype).unbind(0) for part in initial), strict=True)
     finals: list[State] = []
+    turn = partial(torch.flip, dims=(0,)) if steps is None else steps.turned
     x = x.transpose(0, 1) if batch_first else x
     for index in range(num_layers):
         if index and train and dropout:
@@ -110,9 +151,12 @@ def recurrent(
         for backwards in (False, True)[: 1 + bidirectional]:
             own = next(weights)
             gates = F.linear(x, own.ih, own.b_ih).to(own.hh.dtype)
-            hidden, last = layer(gates.flip(0) if backwards else gates, next(states), own)
-            outputs.append(hidden.flip(0) if backwards else hidden)
-            finals.append(last)
+            gates = turn(gates) if backwards else gates
+            if steps is not None:
+                gates = steps.gated(gates, _IDLE[layer])
+            hidden, last = layer(gates, next(states), own)
+            outputs.append(turn(hidden) if backwards else hidden)
+            finals.append(last if steps is None else (steps.last(hidden), *last[1:]))
         x = torch.cat(outputs, -1) if bidirectional else outputs[0]
     return (x.transpose(0, 1) if batch_first else x, *(torch.stack(part) for part in zip(*finals, strict=True)))
 
@@ -143,6 +187,18 @@ def gru_cell(
     return (h - n) * z + n
 
 
+LAYERS: dict[str, Layer] = {
+    "LSTM": lstm_layer, "GRU": gru_layer, "RNN_TANH": elman_layer("tanh"), "RNN_RELU": elman_layer("relu"),
+}  # fmt: skip
+"""The layers, by `nn.RNNBase.mode`."""
+
+_SHUT = -math.inf
+_IDLE = dict(
+    zip(LAYERS.values(), [(_SHUT, math.inf, 0.0, _SHUT), (_SHUT, math.inf, 0.0), (_SHUT,), (_SHUT,)], strict=True)
+)
+"""What the gates get from the input where the state is to stay (i f g o; r z n), or where a state is to be bounded."""
+
+
 def _one_state(layer: Layer) -> Callable[..., tuple[Tensor, ...]]:
     return lambda x, hx, *rest: recurrent(layer, x, (hx,), *rest)
 
@@ -164,9 +220,9 @@ def _unless_packed(function: Any, written: Callable[..., Any]) -> Callable[..., 
 
 for _function, _written in (
     (torch.lstm, _two_states),
-    (torch.gru, _one_state(gru_layer)),
-    (torch.rnn_tanh, _one_state(elman_layer("tanh"))),
-    (torch.rnn_relu, _one_state(elman_layer("relu"))),
+    (torch.gru, _one_state(LAYERS["GRU"])),
+    (torch.rnn_tanh, _one_state(LAYERS["RNN_TANH"])),
+    (torch.rnn_relu, _one_state(LAYERS["RNN_RELU"])),
 ):
     decomposition(f"{_function.__name__}.input")(_written)
     at_capture(_function)(_unless_packed(_function, _written))  # torch's takes a step at a time on fake values too

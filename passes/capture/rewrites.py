@@ -26,6 +26,8 @@ from psg_fx.ops.ctc import ctc
 from psg_fx.ops.experts import grouped_mm
 from psg_fx.torch_private.patching import patched_here
 
+from .packed import Padding, packed_as_padded
+
 _WITH_ROWS = ContextVar("_WITH_ROWS", default=False)
 
 
@@ -95,16 +97,6 @@ def _bags(rows: Tensor, kept: Tensor | None, starts: Tensor, mode: str) -> Tenso
         return total.index_add(0, bag, rows) / counts.clamp(min=1)
     largest = total.scatter_reduce(0, bag.unsqueeze(-1).expand(-1, rows.shape[1]), rows, "amax", include_self=False)
     return torch.where(counts > 0, largest, 0.0)
-
-
-@at_capture(torch._VF._pack_padded_sequence)
-def pack_padded_sequence(*_: Any, **__: Any) -> Any:
-    """Refused: what is packed has no dim of samples."""
-    raise NotYetSupported(
-        "a packed sequence", where="nn.utils.rnn.pack_padded_sequence",
-        why="the rows of all samples lie in one dim, in an order that depends on their lengths",
-        fix="pass the padded tensor to the recurrent layer, and pick or mask what belongs to each sample afterwards",
-    )  # fmt: skip
 
 
 def linear_cross_entropy(*args: Any, options: Any = None, **named: Any) -> Tensor:
@@ -254,16 +246,20 @@ if hasattr(F, "grouped_mm"):  # since torch 2.10
 
 
 @contextlib.contextmanager
-def rewritten(rows: bool) -> Iterator[None]:
-    """While the model is captured, some functions run as written here.  rows: some inputs hold rows of samples."""
+def rewritten(rows: bool) -> Iterator[Padding]:
+    """While the model is captured, some functions run as written here.  rows: some inputs hold rows of samples.
+
+    How packed sequences are padded is known at the end.
+    """
     before = _WITH_ROWS.set(rows)
     with (
         patched_here(transformer, "_detect_is_causal_mask", is_causal),
         patched_here(nn.TransformerEncoder, "forward", encoder),
         patched_here(torch.distributions.Distribution, "_validate_args", False),
-        patched_here(torch.backends.opt_einsum.m, "is_available", lambda: False), _Rewritten(),  # type: ignore[attr-defined]
+        patched_here(torch.backends.opt_einsum.m, "is_available", lambda: False),  # type: ignore[attr-defined]
+        packed_as_padded() as padding, _Rewritten(),
     ):  # fmt: skip
         try:
-            yield
+            yield padding
         finally:
             _WITH_ROWS.reset(before)

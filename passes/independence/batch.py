@@ -27,7 +27,7 @@ def batch(gm: GraphModule, alone: Callable[[GraphModule, list[Node]], str] | Non
     sample i.  A *reduced* value is reduced over the samples; only the loss may come from it.
 
     alone: compares the graph with the code for a batch of one, where ops of the graph keep the sample dim and the code
-    drops it, or where the code writes into what may be a copy; returns a note, or refuses.
+    drops it, where the code writes into what may be a copy, or trims a padding; returns a note, or refuses.
     """
     taken = keep_the_sample_dim(gm)
     undo_orders(gm)
@@ -37,7 +37,8 @@ def batch(gm: GraphModule, alone: Callable[[GraphModule, list[Node]], str] | Non
     prove(gm)
     dropping = [node for node, dims in taken.items() if not node._erased and _is_sample_dim(node, dims)]
     info = facts.graph_facts(gm)
-    if alone is not None and (dropping or info.written_copy) and (note := alone(gm, dropping)):
+    doubted = dropping or info.written_copy or info.trims
+    if alone is not None and doubted and (note := alone(gm, dropping)):
         facts.update_graph(gm, notes=(*info.notes, note))
     return gm
 

@@ -131,6 +131,7 @@ class GraphFacts:
     one_size: the graph is for the batch size of its capture only.
     held: names of parameters that the loss reaches through its closure.
     written_copy: the line that writes in place into what may be a copy or the value itself, "" for none.
+    trims: the line that pads packed sequences to the longest one of the batch, "" for none.
     statistics: buffers that keep a statistic of the batch, which nothing else reads (set by batch).
     rows: the symbols of the numbers of rows, for each axis of rows whose samples have any number of them.
     more: what is of types that this module does not know (`Entry`).
@@ -143,6 +144,7 @@ class GraphFacts:
     one_size: bool = False
     held: frozenset[str] = frozenset()
     written_copy: str = ""
+    trims: str = ""
     statistics: tuple[str, ...] = ()
     rows: tuple[sympy.Symbol, ...] = ()
     more: Mapping[Entry[Any], Any] = field(default_factory=dict)

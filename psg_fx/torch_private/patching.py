@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
-from types import ModuleType
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 _ABSENT = object()
@@ -45,3 +46,62 @@ def patched_here(owner: Any, name: str, replacement: Any) -> Iterator[None]:
             delattr(owner, name)
         else:
             setattr(owner, name, own)
+
+
+@dataclass
+class _Swapped:
+    """A function with other code: its own, a function like it, and what each thread runs, the last asked for last."""
+
+    code: CodeType
+    own: Callable[..., Any]
+    mine: dict[int, list[Callable[..., Any]]] = field(default_factory=dict)
+
+    def choose(self) -> Callable[..., Any]:
+        """What the thread that asks runs."""
+        return self.mine.get(threading.get_ident(), [self.own])[-1]
+
+
+_SWAPPED: dict[str, _Swapped] = {}
+_LOCK = threading.Lock()
+
+
+def _dispatch(*args: Any, **named: Any) -> Any:
+    """The code of every such function, which runs among the globals of the function's module."""
+    import sys
+
+    from psg_fx.torch_private.patching import swapped
+
+    return swapped(sys._getframe().f_code.co_name)(*args, **named)
+
+
+def swapped(name: str) -> Callable[..., Any]:
+    """What this thread runs of the function with other code that is known by this name."""
+    with _LOCK:
+        return _SWAPPED[name].choose()
+
+
+@contextlib.contextmanager
+def code_replaced_here(
+    function: FunctionType, made: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """While open, calls of `function` in this thread run what `made` makes of it, whichever name they know it by
+    (`from module import function`): the function stays the same object, and has other code.
+    """
+    name, thread = f"{function.__module__}.{function.__qualname__}", threading.get_ident()
+    with _LOCK:
+        if name not in _SWAPPED:
+            own = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+            _SWAPPED[name] = _Swapped(function.__code__, own)
+            function.__code__ = _dispatch.__code__.replace(co_name=name)
+        found = _SWAPPED[name]
+        found.mine.setdefault(thread, []).append(made(found.own))
+    try:
+        yield
+    finally:
+        with _LOCK:
+            found.mine[thread].pop()
+            if not found.mine[thread]:
+                del found.mine[thread]
+            if not found.mine:
+                function.__code__ = found.code
+                del _SWAPPED[name]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import psg_fx
 from psg_fx.algebra.gradient import GRADIENTS
-from psg_fx.errors import NotYetSupported, SamplesMixed
+from psg_fx.errors import SamplesMixed
 from psg_fx.ops import recurrent
 from support import oracle
 from support.selection import one_in
@@ -231,21 +231,3 @@ def test_gradients_through_time(cell: str) -> None:
     inputs = [t.clone().requires_grad_() for t in (x, h, c)]
     wanted = inputs if cell == "lstm" else inputs[:2]
     assert torch.autograd.gradcheck(lambda *t: run(*t, *inputs[len(t) :]), wanted)
-
-
-class Packed(nn.Module):
-    """A recurrent layer on sequences of own lengths, packed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.GRU(3, 4, batch_first=True)
-
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-        return self.rnn(packed)[1][0]
-
-
-def test_packed_sequences_are_refused_by_name() -> None:
-    step = psg_fx.transform(Packed(), lambda out: out.sum(1), backend="eager")
-    with pytest.raises(NotYetSupported, match="a packed sequence"):
-        step((torch.randn(3, 5, 3), torch.tensor([5, 2, 4])))
