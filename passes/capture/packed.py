@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
@@ -23,8 +21,7 @@ from torch.nn.utils import rnn
 from torch.nn.utils.rnn import PackedSequence
 
 from psg_fx.errors import NotYetSupported
-from psg_fx.program.code import line_of
-from psg_fx.source import is_library
+from psg_fx.program.code import users_line
 from psg_fx.torch_private.patching import code_replaced_here, patched_here
 
 from .recurrent_layers import LAYERS, Steps, recurrent
@@ -58,7 +55,7 @@ class Kept(PackedSequence):
 
 def _inside(what: str) -> NotYetSupported:
     return NotYetSupported(
-        f"a packed sequence is {what}", where="nn.utils.rnn.PackedSequence",
+        f"a packed sequence is {what}", where=users_line(sys._getframe(1)),
         why="there the steps of all samples lie in one dim, in an order that depends on their lengths",
         fix="do it before pack_padded_sequence; or after pad_packed_sequence(.., total_length=T), and mask what is "
         "beyond the lengths",
@@ -91,7 +88,7 @@ class Padding:
 
     def length(self, lengths: Tensor, size: int) -> int:
         """The number of steps, of sequences that were padded to `size`."""
-        self.line = self.line or line_of(_users(sys._getframe(2)))
+        self.line = self.line or users_line(sys._getframe(2))
         if not self.trims:
             return size
         longest = int(lengths.max())
@@ -100,10 +97,6 @@ class Padding:
 
 
 _PADDING: ContextVar[Padding] = ContextVar("_PADDING")
-
-
-def _users(frame: FrameType) -> FrameType:
-    return next((f for f, _ in traceback.walk_stack(frame) if not is_library(f.f_code.co_filename)), frame)
 
 
 # --- packing ----------------------------------------------------------------------------------------------------------
@@ -135,7 +128,7 @@ def _lengths(given: Any, padded: Tensor) -> Tensor:
         return given
     if len(set(given)) != 1 or len(given) != padded.shape[1]:
         raise NotYetSupported(
-            "a packed sequence with its lengths as a list of numbers", where="nn.utils.rnn.pack_padded_sequence",
+            "a packed sequence with its lengths as a list of numbers", where=users_line(sys._getframe(1)),
             why="a list in the code is the same at every call", fix="pass them as a tensor [B] among the inputs",
         )  # fmt: skip
     return torch.full((padded.shape[1],), int(next(iter(given))), dtype=torch.int64)

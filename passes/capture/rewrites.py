@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -24,7 +26,8 @@ from psg_fx.errors import NotYetSupported
 from psg_fx.op_table import at_capture, known
 from psg_fx.ops.ctc import ctc
 from psg_fx.ops.experts import grouped_mm
-from psg_fx.torch_private.patching import patched_here
+from psg_fx.program.code import users_line
+from psg_fx.torch_private.patching import code_replaced_here, patched_here
 
 from .packed import Padding, packed_as_padded
 
@@ -228,6 +231,18 @@ def encoder(
     return _ENCODER(self, src, mask, src_key_padding_mask, is_causal)
 
 
+@at_capture(torch._nested_tensor_from_mask)
+def nested(*_: Any, **__: Any) -> Any:
+    """Refused: in the strided layout samples are tensors of their own, in the other one rows of any number."""
+    raise NotYetSupported(
+        "a nested tensor is made of the samples", where=users_line(sys._getframe(1)),
+        why="its samples differ in size, and a graph is for one size",
+        fix="keep them padded and mask the padding; or give rows and where samples begin as inputs, and say so: "
+        "batch_dim=((psg_fx.Rows.from_offsets(1), None), 0)",
+    )  # fmt: skip
+
+
+_NESTED = ("nested_tensor", "as_nested_tensor", "narrow", "nested_tensor_from_jagged", "masked_select")
 _ENCODER = nn.TransformerEncoder.forward
 
 
@@ -253,12 +268,16 @@ def rewritten(rows: bool) -> Iterator[Padding]:
     """
     before = _WITH_ROWS.set(rows)
     with (
+        contextlib.ExitStack() as stack,
         patched_here(transformer, "_detect_is_causal_mask", is_causal),
         patched_here(nn.TransformerEncoder, "forward", encoder),
         patched_here(torch.distributions.Distribution, "_validate_args", False),
         patched_here(torch.backends.opt_einsum.m, "is_available", lambda: False),  # type: ignore[attr-defined]
         packed_as_padded() as padding, _Rewritten(),
     ):  # fmt: skip
+        for name in _NESTED:
+            if isinstance(made := getattr(torch.nested, name, None), FunctionType):
+                stack.enter_context(code_replaced_here(made, lambda _: nested))
         try:
             yield padding
         finally:

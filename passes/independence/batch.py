@@ -32,7 +32,8 @@ def batch(gm: GraphModule, alone: Callable[[GraphModule, list[Node]], str] | Non
     taken = keep_the_sample_dim(gm)
     undo_orders(gm)
     put_selected_back(gm)
-    pad_masked_rows(gm)
+    if not _picks_of_rows(gm):
+        pad_masked_rows(gm)
     free_of_strides(gm)
     prove(gm)
     dropping = [node for node, dims in taken.items() if not node._erased and _is_sample_dim(node, dims)]
@@ -41,6 +42,18 @@ def batch(gm: GraphModule, alone: Callable[[GraphModule, list[Node]], str] | Non
     if alone is not None and doubted and (note := alone(gm, dropping)):
         facts.update_graph(gm, notes=(*info.notes, note))
     return gm
+
+
+def _picks_of_rows(gm: GraphModule) -> bool:
+    """Whether a mask picks among rows of samples, such as edges: of those each sample has any number, so there is none
+    that all could be padded to.
+    """
+    counts = set(facts.graph_facts(gm).rows)
+    if not counts:
+        return False
+    picks = [n for n in gm.graph.nodes if n.target in (aten.index.Tensor, aten.masked_select.default)]
+    masks = [m for n in picks for m in n.all_input_nodes[1:] if m.meta["val"].dtype is torch.bool]
+    return any(counts.intersection(facts.shape(m.meta["val"])) for m in masks)
 
 
 def _is_sample_dim(node: Node, dims: Sequence[int]) -> bool:

@@ -11,7 +11,6 @@ import dis
 import functools
 import itertools
 import sys
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from psg_fx.program.code import line_of
+from psg_fx.program.code import users_line
 from psg_fx.source import is_library
 from psg_fx.torch_private.fakes import has_known_value
 
@@ -66,8 +65,7 @@ class _Assuming(TorchFunctionMode):
         """Note that the condition has this outcome."""
         value = condition.detach().reshape(())
         violated = value.eq(0) if outcome else value.ne(0)
-        own = next((f for f, _ in traceback.walk_stack(frame) if not is_library(f.f_code.co_filename)), frame)
-        self.found.append(Assumption(violated, line_of(own)))
+        self.found.append(Assumption(violated, users_line(frame)))
         return outcome
 
 

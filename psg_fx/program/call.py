@@ -275,8 +275,8 @@ def _refuse_packed(structure: Any) -> None:
         raise NotYetSupported(
             "an input is a PackedSequence", where="step(inputs, targets)",
             why="the steps of time of all samples lie in one dim, in an order that depends on their lengths",
-            fix="pass the padded tensor [B, T, ..] and the lengths, and pick or mask what belongs to each sample after "
-            "the recurrent layer",
+            fix="pass the padded tensor [B, T, ..] and the lengths [B], and let the model pack them: "
+            "pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)",
         )  # fmt: skip
 
 
@@ -286,7 +286,9 @@ def _refuse_other_kinds(tensor: torch.Tensor, name: str) -> None:
         what = (
             "nested",
             "its samples differ in size, and a graph is for one size",
-            ("pad it (torch.nested.to_padded_tensor), and mask the padding in the model and the loss"),
+            "pad it (torch.nested.to_padded_tensor), and mask the padding in the model and the loss; or pass its rows "
+            "and where samples begin, x.values() and x.offsets() of the layout torch.jagged, with "
+            "batch_dim=((psg_fx.Rows.from_offsets(1), None), 0)",
         )
     elif tensor.layout is not torch.strided:
         kind = str(tensor.layout).removeprefix("torch.").removeprefix("_").replace("_", " ")

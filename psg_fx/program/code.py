@@ -9,6 +9,7 @@ import linecache
 import os
 import sys
 import sysconfig
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType, FrameType
@@ -109,6 +110,11 @@ def line_naming(codes: Iterator[CodeType], name: str) -> str:
 def source(file: str, line: int) -> str:
     """`model.py:17: self.calls += 1`."""
     return f"{os.path.basename(file)}:{line}: {linecache.getline(file, line).strip()}"
+
+
+def users_line(frame: FrameType) -> str:
+    """The line of the user's code that a frame of torch or psg_fx was reached from."""
+    return line_of(next((f for f, _ in traceback.walk_stack(frame) if not is_library(f.f_code.co_filename)), frame))
 
 
 def line_of(frame: FrameType) -> str:

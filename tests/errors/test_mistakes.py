@@ -144,7 +144,9 @@ ROWS: dict[str, Row] = {
     "nested": (
         lambda: step()(nested()), BadArgument, "input_0 is nested", "input_0, 2 samples",
         "its samples differ in size, and a graph is for one size",
-        "pad it (torch.nested.to_padded_tensor), and mask the padding in the model and the loss",
+        "pad it (torch.nested.to_padded_tensor), and mask the padding in the model and the loss; or pass its rows and "
+        "where samples begin, x.values() and x.offsets() of the layout torch.jagged, with "
+        "batch_dim=((psg_fx.Rows.from_offsets(1), None), 0)",
     ),
 }  # fmt: skip
 

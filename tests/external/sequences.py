@@ -123,7 +123,7 @@ RECURRENT = [
     _cell("cell/gru-no-bias", nn.GRUCell, bias=False),
     *[
         program(f"packed/{kind.__name__.lower()}", lambda kind=kind: Model(_pack, rnn=kind(2, 3, batch_first=True)),
-                ((B, T, 2), lambda: torch.tensor([3, 1, 2])), refused="pack")
+                ((B, T, 2), lambda: torch.tensor([3, 1, 2])))
         for kind in (nn.LSTM, nn.GRU)
     ],
 ]  # fmt: skip
