@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from psg_fx.program.program import Program
 from psg_fx.source import locate
 from psg_fx.torch_private.modes import autocast_key
 
-from .capture.packed import packed_as_padded
+Packed = Callable[[bool], contextlib.AbstractContextManager[Any]]
 
 NOISE = 0.1
 _FAR = 3.0
@@ -79,8 +79,9 @@ def trimmed(where: str) -> Doubt:
 class Alone:
     """Compares a graph with its program on single samples, under the autocast of the capture."""
 
-    def __init__(self, program: Program, call: Call) -> None:
-        self.program, self.call = program, call
+    def __init__(self, program: Program, call: Call, packed: Packed) -> None:
+        """packed: opens what packed sequences are in a capture, with paddings as they were or trimmed (True)."""
+        self.program, self.call, self.packed = program, call, packed
         self.casts = {kind: key[1] for kind in ("cpu", "cuda") if (key := autocast_key(kind)) is not None}
 
     def __call__(self, gm: GraphModule, squeezes: Sequence[Node]) -> str:
@@ -146,7 +147,7 @@ class Alone:
 
     def padded(self, state: dict[str, Tensor], inputs: Sequence[Tensor], trims: bool) -> tuple[list[Tensor], bool]:
         """What the program returns without dropout, which draws by places, and whether it trimmed a padding."""
-        with _undisturbed(inputs), packed_as_padded(trims) as padding, _WithoutDropout():
+        with _undisturbed(inputs), self.packed(trims) as padding, _WithoutDropout():
             return self.run(state, inputs), padding.shorter
 
     def run(self, state: dict[str, Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:

@@ -21,6 +21,7 @@ from psg_fx.quantities.base import Quantity
 
 from .alone import Alone
 from .capture.capture import capture
+from .capture.packed import packed_as_padded
 from .differentiate import differentiate
 from .independence.batch import batch
 from .lower.lower import lower
@@ -51,7 +52,7 @@ def run_pipeline(
     gm = record_capture(program, call, tracked, history)
     if slices is not None:
         gm = _spread(gm, slices, history)
-    alone = Alone(program, call)
+    alone = Alone(program, call, packed_as_padded)
     with without_defaults():
         gm = _passes(gm, alone, call, quantities, dtype, device, history, input_gradients, budget, grouping,
                      largest)  # fmt: skip

@@ -180,7 +180,7 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def over_kept(module: nn.RNNBase, sequence: Kept, hx: Any) -> tuple[Kept, Any]:
     """What a recurrent layer gives of each sample's own steps: all outputs, and the last states, `[layers, B, H]`."""
-    module._update_flat_weights()  # type: ignore[no-untyped-call]
+    module._update_flat_weights()
     steps = _steps(sequence)
     x = sequence.padded.masked_fill(~steps.valid.unsqueeze(-1), 0.0)
     two = module.mode == "LSTM"
@@ -188,8 +188,9 @@ def over_kept(module: nn.RNNBase, sequence: Kept, hx: Any) -> tuple[Kept, Any]:
         rows = module.num_layers * (1 + module.bidirectional)
         sizes = (module.proj_size or module.hidden_size, module.hidden_size)[: 1 + two]
         hx = tuple(x.new_zeros(rows, x.shape[1], n) for n in sizes)
+    weights: Any = module._flat_weights
     outputs, *states = recurrent(
-        LAYERS[module.mode], x, hx if isinstance(hx, Sequence) else (hx,), module._flat_weights, module.bias,
+        LAYERS[module.mode], x, hx if isinstance(hx, Sequence) else (hx,), weights, module.bias,
         module.num_layers, module.dropout, module.training, module.bidirectional, False, steps,
     )  # fmt: skip
     return Kept(outputs, sequence.lengths), tuple(states) if two else states[0]

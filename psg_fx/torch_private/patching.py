@@ -69,9 +69,8 @@ def _dispatch(*args: Any, **named: Any) -> Any:
     """The code of every such function, which runs among the globals of the function's module."""
     import sys
 
-    from psg_fx.torch_private.patching import swapped
-
-    return swapped(sys._getframe().f_code.co_name)(*args, **named)
+    here = sys.modules["psg_fx.torch_private.patching"]
+    return here.swapped(sys._getframe().f_code.co_name)(*args, **named)
 
 
 def swapped(name: str) -> Callable[..., Any]:
@@ -82,11 +81,12 @@ def swapped(name: str) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def code_replaced_here(
-    function: FunctionType, made: Callable[[Callable[..., Any]], Callable[..., Any]]
+    function: Callable[..., Any], made: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
     """While open, calls of `function` in this thread run what `made` makes of it, whichever name they know it by
     (`from module import function`): the function stays the same object, and has other code.
     """
+    assert isinstance(function, FunctionType)
     name, thread = f"{function.__module__}.{function.__qualname__}", threading.get_ident()
     with _LOCK:
         if name not in _SWAPPED:
