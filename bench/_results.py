@@ -1,4 +1,4 @@
-"""What the scripts share: their options, processes of their own, and how results are kept.
+"""What the scripts share: their options, processes of their own, contenders in turns, and how results are kept.
 
 Imports of torch are inside functions: `first_answer.py` measures what they cost.
 """
@@ -11,9 +11,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -29,6 +33,80 @@ def options(description: str | None, *, device: bool = False, tag: bool = True) 
     if tag:
         parser.add_argument("--tag", help="names the result files (default: the device)")
     return parser
+
+
+def timing_options(description: str | None, models: Iterable[str], default: str) -> argparse.ArgumentParser:
+    """The options of a script that runs a quantity of some models beside other ways."""
+    from psg_fx.quantities.names import USUAL
+
+    parser = options(description, device=True)
+    parser.add_argument("--models", default=default, help=f"of {', '.join(models)}")
+    parser.add_argument("--quantity", default="clipped_sum", choices=list(USUAL))
+    parser.add_argument("--seconds", type=float, default=6.0, help="timing per contender (default 6)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="a smoke test: a tenth of a second per contender")
+    return parser
+
+
+def settled(run: Callable[[], object], device: str) -> Callable[[], object]:
+    """The run, waited for; compiled by a first call."""
+    import torch
+
+    from psg_fx.measure.clock import synchronize
+
+    def waited() -> None:
+        run()
+        synchronize(torch.device(device))
+
+    waited()
+    return waited
+
+
+def beside(runs: Mapping[str, Callable[[], object]], base: str, args: argparse.Namespace) -> dict[str, Any]:
+    """A row of a table: milliseconds of `base`, how many times as long the others take, and "ms" of all."""
+    from psg_fx.measure.clock import time_rounds
+
+    rounds, seconds = (1, 0.1) if args.quick else (args.rounds, args.seconds)
+    times = time_rounds(runs, rounds=rounds, min_run_time=seconds, note=lambda text: None)
+    ms = {label: 1e3 * median(found) for label, found in times.items()}
+    ratios = {f"{label} ×": value / ms[base] for label, value in ms.items() if label != base}
+    return {f"{base} ms": ms[base]} | ratios | {"ms": ms}
+
+
+def told(name: str, title: str, rows: Sequence[Mapping[str, Any]], args: argparse.Namespace, **more: Any) -> None:
+    """Print such rows and keep them, unless they are those of a smoke test."""
+    from tabulate import tabulate
+
+    shown = [{k: v for k, v in row.items() if k != "ms"} for row in rows]
+    text = tabulate(shown, headers="keys", tablefmt="github", floatfmt=".2f")
+    print(text)
+    if args.quick:
+        return
+    facts = about(args.device)
+    data = more | {"quantity": args.quantity, "rows": rows, "environment": facts}
+    path = keep(f"{name}-{args.tag or device_tag(args.device)}", data, title, text, bullets(facts))
+    print(f"wrote {path}.json and .md")
+
+
+def clipped_one_by_one(losses: Iterable[Callable[[], Tensor]], parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Σ min(1, 1 / ‖g‖) g over the gradients g of some losses, by a backward for each."""
+    import torch
+
+    total = [torch.zeros_like(p) for p in parameters]
+    for loss in losses:
+        with torch.enable_grad():
+            gradients = torch.autograd.grad(loss(), parameters)
+        norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
+        torch._foreach_add_(total, torch._foreach_mul(gradients, (1.0 / norm).clamp(max=1.0)))
+    return total
+
+
+def require_same(found: Mapping[str, Tensor], wanted: Sequence[Tensor], what: str) -> None:
+    """A clipped sum is that of a loop, in the order of its parameters, before anything is timed."""
+    scale = max(float(w.abs().max()) for w in wanted)
+    error = max(float((f - w).abs().max()) for f, w in zip(found.values(), wanted, strict=True)) / scale
+    if error > 1e-3:
+        raise SystemExit(f"{what}: the clipped sum differs from the loop's by {error:.1e} of its largest entry")
 
 
 def device_tag(device: str) -> str:

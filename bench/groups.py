@@ -1,28 +1,26 @@
 """Groups of samples against single samples: what a clipped sum costs when it is one bound per user.
 
     python bench/groups.py [--models mlp,simplecnn,gpt] [--size 4] [--quantity clipped_sum] [--device cpu|cuda]
-                           [--seconds S] [--tag NAME]
+                           [--seconds S] [--tag NAME] [--quick]
 
 On the same rows, in interleaved rounds: every sample by itself; groups of equal size that lie in order; the same in
 any order; each sample in a group drawn at random; half of all samples in one group; and a loop over the groups with
-autograd, one backward each.  Writes `bench/results/groups-<tag>.json` and `.md`.
+autograd, one backward each, whose answer is compared first.  Writes `bench/results/groups-<tag>.json` and `.md`.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from statistics import median
+from functools import partial
 from typing import Any
 
 import torch
-from _results import about, bullets, device_tag, keep, options
-from tabulate import tabulate
+from _results import beside, clipped_one_by_one, require_same, settled, timing_options, told
 from torch import Tensor
 
 import psg_fx
 from psg_fx import zoo
-from psg_fx.measure.clock import synchronize, time_rounds
 from psg_fx.quantities.names import USUAL
 
 EACH = "each sample"
@@ -32,21 +30,15 @@ LOOP = "loop over groups"
 def main() -> None:
     args = arguments()
     rows = [measured(name, args) for name in args.models.split(",")]
-    shown = [{k: v for k, v in row.items() if k != "ms"} for row in rows]
-    text = tabulate(shown, headers="keys", tablefmt="github", floatfmt=".2f")
-    title = f"# {args.quantity} of groups of {args.size} samples, against that of single ones"
-    data = {"size": args.size, "quantity": args.quantity, "rows": rows, "environment": about(args.device)}
-    path = keep(f"groups-{args.tag or device_tag(args.device)}", data, title, text, bullets(about(args.device)))
-    print(f"{text}\nwrote {path}.json and .md")
+    told(
+        "groups", f"# {args.quantity} of groups of {args.size} samples, against that of single ones", rows, args,
+        size=args.size,
+    )  # fmt: skip
 
 
 def arguments() -> argparse.Namespace:
-    parser = options(__doc__, device=True)
-    parser.add_argument("--models", default="mlp,simplecnn,gpt", help=f"of {', '.join(zoo.names())}")
+    parser = timing_options(__doc__, zoo.names(), "mlp,simplecnn,gpt")
     parser.add_argument("--size", type=int, default=4, help="samples of a group (default 4)")
-    parser.add_argument("--quantity", default="clipped_sum", choices=list(USUAL))
-    parser.add_argument("--seconds", type=float, default=6.0, help="timing per contender (default 6)")
-    parser.add_argument("--rounds", type=int, default=5)
     return parser.parse_args()
 
 
@@ -70,46 +62,34 @@ def measured(name: str, args: argparse.Namespace) -> dict[str, Any]:
     count = len(found.targets)
     inputs, targets = found.inputs, found.targets
     runs: dict[str, Callable[[], object]] = {}
+    one_by_one = looped(found, groupings(count, args.size)["equal, in order"], args)
 
-    def add(label: str, **given: Any) -> None:
+    def add(label: str, **given: Any) -> Any:
         step = psg_fx.transform(
             found.model, found.loss_fn, quantities=USUAL[args.quantity], batch_dim=found.batch_dim
         )  # a step of its own: compiled for these sizes alone
-
-        def run() -> None:
-            step(inputs, targets, **given)
-            synchronize(torch.device(args.device))
-
-        run()
-        runs[label] = run
+        runs[label] = settled(lambda: step(inputs, targets, **given), args.device)
+        return step
 
     add(EACH)
     for label, ids in groupings(count, args.size).items():
-        add(label, groups=ids)
-    runs[LOOP] = looped(found, groupings(count, args.size)["equal, in order"], args)
-    times = time_rounds(runs, rounds=args.rounds, min_run_time=args.seconds, note=lambda text: None)
-    ms = {label: 1e3 * median(seconds) for label, seconds in times.items()}
-    row: dict[str, Any] = {"model": name, "B": count, f"{EACH} ms": ms[EACH]}
-    return row | {f"{label} ×": value / ms[EACH] for label, value in ms.items() if label != EACH} | {"ms": ms}
+        step = add(label, groups=ids)
+        if label == "equal, in order" and args.quantity == "clipped_sum":
+            require_same(step(inputs, targets, groups=ids).clipped_sum, one_by_one(), f"{name}, groups")
+    runs[LOOP] = settled(one_by_one, args.device)
+    return {"model": name, "B": count} | beside(runs, EACH, args)
 
 
-def looped(found: zoo.Example, ids: Tensor, args: argparse.Namespace) -> Callable[[], object]:
+def looped(found: zoo.Example, ids: Tensor, args: argparse.Namespace) -> Callable[[], list[Tensor]]:
     """The clipped sum by one ordinary backward for each group of a sum of losses."""
     parameters = [p for p in found.model.parameters() if p.requires_grad]
     dim = found.batch_dim[0] if isinstance(found.batch_dim, tuple) else found.batch_dim
     rows = [(ids == u).nonzero().flatten().to(args.device) for u in range(int(ids.max()) + 1)]
 
-    def run() -> None:
-        total = [torch.zeros_like(p) for p in parameters]
-        for own in rows:
-            with torch.enable_grad():
-                loss = found.loss_fn(found.model(found.inputs.index_select(dim, own)), found.targets[own]) * len(own)
-            gradients = torch.autograd.grad(loss, parameters)
-            norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
-            torch._foreach_add_(total, torch._foreach_mul(gradients, (1.0 / norm).clamp(max=1.0)))
-        synchronize(torch.device(args.device))
+    def loss(own: Tensor) -> Tensor:
+        return found.loss_fn(found.model(found.inputs.index_select(dim, own)), found.targets[own]) * len(own)
 
-    return run
+    return lambda: clipped_one_by_one([partial(loss, own) for own in rows], parameters)
 
 
 if __name__ == "__main__":

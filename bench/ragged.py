@@ -1,10 +1,12 @@
-"""Samples that are rows: what a clipped sum costs of graphs and of packed documents.
+"""Samples that are rows, or as long as they are: what a clipped sum costs of graphs, packed documents, an LSTM.
 
-    python bench/ragged.py [--models gin,packed] [--quantity clipped_sum] [--device cpu|cuda] [--seconds S] [--tag NAME]
+    python bench/ragged.py [--models gin,packed,lstm] [--quantity clipped_sum] [--device cpu|cuda] [--seconds S]
+                           [--tag NAME] [--quick]
 
 In interleaved rounds: the ordinary step (one compiled forward and backward of the mean loss); the step on rows, brought
 in order of their samples; the same where they stay as they lie (as on a GPU); the documents padded to one length each,
-as ordinary samples; and a loop over the samples, a forward and a backward of each by itself.  Writes
+as ordinary samples; and a loop over the samples, a forward and a backward of each by itself, whose answer is compared
+first.  Of the LSTM over packed sequences, whose samples are padded, there is one step.  Writes
 `bench/results/ragged-<tag>.json` and `.md`.
 """
 
@@ -13,17 +15,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from _results import about, bullets, device_tag, keep, options
-from tabulate import tabulate
+from _results import beside, clipped_one_by_one, require_same, settled, timing_options, told
 from torch import Tensor, nn
 
 import psg_fx
-from psg_fx.measure.clock import synchronize, time_rounds
 from psg_fx.quantities.names import USUAL
 from psg_fx.step import rows as of_call
 
@@ -51,6 +51,15 @@ class Example:
         """`[B]`"""
         out = self.model(**inputs) if isinstance(inputs, dict) else self.model(*inputs)
         return self.loss_fn(out, **targets) if isinstance(targets, dict) else self.loss_fn(out, targets)
+
+    def loss(self, inputs: Any, targets: Any) -> Tensor:
+        """That of one sample."""
+        return self.losses(inputs, targets).sum()
+
+    @property
+    def in_rows(self) -> bool:
+        """Whether samples are rows; otherwise they are places in a dim, as they are of padded sequences."""
+        return self.batch_dim != 0
 
 
 class GIN(nn.Module):
@@ -158,77 +167,94 @@ def packed(device: str, documents: int = 32) -> Example:
     return Example(Reader().to(device), of_documents, inputs, targets, dims, alone, padded)
 
 
-MODELS: dict[str, Callable[[str], Example]] = {"gin": gin, "packed": packed}
+class Recurrent(nn.Module):
+    """Two layers over packed sequences, and the last state of the second."""
+
+    def __init__(self, width: int = 128, letters: int = 256) -> None:
+        super().__init__()
+        self.token, self.head = nn.Embedding(letters, width), nn.Linear(width, 10)
+        self.rnn = nn.LSTM(width, width, num_layers=2, batch_first=True)
+
+    def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        x = nn.utils.rnn.pack_padded_sequence(self.token(tokens), lengths, batch_first=True, enforce_sorted=False)
+        return self.head(self.rnn(x)[1][0][-1])
+
+
+def lstm(device: str, documents: int = 32) -> Example:
+    """Documents of 16 to 128 tokens, padded, and packed by the model.  Alone, each is as long as it is."""
+    drawn = torch.Generator().manual_seed(0)
+    lengths = torch.randint(16, 129, (documents,), generator=drawn)
+    tokens = torch.randint(256, (documents, 128), generator=drawn).to(device)
+    y = torch.randint(10, (documents,), generator=drawn).to(device)
+    alone = [
+        ((tokens[b : b + 1, :length], lengths[b : b + 1]), y[b : b + 1]) for b, length in enumerate(lengths.tolist())
+    ]
+    torch.manual_seed(0)
+    return Example(Recurrent().to(device), each, (tokens, lengths), y, 0, alone)
+
+
+MODELS: dict[str, Callable[[str], Example]] = {
+    "gin": gin,
+    "packed": packed,
+    "lstm": lstm,
+    # the place of a mixture of experts: tokens in the order of their experts, samples in dim 0
+}
 
 
 def main() -> None:
     args = arguments()
     rows = [measured(name, args) for name in args.models.split(",")]
-    shown = [{k: v for k, v in row.items() if k != "ms"} for row in rows]
-    text = tabulate(shown, headers="keys", tablefmt="github", floatfmt=".2f")
-    title = f"# {args.quantity} of samples that are rows, against the ordinary step"
-    data = {"quantity": args.quantity, "rows": rows, "environment": about(args.device)}
-    path = keep(f"ragged-{args.tag or device_tag(args.device)}", data, title, text, bullets(about(args.device)))
-    print(f"{text}\nwrote {path}.json and .md")
+    told("ragged", f"# {args.quantity} of samples that are rows, against the ordinary step", rows, args)
 
 
 def arguments() -> argparse.Namespace:
-    parser = options(__doc__, device=True)
-    parser.add_argument("--models", default=",".join(MODELS), help=f"of {', '.join(MODELS)}")
-    parser.add_argument("--quantity", default="clipped_sum", choices=list(USUAL))
-    parser.add_argument("--seconds", type=float, default=6.0, help="timing per contender (default 6)")
-    parser.add_argument("--rounds", type=int, default=5)
-    return parser.parse_args()
+    return timing_options(__doc__, MODELS, ",".join(MODELS)).parse_args()
 
 
 def measured(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """One model: milliseconds of every contender, and its ratio to the ordinary step."""
     found = MODELS[name](args.device)
+    one_by_one = looped(found)
     runs: dict[str, Callable[[], object]] = {ORDINARY: ordinary(found, args)}
-    runs["rows in order"] = stepped(found, args)
-    runs["rows as they lie"] = stepped(found, args, 0, 0)
+    ways = {"rows in order": (), "rows as they lie": (0, 0)} if found.in_rows else {"step": ()}
+    for label, layout in ways.items():
+        run = stepped(found, args, *layout)
+        if args.quantity == "clipped_sum":
+            require_same(run().clipped_sum, one_by_one(), f"{name}, {label}")
+        runs[label] = settled(run, args.device)
     if found.padded is not None:
         runs["padded samples"] = padded(found, args)
-    runs[LOOP] = looped(found, args)
-    times = time_rounds(runs, rounds=args.rounds, min_run_time=args.seconds, note=lambda text: None)
-    ms = {label: 1e3 * median(seconds) for label, seconds in times.items()}
-    row: dict[str, Any] = {"model": name, "B": len(found.alone), f"{ORDINARY} ms": ms[ORDINARY]}
-    return row | {f"{label} ×": value / ms[ORDINARY] for label, value in ms.items() if label != ORDINARY} | {"ms": ms}
-
-
-def settled(run: Callable[[], object], args: argparse.Namespace) -> Callable[[], object]:
-    """The run, waited for; compiled by a first call."""
-
-    def waited() -> None:
-        run()
-        synchronize(torch.device(args.device))
-
-    waited()
-    return waited
+    runs[LOOP] = settled(one_by_one, args.device)
+    return {"model": name, "B": len(found.alone)} | beside(runs, ORDINARY, args)
 
 
 def ordinary(found: Example, args: argparse.Namespace) -> Callable[[], object]:
     """Forward and backward of the mean loss, compiled."""
     parameters = [p for p in found.model.parameters() if p.requires_grad]
     losses = torch.compile(found.losses)
-    return settled(lambda: torch.autograd.grad(losses(found.inputs, found.targets).mean(), parameters), args)
+
+    def run() -> None:
+        with torch.enable_grad():
+            torch.autograd.grad(losses(found.inputs, found.targets).mean(), parameters)
+
+    return settled(run, args.device)
 
 
-def stepped(found: Example, args: argparse.Namespace, *layout: int) -> Callable[[], object]:
+def stepped(found: Example, args: argparse.Namespace, *layout: int) -> Callable[[], Any]:
     """The step on rows; layout: the bounds beyond which rows stay as they lie."""
     step = psg_fx.transform(
         found.model, found.loss_fn, quantities=USUAL[args.quantity], batch_dim=found.batch_dim
     )  # a step of its own: compiled for these sizes alone
 
-    def run() -> None:
+    def run() -> Any:
         kept = of_call._SPARSE, of_call._FEW
         of_call._SPARSE, of_call._FEW = layout or kept
         try:
-            step(found.inputs, found.targets)
+            return step(found.inputs, found.targets)
         finally:
             of_call._SPARSE, of_call._FEW = kept
 
-    return settled(run, args)
+    return run
 
 
 def padded(found: Example, args: argparse.Namespace) -> Callable[[], object]:
@@ -236,21 +262,14 @@ def padded(found: Example, args: argparse.Namespace) -> Callable[[], object]:
     assert found.padded is not None
     inputs, targets, loss_fn = found.padded
     step = psg_fx.transform(found.model, loss_fn, quantities=USUAL[args.quantity])
-    return settled(lambda: step(inputs, targets), args)
+    return settled(lambda: step(inputs, targets), args.device)
 
 
-def looped(found: Example, args: argparse.Namespace) -> Callable[[], object]:
+def looped(found: Example) -> Callable[[], list[Tensor]]:
     """The clipped sum by a forward and a backward of each sample by itself."""
     parameters = [p for p in found.model.parameters() if p.requires_grad]
-
-    def run() -> None:
-        total = [torch.zeros_like(p) for p in parameters]
-        for inputs, targets in found.alone:
-            gradients = torch.autograd.grad(found.losses(inputs, targets).sum(), parameters)
-            norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
-            torch._foreach_add_(total, torch._foreach_mul(gradients, (1.0 / norm).clamp(max=1.0)))
-
-    return settled(run, args)
+    losses = [partial(found.loss, *sample) for sample in found.alone]
+    return lambda: clipped_one_by_one(losses, parameters)
 
 
 if __name__ == "__main__":
