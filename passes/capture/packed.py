@@ -126,10 +126,12 @@ def _lengths(given: Any, padded: Tensor) -> Tensor:
     """Lengths `[B]`, where they are given as numbers: the same for all samples."""
     if isinstance(given, Tensor):
         return given
-    if len(set(given)) != 1 or len(given) != padded.shape[1]:
+    numbers = all(isinstance(n, int) for n in given)  # those of `lengths.tolist()` are none yet
+    if not numbers or len(set(given)) != 1 or len(given) != padded.shape[1]:
         raise NotYetSupported(
-            "a packed sequence with its lengths as a list of numbers", where=users_line(sys._getframe(1)),
-            why="a list in the code is the same at every call", fix="pass them as a tensor [B] among the inputs",
+            "a packed sequence with its lengths as a list", where=users_line(sys._getframe(1)),
+            why="a graph is for all lengths, and a list in the code is the same at every call",
+            fix="give the tensor [B] of lengths itself, from the inputs or computed: without .tolist()",
         )  # fmt: skip
     return torch.full((padded.shape[1],), int(next(iter(given))), dtype=torch.int64)
 

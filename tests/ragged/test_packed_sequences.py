@@ -266,7 +266,10 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "tuple": (lambda p, _: next(iter(p)), "taken apart"),
     "index": (lambda p, _: p[0], "indexed"),
     "list": (
-        lambda p, n: pack_padded_sequence(pad_packed_sequence(p, True, 0.0, T)[0], [3, 2], True), "a list of numbers",
+        lambda p, n: pack_padded_sequence(pad_packed_sequence(p, True, 0.0, T)[0], [3, 2], True), "as a list",
+    ),
+    "tolist": (
+        lambda p, n: pack_padded_sequence(pad_packed_sequence(p, True, 0.0, T)[0], n.tolist(), True), "as a list",
     ),
 }  # fmt: skip
 
