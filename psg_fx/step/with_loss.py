@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 
 from psg_fx.algebra.members import COUNT, Grouping
 from psg_fx.errors import BadArgument, NotYetSupported
@@ -274,7 +275,7 @@ def _into(out: StepOutput, fields: Mapping[str, Any]) -> StepOutput:
 
 def as_arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A tensor, a tuple or a dict as (args, kwargs)."""
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, (tuple, list)) and not isinstance(value, PackedSequence):
         return tuple(value), {}
     if isinstance(value, Mapping):
         return (), dict(value)

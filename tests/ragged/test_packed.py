@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -229,7 +230,16 @@ def test_cumulated_lengths() -> None:
     assert len(made_step.captures) == 1
 
 
-def test_a_packed_sequence_is_no_input() -> None:
-    made_step = psg_fx.transform(nn.GRU(4, 3), lambda out: out[0].sum(), backend="eager")
+@pytest.mark.parametrize("given", ["alone", "positional", "by name", "without a loss", "target"])
+def test_a_packed_sequence_is_no_input(given: str) -> None:
+    x = nn.utils.rnn.pack_sequence([torch.randn(n, 4) for n in (3, 2)])
+    made_step = psg_fx.transform(nn.GRU(4, 3), lambda out, *_: out[0].sum(), backend="eager")
+    calls: dict[str, Callable[[], Any]] = {
+        "alone": lambda: made_step(x, torch.zeros(2)),
+        "positional": lambda: made_step((x,)),
+        "by name": lambda: made_step({"input": x}),
+        "without a loss": lambda: psg_fx.transform(nn.GRU(4, 3), backend="eager")(x),
+        "target": lambda: made_step(torch.randn(2, 5, 4), x),
+    }
     with pytest.raises(PsgError, match=r"a PackedSequence(.|\n)*let the model pack them"):
-        made_step((nn.utils.rnn.pack_sequence([torch.randn(n, 4) for n in (3, 2)]),))
+        calls[given]()
