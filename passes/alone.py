@@ -119,25 +119,26 @@ class Alone:
         """The code with paddings as they are given, as the graph has them, beside the code as it is, on samples alone
         that are shorter.  With several parameters: a padding may win a maximum for some of them only.
         """
-        size, tried = self.call.batch_size(), 0
-        count = sum(spec.kind in ("loss", "output") for spec in facts.graph_facts(gm).outputs)
-        states = [_perturbed(gm, self.program, seed) for seed in range(_STATES)]
-        for index in range(0, size, -(-size // _LOOKED_AT)):
+        size, chosen = self.call.batch_size(), []
+        state = _perturbed(gm, self.program)
+        for index in range(0, size, max(-(-size // _LOOKED_AT), 1)):
             inputs = [_one(t, d, index) for t, d in zip(self.call.tensors, self.call.dims, strict=True)]
-            for state in states:
-                found, _ = self.padded(state, inputs, trims=False)
-                try:
-                    expected, shorter = self.padded(state, inputs, trims=True)
-                except Exception as error:
-                    return _not_said(doubt, error)
-                if not shorter:
-                    break
-                _require_equal(found[:count], expected[:count], doubt)
-            else:
-                tried += 1
-            if tried == _SHORTER:
+            try:
+                (found, _), (expected, shorter) = (self.padded(state, inputs, trims) for trims in (False, True))
+            except Exception as error:
+                return _not_said(doubt, error)
+            if shorter:
+                _require_equal(*_results_of(gm, found, expected), doubt)
+                chosen.append(inputs)
+            if len(chosen) == _SHORTER:
                 break
-        if tried:
+        for seed in range(1, _STATES):
+            state = _perturbed(gm, self.program, seed)
+            for inputs in chosen:
+                with contextlib.suppress(Exception):  # such parameters are not in its domain
+                    (found, _), (expected, _) = (self.padded(state, inputs, trims) for trims in (False, True))
+                _require_equal(*_results_of(gm, found, expected), doubt)
+        if chosen:
             return f"{doubt.where} {doubt.note}; that this does not matter was found by trying it out"
         raise NotYetSupported(
             f"{doubt.what} without a total_length, and no sample of the first batch is shorter", where=doubt.where,
@@ -230,6 +231,12 @@ def _results(gm: GraphModule, state: Mapping[str, Tensor], inputs: Sequence[Tens
 
 def _not_said(doubt: Doubt, error: Exception) -> str:
     return f"{doubt.where} {doubt.note}, on which the code does not run ({type(error).__name__}); it is kept"
+
+
+def _results_of(gm: GraphModule, *returned: list[Tensor]) -> tuple[list[Tensor], ...]:
+    """The losses or outputs among what the program returns."""
+    count = sum(spec.kind in ("loss", "output") for spec in facts.graph_facts(gm).outputs)
+    return tuple(each[:count] for each in returned)
 
 
 def _require_equal(found: Sequence[Tensor], expected: Sequence[Tensor], doubt: Doubt) -> None:

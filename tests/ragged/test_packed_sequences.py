@@ -192,10 +192,25 @@ def test_what_depends_on_the_padding_is_refused(read: str) -> None:
         step((text([20, 5, 12], 24),), torch.tensor([0, 1, 2]))
 
 
-def test_nothing_is_said_by_samples_that_fill_the_padding() -> None:
+@pytest.mark.parametrize("lengths", [[T, T], []], ids=str)
+def test_nothing_is_said_by_samples_that_fill_the_padding(lengths: list[int]) -> None:
     step = psg_fx.transform(Tagger(TRIMMED["last step"]), each, backend="eager")
     with pytest.raises(NotYetSupported, match=r"no sample of the first batch is shorter(.|\n)*total_length="):
-        step((text([T, T]),), torch.tensor([0, 1]))
+        step((text(lengths),), torch.arange(len(lengths)))
+
+
+class Particular(Tagger):
+    """Runs for its own parameters alone."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if not torch.compiler.is_exporting() and self.head.weight.abs().max() > 2:
+            raise ValueError("not in its domain")
+        return super().forward(tokens)
+
+
+def test_code_that_does_not_run_with_other_parameters() -> None:
+    torch.manual_seed(0)
+    check(Particular(TRIMMED["last step"]).double(), each, [tokens_of([3, T])], quantities=[psg_fx.Norms()])
 
 
 def test_dropout_does_not_hide_that_the_padding_matters_or_not() -> None:
