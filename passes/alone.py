@@ -120,6 +120,7 @@ class Alone:
         that are shorter.  With several parameters: a padding may win a maximum for some of them only.
         """
         size, chosen = self.call.batch_size(), []
+        count = sum(spec.kind in ("loss", "output") for spec in facts.graph_facts(gm).outputs)
         state = _perturbed(gm, self.program)
         for index in range(0, size, max(-(-size // _LOOKED_AT), 1)):
             inputs = [_one(t, d, index) for t, d in zip(self.call.tensors, self.call.dims, strict=True)]
@@ -128,7 +129,7 @@ class Alone:
             except Exception as error:
                 return _not_said(doubt, error)
             if shorter:
-                _require_equal(*_results_of(gm, found, expected), doubt)
+                _require_equal(found[:count], expected[:count], doubt)
                 chosen.append(inputs)
             if len(chosen) == _SHORTER:
                 break
@@ -137,7 +138,7 @@ class Alone:
             for inputs in chosen:
                 with contextlib.suppress(Exception):  # such parameters are not in its domain
                     (found, _), (expected, _) = (self.padded(state, inputs, trims) for trims in (False, True))
-                _require_equal(*_results_of(gm, found, expected), doubt)
+                _require_equal(found[:count], expected[:count], doubt)
         if chosen:
             return f"{doubt.where} {doubt.note}; that this does not matter was found by trying it out"
         raise NotYetSupported(
@@ -231,12 +232,6 @@ def _results(gm: GraphModule, state: Mapping[str, Tensor], inputs: Sequence[Tens
 
 def _not_said(doubt: Doubt, error: Exception) -> str:
     return f"{doubt.where} {doubt.note}, on which the code does not run ({type(error).__name__}); it is kept"
-
-
-def _results_of(gm: GraphModule, *returned: list[Tensor]) -> tuple[list[Tensor], ...]:
-    """The losses or outputs among what the program returns."""
-    count = sum(spec.kind in ("loss", "output") for spec in facts.graph_facts(gm).outputs)
-    return tuple(each[:count] for each in returned)
 
 
 def _require_equal(found: Sequence[Tensor], expected: Sequence[Tensor], doubt: Doubt) -> None:
