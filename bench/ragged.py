@@ -1,12 +1,13 @@
-"""Samples that are rows, or as long as they are: what a clipped sum costs of graphs, packed documents, an LSTM.
+"""Samples that are rows, or as long as they are: what a clipped sum costs of graphs, packed documents, an LSTM, experts.
 
-    python bench/ragged.py [--models gin,packed,lstm] [--quantity clipped_sum] [--device cpu|cuda] [--seconds S]
+    python bench/ragged.py [--models gin,packed,lstm,moe] [--quantity clipped_sum] [--device cpu|cuda] [--seconds S]
                            [--tag NAME] [--quick]
 
 In interleaved rounds: the ordinary step (one compiled forward and backward of the mean loss); the step on rows, brought
 in order of their samples; the same where they stay as they lie (as on a GPU); the documents padded to one length each,
 as ordinary samples; and a loop over the samples, a forward and a backward of each by itself, whose answer is compared
-first.  Of the LSTM over packed sequences, whose samples are padded, there is one step.  Writes
+first.  Of the LSTM over packed sequences, whose samples are padded, and of experts, whose tokens are in the order of
+their experts, there is one step.  Writes
 `bench/results/ragged-<tag>.json` and `.md`.
 """
 
@@ -36,7 +37,7 @@ class Example:
     """A model and a batch of it.
 
     alone: inputs and targets of each sample by itself.  padded: the same documents as ordinary samples, inputs and
-    targets and a loss; None for graphs.
+    targets and a loss; None for graphs.  compiles: whether torch compiles the ordinary step.
     """
 
     model: nn.Module
@@ -46,6 +47,7 @@ class Example:
     batch_dim: Any
     alone: list[tuple[Any, Any]]
     padded: tuple[Any, Any, Callable[..., Tensor]] | None = None
+    compiles: bool = True
 
     def losses(self, inputs: Any, targets: Any) -> Tensor:
         """`[B]`"""
@@ -193,12 +195,38 @@ def lstm(device: str, documents: int = 32) -> Example:
     return Example(Recurrent().to(device), each, (tokens, lengths), y, 0, alone)
 
 
-MODELS: dict[str, Callable[[str], Example]] = {
-    "gin": gin,
-    "packed": packed,
-    "lstm": lstm,
-    # the place of a mixture of experts: tokens in the order of their experts, samples in dim 0
-}
+class Experts(nn.Module):
+    """Each token by the two best of eight experts; rows are brought in order of their experts, and put back."""
+
+    def __init__(self, width: int = 256, hidden: int = 512, experts: int = 8, choices: int = 2) -> None:
+        super().__init__()
+        self.experts, self.choices = experts, choices
+        self.norm, self.gate, self.head = nn.LayerNorm(width), nn.Linear(width, experts), nn.Linear(width, 10)
+        self.up = nn.Parameter(torch.randn(experts, width, hidden) / width**0.5)
+        self.down = nn.Parameter(torch.randn(experts, hidden, width) / hidden**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.norm(x).flatten(0, 1)
+        weights, ids = self.gate(tokens).softmax(-1).topk(self.choices)
+        ids, order = ids.flatten().sort()
+        ends = torch.histc(ids.float(), self.experts, 0, self.experts - 1).cumsum(0).to(torch.int32)
+        h = F.gelu(F.grouped_mm(tokens[order // self.choices], self.up, offs=ends))
+        y = F.grouped_mm(h, self.down, offs=ends) * weights.flatten()[order, None]
+        back = torch.zeros_like(tokens).index_add(0, order // self.choices, y)
+        return self.head((x + back.view(x.shape)).mean(1))
+
+
+def moe(device: str, samples: int = 16, tokens: int = 128) -> Example:
+    """Sequences of tokens; torch compiles grouped products in bfloat16 alone, so the ordinary step is not compiled."""
+    drawn = torch.Generator().manual_seed(0)
+    x, y = torch.randn(samples, tokens, 256, generator=drawn), torch.randint(10, (samples,), generator=drawn)
+    x, y = x.to(device), y.to(device)
+    torch.manual_seed(0)
+    alone = [((x[b : b + 1],), y[b : b + 1]) for b in range(samples)]
+    return Example(Experts().to(device), each, (x,), y, 0, alone, compiles=False)
+
+
+MODELS: dict[str, Callable[[str], Example]] = {"gin": gin, "packed": packed, "lstm": lstm, "moe": moe}
 
 
 def main() -> None:
@@ -229,9 +257,9 @@ def measured(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def ordinary(found: Example, args: argparse.Namespace) -> Callable[[], object]:
-    """Forward and backward of the mean loss, compiled."""
+    """Forward and backward of the mean loss, compiled where torch can."""
     parameters = [p for p in found.model.parameters() if p.requires_grad]
-    losses = torch.compile(found.losses)
+    losses = torch.compile(found.losses) if found.compiles else found.losses
 
     def run() -> None:
         with torch.enable_grad():
