@@ -1,4 +1,4 @@
-"""Samples that are rows, or as long as they are: what a clipped sum costs of graphs, packed documents, an LSTM, experts.
+"""Samples that are rows, or as long as they are: what a clipped sum costs of graphs, documents, an LSTM, experts.
 
     python bench/ragged.py [--models gin,packed,lstm,moe] [--quantity clipped_sum] [--device cpu|cuda] [--seconds S]
                            [--tag NAME] [--quick]

@@ -1,6 +1,6 @@
 """The layers of PyTorch Geometric on batches of graphs: exact against the loop over graphs, or refused by name.
 
-It is not in the pinned environment: `pip install -e .[bench]`.
+It is not in the pinned environment: `pip install -e .[graphs]`.
 """
 
 from __future__ import annotations
