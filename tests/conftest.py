@@ -20,14 +20,28 @@ from support.processes import Processes
 gc.disable()  # until all is imported
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What must run in one process starts first: at the end it would run alone.  The tests of a row are short."""
+    if getattr(config.option, "loadgroup", False):
+        for item in items:
+            name_group(item)
 
     def is_short(item: pytest.Item) -> bool:
         group = item.get_closest_marker("xdist_group")
         return group is None or group.args[0].startswith("row ")
 
     items.sort(key=is_short)
+
+
+def name_group(item: pytest.Item) -> None:
+    """Ends the id of a test with its group, by which `--dist loadgroup` keeps tests in one process.
+
+    pytest-xdist 3.8 writes it where pytest 9.2 reads no more, and every test was a group of its own.
+    """
+    group = item.get_closest_marker("xdist_group")
+    if group is None or item.nodeid.endswith(f"@{group.args[0]}"):
+        return
+    item._id = type(item.id).parse(f"{item.nodeid}@{group.args[0]}")
 
 
 def pytest_collection_finish() -> None:
