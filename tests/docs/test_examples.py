@@ -65,6 +65,7 @@ def test_dp_digits(capsys: pytest.CaptureFixture[str]) -> None:
     assert table["Opacus, hooks"]["weights off by"] == 0
 
 
+@pytest.mark.rest
 @pytest.mark.slow
 def test_dp_users(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("opacus")
@@ -91,6 +92,7 @@ def test_ddp() -> None:
     assert "weights of all ranks are the same to the last bit" in printed
 
 
+@pytest.mark.rest
 @pytest.mark.slow
 def test_influence(capsys: pytest.CaptureFixture[str]) -> None:
     module = load("influence")
@@ -121,6 +123,7 @@ def test_influence_store(capsys: pytest.CaptureFixture[str]) -> None:
     assert oracle.relative_error(queries, phi[:3] @ inverse) < 1e-4
 
 
+@pytest.mark.rest
 @pytest.mark.slow
 def test_packed_documents(capsys: pytest.CaptureFixture[str]) -> None:
     found = load("packed_documents").main(["--documents", "24", "--steps", "30", "--backend", "eager"])
@@ -159,6 +162,7 @@ def test_char_gpt(char_gpt: ModuleType, tmp_path: Path, capsys: pytest.CaptureFi
     assert f"{rows[0].scale:.1f}" in capsys.readouterr().out
 
 
+@pytest.mark.rest
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_noise_scale_is_that_of_single_gradients(char_gpt: ModuleType) -> None:

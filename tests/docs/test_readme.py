@@ -17,6 +17,7 @@ import pytest
 
 import psg_fx
 
+pytestmark = pytest.mark.xdist_group("readme")  # its blocks run once
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", README, re.S)

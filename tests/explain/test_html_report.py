@@ -30,6 +30,7 @@ from psg_fx.measure import tree_times
 from support.reported import EVIL, SIZES, Evil, example, made
 from support.selection import one_in
 
+pytestmark = pytest.mark.xdist_group("report")  # they read one step of a transformer
 PAGE = Path(html.__file__).parent
 
 

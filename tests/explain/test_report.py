@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import psg_fx
 from psg_fx.measure import tree_times
 
+pytestmark = pytest.mark.xdist_group("explain")  # they read one step
 ROWS = 5
 
 

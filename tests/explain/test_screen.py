@@ -12,6 +12,8 @@ from psg_fx import ClippedSum, Gram, Norms, zoo
 from psg_fx.explain.screen import WIDTH
 from psg_fx.planner.plan import PLAN
 
+pytestmark = pytest.mark.xdist_group("screen")  # they read one step of a transformer
+
 SMALL = {"batch": 3, "layers": 3, "width": 16, "heads": 2, "tokens": 6, "vocabulary": 11}
 
 
@@ -77,16 +79,16 @@ def test_layers_that_differ_do_not() -> None:
     assert rows == ["{0,1}.weight", "2.weight"]
 
 
-def test_a_budget_says_what_it_did() -> None:
-    free = made("gpt", SMALL)
-    assert "memory budget" not in free.explain()
-    roomy = made("gpt", SMALL, memory_budget=10**9).explain()
+def test_a_budget_says_what_it_did(gpt: psg_fx.PerSampleModule) -> None:
+    assert "memory budget" not in gpt.explain()
+    one = SMALL | {"layers": 1}
+    roomy = made("gpt", one, memory_budget=10**9).explain()
     assert "A memory budget holds" in roomy
     assert "No tree is another one" in roomy
     with pytest.raises(psg_fx.BadArgument) as refused:
-        made("gpt", SMALL, memory_budget=1)
+        made("gpt", one, memory_budget=1)
     least = int(refused.value.fix.split("memory_budget=")[1].split(",")[0])
-    tight = made("gpt", SMALL, memory_budget=least).explain()
+    tight = made("gpt", one, memory_budget=least).explain()
     assert "without it" in tight
     assert max(map(len, tight.splitlines())) <= WIDTH
 

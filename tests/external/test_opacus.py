@@ -16,8 +16,17 @@ FEW, MORE = 1, 6
 """Cases of each file that are tested, spread over all of them, by the ordinary run and by `make test-all`."""
 
 
-@pytest.mark.parametrize("contender", [with_loss, drop_in])
-@pytest.mark.parametrize("file", opacus_cases.FILES)
+IN_TURN = {(file, (with_loss, drop_in)[k % 2]) for k, file in enumerate(opacus_cases.FILES)}
+
+
+@pytest.mark.parametrize(
+    ("file", "contender"),
+    [
+        pytest.param(file, contender, marks=[] if (file, contender) in IN_TURN else pytest.mark.rest)
+        for file in opacus_cases.FILES
+        for contender in (with_loss, drop_in)
+    ],
+)
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
 @pytest.mark.parametrize("count", [FEW, pytest.param(MORE, marks=pytest.mark.rest)])
 def test_cases_of_opacus(file: str, contender: Contender, count: int) -> None:

@@ -161,7 +161,7 @@ PROGRAMS = {name: lambda program=program: Around(program) for name, program in A
 del PROGRAMS["assignment"]  # torch has no backward of aten.copy
 
 
-@pytest.mark.parametrize("name", one_in(3, PROGRAMS))
+@pytest.mark.parametrize("name", one_in(5, PROGRAMS))
 def test_a_program_that_is_apart_has_a_backward_that_is(name: str) -> None:
     if name == "quantile" and torch.__version__ < "2.12":
         pytest.skip("torch.export of this version does not trace quantile with a symbolic batch size")

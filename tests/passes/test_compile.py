@@ -48,17 +48,18 @@ def test_inductor_equals_eager(name: str) -> None:
     compare(got, want)
 
 
-def test_two_batch_sizes_of_one_capture() -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.rest)])
+def test_two_batch_sizes_of_one_capture(backend: str) -> None:
     torch.manual_seed(0)
     model, asked = nn.Linear(4, 3), [Grads(), ClippedSum(0.5)]
     steps = {
-        backend: psg_fx.transform(model, lambda out: out.square().sum(), quantities=asked, backend=backend)
-        for backend in ("inductor", "eager")
+        name: psg_fx.transform(model, lambda out: out.square().sum(), quantities=asked, backend=name)
+        for name in (backend, "eager")
     }
     for size in (4, 7, 4, 1):
         x = torch.randn(size, 4)
-        compare(steps["inductor"](x), steps["eager"](x))
-    assert len(steps["inductor"].captures) == 1
+        compare(steps[backend](x), steps["eager"](x))
+    assert len(steps[backend].captures) == 1
 
 
 SIZES_DRAWN = [5, 1, 3, 0, 4, 4, 1, 6, 2, 3, 0, 1, 7, 5]
@@ -118,7 +119,7 @@ def test_inductor_compiles_a_convolution_once_for_all_batch_sizes() -> None:
     assert "grouped-conv" in step.explain()
 
 
-@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
+@pytest.mark.parametrize("mode", one_in(2, ["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]))
 def test_modes(mode: str) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 3)

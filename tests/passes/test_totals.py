@@ -72,8 +72,11 @@ def sums_to_samples(step: psg_fx.PerSampleModule) -> int:
 
 @pytest.mark.usefixtures("for_cuda")
 @pytest.mark.parametrize("sizes", [(5, 1), pytest.param((1, 5), marks=pytest.mark.rest)], ids=str)
-@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize(
+    "asked", [pytest.param(a, marks=[pytest.mark.rest] if a in ("norms", "clipped sum") else []) for a in ASKED]
+)
 def test_the_numbers_are_the_same(asked: str, sizes: tuple[int, ...]) -> None:
+    """Norms and clipped sums alone are in the other sets."""
     model, x, y = problem(max(sizes))
     step = psg_fx.transform(model, F.cross_entropy, quantities=ASKED[asked], backend="eager")
     for batch in sizes:
@@ -103,8 +106,8 @@ def test_against_the_loop_in_float64() -> None:
 def test_one_reduction_for_all_that_is_small() -> None:
     """And one for the rows of what is large: the number does not grow with the layers."""
     counts = []
-    for layers in (1, 3):
-        ex = zoo.example("gpt", batch=3, layers=layers, width=16, heads=2, tokens=6, vocabulary=20)
+    for layers in (1, 2):
+        ex = zoo.example("gpt", batch=3, layers=layers, width=8, heads=2, tokens=6, vocabulary=20)
         step = psg_fx.transform(ex.model, ex.loss_fn, quantities=ClippedSum(1.0), backend="eager")
         step(ex.inputs, ex.targets)
         counts.append(sums_to_samples(step))

@@ -1,5 +1,6 @@
 """The losses of the samples equal, to the last digits, a loop over single samples: per-sample losses by definition."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from psg_fx.graph.facts import SampleAxis
 from psg_fx.passes.independence.batch import batch
 from psg_fx.passes.unreduce.unreduce import unreduce
 from support.graphs import called, captured
+from support.selection import one_in
 
 Loss = Callable[..., Tensor]
 CLASSES, TOKENS = 4, 3
@@ -91,18 +93,21 @@ def labels(size: int) -> tuple[Tensor, Tensor]:
     return torch.randn(size, 5).double(), rows
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("ignore_index", [-100, 1])
-@pytest.mark.parametrize("weight", [None, WEIGHT], ids=["unweighted", "weighted"])
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("tokens", [False, True], ids=["flat", "tokens"])
-def test_cross_entropy(
-    reduction: str, ignore_index: int, weight: Tensor | None, label_smoothing: float, tokens: bool
-) -> None:
+SETTINGS = list(itertools.product((False, True), repeat=5))
+PAIRWISE = {"-".join(map(str, s)) for s in SETTINGS if s[3] == s[0] ^ s[1] and s[4] == s[0] ^ s[2]}
+"""Of any two settings every pair of values."""
+
+
+@pytest.mark.parametrize(
+    ("summed", "ignored", "weighted", "smoothed", "tokens"),
+    one_in(len(SETTINGS), SETTINGS, always={*PAIRWISE, "False-True-True-True-True"}),
+)
+def test_cross_entropy(summed: bool, ignored: bool, weighted: bool, smoothed: bool, tokens: bool) -> None:
     def loss(o: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(
-            o, y, weight, reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing
-        )
+            o, y, WEIGHT if weighted else None, reduction="sum" if summed else "mean",
+            ignore_index=1 if ignored else -100, label_smoothing=0.1 * smoothed,
+        )  # fmt: skip
 
     losses_agree(model(tokens=tokens), loss, token_classes if tokens else flat_classes)
 
@@ -194,8 +199,10 @@ ELEMENTWISE: dict[str, tuple[Loss, Callable[[int], tuple[Tensor, ...]]]] = {
 }
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.parametrize(
+    ("name", "reduction"),
+    [(name, "mean") for name in ELEMENTWISE] + one_in(3, [(name, "sum") for name in ELEMENTWISE], kinds=False),
+)
 def test_losses_with_a_reduction(name: str, reduction: str) -> None:
     function, draw = ELEMENTWISE[name]
     losses_agree(model(), lambda o, y: function(o, y, reduction=reduction), draw)

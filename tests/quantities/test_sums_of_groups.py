@@ -97,7 +97,7 @@ def test_row(case: Case) -> None:
 
 @pytest.mark.parametrize(
     ("row", "layout"),
-    one_in(5, [(row, name) for row in FEW for name in LAYOUTS if name != "gathered"], kinds=False),
+    one_in(7, [(row, name) for row in FEW for name in LAYOUTS if name != "gathered"], kinds=False),
 )
 def test_layout(row: str, layout: str, scattered: Callable[[], None]) -> None:
     ids, apart = LAYOUTS[layout]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import psg_fx
 from psg_fx import Rows
 from psg_fx.errors import BadArgument
-from support.rows_of_samples import Batch, Part, check
+from support.rows_of_samples import Batch, Part, check, usual
 
 IDS = Rows.from_offsets("offsets")
 
@@ -46,20 +46,41 @@ def bags(lengths: list[int], last: bool, seed: int = 0) -> Batch:
     return Batch(Part((ids, offsets, weights), (y,)), tuple(alone), ((IDS, None if last else 0, IDS), 0))
 
 
-@pytest.mark.parametrize("last", [False, True], ids=["starts", "ends-too"])
+MODES: list[dict[str, Any]] = [
+    {"mode": "sum"}, {"mode": "mean"}, {"mode": "max"}, {"mode": "sum", "weighted": True},
+    {"mode": "mean", "padding_idx": 2}, {"mode": "max", "padding_idx": -1},
+]  # fmt: skip
+DEMANDING = MODES[3:5]
+
+
 @pytest.mark.parametrize(
-    "given",
+    ("given", "last"),
     [
-        {"mode": "sum"}, {"mode": "mean"}, {"mode": "max"}, {"mode": "sum", "weighted": True},
-        {"mode": "mean", "padding_idx": 2}, {"mode": "max", "padding_idx": -1},
+        pytest.param(given, last, id=f"{given}-{last}", marks=[] if given in DEMANDING and last else pytest.mark.rest)
+        for given in MODES
+        for last in (False, True)
     ],
-    ids=str,
-)  # fmt: skip
+)
 def test_every_quantity(given: dict[str, Any], last: bool) -> None:
+    check_mode(given, last, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "last"),
+    [(given, bool(k % 2)) for k, given in enumerate(MODES) if given not in DEMANDING] + [(g, False) for g in DEMANDING],
+    ids=str,
+)
+def test_the_usual_quantities(given: dict[str, Any], last: bool) -> None:
+    check_mode(given, last, usual())
+
+
+def check_mode(given: dict[str, Any], last: bool, quantities: Any) -> None:
+    """Bags without entries among them; last: whether the offsets say where the last one ends."""
     torch.manual_seed(0)
     model = Bags(include_last_offset=last, **given).double()
     many = [[3, 0, 2, 4], [5], [0, 0, 3], [1, 1, 1, 1, 1, 0]]
-    step = check(model, losses, [bags(lengths, last, seed) for seed, lengths in enumerate(many)])
+    batches = [bags(lengths, last, seed) for seed, lengths in enumerate(many)]
+    step = check(model, losses, batches, quantities=quantities)
     assert "proven: rows of input_0, input_2 point to their own sample by their ids" in step.explain()
 
 

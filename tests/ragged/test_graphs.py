@@ -11,7 +11,7 @@ import psg_fx
 from psg_fx import Rows
 from psg_fx.step import rows as of_call
 from support.graphs_of_nodes import GAT, GCN, GIN, EdgeMLP, GraphSAGE, batches, graphs, losses, made
-from support.rows_of_samples import Batch, RowsTruth, check
+from support.rows_of_samples import Batch, RowsTruth, check, usual
 
 
 @pytest.fixture
@@ -21,32 +21,40 @@ def scattered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(of_call, "_FEW", 0)
 
 
-@pytest.mark.parametrize("kind", [GIN, GCN, GraphSAGE, GAT, EdgeMLP])
+KINDS = (GIN, GCN, GraphSAGE, GAT, EdgeMLP)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[] if k is EdgeMLP else pytest.mark.rest) for k in KINDS])
 def test_every_quantity(kind: type[nn.Module]) -> None:
     check(made(kind), losses, batches())
 
 
+@pytest.mark.parametrize("kind", KINDS[:-1])
+def test_the_usual_quantities(kind: type[nn.Module]) -> None:
+    check(made(kind), losses, batches(), quantities=usual())
+
+
 @pytest.mark.usefixtures("scattered")
-@pytest.mark.parametrize("kind", [GCN, EdgeMLP])
+@pytest.mark.parametrize("kind", [GCN, pytest.param(EdgeMLP, marks=pytest.mark.rest)])
 def test_every_quantity_of_rows_that_stay(kind: type[nn.Module]) -> None:
     step = check(made(kind), losses, batches())
     assert "onehot(ids)" in step.explain()
 
 
 def test_mean_of_neighbours() -> None:
-    check(made(GraphSAGE, "mean"), losses, batches())
+    check(made(GraphSAGE, "mean"), losses, batches(), quantities=usual())
 
 
 def test_loss_that_is_a_mean() -> None:
     """A loss that is reduced over the batch is taken apart as ever."""
-    check(made(GIN), F.cross_entropy, batches())
+    check(made(GIN), F.cross_entropy, batches(), quantities=usual())
 
 
 def test_edges_with_ids_of_their_own() -> None:
     """Rows of edges are brought in order, too, once their ids are known outside of the graph."""
     ends = Rows(lambda x, edge_index, batch, count: batch[edge_index[1]], dim=1)
     dims = ((Rows("batch"), ends, Rows("batch"), 0), 0)
-    check(made(EdgeMLP), losses, [Batch(b.whole, b.alone, dims) for b in batches()])
+    check(made(EdgeMLP), losses, [Batch(b.whole, b.alone, dims) for b in batches()], quantities=usual())
 
 
 def test_ids_by_position_and_narrow_ones() -> None:

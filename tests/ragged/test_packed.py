@@ -14,13 +14,18 @@ import psg_fx
 from psg_fx import Rows
 from psg_fx.errors import PsgError, SamplesMixed
 from support.packed import BATCH_DIM, MANY, Packed, documents, losses, made
-from support.rows_of_samples import RowsTruth, check, gradient
+from support.rows_of_samples import RowsTruth, check, gradient, usual
 
 
-@pytest.mark.parametrize("kind", ["bool", "inf", "lowest"])
+@pytest.mark.parametrize("kind", ["lowest", *(pytest.param(kind, marks=pytest.mark.rest) for kind in ("bool", "inf"))])
 def test_every_quantity(kind: str) -> None:
     """The tied embedding of tokens has cross terms between two axes of places."""
     check(made(kind=kind), losses, [documents(*given, seed=k) for k, given in enumerate(MANY)])
+
+
+@pytest.mark.parametrize("kind", ["bool", "inf"])
+def test_the_usual_quantities(kind: str) -> None:
+    check(made(kind=kind), losses, [documents(*given, seed=k) for k, given in enumerate(MANY)], quantities=usual())
 
 
 def step(model: nn.Module, **options: Any) -> Any:
@@ -99,8 +104,7 @@ class Multihead(nn.Module):
 @pytest.mark.parametrize("kind", [Written, Multihead])
 def test_attention_that_is_written_out(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
-    asked = [psg_fx.Grads(), psg_fx.Norms(), psg_fx.ClippedSum(0.3)]
-    check(kind().double(), losses, [documents(*given) for given in MANY], quantities=asked)
+    check(kind().double(), losses, [documents(*given) for given in MANY], quantities=usual(0.3))
 
 
 class WrittenHole(Written, Hole):

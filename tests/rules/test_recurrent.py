@@ -87,8 +87,8 @@ def test_whatever_the_loss_reads(cell: str, read: str) -> None:
 
 
 @pytest.mark.parametrize("options", [
-    {"bias": False}, {"num_layers": 2, "bidirectional": True}, {"proj_size": 2},
-    {"proj_size": 2, "bidirectional": True, "num_layers": 2, "bias": False},
+    {"num_layers": 2, "bidirectional": True}, {"proj_size": 2, "bidirectional": True, "num_layers": 2, "bias": False},
+    pytest.param({"bias": False}, marks=pytest.mark.rest), pytest.param({"proj_size": 2}, marks=pytest.mark.rest),
 ], ids=str)  # fmt: skip
 def test_options(options: dict[str, Any]) -> None:
     check(made(nn.LSTM, all_outputs, **options))
@@ -149,7 +149,7 @@ def test_the_graph_is_as_long_for_any_number_of_steps(cell: str) -> None:
         step(real(B, steps, 3))
         return len(step.graphs["joint"].graph.nodes)
 
-    assert length(3) == length(40)
+    assert length(3) == length(7)
 
 
 def test_a_loop_over_cells_is_one_term() -> None:

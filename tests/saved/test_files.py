@@ -19,6 +19,7 @@ import psg_fx
 from psg_fx import zoo
 from psg_fx.errors import BadArgument, InternalError
 from psg_fx.saved import write
+from psg_fx.step import loaded as loaded_step
 from psg_fx.step.loaded import LoadedStep
 
 pytestmark = [pytest.mark.inductor, pytest.mark.slow, pytest.mark.xdist_group("files")]
@@ -232,6 +233,7 @@ def compare(made: Made, results: list[Tensor]) -> None:
     torch.testing.assert_close(found["clipped_sum"], expected.clipped_sum, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.rest  # ten seconds of g++; a process without psg_fx reads the same file above
 def test_a_program_in_cpp_runs_it(made: Made, tmp_path: Path) -> None:
     torch.save(flat(made, 7), tmp_path / "inputs.pt")
     program, lib = tmp_path / "run_step", str(Path(torch.__file__).parent / "lib")
@@ -314,11 +316,11 @@ def gpt() -> tuple[nn.Module, Any, Tensor, Tensor]:
     return ex.model, ex.loss_fn, ex.inputs, ex.targets
 
 
-REST = [pytest.param(make, marks=pytest.mark.rest) for make in (recurrent, convolutional, gpt)]
+MODELS = [both, *(pytest.param(make, marks=pytest.mark.rest) for make in (recurrent, convolutional, gpt))]
 
 
-@pytest.mark.parametrize("make", [both, *REST])
-def test_models_whose_steps_use_ops_of_psg_fx(make: Any, tmp_path: Path) -> None:
+def check_model(make: Any, path: Path) -> None:
+    """The file gives what the step gives, which uses ops of psg_fx."""
     model, loss_fn, x, y = make()
     quantities = [psg_fx.Grads(), psg_fx.ClippedSum(max_norm=0.1)]
     step = psg_fx.transform(model, loss_fn, quantities=quantities, backend="eager", progress=False)
@@ -326,8 +328,25 @@ def test_models_whose_steps_use_ops_of_psg_fx(make: Any, tmp_path: Path) -> None
     ops = {str(n.target) for n in step.graphs["tidied"].graph.nodes}
     assert any(op.startswith("psg_fx.") for op in ops) is (make is not gpt)
     assert make is not both or {"psg_fx.grouped_weight_gradient.default", "psg_fx.gru.default"} <= ops
-    loaded = psg_fx.load(step.export(tmp_path / "step.pt2", x, y))
+    loaded = psg_fx.load(step.export(path, x, y))
     same(loaded(model.state_dict(), x, y), expected)
     same(loaded(model.state_dict(), x[:1], y[:1]), step(x[:1], y[:1]))
-    left = {str(n.target) for n in torch.export.load(tmp_path / "step.pt2").graph.nodes}
+    left = {str(n.target) for n in torch.export.load(path).graph.nodes}
     assert not any(op.startswith("psg_fx") for op in left)
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_programs_of_models_whose_steps_use_ops_of_psg_fx(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is compiled is the program in the file, which is run here."""
+    monkeypatch.setattr(write, "compiled_files", lambda program, options: [])
+    for reader in (write, loaded_step):
+        monkeypatch.setattr(reader, "load_compiled", lambda path: torch.export.load(path).module())
+    check_model(make, tmp_path / "step.pt2")
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("make", [both, recurrent, convolutional, gpt])
+def test_models_whose_steps_use_ops_of_psg_fx(make: Any, tmp_path: Path) -> None:
+    check_model(make, tmp_path / "step.pt2")

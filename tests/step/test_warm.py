@@ -19,7 +19,7 @@ X, Y = torch.randn(6, 4), torch.randint(3, (6,))
 
 def made(**options: Any) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    model = nn.Sequential(nn.Linear(4, 3))
     return model, psg_fx.transform(model, F.cross_entropy, quantities=[Grads(), ClippedSum(0.1)], **options)
 
 

@@ -89,6 +89,11 @@ def everything(bound: float) -> list[Any]:
     ]  # fmt: skip
 
 
+def usual(bound: float = 0.5) -> list[Any]:
+    """What is asked where another test crosses the same rules with every quantity."""
+    return [Grads(), Norms(), ClippedSum(bound)]
+
+
 def check(
     model: nn.Module, loss_fn: Callable[..., Tensor], batches: list[Batch], *, tolerance: float = 1e-10,
     quantities: list[Any] | None = None, captures: int = 1, **options: Any,
