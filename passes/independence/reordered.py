@@ -193,13 +193,7 @@ class Reordering(RowRewriting):
 
     def putting_back(self, node: Node) -> bool:
         """Rows written or added to where they came from."""
-        if op_name(node) not in (
-            "aten.index_add",
-            "aten.scatter_add",
-            "aten.index_put",
-            "aten.index_copy",
-            "aten.scatter",
-        ):
+        if op_name(node) not in (*_ADDS, *_WRITES):
             return False
         given = bound(node)
         at = given["indices"] if "indices" in given else [given["index"]]
