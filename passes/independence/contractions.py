@@ -112,9 +112,9 @@ def expert_mm(op: Op) -> Placement:
         raise op.refuse("the matrices of its experts carry samples", "use one set of matrices for all samples")
     if x.axis is not None and x.axis.dim != 0:
         raise op.refuse("the samples lie in the features, which it multiplies")
-    if x.axis is not None and ids.axis not in (None, x.axis):
+    if x.axis != ids.axis:
         raise op.refuse(f"%{x.node.name} and %{ids.node.name} hold the samples in different places")
-    return x.axis or (None if ids.axis is None else SampleAxis(0, ids.axis.outer, ids.axis.inner))
+    return x.axis
 
 
 @sample_rule("bilinear", proof="contraction")

@@ -9,7 +9,20 @@ import sympy
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from psg_fx.algebra.network import Dense, Kind, Leaf, Members, Network, OneHot, Patches, Source, Symmetric, inner
+from psg_fx.algebra.network import (
+    Dense,
+    Kind,
+    Leaf,
+    Members,
+    Network,
+    OneHot,
+    Patches,
+    Routed,
+    Source,
+    Symmetric,
+    TileSums,
+    inner,
+)
 from psg_fx.planner import rates
 from psg_fx.planner.cost import Device, Work
 from psg_fx.planner.crossover import crossover, resized
@@ -89,6 +102,11 @@ PAIRS = [
     (dense("bti"), dense("bsi"), "bts"),
     (Arg(tuple("bts"), Symmetric(16), F32), Arg(tuple("bts"), Symmetric(16), F32), "b"),
     (Arg(tuple("sb"), Members(7), F32), dense("bsi"), "bi"),
+    (Arg(tuple("btv"), OneHot(7), F32), dense("bti"), "btvi"),
+    (Arg(tuple("btvi"), Routed(7, 3), F32), dense("bto"), "vio"),
+    (Arg(tuple("btvi"), Routed(7, 3), F32), dense("bto"), "bvio"),
+    (Arg(tuple("btvi"), Routed(7, 3), F32), dense("vio"), "bto"),
+    (Arg(tuple("bvio"), TileSums(), F32), Arg(tuple("bvio"), TileSums(), F32), "b"),
 ]  # fmt: skip
 
 
@@ -100,9 +118,9 @@ def test_formulas_take_symbols() -> None:
         names = "".join(dict.fromkeys("".join(a.axes + b.axes)))
         symbols = symbolic(names)
         values = {symbols[n]: numbers[n] for n in names}
-        twin = out == "bts"
-        at_symbols = Pair(a, b, tuple(out), symbols, self_product=twin)
-        at_numbers = Pair(a, b, tuple(out), {n: numbers[n] for n in names}, self_product=twin)
+        same = {"self_product": out == "bts", "same": a.form == b.form == TileSums()}
+        at_symbols = Pair(a, b, tuple(out), symbols, **same)
+        at_numbers = Pair(a, b, tuple(out), {n: numbers[n] for n in names}, **same)
         for method in METHODS:
             if not method.applies(at_symbols):
                 continue

@@ -170,7 +170,8 @@ class ExpertSquares(ExpertOuter):
         i, o = p.count(inputs), p.count(tuple(q for q in other.axes if q not in lead))
         rows, read = p.count(lead[1:]) / p.sizes[expert], p.bytes((*lead, *inputs)) + p.bytes(other.axes)
         by_rows, formed = rows * (i + o), i * o
-        least = by_rows if isinstance(by_rows, sympy.Expr) or by_rows < formed else formed
+        either = by_rows, formed
+        least = sympy.Min(*either) if any(isinstance(size, sympy.Expr) for size in either) else min(either)
         flops = 2 * self.products(p) * rows * least
         return Work(flops, read, self.bytes(p), "gemm", _CALLS + 5 * self.products(p))
 
