@@ -62,13 +62,29 @@ def _expert_outer(x: Tensor, y: Tensor, ids: Tensor, experts: int) -> Tensor:
 
 def _expert_squares(x: Tensor, y: Tensor, ids: Tensor, experts: int) -> Tensor:
     order, counts = _sorted(ids, experts)
-    dtype = accumulation_dtype(x.dtype)
-    inputs, outputs, each = x.shape[1], y.shape[1], []
+    dtype, wide, formed = accumulation_dtype(x.dtype), x.shape[1] + y.shape[1], x.shape[1] * y.shape[1]
+    each = counts.tolist()[:-1]
+    most = max(each, default=0)
+    if len(each) * most * most * wide <= 2 * sum(n * min(n * wide, formed) for n in each):
+        return _by_grams(x, y, order, counts[:-1], most, dtype)
+    found = []
     for rows in order.split(counts.tolist())[:-1]:
         a, b = x.index_select(0, rows).to(dtype), y.index_select(0, rows).to(dtype)
-        few = len(rows) * (inputs + outputs) < inputs * outputs
-        each.append(torch.vdot((a @ a.t()).view(-1), (b @ b.t()).view(-1)) if few else (a.t() @ b).square_().sum())
-    return torch.stack(each)
+        few = len(rows) * wide < formed
+        found.append(torch.vdot((a @ a.t()).view(-1), (b @ b.t()).view(-1)) if few else (a.t() @ b).square_().sum())
+    return torch.stack(found) if found else x.new_zeros(0, dtype=dtype)
+
+
+def _by_grams(x: Tensor, y: Tensor, order: Tensor, counts: Tensor, most: int, dtype: torch.dtype) -> Tensor:
+    """Σ_{r,s} (x[r]·x[s]) (y[r]·y[s]) of all experts at once, each with as many rows as the largest has."""
+    if not most:
+        return x.new_zeros(len(counts), dtype=dtype)
+    places = torch.arange(most, device=x.device)
+    rows = order[(counts.cumsum(0).sub_(counts).unsqueeze(1) + places).clamp_(max=len(order) - 1)]
+    a, b = (t.index_select(0, rows.view(-1)).to(dtype).view(*rows.shape, -1) for t in (x, y))
+    products = torch.bmm(a, a.transpose(1, 2)).mul_(torch.bmm(b, b.transpose(1, 2)))
+    kept = places < counts.unsqueeze(1)
+    return torch.where(kept.unsqueeze(2) & kept.unsqueeze(1), products, 0.0).sum((1, 2))
 
 
 def _by_all_experts(x: Tensor, w: Tensor, ids: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import psg_fx
 from psg_fx import ClippedSum, Dots, Grads, Norms, Rows
 from psg_fx.errors import PsgError
+from psg_fx.ops.experts import expert_outer, expert_squares
 from support.rows_of_samples import Batch, Part, check
 
 WIDTH, HIDDEN, EXPERTS, CHOICES = 4, 5, 4, 2
@@ -191,6 +192,17 @@ def test_rows_of_each_expert_alone() -> None:
     plan = step.explain(wide=True)
     assert "expert-matmul" in plan
     assert "expert-linear" in plan
+
+
+@pytest.mark.parametrize("inputs", [3, 30])
+@pytest.mark.parametrize("rows", [0, 1, 40, 200])
+@pytest.mark.parametrize("even", [True, False])
+def test_squares_of_products(rows: int, inputs: int, even: bool) -> None:
+    """By Gram matrices of all experts at once, of each, or of the product: whichever is least; ids of no expert too."""
+    x, y = torch.randn(rows, inputs, dtype=torch.float64), torch.randn(rows, inputs + 5, dtype=torch.float64)
+    ids = torch.randint(-1, 6, (rows,)) if even else torch.zeros(rows, dtype=torch.int64)
+    expected = expert_outer(x, y, ids, 5).square().sum((1, 2))
+    torch.testing.assert_close(expert_squares(x, y, ids, 5), expected)
 
 
 def test_users_and_parts() -> None:
