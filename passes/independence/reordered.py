@@ -48,7 +48,8 @@ def undo_orders(gm: GraphModule) -> None:
             with contextlib.suppress(Unfit):
                 Reordering(gm, sort).run()
             gm.graph.eliminate_dead_code()
-    gm.recompile()
+    if sorts:
+        gm.recompile()
 
 
 def _of_all_rows(gm: GraphModule, sort: Node) -> bool:
@@ -275,7 +276,8 @@ class Reordering(RowRewriting):
         value = node.meta.get("val")
         if not isinstance(value, (Tensor, tuple, list)):
             return False
-        return not any(n in self.ordered or not self.fits(n) for n in others) and self.copied(node, value)
+        ordered = self.ordered
+        return not any(n in ordered or not self.fits(n) for n in others) and self.copied(node, value)
 
     @property
     def ordered(self) -> set[Node]:

@@ -35,13 +35,14 @@ _PUT = ("aten.index_put", "aten._unsafe_index_put")
 
 def put_selected_back(gm: GraphModule) -> None:
     """Rewrite what is computed from rows that a mask picks, where it is put back.  All else stays as it is."""
-    for mask in [n for n in gm.graph.nodes if _is_mask(n)]:
-        if mask._erased or not any(_picks(user, mask) for user in mask.users):
-            continue
-        with contextlib.suppress(Unfit):
-            Selection(gm, mask).run()
-        gm.graph.eliminate_dead_code()
-    gm.recompile()
+    masks = [n for n in gm.graph.nodes if _is_mask(n) and any(_picks(user, n) for user in n.users)]
+    for mask in masks:
+        if not mask._erased:
+            with contextlib.suppress(Unfit):
+                Selection(gm, mask).run()
+            gm.graph.eliminate_dead_code()
+    if masks:
+        gm.recompile()
 
 
 def _is_mask(node: Node) -> bool:
