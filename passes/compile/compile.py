@@ -20,8 +20,9 @@ from psg_fx.graph.stages import Stage
 from psg_fx.graph.strides import free_of_strides
 from psg_fx.op_table import enter, known
 from psg_fx.torch_private.compiler import compilations, inductor_modes, marked_dynamic
-from psg_fx.torch_private.inductor import Compiler, inductor
+from psg_fx.torch_private.inductor import Compiler, calls_subgraphs, inductor
 
+from .calls import written_once
 from .sizes import Background, Flat, Sized
 
 aten = torch.ops.aten
@@ -55,7 +56,8 @@ def compile_graph(
     run = _by_torch(gm, backend, mode, options, dynamic, watch)
     if backend == "inductor":
         if Sized.suits(gm):
-            run = Sized(gm, _watched(inductor(options or {}), watch), dynamic, run, background)
+            once = device == "cpu" and calls_subgraphs(options or {})
+            run = Sized(gm, _by_inductor(options or {}, watch, once), dynamic, run, background)
         if device == "cuda" and options and options.get("triton.cudagraphs"):
             run = _outside_cuda_graphs(run, memory.keep)
         elif device == "cpu":
@@ -91,10 +93,13 @@ def _by_torch(
     return _marking(run, gm) if dynamic else run
 
 
-def _watched(compiler: Compiler, watch: Watch) -> Compiler:
+def _by_inductor(options: dict[str, Any], watch: Watch, once: bool) -> Compiler:
+    """once: what repeats is compiled once."""
+    compiler = inductor(options)
+
     def watched(gm: GraphModule, inputs: Sequence[torch.Tensor]) -> Flat:
         with watch():
-            return compiler(gm, inputs)
+            return compiler(written_once(gm) if once else gm, inputs)
 
     return watched
 

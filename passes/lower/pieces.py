@@ -27,6 +27,7 @@ class Pieces:
         self._seen: dict[Hashable, Node] = {}
         self._sizes: dict[sympy.Expr, Node] = {}
         self._constants = 0
+        self._pieces: list[list[Node]] = []
 
     def write(self, piece: Piece, inputs: Sequence[Node], key: Hashable = None) -> tuple[list[Node], Any]:
         """Nodes for the results of `piece` on `inputs` (at least one), and its note.
@@ -40,6 +41,27 @@ class Pieces:
             self._traced[whole] = self._trace(piece, values)
         traced, note = self._traced[whole]
         return self._copy(traced, inputs), note
+
+    def settle(self) -> None:
+        """Move each piece behind the last value that it reads: what is read by it alone is needed no longer, and in a
+        graph of alike layers what is computed of a layer's gradients stands beside the layer's backward.
+        """
+        written = {node for piece in self._pieces for node in piece}
+        there = [node for node in self._gm.graph.nodes if node not in written and node.op != "output"]
+        place = {node: i for i, node in enumerate(there)}
+        inputs = sum(node.op == "placeholder" for node in there)
+        behind: dict[int, list[Node]] = {}
+        for piece in self._pieces:
+            own = set(piece)
+            read = [n for node in piece for n in node.all_input_nodes if n not in own]
+            last = max([inputs - 1, *(place[n] for n in read)])
+            place.update(dict.fromkeys(piece, last))
+            behind.setdefault(last, []).extend(piece)
+        for last, nodes in behind.items():
+            after = there[last]
+            for node in nodes:
+                after.append(node)
+                after = node
 
     def _trace(self, piece: Piece, values: list[torch.Tensor]) -> tuple[GraphModule, Any]:
         notes: list[Any] = []
@@ -56,6 +78,7 @@ class Pieces:
 
     def _copy(self, traced: GraphModule, inputs: Sequence[Node]) -> list[Node]:
         mapping: dict[Node, Node] = dict(zip(facts.placeholders(traced), inputs, strict=True))
+        self._pieces.append([])
         with self._gm.graph.inserting_before(self._gm.graph.output_node()):
             for node in traced.graph.nodes:
                 if node.op not in ("placeholder", "output"):
@@ -77,6 +100,7 @@ class Pieces:
             self._sizes[size] = copy
         key = computation(copy)
         if key is None or self._seen.setdefault(key, copy) is copy:
+            self._pieces[-1].append(copy)
             return copy
         self._gm.graph.erase_node(copy)
         return self._seen[key]

@@ -57,7 +57,9 @@ class Writer:
         weights = self._weights(quantities)
         for group, nodes in zip(self.groups, handed, strict=True):
             self._second(group, nodes, weights)
-        return self._fields(quantities, weights)
+        fields = self._fields(quantities, weights)
+        self.pieces.settle()
+        return fields
 
     def _first(self, group: Group) -> list[Node]:
         """Everything that needs no weights; what the second phase reads of it."""

@@ -50,6 +50,11 @@ def inductor(options: Mapping[str, Any]) -> Compiler:
     return found
 
 
+def calls_subgraphs(options: Mapping[str, Any]) -> bool:
+    """Whether what inductor writes with these options can call subgraphs: Python can, C++ cannot."""
+    return not options.get("cpp_wrapper", torch._inductor.config.cpp_wrapper)
+
+
 def compiled(
     compiler: Compiler, gm: GraphModule, inputs: Sequence[Like], fixed: Sizes, free: Sizes
 ) -> tuple[Callable[..., Sequence[Any]], Callable[[Sizes], bool]]:

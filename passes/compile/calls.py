@@ -1,0 +1,196 @@
+"""calls: intervals of a graph that are alike as calls of one function, a subgraph (`repeats.py` finds them)."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from psg_fx.graph.lifetimes import is_view
+
+from .repeats import Item, Repeat, in_order, is_number, repeats, tokens_of
+
+invoke_subgraph = torch.ops.higher_order.invoke_subgraph
+FEWEST = 16
+"""Ops of an interval: of fewer, less is saved than is lost where kernels end at its borders."""
+
+
+def written_once(gm: GraphModule, fewest: int = FEWEST) -> GraphModule:
+    """The same function, in which what repeats is a subgraph that is called; the graph itself if nothing does."""
+    first, items = in_order(gm)
+    found = [group for repeat in repeats(tokens_of(items), fewest) for group in _alike(repeat, items)]
+    return _Rewriting(gm, first, items, found).result() if found else gm
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Intervals of items that are one function.
+
+    operands: of each, the tensors that it reads, in the same order.  slots: of each value from outside, in the order of
+    reading, which operand it is.  numbers: sizes that are read and what they are computed of, in that order; they
+    are computed once more inside, since a number that is known would be no operand.
+    """
+
+    starts: tuple[int, ...]
+    length: int
+    operands: tuple[tuple[Node, ...], ...]
+    slots: tuple[int, ...]
+    numbers: tuple[Node, ...]
+
+
+def _alike(repeat: Repeat, items: Sequence[Item]) -> Iterator[Calls]:
+    """The intervals, by which of their ops read which."""
+    groups: dict[Any, list[tuple[int, list[Node]]]] = {}
+    for start in repeat.starts:
+        inside, outer = _wiring(items[start : start + repeat.length])
+        groups.setdefault(inside, []).append((start, outer))
+    for group in groups.values():
+        if len(group) > 1:
+            yield _calls([start for start, _ in group], repeat.length, [outer for _, outer in group])
+
+
+def _wiring(items: Sequence[Item]) -> tuple[tuple[Any, ...], list[Node]]:
+    """Of every value that the items read, its place among them, or None; and those that come from outside."""
+    place = _places(items)
+    inside: list[Any] = []
+    outer: list[Node] = []
+
+    def read(node: Node) -> None:
+        inside.append(place.get(node))
+        if node not in place:
+            outer.append(node)
+
+    for item in items:
+        map_arg((item[0].args, item[0].kwargs), read)
+    return tuple(inside), outer
+
+
+def _places(items: Sequence[Item]) -> dict[Node, tuple[int, int]]:
+    return {node: (i, k) for i, item in enumerate(items) for k, node in enumerate(item)}
+
+
+def _calls(starts: Sequence[int], length: int, outer: Sequence[Sequence[Node]]) -> Calls:
+    numbers: dict[Node, None] = {}
+    columns: dict[tuple[Node, ...], int] = {}
+    slots = []
+    for column in zip(*outer, strict=True):
+        if is_number(column[0]):
+            _compute(column[0], numbers)
+        else:
+            slots.append(columns.setdefault(column, len(columns)))
+    for number in numbers:
+        for source in number.all_input_nodes:
+            if not is_number(source):
+                columns.setdefault((source,) * len(starts), len(columns))
+    return Calls(tuple(starts), length, tuple(zip(*columns, strict=True)), tuple(slots), tuple(numbers))
+
+
+def _compute(number: Node, found: dict[Node, None]) -> None:
+    """Add a number behind those that it is computed of."""
+    for source in number.all_input_nodes:
+        if is_number(source):
+            _compute(source, found)
+    found[number] = None
+
+
+class _Rewriting:
+    """The graph with calls in the place of intervals."""
+
+    def __init__(self, gm: GraphModule, first: Sequence[Node], items: Sequence[Item], found: Sequence[Calls]) -> None:
+        self._gm, self._first, self._items = gm, first, items
+        self._at = {start: (k, calls) for k, calls in enumerate(found) for start in calls.starts}
+        self._modules = dict(gm.named_children())
+        self._graph = Graph()
+        self._new: dict[Node, Node] = {}
+
+    def result(self) -> GraphModule:
+        results = {calls: self._results(calls) for _, calls in self._at.values()}
+        functions = {calls: self._function(calls, results[calls]) for calls in results}
+        for node in self._first:
+            self._copy(node)
+        i = 0
+        while i < len(self._items):
+            if i in self._at:
+                number, calls = self._at[i]
+                self._call(f"repeated_{number}", functions[calls], calls, results[calls], i)
+                i += calls.length
+            else:
+                for node in self._items[i]:
+                    self._copy(node)
+                i += 1
+        output = self._gm.graph.output_node()
+        self._graph.output(map_arg(output.args[0], self._value)).meta = dict(output.meta)
+        new = GraphModule(self._modules, self._graph, type(self._gm).__name__)
+        new.meta = dict(self._gm.meta)
+        return new
+
+    def _copy(self, node: Node) -> None:
+        self._new[node] = self._graph.node_copy(node, self._value)
+        self._new[node].meta = dict(node.meta)
+
+    def _value(self, node: Node) -> Node:
+        """A value in the new graph; a view of what a call gives is made outside, since calls give no views."""
+        if node not in self._new:
+            for needed in node.all_input_nodes:
+                self._value(needed)
+            self._copy(node)
+        return self._new[node]
+
+    def _results(self, calls: Calls) -> list[tuple[int, int]]:
+        """Places of the values that someone outside reads, of any of the intervals."""
+        found: set[tuple[int, int]] = set()
+        for start in calls.starts:
+            place = _places(self._items[start : start + calls.length])
+            read = (node for node in place if any(user not in place for user in node.users))
+            found |= {place[own] for node in read if (own := _own(node, place)) is not None}
+        return sorted(found)
+
+    def _function(self, calls: Calls, results: Sequence[tuple[int, int]]) -> GraphModule:
+        """The first of the intervals, of its operands."""
+        graph, new, inner = Graph(), dict[Node, Node](), dict[Node, Node]()
+        operands = []
+        for k, operand in enumerate(calls.operands[0]):
+            made = graph.placeholder(f"operand_{k}")
+            made.meta = {"val": operand.meta["val"]}
+            operands.append(made)
+            new[operand] = made
+        slots = iter(calls.slots)
+
+        def copy(node: Node, value: Callable[[Node], Node]) -> None:
+            inner[node] = graph.node_copy(node, value)
+            inner[node].meta = dict(node.meta)
+
+        for number in calls.numbers:
+            copy(number, lambda n: inner[n] if n in inner else new[n])
+        items = self._items[calls.starts[0] : calls.starts[0] + calls.length]
+        for node in _places(items):
+            copy(node, lambda n: inner[n] if n in inner else operands[next(slots)])
+        graph.output(tuple(inner[items[i][k]] for i, k in results))
+        return GraphModule({}, graph)
+
+    def _call(self, name: str, function: GraphModule, calls: Calls, results: Sequence[tuple[int, int]], i: int) -> None:
+        self._modules[name] = function
+        operands = calls.operands[calls.starts.index(i)]
+        body = self._graph.get_attr(name)
+        call = self._graph.call_function(invoke_subgraph, (body, name, *map(self._value, operands)))
+        values = [self._items[i + at][k] for at, k in results]
+        call.meta = {"val": tuple(node.meta["val"] for node in values)}
+        for k, node in enumerate(values):
+            made = self._graph.call_function(operator.getitem, (call, k))
+            made.meta = dict(node.meta)
+            self._new[node] = made
+
+
+def _own(node: Node, inside: Container[Node]) -> Node | None:
+    """The value whose memory a node's value is part of; None if that comes from outside."""
+    while node in inside:
+        source = node.all_input_nodes[0] if node.target is operator.getitem else node
+        if not is_view(source):
+            return node
+        node = source.all_input_nodes[0]
+    return None

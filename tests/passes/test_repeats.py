@@ -1,0 +1,147 @@
+"""What repeats is written once: the same numbers, from a graph that does not grow with the number of layers."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+
+import psg_fx
+from psg_fx.graph import facts
+from psg_fx.graph.lifetimes import is_view
+from psg_fx.passes.compile.calls import invoke_subgraph, written_once
+from psg_fx.passes.compile.compile import written_out
+from psg_fx.passes.compile.repeats import Repeat, repeats
+
+
+@pytest.mark.parametrize(
+    ("tokens", "found"),
+    [
+        ("abcabcabc", [((0, 3, 6), 3)]),
+        ("xabcyabcz", [((1, 5), 3)]),
+        ("abcabcabcdexdex", [((0, 3, 6), 3), ((9, 12), 3)]),
+        ("aaaaaaa", [((0, 3), 3)]),
+        ("abcd", []),
+        ("abxab", []),  # two are too few
+    ],
+)
+def test_stretches_that_come_again(tokens: str, found: list[Any]) -> None:
+    assert repeats([ord(t) for t in tokens], fewest=3) == [Repeat(*one) for one in found]
+
+
+class Layers(nn.Module):
+    """Layers whose values are also read as views, across their borders."""
+
+    def __init__(self, count: int, drop: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Dropout(drop)) for _ in range(count)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x.transpose(1, 2))
+        return x
+
+
+def loss(y: Tensor, t: Tensor) -> Tensor:
+    return F.mse_loss(y, t)
+
+
+def lowered(model: nn.Module, inputs: Tensor) -> GraphModule:
+    """The last graph of a clipped step, as a compiler takes it."""
+    step = psg_fx.transform(model, loss, quantities=psg_fx.ClippedSum(1.0), backend="eager", progress=False)
+    step(inputs, inputs)
+    return written_out(step.graphs["tidied"])
+
+
+def parts(gm: GraphModule) -> list[Graph]:
+    """The graph, and those of the functions that it calls."""
+    return [part.graph for part in gm.modules() if isinstance(part, GraphModule)]
+
+
+def ops(gm: GraphModule) -> int:
+    """How many there are to compile: those of a function once, calls, and no views."""
+    return sum(n.op == "call_function" and not is_view(n) for graph in parts(gm) for n in graph.nodes)
+
+
+def calls(gm: GraphModule) -> list[Node]:
+    return [node for node in gm.graph.nodes if node.target is invoke_subgraph]
+
+
+def arguments(gm: GraphModule, batch: int) -> list[Tensor]:
+    """Numbers for all inputs of a graph."""
+    torch.manual_seed(0)
+    sizes = [[batch if isinstance(n, torch.SymInt) else n for n in p.meta["val"].shape] for p in facts.placeholders(gm)]
+    return [torch.rand(size, dtype=torch.float64) for size in sizes]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_same_function(batch: int) -> None:
+    gm = lowered(Layers(4).double(), torch.randn(3, 8, 8, dtype=torch.float64))
+    once = written_once(gm, fewest=8)
+    assert len(calls(once)) >= 6, "forward and backward of each layer but the outermost"
+    once.graph.lint()
+    given = arguments(gm, batch)
+    with torch.no_grad():
+        for one, other in zip(gm(*given), once(*given), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_the_graph_grows_by_calls_alone() -> None:
+    """Of a further layer: one forward, one backward, and one for its weighted sums."""
+    x = torch.randn(3, 8, 8)
+    six, nine = (lowered(Layers(n), x) for n in (6, 9))
+    assert ops(nine) - ops(six) > 3 * 20
+    assert ops(written_once(nine, fewest=8)) - ops(written_once(six, fewest=8)) <= 3 * 3
+
+
+def test_functions_give_no_views() -> None:
+    """What lies in the memory of an operand, or of another result, is made by those who read it."""
+    once = written_once(lowered(Layers(4), torch.randn(3, 8, 8)), fewest=8)
+    for graph in parts(once)[1:]:
+        results = graph.output_node().args[0]
+        assert len(set(results)) == len(results)  # type: ignore[arg-type]
+        for node in results:  # type: ignore[union-attr]
+            source = node.args[0] if node.target is operator.getitem else node
+            assert source.op == "call_function"
+            assert not is_view(source)
+
+
+def test_random_numbers_are_drawn_outside() -> None:
+    """In the order in which the graph draws them."""
+    gm = lowered(Layers(4, drop=0.5), torch.randn(3, 8, 8))
+    once = written_once(gm, fewest=4)
+    drawn = [n.target for n in gm.graph.nodes if n.op == "call_function" and draws(n)]
+    assert calls(once)
+    assert len(drawn) >= 4
+    assert drawn == [n.target for n in once.graph.nodes if n.op == "call_function" and draws(n)]
+
+
+def draws(node: Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def test_nothing_repeats() -> None:
+    gm = lowered(nn.Linear(8, 8), torch.randn(3, 8, 8))
+    assert written_once(gm) is gm
+
+
+@pytest.mark.inductor
+def test_compiled_for_any_batch_size() -> None:
+    torch.manual_seed(0)
+    model = Layers(3)
+    step, reference = (
+        psg_fx.transform(model, loss, quantities=psg_fx.ClippedSum(1.0), backend=backend, progress=False)
+        for backend in ("inductor", "eager")
+    )
+    for batch in (3, 5, 4):
+        x = torch.randn(batch, 8, 8)
+        found, wanted = step(x, x).clipped_sum, reference(x, x).clipped_sum
+        for name in wanted:
+            torch.testing.assert_close(found[name], wanted[name])
