@@ -9,7 +9,7 @@ from torch.fx import GraphModule
 
 from psg_fx.algebra.ask import Ask
 from psg_fx.algebra.gradient import GRADIENTS
-from psg_fx.algebra.members import Grouping, Groups, Memberships, RowsOfSamples
+from psg_fx.algebra.members import GROUPS, Belonging, Grouping, Memberships
 from psg_fx.graph import facts
 from psg_fx.graph.stages import Stage
 from psg_fx.planner.budget import Budget, plan_within
@@ -27,17 +27,17 @@ def plan(
 ) -> GraphModule:  # fmt: skip
     """After: `PLAN` says which tree computes each ask of each parameter, of samples or of groups of them.
 
-    rows: of each axis of rows, how many there are in the call that is planned for, and how many the largest sample has
-    if they are brought in order.
+    rows: of each axis of rows, how many there are in the call that is planned for, and how many the largest sample
+    (or group) has if they are brought in order.
     """
-    batch, gradients, samples = facts.graph_facts(gm).batch, list(GRADIENTS.of(gm).values()), size
-    if rows:
-        counts = facts.graph_facts(gm).rows
-        axes = [RowsOfSamples(k, counts[k], *sizes) for k, sizes in enumerate(rows)]
-        gradients = list(map(Memberships(axes, batch, size).gradient, gradients))
+    known, gradients, samples = facts.graph_facts(gm), list(GRADIENTS.of(gm).values()), size
+    batch = known.batch
+    axes = {known.rows[k]: Belonging.of_rows(k, *sizes, grouped=grouping is not None) for k, sizes in enumerate(rows)}
     if grouping is not None:
-        groups = Groups(grouping, batch)
-        batch, size, gradients = groups.symbol, groups.size, list(map(groups.gradient, gradients))
+        axes[batch] = Belonging.of_samples(grouping)
+        batch, size = GROUPS, max(grouping.groups, 2)  # an axis of size 1 would have no role in a contraction
+    if axes:
+        gradients = list(map(Memberships(axes, batch, size).gradient, gradients))
     if budget is None:
         made = plan_step(gradients, asks, device, batch, size)
     else:

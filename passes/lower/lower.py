@@ -45,9 +45,10 @@ def lower(gm: GraphModule, quantities: Sequence[Quantity], dtype: torch.dtype) -
     facts.update_graph(gm, constants={**facts.graph_facts(gm).constants, **fixed})
     if plan.grouping is not None:
         made |= {MEMBERS.name: rows, COUNT.name: _extra_node(gm, COUNT.name, Extra(()), dtype, rows)}
-        if plan.grouping.layout == "scattered":
+        stay = len(plan.gathered) < len(facts.graph_facts(gm).rows)  # some rows, whose groups follow from the samples'
+        if plan.grouping.layout == "scattered" or stay:
             made[IDS.name] = _extra_node(gm, IDS.name, Extra((None,), torch.int64), dtype, samples)
-    made |= {members_of(k).name: _rows_node(gm, k, samples) for k in plan.gathered}
+    made |= {members_of(k).name: _rows_node(gm, k, rows) for k in plan.gathered}
     writer = Writer(gm, plan, rows, samples, _known_values(gm, made), made)
     _finish(gm, *_name(writer.results(quantities)))
     if plan.grouping is not None and plan.grouping.layout == "blocks":
@@ -73,12 +74,12 @@ def _members_node(gm: GraphModule, samples: Node) -> Node:
     return _placeholder(gm, MEMBERS.name, value, InputSpec("given", MEMBERS.name))
 
 
-def _rows_node(gm: GraphModule, axis: int, samples: Node) -> Node:
-    """A placeholder for the rows of each sample, `[B, S]`."""
-    like, name = samples.meta["val"], members_of(axis).name
-    largest = with_own_sizes(like, [_GROUP_HINTS[1] + 6 * axis], torch.int64).shape[0]
+def _rows_node(gm: GraphModule, axis: int, carrier: Node) -> Node:
+    """A placeholder for the rows of each sample or group, of which there are as many as `carrier` has, `[B, S]`."""
+    like, name = carrier.meta["val"], members_of(axis).name
+    largest = with_own_sizes(like, [_GROUP_HINTS[1] + 6 * (axis + 1)], torch.int64).shape[0]
     with like.fake_mode:
-        value = torch.empty((like.shape[facts.input_spec(samples).samples or 0], largest), dtype=torch.int64,
+        value = torch.empty((like.shape[facts.input_spec(carrier).samples or 0], largest), dtype=torch.int64,
                             device=like.device)  # fmt: skip
     return _placeholder(gm, name, value, InputSpec("given", name))
 

@@ -1,16 +1,16 @@
-"""Groups of samples: the gradient of a group is the sum of those of its samples.
+"""Rows that belong to what is asked: the nodes of a graph, the samples of a user, the nodes of a user's graphs.
 
-With the sample of row r in group ids[r], g_b = Σ_r onehot(ids)[r,b] g_r: the axis of the samples becomes one that is
-summed, and `onehot(ids)` a further leaf, as in an embedding.  Every ask is as it is for samples.
+With row r of sample (or group) ids[r], g_b = Σ_r onehot(ids)[r,b] g_r: the axis of the rows becomes one that is summed,
+and `onehot(ids)` a further leaf, as in an embedding.  Every ask is as it is for samples.
 
-That leaf is there for groups of very different sizes alone.  Else the rows of every operand are brought in order of
-their groups, `[G, S, ..]` with S the size of the largest one and zeros where a group has fewer; then a group is a
-sample with S times as many positions, and every tree is as it is for samples, too.
+That leaf is there where one has many more rows than the others alone.  Else the rows of every operand are brought in
+order, `[G, S, ..]` with S the size of the largest one and zeros where there are fewer; then a group is a sample with S
+times as many positions, and every tree is as it is for samples, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -24,12 +24,25 @@ MEMBERS = Source(Kind.GIVEN, "members")
 """The numbers of the samples of each group, `[G, S]`; -1 where a group has fewer than S."""
 
 IDS = Source(Kind.GIVEN, "ids")
-"""The group of each row, `[B]`, -1 for none."""
+"""The group of each sample, `[B]`, -1 for none."""
 
 COUNT = Source(Kind.GIVEN, "groups")
 """The number of groups, with those that have no samples and are not among the G: [] as a float."""
 
+GROUPS = sympy.Symbol("G", integer=True, positive=True)
+"""The number of groups that the graph has, in sizes of networks."""
+
 Layout = Literal["blocks", "gathered", "scattered"]
+
+
+def members_of(axis: int) -> Source:
+    """The rows of each sample or group along an axis, `[B, S]`, an input; -1 where there are fewer than S."""
+    return Source(Kind.GIVEN, f"members.{axis}")
+
+
+def ids_of(axis: int) -> Source:
+    """The sample of each row of an axis, `[R]`, a value of the graph."""
+    return Source(Kind.GIVEN, f"ids.{axis}")
 
 
 @dataclass(frozen=True)
@@ -47,153 +60,127 @@ class Grouping:
     samples: int
 
 
-class Groups:
-    """Makes gradients of samples those of groups, for the sizes that are planned for.
+@dataclass(frozen=True)
+class Belonging:
+    """How the rows of one axis belong to what is asked.
 
-    batch: the symbol of B in the sizes of the networks.  Sizes of the result are written in one symbol, that of G.
+    rows, largest: how many there are in the call that is planned for, and how many the largest one has.
+    members: where they are brought in order, the rows of each, `[G, S]`.
+    whose: where they stay, the number of each row's sample or group; or that of its sample, then the group of each.
+    partly: some may belong to none.
     """
 
-    def __init__(self, grouping: Grouping, batch: sympy.Symbol) -> None:
-        self.symbol = sympy.Symbol("G", integer=True, positive=True)
-        self.size = max(grouping.groups, 2)  # an axis of size 1 would have no role in a contraction
-        self._samples = self.symbol * sympy.Rational(max(grouping.samples, 2), self.size)
-        self._layout, self._batch, self._largest = grouping.layout, batch, sympy.Integer(max(grouping.largest, 2))
+    layout: Layout
+    rows: int
+    largest: int
+    members: Source
+    whose: tuple[Source, ...]
+    partly: bool
+
+    @classmethod
+    def of_samples(cls, grouping: Grouping) -> Belonging:
+        """Samples, to groups of them."""
+        return cls(grouping.layout, grouping.samples, grouping.largest, MEMBERS, (IDS,), partly=True)
+
+    @classmethod
+    def of_rows(cls, axis: int, rows: int, largest: int | None, grouped: bool) -> Belonging:
+        """Rows of samples, to these, or to groups of these.  largest: None where they stay where they are."""
+        whose = (ids_of(axis), IDS) if grouped else (ids_of(axis),)
+        layout: Layout = "scattered" if largest is None else "gathered"
+        return cls(layout, rows, largest or 0, members_of(axis), whose, partly=grouped)
+
+    @property
+    def size(self) -> sympy.Integer:
+        """S; an axis of size 1 would have no role in a contraction."""
+        return sympy.Integer(max(self.largest, 2))
+
+    @property
+    def onehot(self) -> str:
+        """How the leaf prints that says which row belongs to which."""
+        return "onehot(groups)" if IDS in self.whose else "onehot(ids)"
+
+
+class Memberships:
+    """Makes gradients of rows those of what the rows belong to, at each site by the ids of its rows, for the sizes that
+    are planned for.
+
+    axes: how rows belong, by the symbol of their number; sites of other rows are of what is asked, and stay as they
+    are.  symbol: of the number of what is asked, in which sizes of the result are written; size: what it is.
+    """
+
+    def __init__(self, axes: Mapping[sympy.Symbol, Belonging], symbol: sympy.Symbol, size: int) -> None:
+        self._axes, self._symbol = axes, symbol
+        self._sizes = {count: symbol * sympy.Rational(max(a.rows, 2), max(size, 2)) for count, a in axes.items()}
 
     def gradient(self, gradient: ParameterGradient) -> ParameterGradient:
-        """The gradient of groups."""
+        """The gradient of what is asked."""
         return replace(gradient, terms=tuple(map(self._term, gradient.terms)))
 
     def _term(self, term: Term) -> Term:
-        """Its network for groups, and that for samples."""
-        g, positions = term.network, _positions(term.network)
-        samples = replace(g, leaves=tuple(self._samples_of(leaf) for leaf in g.leaves))
-        if self._layout == "scattered":
-            rows = tuple(_by_row(leaf) if BATCH in leaf.axes else leaf for leaf in samples.leaves)
-            rows = (*rows, self._members(g.leaves[0].dtype))
+        """Its network for what is asked, and that for rows."""
+        count = term.network.sizes[BATCH]
+        rows = replace(term.network, leaves=tuple(map(self._counted, term.network.leaves)))
+        if count not in self._axes:
+            return replace(term, network=rows)
+        axis = self._axes[count]
+        if axis.layout == "scattered":
+            leaves = [_by_row(leaf, axis) if BATCH in leaf.axes else leaf for leaf in rows.leaves]
+            leaves.append(_onehot(axis, (self._sizes[count], self._symbol), rows.leaves[0].dtype))
         else:
-            ordered = InOrder(self._layout, MEMBERS, self.symbol, self._largest)
-            rows = tuple(ordered.leaf(leaf, positions) if BATCH in leaf.axes else leaf for leaf in g.leaves)
-        return replace(term, network=replace(g, leaves=rows), of_samples=samples)
+            places = _positions(rows)
+            leaves = [self._ordered(leaf, places, axis) if BATCH in leaf.axes else leaf for leaf in rows.leaves]
+        return replace(term, network=replace(rows, leaves=tuple(leaves)), of_samples=rows)
 
-    def _members(self, dtype: torch.dtype) -> Leaf:
-        """Which row belongs to which group."""
-        sizes = (self._samples, self.symbol)
-        return Leaf("onehot(groups)", (IDS,), "groups", (ROWS, BATCH), sizes, Members(), dtype)
+    def _counted(self, leaf: Leaf) -> Leaf:
+        """Its sizes, written in the number of what is asked."""
+        return replace(leaf, sizes=tuple(sympy.sympify(size).subs(self._sizes) for size in leaf.sizes))
 
-    def _samples_of(self, leaf: Leaf) -> Leaf:
-        return replace(leaf, sizes=tuple(map(self._counted, leaf.sizes)))
-
-    def _counted(self, size: sympy.Expr) -> sympy.Expr:
-        """A size in B, written in G."""
-        return sympy.sympify(size).subs(self._batch, self._samples)
-
-
-@dataclass(frozen=True)
-class InOrder:
-    """Rows brought in order of what they belong to, by `members` `[G, S]`.
-
-    layout: of its name, for recipes.  count: the symbol of G.  largest: S.
-    """
-
-    layout: str
-    members: Source
-    count: sympy.Symbol
-    largest: sympy.Integer
-
-    def leaf(self, leaf: Leaf, positions: str) -> Leaf:
-        """`[b, .., t, ..]` with samples as `[b, .., r, ..]` with groups, r the rows times t, rows first; where there
-        are no such positions, as `[b, r, ..]`.
+    def _ordered(self, leaf: Leaf, positions: str, axis: Belonging) -> Leaf:
+        """`[b, .., t, ..]` of rows as `[b, .., r, ..]` of what they belong to, r the rows times t, rows first; where
+        there are no such positions, as `[b, r, ..]`.
         """
         assert leaf.axes[0] == BATCH, leaf
         assert ROWS not in leaf.axes, leaf
         place = leaf.axes.index(positions) if positions else 1
         axes = (*leaf.axes[:place], ROWS, *leaf.axes[place + bool(positions) :])
         sizes: dict[str, sympy.Expr] = dict(zip(leaf.axes, leaf.sizes, strict=True))
-        sizes |= {BATCH: self.count, ROWS: self.largest * sizes.get(positions, sympy.Integer(1))}
+        sizes |= {BATCH: self._symbol, ROWS: axis.size * sizes.get(positions, sympy.Integer(1))}
         stored = 1 if isinstance(leaf.form, Patches) else place  # what is folded with the samples, not the positions
-        build, masked = leaf.build, self.layout != "blocks" and not isinstance(leaf.form, OneHot)
+        build, masked = leaf.build, axis.layout != "blocks" and not isinstance(leaf.form, OneHot)
 
         def rows(*tensors: torch.Tensor) -> torch.Tensor:
             found = rows_of_groups(build(*tensors[:-1]), tensors[-1], masked)
             return found.movedim(1, stored).flatten(stored, stored + 1) if positions else found
 
         return Leaf(
-            leaf.label, (*leaf.sources, self.members), f"{self.layout} {positions} {leaf.recipe}", axes,
-            tuple(sizes[axis] for axis in axes), leaf.form, leaf.dtype, rows,
+            leaf.label, (*leaf.sources, axis.members), f"{axis.layout} {positions} {leaf.recipe}", axes,
+            tuple(sizes[x] for x in axes), leaf.form, leaf.dtype, rows,
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class RowsOfSamples:
-    """How many rows there are along one axis in the call that is planned for, and where their samples stand.
-
-    largest: the number of rows of the largest sample, where they are brought in order; None: they stay where they are.
-    """
-
-    number: int
-    count: sympy.Symbol
-    rows: int
-    largest: int | None = None
+def _whose(numbers: torch.Tensor, groups: torch.Tensor | None = None) -> torch.Tensor:
+    """What each row belongs to: the sample, or of this the group."""
+    return numbers if groups is None else groups[numbers]
 
 
-def members_of(axis: int) -> Source:
-    """The rows of each sample along an axis, `[B, S]`, an input; -1 where a sample has fewer than S."""
-    return Source(Kind.GIVEN, f"members.{axis}")
+def _onehot(axis: Belonging, sizes: tuple[sympy.Expr, ...], dtype: torch.dtype) -> Leaf:
+    """Which row belongs to which, `[r, b]`."""
+    recipe = " of ".join(source.name for source in reversed(axis.whose))
+    return Leaf(axis.onehot, axis.whose, recipe, (ROWS, BATCH), sizes, Members(), dtype, _whose)
 
 
-def ids_of(axis: int) -> Source:
-    """The sample of each row of an axis, `[R]`, a value of the graph."""
-    return Source(Kind.GIVEN, f"ids.{axis}")
-
-
-class Memberships:
-    """Makes gradients of rows those of the samples that they belong to: g_b = Σ_r onehot(ids)[r,b] g_r, at each site
-    with the ids of its rows.  Sites whose samples lie in a dim of their own are as they are.
-
-    batch: the symbol of B.  Sizes of the result are written in it.
-    """
-
-    def __init__(self, axes: Sequence[RowsOfSamples], batch: sympy.Symbol, samples: int) -> None:
-        self._axes = {axis.count: axis for axis in axes}
-        self._sizes = {a.count: batch * sympy.Rational(max(a.rows, 2), max(samples, 2)) for a in axes}
-        self._batch = batch
-
-    def gradient(self, gradient: ParameterGradient) -> ParameterGradient:
-        """The gradient of samples."""
-        return replace(gradient, terms=tuple(map(self._term, gradient.terms)))
-
-    def _term(self, term: Term) -> Term:
-        """Its network for samples, and that for rows."""
-        g = term.network
-        axis = self._axes.get(g.sizes[BATCH])
-        rows = replace(g, leaves=tuple(self._counted(leaf) for leaf in g.leaves))
-        if axis is None:
-            return replace(term, network=rows)
-        if axis.largest is not None:
-            largest = sympy.Integer(max(axis.largest, 2))
-            ordered = InOrder(f"samples {axis.number}", members_of(axis.number), self._batch, largest)
-            places = _positions(rows)
-            leaves = tuple(ordered.leaf(leaf, places) if BATCH in leaf.axes else leaf for leaf in rows.leaves)
-            return replace(term, network=replace(g, leaves=leaves), of_samples=rows)
-        leaves = tuple(replace(leaf, axes=tuple(ROWS if a == BATCH else a for a in leaf.axes)) for leaf in rows.leaves)
-        sizes, ids = (self._sizes[axis.count], self._batch), ids_of(axis.number)
-        members = Leaf("onehot(ids)", (ids,), ids.name, (ROWS, BATCH), sizes, Members(), g.leaves[0].dtype)
-        return replace(term, network=replace(g, leaves=(*leaves, members)), of_samples=rows)
-
-    def _counted(self, leaf: Leaf) -> Leaf:
-        return replace(leaf, sizes=tuple(sympy.sympify(size).subs(self._sizes) for size in leaf.sizes))
-
-
-def _by_row(leaf: Leaf) -> Leaf:
-    """The samples as rows; those of no group are zero."""
-    build, masked = leaf.build, not isinstance(leaf.form, OneHot)
+def _by_row(leaf: Leaf, axis: Belonging) -> Leaf:
+    """The samples as rows; those that belong to none are zero."""
+    named = replace(leaf, axes=tuple(ROWS if x == BATCH else x for x in leaf.axes))
+    if not axis.partly:
+        return named
+    build, masked, own = leaf.build, not isinstance(leaf.form, OneHot), len(leaf.sources)
 
     def rows(*tensors: torch.Tensor) -> torch.Tensor:
-        x, ids = build(*tensors[:-1]), tensors[-1]
+        x, ids = build(*tensors[:own]), _whose(*tensors[own:])
         return x.masked_fill((ids < 0).reshape(-1, *[1] * (x.ndim - 1)), 0) if masked else x
 
-    axes = tuple(ROWS if axis == BATCH else axis for axis in leaf.axes)
-    return replace(leaf, sources=(*leaf.sources, IDS), recipe=f"scattered {leaf.recipe}", axes=axes, build=rows)
+    return replace(named, sources=(*leaf.sources, *axis.whose), recipe=f"scattered {leaf.recipe}", build=rows)
 
 
 def _positions(g: Network) -> str:

@@ -35,7 +35,7 @@ class Groups:
     """The groups of one call.
 
     count: G.  ids: the group of each sample, [B].  members: the samples of each group of the graph, [G', S], -1 where
-    there is none; or where they are not brought in order, rows: the graph's group of each sample, [B].
+    there is none; a shape alone where nobody reads them.  rows: the graph's group of each sample, [B]; None: as ids.
     kept: numbers of the groups that the graph has, [G'], the first for one without samples; slots: the graph's group of
     each of the G; both None where they are the same.
     sound: NaN where a number is out of range that nobody could look at, else 1; None where all are seen.
@@ -61,11 +61,18 @@ class Groups:
         ids = self.ids.to(value.device)
         return torch.cat([value.new_zeros(1), value])[ids + 1]
 
-    def inputs(self, device: torch.device) -> dict[str, Tensor]:
-        """What the graph reads of the groups, on a device that is not waited for."""
+    @property
+    def of_each(self) -> Tensor:
+        """The graph's group of each sample, [B], -1 for none."""
+        return self.ids if self.rows is None else self.rows
+
+    def inputs(self, device: torch.device, of_each: bool) -> dict[str, Tensor]:
+        """What the graph reads of the groups, on a device that is not waited for.  of_each: the group of each sample
+        is among that.
+        """
         unread = self.members.is_meta
         found = {MEMBERS.name: torch.empty_like(self.members, device=device) if unread else _sent(self.members, device)}
-        return found if self.rows is None else {**found, IDS.name: _sent(self.rows, device)}
+        return {**found, IDS.name: _sent(self.of_each, device)} if of_each else found
 
     def every(self, value: Tensor, dims: tuple[int, ...]) -> Tensor:
         """A result with groups of the graph in `dims`, with all groups there."""
@@ -124,9 +131,7 @@ def _sizes(groups: int, largest: int) -> Tensor:
 def _gathered(ids: Tensor, count: int) -> Groups:
     """Groups whose members lie anywhere."""
     samples = len(ids)
-    counts = torch.bincount(ids + 1, minlength=count + 1)
-    apart, counts = int(counts[0]), counts[1:]
-    order = ids.argsort(stable=True)[apart:]
+    counts = torch.bincount(ids + 1, minlength=count + 1)[1:]
     has = counts > 0
     kept, slots = None, None
     inner = torch.arange(count)
@@ -135,14 +140,27 @@ def _gathered(ids: Tensor, count: int) -> Groups:
         slots = inner = torch.where(has, has.cumsum(0), 0)
     largest = max(int(counts.max()) if count else 0, 1)
     groups = count if kept is None else len(kept)
+    if kept is not None:
+        counts = counts[kept] if count else counts.new_zeros(1)
+    rows = ids if not count else torch.where(ids < 0, -1, inner[ids.clamp(min=0)])
     if groups * largest > max(_SPARSE * samples, _FEW):
-        rows = torch.where(ids < 0, -1, inner[ids.clamp(min=0)]) if count else ids
         return Groups(Grouping("scattered", groups, largest, samples), count, ids, _sizes(groups, 1), kept, slots, rows)
-    starts = counts.cumsum(0) - counts
-    own = ids[order]
-    members = torch.full((groups, largest), -1)
-    members[inner[own], torch.arange(len(order)) - starts[own]] = order
-    return Groups(Grouping("gathered", len(members), largest, samples), count, ids, members, kept, slots)
+    members = in_order(rows, counts, largest)
+    return Groups(Grouping("gathered", groups, largest, samples), count, ids, members, kept, slots, rows)
+
+
+def in_order(ids: Tensor, counts: Tensor, largest: int) -> Tensor:
+    """The rows of each of those that ids are numbers of, [G, S], -1 where there are fewer than S; a row whose id is -1
+    is in none.
+
+    counts: how many rows each has, [G].  largest: S.
+    """
+    places, ends = torch.arange(largest), counts.cumsum(0)
+    found = torch.where(places < counts[:, None], (ends - counts)[:, None] + places, -1)
+    if (ids[1:] < ids[:-1]).any() or (len(ids) and ids[0] < 0):
+        order = ids.argsort(stable=True)[len(ids) - int(ends[-1]) :]
+        found = torch.where(found < 0, -1, order[found]) if len(order) else found
+    return found
 
 
 def _numbers(ids: Any, samples: int) -> Tensor:

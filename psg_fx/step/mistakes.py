@@ -83,7 +83,7 @@ def refuse_rows(call: Call, what: str, where: str, fix: str) -> None:
         )  # fmt: skip
 
 
-def check_rows(memory_budget: Any, groups: Any, sliced: bool) -> None:
+def check_rows(memory_budget: Any, sliced: bool) -> None:
     """Refuse what is not had of samples that are rows."""
     where = "transform(batch_dim=psg_fx.Rows(...))"
     if memory_budget is not None:
@@ -95,11 +95,6 @@ def check_rows(memory_budget: Any, groups: Any, sliced: bool) -> None:
         raise NotYetSupported(
             "rows of samples with a model that is sliced over processes", where=where,
             why="what is cut and added up is proven of samples in a dim of their own", fix="run it on one process",
-        )  # fmt: skip
-    if groups is not None:
-        raise NotYetSupported(
-            "groups of samples that are rows", where=where, why="rows are summed by their samples already",
-            fix="give rows the numbers of the groups as ids, and the loss for each group",
         )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The rows of a call's samples, brought in order where that pays.
+"""The rows of a call's samples, or of groups of these, brought in order where that pays.
 
 With `members` [B, S], the rows of each sample, a sample is one with S places, and every tree is as it is for samples
 that have a dim of their own.  They are found on the CPU alone: on a device, how many rows the largest sample has is not
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from psg_fx.algebra.members import members_of
 from psg_fx.program.call import Call
+from psg_fx.step.groups import Groups, in_order
 
 _SPARSE, _FEW = 4, 16
 """Rows are brought in order as long as these have at most so many times as many places as there are rows, or so few."""
@@ -22,7 +23,9 @@ _SPARSE, _FEW = 4, 16
 
 @dataclass(frozen=True)
 class RowsOfCall:
-    """The rows of each sample, `[B, S]`, -1 where there is none; None for an axis whose rows stay where they are."""
+    """The rows of each sample or group, `[B, S]`, -1 where there is none; None for an axis whose rows stay where they
+    are.
+    """
 
     members: tuple[Tensor | None, ...] = ()
 
@@ -39,13 +42,13 @@ class RowsOfCall:
 _NONE = RowsOfCall()
 
 
-def rows_of(call: Call) -> RowsOfCall:
-    """The rows of the samples of a call."""
+def rows_of(call: Call, groups: Groups | None = None) -> RowsOfCall:
+    """The rows of the samples of a call, or of groups of these."""
     if not call.axes:
         return _NONE
     if call.tensors[-1].device.type != "cpu":
         return RowsOfCall((None,) * len(call.axes))
-    return RowsOfCall(tuple(_members(ids, call.batch_size()) for ids in _ids(call)))
+    return RowsOfCall(tuple(_members(ids, call.batch_size(), groups) for ids in _ids(call)))
 
 
 def _ids(call: Call) -> Sequence[Tensor | None]:
@@ -57,23 +60,20 @@ def _ids(call: Call) -> Sequence[Tensor | None]:
         return (None,) * len(call.axes)
 
 
-def _members(ids: Tensor | None, samples: int) -> Tensor | None:
-    """The rows of each sample; None where they would take too much room, or are no ids."""
+def _members(ids: Tensor | None, samples: int, groups: Groups | None) -> Tensor | None:
+    """The rows of each sample or group; None where they would take too much room, or are no ids."""
     if ids is None or not samples:
         return None
-    rows = len(ids)
+    rows, asked = len(ids), samples if groups is None else len(groups.members)
     if not rows:
-        return ids.new_empty(samples, 0)
+        return ids.new_empty(asked, 0)
     least, most = (int(n) for n in ids.aminmax())
     if least < 0 or most >= samples:
         return None
-    counts = torch.bincount(ids, minlength=samples)
+    if groups is not None:
+        ids = groups.of_each.to(ids.device).index_select(0, ids)
+    counts = torch.bincount(ids + 1, minlength=asked + 1)[1:]
     largest = int(counts.max())
-    if samples * largest > max(_SPARSE * rows, _FEW):
+    if asked * largest > max(_SPARSE * rows, _FEW):
         return None
-    places = torch.arange(largest)
-    found = torch.where(places < counts[:, None], (counts.cumsum(0) - counts)[:, None] + places, -1)
-    if (ids[1:] < ids[:-1]).any():
-        order = ids.argsort(stable=True)
-        found = torch.where(found < 0, -1, order[found])
-    return found
+    return in_order(ids, counts, largest)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from psg_fx.algebra.members import COUNT, Grouping
+from psg_fx.algebra.members import COUNT, IDS, Grouping
 from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.graph.history import History
 from psg_fx.graph.slices import Slices
@@ -82,12 +82,12 @@ class LossModule(PerSampleModule):
             )  # fmt: skip
         call = self._take_apart(inputs, targets, num_samples)
         if call.axes:
-            mistakes.check_rows(self.settings.memory_budget, groups, self._slices() is not None)
+            mistakes.check_rows(self.settings.memory_budget, self._slices() is not None)
         tracked = self._tracked()
         quantities = tuple(q.resolved(tracked.shapes, given) for q in self.settings.quantities)
         members = self._groups(call, groups, num_groups)
         grouping = None if members is None else members.grouping
-        rows = rows_of(call)
+        rows = rows_of(call, members)
         variant = (*(q.variant for q in quantities), self._variant(grouping), *(s is None for s in rows.largest))
         step: CompiledStep = self._look_up(
             call, lambda: self._build(tracked, call, quantities, grouping, rows=rows.largest), variant
@@ -244,7 +244,7 @@ class LossModule(PerSampleModule):
                 found[name] = self._constants.tensor(name, value, dtypes[name], self._device(call))
         device, count = self._device(call), call.batch_size() if groups is None else groups.count
         if groups is not None:
-            found |= groups.inputs(device)
+            found |= groups.inputs(device, IDS.name in dtypes)
             found[COUNT.name] = torch.full((), max(count, 1), dtype=dtypes[COUNT.name], device=device)
         if COUNTED in dtypes:
             found[COUNTED] = self._constants.ones(COUNTED, count, dtypes[COUNTED], device)

@@ -12,7 +12,7 @@ from torch import Tensor
 from psg_fx.algebra.ask import Ask
 from psg_fx.algebra.asks import Along, InnerProducts, Materialized, SquaredNorm, Squares, Weighted
 from psg_fx.algebra.gradient import ParameterGradient, Term
-from psg_fx.algebra.members import Grouping, Groups
+from psg_fx.algebra.members import GROUPS, Belonging, Grouping, Memberships
 from psg_fx.algebra.network import Kind, Leaf, Members, Network, OneHot, Source
 from psg_fx.algebra.site import Prefix
 from psg_fx.planner.evaluate import compute, permuted
@@ -50,7 +50,7 @@ def gradient(made: Callable[[int], tuple[Network, tuple[int, ...]]], t: int) -> 
     network, shape = made(t)
     prefix = Prefix("w", ("w",), ("w",), {"w": "w"}, trivial=True, selects=True)
     term = Term(network, ("site",), "op", "rule", tuple(map(sympy.Integer, shape)), prefix)
-    groups = Groups(Grouping("scattered", G, 3, B), BATCH)
+    groups = Memberships({BATCH: Belonging.of_samples(Grouping("scattered", G, 3, B))}, GROUPS, G)
     return groups.gradient(ParameterGradient("w", shape, torch.float64, (term,)))
 
 

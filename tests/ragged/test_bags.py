@@ -6,45 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import psg_fx
-from psg_fx import Rows
 from psg_fx.errors import BadArgument
-from support.rows_of_samples import Batch, Part, check, usual
-
-IDS = Rows.from_offsets("offsets")
-
-
-class Bags(nn.Module):
-    def __init__(self, weighted: bool = False, **given: Any) -> None:
-        super().__init__()
-        self.bag, self.head = nn.EmbeddingBag(9, 4, **given), nn.Linear(4, 3)
-        self.weighted = weighted
-
-    def forward(self, ids: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.bag(ids, offsets, weights if self.weighted else None)))
-
-
-def losses(out: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(out, y, reduction="none")
-
-
-def bags(lengths: list[int], last: bool, seed: int = 0) -> Batch:
-    drawn = torch.Generator().manual_seed(seed)
-    ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
-    starts = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
-    ids = torch.randint(9, (int(starts[-1]),), generator=drawn)
-    weights = torch.randn(len(ids), generator=drawn, dtype=torch.float64)
-    y = torch.randint(3, (len(lengths),), generator=drawn)
-    alone = []
-    for s, n in enumerate(lengths):
-        own = slice(int(starts[s]), int(starts[s]) + n)
-        alone.append(Part((ids[own], torch.tensor([0, n] if last else [0]), weights[own]), (y[s : s + 1],)))
-    offsets = starts if last else starts[:-1]
-    return Batch(Part((ids, offsets, weights), (y,)), tuple(alone), ((IDS, None if last else 0, IDS), 0))
-
+from support.bags_of_words import Bags, bags, losses
+from support.rows_of_samples import check, usual
 
 MODES: list[dict[str, Any]] = [
     {"mode": "sum"}, {"mode": "mean"}, {"mode": "max"}, {"mode": "sum", "weighted": True},

@@ -115,14 +115,14 @@ def check(
     return step
 
 
-def run(step: Any, batch: Batch, truth: RowsTruth) -> Any:
+def run(step: Any, batch: Batch, truth: RowsTruth, **more: Any) -> Any:
     given: dict[str, Any] = {}
     for quantity in step.quantities:
         if "weights" in quantity.reads:
             given["weights"] = truth.weights
         if "directions" in quantity.reads:
             given["directions"] = directions(truth.grads, quantity.count)
-    return step(batch.whole.inputs, batch.whole.targets, **given)
+    return step(batch.whole.inputs, batch.whole.targets, **given, **more)
 
 
 def agree(model: nn.Module, loss_fn: Callable[..., Tensor], batch: Batch, truth: RowsTruth) -> None:

@@ -1,0 +1,215 @@
+"""Groups of samples that are rows: a user's graphs, an author's documents, against sums of single samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import psg_fx
+from psg_fx import ClippedSum, Grads, MeanGrad, Norms, Rows, SecondMoment
+from psg_fx.errors import BadArgument, NotYetSupported, SamplesMixed
+from psg_fx.step import groups as of_groups
+from psg_fx.step import rows as of_rows
+from support import bags_of_words, oracle, packed
+from support.bags_of_words import Bags, bags
+from support.expected import compare
+from support.graphs_of_nodes import GCN, GIN, EdgeMLP, graphs, losses, made
+from support.rows_of_samples import Batch, RowsTruth, everything, run
+
+Scatter = Callable[..., None]
+Given = tuple[Batch, list[int], int | None]
+"""A batch, the group of each sample, and how many groups there are."""
+
+
+@pytest.fixture
+def scatter(monkeypatch: pytest.MonkeyPatch) -> Scatter:
+    """From here on rows of samples, or samples of groups, stay where they are, as if to move them took too much."""
+
+    def stay(*modules: Any) -> None:
+        for module in modules:
+            monkeypatch.setattr(module, "_SPARSE", 0)
+            monkeypatch.setattr(module, "_FEW", 0)
+
+    return stay
+
+
+class GroupTruth(RowsTruth):
+    """What quantities should be of groups of a batch's samples."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Tensor], given: Given) -> None:
+        batch, ids, count = given
+        super().__init__(model, loss_fn, batch)
+        total = max(ids) + 1 if count is None else count
+        self.samples, whose = self.grads, torch.tensor(ids)
+        self.grads = {n: torch.stack([g[whose == u].sum(0) for u in range(total)]) for n, g in self.samples.items()}
+        self.norms, self.own = oracle.norms(self.grads), oracle.parameter_norms(self.grads)
+        self.bound = 0.7 * self.norms.max().item() + 1e-3
+        self.weights = torch.linspace(-1, 2, total, dtype=torch.float64)
+
+    def expected(self, field: str, quantity: Any) -> Tensor | dict[str, Tensor]:
+        return oracle.mean_grad(self.samples) if field == "mean_grad" else super().expected(field, quantity)
+
+
+def check(model: nn.Module, loss_fn: Callable[..., Tensor], many: list[Given], asked: list[Any] | None = None) -> Any:
+    """Every quantity of groups of every batch; one step serves all.  Returns the step."""
+    truths = [GroupTruth(model, loss_fn, given) for given in many]
+    quantities = everything(truths[0].bound) if asked is None else asked
+    step = psg_fx.transform(model, loss_fn, batch_dim=many[0][0].batch_dim, quantities=quantities, backend="eager")
+    for (batch, ids, count), truth in zip(many, truths, strict=True):
+        compare(run(step, batch, truth, groups=ids, num_groups=count), truth, quantities, 1e-10)
+    return step
+
+
+USERS: list[Given] = [
+    (graphs([3, 0, 5, 2], [4, 0, 7, 1], "shuffled"), [1, 0, 1, 1], None),
+    (graphs([3, 2, 5, 2], [4, 3, 7, 1], "sorted", 1), [0, 0, 1, 1], None),
+    (graphs([3, 0, 5, 2, 4], [4, 0, 7, 1, 0], "shuffled", 2), [2, 0, -1, 2, 0], 6),
+    (graphs([6], [5], "sorted", 3), [0], 1),
+    (graphs([0, 4, 0], [0, 9, 0], "sorted", 4), [1, -1, 0], 2),
+    (graphs([2, 2, 2, 2, 2, 2], [3, 0, 1, 2, 3, 4], "shuffled", 5), [0, 0, 0, 1, 2, 0], None),
+    (graphs([3, 2], [0, 0], "sorted", 6), [-1, -1], 3),
+]
+"""Users of unsorted nodes, blocks of graphs, graphs of none, one graph, users without graphs or with empty ones."""
+
+
+def test_every_quantity() -> None:
+    """Of layers on nodes, edges and graphs, whose edges stay where they are."""
+    step = check(made(EdgeMLP), losses, USERS)
+    assert "onehot(groups)" in step.explain()
+    assert len(step.captures) == 2, "gathered, and blocks"
+
+
+@pytest.mark.parametrize("kind", [pytest.param(GIN, marks=pytest.mark.rest), GCN])
+def test_the_usual_quantities(kind: type[nn.Module]) -> None:
+    check(made(kind), losses, USERS, [Grads(), Norms(), ClippedSum(0.5), MeanGrad()])
+
+
+@pytest.mark.parametrize("who", ["rows", "groups", pytest.param("both", marks=pytest.mark.rest)])
+def test_every_quantity_of_rows_that_stay(who: str, scatter: Scatter) -> None:
+    """Rows, samples, or both: each axis has a layout of its own."""
+    scatter(*{"rows": [of_rows], "groups": [of_groups], "both": [of_rows, of_groups]}[who])
+    step = check(made(EdgeMLP), losses, USERS)
+    assert "onehot(groups)" in step.explain()
+
+
+def test_edges_with_ids_of_their_own() -> None:
+    """Two axes of rows that are brought in order of groups."""
+    ends = Rows(lambda x, edge_index, batch, count: batch[edge_index[1]], dim=1)
+    dims = ((Rows("batch"), ends, Rows("batch"), 0), 0)
+    many: list[Given] = [(Batch(b.whole, b.alone, dims), ids, count) for b, ids, count in USERS]
+    step = check(made(EdgeMLP), losses, many, [Grads(), Norms(), ClippedSum(0.5)])
+    assert "onehot" not in step.explain()
+
+
+AUTHORS: list[Given] = [
+    (packed.documents([3, 0, 5, 2], "sorted", 0), [1, 0, 1, -1], None),
+    (packed.documents([4, 1, 2], "shuffled", 1), [3, 0, 3], 5),
+    (packed.documents([6], "sorted", 2), [0], None),
+]
+
+
+@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.rest)])
+def test_documents(apart: bool, scatter: Scatter) -> None:
+    """The tied embedding has cross terms between two sets of rows."""
+    if apart:
+        scatter(of_rows, of_groups)
+    check(packed.made(), packed.losses, AUTHORS)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_bags(apart: bool, scatter: Scatter) -> None:
+    if apart:
+        scatter(of_rows, of_groups)
+    torch.manual_seed(0)
+    many: list[Given] = [
+        (bags([3, 0, 2, 4], False), [1, 0, 1, -1], None), (bags([5], False, 1), [0], 2),
+        (bags([1, 2, 1, 1, 1, 0], False, 2), [0, 0, 1, 1, 2, 2], None),
+    ]  # fmt: skip
+    check(Bags(mode="mean").double(), bags_of_words.losses, many)
+
+
+def test_a_loss_that_is_a_mean_and_calls_without_groups() -> None:
+    """Calls with and without groups alternate; the mean gradient is that of samples in both."""
+    model, (batch, ids, count) = made(GIN), USERS[2]
+    asked = [Norms(), MeanGrad(), SecondMoment(centered=True)]
+    step = psg_fx.transform(model, F.cross_entropy, batch_dim=batch.batch_dim, quantities=asked, backend="eager")
+    alone, grouped = RowsTruth(model, losses, batch), GroupTruth(model, losses, USERS[2])
+    for _ in range(2):
+        compare(run(step, batch, alone), alone, asked, 1e-10)
+        compare(run(step, batch, grouped, groups=ids, num_groups=count), grouped, asked, 1e-10)
+    assert len(step.captures) == 2
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_what_is_not_finite_stays_in_its_group(apart: bool, scatter: Scatter) -> None:
+    """A broken node of one graph: the user of that graph is left out of the sum, no other is."""
+    if apart:
+        scatter(of_rows, of_groups)
+    model, batch = made(GIN), graphs([3, 2, 5, 2], [4, 3, 7, 1], "shuffled")
+    step = psg_fx.transform(
+        model, losses, batch_dim=batch.batch_dim, quantities=[Norms(), ClippedSum(0.3)], backend="eager"
+    )
+    x, edge_index, nodes, total = batch.whole.inputs
+    broken = x.clone()
+    broken[(nodes == 2).nonzero()[0, 0]] = torch.nan
+    for ids in ([1, 0, 1, 0], [0, 1, -1, 1], [2, 0, 1, 0]):
+        truth = GroupTruth(model, losses, (batch, ids, 4))
+        bad = [u for u in [ids[2]] if u >= 0]
+        kept = {n: torch.stack([g[u] for u in range(4) if u not in bad]) for n, g in truth.grads.items()}
+        out = step((broken, edge_index, nodes, total), batch.whole.targets, groups=ids, num_groups=4)
+        assert (~out.norms.isfinite()).nonzero().flatten().tolist() == bad
+        torch.testing.assert_close(dict(out.clipped_sum), oracle.clipped_sum(kept, 0.3), atol=1e-10, rtol=1e-10)
+
+
+def test_what_is_refused() -> None:
+    """Groups are of samples, which must not mix, and parts of a batch are still none of rows."""
+    batch = graphs([3, 2, 5, 2], [4, 3, 7, 1])
+    step = psg_fx.transform(made(GIN), losses, batch_dim=batch.batch_dim, quantities=Norms(), backend="eager")
+    x, edge_index, nodes, total = batch.whole.inputs
+    with pytest.raises(BadArgument, match=r"groups is of shape \(12,\)(.|\n)*each of the 4 samples"):
+        step(batch.whole.inputs, batch.whole.targets, groups=nodes)
+    crossing = edge_index.clone()
+    crossing[0, 0] = 4
+    for ids in ([0, 0, 1, 1], [1, 0, 1, -1]):  # graphs of one user must not mix either: each has a loss of its own
+        with pytest.raises(SamplesMixed, match="row 0 of the rows of input_1"):
+            step((x, crossing, nodes, total), batch.whole.targets, groups=ids)
+    outside = nodes.clone()
+    outside[5] = 4
+    with pytest.raises(BadArgument, match="row 5 of the rows of input_0, input_2 belongs to no sample"):
+        step((x, edge_index, outside, total), batch.whole.targets, groups=[0, 0, 1, 1])
+    with pytest.raises(NotYetSupported, match="parts of rows of samples"):
+        psg_fx.microbatch(step, 2)(batch.whole.inputs, batch.whole.targets, groups=[0, 0, 1, 1])
+
+
+class OneLayer(nn.Module):
+    """Messages along edges once, summed over each graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(4, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor, count: int) -> Tensor:
+        h = torch.tanh(self.layer(torch.zeros_like(x).index_add(0, edge_index[1], x[edge_index[0]]) + x))
+        return self.head(h.new_zeros(count, h.shape[1]).index_add(0, batch, h))  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+@pytest.mark.inductor
+@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.rest)])
+def test_compiled_once(apart: bool, scatter: Scatter) -> None:
+    """One compilation for all numbers of rows, samples and groups."""
+    if apart:
+        scatter(of_rows, of_groups)
+    model, many = made(OneLayer), [USERS[0], USERS[2]]
+    asked = [Norms(), ClippedSum(0.5)]
+    step = psg_fx.transform(model, losses, batch_dim=many[0][0].batch_dim, quantities=asked)
+    for given in many:
+        batch, ids, count = given
+        truth = GroupTruth(model, losses, given)
+        compare(run(step, batch, truth, groups=ids, num_groups=count), truth, asked, 1e-10)
+    assert sum(entry.name == "compile" for entry in step.captures[0].step.history.passes) == 1
