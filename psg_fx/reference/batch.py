@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from psg_fx.errors import BadArgument
 
@@ -30,9 +30,12 @@ class Batch:
         whole = batch_dim if isinstance(batch_dim, tuple) else (batch_dim, batch_dim)
         if len(whole) != 2:
             raise _misfit(f"batch_dim has {len(whole)} parts", "pass an int or (inputs_dims, targets_dims)")
-        inputs, targets = _as_dict(inputs), _as_dict(targets)
+        inputs, targets = as_dict(inputs), as_dict(targets)
         leaves, spec = tree_flatten((inputs, targets))
-        dims = [*_spread(whole[0], inputs, "inputs"), *_spread(whole[1], targets, "targets")]
+        said = [*spread(whole[0], inputs, "inputs"), *spread(whole[1], targets, "targets")]
+        if any(map(is_rows, said)):
+            raise _misfit("samples are rows, which lie anywhere", "give the samples a dim of their own")
+        dims = [dim if isinstance(leaf, Tensor) else None for leaf, dim in zip(leaves, said, strict=True)]
         sizes = {_size(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True) if dim is not None}
         if len(sizes) != 1:
             found = "no tensor carries samples" if not sizes else f"the tensors have {sorted(sizes)} samples"
@@ -54,7 +57,7 @@ class Batch:
         return replace(self, leaves=tuple(cast(leaf, dtype) for leaf in self.leaves))
 
 
-def _as_dict(value: Any) -> Any:
+def as_dict(value: Any) -> Any:
     """Mappings of other classes (a tokenizer's output) are no trees."""
     return dict(value) if isinstance(value, Mapping) else value
 
@@ -75,15 +78,25 @@ def _size(leaf: Any, dim: int) -> int:
     return int(leaf.shape[dim])
 
 
-def _spread(dims: Any, tree: Any, where: str) -> Iterator[int | None]:
-    """One dim per leaf of `tree` from the prefix `dims`; leaves that are no tensors are shared."""
-    if dims is None or isinstance(dims, int):
-        yield from (dims if isinstance(leaf, Tensor) else None for leaf in tree_flatten(tree)[0])
+def is_rows(dim: Any) -> bool:
+    """Whether it is a `psg_fx.Rows`."""
+    return hasattr(dim, "ids")
+
+
+def has_rows(batch_dim: Any) -> bool:
+    """Whether rows are among what says where the samples lie."""
+    return any(map(is_rows, tree_leaves(batch_dim)))
+
+
+def spread(dims: Any, tree: Any, where: str) -> Iterator[Any]:
+    """One dim per leaf of `tree` from the prefix `dims`."""
+    if dims is None or isinstance(dims, int) or is_rows(dims):
+        yield from (dims for _ in tree_flatten(tree)[0])
     elif isinstance(dims, Mapping) and isinstance(tree, Mapping) and set(dims) == set(tree):
         for key, part in tree.items():
-            yield from _spread(dims[key], part, f"{where}[{key!r}]")
+            yield from spread(dims[key], part, f"{where}[{key!r}]")
     elif isinstance(dims, (tuple, list)) and isinstance(tree, (tuple, list)) and len(dims) == len(tree):
         for k, (sub, part) in enumerate(zip(dims, tree, strict=True)):
-            yield from _spread(sub, part, f"{where}[{k}]")
+            yield from spread(sub, part, f"{where}[{k}]")
     else:
         raise _misfit(f"{where} is a {type(tree).__name__}, its batch_dim is {dims!r}", "give it the same structure")

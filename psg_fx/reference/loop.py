@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from psg_fx.errors import BadArgument
-from psg_fx.reference.batch import Batch, cast
+from psg_fx.reference.batch import Batch, as_dict, cast, has_rows, is_rows, spread
 from psg_fx.reference.definitions import ByName
 
 Loss = Callable[..., Tensor]
@@ -32,12 +32,16 @@ class WithLoss(nn.Module):
 
     def forward(self, inputs: Any, targets: Any) -> Tensor:
         """Inputs: tensor, tuple or list (positional) or dict (keyword); targets: the same, or None for none."""
+        return self.loss(self.output(inputs), targets)
+
+    def output(self, inputs: Any) -> Any:
+        """What the model makes of the inputs."""
         if isinstance(inputs, (tuple, list)):
-            output = self.model(*inputs)
-        elif isinstance(inputs, dict):
-            output = self.model(**inputs)
-        else:
-            output = self.model(inputs)
+            return self.model(*inputs)
+        return self.model(**inputs) if isinstance(inputs, dict) else self.model(inputs)
+
+    def loss(self, output: Any, targets: Any) -> Tensor:
+        """What the loss makes of the output."""
         if targets is None:
             return self.loss_fn(output)
         if isinstance(targets, (tuple, list)):
@@ -133,23 +137,68 @@ def reference_grads(
     """The reference: losses `[B]` and gradients `name -> [B, *shape]` by a loop over single samples, in `dtype`.
 
     `dtype=None` keeps the model's own. Every sample starts from the buffers at the call; an unused parameter has zeros.
+    Where samples are rows, the loop is over the losses of the whole batch (`losses_of_rows`).
     """
-    batch = Batch.of(inputs, targets, batch_dim).to(dtype)
     wanted = tracked(model, params)
-    program = WithLoss(model, loss_fn)
     losses: list[Tensor] = []
     rows: dict[str, list[Tensor]] = {name: [] for name in wanted}
     with borrowed(model, dtype) as reset, own_random_state(model), torch.enable_grad(), Widened():
         for p in wanted.values():
             p.requires_grad_(True)
-        for i in range(batch.size):
-            reset()
-            loss = one_loss(program(*batch.sample(i)))
+        for loss in _losses(WithLoss(model, loss_fn), inputs, targets, batch_dim, dtype, reset):
             losses.append(loss.detach())
-            found = gradients(loss, list(wanted.values()))
+            found = gradients(loss, list(wanted.values()), kept=has_rows(batch_dim))
             for row, g in zip(rows.values(), found, strict=True):
                 row.append(g)
     return torch.stack(losses), {name: torch.stack(row) for name, row in rows.items()}
+
+
+def _losses(
+    program: WithLoss, inputs: Any, targets: Any, batch_dim: Any, dtype: torch.dtype | None, reset: Callable[[], None]
+) -> Iterator[Tensor]:
+    """The loss of each sample."""
+    if has_rows(batch_dim):
+        reset()
+        yield from losses_of_rows(program, *_whole(inputs, targets, dtype), batch_dim)
+        return
+    batch = Batch.of(inputs, targets, batch_dim).to(dtype)
+    for i in range(batch.size):
+        reset()
+        yield one_loss(program(*batch.sample(i)))
+
+
+def losses_of_rows(program: WithLoss, inputs: Any, targets: Any, batch_dim: Any) -> Iterator[Tensor]:
+    """The loss of each sample, where samples are rows: by definition those of the whole batch.
+
+    No sample is cut out of the inputs: which of the numbers among these point to rows, and would be others for a sample
+    alone, they do not say.  Where the loss of the batch is one number, that of a sample is the loss of the model's
+    output for it.  Raises BadArgument where targets hold rows then, too.
+    """
+    output = program.output(inputs)
+    loss = program.loss(output, targets)
+    if loss.dim() == 1:
+        yield from loss.unbind()
+        return
+    parts, spec = tree_flatten(output)
+    dims = batch_dim[1] if isinstance(batch_dim, (tuple, list)) else batch_dim
+    said = zip(tree_leaves(targets), spread(dims, targets, "targets"), strict=True)
+    if any(is_rows(dim) or (dim == 0 and type(leaf) is int) for leaf, dim in said):
+        raise BadArgument(
+            "the loss of the batch is one number, and its targets hold rows",
+            where="loss_fn(model(x), y)",
+            why="the gradient of a sample is that of its own loss, which a mean over all does not show",
+            fix="return the losses [B] of the samples in place of their mean: the step is the same",
+        )
+    batch = Batch.of(parts, targets, ([0] * len(parts), dims))
+    for i in range(batch.size):
+        own, wanted = batch.sample(i)
+        yield one_loss(program.loss(tree_unflatten(own, spec), wanted))
+
+
+def _whole(inputs: Any, targets: Any, dtype: torch.dtype | None) -> tuple[Any, Any]:
+    """The whole batch with its floating-point tensors in `dtype`."""
+    found: tuple[Any, Any] = tree_map(lambda leaf: cast(leaf, dtype), (as_dict(inputs), as_dict(targets)))
+    return found
 
 
 def loss_of_the_batch(
@@ -158,15 +207,13 @@ def loss_of_the_batch(
     inputs: Any,
     targets: Any = None,
     *,
-    batch_dim: Any = 0,
     dtype: torch.dtype | None = torch.float64,
 ) -> float | None:
     """`loss_fn(model(x), y)` of the whole batch, as an ordinary step has it; None where that is not one number."""
-    batch = Batch.of(inputs, targets, batch_dim).to(dtype)
     with borrowed(model, dtype) as reset, own_random_state(model), torch.no_grad(), Widened():
         reset()
         try:
-            loss = WithLoss(model, loss_fn)(*batch.tree())
+            loss = WithLoss(model, loss_fn)(*_whole(inputs, targets, dtype))
         except Exception:  # code for one sample need not run on several, and a step has answered already
             return None
     return loss.item() if isinstance(loss, Tensor) and loss.numel() == 1 else None
@@ -179,18 +226,21 @@ def own_random_state(model: nn.Module) -> AbstractContextManager[None]:
     return context
 
 
-def gradients(loss: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
-    """Gradients of a scalar loss, zeros for what it does not use."""
+def gradients(loss: Tensor, params: Sequence[Tensor], kept: bool = False) -> list[Tensor]:
+    """Gradients of a scalar loss, zeros for what it does not use.  kept: its graph is needed again."""
     if not params:
         return []
     if not loss.requires_grad:
         return [torch.zeros_like(p, requires_grad=False) for p in params]
-    return list(torch.autograd.grad(loss, params, materialize_grads=True))
+    return list(torch.autograd.grad(loss, params, materialize_grads=True, retain_graph=kept))
 
 
 def draws_random_numbers(model: nn.Module, loss_fn: Loss, inputs: Any, targets: Any, batch_dim: Any = 0) -> bool:
-    """Whether two runs of the first sample differ (dropout): then no two ways of computing can be compared."""
-    sample = Batch.of(inputs, targets, batch_dim).sample(0)
+    """Whether two runs of the first sample (of all, where they are rows) differ, as by dropout: then no two ways of
+    computing can be compared.
+    """
+    rows = has_rows(batch_dim)
+    sample = _whole(inputs, targets, None) if rows else Batch.of(inputs, targets, batch_dim).sample(0)
     program = WithLoss(model, loss_fn)
     with borrowed(model, None) as reset, own_random_state(model), torch.no_grad():
         losses = []

@@ -1,7 +1,8 @@
 """Holds a compiled step against a float64 loop over single samples, and says which answer is worst.
 
-The loop is the definition of a per-sample gradient. The same loop in the model's own dtype shows how much of a
-difference is rounding, and `vmap(grad)` gives a second opinion where it can run.
+The loop is the definition of a per-sample gradient; where samples are rows, it is over the losses of the whole batch.
+The same loop in the model's own dtype shows how much of a difference is rounding, and `vmap(grad)` gives a second
+opinion where it can run.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from psg_fx.errors import BadArgument
+from psg_fx.reference.batch import has_rows
 from psg_fx.reference.by_vmap import vmap_reference
 from psg_fx.reference.definitions import GRADS, LOSSES, Answer, ByName, Definition, of_groups
 from psg_fx.reference.loop import Loss, draws_random_numbers, loss_of_the_batch, reference_grads
@@ -131,7 +133,7 @@ def validate(
         )
         rows += _compare(check, _named(getattr(out, check.field)), want, near, limit)
     note = _second_opinion(model, loss_fn, inputs, targets, batch_dim, params, grads)
-    whole = loss_of_the_batch(model, loss_fn, inputs, targets, batch_dim=batch_dim)
+    whole = loss_of_the_batch(model, loss_fn, inputs, targets)
     return ValidationReport(rows, limit, note, [*notes, *_of_the_batch(losses, whole)])
 
 
@@ -199,6 +201,8 @@ def _second_opinion(
     grads: ByName,
 ) -> str:
     """What `vmap(grad)` says of the loop's gradients, in words."""
+    if has_rows(batch_dim):
+        return "does not take samples that are rows; the loop is over the losses of the whole batch"
     try:
         _, found = vmap_reference(model, loss_fn, inputs, targets, batch_dim=batch_dim, params=params)
     except Exception as error:  # vmap refuses in many ways; none of them is the step's fault

@@ -149,16 +149,12 @@ class LossModule(PerSampleModule):
     def validate(
         self, inputs: Any, targets: Any = _ABSENT, *, tolerance: float | None = None, **given: Any
     ) -> ValidationReport:
-        """Compare the per-sample gradients with a float64 loop over single samples, and with `vmap(grad)`.
+        """Compare the per-sample gradients with a float64 loop over single samples, and with `vmap(grad)`; or where
+        samples are rows, with the gradient of each of the losses of the whole batch.
 
         Returns a report that prints as a table (parameter, max error, worst sample, verdict); `report.ok` says whether
         all is well.
         """
-        call = self._take_apart(inputs, targets, given.get("num_samples"))
-        mistakes.refuse_rows(
-            call, "a comparison", "step.validate(inputs, targets)",
-            "compare with autograd's gradient of each of the losses",
-        )  # fmt: skip
         checks, notes = definitions_for(self.settings.quantities, given)
         names = tracked_parameters(self.model, self.settings.params).names
         targets = None if targets is _ABSENT else targets

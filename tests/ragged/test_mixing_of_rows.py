@@ -193,8 +193,6 @@ def test_numbers_of_samples() -> None:
         made_step(given.whole.inputs, given.whole.targets, num_samples=7)
     with pytest.raises(BadArgument, match="num_samples is given without rows"):
         psg_fx.transform(nn.Linear(2, 1), losses, backend="eager")(torch.zeros(2, 2), torch.zeros(2), num_samples=2)
-    with pytest.raises(NotYetSupported, match="groups of samples that are rows"):
-        made_step(given.whole.inputs, given.whole.targets, groups=[0, 0, 1, 1])
 
 
 def test_without_a_loss() -> None:
@@ -220,7 +218,6 @@ def test_what_is_said() -> None:
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        (lambda made, x, y: made.validate(x, y), "a comparison of rows of samples"),
         (lambda made, x, y: psg_fx.microbatch(made, 2)(x, y), "parts of rows of samples"),
         (lambda made, x, y: made.export("step.pt2", x, y), "an export of rows of samples"),
     ],
