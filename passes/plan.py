@@ -42,6 +42,5 @@ def plan(
         made = plan_step(gradients, asks, device, batch, size)
     else:
         made = plan_within(gm, gradients, asks, device, batch, size, budget, samples / size)
-    gathered = tuple(k for k, (_, largest) in enumerate(rows) if largest is not None)
-    PLAN.put(gm, replace(made, grouping=grouping, gathered=gathered))
+    PLAN.put(gm, replace(made, grouping=grouping, rows=tuple(rows)))
     return gm

@@ -37,6 +37,10 @@ _CLEARLY = 0.95
 
 def legend(plan: Plan) -> str:
     """What the letters of the plan table mean."""
+    if plan.rows:
+        what = "sample" if plan.grouping is None else "group"
+        of_rows = LEGEND.replace("over positions", f"over positions;  r: rows of a {what}")
+        return of_rows.replace("of the samples", f"of the {what}s").replace("b: samples", f"b: {what}s")
     if plan.grouping is None:
         return LEGEND
     of_groups = LEGEND.replace("weights of the samples", "weights of the groups")
@@ -129,6 +133,8 @@ def summary(gm: GraphModule, plan: Plan, sites: tuple[Site, ...]) -> str:
     size, g = f"B={plan.size}", PLAN.of(gm).grouping
     if g is not None:
         size = f"G={g.groups} groups of up to {g.largest} samples, {g.samples} in all,"
+    if plan.rows:
+        size = f"{size.removesuffix(',')} with {' and '.join(str(rows) for rows, _ in plan.rows)} rows"
     return (
         f"{len(plan.parameters)} parameters at {len(sites)} sites; joint graph of {count} ops\n"
         f"planned for {size} on {plan.device.name} with {plan.device.origin}\n"

@@ -51,7 +51,8 @@ class Plan:
 
     part: if memory is bounded, larger batches run in parts of so many samples.  need: the bytes that one part
     allocates, predicted.  grouping: of the samples; then the plan's samples are these groups.
-    gathered: the axes whose rows are brought in order of their samples.
+    rows: of each axis of rows, how many there are, and how many the largest sample (or group) has if they are put in
+    order.
     """
 
     parameters: tuple[ParameterPlan, ...]
@@ -63,7 +64,12 @@ class Plan:
     part: int | None = None
     need: int = 0
     grouping: Grouping | None = None
-    gathered: tuple[int, ...] = ()
+    rows: tuple[tuple[int, int | None], ...] = ()
+
+    @property
+    def gathered(self) -> tuple[int, ...]:
+        """The axes whose rows are brought in order of their samples (or groups)."""
+        return tuple(k for k, (_, largest) in enumerate(self.rows) if largest is not None)
 
 
 PLAN = Entry[Plan]("plan")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -213,3 +214,18 @@ def test_compiled_once(apart: bool, scatter: Scatter) -> None:
         truth = GroupTruth(model, losses, given)
         compare(run(step, batch, truth, groups=ids, num_groups=count), truth, asked, 1e-10)
     assert sum(entry.name == "compile" for entry in step.captures[0].step.history.passes) == 1
+
+
+@pytest.mark.parametrize("groups", [None, [1, 0, 1, -1]], ids=["samples", "groups"])
+def test_what_is_said(groups: list[int] | None, tmp_path: Path) -> None:
+    """The plan names what rows are of, within its columns, and the report knows all sizes."""
+    batch = graphs([3, 0, 5, 2], [4, 0, 7, 1], "shuffled")
+    step = psg_fx.transform(made(EdgeMLP), losses, batch_dim=batch.batch_dim, quantities=Norms(), backend="eager")
+    step(batch.whole.inputs, batch.whole.targets, groups=groups)
+    said = step.explain()
+    counts = "B=4" if groups is None else "G=2 groups of up to 2 samples, 4 in all"
+    assert f"planned for {counts} with 10 and 12 rows" in said
+    assert f"b: {'samples' if groups is None else 'groups'}, t: positions" in said
+    assert f"r: rows of a {'sample' if groups is None else 'group'}" in said
+    assert max(map(len, said.splitlines())) <= 120
+    assert step.report(tmp_path / "step.html").stat().st_size > 10_000

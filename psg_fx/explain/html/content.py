@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from psg_fx.algebra.members import MEMBERS
+from psg_fx.algebra.members import MEMBERS, members_of
 from psg_fx.algebra.site import SITES, Site
 from psg_fx.explain import screen
 from psg_fx.explain.explain import legend, notes, summary
@@ -142,18 +142,25 @@ def _alternatives(part: Part) -> list[tuple[str, str, float]]:
     return [(tree, method, seconds) for (tree, method), seconds in found.items()][:_ALTERNATIVES]
 
 
-def _sizes_of_groups(gm: GraphModule, plan: Plan) -> dict[Any, int]:
-    """The symbols of the number of groups and of the rows of the largest one, with what they are in the plan."""
-    if plan.grouping is None:
-        return {}
-    (members,) = (n for n in facts.placeholders(gm) if facts.input_spec(n).name == MEMBERS.name)
-    return dict(zip(facts.shape(members.meta["val"]), (plan.grouping.groups, plan.grouping.largest), strict=True))
+def _other_sizes(gm: GraphModule, plan: Plan) -> dict[Any, int]:
+    """The symbols of the numbers of rows, of groups, and of what the largest ones have, with what they are in the
+    plan.
+    """
+    given = {facts.input_spec(n).name: facts.shape(n.meta["val"]) for n in facts.placeholders(gm)}
+    found: dict[Any, int] = {}
+    if plan.grouping is not None:
+        found |= zip(given[MEMBERS.name], (plan.grouping.groups, plan.grouping.largest), strict=True)
+    for axis, (rows, largest) in enumerate(plan.rows):
+        found[facts.graph_facts(gm).rows[axis]] = rows
+        if largest is not None:
+            found[given[members_of(axis).name][1]] = largest
+    return found
 
 
 def _memory(tidied: GraphModule, plan: Plan) -> dict[str, Any]:
     """Numbers of nodes are those of the stage `tidied`."""
     batch, g = facts.graph_facts(tidied).batch, plan.grouping
-    found = memory(tidied, batch, plan.size if g is None else g.samples, others=_sizes_of_groups(tidied, plan))
+    found = memory(tidied, batch, plan.size if g is None else g.samples, others=_other_sizes(tidied, plan))
     return {
         "live": found.live[:-1],  # the output makes nothing
         "peak": found.peak,
