@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from psg_fx.errors import BadArgument
 from psg_fx.step.compiled import StepOutput
+from psg_fx.step.mistakes import refuse_rows
 from psg_fx.step.with_loss import LossModule
 
 Prepare = Callable[[Any], Any]
@@ -42,6 +43,10 @@ class Batch:
     def of_rows(self, step: LossModule, rows: torch.Tensor) -> Batch:
         """The batch of these samples alone."""
         call = step._take_apart(*self.arguments)
+        refuse_rows(
+            call, "a part of a batch", "over(loader, step, store=..., indices=...)",
+            "go on with the batches of the run before, so that the store has all samples of each, or none",
+        )  # fmt: skip
         at = {device: rows.to(device) for device in {t.device for t in call.tensors}}
         tensors = [
             t if dim is None else t.index_select(dim, at[t.device])

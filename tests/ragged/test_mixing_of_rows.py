@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -226,6 +227,22 @@ def test_what_is_had_of_samples_in_a_dim_alone(what: Callable[..., Any], words: 
     given = batch().whole
     with pytest.raises(NotYetSupported, match=words):
         what(step(made(GIN)), given.inputs, given.targets)
+
+
+def test_a_store_that_has_a_part_of_a_batch(tmp_path: Path) -> None:
+    """The rows of a graph that is in the store would be those of one that is not, where that has none."""
+    one, two = graphs([3], [2]).whole, graphs([3, 0], [2, 0]).whole
+    made_step = psg_fx.transform(made(GIN), losses, batch_dim=BATCH_DIM, quantities=psg_fx.Grads(), backend="eager")
+
+    def interrupted() -> Iterator[Any]:
+        yield (one.inputs, one.targets[0], {}), torch.tensor([0])
+        raise KeyboardInterrupt
+
+    how: dict[str, Any] = {"store": tmp_path, "indices": 1, "prepare": lambda found: found[0], "progress": False}
+    with pytest.raises(KeyboardInterrupt):
+        psg_fx.over(interrupted(), made_step, **how)
+    with pytest.raises(NotYetSupported, match="a part of a batch of rows of samples"):
+        psg_fx.over([((two.inputs, two.targets[0], {}), torch.tensor([0, 1]))], made_step, **how)
 
 
 def test_a_squeeze_of_one_sample() -> None:
