@@ -113,9 +113,9 @@ class Conditions:
 
         def disordered(offsets: Tensor, ids: Tensor) -> Tensor:
             o = offsets.reshape(-1)
-            before = torch.cat([o.new_zeros(1), o[:-1]])
-            wrong = (o < before) | (o > ids.shape[0])
             place = torch.arange(o.shape[0], device=o.device)
+            before = o[(place - 1).clamp(min=0)]  # not o[:-1], whose size B - 1 asks for whether there is one sample
+            wrong = (o < before) | (o > ids.shape[0])
             wrong = wrong | ((place == 0) & (o != 0))
             return first_row(wrong | ((place == o.shape[0] - 1) & (o != ids.shape[0])) if closed else wrong)
 

@@ -45,6 +45,15 @@ class Call:
     places: tuple[Place | None, ...] = ()
     counts: tuple[int, ...] = ()
 
+    def again(
+        self, tensors: Sequence[torch.Tensor], constants: tuple[tuple[int, Any], ...], numbers: Sequence[int]
+    ) -> Call:
+        """A call like this one, of other rows.  tensors: without `SAMPLES`.  numbers: ints that are B."""
+        made = _samples(tensors, self.dims[:-1], self.axes, numbers)
+        call = replace(self, tensors=(*tensors, made), constants=constants)
+        _check_rows(call)
+        return call
+
     def rebuild(self, tensors: Sequence[Any]) -> Any:
         """((args, kwargs), (target_args, target_kwargs)) with `tensors` in the tensors' places."""
         constants, rest = dict(self.constants), iter(tensors)
@@ -124,8 +133,7 @@ class Apart:
         if not former.axes:
             call = Call(tensors, former.names, former.dims, former.inputs, former.spec, (), former.structure)
         else:
-            call = replace(former, tensors=(*tensors, _samples(tensors, former.dims[:-1], former.axes, [])))
-            _check_rows(call)
+            call = former.again(tensors, former.constants, [])
         call.batch_size()
         return call
 
@@ -152,10 +160,8 @@ class Apart:
         for tensor, name in zip(tensors, former.names, strict=False):
             _refuse_other_kinds(tensor, name)
         numbers = [given[k] for k in former.counts]
-        made = _samples(tensors, former.dims[:-1], former.axes, numbers)
         constants = tuple((k, None if k in former.counts else given[k]) for k, _ in former.constants)
-        call = replace(former, tensors=(*tensors, made), constants=constants)
-        _check_rows(call)
+        call = former.again(tensors, constants, numbers)
         call.batch_size()
         return call
 

@@ -16,12 +16,16 @@ from psg_fx.errors import BadArgument
 from psg_fx.graph import facts
 from psg_fx.graph.facts import InputSpec, OutputSpec
 from psg_fx.program.call import Call
+from psg_fx.program.conditions import Condition
+from psg_fx.program.rows import RowAxis, Rows
 from psg_fx.version import __version__
 
-FORMAT = 1
+FORMATS = (1, 2)
+"""Files of samples that have a dim of their own, and of samples that are rows."""
+
 BATCH = "B"
 Shape = tuple[int | str, ...]
-"""Sizes; those that follow from the number of samples are texts such as "B" and "12*B"."""
+"""Sizes; those that follow from the number of samples are texts such as "B" and "12*B"; numbers of rows "R0", "R1"."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +33,8 @@ class Entry:
     """One tensor.
 
     kind: of an input "parameter", "buffer", "input", "target" or "given"; of an output "loss", "answer", "buffer" (a
-    new value, which an ordinary forward would leave there) or "check" (any true: the model's own code refuses the
-    values, at the line `name`).
+    new value, which an ordinary forward would leave there), "check" (any true: the model's own code refuses the
+    values, at the line `name`) or "mixing" (for each condition the first row that breaks it, -1 for none).
     name: of the parameter, buffer or argument; of an answer the parameter it belongs to, or "".
     field: of an output: where it stands in what a step returns.
     samples: of an input: the dim in which the samples lie.
@@ -47,11 +51,54 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Axis:
+    """An axis of rows: what is known of a `RowAxis` without the code that made it.  ids: None where they are found in
+    the graph alone.
+    """
+
+    ids: str | int | None
+    offsets: bool
+    tensor: int | None
+    closed: bool
+    inputs: tuple[str, ...]
+
+    @classmethod
+    def of(cls, axis: RowAxis) -> Axis:
+        """What a file keeps of an axis."""
+        ids = axis.rows.ids
+        return cls(None if callable(ids) else ids, axis.rows.offsets, axis.tensor, axis.closed, axis.inputs)
+
+    def read(self) -> RowAxis:
+        """The axis of a call."""
+        return RowAxis(Rows(self.ids, 0, self.offsets), self.tensor, self.closed, self.inputs)
+
+
+@dataclass(frozen=True)
+class OfRows:
+    """What is said of samples that are rows.
+
+    axes: those of sizes "R0", "R1", ...  counts: places of the ints among the leaves that are the number of samples.
+    conditions: of the output of kind "mixing", in order.
+    """
+
+    axes: tuple[Axis, ...]
+    counts: tuple[int, ...]
+    conditions: tuple[Condition, ...]
+
+    @classmethod
+    def read(cls, said: Mapping[str, Any]) -> OfRows:
+        """From JSON."""
+        axes = tuple(Axis(**{**axis, "inputs": tuple(axis["inputs"])}) for axis in said["axes"])
+        return cls(axes, tuple(said["counts"]), tuple(Condition(**one) for one in said["conditions"]))
+
+
+@dataclass(frozen=True)
 class Spec:
     """What is in a file.
 
     call: the structure of `((inputs, keywords), (targets, keywords))`.  constants: its leaves that are no tensors, and
-    their places.  drop: samples whose norm is not finite are to be left out of the clipped sum.
+    their places.  drop: samples whose norm is not finite are to be left out of the clipped sum.  rows: None where
+    samples have a dim of their own.
     """
 
     inputs: tuple[Entry, ...]
@@ -60,27 +107,32 @@ class Spec:
     call: str
     constants: tuple[tuple[int, Any], ...]
     drop: bool = False
-    format: int = FORMAT
+    rows: OfRows | None = None
+    format: int = 1
     psg_fx: str = __version__
     torch: str = field(default_factory=lambda: str(torch.__version__))
 
     def to_json(self) -> str:
         """As text."""
-        return json.dumps(asdict(self), indent=1)
+        said = asdict(self)
+        if self.rows is None:
+            del said["rows"]
+        return json.dumps(said, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Spec:
         """From the text of a file.  Raises BadArgument where another version wrote it in another format."""
         read = json.loads(text)
-        if read.get("format") != FORMAT:
+        if read.get("format") not in FORMATS:
             raise BadArgument(
                 f"the file has format {read.get('format')}", where="psg_fx.load(path)",
-                why=f"psg_fx {read.get('psg_fx')} wrote it, and this is {__version__}, which reads format {FORMAT}",
+                why=f"psg_fx {read.get('psg_fx')} wrote it, and this is {__version__}, which reads formats {FORMATS}",
                 fix="write it again with step.export",
             )  # fmt: skip
         for part in ("inputs", "outputs"):
             read[part] = tuple(Entry(**{**entry, "shape": tuple(entry["shape"])}) for entry in read[part])
-        return cls(**{**read, "constants": tuple((place, value) for place, value in read["constants"])})
+        rows = None if read.get("rows") is None else OfRows.read(read["rows"])
+        return cls(**{**read, "constants": tuple((place, value) for place, value in read["constants"]), "rows": rows})
 
     def of_kind(self, *kinds: str) -> list[Entry]:
         """The inputs of some kinds, in order."""
@@ -89,32 +141,38 @@ class Spec:
 
 def describe(
     inputs: Sequence[tuple[InputSpec, Node]], outputs: Sequence[tuple[OutputSpec, Node | None]], call: Call,
-    batch: sympy.Symbol, defaults: Mapping[str, Any], drop: bool,
+    known: facts.GraphFacts, defaults: Mapping[str, Any], drop: bool, conditions: tuple[Condition, ...] = (),
 ) -> Spec:  # fmt: skip
     """The Spec of a lowered graph.  inputs: those that are passed.  defaults: of what is given, where there is one."""
+    names = {known.batch: sympy.Symbol(BATCH), **{s: sympy.Symbol(f"R{k}") for k, s in enumerate(known.rows)}}
     entries = [
-        Entry(spec.kind, spec.name, _shape(node, batch), _dtype(node), samples=spec.samples,
+        Entry(spec.kind, spec.name, _shape(node, names), _dtype(node), samples=spec.samples,
               default=defaults.get(spec.name) if spec.kind == "given" else None)
         for spec, node in inputs
     ]  # fmt: skip
     results = [
-        Entry(spec.kind, spec.name, _shape(node, batch), _dtype(node), "losses" if spec.kind == "loss" else spec.field)
+        Entry(spec.kind, spec.name, _shape(node, names), _dtype(node), "losses" if spec.kind == "loss" else spec.field)
         for spec, node in outputs
         if node is not None
     ]
     structure = pytree.treespec_dumps(call.spec)
-    return Spec(tuple(entries), tuple(results), call.tensors[0].device.type, structure, tuple(call.constants), drop)
+    rows = OfRows(tuple(map(Axis.of, call.axes)), call.counts, conditions) if call.axes else None
+    return Spec(
+        tuple(entries), tuple(results), call.tensors[0].device.type, structure, tuple(call.constants), drop, rows,
+        FORMATS[rows is not None],
+    )  # fmt: skip
 
 
-def _shape(node: Node, batch: sympy.Symbol) -> Shape:
+def _shape(node: Node, names: Mapping[sympy.Symbol, sympy.Symbol]) -> Shape:
     sizes = facts.shape(node.meta["val"])
-    return tuple(int(s) if s.is_number else str(s.subs(batch, sympy.Symbol(BATCH))) for s in sizes)
+    return tuple(int(s) if s.is_number else str(s.subs(names)) for s in sizes)
 
 
 def _dtype(node: Node) -> str:
     return str(node.meta["val"].dtype).removeprefix("torch.")
 
 
-def sizes(shape: Shape, count: int) -> list[int]:
-    """A shape for so many samples."""
-    return [s if isinstance(s, int) else int(sympy.sympify(s, {BATCH: sympy.Integer(count)})) for s in shape]
+def sizes(shape: Shape, count: int, rows: Sequence[int] = ()) -> list[int]:
+    """A shape for so many samples, and so many rows along each axis."""
+    known = {BATCH: sympy.Integer(count), **{f"R{k}": sympy.Integer(n) for k, n in enumerate(rows)}}
+    return [s if isinstance(s, int) else int(sympy.sympify(s, known)) for s in shape]

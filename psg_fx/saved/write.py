@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import sympy
 import torch
 from torch import nn
 from torch._ops import OpOverload
@@ -91,32 +92,44 @@ def _options(spec: Spec) -> dict[str, Any]:
 
 
 def _exported(gm: GraphModule, lowered: Lowered, nodes: Sequence[Node]) -> ExportedProgram:
-    """The graph as a program for any number of samples."""
-    batch = facts.graph_facts(gm).batch
-    samples = Dim("B", min=1, max=_MOST_SAMPLES)
+    """The graph as a program for any number of samples, and of rows along each axis."""
+    known = facts.graph_facts(gm)
+    symbols = (known.batch, *known.rows)
+    names = ("B", *(f"R{k}" for k in range(len(known.rows))))
+    dims = {s: Dim(name, min=1, max=_MOST_SAMPLES) for s, name in zip(symbols, names, strict=True)}
     shapes = [facts.shape(node.meta["val"]) for node in nodes]
     dynamic = [
-        {dim: samples if size == batch else int(size / batch) * samples for dim, size in enumerate(shape)
-         if size.free_symbols} or None
-        for shape in shapes
-    ]  # fmt: skip
-    size = _size_of_its_own([s for shape in shapes for s in shape if not s.free_symbols])
-    example = [
-        torch.zeros([facts.at(s, batch, size) for s in shape], dtype=n.meta["val"].dtype, device=n.meta["val"].device)
-        for n, shape in zip(nodes, shapes, strict=True)
+        {dim: _written(size, dims) for dim, size in enumerate(shape) if size.free_symbols} or None for shape in shapes
     ]
+    example_sizes = _sizes_of_their_own(symbols, [s for shape in shapes for s in shape if not s.free_symbols])
+    example = [
+        torch.zeros([int(s.subs(example_sizes)) for s in shape], dtype=n.meta["val"].dtype,
+                    device=n.meta["val"].device)
+        for n, shape in zip(nodes, shapes, strict=True)
+    ]  # fmt: skip
     return torch.export.export(lowered, tuple(example), dynamic_shapes=(tuple(dynamic),), strict=False)
 
 
-def _size_of_its_own(sizes: Sequence[Any]) -> int:
-    """A number of samples that no other size equals."""
-    return next(size for size in (7, 11, 13, 17, 19, 23, 29, 31, 37) if size not in sizes)
+def _written(size: sympy.Expr, dims: Mapping[sympy.Symbol, Any]) -> Any:
+    """a·n + b of a symbol n, as torch.export writes it."""
+    (symbol,) = size.free_symbols
+    factor, more = int(size.coeff(symbol)), int(size.subs(symbol, 0))
+    found = dims[symbol] if factor == 1 else factor * dims[symbol]
+    return found + more if more else found
+
+
+def _sizes_of_their_own(symbols: Sequence[sympy.Symbol], sizes: Sequence[Any]) -> dict[sympy.Symbol, int]:
+    """Numbers of samples and of rows that no other size equals."""
+    free = (size for size in (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61) if size not in sizes)
+    return dict(zip(symbols, free, strict=False))
 
 
 def _try_out(gm: GraphModule, lowered: Lowered, runner: Runner, given: Sequence[tuple[Node, torch.Tensor]]) -> None:
-    """Compare the file with the graph, on these arguments and on their first sample."""
-    for alone in (False, True):
-        values = [_first(gm, node, value) if alone else value for node, value in given]
+    """Compare the file with the graph, on these arguments and on others: on their first sample, or where samples are
+    rows, on all rows twice.
+    """
+    for other in (False, True):
+        values = [_other(gm, node, value) if other else value for node, value in given]
         with torch.no_grad():
             expected, found = lowered(*values), runner(*values)
         for index, (a, b) in enumerate(zip(found, expected, strict=True)):
@@ -124,17 +137,19 @@ def _try_out(gm: GraphModule, lowered: Lowered, runner: Runner, given: Sequence[
                 raise InternalError(
                     f"the file computes something else than the step, in output {index}",
                     where="step.export(path, inputs, targets)",
-                    why=f"it was tried on {'the first sample' if alone else 'this batch'}, and nothing was written",
+                    why=f"it was tried on {'a part of this batch' if other else 'this batch'}, and nothing was written",
                     fix="please report this as a bug",
                 )  # fmt: skip
 
 
-def _first(gm: GraphModule, node: Node, value: torch.Tensor) -> torch.Tensor:
-    """An argument for the first sample alone."""
-    batch = facts.graph_facts(gm).batch
+def _other(gm: GraphModule, node: Node, value: torch.Tensor) -> torch.Tensor:
+    """An argument for the first sample alone; or with all rows twice, of which none then points anywhere else."""
+    known = facts.graph_facts(gm)
     for dim, size in enumerate(facts.shape(node.meta["val"])):
-        if size.free_symbols:
-            value = value.narrow(dim, 0, facts.at(size, batch, 1))
+        if size in known.rows:
+            value = torch.cat([value, value], dim)
+        elif size.free_symbols and not known.rows:
+            value = value.narrow(dim, 0, facts.at(size, known.batch, 1))
     return value.contiguous()
 
 

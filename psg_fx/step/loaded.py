@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -12,9 +13,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from psg_fx.errors import BadArgument
-from psg_fx.program.call import Call
+from psg_fx.program.call import SAMPLES, Call
+from psg_fx.program.rows import Place
 from psg_fx.program.values import Once
-from psg_fx.saved.spec import Entry, Spec, sizes
+from psg_fx.saved.spec import Entry, OfRows, Spec, sizes
 from psg_fx.saved.write import SPEC
 from psg_fx.step.binding import failed_check
 from psg_fx.step.compiled import StepOutput
@@ -56,6 +58,7 @@ class LoadedStep:
     def __init__(self, spec: Spec, runner: Runner) -> None:
         self.spec, self._runner = spec, runner
         self._structure = pytree.treespec_loads(spec.call)
+        self._rows_of_one = (1,) * (0 if spec.rows is None else len(spec.rows.axes))
 
     def __call__(
         self, params: Mapping[str, torch.Tensor], inputs: Any, targets: Any = _ABSENT, **given: Any
@@ -72,7 +75,9 @@ class LoadedStep:
         Raises:
             BadArgument: a parameter is missing, or something has another shape, dtype, device or structure.
         """
-        call = self._take_apart(as_arguments(inputs), ((), {}) if targets is _ABSENT else as_arguments(targets))
+        number = given.pop("num_samples", None) if self.spec.rows is not None else None
+        targets = ((), {}) if targets is _ABSENT else as_arguments(targets)
+        call = self._take_apart(as_arguments(inputs), targets, number)
         extras = self._extras(given, call.batch_size())
         state = [self._checked(entry, params.get(entry.name), "params") for entry in self._state()]
         fields = self._fields(self._run(state, call, extras))
@@ -87,10 +92,16 @@ class LoadedStep:
     def _state(self) -> list[Entry]:
         return self.spec.of_kind("parameter", "buffer")
 
-    def _take_apart(self, inputs: Any, targets: Any) -> Call:
+    def _take_apart(self, inputs: Any, targets: Any, num_samples: int | None) -> Call:
         leaves, structure = pytree.tree_flatten((inputs, targets))
-        entries = self.spec.of_kind("input", "target")
-        constants = tuple((i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor))
+        rows, entries = self.spec.rows, self.spec.of_kind("input", "target")
+        if rows is not None:
+            entries = [entry for entry in entries if entry.name != SAMPLES]
+        numbers = [leaves[i] for i in (() if rows is None else rows.counts) if i < len(leaves)]
+        constants = tuple(
+            (i, None if rows is not None and i in rows.counts and type(leaf) is int else leaf)
+            for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)
+        )  # fmt: skip
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if structure != self._structure or constants != self.spec.constants or len(tensors) != len(entries):
             raise BadArgument(
@@ -102,9 +113,18 @@ class LoadedStep:
         dims = tuple(entry.samples for entry in entries)
         kinds = sum(entry.kind == "input" for entry in entries)
         call = Call(tuple(tensors), tuple(e.name for e in entries), dims, kinds, structure, constants, Once(structure))
-        count = call.batch_size() if all(t.ndim > (d or 0) for t, d in zip(tensors, dims, strict=True)) else 0
-        checked = [self._checked(e, t, "inputs and targets", count) for e, t in zip(entries, tensors, strict=True)]
-        return Call(tuple(checked), call.names, dims, kinds, structure, constants, call.structure)
+        for entry, tensor in zip(entries, tensors, strict=True):
+            if tensor.ndim != len(entry.shape):
+                self._checked(entry, tensor, "inputs and targets", 0)
+        if rows is not None:
+            call = _with_rows(call, rows, entries).again(
+                tensors, constants, numbers + [num_samples] * (num_samples is not None)
+            )
+        sizes_of_call = call.batch_size(), call.row_sizes
+        checked = [
+            self._checked(e, t, "inputs and targets", *sizes_of_call) for e, t in zip(entries, tensors, strict=True)
+        ]
+        return replace(call, tensors=(*checked, *call.tensors[len(checked) :]))
 
     def _extras(self, given: Mapping[str, Any], count: int) -> dict[str, torch.Tensor]:
         """The further inputs by name; directions are one for each parameter."""
@@ -132,9 +152,11 @@ class LoadedStep:
             tensor = tensor.expand(sizes(entry.shape, count))
         return self._checked(entry, tensor, "what is given", count)
 
-    def _checked(self, entry: Entry, value: Any, where: str, count: int = 1) -> torch.Tensor:
+    def _checked(
+        self, entry: Entry, value: Any, where: str, count: int = 1, rows: Sequence[int] | None = None
+    ) -> torch.Tensor:
         """The value in a row, if it is what the file takes: compiled code does not ask."""
-        shape = sizes(entry.shape, count)
+        shape = sizes(entry.shape, count, self._rows_of_one if rows is None else rows)
         if not isinstance(value, torch.Tensor):
             found = f"a {type(value).__name__}" if value is not None else "missing"
         elif list(value.shape) != shape:
@@ -156,22 +178,37 @@ class LoadedStep:
         held, tensors = iter(state), iter(call.tensors)
         if call.batch_size() == 0:
             return [
-                torch.zeros(sizes(e.shape, 0), dtype=getattr(torch, e.dtype), device=self.spec.device)
+                torch.full(sizes(e.shape, 0), -1 if e.kind == "mixing" else 0, dtype=getattr(torch, e.dtype),
+                           device=self.spec.device)
                 for e in self.spec.outputs
-            ]
+            ]  # fmt: skip
         flat = [
             next(held) if entry.kind in ("parameter", "buffer")
             else extras[entry.name] if entry.kind == "given" else next(tensors)
             for entry in self.spec.inputs
         ]  # fmt: skip
-        with torch.no_grad():
-            found: Sequence[torch.Tensor] = self._runner(*flat)
+        try:
+            with torch.no_grad():
+                found: Sequence[torch.Tensor] = self._runner(*flat)
+        except RuntimeError as error:
+            if self.spec.rows is None:
+                raise
+            raise _failed_on_rows(error) from error
         return found
+
+    def _raise_mixing(self, first: torch.Tensor) -> None:
+        """first: for each condition the first row that breaks it, -1 for none."""
+        assert self.spec.rows is not None
+        for row, condition in zip(first.tolist(), self.spec.rows.conditions, strict=True):
+            if row >= 0:
+                raise condition.error(row)
 
     def _fields(self, results: Sequence[torch.Tensor]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for entry, value in zip(self.spec.outputs, results, strict=True):
-            if entry.kind == "check":
+            if entry.kind == "mixing":
+                self._raise_mixing(value)
+            elif entry.kind == "check":
                 if value.any():
                     raise failed_check(entry.name)
             elif entry.kind == "buffer":
@@ -181,3 +218,23 @@ class LoadedStep:
             else:
                 found[entry.field] = value
         return found
+
+
+def _with_rows(call: Call, rows: OfRows, entries: Sequence[Entry]) -> Call:
+    """A call of which some tensors hold rows: where these lie, their shapes in the file say."""
+    axes = tuple(axis.read() for axis in rows.axes)
+    names = [f"R{k}" for k in range(len(axes))]
+    places = [
+        next((Place(names.index(str(size)), dim) for dim, size in enumerate(e.shape) if size in names), None)
+        for e in entries
+    ]
+    return replace(
+        call, names=(*call.names, SAMPLES), dims=(*call.dims, 0), axes=axes, places=(*places, None), counts=rows.counts
+    )
+
+
+def _failed_on_rows(error: Exception) -> BadArgument:
+    return BadArgument(
+        "the compiled code failed on this batch", where=_CALL, why=f"it says: {str(error).strip().splitlines()[0]}",
+        fix="let ids be numbers of samples, and pointers numbers of rows; the step itself says which row is none",
+    )  # fmt: skip

@@ -13,6 +13,7 @@ from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.graph import facts
 from psg_fx.program.ambient import isolated
 from psg_fx.program.call import Call
+from psg_fx.program.conditions import CONDITIONS
 from psg_fx.quantities.base import Quantity
 from psg_fx.quantities.clipped_sum import COUNTED, ClippedSum
 from psg_fx.saved.refusals import is_passed, refuse
@@ -59,7 +60,7 @@ def export(
     defaults = {name: 1 if name == COUNTED else value.tolist() for name, value in own.items()}
     spec = describe(
         [(spec, node) for spec, node in inputs if is_passed(spec)], list(facts.returned(gm)), call,
-        facts.graph_facts(gm).batch, defaults, drop,
+        facts.graph_facts(gm), defaults, drop, CONDITIONS.of(gm) if call.axes else (),
     )  # fmt: skip
     return write(target, gm, spec, arguments)
 

@@ -188,10 +188,7 @@ class LossModule(PerSampleModule):
                 why="how its rows are laid out is chosen at each call, and a file has one graph",
                 fix="export the step of single samples, and sum its grads by groups",
             )  # fmt: skip
-        call, tracked = self._take_apart(inputs, targets), self._tracked()
-        mistakes.refuse_rows(
-            call, "an export", "step.export(path, inputs, targets)", "pad the rows to [B, T, ..], and export that step"
-        )
+        call, tracked = self._take_apart(inputs, targets, given.pop("num_samples", None)), self._tracked()
         quantities = tuple(q.resolved(tracked.shapes, given) for q in self.settings.quantities)
         return export(
             path, self.model, self.loss_fn, lambda: self._build(tracked, call, quantities, own_ops=False), call,
