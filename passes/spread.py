@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.errors import NotYetSupported
 from psg_fx.graph import facts
+from psg_fx.graph.same_op import draws
 from psg_fx.graph.slices import SLICES, Slices
 from psg_fx.graph.stages import Stage
 from psg_fx.ops.across import EACH_ITS_OWN, ENTER, JOINING, LIES, ONE_OF_ALL
@@ -79,7 +80,7 @@ def _settle(
 ) -> None:
     """Whether the value of a node is each process's own, and why; what it reads beside such values enters."""
     reads = [n for n in node.all_input_nodes if n in own]
-    if _draws(node):
+    if draws(node):
         raise NotYetSupported(
             f"{node.target} draws at random in each process", where=locate(node),
             why="draws for a value that is equal in all processes must be equal, those for slices different, and each "
@@ -108,15 +109,6 @@ def _entered(
         own[made] = f"%{value.name} enters"
         graded.add(made)
     return entered[value]
-
-
-def _draws(node: Node) -> bool:
-    """Whether an op draws at random.  Attention is said to, also where its dropout is 0."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
-    return not ("dropout_p" in names and given.get("dropout_p", 0.0) == 0.0)
 
 
 _KINDS = {"loss": "the loss", "output": "the output", "check": "a condition in the code"}

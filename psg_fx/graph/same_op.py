@@ -57,3 +57,12 @@ def alike(gm: GraphModule) -> dict[Node, int]:
             key = (node.target, repr(plain), tuple(found[n] for n in inputs))
         found[node] = numbers.setdefault(key, len(numbers))
     return found
+
+
+def draws(node: Node) -> bool:
+    """Whether an op draws at random.  Attention is said to, also where its dropout is 0."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    return not ("dropout_p" in names and given.get("dropout_p", 0.0) == 0.0)

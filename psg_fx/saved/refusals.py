@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from psg_fx.errors import InternalError, NotYetSupported
 from psg_fx.graph import facts
 from psg_fx.graph.facts import InputSpec
+from psg_fx.graph.same_op import draws
 from psg_fx.program.call import Call
 from psg_fx.source import locate
 
@@ -57,7 +57,7 @@ def _refuse_op(node: Node, target: OpOverload) -> None:
             why="its code is not in the file, and the process that loads it may not have it",
             fix="export a model of torch's own ops, or write the operator as a composite of them",
         )  # fmt: skip
-    if torch.Tag.nondeterministic_seeded in target.tags:
+    if draws(node):
         raise NotYetSupported(
             f"{name} draws random numbers", where=locate(node),
             why="a file has no generator of the caller's to draw from, so that its draws could not be repeated",

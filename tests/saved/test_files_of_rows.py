@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import psg_fx
 from psg_fx.errors import BadArgument, SamplesMixed
 from psg_fx.step.loaded import LoadedStep
-from support import bags_of_words, graphs_of_nodes
+from support import bags_of_words, graphs_of_nodes, packed
 from support.graphs_of_nodes import GIN, MANY, graphs
 from support.rows_of_samples import Batch
 
@@ -148,6 +148,14 @@ def test_ids_by_a_function_and_numbers_of_samples(tmp_path: Path) -> None:
         like = torch.zeros(number, dtype=torch.float64)
         found = loaded(model.state_dict(), given, (like, given[1]), num_samples=number)
         torch.testing.assert_close(found.norms, step(given, (like, given[1]), num_samples=number).norms)
+
+
+@pytest.mark.rest
+def test_documents(tmp_path: Path) -> None:
+    """Attention with a mask of ids."""
+    made = Made(packed.made(), packed.losses, packed.documents([3, 0, 5, 2]), tmp_path)
+    for number, given in enumerate(packed.MANY):
+        made.compare(packed.documents(*given, seed=number))
 
 
 @pytest.mark.parametrize("last", [True, pytest.param(False, marks=pytest.mark.rest)])

@@ -107,6 +107,24 @@ def test_what_cannot_be_in_a_file(name: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_attention_without_dropout_draws_nothing(tmp_path: Path) -> None:
+    """Though torch tags it so: it gets as far as the compiler."""
+
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = x.view(-1, 1, 2, 2)
+            return self.layer(F.scaled_dot_product_attention(h, h, h).flatten(1))  # type: ignore[no-any-return]
+
+    step = psg_fx.transform(Attends(), F.cross_entropy, quantities=psg_fx.Norms(), backend="eager", progress=False)
+    with pytest.raises(PsgError, match="could not make a file") as error:
+        step.export(tmp_path / "step.pt2", X, Y)
+    assert error.value.why == "AssertionError: compiled"
+
+
 def test_a_memory_budget_with_parts(tmp_path: Path) -> None:
     model = nn.Linear(4, 3)
     step = psg_fx.transform(model, F.cross_entropy, memory_budget=4000, backend="eager", progress=False)
