@@ -59,8 +59,8 @@ def _of_torch_alone(gm: GraphModule) -> GraphModule:
 
 
 def write(path: str | os.PathLike[str], gm: GraphModule, spec: Spec, arguments: Sequence[torch.Tensor]) -> Path:
-    """Write the file, or leave what is there: it is put in place when it has given, for these arguments and for the
-    first sample of them alone, what the graph gives.
+    """Write the file, or leave what is there: it is put in place when it has given, for these arguments and for others,
+    what the graph gives.
 
     arguments: of all inputs of the graph.  Raises NotYetSupported, or InternalError where the file is wrong.
     """
@@ -137,7 +137,7 @@ def _try_out(gm: GraphModule, lowered: Lowered, runner: Runner, given: Sequence[
                 raise InternalError(
                     f"the file computes something else than the step, in output {index}",
                     where="step.export(path, inputs, targets)",
-                    why=f"it was tried on {'a part of this batch' if other else 'this batch'}, and nothing was written",
+                    why=f"it was tried on {'a part or more of ' * other}this batch, and nothing was written",
                     fix="please report this as a bug",
                 )  # fmt: skip
 

@@ -68,12 +68,13 @@ class LoadedStep:
         params: parameters and buffers by name, as in `model.state_dict()`; further names are not read.
         inputs, targets: arranged as those that the step was exported with, of any number of samples.
         given: what the quantities read at a call, as for the step: weights=, directions=; and max_norm=, for another
-            bound than that of the export.
+            bound than that of the export; num_samples= where samples are rows and nothing else says how many there are.
 
         Returns the step's output.  Where the model writes buffers, `buffers` has their new values by name.
 
         Raises:
             BadArgument: a parameter is missing, or something has another shape, dtype, device or structure.
+            SamplesMixed: rows of several samples meet.
         """
         number = given.pop("num_samples", None) if self.spec.rows is not None else None
         targets = ((), {}) if targets is _ABSENT else as_arguments(targets)
