@@ -4,7 +4,8 @@
 
 For each model, a clipped sum and the ordinary step by `torch.compile`, each in a process of its own with a cache folder
 of its own (`TORCHINDUCTOR_CACHE_DIR`), twice. Something trivial is compiled before, so that nobody pays for starting
-the compiler. Writes `bench/results/first-call-<tag>.json` and `.md`. Minutes; keep the machine otherwise idle.
+the compiler. Then the same of GPTs of growing depth. Writes
+`bench/results/first-call-<tag>.json` and `.md`. Minutes; keep the machine otherwise idle.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 from _results import about, bullets, device_tag, keep, options, printed_by
-from compare import RUNS
+from compare import RUNS, Run
 from tabulate import tabulate
 
 import psg_fx
@@ -26,7 +27,10 @@ from psg_fx.benchmarking.contenders import ordinary_compiled
 from psg_fx.benchmarking.problem import Problem
 from psg_fx.measure.clock import synchronize
 
-MODELS = "simplecnn,resnet18gn,gpt,vit,lstm"
+OF_DEPTH = {"layers": 1, "width": 256, "heads": 4, "tokens": 64, "vocabulary": 500}
+DEEPER = {f"gpt-{n}": Run(f"GPT {n}×256, T=64, V=500, B=4", "gpt", 4, OF_DEPTH | {"layers": n}) for n in (2, 6, 12, 24)}
+EXAMPLES = RUNS | DEEPER
+MODELS = ",".join(["simplecnn", "resnet18gn", "gpt", "vit", "lstm", *DEEPER])
 HEADERS = [
     "model", "ordinary, cold s", "clipped sum, cold s", "ratio", "capture s", "other passes s", "other passes, cold %",
     "ordinary, warm s", "clipped sum, warm s", "all passes, warm %",
@@ -62,7 +66,7 @@ def both(name: str, step: str, device: str) -> dict[str, Any]:
 
 def first_call(name: str, step: str, device: str) -> dict[str, Any]:
     """Seconds of the first call, and of its passes."""
-    run = RUNS[name]
+    run = EXAMPLES[name]
     ex = zoo.example(run.example, run.batch, device, **run.sizes)
     torch.compile(lambda x: x.sin().sum())(torch.ones(8, device=device))
     start = time.perf_counter()
@@ -85,7 +89,7 @@ def row(name: str, runs: dict[str, Any]) -> list[str]:
     (oc, ow), (cc, cw) = ([runs[step][when] for when in ("cold", "warm")] for step in ("ordinary", "clipped"))
     capture, others = cc["timings"]["capture"], passes(cc) - cc["timings"]["capture"]
     return [
-        RUNS[name].title, f"{oc['seconds']:.1f}", f"{cc['seconds']:.1f}", f"{cc['seconds'] / oc['seconds']:.2f}",
+        EXAMPLES[name].title, f"{oc['seconds']:.1f}", f"{cc['seconds']:.1f}", f"{cc['seconds'] / oc['seconds']:.2f}",
         f"{capture:.1f}", f"{others:.1f}", f"{100 * others / cc['seconds']:.0f}",
         f"{ow['seconds']:.1f}", f"{cw['seconds']:.1f}", f"{100 * passes(cw) / cw['seconds']:.0f}",
     ]  # fmt: skip

@@ -21,6 +21,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from .kernel_files import few_kernel_files
+
 Sizes = Mapping[sympy.Symbol, int]
 Compiler = Callable[[GraphModule, Sequence[torch.Tensor]], Callable[..., Sequence[Any]]]
 """Makes code of a graph, for fake inputs."""
@@ -81,7 +83,7 @@ def compiled(
             )
             for like in inputs
         ]  # fmt: skip
-    with compile_lock, tracing(TracingContext(mode)):
+    with compile_lock, tracing(TracingContext(mode)), few_kernel_files():
         run = compiler(gm, fakes)
     conditions = [guard.expr.xreplace(names) for guard in env.guards]
 

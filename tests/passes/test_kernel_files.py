@@ -1,0 +1,104 @@
+"""Kernels that share a file compute what they compute alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor import config
+from torch._inductor.exc import CppCompileError
+
+from psg_fx.torch_private import kernel_files
+from psg_fx.torch_private.kernel_files import few_kernel_files
+
+pytestmark = pytest.mark.inductor
+
+
+def function(size: int) -> tuple[Callable[[Tensor], Any], Tensor]:
+    """What inductor makes several kernels of; another function for each size."""
+
+    def f(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = (x.softmax(-1) @ x).sin().sum(0)
+        return y, (x.exp() @ y).cumsum(0)
+
+    return f, torch.rand(size, size)
+
+
+@pytest.fixture
+def files(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Which kernels shared a file, of all that is compiled."""
+    found: list[list[int]] = []
+    shared = kernel_files._files
+
+    def noted(kernels: Sequence[Any], threads: int) -> list[list[int]]:
+        found.extend(shared(kernels, threads))
+        return shared(kernels, threads)
+
+    monkeypatch.setattr(kernel_files, "_files", noted)
+    return found
+
+
+def compiled(size: int) -> None:
+    """Compile the function, and hold it against what it computes as it is."""
+    torch._dynamo.reset()
+    f, x = function(size)
+    with few_kernel_files():
+        found = torch.compile(f, fullgraph=True)(x)
+    for one, other in zip(found, f(x), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_as_many_files_as_threads(threads: int, files: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_files, "LEAST", 1)
+    with config.patch(compile_threads=threads):
+        compiled(5 + threads)
+    together = sorted(i for file in files for i in file)
+    assert together == list(range(len(together)))
+    assert len(files) == min(threads, len(together))
+    assert len(together) > 1
+
+
+def test_short_files_are_not_worth_it(files: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_files, "LEAST", 10**6)
+    with config.patch(compile_threads=3):
+        compiled(9)
+    assert len(files) == 1
+
+
+def test_an_error_is_that_of_a_kernel_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(kernels: Sequence[Any]) -> list[Any]:
+        raise CppCompileError(["g++"], "no")
+
+    monkeypatch.setattr(kernel_files, "_compiled", fail)
+    compiled(10)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        '\n#include <a.h>\n#include <b.h>\nextern "C"  void  kernel(float* x)\n{\n}\n',
+        '\n#include <a.h>\nextern "C"  void  kernel(float* x)\n{\n}\nextern "C" void other() {}\n',
+        '\n#include <a.h>\nextern "C"  void  kernel(float* x)\n{\n#define N 3\n}\n',
+        "\n#include <a.h>\ntemplate <typename T> void kernel(T* x) {}\n",
+    ],
+)
+def test_other_code_has_a_file_of_its_own(code: str) -> None:
+    assert kernel_files._parts(code) is None
+
+
+def test_the_code_of_a_kernel() -> None:
+    code = '\n#include <a.h>\nextern "C"  void  kernel(float* x)\n{\n    #pragma omp for\n}\n'
+    assert kernel_files._parts(code) == ("#include <a.h>", "void  kernel(float* x)\n{\n    #pragma omp for\n}\n")
+
+
+def test_outside_nothing_is_changed() -> None:
+    from torch._inductor.async_compile import AsyncCompile
+
+    before = vars(AsyncCompile)["cpp_pybinding"], vars(AsyncCompile)["wait"]
+    with few_kernel_files():
+        assert vars(AsyncCompile)["cpp_pybinding"] is not before[0]
+    assert (vars(AsyncCompile)["cpp_pybinding"], vars(AsyncCompile)["wait"]) == before
