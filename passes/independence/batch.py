@@ -11,6 +11,7 @@ from psg_fx.graph import facts
 from psg_fx.graph.sample_axis import positive
 from psg_fx.graph.strides import free_of_strides
 
+from .concatenated import take_rows_apart
 from .masked import pad_masked_rows
 from .prove import prove
 from .reordered import undo_orders
@@ -32,6 +33,7 @@ def batch(gm: GraphModule, alone: Callable[[GraphModule, list[Node]], str] | Non
     taken = keep_the_sample_dim(gm)
     undo_orders(gm)
     put_selected_back(gm)
+    take_rows_apart(gm)
     if not _picks_of_rows(gm):
         pad_masked_rows(gm)
     free_of_strides(gm)

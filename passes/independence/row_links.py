@@ -27,6 +27,7 @@ _SAME_NUMBERS = (
     aten.detach.default, aten.contiguous.default,
 )  # fmt: skip
 """Ops after which a pointer still holds the same number for each row."""
+_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 _WIDE = (torch.int32, torch.int64)
 
 
@@ -76,11 +77,19 @@ def _link(op: Op, pointer: Node, x: tuple[SampleAxis, sympy.Symbol]) -> Link | N
     if own is None or pointer.meta["val"].dtype not in _WIDE:
         return None
     root, axis = pointer, own[0]
-    while root.target in _SAME_NUMBERS and (above := row_axis(op, root.args[0])) and above[1] == own[1]:
+    while _same_numbers(root) and (above := row_axis(op, root.args[0])) and above[1] == own[1]:
         if root.args[0].meta["val"].dtype not in _WIDE:  # type: ignore[union-attr]
             break
         root, axis = root.args[0], above[0]  # type: ignore[assignment]
     return Link("pointer", op.node, root, axis.dim, own[1], x[1], op.node.target in _COUNTING_BACK)
+
+
+def _same_numbers(node: Node) -> bool:
+    """Whether a pointer holds the same numbers as its first argument; of views, those that give it dims of size 1."""
+    if node.target not in _VIEWS:
+        return node.target in _SAME_NUMBERS
+    before, after = ([s for s in facts.shape(n.meta["val"]) if s != 1] for n in (node.args[0], node))  # type: ignore[union-attr]
+    return before == after
 
 
 def _index(op: Op) -> tuple[Result, list[Link]] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import sympy
@@ -58,7 +58,8 @@ class RowRewriting:
         return True
 
     def _run(self, twin: Node) -> Any:
-        values = [n.meta["val"] for n in twin.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
+        around = (*twin.all_input_nodes, *facts.placeholders(self.gm)[:1])
+        values = [n.meta["val"] for n in around if isinstance(n.meta.get("val"), Tensor)]
         with contextlib.ExitStack() as stack:
             if values:
                 stack.enter_context(values[0].fake_mode)
@@ -75,7 +76,11 @@ class RowRewriting:
 
     def prove(self) -> None:
         """Each row is treated by itself on the way to the ends, and lies in dim 0 there; or `Unfit`."""
-        above = facts.ancestors([source for _, source in self.ends.values()], through=lambda n: n not in self.entries)
+        self.prove_places({source: 0 for _, source in self.ends.values()})
+
+    def prove_places(self, sources: Mapping[Node, int]) -> None:
+        """Each row is treated by itself on the way to these twins, and lies in this dim of them; or `Unfit`."""
+        above = facts.ancestors(sources, through=lambda n: n not in self.entries)
         own = [n for n in self.inside if n in above]
         inputs: dict[Node, tuple[Tensor, int | None]] = {}
         numbers: dict[Node, Any] = {}
@@ -84,11 +89,13 @@ class RowRewriting:
             if isinstance(value, Tensor):
                 inputs[n] = self._example(n, value)
             else:
-                numbers[n] = self._number(value)
+                numbers[n] = self._number(n)
+        for n in list(self.entries)[: not any(place is not None for _, place in inputs.values())]:
+            inputs[n] = self._example(n, n.meta["val"])
         found: dict[Node, Result] = row_by_row(own, inputs, numbers) if own else {}
-        for _, source in self.ends.values():
+        for source, dim in sources.items():
             axis = found[source].axes if source in found else SampleAxis(self.entries.get(source, -1))
-            if axis != SampleAxis(0) or (source in found and found[source].reduced):
+            if axis != SampleAxis(dim) or (source in found and found[source].reduced):
                 raise Unfit
 
     def _example(self, node: Node, value: Tensor) -> tuple[Tensor, int | None]:
@@ -99,8 +106,9 @@ class RowRewriting:
             raise Unfit
         return torch.empty([int(size) for size in shape], dtype=value.dtype, device="meta"), place
 
-    def _number(self, value: Any) -> Any:
+    def _number(self, node: Node) -> Any:
         """A number in terms of the number of rows."""
+        value = node.meta["val"]
         size = facts.expr(value)
         each = sympy.cancel(size / self.count)
         if each.is_Integer and size.free_symbols:
