@@ -33,11 +33,11 @@ def batch(gm: GraphModule, alone: Callable[[GraphModule, list[Node]], str] | Non
     taken = keep_the_sample_dim(gm)
     undo_orders(gm)
     put_selected_back(gm)
-    take_rows_apart(gm)
+    whole = take_rows_apart(gm)
     if not _picks_of_rows(gm):
         pad_masked_rows(gm)
     free_of_strides(gm)
-    prove(gm)
+    prove(gm, whole)
     dropping = [node for node, dims in taken.items() if not node._erased and _is_sample_dim(node, dims)]
     info = facts.graph_facts(gm)
     doubted = dropping or info.written_copy or info.trims

@@ -14,10 +14,9 @@ that is not of these rows alone, which may be a parameter, they are numbers befo
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from psg_fx.errors import PsgError
 from psg_fx.graph import facts
 from psg_fx.source import provenance
 
@@ -32,12 +32,16 @@ from .picked import asserts
 from .region import ROWS, TimesRows, Unfit
 from .row_rewriting import RowRewriting
 from .row_writes import Write, write_of, written
-from .values import bound, op_name, symbolic_values
+from .values import bound, not_shown, op_name, symbolic_values
 
 aten = torch.ops.aten
 _NEW = ("aten.new_zeros", "aten.new_ones", "aten.new_full")
 _FILLS = ("aten.zeros", "aten.ones", "aten.full", "aten.expand", *_NEW)
 """Ops whose rows are all the same, wherever they are."""
+_FIX = (
+    "compute each row by itself, and add rows by index_add, scatter_add or scatter_reduce; self-loops can be added to "
+    "the edges before the step (add_self_loops=False, torch_geometric.transforms.AddRemainingSelfLoops)"
+)
 _OTHERS = 7
 """How many rows and samples other values have where ops are tried."""
 
@@ -50,21 +54,27 @@ class Piece:
     kept: Node | None = None
 
 
-def take_rows_apart(gm: GraphModule) -> None:
-    """Rewrite what is computed from rows of several axes one behind the other.  What cannot be rewritten stays."""
+def take_rows_apart(gm: GraphModule) -> dict[Node, PsgError]:
+    """Rewrite what is computed from rows of several axes one behind the other.
+
+    What cannot be rewritten stays, to be refused: the nodes where such rows begin, and what is to be said of them.
+    """
     if not facts.graph_facts(gm).rows:
-        return
+        return {}
     walk = Walk(gm)
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and isinstance(node.meta.get("val"), (Tensor, tuple, list)):
             walk.visit(node)
     for axis in walk.axes.values():
-        with contextlib.suppress(Unfit):
+        try:
             axis.run()
+        except Unfit as unfit:
+            axis.reason = unfit.__cause__ if isinstance(unfit.__cause__, PsgError) else None
     if walk.axes:
         walk.clean()
         gm.graph.eliminate_dead_code()
         gm.recompile()
+    return walk.refusals()
 
 
 class Walk:
@@ -88,13 +98,12 @@ class Walk:
             return
         axes = {self.along[n] for n in node.all_input_nodes if n in self.along}
         axis = axes.pop() if len(axes) == 1 else None
-        if (
-            axis is not None
-            and (axis.has_rows(node) or op_name(node) not in _NEW)
-            and axis.reads(node)
-            and axis.copy(node)
-        ):
+        if axis is None or (op_name(node) in _NEW and not axis.has_rows(node)):
+            return
+        if axis.reads(node) and axis.copy(node):
             self.along[node] = axis
+        elif node not in axis.writes:
+            axis.missed.append(node)
 
     def picking(self, node: Node) -> bool:
         """`x[.., mask, ..]` with a mask of rows of one axis."""
@@ -150,6 +159,14 @@ class Walk:
             found.made_of.add(axis)
             axis.handed[axis.parts[0].twins[n]] = dim
         return True
+
+    def refusals(self) -> dict[Node, PsgError]:
+        """What is to be said of nodes at which rows begin that could not be taken apart."""
+        found: dict[Node, PsgError] = {}
+        for axis in self.axes.values():
+            if (reason := axis.refusal()) is not None:
+                found |= dict.fromkeys((n for own in (axis, *axis.made_of) for n in own.entered), reason)
+        return found
 
     def clean(self) -> None:
         """Drop what is left of axes that were taken apart: shapes and dtypes that were read off them, and checks."""
@@ -261,6 +278,8 @@ class Concatenation:
     nodes: the values along it that each part has.  halves: ops with several outputs of which those that are not picked
     have a part.  writes: where rows are added or written to those of another axis.
     made_of: other such axes that it is made of.  handed: twins of which another one is made, and where their rows lie.
+    entered: the nodes at which its rows begin.  missed: those that read its rows in another way than one by one.
+    reason: why they are not treated one by one.
     """
 
     def __init__(
@@ -275,6 +294,9 @@ class Concatenation:
         self.made_of: set[Concatenation] = set()
         self.handed: dict[Node, int] = {}
         self.proven = False
+        self.entered: list[Node] = []
+        self.missed: list[Node] = []
+        self.reason: PsgError | None = None
 
     def place(self, node: Node) -> int:
         """The dim of a value in which its rows lie, one beside the other; -1 for none."""
@@ -294,6 +316,7 @@ class Concatenation:
     def enter(self, node: Node, values: Sequence[Node], dim: int) -> None:
         """A node is these values, one behind the other along a dim."""
         self.nodes.add(node)
+        self.entered.append(node)
         for part, value in zip(self.parts, values, strict=True):
             twin = part.made(node, aten.alias.default, value)
             part.entries[twin] = dim
@@ -381,7 +404,21 @@ class Concatenation:
         part.prove_places(sources)
         self.proven = True
         for node, write in self.writes.items():
-            node.replace_all_uses_with(self.written(node, write))
+            node.replace_all_uses_with(self.written(node, replace(write, onto=bound(node)["self"])))
+
+    def refusal(self) -> PsgError | None:
+        """Why its rows are needed as a whole."""
+        if self.reason is not None:
+            return type(self.reason)(self.reason.what, where=self.reason.where, why=self.reason.why, fix=_FIX)
+        if not self.missed:
+            return None
+        node = self.missed[0]
+        why = f"it needs all rows of %{self.entered[0].name}, which are those of several axes, or picked by a mask"
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            why = (
+                "it draws at random for rows of several axes, or that a mask picks: taken apart, these are other draws"
+            )
+        return not_shown(node, why, _FIX)
 
     def written(self, node: Node, write: Write) -> Node:
         """The same of each part; pointers that are numbers in the code come last."""

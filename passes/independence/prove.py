@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch.fx import GraphModule, Node
 
+from psg_fx.errors import PsgError
 from psg_fx.graph import facts
 
 from .row_links import Link
@@ -13,15 +16,17 @@ from .values import NUMBERS, mixed
 from .walk import Prover
 
 
-def prove(gm: GraphModule) -> list[Link]:
+def prove(gm: GraphModule, refusals: Mapping[Node, PsgError] | None = None) -> list[Link]:
     """Set `samples`, `reduced` and `proof` of every node, or refuse with the op that mixes samples.
 
     What it cannot show is returned: the ops that join rows, which must be rows of one sample.
+
+    refusals: what to say of nodes, if they are refused: the reason may lie behind them.
     """
     for node in gm.graph.nodes:  # those that no samples reach too: the step would run them at every call
         if node.op == "call_function":
             refuse_effects(node)
-    prover = Prover(gm)
+    prover = Prover(gm, refusals=refusals)
     prover.walk()
     _check_model(prover)
     statistics = tuple(_check_outputs(prover))

@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from psg_fx.errors import PsgError
 from psg_fx.graph import facts
 from psg_fx.graph.facts import GraphFacts, InputSpec
+from psg_fx.source import provenance
 from psg_fx.torch_private.fakes import symbolic_inputs
 from psg_fx.torch_private.modes import enable_python_dispatcher
 
@@ -56,7 +57,7 @@ def row_by_row(
         sizes = {n: _number(graph, carrier, dim, value) for n, value in numbers.items()}
         for node in own:
             copies[node] = graph.node_copy(node, lambda n: sizes[n] if n in sizes else copies[n])
-            copies[node].meta["val"] = _run_or_unfit(copies[node])
+            copies[node].meta = {**provenance(node), "val": _run_or_unfit(copies[node])}
     graph.output(())
     gm = GraphModule({}, graph)
     symbol = facts.expr(carrier.meta["val"].shape[dim])

@@ -9,7 +9,7 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from psg_fx.errors import InternalError
+from psg_fx.errors import InternalError, PsgError
 from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxis
 from psg_fx.graph.sample_axis import Misfit, single
@@ -60,11 +60,17 @@ def prove_part(gm: GraphModule, given: Mapping[Node, Result]) -> list[Result]:
 
 
 class Prover:
-    """State of the walk: what is known of each node, and where a reduced value was first reduced."""
+    """State of the walk: what is known of each node, and where a reduced value was first reduced.
 
-    def __init__(self, gm: GraphModule, given: Mapping[Node, Result] | None = None) -> None:
+    given: what is known of nodes beforehand.  refusals: what to say of nodes, if they are refused.
+    """
+
+    def __init__(
+        self, gm: GraphModule, given: Mapping[Node, Result] | None = None,
+        refusals: Mapping[Node, PsgError] | None = None,
+    ) -> None:  # fmt: skip
         self.gm = gm
-        self.given = given or {}
+        self.given, self.refusals = given or {}, refusals or {}
         self.batch: sympy.Symbol = facts.graph_facts(gm).batch
         counts = facts.graph_facts(gm).rows
         self.rows = RowValues(self.batch, counts) if counts else None
@@ -90,8 +96,11 @@ class Prover:
 
     def settle(self, node: Node) -> Result:
         """Find out what is known of a node, check it, and set its fact."""
-        found, proof = self.visit(node)
-        self.check(node, found)
+        try:
+            found, proof = self.visit(node)
+            self.check(node, found)
+        except PsgError as error:
+            raise self.refusals.get(node, error) from error.__cause__
         self.note(node, found)
         facts.update(
             node, samples=found.axes, reduced=found.reduced, uniform=found.uniform, index=found.index,

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import psg_fx
 from psg_fx import Rows
-from support.graphs_of_nodes import EDGES, batches, losses, made
+from psg_fx.errors import NotYetSupported, SamplesMixed
+from support.graphs_of_nodes import BATCH_DIM, EDGES, batches, graphs, losses, made
 from support.rows_of_samples import Batch, Part, check, usual
 from support.self_loops import GATConv, GCNConv, Layers, WithAttributes, scatter
 
@@ -116,3 +118,141 @@ CUSTOM: dict[str, Callable[..., Tensor]] = {
 def test_what_is_done_along_edges_and_loops(name: str, masked: bool) -> None:
     """Among others largest values with ties, whose derivative all of them share."""
     check(made(Custom, CUSTOM[name], masked), losses, batches(), quantities=usual())
+
+
+class Edges(nn.Module):
+    """A layer on edges, some of which a mask picks."""
+
+    def __init__(self, layer: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.layer = layer
+        self.lin, self.edge, self.head = nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor, count: int) -> Tensor:
+        h = self.layer(self, self.lin(x), edge_index)
+        return self.head(h.new_zeros(count, 4).index_add(0, batch, torch.tanh(h)))
+
+
+def unmasked(edge_index: Tensor) -> Tensor:
+    return edge_index[:, edge_index[0] != edge_index[1]]
+
+
+def by_distance(m: nn.Module, h: Tensor, edge_index: Tensor) -> Tensor:
+    """What removed loops would divide by: zero."""
+    row, col = unmasked(edge_index)
+    d = h[row] - h[col]
+    return torch.zeros_like(h).index_add(0, col, d / d.square().sum(-1, keepdim=True).sqrt())
+
+
+def of_differences(m: nn.Module, h: Tensor, edge_index: Tensor) -> Tensor:
+    """A parameter's product below a root, in which removed loops have a derivative that is not finite."""
+    row, col = unmasked(edge_index)
+    y = m.edge((h[row] - h[col]).square()).square().sum(-1, keepdim=True).sqrt()
+    return torch.zeros_like(h).index_add(0, col, y.log() * h[row])
+
+
+def both_ways(m: nn.Module, h: Tensor, edge_index: Tensor) -> Tensor:
+    """Each edge in both directions, and a loop: three parts, two of the same axis."""
+    loops = torch.arange(h.shape[0]).expand(2, -1)
+    row, col = torch.cat([torch.cat([edge_index, edge_index.flip(0)], 1), loops], 1)
+    return torch.zeros_like(h).index_add(0, col, torch.tanh(m.edge(h[row] * h[col])))
+
+
+def loops_first(m: nn.Module, h: Tensor, edge_index: Tensor) -> Tensor:
+    loops = torch.arange(h.shape[0]).expand(2, -1)
+    row, col = torch.cat([loops, unmasked(edge_index)], 1)
+    degree = torch.zeros(h.shape[0], dtype=h.dtype).index_add(0, col, torch.ones(col.shape[0], dtype=h.dtype))
+    return torch.zeros_like(h).index_add(0, col, torch.tanh(m.edge(h[row]))) / degree[:, None]
+
+
+def picked_twice(m: nn.Module, h: Tensor, edge_index: Tensor) -> Tensor:
+    """Loops and other edges each by a mask of their own, and all edges beside them."""
+    same = edge_index[0] == edge_index[1]
+    row, col = edge_index[:, same]
+    y = torch.zeros_like(h).index_add(0, col, torch.sin(m.edge(h[row])))
+    row, col = edge_index[:, ~same]
+    y = y.index_add(0, col, torch.cos(m.edge(h[row])))
+    return y.index_add(0, edge_index[1], h[edge_index[0]])
+
+
+def without_edges(m: nn.Module, h: Tensor, edge_index: Tensor) -> Tensor:
+    """No edge is picked."""
+    row, col = edge_index[:, edge_index[0] < 0]
+    return h.index_add(0, col, m.edge(h[row]).log())
+
+
+OF_EDGES = (by_distance, of_differences, both_ways, loops_first, picked_twice, without_edges)
+
+
+@pytest.mark.parametrize("layer", OF_EDGES)
+def test_edges_that_a_mask_picks(layer: Callable[..., Tensor]) -> None:
+    check(made(Edges, layer), losses, batches(), quantities=usual())
+
+
+def step_of(model: nn.Module) -> psg_fx.PerSampleModule:
+    return psg_fx.transform(model, losses, batch_dim=BATCH_DIM, quantities=psg_fx.Norms(), backend="eager")
+
+
+@pytest.mark.parametrize("name", ["gcn", "gat/all"])
+def test_an_edge_between_graphs(name: str) -> None:
+    """At the call, by the row among the edges; the step serves the next batch."""
+    step, given = step_of(made(LAYERS[name])), graphs([3, 0, 5, 2], [4, 0, 7, 1])
+    good = step(given.whole.inputs, given.whole.targets)
+    x, edge_index, batch, count = given.whole.inputs
+    for end, column, value in ((0, 2, 9), (1, 0, 3), (0, 11, 0)):
+        crossing = edge_index.clone()
+        crossing[end, column] = value
+        with pytest.raises(SamplesMixed, match=f"row {column} of the rows of input_1 is joined"):
+            step((x, crossing, batch, count), given.whole.targets)
+    assert torch.equal(step(given.whole.inputs, given.whole.targets).norms, good.norms)
+    assert len(step.captures) == 1
+
+
+def added(m: nn.Module, h: Tensor, col: Tensor, y: Tensor) -> Tensor:
+    return torch.zeros_like(h).index_add(0, col, y)
+
+
+MIXING: dict[str, Callable[..., Tensor]] = {
+    "mean": lambda m, h, row, col: added(m, h, col, h[row] - h[row].mean(0)),
+    "sum": lambda m, h, row, col: added(m, h, col, h[row]) + h[row].sum(0),
+    "softmax": lambda m, h, row, col: added(m, h, col, h[row].softmax(0)),
+    "cumsum": lambda m, h, row, col: added(m, h, col, h[row].cumsum(0)),
+    "flip": lambda m, h, row, col: added(m, h, col, h[row].flip(0)),
+    "roll": lambda m, h, row, col: added(m, h, col.roll(1), h[row]),
+    "place": lambda m, h, row, col: added(m, h, col, h[row] * torch.arange(row.shape[0])[:, None]),
+    "count": lambda m, h, row, col: added(m, h, col, h[row] / row.shape[0]),
+    "count-filled": lambda m, h, row, col: added(m, h, col, h[row] * h.new_full((row.shape[0], 1), row.shape[0])),
+    "first": lambda m, h, row, col: added(m, h, col, h[row] - h[row][0]),
+    "cut-elsewhere": lambda m, h, row, col: added(m, h, col[1:], h[row[1:]]),
+    "first-as-many-as-nodes": lambda m, h, row, col: h + h[row][: h.shape[0]],
+    "other-order": lambda m, h, row, col: added(m, h, col, h[row] + torch.cat([h, h[row[: -h.shape[0]]]])),
+    "products": lambda m, h, row, col: added(m, h, col, h[row] @ (h[row].T @ h[row])),
+    "rows-of-it": lambda m, h, row, col: added(m, h, col, h[row][col]),
+    "sorted": lambda m, h, row, col: added(m, h, col, h[row].sort(0).values),
+    "pairs": lambda m, h, row, col: added(m, h, col, (h[row] @ h.T).sum(1, keepdim=True) * h[row]),
+    "largest-of-all": lambda m, h, row, col: added(m, h, col, h[row] - h[row].amax(0)),
+    "drawn-order": lambda m, h, row, col: added(m, h, col, h[row][torch.randperm(row.shape[0])]),
+    "batch-norm": lambda m, h, row, col: added(m, h, col, (h[row] - h[row].mean(0)) / h[row].std(0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize("name", MIXING)
+def test_what_mixes_them_is_refused(name: str, masked: bool) -> None:
+    given = graphs([3, 0, 5, 2], [4, 0, 7, 1])
+    model = made(Custom, MIXING[name], masked)
+    with pytest.raises((SamplesMixed, NotYetSupported), match=r"self_loops\.py"):
+        step_of(model)(given.whole.inputs, given.whole.targets)
+
+
+def test_rows_of_other_graphs_one_behind_the_other() -> None:
+    """A pointer into the nodes that is not their own number is looked at like any other."""
+
+    def shifted(m: nn.Module, h: Tensor, edge_index: Tensor) -> Tensor:
+        loops = torch.stack([torch.arange(h.shape[0]).roll(1), torch.arange(h.shape[0])])
+        row, col = torch.cat([edge_index, loops], 1)
+        return torch.zeros_like(h).index_add(0, col, h[row])
+
+    given = graphs([3, 5, 2], [4, 7, 1])
+    with pytest.raises(SamplesMixed, match="row 0 of the rows of input_0, input_2 is joined"):
+        step_of(made(Edges, shifted))(given.whole.inputs, given.whole.targets)
