@@ -17,16 +17,18 @@ from torch.fx import Node
 
 from .values import bound, op_name
 
-_ADDS = ("aten.index_add", "aten.scatter_add")
-_PUTS = ("aten.index_put", "aten._unsafe_index_put")
+aten = torch.ops.aten
+_PUTS = (aten.index_put.default, aten._unsafe_index_put.default)
+_WRITES = (*_PUTS, aten.index_add.default, aten.scatter_add.default, aten.scatter_reduce.two)
+_REDUCED = ("sum", "mean", "amax", "amin")
 
 
 @dataclass(frozen=True)
 class Write:
-    """An op that writes rows to where a pointer says.
+    """An op that adds rows to where a pointer says, or reduces them there in another way.
 
-    onto: to which values.  index, source: the pointer and what is written.  dim: the dim of onto it counts along.
-    places: the dims in which the rows of pointer and source lie.  adds: whether rows that do not count can be zeros.
+    onto: to which values.  index, source: the pointer and what is added.  dim: the dim of onto it counts along.
+    places: the dims in which the rows of pointer and source lie.
     """
 
     node: Node
@@ -35,33 +37,30 @@ class Write:
     source: Node
     dim: int
     places: dict[Node, int]
-    reduce: str
-    adds: bool
+    reduce: str = "sum"
 
 
 def write_of(node: Node, along: Callable[[Node], bool]) -> Write | None:
-    """A node as such an op, whose pointer and values have rows of the axis; None for another one."""
-    name = op_name(node)
-    if name not in (*_ADDS, *_PUTS, "aten.scatter", "aten.scatter_reduce"):
+    """A node as such an op, whose pointer and values have rows of the axis; None for another one.
+
+    Rows that are written instead are in no order of which torch's derivative knows.
+    """
+    if node.target not in _WRITES:
         return None
     given = bound(node)
-    onto, reduce = given["self"], "sum"
-    if name in _PUTS:
-        used = [(d, n) for d, n in enumerate(given["indices"]) if n is not None]
-        (dim, index), source = used[0], given["values"]
-        if len(used) > 1 or index.meta["val"].ndim != 1 or source.meta["val"].ndim != onto.meta["val"].ndim:
+    onto, source = given["self"], given.get("values") or given.get("src") or given.get("source")
+    width, reduce = onto.meta["val"].ndim, given.get("reduce") or "sum"
+    if node.target in _PUTS:
+        ((dim, index), *more) = [(d, n) for d, n in enumerate(given["indices"]) if n is not None]
+        if more or index.meta["val"].ndim != 1 or source.meta["val"].ndim != width or not given["accumulate"]:
             return None
-        reduce = "sum" if given["accumulate"] else "put"
     else:
-        dim, index = int(given["dim"]) % onto.meta["val"].ndim, given["index"]
-        source = given.get("src", given.get("source"))
-        reduce = given.get("reduce") or ("put" if name == "aten.scatter" else "sum")
-    if not isinstance(source, Node) or source is index or onto in (index, source) or reduce == "prod":
+        dim, index = int(given["dim"]) % width, given["index"]
+    if len({onto, index, source}) < 3 or not along(index) or not along(source) or reduce not in _REDUCED:
         return None
-    if not along(index) or not along(source):
+    if reduce != "sum" and not onto.meta["val"].is_floating_point():
         return None
-    own = 0 if index.meta["val"].ndim == 1 else dim
-    return Write(node, onto, index, source, dim, {index: own, source: dim}, reduce, reduce != "put")
+    return Write(node, onto, index, source, dim, {index: min(dim, index.meta["val"].ndim - 1), source: dim}, reduce)
 
 
 Given = Sequence[tuple[Tensor, Tensor, Tensor | None]]
@@ -70,7 +69,7 @@ Given = Sequence[tuple[Tensor, Tensor, Tensor | None]]
 
 def written(write: Write, onto: Tensor, parts: Given) -> Tensor:
     """What the op gives of all parts."""
-    if op_name(write.node) != "aten.scatter_reduce":
+    if write.node.target is not aten.scatter_reduce.two:
         for index, source, kept in parts:
             onto = _op(write, onto, index, zeroed(source, kept))
         return onto
@@ -82,7 +81,16 @@ def written(write: Write, onto: Tensor, parts: Given) -> Tensor:
 
 def zeroed(source: Tensor, kept: Tensor | None) -> Tensor:
     """Zeros in the place of rows that do not count."""
-    return source if kept is None else torch.where(kept, source, torch.zeros((), dtype=source.dtype))
+    return source if kept is None else torch.where(kept, source, _filled(source, 0))
+
+
+def _filled(like: Tensor, value: float) -> Tensor:
+    return torch.full((), value, dtype=like.dtype, device=like.device)
+
+
+def _derivative(x: Tensor) -> Tensor:
+    """Zero, whose derivative is that of x; an infinite x stays."""
+    return torch.where(x.isinf(), x, x - x.detach())
 
 
 def _op(write: Write, onto: Tensor, index: Tensor, source: Tensor) -> Tensor:
@@ -126,20 +134,18 @@ def _largest(write: Write, onto: Tensor, parts: Given, included: bool) -> Tensor
     most = bare if included else torch.full_like(bare, lowest)
     for index, source, kept in parts:
         rows = source.detach()
-        rows = rows if kept is None else torch.where(kept, rows, torch.full((), lowest, dtype=rows.dtype))
+        rows = rows if kept is None else torch.where(kept, rows, _filled(rows, lowest))
         most = most.scatter_reduce(write.dim, index, rows, write.reduce, include_self=True)
     count = None if included else _counts(write, bare, parts)
     most = most if count is None else torch.where(count > 0, most, bare)
     if op_name(write.source) == "aten.detach":
         return most if included else torch.where(most == bare, onto, most)
     equal = onto == most
-    ties, moved = equal.to(onto.dtype), torch.where(equal, onto - bare, torch.zeros((), dtype=onto.dtype))
-    if count is not None:
-        moved = torch.zeros_like(moved)
+    ties, moved = equal.to(onto.dtype), zeroed(_derivative(onto), equal) if included else torch.zeros_like(onto)
     for index, source, kept in parts:
         tied = source == most.gather(write.dim, index)
         tied = tied if kept is None else tied & kept
         ties = ties.scatter_add(write.dim, index, tied.to(source.dtype))
-        moved = moved.scatter_add(write.dim, index, zeroed(source - source.detach(), tied))
+        moved = moved.scatter_add(write.dim, index, zeroed(_derivative(source), tied))
     found = most + moved / ties
     return found if count is None else torch.where(count > 0, found, onto)

@@ -101,6 +101,8 @@ CUSTOM: dict[str, Callable[..., Tensor]] = {
         0, wide(col, h[col]), messages(m, h, row, col), "amax"),
     "largest-without-own": lambda m, h, row, col: h.scatter_reduce(
         0, wide(col, h[col]), messages(m, h, row, col), "amax", include_self=False),
+    "largest-of-none": lambda m, h, row, col: torch.exp(scatter(
+        messages(m, h, row, col).masked_fill(h[row] < 0.2, -torch.inf), col, h.shape[0], "max")),
     "mean": lambda m, h, row, col: h.scatter_reduce(0, wide(col, h[col]), messages(m, h, row, col), "mean"),
     "mean-without-own": lambda m, h, row, col: h.scatter_reduce(
         0, wide(col, h[col]), messages(m, h, row, col), "mean", include_self=False),
@@ -175,13 +177,21 @@ def picked_twice(m: nn.Module, h: Tensor, edge_index: Tensor) -> Tensor:
     return y.index_add(0, edge_index[1], h[edge_index[0]])
 
 
+def filled(m: nn.Module, h: Tensor, edge_index: Tensor) -> Tensor:
+    """Of edges that are picked and loops, each with a number in the code."""
+    loops, kept = torch.arange(h.shape[0]).expand(2, -1), unmasked(edge_index)
+    row, col = torch.cat([kept, loops], 1)
+    weight = torch.cat([torch.full((kept.shape[1], 1), 0.3, dtype=h.dtype), h.new_ones(h.shape[0], 1)])
+    return torch.zeros_like(h).index_add(0, col, weight * torch.tanh(m.edge(h[row])))
+
+
 def without_edges(m: nn.Module, h: Tensor, edge_index: Tensor) -> Tensor:
     """No edge is picked."""
     row, col = edge_index[:, edge_index[0] < 0]
     return h.index_add(0, col, m.edge(h[row]).log())
 
 
-OF_EDGES = (by_distance, of_differences, both_ways, loops_first, picked_twice, without_edges)
+OF_EDGES = (by_distance, of_differences, both_ways, loops_first, picked_twice, filled, without_edges)
 
 
 @pytest.mark.parametrize("layer", OF_EDGES)
@@ -243,6 +253,39 @@ def test_what_mixes_them_is_refused(name: str, masked: bool) -> None:
     model = made(Custom, MIXING[name], masked)
     with pytest.raises((SamplesMixed, NotYetSupported), match=r"self_loops\.py"):
         step_of(model)(given.whole.inputs, given.whole.targets)
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "draws": (lambda: Layers(GATConv(4, 3, dropout=0.5), GATConv(6, 3)), "it draws at random"),
+    "written": (lambda: Custom(lambda m, h, row, col: h.index_put((col,), h[row])),
+                "aten.index_put .* all rows of %cat"),
+    "products": (lambda: Custom(lambda m, h, row, col: h.scatter_reduce(0, wide(col, h[row]), h[row], "prod")),
+                 "aten.scatter_reduce .* all rows of %cat"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_said_of_others(name: str) -> None:
+    given, (model, words) = graphs([3, 0, 5, 2], [4, 0, 7, 1]), REFUSED[name]
+    with pytest.raises(NotYetSupported, match=f"(?s){words}.*AddRemainingSelfLoops"):
+        step_of(made(model).train())(given.whole.inputs, given.whole.targets)
+
+
+def test_weights_that_replace_those_of_loops() -> None:
+    """Which of two loops' weights a node gets is nowhere said, and a mask picks them."""
+    given = with_attributes(graphs([3, 0, 5, 2], [4, 0, 7, 1]), 0)
+    step = psg_fx.transform(
+        made(lambda: WithAttributes(GCNConv(4, 6), GCNConv(6, 6))), losses, batch_dim=given.batch_dim,
+        quantities=psg_fx.Norms(), backend="eager",
+    )  # fmt: skip
+    with pytest.raises(NotYetSupported, match=r"(?s)aten.index_put .*all rows of %index.*AddRemainingSelfLoops"):
+        step(given.whole.inputs, given.whole.targets)
+
+
+def test_dropout_at_rest() -> None:
+    """In evaluation mode it does nothing."""
+    model = made(lambda: Layers(GATConv(4, 3, dropout=0.5), GATConv(6, 3, dropout=0.5))).eval()
+    check(model, losses, batches()[:2], quantities=[psg_fx.Norms()])
 
 
 def test_rows_of_other_graphs_one_behind_the_other() -> None:
