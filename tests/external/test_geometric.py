@@ -60,14 +60,19 @@ def test_exact(layer: str, pool: str) -> None:
 LOOPED: dict[str, Callable[..., nn.Module]] = {
     "gcn": partial(geometric.GCNConv, 4, 6),
     "gat": partial(geometric.GATConv, 4, 3, heads=2),
+    "gat/two": partial(geometric.GATv2Conv, 4, 3, heads=2),
 }
 
 
 @pytest.mark.parametrize("name", LOOPED)
-def test_self_loops_that_a_layer_adds_are_refused(name: str) -> None:
+def test_self_loops_that_a_layer_adds(name: str) -> None:
     """It drops those that there are by a mask, and joins the edges with one for each node."""
-    step = psg_fx.transform(made(LOOPED[name]), losses, batch_dim=BATCH_DIM, backend="eager")
-    with pytest.raises(NotYetSupported, match="a mask picks a number of rows"):
+    check(made(LOOPED[name]), losses, BATCHES, quantities=[psg_fx.Grads(), psg_fx.ClippedSum(0.5)])
+
+
+def test_dropout_of_attention_with_loops_is_refused() -> None:
+    step = psg_fx.transform(made(partial(LOOPED["gat"], dropout=0.5)), losses, batch_dim=BATCH_DIM, backend="eager")
+    with pytest.raises(NotYetSupported, match="it draws at random"):
         step(BATCHES[0].whole.inputs, *BATCHES[0].whole.targets)
 
 
