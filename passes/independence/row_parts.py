@@ -92,7 +92,7 @@ class Part(RowRewriting):
             return twin
         others = self.others(twin.meta["val"].ndim, dim)
         fill = 0.3 + 0.07 * len(self.cut)
-        found = self.made(node, aten.masked_fill.Scalar, twin, others, fill)
+        found = self.made(twin.next, node, aten.masked_fill.Scalar, twin, others, fill)
         self.cut.add(found)
         self.inside.append(found)
         return found
@@ -104,14 +104,14 @@ class Part(RowRewriting):
             last = facts.placeholders(self.gm)[-1]
             first = (last if self.kept.op == "placeholder" else self.kept).next  # in front of all that needs it
             shape = [-1 if d == dim else 1 for d in range(ndim)]
-            others = self.made(first, aten.logical_not.default, self.kept)
-            self.left_out[ndim, dim] = self.made(first, aten.reshape.default, others, shape)
+            others = self.made(first, self.kept, aten.logical_not.default, self.kept)
+            self.left_out[ndim, dim] = self.made(first, self.kept, aten.reshape.default, others, shape)
             self.entries[self.left_out[ndim, dim]] = dim
         return self.left_out[ndim, dim]
 
-    def made(self, node: Node, target: Any, *args: Any) -> Node:
-        """A new node in front of another one."""
-        with self.gm.graph.inserting_before(node):
+    def made(self, place: Node, node: Node, target: Any, *args: Any) -> Node:
+        """A new node in front of another one, for the line of `node`."""
+        with self.gm.graph.inserting_before(place):
             found = self.gm.graph.call_function(target, args)
         found.meta = provenance(node)
         found.meta["val"] = self._run(found)
@@ -183,7 +183,7 @@ class Concatenation:
         self.nodes.add(node)
         self.entered.append(node)
         for part, value in zip(self.parts, values, strict=True):
-            twin = part.made(node, aten.alias.default, value)
+            twin = part.made(node, node, aten.alias.default, value)
             part.entries[twin] = dim
             part.twins[node] = part.without_others(node, twin, dim)
 

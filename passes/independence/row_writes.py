@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
+
+from psg_fx.graph import facts
 
 from .values import bound, op_name
 
@@ -48,7 +51,8 @@ def write_of(node: Node, along: Callable[[Node], bool]) -> Write | None:
     if node.target not in _WRITES:
         return None
     given = bound(node)
-    onto, source = given["self"], given.get("values") or given.get("src") or given.get("source")
+    onto: Node = given["self"]
+    source: Any = given.get("values") or given.get("src") or given.get("source")
     width, reduce = onto.meta["val"].ndim, given.get("reduce") or "sum"
     if node.target in _PUTS:
         ((dim, index), *more) = [(d, n) for d, n in enumerate(given["indices"]) if n is not None]
@@ -58,9 +62,13 @@ def write_of(node: Node, along: Callable[[Node], bool]) -> Write | None:
         dim, index = int(given["dim"]) % width, given["index"]
     if len({onto, index, source}) < 3 or not along(index) or not along(source) or reduce not in _REDUCED:
         return None
-    if reduce != "sum" and not onto.meta["val"].is_floating_point():
+    if reduce != "sum" and not (onto.meta["val"].is_floating_point() and _same_shape(index, source)):
         return None
     return Write(node, onto, index, source, dim, {index: min(dim, index.meta["val"].ndim - 1), source: dim}, reduce)
+
+
+def _same_shape(a: Node, b: Node) -> bool:
+    return facts.shape(a.meta["val"]) == facts.shape(b.meta["val"])
 
 
 Given = Sequence[tuple[Tensor, Tensor, Tensor | None]]

@@ -26,12 +26,16 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYERS)
+KEPT = ("gcn", "gat/two", "both")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in KEPT else pytest.mark.rest) for n in LAYERS])
 def test_layers(name: str) -> None:
     """With graphs that have self-loops already, some twice, and with graphs that have no edges or no nodes."""
     check(made(LAYERS[name]), losses, batches(), quantities=usual())
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", ["gcn", "gat/two"])
 def test_every_quantity(name: str) -> None:
     check(made(LAYERS[name]), losses, batches())
@@ -60,7 +64,7 @@ ATTRIBUTES: dict[str, tuple[int, Callable[[], nn.Module]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ATTRIBUTES)
+@pytest.mark.parametrize("name", ["gat/max", *(pytest.param(n, marks=pytest.mark.rest) for n in list(ATTRIBUTES)[:-1])])
 def test_attributes_of_edges(name: str) -> None:
     width, model = ATTRIBUTES[name]
     check(made(model), losses, [with_attributes(b, width) for b in batches()], quantities=usual())
@@ -115,7 +119,10 @@ CUSTOM: dict[str, Callable[..., Tensor]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+ALL_OR_MASKED = [pytest.param(False, id="all", marks=pytest.mark.rest), pytest.param(True, id="masked")]
+
+
+@pytest.mark.parametrize("masked", ALL_OR_MASKED)
 @pytest.mark.parametrize("name", CUSTOM)
 def test_what_is_done_along_edges_and_loops(name: str, masked: bool) -> None:
     """Among others largest values with ties, whose derivative all of them share."""
@@ -246,7 +253,7 @@ MIXING: dict[str, Callable[..., Tensor]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize("masked", ALL_OR_MASKED)
 @pytest.mark.parametrize("name", MIXING)
 def test_what_mixes_them_is_refused(name: str, masked: bool) -> None:
     given = graphs([3, 0, 5, 2], [4, 0, 7, 1])
