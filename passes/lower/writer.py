@@ -58,7 +58,8 @@ class Writer:
         for group, nodes in zip(self.groups, handed, strict=True):
             self._second(group, nodes, weights)
         fields = self._fields(quantities, weights)
-        self.pieces.settle()
+        if not self.plan.need:  # a budget is kept in the order in which its memory was counted
+            self.pieces.settle()
         return fields
 
     def _first(self, group: Group) -> list[Node]:

@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.algebra.ask import Ask, Phase
 from psg_fx.algebra.gradient import ParameterGradient
-from psg_fx.algebra.network import Source
+from psg_fx.algebra.network import BATCH, Source
 from psg_fx.algebra.site import READ, read_by_networks
 from psg_fx.errors import BadArgument
 from psg_fx.graph import facts
@@ -56,7 +56,7 @@ def plan_within(
         for factor in (0.0, *_PRICES):
             price = None if factor == 0 else max(device.kept, _LEAST) * factor
             plan = plan_step(gradients, asks, device, batch, count, price)
-            need = memory_of(gm, plan, round(count * samples))
+            need = memory_of(gm, plan, round(count * samples)) + (_found_before(plan) if count < size else 0)
             if need <= budget.limit:
                 return replace(plan, part=count, need=need)
             least = min(least or need, need)
@@ -94,6 +94,12 @@ def memory_of(gm: GraphModule, plan: Plan, size: int) -> int:
         live += 0 if part.tree.key in held else part.tree.bytes
         live -= sum(sizes[owner] for owner, end in ends.items() if end == k)
     return peak
+
+
+def _found_before(plan: Plan) -> int:
+    """Bytes of the sums of earlier parts, which are there while a part is computed."""
+    parts = [part for parameter in plan.parameters for part in parameter.parts]
+    return sum(part.tree.bytes for part in parts if BATCH not in part.contraction.network.out)
 
 
 def _in_order(plan: Plan) -> list[Part]:

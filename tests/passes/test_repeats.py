@@ -127,6 +127,20 @@ def draws(node: Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
+@pytest.mark.parametrize("budget", [None, 2**30])
+def test_gradients_stand_beside_the_backward(budget: int | None) -> None:
+    """The last layer's gradients come before the first layer's backward, unless memory was counted otherwise."""
+    x = torch.randn(3, 8, 8)
+    step = psg_fx.transform(
+        Layers(4), loss, quantities=psg_fx.ClippedSum(1.0), backend="eager", progress=False, memory_budget=budget
+    )
+    step(x, x)
+    names = [node.name for node in step.graphs["tidied"].graph.nodes]
+    product = next(i for i, name in enumerate(names) if name.startswith("layers_3_1_weight_grad_sample"))
+    backward = max(i for i, name in enumerate(names) if name.startswith("native_layer_norm_backward"))
+    assert (product < backward) == (budget is None)
+
+
 def test_nothing_repeats() -> None:
     gm = lowered(nn.Linear(8, 8), torch.randn(3, 8, 8))
     assert written_once(gm) is gm

@@ -45,7 +45,7 @@ def test_the_prediction_is_near_the_truth(quantity: Any) -> None:
     assert 0.8 * measured < predicted < 2 * measured
 
 
-@pytest.mark.parametrize("share", one_in(2, [0.3, 0.6]))
+@pytest.mark.parametrize("share", one_in(2, [0.4, 0.6]))
 def test_a_budget_is_kept(share: float) -> None:
     ex, asked = example("gpt"), [ClippedSum(0.1), MeanGrad(), SecondMoment()]
     free = step_of(ex, asked)
@@ -58,7 +58,7 @@ def test_a_budget_is_kept(share: float) -> None:
         assert oracle.relative_error(getattr(got, field), getattr(want, field)) < 1e-4
     for field in ("clipped_sum", "mean_grad", "second_moment"):
         assert oracle.worst_error(getattr(got, field), getattr(want, field)) < 1e-4
-    assert peak(bounded, ex) < 1.25 * budget
+    assert peak(bounded, ex) <= budget
 
 
 def test_larger_batches_run_in_parts_of_the_planned_size() -> None:
