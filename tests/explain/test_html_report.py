@@ -231,7 +231,7 @@ def test_without_a_loss() -> None:
 
 
 def test_in_parts() -> None:
-    step = example("mlp", memory_budget=8000)
+    step = example("mlp", memory_budget=10_000)
     data = told(step)
     assert data["about"]["part"] < SIZES["mlp"]["batch"]
 
