@@ -231,9 +231,12 @@ def test_without_a_loss() -> None:
 
 
 def test_in_parts() -> None:
-    step = example("mlp", memory_budget=10_000)
-    data = told(step)
-    assert data["about"]["part"] < SIZES["mlp"]["batch"]
+    ex = zoo.example("mlp", **SIZES["mlp"] | {"batch": 64})
+    step = psg_fx.transform(
+        ex.model, ex.loss_fn, quantities=psg_fx.ClippedSum(1.0), backend="eager", memory_budget=20_000
+    )
+    step(ex.inputs, ex.targets)
+    assert told(step)["about"]["part"] < 64
 
 
 def test_the_file_is_whole(gpt: psg_fx.PerSampleModule, tmp_path: Path) -> None:
