@@ -18,6 +18,8 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from psg_fx.graph.same_op import draws
+
 PERIODS = 32
 """Distances that are tried: those at which most ops come again."""
 
@@ -133,7 +135,7 @@ def _can_be_called(node: Node) -> bool:
         return False
     values = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
     return (
-        torch.Tag.nondeterministic_seeded not in target.tags
+        not draws(node)
         and not target._schema.is_mutable
         and not is_number(node)
         and all(value is not None for value in values)

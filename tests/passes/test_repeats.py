@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 import psg_fx
 from psg_fx.graph import facts
 from psg_fx.graph.lifetimes import is_view
+from psg_fx.graph.same_op import draws
 from psg_fx.passes.compile.calls import invoke_subgraph, written_once
 from psg_fx.passes.compile.compile import written_out
 from psg_fx.passes.compile.repeats import Repeat, repeats
@@ -121,10 +122,6 @@ def test_random_numbers_are_drawn_outside() -> None:
     assert calls(once)
     assert len(drawn) >= 4
     assert drawn == [n.target for n in once.graph.nodes if n.op == "call_function" and draws(n)]
-
-
-def draws(node: Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 @pytest.mark.parametrize("budget", [None, 2**30])
