@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import psg_fx
 from psg_fx import Rows
 from psg_fx.step import rows as of_call
-from support.graphs_of_nodes import GAT, GCN, GIN, EdgeMLP, GraphSAGE, batches, graphs, losses, made
+from support.graphs_of_nodes import GAT, GCN, GIN, CountingGIN, EdgeMLP, GraphSAGE, batches, graphs, losses, made
 from support.rows_of_samples import Batch, RowsTruth, check, usual
 
 
@@ -116,17 +116,7 @@ def test_rows_among_the_targets_and_num_samples() -> None:
 
 def test_buffers_are_not_written_where_samples_mix() -> None:
     """Nor is anything returned: the batch is refused before."""
-
-    class Counting(GIN):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("calls", torch.zeros(()))
-
-        def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor, count: int) -> Tensor:
-            self.calls.add_(1)
-            return super().forward(x, edge_index, batch, count)
-
-    model, given = made(Counting), graphs([3, 4], [3, 4])
+    model, given = made(CountingGIN), graphs([3, 4], [3, 4])
     step = psg_fx.transform(model, losses, batch_dim=given.batch_dim, quantities=psg_fx.Norms(), backend="eager")
     step(given.whole.inputs, given.whole.targets)
     x, edge_index, batch, count = given.whole.inputs

@@ -18,7 +18,7 @@ from psg_fx.reference.loop import reference_grads
 from psg_fx.reference.validate import validate
 from support import bags_of_words, graphs_of_nodes, packed
 from support.expected import directions
-from support.graphs_of_nodes import GIN, EdgeMLP, graphs
+from support.graphs_of_nodes import GIN, CountingGIN, EdgeMLP, graphs
 from support.rows_of_samples import Batch, RowsTruth, everything
 
 MANY: dict[str, tuple[Any, Any, Batch]] = {
@@ -64,16 +64,7 @@ def test_every_quantity_is_compared(name: str, groups: list[int] | None) -> None
 
 
 def test_buffers_and_parameters_are_left_alone() -> None:
-    class Counting(GIN):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("calls", torch.zeros(()))
-
-        def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor, count: int) -> Tensor:
-            self.calls.add_(1)
-            return super().forward(x, edge_index, batch, count)
-
-    model, batch = graphs_of_nodes.made(Counting).float(), graphs([3, 4], [3, 4])
+    model, batch = graphs_of_nodes.made(CountingGIN).float(), graphs([3, 4], [3, 4])
     x, *others = batch.whole.inputs
     before = {name: t.clone() for name, t in model.state_dict().items()}
     losses, grads = reference_grads(

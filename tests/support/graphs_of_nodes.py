@@ -61,6 +61,18 @@ class GIN(nn.Module):
         return self.head(x.new_zeros(count, x.shape[1]).index_add(0, batch, x))
 
 
+class CountingGIN(GIN):
+    """It counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor, count: int) -> Tensor:
+        self.calls.add_(1)
+        return super().forward(x, edge_index, batch, count)
+
+
 class GCN(nn.Module):
     """X = Â X W with Â = D^-½ (A + 1) D^-½, averaged over each graph (Kipf & Welling 2017, arXiv:1609.02907)."""
 
