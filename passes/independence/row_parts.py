@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.errors import PsgError
 from psg_fx.graph import facts
+from psg_fx.graph.same_op import draws
 from psg_fx.source import provenance
 
 from .region import ROWS, TimesRows, Unfit
@@ -280,7 +281,7 @@ class Concatenation:
             return None
         node = self.missed[0]
         why = f"it needs all rows of %{self.entered[0].name}, which are those of several axes, or picked by a mask"
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        if draws(node):
             why = (
                 "it draws at random for rows of several axes, or that a mask picks: taken apart, these are other draws"
             )
