@@ -18,6 +18,7 @@ from psg_fx.algebra.site import PREFIXES, Prefix
 from psg_fx.errors import NotYetSupported
 from psg_fx.graph import facts
 from psg_fx.graph.facts import fact
+from psg_fx.graph.same_op import draws
 from psg_fx.graph.stages import Stage
 from psg_fx.op_table import enter, known
 from psg_fx.ops.autograd_function import CustomCall, custom_call, differentiable
@@ -87,7 +88,7 @@ def prefix(gm: GraphModule, operand: Node) -> Prefix:
     needed = {n for n in facts.ancestors([operand], lambda n: not _is_size(n)) if not _is_size(n)}
     order = [n for n in gm.graph.nodes if n in needed]
     for node in order:
-        if _is_random(node):
+        if draws(node):
             raise NotYetSupported(
                 f"{node.target} draws random numbers on the way of a parameter to its use", where=locate(node),
                 why="the same draw would have to be kept for the gradient", fix="apply the dropout to the activations",
@@ -122,8 +123,3 @@ def _is_size(node: Node) -> bool:
 
 def _at_one(gm: GraphModule, size: Node) -> int:
     return facts.at(facts.expr(size.meta["val"]), facts.graph_facts(gm).batch, 1)
-
-
-def _is_random(node: Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch.fx import Node
+
+from psg_fx.graph.same_op import draws
 
 from .table import sample_rule
 from .values import NUMBERS, NUMBERS_FIX, Argument, Op, Result, broadcast
@@ -29,8 +30,7 @@ def elementwise(op: Op) -> Result:
     if op.name in ("aten.type_as",):
         values = [op.need("self")]
     found = broadcast(op, values, len(op.out().shape))
-    assert isinstance(op.node.target, torch._ops.OpOverload)
-    if torch.Tag.nondeterministic_seeded in op.node.target.tags:
+    if draws(op.node):
         return Result(found.axes)
     kept = op.name.removeprefix("aten.") in _KEEPS_INDEX.split()
     return Result(found.axes, found.uniform, index=max((v.found.index for v in values), default=0) if kept else 0)

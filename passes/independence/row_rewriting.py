@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxis
+from psg_fx.graph.same_op import draws
 from psg_fx.source import provenance
 from psg_fx.torch_private.modes import enable_python_dispatcher
 
@@ -42,8 +43,7 @@ class RowRewriting:
         """The op on all rows, which is the same for each of them if it treats each row by itself: that is proven later.
         Not of random draws, which would be others in another order.  value: what it gives, if that is known.
         """
-        drawn = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if drawn or not any(n in self.twins for n in node.all_input_nodes):
+        if draws(node) or not any(n in self.twins for n in node.all_input_nodes):
             return False
         with self.gm.graph.inserting_before(node):
             twin = self.gm.graph.node_copy(node, lambda n: self.twins.get(n, n))

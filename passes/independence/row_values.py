@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxis
+from psg_fx.graph.same_op import draws
 
 from .row_links import Link, attending, pointing
 from .row_pairs import of_pairs
@@ -85,8 +86,7 @@ class RowValues:
 
     def note_plain(self, node: Node, inputs: Sequence[Node]) -> None:
         """Whether a value is made of numbers in the code alone."""
-        seeded = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if node.op == "call_function" and not seeded and all(n in self.plain for n in inputs):
+        if node.op == "call_function" and not draws(node) and all(n in self.plain for n in inputs):
             self.plain.add(node)
 
     def is_structure(self, node: Node, about: Sequence[Node], others: Sequence[Node]) -> bool:

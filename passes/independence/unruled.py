@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.errors import NotYetSupported
 from psg_fx.graph import facts
+from psg_fx.graph.same_op import draws
 from psg_fx.graph.tracing import trace
 from psg_fx.ops.trusted import is_trusted
 from psg_fx.source import locate
@@ -47,7 +48,7 @@ def without_rule(op: Op, notes: list[str]) -> tuple[Result, str]:
             raise not_shown(node, "it has no rule that says how it treats the samples") from error
         axes = tuple(r.axes for r in found)
         return found[0] if isinstance(node.meta["val"], torch.Tensor) else Result(axes), "written out"  # type: ignore[arg-type]
-    if torch.Tag.nondeterministic_seeded in target.tags:
+    if draws(node):
         raise not_shown(node, "it draws at random, and has no rule that says how")
     if target.namespace in _TORCH:
         raise not_shown(node, "it has no rule that says how it treats the samples")

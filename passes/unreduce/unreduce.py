@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 from psg_fx.errors import BadArgument, InternalError, NotYetSupported
 from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxis
+from psg_fx.graph.same_op import draws
 from psg_fx.graph.sample_axis import single
 from psg_fx.graph.strides import free_of_strides
 from psg_fx.source import locate, provenance
@@ -173,7 +174,7 @@ class Unreduction:
             return
         target = node
         if node in self.shared:
-            if _random(node):
+            if draws(node):
                 raise _not_yet(node, "it draws at random, and both the loss and a buffer need it, at different B")
             with self.gm.graph.inserting_before(node):
                 target = self.gm.graph.node_copy(node)
@@ -192,7 +193,7 @@ class Unreduction:
             assert isinstance(source, Node)
             self.new[node] = self.new[source][place]
             return
-        if _random(node):
+        if draws(node):
             raise _not_yet(node, "it draws at random from values reduced over the samples")
         inputs = [n for n in dict.fromkeys(flat_nodes([node.args, list(node.kwargs.values())])) if self.is_tensor(n)]
         spread = [n for n in inputs if facts.fact(n).reduced or facts.fact(n).samples is not None]
@@ -263,10 +264,6 @@ def _functional(node: Node, traced: Node) -> Any:
     if packet is None or any(len(n.users) > 1 for n in traced.all_input_nodes):
         raise _not_yet(node, f"batching it over samples works in place ({target._schema.name})")
     return getattr(packet, target._overloadname)
-
-
-def _random(node: Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _not_yet(node: Node, why: str) -> NotYetSupported:

@@ -13,7 +13,7 @@ def computation(node: Node) -> Hashable | None:
     """What an op computes: equal for equal ops on equal arguments.  None for what must stay apart: random draws, and
     whatever is no op.  Types are part of it, since 1 == 1.0 == True.
     """
-    if node.op != "call_function" or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+    if node.op != "call_function" or draws(node):
         return None
     key = (node.target, _typed(node.args), tuple((k, _typed(v)) for k, v in sorted(node.kwargs.items())))
     try:
@@ -51,7 +51,7 @@ def alike(gm: GraphModule) -> dict[Node, int]:
     found: dict[Node, int] = {}
     for node in gm.graph.nodes:
         key: Any = node
-        if node.op == "call_function" and torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        if node.op == "call_function" and not draws(node):
             inputs = {n: i for i, n in enumerate(node.all_input_nodes)}
             plain = torch.fx.map_arg((node.args, node.kwargs), inputs.__getitem__)
             key = (node.target, repr(plain), tuple(found[n] for n in inputs))

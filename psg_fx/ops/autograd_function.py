@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from psg_fx.errors import NotYetSupported
 from psg_fx.graph.facts import is_differentiable
+from psg_fx.graph.same_op import draws
 from psg_fx.graph.strides import free_of_strides
 from psg_fx.graph.tracing import trace
 from psg_fx.ops.define import of_torch_alone
@@ -163,7 +164,7 @@ def differentiable(
         outputs = forward(*inputs)
         backward = free_of_strides(make_fx(_backward(call, len(inputs)), tracing_mode="fake")(*inputs, *outputs))
     for node in (*forward.graph.nodes, *backward.graph.nodes):
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        if draws(node):
             raise call.refusal("it draws random numbers, and a parameter is among its arguments")
     has_gradient = [is_differentiable(t) for t in inputs]
 

@@ -35,14 +35,15 @@ class Knowledge:
             return
         self.ranges, self.counts = list(env.var_to_range.values()), _counts(env)
         values = values_of(env)
-        if len(values) != len(self.ranges) or env._translation_validation_enabled:
-            self.number = -1  # symbols that depend on values
+        if env._translation_validation_enabled:
+            self.number = -1
             return
         asserts = [(s, tuple(a.expr for a in found)) for s, found in env.deferred_runtime_asserts.items()]
         full = (
             tuple(values.items()), tuple(env.var_to_range.items()), tuple(g.expr for g in env.guards),
             tuple(env.axioms.items()), frozenset(env.replacements.items()), frozenset(env.divisible), tuple(asserts),
-            env.settings,
+            env.settings, frozenset(env.size_like), tuple(env.unbacked_renamings.items()),
+            tuple(env.unbacked_alloc_order.items()),
         )  # fmt: skip
         if full not in _KNOWLEDGE:
             _KNOWLEDGE[full] = next(_numbers)
@@ -63,7 +64,7 @@ def _same(a: object, b: object) -> bool:
 def _counts(env: Any) -> tuple[int, ...]:
     return (
         len(env.guards), len(env.axioms), len(env.replacements), len(env.divisible), env.num_deferred_runtime_asserts,
-        len(values_of(env)),
+        len(values_of(env)), len(env.size_like), len(env.unbacked_renamings), len(env.unbacked_alloc_order),
     )  # fmt: skip
 
 
@@ -94,7 +95,8 @@ _SETTINGS = (
 _ASKED: tuple[Callable[[], Hashable], ...] = tuple([getattr(torch._C, name, int) for name in _SETTINGS[:-1]])
 _OF_SYMBOLS = (
     "guards", "axioms", "replacements", "divisible", "num_deferred_runtime_asserts", "deferred_runtime_asserts",
-    "var_to_range", "settings", "_translation_validation_enabled",
+    "var_to_range", "settings", "_translation_validation_enabled", "size_like", "unbacked_renamings",
+    "unbacked_alloc_order",
 )  # fmt: skip
 
 

@@ -99,7 +99,8 @@ def _number(recipe: Any, operands: Sequence[Any], env: Any) -> Any:
             return operands[k]
         of, d = place
         return getattr(operands[k], of)()[d] if of != "numel" else operands[k].numel()
-    return torch.SymInt(SymNode(recipe, env, int, int(recipe.xreplace(values_of(env)))))
+    value = recipe.xreplace(values_of(env))
+    return torch.SymInt(SymNode(recipe, env, int, None if value.free_symbols else int(value)))
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,7 @@ def _recipe(result: Any, mode: Any, operands: Sequence[Any]) -> _Made:
     made = _Made(
         tuple([recipe(s) for s in result.shape]), tuple([recipe(s) for s in result.stride()]),
         recipe(result.storage_offset()), result.dtype, result.fake_device, view,
-        view is None and result.stride() == _in_order(result.shape),
+        view is None and all(type(s) is int for s in result.stride()) and result.stride() == _in_order(result.shape),
     )  # fmt: skip
     again: Any = made.tensor(mode, operands)
     if _seen(again) != _seen(result):

@@ -27,6 +27,18 @@ class Recurrent(nn.Module):
         return self.last(self.lstm(x)[0][:, -1])
 
 
+class Selecting(nn.Module):
+    """How many rows are taken depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all, self.some = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = (x[:, 0] > 0).nonzero()[:, 0]
+        return self.all(x).index_add(0, rows, self.some(x[rows]).tanh())
+
+
 def from_zoo(name: str, **sizes: Any) -> tuple[Any, Any, Any, Any]:
     made = zoo.example(name, **sizes)
     return made.model, made.loss_fn, made.inputs, made.targets
@@ -38,6 +50,7 @@ PROGRAMS: dict[str, Callable[[], tuple[Any, Any, Any, Any]]] = {
     "convolutions": lambda: from_zoo("simplecnn", batch=4),
     "recurrent": lambda: (Recurrent(), CROSS_ENTROPY, torch.randn(6, 3, 4), torch.randint(3, (6,))),
     "gpt": lambda: from_zoo("gpt", batch=2, layers=2, width=8, heads=2, tokens=4, vocabulary=10),
+    "selecting": lambda: (Selecting(), CROSS_ENTROPY, torch.randn(6, 4), torch.randint(3, (6,))),
 }
 
 
@@ -149,6 +162,16 @@ def test_what_depends_on_values_or_writes_is_computed(computed: list[str]) -> No
         y = x.exp()
         assert y.add_(1.0) is y
     assert computed.count("add_") == 2
+
+
+def test_sizes_that_depend_on_values_are_remembered_with_what_is_known_of_them(computed: list[str]) -> None:
+    for least in (0, 0, 2):
+        x = symbolic()
+        rows = x[(x[:, 0] > 0).nonzero()[:, 0]]
+        torch._check(rows.shape[0] >= least)
+        y = rows.exp()
+        assert y.shape == rows.shape
+    assert computed.count("exp") == 2
 
 
 def test_a_guard_is_made_by_every_capture_that_needs_it(computed: list[str]) -> None:
