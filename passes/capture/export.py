@@ -35,6 +35,7 @@ from psg_fx.torch_private.graphs import traced_without_code
 from psg_fx.torch_private.ops import core_decompositions
 from psg_fx.torch_private.patching import patched_here
 from psg_fx.torch_private.quiet import quiet
+from psg_fx.torch_private.recorded import quickly_recorded
 from psg_fx.torch_private.remembered import remembered_results
 from psg_fx.torch_private.tracer import without_tensor_meta
 
@@ -127,7 +128,10 @@ def _functional(program: nn.Module, examples: Sequence[torch.Tensor], dynamic: l
     shapes = (dynamic,) if dynamic else None
     with torch.enable_grad(), _quiet(), user_stack_traces(_CALLER), without_tensor_meta(), traced_without_code():
         try:
-            with rewritten(_has_rows(program)) as padding, seen_by_autograd(), own_attributes(), remembered_results():
+            with (
+                rewritten(_has_rows(program)) as padding, seen_by_autograd(), own_attributes(), remembered_results(),
+                quickly_recorded(),
+            ):  # fmt: skip
                 exported = torch.export.export(program, (list(examples),), dynamic_shapes=shapes, strict=False)
             detach_no_grad_regions(exported.graph_module)
             copied = writes_a_copy(exported.graph_module)

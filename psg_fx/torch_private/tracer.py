@@ -15,6 +15,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from psg_fx.torch_private.patching import patched_here
+from psg_fx.torch_private.recorded import quickly_recorded
 from psg_fx.torch_private.remembered import remembered_results
 
 _WITHOUT_TORCH_NAMES: dict[str, Any] = (
@@ -41,7 +42,13 @@ def trace_fakes(function: Callable[..., Any], arguments: Sequence[Any], **option
         with lazy_sizes():
             return function(*args)
 
-    with tracing_symbols(arguments), without_tensor_meta(), remembered_results(), _untouched_modules():
+    with (
+        tracing_symbols(arguments),
+        without_tensor_meta(),
+        remembered_results(),
+        _untouched_modules(),
+        quickly_recorded(),
+    ):
         return make_fx(run, **_WITHOUT_TORCH_NAMES, **options)(*_distinct(arguments))
 
 

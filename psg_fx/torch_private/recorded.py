@@ -1,0 +1,129 @@
+"""One op of a trace, recorded without what nearly no op needs.
+
+`make_fx` asks of every op whether there are subclasses of tensors, constants, decompositions, script objects or symbols
+that nobody has seen among what it reads and gives: half of the time of a trace, and traces are half of a capture.  Here
+each op is asked once.  Those that need nothing of it are recorded as `make_fx` records them, and all others by it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch._C import DispatchKey
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Proxy
+from torch.fx.experimental import proxy_tensor
+
+from psg_fx.torch_private.patching import patched_here
+
+
+class _General(Exception):
+    """`make_fx` must look at the call."""
+
+
+_USED = (
+    "proxy_call", "get_proxy_slot", "track_tensor", "track_tensor_tree", "snapshot_fake", "fetch_sym_proxy",
+    "_ProxyTensor", "_build_proxy_for_sym_expr",
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def quickly_recorded() -> Iterator[None]:
+    """While open, traces of this thread record plain ops quickly."""
+    if not all(hasattr(proxy_tensor, name) for name in _USED):
+        yield
+        return
+    general = proxy_tensor.proxy_call
+
+    def call(mode: Any, func: Any, pre_dispatch: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = _name(func, pre_dispatch)
+        if name is None or func in mode.decomposition_table or getattr(mode, "emulate_precision_casts", False):
+            return general(mode, func, pre_dispatch, args, kwargs)
+        tracer = mode.tracer
+        try:
+            given = _argument(args, tracer), _argument(kwargs, tracer)
+        except _General:
+            return general(mode, func, pre_dispatch, args, kwargs)
+        node = tracer.create_node("call_function", func, *given, name)
+        before, tracer.enable_thunkify = tracer.enable_thunkify, True
+        try:
+            out = func(*args, **kwargs)
+        finally:
+            tracer.enable_thunkify = before
+        _track(out, Proxy(node, tracer), tracer)
+        return out
+
+    with patched_here(proxy_tensor, "proxy_call", call):
+        yield
+
+
+_NAMES: dict[tuple[Any, bool], str | None] = {}
+_OF_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_LEFT = {"lift_fresh", "lift_fresh_copy", "is_nonzero", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset"}
+
+
+def _name(func: Any, pre_dispatch: bool) -> str | None:
+    """How nodes of an op are named; None for ops that are not plain."""
+    key = (func, pre_dispatch)
+    if key not in _NAMES:
+        _NAMES[key] = func.overloadpacket.__name__ if _is_plain(func, pre_dispatch) else None
+    return _NAMES[key]
+
+
+def _is_plain(func: Any, pre_dispatch: bool) -> bool:
+    if not isinstance(func, OpOverload) or func._schema.is_mutable or _OF_VALUES.intersection(func.tags):
+        return False
+    if func.namespace not in ("aten", "prims") or func._opname in _LEFT:
+        return False
+    composite = DispatchKey.CompositeImplicitAutograd
+    decomposes = composite in func.py_kernels or torch._C._dispatch_has_kernel_for_dispatch_key(
+        func.name(), "CompositeImplicitAutograd"
+    )
+    return pre_dispatch or not decomposes
+
+
+_PLAIN = frozenset({int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout,
+                    torch.memory_format})  # fmt: skip
+
+
+def _argument(value: Any, tracer: Any) -> Any:
+    """The argument of the node that stands for an argument of the op."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is FakeTensor:
+        slot = tracer.tensor_tracker.get(value)
+        if slot is None or slot.constant is not None:
+            raise _General
+        return slot.proxy.node
+    if kind is torch.SymInt:
+        found = proxy_tensor.fetch_sym_proxy(tracer)(value)
+        return found.node if isinstance(found, Proxy) else found
+    if isinstance(value, (tuple, list)):
+        return type(value)([_argument(v, tracer) for v in value])
+    if isinstance(value, Mapping):
+        return {k: _argument(v, tracer) for k, v in value.items()}
+    raise _General
+
+
+def _track(out: Any, proxy: Proxy, tracer: Any) -> None:
+    """What is made is known by the node."""
+    if type(out) is not FakeTensor or _has_new_symbols(out, tracer):
+        proxy_tensor.track_tensor_tree(out, proxy, constant=None, tracer=tracer)
+        return
+    tracer.tensor_tracker[out] = proxy_tensor._ProxyTensor(proxy, None)
+    proxy.node.meta["val"] = proxy_tensor.snapshot_fake(out)
+
+
+def _has_new_symbols(tensor: Any, tracer: Any) -> bool:
+    env = tensor.fake_mode.shape_env
+    if env is None:
+        return False
+    if env.pending_fresh_unbacked_symbols or tensor.layout is not torch.strided:
+        return True
+    known = tracer.symnode_tracker
+    return any(type(size) is not int and size not in known for size in (*tensor.shape, *tensor.stride()))
