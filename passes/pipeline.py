@@ -105,6 +105,6 @@ def record_capture(program: Program, call: Call, tracked: dict[str, str], histor
         gm = capture(program, call, tracked)
         verify(gm, Stage.CAPTURED)
     seconds = time.perf_counter() - start
-    history.graphs[Stage.CAPTURED.value] = gm
-    history.record(PassRecord("capture", Stage.CAPTURED, Stage.CAPTURED, seconds, 0, len(gm.graph.nodes), gm))
+    kept = history.graphs.keep(Stage.CAPTURED.value, gm)
+    history.record(PassRecord("capture", Stage.CAPTURED, Stage.CAPTURED, seconds, 0, len(gm.graph.nodes), kept))
     return gm

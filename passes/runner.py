@@ -1,8 +1,7 @@
-"""Runs passes: copy, verify, call, lint, verify, record, show."""
+"""Runs passes: verify, call, lint, verify, record, show."""
 
 from __future__ import annotations
 
-import copy
 import gc
 import time
 from collections.abc import Callable, Iterator
@@ -11,9 +10,8 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule
 
-from psg_fx.graph.history import History, PassRecord, copied
+from psg_fx.graph.history import History, PassRecord
 from psg_fx.graph.stages import Stage, verify
-from psg_fx.torch_private.graphs import module_without_code
 
 from . import promises  # noqa: F401  (it says what each stage promises)
 
@@ -50,22 +48,15 @@ def graph_pass(name: str, *, before: Stage, after: Stage) -> Callable[[Transform
 
 
 def run(step: GraphPass, gm: GraphModule, history: History, **arguments: object) -> GraphModule:
-    """Run one pass on a copy of `gm` and keep the result in `history`."""
+    """Run one pass, which may change `gm`, and keep what it makes of it in `history`."""
     verify(gm, step.before)
-    start = time.perf_counter()
+    start, before = time.perf_counter(), len(gm.graph.nodes)
     with history.passing(step.name):
-        result = step.call(_without_code(gm), **arguments)
+        result = step.call(gm, **arguments)
         result.graph.lint()
         result.recompile()
     seconds = time.perf_counter() - start
     verify(result, step.after)
-    history.graphs[step.after.value] = result
-    nodes = len(gm.graph.nodes), len(result.graph.nodes)
-    history.record(PassRecord(step.name, step.before, step.after, seconds, *nodes, result))
+    kept = history.graphs.keep(step.after.value, result)
+    history.record(PassRecord(step.name, step.before, step.after, seconds, before, len(result.graph.nodes), kept))
     return result
-
-
-def _without_code(gm: GraphModule) -> GraphModule:
-    new = module_without_code(gm, copied(gm))
-    new.meta = copy.copy(gm.meta)
-    return new

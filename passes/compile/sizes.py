@@ -20,6 +20,7 @@ from psg_fx.graph import facts
 from psg_fx.program.ambient import isolated
 from psg_fx.tensors import memory_order, product
 from psg_fx.torch_private.inductor import Compiler, Like, Sizes, compiled, stance
+from psg_fx.torch_private.random_state import never_rewound
 
 Flat = Callable[..., Sequence[Any]]
 Layout = tuple[int, ...] | None
@@ -65,7 +66,8 @@ class Background:
 
     def _run(self, task: Callable[[], Any]) -> None:
         try:
-            task()
+            with never_rewound():
+                task()
         except Exception as error:
             self._failed = error
 

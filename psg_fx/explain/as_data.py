@@ -23,7 +23,7 @@ from psg_fx.reference.validate import ValidationReport
 from psg_fx.source import source_line
 
 
-def explained(graphs: dict[str, GraphModule], measure: bool = False) -> dict[str, Any]:
+def explained(graphs: Mapping[str, GraphModule], measure: bool = False) -> dict[str, Any]:
     """What `step.explain()` shows: sites, plan and notes.  measure: with measured seconds of every part."""
     gm = graphs[Stage.PLANNED.value]
     plan, sites, batch = PLAN.of(gm), SITES.of(gm), facts.graph_facts(gm).batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Mapping
 
 from torch.fx import GraphModule
 
@@ -48,7 +49,7 @@ def legend(plan: Plan) -> str:
 
 
 def explain(
-    graphs: dict[str, GraphModule], measure: bool = False, device: str | None = None, wide: bool = False
+    graphs: Mapping[str, GraphModule], measure: bool = False, device: str | None = None, wide: bool = False
 ) -> str:
     """The sites table, the plan table, and what else is worth knowing, as text of 120 columns.
 
@@ -142,13 +143,13 @@ def summary(gm: GraphModule, plan: Plan, sites: tuple[Site, ...]) -> str:
     )
 
 
-def _notes(graphs: dict[str, GraphModule], plan: Plan) -> list[str]:
+def _notes(graphs: Mapping[str, GraphModule], plan: Plan) -> list[str]:
     found = notes(graphs, plan)
     wrapped = [textwrap.fill(f"- {note}", screen.WIDTH, subsequent_indent="  ") for note in found]
     return ["\n".join(["Notes", *wrapped])] if found else []
 
 
-def notes(graphs: dict[str, GraphModule], plan: Plan) -> list[str]:
+def notes(graphs: Mapping[str, GraphModule], plan: Plan) -> list[str]:
     """What the passes noted, and the ops without a rule."""
     found = list(facts.graph_facts(graphs[Stage.PLANNED.value]).notes)
     terms = [term for parameter in plan.parameters for term in parameter.gradient.terms]

@@ -4,16 +4,79 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule, Node, map_arg
 
 from psg_fx.graph.stages import Stage
 from psg_fx.progress import Progress
+from psg_fx.torch_private.graphs import module_without_code
 
 log = logging.getLogger("psg_fx")
+
+
+class Snapshot:
+    """What a graph was, kept in a hundredth of the time that a copy takes: what its nodes said, which is not changed in
+    place.  The copy is made when it is asked for.
+    """
+
+    def __init__(self, gm: GraphModule) -> None:
+        self._said = [
+            (node, node.op, node.target, node.args, node.kwargs, node.name, node.type, copy.copy(node.meta))
+            for node in gm.graph.nodes
+        ]
+        self._root = dict(gm.named_children())
+        self._root |= {str(n.target): _attribute(gm, str(n.target)) for n in gm.graph.nodes if n.op == "get_attr"}
+        self._meta, self._type = copy.copy(gm.meta), type(gm).__name__
+        self._module: GraphModule | None = None
+
+    @property
+    def module(self) -> GraphModule:
+        """The graph as it was: always the same object."""
+        if self._module is None:
+            self._module = self.restored(module_without_code)
+            self._said.clear()
+        return self._module
+
+    def restored(self, kind: Callable[[dict[str, Any], Graph, str], GraphModule]) -> GraphModule:
+        """A graph module of that kind."""
+        graph, now = Graph(), dict[Node, Node]()
+        for node, op, target, args, kwargs, name, annotation, meta in self._said:
+            args, kwargs = map_arg(args, now.__getitem__), map_arg(kwargs, now.__getitem__)
+            now[node] = graph.create_node(op, target, args, kwargs, name, annotation)  # type: ignore[arg-type]
+            now[node].meta = meta
+        module = kind(self._root, graph, self._type)
+        module.meta = self._meta
+        return module
+
+
+def _attribute(gm: GraphModule, path: str) -> Any:
+    return operator.attrgetter(path)(gm)
+
+
+class Graphs(Mapping[str, GraphModule]):
+    """Graphs by name, from snapshots."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Snapshot] = {}
+
+    def keep(self, name: str, gm: GraphModule) -> Snapshot:
+        """As it is now."""
+        self._kept[name] = Snapshot(gm)
+        return self._kept[name]
+
+    def __getitem__(self, name: str) -> GraphModule:
+        return self._kept[name].module
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._kept)
+
+    def __len__(self) -> int:
+        return len(self._kept)
 
 
 @dataclass(frozen=True)
@@ -28,14 +91,14 @@ class PassRecord:
     seconds: float
     nodes_before: int
     nodes_after: int
-    result: GraphModule | None = None
+    result: Snapshot | None = None
 
 
 @dataclass
 class History:
     """Every stage of one compilation, in order: the graphs and the passes between them; where they show themselves."""
 
-    graphs: dict[str, GraphModule] = field(default_factory=dict)
+    graphs: Graphs = field(default_factory=Graphs)
     passes: list[PassRecord] = field(default_factory=list)
     progress: Progress = field(default_factory=Progress)
 
@@ -53,16 +116,4 @@ class History:
 
 def copy_graph(gm: GraphModule) -> GraphModule:
     """A copy with its own graph; tensors, fake values and facts (which are frozen) are shared."""
-    new = GraphModule(dict(gm.named_children()), copied(gm), type(gm).__name__)
-    new.meta = copy.copy(gm.meta)
-    return new
-
-
-def copied(gm: GraphModule) -> Graph:
-    """A copy of the graph, its nodes' metadata copied one level deep."""
-    graph = Graph()
-    mapping: dict[Node, Node] = {}
-    graph.output(graph.graph_copy(gm.graph, mapping))
-    for old, new in mapping.items():
-        new.meta = copy.copy(old.meta)
-    return graph
+    return Snapshot(gm).restored(GraphModule)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import threading
 import warnings
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,9 +44,9 @@ class Captured:
     step: Any = field(repr=False)
 
     @property
-    def graphs(self) -> dict[str, GraphModule]:
+    def graphs(self) -> Mapping[str, GraphModule]:
         """The graph after each pass, by stage name."""
-        return dict(self.step.history.graphs)
+        return self.step.history.graphs
 
     @property
     def compiled(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -98,9 +98,9 @@ class PerSampleModule(nn.Module):
         return self._cache.entries()
 
     @property
-    def graphs(self) -> dict[str, GraphModule]:
+    def graphs(self) -> Mapping[str, GraphModule]:
         """The graph after each pass of the last capture, by stage name."""
-        return dict(self._history("graphs").graphs)
+        return self._history("graphs").graphs
 
     @property
     def timings(self) -> dict[str, float]:

@@ -105,7 +105,8 @@ class SplitStep:
         self.binding = Binding(gm, program.model, None)
         joint, self.outputs, self.results = _ordered(gm)
         forward, backward = partition(joint, len(self.outputs))
-        history.graphs["forward"], history.graphs["backward"] = forward, backward
+        history.graphs.keep("forward", forward)
+        history.graphs.keep("backward", backward)
         self.order = _saved_order(forward, backward, joint)
         self.forward, self.backward = compiled(forward), compiled(backward)
         self._owners = self._find_owners()

@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch.export import exported_program
 
-from psg_fx.torch_private.patching import patched_here
+from psg_fx.torch_private.patching import patched_here, seen_here
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def remembered_composites() -> Iterator[None]:
     if not all(hasattr(exported_program, name) for name in names):
         yield
         return
-    collect, override = (getattr(exported_program, name) for name in names)
+    collect, override = (seen_here(exported_program, name) for name in names)
 
     @contextlib.contextmanager
     def overridden(functions: Mapping[OpOverload, Callable[..., Any]]) -> Iterator[None]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 from torch.fx import Graph, GraphModule
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 
 
-def module_without_code(gm: GraphModule, graph: Graph) -> GraphModule:
+def module_without_code(root: dict[str, Any], graph: Graph, name: str) -> GraphModule:
     """A graph module whose Python code is written when it is first asked for: most stages only hold a graph."""
-    return _LazyGraphModule(dict(gm.named_children()), graph, type(gm).__name__)
+    return _LazyGraphModule(root, graph, name)
 
 
 def traced_without_code() -> contextlib.AbstractContextManager[None]:

@@ -13,39 +13,71 @@ _ABSENT = object()
 
 
 class _Here:
-    """An attribute that one thread sees as `mine`, and all others as `theirs`."""
+    """An attribute that some threads see as they have it, the last replacement first, and all others as it is."""
 
-    def __init__(self, mine: Any, theirs: Any) -> None:
-        self.thread, self.mine, self.theirs = threading.get_ident(), mine, theirs
+    def __init__(self, owner: Any, name: str) -> None:
+        self.owner, self.name = owner, name
+        self.own = vars(owner).get(name, _ABSENT)
+        self.theirs = getattr(owner, name) if self.own is _ABSENT else self.own
+        self.mine: dict[int, list[Any]] = {}
 
     def choose(self) -> Any:
         """What the thread that asks sees."""
-        return self.mine if threading.get_ident() == self.thread else self.theirs
+        mine = self.mine.get(threading.get_ident())
+        return mine[-1] if mine else self.theirs
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         found = self.choose()
         return found.__get__(instance, owner) if hasattr(found, "__get__") else found
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.choose()(*args, **kwargs)
+    def put(self) -> None:
+        """The owner has it."""
+        is_module = isinstance(self.owner, ModuleType)
+        setattr(self.owner, self.name, (lambda *args, **kwargs: self.choose()(*args, **kwargs)) if is_module else self)
+
+    def take_away(self) -> None:
+        """The owner is as it was."""
+        if self.own is _ABSENT:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.own)
+
+
+_HERE: dict[tuple[int, str], _Here] = {}
+_LOCK = threading.Lock()
 
 
 @contextlib.contextmanager
 def patched_here(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    """While open, `owner.name` is the replacement in this thread; other threads do not see it.
+    """While open, `owner.name` is the replacement in this thread; other threads do not see it, whichever of them opens
+    or closes its own first.
 
     owner: a class, or a module whose function is replaced.
     """
-    own = vars(owner).get(name, _ABSENT)
-    here = _Here(replacement, getattr(owner, name) if own is _ABSENT else own)
-    setattr(owner, name, (lambda *args, **kwargs: here(*args, **kwargs)) if isinstance(owner, ModuleType) else here)
+    key, thread = (id(owner), name), threading.get_ident()
+    with _LOCK:
+        if key not in _HERE:
+            _HERE[key] = _Here(owner, name)
+            _HERE[key].put()
+        here = _HERE[key]
+        here.mine.setdefault(thread, []).append(replacement)
     try:
         yield
     finally:
-        if own is _ABSENT:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)
+        with _LOCK:
+            here.mine[thread].pop()
+            if not here.mine[thread]:
+                del here.mine[thread]
+            if not here.mine:
+                here.take_away()
+                del _HERE[key]
+
+
+def seen_here(owner: Any, name: str) -> Any:
+    """`owner.name` as this thread sees it now, for a replacement that calls it."""
+    with _LOCK:
+        here = _HERE.get((id(owner), name))
+        return getattr(owner, name) if here is None or not isinstance(owner, ModuleType) else here.choose()
 
 
 @dataclass
@@ -62,7 +94,6 @@ class _Swapped:
 
 
 _SWAPPED: dict[str, _Swapped] = {}
-_LOCK = threading.Lock()
 
 
 def _dispatch(*args: Any, **named: Any) -> Any:

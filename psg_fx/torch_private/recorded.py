@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Proxy
 from torch.fx.experimental import proxy_tensor
 
-from psg_fx.torch_private.patching import patched_here
+from psg_fx.torch_private.patching import patched_here, seen_here
 
 
 class _General(Exception):
@@ -37,7 +37,7 @@ def quickly_recorded() -> Iterator[None]:
     if not all(hasattr(proxy_tensor, name) for name in _USED):
         yield
         return
-    general = proxy_tensor.proxy_call
+    general = seen_here(proxy_tensor, "proxy_call")
 
     def call(mode: Any, func: Any, pre_dispatch: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = _name(func, pre_dispatch)

@@ -43,12 +43,9 @@ def trace_fakes(function: Callable[..., Any], arguments: Sequence[Any], **option
             return function(*args)
 
     with (
-        tracing_symbols(arguments),
-        without_tensor_meta(),
-        remembered_results(),
+        tracing_symbols(arguments), without_tensor_meta(), remembered_results(), quickly_recorded(),
         _untouched_modules(),
-        quickly_recorded(),
-    ):
+    ):  # fmt: skip
         return make_fx(run, **_WITHOUT_TORCH_NAMES, **options)(*_distinct(arguments))
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.utils import preserve_rng_state
 
 import psg_fx
 from psg_fx import ClippedSum, Grads
@@ -54,6 +55,31 @@ def test_calls_are_answered_before_and_after(held: threading.Event) -> None:
         for out in outs:
             assert oracle.worst_error(out.grads, want(X[:n], Y[:n]).grads) < 1e-5
             assert oracle.worst_error(out.clipped_sum, want(X[:n], Y[:n]).clipped_sum) < 1e-5
+
+
+def test_what_is_drawn_meanwhile_is_not_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch sets the generator back when it has compiled."""
+    from psg_fx.passes.compile import sizes
+
+    began, go, original = threading.Event(), threading.Event(), sizes.compiled
+
+    def compiled(*args: Any) -> Any:
+        with preserve_rng_state():
+            began.set()
+            assert go.wait(60)
+            return original(*args)
+
+    monkeypatch.setattr(sizes, "compiled", compiled)
+    _, step = made(warm="eager")
+    step(X, Y)
+    assert began.wait(60)
+    torch.manual_seed(1)
+    drawn = [torch.rand(3) for _ in range(2)]
+    go.set()
+    step.wait()
+    drawn.append(torch.rand(3))
+    torch.manual_seed(1)
+    assert torch.equal(torch.stack(drawn), torch.stack([torch.rand(3) for _ in range(3)]))
 
 
 def test_parameters_are_those_of_the_call(held: threading.Event) -> None:

@@ -75,7 +75,7 @@ def _passes(history: History) -> list[dict[str, Any]]:
     """What every pass took, and which ops it added and removed, as multisets."""
     found, after = [], Counter[str]()
     for step in history.passes:
-        before, after = after, after if step.result is None else _ops(step.result)
+        before, after = after, after if step.result is None else _ops(step.result.module)
         found.append(
             {
                 "name": step.name, "stage": step.after.value, "seconds": step.seconds, "before": step.nodes_before,

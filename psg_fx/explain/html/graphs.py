@@ -24,7 +24,7 @@ from psg_fx.source import source_line
 NODE = ("name", "op", "value", "samples", "proof", "source", "group", "role", "site", "cotangent", "origin", "inputs")
 """The columns of a node.  All but group and inputs are places in the table of texts; inputs are numbers of nodes."""
 
-Stages = dict[str, GraphModule]
+Stages = Mapping[str, GraphModule]
 Returned = tuple[OutputSpec | None, Node | None]
 """What an entry of a graph's output holds, if the graph says it, and its node."""
 
