@@ -50,6 +50,7 @@ def pytest_collection_finish() -> None:
 
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 50, 100)  # what little is left over a test is in cycles
     gc.enable()
 
 
