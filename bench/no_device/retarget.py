@@ -12,7 +12,7 @@ import torch
 from torch.fx import GraphModule
 
 from no_device import pretend
-from psg_fx.graph.history import copied
+from psg_fx.graph.history import copy_graph
 from psg_fx.planner import rates
 
 DEVICE = torch.device("cuda", 0)
@@ -106,7 +106,7 @@ def on_cuda(gm: GraphModule) -> GraphModule:
     def there(leaf: Any) -> Any:
         return DEVICE if isinstance(leaf, torch.device) else leaf
 
-    moved = GraphModule(gm, copied(gm))
+    moved = copy_graph(gm)
     for node in moved.graph.nodes:
         if node.op == "call_function":
             node.args = torch.fx.node.map_aggregate(node.args, there)

@@ -12,7 +12,7 @@ from torch.fx import Interpreter
 import psg_fx
 from psg_fx import ClippedSum, Grads, Norms, zoo
 from psg_fx.graph import facts
-from psg_fx.graph.history import History
+from psg_fx.graph.history import History, copy_graph
 from psg_fx.passes.runner import run
 from psg_fx.passes.widen import widen
 from support.selection import one_in
@@ -47,7 +47,7 @@ def graphs(name: str, quantity: Any, sizes: dict[str, Any] | None = None) -> tup
     with torch.autocast("cpu", torch.bfloat16):
         step(ex.inputs, ex.targets)
         before = step.graphs["tidied"]
-    return before, run(widen, before, History(), device="cuda")
+    return before, run(widen, copy_graph(before), History(), device="cuda")
 
 
 def inputs_for(gm: Any) -> list[Any]:
@@ -112,6 +112,6 @@ def test_gradients_are_not_rounded_between() -> None:
 
 def test_a_cpu_keeps_its_graph() -> None:
     before, _ = graphs("mlp", Norms())
-    assert [n.target for n in run(widen, before, History(), device="cpu").graph.nodes] == [
+    assert [n.target for n in run(widen, copy_graph(before), History(), device="cpu").graph.nodes] == [
         n.target for n in before.graph.nodes
     ]

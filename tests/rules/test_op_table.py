@@ -63,6 +63,7 @@ OTHER_TABLES = {
     "psg_fx/torch_private/composites.py:_KERNELS": "kernels of torch that are put back",
     "psg_fx/torch_private/fake_keys.py:_FUNCTIONS": "what torch's tags and schemas say, asked once",
     "psg_fx/torch_private/fake_keys.py:_LEFT": "what torch computes fast, or from more than a key holds",
+    "psg_fx/torch_private/recorded.py:_LEFT": "what make_fx records in a way of its own",
 }
 """Containers of ops that are no tables of what is known of them."""
 
