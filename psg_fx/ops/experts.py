@@ -63,28 +63,41 @@ def _expert_outer(x: Tensor, y: Tensor, ids: Tensor, experts: int) -> Tensor:
 def _expert_squares(x: Tensor, y: Tensor, ids: Tensor, experts: int) -> Tensor:
     order, counts = _sorted(ids, experts)
     dtype, wide, formed = accumulation_dtype(x.dtype), x.shape[1] + y.shape[1], x.shape[1] * y.shape[1]
-    each = counts.tolist()[:-1]
-    most = max(each, default=0)
-    if len(each) * most * most * wide <= 2 * sum(n * min(n * wide, formed) for n in each):
-        return _by_grams(x, y, order, counts[:-1], most, dtype)
-    found = []
-    for rows in order.split(counts.tolist())[:-1]:
-        a, b = x.index_select(0, rows).to(dtype), y.index_select(0, rows).to(dtype)
-        few = len(rows) * wide < formed
-        found.append(torch.vdot((a @ a.t()).view(-1), (b @ b.t()).view(-1)) if few else (a.t() @ b).square_().sum())
-    return torch.stack(found) if found else x.new_zeros(0, dtype=dtype)
+    found = x.new_zeros(experts, dtype=dtype)
+    sizes: dict[int, list[int]] = {}
+    start = 0
+    for expert, count in enumerate(counts.tolist()[:-1]):
+        if count * wide < formed:
+            sizes.setdefault(_rounded(count), []).append(expert)
+        else:
+            rows = order[start : start + count]
+            a, b = x.index_select(0, rows).to(dtype), y.index_select(0, rows).to(dtype)
+            found[expert] = (a.t() @ b).square_().sum()
+        start += count
+    starts = counts.cumsum(0).sub_(counts)
+    for size, alike in sizes.items():
+        if size:
+            of = torch.tensor(alike, device=x.device)
+            found.index_copy_(0, of, _by_grams(x, y, order, starts[of], counts[of], size, dtype))
+    return found
 
 
-def _by_grams(x: Tensor, y: Tensor, order: Tensor, counts: Tensor, most: int, dtype: torch.dtype) -> Tensor:
-    """Σ_{r,s} (x[r]·x[s]) (y[r]·y[s]) of all experts at once, each with as many rows as the largest has."""
-    if not most:
-        return x.new_zeros(len(counts), dtype=dtype)
-    places = torch.arange(most, device=x.device)
-    rows = order[(counts.cumsum(0).sub_(counts).unsqueeze(1) + places).clamp_(max=len(order) - 1)]
+def _rounded(count: int) -> int:
+    """Rows that are multiplied at once: a multiple of 4 up to 32, of 8 up to 64, of 16 up to 128 and so on."""
+    step = max((1 << max(count - 1, 0).bit_length()) // 8, 4)
+    return -(-count // step) * step
+
+
+def _by_grams(
+    x: Tensor, y: Tensor, order: Tensor, starts: Tensor, counts: Tensor, size: int, dtype: torch.dtype
+) -> Tensor:
+    """Σ_{r,s} (x[r]·x[s]) (y[r]·y[s]) of some experts at once, each with up to `size` rows."""
+    places = torch.arange(size, device=x.device)
+    rows = order[(starts.unsqueeze(1) + places).clamp_(max=len(order) - 1)]
     a, b = (t.index_select(0, rows.view(-1)).to(dtype).view(*rows.shape, -1) for t in (x, y))
     products = torch.bmm(a, a.transpose(1, 2)).mul_(torch.bmm(b, b.transpose(1, 2)))
     kept = places < counts.unsqueeze(1)
-    return torch.where(kept.unsqueeze(2) & kept.unsqueeze(1), products, 0.0).sum((1, 2))
+    return products.masked_fill_((kept.unsqueeze(2) & kept.unsqueeze(1)).logical_not_(), 0.0).sum((1, 2))
 
 
 def _by_all_experts(x: Tensor, w: Tensor, ids: Tensor) -> Tensor:

@@ -142,6 +142,8 @@ class Binding:
 
     def of_groups(self, results: Sequence[Any], groups: Groups) -> list[Any]:
         """Results with all groups in place of those of the graph."""
+        if groups.slots is None and groups.sound is None:
+            return list(results)
         each = zip(results, self._of_groups, self.outputs, strict=True)
         return [groups.every(value, dims) if spec.kind == "answer" else value for value, dims, spec in each]
 

@@ -73,7 +73,7 @@ class CompiledStep:
         with plain_mode():
             arguments = self.binding.arguments(call, extras)
             with self._memory.lent(pytree.tree_leaves(former) if former else ()):
-                results = self._results(call, arguments, buffers, 0 if groups is None else len(groups.members))
+                results = self._results(call, arguments, buffers, 0 if groups is None else groups.grouping.groups)
                 fields = self.binding.fields(results if groups is None else self.binding.of_groups(results, groups))
             if out is None:
                 return StepOutput(fields)

@@ -35,7 +35,7 @@ class Groups:
     """The groups of one call.
 
     count: G.  ids: the group of each sample, [B].  members: the samples of each group of the graph, [G', S], -1 where
-    there is none; a shape alone where nobody reads them.  rows: the graph's group of each sample, [B]; None: as ids.
+    there is none; None where nobody reads them.  rows: the graph's group of each sample, [B]; None: as ids.
     kept: numbers of the groups that the graph has, [G'], the first for one without samples; slots: the graph's group of
     each of the G; both None where they are the same.
     sound: NaN where a number is out of range that nobody could look at, else 1; None where all are seen.
@@ -44,7 +44,7 @@ class Groups:
     grouping: Grouping
     count: int
     ids: Tensor
-    members: Tensor
+    members: Tensor | None = None
     kept: Tensor | None = None
     slots: Tensor | None = None
     rows: Tensor | None = None
@@ -70,8 +70,12 @@ class Groups:
         """What the graph reads of the groups, on a device that is not waited for.  of_each: the group of each sample
         is among that.
         """
-        unread = self.members.is_meta
-        found = {MEMBERS.name: torch.empty_like(self.members, device=device) if unread else _sent(self.members, device)}
+        if self.members is None:  # of their shape alone is something read
+            largest = self.grouping.largest if self.grouping.layout == "blocks" else 1
+            members = torch.empty(self.grouping.groups, largest, dtype=torch.int64, device=device)
+        else:
+            members = _sent(self.members, device)
+        found = {MEMBERS.name: members}
         return {**found, IDS.name: _sent(self.of_each, device)} if of_each else found
 
     def every(self, value: Tensor, dims: tuple[int, ...]) -> Tensor:
@@ -85,31 +89,45 @@ def _sent(value: Tensor, device: torch.device) -> Tensor:
     return value.to(device, non_blocking=True)
 
 
-def groups_of(ids: Any, num_groups: Any, samples: int) -> Groups:
-    """The groups of a call with so many samples.  Raises BadArgument."""
+def groups_of(ids: Any, num_groups: Any, samples: int, former: Groups | None = None) -> Groups:
+    """The groups of a call with so many samples.  former: of another call, in blocks, which may be those of this one.
+
+    Raises BadArgument.
+    """
     found = _numbers(ids, samples)
-    if found.is_cuda and num_groups is not None:
-        return unseen(found, _checked_count(num_groups))
+    given = None if num_groups is None else _checked_count(num_groups)
+    if found.is_cuda and given is not None:
+        return unseen(found, given)
     found = found.cpu()
+    if former is not None and given in (None, former.count) and torch.equal(found, former.ids):
+        return former
+    if samples and (blocks := _in_blocks(found, given)) is not None:
+        return blocks
     least, most = (-1, -1) if not samples else (int(n) for n in found.aminmax())
-    count = most + 1 if num_groups is None else _checked_count(num_groups)
+    count = most + 1 if given is None else given
     if least < -1 or most >= count:
         raise BadArgument(
             f"groups has the number {least if least < -1 else most}", where=_WHERE,
             why=f"there are {count} groups, counted from 0, and -1 stands for none",
             fix="number the groups from 0" if least < -1 else f"pass num_groups={most + 1} or more, or leave it out",
         )  # fmt: skip
-    if num_groups is None and count > _MOST:
+    if given is None and count > _MOST:
         raise BadArgument(
             f"groups has the number {most}", where=_WHERE,
             why=f"results would have a row for each of {count} groups, for {samples} samples",
             fix="number the groups of the batch: torch.unique(groups, return_inverse=True)[1]; or pass num_groups",
         )  # fmt: skip
-    if count and samples and samples % count == 0 and most == count - 1:
-        size = samples // count
-        if torch.equal(found, torch.arange(count).repeat_interleave(size)):
-            return Groups(Grouping("blocks", count, size, samples), count, found, _sizes(count, size))
     return _gathered(found, count)
+
+
+def _in_blocks(ids: Tensor, given: int | None) -> Groups | None:
+    """The groups if all are as large and lie in order."""
+    samples, count = len(ids), int(ids[-1]) + 1 if given is None else given
+    if count < 1 or samples % count:
+        return None
+    with torch.inference_mode(False):  # they may serve a later call
+        own = torch.arange(samples, device="cpu").div_(samples // count, rounding_mode="floor")
+    return Groups(Grouping("blocks", count, samples // count, samples), count, own) if torch.equal(ids, own) else None
 
 
 def unseen(ids: Tensor, count: int) -> Groups:
@@ -120,12 +138,7 @@ def unseen(ids: Tensor, count: int) -> Groups:
     slots = None if count else torch.zeros(0, dtype=torch.int64)
     grouping = Grouping("scattered", max(count, 1), -(-len(ids) // max(count, 1)), len(ids))
     rows = torch.where(valid, ids, -1)
-    return Groups(grouping, count, rows, _sizes(max(count, 1), 1), kept, slots, rows, sound)
-
-
-def _sizes(groups: int, largest: int) -> Tensor:
-    """In the place of members that nobody reads: a shape, no values."""
-    return torch.empty(groups, largest, dtype=torch.int64, device="meta")
+    return Groups(grouping, count, rows, None, kept, slots, rows, sound)
 
 
 def _gathered(ids: Tensor, count: int) -> Groups:
@@ -144,7 +157,7 @@ def _gathered(ids: Tensor, count: int) -> Groups:
         counts = counts[kept] if count else counts.new_zeros(1)
     rows = ids if not count else torch.where(ids < 0, -1, inner[ids.clamp(min=0)])
     if groups * largest > max(_SPARSE * samples, _FEW):
-        return Groups(Grouping("scattered", groups, largest, samples), count, ids, _sizes(groups, 1), kept, slots, rows)
+        return Groups(Grouping("scattered", groups, largest, samples), count, ids, None, kept, slots, rows)
     members = in_order(rows, counts, largest)
     return Groups(Grouping("gathered", groups, largest, samples), count, ids, members, kept, slots, rows)
 
@@ -165,6 +178,8 @@ def in_order(ids: Tensor, counts: Tensor, largest: int) -> Tensor:
 
 def _numbers(ids: Any, samples: int) -> Tensor:
     """The group of each sample as int64."""
+    if type(ids) is Tensor and ids.dtype is torch.int64 and tuple(ids.shape) == (samples,):
+        return ids
     try:
         found = ids if isinstance(ids, Tensor) else torch.as_tensor(ids)
     except (TypeError, ValueError, RuntimeError) as error:

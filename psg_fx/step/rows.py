@@ -64,7 +64,7 @@ def _members(ids: Tensor | None, samples: int, groups: Groups | None) -> Tensor 
     """The rows of each sample or group; None where they would take too much room, or are no ids."""
     if ids is None or not samples:
         return None
-    rows, asked = len(ids), samples if groups is None else len(groups.members)
+    rows, asked = len(ids), samples if groups is None else groups.grouping.groups
     if not rows:
         return ids.new_empty(asked, 0)
     least, most = (int(n) for n in ids.aminmax())

@@ -48,6 +48,7 @@ class LossModule(PerSampleModule):
     def __init__(self, model: nn.Module, loss_fn: Any, settings: Settings) -> None:
         super().__init__(model, loss_fn, settings)
         self._constants = Constants()
+        self._blocks: Groups | None = None
 
     @property
     def quantities(self) -> tuple[Quantity, ...]:
@@ -114,7 +115,11 @@ class LossModule(PerSampleModule):
     def _groups(self, call: Call, groups: Any, num_groups: Any) -> Groups | None:
         """The groups of the call, None where every sample stands for itself."""
         if groups is not None:
-            return groups_of(groups, num_groups, call.batch_size())
+            former = self._blocks
+            found = groups_of(groups, num_groups, call.batch_size(), former)
+            if found is not former and found.grouping.layout == "blocks":
+                self._blocks = found
+            return found
         if num_groups is not None:
             raise BadArgument(
                 "num_groups is given without groups", where="step(inputs, targets, num_groups=...)",
@@ -238,7 +243,7 @@ class LossModule(PerSampleModule):
         device, count = self._device(call), call.batch_size() if groups is None else groups.count
         if groups is not None:
             found |= groups.inputs(device, IDS.name in dtypes)
-            found[COUNT.name] = torch.full((), max(count, 1), dtype=dtypes[COUNT.name], device=device)
+            found[COUNT.name] = self._constants.tensor(COUNT.name, max(count, 1), dtypes[COUNT.name], device)
         if COUNTED in dtypes:
             found[COUNTED] = self._constants.ones(COUNTED, count, dtypes[COUNTED], device)
         unknown = set(given) - {name for quantity in self.settings.quantities for name in quantity.reads}

@@ -148,7 +148,7 @@ def test_unseen_numbers_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = batch(6)
     ids, extra = torch.tensor([2, 0, 2, -1, 2, 0]), given(4)
     seen = made(x, y, groups=ids, num_groups=4, **extra)
-    monkeypatch.setattr("psg_fx.step.with_loss.groups_of", lambda ids, count, samples: unseen(ids, count))
+    monkeypatch.setattr("psg_fx.step.with_loss.groups_of", lambda ids, count, *_: unseen(ids, count))
     compare(made(x, y, groups=ids, num_groups=4, **extra), seen)
     broken = made(x, y, groups=torch.tensor([2, 0, 2, 4, 2, 0]), num_groups=4, **extra)
     assert all(value.isnan().all() for value in broken.grads.values())
@@ -206,7 +206,7 @@ def test_validate(ids: list[int]) -> None:
 def test_validate_sees_a_wrong_group(monkeypatch: pytest.MonkeyPatch) -> None:
     made = step(same_mlp(), quantities=Norms())
     monkeypatch.setattr(
-        "psg_fx.step.with_loss.groups_of", lambda ids, count, samples: groups_of(list(reversed(ids)), count, samples)
+        "psg_fx.step.with_loss.groups_of", lambda ids, count, samples, _: groups_of(list(reversed(ids)), count, samples)
     )
     assert not made.validate(*batch(6), groups=[0, 0, 1, 1, 1, 2]).ok
 
