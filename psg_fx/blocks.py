@@ -96,9 +96,12 @@ class Memory:
         self._blocks = [block for block in self._blocks if self._calls - block.last_call <= _CALLS]
 
         def take(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-            value, count = next(values), math.prod(size) * dtype.itemsize
-            if count < LARGE or not self.keep:
+            count = math.prod(size) * dtype.itemsize
+            if count < LARGE:  # most are, and small steps have little else to do
+                return empty_strided_cpu(size, stride, dtype)
+            if not self.keep:
                 return _fresh(size, stride, dtype, count)
+            value = next(values)
             with self._lock:
                 block = places[value] = self._block(count, places.get(value))
                 for used in _watchers:

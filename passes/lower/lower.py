@@ -70,7 +70,9 @@ def _batch_node(gm: GraphModule) -> Node:
 
 def _members_node(gm: GraphModule, samples: Node) -> Node:
     """A placeholder for the numbers of the samples of each group, `[G, S]`."""
-    value = with_own_sizes(samples.meta["val"], _GROUP_HINTS, torch.int64)
+    value = with_own_sizes(samples.meta["val"], _GROUP_HINTS[::-1], torch.int64)
+    with value.fake_mode:
+        value = value.t()
     return _placeholder(gm, MEMBERS.name, value, InputSpec("given", MEMBERS.name))
 
 
@@ -79,8 +81,8 @@ def _rows_node(gm: GraphModule, axis: int, carrier: Node) -> Node:
     like, name = carrier.meta["val"], members_of(axis).name
     largest = with_own_sizes(like, [_GROUP_HINTS[1] + 6 * (axis + 1)], torch.int64).shape[0]
     with like.fake_mode:
-        value = torch.empty((like.shape[facts.input_spec(carrier).samples or 0], largest), dtype=torch.int64,
-                            device=like.device)  # fmt: skip
+        count = like.shape[facts.input_spec(carrier).samples or 0]
+        value = torch.empty((largest, count), dtype=torch.int64, device=like.device).t()
     return _placeholder(gm, name, value, InputSpec("given", name))
 
 

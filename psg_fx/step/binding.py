@@ -140,10 +140,10 @@ class Binding:
                 return line
         return ""
 
-    def of_groups(self, results: Sequence[Any], groups: Groups) -> list[Any]:
+    def of_groups(self, results: Sequence[Any], groups: Groups) -> Sequence[Any]:
         """Results with all groups in place of those of the graph."""
         if groups.slots is None and groups.sound is None:
-            return list(results)
+            return results
         each = zip(results, self._of_groups, self.outputs, strict=True)
         return [groups.every(value, dims) if spec.kind == "answer" else value for value, dims, spec in each]
 

@@ -28,6 +28,14 @@ class Constants:
         """`[count]` ones."""
         return self._last(name, (count, dtype, device), lambda: torch.ones(count, dtype=dtype, device=device))
 
+    def unread(self, name: str, rows: int, columns: int, device: torch.device) -> torch.Tensor:
+        """`[rows, columns]` whole numbers, column by column, of which the shape alone is read."""
+
+        def make() -> torch.Tensor:
+            return torch.empty(columns, rows, dtype=torch.int64, device=device).t()
+
+        return self._last(name, (rows, columns, device), make)
+
     def _last(self, name: str, key: Any, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         found = self._made.get(name)
         if found is not None and found[0] == key:

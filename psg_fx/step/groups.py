@@ -19,6 +19,7 @@ from psg_fx.algebra.members import IDS, MEMBERS, Grouping
 from psg_fx.errors import BadArgument
 from psg_fx.quantities.base import Quantity
 from psg_fx.quantities.clipped_sum import ClippedSum
+from psg_fx.step.constants import Constants
 
 _SPARSE, _FEW = 4, 16
 """Rows are brought in order of groups as long as these have at most so many times as many places as there are samples,
@@ -66,13 +67,13 @@ class Groups:
         """The graph's group of each sample, [B], -1 for none."""
         return self.ids if self.rows is None else self.rows
 
-    def inputs(self, device: torch.device, of_each: bool) -> dict[str, Tensor]:
+    def inputs(self, device: torch.device, of_each: bool, constants: Constants) -> dict[str, Tensor]:
         """What the graph reads of the groups, on a device that is not waited for.  of_each: the group of each sample
         is among that.
         """
-        if self.members is None:  # of their shape alone is something read
+        if self.members is None:
             largest = self.grouping.largest if self.grouping.layout == "blocks" else 1
-            members = torch.empty(self.grouping.groups, largest, dtype=torch.int64, device=device)
+            members = constants.unread(MEMBERS.name, self.grouping.groups, largest, device)
         else:
             members = _sent(self.members, device)
         found = {MEMBERS.name: members}
@@ -117,7 +118,7 @@ def groups_of(ids: Any, num_groups: Any, samples: int, former: Groups | None = N
             why=f"results would have a row for each of {count} groups, for {samples} samples",
             fix="number the groups of the batch: torch.unique(groups, return_inverse=True)[1]; or pass num_groups",
         )  # fmt: skip
-    return _gathered(found, count)
+    return _gathered(found, count, least < 0)
 
 
 def _in_blocks(ids: Tensor, given: int | None) -> Groups | None:
@@ -141,21 +142,19 @@ def unseen(ids: Tensor, count: int) -> Groups:
     return Groups(grouping, count, rows, None, kept, slots, rows, sound)
 
 
-def _gathered(ids: Tensor, count: int) -> Groups:
-    """Groups whose members lie anywhere."""
+def _gathered(ids: Tensor, count: int, none: bool) -> Groups:
+    """Groups whose members lie anywhere.  none: some samples are in none."""
     samples = len(ids)
-    counts = torch.bincount(ids + 1, minlength=count + 1)[1:]
-    has = counts > 0
-    kept, slots = None, None
-    inner = torch.arange(count)
-    if not has.all() or not count:
+    counts = torch.bincount(ids + 1, minlength=count + 1)[1:] if none else torch.bincount(ids, minlength=count)
+    fewest, largest = (int(n) for n in counts.aminmax()) if count else (0, 0)
+    kept, slots, rows = None, None, ids
+    if not fewest:
+        has = counts > 0
         kept = torch.cat([(~has).nonzero()[:1, 0] if count else torch.zeros(1, dtype=torch.int64), has.nonzero()[:, 0]])
-        slots = inner = torch.where(has, has.cumsum(0), 0)
-    largest = max(int(counts.max()) if count else 0, 1)
-    groups = count if kept is None else len(kept)
-    if kept is not None:
+        slots = torch.where(has, has.cumsum(0), 0)
         counts = counts[kept] if count else counts.new_zeros(1)
-    rows = ids if not count else torch.where(ids < 0, -1, inner[ids.clamp(min=0)])
+        rows = torch.where(ids < 0, -1, slots[ids.clamp(min=0)]) if count else ids
+    groups, largest = len(counts), max(largest, 1)
     if groups * largest > max(_SPARSE * samples, _FEW):
         return Groups(Grouping("scattered", groups, largest, samples), count, ids, None, kept, slots, rows)
     members = in_order(rows, counts, largest)
@@ -164,16 +163,22 @@ def _gathered(ids: Tensor, count: int) -> Groups:
 
 def in_order(ids: Tensor, counts: Tensor, largest: int) -> Tensor:
     """The rows of each of those that ids are numbers of, [G, S], -1 where there are fewer than S; a row whose id is -1
-    is in none.
+    is in none.  In memory the first rows of all lie side by side, then the second ones: a sum over the rows of each is
+    then a loop over places, whose inner one goes along a row.
 
     counts: how many rows each has, [G].  largest: S.
     """
-    places, ends = torch.arange(largest), counts.cumsum(0)
-    found = torch.where(places < counts[:, None], (ends - counts)[:, None] + places, -1)
-    if (ids[1:] < ids[:-1]).any() or (len(ids) and ids[0] < 0):
-        order = ids.argsort(stable=True)[len(ids) - int(ends[-1]) :]
-        found = torch.where(found < 0, -1, order[found]) if len(order) else found
-    return found
+    ends = counts.cumsum(0)
+    total = int(ends[-1])
+    moved = len(ids) > 0 and bool(ids[0] < 0 or (ids[1:] < ids[:-1]).any())
+    order = ids.argsort(stable=True)[len(ids) - total :] if moved else None
+    if total == len(counts) * largest:  # all have as many
+        return (torch.arange(total) if order is None else order).view(-1, largest).t().contiguous().t()
+    places = torch.arange(largest).unsqueeze(1)
+    found = torch.where(places < counts, (ends - counts) + places, -1)
+    if order is not None and total:
+        found = torch.where(found < 0, -1, order[found])
+    return found.t()
 
 
 def _numbers(ids: Any, samples: int) -> Tensor:

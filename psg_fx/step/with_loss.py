@@ -242,7 +242,7 @@ class LossModule(PerSampleModule):
                 found[name] = self._constants.tensor(name, value, dtypes[name], self._device(call))
         device, count = self._device(call), call.batch_size() if groups is None else groups.count
         if groups is not None:
-            found |= groups.inputs(device, IDS.name in dtypes)
+            found |= groups.inputs(device, IDS.name in dtypes, self._constants)
             found[COUNT.name] = self._constants.tensor(COUNT.name, max(count, 1), dtypes[COUNT.name], device)
         if COUNTED in dtypes:
             found[COUNTED] = self._constants.ones(COUNTED, count, dtypes[COUNTED], device)
@@ -260,7 +260,7 @@ class LossModule(PerSampleModule):
                 f"weights have shape {tuple(found['weights'].shape)}", where="step(inputs, targets, weights=...)",
                 why=f"there is one weight for each of the {count} {each}", fix=f"pass a {shape} tensor",
             )  # fmt: skip
-        if groups is not None:
+        if groups is not None and groups.kept is not None:
             found |= {name: groups.given(found[name]) for name in ("weights", COUNTED) if name in found}
         return found
 

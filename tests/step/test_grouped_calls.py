@@ -13,6 +13,7 @@ from torch import Tensor
 import psg_fx
 from psg_fx import ClippedSum, Dots, Grads, Gram, MeanGrad, Norms, Projection, SecondMoment, WeightedSum
 from psg_fx.errors import BadArgument, NotYetSupported
+from psg_fx.step.constants import Constants
 from psg_fx.step.groups import groups_of, unseen
 from support.small import mlp, same_mlp, step
 
@@ -163,7 +164,7 @@ def test_memory_that_many_empty_groups_take() -> None:
     assert found.members.tolist() == [[-1, -1], [1, 2], [0, -1]]
     one_large = groups_of([0] * 100 + list(range(1, 101)), None, 200)
     assert one_large.grouping.layout == "scattered"
-    assert one_large.inputs(torch.device("cpu"), False)["members"].numel() <= 200
+    assert one_large.inputs(torch.device("cpu"), False, Constants())["members"].numel() <= 200
 
 
 def test_parts() -> None:
