@@ -83,7 +83,9 @@ def _expert_squares(x: Tensor, y: Tensor, ids: Tensor, experts: int) -> Tensor:
 
 
 def _rounded(count: int) -> int:
-    """Rows that are multiplied at once: a multiple of 4 up to 32, of 8 up to 64, of 16 up to 128 and so on."""
+    """The least of the sizes in which experts are multiplied together that has room for so many rows: multiples of 4
+    up to 32, of 8 up to 64, of 16 up to 128 and so on.
+    """
     step = max((1 << max(count - 1, 0).bit_length()) // 8, 4)
     return -(-count // step) * step
 

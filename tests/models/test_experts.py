@@ -196,11 +196,12 @@ def test_rows_of_each_expert_alone() -> None:
 
 @pytest.mark.parametrize("inputs", [3, 30])
 @pytest.mark.parametrize("rows", [0, 1, 40, 200])
-@pytest.mark.parametrize("even", [True, False])
-def test_squares_of_products(rows: int, inputs: int, even: bool) -> None:
-    """By Gram matrices of all experts at once, of each, or of the product: whichever is least; ids of no expert too."""
+@pytest.mark.parametrize("spread", [1, 3, 100])
+def test_squares_of_products(rows: int, inputs: int, spread: int) -> None:
+    """By Gram matrices of experts with about as many rows, or of the product: whichever is least; ids of no expert too."""
     x, y = torch.randn(rows, inputs, dtype=torch.float64), torch.randn(rows, inputs + 5, dtype=torch.float64)
-    ids = torch.randint(-1, 6, (rows,)) if even else torch.zeros(rows, dtype=torch.int64)
+    ids = 4 - (6 * torch.rand(rows) ** spread).long()  # the larger the spread, the more have the last expert
+    ids[::7] = 5
     expected = expert_outer(x, y, ids, 5).square().sum((1, 2))
     torch.testing.assert_close(expert_squares(x, y, ids, 5), expected)
 
