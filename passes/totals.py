@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.graph import facts
 from psg_fx.graph.lifetimes import is_view
+from psg_fx.graph.same_op import merge_equal
 from psg_fx.graph.stages import Stage
 from psg_fx.planner.cost import Device
 from psg_fx.planner.plan import PLAN
@@ -51,7 +52,10 @@ def totals(gm: GraphModule, device: Device, size: int) -> GraphModule:
     for total in sums:
         if _stacked(total):
             _norms_together(gm, total, is_cheap, on_cuda=device.name == "cuda")
+    for total in sums if device.name == "cpu" else ():
+        _as_product(gm, total, is_cheap)
     _in_order(gm)
+    merge_equal(gm)
     gm.graph.eliminate_dead_code()
     return gm
 
@@ -200,6 +204,23 @@ def _sums_together(gm: GraphModule, beside: Node, values: Sequence[Node], sums: 
         for k, one in members:
             part = _call(gm, aten.slice.Tensor, whole, 0, ends[k], ends[k + 1])
             _replace(one.last, _call(gm, aten.reshape.default, part, list(one.last.meta["val"].shape)))
+
+
+def _as_product(gm: GraphModule, total: Node, is_cheap: Callable[[torch.Tensor], bool]) -> None:
+    """Write Σ_b c[b] value[b], of a value that is stored as it is, as a product of matrices."""
+    (weighted,) = _operands(total)
+    if weighted.target is not aten.mul.Tensor or len(weighted.users) > 1 or len(_operands(weighted)) != 2:
+        return
+    weights, value = sorted(_operands(weighted), key=lambda node: not _is_weights(node))
+    like, stored = value.meta["val"], _origin(value)[0]
+    if stored.target is not aten.bmm.default or value is not stored or not _is_weights(weights) or is_cheap(like):
+        return
+    if any(node.meta["val"].dtype not in (torch.float32, torch.float64) for node in (weights, value, total)):
+        return
+    with gm.graph.inserting_before(gm.graph.output_node()):
+        row = _call(gm, aten.reshape.default, weights, [1, -1])
+        found = _call(gm, aten.mm.default, row, _call(gm, aten.reshape.default, value, [-1, _width(value)]))
+        _replace(total, _call(gm, aten.reshape.default, found, list(like.shape[1:])))
 
 
 def _replace(old: Node, new: Node) -> None:

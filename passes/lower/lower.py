@@ -70,9 +70,10 @@ def _batch_node(gm: GraphModule) -> Node:
 
 def _members_node(gm: GraphModule, samples: Node) -> Node:
     """A placeholder for the numbers of the samples of each group, `[G, S]`."""
-    value = with_own_sizes(samples.meta["val"], _GROUP_HINTS[::-1], torch.int64)
-    with value.fake_mode:
-        value = value.t()
+    like = samples.meta["val"]
+    places = with_own_sizes(like, _GROUP_HINTS[::-1], torch.int64)
+    with like.fake_mode:
+        value = places.t()
     return _placeholder(gm, MEMBERS.name, value, InputSpec("given", MEMBERS.name))
 
 

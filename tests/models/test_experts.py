@@ -198,7 +198,7 @@ def test_rows_of_each_expert_alone() -> None:
 @pytest.mark.parametrize("rows", [0, 1, 40, 200])
 @pytest.mark.parametrize("spread", [1, 3, 100])
 def test_squares_of_products(rows: int, inputs: int, spread: int) -> None:
-    """By Gram matrices of experts with about as many rows, or of the product: whichever is least; ids of no expert too."""
+    """By Gram matrices of experts with about as many rows, or of the product: what is least; ids of no expert too."""
     x, y = torch.randn(rows, inputs, dtype=torch.float64), torch.randn(rows, inputs + 5, dtype=torch.float64)
     ids = 4 - (6 * torch.rand(rows) ** spread).long()  # the larger the spread, the more have the last expert
     ids[::7] = 5

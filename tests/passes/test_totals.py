@@ -143,6 +143,23 @@ def test_on_a_cpu_results_have_memory_of_their_own() -> None:
     assert len(set(at)) == len(at)
 
 
+@pytest.mark.parametrize("groups", [None, torch.tensor([1, 0, 1, 1, 2])], ids=["samples", "groups"])
+def test_on_a_cpu_sums_of_stored_gradients_are_products(groups: torch.Tensor | None) -> None:
+    """Of large ones; they are those of the loop, and none is left as a reduction."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 60), nn.Tanh(), nn.Linear(60, 64)).double()
+    x, y = torch.randn(5, 100, 64, dtype=torch.float64), torch.randn(5, 100, 64, dtype=torch.float64)
+    step = psg_fx.transform(model, F.mse_loss, quantities=[Grads(), ClippedSum(BOUND)], backend="eager")
+    found = step(x, y, groups=groups).clipped_sum
+    _, grads = oracle.loop_grads(model, F.mse_loss, x, y)
+    ids = torch.arange(5) if groups is None else groups
+    summed = {name: torch.zeros_like(g[: int(ids.max()) + 1]).index_add(0, ids, g) for name, g in grads.items()}
+    assert oracle.worst_error(found, oracle.clipped_sum(summed, BOUND)) < 1e-12
+    nodes = step.graphs["tidied"].graph.nodes
+    products = [n for n in nodes if n.target is aten.mm.default and n.meta.get("psg_fx_pass") == "totals"]
+    assert len(products) == 2
+
+
 @pytest.mark.usefixtures("for_cuda")
 @pytest.mark.parametrize("dtype", one_in(2, [torch.bfloat16, torch.float16]))
 def test_half_precision_is_squared_in_float32(dtype: torch.dtype) -> None:
