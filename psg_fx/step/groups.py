@@ -173,7 +173,7 @@ def in_order(ids: Tensor, counts: Tensor, largest: int) -> Tensor:
     moved = len(ids) > 0 and bool(ids[0] < 0 or (ids[1:] < ids[:-1]).any())
     order = ids.argsort(stable=True)[len(ids) - total :] if moved else None
     if total == len(counts) * largest:  # all have as many
-        return (torch.arange(total) if order is None else order).view(-1, largest).t().contiguous().t()
+        return (torch.arange(total) if order is None else order).view(len(counts), largest).t().contiguous().t()
     places = torch.arange(largest).unsqueeze(1)
     found = torch.where(places < counts, (ends - counts) + places, -1)
     if order is not None and total:
