@@ -47,7 +47,7 @@ class Snapshot:
         graph, now = Graph(), dict[Node, Node]()
         for node, op, target, args, kwargs, name, annotation, meta in self._said:
             args, kwargs = map_arg(args, now.__getitem__), map_arg(kwargs, now.__getitem__)
-            now[node] = graph.create_node(op, target, args, kwargs, name, annotation)  # type: ignore[arg-type]
+            now[node] = graph.create_node(op, target, args, kwargs, name, annotation)
             now[node].meta = meta
         module = kind(self._root, graph, self._type)
         module.meta = self._meta

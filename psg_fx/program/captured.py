@@ -46,7 +46,8 @@ class Captured:
     @property
     def graphs(self) -> Mapping[str, GraphModule]:
         """The graph after each pass, by stage name."""
-        return self.step.history.graphs
+        found: Mapping[str, GraphModule] = self.step.history.graphs
+        return found
 
     @property
     def compiled(self) -> int:
