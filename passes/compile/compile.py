@@ -21,6 +21,7 @@ from psg_fx.graph.strides import free_of_strides
 from psg_fx.op_table import enter, known
 from psg_fx.torch_private.compiler import compilations, inductor_modes, marked_dynamic
 from psg_fx.torch_private.inductor import Compiler, calls_subgraphs, inductor
+from psg_fx.torch_private.scattered import scattered_in_place
 
 from .calls import written_once
 from .sizes import Background, Flat, Sized
@@ -110,7 +111,8 @@ def _recorded(gm: GraphModule, backend: str, history: History) -> Iterator[None]
     count, began = sum(node.op == "call_function" for node in gm.graph.nodes), time.perf_counter()
     history.progress.say(f"compiling {count} ops with {backend}")
     try:
-        yield
+        with scattered_in_place():
+            yield
     finally:
         history.progress.say("")
         seconds = time.perf_counter() - began

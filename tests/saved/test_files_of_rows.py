@@ -43,8 +43,12 @@ class Made:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    given = graphs([3, 0, 5, 2], [4, 0, 7, 1], "shuffled")
-    return Made(graphs_of_nodes.made(GIN), graphs_of_nodes.losses, given, tmp_path_factory.mktemp("rows"))
+    """Compiled for two threads."""
+    given, before = graphs([3, 0, 5, 2], [4, 0, 7, 1], "shuffled"), torch.get_num_threads()
+    torch.set_num_threads(2)
+    found = Made(graphs_of_nodes.made(GIN), graphs_of_nodes.losses, given, tmp_path_factory.mktemp("rows"))
+    torch.set_num_threads(before)
+    return found
 
 
 @pytest.mark.parametrize("number", range(len(MANY)))

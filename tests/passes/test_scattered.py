@@ -1,0 +1,57 @@
+"""Code for several threads adds to the places that are meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._inductor.codegen import cpp
+from torch.fx import GraphModule
+
+import psg_fx
+from psg_fx.passes.compile import compile as compile_
+from psg_fx.torch_private.scattered import scattered_in_place
+
+pytestmark = [pytest.mark.inductor, pytest.mark.usefixtures("fresh_compiler", "_two_threads")]
+
+
+@pytest.fixture
+def _two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def across(a: Tensor, b: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Operands whose dims lie in memory one way and the other way round, and a sum along one of them by number."""
+    t = a * b.t()
+    return t, t.new_zeros(ids.shape[0], a.shape[0]).index_add(0, ids, t.t())
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_sum_by_number_in_tiles(dynamic: bool) -> None:
+    """Those that are written twice too far would be among the places that nobody adds to."""
+    a, b = torch.randn(24, 40, dtype=torch.float64), torch.randn(40, 24, dtype=torch.float64)
+    ids = torch.randint(10, (40,))
+    with scattered_in_place():
+        found = torch.compile(across, dynamic=dynamic)(a, b, ids)
+    torch.testing.assert_close(found, across(a, b, ids))
+
+
+def test_steps_are_compiled_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    stores, own = [], cpp.CppTile2DKernel.store
+
+    def compiler(gm: GraphModule, inputs: Sequence[Tensor]) -> GraphModule:
+        stores.append(cpp.CppTile2DKernel.store)
+        return gm
+
+    monkeypatch.setattr(compile_, "inductor", lambda options: compiler)
+    psg_fx.transform(nn.Linear(3, 2), nn.functional.cross_entropy, quantities=psg_fx.Norms(), backend="inductor")(
+        torch.randn(4, 3), torch.randint(2, (4,))
+    )
+    assert len(stores) == 1
+    assert stores[0] is not own
+    assert cpp.CppTile2DKernel.store is own
