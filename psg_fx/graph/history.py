@@ -20,9 +20,7 @@ log = logging.getLogger("psg_fx")
 
 
 class Snapshot:
-    """What a graph was, kept in a hundredth of the time that a copy takes: what its nodes said, which is not changed in
-    place.  The copy is made when it is asked for.
-    """
+    """What a graph was: what its nodes said, which is not changed in place.  The graph is made when it is asked for."""
 
     def __init__(self, gm: GraphModule) -> None:
         self._said = [

@@ -111,8 +111,8 @@ def is_available() -> bool:
     )  # fmt: skip
 
 
-_PLAIN = frozenset({str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
-_NUMBERS = frozenset({int, float, bool, complex})
+PLAIN = frozenset({str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
+NUMBERS = frozenset({int, float, bool, complex})
 
 
 class Operands:
@@ -126,9 +126,9 @@ class Operands:
     def described(self, value: Any) -> Hashable:
         """All that a result depends on of an argument, which symbols are the same ones included."""
         kind = type(value)
-        if kind in _PLAIN:
+        if kind in PLAIN:
             return value  # type: ignore[no-any-return]
-        if kind in _NUMBERS:
+        if kind in NUMBERS:
             return kind, value
         if kind is FakeTensor:
             return self._tensor(value)
@@ -173,13 +173,13 @@ def is_function(func: Any) -> bool:
     if found is None:
         found = _FUNCTIONS[func] = (
             isinstance(func, OpOverload) and func.namespace in ("aten", "prims") and not func._schema.is_mutable
-            and not _OF_VALUES.intersection(func.tags) and func.overloadpacket not in _LEFT
+            and not OF_VALUES.intersection(func.tags) and func.overloadpacket not in _LEFT
             and func not in (_HANDLED or ())
         )  # fmt: skip
     return found
 
 
-_OF_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+OF_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 aten = torch.ops.aten
 _LEFT = {
     aten.detach, aten.alias,  # as fast as any memory

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Proxy
 from torch.fx.experimental import proxy_tensor
 
+from psg_fx.torch_private.fake_keys import NUMBERS, OF_VALUES, PLAIN
 from psg_fx.torch_private.patching import patched_here, seen_here
 
 
@@ -26,8 +27,7 @@ class _General(Exception):
 
 
 _USED = (
-    "proxy_call", "get_proxy_slot", "track_tensor", "track_tensor_tree", "snapshot_fake", "fetch_sym_proxy",
-    "_ProxyTensor", "_build_proxy_for_sym_expr",
+    "proxy_call", "track_tensor_tree", "snapshot_fake", "fetch_sym_proxy", "_ProxyTensor", "_build_proxy_for_sym_expr",
 )  # fmt: skip
 
 
@@ -62,7 +62,6 @@ def quickly_recorded() -> Iterator[None]:
 
 
 _NAMES: dict[tuple[Any, bool], str | None] = {}
-_OF_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _LEFT = {"lift_fresh", "lift_fresh_copy", "is_nonzero", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset"}
 
 
@@ -75,7 +74,7 @@ def _name(func: Any, pre_dispatch: bool) -> str | None:
 
 
 def _is_plain(func: Any, pre_dispatch: bool) -> bool:
-    if not isinstance(func, OpOverload) or func._schema.is_mutable or _OF_VALUES.intersection(func.tags):
+    if not isinstance(func, OpOverload) or func._schema.is_mutable or OF_VALUES.intersection(func.tags):
         return False
     if func.namespace not in ("aten", "prims") or func._opname in _LEFT:
         return False
@@ -86,14 +85,10 @@ def _is_plain(func: Any, pre_dispatch: bool) -> bool:
     return pre_dispatch or not decomposes
 
 
-_PLAIN = frozenset({int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout,
-                    torch.memory_format})  # fmt: skip
-
-
 def _argument(value: Any, tracer: Any) -> Any:
     """The argument of the node that stands for an argument of the op."""
     kind = type(value)
-    if kind in _PLAIN:
+    if kind in PLAIN or kind in NUMBERS:
         return value
     if kind is FakeTensor:
         slot = tracer.tensor_tracker.get(value)
