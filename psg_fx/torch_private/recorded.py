@@ -41,7 +41,7 @@ def quickly_recorded() -> Iterator[None]:
 
     def call(mode: Any, func: Any, pre_dispatch: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = _name(func, pre_dispatch)
-        if name is None or func in mode.decomposition_table or getattr(mode, "emulate_precision_casts", False):
+        if name is None or func in _decomposed(mode) or getattr(mode, "emulate_precision_casts", False):
             return general(mode, func, pre_dispatch, args, kwargs)
         tracer = mode.tracer
         try:
@@ -59,6 +59,16 @@ def quickly_recorded() -> Iterator[None]:
 
     with patched_here(proxy_tensor, "proxy_call", call):
         yield
+
+
+_TABLE = "decomposition_table"
+
+
+def _decomposed(mode: Any) -> Mapping[Any, Any]:
+    """The ops that are traced as others: of the mode, of all modes before torch 2.12."""
+    owner, name = (mode, _TABLE) if hasattr(mode, _TABLE) else (proxy_tensor, f"CURRENT_{_TABLE.upper()}")
+    found: Mapping[Any, Any] = getattr(owner, name)
+    return found
 
 
 _NAMES: dict[tuple[Any, bool], str | None] = {}
