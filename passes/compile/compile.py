@@ -56,10 +56,12 @@ def compile_graph(
     watch = functools.partial(_recorded, gm, backend, history)
     run = _by_torch(gm, backend, mode, options, dynamic, watch)
     if backend == "inductor":
+        replayed = device == "cuda" and bool(options and options.get("triton.cudagraphs"))
         if Sized.suits(gm):
             once = device == "cpu" and calls_subgraphs(options or {})
-            run = Sized(gm, _by_inductor(options or {}, watch, once), dynamic, run, background)
-        if device == "cuda" and options and options.get("triton.cudagraphs"):
+            compiler = _by_inductor(options or {}, watch, once)
+            run = Sized(gm, compiler, dynamic, run, replayed=replayed, background=background)
+        if replayed:
             run = _outside_cuda_graphs(run, memory.keep)
         elif device == "cpu":
             run = _serving(run, memory)
@@ -218,9 +220,18 @@ def _outside_cuda_graphs(run: Flat, until_next_call: bool) -> Flat:
     def copied(*tensors: Any) -> Sequence[Any]:
         torch.compiler.cudagraph_mark_step_begin()
         results = run(*tensors)
-        return results if until_next_call else [r.clone() if isinstance(r, torch.Tensor) else r for r in results]
+        return results if until_next_call else _copies(results)
 
     return copied
+
+
+def _copies(results: Sequence[Any]) -> list[Any]:
+    """Tensors in memory of their own, all copied at once: each launch takes the host longer than a small copy."""
+    found = [torch.empty_like(r) if isinstance(r, torch.Tensor) else r for r in results]
+    places = [i for i, r in enumerate(results) if isinstance(r, torch.Tensor)]
+    if places:
+        torch._foreach_copy_([found[i] for i in places], [results[i] for i in places])
+    return found
 
 
 def _serving(run: Flat, memory: Memory) -> Flat:

@@ -81,16 +81,17 @@ class Sized:
     """A lowered graph that a compiler makes code of, for sizes as calls bring them.
 
     compiler: of a graph and fake inputs.  otherwise: runs a call that is not served here: where the user has set
-    another stance by `torch.compiler.set_stance`, and for inputs with gaps in memory.  background: what is compiled
-    meanwhile; None: a call waits for its code, and else the graph is run as it is until the code is there.
+    another stance by `torch.compiler.set_stance`, and for inputs with gaps in memory.  replayed: the code is replayed
+    as a CUDA graph, which reads parameters where they lie.  background: what is compiled meanwhile; None: a call waits
+    for its code, and else the graph is run as it is until the code is there.
     """
 
     def __init__(
-        self, gm: GraphModule, compiler: Compiler, dynamic: bool | None, otherwise: Flat,
+        self, gm: GraphModule, compiler: Compiler, dynamic: bool | None, otherwise: Flat, *, replayed: bool = False,
         background: Background | None = None,
     ) -> None:  # fmt: skip
         self._gm, self._compiler, self._dynamic, self._otherwise = gm, compiler, dynamic, otherwise
-        self._background = background
+        self._replayed, self._background = replayed, background
         nodes = facts.placeholders(gm)
         self._shapes = [facts.shape(node.meta["val"]) for node in nodes]
         self._asked = [i for i, node in enumerate(nodes) if not _is_state(node)]
@@ -137,7 +138,9 @@ class Sized:
         if self._codes and how == "fail_on_recompile":
             raise RuntimeError(f"a step would be compiled anew for the sizes {sizes} (torch.compiler.set_stance)")
         by_place = dict(zip(self._asked, layouts, strict=True))
-        inputs = [_like(t, self._shapes[i], by_place.get(i)) for i, t in enumerate(tensors)]
+        inputs = [
+            _like(t, self._shapes[i], by_place.get(i), self._replayed and _stays(t)) for i, t in enumerate(tensors)
+        ]
         if self._background is None:
             return self._compile(inputs, sizes, layouts)
         self._background.begin(lambda: self._compile(inputs, sizes, layouts))
@@ -186,9 +189,20 @@ def _layout(tensor: torch.Tensor) -> Layout:
     return tuple(order)
 
 
-def _like(tensor: torch.Tensor, shape: tuple[sympy.Expr, ...], layout: Layout) -> Like:
+def _stays(tensor: torch.Tensor) -> bool:
+    """Whether it is a parameter, which optimizers write in place, and not made for this call: those of functional calls
+    and gathered shards are no `Parameter`.  It must lie where kernels expect it: they are not asked at each call.
+    """
+    return isinstance(tensor, torch.nn.Parameter) and tensor.data_ptr() % _ALIGNED == 0
+
+
+_ALIGNED = 16
+"""Bytes: kernels of inductor read so many at once."""
+
+
+def _like(tensor: torch.Tensor, shape: tuple[sympy.Expr, ...], layout: Layout, stays: bool) -> Like:
     """The input, its sizes as symbols.  layout: None for its own strides, which are numbers."""
     if layout is None:
-        return Like(shape, tuple(map(sympy.Integer, tensor.stride())), tensor.dtype, tensor.device)
+        return Like(shape, tuple(map(sympy.Integer, tensor.stride())), tensor.dtype, tensor.device, stays)
     strides = {dim: product(shape[d] for d in layout[place + 1 :]) for place, dim in enumerate(layout)}
-    return Like(shape, tuple(sympy.sympify(strides[d]) for d in range(len(shape))), tensor.dtype, tensor.device)
+    return Like(shape, tuple(sympy.sympify(strides[d]) for d in range(len(shape))), tensor.dtype, tensor.device, stays)

@@ -6,8 +6,9 @@ compiled still serves.  A step knows that already (`passes/sizes.py`).
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from .kernel_files import few_kernel_files
+from .patching import patched_here
 
 Sizes = Mapping[sympy.Symbol, int]
 Compiler = Callable[[GraphModule, Sequence[torch.Tensor]], Callable[..., Sequence[Any]]]
@@ -30,12 +32,17 @@ Compiler = Callable[[GraphModule, Sequence[torch.Tensor]], Callable[..., Sequenc
 
 @dataclass(frozen=True)
 class Like:
-    """An input of a graph: its sizes and strides in the graph's symbols, its type and device."""
+    """An input of a graph: its sizes and strides in the graph's symbols, its type and device.
+
+    stays: whether it lies where it lay at the last call, or nearly always: CUDA graphs read it there, and are recorded
+    anew where it does not; all others are copied to a place of their own at each call.
+    """
 
     shape: tuple[sympy.Expr, ...]
     strides: tuple[sympy.Expr, ...]
     dtype: torch.dtype
     device: torch.device
+    stays: bool = False
 
 
 def stance() -> str:
@@ -83,7 +90,8 @@ def compiled(
             )
             for like in inputs
         ]  # fmt: skip
-    with compile_lock, tracing(TracingContext(mode)), few_kernel_files():
+    static = [place for place, like in enumerate(inputs) if like.stays]
+    with compile_lock, tracing(TracingContext(mode)), few_kernel_files(), _in_place(static):
         run = compiler(gm, fakes)
     conditions = [guard.expr.xreplace(names) for guard in env.guards]
 
@@ -91,6 +99,18 @@ def compiled(
         return all(bool(c.subs(sizes) == sympy.true) for c in conditions)
 
     return run, serves
+
+
+@contextlib.contextmanager
+def _in_place(places: Sequence[int]) -> Iterator[None]:
+    """While open, these inputs of what this thread compiles stay where they are; inductor is told by Dynamo else."""
+    if not places:
+        yield
+        return
+    from torch._inductor import compile_fx  # slow to import, and only who compiles needs it
+
+    with patched_here(compile_fx, "get_static_input_idxs", lambda fixed: list(places)):
+        yield
 
 
 def _symbols(mode: FakeTensorMode, free: Sizes) -> dict[sympy.Symbol, torch.SymInt]:
