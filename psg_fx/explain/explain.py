@@ -120,7 +120,7 @@ def _fused(gm: GraphModule, plan: Plan) -> list[str]:
         return []
     headers = ("parameter", "trees", "with fused kernels", "time", "predicted")
     table = screen.table(screen.joined(rows), headers, shrinking=(1, 2, 0))
-    return [f'Fused kernels are off; with options={{"psg_fx.fused_kernels": True}} it would be (not measured)\n{table}']
+    return [f'Fused kernels are off; with options={{"psg_fx.fused_kernels": True}} it would be (predicted)\n{table}']
 
 
 def _trees(parameter: ParameterPlan) -> str:

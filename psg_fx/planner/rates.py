@@ -125,6 +125,13 @@ def device(kind: str, replayed: bool = False) -> Device:
     return table.replaying() if replayed else table
 
 
+def fused_kernels_pay(device: torch.device) -> bool:
+    """Whether kernels of psg_fx are on unless told: on Hopper devices, where they were timed (docs/design/gpu.md)."""
+    if device.type != "cuda" or not torch.cuda.is_available() or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def shipped(kind: str) -> Device:
     """The table that comes with the package: for a CUDA device that of its name, else one scaled by its properties.  A
     device that is not here, or says too little of itself, counts as an H100.

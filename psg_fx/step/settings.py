@@ -95,8 +95,10 @@ class Settings:
     def rates_of(self, device: torch.device) -> Device:
         """What plans for a device go by."""
         table = rates.device(device.type, self.replays)
-        wanted = bool((self.options or {}).get(FUSED_KERNELS))
-        if wanted and device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        there = importlib.util.find_spec("triton") is not None
+        told = (self.options or {}).get(FUSED_KERNELS)
+        wanted = there and rates.fused_kernels_pay(device) if told is None else bool(told)
+        if wanted and device.type == "cuda" and not there:
             raise BadArgument(
                 "the fused kernels need Triton", where=f"transform(options={{{FUSED_KERNELS!r}: True}})",
                 why="they are written in its language", fix="pip install triton, or leave the option out",

@@ -1,6 +1,6 @@
 """Per-sample products whose squared norm is taken while a tile of them lies in registers: kernels of psg_fx.
 
-They are offered where `Device.fused` says so.  What they cost is predicted and has not been measured.
+They are offered where `Device.fused` says so.  What they cost is predicted; docs/design/gpu.md has what was measured.
 """
 
 from __future__ import annotations
