@@ -4,8 +4,9 @@
 
 Every model has a process of its own, all its contenders run side by side in it. Writes
 `bench/results/compare-<tag>.json` and `.md`; the tag names the device. Takes minutes, and results depend on the
-machine: keep it otherwise idle. `--together`: on a machine of many cores all models compile at once, in that many
-seconds at most, and are then timed one after the other, the device to themselves.
+machine: keep it otherwise idle. `--together`: on a machine of many cores first calls run side by side, and all
+models are prepared side by side, in that many seconds at most; they are timed one after the other, the device to
+themselves. On CUDA float32 is IEEE's for all contenders, and errors in bfloat16 are shown, not judged.
 """
 
 from __future__ import annotations
@@ -13,21 +14,28 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import subprocess
+import math
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import _results
 import torch
+from _together import together, turn
 from tabulate import tabulate
 
 from psg_fx import zoo
-from psg_fx.benchmarking.benchmark import BenchmarkReport, BenchmarkRow, Turn, benchmark
+from psg_fx.benchmarking.benchmark import BenchmarkReport, BenchmarkRow, Turn, benchmark, start_compiler
+from psg_fx.benchmarking.contenders import field_of
+from psg_fx.benchmarking.problem import Problem
+from psg_fx.measure.clock import synchronize
+from psg_fx.reference.by_vmap import quiet_vmap
 
 
 @dataclass(frozen=True)
@@ -46,8 +54,9 @@ ORDINARY = ["ordinary-eager", "ordinary-compiled", "ordinary-one-graph"]
 CONTENDERS = {
     "cpu": [*ORDINARY, "loop/grads", "vmap/grads", "vmap-compiled/grads", "opacus-hooks/grads",
             "psg-eager*", "psg-compiled*", "psg-reused*"],
-    "cuda": [*ORDINARY, "replayed-ordinary", "vmap/grads", "vmap-compiled/grads", "opacus-*", "psg-compiled*",
-             "replayed-psg*"],
+    "cuda": [*ORDINARY, "replayed-ordinary", "vmap/grads", "vmap-compiled/grads", "replayed-vmap/grads",
+             "vmap-compiled/clipped_sum", "opacus-hooks/grads", "opacus-ghost/*", "jax/*", "psg-compiled*",
+             "fused-psg/norms", "fused-psg/clipped_sum", "replayed-psg*"],
 }  # fmt: skip
 LARGE_GPT = {"layers": 12, "width": 768, "heads": 12, "tokens": 512}
 LARGE_VIT = {"layers": 12, "width": 768, "heads": 12, "image": 224, "patch": 16, "classes": 1000}
@@ -72,10 +81,16 @@ def main() -> int:
     if args.one is not None:
         run_one(args)
         return 0
-    results = together(chosen(args), args) if args.together else {n: in_own_process(n, args) for n in chosen(args)}
-    data = {"results": {n: r for n, r in results.items() if "failure" not in r}}
-    name = f"compare-{args.tag or _results.device_tag(args.device)}"
-    path = _results.keep(name, data, *paragraphs(results))
+    if args.together:
+        found = together(dict.fromkeys(chosen(args), worth_compiling(args)), partial(command, args), args.together)
+    else:
+        found = ((n, in_own_process(n, args)) for n in chosen(args))
+    results = {}
+    for model, result in found:
+        results[model] = result
+        data = {"results": {n: r for n, r in results.items() if "failure" not in r}}
+        name = f"compare-{args.tag or _results.device_tag(args.device)}"
+        path = _results.keep(name, data, *paragraphs(results))
     print(f"\n{ratio_table(results, 'simple')}\n\nwrote {path}.json and .md")
     return int(any("failure" in r for r in results.values()))
 
@@ -104,6 +119,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--contenders", help="globs separated by commas (default: the usual ones)")
     parser.add_argument("--together", type=float, metavar="SECONDS", help="all models compile at once")
     parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--first", help=argparse.SUPPRESS)
     parser.add_argument("--turns", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help=argparse.SUPPRESS)
@@ -115,62 +131,38 @@ def in_own_process(name: str, args: argparse.Namespace) -> dict[str, Any]:
     print(f"\n== {RUNS[name].title}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
-        return _results.written_by(command(name, args, out), out)
+        return _results.written_by(command(args, name, out), out)
 
 
-def command(name: str, args: argparse.Namespace, out: Path) -> list[str]:
-    """What a model's own process is told."""
+def command(args: argparse.Namespace, name: str, out: Path, *more: str) -> list[str]:
+    """What a process of a model is told."""
     told = [__file__, "--one", name, "--json", str(out), "--device", args.device, "--seconds", str(args.seconds)]
     told += ["--contenders", args.contenders] if args.contenders else []
-    return [*told, *(["--quick"] if args.quick else [])]
+    return [*told, *(["--quick"] if args.quick else []), *more]
 
 
-def together(names: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
-    """The reports of all models: their processes prepare side by side and are then timed one after the other."""
-    with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder)
-        outs = {name: place / f"{name}.json" for name in names}
-        until = time.time() + args.together
-        told = ["--turns", folder, "--until", str(until)]
-        processes = {n: subprocess.Popen([sys.executable, *command(n, args, outs[n]), *told]) for n in names}
-        waiting = dict(processes)
-        while waiting and time.time() < until + _LAST:
-            time.sleep(0.5)
-            ready = [n for n, p in waiting.items() if (place / f"{n}.ready").exists() or p.poll() is not None]
-            for name in ready:
-                del waiting[name]
-        for process in waiting.values():
-            process.kill()
-        for name, process in processes.items():
-            if name not in waiting:
-                (place / f"{name}.go").touch()
-            process.wait()
-        late = {"failure": f"not compiled within {args.together:g} s"}
-        ended = {n: {"failure": f"the process ended with exit code {p.returncode}"} for n, p in processes.items()}
-        return {
-            name: late if name in waiting else json.loads(out.read_text("utf-8")) if out.exists() else ended[name]
-            for name, out in outs.items()
-        }
+def worth_compiling(args: argparse.Namespace) -> list[str]:
+    """The labels of contenders that inductor compiles."""
+    compiled = ("*compiled*", "*one-graph*", "replayed-*", "fused-*")
+    return [c.label for c in field_of(patterns=contenders(args)) if any(fnmatchcase(c.name, p) for p in compiled)]
 
 
-_LAST = 60.0
-"""Seconds for what was begun in time."""
-
-
-@contextlib.contextmanager
-def turn(name: str, folder: Path) -> Iterator[None]:
-    """Says that this process is ready, and waits until it may go on."""
-    (folder / f"{name}.ready").touch()
-    while not (folder / f"{name}.go").exists():
-        time.sleep(0.1)
-    yield
+def contenders(args: argparse.Namespace) -> list[str]:
+    """Globs."""
+    return args.contenders.split(",") if args.contenders else CONTENDERS[args.device]
 
 
 def run_one(args: argparse.Namespace) -> None:
-    """Races all contenders on one model and writes the report to `args.json`."""
+    """Races all contenders on one model, or calls one of them once, and writes the report to `args.json`."""
     run = RUNS[args.one]
+    if args.device == "cuda":
+        torch.backends.cudnn.allow_tf32 = False  # float32 is IEEE's for all: products are by default, convolutions not
     ex = zoo.example(run.example, run.batch, args.device, **run.sizes)
     lower = torch.autocast(args.device, run.autocast) if run.autocast else contextlib.nullcontext()
+    if args.first:
+        with lower:
+            args.json.write_text(json.dumps(first_call(ex, args.first)), encoding="utf-8")
+        return
     with lower:
         report = benchmark(
             ex.model,
@@ -178,15 +170,28 @@ def run_one(args: argparse.Namespace) -> None:
             ex.inputs,
             ex.targets,
             batch_dim=ex.batch_dim,
-            contenders=args.contenders.split(",") if args.contenders else CONTENDERS[args.device],
+            contenders=contenders(args),
             min_run_time=0.5 if args.quick else args.seconds,
-            rounds=2 if args.quick else 8,
-            tolerance=0.5 if args.device == "cuda" else 1e-2,  # TF32 convolutions and bf16: a kink that is passed
+            rounds=2 if args.quick else 8 if args.seconds > 1 else 4,
+            tolerance=math.inf if run.autocast else 1e-2,  # of kinks that rounding passes nothing is known before
             progress=args.turns is None,
             turn=None if args.turns is None else Turn(args.until, lambda: turn(args.one, args.turns)),
         )
     print(f"\n== {run.title}\n{report}", flush=True)
     args.json.write_text(report.to_json(), encoding="utf-8")
+
+
+def first_call(ex: zoo.Example, label: str) -> dict[str, Any]:
+    """How long it took to build this contender and to call it once, the compiler being started."""
+    problem = Problem(ex.model, ex.loss_fn, ex.inputs, ex.targets, ex.batch_dim)
+    contender = next(c for c in field_of(patterns=[label]))
+    start_compiler(problem)
+    start = time.perf_counter()
+    with quiet_vmap():
+        contender.build(problem)()
+    synchronize(problem.device)
+    taken = time.perf_counter() - start
+    return {"contender": contender.name, "quantity": contender.quantity, "first_call_s": taken}
 
 
 def read(result: dict[str, Any]) -> BenchmarkReport:
@@ -209,25 +214,29 @@ HEADERS = [
 def ratios(report: BenchmarkReport) -> list[str]:
     """What `HEADERS` says; the best peer is the fastest of vmap, compiled vmap and Opacus' hooks."""
     base, compiled = report.fastest_ordinary(), report.row("ordinary-compiled")
-    clipped = min(
-        (r for who in ("psg-compiled", "replayed-psg") if (r := report.row(who, "clipped_sum")) and r.median_s),
-        key=lambda r: r.median_s or 0.0, default=None,
-    )  # fmt: skip
-    norms = report.row("psg-compiled", "norms")
-    grads = report.row("psg-compiled", "grads")
+    clipped, norms, grads = (fastest(report, OURS, quantity) for quantity in ("clipped_sum", "norms", "grads"))
     reused = report.row("psg-reused", "grads")
-    peers = [report.row(name, "grads") for name in ("vmap", "vmap-compiled", "opacus-hooks")]
-    timed = [p for p in peers if p is not None and p.median_s is not None and p.failure is None]
-    best = min(timed, key=lambda p: p.median_s or 0.0, default=None)
+    best = fastest(report, PEERS, "grads")
     return [
         _ratio(clipped, base, "median_s"),
         _ratio(norms, base, "median_s"),
         _ratio(grads, base, "median_s"),
         _ratio(grads, best, "median_s"),
         _ratio(reused, best, "median_s"),
-        _ratio(clipped, base, "peak_bytes"),
-        _ratio(clipped, compiled, "first_call_s"),
+        _ratio(report.row("psg-compiled", "clipped_sum"), base, "peak_bytes"),
+        _ratio(report.row("psg-compiled", "clipped_sum"), compiled, "first_call_s"),
     ]
+
+
+OURS = ("psg-compiled", "replayed-psg")
+PEERS = ("vmap", "vmap-compiled", "replayed-vmap", "opacus-hooks")
+
+
+def fastest(report: BenchmarkReport, names: Iterable[str], quantity: str) -> BenchmarkRow | None:
+    """Of these contenders; None if no one was timed."""
+    rows = [report.row(name, quantity) for name in names]
+    timed = [row for row in rows if row is not None and row.median_s is not None and row.failure is None]
+    return min(timed, key=lambda row: row.median_s or 0.0, default=None)
 
 
 def _ratio(top: BenchmarkRow | None, bottom: BenchmarkRow | None, what: str) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -22,11 +21,11 @@ from _results import about, bullets, device_tag, keep, options
 from _sizes import BATCH, WIDE
 from compare import BF16, Run
 from tabulate import tabulate
-from torch.profiler import ProfilerActivity, profile
 
 from psg_fx import zoo
 from psg_fx.benchmarking.contenders import ordinary_one_graph, psg
 from psg_fx.benchmarking.problem import Problem
+from psg_fx.measure.device_work import device_work
 from psg_fx.quantities.names import USUAL
 
 CALLS, SHOWN = 5, 12
@@ -78,20 +77,12 @@ def recorded(step: Callable[[], object]) -> dict[str, Any]:
         step()
     torch.cuda.synchronize()
     whole = (time.perf_counter() - start) / CALLS
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        for _ in range(CALLS):
-            step()
-        torch.cuda.synchronize()
-    kernels: dict[str, list[float]] = defaultdict(list)
-    for event in seen.events() or ():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            kernels[event.name].append(event.device_time / 1e3)
-    longest = sorted(kernels.items(), key=lambda item: -sum(item[1]))[:SHOWN]
+    work = device_work(step, CALLS)
     return {
-        "device_ms": sum(map(sum, kernels.values())) / CALLS,
+        "device_ms": 1e3 * work.seconds,
         "call_ms": 1e3 * whole,
-        "kernels": sum(map(len, kernels.values())) / CALLS,
-        "longest": [{"name": n, "ms": sum(ms) / CALLS, "calls": len(ms) / CALLS} for n, ms in longest],
+        "kernels": work.launches,
+        "longest": [{"name": k.name, "ms": 1e3 * k.seconds, "calls": k.calls} for k in work.kernels[:SHOWN]],
     }
 
 

@@ -26,12 +26,16 @@ from psg_fx.benchmarking.contenders import field_of
 from psg_fx.benchmarking.problem import ORDINARY, Asked, Computation, Contender, Problem, by_label, from_grads
 from psg_fx.machine import environment
 from psg_fx.measure.clock import give_back, spread, synchronize, time_rounds
+from psg_fx.measure.device_work import Kernel, device_work
 from psg_fx.progress import Progress
 from psg_fx.quantities.base import Quantity
 from psg_fx.quantities.names import USUAL
 from psg_fx.reference.by_vmap import quiet_vmap, vmap_reference
 from psg_fx.reference.definitions import Answer
 from psg_fx.reference.loop import Loss, draws_random_numbers, reference_grads
+
+SHOWN = 12
+"""Kernels that a row names."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,11 @@ class Turn:
 
 @dataclass
 class BenchmarkRow:
-    """One contender: seconds, bytes, the ratio to the fastest ordinary step, and its relative error or failure."""
+    """One contender: seconds, bytes, the ratio to the fastest ordinary step, and its relative error or failure.
+
+    device_s, launches: on CUDA, how long the device is busy in one step, and with how many kernels, copies and fills;
+    kernels: the longest of them.
+    """
 
     contender: str
     quantity: str
@@ -55,9 +63,12 @@ class BenchmarkRow:
     blocks: int = 0
     first_call_s: float | None = None
     peak_bytes: int | None = None
+    device_s: float | None = None
+    launches: float | None = None
     ratio: float | None = None
     error: float | None = None
     failure: str | None = None
+    kernels: Sequence[Kernel] = ()
 
 
 @dataclass(frozen=True)
@@ -88,25 +99,27 @@ class BenchmarkReport:
         return self._table("github")
 
     def _table(self, style: str) -> str:
-        headers = ["contender", "quantity", "median ms", "IQR ms", "× ordinary", "peak MB", "first call s", "error", ""]
-        body = [
-            (
-                r.contender,
-                r.quantity,
-                _shown(r.median_s, 1e3, 2),
-                _shown(r.iqr_s, 1e3, 2),
-                _shown(r.ratio, 1, 2),
-                _shown(r.peak_bytes, 1e-6, 1),
-                _shown(r.first_call_s, 1, 1),
-                "-" if r.error is None else f"{r.error:.0e}",
-                "" if r.failure is None else r.failure,
-            )
-            for r in self.rows
-        ]
-        shown = len(headers) - all(r.failure is None for r in self.rows)
-        rows = [row[:shown] for row in body]
-        aligned = ("left", "left", *["right"] * 6, "left")[:shown]
-        return tabulate(rows, headers=headers[:shown], tablefmt=style, disable_numparse=True, colalign=aligned)
+        columns = {
+            "contender": [r.contender for r in self.rows],
+            "quantity": [r.quantity for r in self.rows],
+            "median ms": [_shown(r.median_s, 1e3, 2) for r in self.rows],
+            "IQR ms": [_shown(r.iqr_s, 1e3, 2) for r in self.rows],
+            "× ordinary": [_shown(r.ratio, 1, 2) for r in self.rows],
+            "device ms": [_shown(r.device_s, 1e3, 2) for r in self.rows],
+            "launches": [_shown(r.launches, 1, 0) for r in self.rows],
+            "peak MB": [_shown(r.peak_bytes, 1e-6, 1) for r in self.rows],
+            "first call s": [_shown(r.first_call_s, 1, 1) for r in self.rows],
+            "error": ["-" if r.error is None else f"{r.error:.0e}" for r in self.rows],
+            "": [r.failure or "" for r in self.rows],
+        }
+        absent = {
+            "device ms": all(r.device_s is None for r in self.rows),
+            "launches": all(r.launches is None for r in self.rows),
+            "": all(r.failure is None for r in self.rows),
+        }
+        shown = {name: cells for name, cells in columns.items() if not absent.get(name)}
+        aligned = ["left" if name in ("contender", "quantity", "") else "right" for name in shown]
+        return tabulate(shown, headers="keys", tablefmt=style, disable_numparse=True, colalign=aligned)
 
     def __str__(self) -> str:
         where = self.environment
@@ -175,6 +188,8 @@ def benchmark(
     failed: dict[str, Exception] = {}
     with quiet_vmap(), turn.alone() if turn else contextlib.nullcontext():
         times = time_rounds(steps, rounds=rounds, min_run_time=min_run_time, note=note, failed=failed)
+        if problem.device.type == "cuda":
+            record_work(steps, rows, failed)
     note("")
     for label, seconds in times.items():
         if label in failed:
@@ -187,6 +202,17 @@ def benchmark(
         for row in report.rows:
             row.ratio = None if row.median_s is None else row.median_s / base.median_s
     return report
+
+
+def record_work(
+    steps: Mapping[str, Computation], rows: Mapping[str, BenchmarkRow], failed: Mapping[str, Exception]
+) -> None:
+    """What the device does in each step, into its row."""
+    for label, step in steps.items():
+        if label not in failed:
+            work = device_work(step)
+            rows[label].device_s, rows[label].launches = work.seconds, work.launches
+            rows[label].kernels = work.kernels[:SHOWN]
 
 
 def answers(problem: Problem, quantities: Mapping[str, Quantity]) -> tuple[dict[str, Answer], str]:

@@ -23,6 +23,7 @@ from psg_fx.quantities.sums import Grads
 from psg_fx.reference.by_vmap import vmap_step
 from psg_fx.reference.definitions import Answer, ByName
 from psg_fx.reference.loop import gradients, one_loss
+from psg_fx.step.settings import FUSED_KERNELS
 
 __all__ = ["Answer", "Computation", "Contender", "Problem", "field_of", "ordinary_compiled", "ordinary_eager"]
 
@@ -47,6 +48,7 @@ def ordinary_eager(problem: Problem) -> Computation:
 
 REPLAYED = "reduce-overhead"
 """The mode in which a device replays its kernels without being told each (CUDA graphs)."""
+FUSED = {FUSED_KERNELS: True}
 
 
 def ordinary_compiled(problem: Problem, *, mode: str | None = None) -> Computation:
@@ -160,6 +162,7 @@ def every(quantities: Mapping[str, Quantity]) -> Iterator[Contender]:
         yield Contender("psg-compiled", label, partial(psg, quantity=q, compiled=True))
         yield Contender("psg-reused", label, partial(psg, quantity=q, compiled=True, reuse=True), usual=False)
         yield Contender("replayed-vmap", label, partial(vmapped, quantity=q, compiled=True, mode=REPLAYED), usual=False)
+        yield Contender("fused-psg", label, partial(psg, quantity=q, compiled=True, options=FUSED), usual=False)
         yield Contender(
             "replayed-psg", label, partial(psg, quantity=q, compiled=True, mode=REPLAYED, reuse=True), False
         )

@@ -16,9 +16,10 @@ import torch
 
 import psg_fx
 from psg_fx import cli
+from psg_fx.benchmarking.benchmark import BenchmarkReport, BenchmarkRow, record_work
 from psg_fx.benchmarking.contenders import field_of
 from psg_fx.benchmarking.problem import Problem
-from psg_fx.measure import calibrate, clock
+from psg_fx.measure import calibrate, clock, device_work
 from psg_fx.planner import rates
 from psg_fx.quantities.names import USUAL
 from support.stand_in import NAME, stand_in
@@ -79,7 +80,7 @@ def test_the_part_of_rates(place: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class Profile:
-    """As torch's profiler: each step launched two kernels of a millisecond."""
+    """As torch's profiler: what was recorded launched ten kernels of a millisecond."""
 
     def __init__(self, activities: object) -> None:
         self.steps = 0
@@ -98,7 +99,7 @@ class Profile:
 def kernels(place: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     import kernels
 
-    monkeypatch.setattr(kernels, "profile", Profile)
+    monkeypatch.setattr(device_work, "profile", Profile)
     monkeypatch.setattr(kernels, "Problem", partial(Problem, backend="eager"))
     monkeypatch.setattr(torch, "autocast", lambda *_: contextlib.nullcontext())
     mlp = kernels.Run("MLP", "mlp", 4, autocast=torch.bfloat16)
@@ -131,22 +132,43 @@ def test_the_race_on_the_device(place: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setitem(compare.RUNS, "mlp", compare.Run("MLP", "mlp", 4, where=("cuda",)))
     monkeypatch.setattr(compare, "benchmark", partial(compare.benchmark, backend="eager"))
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     args = argparse.Namespace(one="mlp", device="cuda", contenders="ordinary-eager,psg-eager/clipped_sum", quick=True,
-                              seconds=0.1, turns=None, until=None, json=place / "mlp.json")  # fmt: skip
+                              seconds=0.1, first=None, turns=None, until=None, json=place / "mlp.json")  # fmt: skip
     with stand_in(monkeypatch, "cpu"):
         compare.run_one(args)
     report = json.loads(args.json.read_text())
     assert not [row for row in report["rows"] if row["failure"]]
+    assert "launches" not in compare.read(report).to_markdown()
     assert compare.ratio_table({"mlp": report}, "simple")
 
 
+def test_rows_say_what_the_device_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_work, "profile", Profile)
+    rows = {"psg": BenchmarkRow("psg", "norms"), "failed": BenchmarkRow("failed", "norms", failure="why")}
+    with stand_in(monkeypatch, "cpu"):
+        record_work({"psg": dict, "failed": dict}, rows, {"failed": ValueError()})
+    assert rows["psg"].kernels == (device_work.Kernel("kernel", pytest.approx(0.01 / 3), 10 / 3),)
+    assert (rows["psg"].device_s, rows["psg"].launches) == (pytest.approx(0.01 / 3), 10 / 3)
+    told = BenchmarkReport(list(rows.values()), {}, {}).to_markdown().splitlines()
+    assert [cell.strip() for cell in told[0].split("|")[6:8]] == ["device ms", "launches"]
+    assert [cell.strip() for cell in told[2].split("|")[6:8]] == ["3.33", "3"]
+    assert [cell.strip() for cell in told[3].split("|")[6:8]] == ["-", "-"]
+
+
+@pytest.mark.inductor
 def test_models_that_prepare_side_by_side_take_turns(place: Path) -> None:
-    """Processes of their own, on the CPU."""
+    """Processes of their own, on the CPU: a first call of what is compiled, and then the race."""
     import compare
 
-    args = argparse.Namespace(device="cpu", seconds=0.1, contenders="ordinary-eager", quick=True, together=120.0)
-    found = compare.together(["simplecnn"], args)
-    assert [row["contender"] for row in found["simplecnn"]["rows"]] == ["ordinary-eager"]
+    args = argparse.Namespace(device="cpu", seconds=0.1, contenders="ordinary-eager,ordinary-one-graph", quick=True)
+    labels = compare.worth_compiling(args)
+    assert labels == ["ordinary-one-graph"]
+    ((name, report),) = compare.together({"simplecnn": labels}, partial(compare.command, args), 240.0)
+    assert name == "simplecnn"
+    assert [row["contender"] for row in report["rows"]] == ["ordinary-eager", "ordinary-one-graph"]
+    assert [row["first_call_s"] is None for row in report["rows"]] == [True, False]
+    assert all(row["median_s"] for row in report["rows"])
 
 
 def test_memory_is_that_of_the_allocator(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

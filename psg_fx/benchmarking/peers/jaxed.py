@@ -33,7 +33,7 @@ class JaxStep:
 
         from psg_fx.benchmarking.peers.jax_models import sample_loss
 
-        if problem.device.type != jax.default_backend():
+        if problem.device.type != {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend()):
             raise CannotBeAsked(f"the model lies on {problem.device.type}, JAX computes on {jax.default_backend()}")
         if {p.dtype for p in problem.wanted.values()} != {torch.float32} or problem.batch_dim != 0:
             raise CannotBeAsked("only float32 parameters and samples in dim 0 are translated")
@@ -84,4 +84,4 @@ def _array(tensor: Tensor) -> Any:
     """JAX's array of the same numbers; integers in 32 bits, as JAX counts."""
     import jax.numpy as jnp
 
-    return jnp.array((tensor if tensor.is_floating_point() else tensor.int()).numpy())
+    return jnp.array((tensor if tensor.is_floating_point() else tensor.int()).cpu().numpy())
