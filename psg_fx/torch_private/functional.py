@@ -1,8 +1,9 @@
 """`ExportedProgram.run_decompositions` in one trace, where that is all that it would do.
 
 Torch makes a module of the program again, makes its state fake again, runs it once to learn what it writes into, traces
-it, and sets up and checks what export promises to those who save a program.  Here the graph that export left is traced
-once under functionalisation, and what it wrote into is read afterwards.
+it, and sets up and checks what export promises to those who save a program.  Here a graph that writes nowhere is
+copied, but for ops that must be written in others; any other is traced once under functionalisation, and what it wrote
+into is read afterwards.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,7 @@ from torch.utils import _pytree as pytree
 
 from psg_fx.errors import PsgError
 from psg_fx.torch_private.composites import remembered_composites
+from psg_fx.torch_private.recorded import Copied
 from psg_fx.torch_private.tracer import trace_fakes
 
 log = logging.getLogger("psg_fx")
@@ -53,7 +55,11 @@ def functional(exported: ExportedProgram, table: Decompositions) -> Functional:
     """The program in functional ATen ops, those of `table` written out, other composite ones kept whole."""
     with remembered_composites():
         try:
-            found = _traced(exported, table) if _is_plain(exported) else None
+            found = None
+            if _is_plain(exported):
+                again = _writes(exported) or torch._C._is_any_autocast_enabled()  # which casts what composite ops read
+                found = None if again else _written_out(exported, table)
+                found = _traced(exported, table) if found is None else found
         except PsgError:
             raise
         except Exception as error:  # of this torch, or of the program: then torch has the words for it
@@ -88,6 +94,61 @@ def _is_plain_op(node: Node) -> bool:
     return getattr(node.target, "__module__", None) in (operator.getitem.__module__, "math", "torch")
 
 
+def _writes(exported: ExportedProgram | Functional) -> bool:
+    """Whether an op of the program writes into an argument."""
+    targets = {node.target for node in exported.graph_module.graph.nodes if node.op == "call_function"}
+    return any(isinstance(t, torch._ops.OpOverload) and t._schema.is_mutable for t in targets)
+
+
+_SIZES: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.sym_size.int: torch.Tensor.size,
+    torch.ops.aten.sym_stride.int: torch.Tensor.stride,
+    torch.ops.aten.sym_numel.default: torch.Tensor.numel,
+    torch.ops.aten.sym_storage_offset.default: torch.Tensor.storage_offset,
+}
+"""What a trace knows of every tensor: a node where it is read, of the first tensor that has it."""
+
+
+class _Copying(Interpreter):
+    """Runs what must be written in other ops; all other nodes are recorded with the values that they have.
+
+    kept: composite ops that stay.
+    """
+
+    def __init__(self, gm: GraphModule, kept: Container[Any]) -> None:
+        super().__init__(gm)
+        self._copied = Copied(kept)
+
+    def run_node(self, n: Node) -> Any:
+        self._node = n
+        found = super().run_node(n)
+        self._copied.saw(found)
+        return found
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target in _SIZES:
+            return _SIZES[target](*args)
+        known = self._node.meta.get("val")
+        if isinstance(known, (FakeTensor, tuple, list)) and self._copied.record(target, args, kwargs, known):
+            return known
+        return super().call_function(target, args, kwargs)
+
+
+def _written_out(exported: ExportedProgram, table: Decompositions) -> Functional | None:
+    """A program that writes nowhere: nothing needs to be made functional.  None: what it is written as does write."""
+    old = exported.graph_module
+    values = [node.meta["val"].detach() for node in old.graph.find_nodes(op="placeholder")]
+
+    with _as_export_does(values[0].fake_mode, table) as (rest, kept), preserve_node_meta():
+
+        def program(*args: Any) -> Any:
+            return tuple(pytree.tree_leaves(_Copying(old, kept).run(*args, enable_io_processing=False)))
+
+        gm = trace_fakes(program, values, decomposition_table=rest)
+    found = _like(exported, gm, [])
+    return None if _writes(found) else found
+
+
 def _traced(exported: ExportedProgram, table: Decompositions) -> Functional | None:
     """None: it writes into an input that is not a buffer, or into memory that another input has, too."""
     from torch._functorch._aot_autograd.functional_utils import (
@@ -116,12 +177,18 @@ def _traced(exported: ExportedProgram, table: Decompositions) -> Functional | No
     values = [node.meta["val"].detach() for node in placeholders]
     mode = values[0].fake_mode
     with (
-        _as_export_does(mode, table) as rest, FunctionalTensorMode(export=True), preserve_node_meta(),
+        _as_export_does(mode, table) as (rest, _), FunctionalTensorMode(export=True), preserve_node_meta(),
     ):  # fmt: skip
         gm = trace_fakes(program, values, decomposition_table=rest)
     shared = len({value.untyped_storage()._cdata for value in values}) < len(values)
     if reshaped or (written and shared) or any(specs[i].kind is not InputKind.BUFFER for i in written):
         return None
+    return _like(exported, gm, written)
+
+
+def _like(exported: ExportedProgram, gm: GraphModule, written: Sequence[int]) -> Functional:
+    """The program with another graph, whose first outputs are what it leaves in these inputs."""
+    placeholders = exported.graph_module.graph.find_nodes(op="placeholder")
     gm.graph.eliminate_dead_code()
     ops = {node.name for node in gm.graph.nodes if node.op != "placeholder"}
     for new, node in zip(gm.graph.find_nodes(op="placeholder"), placeholders, strict=True):
@@ -132,7 +199,8 @@ def _traced(exported: ExportedProgram, table: Decompositions) -> Functional | No
         new.target, new.meta = new.name, dict(node.meta)
     gm.graph.output_node().meta.clear()
     outputs: Any = gm.graph.output_node().args[0]
-    signature = _signature(exported.graph_signature, [specs[i] for i in written], outputs)
+    signature = exported.graph_signature
+    signature = _signature(signature, [signature.input_specs[i] for i in written], outputs)
     return Functional(gm, signature, exported.constants, exported.state_dict)
 
 
@@ -144,8 +212,10 @@ def _signature(old: ExportGraphSignature, written: Sequence[InputSpec], outputs:
 
 
 @contextlib.contextmanager
-def _as_export_does(fake_mode: Any, table: Decompositions) -> Iterator[Any]:
-    """The state in which `run_decompositions` traces; yields the decompositions of ops that are not composite."""
+def _as_export_does(fake_mode: Any, table: Decompositions) -> Iterator[tuple[Any, Container[Any]]]:
+    """The state in which `run_decompositions` traces; yields the decompositions of ops that are not composite, and
+    those that are and stay whole.
+    """
     from torch._guards import TracingContext, tracing
     from torch.export import _trace, exported_program
 
@@ -155,4 +225,4 @@ def _as_export_does(fake_mode: Any, table: Decompositions) -> Iterator[Any]:
         fake_mode, exported_program._override_composite_implicit_decomp(composites), tracing(TracingContext(fake_mode)),
         state._ignore_backend_decomps(), state._compiling_state_context(), torch.no_grad(),
     ):  # fmt: skip
-        yield rest
+        yield rest, composites.keys() - table.keys()

@@ -8,7 +8,7 @@ each op is asked once.  Those that need nothing of it are recorded as `make_fx` 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Proxy
 from torch.fx.experimental import proxy_tensor
+from torch.utils._pytree import tree_leaves
 
 from psg_fx.torch_private.fake_keys import NUMBERS, OF_VALUES, PLAIN
 from psg_fx.torch_private.patching import patched_here, seen_here
@@ -61,6 +62,50 @@ def quickly_recorded() -> Iterator[None]:
         yield
 
 
+class Copied:
+    """Records ops of the trace that runs whose results on fake tensors are known.
+
+    kept: composite ops that the trace does not write in others.
+    """
+
+    def __init__(self, kept: Container[Any]) -> None:
+        self._kept = kept
+        self._sizes: dict[Any, torch.SymInt] = {}
+
+    def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> bool:
+        """Record a plain op; whether that is possible."""
+        mode = proxy_tensor.get_proxy_mode()
+        name = func.overloadpacket.__name__ if func in self._kept and _is_kept(func) else _name(func, False)
+        if mode is None or name is None or func in _decomposed(mode):
+            return False
+        tracer: Any = mode.tracer
+        tensors = [value for value in tree_leaves(out) if isinstance(value, FakeTensor)]
+        if any(tensor in tracer.tensor_tracker for tensor in tensors):
+            return False
+        try:
+            given = _argument(args, tracer), _argument(kwargs, tracer)
+        except _General:
+            return False
+        for tensor in tensors:
+            self._know_sizes(tensor, tracer)
+        _track(out, Proxy(tracer.create_node("call_function", func, *given, name), tracer), tracer)
+        return True
+
+    def saw(self, value: Any) -> None:
+        """A value that the trace has: a size of it is a size of what comes later."""
+        for size in (*value.shape, *value.stride()) if isinstance(value, FakeTensor) else (value,):
+            if type(size) is torch.SymInt:
+                self._sizes.setdefault(size.node.expr, size)
+
+    def _know_sizes(self, tensor: Any, tracer: Any) -> None:
+        """The trace knows a size by its object, where it was met first: those of known results are others."""
+        for size in (*tensor.shape, *tensor.stride()):
+            if type(size) is torch.SymInt and size not in tracer.symnode_tracker:
+                first = self._sizes.get(size.node.expr)
+                if first is not None and first in tracer.symnode_tracker:
+                    tracer.symnode_tracker[size] = tracer.symnode_tracker[first]
+
+
 _TABLE = "decomposition_table"
 
 
@@ -83,10 +128,15 @@ def _name(func: Any, pre_dispatch: bool) -> str | None:
     return _NAMES[key]
 
 
-def _is_plain(func: Any, pre_dispatch: bool) -> bool:
+def _is_kept(func: Any) -> bool:
+    """Whether a node of the op is all that a trace has of it, unless the op is composite."""
     if not isinstance(func, OpOverload) or func._schema.is_mutable or OF_VALUES.intersection(func.tags):
         return False
-    if func.namespace not in ("aten", "prims") or func._opname in _LEFT:
+    return func.namespace in ("aten", "prims") and func._opname not in _LEFT
+
+
+def _is_plain(func: Any, pre_dispatch: bool) -> bool:
+    if not _is_kept(func):
         return False
     composite = DispatchKey.CompositeImplicitAutograd
     decomposes = composite in func.py_kernels or torch._C._dispatch_has_kernel_for_dispatch_key(

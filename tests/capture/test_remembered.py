@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import psg_fx
 from psg_fx import zoo
-from psg_fx.torch_private import recorded, remembered
+from psg_fx.torch_private import functional, recorded, remembered
 from psg_fx.torch_private.fakes import symbolic_inputs
 from psg_fx.torch_private.remembered import remembered_results
 from support.selection import one_in
@@ -83,6 +83,7 @@ def test_graphs_are_those_of_torch_alone(name: str, monkeypatch: pytest.MonkeyPa
     assert len(remembered._RESULTS) - count < count / 10
     monkeypatch.setattr(remembered, "is_available", lambda: False)
     monkeypatch.setattr(recorded, "_USED", ("what no version of torch has",))
+    monkeypatch.setattr(functional, "_writes", lambda exported: True)  # every program is made functional
     with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):  # nor with torch's own
         assert again == stages(name)
 
@@ -183,3 +184,47 @@ def test_a_guard_is_made_by_every_capture_that_needs_it(computed: list[str]) -> 
         assert x.reshape(7, 2, 2).shape == (7, 2, 2)  # seven samples and no others
         made.append([str(guard.expr) for guard in env.guards])
     assert made[0] == made[1] != []
+
+
+class Own(nn.Module):
+    """Written in other ops when it is captured (`reshape`), kept (`linear`), and a value that is there twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc(x).reshape(-1, 3, 2)
+        first, second = h.unbind(2)
+        return torch.cat([first, second, first], 1) + h.mean((1, 2))[:, None]
+
+
+def test_a_program_that_writes_nowhere_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for what is written in other ops; one that writes is traced."""
+    found: dict[str, bool] = {}
+
+    original = recorded.Copied.record
+
+    def record(self: Any, func: Any, *given: Any) -> bool:
+        return found.setdefault(str(func), original(self, func, *given))
+
+    def run(model: nn.Module) -> dict[str, bool]:
+        found.clear()
+        psg_fx.transform(model, CROSS_ENTROPY, backend="eager")(torch.randn(5, 4), torch.randint(3, (5,)))
+        return found
+
+    monkeypatch.setattr(recorded.Copied, "record", record)
+    run(Own())
+    ran = {op for op, was in found.items() if not was and op.startswith("aten")}
+    assert ran == {"aten.reshape.default", "aten.cross_entropy_loss.default"}
+    assert {"aten.linear.default", "aten.cat.default", "aten.mean.dim"} <= found.keys()
+    assert not run(nn.Sequential(nn.Linear(4, 3), nn.ReLU(inplace=True)))
+    with torch.autocast("cpu", torch.bfloat16):  # casts what composite ops read when they are traced
+        assert not run(Own())
+
+
+def test_decompositions_of_all_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before torch 2.12 they are not the mode's."""
+    table = {torch.ops.aten.exp.default: torch.exp}
+    monkeypatch.setattr(recorded.proxy_tensor, "CURRENT_DECOMPOSITION_TABLE", table, raising=False)
+    assert recorded._decomposed(object()) is table
