@@ -25,6 +25,7 @@ OTHER_TABLES = {
     "psg_fx/ops/autograd_function.py:_CALLS": "ops made while a model is captured, one for each call of a function",
     "passes/independence/batch.py:_SQUEEZES": "overloads of one op, whose arguments a pass reads",
     "psg_fx/op_table.py:_ROWS": "the table",
+    "psg_fx/torch_private/functional.py:_SIZES": "what a trace knows of a tensor without an op",
     "psg_fx/ops/define.py:_OF_TORCH": "what stands for ops of psg_fx in a file, said where they are defined",
     "psg_fx/ops/recurrent.py:_NONLINEAR": "kinds of cells",
     "psg_fx/ops/recurrent.py:_GRADIENTS": "kinds of cells",
