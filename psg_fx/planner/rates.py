@@ -126,7 +126,7 @@ def device(kind: str, replayed: bool = False) -> Device:
 
 
 def fused_kernels_pay(device: torch.device) -> bool:
-    """Whether kernels of psg_fx are on unless told: on Hopper devices, where they were timed (docs/design/gpu.md)."""
+    """Whether kernels of psg_fx were timed on such a device, and pay: on Hopper (docs/design/gpu.md)."""
     if device.type != "cuda" or not torch.cuda.is_available() or torch.version.hip:
         return False
     return torch.cuda.get_device_capability(device) == (9, 0)

@@ -97,7 +97,8 @@ class Settings:
         table = rates.device(device.type, self.replays)
         there = importlib.util.find_spec("triton") is not None
         told = (self.options or {}).get(FUSED_KERNELS)
-        wanted = there and rates.fused_kernels_pay(device) if told is None else bool(told)
+        pays = there and not self.replays and rates.fused_kernels_pay(device)
+        wanted = pays if told is None else bool(told)
         if wanted and device.type == "cuda" and not there:
             raise BadArgument(
                 "the fused kernels need Triton", where=f"transform(options={{{FUSED_KERNELS!r}: True}})",

@@ -124,6 +124,26 @@ def test_explain_tells_what_they_would_gain() -> None:
     assert after < before
 
 
+@pytest.mark.parametrize(
+    ("capability", "mode", "told", "on"),
+    [
+        ((9, 0), None, None, True), ((9, 0), "reduce-overhead", None, False), ((8, 0), None, None, False),
+        ((9, 0), None, False, False), ((9, 0), "reduce-overhead", True, True), ((8, 0), None, True, True),
+    ],
+)  # fmt: skip
+def test_they_are_on_where_they_were_timed(
+    capability: tuple[int, int], mode: str | None, told: bool | None, on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(rates, "device", lambda kind, replayed=False: rates.H100)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    options = None if told is None else {"psg_fx.fused_kernels": told}
+    settings = psg_fx.transform(nn.Linear(2, 2), F.cross_entropy, mode=mode, options=options).settings
+    assert settings.rates_of(torch.device("cuda")).fused is on
+    assert not settings.rates_of(torch.device("cpu")).fused or told
+
+
 def test_a_typing_error_is_refused() -> None:
     with pytest.raises(psg_fx.BadArgument, match=r"psg_fx\.fused"):
         psg_fx.transform(nn.Linear(2, 2), F.cross_entropy, options={"psg_fx.fused": True})
