@@ -17,7 +17,6 @@ import json
 import math
 import sys
 import tempfile
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -31,10 +30,9 @@ from _together import together, turn
 from tabulate import tabulate
 
 from psg_fx import zoo
-from psg_fx.benchmarking.benchmark import BenchmarkReport, BenchmarkRow, Turn, benchmark, start_compiler
+from psg_fx.benchmarking.benchmark import BenchmarkReport, BenchmarkRow, Turn, benchmark, first_call, start_compiler
 from psg_fx.benchmarking.contenders import field_of
 from psg_fx.benchmarking.problem import Problem
-from psg_fx.measure.clock import synchronize
 from psg_fx.reference.by_vmap import quiet_vmap
 
 
@@ -85,11 +83,11 @@ def main() -> int:
         found = together(dict.fromkeys(chosen(args), worth_compiling(args)), partial(command, args), args.together)
     else:
         found = ((n, in_own_process(n, args)) for n in chosen(args))
+    name = f"compare-{args.tag or _results.device_tag(args.device)}"
     results = {}
-    for model, result in found:
+    for model, result in found:  # kept one by one: the rest may be cut off
         results[model] = result
         data = {"results": {n: r for n, r in results.items() if "failure" not in r}}
-        name = f"compare-{args.tag or _results.device_tag(args.device)}"
         path = _results.keep(name, data, *paragraphs(results))
     print(f"\n{ratio_table(results, 'simple')}\n\nwrote {path}.json and .md")
     return int(any("failure" in r for r in results.values()))
@@ -161,7 +159,7 @@ def run_one(args: argparse.Namespace) -> None:
     lower = torch.autocast(args.device, run.autocast) if run.autocast else contextlib.nullcontext()
     if args.first:
         with lower:
-            args.json.write_text(json.dumps(first_call(ex, args.first)), encoding="utf-8")
+            args.json.write_text(json.dumps(first_call_alone(ex, args.first)), encoding="utf-8")
         return
     with lower:
         report = benchmark(
@@ -181,16 +179,13 @@ def run_one(args: argparse.Namespace) -> None:
     args.json.write_text(report.to_json(), encoding="utf-8")
 
 
-def first_call(ex: zoo.Example, label: str) -> dict[str, Any]:
+def first_call_alone(ex: zoo.Example, label: str) -> dict[str, Any]:
     """How long it took to build this contender and to call it once, the compiler being started."""
     problem = Problem(ex.model, ex.loss_fn, ex.inputs, ex.targets, ex.batch_dim)
-    contender = next(c for c in field_of(patterns=[label]))
+    (contender,) = field_of(patterns=[label])
     start_compiler(problem)
-    start = time.perf_counter()
     with quiet_vmap():
-        contender.build(problem)()
-    synchronize(problem.device)
-    taken = time.perf_counter() - start
+        _, _, taken = first_call(contender, problem)
     return {"contender": contender.name, "quantity": contender.quantity, "first_call_s": taken}
 
 

@@ -23,13 +23,13 @@ from compare import BF16, Run
 from tabulate import tabulate
 
 from psg_fx import zoo
-from psg_fx.benchmarking.contenders import ordinary_one_graph, psg
+from psg_fx.benchmarking.contenders import FUSED, ordinary_one_graph, psg
 from psg_fx.benchmarking.problem import Problem
 from psg_fx.measure.device_work import device_work
 from psg_fx.quantities.names import USUAL
 
 CALLS, SHOWN = 5, 12
-FUSED = {"psg_fx.fused_kernels": True}
+UNFUSED = dict.fromkeys(FUSED, False)  # by default they are on where they pay
 
 
 RUNS = {
@@ -61,7 +61,7 @@ def measured(run: Run) -> dict[str, Any]:
     problem = Problem(ex.model, ex.loss_fn, ex.inputs, ex.targets, ex.batch_dim)
     with torch.autocast("cuda", run.autocast) if run.autocast else contextlib.nullcontext():
         steps = {"ordinary": ordinary_one_graph(problem)}
-        steps |= {name: psg(problem, quantity, compiled=True) for name, quantity in USUAL.items()}
+        steps |= {name: psg(problem, quantity, compiled=True, options=UNFUSED) for name, quantity in USUAL.items()}
         for name in ("norms", "clipped_sum"):
             steps[f"{name}, fused"] = psg(problem, USUAL[name], compiled=True, options=FUSED)
         return {name: recorded(step) for name, step in steps.items()}

@@ -255,11 +255,7 @@ def _prepare(
     # The exception is kept inside the block, since a cache that is left by an exception stays on disk.
     with fresh_cache() if cold else contextlib.nullcontext(), quiet_vmap():
         try:
-            start = time.perf_counter()
-            step = contender.build(problem)
-            answer = step()
-            synchronize(problem.device)
-            row.first_call_s = time.perf_counter() - start
+            step, answer, row.first_call_s = first_call(contender, problem)
             if expected is not None:
                 row.error = answer_error(answer, expected)
                 if not row.error <= tolerance:
@@ -273,6 +269,15 @@ def _prepare(
         finally:
             give_back(problem.device)
     return step
+
+
+def first_call(contender: Contender, problem: Problem) -> tuple[Computation, Answer, float]:
+    """The contender's step, its first answer, and the seconds of both."""
+    start = time.perf_counter()
+    step = contender.build(problem)
+    answer = step()
+    synchronize(problem.device)
+    return step, answer, time.perf_counter() - start
 
 
 def failure(error: Exception) -> str:

@@ -95,16 +95,15 @@ class Settings:
     def rates_of(self, device: torch.device) -> Device:
         """What plans for a device go by."""
         table = rates.device(device.type, self.replays)
-        there = importlib.util.find_spec("triton") is not None
         told = (self.options or {}).get(FUSED_KERNELS)
-        pays = there and not self.replays and rates.fused_kernels_pay(device)
-        wanted = pays if told is None else bool(told)
-        if wanted and device.type == "cuda" and not there:
+        if told is None:
+            return replace(table, fused=not self.replays and rates.fused_kernels_pay(device) and _has_triton())
+        if told and device.type == "cuda" and not _has_triton():
             raise BadArgument(
                 "the fused kernels need Triton", where=f"transform(options={{{FUSED_KERNELS!r}: True}})",
                 why="they are written in its language", fix="pip install triton, or leave the option out",
             )  # fmt: skip
-        return replace(table, fused=wanted)
+        return replace(table, fused=bool(told))
 
     @property
     def replays(self) -> bool:
@@ -152,3 +151,7 @@ def _check_quantities(quantities: Sequence[Any]) -> None:
             where="transform(quantities=...)", why="each quantity fills a field of its own",
             fix="ask for each kind once; make a second step for others" if twice else "ask for one, e.g. Grads()",
         )  # fmt: skip
+
+
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

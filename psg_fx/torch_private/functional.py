@@ -55,11 +55,7 @@ def functional(exported: ExportedProgram, table: Decompositions) -> Functional:
     """The program in functional ATen ops, those of `table` written out, other composite ones kept whole."""
     with remembered_composites():
         try:
-            found = None
-            if _is_plain(exported):
-                again = _writes(exported) or torch._C._is_any_autocast_enabled()  # which casts what composite ops read
-                found = None if again else _written_out(exported, table)
-                found = _traced(exported, table) if found is None else found
+            found = _in_one_trace(exported, table) if _is_plain(exported) else None
         except PsgError:
             raise
         except Exception as error:  # of this torch, or of the program: then torch has the words for it
@@ -98,6 +94,14 @@ def _writes(exported: ExportedProgram | Functional) -> bool:
     """Whether an op of the program writes into an argument."""
     targets = {node.target for node in exported.graph_module.graph.nodes if node.op == "call_function"}
     return any(isinstance(t, torch._ops.OpOverload) and t._schema.is_mutable for t in targets)
+
+
+def _in_one_trace(exported: ExportedProgram, table: Decompositions) -> Functional | None:
+    """None: torch must do it."""
+    found = None
+    if not (_writes(exported) or torch._C._is_any_autocast_enabled()):  # which casts what composite ops read
+        found = _written_out(exported, table)
+    return _traced(exported, table) if found is None else found
 
 
 _SIZES: dict[Any, Callable[..., Any]] = {
