@@ -1,10 +1,11 @@
 """A race on a machine of many cores: first calls in processes of their own, models prepared side by side, and timed
-alone.
+alone.  What inductor chose while others computed is forgotten, and chosen again by one process at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import subprocess
@@ -16,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
+
+from psg_fx.torch_private.autotuning import forget_choices
 
 Command = Callable[..., list[str]]
 """What a process is told to do for a model, with its result in a file: `command(model, path, *more)`."""
@@ -36,9 +39,10 @@ def together(
     contender each.
     """
     until = time.time() + seconds
-    with tempfile.TemporaryDirectory() as folder, shared_cache():
+    with tempfile.TemporaryDirectory() as folder, shared_cache() as cache:
         place = Path(folder)
         first = first_calls(contenders, command, place, until - _PREPARING)
+        forget_choices(cache)
         print(f"{len(first)} first calls done, {until - time.time():.0f} s left", flush=True)
         for name, result in in_turns(list(contenders), command, place, until):
             for row in result.get("rows", ()):
@@ -47,14 +51,14 @@ def together(
 
 
 @contextlib.contextmanager
-def shared_cache() -> Iterator[None]:
+def shared_cache() -> Iterator[Path]:
     """One folder for what is compiled, and one thread to compile in each process."""
     with tempfile.TemporaryDirectory() as folder:
         kept = dict(os.environ)
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
+        cache = os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         try:
-            yield
+            yield Path(cache)
         finally:
             os.environ.clear()
             os.environ.update(kept)
@@ -115,3 +119,11 @@ def turn(name: str, folder: Path) -> Iterator[None]:
     while not (folder / f"{name}.go").exists():
         time.sleep(0.1)
     yield
+
+
+@contextlib.contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """No other process is inside."""
+    with (folder / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -26,7 +26,7 @@ from typing import Any
 
 import _results
 import torch
-from _together import together, turn
+from _together import one_at_a_time, together, turn
 from tabulate import tabulate
 
 from psg_fx import zoo
@@ -34,6 +34,7 @@ from psg_fx.benchmarking.benchmark import BenchmarkReport, BenchmarkRow, Turn, b
 from psg_fx.benchmarking.contenders import field_of
 from psg_fx.benchmarking.problem import Problem
 from psg_fx.reference.by_vmap import quiet_vmap
+from psg_fx.torch_private.autotuning import timed_alone
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,8 @@ def run_one(args: argparse.Namespace) -> None:
         with lower:
             args.json.write_text(json.dumps(first_call_alone(ex, args.first)), encoding="utf-8")
         return
-    with lower:
+    tuned = timed_alone(partial(one_at_a_time, args.turns)) if args.turns else contextlib.nullcontext()
+    with lower, tuned:
         report = benchmark(
             ex.model,
             ex.loss_fn,

@@ -226,10 +226,15 @@ def _outside_cuda_graphs(run: Flat, until_next_call: bool) -> Flat:
 
 
 def _copies(results: Sequence[Any]) -> list[Any]:
-    """Tensors in memory of their own, all copied at once: each launch takes the host longer than a small copy."""
+    """Tensors in memory of their own, all of a dtype copied at once: each launch takes the host longer than a small
+    copy.  One of another dtype or layout among them, and torch would copy every tensor by itself.
+    """
     found = [torch.empty_like(r) if isinstance(r, torch.Tensor) else r for r in results]
-    places = [i for i, r in enumerate(results) if isinstance(r, torch.Tensor)]
-    if places:
+    alike: dict[object, list[int]] = {}
+    for i, r in enumerate(results):
+        if isinstance(r, torch.Tensor):
+            alike.setdefault((r.dtype, r.stride() == found[i].stride()), []).append(i)
+    for places in alike.values():
         torch._foreach_copy_([found[i] for i in places], [results[i] for i in places])
     return found
 

@@ -1,13 +1,18 @@
-"""Where inductor's loops in tiles write what they scatter.
+"""Where inductor's code adds what it scatters, and what.
 
-A loop over tiles of two dims adds the place within the tile to an index twice, where several threads add to what others
-add to: `CppTile2DKernel.store` adds it, and so does `index_expr`, which it is written by then (torch 2.13 and before).
+In C++ (torch 2.13 and before): a loop over tiles of two dims adds the place within the tile to an index twice, where
+several threads add to what others add to.  `CppTile2DKernel.store` adds it, and so does `index_expr`, which it is
+written by then.
+
+In Triton: what is added to a tensor of one element has the same address in every lane.  Up to torch 2.11 lanes beyond
+the last element add, too, since a constant index has no mask; in torch 2.13 those of a reduction still do, and a value
+that is alike everywhere (ones that are counted) is added once in a kernel of two dims, not once for each element.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from psg_fx.torch_private.patching import patched_here
@@ -15,7 +20,13 @@ from psg_fx.torch_private.patching import patched_here
 
 @contextlib.contextmanager
 def scattered_in_place() -> Iterator[None]:
-    """While open, loops that this thread has inductor write add the place within a tile once."""
+    """While open, loops that this thread has inductor write add each element once, where it belongs."""
+    with _tiles_in_cpp(), _one_place_in_triton():
+        yield
+
+
+@contextlib.contextmanager
+def _tiles_in_cpp() -> Iterator[None]:
     from torch._inductor import config
     from torch._inductor.codegen import cpp  # slow to import, and only who compiles needs it
 
@@ -36,3 +47,42 @@ def scattered_in_place() -> Iterator[None]:
 
     with patched_here(tiled, "store", store):
         yield
+
+
+@contextlib.contextmanager
+def _one_place_in_triton() -> Iterator[None]:
+    from torch._inductor.codegen import triton
+
+    kernel, constant = getattr(triton, "TritonKernel", None), getattr(triton, "is_sympy_integer_like", None)
+    if constant is None or not all(hasattr(kernel, name) for name in ("active_range_trees", "_has_constant_mask")):
+        yield
+        return
+    original = kernel.store
+
+    def store(self: Any, name: str, index: Any, value: Any, mode: Any = None) -> Any:
+        if mode != "atomic_add" or not constant(index):
+            return original(self, name, index, value, mode)
+        sizes, generate = self.dense_size_list(), self.cse.generate
+        each = generate(
+            self.compute, f"tl.broadcast_to({value}, [{', '.join(sizes)}])", dtype=value.dtype, shape=tuple(sizes)
+        )
+        self.indexing = _masked(self, self.indexing)
+        try:
+            return original(self, name, index, each, mode)
+        finally:
+            del self.indexing
+
+    with patched_here(kernel, "store", store):
+        yield
+
+
+def _masked(kernel: Any, indexing: Callable[..., Any]) -> Callable[..., Any]:
+    """Like `indexing`, with the masks of all dims that the kernel is in."""
+    trees = [tree for tree in kernel.active_range_trees() if not kernel._has_constant_mask(tree)]
+
+    def found(*args: Any, **kwargs: Any) -> Any:
+        options = indexing(*args, **kwargs)
+        options.mask_vars.update(f"{tree.prefix}mask" for tree in trees)
+        return options
+
+    return found
