@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
@@ -74,6 +75,7 @@ def written_out(gm: GraphModule, backend: str = "inductor") -> GraphModule:
     """
     gm = free_of_strides(copy_graph(gm))
     _read_sizes_from_tensors(gm)
+    _count_by_sizes(gm)
     if backend == "inductor":
         _write_in_full(gm)
     gm.recompile()
@@ -167,6 +169,20 @@ def _read_sizes_from_tensors(gm: GraphModule) -> None:
             with gm.graph.inserting_after(nodes[-1]):
                 size = gm.graph.call_function(aten.sym_size.int, known[facts.expr(value)])
             node.replace_all_uses_with(size)
+
+
+def _count_by_sizes(gm: GraphModule) -> None:
+    """How many elements a tensor has, as the product of its sizes: Dynamo of torch 2.11 does not know `sym_numel`."""
+    for node in list(gm.graph.nodes):
+        if node.target is not aten.sym_numel.default:
+            continue
+        (tensor,), count = node.all_input_nodes, cast("Any", 1)
+        with gm.graph.inserting_before(node):
+            for dim in range(tensor.meta["val"].ndim):
+                size = gm.graph.call_function(aten.sym_size.int, (tensor, dim))
+                count = gm.graph.call_function(operator.mul, (count, size)) if dim else size
+        node.replace_all_uses_with(count)
+        gm.graph.erase_node(node)
 
 
 def _erase_numbers(gm: GraphModule) -> frozenset[int]:
