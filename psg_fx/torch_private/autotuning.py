@@ -18,15 +18,16 @@ from psg_fx.torch_private.patching import patched_here
 @contextlib.contextmanager
 def timed_alone(alone: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
     """While open, this thread takes times of configurations inside `alone()`."""
-    from torch._inductor.runtime.triton_heuristics import CachingAutotuner  # slow to import
+    from torch._inductor.runtime import triton_heuristics  # slow to import
 
-    original = CachingAutotuner.benchmark_all_configs
+    tuner: Any = triton_heuristics.CachingAutotuner
+    original = tuner.benchmark_all_configs
 
     def benchmark_all_configs(self: Any, *args: Any, **kwargs: Any) -> Any:
         with alone():
             return original(self, *args, **kwargs)
 
-    with patched_here(CachingAutotuner, "benchmark_all_configs", benchmark_all_configs):
+    with patched_here(tuner, "benchmark_all_configs", benchmark_all_configs):
         yield
 
 

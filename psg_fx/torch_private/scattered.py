@@ -53,7 +53,8 @@ def _tiles_in_cpp() -> Iterator[None]:
 def _one_place_in_triton() -> Iterator[None]:
     from torch._inductor.codegen import triton
 
-    kernel, constant = getattr(triton, "TritonKernel", None), getattr(triton, "is_sympy_integer_like", None)
+    kernel: Any = getattr(triton, "TritonKernel", None)
+    constant = getattr(triton, "is_sympy_integer_like", None)
     if constant is None or not all(hasattr(kernel, name) for name in ("active_range_trees", "_has_constant_mask")):
         yield
         return
