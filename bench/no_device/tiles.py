@@ -1,4 +1,4 @@
-"""The kernels of `psg_fx/ops/tile_kernels.py` without a device.
+"""The kernels of psg_fx (`psg_fx/ops/tile_kernels.py`, `gram_kernels.py`) without a device.
 
     python -m no_device.tiles compiled
     TRITON_INTERPRET=1 python -m no_device.tiles executed
@@ -22,7 +22,7 @@ from unittest import mock
 
 import torch
 
-from psg_fx.ops import tile_products
+from psg_fx.ops import gram_products, tile_products
 from psg_fx.planner import rates
 
 SHAPES = ((3, 70, 50, 90), (2, 130, 33, 200), (1, 1, 1, 1), (2, 64, 64, 64), (1, 256, 40, 128), (2, 3, 200, 5))
@@ -30,6 +30,7 @@ SHAPES = ((3, 70, 50, 90), (2, 130, 33, 200), (1, 1, 1, 1), (2, 64, 64, 64), (1,
 
 ARCHITECTURES = (80, 90)
 TILES = ((64, 64), (128, 128))
+INSTRUCTIONS = ("wgmma.mma_async", "mma.sync", "fma.rn.f32", "cp.async.c")
 POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
 
 
@@ -55,6 +56,25 @@ def executed() -> dict[str, dict[str, float]]:
             errors["product"] = float(off) / torch.finfo(dtype).eps
         named = f"{'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')} {layout}"
         found[f"{named}{', kept' if keep else ''}"] = errors
+    return found | _grams_executed()
+
+
+def _grams_executed() -> dict[str, dict[str, float]]:
+    """Samples x elements x positions x elements -> relative errors of the inner products of Gram matrices."""
+    from psg_fx.ops import gram_kernels
+
+    found = {}
+    for shape in SHAPES:
+        for dtype in gram_products.DTYPES:
+            a, y = _operands(shape, dtype, "[b,t,i]")
+            x = a.mT
+            sums = torch.full((2, x.shape[0], gram_products.tiles(x.shape[1])), torch.nan)
+            meta = gram_kernels.meta(dtype, dtype, gram_products.SIDE) | {"AS_FLOAT32": True}
+            gram_kernels.gram_kernel[gram_kernels.grid(sums)](*gram_kernels.arguments(x, y, sums), **meta)
+            both = (x.double() @ x.double().mT) * (y.double() @ y.double().mT)
+            right = torch.stack([both.sum((1, 2)), both.diagonal(0, 1, 2).sqrt().sum(1)])
+            error = float(((sums.double().sum(2) - right) / right).abs().max())
+            found[f"gram {'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}"] = {"error": error}
     return found
 
 
@@ -92,25 +112,42 @@ def compiled() -> dict[str, dict[str, Any]]:
                     made = _binary(architecture, dtype, tile, keep)
                     ptx = made.asm["ptx"]
                     named = f"{str(dtype).removeprefix('torch.')} {tile[0]}x{tile[1]}{', kept' if keep else ''}"
-                    used = {k: ptx.count(k) for k in ("wgmma.mma_async", "mma.sync", "fma.rn.f32", "cp.async.c")}
+                    used = {k: ptx.count(k) for k in INSTRUCTIONS}
                     found[f"sm_{architecture} {named}"] = resources(made) | {"instructions": used}
+        made = _gram_binary(architecture)
+        used = {k: made.asm["ptx"].count(k) for k in INSTRUCTIONS}
+        found[f"sm_{architecture} bfloat16 gram"] = resources(made) | {"instructions": used}
     return found
 
 
 def _binary(architecture: int, dtype: torch.dtype, tile: tuple[int, int], keep: bool) -> Any:
     """For operands [b, t, i] and [b, t, o] whose sizes are multiples of 16."""
+    from psg_fx.ops import tile_kernels
+
+    pointers = dict.fromkeys(("a", "b", "product"), POINTERS[dtype]) | {"squares": "*fp32"}
+    meta = tile_kernels.meta(dtype, tile, keep)
+    return _compiled(tile_kernels.tile_kernel, architecture, pointers, meta, {"a_i": 1, "b_o": 1, "p_o": 1})
+
+
+def _gram_binary(architecture: int) -> Any:
+    """For operands [b, t, i] and [b, t, o] in bfloat16 whose sizes are multiples of 16."""
+    from psg_fx.ops import gram_kernels
+
+    pointers = dict.fromkeys(("x", "y"), POINTERS[torch.bfloat16]) | {"sums": "*fp32"}
+    meta = gram_kernels.meta(torch.bfloat16, torch.bfloat16, gram_products.SIDE)
+    return _compiled(gram_kernels.gram_kernel, architecture, pointers, meta, {"x_i": 1, "y_o": 1})
+
+
+def _compiled(kernel: Any, architecture: int, pointers: dict[str, str], meta: dict[str, Any], ones: Any) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from psg_fx.ops import tile_kernels
-
-    kernel, meta = tile_kernels.tile_kernel, tile_kernels.meta(dtype, tile, keep)
     names = kernel.arg_names
-    constant = {name: meta[name] for name in names if name in meta} | {"a_i": 1, "b_o": 1, "p_o": 1}
-    types = dict.fromkeys(names, "i32") | dict.fromkeys(("a", "b", "product"), POINTERS[dtype]) | {"squares": "*fp32"}
+    constant = {name: meta[name] for name in names if name in meta} | ones
+    types = dict.fromkeys(names, "i32") | pointers | dict.fromkeys(constant, "constexpr")
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in names if name not in constant}
-    source = ASTSource(kernel, types | dict.fromkeys(constant, "constexpr"), constexprs=constant, attrs=aligned)
+    source = ASTSource(kernel, types, constexprs=constant, attrs=aligned)
     options = {name: meta[name] for name in ("num_warps", "num_stages")}
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
 

@@ -114,6 +114,17 @@ class Symmetric(Form):
 
 
 @dataclass(frozen=True)
+class Unformed(Form):
+    """A Gram matrix `G[b, t, t']` that is not formed: stored are the rows whose inner products it holds, `[b, t, i]`,
+    of `depth` elements and a dtype of their own.
+    """
+
+    name = "unformed"
+    depth: int = 0
+    rows: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
 class TileSums(Form):
     """A value of which nothing is stored but the sums of squares of its tiles, `[b, tiles]`."""
 

@@ -8,7 +8,7 @@ from torch.fx import GraphModule
 
 from psg_fx.planner import rates
 from psg_fx.planner.budget import memory_of
-from psg_fx.planner.cost import Device
+from psg_fx.planner.cost import Device, Fused
 from psg_fx.planner.expr import ContractExpr, Expr
 from psg_fx.planner.methods import FUSED
 from psg_fx.planner.plan import PLAN, ParameterPlan, Plan
@@ -37,8 +37,8 @@ def unbounded(gm: GraphModule, plan: Plan) -> tuple[Plan, int]:
 
 def fused_instead(gm: GraphModule, plan: Plan) -> list[tuple[ParameterPlan, ParameterPlan]]:
     """Where a plan without kernels of psg_fx would gain a microsecond by them: how it is, and how it would be."""
-    there = _planned(gm, replace(plan.device, fused=True))
-    if plan.device.fused or not there.device.offers_fused:
+    there = _planned(gm, replace(plan.device, fused=Fused.ALL))
+    if plan.device.fused is Fused.ALL or there.device.offered is Fused.NONE:
         return []
     pairs = zip(plan.parameters, there.parameters, strict=True)
     gaining = [(own, other) for own, other in pairs if own.seconds - other.seconds >= _LEAST]

@@ -15,6 +15,7 @@ from psg_fx.graph import facts
 from psg_fx.graph.stages import Stage
 from psg_fx.measure.tree_times import measured
 from psg_fx.planner.budget import in_words
+from psg_fx.planner.cost import Fused
 from psg_fx.planner.plan import PLAN, ParameterPlan, Plan
 
 LEGEND = """\
@@ -120,7 +121,8 @@ def _fused(gm: GraphModule, plan: Plan) -> list[str]:
         return []
     headers = ("parameter", "trees", "with fused kernels", "time", "predicted")
     table = screen.table(screen.joined(rows), headers, shrinking=(1, 2, 0))
-    return [f'Fused kernels are off; with options={{"psg_fx.fused_kernels": True}} it would be (predicted)\n{table}']
+    off = "Fused kernels are off" if plan.device.fused is Fused.NONE else "Not all fused kernels are on"
+    return [f'{off}; with options={{"psg_fx.fused_kernels": True}} it would be (predicted)\n{table}']
 
 
 def _trees(parameter: ParameterPlan) -> str:

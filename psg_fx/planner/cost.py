@@ -6,6 +6,7 @@ Roofline: Williams, Waterman, Patterson 2009, doi:10.1145/1498765.1498785.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -33,6 +34,14 @@ REPLAYED = "launch_replayed"
 """The constant of `Device.extra` for seconds of a kernel in a CUDA graph."""
 
 
+class Fused(enum.Enum):
+    """Which kernels of psg_fx are offered to plans for a CUDA device, beside those of torch."""
+
+    NONE = "none"
+    TIMED = "those that were timed in whole steps"
+    ALL = "all"
+
+
 @dataclass(frozen=True)
 class Device:
     """Rates of a device.
@@ -42,7 +51,7 @@ class Device:
     extra: further constants, seconds per unit or call, named by the method that reads them.
     origin: where the rates come from, as `explain()` says it.  working: seconds per byte that a tree holds at once, to
     plan for little memory.  own_ops: whether trees may use ops of psg_fx, which other programs do not know.  fused:
-    whether kernels of psg_fx are wanted beside those of torch, where there are any.
+    which kernels of psg_fx are wanted beside those of torch, where there are any.
     """
 
     name: str
@@ -54,12 +63,12 @@ class Device:
     origin: str = ""
     working: float = 0.0
     own_ops: bool = True
-    fused: bool = False
+    fused: Fused = Fused.NONE
 
     @property
-    def offers_fused(self) -> bool:
-        """Whether kernels of psg_fx are offered to its plans."""
-        return self.fused and self.name == "cuda"
+    def offered(self) -> Fused:
+        """Which kernels of psg_fx are offered to its plans."""
+        return self.fused if self.name == "cuda" else Fused.NONE
 
     def replaying(self) -> Device:
         """The same where kernels are not launched one by one but replayed (CUDA graphs)."""

@@ -23,6 +23,7 @@ from psg_fx.algebra.network import (
     Routed,
     Source,
     TileSums,
+    Unformed,
     WithTileSums,
 )
 from psg_fx.algebra.prefix import pull_back
@@ -120,7 +121,7 @@ class Evaluator:
             return local[expr.key]
         value: Any = self._compute(expr, gradient, local)
         keep(local if reads_weights(expr) else self.known, expr, value)
-        if isinstance(expr, ContractExpr) and not isinstance(expr.arg.form, Routed):
+        if isinstance(expr, ContractExpr) and not isinstance(expr.arg.form, (Routed, Unformed)):
             self.named.append((gradient.name, _kind(expr), value[0] if isinstance(value, tuple) else value))
         return value  # type: ignore[no-any-return]
 

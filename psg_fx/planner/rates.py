@@ -164,11 +164,13 @@ def table_path(kind: str) -> Path:
 def to_json(table: Device) -> str:
     """A table as text."""
     flops = [[kind, str(dtype).removeprefix("torch."), rate] for (kind, dtype), rate in table.flops.items()]
-    return json.dumps(vars(table) | {"flops": flops, "extra": dict(table.extra)}, indent=2) + "\n"
+    kept = {name: value for name, value in vars(table).items() if name != "fused"}  # is of a step, not of a device
+    return json.dumps(kept | {"flops": flops, "extra": dict(table.extra)}, indent=2) + "\n"
 
 
 def from_json(text: str) -> Device:
     """The table that `to_json` wrote."""
     found = json.loads(text)
+    found.pop("fused", None)  # of tables that version 0.1.0 wrote
     flops = {(kind, getattr(torch, dtype)): rate for kind, dtype, rate in found.pop("flops")}
     return Device(flops=flops, **found)

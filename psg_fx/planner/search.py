@@ -18,7 +18,7 @@ from psg_fx.algebra.gradient import ParameterGradient
 from psg_fx.algebra.network import Network
 from psg_fx.planner.cost import Device
 from psg_fx.planner.expr import ContractExpr, Expr, dense, peak_bytes
-from psg_fx.planner.methods import FUSED, METHODS
+from psg_fx.planner.methods import OFFERED
 from psg_fx.planner.plan import ParameterPlan, Part, Plan, kept_until_norms
 from psg_fx.planner.trees import trees
 from psg_fx.tensors import product
@@ -150,7 +150,7 @@ def _choose(asked: _Open, concrete: Callable[[sympy.Expr], int], device: Device)
 def _options(network: Network, concrete: Callable[[sympy.Expr], int], device: Device, phase: Phase) -> list[_Option]:
     """Every tree with the time of its nodes, and of what it keeps if it must wait for the norms."""
     found = []
-    for tree in trees(network, concrete, METHODS + FUSED if device.offers_fused else METHODS):
+    for tree in trees(network, concrete, OFFERED[device.offered]):
         tree = dense(tree)
         if not device.own_ops and any(isinstance(n, ContractExpr) and n.method.own_op for n in tree.nodes().values()):
             continue

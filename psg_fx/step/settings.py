@@ -13,7 +13,7 @@ import torch
 from psg_fx.errors import BadArgument
 from psg_fx.planner import rates
 from psg_fx.planner.budget import in_bytes
-from psg_fx.planner.cost import Device
+from psg_fx.planner.cost import Device, Fused
 from psg_fx.program.call import BatchDim
 from psg_fx.program.state import ParamFilter
 from psg_fx.quantities.base import Join, Joins, Quantity, check_choice
@@ -97,13 +97,14 @@ class Settings:
         table = rates.device(device.type, self.replays)
         told = (self.options or {}).get(FUSED_KERNELS)
         if told is None:
-            return replace(table, fused=not self.replays and rates.fused_kernels_pay(device) and _has_triton())
+            timed = not self.replays and rates.fused_kernels_pay(device) and _has_triton()
+            return replace(table, fused=Fused.TIMED if timed else Fused.NONE)
         if told and device.type == "cuda" and not _has_triton():
             raise BadArgument(
                 "the fused kernels need Triton", where=f"transform(options={{{FUSED_KERNELS!r}: True}})",
                 why="they are written in its language", fix="pip install triton, or leave the option out",
             )  # fmt: skip
-        return replace(table, fused=bool(told))
+        return replace(table, fused=Fused.ALL if told else Fused.NONE)
 
     @property
     def replays(self) -> bool:

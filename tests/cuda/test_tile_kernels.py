@@ -9,7 +9,7 @@ import torch
 
 import psg_fx
 from psg_fx import ClippedSum, Grads, Norms, Quantity, zoo
-from psg_fx.ops import tile_products
+from psg_fx.ops import gram_products, tile_products
 from psg_fx.planner import rates
 from support import oracle
 from support.device import CUDA
@@ -32,6 +32,42 @@ def test_alone(shape: tuple[int, int, int, int], dtype: torch.dtype, compiled: b
     assert oracle.relative_error(squares.sum(1), want.square().sum((1, 2))) < 1e-5
     assert oracle.relative_error(product, want) < 16 * torch.finfo(dtype).eps
     assert torch.equal(tile_products.tile_squares(a, b), squares)
+
+
+GRAMS = [(3, 70, 50, 90), (1, 1, 1, 1), (2, 197, 768, 40), (4, 512, 64, 384), (70000, 3, 2, 5)]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("dtype", gram_products.DTYPES, ids=str)
+@pytest.mark.parametrize("shape", GRAMS, ids=str)
+def test_gram_dots_alone(shape: tuple[int, int, int, int], dtype: torch.dtype, compiled: bool) -> None:
+    n, t, i, o = shape
+    torch.manual_seed(0)
+    x, y = torch.randn(n, t, i, device="cuda").to(dtype), torch.randn(n, o, t, device="cuda").to(dtype).mT
+    functions = gram_products.gram_dots, gram_products.gram_diagonals
+    dots, diagonals = (torch.compile(f)(x, y) if compiled else f(x, y) for f in functions)
+    want = (x.double() @ x.double().mT) * (y.double() @ y.double().mT)
+    assert oracle.relative_error(dots, want.sum((1, 2))) < 2e-5
+    assert oracle.relative_error(diagonals, want.diagonal(0, 1, 2).sqrt().sum(1)) < 2e-5
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+@pytest.mark.parametrize("quantity", [Norms(), ClippedSum(0.1)], ids=str)
+def test_gram_dots_in_a_step(quantity: Quantity, mode: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, against the same step without them."""
+    free = replace(rates.H100, launch=0.0, bandwidth=1e9)
+    monkeypatch.setattr(rates, "device", lambda kind, replayed=False: free)
+    ex = zoo.example("gpt", 3, "cuda", layers=1, width=64, heads=2, tokens=20)
+    found = []
+    for on in (True, False):
+        step = psg_fx.transform(
+            ex.model, ex.loss_fn, quantities=quantity, mode=mode, options={"psg_fx.fused_kernels": on}
+        )
+        with torch.autocast("cuda", torch.bfloat16):
+            found.append([step(ex.inputs, ex.targets).norms for _ in range(4)][-1])
+        nodes = step.graphs["tidied"].graph.nodes
+        assert any("gram_dots" in str(node.target) for node in nodes) is on
+    assert oracle.relative_error(*found) < 1e-2
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])

@@ -1,9 +1,11 @@
 """The ways to contract two operands.  A new one is a class with its formula, its cost and its torch code."""
 
+from psg_fx.planner.cost import Fused
 from psg_fx.planner.methods.base import Arg, Method, Pair
 from psg_fx.planner.methods.dense import Dot, MatMul, Multiply
 from psg_fx.planner.methods.experts import ExpertMatMul, ExpertOuter, ExpertSquares, Route
 from psg_fx.planner.methods.fused import SumTiles, TileProduct, TileSquares
+from psg_fx.planner.methods.grams import GramDot, NotFormed
 from psg_fx.planner.methods.onehot import Equal, Gather, Pick, Scatter
 from psg_fx.planner.methods.patches import ConvWeight, GroupedConv, Shifted, WindowSum
 from psg_fx.planner.methods.pixels import PixelGram
@@ -17,7 +19,13 @@ METHODS: tuple[Method, ...] = (
     Route(), ExpertOuter(), ExpertSquares(), ExpertMatMul(), SumTiles(),
 )  # fmt: skip
 
-FUSED: tuple[Method, ...] = (TileSquares(), TileProduct())
-"""Kernels of psg_fx, offered where `Device.fused` says so."""
+TIMED: tuple[Method, ...] = (TileSquares(), TileProduct())
+"""Kernels of psg_fx that were timed in whole steps on a device."""
 
-__all__ = ["FUSED", "METHODS", "Arg", "Method", "Pair"]
+FUSED: tuple[Method, ...] = (*TIMED, NotFormed(), GramDot())
+"""All kernels of psg_fx."""
+
+OFFERED = {Fused.NONE: METHODS, Fused.TIMED: METHODS + TIMED, Fused.ALL: METHODS + FUSED}
+"""What plans choose from: `Device.offered`."""
+
+__all__ = ["FUSED", "METHODS", "OFFERED", "Arg", "Method", "Pair"]

@@ -1,0 +1,90 @@
+"""`psg_fx::gram_dots`: the inner product of two Gram matrices, neither of which is ever in memory.
+
+    G[n, t, t'] = Σ_i x[n, t, i] x[n, t', i],    H[n, t, t'] = Σ_o y[n, t, o] y[n, t', o]
+    sums[0, n, k] = Σ_{(t, t') in tile k} G H,   sums[1, n, k] = Σ_{(t, t) in tile k} √(G H)
+
+Both matrices are symmetric: tiles above the diagonal are not computed, those below count twice.  On a CUDA device it is
+a kernel of Triton (`psg_fx/ops/gram_kernels.py`), which inductor takes into its graph; elsewhere plain torch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import register_flop_formula
+
+from psg_fx.tensors import HALF, Size
+
+DTYPES = HALF
+"""What the kernel multiplies.  In float32 it took twice what `bmm` does on an H100 (docs/design/gpu.md)."""
+
+SIDE = 64
+"""Rows and columns of a tile."""
+
+
+def tiles(positions: Size) -> Size:
+    """How many tiles of a matrix of so many positions are computed."""
+    blocks = -(-positions // SIDE)
+    return blocks * (blocks + 1) // 2
+
+
+def gram_dots(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Σ_{t,t'} G H of x[n, t, i] and y[n, t, o], each of a dtype of `DTYPES`: [n], in float32."""
+    found: torch.Tensor = _op()(x, y)[0].sum(1)
+    return found
+
+
+def gram_diagonals(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Σ_t √(G H)[n, t, t], the sum of ‖x[n, t]‖ ‖y[n, t]‖: [n], in float32."""
+    found: torch.Tensor = _op()(x, y)[1].sum(1)
+    return found
+
+
+@functools.cache
+def _op() -> Callable[..., Any]:
+    """Registered when it is first wanted: for that torch loads Triton, where it is."""
+    made: Any = torch.library.triton_op("psg_fx::gram_dots", _dots, mutates_args=())
+    made.register_fake(_fake)
+    register_flop_formula([torch.ops.psg_fx.gram_dots])(_flops)
+    op: Callable[..., Any] = made
+    return op
+
+
+def _dots(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    if x.device.type != "cuda":
+        return _by_torch(x, y)
+    from psg_fx.ops import gram_kernels  # Triton is loaded where there is something to launch
+
+    sums = _fake(x, y)
+    gram_kernels.launch(x, y, sums, SIDE)
+    return sums
+
+
+def _fake(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((2, x.shape[0], tiles(x.shape[1])), dtype=torch.float32)
+
+
+def _by_torch(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    one, other = (torch.bmm(a, a.mT) for a in (x.float(), y.float()))
+    down, across = torch.tril_indices(*[-(-x.shape[1] // SIDE)] * 2, device=x.device)
+    sums = _in_tiles(one * other)[:, down, across] * torch.where(down == across, 1.0, 2.0)
+    roots = torch.diag_embed((one * other).diagonal(0, 1, 2).sqrt())
+    return torch.stack([sums, _in_tiles(roots)[:, down, across]])
+
+
+def _in_tiles(matrix: torch.Tensor) -> torch.Tensor:
+    """[n, t, t] -> the sums of its tiles."""
+    blocks = -(-matrix.shape[1] // SIDE)
+    lacking = blocks * SIDE - matrix.shape[1]
+    whole = F.pad(matrix, (0, lacking, 0, lacking))
+    return whole.reshape(-1, blocks, SIDE, blocks, SIDE).sum((2, 4))
+
+
+def _flops(x: Sequence[int], y: Sequence[int], *rest: Any, **shapes: Any) -> int:
+    """2 · n·(i + o) for each entry of a computed tile, and 2 · n of its product."""
+    entries: int = tiles(x[1]) * SIDE * SIDE
+    return 2 * x[0] * entries * (x[2] + y[2] + 1)

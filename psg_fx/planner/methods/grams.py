@@ -1,0 +1,90 @@
+"""The inner product of two Gram matrices of positions, neither of them formed: a kernel of psg_fx.
+
+It is offered where `Device.fused` says so.  docs/design/gpu.md has what was measured.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from psg_fx.algebra.network import BATCH, Axes, Form, Unformed
+from psg_fx.ops import gram_products
+from psg_fx.planner.cost import Device, Work
+from psg_fx.planner.methods.base import Method, Pair, arrange
+from psg_fx.tensors import Size
+
+_OF_CUBLAS = 0.5
+"""The share of `bmm`'s rate that the kernel reaches: 0.4 to 0.6 in bfloat16 on an H100, of tiles that are computed
+(docs/design/gpu.md), where it has programs for all of the device.
+"""
+
+_STEP = 2.8e-7
+"""Seconds in which a program multiplies 64 elements of each row, however few programs there are: 15 µs for 60 such
+steps on an H100.
+"""
+
+_DEPTH = 64
+
+
+class NotFormed(Method):
+    """G[b,t,t'] = Σ_i x[b,t,i] x[b,t',i], left to who reads it: the result is x."""
+
+    name = "unformed"
+
+    def applies(self, p: Pair) -> bool:
+        if not (p.self_product and p.a.dense and p.summed and p.batch == (BATCH,) and len(p.left) == len(p.right) == 1):
+            return False
+        if p.a.dtype not in gram_products.DTYPES or set(self.out(p)) != set(p.out):
+            return False
+        return tuple(p.left[0] if x == p.right[0] else x for x in p.b.axes) == p.a.axes
+
+    def out(self, p: Pair) -> Axes:
+        return (*p.batch, *p.left, *p.right)
+
+    def form(self, p: Pair) -> Form:
+        return Unformed(int(p.count(p.summed)), p.a.dtype)
+
+    def bytes(self, p: Pair) -> Size:
+        return 0
+
+    def work(self, p: Pair) -> Work:
+        return Work(0, 0, 0, calls=0)
+
+    def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return arrange(a, p.a.axes, (p.batch, p.left, p.summed))
+
+
+class GramDot(Method):
+    """Σ_{t,t'} G[b,t,t'] H[b,t,t'], of which tiles lie in registers: those on the diagonal and below it.
+
+    flops = 2 · b·(i+o) for each entry of such a tile; bytes = operands, and two numbers for each tile.
+    """
+
+    name = "gram-dot"
+    own_op = True
+
+    def applies(self, p: Pair) -> bool:
+        if not (isinstance(p.a.form, Unformed) and isinstance(p.b.form, Unformed)):
+            return False
+        return set(p.a.axes) == set(p.b.axes) and p.out == (BATCH,)
+
+    def out(self, p: Pair) -> Axes:
+        return p.out
+
+    def work(self, p: Pair) -> Work:
+        samples, positions = p.count(p.out), p.sizes[p.a.axes[-1]]
+        entries = samples * gram_products.tiles(positions) * gram_products.SIDE**2
+        rows = [(form.depth, form.rows.itemsize) for form in (p.a.form, p.b.form) if isinstance(form, Unformed)]
+        read = samples * positions * sum(depth * size for depth, size in rows)
+        return Work(2 * entries * sum(depth for depth, _ in rows), read, 4 * samples, "bmm", 2)
+
+    def seconds(self, p: Pair, device: Device) -> float:
+        assert isinstance(p.a.form, Unformed)
+        assert isinstance(p.b.form, Unformed)
+        work, rate = self.work(p), device.rate("bmm", p.a.form.rows)
+        compute = max(float(work.flops) / (_OF_CUBLAS * rate), _STEP * (p.a.form.depth + p.b.form.depth) / _DEPTH)
+        moving = float(work.read + work.written) / device.bandwidth
+        return max(compute, moving) + work.calls * device.launch
+
+    def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return gram_products.gram_dots(a, b)
