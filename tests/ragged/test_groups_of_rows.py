@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import psg_fx
-from psg_fx import ClippedSum, Grads, MeanGrad, Norms, Rows, SecondMoment
+from psg_fx import ClippedSum, Grads, Gram, MeanGrad, Norms, Rows, SecondMoment
 from psg_fx.errors import BadArgument, NotYetSupported, SamplesMixed
 from psg_fx.step import groups as of_groups
 from psg_fx.step import rows as of_rows
@@ -21,6 +21,7 @@ from support.bags_of_words import Bags, bags
 from support.expected import compare
 from support.graphs_of_nodes import GCN, GIN, EdgeMLP, graphs, losses, made
 from support.rows_of_samples import Batch, RowsTruth, everything, run
+from support.selection import selected
 
 Scatter = Callable[..., None]
 Given = tuple[Batch, list[int], int | None]
@@ -85,12 +86,13 @@ def test_every_quantity() -> None:
     assert len(step.captures) == 2, "gathered, and blocks"
 
 
-@pytest.mark.parametrize("kind", [pytest.param(GIN, marks=pytest.mark.rest), GCN])
+@pytest.mark.rest  # other networks with the contractions of test_every_quantity
+@pytest.mark.parametrize("kind", [GIN, GCN])
 def test_the_usual_quantities(kind: type[nn.Module]) -> None:
     check(made(kind), losses, USERS, [Grads(), Norms(), ClippedSum(0.5), MeanGrad()])
 
 
-@pytest.mark.parametrize("who", ["rows", "groups", pytest.param("both", marks=pytest.mark.rest)])
+@pytest.mark.parametrize("who", selected(["rows", "groups", "both"], {"groups"}))  # both: test_bags
 def test_every_quantity_of_rows_that_stay(who: str, scatter: Scatter) -> None:
     """Rows, samples, or both: each axis has a layout of its own."""
     scatter(*{"rows": [of_rows], "groups": [of_groups], "both": [of_rows, of_groups]}[who])
@@ -114,12 +116,20 @@ AUTHORS: list[Given] = [
 ]
 
 
-@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.rest)])
-def test_documents(apart: bool, scatter: Scatter) -> None:
+# Grads and Gram read the cross terms; what else there is, is made of these.
+CROSS = [Grads(), Norms(), ClippedSum(0.5), Gram()]
+
+
+@pytest.mark.parametrize(
+    ("apart", "asked"),
+    [(False, CROSS), *(pytest.param(apart, None, marks=pytest.mark.rest) for apart in (False, True))],
+    ids=["usual", "together", "apart"],
+)
+def test_documents(apart: bool, asked: list[Any] | None, scatter: Scatter) -> None:
     """The tied embedding has cross terms between two sets of rows."""
     if apart:
         scatter(of_rows, of_groups)
-    check(packed.made(), packed.losses, AUTHORS)
+    check(packed.made(), packed.losses, AUTHORS, asked)
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -146,7 +156,7 @@ def test_a_loss_that_is_a_mean_and_calls_without_groups() -> None:
     assert len(step.captures) == 2
 
 
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("apart", [pytest.param(False, marks=pytest.mark.rest), True])  # a product spreads what is not
 def test_what_is_not_finite_stays_in_its_group(apart: bool, scatter: Scatter) -> None:
     """A broken node of one graph: the user of that graph is left out of the sum, no other is."""
     if apart:
@@ -216,7 +226,9 @@ def test_compiled_once(apart: bool, scatter: Scatter) -> None:
     assert sum(entry.name == "compile" for entry in step.captures[0].step.history.passes) == 1
 
 
-@pytest.mark.parametrize("groups", [None, [1, 0, 1, -1]], ids=["samples", "groups"])
+@pytest.mark.parametrize(
+    "groups", [pytest.param(None, id="samples", marks=pytest.mark.rest), pytest.param([1, 0, 1, -1], id="groups")]
+)
 def test_what_is_said(groups: list[int] | None, tmp_path: Path) -> None:
     """The plan names what rows are of, within its columns, and the report knows all sizes."""
     batch = graphs([3, 0, 5, 2], [4, 0, 7, 1], "shuffled")

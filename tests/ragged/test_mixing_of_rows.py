@@ -17,6 +17,7 @@ from psg_fx import Rows
 from psg_fx.errors import BadArgument, NotYetSupported, PsgError, SamplesMixed
 from support.graphs_of_nodes import BATCH_DIM, EDGES, GIN, graphs, losses, made
 from support.rows_of_samples import Batch, check
+from support.selection import one_in
 
 
 def step(model: nn.Module, loss: Any = losses, batch_dim: Any = BATCH_DIM, **options: Any) -> Any:
@@ -135,7 +136,7 @@ MIXING: dict[str, Callable[..., Tensor]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MIXING)
+@pytest.mark.parametrize("name", one_in(2, MIXING))  # tests/independence has each op, samples apart
 def test_what_mixes_nodes_is_refused(name: str) -> None:
     model = Mixes(MIXING[name]).double().train()
     with pytest.raises((SamplesMixed, NotYetSupported), match=r"test_mixing_of_rows\.py|graphs_of_nodes\.py"):
@@ -207,10 +208,9 @@ def test_what_rows_may_be(wrong: tuple[Any, Any]) -> None:
         Rows(*wrong)
 
 
+@of_one_step
 def test_what_is_said() -> None:
-    made_step = step(made(GIN))
-    call(made_step, batch())
-    said = made_step.explain()
+    said = served().explain()
     assert "by definition: rows of input_1 belong to the sample" in said
     assert "proven: rows of input_0, input_2 point to their own sample by their ids" in said
     assert "checked at every call: aten.index_add: rows of input_1 point to rows of input_0, input_2" in said

@@ -20,6 +20,7 @@ from support import bags_of_words, graphs_of_nodes, packed
 from support.expected import directions
 from support.graphs_of_nodes import GIN, CountingGIN, EdgeMLP, graphs
 from support.rows_of_samples import Batch, RowsTruth, everything
+from support.selection import one_in
 
 MANY: dict[str, tuple[Any, Any, Batch]] = {
     "graphs": (lambda: graphs_of_nodes.made(EdgeMLP), graphs_of_nodes.losses, graphs(*graphs_of_nodes.MANY[1])),
@@ -42,16 +43,17 @@ def test_the_loop_is_that_over_single_samples(name: str) -> None:
     torch.testing.assert_close(grads, truth.grads, atol=1e-12, rtol=1e-12)
 
 
-@pytest.mark.parametrize("groups", [None, [1, 0, 1, -1]], ids=["samples", "groups"])
-@pytest.mark.parametrize("name", ["graphs", "mean", "documents"])
-def test_every_quantity_is_compared(name: str, groups: list[int] | None) -> None:
+@pytest.mark.parametrize(
+    ("name", "of"), one_in(2, [(n, of) for of in ("groups", "samples") for n in ("graphs", "mean", "documents")])
+)
+def test_every_quantity_is_compared(name: str, of: str) -> None:
     make, loss_fn, batch = MANY[name]
     torch.manual_seed(0)
     model = make()
     truth, asked = RowsTruth(model, loss_fn, batch), everything(0.3)
     step = psg_fx.transform(model, loss_fn, batch_dim=batch.batch_dim, quantities=asked, backend="eager")
-    given: dict[str, Any] = {} if groups is None else {"groups": groups, "num_groups": 3}
-    count = batch.count if groups is None else 3
+    given: dict[str, Any] = {} if of == "samples" else {"groups": [1, 0, 1, -1], "num_groups": 3}
+    count = given.get("num_groups", batch.count)
     report = step.validate(
         batch.whole.inputs, batch.whole.targets, weights=torch.linspace(-1, 2, count, dtype=torch.float64),
         directions=directions(truth.grads, 2), tolerance=1e-10, **given,

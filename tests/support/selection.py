@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 
 
-def selected(programs: Iterable[Any], chosen: Container[str]) -> list[Any]:
-    """The programs as parameters of a test, those whose name is not `chosen` marked `rest`."""
-    return [pytest.param(p, id=p.name, marks=[] if p.name in chosen else pytest.mark.rest) for p in programs]
+def selected(cases: Iterable[Any], chosen: Container[str]) -> list[Any]:
+    """The cases as parameters of a test, those whose name is not `chosen` marked `rest`: names, classes, functions, or
+    programs with a name.
+    """
+    named = [(c if isinstance(c, str) else getattr(c, "name", None) or c.__name__, c) for c in cases]
+    return [pytest.param(c, id=name, marks=[] if name in chosen else pytest.mark.rest) for name, c in named]
 
 
 def one_in(share: int, cases: Iterable[Any], always: Container[str] = (), kinds: bool = True) -> list[Any]:
