@@ -157,6 +157,7 @@ def test_rows_say_what_the_device_does(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.inductor
+@pytest.mark.rest  # three processes, one of which compiles
 def test_models_that_prepare_side_by_side_take_turns(place: Path) -> None:
     """Processes of their own, on the CPU: a first call of what is compiled, and then the race."""
     import compare

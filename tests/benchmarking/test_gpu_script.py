@@ -22,6 +22,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return gpu
 
 
+@pytest.mark.rest  # a process of its own that imports torch
 def test_the_package_is_that_of_the_checkout(gpu: ModuleType, tmp_path: Path) -> None:
     environment = gpu.as_installed(tmp_path)
     code = "import psg_fx, psg_fx.passes.pipeline as p; print(psg_fx.__file__, p.__file__)"

@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import psg_fx
 from psg_fx import zoo
+from support.selection import one_in
 
 ROOT = Path(__file__).resolve().parents[2]
 aten = torch.ops.aten
@@ -160,8 +161,9 @@ def test_a_failure_of_a_peer_is_no_failure(script: Any) -> None:
     assert not script.fine({"norms": {"launches": 1, "error": 1e-3}})
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("model", ["mlp", "lstm", "gpt"])
+@pytest.mark.parametrize(
+    ("model", "dynamic"), one_in(3, [(model, dynamic) for model in ("mlp", "lstm", "gpt") for dynamic in (False, True)])
+)
 def test_the_ordinary_step_and_vmap_are_one_graph_each(
     parts: SimpleNamespace, model: str, dynamic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -318,6 +318,7 @@ def test_values_that_a_step_reads_are_made_up() -> None:
     assert quantities.given([psg_fx.Norms(), psg_fx.ClippedSum(max_norm=1.0)], problem) == ({}, [])
 
 
+@pytest.mark.rest  # a process of its own that captures a GPT
 def test_a_reader_that_goes_away_is_no_error() -> None:
     """The graph of a GPT is longer than what a pipe holds."""
     small = ["--set", "vocabulary=20", "--set", "layers=1"]

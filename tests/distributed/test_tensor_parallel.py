@@ -19,6 +19,7 @@ import psg_fx
 from psg_fx.errors import NotYetSupported
 from support.by_loop import ByLoop
 from support.processes import Processes
+from support.selection import selected
 from support.sliced import (
     CASES,
     DOWN,
@@ -68,7 +69,7 @@ def check_equal_to_one_process(rank: int, world: int, name: str) -> int:
     return len(step.captures)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.rest] if n == "llama" else []) for n in CASES])
+@pytest.mark.parametrize("name", selected(CASES, {"perceptron", "embeddings", "llama, cut sequences"}))
 def test_equal_to_one_process(processes: Processes, name: str) -> None:
     world = CASES[name][0]
     assert processes.run(check_equal_to_one_process, world, name) == [1] * world

@@ -32,6 +32,7 @@ import torch
 import psg_fx
 from psg_fx import cli
 from psg_fx.planner import expr
+from support.selection import selected
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -40,6 +41,8 @@ PAGES = sorted(
     for path in (ROOT / "docs" / folder).glob("*.md")
 )
 PINNED = f"torch=={torch.__version__.split('+')[0]}\n" in (ROOT / "constraints.txt").read_text(encoding="utf-8")
+LONG = {"export", "ragged", "guides/calling", "guides/trainer"}
+"""Pages that take longer than all others together: two compile, two walk through many models."""
 SNIPPET = re.compile(r"^( *)```python\n(.*?)^\1```$(?:\n\n\1```(text|console)\n(?!\$ )(.*?)^\1```$)?", re.S | re.M)
 COMMAND = re.compile(r"^```console\n\$ psg-fx ([^\n]*)\n(.*?)^```$", re.S | re.M)
 SHAPE = re.compile(r"(\S+) +# (\[[\d, ]+\])$")
@@ -128,9 +131,7 @@ def namespace(folder: Path) -> Iterator[dict[str, Any]]:
 
 # Both are about Opacus: noise with a seed is for experiments, and images need no gradient.
 @pytest.mark.filterwarnings("ignore:Secure RNG turned off:UserWarning", "ignore:Full backward hook:UserWarning")
-@pytest.mark.parametrize(
-    "page", [pytest.param(p, marks=[pytest.mark.slow, pytest.mark.inductor] if p == "export" else []) for p in PAGES]
-)
+@pytest.mark.parametrize("page", selected(PAGES, set(PAGES) - LONG))
 def test_python_runs_and_prints_what_is_shown(page: str, tmp_path: Path) -> None:
     for library in ("transformers", "lightning"):
         if any(f"import {library}" in s.code or f"from {library}" in s.code for s in snippets(page)):

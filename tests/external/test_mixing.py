@@ -16,7 +16,7 @@ def refused(program: Program, contender: Contender) -> None:
     assert all(line in str(error.value) for line in ("\n  where  ", "\n  why    ", "\n  fix    "))
 
 
-@pytest.mark.parametrize("program", one_in(2, programs()))
+@pytest.mark.parametrize("program", one_in(3, programs()))
 def test_samples_that_mix_are_refused(program: Program) -> None:
     refused(program, with_loss)
 

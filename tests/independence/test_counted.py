@@ -63,7 +63,7 @@ ROWS = COUNTED | ONE_NUMBER
 
 
 @pytest.mark.filterwarnings("ignore:one graph for each batch size")
-@pytest.mark.parametrize("name", one_in(2, ROWS))
+@pytest.mark.parametrize("name", one_in(3, ROWS))
 def test_equals_the_loop(name: str) -> None:
     check_answer(ROWS[name])
 

@@ -80,7 +80,7 @@ MASKED = {
 
 
 @pytest.mark.filterwarnings("ignore:one graph for each batch size")
-@pytest.mark.parametrize("name", one_in(2, MASKED))
+@pytest.mark.parametrize("name", one_in(3, MASKED))
 def test_equals_the_loop(name: str) -> None:
     check_answer(MASKED[name], (B,))
 

@@ -14,7 +14,7 @@ from psg_fx import ClippedSum, Grads, MeanGrad, Norms, Quantity, WeightedSum, zo
 from psg_fx.graph import facts
 from psg_fx.planner import rates
 from support import oracle
-from support.selection import one_in
+from support.selection import one_in, selected
 
 aten = torch.ops.aten
 BOUND = 0.1
@@ -72,9 +72,7 @@ def sums_to_samples(step: psg_fx.PerSampleModule) -> int:
 
 @pytest.mark.usefixtures("for_cuda")
 @pytest.mark.parametrize("sizes", [(5, 1), pytest.param((1, 5), marks=pytest.mark.rest)], ids=str)
-@pytest.mark.parametrize(
-    "asked", [pytest.param(a, marks=[pytest.mark.rest] if a in ("norms", "clipped sum") else []) for a in ASKED]
-)
+@pytest.mark.parametrize("asked", selected(ASKED, {"with gradients", "weighted", "two sums"}))
 def test_the_numbers_are_the_same(asked: str, sizes: tuple[int, ...]) -> None:
     """Norms and clipped sums alone are in the other sets."""
     model, x, y = problem(max(sizes))

@@ -66,7 +66,7 @@ def inputs_for(gm: Any) -> list[Any]:
 QUANTITIES = {q.field: q for q in (Norms(), ClippedSum(0.1), Grads())}
 
 
-@pytest.mark.parametrize(("name", "field"), one_in(4, itertools.product(SIZES, QUANTITIES)))
+@pytest.mark.parametrize(("name", "field"), one_in(8, itertools.product(SIZES, QUANTITIES)))
 def test_same_numbers(name: str, field: str) -> None:
     quantity = QUANTITIES[field]
     before, after = graphs(name, quantity)
@@ -93,7 +93,7 @@ def wants_float(node: Any) -> bool:
     return bool(node.meta["val"].dtype is torch.float32)
 
 
-@pytest.mark.parametrize(("tokens", "padded"), [(16, 0), (19, 12)])
+@pytest.mark.parametrize(("tokens", "padded"), [pytest.param(16, 0, marks=pytest.mark.rest), (19, 12)])
 def test_columns_come_in_whole_multiples(tokens: int, padded: int) -> None:
     sizes = SIZES["gpt"] | {"tokens": tokens}
     before, after = graphs("gpt", Norms(), sizes)

@@ -20,6 +20,7 @@ from psg_fx.algebra.network import Network
 from psg_fx.passes.lower import pieces
 from psg_fx.planner import groups
 from psg_fx.planner.plan import PLAN
+from support.selection import selected
 
 MANY = [
     psg_fx.ClippedSum(max_norm=1.0), psg_fx.Grads(), psg_fx.Gram(), psg_fx.SecondMoment(), psg_fx.Projection(rank=4),
@@ -113,7 +114,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", selected(MODELS, {"convolutions", "both", "different"}))
 def test_copies_are_what_tracing_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = MODELS[name]()
     copied = tidied(model, x)

@@ -79,7 +79,7 @@ def ordinary(model: nn.Module) -> tuple[Tensor, list[Tensor], Tensor]:
     return loss, list(torch.autograd.grad(loss, list(model.parameters()))), torch.rand(1)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", one_in(2, MODELS))
 def test_the_step_draws_what_the_ordinary_step_draws(name: str) -> None:
     model = MODELS[name]().double()
     step = psg_fx.transform(model, F.cross_entropy, quantities=psg_fx.MeanGrad(), backend="eager")

@@ -55,7 +55,7 @@ def hold(step: Any, model: nn.Module, loss: Any, x: Tensor) -> Any:
     return out
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", one_in(2, [torch.bfloat16, torch.float16]))
 def test_half_precision_model(dtype: torch.dtype) -> None:
     model = block(dtype)
     step = psg_fx.transform(model, F.cross_entropy, quantities=[Grads(), Norms(), ClippedSum(0.5)], backend="eager")

@@ -19,8 +19,8 @@ import psg_fx
 from psg_fx import zoo
 from psg_fx.errors import BadArgument, InternalError
 from psg_fx.saved import write
-from psg_fx.step import loaded as loaded_step
 from psg_fx.step.loaded import LoadedStep
+from support.programs_of_files import call_the_program
 
 pytestmark = [pytest.mark.inductor, pytest.mark.slow, pytest.mark.xdist_group("files")]
 
@@ -340,9 +340,7 @@ def test_programs_of_models_whose_steps_use_ops_of_psg_fx(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is compiled is the program in the file, which is run here."""
-    monkeypatch.setattr(write, "compiled_files", lambda program, options: [])
-    for reader in (write, loaded_step):
-        monkeypatch.setattr(reader, "load_compiled", lambda path: torch.export.load(path).module())
+    call_the_program(monkeypatch)
     check_model(make, tmp_path / "step.pt2")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from psg_fx.errors import BadArgument, SamplesMixed
 from psg_fx.step.loaded import LoadedStep
 from support import bags_of_words, graphs_of_nodes, packed
 from support.graphs_of_nodes import GIN, MANY, graphs
+from support.programs_of_files import call_the_program
 from support.rows_of_samples import Batch
 
 pytestmark = [pytest.mark.inductor, pytest.mark.slow, pytest.mark.xdist_group("files")]
@@ -41,8 +43,17 @@ class Made:
         torch.testing.assert_close(vars(found), vars(expected), rtol=1e-10, atol=1e-10)
 
 
+@pytest.fixture(scope="module", params=["program", pytest.param("compiled", marks=pytest.mark.rest)], autouse=True)
+def in_a_file(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What is compiled is the program in the file, which the ordinary run calls; test_files.py has a compiled one."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "program":
+            call_the_program(patch)
+        yield
+
+
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+def made(in_a_file: None, tmp_path_factory: pytest.TempPathFactory) -> Made:
     """Compiled for two threads."""
     given, before = graphs([3, 0, 5, 2], [4, 0, 7, 1], "shuffled"), torch.get_num_threads()
     torch.set_num_threads(2)

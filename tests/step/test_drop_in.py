@@ -15,6 +15,7 @@ import psg_fx
 from psg_fx import BadArgument, NotYetSupported, zoo
 from psg_fx.step.without_loss import _laid_out
 from support import oracle
+from support.selection import one_in
 
 SMALL: dict[str, dict[str, Any]] = {
     "mlp": {},
@@ -85,8 +86,10 @@ INCOMING: dict[str, Any] = {
 """A gradient of the output, as a loss may hand it over in memory."""
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.inductor)])
-@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(
+    ("channels_last", "backend"),
+    one_in(3, [(last, backend) for last in (False, True) for backend in ("eager", "aot_eager")]),
+)
 def test_the_layout_of_an_incoming_gradient(channels_last: bool, backend: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Conv2d(3, 4, 2), nn.Flatten(2), nn.Unflatten(2, (3, 5)))

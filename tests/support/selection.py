@@ -17,8 +17,13 @@ def selected(cases: Iterable[Any], chosen: Container[str]) -> list[Any]:
     """The cases as parameters of a test, those whose name is not `chosen` marked `rest`: names, classes, functions, or
     programs with a name.
     """
-    named = [(c if isinstance(c, str) else getattr(c, "name", None) or c.__name__, c) for c in cases]
-    return [pytest.param(c, id=name, marks=[] if name in chosen else pytest.mark.rest) for name, c in named]
+    return [pytest.param(c, id=name_of(c), marks=[] if name_of(c) in chosen else pytest.mark.rest) for c in cases]
+
+
+def name_of(case: Any) -> str:
+    """A program's own name, a class's or a function's, or what the case prints as."""
+    found: Any = getattr(case, "name", None) or getattr(case, "__name__", None)
+    return found if isinstance(found, str) else str(case)
 
 
 def one_in(share: int, cases: Iterable[Any], always: Container[str] = (), kinds: bool = True) -> list[Any]:
@@ -31,7 +36,7 @@ def one_in(share: int, cases: Iterable[Any], always: Container[str] = (), kinds:
     found = []
     for case in cases:
         values = case if isinstance(case, tuple) else (case,)
-        name = "-".join(map(str, values))
+        name = "-".join(map(name_of, values))
         kind = name.rpartition("/")[0] if kinds else ""
         taken = counts[kind] % share == 0 or name in always
         counts[kind] += 1
