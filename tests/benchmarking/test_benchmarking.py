@@ -81,6 +81,7 @@ def test_every_contender_answers_and_is_measured() -> None:
     assert str(report).splitlines()[2].endswith("error")  # and no column for failures
 
 
+@pytest.mark.rest  # so it does in test_cli.py, test_bench_takes_every_quantity
 def test_any_quantity_may_race() -> None:
     ex = zoo.example("mlp", batch=3)
     report = benchmark.benchmark(

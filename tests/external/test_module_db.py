@@ -20,13 +20,13 @@ WAYS = {"with_loss": with_loss, "drop_in": drop_in}
 
 
 def chosen() -> set[str]:
-    """One program of every fifth module of the database, whichever its name picks; a few of those in many variants."""
+    """One program of every tenth module of the database, whichever its name picks; a few of those in many variants."""
     groups: dict[str, list[str]] = {}
     for program in module_db.database():
         groups.setdefault(program.name.partition("-")[0], []).append(program.name)
     picked = {group[zlib.crc32(name.encode()) % len(group)] for name, group in groups.items()}
     variants = [*sequences.RECURRENT, *sequences.ATTENTION, *sequences.TRANSFORMERS]
-    return {*sorted(picked)[::5], *(p.name for p in [*variants[::15], *sequences.LAYERS[::3]])}
+    return {*sorted(picked)[::10], *(p.name for p in [*variants[::30], *sequences.LAYERS[::6]])}
 
 
 @pytest.mark.filterwarnings("ignore:linear_cross_entropy. ``options`` ignored:UserWarning")

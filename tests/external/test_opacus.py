@@ -16,7 +16,8 @@ FEW, MORE = 1, 6
 """Cases of each file that are tested, spread over all of them, by the ordinary run and by `make test-all`."""
 
 
-IN_TURN = {(file, (with_loss, drop_in)[k % 2]) for k, file in enumerate(opacus_cases.FILES)}
+IN_TURN = {(file, (with_loss, drop_in)[k % 2]) for k, file in list(enumerate(opacus_cases.FILES))[::3]}
+"""A third of the files, with both contenders: the rows have every layer of Opacus, too."""
 
 
 @pytest.mark.parametrize(

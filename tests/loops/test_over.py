@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from psg_fx.distributed.sharded import ShardedModule
 from psg_fx.errors import BadArgument, NotYetSupported
 from support import oracle
 from support.batches import Stream, compare, loader, samples
+from support.selection import one_in
 from support.small import OwnLoss, mlp, same_mlp, step
 
 EVERYTHING = [
@@ -27,7 +29,7 @@ EVERYTHING = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("count", "size"), [(11, 4), (8, 4), (3, 5), (5, 1)])
+@pytest.mark.parametrize(("count", "size"), one_in(2, [(11, 4), (8, 4), (3, 5), (5, 1)]))
 def test_all_quantities_over_batches_are_those_of_one_batch(count: int, size: int) -> None:
     own = step(quantities=EVERYTHING)
     x, y = samples(count)
@@ -237,23 +239,22 @@ def test_a_quantity_that_claims_rows_has_one_for_every_sample() -> None:
         psg_fx.over(loader(4, 2), step(quantities=Wrong()), progress=False)
 
 
-@pytest.mark.parametrize("block", [1, 3, 100])
-@pytest.mark.parametrize("largest", [True, False])
-def test_top_is_that_of_all_inner_products(block: int, largest: bool) -> None:
+def test_top_is_that_of_all_inner_products() -> None:
     own = step(quantities=[Projection(rank=2), Grads()])
     x, y = samples(11)
     out = psg_fx.over(loader(11, 4), own, progress=False)
     asked = own(x[:2] + 0.1, y[:2])
     truth = {"projection": asked.projection @ out.projection.T}
     truth["grads"] = sum(asked.grads[n].flatten(1) @ g.flatten(1).T for n, g in out.grads.items())
-    for field, products in truth.items():
-        scores, places = out.top(getattr(asked, field), 4, block=block, largest=largest)
-        want = products.topk(4, 1, largest)
-        assert torch.allclose(scores, want.values, atol=1e-5)
-        assert torch.equal(places, want.indices)
-    one = out.top(asked.projection[0], 4, block=block, largest=largest)
-    assert [t.shape for t in one] == [(4,), (4,)]
-    assert torch.equal(one[1], out.top(asked.projection, 4, largest=largest)[1][0])
+    for block, largest in itertools.product((1, 3, 100), (True, False)):
+        for field, products in truth.items():
+            scores, places = out.top(getattr(asked, field), 4, block=block, largest=largest)
+            want = products.topk(4, 1, largest)
+            assert torch.allclose(scores, want.values, atol=1e-5)
+            assert torch.equal(places, want.indices)
+        one = out.top(asked.projection[0], 4, block=block, largest=largest)
+        assert [t.shape for t in one] == [(4,), (4,)]
+        assert torch.equal(one[1], out.top(asked.projection, 4, largest=largest)[1][0])
 
 
 def test_top_gives_places_in_the_data_set() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -199,6 +200,14 @@ def test_an_interruption_in_the_middle_of_a_batch_keeps_whole_batches(
     compare(psg_fx.over(loader(11, 3), own, store=tmp_path, progress=False), own(*samples(11)))
 
 
+@pytest.fixture(scope="module")
+def unfinished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store whose run was interrupted."""
+    folder = tmp_path_factory.mktemp("unfinished")
+    interrupted(folder, own_step())
+    return folder
+
+
 def other_weights() -> Any:
     model = same_mlp().float()
     model[2].bias.data[1] += 1e-6
@@ -226,8 +235,10 @@ def sum_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         (lambda: step(same_mlp().float(), quantities=QUANTITIES, params="0.*"), "another asked"),
     ],
 )
-def test_another_step_or_other_parameters_are_refused_by_name(tmp_path: Path, make: Any, text: str) -> None:
-    interrupted(tmp_path, own_step())
+def test_another_step_or_other_parameters_are_refused_by_name(
+    unfinished: Path, tmp_path: Path, make: Any, text: str
+) -> None:
+    shutil.copytree(unfinished, tmp_path, dirs_exist_ok=True)
     with pytest.raises(BadArgument, match=text):
         psg_fx.over(loader(11, 3), make(), store=tmp_path, progress=False)
 

@@ -34,7 +34,8 @@ def test_every_quantity(given: dict[str, Any], last: bool) -> None:
 
 @pytest.mark.parametrize(
     ("given", "last"),
-    [(given, bool(k % 2)) for k, given in enumerate(MODES) if given not in DEMANDING] + [(g, False) for g in DEMANDING],
+    [(given, bool(k % 2)) for k, given in enumerate(MODES) if given not in DEMANDING]
+    + [pytest.param(given, False, marks=pytest.mark.rest) for given in DEMANDING],
     ids=str,
 )
 def test_the_usual_quantities(given: dict[str, Any], last: bool) -> None:

@@ -12,7 +12,7 @@ from psg_fx import Rows
 from psg_fx.step import rows as of_call
 from support.graphs_of_nodes import GAT, GCN, GIN, CountingGIN, EdgeMLP, GraphSAGE, batches, graphs, losses, made
 from support.rows_of_samples import Batch, RowsTruth, check, usual
-from support.selection import selected
+from support.selection import one_in, selected
 
 
 @pytest.fixture
@@ -58,18 +58,18 @@ def test_edges_with_ids_of_their_own() -> None:
     check(made(EdgeMLP), losses, [Batch(b.whole, b.alone, dims) for b in batches()], quantities=usual())
 
 
-def test_ids_by_position_and_narrow_ones() -> None:
+@pytest.mark.parametrize("dtype", one_in(2, [torch.int32, torch.int64]))
+def test_ids_by_position_and_narrow_ones(dtype: torch.dtype) -> None:
     given = graphs([3, 0, 5, 2], [4, 0, 7, 1], "shuffled")
     x, edge_index, batch, count = given.whole.inputs
     model = made(GIN)
     truth = RowsTruth(model, losses, given)
-    for dtype in (torch.int32, torch.int64):
-        step = psg_fx.transform(
-            model, losses, batch_dim=((Rows(2), Rows(None, -1), Rows(2), 0), 0), quantities=psg_fx.Norms(),
-            backend="eager",
-        )  # fmt: skip
-        out = step((x, edge_index.to(dtype), batch.to(dtype), count), given.whole.targets)
-        torch.testing.assert_close(out.norms, truth.norms)
+    step = psg_fx.transform(
+        model, losses, batch_dim=((Rows(2), Rows(None, -1), Rows(2), 0), 0), quantities=psg_fx.Norms(),
+        backend="eager",
+    )  # fmt: skip
+    out = step((x, edge_index.to(dtype), batch.to(dtype), count), given.whole.targets)
+    torch.testing.assert_close(out.norms, truth.norms)
 
 
 def test_per_parameter_and_automatic() -> None:

@@ -100,6 +100,7 @@ def test_every_quantity_of_rows_that_stay(who: str, scatter: Scatter) -> None:
     assert "onehot(groups)" in step.explain()
 
 
+@pytest.mark.rest  # test_graphs.py has such edges without groups
 def test_edges_with_ids_of_their_own() -> None:
     """Two axes of rows that are brought in order of groups."""
     ends = Rows(lambda x, edge_index, batch, count: batch[edge_index[1]], dim=1)
@@ -132,7 +133,7 @@ def test_documents(apart: bool, asked: list[Any] | None, scatter: Scatter) -> No
     check(packed.made(), packed.losses, AUTHORS, asked)
 
 
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("apart", [pytest.param(False, marks=pytest.mark.rest), True])
 def test_bags(apart: bool, scatter: Scatter) -> None:
     if apart:
         scatter(of_rows, of_groups)

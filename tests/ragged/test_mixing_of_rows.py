@@ -350,7 +350,7 @@ class Experts(OfNodes):
         return h.new_zeros(count, 4).index_add(0, batch, h)
 
 
-@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("gathered", one_in(2, [False, True]))
 def test_experts_without_an_order(gathered: bool) -> None:
     """The two ways out that a refusal names, on rows."""
     torch.manual_seed(0)

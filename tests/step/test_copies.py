@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import psg_fx
 from support import oracle
+from support.selection import one_in
 from support.small import same_mlp as model
 
 X, Y = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2])
@@ -34,8 +35,10 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "captured"),
+    one_in(3, [(way, captured) for way in WAYS for captured in (True, False)], always={"pickle-True"}),
+)
 def test_a_copy_is_a_step_over_the_copied_model(way: str, captured: bool) -> None:
     quantities = [psg_fx.Grads(), psg_fx.ClippedSum(max_norm=0.1)]
     step = psg_fx.transform(model(), F.cross_entropy, quantities=quantities, backend="eager", params="2.*")
