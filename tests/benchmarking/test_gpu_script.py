@@ -56,6 +56,7 @@ def test_every_part_understands_what_it_is_told(
     assert ended.value.code == 0
 
 
+@pytest.mark.rest  # pytest in a process of its own collects tests/cuda
 def test_the_tests_are_found(gpu: ModuleType, words: Callable[[str], list[str]], tmp_path: Path) -> None:
     """In a process of their own, as the other parts are, and by pytest as it is there."""
     told = words("tests")

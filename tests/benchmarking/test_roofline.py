@@ -132,6 +132,7 @@ def test_trees_count_their_distinct_nodes(bench: SimpleNamespace, small: SimpleN
     assert whole > 0.5 * plan.seconds
 
 
+@pytest.mark.rest  # plans of every model for every device
 def test_the_page_has_every_device(bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(bench.roofline.MODELS, "mlp", bench.roofline.Run("MLP", "mlp", 8))
     found = {f"mlp {precision}": bench.roofline.predicted(bench.roofline.MODELS["mlp"], precision)

@@ -14,7 +14,7 @@ from external import vision_zoo as zoo
 from external.program import Program, check, check_learns, drop_in, with_loss
 from support.selection import selected
 
-CHOSEN = {"tv/resnet-train", "timm/condconv", "tv/vit-outside"}
+CHOSEN = {"tv/resnet-train", "timm/condconv"}
 
 
 @pytest.mark.slow

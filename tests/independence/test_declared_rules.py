@@ -30,7 +30,7 @@ from support.trials import Outcome, trial
 pytestmark = pytest.mark.xdist_group("operators")  # they read one recording of all operators
 
 EACH = 5
-ENOUGH, MOST = 3, 30
+ENOUGH, MOST = 2, 30
 """How many accepted trials the ordinary run makes of a rule, and how many in all where few are accepted."""
 RULES = sample_rules()
 PARTS = 8

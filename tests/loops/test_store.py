@@ -149,6 +149,7 @@ def test_a_complete_store_runs_nothing(tmp_path: Path) -> None:
     compare(psg_fx.over(loader(5, 4), own, store=tmp_path, progress=False), first)
 
 
+@pytest.mark.rest  # a process of its own; those that are interrupted are above
 def test_a_run_that_is_killed_goes_on(tmp_path: Path) -> None:
     """No exception is raised in it: what had been written last counts, and rows beyond it do not."""
     program = textwrap.dedent(f"""

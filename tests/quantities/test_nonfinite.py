@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -42,8 +44,7 @@ def step_of(model: nn.Module, backend: str = "eager", **options: object) -> psg_
 OPTIONS: tuple[dict[str, str], ...] = ({}, {"per": "parameter"}, {"style": "automatic"})
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("bad", one_in(2, BAD))
+@pytest.mark.parametrize(("bad", "options"), one_in(4, itertools.product(BAD, OPTIONS)))  # each value, each option
 def test_the_sum_is_that_of_the_other_samples(bad: str, options: dict[str, str]) -> None:
     model, x, y = batch(BAD[bad])
     step, rest = step_of(model, **options), torch.tensor([0, 1, 3, 4])

@@ -164,7 +164,7 @@ def test_set_of_further_rows(row: str, name: str) -> None:
     test_set(row, name)
 
 
-@pytest.mark.parametrize("row", one_in(3, FEW, kinds=False))
+@pytest.mark.parametrize("row", one_in(6, FEW, kinds=False))
 def test_float32(row: str) -> None:
     truth = Truth(ROWS[row])
     quantities = everything(truth)

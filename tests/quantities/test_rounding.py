@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import psg_fx
 from psg_fx import zoo
 from support import oracle
+from support.selection import one_in
 
 T = 64
 aten = torch.ops.aten
@@ -78,8 +80,10 @@ def step_of(model: nn.Module, **options: str) -> psg_fx.PerSampleModule:
     return psg_fx.transform(model, weighed, quantities=asked, backend="eager", progress=False)
 
 
-@pytest.mark.parametrize("options", [{}, {"per": "parameter"}, {"style": "automatic"}], ids=str)
-@pytest.mark.parametrize("name", MODELS)
+OPTIONS: tuple[dict[str, str], ...] = ({}, {"per": "parameter"}, {"style": "automatic"})
+
+
+@pytest.mark.parametrize(("name", "options"), one_in(2, itertools.product(MODELS, OPTIONS)))
 def test_the_bound_holds_where_positions_cancel(name: str, options: dict[str, str]) -> None:
     model, x, cotangent = cancelling(name)
     found = step_of(model, **options)(x, cotangent).clip_factors

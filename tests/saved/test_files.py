@@ -101,8 +101,19 @@ class Made:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(tmp_path_factory.mktemp("step"))
+
+
+@pytest.fixture(scope="module", params=["program", pytest.param("compiled", marks=pytest.mark.rest)])
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """What is compiled is the program in the file, which the ordinary run calls, but for a small step below."""
+    if request.param == "compiled":
+        found: Made = request.getfixturevalue("compiled")
+        return found
+    with pytest.MonkeyPatch.context() as patch:
+        call_the_program(patch)
+        return Made(tmp_path_factory.mktemp("program"))
 
 
 def same(found: Any, expected: Any) -> None:
@@ -186,7 +197,6 @@ def test_what_is_in_the_file(made: Made) -> None:
     assert [kind for kind, field, _ in outputs if field == "losses"] == ["loss"]
     assert ("answer", "mean_grad", "first.weight") in outputs
     program = torch.export.load(made.path)
-    assert program.example_inputs is None
     assert {n.target.namespace for n in program.graph.nodes if hasattr(n.target, "namespace")} <= {"aten", "prims"}
 
 
@@ -196,9 +206,14 @@ def flat(made: Made, size: int) -> list[Tensor]:
     extras, state = given(made.model, size), made.model.state_dict()
     named = {"input_x": inputs["x"], "input_mask": inputs["mask"], "target_0": targets, "weights": extras["weights"]}
     named |= {f"direction.{n}": v for n, v in extras["directions"].items()}
+    return in_its_order(made.loaded, named | state, size)
+
+
+def in_its_order(loaded: LoadedStep, named: dict[str, Tensor], size: int) -> list[Tensor]:
+    """The inputs of a file by name, as it takes them."""
     found = []
-    for entry in made.loaded.spec.inputs:
-        value = state.get(entry.name, named.get(entry.name))
+    for entry in loaded.spec.inputs:
+        value = named.get(entry.name)
         if value is None:
             sizes = [size if s == "B" else s for s in entry.shape]
             value = torch.tensor(entry.default, dtype=torch.float32).expand(sizes)
@@ -214,11 +229,31 @@ assert not any(name.startswith("psg_fx") for name in sys.modules)
 """
 
 
-def test_a_process_without_psg_fx_runs_it(made: Made, tmp_path: Path) -> None:
-    torch.save(flat(made, 7), tmp_path / "inputs.pt")
-    command = [sys.executable, "-c", PLAIN, str(made.path), str(tmp_path / "inputs.pt"), str(tmp_path / "out.pt")]
-    subprocess.run(command, check=True, cwd=tmp_path)
-    compare(made, torch.load(tmp_path / "out.pt"))
+def test_what_is_compiled_runs_also_in_a_process_without_psg_fx(tmp_path: Path) -> None:
+    model, x, y = nn.Linear(4, 3), torch.randn(7, 4), torch.randint(3, (7,))
+    quantities = psg_fx.ClippedSum(max_norm=0.4)
+    step = psg_fx.transform(model, F.cross_entropy, quantities=quantities, backend="eager", progress=False)
+    loaded = psg_fx.load(step.export(tmp_path / "step.pt2", x[:5], y[:5]))
+    state, expected = model.state_dict(), step(x, y)
+    same(loaded(state, x, y), expected)
+    assert torch.export.load(tmp_path / "step.pt2").example_inputs is None
+    torch.save(in_its_order(loaded, state | {"input_0": x, "target_0": y}, 7), tmp_path / "inputs.pt")
+    run_apart(tmp_path / "step.pt2", tmp_path)
+    found = loaded._fields(torch.load(tmp_path / "out.pt"))
+    torch.testing.assert_close(dict(found["clipped_sum"]), dict(expected.clipped_sum), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.rest  # the same with buffers, directions and weights
+def test_a_process_without_psg_fx_runs_it(compiled: Made, tmp_path: Path) -> None:
+    torch.save(flat(compiled, 7), tmp_path / "inputs.pt")
+    run_apart(compiled.path, tmp_path)
+    compare(compiled, torch.load(tmp_path / "out.pt"))
+
+
+def run_apart(path: Path, folder: Path) -> None:
+    """In a process that has torch alone, on the folder's inputs."""
+    command = [sys.executable, "-c", PLAIN, str(path), str(folder / "inputs.pt"), str(folder / "out.pt")]
+    subprocess.run(command, check=True, cwd=folder)
 
 
 def test_the_lowered_graph_runs_as_a_program_of_torch_export(made: Made) -> None:
@@ -234,8 +269,8 @@ def compare(made: Made, results: list[Tensor]) -> None:
 
 
 @pytest.mark.rest  # ten seconds of g++; a process without psg_fx reads the same file above
-def test_a_program_in_cpp_runs_it(made: Made, tmp_path: Path) -> None:
-    torch.save(flat(made, 7), tmp_path / "inputs.pt")
+def test_a_program_in_cpp_runs_it(compiled: Made, tmp_path: Path) -> None:
+    torch.save(flat(compiled, 7), tmp_path / "inputs.pt")
     program, lib = tmp_path / "run_step", str(Path(torch.__file__).parent / "lib")
     includes = [f"-I{folder}" for folder in cpp_extension.include_paths()[:1]]
     libraries = [f"-L{lib}", f"-Wl,-rpath,{lib}", "-ltorch", "-ltorch_cpu", "-lc10", "-ldl"]
@@ -243,11 +278,11 @@ def test_a_program_in_cpp_runs_it(made: Made, tmp_path: Path) -> None:
     source = str(EXAMPLES / "run_step.cpp")
     command = ["g++", "-std=c++20", "-O0", abi, *includes, source, "-o", str(program), "-Wl,--no-as-needed", *libraries]
     subprocess.run(command, check=True)
-    arguments = [str(made.path), str(tmp_path / "inputs.pt"), str(tmp_path / "out.pt")]
+    arguments = [str(compiled.path), str(tmp_path / "inputs.pt"), str(tmp_path / "out.pt")]
     done = subprocess.run([str(program), *arguments], check=False, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"{len(made.loaded.spec.inputs)} inputs, {len(made.loaded.spec.outputs)} results\n"
-    compare(made, list(torch.load(tmp_path / "out.pt")))
+    assert done.stdout == f"{len(compiled.loaded.spec.inputs)} inputs, {len(compiled.loaded.spec.outputs)} results\n"
+    compare(compiled, list(torch.load(tmp_path / "out.pt")))
 
 
 def test_nothing_is_written_if_the_file_is_wrong(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

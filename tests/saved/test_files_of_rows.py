@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,21 +42,28 @@ class Made:
         torch.testing.assert_close(vars(found), vars(expected), rtol=1e-10, atol=1e-10)
 
 
-@pytest.fixture(scope="module", params=["program", pytest.param("compiled", marks=pytest.mark.rest)], autouse=True)
-def in_a_file(request: pytest.FixtureRequest) -> Iterator[None]:
+@pytest.fixture(scope="module", params=["program", pytest.param("compiled", marks=pytest.mark.rest)])
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     """What is compiled is the program in the file, which the ordinary run calls; test_files.py has a compiled one."""
+    if request.param == "compiled":
+        found: Made = request.getfixturevalue("compiled")
+        return found
     with pytest.MonkeyPatch.context() as patch:
-        if request.param == "program":
-            call_the_program(patch)
-        yield
+        call_the_program(patch)
+        return of_graphs(tmp_path_factory.mktemp("program"))
+
+
+def of_graphs(folder: Path) -> Made:
+    given = graphs([3, 0, 5, 2], [4, 0, 7, 1], "shuffled")
+    return Made(graphs_of_nodes.made(GIN), graphs_of_nodes.losses, given, folder)
 
 
 @pytest.fixture(scope="module")
-def made(in_a_file: None, tmp_path_factory: pytest.TempPathFactory) -> Made:
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Made:
     """Compiled for two threads."""
-    given, before = graphs([3, 0, 5, 2], [4, 0, 7, 1], "shuffled"), torch.get_num_threads()
+    before = torch.get_num_threads()
     torch.set_num_threads(2)
-    found = Made(graphs_of_nodes.made(GIN), graphs_of_nodes.losses, given, tmp_path_factory.mktemp("rows"))
+    found = of_graphs(tmp_path_factory.mktemp("rows"))
     torch.set_num_threads(before)
     return found
 
@@ -88,9 +94,15 @@ def test_rows_of_several_samples_do_not_meet(made: Made) -> None:
         outside[2] = number
         with pytest.raises(BadArgument, match=r"row 2 of the rows(.|\n)*no sample|code failed on this batch"):
             made.run((x, edge_index, outside, count), y)
-    crossing[0, 1] = 99
+
+
+@pytest.mark.rest  # the program alone reads outside of its tensors
+def test_rows_of_no_sample_are_refused(compiled: Made) -> None:
+    x, edge_index, ids, count = graphs([3, 4], [3, 4]).whole.inputs
+    outside = edge_index.clone()
+    outside[0, 1] = 99
     with pytest.raises((SamplesMixed, BadArgument), match=r"row 1 of the rows|code failed on this batch"):
-        made.run((x, crossing, ids, count), y)
+        compiled.run((x, outside, ids, count), torch.tensor([0, 1]))
 
 
 def test_what_does_not_fit_is_refused(made: Made) -> None:
@@ -173,7 +185,8 @@ def test_documents(tmp_path: Path) -> None:
         made.compare(packed.documents(*given, seed=number))
 
 
-@pytest.mark.parametrize("last", [True, pytest.param(False, marks=pytest.mark.rest)])
+@pytest.mark.rest
+@pytest.mark.parametrize("last", [True, False])
 def test_offsets(last: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = bags_of_words.Bags(mode="mean", include_last_offset=last).double()
