@@ -189,6 +189,7 @@ def test_the_plan_is_that_of_explain(gpt: psg_fx.PerSampleModule) -> None:
         assert set(row["sites"]) <= {site["name"] for site in data["sites"]["rows"]}
 
 
+@pytest.mark.rest  # measured by what test_report.py shows, test_measured_beside_predicted
 def test_measured_times(monkeypatch: pytest.MonkeyPatch) -> None:
     as_compiled = tree_times.compiled
     monkeypatch.setattr(tree_times, "compiled", lambda run, given, backend: as_compiled(run, given, "eager"))

@@ -173,6 +173,7 @@ def test_compiled() -> None:
     )
 
 
+@pytest.mark.rest  # so do the experts of test_transformers.py, in float32
 def test_single_precision() -> None:
     """What torch's own product computes, in its dtype."""
     model = made(Added, by_histogram, 8, 16).float()  # torch wants rows of 16 bytes

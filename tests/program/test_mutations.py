@@ -275,7 +275,7 @@ def unchanged() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("name", one_in(4, ROWS))
+@pytest.mark.parametrize("name", one_in(6, ROWS))
 def test_a_change_is_seen(name: str) -> None:
     build, change = ROWS[name]
     model, loss = build()
