@@ -42,7 +42,7 @@ PAGES = sorted(
 )
 PINNED = f"torch=={torch.__version__.split('+')[0]}\n" in (ROOT / "constraints.txt").read_text(encoding="utf-8")
 LONG = {"export", "ragged", "limits", "migrating", "guides/calling", "guides/trainer"}
-"""Pages that take longer than all others together, and of which every line has tests of its own."""
+"""The pages that take longest: in the rest, but for quantities."""
 SNIPPET = re.compile(r"^( *)```python\n(.*?)^\1```$(?:\n\n\1```(text|console)\n(?!\$ )(.*?)^\1```$)?", re.S | re.M)
 COMMAND = re.compile(r"^```console\n\$ psg-fx ([^\n]*)\n(.*?)^```$", re.S | re.M)
 SHAPE = re.compile(r"(\S+) +# (\[[\d, ]+\])$")
