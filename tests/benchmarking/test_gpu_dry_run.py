@@ -117,6 +117,24 @@ def test_the_part_of_kernels(kernels: ModuleType, place: Path, monkeypatch: pyte
     assert "## MLP" in (place / f"kernels-{TAG}.md").read_text()
 
 
+def test_the_part_of_gram_dots(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gram_dots
+
+    ran: list[torch.Tensor] = []
+    monkeypatch.setattr(gram_dots, "SHAPES", ((3, 5, 4, 6), (2, 70, 8, 3)))
+    monkeypatch.setattr(gram_dots, "replayed", lambda run: ran.append(run()) or 2.0)
+    product = torch.bmm  # a CPU has none of bfloat16 into float32
+    monkeypatch.setattr(torch, "bmm", lambda a, b, out_dtype=None: product(a.float(), b.float()))
+    told(monkeypatch, "--tag", TAG)
+    with stand_in(monkeypatch, "cpu"):
+        assert gram_dots.main() == 0
+    first, second = json.loads((place / f"gram_dots-{TAG}.json").read_text())["rows"]
+    assert (first["samples"], second["positions"]) == (3, 70)
+    assert max(row[f"{way}_error"] for row in (first, second) for way in ("products", "kernel")) < 1e-5
+    assert [value.shape for value in ran] == [(3,), (3,), (2,), (2,)]
+    assert "| 2" in (place / f"gram_dots-{TAG}.md").read_text()
+
+
 def test_every_contender_of_the_race_is_known(place: Path) -> None:
     import compare
 
@@ -196,7 +214,7 @@ def test_the_script_runs_its_parts_and_passes_over_what_is_there(
     told(monkeypatch)
     with stand_in(monkeypatch, "cpu"):
         assert gpu.main() == 1
-    assert ran == ["tests", "kernels", "compare"]
+    assert ran == ["tests", "gram_dots", "kernels", "compare"]
     assert (place / f"tests-{TAG}.txt").exists()
     said = capsys.readouterr().out
     assert f"calibrate: {place / f'calibrate-{TAG}.json'} is there" in said
