@@ -9,7 +9,6 @@ answer of each is compared with float64. Writes `bench/results/gram_dots-<tag>.j
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +16,7 @@ from _results import about, bullets, device_tag, keep, options
 from tabulate import tabulate
 from torch import Tensor
 
+from psg_fx.measure.calibrate import seconds
 from psg_fx.ops.gram_products import gram_dots
 
 SHAPES = (
@@ -26,7 +26,7 @@ SHAPES = (
 )  # fmt: skip
 """Samples, positions, elements of a row of x and of ȳ: layers of transformers, and of a ResNet on 32×32."""
 
-CALLS, HEADERS = 50, ["samples", "positions", "x", "ȳ", "products, µs", "kernel, µs", "ratio", "error", "of products"]
+HEADERS = ["samples", "positions", "x", "ȳ", "products, µs", "kernel, µs", "ratio", "error", "of products"]
 
 
 def main() -> int:
@@ -64,7 +64,7 @@ def measured(samples: int, positions: int, wide: int, other: int) -> dict[str, f
     ways = {"products": products, "kernel": lambda: gram_dots(x, y)}
     found: dict[str, float] = {"samples": samples, "positions": positions, "x": wide, "y": other}
     for name, way in ways.items():
-        found[f"{name}_us"] = replayed(way)
+        found[f"{name}_us"] = 1e6 * seconds(way, torch.device("cuda"))
         found[f"{name}_error"] = float(((way().double() - want) / want).abs().max())
     return found
 
@@ -74,24 +74,6 @@ def gram(x: Tensor) -> Tensor:
     positions = x.shape[1]
     right = F.pad(x.mT, (0, -positions % 8))
     return torch.bmm(x, right, out_dtype=torch.float32)[:, :, :positions]
-
-
-def replayed(run: Callable[[], object]) -> float:
-    """Microseconds of a call."""
-    for _ in range(3):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    start, end = torch.cuda.Event(True), torch.cuda.Event(True)
-    graph.replay()
-    start.record()
-    for _ in range(CALLS):
-        graph.replay()
-    end.record()
-    torch.cuda.synchronize()
-    return 1e3 * start.elapsed_time(end) / CALLS
 
 
 if __name__ == "__main__":
