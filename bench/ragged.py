@@ -3,11 +3,9 @@
     python bench/ragged.py [--models gin,packed,lstm,moe] [--quantity clipped_sum] [--device cpu|cuda] [--seconds S]
                            [--tag NAME] [--quick]
 
-In interleaved rounds: the ordinary step (one compiled forward and backward of the mean loss); the step on rows, brought
-in order of their samples; the same where they stay as they lie (as on a GPU); the documents padded to one length each,
-as ordinary samples; and a loop over the samples, a forward and a backward of each by itself, whose answer is compared
-first.  Of the LSTM over packed sequences, whose samples are padded, and of experts, whose tokens are in the order of
-their experts, there is one step.  Writes
+In interleaved rounds: the ordinary step (one compiled forward and backward of the mean loss); the step; of rows also the
+step that leaves all of them as they lie (the only one on a GPU); the documents padded to one length each, as ordinary
+samples; and a loop over the samples, a forward and a backward of each by itself, whose answer is compared first.  Writes
 `bench/results/ragged-<tag>.json` and `.md`.
 """
 
@@ -244,7 +242,9 @@ def measured(name: str, args: argparse.Namespace) -> dict[str, Any]:
     found = MODELS[name](args.device)
     one_by_one = looped(found)
     runs: dict[str, Callable[[], object]] = {ORDINARY: ordinary(found, args)}
-    ways = {"rows in order": (), "rows as they lie": (0, 0)} if found.in_rows else {"step": ()}
+    ways: dict[str, tuple[int, ...]] = {"step": ()}
+    if found.in_rows:
+        ways["rows as they lie"] = (0, 0)
     for label, layout in ways.items():
         run = stepped(found, args, *layout)
         if args.quantity == "clipped_sum":

@@ -14,7 +14,7 @@ from psg_fx.graph import facts
 from psg_fx.graph.stages import Stage
 from psg_fx.planner.budget import Budget, plan_within
 from psg_fx.planner.cost import Device
-from psg_fx.planner.plan import PLAN
+from psg_fx.planner.plan import PLAN, Plan
 from psg_fx.planner.search import plan_step
 
 from .runner import graph_pass
@@ -28,19 +28,32 @@ def plan(
     """After: `PLAN` says which tree computes each ask of each parameter, of samples or of groups of them.
 
     rows: of each axis of rows, how many there are in the call that is planned for, and how many the largest sample
-    (or group) has if they are brought in order.
+    (or group) has if they may be brought in order; then each parameter has the faster of both ways.
     """
     known, gradients, samples = facts.graph_facts(gm), list(GRADIENTS.of(gm).values()), size
     batch = known.batch
-    axes = {known.rows[k]: Belonging.of_rows(k, *sizes, grouped=grouping is not None) for k, sizes in enumerate(rows)}
     if grouping is not None:
-        axes[batch] = Belonging.of_samples(grouping)
         batch, size = GROUPS, max(grouping.groups, 2)  # an axis of size 1 would have no role in a contraction
-    if axes:
-        gradients = list(map(Memberships(axes, batch, size).gradient, gradients))
-    if budget is None:
-        made = plan_step(gradients, asks, device, batch, size)
-    else:
-        made = plan_within(gm, gradients, asks, device, batch, size, budget, samples / size)
+
+    def planned(rows: Sequence[tuple[int, int | None]]) -> Plan:
+        axes = {known.rows[k]: Belonging.of_rows(k, *sizes, grouped=grouping is not None)
+                for k, sizes in enumerate(rows)}  # fmt: skip
+        if grouping is not None:
+            axes[known.batch] = Belonging.of_samples(grouping)
+        found = list(map(Memberships(axes, batch, size).gradient, gradients)) if axes else gradients
+        if budget is None:
+            return plan_step(found, asks, device, batch, size)
+        return plan_within(gm, found, asks, device, batch, size, budget, samples / size)
+
+    made = planned(rows)
+    if any(largest is not None for _, largest in rows):
+        made = cheaper(made, planned([(count, None) for count, _ in rows]))
     PLAN.put(gm, replace(made, grouping=grouping, rows=tuple(rows)))
     return gm
+
+
+def cheaper(one: Plan, other: Plan) -> Plan:
+    """Of two plans for the same asks, each parameter's faster one."""
+    pairs = zip(one.parameters, other.parameters, strict=True)
+    found = tuple(min(pair, key=lambda parameter: parameter.seconds) for pair in pairs)
+    return replace(one, parameters=found, seconds=sum(parameter.seconds for parameter in found))

@@ -23,6 +23,7 @@ from psg_fx.graph import facts
 from psg_fx.graph.lifetimes import is_view
 from psg_fx.graph.same_op import merge_equal
 from psg_fx.graph.stages import Stage
+from psg_fx.ops.experts import expert_outer
 from psg_fx.planner.cost import Device
 from psg_fx.planner.plan import PLAN
 from psg_fx.tensors import product
@@ -30,6 +31,9 @@ from psg_fx.tensors import product
 from .runner import graph_pass
 
 aten = torch.ops.aten
+
+_PRODUCTS = (aten.bmm.default, expert_outer)
+"""Ops whose results are stored."""
 
 _ROW = 32
 """Elements of which the sum is worth writing down: of n squares at most n / 32 numbers are."""
@@ -212,8 +216,8 @@ def _as_product(gm: GraphModule, total: Node, is_cheap: Callable[[torch.Tensor],
     if weighted.target is not aten.mul.Tensor or len(weighted.users) > 1 or len(_operands(weighted)) != 2:
         return
     weights, value = sorted(_operands(weighted), key=lambda node: not _is_weights(node))
-    like, stored = value.meta["val"], _origin(value)[0]
-    if stored.target is not aten.bmm.default or value is not stored or not _is_weights(weights) or is_cheap(like):
+    like = value.meta["val"]
+    if _stored(value).target not in _PRODUCTS or not _is_weights(weights) or is_cheap(like):
         return
     if any(node.meta["val"].dtype not in (torch.float32, torch.float64) for node in (weights, value, total)):
         return
@@ -221,6 +225,13 @@ def _as_product(gm: GraphModule, total: Node, is_cheap: Callable[[torch.Tensor],
         row = _call(gm, aten.reshape.default, weights, [1, -1])
         found = _call(gm, aten.mm.default, row, _call(gm, aten.reshape.default, value, [-1, _width(value)]))
         _replace(total, _call(gm, aten.reshape.default, found, list(like.shape[1:])))
+
+
+def _stored(value: Node) -> Node:
+    """The value that it is in other sizes, element for element."""
+    while value.target in (aten.view.default, aten.reshape.default):
+        (value,) = value.all_input_nodes[:1]
+    return value
 
 
 def _replace(old: Node, new: Node) -> None:

@@ -45,8 +45,7 @@ def lower(gm: GraphModule, quantities: Sequence[Quantity], dtype: torch.dtype) -
     facts.update_graph(gm, constants={**facts.graph_facts(gm).constants, **fixed})
     if plan.grouping is not None:
         made |= {MEMBERS.name: rows, COUNT.name: _extra_node(gm, COUNT.name, Extra(()), dtype, rows)}
-        stay = len(plan.gathered) < len(plan.rows)  # some rows, whose groups follow from the samples'
-        if plan.grouping.layout == "scattered" or stay:
+        if plan.grouping.layout == "scattered" or plan.reads(IDS):
             made[IDS.name] = _extra_node(gm, IDS.name, Extra((None,), torch.int64), dtype, samples)
     made |= {members_of(k).name: _rows_node(gm, k, rows) for k in plan.gathered}
     writer = Writer(gm, plan, rows, samples, _known_values(gm, made), made)

@@ -154,7 +154,7 @@ class Memberships:
 
         return Leaf(
             leaf.label, (*leaf.sources, axis.members), f"{axis.layout} {positions} {leaf.recipe}", axes,
-            tuple(sizes[x] for x in axes), leaf.form, leaf.dtype, rows,
+            tuple(sizes[x] for x in axes), leaf.form, leaf.dtype, rows, copied=axis.layout != "blocks",
         )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import sympy
@@ -78,12 +78,14 @@ class Members(OneHot):
 @dataclass(frozen=True)
 class Routed(Form):
     """`onehot(ids)[b, t, e] x[b, t, i]`: stored as the pair of x and ids; `classes` is the size of e, and `lead` counts
-    the axes up to it.
+    the axes up to it.  members: `onehot(ids)[r, b] x[r, i]`, which row belongs to which group; then `classes` is known
+    when it is computed with.
     """
 
     name = "routed"
     classes: int = 0
     lead: int = 0
+    members: bool = False
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,7 @@ class Leaf:
     sources: what it is made of.
     recipe: names how `build` makes it of them; leaves are equal if their sources, recipe and form are.
     axes: one letter (or name) per dim of the built tensor, or of what an implicit form stands for.
+    copied: building it moves all of it in memory.
     """
 
     label: str
@@ -156,6 +159,7 @@ class Leaf:
     form: Form = Dense()
     dtype: torch.dtype = torch.float32
     build: Callable[..., torch.Tensor] = field(compare=False, repr=False, default=lambda x: x)
+    copied: bool = field(compare=False, repr=False, default=False)
 
     def __post_init__(self) -> None:
         assert len(self.axes) == len(self.sizes), (self.axes, self.sizes)
@@ -172,10 +176,7 @@ class Leaf:
 
     def renamed(self, names: Mapping[str, str]) -> Leaf:
         """The same tensor under other axis names."""
-        return Leaf(
-            self.label, self.sources, self.recipe, tuple(names.get(a, a) for a in self.axes), self.sizes, self.form,
-            self.dtype, self.build,
-        )  # fmt: skip
+        return replace(self, axes=tuple(names.get(a, a) for a in self.axes))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from statistics import median
 
 import torch
+import torch.nn.functional as F
 
 from psg_fx.measure.clock import median_seconds
 from psg_fx.planner import rates
@@ -178,4 +179,7 @@ def _extra(device: torch.device, flops: Rates, bandwidth: float) -> dict[str, fl
     ids, values = torch.randint(8192, (rows,), device=device), torch.randn(rows, width, device=device)
     taken = seconds(lambda: table.index_add_(0, ids, values), device)
     found["scatter"] = max(taken - 3 * 4 * rows * width / bandwidth, 0.0) / (rows * width)
+    if device.type == "cpu":
+        x, ends = torch.randn(2 * 256, 16), torch.arange(2, 2 * 256 + 1, 2, dtype=torch.int32)
+        found["product"] = seconds(lambda: F.grouped_mm(x.t(), x, offs=ends), device) / 256
     return found

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.utils.flop_counter import register_flop_formula
@@ -50,14 +51,33 @@ def _expert_mm(x: Tensor, w: Tensor, ids: Tensor) -> Tensor:
 
 
 def _expert_outer(x: Tensor, y: Tensor, ids: Tensor, experts: int) -> Tensor:
-    order, counts = _sorted(ids, experts)
-    found = x.new_empty(experts, x.shape[1], y.shape[1])
-    for product, rows in zip(found, order.split(counts.tolist()), strict=False):
-        if len(rows):
-            torch.mm(x.index_select(0, rows).t(), y.index_select(0, rows), out=product)
-        else:
-            product.zero_()
+    if _lie_in_order(ids, experts):
+        ends = torch.searchsorted(ids, torch.arange(experts), right=True)
+        counts = ends.diff(prepend=ends.new_zeros(1))
+    else:
+        order, counts = _sorted(ids, experts)
+        order, counts = order[: len(order) - int(counts[-1])], counts[:-1]
+        x, y, ends = x.index_select(0, order), y.index_select(0, order), counts.cumsum(0)
+    if _grouped_on_cpu(x, y):
+        return F.grouped_mm(x.t(), y, offs=ends.to(torch.int32))
+    found, sizes = x.new_empty(experts, x.shape[1], y.shape[1]), counts.tolist()
+    for product, a, b in zip(found.unbind(), x.split(sizes), y.split(sizes), strict=True):
+        torch.mm(a.t(), b, out=product)
     return found
+
+
+def _lie_in_order(ids: Tensor, experts: int) -> bool:
+    """Whether the rows lie in order of their experts, and each has one; False where that is not known at once."""
+    if ids.device.type != "cpu" or not len(ids):
+        return False
+    return bool(ids[0] >= 0) and bool(ids[-1] < experts) and bool((ids[1:] >= ids[:-1]).all())
+
+
+def _grouped_on_cpu(x: Tensor, y: Tensor) -> bool:
+    """Whether torch's loop over products takes these: rows whose length is a multiple of 16 bytes."""
+    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return False
+    return all(t.shape[1] * t.element_size() % 16 == 0 for t in (x, y))
 
 
 def _expert_squares(x: Tensor, y: Tensor, ids: Tensor, experts: int) -> Tensor:

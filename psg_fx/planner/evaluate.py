@@ -155,15 +155,15 @@ def compute(expr: Expr, operands: Sequence[torch.Tensor], count: int | None = No
         return operands[0].sum(dims)
     assert isinstance(expr, ContractExpr)
     p = expr.pair
-    if isinstance(p.a.form, Members) or isinstance(p.b.form, Members):
-        a, b = (replace(arg, form=_counted(arg.form, p.sizes, count)) for arg in (p.a, p.b))
-        p = replace(p, a=a, b=b)
-    return expr.method.emit(p, *operands)
+    a, b = (replace(arg, form=_counted(arg.form, p.sizes, count)) for arg in (p.a, p.b))
+    return expr.method.emit(replace(p, a=a, b=b), *operands)
 
 
 def _counted(form: Form, sizes: Mapping[str, int], count: int | None) -> Form:
     """The form with the number of groups."""
-    return Members(sizes[BATCH] if count is None else count) if isinstance(form, Members) else form
+    if not isinstance(form, Members) and not (isinstance(form, Routed) and form.members):
+        return form
+    return replace(form, classes=sizes[BATCH] if count is None else count)
 
 
 def _scaled(tensor: torch.Tensor, scale: float) -> torch.Tensor:

@@ -93,7 +93,7 @@ class LeafExpr(Expr):
         return Arg(self.axes, self.leaf.form, self.dtype)
 
     def work(self) -> Work:
-        return Work(0, 0, 0, calls=0)
+        return Work(0, self.bytes, self.bytes) if self.leaf.copied else Work(0, 0, 0, calls=0)
 
     def __str__(self) -> str:
         return self.leaf.label

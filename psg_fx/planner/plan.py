@@ -8,8 +8,8 @@ import sympy
 
 from psg_fx.algebra.ask import Ask, Contraction
 from psg_fx.algebra.gradient import ParameterGradient
-from psg_fx.algebra.members import Grouping
-from psg_fx.algebra.network import Kind
+from psg_fx.algebra.members import Grouping, members_of
+from psg_fx.algebra.network import Kind, Source
 from psg_fx.graph.facts import Entry
 from psg_fx.planner.cost import Device
 from psg_fx.planner.expr import Expr, LeafExpr
@@ -51,8 +51,8 @@ class Plan:
 
     part: if memory is bounded, larger batches run in parts of so many samples.  need: the bytes that one part
     allocates, predicted.  grouping: of the samples; then the plan's samples are these groups.
-    rows: of each axis of rows, how many there are, and how many the largest sample (or group) has if they are put in
-    order.
+    rows: of each axis of rows, how many there are, and how many the largest sample (or group) has if they may be put
+    in order.
     """
 
     parameters: tuple[ParameterPlan, ...]
@@ -68,8 +68,13 @@ class Plan:
 
     @property
     def gathered(self) -> tuple[int, ...]:
-        """The axes whose rows are brought in order of their samples (or groups)."""
-        return tuple(k for k, (_, largest) in enumerate(self.rows) if largest is not None)
+        """The axes of which some rows are brought in order of their samples (or groups)."""
+        return tuple(k for k in range(len(self.rows)) if self.reads(members_of(k)))
+
+    def reads(self, source: Source) -> bool:
+        """Whether a leaf of some gradient is built from it."""
+        terms = [term for parameter in self.parameters for term in parameter.gradient.terms]
+        return any(source in leaf.sources for term in terms for leaf in term.network.leaves)
 
 
 PLAN = Entry[Plan]("plan")

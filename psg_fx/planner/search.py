@@ -152,7 +152,7 @@ def _options(network: Network, concrete: Callable[[sympy.Expr], int], device: De
     found = []
     for tree in trees(network, concrete, OFFERED[device.offered]):
         tree = dense(tree)
-        if not device.own_ops and any(isinstance(n, ContractExpr) and n.method.own_op for n in tree.nodes().values()):
+        if not _offered(tree, device):
             continue
         nodes = {key: node.seconds(device) for key, node in tree.nodes().items()}
         if phase is Phase.AFTER_NORMS:
@@ -161,6 +161,12 @@ def _options(network: Network, concrete: Callable[[sympy.Expr], int], device: De
             nodes[-(1 << 40) - tree.key] = peak_bytes(tree) * device.working
         found.append(_Option(tree, nodes))
     return sorted(found, key=lambda option: option.seconds)
+
+
+def _offered(tree: Expr, device: Device) -> bool:
+    """Whether the device has all methods of the tree."""
+    methods = [node.method for node in tree.nodes().values() if isinstance(node, ContractExpr)]
+    return all(device.name in m.devices and (device.own_ops or not m.own_op) for m in methods)
 
 
 def _search(questions: list[list[_Option]]) -> list[_Option]:

@@ -175,7 +175,7 @@ class Walk:
             self.keys.append((value.keys, tuple(value)))
             self.items.append((value.values, tuple(value.values())))
             self.emit((type(value), len(value)), label)
-            for key, held in value.items():
+            for key, held in tuple(value.items()):  # others may add to it meanwhile
                 self.emit(_key(key), label)
                 self.visit(held, f"{label}[{key!r}]", (value, key))
             return

@@ -1,4 +1,4 @@
-"""The rows of a call's samples, or of groups of these, brought in order where that pays.
+"""The rows of a call's samples, or of groups of these, brought in order for the parameters where that pays.
 
 With `members` [B, S], the rows of each sample, a sample is one with S places, and every tree is as it is for samples
 that have a dim of their own.  They are found on the CPU alone: on a device, how many rows the largest sample has is not
@@ -7,7 +7,7 @@ known without waiting for it, and rows stay where they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,25 +18,44 @@ from psg_fx.program.call import Call
 from psg_fx.step.groups import Groups, in_order
 
 _SPARSE, _FEW = 4, 16
-"""Rows are brought in order as long as these have at most so many times as many places as there are rows, or so few."""
+"""Rows may be brought in order as long as that takes at most so many times as many places as there are rows, or so
+few.
+"""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """The rows of an axis, which may be brought in order.
+
+    ids: whose each is.  counts: how many each sample (or group) has.  largest: the most.
+    """
+
+    ids: Tensor
+    counts: Tensor
+    largest: int
+
+    def members(self) -> Tensor:
+        """The rows of each sample or group, `[B, S]`, -1 where there is none."""
+        if not self.largest:
+            return self.ids.new_empty(len(self.counts), 0)
+        return in_order(self.ids, self.counts, self.largest)
 
 
 @dataclass(frozen=True)
 class RowsOfCall:
-    """The rows of each sample or group, `[B, S]`, -1 where there is none; None for an axis whose rows stay where they
-    are.
-    """
+    """The rows of each axis; None for one whose rows stay where they are."""
 
-    members: tuple[Tensor | None, ...] = ()
+    axes: tuple[Counted | None, ...] = ()
 
     @property
     def largest(self) -> tuple[int | None, ...]:
         """The S of each axis."""
-        return tuple(None if m is None else m.shape[1] for m in self.members)
+        return tuple(None if rows is None else rows.largest for rows in self.axes)
 
-    def inputs(self) -> dict[str, Tensor]:
-        """What the graph reads of them."""
-        return {members_of(k).name: m for k, m in enumerate(self.members) if m is not None}
+    def inputs(self, read: Container[str]) -> dict[str, Tensor]:
+        """What a graph reads of them.  read: the names of its further inputs."""
+        named = {members_of(k).name: rows for k, rows in enumerate(self.axes) if rows is not None}
+        return {name: rows.members() for name, rows in named.items() if name in read}
 
 
 _NONE = RowsOfCall()
@@ -48,7 +67,7 @@ def rows_of(call: Call, groups: Groups | None = None) -> RowsOfCall:
         return _NONE
     if call.tensors[-1].device.type != "cpu":
         return RowsOfCall((None,) * len(call.axes))
-    return RowsOfCall(tuple(_members(ids, call.batch_size(), groups) for ids in _ids(call)))
+    return RowsOfCall(tuple(_rows(ids, call.batch_size(), groups) for ids in _ids(call)))
 
 
 def _ids(call: Call) -> Sequence[Tensor | None]:
@@ -60,13 +79,13 @@ def _ids(call: Call) -> Sequence[Tensor | None]:
         return (None,) * len(call.axes)
 
 
-def _members(ids: Tensor | None, samples: int, groups: Groups | None) -> Tensor | None:
-    """The rows of each sample or group; None where they would take too much room, or are no ids."""
+def _rows(ids: Tensor | None, samples: int, groups: Groups | None) -> Counted | None:
+    """The rows of an axis; None where they would take too much room in order, or the ids are none."""
     if ids is None or not samples:
         return None
     rows, asked = len(ids), samples if groups is None else groups.grouping.groups
     if not rows:
-        return ids.new_empty(asked, 0)
+        return Counted(ids, ids.new_zeros(asked), 0)
     least, most = (int(n) for n in ids.aminmax())
     if least < 0 or most >= samples:
         return None
@@ -76,4 +95,4 @@ def _members(ids: Tensor | None, samples: int, groups: Groups | None) -> Tensor 
     largest = int(counts.max())
     if asked * largest > max(_SPARSE * rows, _FEW):
         return None
-    return in_order(ids, counts, largest)
+    return Counted(ids, counts, largest)

@@ -95,7 +95,7 @@ class LossModule(PerSampleModule):
         )
         if step.part is not None and members is None and call.batch_size() > step.part:
             return self._said(self._in_parts(step, call, given, out))
-        extras = self._extras(call, given, tracked, step.binding.given, members) | rows.inputs()
+        extras = self._extras(call, given, tracked, step.binding.given, members) | rows.inputs(step.binding.given)
         with blamed(self.model, self.loss_fn, call):
             found = step(call, extras, out, groups=members)
         if members is not None and not call.batch_size():

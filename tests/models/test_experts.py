@@ -196,6 +196,16 @@ def test_rows_of_each_expert_alone() -> None:
     assert "expert-linear" in plan
 
 
+@pytest.mark.parametrize("ids", [[0, 0, 2, 2, 2, 4], [2, 0, 4, 2, 0, 2], [-1, 0, 2, 2, 4, 5], [0, 2, 5, -1, 4, 2], [], [1]])
+@pytest.mark.parametrize(("dtype", "inputs"), [(torch.float32, 8), (torch.float32, 3), (torch.float64, 8)])
+def test_products_of_rows(ids: list[int], dtype: torch.dtype, inputs: int) -> None:
+    """Rows in order of their experts or not, rows of none, of lengths that torch multiplies at once or does not."""
+    x, y, of = torch.randn(len(ids), inputs, dtype=dtype), torch.randn(len(ids), 4, dtype=dtype), torch.tensor(ids)
+    each = x.unsqueeze(2) * y.unsqueeze(1)
+    expected = torch.stack([each[of == expert].sum(0) for expert in range(5)])
+    torch.testing.assert_close(expert_outer(x, y, of.to(torch.int64), 5), expected)
+
+
 @pytest.mark.parametrize("inputs", [3, 30])
 @pytest.mark.parametrize("rows", [0, 1, 40, 200])
 @pytest.mark.parametrize("spread", [1, 3, 100])

@@ -152,7 +152,7 @@ def _other_sizes(gm: GraphModule, plan: Plan) -> dict[Any, int]:
         found |= zip(given[MEMBERS.name], (plan.grouping.groups, plan.grouping.largest), strict=True)
     for axis, (rows, largest) in enumerate(plan.rows):
         found[facts.graph_facts(gm).rows[axis]] = rows
-        if largest is not None:
+        if largest is not None and axis in plan.gathered:
             found[given[members_of(axis).name][1]] = largest
     return found
 

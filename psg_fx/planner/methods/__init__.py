@@ -3,7 +3,7 @@
 from psg_fx.planner.cost import Fused
 from psg_fx.planner.methods.base import Arg, Method, Pair
 from psg_fx.planner.methods.dense import Dot, MatMul, Multiply
-from psg_fx.planner.methods.experts import ExpertMatMul, ExpertOuter, ExpertSquares, Route
+from psg_fx.planner.methods.experts import ExpertMatMul, ExpertOuter, ExpertSquares, Route, RouteMembers
 from psg_fx.planner.methods.fused import SumTiles, TileProduct, TileSquares
 from psg_fx.planner.methods.grams import GramDot, NotFormed
 from psg_fx.planner.methods.onehot import Equal, Gather, Pick, Scatter
@@ -16,7 +16,7 @@ METHODS: tuple[Method, ...] = (
     Equal(), Gather(), Scatter(), Pick(),
     GroupedConv(), Shifted(), WindowSum(), ConvWeight(), PixelGram(),
     HalfGram(), HalfDot(),
-    Route(), ExpertOuter(), ExpertSquares(), ExpertMatMul(), SumTiles(),
+    Route(), RouteMembers(), ExpertOuter(), ExpertSquares(), ExpertMatMul(), SumTiles(),
 )  # fmt: skip
 
 TIMED: tuple[Method, ...] = (TileSquares(), TileProduct())

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import sympy
 import torch
 
 from psg_fx.algebra.network import Axes, Dense, Form
@@ -99,6 +100,8 @@ class Method:
     name: str
     own_op: ClassVar[bool] = False
     """Whether it computes with an op of psg_fx's own."""
+    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+    """On which kinds of devices it is offered."""
 
     def applies(self, p: Pair) -> bool:
         """Whether this method can compute `p`."""
@@ -127,6 +130,11 @@ class Method:
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """Compute the result from tensors laid out as `p.a.axes` and `p.b.axes` (or raw, for implicit forms)."""
         raise NotImplementedError
+
+
+def least(*sizes: Size) -> Size:
+    """The smallest of sizes, which may be symbols."""
+    return sympy.Min(*sizes) if any(isinstance(size, sympy.Expr) for size in sizes) else min(sizes)
 
 
 def arrange(tensor: torch.Tensor, have: Axes, want: tuple[Axes, ...]) -> torch.Tensor:

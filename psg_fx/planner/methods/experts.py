@@ -6,13 +6,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import sympy
 import torch
 
 from psg_fx.algebra.network import BATCH, Axes, Form, Members, OneHot, Routed, TileSums
 from psg_fx.ops.experts import expert_mm, expert_outer, expert_squares
 from psg_fx.planner.cost import Device, Work
-from psg_fx.planner.methods.base import Arg, Method, Pair, arrange
+from psg_fx.planner.methods.base import Arg, Method, Pair, arrange, least
 from psg_fx.tensors import Size, accumulation_dtype
 
 _CALLS = 4
@@ -24,12 +23,13 @@ class Route(Method):
 
     name = "route"
     own_op = True
+    members = False
 
     def applies(self, p: Pair) -> bool:
         hot, other = _hot_and_other(p)
         return (
-            isinstance(hot.form, OneHot) and not isinstance(hot.form, Members) and other.dense
-            and set(hot.axes[:-1]) <= set(other.axes) and hot.axes[-1] not in other.axes
+            isinstance(hot.form, OneHot) and isinstance(hot.form, Members) == self.members
+            and other.dense and set(hot.axes[:-1]) <= set(other.axes) and hot.axes[-1] not in other.axes
             and len(other.axes) > len(hot.axes) - 1 and set(p.everything) == set(p.out)
         )  # fmt: skip
 
@@ -40,7 +40,7 @@ class Route(Method):
     def form(self, p: Pair) -> Form:
         hot, _ = _hot_and_other(p)
         assert isinstance(hot.form, OneHot)
-        return Routed(hot.form.classes, len(hot.axes))
+        return Routed(hot.form.classes, len(hot.axes), self.members)
 
     def bytes(self, p: Pair) -> Size:
         return 0
@@ -53,6 +53,15 @@ class Route(Method):
         lead = self.out(p)[: ids.ndim]
         rest = tuple(q for q in have if q not in lead)
         return arrange(x, have, tuple((q,) for q in (*lead, *rest))), ids
+
+
+class RouteMembers(Route):
+    """onehot(ids)[r,b] x[r,i], rows and what they belong to, in the same way.  Products then wait for how many rows
+    each sample has, which no step on a device does.
+    """
+
+    members = True
+    devices = ("cpu",)
 
 
 def _hot_and_other(p: Pair) -> tuple[Arg, Arg]:
@@ -95,57 +104,74 @@ class _OfExperts(Method):
         lead, expert, inputs = self.axes(p)
         rows, (_, other) = p.count(lead), self.split(p)
         flops = 2 * rows * p.count(inputs) * p.count(tuple(x for x in other.axes if x not in (*lead, expert, *inputs)))
-        moved = 3 * (p.bytes((*lead, *inputs)) + p.bytes(other.axes)) + p.bytes(p.out)
-        return Work(flops, moved, p.bytes(p.out), "gemm", _CALLS + self.products(p))
+        return self.of_rows(p, flops, p.bytes((*lead, *inputs)) + p.bytes(other.axes), p.bytes(p.out))
+
+    def of_rows(self, p: Pair, flops: Size, read: Size, written: Size) -> Work:
+        """The work of products whose operands are brought in order first; rows of samples mostly lie so."""
+        routed, _ = self.split(p)
+        assert isinstance(routed.form, Routed)
+        moved = read if routed.form.members else 3 * read
+        return Work(flops, moved, written, "gemm", _CALLS)
 
     def seconds(self, p: Pair, device: Device) -> float:
-        return device.seconds(self.work(p), p.dtype)
+        each = device.extra.get("product", device.launch)
+        return device.seconds(self.work(p), p.dtype) + float(self.products(p)) * each
 
 
 class ExpertOuter(_OfExperts):
-    """out[e,i,o] = Σ_r onehot(ids)[r,e] x[r,i] y[r,o], of each sample or of all: each expert's own rows."""
+    """out[e,i,o] = Σ_r onehot(ids)[r,e] x[r,i] y[r,o], of each sample or of all: each expert's own rows.  Positions
+    that both operands have beside, and that are summed, are further rows.
+    """
 
     name = "expert-matmul"
 
+    def roles(self, p: Pair) -> tuple[Axes, str, Axes, Axes]:
+        """The rows, e, i and o."""
+        lead, expert, inputs = self.axes(p)
+        _, other = self.split(p)
+        shared = tuple(x for x in inputs if x in other.axes and x not in p.out)
+        rows = (*lead, *shared)
+        return rows, expert, tuple(x for x in inputs if x not in rows), tuple(x for x in other.axes if x not in rows)
+
     def fits(self, p: Pair, lead: Axes, expert: str, inputs: Axes, other: Axes) -> bool:
-        rest = [x for x in other if x not in lead]
-        kept = {expert, *inputs, *rest}
+        _, _, i, o = self.roles(p)
+        kept = {expert, *i, *o}
         return (
-            set(lead) <= set(other) and expert not in other and not set(inputs) & set(rest) and bool(rest)
-            and set(p.out) in (kept, kept | {lead[0]})
+            set(lead) <= set(other) and expert not in other and not set(i) & set(o) and bool(i) and bool(o)
+            and set(p.out) in (kept, kept | {BATCH})
         )  # fmt: skip
 
     def out(self, p: Pair) -> Axes:
-        lead, expert, inputs = self.axes(p)
-        _, other = self.split(p)
-        return (*(x for x in lead[:1] if x in p.out), expert, *inputs, *(x for x in other.axes if x not in lead))
+        rows, expert, i, o = self.roles(p)
+        return (*(x for x in rows[:1] if x in p.out), expert, *i, *o)
 
     def products(self, p: Pair) -> Size:
-        lead, expert, _ = self.axes(p)
-        return p.sizes[expert] * (p.sizes[lead[0]] if lead[0] in p.out else 1)
+        rows, expert, _, _ = self.roles(p)
+        return p.sizes[expert] * (p.sizes[rows[0]] if rows[0] in p.out else 1)
 
     def emit(self, p: Pair, a: Any, b: Any) -> torch.Tensor:
         x, y, ids, count = self.flat(p, a, b)
-        lead, expert, inputs = self.axes(p)
-        _, other = self.split(p)
-        tail = [p.sizes[q] for q in (*inputs, *(q for q in other.axes if q not in lead))]
-        each = [-1] if lead[0] in p.out else []
+        rows, expert, i, o = self.roles(p)
+        each = [-1, p.sizes[expert]] if rows[0] in p.out else [-1]
         found: torch.Tensor = expert_outer(x, y, ids, count)
-        return found.reshape(*each, p.sizes[expert], *tail)
+        return found.reshape(*each, *(p.sizes[q] for q in (*i, *o)))
 
     def flat(self, p: Pair, a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
         """Rows of both `[r, i]`, `[r, o]`, and which of how many products each row is part of."""
         x, ids, other, have = self.operands(p, a, b)
         routed, _ = self.split(p)
         assert isinstance(routed.form, Routed)
-        lead, _, _ = self.axes(p)
-        y = arrange(other, have, (*((q,) for q in lead), tuple(q for q in have if q not in lead)))
+        rows, expert, i, o = self.roles(p)
+        of_x = tuple(q for q in routed.axes if q != expert)
         count = routed.form.classes
-        if lead[0] in p.out:
+        if rows[0] in p.out:
             ids = ids + count * torch.arange(ids.shape[0], device=ids.device).reshape(-1, *[1] * (ids.ndim - 1))
             count = ids.shape[0] * count
-        dtype = torch.promote_types(x.dtype, y.dtype)
-        return (*(t.reshape(ids.numel(), -1).to(dtype) for t in (x, y)), ids.reshape(-1), count)  # type: ignore[return-value]
+        for q in rows[ids.ndim :]:
+            ids = ids.unsqueeze(-1).expand(*ids.shape, p.sizes[q])
+        dtype = torch.promote_types(x.dtype, other.dtype)
+        x, y = arrange(x, of_x, (rows, i)), arrange(other, have, (rows, o))
+        return x.to(dtype), y.to(dtype), ids.reshape(-1), count
 
 
 class ExpertSquares(ExpertOuter):
@@ -156,7 +182,7 @@ class ExpertSquares(ExpertOuter):
     name = "expert-squares"
 
     def fits(self, p: Pair, lead: Axes, expert: str, inputs: Axes, other: Axes) -> bool:
-        return super().fits(p, lead, expert, inputs, other) and lead[0] == BATCH and BATCH in p.out
+        return super().fits(p, lead, expert, inputs, other) and BATCH in (lead[0], expert) and BATCH in p.out
 
     def form(self, p: Pair) -> Form:
         return TileSums()
@@ -165,21 +191,20 @@ class ExpertSquares(ExpertOuter):
         return self.products(p) * accumulation_dtype(p.dtype).itemsize
 
     def work(self, p: Pair) -> Work:
-        lead, expert, inputs = self.axes(p)
-        _, other = self.split(p)
-        i, o = p.count(inputs), p.count(tuple(q for q in other.axes if q not in lead))
-        rows, read = p.count(lead[1:]) / p.sizes[expert], p.bytes((*lead, *inputs)) + p.bytes(other.axes)
-        by_rows, formed = rows * (i + o), i * o
-        either = by_rows, formed
-        least = sympy.Min(*either) if any(isinstance(size, sympy.Expr) for size in either) else min(either)
-        flops = 2 * self.products(p) * rows * least
-        return Work(flops, read, self.bytes(p), "gemm", _CALLS + 5 * self.products(p))
+        rows, _, inputs, outputs = self.roles(p)
+        i, o = p.count(inputs), p.count(outputs)
+        read = p.bytes((*rows, *inputs)) + p.bytes((*rows, *outputs))
+        fewer = least(p.count(rows) / self.products(p) * (i + o), i * o)
+        return self.of_rows(p, 2 * p.count(rows) * fewer, read, self.bytes(p))
+
+    def seconds(self, p: Pair, device: Device) -> float:
+        return super().seconds(p, device) + 4 * float(self.products(p)) * device.launch
 
     def emit(self, p: Pair, a: Any, b: Any) -> torch.Tensor:
         x, y, ids, count = self.flat(p, a, b)
-        _, expert, _ = self.axes(p)
+        rows, expert, _, _ = self.roles(p)
         found: torch.Tensor = expert_squares(x, y, ids, count)
-        return found.reshape(-1, p.sizes[expert])
+        return found.reshape(-1, p.sizes[expert] if rows[0] in p.out else 1)
 
 
 class ExpertMatMul(_OfExperts):

@@ -6,7 +6,7 @@ import torch
 
 from psg_fx.algebra.network import Axes, Members, OneHot
 from psg_fx.planner.cost import Device, Work
-from psg_fx.planner.methods.base import Arg, Method, Pair, expand_to
+from psg_fx.planner.methods.base import Arg, Method, Pair, expand_to, least
 
 
 def _split(p: Pair) -> tuple[bool, Axes]:
@@ -82,7 +82,7 @@ class Gather(Method):
 class Scatter(Method):
     """Σ_t onehot(ids)[b,t,v] a[b,t,d..] -> out[b,v,d..]; the samples are summed too where b is not kept.
 
-    bytes: the zeroed table and one read-modify-write per row.
+    bytes: the zeroed table and the rows, with one read-modify-write for each place; met again, it is in the cache.
     """
 
     name = "scatter"
@@ -111,12 +111,13 @@ class Scatter(Method):
         first, _ = _split(p)
         other = p.b if first else p.a
         table, rows = p.bytes(self.out(p)), p.bytes(other.axes)
-        return Work(p.count(other.axes), 2 * rows, table + rows, "pointwise", 5)
+        places = least(table, rows)
+        return Work(p.count(other.axes), rows + places, table + places, "pointwise", 5)
 
     def seconds(self, p: Pair, device: Device) -> float:
         first, _ = _split(p)
-        rows = p.count((p.b if first else p.a).axes)
-        return device.seconds(self.work(p), p.dtype) + float(rows) * device.extra["scatter"]
+        places = least(p.count((p.b if first else p.a).axes), p.count(self.out(p)))
+        return device.seconds(self.work(p), p.dtype) + float(places) * device.extra["scatter"]
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         first, axes = _split(p)
