@@ -3,10 +3,10 @@
     python bench/ragged.py [--models gin,packed,lstm,moe] [--quantity clipped_sum] [--device cpu|cuda] [--seconds S]
                            [--tag NAME] [--quick]
 
-In interleaved rounds: the ordinary step (one compiled forward and backward of the mean loss); the step; of rows also the
-step that leaves all of them as they lie (the only one on a GPU); the documents padded to one length each, as ordinary
-samples; and a loop over the samples, a forward and a backward of each by itself, whose answer is compared first.  Writes
-`bench/results/ragged-<tag>.json` and `.md`.
+In interleaved rounds: the ordinary step (one compiled forward and backward of the mean loss); the step; of rows also
+the step that leaves all of them as they lie (the only one on a GPU); the documents padded to one length each, as
+ordinary samples; and a loop over the samples, a forward and a backward of each by itself, whose answer is compared
+first.  Writes `bench/results/ragged-<tag>.json` and `.md`.
 """
 
 from __future__ import annotations

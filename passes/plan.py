@@ -14,7 +14,8 @@ from psg_fx.graph import facts
 from psg_fx.graph.stages import Stage
 from psg_fx.planner.budget import Budget, plan_within
 from psg_fx.planner.cost import Device
-from psg_fx.planner.plan import PLAN, Plan
+from psg_fx.planner.expr import LeafExpr
+from psg_fx.planner.plan import PLAN, ParameterPlan, Plan
 from psg_fx.planner.search import plan_step
 
 from .runner import graph_pass
@@ -53,7 +54,25 @@ def plan(
 
 
 def cheaper(one: Plan, other: Plan) -> Plan:
-    """Of two plans for the same asks, each parameter's faster one."""
-    pairs = zip(one.parameters, other.parameters, strict=True)
-    found = tuple(min(pair, key=lambda parameter: parameter.seconds) for pair in pairs)
+    """Of two plans for the same asks, each parameter's faster one, what several read counted once: the copy of a
+    cotangent that its layer's weight reads costs its bias nothing.
+    """
+    chosen: dict[str, ParameterPlan] = {}
+    copied: dict[int, float] = {}
+    pairs = {a.gradient.name: (a, b) for a, b in zip(one.parameters, other.parameters, strict=True)}
+
+    def seconds(plan: ParameterPlan) -> float:
+        return plan.seconds - sum(taken for key, taken in _copies(plan, one.device).items() if key in copied)
+
+    for pair in sorted(pairs.values(), key=lambda pair: -pair[0].seconds):
+        best = min(pair, key=seconds)
+        copied |= _copies(best, one.device)
+        chosen[best.gradient.name] = best
+    found = tuple(chosen[name] for name in pairs)
     return replace(one, parameters=found, seconds=sum(parameter.seconds for parameter in found))
+
+
+def _copies(plan: ParameterPlan, device: Device) -> dict[int, float]:
+    """What is copied of the joint graph's values, and how long that takes."""
+    nodes = {key: node for part in plan.parts for key, node in part.tree.nodes().items()}
+    return {k: node.seconds(device) for k, node in nodes.items() if isinstance(node, LeafExpr) and node.leaf.copied}

@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.graph import facts
 from psg_fx.graph.lifetimes import is_view
+from psg_fx.graph.nodes import call
 from psg_fx.graph.same_op import merge_equal
 from psg_fx.graph.stages import Stage
 from psg_fx.ops.experts import expert_outer
@@ -247,11 +248,8 @@ def _replace(old: Node, new: Node) -> None:
 
 
 def _call(gm: GraphModule, op: Any, *arguments: Any, **named: Any) -> Node:
-    """A node for an op, with its value."""
-    made = gm.graph.call_function(op, arguments, named)
-    values = torch.fx.node.map_arg(arguments, lambda node: node.meta["val"])
-    with made.all_input_nodes[0].meta["val"].fake_mode:
-        made.meta["val"] = op(*values, **named)
+    """A node of this pass."""
+    made = call(gm, op, *arguments, **named)
     made.meta["psg_fx_pass"] = "totals"
     return made
 

@@ -24,6 +24,7 @@ from psg_fx.torch_private.compiler import compilations, inductor_modes, marked_d
 from psg_fx.torch_private.inductor import Compiler, calls_subgraphs, inductor
 from psg_fx.torch_private.scattered import scattered_in_place
 
+from .additions import add_rows_by_scatter
 from .calls import written_once
 from .sizes import Background, Flat, Sized
 
@@ -47,7 +48,7 @@ def compile_graph(
     """
     if backend == "eager":
         return free_of_strides(copy_graph(gm))
-    gm = written_out(gm, backend)
+    gm = written_out(gm, backend, device)
     numbers = _erase_numbers(gm)
     if dynamic is None and _has_rows(gm):
         dynamic = True  # numbers of rows are others at every call
@@ -69,7 +70,7 @@ def compile_graph(
     return _without(run, numbers) if numbers else run
 
 
-def written_out(gm: GraphModule, backend: str = "inductor") -> GraphModule:
+def written_out(gm: GraphModule, backend: str = "inductor", device: str = "cpu") -> GraphModule:
     """A copy of a lowered graph as a compiler takes it: no strides, no sizes as arguments, nothing that inductor gets
     wrong.
     """
@@ -78,6 +79,8 @@ def written_out(gm: GraphModule, backend: str = "inductor") -> GraphModule:
     _count_by_sizes(gm)
     if backend == "inductor":
         _write_in_full(gm)
+        if device == "cpu":
+            add_rows_by_scatter(gm)
     gm.recompile()
     return gm
 

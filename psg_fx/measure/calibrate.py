@@ -180,6 +180,10 @@ def _extra(device: torch.device, flops: Rates, bandwidth: float) -> dict[str, fl
     taken = seconds(lambda: table.index_add_(0, ids, values), device)
     found["scatter"] = max(taken - 3 * 4 * rows * width / bandwidth, 0.0) / (rows * width)
     if device.type == "cpu":
-        x, ends = torch.randn(2 * 256, 16), torch.arange(2, 2 * 256 + 1, 2, dtype=torch.int32)
-        found["product"] = seconds(lambda: F.grouped_mm(x.t(), x, offs=ends), device) / 256
+        rows, width, products = 16, 64, 128
+        x = torch.randn(products * rows, width)
+        ends = torch.arange(rows, products * rows + 1, rows, dtype=torch.int32)
+        known = 2 * products * rows * width**2 / flops["gemm", torch.float32]
+        taken = seconds(lambda: F.grouped_mm(x.t(), x, offs=ends), device)
+        found["product"] = max(taken - known, 0.0) / products
     return found

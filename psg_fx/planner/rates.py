@@ -32,7 +32,7 @@ CPU = Device(
         "grouped_conv_small_output": 1.7e-9,
         "grouped_conv_output": 3e-10,
         "scatter": 7.5e-10,
-        "product": 2e-6,
+        "product": 6e-6,
     },
     origin="the shipped table",
 )
