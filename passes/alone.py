@@ -108,7 +108,7 @@ class Alone:
             with _undisturbed(inputs):
                 found = _results(gm, state, inputs)
             try:
-                with _undisturbed(inputs):
+                with _undisturbed(inputs), self.packed(True):
                     expected = self.run(state, inputs)[: len(found)]
             except Exception as error:  # then nothing is said of it by the code
                 return _not_said(doubt, error)

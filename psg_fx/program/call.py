@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
-from psg_fx.errors import BadArgument, NotYetSupported
+from psg_fx.errors import BadArgument
+from psg_fx.program.packed import Pair, padded
 from psg_fx.program.rows import Place, RowAxis, Rows, counted, row_axes
 from psg_fx.program.values import Once
 
@@ -55,7 +55,10 @@ class Call:
         return call
 
     def rebuild(self, tensors: Sequence[Any]) -> Any:
-        """((args, kwargs), (target_args, target_kwargs)) with `tensors` in the tensors' places."""
+        """((args, kwargs), (target_args, target_kwargs)) with `tensors` in the tensors' places.
+
+        Packed sequences stay padded: `packed` makes them torch's.
+        """
         constants, rest = dict(self.constants), iter(tensors)
         if self.axes:
             constants |= dict.fromkeys(self.counts, tensors[-1].shape[0])
@@ -176,9 +179,9 @@ def take_apart(
 
     positions: the names of the model's arguments.  num_samples: as given to the call.
     """
-    _refuse_packed(structure)
+    structure = padded(structure)
     paths, spec = pytree.tree_flatten_with_path(structure)
-    dims = _dims(structure, batch_dim, len(paths))
+    dims = _dims(structure, batch_dim)
     tensors, names, kept, constants, counts = [], [], [], [], []
     inputs = 0
     for index, ((path, leaf), dim) in enumerate(zip(paths, dims, strict=True)):
@@ -274,18 +277,6 @@ def _require_no_count(num_samples: int | None) -> None:
         )  # fmt: skip
 
 
-def _refuse_packed(structure: Any) -> None:
-    """Refuse what nn.utils.rnn packs, of which the samples lie side by side in each step of time."""
-    leaves = pytree.tree_leaves(structure, is_leaf=lambda v: isinstance(v, PackedSequence))
-    if any(isinstance(leaf, PackedSequence) for leaf in leaves):
-        raise NotYetSupported(
-            "an input is a PackedSequence", where="step(inputs, targets)",
-            why="the steps of time of all samples lie in one dim, in an order that depends on their lengths",
-            fix="pass the padded tensor [B, T, ..] and the lengths [B], and let the model pack them: "
-            "pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)",
-        )  # fmt: skip
-
-
 def _refuse_other_kinds(tensor: torch.Tensor, name: str) -> None:
     """Refuse tensors whose samples are not slices of one block of numbers."""
     if tensor.is_nested:
@@ -333,10 +324,10 @@ def _name(path: pytree.KeyPath, is_input: bool) -> str:
     return "_".join(["input" if is_input else "target", *keys])
 
 
-def _dims(structure: Any, batch_dim: BatchDim, count: int) -> list[Any]:
+def _dims(structure: Any, batch_dim: BatchDim) -> list[Any]:
     """The dim of every leaf, from an int or a prefix pytree."""
     if _is_leaf(batch_dim):
-        return [batch_dim] * count
+        return _of_each(batch_dim, structure)
     (args, kwargs), (targets, target_kwargs) = structure
     has_targets = bool(targets or target_kwargs)
     if isinstance(batch_dim, (tuple, list)) and len(batch_dim) == 2:
@@ -355,10 +346,16 @@ def _is_leaf(dim: Any) -> bool:
     return dim is None or isinstance(dim, (int, Rows))
 
 
+def _of_each(dim: Any, tree: Any) -> list[Any]:
+    """One dim for every leaf of a tree."""
+    leaves = pytree.tree_leaves(tree, is_leaf=lambda v: isinstance(v, Pair))
+    return [d for leaf in leaves for d in (leaf.dims(dim) if isinstance(leaf, Pair) else (dim,))]
+
+
 def _side(args: tuple[Any, ...], kwargs: dict[str, Any], dims: Any, whole: Any) -> list[Any]:
     """Dims for positional and keyword values; a tuple goes with positions, a dict with names."""
     if _is_leaf(dims):
-        return [dims] * len(pytree.tree_leaves((args, kwargs)))
+        return _of_each(dims, (args, kwargs))
     if isinstance(dims, dict):
         pairs = [(value, _get(dims, key, whole)) for key, value in kwargs.items()]
         if args:
@@ -381,7 +378,9 @@ def _get(dims: dict[str, Any], key: str, whole: Any) -> Any:
 
 def _expand(value: Any, prefix: Any, whole: Any) -> list[Any]:
     if _is_leaf(prefix):
-        return [prefix] * len(pytree.tree_leaves(value))
+        return _of_each(prefix, value)
+    if isinstance(value, Pair):
+        raise _bad_prefix(whole, "it has several entries for a PackedSequence, which needs one")
     children = list(value.values()) if isinstance(value, dict) else list(value)
     prefixes = [_get(prefix, k, whole) for k in value] if isinstance(value, dict) else list(prefix)
     if len(children) != len(prefixes):
