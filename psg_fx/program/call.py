@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from psg_fx.errors import BadArgument
-from psg_fx.program.packed import Pair, padded
+from psg_fx.program.packed import Member, Pair, padded
 from psg_fx.program.rows import Place, RowAxis, Rows, counted, row_axes
 from psg_fx.program.values import Once
 
@@ -181,7 +181,7 @@ def take_apart(
     """
     structure = padded(structure)
     paths, spec = pytree.tree_flatten_with_path(structure)
-    dims = _dims(structure, batch_dim)
+    dims = _dims(structure, batch_dim, len(paths))
     tensors, names, kept, constants, counts = [], [], [], [], []
     inputs = 0
     for index, ((path, leaf), dim) in enumerate(zip(paths, dims, strict=True)):
@@ -196,7 +196,7 @@ def take_apart(
         _refuse_other_kinds(leaf, name)
         tensors.append(leaf)
         names.append(name)
-        kept.append(_checked(dim, leaf, name))
+        kept.append(_checked(path[-1].dim(dim) if isinstance(path[-1], Member) else dim, leaf, name))
     if any(isinstance(dim, Rows) for dim in kept):
         call = _with_rows(tensors, names, kept, positions(), inputs, spec, constants, counts, num_samples)
     else:
@@ -324,10 +324,10 @@ def _name(path: pytree.KeyPath, is_input: bool) -> str:
     return "_".join(["input" if is_input else "target", *keys])
 
 
-def _dims(structure: Any, batch_dim: BatchDim) -> list[Any]:
+def _dims(structure: Any, batch_dim: BatchDim, count: int) -> list[Any]:
     """The dim of every leaf, from an int or a prefix pytree."""
     if _is_leaf(batch_dim):
-        return _of_each(batch_dim, structure)
+        return [batch_dim] * count
     (args, kwargs), (targets, target_kwargs) = structure
     has_targets = bool(targets or target_kwargs)
     if isinstance(batch_dim, (tuple, list)) and len(batch_dim) == 2:
@@ -346,16 +346,10 @@ def _is_leaf(dim: Any) -> bool:
     return dim is None or isinstance(dim, (int, Rows))
 
 
-def _of_each(dim: Any, tree: Any) -> list[Any]:
-    """One dim for every leaf of a tree."""
-    leaves = pytree.tree_leaves(tree, is_leaf=lambda v: isinstance(v, Pair))
-    return [d for leaf in leaves for d in (leaf.dims(dim) if isinstance(leaf, Pair) else (dim,))]
-
-
 def _side(args: tuple[Any, ...], kwargs: dict[str, Any], dims: Any, whole: Any) -> list[Any]:
     """Dims for positional and keyword values; a tuple goes with positions, a dict with names."""
     if _is_leaf(dims):
-        return _of_each(dims, (args, kwargs))
+        return [dims] * len(pytree.tree_leaves((args, kwargs)))
     if isinstance(dims, dict):
         pairs = [(value, _get(dims, key, whole)) for key, value in kwargs.items()]
         if args:
@@ -378,7 +372,7 @@ def _get(dims: dict[str, Any], key: str, whole: Any) -> Any:
 
 def _expand(value: Any, prefix: Any, whole: Any) -> list[Any]:
     if _is_leaf(prefix):
-        return _of_each(prefix, value)
+        return [prefix] * len(pytree.tree_leaves(value))
     if isinstance(value, Pair):
         raise _bad_prefix(whole, "it has several entries for a PackedSequence, which needs one")
     children = list(value.values()) if isinstance(value, dict) else list(value)

@@ -73,6 +73,26 @@ for _name in ("data", "batch_sizes", "sorted_indices", "unsorted_indices", "is_c
 
 
 @dataclass(frozen=True)
+class Member(pytree.MappingKey[str, Tensor]):
+    """The path to a member of a `Pair`, and in which dim its samples lie."""
+
+    samples: int
+
+    def dim(self, said: Any) -> int:
+        """That dim, which the type of the argument says.  said: its batch_dim, any int."""
+        if isinstance(said, int):
+            return self.samples
+        raise NotYetSupported(
+            f"a PackedSequence has batch_dim {said!r}", where="transform(batch_dim=...)",
+            why="it holds a sequence of each sample" if said is None else "it says itself whose each step is",
+            fix="batch_dim=0 for it; what all samples share is a tensor",
+        )  # fmt: skip
+
+
+_MEMBERS = Member("padded", 1), Member("lengths", 0)
+
+
+@dataclass(frozen=True)
 class Pair:
     """What a packed argument is while it is taken apart: a node of a pytree, which is a `Kept` when it is put together.
 
@@ -82,26 +102,14 @@ class Pair:
     padded: Tensor
     lengths: Tensor
 
-    def dims(self, said: Any) -> tuple[int, int]:
-        """Where the samples lie, which its type says.  said: its batch_dim, any int."""
-        if isinstance(said, int):
-            return 1, 0
-        raise NotYetSupported(
-            f"a PackedSequence has batch_dim {said!r}", where="transform(batch_dim=...)",
-            why="it holds a sequence of each sample" if said is None else "it says itself whose each step is",
-            fix="batch_dim=0 for it; what all samples share is a tensor",
-        )  # fmt: skip
-
 
 pytree.register_pytree_node(
     Pair,
     lambda pair: ([pair.padded, pair.lengths], None),
     lambda children, _: Kept(*children),
     serialized_type_name="psg_fx.PackedSequence",
-    flatten_with_keys_fn=lambda pair: (
-        [(pytree.MappingKey("padded"), pair.padded), (pytree.MappingKey("lengths"), pair.lengths)], None
-    ),
-)  # fmt: skip
+    flatten_with_keys_fn=lambda pair: (list(zip(_MEMBERS, (pair.padded, pair.lengths), strict=True)), None),
+)
 
 
 def is_packed(value: Any) -> bool:
