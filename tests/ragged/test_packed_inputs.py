@@ -214,6 +214,10 @@ def test_a_file_is_for_one_longest_length(tmp_path: Path) -> None:
 USES: dict[str, tuple[Callable[..., Any], str]] = {
     "data": (lambda x: x.data.sum(), "a packed sequence is asked for .data"),
     "longest": (lambda x: pad_packed_sequence(x)[0].amax(0), "pads to the longest sample"),
+    "squeezed": (
+        lambda x: pad_packed_sequence(x, total_length=20)[0].sum(0).unsqueeze(2).squeeze().unsqueeze(1).sum(-1),
+        "squeeze treats a batch of one sample differently",
+    ),
     "returned": (lambda x: x, "the model returns a packed sequence"),
 }
 
