@@ -41,7 +41,9 @@ class Padding:
     shorter: bool = False
 
     def length(self, lengths: Tensor, size: int) -> int:
-        """The number of steps, of sequences that were padded to `size`."""
+        """The number of steps, of sequences that were padded to `size`; of one step, there is nothing to trim."""
+        if size == 1:
+            return size
         self.line = self.line or users_line(sys._getframe(2))
         if not self.trims:
             return size

@@ -133,6 +133,11 @@ def padded(structure: Any) -> Any:
     return pytree.tree_map(pair, structure, is_leaf=is_packed)
 
 
+def kept_in(structure: Any) -> list[Kept]:
+    """The packed sequences of a pytree that are kept padded."""
+    return [leaf for leaf in pytree.tree_leaves(structure, is_leaf=is_packed) if isinstance(leaf, Kept)]
+
+
 def packed(structure: Any) -> Any:
     """A pytree with torch's packed sequences in the places of those kept padded: each sample is of its own length."""
 

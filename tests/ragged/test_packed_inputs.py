@@ -108,6 +108,14 @@ def test_tokens_and_targets_that_are_packed() -> None:
     check(Tagger().double(), of_tags, [tagged(n) for n in ([5, 4, 2], [3, 5, 1])], quantities=[psg_fx.Grads()])
 
 
+@pytest.mark.parametrize("lengths", [[4, 4], [1]], ids=str)
+def test_a_batch_of_samples_that_are_equally_long(lengths: list[int]) -> None:
+    """What follows from a shorter one is seen of samples that are cut."""
+    torch.manual_seed(0)
+    other = [tagged([2 * n for n in lengths])] if len(lengths) > 1 else []
+    check(Tagger().double(), of_tags, [tagged(lengths), *other], quantities=[psg_fx.Grads()], captures=1 + len(other))
+
+
 # --- ways to run a step -----------------------------------------------------------------------------------------------
 
 
@@ -230,8 +238,9 @@ def test_what_is_refused_of_one(name: str) -> None:
             return use(out)
 
     step = psg_fx.transform(Model().double(), backend="eager")
-    with pytest.raises(NotYetSupported, match=rf"{USES[name][1]}(.|\n)*fix"):
-        step(packed([-s.abs() for s in sequences([4, 20, 3])]))
+    for lengths in ([4, 20, 3], [20, 20]):
+        with pytest.raises(NotYetSupported, match=rf"{USES[name][1]}(.|\n)*fix"):
+            step(packed([-s.abs() for s in sequences(lengths)]))
 
 
 @pytest.mark.parametrize(
