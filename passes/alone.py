@@ -26,6 +26,7 @@ from psg_fx.errors import NotYetSupported
 from psg_fx.graph import facts
 from psg_fx.program.call import Call
 from psg_fx.program.observe import Observed
+from psg_fx.program.packed import kept_in
 from psg_fx.program.program import Program
 from psg_fx.source import locate
 from psg_fx.torch_private.modes import autocast_key
@@ -108,7 +109,7 @@ class Alone:
             with _undisturbed(inputs):
                 found = _results(gm, state, inputs)
             try:
-                with _undisturbed(inputs):
+                with _undisturbed(inputs), self.packed(True):
                     expected = self.run(state, inputs)[: len(found)]
             except Exception as error:  # then nothing is said of it by the code
                 return _not_said(doubt, error)
@@ -119,20 +120,21 @@ class Alone:
         """The code with paddings as they are given, as the graph has them, beside the code as it is, on samples alone
         that are shorter.  With several parameters: a padding may win a maximum for some of them only.
         """
-        size, chosen = self.call.batch_size(), []
+        chosen: list[list[Tensor]] = []
         count = sum(spec.kind in ("loss", "output") for spec in facts.graph_facts(gm).outputs)
         state = _perturbed(gm, self.program)
-        for index in range(0, size, max(-(-size // _LOOKED_AT), 1)):
-            inputs = [_one(t, d, index) for t, d in zip(self.call.tensors, self.call.dims, strict=True)]
+        for inputs, is_cut in self.samples():
+            if len(chosen) == _SHORTER or (is_cut and chosen):
+                break
             try:
                 (found, _), (expected, shorter) = (self.padded(state, inputs, trims) for trims in (False, True))
             except Exception as error:
+                if is_cut:  # other inputs are as long as it was
+                    break
                 return _not_said(doubt, error)
             if shorter:
                 _require_equal(found[:count], expected[:count], doubt)
                 chosen.append(inputs)
-            if len(chosen) == _SHORTER:
-                break
         for seed in range(1, _STATES):
             state = _perturbed(gm, self.program, seed)
             for inputs in chosen:
@@ -146,6 +148,17 @@ class Alone:
             why="alone, a sample is padded to its own length, and whether that matters is seen of a shorter one only",
             fix=doubt.fix,
         )  # fmt: skip
+
+    def samples(self) -> Iterator[tuple[list[Tensor], bool]]:
+        """Some samples of the batch, each alone; then those that are packed inputs with half of their steps (True)."""
+        size, some = self.call.batch_size(), []
+        for index in range(0, size, max(-(-size // _LOOKED_AT), 1)):
+            some.append([_one(t, d, index) for t, d in zip(self.call.tensors, self.call.dims, strict=True)])
+            yield some[-1], False
+        for inputs in some:
+            lengths = {id(kept.lengths) for kept in kept_in(self.call.rebuild(inputs))}
+            if lengths:
+                yield [(t + 1) // 2 if id(t) in lengths else t for t in inputs], True
 
     def padded(self, state: dict[str, Tensor], inputs: Sequence[Tensor], trims: bool) -> tuple[list[Tensor], bool]:
         """What the program returns without dropout, which draws by places, and whether it trimmed a padding."""

@@ -1,9 +1,9 @@
 """Packed sequences, as `nn.utils.rnn` makes them of padded ones, and recurrent layers over them.
 
 Torch packs the steps of all samples into one dim, in an order that depends on their lengths.  Here they stay padded:
-`pack_padded_sequence` returns a `Kept`, which recurrent layers and `pad_packed_sequence` know, and which is a
-`PackedSequence` to whoever asks.  What it is computed from beyond the length of a sample is never read: not even a NaN
-there has a part in a result.
+`pack_padded_sequence` returns a `Kept` (`program/packed.py`), as inputs are, which recurrent layers and
+`pad_packed_sequence` know.  What it is computed from beyond the length of a sample is never read: not even a NaN there
+has a part in a result.
 """
 
 from __future__ import annotations
@@ -22,56 +22,10 @@ from torch.nn.utils.rnn import PackedSequence
 
 from psg_fx.errors import NotYetSupported
 from psg_fx.program.code import users_line
+from psg_fx.program.packed import Kept, inside
 from psg_fx.torch_private.patching import code_replaced_here, patched_here
 
 from .recurrent_layers import LAYERS, Steps, recurrent
-
-
-class Kept(PackedSequence):
-    """A packed sequence that is still padded: `[T, B, ..]`, and of how many steps each sample is, `[B]`.
-
-    What torch's has beside, in its own order, is refused by name.
-    """
-
-    padded: Tensor
-    lengths: Tensor
-
-    def __new__(cls, padded: Tensor, lengths: Tensor) -> Kept:
-        """Both in the order of the batch; lengths: int64."""
-        made = tuple.__new__(cls, (None,) * 4)
-        made.padded, made.lengths = padded, lengths
-        return made
-
-    def to(self, *args: Any, **named: Any) -> Kept:
-        """The values as of another dtype or device."""
-        return Kept(self.padded.to(*args, **named), self.lengths)
-
-    def __iter__(self) -> Iterator[Any]:
-        raise _inside("taken apart")
-
-    def __getitem__(self, key: Any) -> Any:
-        raise _inside("indexed")
-
-
-def _inside(what: str) -> NotYetSupported:
-    return NotYetSupported(
-        f"a packed sequence is {what}", where=users_line(sys._getframe(1)),
-        why="there the steps of all samples lie in one dim, in an order that depends on their lengths",
-        fix="do it before pack_padded_sequence; or after pad_packed_sequence(.., total_length=T), and mask what is "
-        "beyond the lengths",
-    )  # fmt: skip
-
-
-def _refused(name: str) -> property:
-    def read(_: Kept) -> Any:
-        raise _inside(f"asked for .{name}")
-
-    return property(read)
-
-
-Kept.__name__ = PackedSequence.__name__  # what messages call it
-for _name in ("data", "batch_sizes", "sorted_indices", "unsorted_indices", "is_cuda"):
-    setattr(Kept, _name, _refused(_name))
 
 
 @dataclass
@@ -87,7 +41,9 @@ class Padding:
     shorter: bool = False
 
     def length(self, lengths: Tensor, size: int) -> int:
-        """The number of steps, of sequences that were padded to `size`."""
+        """The number of steps, of sequences that were padded to `size`; of one step, there is nothing to trim."""
+        if size == 1:
+            return size
         self.line = self.line or users_line(sys._getframe(2))
         if not self.trims:
             return size
@@ -160,7 +116,7 @@ def pad_packed_sequence(
 
 def unpack_sequence(packed_sequences: Kept) -> list[Tensor]:
     """Refused: as many tensors as samples, each of another length."""
-    raise _inside("unpacked into a tensor for each sample")
+    raise inside("unpacked into a tensor for each sample")
 
 
 def _beside(mask: Tensor, values: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from psg_fx.measure.device_work import Kernel, device_work
 from psg_fx.progress import Progress
 from psg_fx.quantities.base import Quantity
 from psg_fx.quantities.names import USUAL
+from psg_fx.reference.batch import is_packed
 from psg_fx.reference.by_vmap import quiet_vmap, vmap_reference
 from psg_fx.reference.definitions import Answer
 from psg_fx.reference.loop import Loss, draws_random_numbers, reference_grads
@@ -308,7 +309,8 @@ def answer_error(got: Answer, want: Answer) -> float:
 
 
 def _sizes(problem: Problem) -> dict[str, Any]:
-    shapes = [tuple(leaf.shape) for leaf in problem.batch.leaves if isinstance(leaf, Tensor)]
+    values = [leaf.data if is_packed(leaf) else leaf for leaf in problem.batch.leaves]
+    shapes = [tuple(value.shape) for value in values if isinstance(value, Tensor)]
     dtypes = {str(p.dtype).removeprefix("torch.") for p in problem.wanted.values()}
     return {
         "model": type(problem.model).__name__,

@@ -10,6 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from psg_fx.errors import BadArgument
+from psg_fx.program.packed import is_packed
 from psg_fx.step.compiled import StepOutput
 from psg_fx.step.mistakes import refuse_rows
 from psg_fx.step.with_loss import LossModule
@@ -78,7 +79,7 @@ def batch_of(
 
 def _parts(found: Any) -> tuple[Any, Any, Mapping[str, Any]]:
     """Inputs, targets or None, keywords."""
-    if isinstance(found, torch.Tensor):
+    if isinstance(found, torch.Tensor) or is_packed(found):
         return found, None, {}
     if isinstance(found, Mapping):
         return dict(found), None, {}
@@ -114,11 +115,12 @@ def _places(found: Any, indices: Indices, named: str) -> tuple[torch.Tensor, Any
 
 
 def _moved(tree: Any, device: torch.device) -> Any:
-    """The tensors of tuples, lists and mappings on the device."""
+    """The tensors of tuples, lists and mappings on the device, and packed sequences, which move as torch moves them."""
     if isinstance(tree, Mapping) and type(tree) is not dict:  # a tokenizer's output, which pytrees take for a leaf
         tree = dict(tree)
     return pytree.tree_map(
-        lambda leaf: leaf.to(device, non_blocking=device.type == "cuda") if isinstance(leaf, torch.Tensor)
+        lambda leaf: leaf.to(device=device, non_blocking=device.type == "cuda")
+        if isinstance(leaf, torch.Tensor) or is_packed(leaf)
         else _moved(leaf, device) if isinstance(leaf, Mapping) else leaf,
-        tree,
+        tree, is_leaf=is_packed,
     )  # fmt: skip

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
-from psg_fx.errors import BadArgument, NotYetSupported
+from psg_fx.errors import BadArgument
+from psg_fx.program.packed import Member, Pair, padded
 from psg_fx.program.rows import Place, RowAxis, Rows, counted, row_axes
 from psg_fx.program.values import Once
 
@@ -55,7 +55,10 @@ class Call:
         return call
 
     def rebuild(self, tensors: Sequence[Any]) -> Any:
-        """((args, kwargs), (target_args, target_kwargs)) with `tensors` in the tensors' places."""
+        """((args, kwargs), (target_args, target_kwargs)) with `tensors` in the tensors' places.
+
+        Packed sequences stay padded: `packed` makes them torch's.
+        """
         constants, rest = dict(self.constants), iter(tensors)
         if self.axes:
             constants |= dict.fromkeys(self.counts, tensors[-1].shape[0])
@@ -176,7 +179,7 @@ def take_apart(
 
     positions: the names of the model's arguments.  num_samples: as given to the call.
     """
-    _refuse_packed(structure)
+    structure = padded(structure)
     paths, spec = pytree.tree_flatten_with_path(structure)
     dims = _dims(structure, batch_dim, len(paths))
     tensors, names, kept, constants, counts = [], [], [], [], []
@@ -193,7 +196,7 @@ def take_apart(
         _refuse_other_kinds(leaf, name)
         tensors.append(leaf)
         names.append(name)
-        kept.append(_checked(dim, leaf, name))
+        kept.append(_checked(path[-1].dim(dim) if isinstance(path[-1], Member) else dim, leaf, name))
     if any(isinstance(dim, Rows) for dim in kept):
         call = _with_rows(tensors, names, kept, positions(), inputs, spec, constants, counts, num_samples)
     else:
@@ -271,18 +274,6 @@ def _require_no_count(num_samples: int | None) -> None:
             "num_samples is given without rows", where="step(inputs, targets, num_samples=...)",
             why="the inputs have a dim with a place for each sample, which says how many there are",
             fix="leave it out; or say which inputs hold rows: transform(batch_dim=(psg_fx.Rows(ids), ...))",
-        )  # fmt: skip
-
-
-def _refuse_packed(structure: Any) -> None:
-    """Refuse what nn.utils.rnn packs, of which the samples lie side by side in each step of time."""
-    leaves = pytree.tree_leaves(structure, is_leaf=lambda v: isinstance(v, PackedSequence))
-    if any(isinstance(leaf, PackedSequence) for leaf in leaves):
-        raise NotYetSupported(
-            "an input is a PackedSequence", where="step(inputs, targets)",
-            why="the steps of time of all samples lie in one dim, in an order that depends on their lengths",
-            fix="pass the padded tensor [B, T, ..] and the lengths [B], and let the model pack them: "
-            "pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)",
         )  # fmt: skip
 
 
@@ -382,6 +373,8 @@ def _get(dims: dict[str, Any], key: str, whole: Any) -> Any:
 def _expand(value: Any, prefix: Any, whole: Any) -> list[Any]:
     if _is_leaf(prefix):
         return [prefix] * len(pytree.tree_leaves(value))
+    if isinstance(value, Pair):
+        raise _bad_prefix(whole, "it has several entries for a PackedSequence, which needs one")
     children = list(value.values()) if isinstance(value, dict) else list(value)
     prefixes = [_get(prefix, k, whole) for k in value] if isinstance(value, dict) else list(prefix)
     if len(children) != len(prefixes):

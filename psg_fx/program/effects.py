@@ -24,6 +24,7 @@ from psg_fx.program.code import line_naming, names_of
 from psg_fx.program.holders import Holder, Reached, drawn
 from psg_fx.program.objects import MISSING
 from psg_fx.program.observe import Observed, changing
+from psg_fx.program.packed import is_packed
 
 _RESULT = object()
 _REPEATED = (torch.Tensor, bool, int, float, str, bytes, type(None), torch.SymInt, torch.dtype, torch.device,
@@ -101,7 +102,7 @@ class Effects:
     def _repeated(self, holder: Holder, key: Any, new: Any, observed: Observed) -> tuple[Written, list[torch.Tensor]]:
         """What every step has to write, and the tensors among it."""
         label = f"{holder.label}.{key}" if isinstance(key, str) else f"{holder.label}[{key!r}]"
-        leaves, spec = pytree.tree_flatten(new)
+        leaves, spec = pytree.tree_flatten(new, is_leaf=is_packed)
         counts = _counts(holder.before.get(key), new) and observed.may_read(holder.owner, key)
         if counts or new is MISSING or not all(isinstance(v, _REPEATED) for v in leaves):
             raise _refusal(label, key if isinstance(key, str) else holder.name, observed, counts)

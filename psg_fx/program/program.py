@@ -15,6 +15,7 @@ from psg_fx.program.assumptions import Assumption, assuming
 from psg_fx.program.call import Call
 from psg_fx.program.effects import Effects, Written
 from psg_fx.program.observe import Observed, observing
+from psg_fx.program.packed import is_packed
 
 
 class Output:
@@ -78,7 +79,8 @@ class Program(nn.Module):
         if self.loss_fn is not None:
             _require_loss(loss)
             return (loss,)
-        leaves, self.output.spec = pytree.tree_flatten(output)
+        leaves, self.output.spec = pytree.tree_flatten(output, is_leaf=is_packed)
+        _require_none_packed(leaves)
         self.output.constants = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
         _require_no_tensors(self.output.constants.values())
         return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
@@ -90,6 +92,16 @@ def _require_loss(loss: Any) -> None:
             f"the loss is a {type(loss).__name__}, not a tensor", where="loss_fn(output, *targets)",
             why="per-sample gradients are those of a scalar loss or of a [B] tensor of losses",
             fix="return a tensor from loss_fn; if the model computes its loss itself: loss_fn=lambda out: out.loss",
+        )  # fmt: skip
+
+
+def _require_none_packed(leaves: Iterable[Any]) -> None:
+    if any(map(is_packed, leaves)):
+        raise NotYetSupported(
+            "the model returns a packed sequence", where="the model's output",
+            why="in a graph it is padded, and the order in which torch would pack its steps is not known there",
+            fix="return pad_packed_sequence(.., total_length=T), or the last states; or give the loss: "
+            "transform(model, loss_fn)",
         )  # fmt: skip
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from psg_fx.reference.batch import Batch
+from psg_fx.errors import NotYetSupported
+from psg_fx.reference.batch import Batch, is_packed
 from psg_fx.reference.definitions import ByName
 from psg_fx.reference.loop import Loss, WithLoss, tracked
 
@@ -30,6 +31,11 @@ def vmap_step(
     values: name -> what stands for the parameter of that name, if not its own.
     """
     batch = Batch.of(inputs, targets, batch_dim)
+    if any(map(is_packed, batch.leaves)):
+        raise NotYetSupported(
+            "vmap does not take packed sequences", where="torch.func.vmap", why="no dim of theirs holds the samples",
+            fix="the loop over samples does",
+        )  # fmt: skip
     places = {k: d for k, d in enumerate(batch.dims) if d is not None}
     weights = {f"model.{name}": p.detach() for name, p in (values or tracked(model, params)).items()}
     program = WithLoss(model, loss_fn)

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from psg_fx.errors import BadArgument
-from psg_fx.reference.batch import Batch, as_dict, cast, has_rows, is_rows, spread
+from psg_fx.reference.batch import Batch, as_dict, cast, has_rows, is_packed, is_rows, spread
 from psg_fx.reference.definitions import ByName
 
 Loss = Callable[..., Tensor]
@@ -36,7 +36,7 @@ class WithLoss(nn.Module):
 
     def output(self, inputs: Any) -> Any:
         """What the model makes of the inputs."""
-        if isinstance(inputs, (tuple, list)):
+        if isinstance(inputs, (tuple, list)) and not is_packed(inputs):
             return self.model(*inputs)
         return self.model(**inputs) if isinstance(inputs, dict) else self.model(inputs)
 
@@ -44,7 +44,7 @@ class WithLoss(nn.Module):
         """What the loss makes of the output."""
         if targets is None:
             return self.loss_fn(output)
-        if isinstance(targets, (tuple, list)):
+        if isinstance(targets, (tuple, list)) and not is_packed(targets):
             return self.loss_fn(output, *targets)
         if isinstance(targets, dict):
             return self.loss_fn(output, **targets)
@@ -181,7 +181,7 @@ def losses_of_rows(program: WithLoss, inputs: Any, targets: Any, batch_dim: Any)
         return
     parts, spec = tree_flatten(output)
     dims = batch_dim[1] if isinstance(batch_dim, (tuple, list)) else batch_dim
-    said = zip(tree_leaves(targets), spread(dims, targets, "targets"), strict=True)
+    said = zip(tree_leaves(targets, is_leaf=is_packed), spread(dims, targets, "targets"), strict=True)
     if any(is_rows(dim) or (dim == 0 and type(leaf) is int) for leaf, dim in said):
         raise BadArgument(
             "the loss of the batch is one number, and its targets hold rows",
@@ -197,7 +197,9 @@ def losses_of_rows(program: WithLoss, inputs: Any, targets: Any, batch_dim: Any)
 
 def _whole(inputs: Any, targets: Any, dtype: torch.dtype | None) -> tuple[Any, Any]:
     """The whole batch with its floating-point tensors in `dtype`."""
-    found: tuple[Any, Any] = tree_map(lambda leaf: cast(leaf, dtype), (as_dict(inputs), as_dict(targets)))
+    found: tuple[Any, Any] = tree_map(
+        lambda leaf: cast(leaf, dtype), (as_dict(inputs), as_dict(targets)), is_leaf=is_packed
+    )
     return found
 
 

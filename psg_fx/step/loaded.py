@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from psg_fx.errors import BadArgument
 from psg_fx.program.call import SAMPLES, Call
+from psg_fx.program.packed import padded
 from psg_fx.program.rows import Place
 from psg_fx.program.values import Once
 from psg_fx.saved.spec import Entry, OfRows, Spec, sizes
@@ -94,7 +95,7 @@ class LoadedStep:
         return self.spec.of_kind("parameter", "buffer")
 
     def _take_apart(self, inputs: Any, targets: Any, num_samples: int | None) -> Call:
-        leaves, structure = pytree.tree_flatten((inputs, targets))
+        leaves, structure = pytree.tree_flatten(padded((inputs, targets)))
         rows, entries = self.spec.rows, self.spec.of_kind("input", "target")
         if rows is not None:
             entries = [entry for entry in entries if entry.name != SAMPLES]

@@ -17,6 +17,7 @@ from torch import nn
 from psg_fx.errors import BadArgument, CaptureFailed, NotYetSupported, PsgError, SamplesMixed
 from psg_fx.passes.capture.reasons import NOT_ONE_GRAPH, user_line
 from psg_fx.program.call import Call
+from psg_fx.program.packed import is_packed, packed
 from psg_fx.step.hints import function_of, parameters_of, with_hint
 from psg_fx.step.mistakes import check_model, check_values
 from psg_fx.torch_private.quiet import quiet
@@ -85,7 +86,7 @@ def _own_error(model: nn.Module, loss_fn: Any, call: Call, whole: bool = False) 
 
 def _run(model: nn.Module, loss_fn: Any, call: Call, tensors: list[torch.Tensor], size: str) -> _Found | None:
     """What fails on these tensors: as many samples as `size` says, or all."""
-    (args, kwargs), (targets, target_kwargs) = call.rebuild(tensors)
+    (args, kwargs), (targets, target_kwargs) = packed(call.rebuild(tensors))
     try:
         output = model(*args, **kwargs)
     except Exception as error:
@@ -238,6 +239,8 @@ def _described(value: Any) -> str:
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, Mapping):
         return f"a {type(value).__name__} of {', '.join(map(str, value))}"
+    if is_packed(value):
+        return f"a PackedSequence of {_described(value.data)}"
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of {len(value)}"
     if value is None or isinstance(value, (bool, int, float)):

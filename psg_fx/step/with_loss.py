@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence
 
 from psg_fx.algebra.members import COUNT, IDS, Grouping
 from psg_fx.errors import BadArgument, NotYetSupported
@@ -20,6 +19,7 @@ from psg_fx.graph.slices import Slices
 from psg_fx.passes.pipeline import run_pipeline
 from psg_fx.planner.budget import Budget, in_bytes, memory_size
 from psg_fx.program.call import Call
+from psg_fx.program.packed import is_packed
 from psg_fx.program.program import Program
 from psg_fx.program.state import Tracked, tracked_parameters
 from psg_fx.progress import Progress
@@ -273,7 +273,7 @@ def _into(out: StepOutput, fields: Mapping[str, Any]) -> StepOutput:
 
 def as_arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A tensor, a tuple or a dict as (args, kwargs)."""
-    if isinstance(value, (tuple, list)) and not isinstance(value, PackedSequence):
+    if isinstance(value, (tuple, list)) and not is_packed(value):
         return tuple(value), {}
     if isinstance(value, Mapping):
         return (), dict(value)

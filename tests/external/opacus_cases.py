@@ -48,8 +48,9 @@ EXAMPLES = {"conv1d_test": 80, "conv2d_test": 80, "conv3d_test": 80, "dp_rnn_tes
 """Examples that hypothesis draws; the tests of convolutions drop most of theirs, where the groups do not fit."""
 
 RAGGED = "the inputs disagree on the number of samples"
-PACKED = "an input is a PackedSequence"
-"""The refusals of packed sequences, and of bags with offsets: none of their dims holds the samples."""
+PACKED = "a packed sequence is taken apart"
+"""The refusals of bags with offsets, of which no dim holds the samples, and of Opacus' own layers over packed
+sequences, which read what torch has packed."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ def programs_of(file: str) -> list[Program]:
 
 
 def refusal(call: Call) -> str:
-    """What psg_fx says of a batch that no dim splits: sequences that are packed, bags with offsets."""
+    """What psg_fx says of layers over packed sequences, and of bags with offsets."""
     if isinstance(call.x, Tensor):
         return ""
     return PACKED if isinstance(call.x, PackedSequence) else RAGGED

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -237,18 +236,3 @@ def test_cumulated_lengths() -> None:
             for name, g in gradient(loss, dict(model.named_parameters())).items():
                 torch.testing.assert_close(out.grads[name][s], g, atol=1e-10, rtol=1e-10)
     assert len(made_step.captures) == 1
-
-
-@pytest.mark.parametrize("given", ["alone", "positional", "by name", "without a loss", "target"])
-def test_a_packed_sequence_is_no_input(given: str) -> None:
-    x = nn.utils.rnn.pack_sequence([torch.randn(n, 4) for n in (3, 2)])
-    made_step = psg_fx.transform(nn.GRU(4, 3), lambda out, *_: out[0].sum(), backend="eager")
-    calls: dict[str, Callable[[], Any]] = {
-        "alone": lambda: made_step(x, torch.zeros(2)),
-        "positional": lambda: made_step((x,)),
-        "by name": lambda: made_step({"input": x}),
-        "without a loss": lambda: psg_fx.transform(nn.GRU(4, 3), backend="eager")(x),
-        "target": lambda: made_step(torch.randn(2, 5, 4), x),
-    }
-    with pytest.raises(PsgError, match=r"a PackedSequence(.|\n)*let the model pack them"):
-        calls[given]()

@@ -301,7 +301,7 @@ def test_what_lies_in_the_order_of_lengths_is_refused(name: str) -> None:
 
 
 def test_a_packed_output_is_refused() -> None:
-    with pytest.raises(NotYetSupported, match="a packed sequence is taken apart"):
+    with pytest.raises(NotYetSupported, match="the model returns a packed sequence"):
         psg_fx.transform(Inside(lambda p, _: p).double(), backend="eager")(*batch([3, 2]).whole.inputs)
 
 
