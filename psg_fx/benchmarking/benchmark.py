@@ -309,12 +309,12 @@ def answer_error(got: Answer, want: Answer) -> float:
 
 
 def _sizes(problem: Problem) -> dict[str, Any]:
-    values = [leaf.data if is_packed(leaf) else leaf for leaf in problem.batch.leaves]
+    values = [leaf.data if is_packed(leaf) else leaf for leaf in problem.flat[0]]
     shapes = [tuple(value.shape) for value in values if isinstance(value, Tensor)]
     dtypes = {str(p.dtype).removeprefix("torch.") for p in problem.wanted.values()}
     return {
         "model": type(problem.model).__name__,
-        "batch": problem.batch.size,
+        "batch": problem.size,
         "parameters": sum(p.numel() for p in problem.wanted.values()),
         "dtype": "/".join(sorted(dtypes)),
         "shapes": " ".join("×".join(map(str, shape)) for shape in shapes),

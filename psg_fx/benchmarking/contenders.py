@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_unflatten
 
 from psg_fx.api import transform
 from psg_fx.benchmarking.peers import peers_for
@@ -22,7 +23,7 @@ from psg_fx.quantities.names import USUAL
 from psg_fx.quantities.sums import Grads
 from psg_fx.reference.by_vmap import vmap_step
 from psg_fx.reference.definitions import Answer, ByName
-from psg_fx.reference.loop import gradients, one_loss
+from psg_fx.reference.loop import gradients
 from psg_fx.step.settings import FUSED_KERNELS
 
 __all__ = ["Answer", "Computation", "Contender", "Problem", "field_of", "ordinary_compiled", "ordinary_eager"]
@@ -66,17 +67,17 @@ def ordinary_compiled(problem: Problem, *, mode: str | None = None) -> Computati
 
 def ordinary_one_graph(problem: Problem) -> Computation:
     """Forward and backward traced by `make_fx` into one graph, with parameters and batch as inputs, then compiled."""
-    batch, program = problem.batch, problem.program
-    tensors = [leaf for leaf in batch.leaves if isinstance(leaf, Tensor)]
+    (leaves, spec), program = problem.flat, problem.program
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     count = len(problem.wanted)
 
     def joint(*args: Tensor) -> list[Tensor]:
         params = [p.detach().requires_grad_() for p in args[:count]]
         given = iter(args[count:])
-        leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in batch.leaves]
+        filled = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         named = {f"model.{name}": p for name, p in zip(problem.wanted, params, strict=True)}
         with torch.enable_grad():
-            loss = _mean(torch.func.functional_call(program, named, batch.tree(leaves)))
+            loss = _mean(torch.func.functional_call(program, named, tuple(tree_unflatten(filled, spec))))
             return gradients(loss, params)
 
     args = [*(p.detach() for p in problem.wanted.values()), *tensors]
@@ -90,14 +91,12 @@ def ordinary_one_graph(problem: Problem) -> Computation:
 
 
 def loop(problem: Problem, quantity: Quantity) -> Computation:
-    """One forward and backward per sample, rows stacked at the end."""
+    """One forward and backward per sample (of rows one backward, through the whole batch), stacked at the end."""
     params, given = list(problem.wanted.values()), problem.given(quantity)
 
     def run() -> Answer:
-        rows = []
-        for i in range(problem.batch.size):
-            rows.append(gradients(one_loss(problem.program(*problem.batch.sample(i))), params))
-        grads = _named(problem, [torch.stack(column) for column in zip(*rows, strict=True)])
+        each = [gradients(loss, params, kept=problem.in_rows) for loss in problem.losses()]
+        grads = _named(problem, [torch.stack(column) for column in zip(*each, strict=True)])
         return from_grads(quantity, grads, given)
 
     return run

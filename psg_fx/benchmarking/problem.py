@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten
 
 from psg_fx.errors import BadArgument
 from psg_fx.measure.clock import peak_memory
@@ -17,9 +18,9 @@ from psg_fx.quantities.clipped_sum import ClippedSum
 from psg_fx.quantities.names import USUAL, spelled
 from psg_fx.quantities.products import Dots
 from psg_fx.quantities.sums import Grads, Norms
-from psg_fx.reference.batch import Batch
+from psg_fx.reference.batch import Batch, as_dict, has_rows, is_packed
 from psg_fx.reference.definitions import Answer, definitions_for
-from psg_fx.reference.loop import Loss, WithLoss, tracked
+from psg_fx.reference.loop import Loss, WithLoss, losses_of_rows, one_loss, tracked
 
 Computation = Callable[[], Answer]
 
@@ -43,8 +44,34 @@ class Problem:
 
     @cached_property
     def batch(self) -> Batch:
-        """The batch taken apart, to slice single samples."""
+        """The batch taken apart, to slice single samples.  Raises BadArgument where these are rows."""
         return Batch.of(self.inputs, self.targets, self.batch_dim)
+
+    @property
+    def in_rows(self) -> bool:
+        """Whether samples are rows, so that none is a slice of the batch."""
+        return has_rows(self.batch_dim)
+
+    @cached_property
+    def flat(self) -> tuple[list[Any], TreeSpec]:
+        """The leaves of `(inputs, targets)`, and how these are made of them."""
+        return tree_flatten((as_dict(self.inputs), as_dict(self.targets)), is_leaf=is_packed)
+
+    @cached_property
+    def size(self) -> int:
+        """The number of samples."""
+        if not self.in_rows:
+            return self.batch.size
+        with torch.no_grad():
+            return sum(1 for _ in self.losses())
+
+    def losses(self) -> Iterator[Tensor]:
+        """The loss of each sample, computed by itself; of rows, those of the whole batch."""
+        if self.in_rows:
+            yield from losses_of_rows(self.program, self.inputs, self.targets, self.batch_dim)
+            return
+        for i in range(self.size):
+            yield one_loss(self.program(*self.batch.sample(i)))
 
     @cached_property
     def wanted(self) -> dict[str, nn.Parameter]:
@@ -70,7 +97,7 @@ class Problem:
         """Values for what the quantity reads at the call: weights of one, directions drawn with seed 0."""
         found: dict[str, Any] = {}
         if "weights" in quantity.reads and getattr(quantity, "weighted", True):
-            found["weights"] = torch.ones(self.batch.size, device=self.device)
+            found["weights"] = torch.ones(self.size, device=self.device)
         if isinstance(quantity, Dots):
             lead = () if quantity.count is None else (quantity.count,)
             draw = torch.Generator().manual_seed(0)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from psg_fx.errors import NotYetSupported
-from psg_fx.reference.batch import Batch, is_packed
+from psg_fx.reference.batch import Batch, has_rows, is_packed
 from psg_fx.reference.definitions import ByName
 from psg_fx.reference.loop import Loss, WithLoss, tracked
 
@@ -30,6 +30,11 @@ def vmap_step(
 
     values: name -> what stands for the parameter of that name, if not its own.
     """
+    if has_rows(batch_dim):
+        raise NotYetSupported(
+            "vmap does not take samples that are rows", where="torch.func.vmap", why="no dim holds the samples",
+            fix="the loop over samples does",
+        )  # fmt: skip
     batch = Batch.of(inputs, targets, batch_dim)
     if any(map(is_packed, batch.leaves)):
         raise NotYetSupported(

@@ -14,6 +14,7 @@ from psg_fx.errors import BadArgument
 from psg_fx.measure import clock
 from psg_fx.quantities.names import spelled
 from psg_fx.reference.definitions import Answer
+from support.graphs_of_nodes import GIN, batches, losses, made
 
 CPU = torch.device("cpu")
 MEGA = 1_000_000
@@ -216,3 +217,18 @@ def test_compiled_contenders(contender: str) -> None:
         rounds=1,
     )
     assert [r.failure for r in report.rows] == [None]
+
+
+def test_samples_that_are_rows() -> None:
+    """All but what takes samples for slices of the batch, with answers compared."""
+    given = batches()[0]
+    report = benchmark.benchmark(
+        made(GIN), losses, given.whole.inputs, given.whole.targets, batch_dim=given.batch_dim, quantities=("norms",),
+        contenders=["ordinary-eager", "ordinary-one-graph", "loop", "vmap", "psg-eager"], backend="eager",
+        min_run_time=0.01, rounds=1, progress=False,
+    )  # fmt: skip
+    assert report.problem["batch"] == given.count
+    assert [row.contender for row in report.rows if row.failure] == ["vmap"]
+    assert "samples that are rows" in (report.rows[3].failure or "")
+    assert "the loop over samples" in report.notes[0]
+    assert (report.row("psg-eager", "norms") or report.rows[0]).error is not None
