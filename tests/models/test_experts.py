@@ -192,8 +192,8 @@ def test_rows_of_each_expert_alone() -> None:
     asked = [Norms(), ClippedSum(0.1), Dots()]
     step = check(made(Added, by_histogram, 64, 48), F.cross_entropy, [batch(3, 32, 64)], quantities=asked)
     plan = step.explain(wide=True)
-    assert "expert-matmul" in plan
-    assert "expert-linear" in plan
+    assert "segment-matmul" in plan
+    assert "segment-linear" in plan
 
 
 @pytest.mark.parametrize("ids", [[0, 0, 2, 2, 4], [2, 0, 4, 2, 0], [-1, 0, 2, 4, 5], [0, 5, -1, 4, 2], [], [1]])

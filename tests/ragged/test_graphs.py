@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import psg_fx
 from psg_fx import Rows
+from psg_fx.planner.plan import PLAN
 from psg_fx.step import rows as of_call
 from support.graphs_of_nodes import GAT, GCN, GIN, CountingGIN, EdgeMLP, GraphSAGE, batches, graphs, losses, made
 from support.rows_of_samples import Batch, RowsTruth, check, usual
@@ -126,3 +127,29 @@ def test_buffers_are_not_written_where_samples_mix() -> None:
     with pytest.raises(psg_fx.SamplesMixed):
         step((x, crossing, batch, count), given.whole.targets)
     assert model.calls == 1
+
+
+class Wide(nn.Module):
+    """A table, whose rows of one graph are compared with each other, and wide layers, on nodes without edges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up, self.head = nn.Embedding(4000, 3), nn.Linear(4, 96), nn.Linear(99, 3)
+        self.down = nn.Linear(96, 96)
+
+    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor, count: int) -> Tensor:
+        h = self.down(torch.tanh(self.up(x)))
+        h = torch.cat([h, self.table((100 * x[:, 0]).long() % 4000)], 1)
+        return self.head(h.new_zeros(count, 99).index_add(0, batch, h))
+
+
+def test_each_parameter_has_the_cheaper_layout() -> None:
+    """Rows of the table stay where they lie; those of the layers, which are narrow, are padded and multiplied at once."""
+    uneven = [graphs([sizes, *[2] * 20], [0] * 21, order) for sizes, order in ((9, "sorted"), (8, "shuffled"))]
+    step = check(made(Wide), losses, uneven, quantities=usual())
+    plan = PLAN.of(step.graphs["planned"])
+    leaves = {p.gradient.name: p.gradient.terms[0].network.leaves for p in plan.parameters}
+    read = {name: {source.name for leaf in of for source in leaf.sources} for name, of in leaves.items()}
+    assert "members.0" in read["down.weight"]
+    assert "ids.0" in read["table.weight"]
+    assert "members.0" not in read["table.weight"]

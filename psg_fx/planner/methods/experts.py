@@ -1,5 +1,6 @@
-"""Contractions with `onehot(ids)[b,t,e] x[b,t,i]`, rows of which each belongs to one expert: the ids tell rows apart,
-and products run over each expert's own rows (`psg_fx/ops/experts.py`).
+"""Contractions with `onehot(ids)[b,t,e] x[b,t,i]`, rows of which each belongs to one expert, or with
+`onehot(ids)[r,b] x[r,i]`, to one sample: the ids tell rows apart, and products run over the own rows of each
+(`psg_fx/ops/experts.py`).
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class ExpertOuter(_OfExperts):
     that both operands have beside, and that are summed, are further rows.
     """
 
-    name = "expert-matmul"
+    name = "segment-matmul"
 
     def roles(self, p: Pair) -> tuple[Axes, str, Axes, Axes]:
         """The rows, e, i and o."""
@@ -179,7 +180,7 @@ class ExpertSquares(ExpertOuter):
     2·n²·(i + o) flops for n rows instead of 2·n·i·o.
     """
 
-    name = "expert-squares"
+    name = "segment-squares"
 
     def fits(self, p: Pair, lead: Axes, expert: str, inputs: Axes, other: Axes) -> bool:
         return super().fits(p, lead, expert, inputs, other) and BATCH in (lead[0], expert) and BATCH in p.out
@@ -210,7 +211,7 @@ class ExpertSquares(ExpertOuter):
 class ExpertMatMul(_OfExperts):
     """out[b,t,o] = Σ_{e,i} onehot(ids)[b,t,e] x[b,t,i] v[e,i,o]: a direction v pushed through the experts."""
 
-    name = "expert-linear"
+    name = "segment-linear"
 
     def fits(self, p: Pair, lead: Axes, expert: str, inputs: Axes, other: Axes) -> bool:
         rest = [x for x in other if x not in (expert, *inputs)]
