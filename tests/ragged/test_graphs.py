@@ -144,7 +144,7 @@ class Wide(nn.Module):
 
 
 def test_each_parameter_has_the_cheaper_layout() -> None:
-    """Rows of the table stay where they lie; those of the layers, which are narrow, are padded and multiplied at once."""
+    """Rows of the table stay where they lie; those of narrow layers are padded and multiplied at once."""
     uneven = [graphs([sizes, *[2] * 20], [0] * 21, order) for sizes, order in ((9, "sorted"), (8, "shuffled"))]
     step = check(made(Wide), losses, uneven, quantities=usual())
     plan = PLAN.of(step.graphs["planned"])
