@@ -33,9 +33,6 @@ from .runner import graph_pass
 
 aten = torch.ops.aten
 
-_PRODUCTS = (aten.bmm.default, expert_outer)
-"""Ops whose results are stored."""
-
 _ROW = 32
 """Elements of which the sum is worth writing down: of n squares at most n / 32 numbers are."""
 
@@ -218,7 +215,7 @@ def _as_product(gm: GraphModule, total: Node, is_cheap: Callable[[torch.Tensor],
         return
     weights, value = sorted(_operands(weighted), key=lambda node: not _is_weights(node))
     like = value.meta["val"]
-    if _stored(value).target not in _PRODUCTS or not _is_weights(weights) or is_cheap(like):
+    if _stored(value).target not in (aten.bmm.default, expert_outer) or not _is_weights(weights) or is_cheap(like):
         return
     if any(node.meta["val"].dtype not in (torch.float32, torch.float64) for node in (weights, value, total)):
         return
