@@ -52,15 +52,15 @@ def _expert_mm(x: Tensor, w: Tensor, ids: Tensor) -> Tensor:
 
 def _expert_outer(x: Tensor, y: Tensor, ids: Tensor, experts: int) -> Tensor:
     if _lie_in_order(ids, experts):
-        ends = torch.searchsorted(ids, torch.arange(experts), right=True)
-        counts = ends.diff(prepend=ends.new_zeros(1))
+        sizes = torch.bincount(ids, minlength=experts).tolist()
     else:
         order, counts = _sorted(ids, experts)
-        order, counts = order[: len(order) - int(counts[-1])], counts[:-1]
-        x, y, ends = x.index_select(0, order), y.index_select(0, order), counts.cumsum(0)
+        *sizes, unknown = counts.tolist()
+        order = order[: len(order) - unknown]
+        x, y = x.index_select(0, order), y.index_select(0, order)
     if _grouped_on_cpu(x, y):
-        return F.grouped_mm(x.t(), y, offs=ends.to(torch.int32))
-    found, sizes = x.new_empty(experts, x.shape[1], y.shape[1]), counts.tolist()
+        return F.grouped_mm(x.t(), y, offs=torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32))
+    found = x.new_empty(experts, x.shape[1], y.shape[1])
     for product, a, b in zip(found.unbind(), x.split(sizes), y.split(sizes), strict=True):
         torch.mm(a.t(), b, out=product)
     return found
