@@ -20,7 +20,7 @@ from psg_fx.quantities.products import Dots
 from psg_fx.quantities.sums import Grads, Norms
 from psg_fx.reference.batch import Batch, as_dict, has_rows, is_packed
 from psg_fx.reference.definitions import Answer, definitions_for
-from psg_fx.reference.loop import Loss, WithLoss, losses_of_rows, one_loss, tracked
+from psg_fx.reference.loop import Loss, WithLoss, each_loss, tracked
 
 Computation = Callable[[], Answer]
 
@@ -67,11 +67,7 @@ class Problem:
 
     def losses(self) -> Iterator[Tensor]:
         """The loss of each sample, computed by itself; of rows, those of the whole batch."""
-        if self.in_rows:
-            yield from losses_of_rows(self.program, self.inputs, self.targets, self.batch_dim)
-            return
-        for i in range(self.size):
-            yield one_loss(self.program(*self.batch.sample(i)))
+        return each_loss(self.program, self.inputs, self.targets, self.batch_dim)
 
     @cached_property
     def wanted(self) -> dict[str, nn.Parameter]:

@@ -145,7 +145,7 @@ def reference_grads(
     with borrowed(model, dtype) as reset, own_random_state(model), torch.enable_grad(), Widened():
         for p in wanted.values():
             p.requires_grad_(True)
-        for loss in _losses(WithLoss(model, loss_fn), inputs, targets, batch_dim, dtype, reset):
+        for loss in each_loss(WithLoss(model, loss_fn), inputs, targets, batch_dim, dtype, reset):
             losses.append(loss.detach())
             found = gradients(loss, list(wanted.values()), kept=has_rows(batch_dim))
             for row, g in zip(rows.values(), found, strict=True):
@@ -153,10 +153,13 @@ def reference_grads(
     return torch.stack(losses), {name: torch.stack(row) for name, row in rows.items()}
 
 
-def _losses(
-    program: WithLoss, inputs: Any, targets: Any, batch_dim: Any, dtype: torch.dtype | None, reset: Callable[[], None]
-) -> Iterator[Tensor]:
-    """The loss of each sample."""
+def each_loss(
+    program: WithLoss, inputs: Any, targets: Any, batch_dim: Any, dtype: torch.dtype | None = None,
+    reset: Callable[[], None] = lambda: None,
+) -> Iterator[Tensor]:  # fmt: skip
+    """The loss of each sample, computed by itself; of rows, those of the whole batch.  reset: is called in front of
+    each computation.
+    """
     if has_rows(batch_dim):
         reset()
         yield from losses_of_rows(program, *_whole(inputs, targets, dtype), batch_dim)
