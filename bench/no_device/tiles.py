@@ -69,7 +69,7 @@ def _grams_executed() -> dict[str, dict[str, float]]:
             a, y = _operands(shape, dtype, "[b,t,i]")
             x = a.mT
             sums = torch.full((2, x.shape[0], gram_products.tiles(x.shape[1])), torch.nan)
-            meta = gram_kernels.meta(dtype, dtype, gram_products.SIDE) | {"AS_FLOAT32": True}
+            meta = gram_kernels.meta(gram_products.SIDE) | {"AS_FLOAT32": True}
             gram_kernels.gram_kernel[gram_kernels.grid(sums)](*gram_kernels.arguments(x, y, sums), **meta)
             both = (x.double() @ x.double().mT) * (y.double() @ y.double().mT)
             right = torch.stack([both.sum((1, 2)), both.diagonal(0, 1, 2).sqrt().sum(1)])
@@ -134,7 +134,7 @@ def _gram_binary(architecture: int) -> Any:
     from psg_fx.ops import gram_kernels
 
     pointers = dict.fromkeys(("x", "y"), POINTERS[torch.bfloat16]) | {"sums": "*fp32"}
-    meta = gram_kernels.meta(torch.bfloat16, torch.bfloat16, gram_products.SIDE)
+    meta = gram_kernels.meta(gram_products.SIDE)
     return _compiled(gram_kernels.gram_kernel, architecture, pointers, meta, {"x_i": 1, "y_o": 1})
 
 

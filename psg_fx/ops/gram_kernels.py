@@ -9,15 +9,12 @@ import triton
 import triton.language as tl
 from torch.library import wrap_triton
 
-from psg_fx.tensors import HALF
-
 
 @triton.jit  # type: ignore[untyped-decorator]
 def gram_kernel(  # type: ignore[no-untyped-def]
     x, y, sums, positions, x_depth, y_depth, tiles,
     x_n, x_t, x_i, y_n, y_t, y_o,
-    SIDE: tl.constexpr, DEPTH: tl.constexpr, X_PRECISION: tl.constexpr, Y_PRECISION: tl.constexpr,
-    AS_FLOAT32: tl.constexpr,
+    SIDE: tl.constexpr, DEPTH: tl.constexpr, AS_FLOAT32: tl.constexpr,
 ):  # fmt: skip
     """One tile (r, c), c <= r, of one sample: both Gram matrices in float32, multiplied and summed; of a tile on the
     diagonal the roots of the products on it, too.
@@ -31,8 +28,8 @@ def gram_kernel(  # type: ignore[no-untyped-def]
     r = tl.where((r + 1) * (r + 2) // 2 <= k, r + 1, tl.where(r * (r + 1) // 2 > k, r - 1, r))
     c = k - r * (r + 1) // 2
     down, across = r * SIDE + tl.arange(0, SIDE), c * SIDE + tl.arange(0, SIDE)
-    one = _tile(x + n * x_n, x_t, x_i, down, across, positions, x_depth, SIDE, DEPTH, X_PRECISION, AS_FLOAT32)
-    other = _tile(y + n * y_n, y_t, y_o, down, across, positions, y_depth, SIDE, DEPTH, Y_PRECISION, AS_FLOAT32)
+    one = _tile(x + n * x_n, x_t, x_i, down, across, positions, x_depth, SIDE, DEPTH, AS_FLOAT32)
+    other = _tile(y + n * y_n, y_t, y_o, down, across, positions, y_depth, SIDE, DEPTH, AS_FLOAT32)
     products = one * other
     tl.store(sums + program, tl.sum(products) * tl.where(r == c, 1.0, 2.0))
     diagonal = tl.sqrt(tl.where(down[:, None] == across[None, :], products, 0.0))
@@ -42,7 +39,7 @@ def gram_kernel(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _tile(  # type: ignore[no-untyped-def]
     x, x_t, x_i, down, across, positions, depth,
-    SIDE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr, AS_FLOAT32: tl.constexpr,
+    SIDE: tl.constexpr, DEPTH: tl.constexpr, AS_FLOAT32: tl.constexpr,
 ):  # fmt: skip
     """Σ_i x[t, i] x[t', i] for t in `down` and t' in `across`; 0 beyond the last position."""
     i = tl.arange(0, DEPTH).to(tl.int64)
@@ -54,7 +51,7 @@ def _tile(  # type: ignore[no-untyped-def]
         right = tl.load(right_at, (i[:, None] < depth - start) & (across[None, :] < positions), 0.0)
         if AS_FLOAT32:
             left, right = left.to(tl.float32), right.to(tl.float32)
-        found = tl.dot(left, right, found, input_precision=PRECISION)
+        found = tl.dot(left, right, found, input_precision="ieee")
         left_at += tl.full((), DEPTH, tl.int64) * x_i
         right_at += tl.full((), DEPTH, tl.int64) * x_i
     return found
@@ -62,7 +59,7 @@ def _tile(  # type: ignore[no-untyped-def]
 
 def launch(x: torch.Tensor, y: torch.Tensor, sums: torch.Tensor, side: int) -> None:
     """Write `sums` [2, n, tiles] from x [n, t, i] and y [n, t, o]."""
-    wrap_triton(gram_kernel)[grid(sums)](*arguments(x, y, sums), **meta(x.dtype, y.dtype, side))
+    wrap_triton(gram_kernel)[grid(sums)](*arguments(x, y, sums), **meta(side))
 
 
 def grid(sums: torch.Tensor) -> tuple[int]:
@@ -75,14 +72,6 @@ def arguments(x: torch.Tensor, y: torch.Tensor, sums: torch.Tensor) -> list[Any]
     return [x, y, sums, x.shape[1], x.shape[2], y.shape[2], sums.shape[2], *x.stride(), *y.stride()]
 
 
-def meta(x: torch.dtype, y: torch.dtype, side: int) -> dict[str, Any]:
+def meta(side: int) -> dict[str, Any]:
     """What is compiled into the kernel, and how many warps work on a tile."""
-    return {
-        "SIDE": side, "DEPTH": 64 if x in HALF and y in HALF else 32,
-        "X_PRECISION": _precision(x), "Y_PRECISION": _precision(y), "AS_FLOAT32": False,
-        "num_warps": 8 if side > 64 else 4, "num_stages": 3,
-    }  # fmt: skip
-
-
-def _precision(dtype: torch.dtype) -> str:
-    return "tf32" if dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    return {"SIDE": side, "DEPTH": 64, "AS_FLOAT32": False, "num_warps": 8 if side > 64 else 4, "num_stages": 3}
