@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from psg_fx.program.call import BatchDim
+from psg_fx.program.batch_dim import BatchDim
 from psg_fx.program.state import ParamFilter
 from psg_fx.quantities.base import Quantity
 from psg_fx.quantities.sums import Grads

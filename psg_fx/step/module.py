@@ -24,7 +24,8 @@ from psg_fx.graph.history import History
 from psg_fx.passes.compile.compile import compile_graph
 from psg_fx.passes.compile.sizes import Background
 from psg_fx.program.ambient import ambient_key, isolated
-from psg_fx.program.call import Apart, Call
+from psg_fx.program.apart import Apart
+from psg_fx.program.call import Call
 from psg_fx.program.captured import Cache, Captured, Key
 from psg_fx.program.guard import Guard, Lying, Structure, refuse_iterators
 from psg_fx.program.key import call_key
