@@ -138,7 +138,7 @@ def _nothing(op: Op, *dims: int) -> Placement:
 @sample_rule("_cdist_backward", proof="contraction")
 def cdist_backward(op: Op) -> Placement:
     """ḡa[n.., i, :] = Σ_j ȳ[n.., i, j] f(a[n.., i, :], b[n.., j, :], d[n.., i, j])."""
-    operands = [op.need(n) for n in ("grad", "x1", "x2", "cdist")]
+    operands = op.values()  # ȳ, a, b, d: from torch 2.14 on the first has another name
     lead = [[f"n{d}" for d in range(len(op.out().shape) - v.ndim, len(op.out().shape) - 2)] for v in operands]
     last = (["i", "j"], ["i", "k"], ["j", "k"], ["i", "j"])
     labels = [[*a, *b] for a, b in zip(lead, last, strict=True)]

@@ -140,7 +140,13 @@ def check(found: list[Outcome]) -> int:
     return sum(o.said.startswith("accepted") for o in found)
 
 
-NAMES = sorted(n for n in RULES if n != POINTWISE)
+def is_here(name: str) -> bool:
+    """Whether this torch has the operator of a rule: `qr` and `cholesky` went with 2.14."""
+    base = name.partition(".")[0]
+    return not base.isidentifier() or hasattr(torch.ops.aten, base)
+
+
+NAMES = sorted(n for n in RULES if n != POINTWISE and is_here(n))
 
 
 @pytest.mark.parametrize("name", NAMES)
