@@ -92,7 +92,7 @@ class Placed:
         self.classes = Slots(walk.classes, MappingProxyType.get)
         self.cells, self.contents = [c for c, _ in walk.cells], [held for _, held in walk.cells]
         self.functions = walk.functions
-        self.codes = [_CODE(f) for f in walk.functions]
+        self.codes = [part for f in walk.functions for part in _CODE(f)]
         self.named, self.items = walk.keys, walk.items
         self.hookless = walk.hookless
         self.arrays, self.looked = walk.arrays, walk.looked
@@ -116,7 +116,7 @@ class Placed:
             and self.classes.same()
             and not any(chain.from_iterable(map(_HOOKS, self.hookless)))
             and all(map(operator.is_, map(contents, self.cells), self.contents))
-            and all(map(_identical, map(_CODE, self.functions), self.codes))
+            and all(map(operator.is_, chain.from_iterable(map(_CODE, self.functions)), self.codes))
             and all(tuple(get()) == held for get, held in self.named)
             and all(_identical(tuple(get()), held) for get, held in self.items)
             and self.tensors.same([*map(dict.get, self.holders, self.keys), *self.fixed])
