@@ -17,6 +17,7 @@ from torch.fx import Node
 
 from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxis
+from psg_fx.ops.last_rows import last_rows
 
 from .values import Op, Result
 
@@ -163,6 +164,18 @@ def _put(op: Op) -> tuple[Result, list[Link]] | None:
     return (Result(target[0]), [link]) if fits else None
 
 
+def _last(op: Op) -> tuple[Result, list[Link]] | None:
+    """Of row t whether it is the last one with its p[t]: those it is compared with must be rows of its own sample."""
+    onto, pointer, kept, dim = op.args["onto"], op.args["index"], op.args["kept"], op.raw("dim", 0)
+    target, own = row_axis(op, onto), row_axis(op, pointer)
+    if target is None or own is None or target[0].dim != dim or own[0].dim != min(dim, pointer.meta["val"].ndim - 1):
+        return None
+    if kept is not None and (row_axis(op, kept) != own or _is_about(op, kept)):
+        return None
+    link = _link(op, pointer, target)
+    return None if link is None else (Result(own[0]), [link])
+
+
 def _is_about(op: Op, node: Node) -> bool:
     """Whether a value holds numbers of samples or of rows."""
     return op.known[node].structure or bool(op.known[node].index)
@@ -174,11 +187,11 @@ def _numbers(op: Op, *nodes: Any) -> bool:
 
 
 _COUNTING_BACK = (
-    aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_put.default, aten._unsafe_index_put.default,
+    aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_put.default, aten._unsafe_index_put.default, last_rows,
 )  # fmt: skip
 _READS = {
     aten.index.Tensor: _index, aten._unsafe_index.Tensor: _index, aten.index_select.default: _index_select,
-    aten.gather.default: _gather,
+    aten.gather.default: _gather, last_rows: _last,
 }  # fmt: skip
 _WRITES = {
     **dict.fromkeys((aten.index_add.default, aten.index_reduce.default), _write),

@@ -27,7 +27,7 @@ NEW = ("aten.new_zeros", "aten.new_ones", "aten.new_full")
 _FILLS = ("aten.zeros", "aten.ones", "aten.full", "aten.expand", *NEW)
 """Ops whose rows are all the same, wherever they are."""
 _FIX = (
-    "compute each row by itself, and add rows by index_add, scatter_add or scatter_reduce; self-loops can be added to "
+    "compute each row by itself, and add or write rows by index_add, index_put or scatter; self-loops can be added to "
     "the edges before the step (add_self_loops=False, torch_geometric.transforms.AddRemainingSelfLoops)"
 )
 _OTHERS = 7
@@ -288,8 +288,9 @@ class Concatenation:
         return not_shown(node, why, _FIX)
 
     def written(self, node: Node, write: Write) -> Node:
-        """The same of each part; pointers that are numbers in the code come last."""
-        parts = sorted(self.parts, key=lambda part: _is_plain(part.twins[write.index]))
+        """The same of each part; pointers that are numbers in the code come last, unless it is the last that stands."""
+        in_order = write.reduce == "last"
+        parts = sorted(self.parts, key=lambda part: not in_order and _is_plain(part.twins[write.index]))
         given = [(part.twins[write.index], part.twins[write.source]) for part in parts]
         kept = [part.kept for part in parts if part.kept is not None]
 

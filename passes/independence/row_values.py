@@ -17,6 +17,7 @@ from torch.fx import Node
 from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxis
 from psg_fx.graph.same_op import draws
+from psg_fx.ops.last_rows import last_rows
 
 from .row_links import Link, attending, pointing
 from .row_pairs import of_pairs
@@ -91,7 +92,7 @@ class RowValues:
 
     def is_structure(self, node: Node, about: Sequence[Node], others: Sequence[Node]) -> bool:
         """Whether a value is made of structure and of numbers in the code, and of nothing else."""
-        if not all(n in self.plain for n in others):
+        if not all(n in self.plain for n in others) or node.target is last_rows:  # a sample alone has the same
             return False
         if about:
             return True

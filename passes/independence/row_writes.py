@@ -2,7 +2,8 @@
 
     index_add(z, cat(p, q), cat(u, v)) = index_add(index_add(z, p, u), q, v)
 
-Rows that do not count add zero.  A largest value over several parts is not the largest of largest ones where it comes
+Rows that do not count add zero.  Where rows are written instead of added, the last one of each place stands: of the
+last part that has one there.  A largest value over several parts is not the largest of largest ones where it comes
 to derivatives: these are shared by all rows that are as large, so they are counted over all parts.
 """
 
@@ -17,21 +18,22 @@ from torch import Tensor
 from torch.fx import Node
 
 from psg_fx.graph import facts
+from psg_fx.ops.last_rows import last_rows
 
 from .values import bound, op_name
 
 aten = torch.ops.aten
 _PUTS = (aten.index_put.default, aten._unsafe_index_put.default)
-_WRITES = (*_PUTS, aten.index_add.default, aten.scatter_add.default, aten.scatter_reduce.two)
+_WRITES = (*_PUTS, aten.index_add.default, aten.scatter_add.default, aten.scatter_reduce.two, aten.scatter.src)
 _REDUCED = ("sum", "mean", "amax", "amin")
 
 
 @dataclass(frozen=True)
 class Write:
-    """An op that adds rows to where a pointer says, or reduces them there in another way.
+    """An op that adds rows to where a pointer says, writes them or reduces them there in another way.
 
     onto: to which values.  index, source: the pointer and what is added.  dim: the dim of onto it counts along.
-    places: the dims in which the rows of pointer and source lie.
+    places: the dims in which the rows of pointer and source lie.  reduce: "last" for rows that are written.
     """
 
     node: Node
@@ -44,10 +46,7 @@ class Write:
 
 
 def write_of(node: Node, along: Callable[[Node], bool]) -> Write | None:
-    """A node as such an op, whose pointer and values have rows of the axis; None for another one.
-
-    Rows that are written instead are in no order of which torch's derivative knows.
-    """
+    """A node as such an op, whose pointer and values have rows of the axis; None for another one."""
     if node.target not in _WRITES:
         return None
     given = bound(node)
@@ -56,13 +55,16 @@ def write_of(node: Node, along: Callable[[Node], bool]) -> Write | None:
     width, reduce = onto.meta["val"].ndim, given.get("reduce") or "sum"
     if node.target in _PUTS:
         ((dim, index), *more) = [(d, n) for d, n in enumerate(given["indices"]) if n is not None]
-        if more or index.meta["val"].ndim != 1 or source.meta["val"].ndim != width or not given["accumulate"]:
+        if more or index.meta["val"].ndim != 1 or source.meta["val"].ndim != width:
             return None
     else:
         dim, index = int(given["dim"]) % width, given["index"]
     if len({onto, index, source}) < 3 or not along(index) or not along(source) or reduce not in _REDUCED:
         return None
-    if reduce != "sum" and not (onto.meta["val"].is_floating_point() and _same_shape(index, source)):
+    if node.target is aten.scatter.src or not given.get("accumulate", True):
+        reduce = "last"
+    numbers = onto.meta["val"].dtype is not torch.bool if reduce == "last" else onto.meta["val"].is_floating_point()
+    if reduce != "sum" and not (numbers and (node.target in _PUTS or _same_shape(index, source))):
         return None
     return Write(node, onto, index, source, dim, {index: min(dim, index.meta["val"].ndim - 1), source: dim}, reduce)
 
@@ -77,6 +79,8 @@ Given = Sequence[tuple[Tensor, Tensor, Tensor | None]]
 
 def written(write: Write, onto: Tensor, parts: Given) -> Tensor:
     """What the op gives of all parts."""
+    if write.reduce == "last":
+        return _last(write, onto, parts)
     if write.node.target is not aten.scatter_reduce.two:
         for index, source, kept in parts:
             onto = _op(write, onto, index, zeroed(source, kept))
@@ -157,3 +161,50 @@ def _largest(write: Write, onto: Tensor, parts: Given, included: bool) -> Tensor
         moved = moved.scatter_add(write.dim, index, zeroed(_derivative(source), tied))
     found = most + moved / ties
     return found if count is None else torch.where(count > 0, found, onto)
+
+
+def _last(write: Write, onto: Tensor, parts: Given) -> Tensor:
+    """The last row of each place, z where there are none.  Rows that do not stand have the derivative of the place too,
+    as in torch, which knows of no order.
+    """
+    moved, taken = torch.zeros_like(onto), None
+    for index, source, kept in reversed(parts):
+        last = _wide(write, last_rows(onto, index, _entries(write, kept, index), write.dim), source)
+        stands = last if taken is None else last & ~_read(write, taken, index)
+        others = ~stands if kept is None else kept & ~stands
+        values = torch.where(stands, source, zeroed(source - source.detach(), others & source.isfinite()))
+        moved = _added(write, moved, index, values)
+        written = _added(write, torch.zeros_like(onto, dtype=torch.int64), index, last.to(torch.int64)) > 0
+        taken = written if taken is None else taken | written
+    assert taken is not None
+    return torch.where(taken, moved, onto)
+
+
+def _entries(write: Write, kept: Tensor | None, index: Tensor) -> Tensor | None:
+    """Which entries of a pointer count."""
+    if kept is None:
+        return None
+    return kept.expand_as(index) if write.node.target not in _PUTS else kept.reshape(-1)
+
+
+def _wide(write: Write, rows: Tensor, source: Tensor) -> Tensor:
+    """Something for each entry of a pointer, as it is for the entries of the values."""
+    if write.node.target not in _PUTS:
+        return rows
+    return rows.reshape([-1 if d == write.dim else 1 for d in range(source.ndim)]).expand_as(source)
+
+
+def _read(write: Write, x: Tensor, index: Tensor) -> Tensor:
+    """The rows of x that a pointer points to."""
+    if write.node.target not in _PUTS:
+        return x.gather(write.dim, index)
+    found: Tensor = aten.index(x, [None] * write.dim + [index])
+    return found
+
+
+def _added(write: Write, x: Tensor, index: Tensor, source: Tensor) -> Tensor:
+    """x with rows added to where a pointer says."""
+    if write.node.target not in _PUTS:
+        return x.scatter_add(write.dim, index, source)
+    found: Tensor = aten.index_put(x, [None] * write.dim + [index], source, True)
+    return found

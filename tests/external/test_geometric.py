@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import psg_fx
 from psg_fx.errors import NotYetSupported
-from support.graphs_of_nodes import BATCH_DIM, graphs, losses
+from support.graphs_of_nodes import BATCH_DIM, graphs, losses, with_attributes
 from support.rows_of_samples import Batch, Part, check
 
 geometric = pytest.importorskip("torch_geometric.nn")
@@ -68,6 +68,27 @@ LOOPED: dict[str, Callable[..., nn.Module]] = {
 def test_self_loops_that_a_layer_adds(name: str) -> None:
     """It drops those that there are by a mask, and joins the edges with one for each node."""
     check(made(LOOPED[name]), losses, BATCHES, quantities=[psg_fx.Grads(), psg_fx.ClippedSum(0.5)])
+
+
+class Weighted(nn.Module):
+    """Two layers that keep the weights of loops, of weights that a parameter has part in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weigh, self.head = nn.Linear(1, 1), nn.Linear(6, 3)
+        self.first, self.second = geometric.GCNConv(4, 5), geometric.GCNConv(5, 6, improved=True)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor, batch: Tensor, count: int) -> Tensor:
+        weight = torch.sigmoid(self.weigh(edge_weight[:, None]))[:, 0]
+        h = self.second(torch.tanh(self.first(x, edge_index, weight)), edge_index, weight)
+        return self.head(geometric.global_mean_pool(torch.tanh(h), batch, count))
+
+
+def test_weights_of_edges() -> None:
+    given = [with_attributes(b, 0) for b in BATCHES]
+    assert any((b.whole.inputs[1][0] == b.whole.inputs[1][1]).any() for b in given)
+    torch.manual_seed(0)
+    check(Weighted().double(), losses, given, quantities=[psg_fx.Grads(), psg_fx.ClippedSum(0.5)])
 
 
 def test_dropout_of_attention_with_loops_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,6 +36,21 @@ def graphs(sizes: list[int], edges: list[int], order: str = "sorted", seed: int 
         inputs = (x[mine], renumbered(edge_index[:, among], mine), torch.zeros(int(mine.sum()), dtype=torch.int64), 1)
         alone.append(Part(inputs, (y[s : s + 1],)))
     return Batch(Part((x, edge_index, ids, len(sizes)), (y,)), tuple(alone), BATCH_DIM)
+
+
+def with_attributes(given: Batch, width: int) -> Batch:
+    """A positive value for each edge, or several."""
+    size = (given.whole.inputs[1].shape[1], width) if width else (given.whole.inputs[1].shape[1],)
+    attr = torch.rand(size, generator=torch.Generator().manual_seed(5), dtype=torch.float64) + 0.5
+    ids = given.whole.inputs[2][given.whole.inputs[1][0]]
+
+    def part(of: Part, attr: Tensor) -> Part:
+        x, edge_index, batch, count = of.inputs
+        return Part((x, edge_index, attr, batch, count), of.targets)
+
+    alone = tuple(part(p, attr[ids == s]) for s, p in enumerate(given.alone))
+    dims = ((Rows("batch"), EDGES, Rows(None), Rows("batch"), 0), 0)
+    return replace(given, whole=part(given.whole, attr), alone=alone, batch_dim=dims)
 
 
 MANY: list[tuple[list[int], list[int], str]] = [

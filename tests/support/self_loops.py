@@ -141,3 +141,16 @@ class WithAttributes(Layers):
         h = torch.tanh(self.norm(self.first(x, edge_index, edge_attr)))
         h = torch.tanh(self.second(h, edge_index, edge_attr))
         return self.head(h.new_zeros(count, 6).index_add(0, batch, h))
+
+
+class Weighted(nn.Module):
+    """A GCN with weights of edges that a parameter makes of the given ones, summed over each graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weigh, self.layer, self.head = nn.Linear(1, 1), GCNConv(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor, batch: Tensor, count: int) -> Tensor:
+        weight = torch.sigmoid(self.weigh(edge_weight.unsqueeze(1))).squeeze(1)
+        h = torch.tanh(self.layer(x, edge_index, weight))
+        return self.head(h.new_zeros(count, 5).index_add(0, batch, h))
