@@ -44,24 +44,32 @@ class Calls:
 
 
 def _alike(repeat: Repeat, items: Sequence[Item]) -> Iterator[Calls]:
-    """The intervals, by which of their ops read which."""
+    """The intervals, by which of their ops read which.
+
+    No operand is another one, too: of two that are one tensor a compiler reads the first, in every call.
+    """
     groups: dict[Any, list[tuple[int, list[Node]]]] = {}
     for start in repeat.starts:
         inside, outer = _wiring(items[start : start + repeat.length])
         groups.setdefault(inside, []).append((start, outer))
     for group in groups.values():
-        if len(group) > 1:
-            yield _calls([start for start, _ in group], repeat.length, [outer for _, outer in group])
+        calls = _calls([start for start, _ in group], repeat.length, [outer for _, outer in group])
+        apart = [one for one, read in zip(group, calls.operands, strict=True) if len(set(read)) == len(read)]
+        if len(apart) > 1:
+            yield _calls([start for start, _ in apart], repeat.length, [outer for _, outer in apart])
 
 
 def _wiring(items: Sequence[Item]) -> tuple[tuple[Any, ...], list[Node]]:
-    """Of every value that the items read, its place among them, or None; and those that come from outside."""
+    """Of every value that the items read, its place among them, or the number of one from outside; and those that come
+    from outside, in the order of reading.
+    """
     place = _places(items)
+    number: dict[Node, int] = {}
     inside: list[Any] = []
     outer: list[Node] = []
 
     def read(node: Node) -> None:
-        inside.append(place.get(node))
+        inside.append(place[node] if node in place else number.setdefault(node, len(number)))
         if node not in place:
             outer.append(node)
 
@@ -87,7 +95,8 @@ def _calls(starts: Sequence[int], length: int, outer: Sequence[Sequence[Node]]) 
         for source in number.all_input_nodes:
             if not is_number(source):
                 columns.setdefault((source,) * len(starts), len(columns))
-    return Calls(tuple(starts), length, tuple(zip(*columns, strict=True)), tuple(slots), tuple(numbers))
+    operands = tuple(zip(*columns, strict=True)) or ((),) * len(starts)
+    return Calls(tuple(starts), length, operands, tuple(slots), tuple(numbers))
 
 
 def _compute(number: Node, found: dict[Node, None]) -> None:

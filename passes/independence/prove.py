@@ -9,6 +9,7 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.errors import PsgError
 from psg_fx.graph import facts
+from psg_fx.program.effects import WRITTEN
 
 from .row_links import Link
 from .unruled import refuse_effects
@@ -31,7 +32,7 @@ def prove(gm: GraphModule, refusals: Mapping[Node, PsgError] | None = None) -> l
     _check_model(prover)
     statistics = tuple(_check_outputs(prover))
     info = facts.graph_facts(gm)
-    notes = [*prover.notes, *(f"the buffer {name} keeps a statistic of the whole batch" for name in statistics)]
+    notes = [*prover.notes, *(f"{name} keeps a statistic of the whole batch" for name in statistics)]
     facts.update_graph(gm, notes=tuple(dict.fromkeys((*info.notes, *notes))), statistics=statistics)
     return [] if prover.rows is None else prover.rows.links
 
@@ -61,14 +62,20 @@ def _kept(gm: GraphModule) -> set[Node]:
 
 
 def _check_outputs(prover: Prover) -> list[str]:
-    """Outputs carry samples or know nothing of them; buffers must not know them.  Returns the buffers that hold a
-    statistic.
-    """
+    """Outputs carry samples or know nothing of them; buffers must not know them.  Returns what holds a statistic."""
     statistics = []
-    for spec, entry in facts.returned(prover.gm):
-        if not isinstance(entry, Node) or spec.kind in ("written", *facts.ABOUT_ROWS):
+    returned = facts.returned(prover.gm)
+    written = WRITTEN.of(prover.gm) if any(spec.kind == "written" for spec, _ in returned) else ()
+    labels = iter([entry.label for entry in written for _ in entry.tensors])
+    for spec, entry in returned:
+        label = next(labels) if spec.kind == "written" else f"the buffer {spec.name.removeprefix('model.')}"
+        if not isinstance(entry, Node) or spec.kind in facts.ABOUT_ROWS:
             continue
         found = prover.known[entry]
+        if spec.kind in ("buffer", "written") and (found.reduced or entry in prover.statistics):
+            statistics.append(label)
+        if spec.kind == "written":
+            continue
         if found.index or found.structure:
             raise mixed(entry, NUMBERS, "return values of the sample")
         if spec.kind == "output" and found.reduced:
@@ -79,8 +86,6 @@ def _check_outputs(prover: Prover) -> list[str]:
             if found.axes is not None or prover.knows_batch(entry):
                 raise mixed(entry, f"the buffer {spec.name!r} takes the values of the samples of this batch",
                             "model.eval(), or keep a value whose shape does not depend on the batch")  # fmt: skip
-            if found.reduced or entry in prover.statistics:
-                statistics.append(spec.name.removeprefix("model."))
     return statistics
 
 

@@ -132,7 +132,7 @@ class GraphFacts:
     held: names of parameters that the loss reaches through its closure.
     written_copy: the line that writes in place into what may be a copy or the value itself, "" for none.
     trims: the line that pads packed sequences to the longest one of the batch, "" for none.
-    statistics: buffers that keep a statistic of the batch, which nothing else reads (set by batch).
+    statistics: buffers and attributes that keep a statistic of the batch (set by batch).
     rows: the symbols of the numbers of rows, for each axis of rows whose samples have any number of them.
     more: what is of types that this module does not know (`Entry`).
     """

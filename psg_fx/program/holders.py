@@ -69,6 +69,7 @@ class Reached:
     def _look(self, value: Any, name: str) -> None:
         if isinstance(value, nn.Module):
             self._attributes(value, value.__dict__, type(value).__name__, skip=_TORCHS_OWN)
+            self._keyed(value._buffers, type(value).__name__, type(value).__name__)
             for group in ("_modules", "_forward_hooks", "_forward_pre_hooks"):
                 self._wait(value.__dict__.get(group, {}))
         elif isinstance(value, (torch.Tensor, torch.UntypedStorage)):

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from psg_fx.errors import BadArgument
 from psg_fx.reference.batch import Batch, as_dict, cast, has_rows, is_packed, is_rows, spread
 from psg_fx.reference.definitions import ByName
+from psg_fx.reference.state import State, modules_of
 
 Loss = Callable[..., Tensor]
 
@@ -97,18 +98,19 @@ def tracked(model: nn.Module, params: Sequence[str] | None) -> dict[str, nn.Para
 
 
 @contextmanager
-def borrowed(model: nn.Module, dtype: torch.dtype | None) -> Iterator[Callable[[], None]]:
-    """The model in `dtype` (None: as it is), afterwards exactly as before; yields a function that resets its buffers.
+def borrowed(model: nn.Module, dtype: torch.dtype | None, loss_fn: Loss | None = None) -> Iterator[Callable[[], None]]:
+    """The model in `dtype` (None: as it is), afterwards exactly as before; yields a function that resets buffers and
+    attributes, those of a loss that is a module too.
 
     In place rather than as a copy, because a loss whose closure holds a parameter would not see a copy.
     """
     before = {p: (p.data, p.grad, p.requires_grad) for p in model.parameters()}
-    buffers = [(m, key, b) for m in model.modules() for key, b in m._buffers.items() if b is not None]
+    own = modules_of(model)
+    state, of_loss = State(own), State(m for m in modules_of(loss_fn) if m not in own)
 
     def reset() -> None:
-        fresh = {b: cast(b, dtype).clone() for _, _, b in buffers}
-        for module, key, buffer in buffers:
-            module._buffers[key] = fresh[buffer]
+        state.lend(dtype)
+        of_loss.lend(None)
 
     try:
         for p in before:
@@ -120,8 +122,8 @@ def borrowed(model: nn.Module, dtype: torch.dtype | None) -> Iterator[Callable[[
             p.data = data
             p.grad = grad
             p.requires_grad_(requires_grad)
-        for module, key, buffer in buffers:
-            module._buffers[key] = buffer
+        state.restore()
+        of_loss.restore()
 
 
 def reference_grads(
@@ -142,7 +144,7 @@ def reference_grads(
     wanted = tracked(model, params)
     losses: list[Tensor] = []
     rows: dict[str, list[Tensor]] = {name: [] for name in wanted}
-    with borrowed(model, dtype) as reset, own_random_state(model), torch.enable_grad(), Widened():
+    with borrowed(model, dtype, loss_fn) as reset, own_random_state(model), torch.enable_grad(), Widened():
         for p in wanted.values():
             p.requires_grad_(True)
         for loss in each_loss(WithLoss(model, loss_fn), inputs, targets, batch_dim, dtype, reset):
@@ -215,7 +217,7 @@ def loss_of_the_batch(
     dtype: torch.dtype | None = torch.float64,
 ) -> float | None:
     """`loss_fn(model(x), y)` of the whole batch, as an ordinary step has it; None where that is not one number."""
-    with borrowed(model, dtype) as reset, own_random_state(model), torch.no_grad(), Widened():
+    with borrowed(model, dtype, loss_fn) as reset, own_random_state(model), torch.no_grad(), Widened():
         reset()
         try:
             loss = WithLoss(model, loss_fn)(*_whole(inputs, targets, dtype))
@@ -247,7 +249,7 @@ def draws_random_numbers(model: nn.Module, loss_fn: Loss, inputs: Any, targets: 
     rows = has_rows(batch_dim)
     sample = _whole(inputs, targets, None) if rows else Batch.of(inputs, targets, batch_dim).sample(0)
     program = WithLoss(model, loss_fn)
-    with borrowed(model, None) as reset, own_random_state(model), torch.no_grad():
+    with borrowed(model, None, loss_fn) as reset, own_random_state(model), torch.no_grad():
         losses = []
         for seed in (0, 1):
             reset()

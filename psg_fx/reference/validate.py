@@ -21,6 +21,7 @@ from psg_fx.reference.batch import has_rows
 from psg_fx.reference.by_vmap import vmap_reference
 from psg_fx.reference.definitions import GRADS, LOSSES, Answer, ByName, Definition, of_groups
 from psg_fx.reference.loop import Loss, draws_random_numbers, loss_of_the_batch, reference_grads
+from psg_fx.reference.state import unchanged
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 """Default tolerance by the dtype of the parameters; ReLU kinks alone cost float32 a few 1e-4."""
@@ -109,7 +110,8 @@ def validate(
     """Runs `step(inputs, targets)` once and compares the fields named by `checks` with the loop's.
 
     `step` is anything that returns an object with those fields; `definitions_for` makes the checks of given
-    quantities. groups, num_groups: as in the call of a step. Raises `BadArgument` when the model draws random numbers,
+    quantities. groups, num_groups: as in the call of a step. Buffers and attributes of modules are afterwards as they
+    were. Raises `BadArgument` when the model draws random numbers,
     since no two ways of computing would agree.
     """
     if draws_random_numbers(model, loss_fn, inputs, targets, batch_dim):
@@ -121,9 +123,14 @@ def validate(
         )
     own_dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     limit = TOLERANCE.get(own_dtype, 1e-3) if tolerance is None else tolerance
-    out = step(inputs) if targets is None else step(inputs, targets)
-    losses, grads = reference_grads(model, loss_fn, inputs, targets, batch_dim=batch_dim, params=params)
-    rough = reference_grads(model, loss_fn, inputs, targets, batch_dim=batch_dim, params=params, dtype=None)
+    with unchanged(model, loss_fn) as restore:
+        out = step(inputs) if targets is None else step(inputs, targets)
+        restore()  # what the step has written is not what it has read
+        losses, grads = reference_grads(model, loss_fn, inputs, targets, batch_dim=batch_dim, params=params)
+        rough = reference_grads(model, loss_fn, inputs, targets, batch_dim=batch_dim, params=params, dtype=None)
+        note = _second_opinion(model, loss_fn, inputs, targets, batch_dim, params, grads)
+        restore()
+        whole = loss_of_the_batch(model, loss_fn, inputs, targets)
     rows: list[ValidationRow] = []
     for check in checks:
         apart = groups is None or check.of_samples
@@ -132,8 +139,6 @@ def validate(
             for own, each in ((losses, grads), rough)
         )
         rows += _compare(check, _named(getattr(out, check.field)), want, near, limit)
-    note = _second_opinion(model, loss_fn, inputs, targets, batch_dim, params, grads)
-    whole = loss_of_the_batch(model, loss_fn, inputs, targets)
     return ValidationReport(rows, limit, note, [*notes, *_of_the_batch(losses, whole)])
 
 

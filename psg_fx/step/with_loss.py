@@ -137,7 +137,7 @@ class LossModule(PerSampleModule):
         """The step for a batch that does not fit into the memory budget."""
         if names := step.statistics:
             raise BadArgument(
-                f"the buffer {names[0]} keeps a statistic of the whole batch, which would run in parts",
+                f"{names[0]} keeps a statistic of the whole batch, which would run in parts",
                 where="memory_budget",
                 why=f"{call.batch_size()} samples do not fit into the budget at once, and parts have other statistics",
                 fix="give more memory, or run smaller batches by psg_fx.microbatch",

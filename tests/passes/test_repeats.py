@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import psg_fx
 from psg_fx.graph import facts
@@ -156,3 +157,22 @@ def test_compiled_for_any_batch_size() -> None:
         found, wanted = step(x, x).clipped_sum, reference(x, x).clipped_sum
         for name in wanted:
             torch.testing.assert_close(found[name], wanted[name])
+
+
+def test_no_operand_is_another_one_too() -> None:
+    """A compiler traces a function with the operands of its first call: two that are one tensor there are one in all
+    calls.
+    """
+
+    def chain(*x: Tensor) -> Tensor:
+        found = x[0]
+        for k in (1, 2, 3, 1, 4, 5, 6, 7, 8, 9, 10, 11):
+            found = found + x[k]
+        return found
+
+    given = [torch.full((2,), float(k)) for k in range(12)]
+    once = written_once(make_fx(chain, tracing_mode="fake")(*given), fewest=4)
+    assert len(calls(once)) == 2
+    assert torch.equal(torch.compile(once, backend="aot_eager")(*given), chain(*given))
+    for call in calls(once):
+        assert len(set(call.args)) == len(call.args)

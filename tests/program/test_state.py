@@ -183,6 +183,52 @@ def test_buffers_are_updated_as_one_forward_does() -> None:
     assert model.calls == 4
 
 
+class Averaging(nn.Module):
+    """Subtracts a running mean that it keeps: written in place, assigned to a buffer, or to an attribute."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.way = nn.Linear(4, 3).double(), way
+        mean = torch.zeros(3, dtype=torch.float64)
+        if way == "attribute":
+            self.mean = mean
+        else:
+            self.register_buffer("mean", mean)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        out = h - self.mean
+        now = 0.9 * self.mean + 0.1 * h.detach().mean(0)
+        if self.way == "in place":
+            self.mean.copy_(now)
+        else:
+            self.mean = now
+        return out
+
+
+@pytest.mark.parametrize("way", ["in place", "assigned", "attribute"])
+def test_a_state_that_is_read_and_written(way: str) -> None:
+    """Every step leaves what the forward leaves; a validation starts from what the step has read, and leaves all."""
+    model, ordinary = (nn.Sequential(nn.Tanh(), Averaging(way)) for _ in range(2))
+    step = psg_fx.transform(model, F.cross_entropy, backend="eager")
+    for _ in range(3):
+        before = model[1].mean
+        torch.testing.assert_close(before, ordinary[1].mean, rtol=1e-12, atol=1e-15)
+        kept = before.clone()
+        report = step.validate(X, Y)
+        assert report.ok, report
+        assert model[1].mean is before
+        assert torch.equal(before, kept)
+        step(X, Y)
+        ordinary(X)
+        assert (model[1].mean is before) == (way == "in place")
+    assert len(step.captures) == 1
+    small = psg_fx.transform(model, F.cross_entropy, backend="eager", memory_budget=600)
+    with pytest.raises(psg_fx.errors.BadArgument, match=r"mean keeps a statistic of the whole batch"):
+        small(X, Y)
+
+
 def test_a_failed_call_leaves_everything() -> None:
     model = Counting()
     step = step_of(model)

@@ -1,0 +1,62 @@
+"""What modules hold beside their parameters, and code that runs may change: buffers and attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from psg_fx.reference.batch import cast
+
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training"}
+
+
+def modules_of(*roots: Any) -> list[nn.Module]:
+    """Every module of these trees once; what is no module has none."""
+    return list(dict.fromkeys(m for root in roots if isinstance(root, nn.Module) for m in root.modules()))
+
+
+class State:
+    """The buffers and attributes of some modules as they are now, values of tensors included."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        places = [place for m in modules for place in ((m._buffers, frozenset[str]()), (m.__dict__, _OF_EVERY_MODULE))]
+        self._held = [(held, _own(held, skip), skip) for held, skip in places if isinstance(held, dict)]
+        tensors = {t for _, own, _ in self._held for t in own.values() if isinstance(t, Tensor)}
+        self._values = {t: t.detach().clone() for t in tensors if not isinstance(t, nn.Parameter)}
+
+    def restore(self) -> None:
+        """The same objects with the same values lie where they lay, and nothing else does."""
+        with torch.no_grad():
+            for tensor, value in self._values.items():
+                if tensor.layout is torch.strided and not tensor.is_inference() and not torch.equal(tensor, value):
+                    tensor.copy_(value)
+        self._put(lambda value: value)
+
+    def lend(self, dtype: torch.dtype | None) -> None:
+        """Copies in `dtype` (None: their own) lie there, so that writing into them changes nothing that is kept."""
+        fresh = {t: cast(value, dtype).clone() for t, value in self._values.items()}
+        self._put(lambda value: fresh.get(value, value) if isinstance(value, Tensor) else value)
+
+    def _put(self, shown: Callable[[Any], Any]) -> None:
+        for held, own, skip in self._held:
+            for key in _own(held, skip).keys() - own.keys():
+                del held[key]
+            held.update({key: shown(value) for key, value in own.items()})
+
+
+def _own(held: dict[str, Any], skip: frozenset[str]) -> dict[str, Any]:
+    return {key: value for key, value in held.items() if key not in skip}
+
+
+@contextmanager
+def unchanged(*roots: Any) -> Iterator[Callable[[], None]]:
+    """A block that leaves buffers and attributes of these modules as they were; yields what puts them back earlier."""
+    state = State(modules_of(*roots))
+    try:
+        yield state.restore
+    finally:
+        state.restore()
