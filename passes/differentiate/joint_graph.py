@@ -19,15 +19,14 @@ from psg_fx.graph import facts
 from psg_fx.graph.facts import InputSpec, OutputSpec, fact
 from psg_fx.graph.stages import Stage
 from psg_fx.graph.tracing import trace
-from psg_fx.op_table import known, under_autograd
+from psg_fx.op_table import known
 from psg_fx.ops.autograd_function import custom_call
 from psg_fx.source import locate
 
 from ..runner import graph_pass
+from . import replaced  # noqa: F401  (says what runs in the place of ops)
 from .described import described
 from .proof import carried, prove_cotangents
-
-aten = torch.ops.aten
 
 
 class _Tapped(Interpreter):
@@ -98,22 +97,6 @@ def differentiate(gm: GraphModule, input_gradients: tuple[bool, ...] = ()) -> Gr
     SITES.put(traced, described(gm, layout))
     prove_cotangents(gm, traced, known)
     return traced
-
-
-@under_autograd(aten._native_batch_norm_legit_no_training.default)
-def _normalized(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, mean: torch.Tensor, variance: torch.Tensor,
-    momentum: float, eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Batch norm on running statistics: y[b,c,..] = (x - μ[c]) (σ²[c] + ε)^-½ γ[c] + β[c].
-
-    By its formula, because torch's own backward on CPU is wrong for a batch of one whose gradient is transposed.
-    """
-    wide = (-1, *[1] * (x.ndim - 2))
-    scale = (variance + eps).rsqrt()
-    y = (x - mean.view(wide)) * (scale if weight is None else scale * weight).view(wide)
-    y = y if bias is None else y + bias.view(wide)
-    return y.to(x.dtype), mean.new_empty(0), mean.new_empty(0)
 
 
 def _require_sample_outputs(gm: GraphModule) -> None:

@@ -82,10 +82,9 @@ def _check_outputs(prover: Prover) -> list[str]:
             raise mixed(prover.origin[entry], f"the output {spec.name!r} of the model is reduced over the samples",
                         "return one row for each sample; if it is the model's own loss: transform(model, "
                         "loss_fn=lambda out: out.loss)")  # fmt: skip
-        if spec.kind == "buffer":
-            if found.axes is not None or prover.knows_batch(entry):
-                raise mixed(entry, f"the buffer {spec.name!r} takes the values of the samples of this batch",
-                            "model.eval(), or keep a value whose shape does not depend on the batch")  # fmt: skip
+        if spec.kind == "buffer" and (found.axes is not None or prover.knows_batch(entry)):
+            raise mixed(entry, f"the buffer {spec.name!r} takes the values of the samples of this batch",
+                        "model.eval(), or keep a value whose shape does not depend on the batch")  # fmt: skip
     return statistics
 
 

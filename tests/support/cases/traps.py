@@ -227,6 +227,17 @@ def _spectrum(m: Any, x: Tensor) -> Tensor:
     return torch.fft.irfft(f * torch.complex(m.re, m.im), n=x.shape[1], dim=1, norm="ortho")
 
 
+def _modes(m: Any, x: Tensor) -> Tensor:
+    """A Fourier layer that keeps the lowest modes (Li et al. 2021, arXiv:2010.08895): complex values are written into
+    slices, and at an index.
+    """
+    f = torch.fft.rfft(m.layer(x), dim=1, norm="ortho")
+    kept = torch.zeros_like(f)
+    kept[:, :2] = f[:, :2] * torch.complex(m.re, m.im)
+    kept[..., 0] = f[..., 1].conj()
+    return torch.fft.irfft(kept, n=x.shape[1], dim=1, norm="ortho")
+
+
 def _chosen(m: Any, x: Tensor) -> Tensor:
     return torch.where(m.layer(x) > m.threshold, m.high, m.low * x)
 
@@ -322,6 +333,8 @@ TRAPS = [
          module=model(lambda m, x: OwnLinear.apply(m.first(x).tanh(), m.second.weight, m.second.bias), first=linear(),
                       second=linear()), fallback=("second.weight", "second.bias")),
     Case("traps/fourier", x=SEQ, module=model(_spectrum, re=parameter(3, 4), im=parameter(3, 4)),
+         fallback=("re", "im")),
+    Case("traps/fourier-modes", x=SEQ, module=model(_modes, layer=linear(), re=parameter(2, 4), im=parameter(2, 4)),
          fallback=("re", "im")),
     Case("traps/where", x=SEQ, module=model(_chosen, layer=linear(), threshold=parameter(4), high=parameter(5, 1),
                                            low=parameter())),
