@@ -24,7 +24,6 @@ from psg_fx.ops.autograd_function import custom_call
 from psg_fx.source import locate
 
 from ..runner import graph_pass
-from . import replaced  # noqa: F401  (says what runs in the place of ops)
 from .described import described
 from .proof import carried, prove_cotangents
 

@@ -51,3 +51,12 @@ def _write_index(x: Tensor, source: Tensor, dim: int, index: int) -> Tensor:
 def _as_pairs(write: Callable[..., Tensor], x: Tensor, source: Tensor, dim: int, *place: int | None) -> Tensor:
     pairs = (torch.view_as_real(t.resolve_conj()) for t in (x, source))
     return torch.view_as_complex(write(*pairs, dim % x.dim(), *place))
+
+
+@under_autograd(aten.fractional_max_pool2d.default)
+def _fractional_max_pool(x: Tensor, kernel: list[int], size: list[int], drawn: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest of each window, and its place, counted through both dims: torch's backward takes no symbol for the
+    batch size.
+    """
+    _, places = aten.fractional_max_pool2d(x.detach(), kernel, size, drawn)
+    return x.flatten(-2).gather(-1, places.flatten(-2)).view(places.shape), places
