@@ -67,7 +67,7 @@ class GIN(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 5))
-        self.second = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
+        self.second = nn.Sequential(nn.Linear(5, 5), nn.Tanh())
         self.eps, self.head = nn.Parameter(torch.tensor([0.1, 0.2])), nn.Linear(5, 3)
 
     def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor, count: int) -> Tensor:

@@ -42,3 +42,11 @@ def one_in(share: int, cases: Iterable[Any], always: Container[str] = (), kinds:
         counts[kind] += 1
         found.append(pytest.param(*values, id=name, marks=[] if taken else pytest.mark.rest))
     return found
+
+
+def at_once(together: Iterable[str], names: Iterable[str]) -> list[Any]:
+    """Tuples of names as parameters of a test that captures all of a tuple in one program: those that are taken
+    `together`, and each name alone, marked `rest`.
+    """
+    alone = [pytest.param((name,), id=name, marks=pytest.mark.rest) for name in names]
+    return [pytest.param(tuple(together), id="together"), *alone]
