@@ -18,7 +18,7 @@ from fuzz.source import script
 from fuzz.trial import trial
 from support.selection import one_in
 
-SEED, PROGRAMS, PROOFS, CHUNK = 0, 18, 80, 10
+SEED, PROGRAMS, PROOFS, CHUNK = 0, 18, 80, 5
 
 
 def explained(made: Program, found: Outcome) -> str:
@@ -33,7 +33,7 @@ def test_program(number: int) -> None:
     assert not found.failed, explained(made, found)
 
 
-@pytest.mark.parametrize("first", one_in(8, range(0, PROOFS, CHUNK)))
+@pytest.mark.parametrize("first", one_in(16, range(0, PROOFS, CHUNK)))
 def test_proof(first: int) -> None:
     """Block i of every value is that of sample i; and half of the programs at least are answered and not refused."""
     kinds = []
