@@ -27,7 +27,7 @@ from psg_fx.algebra.asks import (
     whole,
 )
 from psg_fx.algebra.gradient import GRADIENTS, ParameterGradient
-from psg_fx.algebra.network import BATCH, Kind, Leaf, Source
+from psg_fx.algebra.network import BATCH, Form, Kind, Leaf, Network, Patches, Source
 from psg_fx.algebra.site import READ
 from psg_fx.graph import facts
 from psg_fx.ops import tile_products
@@ -184,9 +184,31 @@ def expected(joint: Joint, gradient: ParameterGradient) -> dict[str, Tensor]:
 
 SQUARED = ("sq_norms", "gram", "squares")
 ROWS = [case for case in CASES if not case.refused]
+FIRST = """
+    linear/one-in-one-out mm/right addmm/bias-one bmm/groups bmm/groups-left baddbmm/vector-bias matmul/right
+    matmul/vector-left matmul/batched matmul/batched-left matmul/more-param-dims matmul/outer mv/samples
+    einsum/heads einsum/diagonal einsum/lonely-data-axis einsum/repeated bilinear/seq conv1d/plain
+    conv1d/stride-padding conv1d/dilation conv1d/groups conv2d/no-bias conv2d/uneven-kernel conv2d/stride-leftover
+    conv2d/stride-padding conv2d/same-dilated conv2d/dilation conv2d/groups conv2d/depthwise
+    conv2d/depthwise-twice conv2d/pointwise-stride conv2d/pointwise-groups conv2d/pointwise-padding
+    conv2d/depthwise-dilated conv2d/one-output-pixel conv2d/patchify conv2d/large-kernel expand/image conv3d/plain
+    conv3d/mixed conv3d/dilation-padding conv3d/depthwise conv_transpose1d/plain conv_transpose1d/stride
+    conv_transpose2d/plain conv_transpose2d/no-bias conv_transpose2d/groups conv_transpose2d/dilation
+    conv_transpose2d/pointwise conv_transpose2d/pointwise-leftover conv_transpose2d/depthwise
+    conv_transpose3d/plain embedding/one-position embedding/twice embedding/scaled embedding/tied-head
+    embedding/tied-head-one-position embedding_bag/max-padding index/rows index/columns expert_mm/sorted
+    index/pairs index_select/rows gather/vector take/pairs one_hot/matmul layer_norm/several-dims
+    layer_norm/folded rms_norm/default-eps group_norm/no-space instance_norm/2d batch_norm/eval-2d add/full
+    add/scalar-to-scalar-samples sub/data-first mul/scalar mul/full mul/squared-use div/denominator pow/base
+    where/chosen maximum clamp/bound lerp/weight addcmul atan2 masked_fill/value prelu/one repeat/class-token
+    expand_as new_zeros/plus-param prefix/one-row-for-all prefix/qkv-chunks prefix/float32-cast uses/twice
+    uses/straight-and-transposed uses/both-operands uses/different-ops uses/one-op-twice uses/weight-as-bias
+    uses/conv-twice uses/unused uses/penalty fallback/cdist fill/parameter layers/gru
+"""
+"""One row of each network that any row has, as `test_no_other_row_has_another_network` says, and one of each op.  Traps
+use the rules that other rows are for; a few that are left have hundreds of trees, as a row beside them.
+"""
 LEFT = {"expert_mm/one-token", "bilinear", "layers/bilinear", "layers/lstm-two-ways"}
-FIRST = {case.name for case in ROWS if not case.name.startswith("traps/")} - LEFT
-"""Traps use the rules that other rows are for; those left have hundreds of trees, as a row beside them."""
 
 
 def offer_every_method(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +221,7 @@ def offer_every_method(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tile_products, "tile", lambda rows, columns: (2, 3))
 
 
-@pytest.mark.parametrize("case", in_one_process(ROWS, FIRST))
+@pytest.mark.parametrize("case", in_one_process(ROWS, FIRST.split()))
 def test_every_tree(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     values = joint(case)
     offer_every_method(monkeypatch)
@@ -215,3 +237,33 @@ def test_every_tree(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
                 smallest = 0.0 if key == FLOORS else 1e-3 * scale ** (2 if key in SQUARED else 1)
                 error = oracle.relative_error(got, want[key], smallest)
                 assert error < tolerance, f"{key} of {name} by {tree}: relative error {error:.2e}"
+
+
+def structure(network: Network) -> Any:
+    """What says which trees there are, whatever the axes are called; of their sizes, only whether they are 1."""
+    names: dict[str, str] = {BATCH: BATCH}
+
+    def renamed(axes: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(names.setdefault(axis, f"a{len(names)}") for axis in axes)
+
+    leaves = [
+        (type(leaf.form), leaf.kinds, leaf.dtype, renamed(leaf.axes), *strides(leaf.form)) for leaf in network.leaves
+    ]
+    return (*leaves, renamed(network.out), frozenset(names[a] for a, size in network.sizes.items() if size == 1))
+
+
+def strides(form: Form) -> tuple[Any, ...]:
+    return (form.groups, form.stride, form.dilation, form.padding) if isinstance(form, Patches) else ()
+
+
+def structures(case: Case) -> set[Any]:
+    """Of each parameter, those of all its uses."""
+    gradients = GRADIENTS.of(answered(case.name).step.graphs["merged"])
+    return {tuple(structure(term.network) for term in gradient.terms) for gradient in gradients.values()}
+
+
+@pytest.mark.rest
+def test_no_other_row_has_another_network() -> None:
+    found = {case.name: structures(case) for case in ROWS if not case.name.startswith("traps/")}
+    first = set().union(*(found[name] for name in FIRST.split()))
+    assert not {name for name, had in found.items() if had - first} - LEFT

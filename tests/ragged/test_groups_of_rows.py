@@ -145,7 +145,7 @@ def test_documents(apart: bool, asked: list[Any] | None, scatter: Scatter) -> No
     """The tied embedding has cross terms between two sets of rows."""
     if apart:
         scatter(of_rows, of_groups)
-    check(packed.made(depth=1), packed.losses, AUTHORS, asked)
+    check(packed.made(depth=1), packed.losses, AUTHORS if asked is None else AUTHORS[:2], asked)
 
 
 @pytest.mark.parametrize("apart", [pytest.param(False, marks=pytest.mark.rest), True])

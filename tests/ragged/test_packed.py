@@ -128,8 +128,11 @@ class NotMasked(Written):
         return (q @ k.transpose(-1, -2)) @ v
 
 
+MORE = [(WrittenHole, 6), (NotMasked, 0)]
+
+
 @pytest.mark.parametrize(
-    ("kind", "row"), [(WrittenHole, 6), (OverAll, 0), pytest.param(NotMasked, 0, marks=pytest.mark.rest)]
+    ("kind", "row"), [(OverAll, 0), *(pytest.param(*given, marks=pytest.mark.rest) for given in MORE)]
 )
 def test_weights_with_a_hole(kind: type[Packed], row: int) -> None:
     given = documents([3, 5, 2]).whole

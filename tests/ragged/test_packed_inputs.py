@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 import psg_fx
 from psg_fx.errors import BadArgument, NotYetSupported, PsgError
 from support.rows_of_samples import Batch, Part, check
+from support.selection import selected
 
 LENGTHS = [[2, 3, 1, 3], [3, 2], [1, 2, 2]]
 """Of which the last are for another graph: their longest is shorter."""
@@ -108,12 +109,12 @@ def test_tokens_and_targets_that_are_packed() -> None:
     check(Tagger().double(), of_tags, [tagged(n) for n in ([3, 2, 1], [2, 3, 1])], quantities=[psg_fx.Grads()])
 
 
-@pytest.mark.parametrize("lengths", [[2, 2], [1]], ids=str)
-def test_a_batch_of_samples_that_are_equally_long(lengths: list[int]) -> None:
+@pytest.mark.parametrize("many", selected([[[2, 2]], [[1]], [[2, 2], [4, 4]]], {"[[2, 2]]", "[[1]]"}))
+def test_a_batch_of_samples_that_are_equally_long(many: list[list[int]]) -> None:
     """What follows from a shorter one is seen of samples that are cut."""
     torch.manual_seed(0)
-    other = [tagged([2 * n for n in lengths])] if len(lengths) > 1 else []
-    check(Tagger().double(), of_tags, [tagged(lengths), *other], quantities=[psg_fx.Grads()], captures=1 + len(other))
+    given = [tagged(lengths) for lengths in many]
+    check(Tagger().double(), of_tags, given, quantities=[psg_fx.Grads()], captures=len(many))
 
 
 # --- ways to run a step -----------------------------------------------------------------------------------------------

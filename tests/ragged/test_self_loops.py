@@ -124,7 +124,7 @@ WAYS = ("index_add", "largest", "largest-and-own", "largest-of-none", "mean-with
 
 
 @pytest.mark.parametrize("masked", ALL_OR_MASKED)
-@pytest.mark.parametrize("names", at_once(WAYS, CUSTOM))
+@pytest.mark.parametrize("names", at_once([WAYS], CUSTOM))
 def test_what_is_done_along_edges_and_loops(names: tuple[str, ...], masked: bool) -> None:
     """Among others largest values with ties, whose derivative all of them share."""
     check(made(Custom, together(*names), masked), losses, batches(), quantities=usual())
@@ -207,7 +207,7 @@ OF_EDGES = {
 DEMANDING = ("by_distance", "of_differences", "picked_twice", "filled")
 
 
-@pytest.mark.parametrize("names", at_once(DEMANDING, OF_EDGES))
+@pytest.mark.parametrize("names", at_once([DEMANDING], OF_EDGES))
 def test_edges_that_a_mask_picks(names: tuple[str, ...]) -> None:
     check(made(Edges, *(OF_EDGES[name] for name in names)), losses, batches(), quantities=usual())
 

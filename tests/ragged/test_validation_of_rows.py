@@ -44,7 +44,7 @@ def test_the_loop_is_that_over_single_samples(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "of"), one_in(2, [(n, of) for of in ("groups", "samples") for n in ("graphs", "mean", "documents")])
+    ("name", "of"), one_in(4, [(n, of) for of in ("groups", "samples") for n in ("graphs", "mean", "documents")])
 )
 def test_every_quantity_is_compared(name: str, of: str) -> None:
     make, loss_fn, batch = MANY[name]
@@ -125,12 +125,11 @@ def test_a_mean_over_samples_whose_targets_are_rows() -> None:
         return packed.losses(out, **targets).mean()
 
     batch = packed.documents([3, 5, 2])
-    step = psg_fx.transform(packed.made(depth=1), mean, batch_dim=batch.batch_dim, quantities=MeanGrad(), backend="eager")
+    model = packed.made(depth=1)
+    step = psg_fx.transform(model, mean, batch_dim=batch.batch_dim, quantities=MeanGrad(), backend="eager")
     with pytest.raises(BadArgument, match=r"one number, and its targets hold rows(.|\n)*return the losses \[B\]"):
         step.validate(batch.whole.inputs, batch.whole.targets)
-    each = psg_fx.transform(
-        packed.made(depth=1), packed.losses, batch_dim=batch.batch_dim, quantities=MeanGrad(), backend="eager"
-    )
+    each = psg_fx.transform(model, packed.losses, batch_dim=batch.batch_dim, quantities=MeanGrad(), backend="eager")
     assert each.validate(batch.whole.inputs, batch.whole.targets, tolerance=1e-10).ok
 
 

@@ -45,7 +45,9 @@ class Packed(nn.Module):
     kind: how masks are made, in the first layer and in the others.
     """
 
-    def __init__(self, width: int = 8, heads: int = 2, kind: tuple[str, str] = ("bool", "bool"), depth: int = 2) -> None:
+    def __init__(
+        self, width: int = 8, heads: int = 2, kind: tuple[str, str] = ("bool", "bool"), depth: int = 2
+    ) -> None:
         super().__init__()
         self.heads, self.kind = heads, kind
         self.tokens, self.positions = nn.Embedding(7, width), nn.Embedding(8, width)

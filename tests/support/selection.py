@@ -53,9 +53,9 @@ def one_in(share: int, cases: Iterable[Any], always: Container[str] = (), kinds:
     return found
 
 
-def at_once(together: Iterable[str], names: Iterable[str]) -> list[Any]:
-    """Tuples of names as parameters of a test that captures all of a tuple in one program: those that are taken
-    `together`, and each name alone, marked `rest`.
+def at_once(groups: Iterable[Iterable[str]], names: Iterable[str]) -> list[Any]:
+    """Tuples of names as parameters of a test that captures all of a tuple in one program: each of the groups, and each
+    name alone, marked `rest`.
     """
-    alone = [pytest.param((name,), id=name, marks=pytest.mark.rest) for name in names]
-    return [pytest.param(tuple(together), id="together"), *alone]
+    together = [pytest.param(tuple(group), id=f"together-{k}") for k, group in enumerate(groups)]
+    return together + [pytest.param((name,), id=name, marks=pytest.mark.rest) for name in names]
