@@ -19,7 +19,7 @@ from psg_fx.step import rows as of_rows
 from support import bags_of_words, oracle, packed
 from support.bags_of_words import Bags, bags
 from support.expected import compare
-from support.graphs_of_nodes import GCN, GIN, EdgeMLP, graphs, losses, made
+from support.graphs_of_nodes import GCN, GIN, EdgeMLP, OneLayer, graphs, losses, made
 from support.rows_of_samples import Batch, RowsTruth, everything, run
 
 Scatter = Callable[..., None]
@@ -76,18 +76,6 @@ USERS: list[Given] = [
     (graphs([3, 2], [0, 0], "sorted", 6), [-1, -1], 3),
 ]
 """Users of unsorted nodes, blocks of graphs, graphs of none, one graph, users without graphs or with empty ones."""
-
-
-class OneLayer(nn.Module):
-    """Messages along edges once, summed over each graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.Linear(4, 3), nn.Linear(3, 3)
-
-    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor, count: int) -> Tensor:
-        h = torch.tanh(self.layer(torch.zeros_like(x).index_add(0, edge_index[1], x[edge_index[0]]) + x))
-        return self.head(h.new_zeros(count, h.shape[1]).index_add(0, batch, h))  # type: ignore[no-any-return]
 
 
 # Grads and Gram read the cross terms; what else there is, is made of these.
