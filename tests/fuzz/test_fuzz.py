@@ -25,7 +25,7 @@ def explained(made: Program, found: Outcome) -> str:
     return f"{found.kind}: {found.text or found.reason}\n{script(made)}\n{made.to_json()}"
 
 
-@pytest.mark.parametrize("number", one_in(5, range(PROGRAMS)))
+@pytest.mark.parametrize("number", one_in(9, range(PROGRAMS)))
 def test_program(number: int) -> None:
     """Exact or refused, for every quantity of the program, at three batch sizes."""
     made = program(SEED, number)
