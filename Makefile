@@ -27,6 +27,8 @@ GPU_PYTHON ?= $(BIN)/python
 # Inductor's compiled kernels stay here between runs, so that only the first run pays for them.
 test test-fast test-all test-backends test-latest fuzz: export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
 test test-fast test-all test-backends test-browser test-latest fuzz: export OMP_NUM_THREADS ?= 1
+# Where bytecode is not kept, every process compiles all tests anew before it runs the first one.
+test test-fast test-all test-backends test-browser test-latest: export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help setup test test-fast test-all test-backends test-browser test-latest fuzz gpu cuda demo bench coverage docs release lint style typecheck format clean
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / "psg_fx_tests_inductor"))
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # the CPU says what it has; else ten trial programs are compiled
@@ -16,8 +17,26 @@ os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")  # a file'
 import pytest
 
 from support.processes import Processes
+from support.selection import is_rest, leaves_out_the_rest
 
 gc.disable()  # until all is imported
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """What is marked `rest` is more than half of all, and not made where it is left out."""
+    if not leaves_out_the_rest(metafunc.config):
+        return
+    make, rest = metafunc.parametrize, metafunc.definition.get_closest_marker("rest")
+
+    def fewer(names: Any, values: Iterable[Any], *more: Any, **named: Any) -> None:
+        values = list(values)
+        kept = [k for k, value in enumerate(values) if not rest and not is_rest(value)] or [0]
+        if isinstance(named.get("ids"), (list, tuple)):
+            named["ids"] = [named["ids"][k] for k in kept]
+        make(names, [values[k] for k in kept] if values else [], *more, **named)
+
+    metafunc.parametrize = fewer  # type: ignore[method-assign]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

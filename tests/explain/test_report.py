@@ -82,8 +82,10 @@ def test_a_module_of_torch_is_named_by_its_path() -> None:
 
 def test_measured_beside_predicted(step: psg_fx.PerSampleModule, monkeypatch: pytest.MonkeyPatch) -> None:
     """A measured time for every tree that is not part of an earlier one, at random operands of every form."""
-    as_compiled = tree_times.compiled
+    as_compiled, in_rounds = tree_times.compiled, tree_times.time_rounds
     monkeypatch.setattr(tree_times, "compiled", lambda run, given, backend: as_compiled(run, given, "eager"))
+    short = {"rounds": 1, "min_run_time": 1e-4}
+    monkeypatch.setattr(tree_times, "time_rounds", lambda runs, **how: in_rounds(runs, **how | short))
     rows = [line for line in step.explain(measure=True, wide=True).splitlines() if "->" in line]
     assert len(rows) > len(list(step.parameters()))
     assert all(re.search(r"[mµ]s, measured [0-9.]+ [mµ]s", row) for row in rows)

@@ -15,6 +15,7 @@ from psg_fx.planner.plan import PLAN
 pytestmark = pytest.mark.xdist_group("screen")  # they read one step of a transformer
 
 SMALL = {"batch": 3, "layers": 3, "width": 16, "heads": 2, "tokens": 6, "vocabulary": 11}
+SMALL_CNN = {"batch": 3, "image": 8, "width": 3, "hidden": 7, "classes": 4}
 
 
 def made(name: str, sizes: dict[str, int], **options: object) -> psg_fx.PerSampleModule:
@@ -81,14 +82,13 @@ def test_layers_that_differ_do_not() -> None:
 
 def test_a_budget_says_what_it_did(gpt: psg_fx.PerSampleModule) -> None:
     assert "memory budget" not in gpt.explain()
-    one = SMALL | {"layers": 1}
-    roomy = made("gpt", one, memory_budget=10**9).explain()
+    roomy = made("simplecnn", SMALL_CNN, memory_budget=10**9).explain()
     assert "A memory budget holds" in roomy
     assert "No tree is another one" in roomy
     with pytest.raises(psg_fx.BadArgument) as refused:
-        made("gpt", one, memory_budget=1)
+        made("simplecnn", SMALL_CNN, memory_budget=1)
     least = int(refused.value.fix.split("memory_budget=")[1].split(",")[0])
-    tight = made("gpt", one, memory_budget=least).explain()
+    tight = made("simplecnn", SMALL_CNN, memory_budget=least).explain()
     assert "without it" in tight
     assert max(map(len, tight.splitlines())) <= WIDTH
 

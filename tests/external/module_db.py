@@ -59,10 +59,12 @@ def programs() -> list[Program]:
 
 
 @cache
-def database() -> tuple[Program, ...]:
-    """The programs of the database."""
+def database(module: str = "") -> tuple[Program, ...]:
+    """The programs of the database, or those of one of its modules: thousands of modules are built for all."""
     found: dict[str, Program] = {}
     for info in infos():
+        if module and info.name.removeprefix("nn.") != module:
+            continue
         for training in (True, False):
             for k, sample in enumerate(sample_inputs(info, training)):
                 entry = Entry(info.module_cls, sample, training)

@@ -21,6 +21,6 @@ def test_samples_that_mix_are_refused(program: Program) -> None:
     refused(program, with_loss)
 
 
-@pytest.mark.parametrize("program", [p for p in programs() if p.name.split("/")[1] in LAYERS], ids=str)
+@pytest.mark.parametrize("program", one_in(3, [p for p in programs() if p.name.split("/")[1] in LAYERS]))
 def test_samples_that_mix_in_the_model_are_refused_without_a_loss(program: Program) -> None:
     refused(program, drop_in)

@@ -18,14 +18,14 @@ from fuzz.source import script
 from fuzz.trial import trial
 from support.selection import one_in
 
-SEED, PROGRAMS, PROOFS, CHUNK = 0, 18, 80, 10
+SEED, PROGRAMS, PROOFS, CHUNK = 0, 18, 80, 5
 
 
 def explained(made: Program, found: Outcome) -> str:
     return f"{found.kind}: {found.text or found.reason}\n{script(made)}\n{made.to_json()}"
 
 
-@pytest.mark.parametrize("number", one_in(5, range(PROGRAMS)))
+@pytest.mark.parametrize("number", one_in(9, range(PROGRAMS)))
 def test_program(number: int) -> None:
     """Exact or refused, for every quantity of the program, at three batch sizes."""
     made = program(SEED, number)
@@ -33,7 +33,7 @@ def test_program(number: int) -> None:
     assert not found.failed, explained(made, found)
 
 
-@pytest.mark.parametrize("first", one_in(8, range(0, PROOFS, CHUNK)))
+@pytest.mark.parametrize("first", one_in(16, range(0, PROOFS, CHUNK)))
 def test_proof(first: int) -> None:
     """Block i of every value is that of sample i; and half of the programs at least are answered and not refused."""
     kinds = []

@@ -222,12 +222,9 @@ def test_users_and_parts() -> None:
     """Groups of samples, and fewer samples at a time."""
     model, given = made(Added), batch(6)
     x, y = given.whole.inputs[0], given.whole.targets[0]
-    alone = psg_fx.transform(model, F.cross_entropy, quantities=Grads(), backend="eager")(x, y).grads
-    ids = torch.tensor([1, 0, 1, 2, 2, 1])
-    of_users = psg_fx.transform(model, F.cross_entropy, quantities=Grads(), backend="eager")(x, y, groups=ids).grads
-    parts = psg_fx.microbatch(psg_fx.transform(model, F.cross_entropy, quantities=Grads(), backend="eager"), 4)(
-        x, y
-    ).grads
+    step = psg_fx.transform(model, F.cross_entropy, quantities=Grads(), backend="eager")
+    alone, ids = step(x, y).grads, torch.tensor([1, 0, 1, 2, 2, 1])
+    of_users, parts = step(x, y, groups=ids).grads, psg_fx.microbatch(step, 4)(x, y).grads
     for name, g in alone.items():
         expected = torch.zeros(3, *g.shape[1:], dtype=g.dtype).index_add(0, ids, g)
         torch.testing.assert_close(of_users[name], expected)

@@ -22,11 +22,11 @@ WIDTH, EXPERTS, CHOICES = 4, 3, 2
 class Loop(nn.Module):
     """Each token goes to its two best experts."""
 
-    def __init__(self) -> None:
+    def __init__(self, experts: int = EXPERTS) -> None:
         super().__init__()
-        self.gate, self.head = nn.Linear(WIDTH, EXPERTS), nn.Linear(WIDTH, 3)
+        self.gate, self.head = nn.Linear(WIDTH, experts), nn.Linear(WIDTH, 3)
         self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 5), nn.GELU(), nn.Linear(5, WIDTH)) for _ in range(EXPERTS)
+            nn.Sequential(nn.Linear(WIDTH, 5), nn.GELU(), nn.Linear(5, WIDTH)) for _ in range(experts)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,6 +70,13 @@ class Numbered(Loop):
         return out
 
 
+class EachInOneWay(Loop):
+    """Three experts, three ways."""
+
+    def add(self, out, e, expert, flat, weights, ids):  # type: ignore[no-untyped-def]
+        return (OneHot, Masked, Numbered)[e].add(self, out, e, expert, flat, weights, ids)  # type: ignore[arg-type]
+
+
 class Replaced(Loop):
     """Rows of a choice are written where they are, and all choices added at the end."""
 
@@ -95,14 +102,15 @@ class OfImages(Loop):
         return self.head((x + out).mean(1))
 
 
-def made(kind: type[nn.Module]) -> nn.Module:
+def made(kind: type[nn.Module], *given: int) -> nn.Module:
     torch.manual_seed(0)
-    return kind().double()
+    return kind(*given).double()
 
 
-@pytest.mark.parametrize(
-    "kind", selected([Loop, OneHot, Masked, Numbered, Replaced, OfImages], {"OneHot", "Masked", "Replaced", "OfImages"})
-)
+KINDS = [Loop, OneHot, Masked, Numbered, EachInOneWay, Replaced, OfImages]
+
+
+@pytest.mark.parametrize("kind", selected(KINDS, {"EachInOneWay", "Replaced", "OfImages"}))
 def test_norms_and_sums(kind: type[nn.Module]) -> None:
     """One step for all batch sizes."""
     check(made(kind), F.cross_entropy, [batch(4), batch(1)], quantities=[Norms(), ClippedSum(0.1)])
@@ -119,7 +127,7 @@ class Logarithms(Loop):
 
 def test_rows_that_are_not_picked_leave_no_trace() -> None:
     """An expert is computed from rows that were sent to it alone, so nothing is infinite or no number."""
-    check(made(Logarithms), F.cross_entropy, [batch(5)], quantities=[Norms()])
+    check(made(Logarithms, 2), F.cross_entropy, [batch(5)], quantities=[Norms()])
 
 
 class Elsewhere(Loop):
@@ -158,7 +166,7 @@ class First(Loop):
 
 @pytest.mark.parametrize("kind", selected([Elsewhere, Statistic, Counted, First], {"Elsewhere", "Statistic", "First"}))
 def test_what_joins_rows_is_refused(kind: Callable[[], nn.Module]) -> None:
-    step = psg_fx.transform(made(kind), F.cross_entropy, quantities=Norms(), backend="eager")  # type: ignore[arg-type]
+    step = psg_fx.transform(made(kind, 2), F.cross_entropy, quantities=Norms(), backend="eager")  # type: ignore[arg-type]
     given = batch(3).whole
     with pytest.raises(PsgError):
         step(given.inputs[0], given.targets[0])

@@ -21,7 +21,7 @@ aten = torch.ops.aten
 INTO = (aten.bmm.dtype, aten.mm.dtype)
 SIZES: dict[str, dict[str, Any]] = {
     "mlp": {},
-    "gpt": {"batch": 3, "layers": 2, "width": 64, "heads": 2, "tokens": 16, "vocabulary": 11},
+    "gpt": {"batch": 3, "layers": 1, "width": 64, "heads": 2, "tokens": 16, "vocabulary": 11},
     "vit": {"batch": 3, "layers": 1, "width": 12, "image": 8, "patch": 4},
     "simplecnn": {"batch": 3, "image": 8, "width": 3, "hidden": 7, "classes": 4},
     "lstm": {"batch": 3, "tokens": 5, "vocabulary": 11, "width": 16, "hidden": 24, "layers": 1},
@@ -82,7 +82,7 @@ def test_same_numbers(name: str, field: str) -> None:
 def test_gram_matrices_take_their_operands_as_they_are() -> None:
     before, after = graphs("gpt", Norms())
     wide = [n for n in before.graph.nodes if n.target in (aten.bmm.default, aten.mm.default) and wants_float(n)]
-    assert len(wide) > 8
+    assert len(wide) > 4
     left = [n for n in after.graph.nodes if n.target in (aten.bmm.default, aten.mm.default) and wants_float(n)]
     assert {facts.fact(n).contracts for n in left} == {"embed.weight"}  # what an embedding returns is float32
     assert sum(n.target in INTO for n in after.graph.nodes) == len(wide) - len(left)
@@ -93,7 +93,7 @@ def wants_float(node: Any) -> bool:
     return bool(node.meta["val"].dtype is torch.float32)
 
 
-@pytest.mark.parametrize(("tokens", "padded"), [pytest.param(16, 0, marks=pytest.mark.rest), (19, 12)])
+@pytest.mark.parametrize(("tokens", "padded"), [pytest.param(16, 0, marks=pytest.mark.rest), (19, 6)])
 def test_columns_come_in_whole_multiples(tokens: int, padded: int) -> None:
     sizes = SIZES["gpt"] | {"tokens": tokens}
     before, after = graphs("gpt", Norms(), sizes)
@@ -107,7 +107,7 @@ def test_columns_come_in_whole_multiples(tokens: int, padded: int) -> None:
 def test_gradients_are_not_rounded_between() -> None:
     before, after = graphs("gpt", Grads())
     assert not any(n.target in INTO for n in before.graph.nodes)
-    assert sum(n.target in INTO for n in after.graph.nodes) >= 8
+    assert sum(n.target in INTO for n in after.graph.nodes) >= 4
 
 
 def test_a_cpu_keeps_its_graph() -> None:

@@ -108,13 +108,13 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "both": lambda: (Both(), torch.randn(3, 5, 4)),
     "tied": lambda: (nn.Sequential(*[nn.Linear(4, 4)] * 2, nn.Linear(4, 4)), torch.randn(3, 5, 4)),
     "convolutions": lambda: (
-        nn.Sequential(*(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(2, 4)) for _ in range(3))),
+        nn.Sequential(*(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(2, 4)) for _ in range(2))),
         torch.randn(3, 4, 6, 6),
     ),
 }
 
 
-@pytest.mark.parametrize("name", selected(MODELS, {"convolutions", "both", "different"}))
+@pytest.mark.parametrize("name", selected(MODELS, {"convolutions", "both"}))
 def test_copies_are_what_tracing_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = MODELS[name]()
     copied = tidied(model, x)

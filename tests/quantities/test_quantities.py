@@ -76,7 +76,7 @@ def test_row(case: Case) -> None:
     check_answers(case, found.step)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.vmap], ids=str)
+@pytest.mark.parametrize("case", one_in(4, [case for case in CASES if case.vmap]))
 def test_vmap_agrees(case: Case) -> None:
     """The oracle itself, against a second opinion."""
     truth = Truth(case)

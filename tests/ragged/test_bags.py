@@ -17,7 +17,7 @@ MODES: list[dict[str, Any]] = [
     {"mode": "sum"}, {"mode": "mean"}, {"mode": "max"}, {"mode": "sum", "weighted": True},
     {"mode": "mean", "padding_idx": 2}, {"mode": "max", "padding_idx": -1},
 ]  # fmt: skip
-DEMANDING = MODES[3:5]
+DEMANDING = MODES[3:4]
 
 
 @pytest.mark.parametrize(
@@ -52,21 +52,17 @@ def check_mode(given: dict[str, Any], last: bool, quantities: Any) -> None:
     assert "proven: rows of input_0, input_2 point to their own sample by their ids" in step.explain()
 
 
-@pytest.mark.parametrize(
-    ("offsets", "words"),
-    [
-        ([0, 4, 3, 5], "entry 2 breaks it"), ([1, 3, 3, 5], "entry 0 breaks it"), ([0, 3, 3, 12], "entry 3 breaks it"),
-        ([0, -1, 3, 5], "entry 1 breaks it"),
-    ],
-)  # fmt: skip
-def test_offsets_that_are_none(offsets: list[int], words: str) -> None:
+def test_offsets_that_are_none() -> None:
+    """In the first call and in later ones."""
     given = bags([3, 0, 2, 4], False)
     step = psg_fx.transform(
         Bags(mode="sum").double(), losses, batch_dim=given.batch_dim, quantities=psg_fx.Norms(), backend="eager"
     )
     ids, _, weights = given.whole.inputs
-    with pytest.raises(BadArgument, match=f"do not say where samples begin(.|\n)*{words}"):
-        step((ids, torch.tensor(offsets), weights), given.whole.targets)
+    for place, offsets in ((2, [0, 4, 3, 5]), (0, [1, 3, 3, 5]), (3, [0, 3, 3, 12]), (1, [0, -1, 3, 5])):
+        with pytest.raises(BadArgument, match=f"do not say where samples begin(.|\n)*entry {place} breaks it"):
+            step((ids, torch.tensor(offsets), weights), given.whole.targets)
+        step(given.whole.inputs, given.whole.targets)
 
 
 def test_other_offsets_than_those_of_the_rows() -> None:

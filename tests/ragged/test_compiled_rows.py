@@ -16,21 +16,8 @@ from support.self_loops import GATConv
 pytestmark = [pytest.mark.slow, pytest.mark.inductor]
 
 
-class OneLayer(nn.Module):
-    """Messages along edges once, summed over each graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.Linear(4, 3), nn.Linear(3, 3)
-
-    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor, count: int) -> Tensor:
-        h = torch.tanh(self.layer(x))
-        h = h + torch.zeros_like(h).index_add(0, edge_index[1], h[edge_index[0]])
-        return self.head(h.new_zeros(count, h.shape[1]).index_add(0, batch, h))  # type: ignore[no-any-return]
-
-
 def test_graphs() -> None:
-    model = graphs_of_nodes.made(OneLayer)
+    model = graphs_of_nodes.made(graphs_of_nodes.OneLayer)
     quantities = [psg_fx.Norms(), psg_fx.ClippedSum(0.5)]
     many = [graphs_of_nodes.graphs(*given) for given in (graphs_of_nodes.MANY[0], graphs_of_nodes.MANY[4])]
     step = check(model, graphs_of_nodes.losses, many, quantities=quantities, backend="inductor")

@@ -19,9 +19,8 @@ from psg_fx.step import rows as of_rows
 from support import bags_of_words, oracle, packed
 from support.bags_of_words import Bags, bags
 from support.expected import compare
-from support.graphs_of_nodes import GCN, GIN, EdgeMLP, graphs, losses, made
+from support.graphs_of_nodes import GCN, GIN, EdgeMLP, OneLayer, graphs, losses, made
 from support.rows_of_samples import Batch, RowsTruth, everything, run
-from support.selection import selected
 
 Scatter = Callable[..., None]
 Given = tuple[Batch, list[int], int | None]
@@ -79,6 +78,10 @@ USERS: list[Given] = [
 """Users of unsorted nodes, blocks of graphs, graphs of none, one graph, users without graphs or with empty ones."""
 
 
+# Grads and Gram read the cross terms; what else there is, is made of these.
+CROSS = [Grads(), Norms(), ClippedSum(0.5), Gram()]
+
+
 def test_every_quantity() -> None:
     """Of layers on nodes, edges and graphs, whose edges stay where they are."""
     step = check(made(EdgeMLP), losses, USERS)
@@ -92,11 +95,15 @@ def test_the_usual_quantities(kind: type[nn.Module]) -> None:
     check(made(kind), losses, USERS, [Grads(), Norms(), ClippedSum(0.5), MeanGrad()])
 
 
-@pytest.mark.parametrize("who", selected(["rows", "groups", "both"], {"groups"}))  # both: test_bags
-def test_every_quantity_of_rows_that_stay(who: str, scatter: Scatter) -> None:
+@pytest.mark.parametrize(
+    ("who", "asked"),
+    [("groups", CROSS), *(pytest.param(who, None, marks=pytest.mark.rest) for who in ("rows", "groups", "both"))],
+    ids=["groups-usual", "rows", "groups", "both"],
+)  # both: test_bags
+def test_every_quantity_of_rows_that_stay(who: str, asked: list[Any] | None, scatter: Scatter) -> None:
     """Rows, samples, or both: each axis has a layout of its own."""
     scatter(*{"rows": [of_rows], "groups": [of_groups], "both": [of_rows, of_groups]}[who])
-    step = check(made(EdgeMLP), losses, USERS)
+    step = check(made(EdgeMLP), losses, USERS if asked is None else USERS[::2], asked)
     assert "onehot(groups)" in step.explain()
 
 
@@ -117,10 +124,6 @@ AUTHORS: list[Given] = [
 ]
 
 
-# Grads and Gram read the cross terms; what else there is, is made of these.
-CROSS = [Grads(), Norms(), ClippedSum(0.5), Gram()]
-
-
 @pytest.mark.parametrize(
     ("apart", "asked"),
     [(False, CROSS), *(pytest.param(apart, None, marks=pytest.mark.rest) for apart in (False, True))],
@@ -130,7 +133,7 @@ def test_documents(apart: bool, asked: list[Any] | None, scatter: Scatter) -> No
     """The tied embedding has cross terms between two sets of rows."""
     if apart:
         scatter(of_rows, of_groups)
-    check(packed.made(), packed.losses, AUTHORS, asked)
+    check(packed.made(depth=1), packed.losses, AUTHORS if asked is None else AUTHORS[:2], asked)
 
 
 @pytest.mark.parametrize("apart", [pytest.param(False, marks=pytest.mark.rest), True])
@@ -147,7 +150,7 @@ def test_bags(apart: bool, scatter: Scatter) -> None:
 
 def test_a_loss_that_is_a_mean_and_calls_without_groups() -> None:
     """Calls with and without groups alternate; the mean gradient is that of samples in both."""
-    model, (batch, ids, count) = made(GIN), USERS[2]
+    model, (batch, ids, count) = made(OneLayer), USERS[2]
     asked = [Norms(), MeanGrad(), SecondMoment(centered=True)]
     step = psg_fx.transform(model, F.cross_entropy, batch_dim=batch.batch_dim, quantities=asked, backend="eager")
     alone, grouped = RowsTruth(model, losses, batch), GroupTruth(model, losses, USERS[2])
@@ -162,7 +165,7 @@ def test_what_is_not_finite_stays_in_its_group(apart: bool, scatter: Scatter) ->
     """A broken node of one graph: the user of that graph is left out of the sum, no other is."""
     if apart:
         scatter(of_rows, of_groups)
-    model, batch = made(GIN), graphs([3, 2, 5, 2], [4, 3, 7, 1], "shuffled")
+    model, batch = made(OneLayer), graphs([3, 2, 5, 2], [4, 3, 7, 1], "shuffled")
     step = psg_fx.transform(
         model, losses, batch_dim=batch.batch_dim, quantities=[Norms(), ClippedSum(0.3)], backend="eager"
     )
@@ -181,7 +184,7 @@ def test_what_is_not_finite_stays_in_its_group(apart: bool, scatter: Scatter) ->
 def test_what_is_refused() -> None:
     """Groups are of samples, which must not mix, and parts of a batch are still none of rows."""
     batch = graphs([3, 2, 5, 2], [4, 3, 7, 1])
-    step = psg_fx.transform(made(GIN), losses, batch_dim=batch.batch_dim, quantities=Norms(), backend="eager")
+    step = psg_fx.transform(made(OneLayer), losses, batch_dim=batch.batch_dim, quantities=Norms(), backend="eager")
     x, edge_index, nodes, total = batch.whole.inputs
     with pytest.raises(BadArgument, match=r"groups is of shape \(12,\)(.|\n)*each of the 4 samples"):
         step(batch.whole.inputs, batch.whole.targets, groups=nodes)
@@ -196,18 +199,6 @@ def test_what_is_refused() -> None:
         step((x, edge_index, outside, total), batch.whole.targets, groups=[0, 0, 1, 1])
     with pytest.raises(NotYetSupported, match="parts of rows of samples"):
         psg_fx.microbatch(step, 2)(batch.whole.inputs, batch.whole.targets, groups=[0, 0, 1, 1])
-
-
-class OneLayer(nn.Module):
-    """Messages along edges once, summed over each graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.Linear(4, 3), nn.Linear(3, 3)
-
-    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor, count: int) -> Tensor:
-        h = torch.tanh(self.layer(torch.zeros_like(x).index_add(0, edge_index[1], x[edge_index[0]]) + x))
-        return self.head(h.new_zeros(count, h.shape[1]).index_add(0, batch, h))  # type: ignore[no-any-return]
 
 
 @pytest.mark.slow

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import psg_fx
 from psg_fx import Rows
 from psg_fx.errors import BadArgument, NotYetSupported, PsgError, SamplesMixed
-from support.graphs_of_nodes import BATCH_DIM, EDGES, GIN, graphs, losses, made
-from support.rows_of_samples import Batch, check
+from support.graphs_of_nodes import BATCH_DIM, EDGES, OneLayer, graphs, losses, made
+from support.rows_of_samples import Batch, RowsTruth, check
 from support.selection import one_in
 
 
@@ -42,7 +42,7 @@ def edge_index(row: int, column: int, value: int) -> Tensor:
 @functools.cache
 def served() -> Any:
     """A step that has answered a call, for tests of batches that come later."""
-    found = step(made(GIN))
+    found = step(made(OneLayer))
     call(found, batch())
     return found
 
@@ -66,14 +66,14 @@ def test_an_edge_between_graphs(end: int, words: str) -> None:
 
 def test_an_edge_between_graphs_at_the_first_call() -> None:
     with pytest.raises(SamplesMixed, match="row 5 of the rows of input_1 is joined with one of the rows of input_0"):
-        call(step(made(GIN)), batch(), edge_index=edge_index(1, 5, 1))
+        call(step(made(OneLayer)), batch(), edge_index=edge_index(1, 5, 1))
 
 
 @of_one_step
 def test_edges_whose_ids_are_given() -> None:
     """Then both ends are checked against them."""
     ends = Rows(lambda x, edge_index, batch, count: batch[edge_index[1]], dim=1)
-    made_step = step(made(GIN), batch_dim=((Rows("batch"), ends, Rows("batch"), 0), 0))
+    made_step = step(made(OneLayer), batch_dim=((Rows("batch"), ends, Rows("batch"), 0), 0))
     expected = call(served(), batch()).norms
     torch.testing.assert_close(call(made_step, batch()).norms, expected)
     with pytest.raises(SamplesMixed, match="row 2 of the rows of input_1"):
@@ -87,7 +87,7 @@ def test_edges_whose_ids_are_given() -> None:
     [(-1, False), (4, False), (10**9, False), pytest.param(-1, True, id="first", marks=pytest.mark.rest)],
 )
 def test_ids_out_of_range(value: int, first: bool) -> None:
-    made_step, ids = step(made(GIN)) if first else served(), batch().whole.inputs[2].clone()
+    made_step, ids = step(made(OneLayer)) if first else served(), batch().whole.inputs[2].clone()
     ids[3] = value
     with pytest.raises(BadArgument, match=r"row 3 of the rows of input_0, input_2 belongs to no sample"):
         call(made_step, batch(), batch=ids)
@@ -99,7 +99,7 @@ def test_ids_out_of_range(value: int, first: bool) -> None:
     [(-11, False), (10, False), (10**9, False), pytest.param(10, True, id="first", marks=pytest.mark.rest)],
 )
 def test_edges_to_no_node(value: int, first: bool) -> None:
-    made_step = step(made(GIN)) if first else served()
+    made_step = step(made(OneLayer)) if first else served()
     with pytest.raises(SamplesMixed, match="row 6 of the rows of input_1"):
         call(made_step, batch(), edge_index=edge_index(0, 6, value))
 
@@ -187,12 +187,12 @@ def test_losses_that_are_not_of_samples(name: str) -> None:
 )
 def test_mistakes(kind: dict[str, Any], words: str) -> None:
     with pytest.raises(PsgError, match=words):
-        call(step(made(GIN), **kind), batch())
+        call(step(made(OneLayer), **kind), batch())
 
 
 def test_numbers_of_samples() -> None:
     """An int whose batch_dim is 0, the targets and num_samples= must agree."""
-    made_step, given = step(made(GIN)), batch()
+    made_step, given = step(made(OneLayer)), batch()
     with pytest.raises(BadArgument, match="the number of samples is 5 and 4"):
         call(made_step, given, count=5)
     with pytest.raises(BadArgument, match="the number of samples is 4 and 7"):
@@ -203,7 +203,7 @@ def test_numbers_of_samples() -> None:
 
 def test_without_a_loss() -> None:
     with pytest.raises(NotYetSupported, match="rows of samples without a loss"):
-        psg_fx.transform(made(GIN), batch_dim=BATCH_DIM[0], backend="eager")(*batch().whole.inputs)
+        psg_fx.transform(made(OneLayer), batch_dim=BATCH_DIM[0], backend="eager")(*batch().whole.inputs)
 
 
 @pytest.mark.parametrize("wrong", [("a", 0.5), (True, 0), (None, True), (1.5, 0)])
@@ -223,13 +223,15 @@ def test_what_is_said() -> None:
 def test_parts_of_a_batch() -> None:
     given = batch().whole
     with pytest.raises(NotYetSupported, match="parts of rows of samples"):
-        psg_fx.microbatch(step(made(GIN)), 2)(given.inputs, given.targets)
+        psg_fx.microbatch(step(made(OneLayer)), 2)(given.inputs, given.targets)
 
 
 def test_a_store_that_has_a_part_of_a_batch(tmp_path: Path) -> None:
     """The rows of a graph that is in the store would be those of one that is not, where that has none."""
     one, two = graphs([3], [2]).whole, graphs([3, 0], [2, 0]).whole
-    made_step = psg_fx.transform(made(GIN), losses, batch_dim=BATCH_DIM, quantities=psg_fx.Grads(), backend="eager")
+    made_step = psg_fx.transform(
+        made(OneLayer), losses, batch_dim=BATCH_DIM, quantities=psg_fx.Grads(), backend="eager"
+    )
 
     def interrupted() -> Iterator[Any]:
         yield (one.inputs, one.targets[0], {}), torch.tensor([0])
@@ -258,12 +260,11 @@ def test_samples_that_are_not_finite() -> None:
     x = given.whole.inputs[0].clone()
     x[4] = torch.nan  # of sample 2
     clipped = psg_fx.transform(
-        made(GIN), losses, batch_dim=BATCH_DIM, quantities=psg_fx.ClippedSum(1.0), backend="eager"
+        made(OneLayer), losses, batch_dim=BATCH_DIM, quantities=psg_fx.ClippedSum(1.0), backend="eager"
     )
     out, good = call(clipped, given, x=x), call(clipped, given)
     assert out.clip_factors[2] == 0
-    weighted = psg_fx.transform(made(GIN), losses, batch_dim=BATCH_DIM, quantities=psg_fx.Grads(), backend="eager")
-    grads, factors = call(weighted, given).grads, good.clip_factors
+    grads, factors = RowsTruth(made(OneLayer), losses, given).grads, good.clip_factors
     for name, value in out.clipped_sum.items():
         kept = [b for b in range(4) if b != 2]
         torch.testing.assert_close(value, sum(factors[b] * grads[name][b] for b in kept))
@@ -315,7 +316,7 @@ def test_pointers_that_are_moved() -> None:
 def test_ids_of_another_number_of_rows() -> None:
     wrong = Rows(lambda x, edge_index, batch, count: batch, dim=1)
     with pytest.raises(BadArgument, match="there is not one id for each of the rows of input_1"):
-        call(step(made(GIN), batch_dim=((Rows("batch"), wrong, Rows("batch"), 0), 0)), batch())
+        call(step(made(OneLayer), batch_dim=((Rows("batch"), wrong, Rows("batch"), 0), 0)), batch())
 
 
 class Sorted(OfNodes):

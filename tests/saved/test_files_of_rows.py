@@ -15,7 +15,7 @@ import psg_fx
 from psg_fx.errors import BadArgument, SamplesMixed
 from psg_fx.step.loaded import LoadedStep
 from support import bags_of_words, graphs_of_nodes, packed
-from support.graphs_of_nodes import GIN, MANY, graphs
+from support.graphs_of_nodes import MANY, OneLayer, graphs
 from support.programs_of_files import call_the_program
 from support.rows_of_samples import Batch
 
@@ -55,7 +55,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def of_graphs(folder: Path) -> Made:
     given = graphs([3, 0, 5, 2], [4, 0, 7, 1], "shuffled")
-    return Made(graphs_of_nodes.made(GIN), graphs_of_nodes.losses, given, folder)
+    return Made(graphs_of_nodes.made(OneLayer), graphs_of_nodes.losses, given, folder)
 
 
 @pytest.fixture(scope="module")

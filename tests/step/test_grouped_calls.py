@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,15 @@ LINEAR = [Grads(), WeightedSum(), MeanGrad(), Dots(), Projection(rank=2)]
 SQUARES = [Norms(), ClippedSum(0.3), SecondMoment()]
 
 
+@functools.cache
+def shared() -> Any:
+    """A step for tests of what it is given: nobody changes its model."""
+    return step(same_mlp(), quantities=[*LINEAR, *SQUARES, Gram()])
+
+
+of_one_step = pytest.mark.xdist_group("grouped calls")
+
+
 def batch(size: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(size)
     return torch.randn(size, 4, generator=generator).double(), torch.randint(3, (size,), generator=generator)
@@ -37,15 +47,16 @@ def compare(a: Any, b: Any) -> None:
     torch.testing.assert_close(vars(a), vars(b), atol=1e-10, rtol=1e-10)
 
 
+@of_one_step
 def test_what_numbers_of_groups_may_be() -> None:
     """A tuple, int32, with gaps in memory, NumPy."""
-    made = step(same_mlp(), quantities=SQUARES)
-    expected = made(*batch(6), groups=torch.tensor([2, 0, 2, -1, 2, 2]))
+    made, extra = shared(), given(3)
+    expected = made(*batch(6), groups=torch.tensor([2, 0, 2, -1, 2, 2]), **extra)
     for ids in (
         (2, 0, 2, -1, 2, 2), torch.tensor([2, 0, 2, -1, 2, 2], dtype=torch.int32),
         torch.tensor([[2, 0, 2, -1, 2, 2]] * 2).T[:, 0], torch.tensor([2, 0, 2, -1, 2, 2]).to(torch.int8).numpy(),
     ):  # fmt: skip
-        compare(made(*batch(6), groups=ids), expected)
+        compare(made(*batch(6), groups=ids, **extra), expected)
 
 
 @pytest.mark.parametrize(
@@ -71,8 +82,9 @@ def test_mistakes(wrong: dict[str, Any], words: str) -> None:
         made(*batch(6), **{"weights": torch.ones(2), **wrong})
 
 
+@of_one_step
 def test_no_samples_and_no_groups() -> None:
-    made, extra = step(same_mlp(), quantities=[*LINEAR, *SQUARES, Gram()]), given(3)
+    made, extra = shared(), given(3)
     x, y = batch(6)
     out = made(x[:0], y[:0], groups=[], num_groups=3, **extra)
     assert (out.norms == 0).all()
@@ -111,12 +123,13 @@ def test_calls_with_and_without_groups_alternate() -> None:
     assert len(made.captures) == 2
 
 
+@of_one_step
 def test_a_group_of_each_sample_is_the_sample() -> None:
     """Also where its number says nothing of its place."""
-    made = step(same_mlp(), quantities=SQUARES)
+    made, extra = shared(), given(5)
     x, y = batch(5)
     order = torch.tensor([3, 0, 4, 1, 2])
-    torch.testing.assert_close(made(x, y, groups=order).norms[order], made(x, y).norms)
+    torch.testing.assert_close(made(x, y, groups=order, **extra).norms[order], made(x, y, **extra).norms)
 
 
 def test_weighted_and_per_parameter() -> None:
@@ -143,8 +156,9 @@ def test_numbers_that_nobody_looks_at() -> None:
     assert unseen(torch.tensor([-1, -1]), 0).every(torch.ones(1, 2), (0,)).shape == (0, 2)
 
 
+@of_one_step
 def test_unseen_numbers_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = step(same_mlp(), quantities=[*LINEAR, *SQUARES])
+    made = shared()
     x, y = batch(6)
     ids, extra = torch.tensor([2, 0, 2, -1, 2, 0]), given(4)
     seen = made(x, y, groups=ids, num_groups=4, **extra)
@@ -195,8 +209,9 @@ def test_memory_budget() -> None:
         tight(x, y, groups=[0, 0, 1, 1, 2, 2])
 
 
+@of_one_step
 def test_validate() -> None:
-    made = step(same_mlp(), quantities=[*LINEAR, *SQUARES, Gram()])
+    made = shared()
     for ids in ([0, 0, 1, 1, 2, 2], [2, 0, 2, -1, 2, 2]):
         report = made.validate(*batch(6), groups=ids, num_groups=4, **given(4))
         assert report.ok, str(report)

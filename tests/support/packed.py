@@ -40,13 +40,18 @@ MANY = [([3, 5, 2], "sorted"), ([3, 0, 5, 2], "sorted"), ([4, 1, 2], "shuffled")
 
 
 class Packed(nn.Module):
-    """One layer of causal attention within documents, and one that sees all of a document."""
+    """One layer of causal attention within documents, and others that see all of a document.
 
-    def __init__(self, width: int = 8, heads: int = 2, kind: str = "bool") -> None:
+    kind: how masks are made, in the first layer and in the others.
+    """
+
+    def __init__(
+        self, width: int = 8, heads: int = 2, kind: tuple[str, str] = ("bool", "bool"), depth: int = 2
+    ) -> None:
         super().__init__()
         self.heads, self.kind = heads, kind
         self.tokens, self.positions = nn.Embedding(7, width), nn.Embedding(8, width)
-        self.layers = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(depth))
         self.out, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
 
     def mask(self, ids: Tensor, causal: bool) -> Tensor:
@@ -54,10 +59,10 @@ class Packed(nn.Module):
         size = ids.shape[1]
         if causal:
             same = same & torch.ones(size, size, dtype=torch.bool, device=ids.device).tril()
-        same = same[:, None]
-        if self.kind == "bool":
+        same, kind = same[:, None], self.kind[0 if causal else 1]
+        if kind == "bool":
             return same
-        low = -torch.inf if self.kind == "inf" else torch.finfo(torch.float64).min
+        low = -torch.inf if kind == "inf" else torch.finfo(torch.float64).min
         return torch.zeros(same.shape, dtype=torch.float64).masked_fill(~same, low)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

@@ -20,6 +20,15 @@ def selected(cases: Iterable[Any], chosen: Container[str]) -> list[Any]:
     return [pytest.param(c, id=name_of(c), marks=[] if name_of(c) in chosen else pytest.mark.rest) for c in cases]
 
 
+def leaves_out_the_rest(config: pytest.Config) -> bool:
+    """Whether this run has no test that is marked `rest`."""
+    return "not rest" in config.option.markexpr
+
+
+def is_rest(parameters: Any) -> bool:
+    return any(mark.name == "rest" for mark in getattr(parameters, "marks", ()))
+
+
 def name_of(case: Any) -> str:
     """A program's own name, a class's or a function's, or what the case prints as."""
     found: Any = getattr(case, "name", None) or getattr(case, "__name__", None)
@@ -42,3 +51,11 @@ def one_in(share: int, cases: Iterable[Any], always: Container[str] = (), kinds:
         counts[kind] += 1
         found.append(pytest.param(*values, id=name, marks=[] if taken else pytest.mark.rest))
     return found
+
+
+def at_once(groups: Iterable[Iterable[str]], names: Iterable[str]) -> list[Any]:
+    """Tuples of names as parameters of a test that captures all of a tuple in one program: each of the groups, and each
+    name alone, marked `rest`.
+    """
+    together = [pytest.param(tuple(group), id=f"together-{k}") for k, group in enumerate(groups)]
+    return together + [pytest.param((name,), id=name, marks=pytest.mark.rest) for name in names]

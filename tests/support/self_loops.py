@@ -122,15 +122,15 @@ class GATConv(nn.Module):
 
 
 class Layers(nn.Module):
-    """Two layers, summed over each graph."""
+    """One layer or two, summed over each graph."""
 
-    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+    def __init__(self, first: nn.Module, second: nn.Module | None = None) -> None:
         super().__init__()
         self.first, self.second, self.norm, self.head = first, second, nn.LayerNorm(6), nn.Linear(6, 3)
 
     def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor, count: int) -> Tensor:
         h = torch.tanh(self.norm(self.first(x, edge_index)))
-        h = torch.tanh(self.second(h, edge_index))
+        h = h if self.second is None else torch.tanh(self.second(h, edge_index))
         return self.head(h.new_zeros(count, 6).index_add(0, batch, h))
 
 
@@ -139,7 +139,7 @@ class WithAttributes(Layers):
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor, batch: Tensor, count: int) -> Tensor:  # type: ignore[override]
         h = torch.tanh(self.norm(self.first(x, edge_index, edge_attr)))
-        h = torch.tanh(self.second(h, edge_index, edge_attr))
+        h = h if self.second is None else torch.tanh(self.second(h, edge_index, edge_attr))
         return self.head(h.new_zeros(count, 6).index_add(0, batch, h))
 
 

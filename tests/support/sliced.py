@@ -116,7 +116,7 @@ def of_tokens(output: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), y.flatten())
 
 
-def llama(layers: int = 2) -> tuple[nn.Module, Any, Tensor, Tensor]:
+def llama(layers: int = 1) -> tuple[nn.Module, Any, Tensor, Tensor]:
     return Llama(layers), of_tokens, torch.randint(12, (6, 6)), torch.randint(12, (6, 6))
 
 
@@ -168,9 +168,10 @@ UP, DOWN = {"up": ColwiseParallel()}, {"down": RowwiseParallel()}
 CASES: dict[str, tuple[int, Any, Any]] = {
     "perceptron": (2, perceptron, of_perceptron),
     "embeddings": (2, embeddings, of_embeddings),
-    "llama": (2, llama, of_llama),
+    "llama": (2, partial(llama, layers=2), of_llama),
     "llama, cut sequences": (2, llama, of_sequences),
-    "llama, fully sharded": (4, partial(llama, layers=1), of_llama),
+    "deeper llama, cut sequences": (2, partial(llama, layers=2), of_sequences),
+    "llama, fully sharded": (4, llama, of_llama),
 }
 """How many processes (4: in two dims), the model, and its plan."""
 
