@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from psg_fx.graph import sample_axis
 from psg_fx.graph.facts import SampleAxis
@@ -139,11 +139,6 @@ def trailing(count: int | Callable[[Op], int], what: str) -> Callable[[Op], Plac
     return apply
 
 
-def _padded(pad: Sequence[object]) -> int:
-    """How many of the last dims are padded; `pad` counts from the last dim on, two numbers each."""
-    return 1 + max((k // 2 for k, amount in enumerate(pad) if amount != 0), default=-1)
-
-
 _SQUARE = """
     tril triu det linalg_det _linalg_det logdet slogdet linalg_slogdet _linalg_slogdet inverse linalg_inv linalg_inv_ex
     linalg_cholesky linalg_cholesky_ex cholesky cholesky_inverse linalg_eigh _linalg_eigh linalg_eigvalsh linalg_eig
@@ -152,9 +147,16 @@ _SQUARE = """
     linalg_matrix_rank geqrf linalg_ldl_factor linalg_ldl_factor_ex
 """
 sample_rule(*_SQUARE.split(), proof="trailing dims")(trailing(2, "it works on"))
-sample_rule("constant_pad_nd", "pad", "_pad_enum", "_pad_circular", proof="trailing dims")(
-    trailing(lambda op: _padded(op.raw("pad")), "it pads")
-)
+
+
+@sample_rule("constant_pad_nd", "pad", "_pad_enum", "_pad_circular", proof="along another dim")
+def pad(op: Op) -> Placement:
+    """Dims grow, or shrink, at both ends: two amounts for each, from the last dim on."""
+    x = _alone(op)
+    padded = {x.ndim - 1 - k // 2 for k, amount in enumerate(op.raw("pad")) if amount != 0}
+    if x.axis is not None and x.axis.dim in padded:
+        raise op.refuse(f"it pads dim {x.axis.dim}, the sample dim")
+    return x.axis
 
 
 @sample_rule("diag_embed", proof="view")
@@ -176,14 +178,19 @@ _SOLVES = """
 """
 
 
+_BATCHED = "give the right side as [B, n, k] and the matrix as [B, n, n], a shared one by matrix.expand(B, n, n)"
+
+
 @sample_rule(*_SOLVES.split(), proof="trailing dims")
 def solve(op: Op) -> Placement:
     """Matrices in the last two dims, the same leading dims in all arguments."""
     values = [v for v in op.values() if v.axis is not None]
-    if any(v.axis and v.axis.dim >= v.ndim - 2 for v in values):
-        raise op.refuse("its matrices run over the sample dim")
     if len({v.ndim for v in op.values()}) > 1:
-        raise op.unsupported("its arguments have different numbers of dims")
+        raise op.unsupported("its arguments have different numbers of dims", _BATCHED)
+    if any(v.axis and v.axis.dim >= v.ndim - 2 for v in values):
+        if len(values) == 1:
+            raise op.unsupported("the samples lie in a matrix, and are apart only as sides of a system", _BATCHED)
+        raise op.refuse("its matrices run over the sample dim")
     return Result(broadcast(op, values, values[0].ndim).axes) if values else None
 
 

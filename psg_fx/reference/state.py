@@ -23,7 +23,9 @@ class State:
     """The buffers and attributes of some modules as they are now, values of tensors included."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        places = [place for m in modules for place in ((m._buffers, frozenset[str]()), (m.__dict__, _OF_EVERY_MODULE))]
+        places: list[tuple[Any, frozenset[str]]] = [
+            place for m in modules for place in ((m._buffers, frozenset[str]()), (m.__dict__, _OF_EVERY_MODULE))
+        ]
         self._held = [(held, _own(held, skip), skip) for held, skip in places if isinstance(held, dict)]
         tensors = {t for _, own, _ in self._held for t in own.values() if isinstance(t, Tensor)}
         self._values = {t: t.detach().clone() for t in tensors if not isinstance(t, nn.Parameter)}
