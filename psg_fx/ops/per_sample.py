@@ -6,15 +6,19 @@ them would be right for one batch size only. So a symbolic batch is tried out fi
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from psg_fx.errors import NotYetSupported
+from psg_fx.graph.same_op import draws
 from psg_fx.graph.strides import free_of_strides
+from psg_fx.ops.define import of_torch_alone
 from psg_fx.torch_private.fakes import fake_batch
 from psg_fx.torch_private.modes import no_modes
 from psg_fx.torch_private.ops import core_decompositions
@@ -22,12 +26,15 @@ from psg_fx.torch_private.ops import core_decompositions
 aten = torch.ops.aten
 OneSample = Callable[..., torch.Tensor]
 Dims = Sequence[int | None]
+_LIBRARY = torch.library.Library("psg_fx_functions", "FRAGMENT")
+_NUMBERS = itertools.count()
 
 
 def for_each_sample(one: OneSample, dims: Dims, tensors: Sequence[torch.Tensor], what: str, where: str) -> torch.Tensor:
     """`[B, ...]`: `one` for every sample; `dims` has 0 for what is stacked and None for what all samples share.
 
-    Tried as it is, then written out in simpler ops. `what` and `where` are for the refusal.
+    Tried as it is, then written out in simpler ops; else it is an op of its own, a loop over the samples that there are
+    when it runs. `what` and `where` are for the refusal.
     """
     size: Any = next(t.shape[0] for t, dim in zip(tensors, dims, strict=True) if dim == 0)
     if not isinstance(size, torch.SymInt):
@@ -37,9 +44,13 @@ def for_each_sample(one: OneSample, dims: Dims, tensors: Sequence[torch.Tensor],
     simple = _written_out(one, dims, tensors)
     if simple is not None and _keeps_batch(simple, dims, tensors):
         return _mapped(simple, dims, tensors)
+    plain = _written_out(one, dims, tensors, {})
+    if plain is not None and not any(map(draws, plain.graph.nodes)):
+        found: torch.Tensor = _as_one_op(plain, dims)(*tensors)
+        return found
     raise NotYetSupported(
-        f"{what} has no gradient rule, and vmap runs it for one fixed batch size only", where=where or what,
-        why="the fallback is vmap over the samples, and its graph must serve every batch size",
+        f"{what} has no gradient rule, and cannot be traced for a single sample", where=where or what,
+        why="the fallback is vmap over the samples, of a function without random numbers",
         fix="write it with other ops (matmul, index, pointwise), or freeze the parameters that it reads",
     )  # fmt: skip
 
@@ -62,16 +73,42 @@ def _keeps_batch(one: OneSample, dims: Dims, tensors: Sequence[torch.Tensor]) ->
         return is_symbol()
 
 
-def _written_out(one: OneSample, dims: Dims, tensors: Sequence[torch.Tensor]) -> OneSample | None:
-    """`one` as a graph of core ops, traced on a single sample."""
+def _written_out(
+    one: OneSample, dims: Dims, tensors: Sequence[torch.Tensor], table: Mapping[Any, Any] | None = None
+) -> GraphModule | None:
+    """`one` as a graph of core ops (or those that `table` leaves), traced on a single sample."""
     with no_modes():
         sample = [
             torch.zeros([int(s) for s in t.shape[dim == 0 :]], dtype=t.dtype, device=t.device)
             for t, dim in zip(tensors, dims, strict=True)
         ]
+        rest = dict(core_decompositions() if table is None else table)
         try:
-            return free_of_strides(
-                make_fx(one, decomposition_table=core_decompositions(), tracing_mode="fake")(*sample)
-            )
+            return free_of_strides(make_fx(one, decomposition_table=rest, tracing_mode="fake")(*sample))
         except Exception:  # a decomposition that cannot be traced
             return None
+
+
+def _as_one_op(one: GraphModule, dims: Dims) -> Any:
+    """A new op `psg_fx_functions::for_each_sample_k(Tensor, ..) -> Tensor` that runs the graph for every sample."""
+    name = f"for_each_sample_{next(_NUMBERS)}"
+    (result,) = one.graph.output_node().args
+    value: torch.Tensor = result.meta["val"]  # type: ignore[union-attr]
+    stacked = dims.index(0)
+
+    def run(*tensors: torch.Tensor) -> torch.Tensor:
+        found = shape(*tensors)
+        with torch.no_grad():
+            for k, row in enumerate(found):
+                row.copy_(one(*(t if dim is None else t[k] for t, dim in zip(tensors, dims, strict=True))))
+        return found
+
+    def shape(*tensors: torch.Tensor) -> torch.Tensor:
+        return tensors[stacked].new_empty((tensors[stacked].shape[0], *value.shape), dtype=value.dtype)
+
+    _LIBRARY.define(f"{name}({', '.join(f'Tensor a{i}' for i in range(len(dims)))}) -> Tensor")
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"psg_fx_functions::{name}", shape, lib=_LIBRARY)
+    op = getattr(torch.ops.psg_fx_functions, name).default
+    of_torch_alone(op, run)
+    return op
