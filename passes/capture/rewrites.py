@@ -9,6 +9,7 @@ product of several tensors by their sizes, the batch size among them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -154,6 +155,19 @@ def diff(
         later, earlier = x.narrow(dim, 1, x.shape[dim] - 1), x.narrow(dim, 0, x.shape[dim] - 1)
         x = later ^ earlier if x.dtype is torch.bool else later - earlier
     return x if n else x.clone()
+
+
+@at_capture(Tensor.fill_diagonal_)
+def fill_diagonal_(input: Tensor, fill_value: float, wrap: bool = False) -> Tensor:
+    """x[i, .., i] = value; with `wrap` the diagonal of a tall matrix begins anew below its end.  Torch's own goes by
+    where x lies in memory.
+    """
+    first, *rest = (
+        torch.arange(size, device=input.device).view(-1, *[1] * (input.dim() - 1 - d))
+        for d, size in enumerate(input.shape)
+    )
+    first = first % (input.shape[1] + 1) if wrap and input.dim() == 2 else first
+    return input.masked_fill_(functools.reduce(torch.logical_and, (first == other for other in rest)), fill_value)
 
 
 @at_capture(F.instance_norm)

@@ -93,6 +93,13 @@ def _require_loss(loss: Any) -> None:
             why="per-sample gradients are those of a scalar loss or of a [B] tensor of losses",
             fix="return a tensor from loss_fn; if the model computes its loss itself: loss_fn=lambda out: out.loss",
         )  # fmt: skip
+    if not loss.is_floating_point():
+        raise BadArgument(
+            f"the loss is of {str(loss.dtype).removeprefix('torch.')}", where="loss_fn(output, *targets)",
+            why="only a real number that follows the parameters has a gradient",
+            fix="return its real part or its absolute value" if loss.is_complex() else "return what is differentiated, "
+            "and count hits outside of the step",
+        )  # fmt: skip
 
 
 def _require_none_packed(leaves: Iterable[Any]) -> None:

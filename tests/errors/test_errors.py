@@ -200,6 +200,16 @@ ROWS: dict[str, Row] = {
         lambda: step(loss=lambda out: (out.sum(),))(X), BadArgument, "the loss is a tuple, not a tensor",
         "loss_fn(output, *targets)", LOSS_WHY, LOSS_FIX,
     ),
+    "loss-is-a-count": (
+        lambda: step(loss=lambda out: (out > 0).sum())(X), BadArgument, "the loss is of int64",
+        "loss_fn(output, *targets)", "only a real number that follows the parameters has a gradient",
+        "return what is differentiated, and count hits outside of the step",
+    ),
+    "loss-is-complex": (
+        lambda: step(loss=lambda out: (out * 1j).sum())(X), BadArgument, "the loss is of complex",
+        "loss_fn(output, *targets)", "only a real number that follows the parameters has a gradient",
+        "return its real part or its absolute value",
+    ),
     "loss-has-two-dims": (
         lambda: step(loss=lambda out: out)(X), BadArgument, "the loss is neither a scalar nor [B]",
         "%linear_1;  in 2 (Linear)", "its shape is [B, 3]",

@@ -111,6 +111,8 @@ PREFIX = [
     Case("prefix/weight-norm", x=(B, 5, 4), module=_weight_norm),
     Case("prefix/symmetric", x=(B, 5, 4), module=_orthogonal_like),
     Case("prefix/orthogonal", x=(B, 5, 4), module=lambda: nn.utils.parametrizations.orthogonal(nn.Linear(4, 4))),
+    Case("prefix/diagonal", lambda x, w: F.linear(x, w.clone().fill_diagonal_(-1.0)), x=(B, 5, 4),
+         params={"w": (4, 4)}),
     Case("prefix/masked", _masked, x=(B, 5, 4), params={"w": (6, 4)}),
     Case("prefix/lora", _lora, x=(B, 5, 4), params={"w": (6, 4), "a": (2, 4), "b": (6, 2)}, frozen=("w",)),
     Case("prefix/lora-activations", lambda x, w, a, b: F.linear(x, w) + F.linear(F.linear(x, a), b), x=(B, 5, 4),
