@@ -13,7 +13,7 @@ import struct
 import torch
 from torch import Tensor
 
-from .rewrites import at_capture
+from psg_fx.op_table import at_capture
 
 
 @at_capture(torch.fake_quantize_per_tensor_affine)

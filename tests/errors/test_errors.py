@@ -206,7 +206,7 @@ ROWS: dict[str, Row] = {
         "return what is differentiated, and count hits outside of the step",
     ),
     "loss-is-complex": (
-        lambda: step(loss=lambda out: (out * 1j).sum())(X), BadArgument, "the loss is of complex",
+        lambda: step(loss=lambda out: (out * 1j).sum())(X), BadArgument, "the loss is of complex64",
         "loss_fn(output, *targets)", "only a real number that follows the parameters has a gradient",
         "return its real part or its absolute value",
     ),
