@@ -178,8 +178,10 @@ def instance_norm(
     """Running statistics in training as writes of their own: m' = (1 - μ) m + μ mean_b mean(x[b,c]), and v' of unbiased
     variances.  Torch's op writes them unseen, and they do not enter the output.
     """
-    if not use_input_stats or running_mean is None or running_var is None:
-        return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+    if running_mean is None or running_var is None:
+        return F.instance_norm(input, None, None, weight, bias, use_input_stats, momentum, eps)
+    if not use_input_stats:  # then it is batch norm
+        return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     with torch.no_grad():
         rows = input.detach().flatten(2)
         for running, new in ((running_mean, rows.mean(2)), (running_var, rows.var(2))):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,9 +21,9 @@ def _folded_group_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.group_norm(x.reshape(b * n, *x.shape[2:]), 2, weight, bias).view(x.shape)
 
 
-def _two_norms(ndim: int) -> Callable[[], nn.Module]:
+def _with_statistics(kind: Any, **options: Any) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
-        norm = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}[ndim](4)
+        norm: nn.Module = kind(4, **options)
         nn.init.normal_(norm.weight)
         nn.init.normal_(norm.bias)
         norm.running_mean.normal_()
@@ -57,8 +58,11 @@ NORM = [
     Case("instance_norm/2d", lambda x, **p: F.instance_norm(x, **p), x=(B, 4, 5, 5), params=_CHANNELS,
          covers=("instance_norm",), vmap=False),
     Case("instance_norm/1d", lambda x, **p: F.instance_norm(x, **p), x=(B, 4, 5), params=_CHANNELS, vmap=False),
-    Case("batch_norm/eval-2d", x=(B, 4), module=_two_norms(2), train=False, covers=("batch_norm_eval",)),
-    Case("batch_norm/eval-1d", x=(B, 4, 5), module=_two_norms(3), train=False),
-    Case("batch_norm/eval-images", x=(B, 4, 3, 3), module=_two_norms(4), train=False),
-    Case("batch_norm/eval-volumes", x=(B, 4, 2, 2, 2), module=_two_norms(5), train=False),
+    Case("batch_norm/eval-of-instances", x=(B, 4, 5), train=False,
+         module=_with_statistics(nn.InstanceNorm1d, affine=True, track_running_stats=True)),
+    Case("batch_norm/eval-2d", x=(B, 4), module=_with_statistics(nn.BatchNorm1d), train=False,
+         covers=("batch_norm_eval",)),
+    Case("batch_norm/eval-1d", x=(B, 4, 5), module=_with_statistics(nn.BatchNorm1d), train=False),
+    Case("batch_norm/eval-images", x=(B, 4, 3, 3), module=_with_statistics(nn.BatchNorm2d), train=False),
+    Case("batch_norm/eval-volumes", x=(B, 4, 2, 2, 2), module=_with_statistics(nn.BatchNorm3d), train=False),
 ]  # fmt: skip
