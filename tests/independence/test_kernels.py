@@ -46,6 +46,7 @@ def learned_image(x: Tensor, k: Tensor, p: Tensor) -> Tensor:
 KERNELS = {
     "groups": Row(program(grouped, w=(2, 1, 1), v=(3, 1, 1, 1)), square, kernels),
     "a shared image": Row(program(shared_image, v=(3, 1, 1, 1)), square, kernels),
+    "a parameter as the image": Row(program(learned_image, p=(1, 2, 5, 5)), square, kernels),
 }
 
 
@@ -59,9 +60,6 @@ REFUSED: dict[str, Refused] = {
     "kernels of all samples on every image": (
         program(lambda x, k, w: F.conv2d(x * w, k.reshape(-1, 2, 3, 3)), w=(2, 1, 1)), square, kernels, NotYetSupported,
         "groups=B",
-    ),
-    "a parameter as the image": (
-        program(learned_image, p=(1, 2, 5, 5)), square, kernels, NotYetSupported, "conv2d has no gradient rule",
     ),
     "samples as channels of the kernel": (
         program(lambda x, k, w: F.conv2d(w[None], k[:, 0, 0][None]), w=(3, 5, 5)), square, kernels, PsgError, "",
