@@ -53,10 +53,11 @@ def _alike(repeat: Repeat, items: Sequence[Item]) -> Iterator[Calls]:
         inside, outer = _wiring(items[start : start + repeat.length])
         groups.setdefault(inside, []).append((start, outer))
     for group in groups.values():
-        calls = _calls([start for start, _ in group], repeat.length, [outer for _, outer in group])
-        apart = [one for one, read in zip(group, calls.operands, strict=True) if len(set(read)) == len(read)]
-        if len(apart) > 1:
-            yield _calls([start for start, _ in apart], repeat.length, [outer for _, outer in apart])
+        if len(group) > 1:
+            calls = _calls(group, repeat.length)
+            apart = [one for one, read in zip(group, calls.operands, strict=True) if len(set(read)) == len(read)]
+            if len(apart) > 1:
+                yield calls if len(apart) == len(group) else _calls(apart, repeat.length)
 
 
 def _wiring(items: Sequence[Item]) -> tuple[tuple[Any, ...], list[Node]]:
@@ -82,7 +83,8 @@ def _places(items: Sequence[Item]) -> dict[Node, tuple[int, int]]:
     return {node: (i, k) for i, item in enumerate(items) for k, node in enumerate(item)}
 
 
-def _calls(starts: Sequence[int], length: int, outer: Sequence[Sequence[Node]]) -> Calls:
+def _calls(intervals: Sequence[tuple[int, list[Node]]], length: int) -> Calls:
+    starts, outer = zip(*intervals, strict=True)
     numbers: dict[Node, None] = {}
     columns: dict[tuple[Node, ...], int] = {}
     slots = []
@@ -96,7 +98,7 @@ def _calls(starts: Sequence[int], length: int, outer: Sequence[Sequence[Node]]) 
             if not is_number(source):
                 columns.setdefault((source,) * len(starts), len(columns))
     operands = tuple(zip(*columns, strict=True)) or ((),) * len(starts)
-    return Calls(tuple(starts), length, operands, tuple(slots), tuple(numbers))
+    return Calls(starts, length, operands, tuple(slots), tuple(numbers))
 
 
 def _compute(number: Node, found: dict[Node, None]) -> None:

@@ -7,7 +7,6 @@ for them its forward and backward are traced into plain ops once their sizes are
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,11 +22,9 @@ from psg_fx.graph.facts import is_differentiable
 from psg_fx.graph.same_op import draws
 from psg_fx.graph.strides import free_of_strides
 from psg_fx.graph.tracing import trace
-from psg_fx.ops.define import of_torch_alone
+from psg_fx.ops.define import define_function
 from psg_fx.torch_private.modes import no_modes
 
-_LIBRARY = torch.library.Library("psg_fx_functions", "FRAGMENT")
-_NUMBERS = itertools.count()
 _APPLY = Function.__dict__["apply"]
 """The method itself: it is replaced while a model is captured."""
 _CALLS: dict[Any, CustomCall] = {}
@@ -93,15 +90,8 @@ def _define(call: CustomCall, tensors: Sequence[torch.Tensor]) -> Any:
     several = isinstance(result, (tuple, list))
     if not all(isinstance(r, torch.Tensor) for r in (result if several else [result])):
         raise call.refusal("it returns something that is not a tensor")
-    name = f"{call.name}_{next(_NUMBERS)}"
-    inputs = ", ".join(f"Tensor a{i}" for i in range(len(tensors)))
     outputs = f"({', '.join(['Tensor'] * len(result))})" if several else "Tensor"
-    _LIBRARY.define(f"{name}({inputs}) -> {outputs}")
-    _LIBRARY.impl(name, forward, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"psg_fx_functions::{name}", forward, lib=_LIBRARY)
-    op = getattr(torch.ops.psg_fx_functions, name).default
-    of_torch_alone(op, forward)
-    return op
+    return define_function(call.name, len(tensors), outputs, forward)
 
 
 def _is_any(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from torch._ops import OpOverload
 
 _LIBRARY = torch.library.Library("psg_fx", "FRAGMENT")
+_FUNCTIONS = torch.library.Library("psg_fx_functions", "FRAGMENT")
+_NUMBERS = itertools.count()
 _OF_TORCH: dict[OpOverload, Callable[..., Any]] = {}
 
 
@@ -24,6 +27,21 @@ def define_op(
     torch.library.register_fake(f"psg_fx::{name}", shapes, lib=_LIBRARY)
     op = getattr(torch.ops.psg_fx, name).default
     _OF_TORCH[op] = of_torch or run
+    return op
+
+
+def define_function(
+    name: str, inputs: int, outputs: str, run: Callable[..., Any], shapes: Callable[..., Any] | None = None
+) -> OpOverload:
+    """The op `psg_fx_functions::name_k(Tensor, ..) -> outputs`, another one at each call: a function that is known only
+    while a model is captured.  shapes: as above; None: `run` says them.
+    """
+    name = f"{name}_{next(_NUMBERS)}"
+    _FUNCTIONS.define(f"{name}({', '.join(f'Tensor a{i}' for i in range(inputs))}) -> {outputs}")
+    _FUNCTIONS.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"psg_fx_functions::{name}", shapes or run, lib=_FUNCTIONS)
+    op: OpOverload = getattr(torch.ops.psg_fx_functions, name).default
+    _OF_TORCH[op] = run
     return op
 
 

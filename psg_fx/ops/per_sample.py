@@ -6,7 +6,6 @@ them would be right for one batch size only. So a symbolic batch is tried out fi
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from psg_fx.errors import NotYetSupported
 from psg_fx.graph.same_op import draws
 from psg_fx.graph.strides import free_of_strides
-from psg_fx.ops.define import of_torch_alone
+from psg_fx.ops.define import define_function
 from psg_fx.torch_private.fakes import fake_batch
 from psg_fx.torch_private.modes import no_modes
 from psg_fx.torch_private.ops import core_decompositions
@@ -26,8 +25,6 @@ from psg_fx.torch_private.ops import core_decompositions
 aten = torch.ops.aten
 OneSample = Callable[..., torch.Tensor]
 Dims = Sequence[int | None]
-_LIBRARY = torch.library.Library("psg_fx_functions", "FRAGMENT")
-_NUMBERS = itertools.count()
 
 
 def for_each_sample(one: OneSample, dims: Dims, tensors: Sequence[torch.Tensor], what: str, where: str) -> torch.Tensor:
@@ -41,7 +38,7 @@ def for_each_sample(one: OneSample, dims: Dims, tensors: Sequence[torch.Tensor],
         return _mapped(one, dims, tensors)
     if _keeps_batch(one, dims, tensors):
         return _mapped(one, dims, tensors)
-    simple = _written_out(one, dims, tensors)
+    simple = _written_out(one, dims, tensors, core_decompositions())
     if simple is not None and _keeps_batch(simple, dims, tensors):
         return _mapped(simple, dims, tensors)
     plain = _written_out(one, dims, tensors, {})
@@ -74,24 +71,22 @@ def _keeps_batch(one: OneSample, dims: Dims, tensors: Sequence[torch.Tensor]) ->
 
 
 def _written_out(
-    one: OneSample, dims: Dims, tensors: Sequence[torch.Tensor], table: Mapping[Any, Any] | None = None
+    one: OneSample, dims: Dims, tensors: Sequence[torch.Tensor], table: Mapping[Any, Any]
 ) -> GraphModule | None:
-    """`one` as a graph of core ops (or those that `table` leaves), traced on a single sample."""
+    """`one` as a graph of the ops that a table of decompositions leaves, traced on a single sample."""
     with no_modes():
         sample = [
             torch.zeros([int(s) for s in t.shape[dim == 0 :]], dtype=t.dtype, device=t.device)
             for t, dim in zip(tensors, dims, strict=True)
         ]
-        rest = dict(core_decompositions() if table is None else table)
         try:
-            return free_of_strides(make_fx(one, decomposition_table=rest, tracing_mode="fake")(*sample))
+            return free_of_strides(make_fx(one, decomposition_table=table, tracing_mode="fake")(*sample))
         except Exception:  # a decomposition that cannot be traced
             return None
 
 
 def _as_one_op(one: GraphModule, dims: Dims) -> Any:
     """A new op `psg_fx_functions::for_each_sample_k(Tensor, ..) -> Tensor` that runs the graph for every sample."""
-    name = f"for_each_sample_{next(_NUMBERS)}"
     (result,) = one.graph.output_node().args
     value: torch.Tensor = result.meta["val"]  # type: ignore[union-attr]
     stacked = dims.index(0)
@@ -106,9 +101,4 @@ def _as_one_op(one: GraphModule, dims: Dims) -> Any:
     def shape(*tensors: torch.Tensor) -> torch.Tensor:
         return tensors[stacked].new_empty((tensors[stacked].shape[0], *value.shape), dtype=value.dtype)
 
-    _LIBRARY.define(f"{name}({', '.join(f'Tensor a{i}' for i in range(len(dims)))}) -> Tensor")
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"psg_fx_functions::{name}", shape, lib=_LIBRARY)
-    op = getattr(torch.ops.psg_fx_functions, name).default
-    of_torch_alone(op, run)
-    return op
+    return define_function("for_each_sample", len(dims), "Tensor", run, shape)
