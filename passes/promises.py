@@ -14,6 +14,7 @@ from psg_fx.algebra.ask import Linear, Phase, Quadratic
 from psg_fx.algebra.asks import Materialized
 from psg_fx.algebra.gradient import GRADIENTS, ParameterGradient, Term, merge_terms
 from psg_fx.algebra.network import BATCH, Kind, Source
+from psg_fx.algebra.prefix import sources
 from psg_fx.algebra.site import PREFIXES, READ, SITES, Site, Value, read_by_networks
 from psg_fx.graph import facts
 from psg_fx.graph.facts import fact
@@ -21,6 +22,7 @@ from psg_fx.graph.same_op import computation
 from psg_fx.graph.stages import Stage, broken, promise
 from psg_fx.graph.strides import reads_strides
 from psg_fx.graph.tracing import mutates
+from psg_fx.op_table import known
 from psg_fx.planner.expr import LeafExpr
 from psg_fx.planner.plan import PLAN, ParameterPlan, Part, Plan
 from psg_fx.tensors import product
@@ -102,8 +104,8 @@ def sited(gm: GraphModule) -> None:
             raise broken("a parameter meets the samples at a site, and nowhere else", gm, node)
         if meets:
             for operand in node.all_input_nodes:
-                known = frozenset(prefixes[operand.name].parameters if operand.name in prefixes else ())
-                if made_of[operand] and known != made_of[operand]:
+                said = frozenset(prefixes[operand.name].parameters if operand.name in prefixes else ())
+                if made_of[operand] and said != made_of[operand]:
                     raise broken("a site knows how its operands are made of parameters", gm, node)
             made_of[node] = frozenset()
         if fact(node).params != made_of[node]:
@@ -116,6 +118,7 @@ def _tracked(node: Node, made_of: dict[Node, frozenset[str]]) -> frozenset[str]:
         spec = facts.input_spec(node)
         return frozenset([spec.name] if spec.tracked else [])
     stops = node.target in (aten.detach.default, aten.detach_.default) or fact(node).reduced
+    stops = stops or known(node.target).undifferentiated
     if stops or not any(map(facts.is_differentiable, facts.tensors(node.meta.get("val")))):
         return frozenset()
     return frozenset().union(*(made_of[n] for n in node.all_input_nodes))
@@ -140,8 +143,9 @@ def differentiated(gm: GraphModule) -> None:
         found = node.meta["val"]
         if found.dtype != value.dtype or not _same_sizes(facts.shape(found), value.shape, info.batch):
             raise broken(f"{source} has the shape and dtype that its site says", gm, node)
+    drawn = {source for site in SITES.of(gm) for operand in site.operands for source in sources(operand.prefix)}
     for source, node in values.items():
-        if source not in wanted:
+        if source not in wanted and source not in drawn:
             raise broken("nothing is differentiated but what sites make", gm, node)
 
 

@@ -1,15 +1,18 @@
-"""sites: find each op at which a tracked parameter meets data.
+"""sites: find each op at which a tracked parameter meets data, and how its operands are made of parameters.
 
 A value is *data* (it carries the samples), *param* (derived from tracked parameters alone) or *const*.  A site is an op
 that carries the samples and reads a param.  After this pass every path from a tracked parameter to the loss starts at
 one site, because a value derived from a parameter is either param or made at a site.
+
+What is drawn at random on the way of a parameter to its site is read as the forward pass drew it: it has no gradient,
+and another draw would be another function.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -32,6 +35,11 @@ enter(
     "t", "transpose", "permute", "view", "_unsafe_view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze",
     "slice", "select", "narrow", "split", "split_with_sizes", "chunk", "unbind", "clone", "contiguous", "_to_copy",
     "alias", "movedim", "swapaxes", "numpy_T", "diagonal", selects=True,
+)  # fmt: skip
+enter(
+    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "normal_functional",
+    "uniform", "exponential", "bernoulli", "geometric", "log_normal", "cauchy", "random", "multinomial", "poisson",
+    "binomial", undifferentiated=True,
 )  # fmt: skip
 
 
@@ -61,7 +69,7 @@ def _classify(node: Node) -> None:
         return
     if not any(map(facts.is_differentiable, facts.tensors(node.meta.get("val")))):
         return
-    if fact(node).reduced:
+    if fact(node).reduced or known(node.target).undifferentiated:
         return
     if facts.carries(node):
         facts.update(node, site=node.name)
@@ -85,31 +93,75 @@ def prefix(gm: GraphModule, operand: Node) -> Prefix:
     names = tuple(sorted(fact(operand).params))
     if operand.op == "placeholder":
         return Prefix(operand.name, (operand.name,), names, {operand.name: names[0]}, trivial=True, selects=True)
-    needed = {n for n in facts.ancestors([operand], lambda n: not _is_size(n)) if not _is_size(n)}
-    order = [n for n in gm.graph.nodes if n in needed]
-    for node in order:
-        if draws(node):
-            raise NotYetSupported(
-                f"{node.target} draws random numbers on the way of a parameter to its use", where=locate(node),
-                why="the same draw would have to be kept for the gradient", fix="apply the dropout to the activations",
-            )  # fmt: skip
+    inputs, computed = _above(gm, operand)
     graph = Graph()
-    copies: dict[Node, Any] = {n: _at_one(gm, n) for node in order for n in node.all_input_nodes if _is_size(n)}
-    for node in order:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-        if (call := custom_call(node.target)) is not None:
-            copies[node].target = _transformable(call, node)
+    copies: dict[Node, Any] = {n: _at_one(gm, n) for node in computed for n in node.all_input_nodes if _is_size(n)}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in computed:
+        copies[node] = _copy(graph, node, copies)
     graph.output(copies[operand])
-    inputs = tuple(n.name for n in order if n.op == "placeholder")
-    owners = {n.name: next(iter(fact(n).params), "") for n in order if n.op == "placeholder"}
-    ops = [n for n in order if n.op == "call_function" and n.target is not operator.getitem]
+    owners = {n.name: next(iter(fact(n).params), "") for n in inputs}
+    ops = [n for n in computed if n.op == "call_function" and n.target is not operator.getitem]
     real = not operand.meta["val"].is_complex()
     selects = real and len(inputs) == 1 and all(known(n.target).selects for n in ops)
     listed = tuple(str(n.target).split(".")[1] for n in ops)
     casts = any(getattr(n.target, "overloadpacket", None) is aten._to_copy for n in ops)
     across = any(str(n.target) == "psg_fx.enter.default" for n in ops)
-    whole = GraphModule(gm, graph)
-    return Prefix(operand.name, inputs, names, owners, listed, casts, selects=selects, across=across, graph=whole)
+    return Prefix(
+        operand.name, tuple(owners), names, owners, listed, casts, selects=selects, across=across,
+        drawn=frozenset(n.name for n in inputs if n.op != "placeholder"), graph=GraphModule(gm, graph),
+    )  # fmt: skip
+
+
+def _above(gm: GraphModule, operand: Node) -> tuple[list[Node], list[Node]]:
+    """What the operand is computed from: placeholders and draws, and the ops on the way, without sizes."""
+    above = facts.ancestors([operand], lambda n: not (_is_size(n) or _is_drawn(n)))
+    masks = {_mask(gm, n) for n in above if n.target is aten.native_dropout.default}
+    order = [n for n in gm.graph.nodes if n in above | masks and not _is_size(n)]
+    inputs = [n for n in order if n.op == "placeholder" or _is_drawn(n) or n in masks]
+    computed = [n for n in order if n not in inputs]
+    for node in computed:
+        if draws(node) and node.target is not aten.native_dropout.default:
+            raise NotYetSupported(
+                f"{node.target} draws random numbers on the way of a parameter to its use", where=locate(node),
+                why="its gradient is not that of an op on numbers that were drawn before",
+                fix="draw the numbers by torch.randn, torch.rand or torch.bernoulli, and compute with them",
+            )  # fmt: skip
+    return inputs, computed
+
+
+def _is_drawn(node: Node) -> bool:
+    return known(node.target).undifferentiated and draws(node)
+
+
+def _mask(gm: GraphModule, dropout: Node) -> Node:
+    """The mask that dropout has drawn."""
+    for node in dropout.users:
+        if node.args[1] == 1:
+            return node
+    with gm.graph.inserting_after(dropout):
+        made = gm.graph.call_function(operator.getitem, (dropout, 1))
+    made.meta["val"] = dropout.meta["val"][1]
+    facts.update(made)
+    return made
+
+
+def _copy(graph: Graph, node: Node, copies: dict[Node, Any]) -> Any:
+    """The node of the sub-graph, its inputs there replaced.  Dropout is x · mask / (1 - p), and 0 for p = 1."""
+    if node.target is aten.native_dropout.default:
+        x, p, train = cast("tuple[Any, float, bool | None]", node.args)
+        mask = next(copies[n] for n in node.users if n.args[1] == 1)
+        scale = (1 / (1 - p) if p < 1 else 0.0) if train is not False else 1.0
+        kept = graph.call_function(aten.mul.Tensor, (copies[x], mask))
+        return graph.call_function(aten.mul.Tensor, (kept, scale)), mask
+    if node.target is operator.getitem and isinstance(made := copies[node.all_input_nodes[0]], tuple):
+        return made[cast("int", node.args[1])]
+    copied = graph.node_copy(node, copies.__getitem__)
+    if (call := custom_call(node.target)) is not None:
+        copied.target = _transformable(call, node)
+    return copied
 
 
 def _transformable(call: CustomCall, node: Node) -> Callable[..., Any]:

@@ -121,6 +121,10 @@ class Known:
         "reads strides", "enter(.., strides=) in psg_fx/graph/strides.py",
         "its value is the same wherever its inputs lie in memory",
     ))  # fmt: skip
+    undifferentiated: bool = field(default=False, metadata=_says(
+        "draws, without a gradient", "enter(.., undifferentiated=) in passes/sites.py",
+        "what it makes of a parameter has a gradient; refused there if it draws at random",
+    ))  # fmt: skip
     batching: Batching | None = field(default=None, metadata=_says(
         "for every sample of a loss", "enter(.., batching=) in passes/unreduce/lift.py",
         "vmap runs it for every sample",

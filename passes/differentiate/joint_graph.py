@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.traceback import preserve_node_meta
 
-from psg_fx.algebra.site import SITES
+from psg_fx.algebra.site import PREFIXES, SITES
 from psg_fx.errors import InternalError, NotYetSupported
 from psg_fx.graph import facts
 from psg_fx.graph.facts import InputSpec, OutputSpec, fact
@@ -53,7 +53,8 @@ class _Tapped(Interpreter):
 
 @graph_pass("differentiate", before=Stage.SITED, after=Stage.JOINT)
 def differentiate(gm: GraphModule, input_gradients: tuple[bool, ...] = ()) -> GraphModule:
-    """After: outputs are those of before, then every activation a site reads, then the cotangents of its outputs.
+    """After: outputs are those of before, then every activation a site reads and the cotangents of its outputs, then
+    what was drawn on the way of a parameter to its use.
 
     With a loss the cotangents are those of the sum of the per-sample losses; without one the graph takes the
     cotangents of the model's outputs as further inputs ("tangent").
@@ -70,7 +71,7 @@ def differentiate(gm: GraphModule, input_gradients: tuple[bool, ...] = ()) -> Gr
     inputs = [i for i, n in enumerate(nodes) if facts.input_spec(n).kind in ("input", "target")]
     wanted = [i for i, asked in zip(inputs, input_gradients, strict=False) if asked]
     layout: list[OutputSpec] = []
-
+    drawn = {name for prefix in PREFIXES.of(gm).values() for name in prefix.drawn}
     forward: list[Node] = []
 
     def joint(*args: Any) -> tuple[Any, ...]:
@@ -84,7 +85,8 @@ def differentiate(gm: GraphModule, input_gradients: tuple[bool, ...] = ()) -> Gr
             seeds = [torch.ones_like(h) for h in heads] if with_loss else list(args[len(nodes) :])
             extra = [primals[i] for i in wanted]
             gradients = _gradients(heads, seeds, [t for _, outs in taps.seen.values() for t in outs] + extra)
-        layout[:], flat = _layout(info.outputs, taps.seen, gradients, [nodes[i].name for i in wanted])
+        values_drawn = {n.name: v for n, v in taps.env.items() if n.name in drawn}
+        layout[:], flat = _layout(info.outputs, taps.seen, gradients, [nodes[i].name for i in wanted], values_drawn)
         forward[:] = [n for n, v in taps.env.items() if n.op != "output" and isinstance(v, (torch.Tensor, tuple, list))]
         return (*results, *flat, *facts.tensors([taps.env[n] for n in forward]))
 
@@ -170,8 +172,11 @@ def _layout(
     seen: dict[str, tuple[dict[str, torch.Tensor], list[torch.Tensor]]],
     gradients: list[torch.Tensor | None],
     inputs: list[str],
+    drawn: dict[str, torch.Tensor],
 ) -> tuple[list[OutputSpec], list[torch.Tensor]]:
-    """Name the extra outputs: activations by the node that makes them, cotangents `site.k`."""
+    """Name the extra outputs: activations, and what prefixes have drawn, by the node that makes them; cotangents
+    `site.k`.
+    """
     specs, flat = list(outputs), []
     kept: set[str] = set()
     remaining = iter(gradients)
@@ -186,6 +191,9 @@ def _layout(
             if gradient is not None:
                 specs.append(OutputSpec("cotangent", f"{site}.{k}"))
                 flat.append(gradient)
+    new = [name for name in drawn if name not in kept]
+    specs += [OutputSpec("activation", name) for name in new]
+    flat += [drawn[name] for name in new]
     for name in inputs:
         gradient = next(remaining)
         if gradient is not None:

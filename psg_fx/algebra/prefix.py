@@ -47,7 +47,7 @@ def push_forward(term: Term, name: str, several: bool) -> Callable[..., torch.Te
 
 def sources(prefix: Prefix) -> list[Source]:
     """The values of the joint graph that the prefix reads."""
-    return [Source(Kind.PLACEHOLDER, name) for name in prefix.inputs]
+    return [Source(Kind.ACTIVATION if name in prefix.drawn else Kind.PLACEHOLDER, name) for name in prefix.inputs]
 
 
 def _pull(prefix: Prefix, name: str) -> Callable[..., torch.Tensor]:

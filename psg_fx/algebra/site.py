@@ -40,7 +40,8 @@ class Value:
 class Prefix:
     """How a site's operand is made of parameters: `graph(*inputs) -> operand`, reading no data.
 
-    inputs: names of the captured placeholders it reads; owners: for each, the parameter it holds ("" for others).
+    inputs: names of the captured placeholders it reads, and of what was drawn at random on the way; owners: for each,
+    the parameter it holds ("" for others).  drawn: those of them that were drawn: the values of the forward pass.
     ops: how it prints.  casts: some op changes the dtype.  trivial: the operand is the parameter itself.
     selects: it only moves, drops or casts elements of one parameter (transpose, slice, view, ...), so that norms and
     inner products of gradients are the same before and after the pull-back.  across: its gradient is a sum over
@@ -56,6 +57,7 @@ class Prefix:
     trivial: bool = False
     selects: bool = False
     across: bool = False
+    drawn: frozenset[str] = frozenset()
     graph: GraphModule | None = field(default=None, compare=False, repr=False)
 
 

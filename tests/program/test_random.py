@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import psg_fx
+from psg_fx.reference.definitions import definitions_for, of_groups
 from support.selection import one_in
 
 X, Y = torch.randn(6, 3, 4, dtype=torch.float64), torch.tensor([0, 2, 1, 1, 0, 2])
@@ -56,6 +57,22 @@ class Noise(nn.Module):
         return self.layer(x + torch.randn_like(x)) * kept + torch.rand(x.shape[0], 3, 4, dtype=x.dtype)
 
 
+class Weights(nn.Module):
+    """Weights with noise of a learned scale, some dropped, some switched off at random; then torch's own of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
+        self.conv = nn.Conv1d(3, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = torch.distributions.Normal(self.weight, F.softplus(self.scale)).rsample()
+        x = F.dropout(F.linear(x, F.dropout(weight, 0.3) + 0.1 * torch.randn_like(weight)), 0.2)
+        x = F.linear(x, self.weight * torch.bernoulli(torch.sigmoid(self.scale)))
+        bias = torch.native_dropout(self.conv.bias, 0.5, False)[0]
+        return F.conv1d(x, F.dropout1d(self.conv.weight, 0.4) + torch.empty(3, 3, 1, dtype=x.dtype).uniform_(), bias)
+
+
 def _recurrent(kind: type[nn.RNNBase], **options: Any) -> Callable[[], nn.Module]:
     return lambda: Head(kind(4, 3, num_layers=2, dropout=0.4, batch_first=True, **options), 9 * (1 + bool(options)))
 
@@ -64,6 +81,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "dropout": lambda: Head(Dropped(), 12),
     "channels": lambda: Head(Channels(), 12),
     "noise": lambda: Head(Noise(), 12),
+    "weights": lambda: Head(Weights(), 12),
     "attention": lambda: Head(nn.TransformerEncoderLayer(4, 2, 8, dropout=0.3, batch_first=True), 12),
     "lstm": _recurrent(nn.LSTM),
     "lstm-two-ways": _recurrent(nn.LSTM, bidirectional=True),
@@ -114,3 +132,63 @@ def test_draws_differ_between_samples_and_between_calls() -> None:
     first, second = step(same, targets), step(same, targets)
     assert len(set(first.losses.tolist())) > 1
     assert not torch.equal(first.losses, second.losses)
+
+
+DRAWN = [psg_fx.Grads(), psg_fx.Norms(per="parameter"), psg_fx.Gram(), psg_fx.ClippedSum(max_norm=1.0), psg_fx.Dots(),
+         psg_fx.SecondMoment(centered=True), psg_fx.Projection(rank=3)]  # fmt: skip
+
+
+@pytest.mark.parametrize("groups", [None, torch.tensor([1, 0, -1, 1, 1, 0])], ids=["samples", "groups"])
+def test_a_gradient_is_that_of_the_draw_of_its_batch(groups: Tensor | None) -> None:
+    model = MODELS["weights"]().double()
+    directions = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    given = {"directions": directions} | ({} if groups is None else {"groups": groups})
+    step = psg_fx.transform(model, F.cross_entropy, quantities=DRAWN, backend="eager")
+    step(X, Y, **given)
+    torch.manual_seed(7)
+    out = step(X, Y, **given)
+    torch.manual_seed(7)
+    losses = F.cross_entropy(model(X), Y, reduction="none")
+    each = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses]
+    names = [name for name, _ in model.named_parameters()]
+    grads = {name: torch.stack(rows) for name, rows in zip(names, zip(*each, strict=True), strict=True)}
+    if groups is not None:
+        grads = of_groups(grads, groups, None)
+    checks, notes = definitions_for(DRAWN, given)
+    assert not notes
+    for check in checks:
+        torch.testing.assert_close(getattr(out, check.field), check.expected(losses, grads))
+
+
+@pytest.mark.inductor
+def test_compiled_draws_are_those_of_the_gradient() -> None:
+    """Losses are linear in what is drawn, so gradients say what was drawn, and the losses must be of the same draw."""
+
+    class Linear(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.scale = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(3, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, F.dropout(self.weight, 0.5) + self.scale * torch.randn_like(self.scale))
+
+    model = Linear()
+    step = psg_fx.transform(model, lambda out, _: out.sum(1))
+    out = step(torch.eye(4), Y[:4])
+    kept, noise = out.grads["weight"], out.grads["scale"]
+    assert set(kept.unique().tolist()) == {0.0, 2.0}
+    assert noise.sum(0).unique().numel() == 12
+    torch.testing.assert_close(out.losses, (kept * model.weight + noise * model.scale).sum((1, 2)).detach())
+
+
+def test_draws_that_have_a_gradient_are_refused() -> None:
+    class Leaky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(12, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.flatten(1) @ F.rrelu(self.weight, training=True)
+
+    with pytest.raises(psg_fx.NotYetSupported, match=r"rrelu.* draws random numbers on the way of a parameter"):
+        psg_fx.transform(Leaky().double(), F.cross_entropy, backend="eager")(X, Y)
