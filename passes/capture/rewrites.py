@@ -30,6 +30,7 @@ from psg_fx.ops.experts import grouped_mm
 from psg_fx.program.code import users_line
 from psg_fx.torch_private.patching import code_replaced_here, patched_here
 
+from .flexible import attention_as_formula
 from .packed import Padding, packed_as_padded
 
 _WITH_ROWS = ContextVar("_WITH_ROWS", default=False)
@@ -289,7 +290,7 @@ def rewritten(rows: bool) -> Iterator[Padding]:
         patched_here(nn.TransformerEncoder, "forward", encoder),
         patched_here(torch.distributions.Distribution, "_validate_args", False),
         patched_here(torch.backends.opt_einsum.m, "is_available", lambda: False),  # type: ignore[attr-defined]
-        packed_as_padded() as padding, _Rewritten(),
+        attention_as_formula(), packed_as_padded() as padding, _Rewritten(),
     ):  # fmt: skip
         for name in _NESTED:
             if isinstance(made := getattr(torch.nested, name, None), FunctionType):

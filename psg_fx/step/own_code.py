@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from psg_fx.errors import BadArgument, CaptureFailed, NotYetSupported, PsgError, SamplesMixed
+from psg_fx.passes.capture.flexible import attention_as_formula
 from psg_fx.passes.capture.reasons import NOT_ONE_GRAPH, user_line
 from psg_fx.program.call import Call
 from psg_fx.program.packed import is_packed, packed
@@ -78,6 +79,7 @@ def _own_error(model: nn.Module, loss_fn: Any, call: Call, whole: bool = False) 
         except Exception:  # no memory to set the state aside, or tensors of another kind: torch's reason stands
             return None
         stack.enter_context(torch.enable_grad())
+        stack.enter_context(attention_as_formula())  # no CPU has the backward of torch's own
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # said before, while it was captured
         found = (_run(model, loss_fn, call, tensors, size) for tensors, size in zip(batches, ("1", ""), strict=False))
