@@ -27,6 +27,7 @@ from psg_fx.errors import CaptureFailed, NotYetSupported, PsgError
 from psg_fx.graph.strides import free_of_strides, refuse_strides
 from psg_fx.op_table import decomposition, decompositions
 from psg_fx.ops.autograd_function import as_one_op
+from psg_fx.program.effects import Written, require_same_places
 from psg_fx.program.observe import Observed
 from psg_fx.program.program import Program
 from psg_fx.torch_private.export import own_attributes, user_stack_traces
@@ -100,10 +101,15 @@ def _one_size(
     hint, size = sizes[0], sizes[1] or sizes[0]  # for no samples, a graph says what is empty, and does not run
     each = list(dict.fromkeys((size, hint, 1)))
     found = [_functional(program, example(size), [])]  # what fails here does not fail for the batch size
-    try:
-        found += [_functional(program, example(n), []) for n in each[1:]]
-    except CaptureFailed as other:
-        raise failure_at(other, each[len(found)], size) from failure
+    written = _written(program)
+    for n in each[1:]:
+        try:
+            found.append(_functional(program, example(n), []))
+        except CaptureFailed as other:
+            raise failure_at(other, n, size) from failure
+        require_same_places(written, _written(program))
+    if isinstance(program, Program):
+        program.written = written
     first = found[0]
     tensors = values_of(first, example(hint))
     samples = iter(dims)
@@ -121,6 +127,10 @@ _CALLER = Program.results.__code__
 
 def _has_rows(program: nn.Module) -> bool:
     return isinstance(program, Program) and bool(program.call.axes)
+
+
+def _written(program: nn.Module) -> list[Written]:
+    return program.written if isinstance(program, Program) else []
 
 
 def _functional(program: nn.Module, examples: Sequence[torch.Tensor], dynamic: list[dict[int, Any]]) -> Exported:

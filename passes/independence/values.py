@@ -130,22 +130,25 @@ def is_symbolic(node: Node, batch: sympy.Symbol) -> bool:
 
 def symbolic_values(node: Node, batch: sympy.Symbol) -> list[Node]:
     """The numbers that depend on B and enter `node` as values rather than as sizes: `x / x.shape[0]`."""
+    values = value_arguments(node)
+    given = ((name, n) for name, argument in bound(node).items() for n in flat_nodes(argument)) if values else ()
+    return [n for name, n in given if name in values and is_symbolic(n, batch)]
+
+
+def value_arguments(node: Node) -> list[str]:
+    """The names of the arguments whose numbers are values rather than sizes."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.overloadpacket is torch.ops.aten.arange:
         return []  # where arange ends is its size
     types = {a.name: str(a.real_type) for a in node.target._schema.arguments}
-    return [
-        n
-        for name, argument in bound(node).items()
-        for n in flat_nodes(argument)
-        if is_symbolic(n, batch) and "SymInt" not in types[name] and "int" not in types[name]
-    ]
+    return [name for name, kind in types.items() if "SymInt" not in kind and "int" not in kind]
 
 
 def symbolic_sizes(node: Node, batch: sympy.Symbol) -> list[Node]:
     """The numbers that depend on B and enter `node` as sizes or positions."""
-    values = symbolic_values(node, batch)
-    found = [n for argument in (*node.args, *node.kwargs.values()) for n in flat_nodes(argument)]
-    return [n for n in found if is_symbolic(n, batch) and n not in values]
+    values, is_op = value_arguments(node), isinstance(node.target, torch._ops.OpOverload)
+    given = bound(node) if is_op else dict(enumerate((*node.args, *node.kwargs.values())))
+    found = [n for name, argument in given.items() if name not in values for n in flat_nodes(argument)]
+    return [n for n in found if is_symbolic(n, batch)]
 
 
 ProvePart = Callable[[GraphModule, Mapping[Node, Result]], list[Result]]

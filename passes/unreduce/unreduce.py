@@ -26,7 +26,7 @@ from psg_fx.torch_private.graphs import traced_without_code
 from psg_fx.torch_private.tracer import trace_fakes
 
 from ..independence import add_conditions, prove, symbolic_values
-from ..independence.values import flat_nodes, is_symbolic, op_name
+from ..independence.values import flat_nodes, is_symbolic, op_name, value_arguments
 from .lift import lifted
 
 aten = torch.ops.aten
@@ -168,7 +168,8 @@ class Unreduction:
         numbers = set(symbolic_values(node, self.batch))
         value = node.meta["val"]
         counts = isinstance(value, Tensor) and any(self.batch in size.free_symbols for size in facts.shape(value))
-        if facts.fact(node).samples is None and not counts:  # what counts the samples, arange(B), still does
+        everywhere = facts.fact(node).samples is None and not counts  # what counts the samples, arange(B), still does
+        if everywhere:
             numbers = {n for n in node.all_input_nodes if is_symbolic(n, self.batch)}
         if not numbers and not any(n in self.new for n in node.all_input_nodes):
             return
@@ -180,11 +181,14 @@ class Unreduction:
                 target = self.gm.graph.node_copy(node)
             self.new[node] = target
 
-        def change(n: Node) -> Any:
-            return self.at_one(n) if n in numbers else self.new.get(n, n)
+        def changed(name: str, argument: Any) -> Any:
+            known = numbers if everywhere or name in values else set()
+            return torch.fx.map_arg(argument, lambda n: self.at_one(n) if n in known else self.new.get(n, n))
 
-        target.args = torch.fx.map_arg(target.args, change)
-        target.kwargs = torch.fx.map_arg(target.kwargs, change)
+        values = value_arguments(node)
+        names = [a.name for a in node.target._schema.arguments] if values else [""] * len(target.args)  # type: ignore[union-attr]
+        target.args = tuple(changed(name, given) for name, given in zip(names, target.args, strict=False))
+        target.kwargs = {name: changed(name, given) for name, given in target.kwargs.items()}
 
     def per_sample(self, node: Node) -> None:
         """A reduced value: its op for each sample."""

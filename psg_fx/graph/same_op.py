@@ -28,7 +28,7 @@ def _typed(value: Any) -> Any:
         return tuple(_typed(v) for v in value)
     if isinstance(value, slice):
         return ("slice", _typed(value.start), _typed(value.stop), _typed(value.step))
-    return (type(value), value)
+    return (type(value), repr(value) if isinstance(value, (float, complex)) else value)  # 0.0 == -0.0
 
 
 def merge_equal(gm: GraphModule) -> None:

@@ -59,6 +59,18 @@ WRITTEN = Entry[tuple[Written, ...]]("values written to attributes")
 """What the program leaves in the Python around it, in the order of the outputs (set by capture)."""
 
 
+def require_same_places(written: Sequence[Written], of_another_size: Sequence[Written]) -> None:
+    """Refuse what is written to other places for another batch size, such as a cache with an entry for each size."""
+    places = [[entry.label for entry in entries] for entries in (written, of_another_size)]
+    if places[0] != places[1]:
+        own, other = ([label for label in places[k] if label not in places[1 - k]] for k in (0, 1))
+        raise NotYetSupported(
+            "the code keeps values by the batch size", where=", ".join([*own, *other]) or "what it writes",
+            why="what is kept for one size is missing for another, and a sample's own loss is that of a batch of one",
+            fix="compute it at each call, or keep it by what it is made of (the length of a sequence, a device)",
+        )  # fmt: skip
+
+
 class Effects:
     """What the code that can be reached from the roots changes, from now on."""
 
@@ -96,6 +108,9 @@ class Effects:
         changes = self._reached.changes()
         for holder, _ in changes:
             holder.write(holder.before)
+        for cache, info in self._reached.caches:
+            if cache.cache_info() != info:
+                cache.cache_clear()
         forget_caches(observed)
         return changes
 

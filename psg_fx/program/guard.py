@@ -34,19 +34,24 @@ _GROUPS = ("_parameters", "_buffers", "_modules")
 class Guard:
     """Whether what the code of a program reads is what it was when the program was captured.
 
-    structure: of the model and the loss, asked before; what it knows is not asked again.
+    structure: of the model and the loss, asked before; what it knows is not asked again.  follow: is told where tensors
+    lie, now and whenever they lie elsewhere.
     """
 
-    def __init__(self, observed: Observed, roots: Sequence[tuple[str, Any]], structure: Structure) -> None:
-        self._observed, self._roots, self.structure = observed, roots, structure
-        self.walk = self.refresh()
-
-    def refresh(self) -> Walk:
-        """Take what is now for what it must be."""
+    def __init__(
+        self, observed: Observed, roots: Sequence[tuple[str, Any]], structure: Structure,
+        follow: Callable[[Lying], None] = lambda lying: None,
+    ) -> None:  # fmt: skip
+        self._observed, self._roots, self.structure, self._follow = observed, roots, structure, follow
         walk = Walk(self._observed).run(self._roots)
+        refuse_iterators(walk)
         self.meaning, self.labels = walk.meaning, walk.labels
+        self._take(walk)
+
+    def _take(self, walk: Walk) -> None:
+        """Ask those places from now on."""
         self._places = Placed(walk, self.structure.groups)
-        return walk
+        self._follow(Lying(walk))
 
     @property
     def count(self) -> int:
@@ -60,7 +65,7 @@ class Guard:
         walk = Walk(self._observed).run(self._roots)
         if walk.meaning != self.meaning:
             return False
-        self._places = Placed(walk, self.structure.groups)
+        self._take(walk)
         return True
 
     def changed(self) -> str:
@@ -76,7 +81,8 @@ class Guard:
 class Placed:
     """Where the values of a walk lie, by the kinds of places.
 
-    A tensor that lies in one place only may be replaced by another of its description, which is then the one read.
+    A tensor that lies in one place only may be replaced by another of its description, which is then the one read;
+    not one whose value Python looked at.
     """
 
     def __init__(self, walk: Walk, known: frozenset[int]) -> None:
@@ -84,7 +90,8 @@ class Placed:
         counts = collections.Counter(id(t) for t, _ in walk.tensors)
         asked = {id(t) for t, place in walk.tensors if place is not None and id(place[0]) in known}
         tensors = [(t, place) for t, place in walk.tensors if id(t) not in asked]
-        lying = [(t, place) for t, place in tensors if place is not None and counts[id(t)] == 1]
+        looked = {id(t) for t, _ in walk.looked}
+        lying = [(t, p) for t, p in tensors if p is not None and counts[id(t)] == 1 and id(t) not in looked]
         apart = {(id(place[0]), place[1]) for _, place in lying}
         left = [s for s in walk.slots if id(s[0]) not in known and (id(s[0]), s[1]) not in apart]
         self.slots = Slots([s for s in left if s[2] is not MISSING], dict.get)
@@ -126,18 +133,22 @@ class Placed:
 
 
 class Lying:
-    """Where tensors lie that a graph holds as constants."""
+    """Where tensors lie that a graph holds as constants.  Walks of one meaning meet them in one order."""
 
     def __init__(self, walk: Walk) -> None:
         counts = collections.Counter(id(t) for t, _ in walk.tensors)
         self._known = [(t, place if counts[id(t)] == 1 else None) for t, place in walk.tensors]
 
-    def find(self, constant: torch.Tensor) -> Any:
-        """The place `(dict, key)` of a constant, the tensor of the user's that it is, or itself."""
-        same = [e for e in self._known if e[0] is constant] or [e for e in self._known if _alias(e[0], constant)]
-        if not same:
-            return constant
-        tensor, place = same[0]
+    def number(self, constant: torch.Tensor) -> int | None:
+        """The number of the tensor that a constant is, or has the memory of; None for none of the walk."""
+        known = [tensor for tensor, _ in self._known]
+        same = (i for i, tensor in enumerate(known) if tensor is constant)
+        alike = (i for i, tensor in enumerate(known) if _alias(tensor, constant))
+        return next(chain(same, alike), None)
+
+    def at(self, number: int) -> Any:
+        """The place `(dict, key)` of a tensor by its number; the tensor itself where it lies in none, or in several."""
+        tensor, place = self._known[number]
         return tensor if place is None else place
 
 

@@ -45,12 +45,14 @@ class Holder:
 class Reached:
     """All that code can reach from the roots, as it is before the code runs.
 
-    generators: those of numpy's, and their states.
+    generators: those of numpy's, and their states.  caches: of functions (`functools.lru_cache`), and how often they
+    were asked.
     """
 
     def __init__(self, roots: Sequence[Any]) -> None:
         self.holders: list[Holder] = []
         self.generators: list[tuple[Any, str]] = []
+        self.caches: list[tuple[Any, Any]] = []
         self._seen: set[int] = set()
         self._alive: list[Any] = []
         self._waiting: collections.deque[tuple[Any, str]] = collections.deque((r, type(r).__name__) for r in roots)
@@ -87,6 +89,9 @@ class Reached:
             self._waiting.extend((v, name) for v in value if type(v) not in _ATOMS)
         elif isinstance(value, MethodType):
             self._waiting.extend([(value.__self__, name), (value.__func__, name)])
+        elif isinstance(value, functools._lru_cache_wrapper):
+            self.caches.append((value, value.cache_info()))
+            self._waiting.append((value.__wrapped__, name))
         elif isinstance(value, functools.partial):
             self._waiting.extend([(value.func, name), (value.args, name), (value.keywords, name)])
         elif isinstance(value, type):

@@ -13,7 +13,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from psg_fx.errors import NotYetSupported
 from psg_fx.program.code import Origin, is_theirs, origin, source
@@ -204,22 +205,43 @@ def _asked_of_python(frame: FrameType) -> str:
 
 
 class _Apart(TorchFunctionMode):
-    """Nothing is observed inside torch's own functions, which saves most of the time; reads of values are noted."""
+    """Nothing is observed inside torch's own functions, which saves most of the time; reads of values are noted, of
+    tensors that the code holds and of what is computed from them.
+    """
 
     def __init__(self, profile: _Profile, found: Observed) -> None:
         super().__init__()
         self.profile, self.found = profile, found
+        self.made_of = WeakIdKeyDictionary()
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         sys.setprofile(None)
         try:
-            if func in _LOOKS and type(args[0]) in (torch.Tensor, nn.Parameter):
-                self.found.values.setdefault(Same(args[0]))
-            return func(*args, **(kwargs or {}))
+            held = self._held((*args, *(kwargs or {}).values()))
+            if func in _LOOKS:
+                self.found.values.update(dict.fromkeys(held))
+            result = func(*args, **(kwargs or {}))
+            if held:
+                for made in result if isinstance(result, (tuple, list)) else (result,):
+                    if isinstance(made, torch.Tensor):
+                        self.made_of[made] = held
+            return result
         finally:
             sys.setprofile(self.profile)
+
+    def _held(self, arguments: Iterable[Any]) -> dict[Same, None]:
+        """The tensors that the code holds among the arguments, and those that the others were computed from."""
+        found: dict[Same, None] = {}
+        for value in arguments:
+            if type(value) in (torch.Tensor, nn.Parameter):
+                found[Same(value)] = None
+            if isinstance(value, torch.Tensor):
+                found.update(self.made_of.get(value, {}))
+            elif isinstance(value, (tuple, list)):
+                found.update(self._held(value))
+        return found
 
 
 _LOOKS = {

@@ -62,6 +62,7 @@ class Binding:
         self._batch = facts.graph_facts(gm).batch
         self._of_groups = _dims_of_groups(gm)
         self._slots = [self._slot(spec, model, loss_fn, constants) for spec in self.specs]
+        self._numbers: dict[int, int] | None = None
         self._arrange()
         self._fields = _fields(self.outputs)
         self._mixing = next((i for i, spec in enumerate(self.outputs) if spec.kind == "mixing"), None)
@@ -77,18 +78,19 @@ class Binding:
         return constants[spec.name] if spec.kind == "constant" else spec
 
     def _arrange(self) -> None:
-        """Sort the slots by what a call does for them."""
+        """Sort the slots by what a call does for them.  Another thread may be in a call."""
         slots = [s for s in self._slots if not isinstance(s, InputSpec) or s.kind in ("given", "input", "target")]
-        self._held = [slot if isinstance(slot, torch.Tensor) else None for slot in slots]
-        self._state = [(i, *slot) for i, slot in enumerate(slots) if isinstance(slot, tuple)]
+        held = [slot if isinstance(slot, torch.Tensor) else None for slot in slots]
+        self._held = held, [(i, *slot) for i, slot in enumerate(slots) if isinstance(slot, tuple)]
         specs = [(i, slot) for i, slot in enumerate(slots) if isinstance(slot, InputSpec)]
         self._extras = [(i, spec.name) for i, spec in specs if spec.kind == "given"]
         self._data = [i for i, spec in specs if spec.kind != "given"]
 
     def arguments(self, call: Call, extras: Mapping[str, torch.Tensor]) -> list[Any]:
         """The graph's inputs for one call, the model's state as it is now; tangents are left to the caller."""
-        found: list[Any] = self._held[:]
-        for i, group, name in self._state:
+        held, state = self._held
+        found: list[Any] = held[:]
+        for i, group, name in state:
             found[i] = group[name]
         for i, name in self._extras:
             found[i] = extras[name]
@@ -127,10 +129,12 @@ class Binding:
             self._raise_mixing(facts.value_of(gm, self._mixing, arguments))
 
     def follow(self, lying: Lying) -> None:
-        """Read constants where they were found, so that another tensor that comes to lie there is the one read."""
-        for index, slot in enumerate(self._slots):
-            if isinstance(slot, torch.Tensor):
-                self._slots[index] = lying.find(slot)
+        """Read constants where they lie, so that another tensor that comes to lie there is the one read."""
+        if self._numbers is None:
+            constants = [(i, slot) for i, slot in enumerate(self._slots) if isinstance(slot, torch.Tensor)]
+            self._numbers = {i: n for i, slot in constants if (n := lying.number(slot)) is not None}
+        for index, number in self._numbers.items():
+            self._slots[index] = lying.at(number)
         self._arrange()
 
     def failed_line(self, gm: GraphModule, arguments: Sequence[Any]) -> str:

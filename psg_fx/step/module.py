@@ -27,7 +27,7 @@ from psg_fx.program.ambient import ambient_key, isolated
 from psg_fx.program.apart import Apart
 from psg_fx.program.call import Call
 from psg_fx.program.captured import Cache, Captured, Key
-from psg_fx.program.guard import Guard, Lying, Structure, refuse_iterators
+from psg_fx.program.guard import Guard, Structure
 from psg_fx.program.key import call_key
 from psg_fx.program.program import Program
 from psg_fx.program.state import Tracked, refuse_hooks, tracked_parameters
@@ -202,9 +202,7 @@ class PerSampleModule(nn.Module):
         self._cache.tell(key)
         why = self._cache.why(key, call.batch_size())
         step, program = own_code.built(build, self.model, self.loss_fn, call)
-        guard = Guard(program.observed, [("the loss", self.loss_fn)], structure)
-        refuse_iterators(guard.walk)
-        step.binding.follow(Lying(guard.walk))
+        guard = Guard(program.observed, [("the loss", self.loss_fn)], structure, step.binding.follow)
         known = facts.graph_facts(step.gm)
         if known.one_size and not self._cache.knows(key):
             warnings.warn(known.notes[0], stacklevel=6)

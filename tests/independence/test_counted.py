@@ -36,6 +36,9 @@ COUNTED = {
     "tensor of the length": Row(head, lambda o, y: total(o, y) / torch.tensor(len(o)), flat),
     "as_tensor": Row(head, lambda o, y: total(o, y) / torch.as_tensor(o.shape[0], dtype=torch.float64), flat),
     "full": Row(head, lambda o, y: total(o, y) / torch.full((), len(o)), flat),
+    "as many as there are, of how many there are": Row(
+        head, lambda o, y: (o - y).square().sum() / len(o) + (o / torch.full((len(o), 1), len(o))).mean(), flat
+    ),
     "new_tensor of several": Row(
         head, lambda o, y: (total(o, y) / o.new_tensor([[len(o), 2.0], [0.1 * len(o), 1 / len(o)]])).sum(), flat
     ),

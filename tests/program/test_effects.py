@@ -320,6 +320,51 @@ def test_caches_hold_nothing_of_a_capture() -> None:
         assert oracle.worst_error(out.grads, grads) < 1e-12
 
 
+class WithCacheBySize(nn.Module):
+    """Keeps something for each batch size: by a function in a closure, or by hand."""
+
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__()
+        self.layer, self.kept = nn.Linear(3, 3).double(), {}
+
+        @functools.lru_cache
+        def share(size: int) -> Tensor:
+            return torch.full((size, 1), 1.0 / size, dtype=torch.float64)
+
+        self.share = self.by_hand if by_hand else share
+
+    def by_hand(self, size: int) -> Tensor:
+        if size not in self.kept:
+            self.kept[size] = torch.tensor(1.0 / size, dtype=torch.float64)
+        return self.kept[size]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.share(x.shape[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*batch size")
+def test_a_cache_by_the_batch_size_holds_nothing_of_a_capture() -> None:
+    model = WithCacheBySize(by_hand=False)
+    step = psg_fx.transform(model, F.cross_entropy, backend="eager")
+    ordinary = model(X[:1])
+    for size in (2, 3, 2):
+        out = step(X[:size], Y[:size])
+        assert type(model.share(size)) is Tensor
+        losses, grads = oracle.loop_grads(model, F.cross_entropy, X[:size], Y[:size])
+        assert oracle.relative_error(out.losses, losses) < 1e-12
+        assert oracle.worst_error(out.grads, grads) < 1e-12
+    assert torch.equal(model(X[:1]), ordinary)
+
+
+def test_a_table_by_the_batch_size_is_refused() -> None:
+    model = WithCacheBySize(by_hand=True)
+    step = psg_fx.transform(model, F.cross_entropy, backend="eager")
+    for size in (2, 3):
+        with pytest.raises(psg_fx.NotYetSupported, match="the code keeps values by the batch size"):
+            step(X[:size], Y[:size])
+        assert not model.kept
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -293,6 +293,77 @@ def test_a_change_is_seen(name: str) -> None:
     assert len(step.captures) == captured
 
 
+def times(factor: float) -> Callable[[nn.Module, Any], object]:
+    return lambda m, _: m.plain.mul_(factor)
+
+
+def anew(m: nn.Module, _: Any) -> None:
+    m.plain = 3 * m.plain
+
+
+NUMBERS: dict[str, Row] = {
+    "of an entry": (scaled(lambda self: self.plain[1].item()), times(3.0)),
+    "of a sum": (scaled(lambda self: (self.plain + self.plain).sum().item()), times(3.0)),
+    "of a copy that is written": (scaled(lambda self: self.plain.clone().add_(1.0).tolist()[0]), times(3.0)),
+    "of another tensor in its place": (scaled(lambda self: self.plain[1].item()), anew),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_that_was_read_from_a_tensor_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ROWS, name, NUMBERS[name])
+    test_a_change_is_seen(name)
+
+
+def ones() -> Tensor:
+    return torch.ones(3, dtype=torch.float64)
+
+
+class Held:
+    """Tensors that a loss reads out of containers and a closure."""
+
+    def __init__(self) -> None:
+        self.list, self.tuple, self.table = [ones(), ones()], (ones(),), {"a": {"b": ones()}}
+        cell = ones()
+
+        def weighted(output: Tensor, target: Tensor) -> Tensor:
+            weight = cell * self.list[1] * self.tuple[0] * self.table["a"]["b"]
+            return F.cross_entropy(output, target, weight=weight, reduction="sum")
+
+        def rebind(new: Tensor) -> None:
+            nonlocal cell
+            cell = new
+
+        self.loss, self.rebind = weighted, rebind
+
+
+CONTAINERS: dict[str, Callable[[Held, Tensor], object]] = {
+    "in a list": lambda held, new: held.list.__setitem__(1, new),
+    "with its list": lambda held, new: setattr(held, "list", [ones(), new]),
+    "with its tuple": lambda held, new: setattr(held, "tuple", (new,)),
+    "in a table": lambda held, new: held.table["a"].__setitem__("b", new),
+    "with its table": lambda held, new: setattr(held, "table", {"a": {"b": new}}),
+    "in a closure": lambda held, new: held.rebind(new),
+    "in a list that is turned round": lambda held, new: (held.list.__setitem__(0, new), held.list.reverse()),
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_another_tensor_in_the_place_of_one(name: str) -> None:
+    model, held = Scaled(), Held()
+    step = psg_fx.transform(model, held.loss, backend="eager")
+    losses = [step(X, Y).losses]
+    for factor in (3.0, 5.0):
+        CONTAINERS[name](held, factor * torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64))
+        out = step(X, Y)
+        expected, grads = oracle.loop_grads(model, held.loss, X, Y)
+        assert not torch.allclose(expected, losses[-1]), "the row changes nothing"
+        assert oracle.relative_error(out.losses, expected) < 1e-12
+        assert oracle.worst_error(out.grads, grads) < 1e-12
+        losses.append(expected)
+    assert len(step.captures) == 1
+
+
 @pytest.mark.parametrize("frozen", one_in(2, [True, False]))
 def test_a_function_that_is_reached_in_no_way_that_is_followed(frozen: bool) -> None:
     """Also where `gc.freeze()` has hidden it, as servers and data loaders do before they fork."""
