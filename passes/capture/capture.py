@@ -217,8 +217,12 @@ def _outputs(exported: Exported, program: Program) -> tuple[OutputSpec, ...]:
                 OutputSpec(kind, f"{kind}_{index}") if index < last else OutputSpec("check", checks[index - last])
             )
         else:
+            into_parameter = spec.kind is OutputKind.PARAMETER_MUTATION
             raise NotYetSupported(
                 f"the forward pass writes into {spec.target or 'one of its inputs'}", where=str(spec.target),
-                why="a step never changes its inputs or parameters", fix="clone the tensor before writing into it",
+                why="a step never changes its inputs or parameters",
+                fix="write into it after the step, under torch.no_grad(); for nn.Embedding(max_norm=m): leave max_norm "
+                "out, and call weight.data.renorm_(2, 0, m) after each step of the optimizer"
+                if into_parameter else "clone the tensor before writing into it",
             )  # fmt: skip
     return tuple(found)

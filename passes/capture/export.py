@@ -31,6 +31,7 @@ from psg_fx.program.effects import Written, require_same_places
 from psg_fx.program.observe import Observed
 from psg_fx.program.program import Program
 from psg_fx.torch_private.export import own_attributes, user_stack_traces
+from psg_fx.torch_private.fakes import UnsupportedOperatorException
 from psg_fx.torch_private.functional import Functional, functional
 from psg_fx.torch_private.graphs import traced_without_code
 from psg_fx.torch_private.ops import core_decompositions
@@ -44,7 +45,7 @@ from . import losses, quantised, recurrent_layers, rewrites  # noqa: F401  (they
 from .branches import Readings, watch_the_batch_size
 from .copies import writes_a_copy
 from .fixed_sizes import constants_that_follow, join, values_of
-from .reasons import capture_failed, failure_at
+from .reasons import capture_failed, failure_at, without_shapes
 from .rewrites import rewritten
 from .writes import seen_by_autograd, unwatched
 
@@ -148,6 +149,8 @@ def _functional(program: nn.Module, examples: Sequence[torch.Tensor], dynamic: l
             found = Exported(**vars(functional(exported, decompositions())), written_copy=copied, trims=padding.line)
         except PsgError as error:  # torch.fx writes the graph's own traceback into its text
             raise type(error)(error.what, where=error.where, why=error.why, fix=error.fix) from None
+        except UnsupportedOperatorException as error:
+            raise without_shapes(error) from error
         except Exception as error:
             raise capture_failed(error) from error
     refuse_strides(found.graph_module)

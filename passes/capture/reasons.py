@@ -8,8 +8,9 @@ import traceback
 
 import torch
 
-from psg_fx.errors import CaptureFailed
+from psg_fx.errors import CaptureFailed, NotYetSupported
 from psg_fx.program.code import is_theirs, origin
+from psg_fx.torch_private.fakes import UnsupportedOperatorException
 
 NOT_ONE_GRAPH = "the model and loss could not be captured as one graph"
 """What is wrong, where nothing more is known than that a capture failed."""
@@ -18,6 +19,7 @@ COMMUNICATES = "the code communicates with other processes"
 """Then it must not be run to see why it fails: the others would not take part."""
 
 _PROCESSES = os.path.join(os.path.dirname(torch.__file__), "distributed", "")
+_WITH_GRAPHS = os.path.join(os.path.dirname(torch.__file__), "_higher_order_ops", "")
 _FIXED = ("Constraints violated", "specializ", "is invalid for input of size")
 
 
@@ -35,6 +37,9 @@ def capture_failed(error: Exception) -> CaptureFailed:
     if "data-dependent" in text.lower() or "DataDependent" in kind or re.search(r"\bu\d+\b", first):
         why = "the code branches on values of a tensor, so there is no one graph for all batches"
         fix = "replace the branch by torch.where, or decide it outside the model"
+    elif any(f.filename.startswith(_WITH_GRAPHS) for f in traceback.extract_tb(error.__traceback__)):
+        why = "torch.cond, while_loop, scan and map hold graphs of their own, which are not looked into"
+        fix = "write a loop in Python, and a branch by torch.where, where both arms are finite"
     elif any(words in text for words in _FIXED):
         why = "the code ties the batch size to a fixed number: " + _constraint(text, first)
         fix = "take sizes from the input (x.shape[0], -1) where the code has a number"
@@ -42,6 +47,15 @@ def capture_failed(error: Exception) -> CaptureFailed:
         why = f"{kind}: {first}"
         fix = "make the forward pass and loss run under torch.export.export(strict=False)"
     return CaptureFailed(NOT_ONE_GRAPH, where=user_line(error) or "the model or loss", why=why, fix=fix)
+
+
+def without_shapes(error: UnsupportedOperatorException) -> NotYetSupported:
+    """An op that no fake tensor can run."""
+    return NotYetSupported(
+        f"{error.func} is known to torch by its kernels alone", where=user_line(error) or str(error.func),
+        why="what shape it returns for a batch of any size is not said anywhere",
+        fix="write it with other ops; for a custom operator: torch.library.register_fake",
+    )  # fmt: skip
 
 
 def failure_at(error: CaptureFailed, size: int, wanted: int) -> CaptureFailed:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from psg_fx.errors import BadArgument, NotYetSupported
+from psg_fx.planner.plan import Plan
 from psg_fx.program.call import Call
 from psg_fx.torch_private import sharded
 
@@ -111,6 +112,18 @@ def check_loss(loss_fn: Any) -> None:
             f"loss_fn is a {type(loss_fn).__name__}", where="transform(model, loss_fn)",
             why="it is called as loss_fn(output, *targets)",
             fix="pass a function or a module, such as torch.nn.functional.cross_entropy",
+        )  # fmt: skip
+
+
+def require_a_gradient(plan: Plan) -> None:
+    """Refuse a loss that no parameter reaches, as autograd does."""
+    gradients = [p.gradient for p in plan.parameters]
+    if gradients and not any(gradient.terms for gradient in gradients):
+        raise BadArgument(
+            "the loss depends on none of the model's parameters", where="loss_fn(model(inputs), targets)",
+            why="every gradient would be zero: the output is not used, detached, or computed under torch.no_grad()",
+            fix="let the loss follow from the output; where zeros are meant: transform(.., params=[..]) gives them for "
+            "parameters that are named and not used",
         )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from psg_fx.graph.history import History
 from psg_fx.graph.slices import Slices
 from psg_fx.passes.pipeline import run_pipeline
 from psg_fx.planner.budget import Budget, in_bytes, memory_size
+from psg_fx.planner.plan import PLAN
 from psg_fx.program.call import Call
 from psg_fx.program.packed import is_packed
 from psg_fx.program.program import Program
@@ -220,6 +221,8 @@ class LossModule(PerSampleModule):
             program, call, tracked.aliases, quantities, dtype, device, history, budget=budget, grouping=grouping,
             slices=self._slices(), largest=rows,
         )  # fmt: skip
+        if self.settings.params is None:
+            mistakes.require_a_gradient(PLAN.of(gm))
         run = self._compiled(gm, device.name, history)
         return CompiledStep(gm, history, self.model, self.loss_fn, run, self._memory), program
 

@@ -150,6 +150,23 @@ def other_halves(layer: Layer, x: Tensor) -> Tensor:
     return layer(torch.cat([x[half:], x[:half]]))
 
 
+def two_graphs(layer: Layer, x: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, lambda v: layer(v), lambda v: -layer(v), (x,))
+
+
+def without_shapes(layer: Layer, x: Tensor) -> Tensor:
+    scale, zero = torch.ones(1, dtype=x.dtype), torch.zeros(1, dtype=x.dtype)
+    return layer(torch._fake_quantize_learnable_per_tensor_affine(x, scale, zero, -9, 9, 1.0))
+
+
+def written_parameter(layer: Layer, x: Tensor) -> Tensor:
+    return layer(x) + F.embedding((x[:, :3] > 0).long(), layer.weight, max_norm=1.0).sum(2)
+
+
+def cut_off(layer: Layer, x: Tensor) -> Tensor:
+    return layer(x).detach() + x.sum(1, keepdim=True)
+
+
 # torch 2.11 exports it with a number of rows that is not known, so that only its run on one sample says what is wrong
 FEWER = "s on values of a tensor" if torch.__version__ >= "2.12" else "does not run on a batch of one sample"
 REFUSED: dict[Callable[..., Tensor], tuple[type[Exception], str, str]] = {
@@ -164,6 +181,10 @@ REFUSED: dict[Callable[..., Tensor], tuple[type[Exception], str, str]] = {
     fewer_rows: (psg_fx.PsgError, FEWER, ""),
     branch_on_values: (CaptureFailed, "branches on values of a tensor", "if x.sum() > 0"),
     number_from_values: (SamplesMixed, "it reads one number out of the samples", "x.sum().item()"),
+    two_graphs: (CaptureFailed, "hold graphs of their own", "torch.cond(x.sum() > 0"),
+    without_shapes: (NotYetSupported, "is known to torch by its kernels alone", "_learnable_per_tensor_affine(x,"),
+    written_parameter: (NotYetSupported, "writes into model.layer.weight", "renorm_"),
+    cut_off: (psg_fx.BadArgument, "depends on none of the model's parameters", "detached"),
     other_halves: (NotYetSupported, "follows the batch size in no simple way", "x[half:]"),
 }  # fmt: skip
 
