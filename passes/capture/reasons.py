@@ -19,6 +19,10 @@ COMMUNICATES = "the code communicates with other processes"
 """Then it must not be run to see why it fails: the others would not take part."""
 
 _PROCESSES = os.path.join(os.path.dirname(torch.__file__), "distributed", "")
+_SIZES = (
+    "take sizes from the input (x.shape[0], -1) where the code has a number; what is kept for each sample from call to "
+    "call (a hidden state, a buffer with B rows) becomes an input"
+)
 _WITH_GRAPHS = os.path.join(os.path.dirname(torch.__file__), "_higher_order_ops", "")
 _FIXED = ("Constraints violated", "specializ", "is invalid for input of size")
 
@@ -42,7 +46,7 @@ def capture_failed(error: Exception) -> CaptureFailed:
         fix = "write a loop in Python, and a branch by torch.where, where both arms are finite"
     elif any(words in text for words in _FIXED):
         why = "the code ties the batch size to a fixed number: " + _constraint(text, first)
-        fix = "take sizes from the input (x.shape[0], -1) where the code has a number"
+        fix = _SIZES
     else:
         why = f"{kind}: {first}"
         fix = "make the forward pass and loss run under torch.export.export(strict=False)"
@@ -64,7 +68,7 @@ def failure_at(error: CaptureFailed, size: int, wanted: int) -> CaptureFailed:
     return CaptureFailed(
         f"the model and loss run on {wanted} samples and not on {samples}", where=error.where,
         why=error.why if size != 1 else f"the loss of a sample is that of a batch of one, and there {error.why}",
-        fix="take sizes from the input (x.shape[0], -1) where the code has a number",
+        fix=_SIZES,
     )  # fmt: skip
 
 

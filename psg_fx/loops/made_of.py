@@ -8,6 +8,7 @@ import functools
 import hashlib
 import re
 from collections.abc import Iterator, Mapping
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -27,7 +28,9 @@ def made_of(step: LossModule, given: Mapping[str, Any], expected: int | None) ->
         owners.append(("loss.", step.loss_fn))
     return {
         "quantities": [_written(q) for q in s.quantities],
+        "model": _ADDRESS.sub("", repr(step.model)),
         "loss": _name(step.loss_fn),
+        "code": _code_of(step.loss_fn, *(type(m) for _, owner in owners for m in owner.modules())),
         "batch_dim": repr(s.batch_dim),
         "asked": list(step._tracked().names),
         "training": [p + name for p, owner in owners for name, m in owner.named_modules() if m.training],
@@ -57,6 +60,9 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
         elif part == "training":
             odd = ", ".join(name or "the model" for name in sorted(set(old) ^ set(new or [])))
             yield "another train or evaluation mode", f"{odd}: .training differs"
+        elif part in ("model", "code"):
+            why = "the code of the loss, or of a class of the model" if part == "code" else "what the model prints"
+            yield f"{'other' if part == 'code' else 'another'} {part}", f"{why} is not what it was"
         else:
             yield f"another {part}" if part != "given" else "other keywords", f"{part}: {old} there, {new} here"
 
@@ -112,6 +118,31 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _plain(v) for name, v in value.items()}
     return value
+
+
+def _code_of(*things: Any) -> str:
+    """A fingerprint of the code of functions, and of the methods of classes, that are not torch's."""
+    found = hashlib.blake2b(digest_size=16)
+    for thing in dict.fromkeys(things):
+        held = thing if isinstance(thing, (type, FunctionType)) else getattr(thing, "func", type(thing))
+        functions = [held] if isinstance(held, FunctionType) else vars(held).values() if isinstance(held, type) else ()
+        if not getattr(held, "__module__", "").startswith("torch."):
+            for function in functions:
+                if code := getattr(function, "__code__", None):
+                    found.update(_written_code(code).encode())
+    return found.hexdigest()
+
+
+def _written_code(code: CodeType) -> str:
+    return repr((code.co_name, code.co_code, code.co_names, [_constant(c) for c in code.co_consts]))
+
+
+def _constant(value: Any) -> str:
+    """A constant of code, alike in every process: sets have an order of their own in each."""
+    if isinstance(value, (tuple, frozenset)):
+        parts = [_constant(v) for v in value]
+        return repr(parts if isinstance(value, tuple) else sorted(parts))
+    return _written_code(value) if isinstance(value, CodeType) else repr(value)
 
 
 def _name(function: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -50,6 +51,10 @@ class Program(nn.Module):
         self.observed = Observed(hidden=(self,))
         self.written: list[Written] = []
         self._ids: list[torch.Tensor | None] = []
+
+    def release(self) -> None:
+        """It is captured: the tensors of the call that it was captured with are not needed any more."""
+        self.call = replace(self.call, tensors=())
 
     def forward(self, tensors: list[torch.Tensor]) -> Any:
         assumed: list[Assumption] = []

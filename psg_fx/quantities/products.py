@@ -38,7 +38,10 @@ class Dots(Quantity):
         counts = {_leading(name, directions[name], shape) for name, shape in shapes.items()}
         if len(counts) > 1:
             raise _bad_directions("some have a leading K and some have not, or another K")
-        return replace(self, count=counts.pop())
+        (count,) = counts
+        if count == 0:
+            raise _bad_directions("there are none: their leading K is 0")
+        return replace(self, count=count)
 
     @property
     def variant(self) -> Hashable:

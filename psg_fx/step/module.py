@@ -202,6 +202,7 @@ class PerSampleModule(nn.Module):
         self._cache.tell(key)
         why = self._cache.why(key, call.batch_size())
         step, program = own_code.built(build, self.model, self.loss_fn, call)
+        program.release()
         guard = Guard(program.observed, [("the loss", self.loss_fn)], structure, step.binding.follow)
         known = facts.graph_facts(step.gm)
         if known.one_size and not self._cache.knows(key):

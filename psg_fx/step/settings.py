@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib.util
 from collections.abc import Iterable, Sequence
@@ -17,7 +18,7 @@ from psg_fx.planner.cost import Device, Fused
 from psg_fx.program.batch_dim import BatchDim
 from psg_fx.program.state import ParamFilter
 from psg_fx.quantities.base import Join, Joins, Quantity, check_choice
-from psg_fx.torch_private.compiler import inductor_modes
+from psg_fx.torch_private.compiler import inductor_modes, inductor_options
 
 FUSED_KERNELS = "psg_fx.fused_kernels"
 """The option that offers the kernels of psg_fx (`psg_fx/ops/tile_kernels.py`) to plans for a CUDA device."""
@@ -67,6 +68,13 @@ class Settings:
         for name in self.options or {}:
             if name.startswith(_OWN):
                 check_choice("transform", "options", name, (FUSED_KERNELS,))
+            elif self.backend == "inductor" and name.replace("-", "_") not in (known := inductor_options()):
+                near = " or ".join(map(repr, difflib.get_close_matches(name, known)))
+                raise BadArgument(
+                    f"options has {name!r}, which is unknown", where="transform(options={...})",
+                    why="inductor has no option of that name",
+                    fix=near or "torch._inductor.list_options() has the names",
+                )  # fmt: skip
         if self.memory_budget is not None:
             in_bytes(self.memory_budget, 1)
 

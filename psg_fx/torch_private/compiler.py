@@ -41,6 +41,12 @@ def inductor_modes() -> dict[str, dict[str, Any]]:
     return found
 
 
+def inductor_options() -> list[str]:
+    """The names of inductor's options."""
+    found: list[str] = torch._inductor.list_options()
+    return found
+
+
 def marked_dynamic(tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
     """The tensor under another object whose sizes in `dims` `torch.compile` keeps as symbols.
 

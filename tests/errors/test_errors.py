@@ -242,6 +242,19 @@ ROWS: dict[str, Row] = {
         lambda: step(loss=None, loss_reduction="avg"), BadArgument, "loss_reduction='avg' is unknown",
         "transform(loss_reduction=...)", "known are sum, mean", "use one of those",
     ),
+    "unknown-option": (
+        lambda: psg_fx.transform(nn.Linear(4, 2), options={"nonsense": True}), BadArgument,
+        "options has 'nonsense', which is unknown", "transform(options={...})",
+        "inductor has no option of that name", "torch._inductor.list_options() has the names",
+    ),
+    "no-directions": (
+        lambda: step(nn.Linear(4, 2), quantities=psg_fx.Dots())(
+            X, torch.tensor([0, 1, 1]), directions={"weight": torch.ones(0, 2, 4), "bias": torch.ones(0, 2)}
+        ), BadArgument,
+        "Dots needs a direction for every parameter", "step(inputs, targets, directions=...)",
+        "there are none: their leading K is 0",
+        "pass a mapping from every parameter's name to a tensor of its shape, or of [K, *shape]",
+    ),
     "batch-norm": (
         lambda: step(nn.Sequential(nn.Conv1d(1, 2, 2), nn.BatchNorm1d(2)), lambda out: out.square().sum())(X[:, None]),
         SamplesMixed, "aten._native_batch_norm_legit_functional mixes samples, so per-sample gradients do not exist",

@@ -223,6 +223,26 @@ def sum_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output, target, reduction="sum")
 
 
+def other_activation() -> Any:
+    model = same_mlp().float()
+    model[1] = nn.Softplus()
+    return own_step(model=model)
+
+
+def weighted(class_: int) -> Any:
+    """Losses of one name and other code."""
+    if class_ == 0:
+        return lambda output, target: F.cross_entropy(output[:, :2], target % 2)
+    return lambda output, target: F.cross_entropy(output[:, 1:3], target % 2)
+
+
+def test_another_loss_of_the_same_name_is_refused(tmp_path: Path) -> None:
+    interrupted(tmp_path, own_step(loss=weighted(0)))
+    with pytest.raises(BadArgument, match="other code"):
+        psg_fx.over(loader(11, 3), own_step(loss=weighted(1)), store=tmp_path, progress=False)
+    psg_fx.over(loader(11, 3), own_step(loss=weighted(0)), store=tmp_path, progress=False)
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [
@@ -232,6 +252,7 @@ def sum_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         (lambda: own_step([Projection(rank=3), *QUANTITIES[1:]]), r"Projection\(rank=2.*Projection\(rank=3"),
         (lambda: own_step([*QUANTITIES[:2], ClippedSum(0.4), *QUANTITIES[3:]]), "max_norm=0.4"),
         (lambda: own_step(loss=sum_loss), "sum_loss here"),
+        (other_activation, "another model"),
         (other_training, "another train or evaluation mode"),
         (lambda: step(same_mlp().float(), quantities=QUANTITIES, params="0.*"), "another asked"),
     ],
