@@ -68,8 +68,8 @@ class Settings:
         for name in self.options or {}:
             if name.startswith(_OWN):
                 check_choice("transform", "options", name, (FUSED_KERNELS,))
-            elif self.backend == "inductor" and name.replace("-", "_") not in (known := inductor_options()):
-                near = " or ".join(map(repr, difflib.get_close_matches(name, known)))
+            elif self.backend == "inductor" and name.replace("-", "_") not in inductor_options():
+                near = " or ".join(map(repr, difflib.get_close_matches(name, inductor_options())))
                 raise BadArgument(
                     f"options has {name!r}, which is unknown", where="transform(options={...})",
                     why="inductor has no option of that name",
