@@ -42,7 +42,7 @@ ctc = define_op(
 )  # fmt: skip
 ctc_backward = define_op(
     f"ctc_backward(Tensor cotangent, {_GIVEN}) -> Tensor", _gradient,
-    lambda cotangent, log_probs, *_: torch.empty_like(log_probs),
+    lambda cotangent, log_probs, *_: log_probs.new_empty(log_probs.shape),
 )  # fmt: skip
 
 

@@ -18,16 +18,27 @@ _OF_TORCH: dict[OpOverload, Callable[..., Any]] = {}
 def define_op(
     schema: str, run: Callable[..., Any], shapes: Callable[..., Any], of_torch: Callable[..., Any] | None = None
 ) -> Any:
-    """The op `psg_fx::name`.  shapes: what it returns, without values.  of_torch: what a graph that leaves psg_fx has
-    in its place, where `run` cannot be traced.
+    """The op `psg_fx::name`.  shapes: what it returns, without values, all contiguous; whatever `run` makes is so, too,
+    since inductor holds both against each other.  of_torch: what a graph that leaves psg_fx has in its place, where
+    `run` cannot be traced.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, _contiguous(run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"psg_fx::{name}", shapes, lib=_LIBRARY)
     op = getattr(torch.ops.psg_fx, name).default
     _OF_TORCH[op] = of_torch or run
     return op
+
+
+def _contiguous(run: Callable[..., Any]) -> Callable[..., Any]:
+    def contiguous(*arguments: Any) -> Any:
+        found = run(*arguments)
+        if isinstance(found, torch.Tensor):
+            return found.contiguous()
+        return type(found)(t.contiguous() for t in found)
+
+    return contiguous
 
 
 def define_function(

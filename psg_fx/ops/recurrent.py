@@ -223,7 +223,7 @@ class _Attached(Function):
 attach = define_op(
     "attach(str cell, Tensor[] states, Tensor?[] inputs, Tensor[] saved, Tensor?[] weights) -> Tensor[]",
     lambda cell, states, *_: [t.clone() for t in states],
-    lambda cell, states, *_: [torch.empty_like(t) for t in states],
+    lambda cell, states, *_: [t.new_empty(t.shape) for t in states],
 )
 
 

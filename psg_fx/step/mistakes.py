@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.planner.plan import Plan
@@ -125,6 +126,17 @@ def require_a_gradient(plan: Plan) -> None:
             fix="let the loss follow from the output; where zeros are meant: transform(.., params=[..]) gives them for "
             "parameters that are named and not used",
         )  # fmt: skip
+
+
+def check_shapes(model: nn.Module) -> None:
+    """Refuse a model whose layers wait for their first inputs."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise BadArgument(
+                f"{name} is not initialised", where="transform(model)",
+                why="a lazy layer has its shape from the first inputs that it sees",
+                fix="call the model once on a batch before the step",
+            )  # fmt: skip
 
 
 def check_values(model: nn.Module) -> None:

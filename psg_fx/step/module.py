@@ -32,6 +32,7 @@ from psg_fx.program.key import call_key
 from psg_fx.program.program import Program
 from psg_fx.program.state import Tracked, refuse_hooks, tracked_parameters
 from psg_fx.step import copies, own_code
+from psg_fx.step.mistakes import check_shapes
 from psg_fx.step.settings import Settings
 
 _READING = threading.Lock()
@@ -173,6 +174,7 @@ class PerSampleModule(nn.Module):
                 found = self._structure
                 if found is None or not found[0].holds():
                     roots = [m for m in (self.model, self.loss_fn) if isinstance(m, nn.Module)]
+                    check_shapes(self.model)
                     found = Structure(roots), tracked_parameters(self.model, self.settings.params)
                     self._structure = found
         structure, tracked = found

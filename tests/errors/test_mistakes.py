@@ -121,6 +121,11 @@ ROWS: dict[str, Row] = {
         "quantised layers have no gradients, and end those of what lies before them",
         "use the model before torch.ao.quantization.convert or quantize_dynamic",
     ),
+    "a-lazy-layer": (
+        lambda: step(nn.Sequential(nn.LazyLinear(3)))(X, Y), BadArgument, "0.weight is not initialised",
+        "transform(model)", "a lazy layer has its shape from the first inputs that it sees",
+        "call the model once on a batch before the step",
+    ),
     "a-model-without-values": (
         lambda: step(mlp().to("meta"))(X, Y), BadArgument, "0.weight is on the meta device", "transform(model)",
         "it has a shape and no values", "model.to_empty(device=...), then load or initialise the state",
