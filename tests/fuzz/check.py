@@ -110,9 +110,12 @@ def answered(built: Built, truths: Mapping[int, Truth], backend: str) -> Outcome
     quantities = SETS[built.program.quantities](0.7 * norms.median().item() or 1.0)
     parameters = dict(built.model.named_parameters())
 
+    reached = any(g.any() for _, grads in truths.values() for g in grads.values())
+    named = None if reached else list(parameters)  # a loss that no parameter reaches is refused, unless they are named
+
     def run() -> Outcome:
         step = psg_fx.transform(
-            built.model, built.loss, quantities=quantities, backend=backend, batch_dim=built.batch_dim
+            built.model, built.loss, quantities=quantities, backend=backend, batch_dim=built.batch_dim, params=named
         )
         for batch in built.program.batches:
             inputs, targets = built.draw(batch, batch)
