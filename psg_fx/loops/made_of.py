@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import nn
 
 from psg_fx.errors import BadArgument
 from psg_fx.loops.leaves import leaves
+from psg_fx.program.objects import functions_of
 from psg_fx.step.with_loss import LossModule
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -30,7 +31,7 @@ def made_of(step: LossModule, given: Mapping[str, Any], expected: int | None) ->
         "quantities": [_written(q) for q in s.quantities],
         "model": _ADDRESS.sub("", repr(step.model)),
         "loss": _name(step.loss_fn),
-        "code": _code_of(step.loss_fn, *(type(m) for _, owner in owners for m in owner.modules())),
+        "code": _code_of(step.loss_fn, (type(m) for _, owner in owners for m in owner.modules())),
         "batch_dim": repr(s.batch_dim),
         "asked": list(step._tracked().names),
         "training": [p + name for p, owner in owners for name, m in owner.named_modules() if m.training],
@@ -120,17 +121,16 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _code_of(*things: Any) -> str:
-    """A fingerprint of the code of functions, and of the methods of classes, that are not torch's."""
-    found = hashlib.blake2b(digest_size=16)
-    for thing in dict.fromkeys(things):
-        held = thing if isinstance(thing, (type, FunctionType)) else getattr(thing, "func", type(thing))
-        functions = [held] if isinstance(held, FunctionType) else vars(held).values() if isinstance(held, type) else ()
-        if not getattr(held, "__module__", "").startswith("torch."):
-            for function in functions:
-                if code := getattr(function, "__code__", None):
-                    found.update(_written_code(code).encode())
-    return found.hexdigest()
+def _code_of(loss_fn: Any, kinds: Iterable[type]) -> str:
+    """A fingerprint of the code of a loss, or of its class, and of classes: of what is not torch's."""
+    function = getattr(loss_fn, "func", loss_fn)  # of a partial
+    function = getattr(function, "__func__", function)  # of a method
+    classes = [k for k in dict.fromkeys((*kinds, type(function))) if not k.__module__.startswith("torch.")]
+    found = [f for kind in classes for value in vars(kind).values() for f in functions_of(value)]
+    if isinstance(function, FunctionType) and not function.__module__.startswith("torch."):
+        found.append(function)
+    text = "".join(_written_code(f.__code__) for f in found)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _written_code(code: CodeType) -> str:

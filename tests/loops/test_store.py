@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +242,18 @@ def test_another_loss_of_the_same_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadArgument, match="other code"):
         psg_fx.over(loader(11, 3), own_step(loss=weighted(1)), store=tmp_path, progress=False)
     psg_fx.over(loader(11, 3), own_step(loss=weighted(0)), store=tmp_path, progress=False)
+
+
+def test_a_loss_that_has_no_hash(tmp_path: Path) -> None:
+    @dataclass
+    class Scaled:
+        factor: float
+
+        def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return self.factor * F.cross_entropy(output, target)
+
+    interrupted(tmp_path, own_step(loss=Scaled(2.0)))
+    psg_fx.over(loader(11, 3), own_step(loss=Scaled(2.0)), store=tmp_path, progress=False)
 
 
 @pytest.mark.parametrize(
