@@ -169,7 +169,9 @@ def _equal(before: Any, now: Any) -> bool:
 
 
 def forget_caches(observed: Observed) -> None:
-    """Empty the caches (`functools.lru_cache`) of functions that ran: what they hold now is of the capture."""
+    """Empty the caches (`functools.lru_cache`) of functions that ran, those of packages, too, where what can be reached
+    is not followed: what they hold now is of the capture.
+    """
     for code in observed.code:
         found = observed.named(code)
         if isinstance(found, functools._lru_cache_wrapper):

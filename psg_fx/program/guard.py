@@ -40,7 +40,7 @@ class Guard:
 
     def __init__(
         self, observed: Observed, roots: Sequence[tuple[str, Any]], structure: Structure,
-        follow: Callable[[Lying], None] = lambda lying: None,
+        follow: Callable[[Lying], None],
     ) -> None:  # fmt: skip
         self._observed, self._roots, self.structure, self._follow = observed, roots, structure, follow
         walk = Walk(self._observed).run(self._roots)
