@@ -26,6 +26,7 @@ from psg_fx.graph.stages import Stage
 from psg_fx.op_table import enter, known
 from psg_fx.ops.autograd_function import CustomCall, custom_call, differentiable
 from psg_fx.source import locate
+from psg_fx.torch_private.graphs import module_without_code
 
 from .runner import graph_pass
 
@@ -111,7 +112,7 @@ def prefix(gm: GraphModule, operand: Node) -> Prefix:
     across = any(str(n.target) == "psg_fx.enter.default" for n in ops)
     return Prefix(
         operand.name, tuple(owners), names, owners, listed, casts, selects=selects, across=across,
-        drawn=frozenset(n.name for n in inputs if n.op != "placeholder"), graph=GraphModule(gm, graph),
+        drawn=frozenset(n.name for n in inputs if n.op != "placeholder"), graph=module_without_code(gm, graph),
     )  # fmt: skip
 
 

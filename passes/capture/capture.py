@@ -25,6 +25,7 @@ from psg_fx.program.conditions import ROW_AXES
 from psg_fx.program.effects import WRITTEN
 from psg_fx.program.program import Program
 from psg_fx.tensors import memory_order
+from psg_fx.torch_private.graphs import module_without_code
 
 from .export import Exported, export
 from .writes import computed_outside
@@ -116,7 +117,7 @@ def _flat(
 
     held: where the data of the parameters lie that the loss reaches through its closure -> their names.
     """
-    gm = GraphModule(exported.graph_module, exported.graph_module.graph, "PerSample")
+    gm = module_without_code(exported.graph_module, exported.graph_module.graph, "PerSample")
     nodes = facts.placeholders(gm)
     constants: dict[str, torch.Tensor] = {}
     inputs = iter(range(len(call.tensors)))

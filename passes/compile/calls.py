@@ -12,6 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from psg_fx.graph.lifetimes import is_view
+from psg_fx.torch_private.graphs import module_without_code
 
 from .repeats import Item, Repeat, in_order, is_number, repeats, tokens_of
 
@@ -136,7 +137,7 @@ class _Rewriting:
                 i += 1
         output = self._gm.graph.output_node()
         self._graph.output(map_arg(output.args[0], self._value)).meta = dict(output.meta)
-        new = GraphModule(self._modules, self._graph, type(self._gm).__name__)
+        new = module_without_code(self._modules, self._graph, type(self._gm).__name__)
         new.meta = dict(self._gm.meta)
         return new
 
@@ -182,7 +183,7 @@ class _Rewriting:
         for node in _places(items):
             copy(node, lambda n: inner[n] if n in inner else operands[next(slots)])
         graph.output(tuple(inner[items[i][k]] for i, k in results))
-        return GraphModule({}, graph)
+        return module_without_code({}, graph)
 
     def _call(self, name: str, function: GraphModule, calls: Calls, results: Sequence[tuple[int, int]], i: int) -> None:
         self._modules[name] = function

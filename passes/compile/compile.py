@@ -21,6 +21,7 @@ from psg_fx.graph.stages import Stage
 from psg_fx.graph.strides import free_of_strides
 from psg_fx.op_table import enter, known
 from psg_fx.torch_private.compiler import compilations, inductor_modes, marked_dynamic
+from psg_fx.torch_private.graphs import write_code
 from psg_fx.torch_private.inductor import Compiler, calls_subgraphs, inductor
 from psg_fx.torch_private.scattered import scattered_in_place
 
@@ -93,6 +94,7 @@ def _by_torch(
     compiled: Flat = torch.compile(gm, backend=backend, mode=mode, options=options, dynamic=by_size, fullgraph=True)
 
     def run(*tensors: Any) -> Sequence[Any]:
+        write_code(gm)
         with contextlib.ExitStack() as open_now, compilations(
             lambda: open_now.enter_context(watch()), open_now.close
         ):  # fmt: skip

@@ -22,6 +22,8 @@ from psg_fx.tensors import memory_order, product
 from psg_fx.torch_private.inductor import Compiler, Like, Sizes, compiled, stance
 from psg_fx.torch_private.random_state import never_rewound
 
+from ..runner import without_collection
+
 Flat = Callable[..., Sequence[Any]]
 Layout = tuple[int, ...] | None
 """Dims from the slowest to the fastest in memory, of a tensor without gaps; None: it has gaps."""
@@ -142,7 +144,8 @@ class Sized:
             _like(t, self._shapes[i], by_place.get(i), self._replayed and _stays(t)) for i, t in enumerate(tensors)
         ]
         if self._background is None:
-            return self._compile(inputs, sizes, layouts)
+            with without_collection():
+                return self._compile(inputs, sizes, layouts)
         self._background.begin(lambda: self._compile(inputs, sizes, layouts))
         return self._gm
 

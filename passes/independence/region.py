@@ -10,13 +10,14 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from psg_fx.errors import PsgError
 from psg_fx.graph import facts
 from psg_fx.graph.facts import GraphFacts, InputSpec
 from psg_fx.source import provenance
 from psg_fx.torch_private.fakes import symbolic_inputs
+from psg_fx.torch_private.graphs import module_without_code
 from psg_fx.torch_private.modes import enable_python_dispatcher
 
 from .values import Result
@@ -59,7 +60,7 @@ def row_by_row(
             copies[node] = graph.node_copy(node, lambda n: sizes[n] if n in sizes else copies[n])
             copies[node].meta = {**provenance(node), "val": _run_or_unfit(copies[node])}
     graph.output(())
-    gm = GraphModule({}, graph)
+    gm = module_without_code({}, graph)
     symbol = facts.expr(carrier.meta["val"].shape[dim])
     if not isinstance(symbol, sympy.Symbol):
         raise Unfit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,18 +36,18 @@ class Snapshot:
     def module(self) -> GraphModule:
         """The graph as it was: always the same object."""
         if self._module is None:
-            self._module = self.restored(module_without_code)
+            self._module = self.restored()
             self._said.clear()
         return self._module
 
-    def restored(self, kind: Callable[[dict[str, Any], Graph, str], GraphModule]) -> GraphModule:
-        """A graph module of that kind."""
+    def restored(self) -> GraphModule:
+        """A graph module of its own."""
         graph, now = Graph(), dict[Node, Node]()
         for node, op, target, args, kwargs, name, annotation, meta in self._said:
             args, kwargs = map_arg(args, now.__getitem__), map_arg(kwargs, now.__getitem__)
             now[node] = graph.create_node(op, target, args, kwargs, name, annotation)
             now[node].meta = meta
-        module = kind(self._root, graph, self._type)
+        module = module_without_code(self._root, graph, self._type)
         module.meta = self._meta
         return module
 
@@ -114,4 +114,4 @@ class History:
 
 def copy_graph(gm: GraphModule) -> GraphModule:
     """A copy with its own graph; tensors, fake values and facts (which are frozen) are shared."""
-    return Snapshot(gm).restored(GraphModule)
+    return Snapshot(gm).restored()

@@ -5,13 +5,19 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+from torch import nn
 from torch.fx import Graph, GraphModule
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 
 
-def module_without_code(root: dict[str, Any], graph: Graph, name: str) -> GraphModule:
+def module_without_code(root: nn.Module | dict[str, Any], graph: Graph, name: str = "GraphModule") -> GraphModule:
     """A graph module whose Python code is written when it is first asked for: most stages only hold a graph."""
     return _LazyGraphModule(root, graph, name)
+
+
+def write_code(gm: GraphModule) -> None:
+    """Have the code written if it is not: Dynamo does not look into what would write it."""
+    _LazyGraphModule.force_recompile(gm)
 
 
 def traced_without_code() -> contextlib.AbstractContextManager[None]:
