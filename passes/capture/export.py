@@ -158,6 +158,12 @@ def _functional(program: nn.Module, examples: Sequence[torch.Tensor], dynamic: l
     return found
 
 
+@decomposition(aten.type_as.default)
+def _cast(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """`value.type_as(other)`, which reads nothing of `other` but its dtype and device."""
+    return value.to(other.device, other.dtype)
+
+
 @decomposition(aten.copy.default)
 def _copy(old: torch.Tensor, new: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """A write into a view, whose backward is missing."""

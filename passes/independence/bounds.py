@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from psg_fx.graph import facts
 from psg_fx.op_table import bounded, known
 
 from .values import bound
@@ -85,9 +86,9 @@ def _moved(given: Given, ask: Question) -> Bounds:
 def _arange(given: Given, ask: Question) -> Bounds:
     start, step = given.get("start", 0), given.get("step", 1)
     end = given["end"]
-    if not isinstance(end, int):  # arange(B), where B is 1
-        return (0, 0) if start == 0 and step == 1 else _ANYTHING
-    if not isinstance(start, int) or not isinstance(step, int):
+    if isinstance(end, Node) and isinstance(end.meta.get("val"), torch.SymInt):  # arange(B * T), where B is 1
+        end = facts.at_one(end.meta["val"])
+    if not all(isinstance(value, int) for value in (start, end, step)):
         return _ANYTHING
     found = range(start, end, step)
     return (min(found), max(found)) if found else (0, 0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor
 from torch.fx import Node
@@ -38,7 +37,7 @@ def ends_of_experts(offs: Node, ids: set[Node], sorted_ids: set[Node], experts: 
     if rows is None or not _row_by_row(rows, given):
         return False
     like = next(iter(ids)).meta["val"]
-    length = _at_one(facts.shape(like)[0])
+    length = facts.at_one(facts.shape(like)[0])
     for expert in range(experts):
         each = torch.full((length,), expert, dtype=like.dtype)
         found = _value(offs, dict.fromkeys(given, each))
@@ -95,12 +94,6 @@ def _row_by_row(rows: Node, given: set[Node]) -> bool:
     return isinstance(found, SampleAxis) and found == SampleAxis(0)
 
 
-def _at_one(size: Any) -> int:
-    """A size where there is one sample, or one row."""
-    found = size if isinstance(size, sympy.Expr) else facts.expr(size)
-    return int(found.subs(dict.fromkeys(found.free_symbols, 1)))
-
-
 def _value(node: Node, known: Mapping[Node, Any]) -> Any:
     """The value of a node for one sample, of numbers and ids alone; None if it reads anything else."""
     values: dict[Node, Any] = dict(known)
@@ -108,7 +101,7 @@ def _value(node: Node, known: Mapping[Node, Any]) -> Any:
     for n in (n for n in node.graph.nodes if n in above and n not in values):
         value = n.meta.get("val")
         if isinstance(value, (torch.SymInt, int)):
-            values[n] = _at_one(value)
+            values[n] = facts.at_one(value)
             continue
         if n.op != "call_function" or any(values.get(m) is None for m in n.all_input_nodes):
             return None

@@ -16,19 +16,17 @@ _UNTAGGED = """
     lift_fresh_copy log_sigmoid log_sigmoid_forward multiply negative not_equal polar positive real resolve_conj
     resolve_neg rsub special_digamma special_erf special_erfc special_erfinv special_exp2 special_expit special_expm1
     special_gammainc special_gammaincc special_gammaln special_i0 special_log1p special_logit special_ndtr
-    special_polygamma special_psi special_round special_sinc special_xlogy subtract to _to_copy type_as
+    special_polygamma special_psi special_round special_sinc special_xlogy subtract to _to_copy
     poisson binomial rrelu_with_noise rrelu_with_noise_functional _add_relu where native_dropout dropout
     alpha_dropout bernoulli masked_fill cauchy geometric log_normal fake_quantize_per_tensor_affine_cachemask
     fake_quantize_per_tensor_affine _autocast_to_full_precision _autocast_to_reduced_precision
 """
-_KEEPS_INDEX = "alias clone contiguous detach lift_fresh lift_fresh_copy to _to_copy type_as"
+_KEEPS_INDEX = "alias clone contiguous detach lift_fresh lift_fresh_copy to _to_copy"
 
 
 def elementwise(op: Op) -> Result:
     """All inputs aligned from the right; random draws are made per element, so no order can be shifted later."""
     values = op.values()
-    if op.name in ("aten.type_as",):
-        values = [op.need("self")]
     found = broadcast(op, values, len(op.out().shape))
     if draws(op.node):
         return Result(found.axes)

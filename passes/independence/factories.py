@@ -33,12 +33,14 @@ def draw(op: Op) -> Result:
 
 @sample_rule("arange", "range", proof="number of the sample", sizes=True)
 def arange(op: Op) -> Result:
-    """`arange(B)` numbers the samples: usable to pick each sample's own row, `x[arange(B), ids]`."""
+    """`arange(B)` numbers the samples, `arange(B * T)` the T rows of each: usable to pick each sample's own rows, as in
+    `x[arange(B), ids]`.
+    """
     out = op.out()
     if out.dim is None:
         return Result()
-    if out.factor == 1 and op.raw("start", 0) == 0 and op.raw("step", 1) == 1:
-        return Result(SampleAxis(0), uniform=False, index=1)
+    if op.raw("start", 0) == 0 and op.raw("step", 1) == 1:
+        return Result(SampleAxis(0, 1, out.factor), index=out.factor)
     raise op.refuse(
         "its numbers run through all samples, so they differ from those of one sample",
         "number the places within a sample: arange(T), expanded to the batch",

@@ -249,6 +249,12 @@ def at(expression: sympy.Expr, batch: sympy.Symbol, size: int) -> int:
     return int(expression.subs(batch, size))
 
 
+def at_one(size: Any) -> int:
+    """A size where there is one sample, and one row."""
+    found = size if isinstance(size, sympy.Expr) else expr(size)
+    return int(found.subs(dict.fromkeys(found.free_symbols, 1)))
+
+
 def is_differentiable(value: torch.Tensor) -> bool:
     """Whether a value of this dtype can have a gradient."""
     return value.is_floating_point() or value.is_complex()

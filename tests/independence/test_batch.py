@@ -139,6 +139,7 @@ APART: dict[str, Program] = {
         -1, 4, 4
     ),
     "class token": class_token,
+    "dtype of the samples": lambda x: x + torch.ones(6, dtype=torch.int64).type_as(x),
     "positions": lambda x: x + torch.arange(6).expand(x.shape[0], 6),
     "pixel shuffle": lambda x: F.pixel_shuffle(x.view(-1, 6, 1, 1)[:, :4], 2),
     "grid sample": lambda x: F.grid_sample(x.view(-1, 1, 2, 3), x[:, :4].view(-1, 1, 2, 2), align_corners=False),

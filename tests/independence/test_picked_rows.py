@@ -69,6 +69,8 @@ FLAT = {
     "argmax": Row(rows_of(lambda h, n, c: h[n * T + h.view(-1, T, C).sum(-1).argmax(-1)]), square, tokens),
     "elements": Row(rows_of(lambda h, n, c: h.view(-1)[(n * T + c) * C + 1]), square, tokens),
     "index_select": Row(rows_of(lambda h, n, c: h.index_select(0, n * T + (c - 1).clamp(min=0))), square, tokens),
+    "all": Row(rows_of(lambda h, n, c: h[torch.arange(h.shape[0])]), square, tokens),
+    "all, then some": Row(rows_of(lambda h, n, c: h[torch.arange(n.shape[0] * T).view(-1, T)[:, 2:]]), square, tokens),
     "embedding": Row(rows_of(lambda h, n, c: F.embedding(n[:, None] * T + c[:, None], h)), square, tokens),
 }
 
@@ -103,6 +105,12 @@ REFUSED: dict[str, Refused] = {
     ),
     "the numbers of the samples as values": (
         rows_of(lambda h, n, c: h[n * T] * (n * T + c)[:, None]), square, tokens, SamplesMixed, "the numbers of",
+    ),
+    "the numbers of all rows as values": (
+        rows_of(lambda h, n, c: h * torch.arange(h.shape[0])[:, None]), square, tokens, SamplesMixed, "the numbers of",
+    ),
+    "the numbers of all rows, from the other end": (
+        rows_of(lambda h, n, c: h[torch.arange(h.shape[0]).flip(0)]), square, tokens, SamplesMixed, "the numbers of",
     ),
     "numbers taken from numbers": (
         rows_of(lambda h, n, c: h[c * T - n]), square, tokens, SamplesMixed, "",

@@ -125,7 +125,6 @@ def _others() -> dict[str, list[tuple[Any, ...]]]:
         "_euclidean_dist": [(x, real(2, 4))],
         "_autocast_to_full_precision": [(x.half(), True, True)],
         "_autocast_to_reduced_precision": [(x.float(), False, True, torch.half, torch.bfloat16)],
-        "type_as": [(x.float(), real(2))],
         "rrelu_with_noise_functional": [(x, x.abs(), 0.1, 0.3, False)],
         "hann_window": [(5,)],
         "hamming_window": [(5,)],
