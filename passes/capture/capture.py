@@ -7,7 +7,7 @@ that occurs nowhere else; a parameter that the loss reaches through its closure 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from psg_fx.graph.facts import GraphFacts, Holds, InputSpec, OutputSpec, Returns
 from psg_fx.graph.strides import free_of_strides
 from psg_fx.program.call import Call
 from psg_fx.program.conditions import ROW_AXES
-from psg_fx.program.effects import WRITTEN
+from psg_fx.program.effects import WRITTEN, Unsettled, made
 from psg_fx.program.program import Program
 from psg_fx.tensors import memory_order
 from psg_fx.torch_private.graphs import module_without_code
@@ -48,13 +48,32 @@ def capture(program: Program, call: Call, tracked: dict[str, str]) -> GraphModul
                 made[k] = example_like(call.tensors[k], place[0], size + 1 if place[1] < 0 else hints[1 + place[1]])
         return made
 
-    sizes = hints[0], call.batch_size()
-    exported = export(program, example, call.dims, sizes, program.observed, rows)
+    def exported_from(program: Program) -> Exported:
+        return export(program, example, call.dims, (hints[0], call.batch_size()), program.observed, rows)
+
+    exported = _settled(program, exported_from)
     held: dict[int, str] = {}
     if closed_over := _aliases(exported, program):
         with _moved(closed_over) as held:
-            exported = export(program, example, call.dims, sizes, program.observed, rows)
+            exported = exported_from(program)
     return _flat(exported, call, tracked, program, held)
+
+
+def _settled(program: Program, exported_from: Callable[[Program], Exported]) -> Exported:
+    """The program; if it changes numbers that it reads, it must leave them alone once they are changed: then each value
+    has a graph, and there are two.
+    """
+    try:
+        return exported_from(program)
+    except Unsettled as refusal:
+        changes = program.changes
+        with made(changes):
+            try:
+                exported_from(Program(program.model, program.loss_fn, program.call))
+            except Unsettled:
+                raise refusal from None
+        program.settled = frozenset(change.label for change in changes if change.counts)
+        return exported_from(program)
 
 
 def example_like(tensor: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:

@@ -8,9 +8,10 @@ stores them as the forward would.  A change that cannot be told so, such as a li
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +60,45 @@ WRITTEN = Entry[tuple[Written, ...]]("values written to attributes")
 """What the program leaves in the Python around it, in the order of the outputs (set by capture)."""
 
 
+@dataclass(frozen=True)
+class Change:
+    """What the code has changed in the Python around it.  counts: it is a number, and may be read."""
+
+    holder: Holder
+    key: Any
+    now: Any
+    counts: bool
+
+    @property
+    def label(self) -> str:
+        return f"{self.holder.label}.{self.key}" if isinstance(self.key, str) else f"{self.holder.label}[{self.key!r}]"
+
+    @property
+    def name(self) -> str:
+        """What a line that changes it says."""
+        return self.key if isinstance(self.key, str) else self.holder.name
+
+
+class Unsettled(NotYetSupported):
+    """The code reads numbers that it changes: it may count, or know the numbers after its first run."""
+
+
+@contextlib.contextmanager
+def made(changes: Sequence[Change]) -> Iterator[None]:
+    """What the code has changed is as it left it, for a while; tensors have the same sizes."""
+    for change in changes:
+        change.holder.put(change.key, pytree.tree_map_only(torch.Tensor, _alike, change.now))
+    try:
+        yield
+    finally:
+        for change in changes:
+            change.holder.write(change.holder.before)
+
+
+def _alike(value: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(list(map(int, value.shape)), dtype=value.dtype, device=value.device)
+
+
 def require_same_places(written: Sequence[Written], of_another_size: Sequence[Written]) -> None:
     """Refuse what is written to other places for another batch size, such as a cache with an entry for each size."""
     places = [[entry.label for entry in entries] for entries in (written, of_another_size)]
@@ -72,10 +112,16 @@ def require_same_places(written: Sequence[Written], of_another_size: Sequence[Wr
 
 
 class Effects:
-    """What the code that can be reached from the roots changes, from now on."""
+    """What the code that can be reached from the roots changes, from now on.
 
-    def __init__(self, roots: Sequence[Any]) -> None:
+    settled: labels of numbers that the code reads, and changes once: there is a graph for each of their values.
+    changes: what it has changed.
+    """
+
+    def __init__(self, roots: Sequence[Any], settled: Container[str] = ()) -> None:
         self._reached = Reached(roots)
+        self._settled = settled
+        self.changes: list[Change] = []
         self._draws = _numpy_state()
 
     def settle(self, observed: Observed) -> tuple[list[Written], list[torch.Tensor]]:
@@ -83,6 +129,7 @@ class Effects:
 
         Raises:
             NotYetSupported: a change that a step cannot repeat.
+            Unsettled: numbers that the code reads, and changes.
         """
         changes = self.undo(observed)
         if not _equal(self._draws, _numpy_state()) or any(drawn(g) != state for g, state in self._reached.generators):
@@ -97,10 +144,15 @@ class Effects:
                     continue
                 if _kept_by_torch(holder, key, observed):
                     observed.forget(holder.owner, key)
-                else:
-                    entry, found = self._repeated(holder, key, new, observed)
-                    written.append(entry)
-                    tensors += found
+                    continue
+                counts = _counts(old, new) and observed.may_read(holder.owner, key)
+                self.changes.append(Change(holder, key, new, counts))
+                entry, found = _repeated(self.changes[-1], observed)
+                written.append(entry)
+                tensors += found
+        for change in self.changes:
+            if change.counts and change.label not in self._settled:
+                raise _unsettled(change, observed)
         return written, tensors
 
     def undo(self, observed: Observed) -> list[tuple[Holder, dict[Any, Any]]]:
@@ -114,26 +166,36 @@ class Effects:
         forget_caches(observed)
         return changes
 
-    def _repeated(self, holder: Holder, key: Any, new: Any, observed: Observed) -> tuple[Written, list[torch.Tensor]]:
-        """What every step has to write, and the tensors among it."""
-        label = f"{holder.label}.{key}" if isinstance(key, str) else f"{holder.label}[{key!r}]"
-        leaves, spec = pytree.tree_flatten(new, is_leaf=is_packed)
-        counts = _counts(holder.before.get(key), new) and observed.may_read(holder.owner, key)
-        if counts or new is MISSING or not all(isinstance(v, _REPEATED) for v in leaves):
-            raise _refusal(label, key if isinstance(key, str) else holder.name, observed, counts)
-        tensors = [v for v in leaves if isinstance(v, torch.Tensor)]
-        parts = tuple(_RESULT if isinstance(v, torch.Tensor) else _expression(v) for v in leaves)
-        return Written(holder.put, key, label, spec, parts), tensors
+
+def _repeated(change: Change, observed: Observed) -> tuple[Written, list[torch.Tensor]]:
+    """What every step has to write, and the tensors among it."""
+    holder, key = change.holder, change.key
+    leaves, spec = pytree.tree_flatten(change.now, is_leaf=is_packed)
+    if change.now is MISSING or not all(isinstance(v, _REPEATED) for v in leaves):
+        raise _refusal(change.label, change.name, observed)
+    tensors = [v for v in leaves if isinstance(v, torch.Tensor)]
+    parts = tuple(_RESULT if isinstance(v, torch.Tensor) else _expression(v) for v in leaves)
+    return Written(holder.put, key, change.label, spec, parts), tensors
 
 
-def _refusal(label: str, name: str, observed: Observed, counts: bool = False) -> NotYetSupported:
-    return NotYetSupported(
-        f"the code changes {label}", where=line_naming(iter(observed.code), name) or label,
-        why="it reads the number that it changes, so every call would need another graph" if counts
-        else "a graph runs no Python, so this would happen once, while the model is captured",
-        fix="make it a buffer (torch.zeros(()), then add_), which every step writes" if counts
-        else "return the value from the model, keep it in an attribute as a tensor, or leave the line out",
+def _unsettled(change: Change, observed: Observed) -> Unsettled:
+    return Unsettled(
+        f"the code changes {change.label}", where=_line(change.label, change.name, observed),
+        why="it reads the number that it changes, so every call would need another graph",
+        fix="make it a buffer (torch.zeros(()), then add_), which every step writes",
     )  # fmt: skip
+
+
+def _refusal(label: str, name: str, observed: Observed) -> NotYetSupported:
+    return NotYetSupported(
+        f"the code changes {label}", where=_line(label, name, observed),
+        why="a graph runs no Python, so this would happen once, while the model is captured",
+        fix="return the value from the model, keep it in an attribute as a tensor, or leave the line out",
+    )  # fmt: skip
+
+
+def _line(label: str, name: str, observed: Observed) -> str:
+    return line_naming(iter(observed.code), name) or label
 
 
 def _kept_by_torch(holder: Holder, key: Any, observed: Observed) -> bool:

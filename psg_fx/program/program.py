@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.program.assumptions import Assumption, assuming
 from psg_fx.program.call import Call
-from psg_fx.program.effects import Effects, Written
+from psg_fx.program.effects import Change, Effects, Written
 from psg_fx.program.observe import Observed, observing
 from psg_fx.program.packed import is_packed
 
@@ -39,7 +39,8 @@ class Program(nn.Module):
     """The model followed by the loss, on a flat list of tensors.
 
     observed: what their code has read.  written: what it leaves in the Python around it, by tensors that are returned
-    after the loss or the outputs.
+    after the loss or the outputs.  changes: the same, as it
+    was at the last run.  settled: labels of numbers that it reads, and changes once.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, call: Call) -> None:
@@ -50,6 +51,8 @@ class Program(nn.Module):
         self.output = Output()
         self.observed = Observed(hidden=(self,))
         self.written: list[Written] = []
+        self.settled: frozenset[str] = frozenset()
+        self.changes: list[Change] = []
         self._ids: list[torch.Tensor | None] = []
 
     def release(self) -> None:
@@ -66,7 +69,7 @@ class Program(nn.Module):
     def results(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The loss, or the tensors of the model's output."""
         (args, kwargs), (targets, target_kwargs) = self.call.rebuild(tensors)
-        effects = Effects((self.model, self.loss_fn))
+        effects = Effects((self.model, self.loss_fn), self.settled)
         loss = None
         try:
             with observing(self.observed):
@@ -77,6 +80,7 @@ class Program(nn.Module):
         except BaseException:
             effects.undo(self.observed)
             raise
+        self.changes = effects.changes
         self.written, kept = effects.settle(self.observed)
         return (*self._results(output, loss), *kept)
 

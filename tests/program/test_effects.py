@@ -102,7 +102,19 @@ def flag(model: Any, h: Tensor) -> None:
     model.layer.eval()
 
 
-KEPT = [keep, keep_statistic, keep_in_dict, keep_many, keep_size, lazy, centred, flag]
+def settle(model: Any, h: Tensor) -> Tensor:
+    h = h * (1 + model.calls)
+    model.calls = h.shape[1]
+    return h
+
+
+def grow_a_table(model: Any, h: Tensor) -> Tensor:
+    if h.shape[1] > model.calls:
+        model.calls, model.last = h.shape[1], torch.arange(h.shape[1], dtype=h.dtype).cos()
+    return h * model.last[: h.shape[1]]
+
+
+KEPT = [keep, keep_statistic, keep_in_dict, keep_many, keep_size, lazy, centred, flag, settle, grow_a_table]
 
 
 @pytest.mark.parametrize("effect", KEPT, ids=lambda f: f.__name__)
