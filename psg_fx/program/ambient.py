@@ -9,7 +9,14 @@ from typing import Any
 
 import torch
 
-from psg_fx.torch_private.modes import autocast_key, default_device, no_function_modes, no_functorch_levels, no_modes
+from psg_fx.torch_private.modes import (
+    autocast_key,
+    default_device,
+    no_function_modes,
+    no_functorch_levels,
+    no_modes,
+    no_module_tracker,
+)
 
 _CAPTURING = threading.RLock()
 
@@ -35,6 +42,7 @@ def isolated() -> Iterator[None]:
         stack.enter_context(no_functorch_levels())
         stack.enter_context(no_function_modes())
         stack.enter_context(no_modes())
+        stack.enter_context(no_module_tracker())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         if torch.is_anomaly_enabled():

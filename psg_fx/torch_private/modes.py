@@ -9,6 +9,7 @@ import torch
 from torch._C._dynamo.guards import TensorGuards
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.nn.modules import module as of_modules
 from torch.utils._python_dispatch import _disable_current_modes as no_modes
 
 without_functions: Callable[[], contextlib.AbstractContextManager[None]] = torch._C.DisableTorchFunction
@@ -34,6 +35,25 @@ def no_function_modes() -> Iterator[None]:
     finally:
         for mode in reversed(modes):
             torch._C._push_on_torch_function_stack(mode)
+
+
+@contextlib.contextmanager
+def no_module_tracker() -> Iterator[None]:
+    """Without the hooks by which `torch.utils.module_tracker` follows all modules, as `FlopCounterMode` does, for a
+    while: they change no value, and put other hooks on gradients.
+    """
+    taken = []
+    for hooks in (of_modules._global_forward_pre_hooks, of_modules._global_forward_hooks):
+        for key in [k for k, hook in hooks.items() if hook.__module__ == _TRACKER]:
+            taken.append((hooks, key, hooks.pop(key)))
+    try:
+        yield
+    finally:
+        for hooks, key, hook in taken:
+            hooks[key] = hook
+
+
+_TRACKER = "torch.utils.module_tracker"
 
 
 def default_device() -> torch.device:
@@ -65,6 +85,7 @@ __all__ = [
     "no_function_modes",
     "no_functorch_levels",
     "no_modes",
+    "no_module_tracker",
     "tensor_guards",
     "without_functions",
 ]

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import psg_fx
 from psg_fx import ClippedSum, Grads
@@ -48,6 +49,7 @@ STATES: dict[str, Callable[[], Any]] = {
     "set_default_dtype": default_dtype,
     "default_device": lambda: torch.device("meta"),
     "function_mode": Counting,
+    "counted_flops": lambda: FlopCounterMode(display=False),
     "detect_anomaly": torch.autograd.detect_anomaly,
     "saved_tensors_hooks": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
 }  # fmt: skip
@@ -122,6 +124,17 @@ def test_inside_a_level_of_torch_func() -> None:
     torch.func.grad(outer)(torch.ones(2))
     check(step(X, Y), module)
     assert torch.isfinite(found[0].losses).all()
+
+
+def test_a_captured_step_under_a_counter_of_flops() -> None:
+    module = model()
+    step = psg_fx.transform(module, F.cross_entropy, quantities=[Grads(), ClippedSum(0.5)], backend="eager")
+    step(X, Y)
+    with FlopCounterMode(display=False) as counter:
+        out = step(X, Y)
+    check(out, module)
+    assert len(step.captures) == 1
+    assert counter.get_total_flops() > 0
 
 
 def test_under_fake_tensors() -> None:
