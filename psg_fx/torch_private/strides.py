@@ -6,11 +6,13 @@ questions; two cores of an AMD EPYC) that was 1.1 s of CPU time, and is 0.3.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import sympy
 
 from psg_fx.torch_private.patching import patched_here
+
+Stride = Callable[[sympy.Expr, sympy.Expr, int | None], sympy.Expr]
 
 
 @contextlib.contextmanager
@@ -18,7 +20,7 @@ def strides_by_difference() -> Iterator[None]:
     """While open, what this thread compiles for a CPU has its strides found so."""
     from torch._inductor.codegen import cpp  # slow to import, and only who compiles needs it
 
-    original = cpp.stride_at_vec_range
+    original: Stride = vars(cpp)["stride_at_vec_range"]
 
     def stride(index: sympy.Expr, var: sympy.Expr, vec_length: int | None = None) -> sympy.Expr:
         found = difference(index, var)
