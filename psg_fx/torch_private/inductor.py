@@ -24,7 +24,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from .kernel_files import few_kernel_files
 from .patching import patched_here
-from .strides import strides_by_difference
+from .repeated import without_repetition
 
 Sizes = Mapping[sympy.Symbol, int]
 Compiler = Callable[[GraphModule, Sequence[torch.Tensor]], Callable[..., Sequence[Any]]]
@@ -92,7 +92,7 @@ def compiled(
             for like in inputs
         ]  # fmt: skip
     static = [place for place, like in enumerate(inputs) if like.stays]
-    with compile_lock, tracing(TracingContext(mode)), few_kernel_files(), strides_by_difference(), _in_place(static):
+    with compile_lock, tracing(TracingContext(mode)), few_kernel_files(), without_repetition(), _in_place(static):
         run = compiler(gm, fakes)
     conditions = [guard.expr.xreplace(names) for guard in env.guards]
 

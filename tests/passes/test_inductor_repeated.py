@@ -7,7 +7,7 @@ import sympy
 from torch._inductor.codegen import cpp
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
-from psg_fx.torch_private.strides import difference, strides_by_difference
+from psg_fx.torch_private.repeated import difference, strides_by_difference
 
 X, Y, S = sympy.symbols("x0 x1 s0", integer=True, nonnegative=True)
 FOUND = [X, X + 512 * Y + 256, 8 * (X + 3 * Y), S * X + Y, 3 * Y, sympy.Integer(7), X * (S + 2) - 4 * X]
