@@ -1,4 +1,4 @@
-"""Where inductor's code adds what it scatters, and what.
+"""Where inductor's code adds what it scatters, what, and when.
 
 In C++ (torch 2.13 and before): a loop over tiles of two dims adds the place within the tile to an index twice, where
 several threads add to what others add to.  `CppTile2DKernel.store` adds it, and so does `index_expr`, which it is
@@ -7,27 +7,46 @@ written by then.
 In Triton: what is added to a tensor of one element has the same address in every lane.  Up to torch 2.11 lanes beyond
 the last element add, too, since a constant index has no mask; in torch 2.13 those of a reduction still do, and a value
 that is alike everywhere (ones that are counted) is added once in a kernel of two dims, not once for each element.
+
+For a CPU, loops may be written anew so that they fuse.  Then (before torch 2.15) a loop that reads a value forgets that
+another one adds to it first, and the order in which memory is needed may put it before: gradients that pass a
+`max_pool2d` or an `interpolate` were zero (https://github.com/pytorch/pytorch/pull/185873).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+
+import torch
+from torch.utils._ordered_set import OrderedSet
 
 from psg_fx.torch_private.patching import patched_here
 
 
 @contextlib.contextmanager
 def scattered_in_place() -> Iterator[None]:
-    """While open, loops that this thread has inductor write add each element once, where it belongs."""
-    with _tiles_in_cpp(), _one_place_in_triton():
+    """While open, loops that this thread has inductor write add each element once, where it belongs, and before it is
+    read.  They are kept in torch's caches apart from what other code compiles, and earlier versions of this file did.
+    """
+    config: Any = torch.compiler.config
+    tag = f"{config.cache_key_tag} psg_fx {_edition()}"
+    with config.patch(cache_key_tag=tag), _tiles_in_cpp(), _one_place_in_triton(), _before_it_is_read():
         yield
+
+
+@functools.cache
+def _edition() -> str:
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
 
 
 @contextlib.contextmanager
 def _tiles_in_cpp() -> Iterator[None]:
-    from torch._inductor import config
+    from torch._inductor import config as settings
     from torch._inductor.codegen import cpp  # slow to import, and only who compiles needs it
 
     tiled, overrides = getattr(cpp, "CppTile2DKernel", None), getattr(cpp, "CppTile2DOverrides", None)
@@ -40,12 +59,28 @@ def _tiles_in_cpp() -> Iterator[None]:
     original = tiled.store
 
     def store(self: Any, name: str, index: Any, value: Any, mode: Any = None) -> Any:
-        by_index_expr = mode == "atomic_add" and (config.cpp.dynamic_threads or self.num_threads != 1)
+        by_index_expr = mode == "atomic_add" and (settings.cpp.dynamic_threads or self.num_threads != 1)
         if by_index_expr and not self.need_vec_transpose(self.rename_indexing(index)):
             return cpp.CppVecKernel.store(self, name, index, value, mode)
         return original(self, name, index, value, mode)
 
     with patched_here(tiled, "store", store):
+        yield
+
+
+@contextlib.contextmanager
+def _before_it_is_read() -> Iterator[None]:
+    from torch._inductor.dependencies import StarDep, WeakDep
+    from torch._inductor.scheduler import SchedulerNode
+
+    original: Any = SchedulerNode.recompute_size_and_body
+
+    def recompute(self: Any, *args: Any, **kwargs: Any) -> None:
+        ordering = OrderedSet(dep for dep in self.read_writes.reads if isinstance(dep, (WeakDep, StarDep)))
+        original(self, *args, **kwargs)
+        self.set_read_writes(self.read_writes.with_read(ordering).rename(self.mutation_renames))
+
+    with patched_here(SchedulerNode, "recompute_size_and_body", recompute):
         yield
 
 

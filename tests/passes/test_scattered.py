@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 import psg_fx
 from psg_fx.passes.compile import compile as compile_
 from psg_fx.torch_private.scattered import scattered_in_place
+from support import oracle
 
 pytestmark = [pytest.mark.inductor, pytest.mark.usefixtures("fresh_compiler", "_two_threads")]
 
@@ -55,3 +56,24 @@ def test_steps_are_compiled_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(stores) == 1
     assert stores[0] is not own
     assert cpp.CppTile2DKernel.store is own
+
+
+def test_what_is_added_to_is_read_afterwards() -> None:
+    """Gradients of an interpolation are added up from zeros, which are memory that is needed early."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(16, 16, 1, bias=False), nn.Conv2d(16, 3, 1)).double()
+    x = torch.randn(3, 16, 8, 8, dtype=torch.float64).to(memory_format=torch.channels_last)
+
+    def loss(output: Tensor) -> Tensor:
+        return nn.functional.interpolate(output, size=(32, 32), mode="bilinear").square().mean()
+
+    _, grads = oracle.loop_grads(model, loss, x)
+    out = psg_fx.transform(model, loss, dynamic=True)(x)
+    assert oracle.worst_error(out.grads, grads) < 1e-12
+
+
+def test_caches_of_other_code_are_not_shared() -> None:
+    before = torch.compiler.config.cache_key_tag
+    with scattered_in_place():
+        assert torch.compiler.config.cache_key_tag != before
+    assert torch.compiler.config.cache_key_tag == before
