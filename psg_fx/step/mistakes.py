@@ -145,7 +145,7 @@ def check_values(model: nn.Module) -> None:
         if tensor.is_meta:
             raise BadArgument(
                 f"{name} is on the meta device", where="transform(model)", why="it has a shape and no values",
-                fix="model.to_empty(device=...), then load or initialise the state",
+                fix="take off what offloads the model; or model.to_empty(device=...), and load its state",
             )  # fmt: skip
 
 

@@ -322,7 +322,7 @@ def test_values_that_a_step_reads_are_made_up() -> None:
 def test_a_reader_that_goes_away_is_no_error() -> None:
     """The graph of a GPT is longer than what a pipe holds."""
     small = ["--set", "vocabulary=20", "--set", "layers=1"]
-    command = [sys.executable, "-m", "psg_fx.cli", "graph", "gpt", "--json", *small]
+    command = [sys.executable, "-m", "psg_fx", "graph", "gpt", "--json", *small]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None

@@ -128,7 +128,8 @@ ROWS: dict[str, Row] = {
     ),
     "a-model-without-values": (
         lambda: step(mlp().to("meta"))(X, Y), BadArgument, "0.weight is on the meta device", "transform(model)",
-        "it has a shape and no values", "model.to_empty(device=...), then load or initialise the state",
+        "it has a shape and no values",
+        "take off what offloads the model; or model.to_empty(device=...), and load its state",
     ),
     "an-input-without-values": (
         lambda: step()(X.to("meta"), Y), BadArgument, "input_0 is on the meta device", "input_0, of shape (3, 4)",

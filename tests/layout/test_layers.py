@@ -26,6 +26,7 @@ FLOORS = (
     {"api", "loops"},
     {"benchmarking", "integrations"},
     {"", "cli", "demo"},
+    {"__main__"},
 )
 """Rooms (folders, and modules at the top), lowest first.  A room imports from lower floors and from itself."""
 

@@ -308,6 +308,28 @@ def test_nothing_is_written_if_the_file_is_wrong(made: Made, tmp_path: Path, mon
     assert list(tmp_path.iterdir()) == [path]
 
 
+class Shifted(nn.Module):
+    """Its shift moves all classes alike: the loss does not follow it, and its gradient is rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.shift = nn.Linear(2, 3), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.shift  # type: ignore[no-any-return]
+
+
+def test_rounding_where_a_gradient_is_zero_is_not_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    step = psg_fx.transform(Shifted(), F.cross_entropy, backend="eager", progress=False)
+    programs: list[torch.export.ExportedProgram] = []
+    monkeypatch.setattr(write, "compiled_files", lambda program, options: programs.append(program) or [])
+    monkeypatch.setattr(write, "load_compiled", lambda path: lambda *v: [r + 3e-8 for r in programs[0].module()(*v)])
+    x, y = torch.randn(3, 2), torch.tensor([0, 2, 1])
+    assert step(x, y).grads["shift"].abs().max() < 1e-6
+    step.export(tmp_path / "step.pt2", x, y)
+
+
 class Recurrent(nn.Module):
     """Captured as ops of psg_fx, which a file does not have."""
 

@@ -1,4 +1,4 @@
-"""`python -m psg_fx.cli`."""
+"""`python -m psg_fx`: the command line, as `psg-fx`."""
 
 import sys
 
