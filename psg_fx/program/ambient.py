@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,6 +20,18 @@ from psg_fx.torch_private.modes import (
 )
 
 _CAPTURING = threading.RLock()
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def not_taken_apart(function: F) -> F:
+    """Run as it is where it is called inside of a function that `torch.compile` compiles."""
+    outside = torch.compiler.disable(function)
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return (outside if torch.compiler.is_compiling() else function)(*args, **kwargs)
+
+    return called  # type: ignore[return-value]
 
 
 def ambient_key(device: str) -> Any:

@@ -52,15 +52,21 @@ class WithLoss(nn.Module):
         return self.loss_fn(output, targets)
 
 
-class Widened(TorchFunctionMode):
+class AsDefined(TorchFunctionMode):
     """Where an op refuses tensors of several floating dtypes, the narrow ones become float64: a loss may hold tensors
     of its own (weights of classes), and only the model and the batch are known here.
+
+    Where torch's backward is wrong for a batch of one, it is helped: that of a batch norm on running statistics, on a
+    CPU, reads a gradient that lies transposed in memory as if it did not (before torch 2.15).
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         try:
-            return func(*args, **kwargs)
+            found = func(*args, **kwargs)
+            if func in (torch.batch_norm, nn.functional.batch_norm) and found.requires_grad:
+                found.register_hook(Tensor.contiguous)
+            return found
         except RuntimeError:
             leaves, spec = tree_flatten((args, kwargs))
             dtypes = {leaf.dtype for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()}
@@ -144,7 +150,7 @@ def reference_grads(
     wanted = tracked(model, params)
     losses: list[Tensor] = []
     rows: dict[str, list[Tensor]] = {name: [] for name in wanted}
-    with borrowed(model, dtype, loss_fn) as reset, own_random_state(model), torch.enable_grad(), Widened():
+    with borrowed(model, dtype, loss_fn) as reset, own_random_state(model), torch.enable_grad(), AsDefined():
         for p in wanted.values():
             p.requires_grad_(True)
         for loss in each_loss(WithLoss(model, loss_fn), inputs, targets, batch_dim, dtype, reset):
@@ -217,7 +223,7 @@ def loss_of_the_batch(
     dtype: torch.dtype | None = torch.float64,
 ) -> float | None:
     """`loss_fn(model(x), y)` of the whole batch, as an ordinary step has it; None where that is not one number."""
-    with borrowed(model, dtype, loss_fn) as reset, own_random_state(model), torch.no_grad(), Widened():
+    with borrowed(model, dtype, loss_fn) as reset, own_random_state(model), torch.no_grad(), AsDefined():
         reset()
         try:
             loss = WithLoss(model, loss_fn)(*_whole(inputs, targets, dtype))

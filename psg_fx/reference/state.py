@@ -1,4 +1,4 @@
-"""What modules hold beside their parameters, and code that runs may change: buffers and attributes."""
+"""What modules hold beside their parameters, and code that runs may change: buffers, attributes and hooks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from psg_fx.reference.batch import cast
 
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training"}
+_HOOKS = [name for name, held in nn.Module().__dict__.items() if "hook" in name and isinstance(held, dict)]
 
 
 def modules_of(*roots: Any) -> list[nn.Module]:
@@ -20,12 +21,13 @@ def modules_of(*roots: Any) -> list[nn.Module]:
 
 
 class State:
-    """The buffers and attributes of some modules as they are now, values of tensors included."""
+    """The buffers, attributes and hooks of some modules as they are now, values of tensors included."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        places: list[tuple[Any, frozenset[str]]] = [
-            place for m in modules for place in ((m._buffers, frozenset[str]()), (m.__dict__, _OF_EVERY_MODULE))
-        ]
+        places: list[tuple[Any, frozenset[str]]] = []
+        for m in modules:
+            own = (m._buffers, *(m.__dict__[name] for name in _HOOKS if name in m.__dict__))
+            places += [*((held, frozenset[str]()) for held in own), (m.__dict__, _OF_EVERY_MODULE)]
         self._held = [(held, _own(held, skip), skip) for held, skip in places if isinstance(held, dict)]
         tensors = {t for _, own, _ in self._held for t in own.values() if isinstance(t, Tensor)}
         self._values = {t: t.detach().clone() for t in tensors if not isinstance(t, nn.Parameter)}

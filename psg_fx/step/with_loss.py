@@ -19,6 +19,7 @@ from psg_fx.graph.slices import Slices
 from psg_fx.passes.pipeline import run_pipeline
 from psg_fx.planner.budget import Budget, in_bytes, memory_size
 from psg_fx.planner.plan import PLAN
+from psg_fx.program.ambient import not_taken_apart
 from psg_fx.program.call import Call
 from psg_fx.program.packed import is_packed
 from psg_fx.program.program import Program
@@ -56,6 +57,7 @@ class LossModule(PerSampleModule):
         """What every call computes."""
         return self.settings.quantities
 
+    @not_taken_apart
     def forward(
         self, inputs: Any = _ABSENT, targets: Any = _ABSENT, *more: Any, out: StepOutput | None = None,
         groups: Any = None, num_groups: int | None = None, num_samples: int | None = None, **given: Any,

@@ -19,6 +19,7 @@ from psg_fx.graph import facts
 from psg_fx.graph.facts import LEFT_BEHIND, OutputSpec
 from psg_fx.graph.history import History, copy_graph
 from psg_fx.passes.pipeline import run_pipeline
+from psg_fx.program.ambient import not_taken_apart
 from psg_fx.program.call import Call
 from psg_fx.program.program import Program
 from psg_fx.program.state import Tracked, holder
@@ -36,6 +37,7 @@ _FORWARD = ("output", *LEFT_BEHIND)
 class DropInModule(PerSampleModule):
     """The model with a backward that leaves per-sample gradients: the counterpart of `call_for_per_sample_grads`."""
 
+    @not_taken_apart
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output.  `backward()` of any loss on it sets `p.grad_sample`, `[B, *shape]`, and leaves `p.grad`
         alone.  A `grad_sample` of an earlier call is dropped if a parameter has been written since (an optimizer's

@@ -112,6 +112,16 @@ def test_inputs_of_inference_mode() -> None:
     check(step(x, y), module)
 
 
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_a_first_call_inside_a_compiled_function(backend: str) -> None:
+    module = model()
+    step = psg_fx.transform(module, F.cross_entropy, quantities=[Grads(), ClippedSum(0.5)], backend=backend)
+    found = []
+    torch.compile(lambda x, y: found.append(step(x, y)), backend="eager")(X, Y)
+    check(found[0], module)
+    check(step(X, Y), module)
+
+
 def test_inside_a_level_of_torch_func() -> None:
     module = model()
     step = psg_fx.transform(module, F.cross_entropy, quantities=[Grads(), ClippedSum(0.5)], backend="eager")

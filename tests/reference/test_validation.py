@@ -140,6 +140,43 @@ def test_loop_agrees_with_the_oracle_and_leaves_the_model_alone() -> None:
     assert model.linear.weight is weight
 
 
+class Recording(nn.Module):
+    """Doubles its layer's output by a hook that it registers when it first runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not getattr(self, "recording", False):
+            self.layer.register_forward_hook(lambda module, inputs, output: 2 * output)
+            self.recording = True
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+def test_hooks_that_the_code_registers_are_taken_back_as_its_attributes_are() -> None:
+    model, x, y = Recording(), torch.randn(3, 4), torch.tensor([0, 2, 1])
+    losses, _ = reference_grads(model, F.cross_entropy, x, y)
+    assert not model.layer._forward_hooks
+    assert torch.allclose(losses.float(), F.cross_entropy(2 * model.layer(x), y, reduction="none"), atol=1e-5)
+
+
+def test_batch_norm_of_one_sample_whose_gradient_lies_transposed() -> None:
+    """The loss of a sample twice is that of the sample: torch's backward is right for two."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8)).eval().double()
+    w, x = torch.randn(8, 5, dtype=torch.float64), torch.randn(2, 3, 4, 4, dtype=torch.float64)
+
+    def loss_fn(output: Tensor) -> Tensor:
+        return (output.flatten(2).transpose(1, 2) @ w).tanh().mean()
+
+    _, grads = reference_grads(model, loss_fn, x)
+    for i in range(2):
+        twice = torch.autograd.grad(loss_fn(model(torch.cat([x[i : i + 1]] * 2))), list(model.parameters()))
+        for (name, grad), want in zip(grads.items(), twice, strict=True):
+            assert torch.allclose(grad[i], want, atol=1e-12), name
+
+
 def test_vmap_reference_agrees_with_the_loop() -> None:
     ex = zoo.example("encoder", batch=3, dtype=torch.float64, batch_first=False)
     call = (ex.model, ex.loss_fn, ex.inputs, ex.targets)
