@@ -24,6 +24,8 @@ _SIZES = (
     "call (a hidden state, a buffer with B rows) becomes an input"
 )
 _WITH_GRAPHS = os.path.join(os.path.dirname(torch.__file__), "_higher_order_ops", "")
+_FUNCTORCH = os.path.join(os.path.dirname(torch.__file__), "_functorch", "")
+_TRANSFORMS = tuple(_FUNCTORCH + file for file in ("apis.py", "eager_transforms.py", "vmap.py"))
 _FIXED = ("Constraints violated", "specializ", "is invalid for input of size")
 
 
@@ -32,7 +34,8 @@ def capture_failed(error: Exception) -> CaptureFailed:
     text = str(error)
     first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
     kind = type(error).__name__
-    if "c10d" in text or any(f.filename.startswith(_PROCESSES) for f in traceback.extract_tb(error.__traceback__)):
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    if "c10d" in text or any(file.startswith(_PROCESSES) for file in files):
         return CaptureFailed(
             COMMUNICATES, where=user_line(error) or "the model or loss", why=f"{kind}: {first}",
             fix="leave that out of the model and loss; a step reads whole parameters: shard the model by "
@@ -41,15 +44,20 @@ def capture_failed(error: Exception) -> CaptureFailed:
     if "data-dependent" in text.lower() or "DataDependent" in kind or re.search(r"\bu\d+\b", first):
         why = "the code branches on values of a tensor, so there is no one graph for all batches"
         fix = "replace the branch by torch.where, or decide it outside the model"
-    elif any(f.filename.startswith(_WITH_GRAPHS) for f in traceback.extract_tb(error.__traceback__)):
+    elif any(file.startswith(_WITH_GRAPHS) for file in files):
         why = "torch.cond, while_loop, scan and map hold graphs of their own, which are not looked into"
         fix = "write a loop in Python, and a branch by torch.where, where both arms are finite"
+    elif any(file in _TRANSFORMS for file in files):
+        why = f"a transformation of torch.func (vmap, grad, jvp) in the code fails on fake tensors: {kind}: {first}"
+        fix = "write out what it computes: batched ops for vmap, the formula of a derivative"
     elif any(words in text for words in _FIXED):
         why = "the code ties the batch size to a fixed number: " + _constraint(text, first)
         fix = _SIZES
     else:
         why = f"{kind}: {first}"
         fix = "make the forward pass and loss run under torch.export.export(strict=False)"
+        if not user_line(error):
+            fix += "; if another thread used the model meanwhile: let it wait for the first call"
     return CaptureFailed(NOT_ONE_GRAPH, where=user_line(error) or "the model or loss", why=why, fix=fix)
 
 

@@ -154,6 +154,10 @@ def two_graphs(layer: Layer, x: Tensor) -> Tensor:
     return torch.cond(x.sum() > 0, lambda v: layer(v), lambda v: -layer(v), (x,))
 
 
+def functional_gradients(layer: Layer, x: Tensor) -> Tensor:
+    return layer(torch.func.vmap(torch.func.grad(lambda row: row.sin().sum()))(x))
+
+
 def without_shapes(layer: Layer, x: Tensor) -> Tensor:
     scale, zero = torch.ones(1, dtype=x.dtype), torch.zeros(1, dtype=x.dtype)
     return layer(torch._fake_quantize_learnable_per_tensor_affine(x, scale, zero, -9, 9, 1.0))
@@ -182,6 +186,7 @@ REFUSED: dict[Callable[..., Tensor], tuple[type[Exception], str, str]] = {
     branch_on_values: (CaptureFailed, "branches on values of a tensor", "if x.sum() > 0"),
     number_from_values: (SamplesMixed, "it reads one number out of the samples", "x.sum().item()"),
     two_graphs: (CaptureFailed, "hold graphs of their own", "torch.cond(x.sum() > 0"),
+    functional_gradients: (CaptureFailed, "a transformation of torch.func (vmap, grad, jvp)", "torch.func.grad("),
     without_shapes: (NotYetSupported, "is known to torch by its kernels alone", "_learnable_per_tensor_affine(x,"),
     written_parameter: (NotYetSupported, "writes into model.layer.weight", "renorm_"),
     cut_off: (psg_fx.BadArgument, "depends on none of the model's parameters", "detached"),
