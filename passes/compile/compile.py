@@ -15,6 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from psg_fx.blocks import Memory, Places
+from psg_fx.errors import NotYetSupported
 from psg_fx.graph import facts
 from psg_fx.graph.history import History, PassRecord, copy_graph, log
 from psg_fx.graph.stages import Stage
@@ -22,7 +23,7 @@ from psg_fx.graph.strides import free_of_strides
 from psg_fx.op_table import enter, known
 from psg_fx.torch_private.compiler import compilations, inductor_modes, marked_dynamic
 from psg_fx.torch_private.graphs import write_code
-from psg_fx.torch_private.inductor import Compiler, calls_subgraphs, inductor
+from psg_fx.torch_private.inductor import Compiler, InductorError, calls_subgraphs, inductor
 from psg_fx.torch_private.scattered import scattered_in_place
 
 from .additions import add_rows_by_scatter
@@ -108,10 +109,21 @@ def _by_inductor(options: dict[str, Any], watch: Watch, once: bool) -> Compiler:
     compiler = inductor(options)
 
     def watched(gm: GraphModule, inputs: Sequence[torch.Tensor]) -> Flat:
-        with watch():
-            return compiler(written_once(gm) if once else gm, inputs)
+        try:
+            with watch():
+                return compiler(written_once(gm) if once else gm, inputs)
+        except InductorError as error:
+            raise _not_compiled(error) from error
 
     return watched
+
+
+def _not_compiled(error: InductorError) -> NotYetSupported:
+    first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return NotYetSupported(
+        "inductor fails to compile this step", where='transform(..., backend="inductor")', why=first.strip(),
+        fix='backend="eager" answers the same, more slowly; another version of torch may compile it',
+    )  # fmt: skip
 
 
 @contextlib.contextmanager

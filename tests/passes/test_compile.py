@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._inductor.graph import GraphLowering
 
 import psg_fx
 from psg_fx import ClippedSum, Grads, Norms, WeightedSum, zoo
-from psg_fx.errors import BadArgument
+from psg_fx.errors import BadArgument, NotYetSupported
 from support import oracle
 from support.selection import one_in
 
@@ -60,6 +61,18 @@ def test_two_batch_sizes_of_one_capture(backend: str) -> None:
         x = torch.randn(size, 4)
         compare(steps[backend](x), steps["eager"](x))
     assert len(steps[backend].captures) == 1
+
+
+def test_a_failure_of_inductors_own_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise AssertionError("a loop is not a loop")
+
+    monkeypatch.setattr(GraphLowering, "run", fails)
+    step = psg_fx.transform(nn.Linear(4, 3), lambda out: out.square().sum(), backend="inductor")
+    with pytest.raises(NotYetSupported, match="inductor fails to compile this step") as caught:
+        step(torch.randn(5, 4))
+    assert "a loop is not a loop" in caught.value.why
+    assert 'backend="eager"' in caught.value.fix
 
 
 SIZES_DRAWN = [5, 1, 3, 0, 4, 4, 1, 6, 2, 3, 0, 1, 7, 5]
