@@ -40,3 +40,8 @@ class BadArgument(PsgError, ValueError):
 
 class InternalError(PsgError, RuntimeError):
     """Our bug: a pass left a graph that its stage does not allow."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error of another library says, "" for none."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")

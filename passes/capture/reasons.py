@@ -8,7 +8,7 @@ import traceback
 
 import torch
 
-from psg_fx.errors import CaptureFailed, NotYetSupported
+from psg_fx.errors import CaptureFailed, NotYetSupported, first_line
 from psg_fx.program.code import is_theirs, origin
 from psg_fx.torch_private.fakes import UnsupportedOperatorException
 
@@ -32,12 +32,12 @@ _FIXED = ("Constraints violated", "specializ", "is invalid for input of size")
 def capture_failed(error: Exception) -> CaptureFailed:
     """Export's failure in plain words, with the user's line."""
     text = str(error)
-    first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
-    kind = type(error).__name__
+    kind, line = type(error).__name__, user_line(error)
+    first = first_line(error) or kind
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     if "c10d" in text or any(file.startswith(_PROCESSES) for file in files):
         return CaptureFailed(
-            COMMUNICATES, where=user_line(error) or "the model or loss", why=f"{kind}: {first}",
+            COMMUNICATES, where=line or "the model or loss", why=f"{kind}: {first}",
             fix="leave that out of the model and loss; a step reads whole parameters: shard the model by "
             "torch.distributed.fsdp.fully_shard, and add up over processes afterwards, by psg_fx.distributed.reduce",
         )  # fmt: skip
@@ -56,9 +56,9 @@ def capture_failed(error: Exception) -> CaptureFailed:
     else:
         why = f"{kind}: {first}"
         fix = "make the forward pass and loss run under torch.export.export(strict=False)"
-        if not user_line(error):
+        if not line:
             fix += "; if another thread used the model meanwhile: let it wait for the first call"
-    return CaptureFailed(NOT_ONE_GRAPH, where=user_line(error) or "the model or loss", why=why, fix=fix)
+    return CaptureFailed(NOT_ONE_GRAPH, where=line or "the model or loss", why=why, fix=fix)
 
 
 def without_shapes(error: UnsupportedOperatorException) -> NotYetSupported:

@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from psg_fx.blocks import Memory, Places
-from psg_fx.errors import NotYetSupported
+from psg_fx.errors import NotYetSupported, first_line
 from psg_fx.graph import facts
 from psg_fx.graph.history import History, PassRecord, copy_graph, log
 from psg_fx.graph.stages import Stage
@@ -119,9 +119,9 @@ def _by_inductor(options: dict[str, Any], watch: Watch, once: bool) -> Compiler:
 
 
 def _not_compiled(error: InductorError) -> NotYetSupported:
-    first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return NotYetSupported(
-        "inductor fails to compile this step", where='transform(..., backend="inductor")', why=first.strip(),
+        "inductor fails to compile this step", where='transform(..., backend="inductor")',
+        why=first_line(error) or type(error).__name__,
         fix='backend="eager" answers the same, more slowly; another version of torch may compile it',
     )  # fmt: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
-from psg_fx.errors import InternalError, NotYetSupported
+from psg_fx.errors import InternalError, NotYetSupported, first_line
 from psg_fx.graph import facts
 from psg_fx.graph.facts import InputSpec
 from psg_fx.graph.same_op import draws
@@ -89,7 +89,7 @@ def _refusal(what: str, why: str, fix: str) -> NotYetSupported:
 
 def not_exported(error: Exception) -> NotYetSupported:
     """The refusal of a graph that torch does not write."""
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    first = first_line(error)
     return _refusal(
         "torch could not make a file of the lowered graph", f"{type(error).__name__}: {first}",
         "run the step itself; psg_fx.transform(..., backend='eager') needs no compiler",

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from psg_fx.errors import BadArgument, CaptureFailed, NotYetSupported, PsgError, SamplesMixed
+from psg_fx.errors import BadArgument, CaptureFailed, NotYetSupported, PsgError, SamplesMixed, first_line
 from psg_fx.passes.capture.flexible import attention_as_formula
 from psg_fx.passes.capture.reasons import NOT_ONE_GRAPH, user_line
 from psg_fx.program.call import Call
@@ -195,7 +195,7 @@ def _not_taken(
 
 def _fails(what: str, error: Exception, model: nn.Module, values: Mapping[str, Any], size: str) -> BadArgument:
     call = f"model(x[:{size}])" if what == "model" else f"loss_fn(model(x[:{size}]), y[:{size}])"
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    first = first_line(error)
     seen = [f"{name} is {_described(value)}" for name, value in values.items()]
     seen[_SHOWN:] = [f"{len(seen) - _SHOWN} more"] if len(seen) > _SHOWN else []
     fix = f"the error is that of your code: make {call.replace('[:]', '')} run by itself"

@@ -46,7 +46,7 @@ def _edition() -> str:
 
 @contextlib.contextmanager
 def _tiles_in_cpp() -> Iterator[None]:
-    from torch._inductor import config as settings
+    from torch._inductor import config
     from torch._inductor.codegen import cpp  # slow to import, and only who compiles needs it
 
     tiled, overrides = getattr(cpp, "CppTile2DKernel", None), getattr(cpp, "CppTile2DOverrides", None)
@@ -59,7 +59,7 @@ def _tiles_in_cpp() -> Iterator[None]:
     original = tiled.store
 
     def store(self: Any, name: str, index: Any, value: Any, mode: Any = None) -> Any:
-        by_index_expr = mode == "atomic_add" and (settings.cpp.dynamic_threads or self.num_threads != 1)
+        by_index_expr = mode == "atomic_add" and (config.cpp.dynamic_threads or self.num_threads != 1)
         if by_index_expr and not self.need_vec_transpose(self.rename_indexing(index)):
             return cpp.CppVecKernel.store(self, name, index, value, mode)
         return original(self, name, index, value, mode)
