@@ -17,8 +17,7 @@ from torch.utils import cpp_extension
 
 import psg_fx
 from psg_fx import zoo
-from psg_fx.errors import BadArgument, InternalError
-from psg_fx.saved import write
+from psg_fx.errors import BadArgument
 from psg_fx.step.loaded import LoadedStep
 from support.programs_of_files import call_the_program
 
@@ -283,51 +282,6 @@ def test_a_program_in_cpp_runs_it(compiled: Made, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == f"{len(compiled.loaded.spec.inputs)} inputs, {len(compiled.loaded.spec.outputs)} results\n"
     compare(compiled, list(torch.load(tmp_path / "out.pt")))
-
-
-def test_nothing_is_written_if_the_file_is_wrong(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "step.pt2"
-    path.write_text("as it was")
-    model = nn.Linear(2, 2)
-    step = psg_fx.transform(model, F.mse_loss, quantities=psg_fx.Norms(), backend="eager", progress=False)
-    programs: list[torch.export.ExportedProgram] = []
-
-    def kept(program: torch.export.ExportedProgram, options: object) -> list[str]:
-        programs.append(program)
-        return []
-
-    def wrong(path: str) -> Any:
-        (program,) = programs
-        return lambda *values: [1.01 * value for value in program.module()(*values)]
-
-    monkeypatch.setattr(write, "compiled_files", kept)
-    monkeypatch.setattr(write, "load_compiled", wrong)
-    with pytest.raises(InternalError, match="the file computes something else than the step, in output 0"):
-        step.export(path, torch.randn(3, 2), torch.randn(3, 2))
-    assert path.read_text() == "as it was"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-class Shifted(nn.Module):
-    """Its shift moves all classes alike: the loss does not follow it, and its gradient is rounding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.shift = nn.Linear(2, 3), nn.Parameter(torch.ones(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) + self.shift  # type: ignore[no-any-return]
-
-
-def test_rounding_where_a_gradient_is_zero_is_not_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    step = psg_fx.transform(Shifted(), F.cross_entropy, backend="eager", progress=False)
-    programs: list[torch.export.ExportedProgram] = []
-    monkeypatch.setattr(write, "compiled_files", lambda program, options: programs.append(program) or [])
-    monkeypatch.setattr(write, "load_compiled", lambda path: lambda *v: [r + 3e-8 for r in programs[0].module()(*v)])
-    x, y = torch.randn(3, 2), torch.tensor([0, 2, 1])
-    assert step(x, y).grads["shift"].abs().max() < 1e-6
-    step.export(tmp_path / "step.pt2", x, y)
 
 
 class Recurrent(nn.Module):
