@@ -45,6 +45,7 @@ from . import losses, quantised, recurrent_layers, rewrites  # noqa: F401  (they
 from .branches import Readings, watch_the_batch_size
 from .copies import writes_a_copy
 from .fixed_sizes import constants_that_follow, join, values_of
+from .own_gradients import write_out
 from .reasons import capture_failed, failure_at, without_shapes
 from .rewrites import rewritten
 from .writes import seen_by_autograd, unwatched
@@ -147,6 +148,7 @@ def _functional(program: nn.Module, examples: Sequence[torch.Tensor], dynamic: l
             detach_no_grad_regions(exported.graph_module)
             copied = writes_a_copy(exported.graph_module)
             found = Exported(**vars(functional(exported, decompositions())), written_copy=copied, trims=padding.line)
+            write_out(found.graph_module)
         except PsgError as error:  # torch.fx writes the graph's own traceback into its text
             raise type(error)(error.what, where=error.where, why=error.why, fix=error.fix) from None
         except UnsupportedOperatorException as error:

@@ -23,6 +23,8 @@ from psg_fx.torch_private.export import without_checkpoints
 from psg_fx.torch_private.modes import without_functions
 from psg_fx.torch_private.patching import patched_here
 
+from . import own_gradients
+
 
 class _Writes(TorchFunctionMode):
     """Refuses an op that writes, unseen by autograd, into the memory of a tensor with a gradient.
@@ -41,6 +43,8 @@ class _Writes(TorchFunctionMode):
     ) -> Any:
         if not self.watching:
             return func(*args, **(kwargs or {}))
+        if func is torch.autograd.grad:
+            return own_gradients.recorded(*args, **(kwargs or {}))
         if func in _BACKWARD:
             raise _own_backward(func)
         func = torch.Tensor.detach if func == _DATA else func
@@ -65,7 +69,7 @@ class _Writes(TorchFunctionMode):
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 """`x.data` leaves no trace in a graph; `x.detach()` is the same value."""
-_BACKWARD = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+_BACKWARD = (torch.autograd.backward, torch.Tensor.backward)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -111,9 +115,9 @@ def _hidden_write(func: Callable[..., Any]) -> NotYetSupported:
 
 def _own_backward(func: Callable[..., Any]) -> NotYetSupported:
     return NotYetSupported(
-        "the code takes a gradient of its own", where=_line(func),
-        why="the ops of that backward pass are not recorded while the model is captured",
-        fix="write the derivative out, or take it in the loop around the step",
+        "the code runs a backward pass of its own", where=_line(func),
+        why="it adds to the .grad of parameters and tensors, and a step leaves these alone",
+        fix="take the gradients by torch.autograd.grad(..., create_graph=True)",
     )  # fmt: skip
 
 

@@ -64,6 +64,8 @@ class RowValues:
         about = [n for n in inputs if known[n].structure]
         others = [n for n in inputs if not known[n].structure]
         self.note_plain(node, inputs)
+        if (same := self.picks_the_same(op)) is not None:
+            return same, "same rows"
         if self.is_structure(node, about, [n for n in others if not known[n].index]):
             if any(n in self.moved for n in about):
                 self.move(op)
@@ -100,6 +102,16 @@ class RowValues:
             return False
         counts = self.symbols([node])
         return len(counts) > 1 or (op_name(node) == "aten.arange" and bool(counts & set(self.rows))) or _is_square(node)
+
+    def picks_the_same(self, op: Op) -> Result | None:
+        """Rows picked out of rows that are all the same, as out of `ones(B, 1)`: they do not tell who picked them."""
+        if op_name(op.node) not in ("aten.index_select", "aten.index"):
+            return None
+        source, *rest = op.node.args
+        dim = rest[0] if len(rest) == 2 else 0 if len(rest[0]) == 1 else None  # type: ignore[arg-type]
+        known = op.known[source]  # type: ignore[index]
+        same = known.uniform and isinstance(dim, int) and known.axes == SampleAxis(dim)
+        return self.made(op.node, "same rows") if same else None
 
     def structure(self, node: Node) -> Result:
         """Structure, and where its rows lie if it has one dim of them."""

@@ -13,17 +13,24 @@ from psg_fx.torch_private.graphs import traced_without_code
 from psg_fx.torch_private.tracer import trace_fakes
 
 
-def trace(function: Callable[..., Any], arguments: Sequence[Any]) -> GraphModule:
+def trace(
+    function: Callable[..., Any], arguments: Sequence[Any], corrected: Callable[[GraphModule], None] | None = None,
+    **options: Any,
+) -> GraphModule:  # fmt: skip
     """`function(*arguments)` as a graph; fake arguments keep their symbols, and no others are made.
 
     Some formulas of autograd and some composite kernels write into tensors that they have just made; the graph has the
-    functional ops in their place.
+    functional ops in their place.  corrected: changes what was recorded.
+    options: further ones of `make_fx`.
     """
     with traced_without_code():
-        traced = trace_fakes(function, arguments)
+        traced = trace_fakes(function, arguments, **options)
+        if corrected is not None:
+            corrected(traced)
         if any(mutates(node) for node in traced.graph.nodes):
             again = torch.func.functionalize(Interpreter(free_of_strides(traced)).run)
-            traced = trace_fakes(again, arguments)
+            with torch.no_grad():  # what was differentiated is there
+                traced = trace_fakes(again, arguments, **options)
     return traced
 
 

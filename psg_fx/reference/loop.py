@@ -223,7 +223,7 @@ def loss_of_the_batch(
     dtype: torch.dtype | None = torch.float64,
 ) -> float | None:
     """`loss_fn(model(x), y)` of the whole batch, as an ordinary step has it; None where that is not one number."""
-    with borrowed(model, dtype, loss_fn) as reset, own_random_state(model), torch.no_grad(), AsDefined():
+    with borrowed(model, dtype, loss_fn) as reset, own_random_state(model), torch.enable_grad(), AsDefined():
         reset()
         try:
             loss = WithLoss(model, loss_fn)(*_whole(inputs, targets, dtype))
@@ -255,10 +255,10 @@ def draws_random_numbers(model: nn.Module, loss_fn: Loss, inputs: Any, targets: 
     rows = has_rows(batch_dim)
     sample = _whole(inputs, targets, None) if rows else Batch.of(inputs, targets, batch_dim).sample(0)
     program = WithLoss(model, loss_fn)
-    with borrowed(model, None, loss_fn) as reset, own_random_state(model), torch.no_grad():
+    with borrowed(model, None, loss_fn) as reset, own_random_state(model), torch.enable_grad():  # it may take some
         losses = []
         for seed in (0, 1):
             reset()
             torch.manual_seed(seed)
-            losses.append(program(*sample))
+            losses.append(program(*sample).detach())
     return not torch.equal(losses[0], losses[1])

@@ -9,6 +9,7 @@ import torch
 from torch._C._dynamo.guards import TensorGuards
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing as not_recorded
 from torch.nn.modules import module as of_modules
 from torch.utils._python_dispatch import _disable_current_modes as no_modes
 
@@ -86,6 +87,7 @@ __all__ = [
     "no_functorch_levels",
     "no_modes",
     "no_module_tracker",
+    "not_recorded",
     "tensor_guards",
     "without_functions",
 ]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
-from torch.fx import GraphModule, _symbolic_trace
+from torch.fx import GraphModule, Node, _symbolic_trace
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -47,6 +47,19 @@ def trace_fakes(function: Callable[..., Any], arguments: Sequence[Any], **option
         _untouched_modules(),
     ):  # fmt: skip
         return make_fx(run, **_WITHOUT_TORCH_NAMES, **options)(*_distinct(arguments))
+
+
+def recorded_so_far() -> list[Node]:
+    """The nodes of the trace that runs."""
+    mode: Any = proxy_tensor.get_proxy_mode()
+    return list(mode.tracer.graph.nodes)
+
+
+def node_of(tensor: torch.Tensor) -> Node | None:
+    """The node of the trace that runs which stands for a tensor."""
+    mode: Any = proxy_tensor.get_proxy_mode()
+    known = mode.tracer.tensor_tracker.get(tensor)
+    return None if known is None else known.proxy.node
 
 
 @contextlib.contextmanager

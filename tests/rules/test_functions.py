@@ -178,11 +178,6 @@ def _written_without_gradients(m: Any, x: Tensor) -> Tensor:
     return h
 
 
-def _own_gradient(m: Any, x: Tensor) -> Tensor:
-    x = x.detach().requires_grad_()
-    return torch.autograd.grad(m.a(x).tanh().sum(), x, create_graph=True)[0]
-
-
 EXACT: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "activations": lambda m, x: m.b(Scaled.apply(m.a(x))),
     "a weight": lambda m, x: F.linear(m.b(x), Scaled.apply(m.a.weight)),
@@ -238,7 +233,6 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], type[Exception], str]]
     "a write into .data": (
         lambda m, x: [h := m.a(x), h.data.clamp_(min=0.0)][0], NotYetSupported, "autograd does not see.*clamp_",
     ),
-    "a gradient of its own": (_own_gradient, NotYetSupported, "takes a gradient of its own.*autograd.grad"),
     "hook on an activation": (
         lambda m, x: [h := m.a(x), h.register_hook(lambda g: 2 * g)][0], NotYetSupported, "hook on a tensor's gradient",
     ),

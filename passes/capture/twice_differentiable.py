@@ -1,0 +1,57 @@
+"""Ops as they are written where the code of a model takes gradients, so that these can be differentiated again.
+
+Torch differentiates few of its backward ops, and of statistics that a normalisation keeps for its backward none.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from psg_fx.op_table import decompositions
+from psg_fx.torch_private.ops import core_decompositions, python_decomposition
+
+aten = torch.ops.aten
+_KEEP_STATISTICS = (
+    "native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit", "_fused_rms_norm",
+)  # fmt: skip
+_SEVERAL = ("var_mean", "std_mean", "aminmax", "linalg_qr", "linalg_eig", "_linalg_eigh", "_linalg_svd", "frexp")
+
+
+@functools.cache
+def in_plain_ops() -> Mapping[Any, Callable[..., Any]]:
+    """How backward ops, and ops that keep statistics for theirs, are written."""
+    core = core_decompositions()
+    found = {op: core[op] for op in core if "backward" in op.name()}
+    for packet in (getattr(aten, name, None) for name in _KEEP_STATISTICS):
+        for op in [getattr(packet, overload) for overload in packet.overloads()] if packet else []:
+            if (function := python_decomposition(op)) is not None:
+                found[op] = function
+    copy = aten.copy.default
+    return {**found, copy: decompositions()[copy], aten.convolution_backward.default: _convolution_backward}
+
+
+def all_differentiable(op: Any) -> bool:
+    """Whether all results of an op with several have gradients, and not the first alone."""
+    returns = op._schema.returns
+    return len(returns) == 1 or op._opname in _SEVERAL  # one: a list, of parts
+
+
+def _convolution_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, stride: Sequence[int], padding: Sequence[int],
+    dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int, wanted: Sequence[bool],
+) -> Any:  # fmt: skip
+    """The gradient of the input: the convolution with the same weight the other way (Dumoulin, Visin 2016)."""
+    if list(wanted) != [True, False, False]:
+        return NotImplemented
+    missing = [0] * len(stride)  # rows of the input that no window has reached
+    if not transposed:
+        for d, (s, p, far) in enumerate(zip(stride, padding, dilation, strict=True)):
+            reached = s * (grad.shape[2 + d] - 1) + far * (weight.shape[2 + d] - 1) + 1
+            missing[d] = x.shape[2 + d] + 2 * p - reached
+    back = aten.convolution(grad, weight, None, stride, padding, dilation, not transposed, missing, groups)
+    return back, None, None
