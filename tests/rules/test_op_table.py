@@ -58,7 +58,7 @@ OTHER_TABLES = {
     "passes/independence/row_pairs.py:_BY_ENTRY": "the ops of attention that is written out",
     "passes/independence/row_pairs.py:_VIEWS": "the ops of attention that is written out",
     "passes/capture/copies.py:_RESHAPED": "the ops that copy only sometimes, a question of one pass",
-    "passes/capture/twice_differentiable.py:_KEEP_STATISTICS": "names of ops that are written in others, a question of one pass",
+    "passes/capture/twice_differentiable.py:_KEEP_STATISTICS": "ops that are written in others, by one pass",
     "passes/capture/twice_differentiable.py:_SEVERAL": "ops whose results all have gradients, a question of one pass",
     "passes/widen.py:_INTO": "overloads of two ops",
     "psg_fx/planner/expr.py:_IDS": "parts of trees",
