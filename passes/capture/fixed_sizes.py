@@ -45,6 +45,8 @@ def join(
     samples lie in them, None where there are none.  constants: those of `constants_that_follow`.
     """
     first = graphs[0]
+    for gm in graphs:
+        _without_copies(gm)
     for node in first.graph.nodes:
         if any(isinstance(s, torch.SymInt) for t in facts.tensors(node.meta.get("val")) for s in t.shape):
             raise _by_values(node)
@@ -58,6 +60,16 @@ def join(
         _compute(first, batch, node, constants[node.name])
     _describe(first, tensors, dims)
     return first
+
+
+def _without_copies(gm: GraphModule) -> None:
+    """A copy has the values of what is copied, and nothing is written.  A `reshape` copies where it must, which for one
+    sample is elsewhere.
+    """
+    for node in gm.graph.find_nodes(op="call_function", target=aten.clone.default):
+        if not any(user.op == "output" for user in node.users):
+            node.replace_all_uses_with(node.args[0])
+            gm.graph.erase_node(node)
 
 
 def values_of(exported: Functional, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -2,8 +2,8 @@
 
 `F.embedding_bag` gives its op the place of every bag in the flat batch.  `F.linear_cross_entropy` has an op that cuts
 the batch into pieces.  Transformer layers look into a mask whether it is causal, a hint that changes no value.
-`F.gaussian_nll_loss` and distributions look at values to check them.  opt_einsum, where it is installed, orders a
-product of several tensors by their sizes, the batch size among them.
+`torch.cdist` goes by the number of rows.  `F.gaussian_nll_loss` and distributions look at values to check them.
+opt_einsum, where it is installed, orders a product of several tensors by their sizes, the batch size among them.
 """
 
 from __future__ import annotations
@@ -143,6 +143,14 @@ def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Te
         return t.expand([*both[:dim], t.shape[dim], *both[dim + 1 :]])
 
     return wide(input).gather(dim, wide(indices))
+
+
+@at_capture(torch.cdist)
+def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str | None = None) -> Tensor:
+    """Distances one by one, unless products are asked for: torch's own takes products from 26 rows on."""
+    if compute_mode is None or compute_mode == "use_mm_for_euclid_dist_if_necessary":
+        compute_mode = "donot_use_mm_for_euclid_dist"
+    return torch.cdist(x1, x2, p, compute_mode)
 
 
 @at_capture(torch.diff, Tensor.diff)

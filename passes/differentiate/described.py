@@ -14,7 +14,7 @@ from psg_fx.algebra.network import Kind, Source
 from psg_fx.algebra.site import PREFIXES, Operand, Site, Value
 from psg_fx.errors import NotYetSupported
 from psg_fx.graph import facts
-from psg_fx.graph.facts import OutputSpec, fact
+from psg_fx.graph.facts import OutputSpec, SampleAxis, fact
 from psg_fx.source import locate
 
 
@@ -30,23 +30,25 @@ def described(gm: GraphModule, layout: Sequence[OutputSpec]) -> tuple[Site, ...]
 
 
 def _site(gm: GraphModule, node: Node, known: set[str], batch: Any) -> Site:
+    axes = fact(node).samples
+    axes = axes if isinstance(axes, tuple) else (axes,)
+    order = next((axis for axis in axes if axis is not None), None)
+
     def convert(arg: Any) -> Any:
         if isinstance(arg, Node):
             value = arg.meta["val"]
-            return _value(arg, value) if isinstance(value, torch.Tensor) else facts.expr(value)
+            return _value(arg, value, order) if isinstance(value, torch.Tensor) else facts.expr(value)
         return arg
 
     args, kwargs = pytree.tree_map(convert, (node.args, node.kwargs))
     flat, _ = pytree.tree_flatten_with_path((node.args, node.kwargs))
     prefixes = PREFIXES.of(gm)
     operands = tuple(
-        Operand(i, _argument(path), _value(a, a.meta["val"]), prefixes[a.name])
+        Operand(i, _argument(path), _value(a, a.meta["val"], None), prefixes[a.name])
         for i, (path, a) in enumerate(flat)
         if isinstance(a, Node) and fact(a).params
     )
     outs = list(facts.tensors(node.meta["val"]))
-    axes = fact(node).samples
-    axes = axes if isinstance(axes, tuple) else (axes,)
     outputs, cotangents = [], []
     for k, (out, axis) in enumerate(zip(outs, axes, strict=True)):
         source = Source(Kind.COTANGENT, f"{node.name}.{k}")
@@ -84,7 +86,15 @@ def _argument(path: pytree.KeyPath) -> str:
     return ".".join(str(getattr(k, "idx", getattr(k, "key", k))) for k in path[1:])
 
 
-def _value(node: Node, value: torch.Tensor) -> Value:
+def _value(node: Node, value: torch.Tensor, order: SampleAxis | None) -> Value:
+    """order: how the site holds the rows of its samples; what is the same for all samples has its rows in any order."""
     axis = fact(node).samples
     assert not isinstance(axis, tuple)
+    if (
+        fact(node).uniform
+        and axis is not None
+        and order is not None
+        and axis.outer * axis.inner == order.outer * order.inner
+    ):
+        axis = replace(axis, outer=order.outer, inner=order.inner)
     return Value(Source(Kind.ACTIVATION, node.name), facts.shape(value), value.dtype, axis)

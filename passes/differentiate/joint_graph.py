@@ -95,8 +95,8 @@ def differentiate(gm: GraphModule, input_gradients: tuple[bool, ...] = ()) -> Gr
     known = carried(traced, forward, len(layout))
     _describe(traced, nodes, [info.outputs[i].name for i in roots] if not with_loss else [])
     traced.meta[facts.KEY] = dataclasses.replace(info, outputs=tuple(layout))
-    SITES.put(traced, described(gm, layout))
     prove_cotangents(gm, traced, known)
+    SITES.put(traced, described(gm, layout))
     return traced
 
 

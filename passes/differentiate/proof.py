@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from psg_fx.errors import NotYetSupported, SamplesMixed
 from psg_fx.graph import facts
-from psg_fx.graph.facts import fact
+from psg_fx.graph.facts import SampleAxis, fact
 
 from ..independence import Result, prove_joint
 
@@ -35,7 +34,8 @@ def carried(traced: GraphModule, forward: list[Node], count: int) -> dict[Node, 
 
 
 def prove_cotangents(gm: GraphModule, traced: GraphModule, known: dict[Node, Result]) -> None:
-    """The samples lie in every cotangent where they lie in the value it belongs to.
+    """The samples lie in every cotangent where they lie in the value it belongs to; where that is the same for all
+    samples, so that any order of the rows of a dim would be right, they lie in it as in the cotangent.
 
     known: what the forward proof has found of nodes of the joint graph.
     """
@@ -45,18 +45,30 @@ def prove_cotangents(gm: GraphModule, traced: GraphModule, known: dict[Node, Res
         given = facts.input_spec(node)
         if given.kind == "tangent" and (output := by_output[given.name]) is not None:
             known[node] = Result(fact(output).samples)
-    wanted: dict[Node, Any] = {}
+    wanted: list[tuple[Node, Node, SampleAxis | None]] = []
     for spec, entry in facts.returned(traced):
         if spec.kind not in ("cotangent", "input_gradient") or entry is None:
             continue
         name, _, place = spec.name.rpartition(".") if spec.kind == "cotangent" else (spec.name, "", "0")
         axes = fact(named[name]).samples
-        wanted[entry] = named[name], axes[int(place)] if isinstance(axes, tuple) else axes
+        wanted.append((entry, named[name], axes[int(place)] if isinstance(axes, tuple) else axes))
+    free = [each for each in wanted if _is_in_any_order(*each[1:])]
     try:
-        prove_joint(traced, known, wanted)
+        found = prove_joint(traced, known, wanted)
     except (SamplesMixed, NotYetSupported):
         if any(map(_is_foreign, traced.graph.nodes)):
             raise
+        wanted, found = free, prove_joint(traced, known, free)
+    for (_, value, before), axis in zip(wanted, found, strict=True):
+        if _is_in_any_order(value, before):
+            axes = fact(value).samples
+            moved = tuple(axis if a == before else a for a in axes) if isinstance(axes, tuple) else axis
+            facts.update(value, samples=moved)
+
+
+def _is_in_any_order(node: Node, axis: SampleAxis | None) -> bool:
+    """Whether the forward does not say in which order a value, the same for all, holds its samples."""
+    return fact(node).uniform and axis is not None and axis.outer * axis.inner > 1
 
 
 def _is_foreign(node: Node) -> bool:

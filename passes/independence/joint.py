@@ -6,7 +6,7 @@ backward that mixes samples is refused although its forward keeps them apart.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch.fx import GraphModule, Node
 
@@ -22,28 +22,33 @@ _FIX = "write the backward so that a sample's gradient is computed from that sam
 
 
 def prove_joint(
-    gm: GraphModule, given: Mapping[Node, Result], wanted: Mapping[Node, tuple[Node, SampleAxis | None]]
-) -> None:
-    """Refuse a joint graph whose cotangents are not those of single samples.
+    gm: GraphModule, given: Mapping[Node, Result], wanted: Sequence[tuple[Node, Node, SampleAxis | None]]
+) -> list[SampleAxis | None]:
+    """Where the samples lie in each cotangent: where they do in its value, or in a value that is the same for all
+    samples, in another order of the rows of one dim.  Refuses a joint graph whose cotangents are not those of single
+    samples.
 
     given: what is known of nodes of the forward.  wanted: cotangents, each with the node of the forward graph to whose
     value it belongs, and where the samples of that value lie.
     """
     prover = JointProver(gm, given)
-    needed = facts.ancestors(wanted, lambda node: node not in given)
+    leads = {cotangent: value for cotangent, value, _ in wanted}
+    needed = facts.ancestors(leads, lambda node: node not in given)
     for node in gm.graph.nodes:
         if node in needed:
             try:
                 prover.step(node)
             except PsgError as error:
-                raise _backward(error, node, wanted) from None
+                raise _backward(error, node, leads) from None
     if prover.rows is not None and prover.rows.links:
         raise not_shown(prover.rows.links[0].node, "its backward joins rows, which is checked for the forward alone")
-    for node, (_, axis) in wanted.items():
+    found = []
+    for node, value, axis in wanted:
         try:
-            _require(prover, node, axis)
+            found.append(_required(prover, node, axis, facts.fact(value).uniform))
         except PsgError as error:
-            raise _backward(error, node, wanted) from None
+            raise _backward(error, node, leads) from None
+    return found
 
 
 class JointProver(Prover):
@@ -62,25 +67,31 @@ class JointProver(Prover):
                         "do not divide by the batch size: the losses of the samples are summed")  # fmt: skip
 
 
-def _backward(error: PsgError, node: Node, wanted: Mapping[Node, tuple[Node, SampleAxis | None]]) -> PsgError:
+def _backward(error: PsgError, node: Node, leads: Mapping[Node, Node]) -> PsgError:
     """The error with a line of the user's: ops of a backward have none, but what they lead to has."""
     seen, waiting = {node}, [node]
     for now in waiting:
-        if now in wanted:
-            where = f"{error.where};  its result leads to the gradient of {locate(wanted[now][0])}"
+        if now in leads:
+            where = f"{error.where};  its result leads to the gradient of {locate(leads[now])}"
             return type(error)(f"in the backward pass, {error.what}", where=where, why=error.why, fix=error.fix)
         waiting += [n for n in now.users if n not in seen]
         seen.update(now.users)
     return error
 
 
-def _require(prover: Prover, node: Node, axis: SampleAxis | None) -> None:
+def _required(prover: Prover, node: Node, axis: SampleAxis | None, uniform: bool) -> SampleAxis | None:
+    """uniform: all samples have the same value, so that where they lie in it follows from who reads it."""
     found = prover.known[node]
     if found.index:
         raise mixed(node, "the gradient holds the numbers of the samples", _FIX)
-    same = isinstance(found.axes, SampleAxis) and found.uniform and axis is not None and found.axes.dim == axis.dim
-    if found.reduced or (found.axes != axis and not same):
-        where = "no dim" if found.reduced or found.axes is None else str(found.axes)
-        origin = prover.origin.get(node, node)
-        raise mixed(origin, f"the gradient holds the samples in {where}, and not in "
-                    f"{axis or 'no dim'} as its value does", _FIX)  # fmt: skip
+    if not found.reduced and found.axes == axis:
+        return axis
+    if not found.reduced and isinstance(found.axes, SampleAxis) and axis is not None and found.axes.dim == axis.dim:
+        if found.uniform:
+            return axis
+        if uniform and found.axes.outer * found.axes.inner == axis.outer * axis.inner:
+            return found.axes
+    where = "no dim" if found.reduced or found.axes is None else str(found.axes)
+    origin = prover.origin.get(node, node)
+    raise mixed(origin, f"the gradient holds the samples in {where}, and not in "
+                f"{axis or 'no dim'} as its value does", _FIX)  # fmt: skip

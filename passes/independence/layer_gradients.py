@@ -172,11 +172,11 @@ def attention_backward(op: Op) -> Placement:
     """ḡq, ḡk, ḡv[n..]: all hold the samples in the same leading dim."""
     names = ("grad_out", "grad_out_", "query", "key", "value", "out", "logsumexp", "attn_mask", "attn_bias")
     values = {n: v for n in names if (v := op.value(n)) is not None and v.shape not in ((), (0,))}
-    axis = values["query"].axis
+    axis = next((v.axis for v in values.values() if v.axis and not v.found.uniform), values["query"].axis)
     for name, value in values.items():
-        if name in ("attn_mask", "attn_bias") and (value.axis is None or value.axis == axis):
+        if name in ("attn_mask", "attn_bias") and value.axis is None:
             continue
-        if value.axis != axis:
+        if not value.fits(axis):
             raise op.refuse(f"%{value.node.name} does not hold the samples where %{values['query'].node.name} does")
     if axis is None:
         return None

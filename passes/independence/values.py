@@ -71,6 +71,13 @@ class Argument:
         """Where the samples lie."""
         return self.found.axes if isinstance(self.found.axes, SampleAxis) else None
 
+    def fits(self, axis: SampleAxis | None) -> bool:
+        """Whether the samples lie there; what is the same for all of them has the rows of a dim in any order."""
+        own = self.axis
+        if own is None or axis is None or not self.found.uniform:
+            return own == axis
+        return own.dim == axis.dim and own.outer * own.inner == axis.outer * axis.inner
+
 
 def samples_of(value: Argument) -> SampleAxis:
     """The sample axis of a value that is known to carry samples."""

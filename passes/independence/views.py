@@ -125,7 +125,10 @@ def repeat(op: Op) -> Result:
     """Tiles: y[.., k * n + j, ..] = x[.., j, ..]; copies of a dim lie outside of it."""
     x, out = op.need("self"), op.out()
     if x.axis is None:
-        return Result() if out.dim is None else Result(SampleAxis(out.dim, 1, out.factor))
+        if out.dim is None:
+            return Result()
+        place = out.dim - len(out.shape) + x.ndim
+        return Result(SampleAxis(out.dim, 1, out.factor), uniform=place < 0 or x.shape[place] == 1)
     axis = sample_axis.through_broadcast(x.axis, x.ndim, len(out.shape))
     if out.dim != axis.dim:
         raise op.refuse("it repeats another dim B times")

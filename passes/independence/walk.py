@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Mapping, Set
 
@@ -47,6 +48,9 @@ from .values import (
     symbolic_sizes,
     tensors,
 )
+
+_ROW_BY_ROW = ("embedding", "contraction", "along another dim", "trailing dims")
+"""Proofs of ops that make each row of the samples of one row of each input: rows that are the same give the same."""
 
 _COUNT = "the number of samples is an int among the inputs whose batch_dim is 0; keep other numbers tensors"
 _STATISTIC = "a statistic over the batch makes each sample's loss depend on the others; take it within a sample"
@@ -208,6 +212,8 @@ class Prover:
             self.refuse_numbers(node)
         answer = rule.apply(op)
         found = self.complete(node, answer if isinstance(answer, Result) else Result(answer))
+        if rule.proof in _ROW_BY_ROW and op.sampled() and all(v.found.uniform for v in op.sampled()):
+            found = dataclasses.replace(found, uniform=True)
         if found.reduced and self.rows is not None:
             self.rows.refuse_reduced(node, count)
         empty = found.axes is None or (isinstance(found.axes, tuple) and not any(found.axes))

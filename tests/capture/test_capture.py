@@ -51,7 +51,13 @@ def harmless_branch(layer: Layer, x: Tensor) -> Tensor:
     return layer(x) if x.shape[0] < 100 else layer(x).contiguous()
 
 
-EXACT = [plain_number, numpy_size, divided, harmless_branch]
+def copied_for_several(layer: Layer, x: Tensor) -> Tensor:
+    """A reshape that is a view for one sample alone, and a copy that is none there."""
+    rows = layer(torch.stack([x, x.sin()], 1)).transpose(0, 1).reshape(2 * len(x), 3)
+    return rows.tanh().view(2, len(x), 3).permute(1, 0, 2).contiguous().view(len(x), 2, 3).sum(1)
+
+
+EXACT = [plain_number, numpy_size, divided, harmless_branch, copied_for_several]
 
 
 def step_of(function: Callable[[Layer, Tensor], Tensor], loss: Any = F.cross_entropy) -> Any:
@@ -90,6 +96,16 @@ def test_no_samples(name: str) -> None:
     without = psg_fx.transform(Model(function), backend="eager")
     without(X[:0]).sum().backward()
     assert without.model.layer.weight.grad_sample.shape == (0, 3, 4)
+
+
+def test_distances_of_all_rows() -> None:
+    """Torch computes them by products from 26 rows on."""
+    table = torch.randn(5, 3, dtype=torch.float64, generator=GENERATOR)
+    step = step_of(lambda layer, x: torch.cdist(layer(x.repeat_interleave(6, 0)), table).view(-1, 6, 5).sum(1))
+    _, grads = oracle.loop_grads(step.model, F.cross_entropy, X, Y)
+    assert oracle.worst_error(step(X, Y).grads, grads) < 1e-12
+    assert step(X[:2], Y[:2]).losses.shape == (2,)
+    assert len(step.captures) == 1
 
 
 def test_it_is_said_once_and_kept_in_the_plan() -> None:
