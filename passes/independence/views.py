@@ -234,7 +234,7 @@ def split(op: Op) -> Placement:
     """Consecutive parts of a dim; of the sample dim, only whole blocks of all samples."""
     x = op.need("self")
     if x.axis is None or op.dim("dim", x.ndim) != x.axis.dim:
-        return Result(x.axis)
+        return same_kind(x, x.axis)
     found: list[SampleAxis | None] = []
     start = 0
     try:
@@ -257,7 +257,7 @@ def unbind(op: Op) -> Placement:
         return None
     if x.axis.dim == dim:
         raise op.refuse(f"it takes dim {dim}, the sample dim, apart sample by sample", _ONE)
-    return sample_axis.without_dims(x.axis, [dim])
+    return same_kind(x, sample_axis.without_dims(x.axis, [dim]))
 
 
 @sample_rule("diagonal", "diagonal_copy", proof="view")

@@ -113,6 +113,23 @@ def test_an_encoder_of_two_views() -> None:
     check(Program("encoder", lambda: Problem(Encoder().double(), X)), with_loss)
 
 
+class Recurrent(nn.Module):
+    """Two views through one layer, whose first state torch makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(WIDTH, 3, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.layer(torch.cat([x, x.sin()]))[0].sum(1).chunk(2)
+        return first - second.square()  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:one graph for each batch size")
+def test_a_recurrent_layer_of_two_views() -> None:
+    check(Program("recurrent", lambda: Problem(Recurrent().double(), X)), with_loss)
+
+
 def test_rows_that_are_met_in_two_orders() -> None:
     """The same rows cannot be of one sample here, and of another there."""
     model = TwoViews(
