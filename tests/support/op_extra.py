@@ -177,10 +177,10 @@ def written() -> Mapping[str, list[Call]]:
 
 
 def fitting(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call | None:
-    """The overload that takes the arguments."""
+    """The overload that takes the arguments, if this torch has the operator."""
     space, _, name = name.rpartition("::")
-    packet = getattr(getattr(torch.ops, space or "aten"), name)
-    for overload in packet.overloads():
+    packet = getattr(getattr(torch.ops, space or "aten"), name, None)
+    for overload in () if packet is None else packet.overloads():
         call = Call(getattr(packet, overload), args, kwargs)
         if call.op._schema.is_mutable:
             continue
