@@ -6,6 +6,7 @@ Torch differentiates few of its backward ops, and of statistics that a normalisa
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,20 +14,22 @@ import torch
 from torch import Tensor
 
 from psg_fx.op_table import decompositions
-from psg_fx.torch_private.ops import core_decompositions, python_decomposition
+from psg_fx.torch_private.ops import backward_decompositions, python_decomposition
 
 aten = torch.ops.aten
 _KEEP_STATISTICS = (
     "native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit", "_fused_rms_norm",
+    "log_sigmoid_forward",
 )  # fmt: skip
+_INDEXES = "pad[123]d|embedding"
+"""Backward ops that torch differentiates, and writes as picks out of the rows of all samples."""
 _SEVERAL = ("var_mean", "std_mean", "aminmax", "linalg_qr", "linalg_eig", "_linalg_eigh", "_linalg_svd", "frexp")
 
 
 @functools.cache
 def in_plain_ops() -> Mapping[Any, Callable[..., Any]]:
     """How backward ops, and ops that keep statistics for theirs, are written."""
-    core = core_decompositions()
-    found = {op: core[op] for op in core if "backward" in op.name()}
+    found = {op: function for op, function in backward_decompositions().items() if not re.search(_INDEXES, op.name())}
     for packet in (getattr(aten, name, None) for name in _KEEP_STATISTICS):
         for op in [getattr(packet, overload) for overload in packet.overloads()] if packet else []:
             if (function := python_decomposition(op)) is not None:

@@ -28,6 +28,13 @@ def _normalized(
     return y.to(x.dtype), mean.new_empty(0), mean.new_empty(0)
 
 
+@under_autograd(aten.sgn.default)
+def _sign(x: Tensor) -> Tensor:
+    """The sign, whose derivative is zero: torch's is a tensor without memory, which takes no symbol for its size."""
+    found: Tensor = aten.sgn(x if x.is_complex() else x.detach())
+    return found
+
+
 @under_autograd(aten.slice_scatter.default)
 def _write_slice(
     x: Tensor, source: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1

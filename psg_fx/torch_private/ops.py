@@ -19,6 +19,14 @@ def core_decompositions() -> Mapping[OpOverload, Callable[..., Any]]:
     return dict(core_aten_decompositions())
 
 
+def backward_decompositions() -> Mapping[OpOverload, Callable[..., Any]]:
+    """Torch's decompositions of the backward ops that it has one of."""
+    return {
+        op: function for op, function in decomposition_table.items()
+        if isinstance(op, OpOverload) and "backward" in op._schema.name and op._overloadname == "default"
+    }  # fmt: skip
+
+
 def python_decomposition(op: OpOverload) -> Callable[..., Any] | None:
     """What computes a composite op by others: its composite kernel, or a function from torch's table."""
     if op._can_decompose():

@@ -21,7 +21,7 @@ from support.rows_of_samples import check as check_rows
 from support.selection import at_once
 
 WIDTH = 8
-ACTIVATIONS = (F.sigmoid, F.silu, F.gelu, F.relu)
+ACTIVATIONS = (F.sigmoid, F.silu, F.gelu, F.relu, F.logsigmoid, F.softsign)
 
 
 class Net(nn.Module):
@@ -139,7 +139,7 @@ def images(m: Net, x: Tensor) -> Tensor:
     x = free(x)
     h = m.first(x).unflatten(1, (4, 2)).repeat_interleave(4, 2)
     h = m.batch(m.instance(F.max_pool1d(m.group(h), 2).tanh() + 0.1 * F.avg_pool1d(h, 2)))
-    h = m.up(m.down(h).sigmoid())
+    h = m.up(m.down(F.pad(h, (1, 1), "reflect")).sigmoid())
     return grad(h.square().sum(), x, create_graph=True)[0]
 
 
