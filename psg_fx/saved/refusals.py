@@ -89,10 +89,10 @@ def _refusal(what: str, why: str, fix: str) -> NotYetSupported:
 
 def not_exported(error: Exception) -> NotYetSupported:
     """The refusal of a graph that torch does not write."""
-    first = first_line(error)
+    said = [first_line(error), *(line.strip() for line in str(error).splitlines() if line.startswith("  - "))]
     return _refusal(
-        "torch could not make a file of the lowered graph", f"{type(error).__name__}: {first}",
-        "run the step itself; psg_fx.transform(..., backend='eager') needs no compiler",
+        "torch could not make a file of the lowered graph", f"{type(error).__name__}: {' '.join(said[:2])}",
+        "run the step itself, which is compiled for the sizes of a call; please report this, with the error above",
     )  # fmt: skip
 
 

@@ -36,9 +36,13 @@ def plain_mode() -> contextlib.AbstractContextManager[Any]:
 
 
 def in_one_block(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without gaps in memory, its dims in the order that they have: what a graph was captured with."""
+    """The tensor without gaps in memory, its dims in the order that they have: what a graph was captured with.
+
+    A contiguous tensor has any strides in dims of one element, and convolutions take them for a memory format: they
+    become those of a new tensor.
+    """
     if tensor.is_contiguous():
-        return tensor
+        return tensor.view(-1).view(tensor.shape) if tensor.ndim > 2 and 1 in tensor.shape else tensor
     order = memory_order(tensor)
     ordered = tensor.permute(order)
     if ordered.is_contiguous():

@@ -33,6 +33,20 @@ def own_attributes() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def own_builtins() -> Iterator[None]:
+    """Let export leave `min` and `max` alone, where what is exported is a graph: replaced by those of symbolic sizes,
+    they are also what torch's own rules for strides call, and the stride `min(16, 16*B)` of a view stays as it is
+    written.  Whether that is 16 is then asked in a guard, which export does not prove.
+    """
+    from torch.export import _trace
+
+    name = "_override_builtin_ops"
+    patch = patched_here(_trace, name, contextlib.nullcontext) if hasattr(_trace, name) else contextlib.nullcontext()
+    with patch:
+        yield
+
+
+@contextlib.contextmanager
 def without_checkpoints() -> Iterator[None]:
     """Let `torch.utils.checkpoint.checkpoint(use_reentrant=False)` run its block as it is: an exported graph of nested
     ones has lost where gradients are enabled again.

@@ -229,14 +229,22 @@ assert not any(name.startswith("psg_fx") for name in sys.modules)
 
 
 def test_what_is_compiled_runs_also_in_a_process_without_psg_fx(tmp_path: Path) -> None:
-    model, x, y = nn.Linear(4, 3), torch.randn(7, 4), torch.randint(3, (7,))
+    """Also on images of one channel, and weights that meet them, which are contiguous and channels-last at once."""
+    torch.manual_seed(0)
+    x, y = torch.randn(7, 1, 4, 4), torch.randint(3, (7,))
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(16, 3)).to(memory_format=torch.channels_last)
     quantities = psg_fx.ClippedSum(max_norm=0.4)
     step = psg_fx.transform(model, F.cross_entropy, quantities=quantities, backend="eager", progress=False)
     loaded = psg_fx.load(step.export(tmp_path / "step.pt2", x[:5], y[:5]))
-    state, expected = model.state_dict(), step(x, y)
-    same(loaded(state, x, y), expected)
+    last, state, expected = x.to(memory_format=torch.channels_last), model.state_dict(), step(x, y)
+    new = {name: value.clone(memory_format=torch.contiguous_format) for name, value in state.items()}
+    assert last.is_contiguous()
+    assert last.stride() != x.stride()
+    assert new["0.weight"].stride() != state["0.weight"].stride()
+    for params, images in ((state, x), (state, last), (new, x), (new, last)):
+        same(loaded(params, images, y), expected)
     assert torch.export.load(tmp_path / "step.pt2").example_inputs is None
-    torch.save(in_its_order(loaded, state | {"input_0": x, "target_0": y}, 7), tmp_path / "inputs.pt")
+    torch.save(in_its_order(loaded, state | {"input_0": last, "target_0": y}, 7), tmp_path / "inputs.pt")
     run_apart(tmp_path / "step.pt2", tmp_path)
     found = loaded._fields(torch.load(tmp_path / "out.pt"))
     torch.testing.assert_close(dict(found["clipped_sum"]), dict(expected.clipped_sum), rtol=1e-4, atol=1e-6)
@@ -359,3 +367,43 @@ def test_programs_of_models_whose_steps_use_ops_of_psg_fx(
 @pytest.mark.parametrize("make", [both, recurrent, convolutional, gpt])
 def test_models_whose_steps_use_ops_of_psg_fx(make: Any, tmp_path: Path) -> None:
     check_model(make, tmp_path / "step.pt2")
+
+
+class Attends(nn.Module):
+    """Its samples come to lie in the middle, and are folded with dims before and after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.last = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.attention(x, x, x, need_weights=False)[0].mean(1))
+        return out
+
+
+def test_views_of_folded_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    call_the_program(monkeypatch)
+    model, x, y = Attends(), torch.randn(6, 5, 8), torch.randint(3, (6,))
+    quantities = [psg_fx.Norms(), psg_fx.Gram()]
+    step = psg_fx.transform(model, F.cross_entropy, quantities=quantities, backend="eager", progress=False)
+    loaded = psg_fx.load(step.export(tmp_path / "step.pt2", x, y))
+    for size in (6, 1):
+        same(loaded(model.state_dict(), x[:size], y[:size]), step(x[:size], y[:size]))
+
+
+@pytest.mark.rest  # what is asked of the compiler is tested beside the trial
+def test_half_precision_rounds_as_in_the_graph(tmp_path: Path) -> None:
+    """Or else a ReLU lets other elements through: the trial finds gradients that differ by a sixth."""
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 1, 12, 12), torch.randint(10, (8,))
+    model = nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.GroupNorm(2, 8), nn.GELU(), nn.Conv2d(8, 16, 3, stride=2), nn.ReLU(), nn.Flatten(),
+        nn.Linear(256, 10),
+    ).to(memory_format=torch.channels_last)  # fmt: skip
+    step = psg_fx.transform(model, F.cross_entropy, backend="eager", progress=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        loaded = psg_fx.load(step.export(tmp_path / "step.pt2", x, y))
+        expected = step(x, y).grads
+    found = loaded(model.state_dict(), x, y).grads
+    for name, value in expected.items():
+        assert (found[name] - value).abs().max() < 0.02 * value.abs().max(), name

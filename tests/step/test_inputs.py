@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import psg_fx
+from psg_fx.step.binding import in_one_block
 from support import oracle
 
 DTYPE = torch.float64
@@ -262,6 +263,16 @@ def test_channels_last() -> None:
     step = check(model, loss, images.to(memory_format=torch.channels_last))
     compare(step, model, loss, images)
     check(model.to(memory_format=torch.channels_last), loss, images.to(memory_format=torch.channels_last))
+
+
+def test_strides_of_dims_of_one_element_are_those_of_a_new_tensor() -> None:
+    """What is compiled for one channel is compiled for its strides: a convolution takes them for a memory format."""
+    images = torch.randn(4, 1, 6, 6)
+    last = images.to(memory_format=torch.channels_last)
+    found = in_one_block(last)
+    assert last.stride() != images.stride()
+    assert found.stride() == images.stride()
+    assert found.data_ptr() == last.data_ptr()
 
 
 def test_inputs_with_gaps_in_memory() -> None:
