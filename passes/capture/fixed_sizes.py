@@ -47,6 +47,7 @@ def join(
     first = graphs[0]
     for gm in graphs:
         _without_copies(gm)
+        _with_all_sizes(gm)
     for node in first.graph.nodes:
         if any(isinstance(s, torch.SymInt) for t in facts.tensors(node.meta.get("val")) for s in t.shape):
             raise _by_values(node)
@@ -70,6 +71,12 @@ def _without_copies(gm: GraphModule) -> None:
         if not any(user.op == "output" for user in node.users):
             node.replace_all_uses_with(node.args[0])
             gm.graph.erase_node(node)
+
+
+def _with_all_sizes(gm: GraphModule) -> None:
+    """A `reshape` that copies has found out what -1 is."""
+    for node in gm.graph.find_nodes(op="call_function", target=aten.reshape.default):
+        node.args = (node.args[0], list(node.meta["val"].shape))
 
 
 def values_of(exported: Functional, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -56,7 +56,7 @@ def recorded(
         found: Sequence[Any] = taken(allow_unused=allow_unused, materialize_grads=materialize_grads)
         reached: Sequence[Any] = taken(allow_unused=True)
     pairs = [(h, s) for h, s in zip(heads, given, strict=True) if h.requires_grad]
-    seeds = [torch.ones((), dtype=h.dtype, device=h.device) if s is None or _is_one(s) else s for h, s in pairs]
+    seeds = [torch.ones(h.shape, dtype=h.dtype, device=h.device) if s is None or _is_one(s) else s for h, s in pairs]
     wanted = [leaf for leaf, r in zip(leaves, reached, strict=True) if r is not None]
     made = iter(own_gradient([h for h, _ in pairs], wanted, seeds) if wanted else [])
     results: list[Tensor | None] = []
@@ -73,7 +73,7 @@ def _listed(given: Any) -> list[Any]:
 def _is_one(seed: Tensor) -> bool:
     """Whether a seed is `torch.ones_like(sum)`, which knows nothing of what was summed."""
     node = node_of(seed)
-    return seed.ndim == 0 and node is not None and node.target == torch.ops.aten.ones_like.default
+    return seed.numel() == 1 and node is not None and node.target == torch.ops.aten.ones_like.default
 
 
 def _way(nodes: Iterable[Node], inputs: Sequence[Node | None], outputs: Sequence[Node | None]) -> list[Node]:

@@ -21,7 +21,7 @@ from support.rows_of_samples import check as check_rows
 from support.selection import at_once
 
 WIDTH = 8
-ACTIVATIONS = (F.sigmoid, F.silu, F.gelu, F.relu, F.logsigmoid, F.softsign)
+ACTIVATIONS = (F.silu, F.relu, F.logsigmoid, F.softsign)
 
 
 class Net(nn.Module):
@@ -108,8 +108,17 @@ def a_constant(m: Net, x: Tensor) -> Tensor:
 
 
 def of_the_mean(m: Net, x: Tensor) -> Tensor:
+    """And of a sum that has a dim."""
     x = free(x)
-    return grad(m.energy(x).mean(), x, create_graph=True)[0]
+    e = m.energy(x)
+    return grad(e.mean(), x, create_graph=True)[0] + grad(e.square().sum(0), x, create_graph=True)[0]
+
+
+def attack(m: Net, x: Tensor) -> Tensor:
+    """Goodfellow et al. 2015, arXiv:1412.6572."""
+    x = free(x)
+    loss = F.cross_entropy(m.first(x), m.second(x).argmax(1), reduction="sum")
+    return m.energy(x + 0.1 * grad(loss, x)[0].sign())
 
 
 def unused(m: Net, x: Tensor) -> Tensor:
@@ -170,7 +179,8 @@ def adversarial(m: Net, x: Tensor) -> Tensor:
 
 EXACT = [
     activations, of_the_input_itself, penalty, heat_equation, weighted, two_outputs, by_what_is_computed,
-    a_constant, of_the_mean, unused, a_part_is_constant, norms_of_features, images, attention, matrices, adversarial,
+    a_constant, of_the_mean, attack, unused, a_part_is_constant, norms_of_features, images, attention, matrices,
+    adversarial,
 ]  # fmt: skip
 BY_NAME: dict[str, Callable[[Any, Tensor], Tensor]] = {function.__name__: function for function in EXACT}
 X = torch.randn(4, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

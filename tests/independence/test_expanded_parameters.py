@@ -59,7 +59,7 @@ FUNCTIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("by_time", [True, False])
+@pytest.mark.parametrize("by_time", [True, pytest.param(False, marks=pytest.mark.rest)])
 @pytest.mark.parametrize("names", at_once([list(FUNCTIONS)[k::2] for k in range(2)], FUNCTIONS))
 def test_exact(names: tuple[str, ...], by_time: bool) -> None:
     def several(m: Any, rows: Tensor) -> Tensor:
