@@ -31,7 +31,7 @@ from psg_fx.source import locate
 from psg_fx.torch_private.modes import not_recorded
 from psg_fx.torch_private.tracer import node_of, recorded_so_far
 
-from .twice_differentiable import all_differentiable, in_plain_ops
+from .twice_differentiable import FORMULAS, in_plain_ops, is_differentiable
 
 Tensors = Tensor | Sequence[Tensor]
 _DETACH = torch.ops.aten.detach.default
@@ -240,7 +240,7 @@ class _Way(Interpreter):
         super().__init__(gm, garbage_collect_values=False)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return super().call_function(known(target).under_autograd or target, args, kwargs)
+        return super().call_function(FORMULAS.get(target) or known(target).under_autograd or target, args, kwargs)
 
     def result(self, node: Node) -> Any:
         """What was computed."""
@@ -263,14 +263,15 @@ def _attach(traced: GraphModule, kept: Sequence[str]) -> None:
 def _require_differentiable(node: Node, call: Node) -> None:
     """What a backward pass reads can be differentiated again, and is what the forward pass had."""
     source: Any = node.args[0] if node.target is operator.getitem else node
-    op, result = source.target, node.args[1] if source is not node else 0
+    op = source.target
+    result: Any = 0 if source is node else node.args[1]
     if source is node and draws(node):
         raise NotYetSupported(
             f"the code takes a gradient through {op}, which draws at random", where=locate(call),
             why="what it has drawn stays inside of the op, and its backward would draw again",
             fix="draw with nn.Dropout or torch.rand, or leave it out there",
         )  # fmt: skip
-    if result and node.meta["val"].is_floating_point() and not all_differentiable(op):
+    if result and node.meta["val"].is_floating_point() and not is_differentiable(op, result):
         raise NotYetSupported(
             f"the code takes a gradient through {op}", where=locate(call),
             why="its backward pass reads a result of it that torch does not differentiate",

@@ -23,7 +23,11 @@ _KEEP_STATISTICS = (
 )  # fmt: skip
 _INDEXES = "pad[123]d|embedding"
 """Backward ops that torch differentiates, and writes as picks out of the rows of all samples."""
-_SEVERAL = ("var_mean", "std_mean", "aminmax", "linalg_qr", "linalg_eig", "_linalg_eigh", "_linalg_svd", "frexp")
+_SEVERAL = {
+    "var_mean": 2, "std_mean": 2, "aminmax": 2, "frexp": 1, "linalg_qr": 2, "linalg_eig": 2, "_linalg_eigh": 2,
+    "_linalg_svd": 3, "_linalg_slogdet": 2,
+}  # fmt: skip
+"""How many results of an op have gradients; of others with several it is the first alone."""
 
 
 @functools.cache
@@ -38,10 +42,21 @@ def in_plain_ops() -> Mapping[Any, Callable[..., Any]]:
     return {**found, copy: decompositions()[copy], aten.convolution_backward.default: _convolution_backward}
 
 
-def all_differentiable(op: Any) -> bool:
-    """Whether all results of an op with several have gradients, and not the first alone."""
-    returns = op._schema.returns
-    return len(returns) == 1 or op._opname in _SEVERAL  # one: a list, of parts
+def _determinant(a: Tensor) -> Tensor:
+    """sign · exp(log |det|): what torch traces of the derivative of `det` is undefined at equal singular values."""
+    sign, log = torch.linalg.slogdet(a)
+    found: Tensor = sign * log.exp()
+    return found
+
+
+FORMULAS = {aten.linalg_det.default: _determinant, aten.det.default: _determinant}
+"""What runs under autograd in the place of ops."""
+
+
+def is_differentiable(op: Any, result: int) -> bool:
+    """Whether a result of an op with several has a gradient."""
+    one = len(op._schema.returns) == 1  # a list, of parts
+    return one or result < _SEVERAL.get(op._opname, 1)
 
 
 def _convolution_backward(
