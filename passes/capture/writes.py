@@ -47,6 +47,8 @@ class _Writes(TorchFunctionMode):
             return own_gradients.recorded(*args, **(kwargs or {}))
         if func in _BACKWARD:
             raise _own_backward(func)
+        if func == _SET_DATA or (func in _DETACH and args[0].requires_grad):
+            raise _becomes_another(func)
         func = torch.Tensor.detach if func == _DATA else func
         with without_functions():
             given = _tensors((args, kwargs))
@@ -69,6 +71,8 @@ class _Writes(TorchFunctionMode):
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 """`x.data` leaves no trace in a graph; `x.detach()` is the same value."""
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_DETACH = (torch.Tensor.detach_, torch.detach_)
 _BACKWARD = (torch.autograd.backward, torch.Tensor.backward)
 
 
@@ -110,6 +114,17 @@ def _hidden_write(func: Callable[..., Any]) -> NotYetSupported:
         where=_line(func),
         why="under torch.no_grad(), or through .detach() or .data, its value changes and its gradient does not",
         fix="write into a clone, or say what is meant: h + (new - h).detach() has the value new and the gradient of h",
+    )  # fmt: skip
+
+
+def _becomes_another(func: Callable[..., Any]) -> NotYetSupported:
+    detached = func in _DETACH
+    what = "detaches a tensor in place" if detached else "assigns to the .data of a tensor"
+    return NotYetSupported(
+        f"the code {what}", where=_line(func),
+        why="a captured graph has values, and no tensors that become others",
+        fix="z = z.detach() instead of z.detach_()" if detached
+        else "use the new tensor instead; h + (new - h).detach() has the value new and the gradient of h",
     )  # fmt: skip
 
 

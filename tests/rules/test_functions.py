@@ -178,6 +178,12 @@ def _written_without_gradients(m: Any, x: Tensor) -> Tensor:
     return h
 
 
+def _assigned(m: Any, x: Tensor) -> Tensor:
+    h: Tensor = m.a(x)
+    h.data = 2 * h
+    return h
+
+
 EXACT: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "activations": lambda m, x: m.b(Scaled.apply(m.a(x))),
     "a weight": lambda m, x: F.linear(m.b(x), Scaled.apply(m.a.weight)),
@@ -195,6 +201,7 @@ EXACT: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "complex activations": lambda m, x: m.b(_real(Turned.apply(_complex(m.a(x))))),
     "a complex weight": lambda m, x: _real(_complex(m.b(x)) @ Turned.apply(_complex(m.a.weight)[:2])),
     "data": lambda m, x: m.b(x) * m.a(x).data,
+    "detached in place before": lambda m, x: m.b(x * m.a(x).detach().detach_()),
 }
 X = torch.randn(3, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -233,6 +240,10 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], type[Exception], str]]
     "a write into .data": (
         lambda m, x: [h := m.a(x), h.data.clamp_(min=0.0)][0], NotYetSupported, "autograd does not see.*clamp_",
     ),
+    "detached in place": (
+        lambda m, x: [h := m.a(x), h.detach_(), m.b(x) * h][2], NotYetSupported, r"detaches a tensor in place.*detach_",
+    ),
+    "an assignment to .data": (_assigned, NotYetSupported, r"assigns to the \.data of a tensor.*data = "),
     "hook on an activation": (
         lambda m, x: [h := m.a(x), h.register_hook(lambda g: 2 * g)][0], NotYetSupported, "hook on a tensor's gradient",
     ),
