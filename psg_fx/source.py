@@ -6,6 +6,10 @@ import functools
 import importlib.util
 import os
 import re
+import sys
+import traceback
+import warnings
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -73,6 +77,13 @@ def _module(node: torch.fx.Node) -> str:
         return ""
     path, kind = paths[-1]
     return f"in {path.removeprefix('model.')} ({getattr(kind, '__name__', str(kind)).rsplit('.', 1)[-1]})"
+
+
+def warn(message: str) -> None:
+    """A warning at the line of the user's code from which torch and psg_fx were reached."""
+    frames = traceback.walk_stack(sys._getframe(1))
+    between = sum(1 for _ in takewhile(lambda found: is_library(found[0].f_code.co_filename), frames))
+    warnings.warn(message, stacklevel=between + 2)
 
 
 def locate(node: torch.fx.Node, detail: str = "") -> str:

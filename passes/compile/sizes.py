@@ -16,6 +16,7 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
+from psg_fx.frames import with_room_for_frames
 from psg_fx.graph import facts
 from psg_fx.program.ambient import isolated
 from psg_fx.tensors import memory_order, product
@@ -149,6 +150,7 @@ class Sized:
         self._background.begin(lambda: self._compile(inputs, sizes, layouts))
         return self._gm
 
+    @with_room_for_frames
     def _compile(self, inputs: Sequence[Like], sizes: Sizes, layouts: tuple[Layout, ...]) -> Flat:
         fixed = {symbol: value for symbol, value in sizes.items() if self._stays(symbol, value)}
         if any(code.layouts == layouts and code.fixed == fixed for code in self._codes):

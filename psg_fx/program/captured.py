@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import threading
-import warnings
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from psg_fx.program.guard import Guard
+from psg_fx.source import warn
 
 MOST = 64
 """Captured steps that are kept; beyond, the one used least recently is forgotten."""
@@ -126,9 +126,8 @@ class Cache:
         if len(changed) < 2 or self._told:
             return
         self._told = True
-        warnings.warn(
+        warn(
             f"captured for the third time for inputs of the same shapes, because {changed[0]} has changed: the code of "
             "the model or the loss reads it, so it is part of the graph. A tensor (a buffer, or an input) may change "
-            "at no cost",
-            stacklevel=7,
+            "at no cost"
         )

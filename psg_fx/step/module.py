@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -19,6 +18,7 @@ from psg_fx.errors import BadArgument
 from psg_fx.explain.explain import explain
 from psg_fx.explain.html import write_report
 from psg_fx.explain.readable import readable
+from psg_fx.frames import with_room_for_frames
 from psg_fx.graph import facts
 from psg_fx.graph.history import History
 from psg_fx.passes.compile.compile import compile_graph
@@ -31,6 +31,7 @@ from psg_fx.program.guard import Guard, Structure
 from psg_fx.program.key import call_key
 from psg_fx.program.program import Program
 from psg_fx.program.state import Tracked, refuse_hooks, tracked_parameters
+from psg_fx.source import warn
 from psg_fx.step import copies, own_code
 from psg_fx.step.mistakes import check_shapes
 from psg_fx.step.settings import Settings
@@ -198,6 +199,7 @@ class PerSampleModule(nn.Module):
         self._last = found.step
         return found.step
 
+    @with_room_for_frames
     def _capture(
         self, key: Key, call: Call, build: Callable[[], tuple[Any, Program]], structure: Structure
     ) -> Captured:
@@ -208,7 +210,7 @@ class PerSampleModule(nn.Module):
         guard = Guard(program.observed, [("the loss", self.loss_fn)], structure, step.binding.follow)
         known = facts.graph_facts(step.gm)
         if known.one_size and not self._cache.knows(key):
-            warnings.warn(known.notes[0], stacklevel=6)
+            warn(known.notes[0])
         size = call.batch_size() if self.settings.dynamic is False or known.one_size else None
         return self._cache.add(key, step, guard, size, why)
 

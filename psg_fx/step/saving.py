@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from psg_fx.errors import BadArgument, NotYetSupported
+from psg_fx.frames import with_room_for_frames
 from psg_fx.graph import facts
 from psg_fx.program.ambient import isolated
 from psg_fx.program.call import Call
@@ -24,6 +25,7 @@ from psg_fx.step.binding import plain_mode
 from psg_fx.step.compiled import CompiledStep
 
 
+@with_room_for_frames
 def export(
     path: str | os.PathLike[str], model: nn.Module, loss_fn: Any, build: Any, call: Call,
     values: Sequence[tuple[Quantity, Mapping[str, Any]]], extras: Any,

@@ -325,8 +325,9 @@ def test_the_third_capture_says_why() -> None:
         step.model.config["k"] = k
         step(X, Y)
     step.model.config["k"] = 3.0
-    with pytest.warns(UserWarning, match=r"for the third time .* because Model.config\['k'\] has changed"):
+    with pytest.warns(UserWarning, match=r"for the third time .* because Model.config\['k'\] has changed") as told:
         step(X, Y)
+    assert [warning.filename for warning in told] == [__file__]
 
 
 def test_captures_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

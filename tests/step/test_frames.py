@@ -1,0 +1,59 @@
+"""Calls deep inside of a capture find memory for their frames."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from psg_fx.frames import with_room_for_frames
+
+CALLS = 300
+
+
+def most_faults() -> int:
+    """Of all depths, the most page faults that so many calls of a function take there."""
+
+    def leaf(a: int, b: int, c: int) -> int:
+        return a
+
+    def at(depth: int) -> int:
+        if depth:
+            return at(depth - 1)
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        for k in range(CALLS):
+            leaf(k, k, k)
+        return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+
+    return max(at(depth) for depth in range(150))
+
+
+def in_a_thread(function: Callable[[], int]) -> int:
+    """In a thread whose frames begin with it."""
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the page faults of a thread")
+def test_no_call_maps_memory_for_its_frame() -> None:
+    assert in_a_thread(with_room_for_frames(most_faults)) < CALLS / 2
+    if sys.implementation.name == "cpython" and sys.version_info < (3, 14):
+        assert in_a_thread(most_faults) >= CALLS  # else nothing is left to do
+
+
+def test_the_function_is_as_it_was() -> None:
+    @with_room_for_frames
+    def ratio(a: float, *, to: float) -> float:
+        """A ratio."""
+        return a / to
+
+    assert (ratio(1.0, to=2.0), ratio.__name__, ratio.__doc__) == (0.5, "ratio", "A ratio.")
+    with pytest.raises(ZeroDivisionError) as caught:
+        ratio(1.0, to=0.0)
+    assert caught.traceback[-1].name == "ratio"
