@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import psg_fx
 from psg_fx import ClippedSum, Dots, Grads, Gram, MeanGrad, Norms, Projection, SecondMoment, WeightedSum
+from psg_fx.planner.plan import PLAN
 from psg_fx.step import groups as of_call
 from support import oracle
 from support.cases import CASES, Case
@@ -72,9 +73,7 @@ def asked(bound: float, centered: bool = True) -> list[Any]:
 
 
 def layout_of(step: Any) -> str:
-    grouping = step._last.history.graphs["planned"].meta["psg_fx"]
-    plan = next(value for entry, value in grouping.more.items() if repr(entry) == "the plan of a graph")
-    return str(plan.grouping.layout)
+    return str(PLAN.of(step.graphs["planned"]).grouping.layout)
 
 
 def check_row(case: Case, ids: list[int]) -> str:

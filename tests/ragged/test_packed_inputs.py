@@ -261,8 +261,8 @@ def test_errors_of_the_users_own_code_are_those_of_torch() -> None:
 
 
 def test_other_inputs_are_of_as_many_samples() -> None:
-    step = psg_fx.transform(made(), each, backend="eager", batch_dim=1)
-    assert step._take_apart(packed(sequences([2, 3]))).names == ("input_0_padded", "input_0_lengths")
+    step = psg_fx.transform(made(), lambda out: out.logsumexp(-1), backend="eager", batch_dim=1)
+    assert step(packed(sequences([2, 3]))).losses.shape == (2,)
     step = psg_fx.transform(made(), each, backend="eager")
     with pytest.raises(BadArgument, match=r"input_0_padded: 2, input_0_lengths: 2, target_0: 3"):
         step(packed(sequences([2, 3])), torch.arange(3))
