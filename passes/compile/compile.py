@@ -21,6 +21,7 @@ from psg_fx.graph.history import History, PassRecord, copy_graph, log
 from psg_fx.graph.stages import Stage
 from psg_fx.graph.strides import free_of_strides
 from psg_fx.op_table import enter, known
+from psg_fx.torch_private.ahead import ask_ahead
 from psg_fx.torch_private.compiler import compilations, inductor_modes, marked_dynamic
 from psg_fx.torch_private.graphs import write_code
 from psg_fx.torch_private.inductor import Compiler, InductorError, calls_subgraphs, inductor
@@ -111,6 +112,8 @@ def _by_inductor(options: dict[str, Any], watch: Watch, once: bool) -> Compiler:
     def watched(gm: GraphModule, inputs: Sequence[torch.Tensor]) -> Flat:
         try:
             with watch():
+                if any(value.device.type == "cpu" for value in inputs):
+                    ask_ahead().join()
                 return compiler(written_once(gm) if once else gm, inputs)
         except InductorError as error:
             raise _not_compiled(error) from error

@@ -35,6 +35,7 @@ from psg_fx.source import warn
 from psg_fx.step import copies, own_code
 from psg_fx.step.mistakes import check_shapes
 from psg_fx.step.settings import Settings
+from psg_fx.torch_private.ahead import ask_ahead
 
 _READING = threading.Lock()
 _STATE = ("_parameters", "_buffers", "_modules")
@@ -203,6 +204,8 @@ class PerSampleModule(nn.Module):
     def _capture(
         self, key: Key, call: Call, build: Callable[[], tuple[Any, Program]], structure: Structure
     ) -> Captured:
+        if self.settings.backend == "inductor" and self._device(call).type == "cpu":
+            ask_ahead()
         self._cache.tell(key)
         why = self._cache.why(key, call.batch_size())
         step, program = own_code.built(build, self.model, self.loss_fn, call)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._inductor import config
+from torch._inductor import codecache, config, cpu_vec_isa
 from torch._inductor.exc import CppCompileError
 
-from psg_fx.torch_private import kernel_files
+from psg_fx.torch_private import ahead, kernel_files
 from psg_fx.torch_private.kernel_files import few_kernel_files
 
 pytestmark = pytest.mark.inductor
@@ -25,6 +25,20 @@ def function(size: int) -> tuple[Callable[[Tensor], Any], Tensor]:
         return y, (x.exp() @ y).cumsum(0)
 
     return f, torch.rand(size, size)
+
+
+def test_what_is_asked_ahead_is_what_kernels_ask() -> None:
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    codecache._precompile_header.cache_clear()
+    codecache.CppPythonBindingsCodeCache.cache_clear()
+    ahead.ask_ahead.cache_clear()
+    ahead.ask_ahead().join()
+    asked = cpu_vec_isa.valid_vec_isa_list.cache_info().misses, codecache._precompile_header.cache_info().misses
+    assert asked == (1, 1)
+    compiled(4)
+    after = cpu_vec_isa.valid_vec_isa_list.cache_info().misses, codecache._precompile_header.cache_info().misses
+    assert after == asked
+    assert codecache._precompile_header.cache_info().hits
 
 
 @pytest.fixture
