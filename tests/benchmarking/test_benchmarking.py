@@ -200,10 +200,11 @@ def test_unknown_names_are_refused() -> None:
         contenders.field_of(["grads"], ["psg_fx"])
 
 
+@pytest.mark.rest  # those of ordinary steps answer above, and each compiles for seconds
 @pytest.mark.inductor
 @pytest.mark.parametrize(
     "contender",
-    ["ordinary-one-graph", *(pytest.param(c, marks=pytest.mark.rest) for c in ("ordinary-compiled", "vmap-compiled"))],
+    ["ordinary-one-graph", "ordinary-compiled", "vmap-compiled"],
 )
 def test_compiled_contenders(contender: str) -> None:
     report = benchmark.benchmark(
@@ -219,6 +220,7 @@ def test_compiled_contenders(contender: str) -> None:
     assert [r.failure for r in report.rows] == [None]
 
 
+@pytest.mark.rest  # problems of rows are those of tests/ragged
 def test_samples_that_are_rows() -> None:
     """All but what takes samples for slices of the batch, with answers compared."""
     given = batches()[0]

@@ -66,7 +66,7 @@ def step_of(function: Callable[[Layer, Tensor], Tensor], loss: Any = F.cross_ent
 
 
 @pytest.mark.filterwarnings("ignore:one graph for each batch size")
-@pytest.mark.parametrize("function", one_in(2, EXACT))
+@pytest.mark.parametrize("function", one_in(3, EXACT))
 def test_one_graph_for_each_size(function: Callable[[Layer, Tensor], Tensor]) -> None:
     step = step_of(function)
     for size in (6, 4, 1, 6):

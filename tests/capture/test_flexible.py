@@ -69,8 +69,15 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2)) + (lse * largest).sum(1).unsqueeze(-1)
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
-@pytest.mark.parametrize("first", [0, 1], ids=["causal", "rows without a key"])
+@pytest.mark.parametrize(
+    ("first", "backend"),
+    [
+        pytest.param(0, "inductor", id="causal-inductor", marks=pytest.mark.inductor),
+        pytest.param(1, "eager", id="rows without a key-eager"),
+        pytest.param(0, "eager", id="causal-eager", marks=pytest.mark.rest),
+        pytest.param(1, "inductor", id="rows without a key-inductor", marks=[pytest.mark.inductor, pytest.mark.rest]),
+    ],
+)
 def test_scores_and_masks(first: int, backend: str) -> None:
     model = Attention(flex_attention if first else torch.compile(flex_attention), first).double()
     step = psg_fx.transform(model, _loss, backend=backend)

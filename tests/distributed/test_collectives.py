@@ -130,6 +130,8 @@ BETWEEN = (
     functional, megatron, in_the_backward, in_place, of_a_parameter, of_a_constant, of_a_detached_parameter, barrier,
     to_one_other, of_objects,
 )  # fmt: skip
+FEW = (functional, megatron, in_place, of_a_parameter, barrier, of_objects)
+"""One of each way to communicate."""
 LOSSES = (summed_loss, reduced_loss)
 
 
@@ -143,15 +145,17 @@ def refusal(model: nn.Module, loss_fn: Any = F.cross_entropy) -> str:
     return ""
 
 
-def check_that_nothing_is_sent(rank: int, world: int) -> dict[str, str]:
+def check_that_nothing_is_sent(rank: int, world: int, every: bool) -> dict[str, str]:
     if rank > 0:
         return {}
-    found = {one.__name__: refusal(Block(one)) for one in BETWEEN}
-    return found | {loss.__name__: refusal(Block(), loss) for loss in LOSSES}
+    between = BETWEEN if every else FEW
+    found = {one.__name__: refusal(Block(one)) for one in between}
+    return found | {loss.__name__: refusal(Block(), loss) for loss in (LOSSES if every else LOSSES[1:])}
 
 
-def test_a_model_that_communicates_is_refused_and_nothing_is_sent(processes: Processes) -> None:
-    found, _ = processes.run(check_that_nothing_is_sent, 2)
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.rest)])
+def test_a_model_that_communicates_is_refused_and_nothing_is_sent(processes: Processes, every: bool) -> None:
+    found, _ = processes.run(check_that_nothing_is_sent, 2, every)
     for name, text in found.items():
         assert re.search("it is a collective, in which|the code communicates with", text), name
         assert "psg_fx.distributed.reduce" in text

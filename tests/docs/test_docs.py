@@ -41,7 +41,7 @@ PAGES = sorted(
     for path in (ROOT / "docs" / folder).glob("*.md")
 )
 PINNED = f"torch=={torch.__version__.split('+')[0]}\n" in (ROOT / "constraints.txt").read_text(encoding="utf-8")
-LONG = {"export", "ragged", "limits", "migrating", "guides/calling", "guides/trainer"}
+LONG = {"export", "private", "ragged", "limits", "migrating", "guides/calling", "guides/trainer"}
 """The pages that take longest: in the rest, but for quantities."""
 SNIPPET = re.compile(r"^( *)```python\n(.*?)^\1```$(?:\n\n\1```(text|console)\n(?!\$ )(.*?)^\1```$)?", re.S | re.M)
 COMMAND = re.compile(r"^```console\n\$ psg-fx ([^\n]*)\n(.*?)^```$", re.S | re.M)

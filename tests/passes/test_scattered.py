@@ -32,7 +32,7 @@ def across(a: Tensor, b: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     return t, t.new_zeros(ids.shape[0], a.shape[0]).index_add(0, ids, t.t())
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.rest), True])
 def test_a_sum_by_number_in_tiles(dynamic: bool) -> None:
     """Those that are written twice too far would be among the places that nobody adds to."""
     a, b = torch.randn(24, 40, dtype=torch.float64), torch.randn(40, 24, dtype=torch.float64)

@@ -174,6 +174,7 @@ def test_one_capture_serves_all_sizes() -> None:
     assert len(step.captures) == 4
 
 
+@pytest.mark.rest  # test_compiled_once of tests/ragged has groups and rows
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
     ("backend", "asked"),

@@ -124,6 +124,7 @@ AUTHORS: list[Given] = [
 ]
 
 
+@pytest.mark.rest  # test_every_quantity has users of graphs, test_packed.py documents
 @pytest.mark.parametrize(
     ("apart", "asked"),
     [(False, CROSS), *(pytest.param(apart, None, marks=pytest.mark.rest) for apart in (False, True))],

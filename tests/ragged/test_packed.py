@@ -105,7 +105,7 @@ class Multihead(nn.Module):
         return self.attention(x, x, x, attn_mask=apart)[0] @ self.tokens.weight.T
 
 
-@pytest.mark.parametrize("kind", [Written, Multihead])
+@pytest.mark.parametrize("kind", [pytest.param(Written, marks=pytest.mark.rest), Multihead])
 def test_attention_that_is_written_out(kind: type[nn.Module]) -> None:
     check(one_layer(kind), losses, [documents(*given) for given in MANY], quantities=usual(0.3))
 

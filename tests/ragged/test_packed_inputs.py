@@ -196,6 +196,7 @@ def test_without_a_loss_gradients_reach_what_was_packed() -> None:
     torch.testing.assert_close(found, [s.grad for s in inputs], atol=1e-10, rtol=1e-10)
 
 
+@pytest.mark.rest  # tests/step/test_warm.py has other inputs
 @pytest.mark.inductor
 def test_compiled_in_the_background() -> None:
     model, steps, y = made(), sequences(LENGTHS[0]), torch.tensor([0, 1, 2, 0])

@@ -104,6 +104,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.rest  # the options of layers are those of tests/rules/test_recurrent.py
 @pytest.mark.parametrize("name", selected(OPTIONS, {"projected"}))
 def test_options(name: str) -> None:
     cell, options = OPTIONS[name]
@@ -220,6 +221,7 @@ def test_code_that_does_not_run_with_other_parameters() -> None:
     check(Particular(TRIMMED["last step"]).double(), each, [tokens_of([3, T])], quantities=[psg_fx.Norms()])
 
 
+@pytest.mark.rest  # test_without_a_total_length has it without dropout
 @pytest.mark.parametrize(
     "options", [{}, pytest.param({"num_layers": 2, "dropout": 0.5}, marks=pytest.mark.rest)], ids=str
 )

@@ -44,7 +44,7 @@ def test_the_loop_is_that_over_single_samples(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "of"), one_in(4, [(n, of) for of in ("groups", "samples") for n in ("graphs", "mean", "documents")])
+    ("name", "of"), one_in(6, [(n, of) for of in ("groups", "samples") for n in ("graphs", "mean", "documents")])
 )
 def test_every_quantity_is_compared(name: str, of: str) -> None:
     make, loss_fn, batch = MANY[name]

@@ -136,7 +136,7 @@ WAYS = (some_edges, infinite, loops_over_edges, edges_over_loops, numbers_in_the
         one_after_the_other)  # fmt: skip
 
 
-@pytest.mark.parametrize("layer", selected(WAYS, {"infinite", "edges_over_loops", "numbers_in_the_code"}))
+@pytest.mark.parametrize("layer", selected(WAYS, {"infinite", "edges_over_loops"}))
 def test_rows_that_are_written(layer: Callable[..., Tensor]) -> None:
     check(made(Written, layer), losses, batches(), quantities=usual())
 

@@ -88,7 +88,7 @@ INCOMING: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     ("channels_last", "backend"),
-    one_in(3, [(last, backend) for last in (False, True) for backend in ("eager", "aot_eager")]),
+    one_in(4, [(last, backend) for last in (False, True) for backend in ("eager", "aot_eager")]),
 )
 def test_the_layout_of_an_incoming_gradient(channels_last: bool, backend: str) -> None:
     torch.manual_seed(0)

@@ -137,6 +137,8 @@ LEFT = {
     "hybrid",
     "tied and odd",
     "hybrid, tied along columns",
+    "one parameter whole",
+    "checkpointed",
 }
 """What the other cases are made of, or the tests below: for `make test-all`."""
 
