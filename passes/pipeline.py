@@ -26,9 +26,11 @@ from .differentiate import differentiate
 from .independence.batch import batch
 from .lower.lower import lower
 from .networks import merge, networks
+from .picks import picks
 from .plan import plan
 from .runner import graph_pass, run, without_collection
 from .sites import find_sites
+from .statistics import statistics
 from .tidy import tidy
 from .totals import totals
 from .unreduce.unreduce import unreduce
@@ -81,6 +83,8 @@ def _passes(
     )
     gm = run(lower, gm, history, quantities=quantities, dtype=dtype)
     gm = run(tidy, gm, history)
+    gm = run(picks, gm, history)
+    gm = run(statistics, gm, history)
     gm = run(totals, gm, history, device=device, size=call.batch_size())
     return run(widen, gm, history, device=device.name)
 

@@ -62,6 +62,8 @@ OTHER_TABLES = {
     "passes/capture/twice_differentiable.py:FORMULAS": "ops that are written in others, by one pass",
     "passes/capture/twice_differentiable.py:_SEVERAL": "which results have gradients, a question of one pass",
     "passes/widen.py:_INTO": "overloads of two ops",
+    "passes/picks.py:_ZEROS": "the ops that fill with zeros, a question of one pass",
+    "passes/statistics.py:_AFFINE": "three ops, and where their weights are",
     "psg_fx/planner/expr.py:_IDS": "parts of trees",
     "psg_fx/graph/stages.py:_CHECKS[stage]": "promises of stages",
     "psg_fx/torch_private/composites.py:_KERNELS": "kernels of torch that are put back",
