@@ -20,6 +20,7 @@ from psg_fx.program.program import Program
 from psg_fx.quantities.base import Quantity
 
 from .alone import Alone
+from .beside import beside
 from .capture.capture import capture
 from .capture.packed import packed_as_padded
 from .differentiate import differentiate
@@ -86,7 +87,8 @@ def _passes(
     gm = run(picks, gm, history)
     gm = run(statistics, gm, history)
     gm = run(totals, gm, history, device=device, size=call.batch_size())
-    return run(widen, gm, history, device=device.name)
+    gm = run(widen, gm, history, device=device.name)
+    return run(beside, gm, history, device=device, size=call.batch_size())
 
 
 def _spread(gm: GraphModule, slices: Slices, history: History) -> GraphModule:
