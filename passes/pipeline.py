@@ -20,15 +20,18 @@ from psg_fx.program.program import Program
 from psg_fx.quantities.base import Quantity
 
 from .alone import Alone
+from .beside import beside
 from .capture.capture import capture
 from .capture.packed import packed_as_padded
 from .differentiate import differentiate
 from .independence.batch import batch
 from .lower.lower import lower
 from .networks import merge, networks
+from .picks import picks
 from .plan import plan
 from .runner import graph_pass, run, without_collection
 from .sites import find_sites
+from .statistics import statistics
 from .tidy import tidy
 from .totals import totals
 from .unreduce.unreduce import unreduce
@@ -81,8 +84,11 @@ def _passes(
     )
     gm = run(lower, gm, history, quantities=quantities, dtype=dtype)
     gm = run(tidy, gm, history)
+    gm = run(picks, gm, history)
+    gm = run(statistics, gm, history)
     gm = run(totals, gm, history, device=device, size=call.batch_size())
-    return run(widen, gm, history, device=device.name)
+    gm = run(widen, gm, history, device=device.name)
+    return run(beside, gm, history, device=device, size=call.batch_size())
 
 
 def _spread(gm: GraphModule, slices: Slices, history: History) -> GraphModule:

@@ -12,6 +12,7 @@ Norms that are wanted by parameter, and those that are no sums of squares (of Gr
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,10 +22,11 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.graph import facts
 from psg_fx.graph.lifetimes import is_view
-from psg_fx.graph.nodes import call
+from psg_fx.graph.nodes import call, in_order, put_in_place
 from psg_fx.graph.same_op import merge_equal
 from psg_fx.graph.stages import Stage
 from psg_fx.ops.experts import expert_outer
+from psg_fx.ops.tile_products import is_tiled
 from psg_fx.planner.cost import Device
 from psg_fx.planner.plan import PLAN
 from psg_fx.tensors import product
@@ -35,6 +37,9 @@ aten = torch.ops.aten
 
 _ROW = 32
 """Elements of which the sum is worth writing down: of n squares at most n / 32 numbers are."""
+
+_READ_AT_ONCE = 8
+"""Tensors that inductor reads side by side in the kernel that sums them, and does not copy to lie so."""
 
 
 @graph_pass("totals", before=Stage.TIDIED, after=Stage.TIDIED)
@@ -56,7 +61,7 @@ def totals(gm: GraphModule, device: Device, size: int) -> GraphModule:
             _norms_together(gm, total, is_cheap, on_cuda=device.name == "cuda")
     for total in sums if device.name == "cpu" else ():
         _as_product(gm, total, is_cheap)
-    _in_order(gm)
+    in_order(gm)
     merge_equal(gm)
     gm.graph.eliminate_dead_code()
     return gm
@@ -98,16 +103,27 @@ def _norm(last: Node) -> _Norm | None:
     return _Norm(last, reduction, squares, _operands(squares)[0])
 
 
+def _tiles(last: Node) -> Node | None:
+    """The sums of squares over tiles, [B, n], that a kernel of psg_fx has written, if the norm is their sum."""
+    reduction = _operands(last)[0] if last.target is aten.clamp.default and last.args[1:] == (0,) else last
+    if reduction.target is not aten.sum.dim_IntList or any(len(node.users) > 1 for node in (last, reduction)):
+        return None
+    squares = _operands(reduction)[0]
+    kernel = _operands(squares)[0] if squares.target is operator.getitem else squares
+    return squares if is_tiled(kernel) and squares.meta["val"].ndim == 2 and _dims(reduction) == (1,) else None
+
+
 def _norms_together(gm: GraphModule, total: Node, is_cheap: Callable[[torch.Tensor], bool], on_cuda: bool) -> None:
     """Replace Σ stack(norms)."""
     last = _stacked(total)  # a norm is there twice where two parameters have equal gradients
     norms = [norm for norm in map(_norm, last) if norm is not None]
-    if len({norm.value.meta["val"].dtype for norm in norms}) != 1:
+    if len({norm.value.meta["val"].dtype for norm in norms}) > 1:
         return
     small = [norm for norm in norms if is_cheap(norm.value.meta["val"]) and _is_written_by_a_kernel(norm.value)]
     large = [norm for norm in norms if norm not in small and on_cuda and norm.value.meta["val"].ndim > 2]
     small, large = (found if len(found) > 1 else [] for found in (small, large))
-    others = [node for node in last if node not in [norm.last for norm in (*small, *large)]]
+    tiles = {node: squares for node in last if on_cuda and (squares := _tiles(node)) is not None}
+    others = [node for node in last if node not in tiles and node not in [norm.last for norm in (*small, *large)]]
     parts = []
     with gm.graph.inserting_before(gm.graph.output_node()):
         if small:
@@ -119,6 +135,9 @@ def _norms_together(gm: GraphModule, total: Node, is_cheap: Callable[[torch.Tens
         if large:
             rows = _beside(gm, [_rows(gm, norm) for norm in large])
             parts.append(_call(gm, aten.sum.dim_IntList, rows, [1]))
+        for start in range(0, len(tiles), _READ_AT_ONCE):
+            some = _beside(gm, list(tiles.values())[start : start + _READ_AT_ONCE])
+            parts.append(_call(gm, aten.sum.dim_IntList, some, [1]))
         if others and parts:
             parts.append(_call(gm, aten.sum.dim_IntList, _call(gm, aten.stack.default, others), [0]))
         for part in parts[1:]:
@@ -205,7 +224,7 @@ def _sums_together(gm: GraphModule, beside: Node, values: Sequence[Node], sums: 
             whole = _call(gm, cast.target, whole, **cast.kwargs)
         for k, one in members:
             part = _call(gm, aten.slice.Tensor, whole, 0, ends[k], ends[k + 1])
-            _replace(one.last, _call(gm, aten.reshape.default, part, list(one.last.meta["val"].shape)))
+            put_in_place(one.last, _call(gm, aten.reshape.default, part, list(one.last.meta["val"].shape)))
 
 
 def _as_product(gm: GraphModule, total: Node, is_cheap: Callable[[torch.Tensor], bool]) -> None:
@@ -222,7 +241,7 @@ def _as_product(gm: GraphModule, total: Node, is_cheap: Callable[[torch.Tensor],
     with gm.graph.inserting_before(gm.graph.output_node()):
         row = _call(gm, aten.reshape.default, weights, [1, -1])
         found = _call(gm, aten.mm.default, row, _call(gm, aten.reshape.default, value, [-1, _width(value)]))
-        _replace(total, _call(gm, aten.reshape.default, found, list(like.shape[1:])))
+        put_in_place(total, _call(gm, aten.reshape.default, found, list(like.shape[1:])))
 
 
 def _stored(value: Node) -> Node:
@@ -230,15 +249,6 @@ def _stored(value: Node) -> Node:
     while value.target in (aten.view.default, aten.reshape.default):
         (value,) = value.all_input_nodes[:1]
     return value
-
-
-def _replace(old: Node, new: Node) -> None:
-    """Put one node in the place of another, under its name and with its facts."""
-    name = old.name
-    new.meta = old.meta | new.meta
-    old.replace_all_uses_with(new)
-    old._rename(f"{name}_alone")
-    new._rename(name)
 
 
 # --- nodes ---------------------------------------------------------------------------------------------------------
@@ -291,24 +301,3 @@ def _casts_after(node: Node) -> Iterator[Node]:
     while len(node.users) == 1 and (user := next(iter(node.users))).target is aten._to_copy.default:
         yield user
         node = user
-
-
-def _in_order(gm: GraphModule) -> None:
-    """Every node after its operands: the others stay where they are."""
-    placed: set[Node] = set()
-    for node in list(gm.graph.nodes):
-        _place(node, node, placed)
-
-
-def _place(node: Node, before: Node, placed: set[Node]) -> None:
-    waiting = [node]
-    while waiting:
-        lacking = [operand for operand in waiting[-1].all_input_nodes if operand not in placed]
-        if lacking:
-            waiting.append(lacking[0])
-            continue
-        ready = waiting.pop()
-        if ready not in placed:
-            placed.add(ready)
-            if ready is not before:
-                before.prepend(ready)

@@ -40,13 +40,18 @@ def reshape(x: torch.Tensor, shape: Sequence[Any]) -> torch.Tensor:
 
 def contiguous(x: torch.Tensor) -> torch.Tensor:
     """`x.contiguous()`, or x itself where that changes nothing; asks nothing about symbols."""
+    return x if is_contiguous(x) else x.contiguous()
+
+
+def is_contiguous(x: torch.Tensor) -> bool:
+    """Whether its elements lie in the order of its dims; asks nothing about symbols."""
     expected: Any = 1
     for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
         if not same_size(size, 1):
             if not same_size(stride, expected):
-                return x.contiguous()
+                return False
             expected = expected * size
-    return x
+    return True
 
 
 def memory_order(x: torch.Tensor) -> list[int]:

@@ -39,9 +39,10 @@ def about() -> dict[str, str]:
 
 
 INTRODUCTION = """Launches of Triton's kernels and calls of ops that torch has kernels for (each may launch several);
-bytes read and written as inductor's scheduler counts them, every read as one from memory. Registers a thread and shared
-bytes a block are the most that a kernel takes; spilling: kernels that spill registers. In parentheses: × the ordinary
-step as one graph, compiled in the same way. Nothing was timed."""
+bytes read and written as inductor's scheduler counts them, every read as one from memory (what a kernel of psg_fx
+writes is not counted as read by it, too). Plans have the kernels of psg_fx that are offered on an H100 by default.
+Registers a thread and shared bytes a block are the most that a kernel takes; spilling: kernels that spill registers. In
+parentheses: × the ordinary step as one graph, compiled in the same way. Nothing was timed."""
 
 ODDITIES = """× ordinary / × compiled `vmap(grad)`, which forms all gradients and takes norms and the sum from them;
 both are one graph, compiled in the same way. vmap of attention is one call for all samples, as on CUDA. Two models

@@ -208,8 +208,21 @@ _BINARIES: dict[str, Any] = {}
 
 
 def bytes_moved(graph: Any) -> int:
-    """What inductor's scheduler counts as read and written, every read as one from memory."""
-    return sum(int(node.get_read_write_buffers_sizes()) for node in graph.scheduler.nodes)
+    """What inductor's scheduler counts as read and written, every read as one from memory; but what a kernel of psg_fx
+    writes (and inductor passes to it as a buffer to be changed) is not read by it.
+    """
+    return sum(int(node.get_read_write_buffers_sizes()) - _only_written(node) for node in graph.scheduler.nodes)
+
+
+def _only_written(node: Any) -> int:
+    """Bytes that are counted as read of the buffers that a kernel written by hand changes."""
+    from torch._inductor.ir import UserDefinedTritonKernel
+
+    if not isinstance(node.node, UserDefinedTritonKernel):
+        return 0
+    changed = {name for output in node.get_outputs() for name in output.get_mutations()}
+    reads = node.get_read_write_buffer_accesses(include_reads=True, include_writes=False)
+    return sum(size for name, size in reads.items() if name in changed)
 
 
 def _everywhere(function: Callable[..., Any]) -> Callable[..., Any]:

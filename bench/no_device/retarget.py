@@ -40,8 +40,11 @@ class _Enough(BaseException):
 
 @contextlib.contextmanager
 def planned_for_cuda() -> Iterator[None]:
-    """While open, steps on the CPU are planned and lowered by the table of a CUDA device."""
-    with mock.patch.object(rates, "device", return_value=rates.shipped("cuda")):
+    """While open, steps on the CPU are planned and lowered by the table of a CUDA device, with the kernels of psg_fx
+    that are offered there where nobody asks for any.
+    """
+    table = mock.patch.object(rates, "device", return_value=rates.shipped("cuda"))
+    with table, mock.patch.object(rates, "fused_kernels_pay", return_value=True):
         yield
 
 

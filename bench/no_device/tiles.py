@@ -44,7 +44,8 @@ def executed() -> dict[str, dict[str, float]]:
         down, across = tile_products.tiles(a.shape[1], b.shape[2])
         squares = torch.full((a.shape[0], down * across), torch.nan)
         product = torch.full((a.shape[0], a.shape[1], b.shape[2]), torch.nan, dtype=dtype) if keep else None
-        meta = tile_kernels.meta(dtype, tile_products.tile(a.shape[1], b.shape[2]), keep) | {"AS_FLOAT32": True}
+        tile = tile_products.tile(a.shape[1], b.shape[2])
+        meta = tile_kernels.meta(dtype, tile, keep, depth=a.shape[2]) | {"AS_FLOAT32": True}
         tile_kernels.tile_kernel[tile_kernels.grid(squares)](
             *tile_kernels.arguments(a, b, product, squares), **meta
         )  # AS_FLOAT32: the interpreter multiplies bfloat16 wrongly

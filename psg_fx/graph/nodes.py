@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+
+from psg_fx.graph.facts import KEY
 
 
 def call(gm: GraphModule, op: Any, *arguments: Any, **named: Any) -> Node:
@@ -16,3 +20,47 @@ def call(gm: GraphModule, op: Any, *arguments: Any, **named: Any) -> Node:
     with first.fake_mode:
         made.meta["val"] = op(*values, **named)
     return made
+
+
+@contextlib.contextmanager
+def written_before(place: Node, meta: Mapping[str, Any]) -> Iterator[None]:
+    """While open, nodes are written before this one; each also says what `meta` does, such as where in the model it is
+    and which pass it is of (but no facts, which are of one value).
+    """
+    last, meta = place.prev, {key: said for key, said in meta.items() if key != KEY}
+    with place.graph.inserting_before(place):
+        yield
+    node = place.prev
+    while node is not last:
+        node.meta = {**meta, **node.meta}
+        node = node.prev
+
+
+def put_in_place(old: Node, new: Node) -> None:
+    """Put one node in the place of another, under its name and with its facts."""
+    name = old.name
+    new.meta = old.meta | new.meta
+    old.replace_all_uses_with(new)
+    old._rename(f"{name}_alone")
+    new._rename(name)
+
+
+def in_order(gm: GraphModule) -> None:
+    """Every node after its operands: the others stay where they are."""
+    placed: set[Node] = set()
+    for node in list(gm.graph.nodes):
+        _place(node, node, placed)
+
+
+def _place(node: Node, before: Node, placed: set[Node]) -> None:
+    waiting = [node]
+    while waiting:
+        lacking = [operand for operand in waiting[-1].all_input_nodes if operand not in placed]
+        if lacking:
+            waiting.append(lacking[0])
+            continue
+        ready = waiting.pop()
+        if ready not in placed:
+            placed.add(ready)
+            if ready is not before:
+                before.prepend(ready)

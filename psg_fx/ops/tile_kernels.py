@@ -51,7 +51,7 @@ def launch(
     a: torch.Tensor, b: torch.Tensor, product: torch.Tensor | None, squares: torch.Tensor, tile: tuple[int, int]
 ) -> None:
     """Write `squares` [n, tiles], and `product` [n, i, o] if there is one, from a [n, i, t] and b [n, t, o]."""
-    own = meta(a.dtype, tile, keep=product is not None)
+    own = meta(a.dtype, tile, keep=product is not None, depth=a.shape[2])
     wrap_triton(tile_kernel)[grid(squares)](*arguments(a, b, product, squares), **own)
 
 
@@ -66,13 +66,18 @@ def arguments(a: torch.Tensor, b: torch.Tensor, product: torch.Tensor | None, sq
     return [a, b, kept, squares, a.shape[1], b.shape[2], a.shape[2], *a.stride(), *b.stride(), *strides]
 
 
-def meta(dtype: torch.dtype, tile: tuple[int, int], keep: bool) -> dict[str, Any]:
-    """What is compiled into the kernel, and how many warps work on a tile."""
+def meta(dtype: torch.dtype, tile: tuple[int, int], keep: bool, depth: Any = None) -> dict[str, Any]:
+    """What is compiled into the kernel, and how many warps work on a tile.
+
+    depth: what is summed over, if it is a number.  Up to 16 (the least that `tl.dot` takes) no more is multiplied; for
+    a few positions a step of 32 is mostly zeros, and takes registers that large tiles do not have.
+    """
     tf32 = dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32
     height, width = tile
     wide = height * width > 64 * 64
+    step = 16 if isinstance(depth, int) and depth <= 16 else 64 if wide and dtype in HALF else 32
     return {
-        "HEIGHT": height, "WIDTH": width, "DEPTH": 64 if wide and dtype in HALF else 32, "KEEP": keep,
+        "HEIGHT": height, "WIDTH": width, "DEPTH": step, "KEEP": keep,
         "PRECISION": "tf32" if tf32 else "ieee", "AS_FLOAT32": False,
         "num_warps": 8 if wide else 4, "num_stages": 3,
     }  # fmt: skip

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.fx import Node
 from torch.utils.flop_counter import register_flop_formula
 
 from psg_fx.tensors import HALF, Size, accumulation_dtype
@@ -44,6 +45,11 @@ def tile_product(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.
     """The same, and before it the product in the dtype of the operands; the squares are those of its float32 sums."""
     product, squares = _ops()[1](a, b)
     return product, squares
+
+
+def is_tiled(node: Node) -> bool:
+    """Whether a node of a graph is one of both ops."""
+    return str(node.target) in ("psg_fx.tile_squares.default", "psg_fx.tile_product.default")
 
 
 @functools.cache

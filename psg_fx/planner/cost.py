@@ -70,6 +70,11 @@ class Device:
         """Which kernels of psg_fx are offered to its plans."""
         return self.fused if self.name == "cuda" else Fused.NONE
 
+    @property
+    def launches(self) -> bool:
+        """Whether each kernel is launched by itself, so that alike work is faster side by side, copies and all."""
+        return self.name == "cuda"
+
     def replaying(self) -> Device:
         """The same where kernels are not launched one by one but replayed (CUDA graphs)."""
         return replace(self, launch=self.extra.get(REPLAYED, self.launch))

@@ -17,7 +17,7 @@ from psg_fx.graph.lifetimes import is_view
 
 LOSS, TOGETHER = "the loss", "all parameters together"
 FORWARD, BACKWARD, PER_SAMPLE = "forward", "backward", "per sample"
-_PER_SAMPLE = ("lower", "totals")
+_PER_SAMPLE = ("lower", "totals", "beside")
 """Passes that write what is asked."""
 
 
