@@ -117,13 +117,13 @@ class MatMul(Method):
 class SumOfOuter(Method):
     """out[k,l,r] = Σ_s a[k,l,s] b[k,s,r] of few s, written as a[k,l,s,1] b[k,1,s,r] summed over s.
 
-    Inductor writes such a sum out as a few multiply-adds in the loops of what reads it, as it does an outer product, so
-    there is no call of a library and need be no memory: on a CPU such a call takes 3 µs by itself and 10 in a step, whose
-    other loops have filled the caches.
+    Inductor writes such a sum out as a few multiply-adds in the loops of what reads it, as it does an outer product:
+    there is no call of a library, and need be no memory.  On a CPU such a call takes 3 µs by itself and 10 in a step,
+    whose other loops have filled the caches.
 
     flops = 2 · k·l·r·s, at the rate of what is summed without being stored; no kernel of its own.  Not for Gram
-    matrices and products with them, which other products read and not loops; nor over samples, of which the next call may
-    have many.
+    matrices and products with them, which other products read and not loops; nor over samples, of which the next call
+    may have many.
     """
 
     name = "multiply-sum"
