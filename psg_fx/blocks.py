@@ -85,22 +85,21 @@ class Memory:
         self._lock = threading.Lock()
         _settle_allocator()
 
-    @contextmanager
-    def serving(self, places: Places) -> Iterator[None]:
-        """While open, this memory serves the compiled graph that runs in this thread.
+    def serving(self, places: Places) -> allocating:
+        """A context in which this memory serves the compiled graph that runs in this thread.
 
         places: where the graph's values lay at its last call; they return there.
         """
+        if not self.keep:
+            return allocating(_fresh)
         values = itertools.count()
         self._calls += 1
         self._blocks = [block for block in self._blocks if self._calls - block.last_call <= _CALLS]
 
         def take(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
             count = math.prod(size) * dtype.itemsize
-            if count < LARGE:  # most are, and small steps have little else to do
+            if count < LARGE:
                 return empty_strided_cpu(size, stride, dtype)
-            if not self.keep:
-                return _fresh(size, stride, dtype, count)
             value = next(values)
             with self._lock:
                 block = places[value] = self._block(count, places.get(value))
@@ -108,8 +107,7 @@ class Memory:
                     used[block.address] = max(count, used.get(block.address, 0))
                 return block.tensor(size, stride, dtype)
 
-        with allocating(take):
-            yield
+        return allocating(take)
 
     def lent(self, tensors: Iterable[torch.Tensor]) -> ExitStack:
         """A context in which the memory of these tensors counts as free."""
@@ -147,9 +145,10 @@ def blocks_used() -> Iterator[dict[int, int]]:
         _watchers.remove(used)
 
 
-def _fresh(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, count: int) -> torch.Tensor:
+def _fresh(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Small steps do little else than allocate: all that is asked of their values is the size."""
     value = empty_strided_cpu(size, stride, dtype)
-    if count >= _MAPPED:
+    if (count := value.nbytes) >= _MAPPED:
         _ask_for_huge_pages(value.data_ptr(), count)
     return value
 

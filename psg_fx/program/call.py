@@ -80,6 +80,13 @@ class Call:
         """The number of rows of each axis."""
         return tuple(self.rows(k) for k in range(len(self.axes)))
 
+    def like(self, tensors: tuple[torch.Tensor, ...]) -> Call:
+        """A call like this one with other tensors of the same descriptions, so what was found out of it holds."""
+        made: Call = object.__new__(Call)
+        vars(made).update(vars(self))  # a frozen dataclass takes longer to make than all else that is asked of it
+        vars(made)["tensors"] = tensors
+        return made
+
     def batch_size(self) -> int:
         """The number of samples, on which all inputs must agree."""
         return self._batch_size

@@ -65,6 +65,7 @@ class Cache:
 
     def __init__(self) -> None:
         self._found: collections.OrderedDict[Key, list[Captured]] = collections.OrderedDict()
+        self._recent: tuple[Key, list[Captured]] | None = None
         self._made = 0
         self._told = False
         self._lock = threading.Lock()
@@ -81,12 +82,15 @@ class Cache:
     def find(self, key: Key, size: int) -> Captured | None:
         """The step that serves, or None."""
         with self._lock:
-            known = self._found.get(key, [])
+            recent = self._recent  # whose key is compared by the identities of its parts, and no hash taken
+            known = recent[1] if recent is not None and recent[0] == key else self._found.get(key, [])
             for place, entry in enumerate(known):
                 if entry.batch_size in (None, size) and entry.guard.holds():
                     if place:
                         known.insert(0, known.pop(place))
-                    self._found.move_to_end(key)
+                    if recent is None or known is not recent[1]:
+                        self._found.move_to_end(key)
+                        self._recent = key, known
                     return entry
         return None
 
@@ -112,8 +116,9 @@ class Cache:
             entry = Captured(self._made, batch_size, why, guard, step)
             self._found.setdefault(key, []).insert(0, entry)
             self._found.move_to_end(key)
+            self._recent = None
             while len(self) > MOST:
-                oldest = next(iter(self._found))
+                oldest, self._recent = next(iter(self._found)), None
                 self._found[oldest].pop()
                 if not self._found[oldest]:
                     del self._found[oldest]

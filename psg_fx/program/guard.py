@@ -107,6 +107,18 @@ class Placed:
         own = {id(t) for t, _ in lying}
         self.fixed = list({id(t): t for t, _ in tensors if id(t) not in own}.values())
         self.tensors = Tensors([t for t, _ in lying] + self.fixed)
+        self._things = [tuple(map(id, held)) for _, held in walk.items]  # kept alive by the list of items
+        self._questions = self._about_what_is_there()
+
+    def _about_what_is_there(self) -> list[Callable[[], bool]]:
+        """A question for each kind of places that there are: a small program has few kinds."""
+        each: tuple[tuple[Sized, Callable[[], bool]], ...] = (
+            (self.slots, self.slots.same), (self.absent, self.absent.same), (self.classes, self.classes.same),
+            (self.hookless, self._no_hooks), (self.cells, self._same_contents), (self.functions, self._same_codes),
+            (self.named, self._same_names), (self.items, self._same_items), (self.holders, self._same_tensors),
+            (self.fixed, self._same_tensors), (self.arrays + self.looked, self._same_values),
+        )  # fmt: skip
+        return list(dict.fromkeys(ask for places, ask in each if len(places)))
 
     def __len__(self) -> int:
         parts: tuple[Sized, ...] = (
@@ -117,19 +129,28 @@ class Placed:
 
     def same(self) -> bool:
         """Whether all is as it was, as far as that can be told at once."""
-        return (
-            self.slots.same()
-            and self.absent.same()
-            and self.classes.same()
-            and not any(chain.from_iterable(map(_HOOKS, self.hookless)))
-            and all(map(operator.is_, map(contents, self.cells), self.contents))
-            and all(map(operator.is_, chain.from_iterable(map(_CODE, self.functions)), self.codes))
-            and all(tuple(get()) == held for get, held in self.named)
-            and all(_identical(tuple(get()), held) for get, held in self.items)
-            and self.tensors.same([*map(dict.get, self.holders, self.keys), *self.fixed])
-            and all(_equal(a, b) for a, b in self.arrays)
-            and all(torch.equal(a, b) for a, b in self.looked)
-        )
+        return all(ask() for ask in self._questions)
+
+    def _no_hooks(self) -> bool:
+        return not any(chain.from_iterable(map(_HOOKS, self.hookless)))
+
+    def _same_contents(self) -> bool:
+        return all(map(operator.is_, map(contents, self.cells), self.contents))
+
+    def _same_codes(self) -> bool:
+        return all(map(operator.is_, chain.from_iterable(map(_CODE, self.functions)), self.codes))
+
+    def _same_names(self) -> bool:
+        return all(tuple(get()) == held for get, held in self.named)
+
+    def _same_items(self) -> bool:
+        return [tuple(map(id, get())) for get, _ in self.items] == self._things
+
+    def _same_tensors(self) -> bool:
+        return self.tensors.same([*map(dict.get, self.holders, self.keys), *self.fixed])
+
+    def _same_values(self) -> bool:
+        return all(_equal(a, b) for a, b in self.arrays) and all(torch.equal(a, b) for a, b in self.looked)
 
 
 class Lying:
@@ -274,10 +295,6 @@ class Structure:
     def has_hooks(self) -> bool:
         """Whether a parameter has hooks on its gradient."""
         return any(map(_GRADIENT_HOOKS, self.held))
-
-
-def _identical(now: Sequence[Any], before: Sequence[Any]) -> bool:
-    return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
 def _equal(now: Any, before: Any) -> bool:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Hashable
 
 import torch
 
 from psg_fx.program.call import Call
-from psg_fx.program.values import argument
+from psg_fx.program.values import Once, argument
 from psg_fx.tensors import memory_order
 
+_KNOWN = "_key"
+"""Where a call keeps its key, which `Call.like` hands on."""
 
-def call_key(call: Call) -> Any:
+
+def call_key(call: Call) -> Hashable:
     """What a captured graph depends on of one call's arguments: all but the batch size and the tensors' values."""
+    known = vars(call)
+    if _KNOWN not in known:
+        known[_KNOWN] = Once(_key(call))
+    return known[_KNOWN]  # type: ignore[no-any-return]
+
+
+def _key(call: Call) -> Hashable:
     dims = call.dims
     if call.axes:
         starts = {axis.tensor for axis in call.axes if axis.closed}

@@ -78,6 +78,8 @@ class ClippedSum(Quantity):
         return {"max_norm": self._bounds(shapes)} | (given_weights("ClippedSum", given) if self.weighted else {})
 
     def _bounds(self, shapes: Shapes) -> Any:
+        if isinstance(self.max_norm, (float, int)) and self.per == "model":
+            return self.max_norm  # looked at when the quantity was made
         for value in self.max_norm.values() if isinstance(self.max_norm, Mapping) else [self.max_norm]:
             if isinstance(value, torch.Tensor):
                 _check_max_norm(value, self.style)

@@ -23,14 +23,15 @@ from psg_fx.program.guard import Lying
 from psg_fx.program.state import holder
 from psg_fx.step.groups import Groups
 from psg_fx.tensors import memory_order
+from psg_fx.torch_private.modes import no_grad
 
 
 def plain_mode() -> contextlib.AbstractContextManager[Any]:
     """No autograd and no autocast: a captured graph has its casts written out."""
     if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
-        return torch.no_grad()
+        return no_grad()
     stack = contextlib.ExitStack()
-    stack.enter_context(torch.no_grad())
+    stack.enter_context(no_grad())
     stack.enter_context(without_autocast())
     return stack
 
@@ -75,6 +76,8 @@ class Binding:
         self._buffers = [
             (i, *holder(model, loss_fn, spec.name)) for i, spec in enumerate(self.outputs) if spec.kind == "buffer"
         ]
+        self._asks = self._mixing is not None or bool(self._checks)
+        self._keeps = bool(self._buffers or self._written)
 
     def _slot(self, spec: InputSpec, model: nn.Module, loss_fn: Any, constants: Mapping[str, torch.Tensor]) -> Any:
         if spec.kind in ("parameter", "buffer"):
@@ -106,7 +109,10 @@ class Binding:
         """Leave in the model's buffers, and in the Python around it, what an ordinary forward would; which raises where
         its own checks fail.
         """
-        self.check(results)
+        if self._asks:
+            self.check(results)
+        if not self._keeps:
+            return
         for index, group, name in self._buffers:
             group[name].copy_(results[index])
         kept = (v for v, spec in zip(results, self.outputs, strict=True) if spec.kind == "written")

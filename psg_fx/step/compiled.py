@@ -69,16 +69,21 @@ class CompiledStep:
         """The results for one call, in the tensors of `out` if it is given.  buffers: whether to write them, too.
         groups: of the samples, in a graph for groups.
         """
-        former = {} if out is None else vars(out)
         with plain_mode():
-            arguments = self.binding.arguments(call, extras)
-            with self._memory.lent(pytree.tree_leaves(former) if former else ()):
-                results = self._results(call, arguments, buffers, 0 if groups is None else groups.grouping.groups)
-                fields = self.binding.fields(results if groups is None else self.binding.of_groups(results, groups))
             if out is None:
-                return StepOutput(fields)
+                return StepOutput(self._fields(call, extras, buffers, groups))
+            former = vars(out)
+            with self._memory.lent(pytree.tree_leaves(former)):
+                fields = self._fields(call, extras, buffers, groups)
             write_into(former, fields)
         return out
+
+    def _fields(
+        self, call: Call, extras: Mapping[str, torch.Tensor], buffers: bool, groups: Groups | None
+    ) -> dict[str, Any]:
+        arguments = self.binding.arguments(call, extras)
+        results = self._results(call, arguments, buffers, 0 if groups is None else groups.grouping.groups)
+        return self.binding.fields(results if groups is None else self.binding.of_groups(results, groups))
 
     def _results(self, call: Call, arguments: Sequence[torch.Tensor], buffers: bool, groups: int) -> Sequence[Any]:
         if call.batch_size() == 0:

@@ -14,15 +14,18 @@ class Constants:
     """Tensors by name, each with the numbers that it was made of.  Graphs read them and never write."""
 
     def __init__(self) -> None:
-        self._made: dict[str, tuple[Any, torch.Tensor]] = {}
+        self._made: dict[str, tuple[Any, torch.Tensor, Any]] = {}
 
     def tensor(self, name: str, value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The value, a number, a tensor or a list of those, as a tensor."""
+        known = self._made.get(name)
+        if known is not None and known[2] is value and type(value) in _NUMBERS and known[0][1:] == (dtype, device):
+            return known[1]  # the same number, so no text is made of it
         if isinstance(value, torch.Tensor):
             return _as_tensor(value, dtype, device)
         if type(value) not in _NUMBERS and not (isinstance(value, list) and all(type(v) in _NUMBERS for v in value)):
             return _as_tensor(value, dtype, device)
-        return self._last(name, (repr(value), dtype, device), lambda: _as_tensor(value, dtype, device))
+        return self._last(name, (repr(value), dtype, device), lambda: _as_tensor(value, dtype, device), value)
 
     def ones(self, name: str, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """`[count]` ones."""
@@ -36,14 +39,14 @@ class Constants:
 
         return self._last(name, (rows, columns, device), make)
 
-    def _last(self, name: str, key: Any, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def _last(self, name: str, key: Any, make: Callable[[], torch.Tensor], value: Any = None) -> torch.Tensor:
         found = self._made.get(name)
         if found is not None and found[0] == key:
             return found[1]
         with torch.inference_mode(False):  # it may serve a call outside of it
             made = make()
         if type(made) is torch.Tensor:  # and none that a mode has made its own
-            self._made[name] = key, made
+            self._made[name] = key, made, value
         return made
 
 

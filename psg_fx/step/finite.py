@@ -37,7 +37,7 @@ def with_finite_sum(
     """
     norms = fields["norms"]
     norms = list(norms.values()) if isinstance(norms, Mapping) else [norms]
-    if norms and math.isfinite(functools.reduce(torch.add, norms).sum()):  # norms that are not finite do not cancel
+    if norms and _is_finite(functools.reduce(torch.add, norms)):  # norms that are not finite do not cancel
         return None
     finite = torch.stack([norm.isfinite() for norm in norms]).all(0)
     if finite.all():
@@ -49,6 +49,14 @@ def with_finite_sum(
     samples = finite if groups is None else groups.of_samples(finite)
     fields["clipped_sum"] = _sum(step, call, {**extras, COUNTED: counted}, samples, fields["clipped_sum"])
     return fields
+
+
+def _is_finite(norms: torch.Tensor) -> bool:
+    """Whether all are, or their sum says so: few are added up sooner in Python than a kernel is launched."""
+    return math.isfinite(sum(norms.tolist()) if norms.ndim == 1 and len(norms) <= _FEW else norms.sum())
+
+
+_FEW = 256
 
 
 def _sum(

@@ -6,6 +6,7 @@ of all empty ones.  So a million users of whom a batch has ten cost what ten do.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ from psg_fx.step.constants import Constants
 _SPARSE, _FEW = 4, 16
 """Rows are brought in order of groups as long as these have at most so many times as many places as there are samples,
 or so few."""
+
+_COMPARED = 128
+"""Samples whose groups are compared as numbers of Python: to launch a kernel takes as long."""
 
 _MOST = 10**7
 """Groups that nobody has counted; beyond, their numbers are taken for names."""
@@ -62,6 +66,15 @@ class Groups:
         ids = self.ids.to(value.device)
         return torch.cat([value.new_zeros(1), value])[ids + 1]
 
+    @functools.cached_property
+    def _few(self) -> list[int] | None:
+        """The group of each of few samples."""
+        return self.ids.tolist() if len(self.ids) <= _COMPARED else None
+
+    def are(self, ids: Tensor) -> bool:
+        """Whether these are the groups of as many samples.  Few numbers are compared sooner in Python."""
+        return torch.equal(ids, self.ids) if self._few is None else bool(ids.tolist() == self._few)
+
     @property
     def of_each(self) -> Tensor:
         """The graph's group of each sample, [B], -1 for none."""
@@ -97,10 +110,11 @@ def groups_of(ids: Any, num_groups: Any, samples: int, former: Groups | None = N
     """
     found = _numbers(ids, samples)
     given = None if num_groups is None else _checked_count(num_groups)
-    if found.is_cuda and given is not None:
-        return unseen(found, given)
-    found = found.cpu()
-    if former is not None and given in (None, former.count) and torch.equal(found, former.ids):
+    if found.device.type != "cpu":
+        if found.is_cuda and given is not None:
+            return unseen(found, given)
+        found = found.cpu()
+    if former is not None and given in (None, former.count) and former.are(found):
         return former
     if samples and (blocks := _in_blocks(found, given)) is not None:
         return blocks

@@ -197,7 +197,8 @@ class PerSampleModule(nn.Module):
         if found is None:
             with isolated():
                 found = self._cache.find(key, call.batch_size()) or self._capture(key, call, build, structure)
-        self._last = found.step
+        if self._last is not found.step:  # a module looks at every attribute that is set
+            self._last = found.step
         return found.step
 
     @with_room_for_frames

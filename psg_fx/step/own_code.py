@@ -49,22 +49,30 @@ def built(build: Callable[[], _Made], model: nn.Module, loss_fn: Any, call: Call
     raise found[0] from found[1]
 
 
-@contextlib.contextmanager
-def blamed(model: nn.Module, loss_fn: Any, call: Call) -> Iterator[None]:
+class blamed:
     """While open, an error of torch is replaced by that of the user's own code, if that fails, too: a capture does not
     see everything that a run sees (dtypes of a product, an index that is too large).
 
     Raises BadArgument.
     """
-    try:
-        yield
-    except PsgError:
-        raise
-    except (RuntimeError, TypeError, IndexError, ValueError) as failure:
-        found = _own_error(model, loss_fn, call, whole=True)
-        if found is None:
-            raise
-        raise found[0] from failure
+
+    __slots__ = ("_call", "_loss_fn", "_model")
+
+    def __init__(self, model: nn.Module, loss_fn: Any, call: Call) -> None:
+        self._model, self._loss_fn, self._call = model, loss_fn, call
+
+    def __enter__(self) -> None:
+        """Nothing is done until something fails."""
+
+    def __exit__(self, kind: Any, failure: BaseException | None, traceback: Any) -> None:
+        if not isinstance(failure, _OF_TORCH) or isinstance(failure, PsgError):
+            return
+        found = _own_error(self._model, self._loss_fn, self._call, whole=True)
+        if found is not None:
+            raise found[0] from failure
+
+
+_OF_TORCH = (RuntimeError, TypeError, IndexError, ValueError)
 
 
 def _own_error(model: nn.Module, loss_fn: Any, call: Call, whole: bool = False) -> _Found | None:

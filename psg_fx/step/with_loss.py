@@ -51,6 +51,7 @@ class LossModule(PerSampleModule):
         super().__init__(model, loss_fn, settings)
         self._constants = Constants()
         self._blocks: Groups | None = None
+        self._drops = any(isinstance(q, ClippedSum) and q.nonfinite == "drop" for q in settings.quantities)
 
     @property
     def quantities(self) -> tuple[Quantity, ...]:
@@ -88,22 +89,24 @@ class LossModule(PerSampleModule):
         if call.axes:
             mistakes.check_rows(self.settings.memory_budget, self._slices() is not None)
         tracked = self._tracked()
-        quantities = tuple(q.resolved(tracked.shapes, given) for q in self.settings.quantities)
-        members = self._groups(call, groups, num_groups)
+        quantities = [q.resolved(tracked.shapes, given) for q in self.settings.quantities]
+        members = None if groups is None and num_groups is None else self._groups(call, groups, num_groups)
         grouping = None if members is None else members.grouping
         rows = rows_of(call, members)
-        variant = (*(q.variant for q in quantities), self._variant(grouping), *(s is None for s in rows.largest))
+        variant = (*[q.variant for q in quantities], self._variant(grouping), *[s is None for s in rows.largest])
         step: CompiledStep = self._look_up(
             call, lambda: self._build(tracked, call, quantities, grouping, rows=rows.largest), variant
         )
         if step.part is not None and members is None and call.batch_size() > step.part:
             return self._said(self._in_parts(step, call, given, out))
-        extras = self._extras(call, given, tracked, step.binding.given, members) | rows.inputs(step.binding.given)
+        extras = self._extras(call, given, tracked, step.binding.given, members)
+        if call.axes:
+            extras |= rows.inputs(step.binding.given)
         with blamed(self.model, self.loss_fn, call):
             found = step(call, extras, out, groups=members)
         if members is not None and not call.batch_size():
             vars(found).update(factors_of_nothing(self.settings.quantities, found, extras))
-        if any(isinstance(q, ClippedSum) and q.nonfinite == "drop" for q in quantities):
+        if self._drops:
             again = functools.partial(step, groups=members)
             finite = with_finite_sum(again, call, extras, vars(found), members)
             if finite is not None:
@@ -242,17 +245,19 @@ class LossModule(PerSampleModule):
         groups: Groups | None = None,
     ) -> dict[str, torch.Tensor]:  # fmt: skip
         found: dict[str, torch.Tensor] = {}
+        device = self._device(call)
         for quantity in self.settings.quantities:
             for name, value in quantity.values(tracked.shapes, given).items():
-                found[name] = self._constants.tensor(name, value, dtypes[name], self._device(call))
-        device, count = self._device(call), call.batch_size() if groups is None else groups.count
+                found[name] = self._constants.tensor(name, value, dtypes[name], device)
+        count = call.batch_size() if groups is None else groups.count
         if groups is not None:
             found |= groups.inputs(device, IDS.name in dtypes, self._constants)
             found[COUNT.name] = self._constants.tensor(COUNT.name, max(count, 1), dtypes[COUNT.name], device)
         if COUNTED in dtypes:
             found[COUNTED] = self._constants.ones(COUNTED, count, dtypes[COUNTED], device)
-        unknown = set(given) - {name for quantity in self.settings.quantities for name in quantity.reads}
-        if unknown:
+        if given and (
+            unknown := set(given) - {name for quantity in self.settings.quantities for name in quantity.reads}
+        ):
             raise BadArgument(
                 f"step() got {', '.join(sorted(unknown))}", where="step(inputs, targets, ...)",
                 why="no quantity of this step reads it",
@@ -278,6 +283,8 @@ def _into(out: StepOutput, fields: Mapping[str, Any]) -> StepOutput:
 
 def as_arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A tensor, a tuple or a dict as (args, kwargs)."""
+    if isinstance(value, torch.Tensor):  # most are, and a class of Python is asked less fast
+        return (value,), {}
     if isinstance(value, (tuple, list)) and not is_packed(value):
         return tuple(value), {}
     if isinstance(value, Mapping):

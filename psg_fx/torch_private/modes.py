@@ -17,6 +17,19 @@ without_functions: Callable[[], contextlib.AbstractContextManager[None]] = torch
 """While open, a question to a tensor (`t.requires_grad`) passes no mode of functions: each would call Python for it."""
 
 
+class no_grad:
+    """`torch.no_grad()` in a fifth of its time, which small steps notice; no decorator."""
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._set_grad_enabled(self._before)
+
+
 @contextlib.contextmanager
 def no_functorch_levels() -> Iterator[None]:
     """Outside of all transformations of `torch.func` for a while."""
@@ -85,6 +98,7 @@ __all__ = [
     "enable_python_dispatcher",
     "no_function_modes",
     "no_functorch_levels",
+    "no_grad",
     "no_modes",
     "no_module_tracker",
     "not_recorded",

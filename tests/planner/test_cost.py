@@ -28,7 +28,7 @@ from psg_fx.planner.cost import Device, Work
 from psg_fx.planner.crossover import crossover, resized
 from psg_fx.planner.expr import Expr, peak_bytes, seconds
 from psg_fx.planner.methods import METHODS, Arg, Pair
-from psg_fx.planner.methods.dense import MatMul
+from psg_fx.planner.methods.dense import MatMul, SumOfOuter
 from psg_fx.planner.methods.onehot import Equal
 from psg_fx.planner.methods.patches import ConvWeight, GroupedConv
 from psg_fx.planner.methods.symmetric import HalfGram
@@ -130,6 +130,19 @@ def test_formulas_take_symbols() -> None:
                 there = sympy.sympify(getattr(general, field)).subs(values)
                 assert float(there) == float(getattr(special, field)), (method, field)
     assert met == {method.name for method in METHODS}
+
+
+def test_few_places_are_written_out_on_a_cpu() -> None:
+    """A product of few places is cheaper written out; one of many, or over samples, is not."""
+
+    def pair(places: int, out: str) -> Pair:
+        return Pair(dense("bti"), dense("bto"), tuple(out), {"b": 8, "t": places, "i": 32, "o": 32})
+
+    few = pair(4, "boi")
+    assert SumOfOuter().applies(few)
+    assert SumOfOuter().seconds(few, rates.CPU) < MatMul().seconds(few, rates.CPU)
+    assert not SumOfOuter().applies(pair(8, "boi"))
+    assert not SumOfOuter().applies(pair(4, "oi"))
 
 
 def test_matmul_formula() -> None:

@@ -2,7 +2,7 @@
 
 from psg_fx.planner.cost import Fused
 from psg_fx.planner.methods.base import Arg, Method, Pair
-from psg_fx.planner.methods.dense import Dot, MatMul, Multiply
+from psg_fx.planner.methods.dense import Dot, MatMul, Multiply, SumOfOuter
 from psg_fx.planner.methods.experts import ExpertMatMul, ExpertOuter, ExpertSquares, Route, RouteMembers
 from psg_fx.planner.methods.fused import SumTiles, TileProduct, TileSquares
 from psg_fx.planner.methods.grams import GramDot, NotFormed
@@ -12,7 +12,7 @@ from psg_fx.planner.methods.pixels import PixelGram
 from psg_fx.planner.methods.symmetric import HalfDot, HalfGram
 
 METHODS: tuple[Method, ...] = (
-    Multiply(), MatMul(), Dot(),
+    Multiply(), MatMul(), Dot(), SumOfOuter(),
     Equal(), Gather(), Scatter(), Pick(),
     GroupedConv(), Shifted(), WindowSum(), ConvWeight(), PixelGram(),
     HalfGram(), HalfDot(),
