@@ -18,10 +18,12 @@ import torch
 from psg_fx.torch_private.compiler import allocating, empty_strided_cpu
 
 LARGE = 2 << 20
-"""Bytes from which a value lies in a block."""
+"""Bytes from which a value lies in a block, or at least on huge pages: of so many one may be whole."""
 
 _MAPPED = 32 << 20
-"""Bytes from which the C library takes memory from the kernel, and gives it back as soon as it is free."""
+"""Bytes from which the C library takes memory from the kernel, and gives it back as soon as it is free.  Smaller values
+lie in its heap, whose top it gives back, too, once that is twice as large.
+"""
 
 _SPARE = 2
 """A block is taken for another value if it is at most so many times too large."""
@@ -148,7 +150,7 @@ def blocks_used() -> Iterator[dict[int, int]]:
 def _fresh(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Small steps do little else than allocate: all that is asked of their values is the size."""
     value = empty_strided_cpu(size, stride, dtype)
-    if (count := value.nbytes) >= _MAPPED:
+    if (count := value.nbytes) >= LARGE:
         _ask_for_huge_pages(value.data_ptr(), count)
     return value
 
