@@ -32,15 +32,17 @@ _ZEROS = (aten.new_zeros.default, aten.zeros_like.default, aten.zeros.default)
 @graph_pass("picks", before=Stage.TIDIED, after=Stage.TIDIED)
 def picks(gm: GraphModule) -> GraphModule:
     """After: nothing is scattered of which each row has one element that `gather` picked."""
-    for node in list(gm.graph.nodes):
-        if node.target is aten.scatter_add.default and _is_gradient_of_a_pick(*node.args):
-            with written_before(node, node.meta):
-                made = _compared(gm, *node.args)
-            made.meta = node.meta | {"val": made.meta["val"]}
-            node.replace_all_uses_with(made)
-            gm.graph.erase_node(node)
-    merge_equal(gm)  # rows of one size have the same places
-    gm.graph.eliminate_dead_code()
+    scattered = [node for node in gm.graph.nodes if node.target is aten.scatter_add.default]
+    found = [node for node in scattered if _is_gradient_of_a_pick(*node.args)]
+    for node in found:
+        with written_before(node, node.meta):
+            made = _compared(gm, *node.args)
+        made.meta = node.meta | {"val": made.meta["val"]}
+        node.replace_all_uses_with(made)
+        gm.graph.erase_node(node)
+    if found:
+        merge_equal(gm)  # rows of one size have the same places
+        gm.graph.eliminate_dead_code()
     return gm
 
 

@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 
 from psg_fx.graph.history import History, PassRecord
 from psg_fx.graph.stages import Stage, verify
+from psg_fx.torch_private.remembered import remembered_results
 
 from . import promises  # noqa: F401  (it says what each stage promises)
 
@@ -51,7 +52,7 @@ def run(step: GraphPass, gm: GraphModule, history: History, **arguments: object)
     """Run one pass, which may change `gm`, and keep what it makes of it in `history`."""
     verify(gm, step.before)
     start, before = time.perf_counter(), len(gm.graph.nodes)
-    with history.passing(step.name):
+    with history.passing(step.name), remembered_results():
         result = step.call(gm, **arguments)
         result.graph.lint()
         result.recompile()

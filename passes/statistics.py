@@ -38,6 +38,7 @@ _AFFINE: dict[Any, tuple[int, ...]] = {
 def statistics(gm: GraphModule) -> GraphModule:
     """After: what is normalised without weight and bias reads the statistics of an earlier normalisation of it."""
     first: dict[Hashable, Node] = {}
+    taken = False
     for node in list(gm.graph.nodes):
         if node.target not in _AFFINE:
             continue
@@ -45,8 +46,10 @@ def statistics(gm: GraphModule) -> GraphModule:
         if found is not node and _is_plain(node) and _in_full(found):
             for value in [user for user in node.users if user.target is operator.getitem]:
                 _take(gm, node, found, value)
-    merge_equal(gm)
-    gm.graph.eliminate_dead_code()
+            taken = True
+    if taken:
+        merge_equal(gm)
+        gm.graph.eliminate_dead_code()
     return gm
 
 

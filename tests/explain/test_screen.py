@@ -14,7 +14,7 @@ from psg_fx.planner.plan import PLAN
 
 pytestmark = pytest.mark.xdist_group("screen")  # they read one step of a transformer
 
-SMALL = {"batch": 3, "layers": 3, "width": 16, "heads": 2, "tokens": 6, "vocabulary": 11}
+SMALL = {"batch": 3, "layers": 3, "width": 16, "heads": 2, "tokens": 10, "vocabulary": 11}
 SMALL_CNN = {"batch": 3, "image": 8, "width": 3, "hidden": 7, "classes": 4}
 
 
