@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -67,6 +68,8 @@ def pytest_collection_finish() -> None:
     """What the imports have made stays; looking at it again at every garbage collection took a tenth of all time."""
     import hypothesis  # noqa: F401  # asks, when it is imported, who refers to what trio has made
 
+    # pytest hears loggers that keep their records to themselves; torch writes its trace for tools where somebody does
+    logging.getLogger("torch.__trace").propagate = True
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 50, 100)  # what little is left over a test is in cycles

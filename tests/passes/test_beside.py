@@ -13,6 +13,7 @@ import psg_fx
 from psg_fx import ClippedSum, Grads, Norms, Quantity, zoo
 from psg_fx.planner import rates
 from support import oracle
+from support.selection import one_in
 
 aten = torch.ops.aten
 BOUND = 0.1
@@ -50,8 +51,9 @@ def parts(step: psg_fx.PerSampleModule) -> int:
 
 
 @pytest.mark.usefixtures("for_cuda")
-@pytest.mark.parametrize("quantity", [Norms(), ClippedSum(BOUND), Grads()], ids=lambda q: q.field)
-@pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "static"])
+@pytest.mark.parametrize(
+    ("quantity", "dynamic"), one_in(3, [(q, d) for q in (ClippedSum(BOUND), Grads(), Norms()) for d in (True, False)])
+)
 def test_against_the_loop_in_float64(quantity: Quantity, dynamic: bool) -> None:
     model = stage().double()
     step = psg_fx.transform(model, F.cross_entropy, quantities=quantity, backend="eager", dynamic=dynamic)
