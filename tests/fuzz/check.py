@@ -8,6 +8,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +17,10 @@ from torch import Tensor
 import psg_fx
 from fuzz.plans import drawn
 from fuzz.program import Misfit, Program
-from fuzz.quantities import SETS, given
+from fuzz.quantities import SETS, given, groups, has_groups
 from fuzz.source import Built, build
 from psg_fx.errors import BadArgument, InternalError, PsgError
-from psg_fx.reference.definitions import Definition, definitions_for
+from psg_fx.reference.definitions import Definition, definitions_for, of_groups
 from support import oracle
 
 TOLERANCE, ROUGH, VANISHING = 1e-8, 1e-4, 1e-12
@@ -125,11 +126,32 @@ def answered(built: Built, truths: Mapping[int, Truth], backend: str) -> Outcome
             checks, notes = definitions_for(quantities, extra)
             assert not notes
             for one in checks if batch else ():
-                if wrong := compare(built, one, getattr(out, one.field), truths[batch], batch):
+                if wrong := compare(built, one, getattr(out, one.field), truths[batch], partial(truth, built, batch)):
                     return Outcome("wrong", one.field, f"{one.field} at B = {batch}: {wrong}")
-        return Outcome("ok")
+        return in_groups(built, step, quantities, truths) if has_groups(built.program.name) else Outcome("ok")
 
     return judged(run)
+
+
+def in_groups(built: Built, step: Any, quantities: list[Any], truths: Mapping[int, Truth]) -> Outcome:
+    """What the step says of groups of samples: whose gradients are the sums of theirs."""
+    for batch, known in truths.items():
+        ids, count = groups(built.program.name, batch)
+        inputs, targets = built.draw(batch, batch)
+        extra = given(quantities, dict(built.model.named_parameters()), count)
+        with drawn(built.program.plan):
+            out = step(inputs, *([targets] if targets else []), groups=ids, num_groups=count, **extra)
+
+        def of_them(found: Truth, ids: Tensor = ids, count: int = count) -> Truth:
+            return found[0], of_groups(found[1], ids, count)
+
+        def nudged(nudge: float, batch: int = batch, of_them: Callable[[Truth], Truth] = of_them) -> Truth:
+            return of_them(truth(built, batch, nudge))
+
+        for one in definitions_for(quantities, extra)[0]:
+            if not one.of_samples and (wrong := compare(built, one, getattr(out, one.field), of_them(known), nudged)):
+                return Outcome("wrong", one.field, f"{one.field} of groups {ids.tolist()} of {count}: {wrong}")
+    return Outcome("ok")
 
 
 def judged(run: Callable[[], Outcome]) -> Outcome:
@@ -144,8 +166,11 @@ def judged(run: Callable[[], Outcome]) -> Outcome:
         return Outcome("crash", brief(error), traceback.format_exc())
 
 
-def compare(built: Built, one: Definition, found: Any, expected: Truth, batch: int) -> str:
-    """What is wrong, or nothing; what the program itself does to a tiny change of its data is not an error."""
+def compare(built: Built, one: Definition, found: Any, expected: Truth, nudged: Callable[[float], Truth]) -> str:
+    """What is wrong, or nothing; what the program itself does to a tiny change of its data is not an error.
+
+    nudged: what is expected where the data are moved by so much.
+    """
     limit = ROUGH if built.rough else TOLERANCE
     wanted = one.expected(*expected)
     largest = max((g.abs().max().item() for g in expected[1].values() if g.numel()), default=0.0)
@@ -157,7 +182,7 @@ def compare(built: Built, one: Definition, found: Any, expected: Truth, batch: i
     error = distance(found, wanted, floor)
     if error <= limit:
         return ""
-    noise = distance(one.expected(*truth(built, batch, 1e-11)), wanted, floor)
+    noise = distance(one.expected(*nudged(1e-11)), wanted, floor)
     if error <= 100 * noise:
         return ""
     return f"relative error {error:.1e} (a change of 1e-11 makes {noise:.1e})"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -41,3 +43,16 @@ def given(quantities: list[Any], parameters: Mapping[str, Tensor], batch: int) -
             n: torch.randn([*lead, *p.shape], generator=generator, dtype=torch.float64) for n, p in parameters.items()
         }
     return found
+
+
+def has_groups(name: str) -> bool:
+    """Whether a program is asked of groups of samples, too: every fourth one, each by another graph."""
+    return zlib.crc32(name.encode()) % 4 == 0
+
+
+def groups(name: str, batch: int) -> tuple[Tensor, int]:
+    """The group of each sample, in any order, and how many there are: some empty, one of all, or samples in none."""
+    draw = random.Random(f"{name} {batch}")
+    names = draw.choice([[0], [-1, 0, 2], [1], list(range(batch))])
+    ids = [draw.choice(names) for _ in range(batch)]
+    return torch.tensor(ids), max(*ids, 0) + 1 + draw.randrange(2)
