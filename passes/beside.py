@@ -11,7 +11,6 @@ layers, stay as they are.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.graph import facts
 from psg_fx.graph.lifetimes import is_view
-from psg_fx.graph.nodes import call, in_order, put_in_place, written_before
+from psg_fx.graph.nodes import call, in_order, output, put_in_place, written_before
 from psg_fx.graph.same_op import merge_equal
 from psg_fx.graph.stages import Stage
 from psg_fx.ops.tile_products import is_tiled
@@ -131,7 +130,7 @@ def _as_one(gm: GraphModule, members: Sequence[Node]) -> None:
         for k, member in enumerate(members):
             shown = list(member.users) if isinstance(member.meta["val"], (tuple, list)) else [member]
             for old in shown:
-                value = whole if old is member else _output(gm, whole, old.args[1])
+                value = whole if old is member else output(gm, whole, old.args[1])
                 if first.target not in _OF_MATRICES:
                     value = call(gm, aten.reshape.default, value, [len(members), -1, *value.meta["val"].shape[1:]])
                 put_in_place(old, call(gm, aten.select.int, value, 0, k))
@@ -148,12 +147,6 @@ def _side_by_side(gm: GraphModule, operands: Sequence[Node], like: Node) -> Node
     return call(
         gm, aten.reshape.default, whole, [len(operands), *known] if like.target in _OF_MATRICES else [-1, *shape[1:]]
     )
-
-
-def _output(gm: GraphModule, node: Node, index: Any) -> Node:
-    made = gm.graph.call_function(operator.getitem, (node, index))
-    made.meta["val"] = node.meta["val"][index]
-    return made
 
 
 def _operands(node: Node) -> list[Node]:

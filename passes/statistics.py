@@ -17,7 +17,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from psg_fx.graph import facts
-from psg_fx.graph.nodes import call, written_before
+from psg_fx.graph.nodes import call, output, written_before
 from psg_fx.graph.same_op import merge_equal
 from psg_fx.graph.stages import Stage
 from psg_fx.tensors import accumulation_dtype
@@ -76,18 +76,12 @@ def _take(gm: GraphModule, node: Node, found: Node, value: Node) -> None:
     """One output of a normalisation, from the statistics of another."""
     with written_before(value, value.meta):
         if value.args[1] == 0:
-            made = _normalised(gm, node, [_output(gm, found, k) for k in range(1, len(found.meta["val"]))])
+            made = _normalised(gm, node, [output(gm, found, k) for k in range(1, len(found.meta["val"]))])
         else:
-            made = _output(gm, found, value.args[1])
+            made = output(gm, found, value.args[1])
     made.meta = value.meta | made.meta
     value.replace_all_uses_with(made)
     gm.graph.erase_node(value)
-
-
-def _output(gm: GraphModule, node: Node, index: Any) -> Node:
-    made = gm.graph.call_function(operator.getitem, (node, index))
-    made.meta["val"] = node.meta["val"][index]
-    return made
 
 
 def _normalised(gm: GraphModule, node: Node, found: list[Node]) -> Node:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,6 +20,13 @@ def call(gm: GraphModule, op: Any, *arguments: Any, **named: Any) -> Node:
     first: Any = next(n.meta["val"] for n in made.all_input_nodes if isinstance(n.meta["val"], torch.Tensor))
     with first.fake_mode:
         made.meta["val"] = op(*values, **named)
+    return made
+
+
+def output(gm: GraphModule, node: Node, index: Any) -> Node:
+    """One of the outputs of a node that has several, where the graph inserts, with its value."""
+    made = gm.graph.call_function(operator.getitem, (node, index))
+    made.meta["val"] = node.meta["val"][index]
     return made
 
 
