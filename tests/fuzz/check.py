@@ -141,17 +141,19 @@ def in_groups(built: Built, step: Any, quantities: list[Any], truths: Mapping[in
         extra = given(quantities, dict(built.model.named_parameters()), count)
         with drawn(built.program.plan):
             out = step(inputs, *([targets] if targets else []), groups=ids, num_groups=count, **extra)
-
-        def of_them(found: Truth, ids: Tensor = ids, count: int = count) -> Truth:
-            return found[0], of_groups(found[1], ids, count)
-
-        def nudged(nudge: float, batch: int = batch, of_them: Callable[[Truth], Truth] = of_them) -> Truth:
-            return of_them(truth(built, batch, nudge))
-
+        expected, nudged = grouped(known, ids, count), partial(truth_of_groups, built, batch, ids, count)
         for one in definitions_for(quantities, extra)[0]:
-            if not one.of_samples and (wrong := compare(built, one, getattr(out, one.field), of_them(known), nudged)):
+            if not one.of_samples and (wrong := compare(built, one, getattr(out, one.field), expected, nudged)):
                 return Outcome("wrong", one.field, f"{one.field} of groups {ids.tolist()} of {count}: {wrong}")
     return Outcome("ok")
+
+
+def grouped(found: Truth, ids: Tensor, count: int) -> Truth:
+    return found[0], of_groups(found[1], ids, count)
+
+
+def truth_of_groups(built: Built, batch: int, ids: Tensor, count: int, nudge: float) -> Truth:
+    return grouped(truth(built, batch, nudge), ids, count)
 
 
 def judged(run: Callable[[], Outcome]) -> Outcome:

@@ -6,14 +6,14 @@ import random
 from collections.abc import Callable
 
 import pytest
-from test_groups_of_rows import CROSS, Given
-from test_groups_of_rows import check as check_groups
 from torch import nn
 
 from psg_fx import ClippedSum, Gram, Norms
 from support import packed
 from support.graphs_of_nodes import GCN, GIN, graphs, losses, made
-from support.rows_of_samples import Batch, check
+from support.groups_of_rows import Given
+from support.groups_of_rows import check as check_groups
+from support.rows_of_samples import Batch, check, usual
 
 SEEDS = [pytest.param(seed, marks=[] if seed == 0 else pytest.mark.rest) for seed in range(20)]
 BATCHES = 3
@@ -51,13 +51,15 @@ def grouped(draw: random.Random, batch: Batch) -> Given:
 @pytest.mark.parametrize("kind", [GIN, pytest.param(GCN, marks=pytest.mark.rest)])
 def test_graphs(kind: Callable[[], nn.Module], seed: int) -> None:
     draw = random.Random(seed)
-    check(made(kind), losses, [drawn_graphs(draw) for _ in range(BATCHES)], quantities=[*CROSS], captures=None)
+    check(
+        made(kind), losses, [drawn_graphs(draw) for _ in range(BATCHES)], quantities=[*usual(), Gram()], captures=None
+    )
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_groups_of_graphs(seed: int) -> None:
     draw = random.Random(seed)
-    check_groups(made(GIN), losses, [grouped(draw, drawn_graphs(draw)) for _ in range(BATCHES)], [*CROSS])
+    check_groups(made(GIN), losses, [grouped(draw, drawn_graphs(draw)) for _ in range(BATCHES)], [*usual(), Gram()])
 
 
 @pytest.mark.parametrize("seed", SEEDS)
