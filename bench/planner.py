@@ -98,7 +98,7 @@ class Way:
 
 def methods(tree: Expr) -> str:
     """The methods of its contractions."""
-    return "+".join(node.method.name for node in tree.nodes().values() if isinstance(node, ContractExpr))
+    return "+".join(node.method.name for node in tree.nodes.values() if isinstance(node, ContractExpr))
 
 
 def leaf(label: str, axes: str, sizes: Sequence[int], form: Form | None = None) -> Leaf:
@@ -181,13 +181,13 @@ def distinct(found: Sequence[Expr], chosen: Expr, device: cost.Device) -> list[E
 
 def way(combination: tuple[Expr, ...], device: cost.Device) -> Way:
     """Trees with their predicted time, equal nodes counted once."""
-    nodes = {key: node for tree in combination for key, node in tree.nodes().items()}
+    nodes = {key: node for tree in combination for key, node in tree.nodes.items()}
     return Way(combination, sum(node.seconds(device) for node in nodes.values()))
 
 
 def runner(found: Way, operands: Values, backend: str) -> Callable[[], object]:
     """The way as a step runs it: weights are the clip factors that follow from the norms."""
-    nodes = {key: node for tree in found.trees for key, node in tree.nodes().items()}
+    nodes = {key: node for tree in found.trees for key, node in tree.nodes.items()}
     late = [key for key, node in nodes.items() if isinstance(node, LeafExpr) and reads_weights(node)]
 
     def evaluate(values: Values) -> list[torch.Tensor]:

@@ -155,7 +155,7 @@ def planned(plan: Plan, device: Device) -> Iterator[Launch]:
     nodes: dict[int, Expr] = {}
     for parameter in plan.parameters:
         for part in parameter.parts:
-            nodes |= part.tree.nodes()
+            nodes |= part.tree.nodes
     for node in nodes.values():
         if not isinstance(node, LeafExpr):
             work = node.work()

@@ -71,7 +71,7 @@ def rows(samples: int, tokens: int) -> Iterator[dict[str, Any]]:
     for layer in LAYERS_OF_8B:
         plan = planned(layer, samples, tokens)
         flops, kept = 0.0, 0.0
-        nodes = {key: node for part in plan.parts for key, node in part.tree.nodes().items()}
+        nodes = {key: node for part in plan.parts for key, node in part.tree.nodes.items()}
         for node in nodes.values():
             flops += float(sympy.sympify(node.work().flops).subs(B, samples))
         for part in plan.parts:

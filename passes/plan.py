@@ -74,5 +74,5 @@ def cheaper(one: Plan, other: Plan) -> Plan:
 
 def _copies(plan: ParameterPlan, device: Device) -> dict[int, float]:
     """What is copied of the joint graph's values, and how long that takes."""
-    nodes = {key: node for part in plan.parts for key, node in part.tree.nodes().items()}
+    nodes = {key: node for part in plan.parts for key, node in part.tree.nodes.items()}
     return {k: node.seconds(device) for k, node in nodes.items() if isinstance(node, LeafExpr) and node.leaf.copied}

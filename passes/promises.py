@@ -215,7 +215,7 @@ def planned(gm: GraphModule) -> None:
             raise broken(f"everything asked of {name} has a tree", gm)
         for part in parameter.parts:
             network = part.contraction.network
-            leaves = {node.leaf.key for node in part.tree.nodes().values() if isinstance(node, LeafExpr)}
+            leaves = {node.leaf.key for node in part.tree.nodes.values() if isinstance(node, LeafExpr)}
             if leaves != {leaf.key for leaf in network.leaves} or set(part.tree.axes) != set(network.out):
                 raise broken(f"the trees of {name} contract their networks", gm)
             for leaf in network.leaves:

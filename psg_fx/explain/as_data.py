@@ -57,7 +57,7 @@ def _parts(parameter: ParameterPlan, times: Mapping[tuple[str, int], float]) -> 
     """What is computed of one parameter's gradient, in order."""
     name, rows = parameter.gradient.name, []
     for index, part in enumerate(parameter.parts):
-        work = [node.work() for node in part.tree.nodes().values()]
+        work = [node.work() for node in part.tree.nodes.values()]
         rows.append(
             {
                 "parameter": name,

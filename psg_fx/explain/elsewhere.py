@@ -46,7 +46,7 @@ def fused_instead(gm: GraphModule, plan: Plan) -> list[tuple[ParameterPlan, Para
 
 
 def _is_fused(tree: Expr) -> bool:
-    return any(isinstance(node, ContractExpr) and node.method in FUSED for node in tree.nodes().values())
+    return any(isinstance(node, ContractExpr) and node.method in FUSED for node in tree.nodes.values())
 
 
 def chosen_otherwise(here: Plan, there: Plan) -> list[tuple[str, str, str, str]]:

@@ -125,7 +125,7 @@ def _row(plan: Plan, parameter: ParameterPlan, part: Part, first: bool) -> list[
 
 def methods(tree: Expr) -> str:
     """`matmul×2+dot`: what the tree runs, operands first."""
-    names = [node.method.name for node in tree.nodes().values() if isinstance(node, ContractExpr)]
+    names = [node.method.name for node in tree.nodes.values() if isinstance(node, ContractExpr)]
     return "+".join(f"{n}×{c}" if c > 1 else n for n, c in Counter(names).items())
 
 
@@ -156,7 +156,7 @@ def _name(axis: str) -> str:
 def symbolic(tree: Expr) -> tuple[sympy.Expr, sympy.Expr]:
     """Flops and bytes moved by the distinct nodes of a tree, in named sizes (B, T, I, O, ...)."""
     flops, moved = sympy.Integer(0), sympy.Integer(0)
-    for node in tree.nodes().values():
+    for node in tree.nodes.values():
         work = _symbolic_work(node)
         flops, moved = flops + work.flops, moved + work.read + work.written
     return sympy.expand(flops), sympy.expand(moved)

@@ -37,7 +37,7 @@ def random_operand(expr: LeafExpr, device: str = "cpu") -> torch.Tensor:
 
 def random_operands(trees: Iterable[Expr], device: str = "cpu") -> Values:
     """A tensor for every leaf of the trees."""
-    nodes = {key: node for tree in trees for key, node in tree.nodes().items()}
+    nodes = {key: node for tree in trees for key, node in tree.nodes.items()}
     return {key: random_operand(node, device) for key, node in nodes.items() if isinstance(node, LeafExpr)}
 
 

@@ -87,7 +87,7 @@ def memory_of(gm: GraphModule, plan: Plan, size: int) -> int:
     waiting = {key for part in order if part.ask.phase is Phase.AFTER_NORMS for key in kept_until_norms(part.tree)}
     held: dict[int, int] = {}
     for k, part in enumerate(order):
-        nodes = part.tree.nodes()
+        nodes = part.tree.nodes
         working = peak_bytes(part.tree) - sum(held.get(key, 0) for key in nodes)
         peak = max(peak, live + sum(held.values()) + working)
         held |= {key: node.bytes for key, node in nodes.items() if key in waiting and not isinstance(node, LeafExpr)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,6 +21,12 @@ _RANKS = {kind: rank for rank, kind in enumerate(Kind)}
 def _intern(key: Any) -> int:
     """A small number that stands for a key, so that equal sub-networks compare fast."""
     return _IDS.setdefault(key, len(_IDS))
+
+
+def numbered(*groups: Axes) -> tuple[tuple[int, ...], ...]:
+    """Axes by number, in the order in which they come first: equal for operands that differ in the names of axes."""
+    names: dict[str, int] = {}
+    return tuple(tuple([names.setdefault(x, len(names)) for x in axes]) for axes in groups)
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +48,7 @@ class Expr:
         """
         raise NotImplementedError
 
-    @property
+    @cached_property
     def arg(self) -> Arg:
         """This node as an operand of a contraction."""
         return Arg(self.axes, Dense(), self.dtype)
@@ -64,11 +71,12 @@ class Expr:
         """The nodes it is computed from."""
         return ()
 
-    def nodes(self) -> dict[int, Expr]:
-        """Every distinct node of the tree, children first."""
+    @cached_property
+    def nodes(self) -> Mapping[int, Expr]:
+        """Every distinct node of the tree by its key, children first."""
         found: dict[int, Expr] = {}
         for child in self.children:
-            found.update(child.nodes())
+            found.update(child.nodes)
         found[self.key] = self
         return found
 
@@ -88,7 +96,7 @@ class LeafExpr(Expr):
         kinds = "".join(str(_RANKS[kind]) for kind in self.leaf.kinds)
         return f"{kinds} {self.leaf.form.name} {' '.join(s.name for s in self.leaf.sources)} {self.leaf.recipe}"
 
-    @property
+    @cached_property
     def arg(self) -> Arg:
         return Arg(self.axes, self.leaf.form, self.dtype)
 
@@ -144,10 +152,7 @@ class ContractExpr(Expr):
 
     @cached_property
     def key(self) -> int:
-        names: dict[str, int] = {}
-        pattern = tuple(
-            tuple(names.setdefault(x, len(names)) for x in axes) for axes in (self.a.axes, self.b.axes, self.axes)
-        )
+        pattern = numbered(self.a.axes, self.b.axes, self.axes)
         return _intern((self.method.name, self.a.key, self.b.key, pattern))
 
     @cached_property
@@ -158,7 +163,7 @@ class ContractExpr(Expr):
     def children(self) -> tuple[Expr, ...]:
         return (self.a, self.b)
 
-    @property
+    @cached_property
     def arg(self) -> Arg:
         return Arg(self.axes, self.method.form(self.pair), self.dtype)
 
@@ -205,12 +210,12 @@ def dense(expr: Expr) -> Expr:
 
 def seconds(tree: Expr, device: Device) -> float:
     """Predicted time of a tree, equal nodes counted once."""
-    return sum(node.seconds(device) for node in tree.nodes().values())
+    return sum(node.seconds(device) for node in tree.nodes.values())
 
 
 def peak_bytes(tree: Expr) -> int:
     """The largest sum of intermediate values, the result among them, that are needed at the same time."""
-    order = list(tree.nodes().values())
+    order = list(tree.nodes.values())
     last = {child.key: index for index, node in enumerate(order) for child in node.children}
     live: dict[int, int] = {}
     peak = 0

@@ -40,7 +40,7 @@ class Group:
     @cached_property
     def sources(self) -> tuple[Source, ...]:
         """The values of the joint graph and the inputs that are read, in the order of their first use."""
-        leaves = (n.leaf for part in self._parts() for n in part.tree.nodes().values() if isinstance(n, LeafExpr))
+        leaves = (n.leaf for part in self._parts() for n in part.tree.nodes.values() if isinstance(n, LeafExpr))
         found = [source for leaf in leaves for source in leaf.sources if source.kind not in _MADE]
         prefixes = [term.prefix for p in self.parameters for term in p.gradient.terms if not term.prefix.trivial]
         return tuple(dict.fromkeys(found + [source for prefix in prefixes for source in sources(prefix)]))
@@ -49,7 +49,7 @@ class Group:
     def handed(self) -> tuple[int, ...]:
         """Keys of the nodes that are computed before the weights are known and read after."""
         parts = [part for part in self._parts() if not _reads_weights(part)]
-        nodes = [n for part in parts for n in part.tree.nodes().values() if not isinstance(n.arg.form, Routed)]
+        nodes = [n for part in parts for n in part.tree.nodes.values() if not isinstance(n.arg.form, Routed)]
         early = {n.key for n in nodes}
         early |= {dense(n).key for n in nodes if isinstance(n, ContractExpr)}
         found: dict[int, None] = {}
@@ -98,7 +98,7 @@ def groups(plan: Plan) -> list[Group]:
 
 def _work(parameter: ParameterPlan) -> set[int]:
     """Keys of the nodes whose work is worth sharing; those that read weights are never shared between parameters."""
-    nodes = {key: node for part in parameter.parts for key, node in part.tree.nodes().items()}
+    nodes = {key: node for part in parameter.parts for key, node in part.tree.nodes.items()}
     return {
         key for key, node in nodes.items() if isinstance(node, (ContractExpr, DenseExpr)) and not reads_weights(node)
     }

@@ -84,7 +84,7 @@ PLAN = Entry[Plan]("plan")
 def kept_until_norms(tree: Expr) -> dict[int, int]:
     """Bytes of what is computed before the weights are known and read after.  Activations are alive anyway."""
     kept: dict[int, int] = {}
-    for node in tree.nodes().values():
+    for node in tree.nodes.values():
         if reads_weights(node):
             for child in node.children:
                 if not reads_weights(child) and not _is_alive(child):
@@ -99,4 +99,4 @@ def _is_alive(expr: Expr) -> bool:
 
 def reads_weights(expr: Expr) -> bool:
     """Whether the per-sample weights are among the leaves."""
-    return any(isinstance(n, LeafExpr) and Kind.WEIGHTS in n.leaf.kinds for n in expr.nodes().values())
+    return any(isinstance(n, LeafExpr) and Kind.WEIGHTS in n.leaf.kinds for n in expr.nodes.values())

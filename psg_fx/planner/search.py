@@ -6,8 +6,9 @@ not computed again for its norm.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import sympy
@@ -17,10 +18,10 @@ from psg_fx.algebra.asks import Materialized, whole
 from psg_fx.algebra.gradient import ParameterGradient
 from psg_fx.algebra.network import Network
 from psg_fx.planner.cost import Device
-from psg_fx.planner.expr import ContractExpr, Expr, dense, peak_bytes
+from psg_fx.planner.expr import Expr, dense, peak_bytes
 from psg_fx.planner.methods import OFFERED
 from psg_fx.planner.plan import ParameterPlan, Part, Plan, kept_until_norms
-from psg_fx.planner.trees import trees
+from psg_fx.planner.trees import Concrete, trees
 from psg_fx.tensors import product
 
 _EXHAUSTIVE = 4000
@@ -43,11 +44,22 @@ class _Option:
 
 @dataclass(frozen=True)
 class _Question:
-    """A part whose tree is still open."""
+    """A part whose tree is still open, and the trees that the device has for it, as if memory had no price."""
 
     ask: Ask
     contraction: Contraction
     options: list[_Option]
+
+
+@dataclass(frozen=True)
+class _Ways:
+    """What to contract for a parameter: its terms directly, their sum once it is materialised, or either."""
+
+    gradient: ParameterGradient
+    direct: list[_Question] | None
+    through_total: list[_Question] | None
+    reason: str
+    """Why there is no direct way."""
 
 
 def plan_step(
@@ -61,13 +73,15 @@ def plan_step(
     everything is planned again with the device's price on it.  price: seconds for a byte that is kept or that a tree
     holds at once, whatever the device says.
     """
-    size, gradients = max(size, 2), list(gradients)
+    size = max(size, 2)
     if price is not None:
         device = replace(device, kept=price, working=price)
     free = device if price is not None else replace(device, kept=0.0)
-    found = tuple(plan_parameter(g, asks, free, batch, size) for g in gradients)
+    concrete = _concrete(batch, size)
+    ways = [_ways(gradient, asks, device, batch, concrete) for gradient in gradients]
+    found = tuple(_plan_parameter(each, free) for each in ways)
     if price is None and device.kept and sum(_kept(p) for p in found) > _LITTLE:
-        found = tuple(plan_parameter(g, asks, device, batch, size) for g in gradients)
+        found = tuple(_plan_parameter(each, device) for each in ways)
     return Plan(found, tuple(asks), device, batch, size, sum(p.seconds for p in found))
 
 
@@ -80,31 +94,42 @@ def _kept(plan: ParameterPlan) -> int:
     return sum(kept.values())
 
 
-def plan_parameter(
-    gradient: ParameterGradient, asks: Sequence[Ask], device: Device, batch: sympy.Symbol, size: int
-) -> ParameterPlan:
-    """The cheaper of two ways: contract the terms directly, or materialise their sum and contract that."""
-    concrete = _concrete(batch, size)
+def _plan_parameter(ways: _Ways, device: Device) -> ParameterPlan:
+    """The cheaper of its ways."""
+    gradient = ways.gradient
     if not gradient.terms:
         return ParameterPlan(gradient, False, (), 0.0, "the loss does not reach it: zero")
-    ways = []
-    direct, reason = _direct(gradient, asks)
-    if direct is not None:
-        ways.append((False, *_choose(direct, concrete, device)))
-    if direct is None or len(gradient.terms) > 1:
-        ways.append((True, *_choose(_through_total(gradient, asks, batch), concrete, device)))
-    total, parts, seconds = min(ways, key=lambda way: way[2])
-    why = reason if direct is None else _why(parts, total)
+    each = ((False, ways.direct), (True, ways.through_total))
+    chosen = [(total, *_choose(questions, device)) for total, questions in each if questions is not None]
+    total, parts, seconds = min(chosen, key=lambda way: way[2])
+    why = ways.reason if ways.direct is None else _why(parts, total)
     return ParameterPlan(gradient, total, parts, seconds, why)
 
 
-def _concrete(batch: sympy.Symbol, size: int) -> Callable[[sympy.Expr], int]:
-    return lambda expression: int(sympy.sympify(expression).subs(batch, size))
+def _concrete(batch: sympy.Symbol, size: int) -> Concrete:
+    return functools.cache(lambda expression: int(sympy.sympify(expression).subs(batch, size)))
 
 
 # --- what must be contracted ---------------------------------------------------------------------------------------
 
 _Open = list[tuple[Ask, Contraction]]
+
+
+def _ways(
+    gradient: ParameterGradient, asks: Sequence[Ask], device: Device, batch: sympy.Symbol, concrete: Concrete
+) -> _Ways:
+    """The sum of one term is that term."""
+
+    def questions(asked: _Open) -> list[_Question]:
+        return [_Question(*each, _trees(each[1].network, concrete, device)) for each in asked]
+
+    if not gradient.terms:
+        return _Ways(gradient, None, None, "")
+    direct, reason = _direct(gradient, asks)
+    total = _through_total(gradient, asks, batch) if direct is None or len(gradient.terms) > 1 else None
+    return _Ways(
+        gradient, None if direct is None else questions(direct), None if total is None else questions(total), reason
+    )
 
 
 def _direct(gradient: ParameterGradient, asks: Sequence[Ask]) -> tuple[_Open | None, str]:
@@ -127,46 +152,47 @@ def _through_total(gradient: ParameterGradient, asks: Sequence[Ask], batch: symp
     return found
 
 
+def _trees(network: Network, concrete: Concrete, device: Device) -> list[_Option]:
+    """Every tree that the device has the methods for, with the time of its nodes."""
+    offered = [m for m in OFFERED[device.offered] if device.name in m.devices and (device.own_ops or not m.own_op)]
+    known: dict[int, float] = {}
+
+    def seconds(node: Expr) -> float:
+        if node.key not in known:
+            known[node.key] = node.seconds(device)
+        return known[node.key]
+
+    found = trees(network, concrete, offered, seconds) or trees(network, concrete, offered)
+    return [_Option(t, {key: seconds(node) for key, node in t.nodes.items()}) for t in map(dense, found)]
+
+
 # --- choosing trees ------------------------------------------------------------------------------------------------
 
 
-def _choose(asked: _Open, concrete: Callable[[sympy.Expr], int], device: Device) -> tuple[tuple[Part, ...], float]:
+def _choose(questions: list[_Question], device: Device) -> tuple[tuple[Part, ...], float]:
     """The trees that together take least time, equal nodes counted once."""
-    questions = [
-        _Question(ask, contraction, _options(contraction.network, concrete, device, ask.phase))
-        for ask, contraction in asked
-    ]
-    chosen = _search([q.options for q in questions])
+    each = [_priced(question, device) for question in questions]
     union: dict[int, float] = {}
     parts = []
-    for question, option in zip(questions, chosen, strict=True):
+    for question, options, option in zip(questions, each, _search(each), strict=True):
         fresh = sum(seconds for key, seconds in option.nodes.items() if key not in union)
         union.update(option.nodes)
-        others = tuple((o.tree, o.seconds) for o in question.options if o is not option)
+        others = tuple((o.tree, o.seconds) for o in options if o is not option)
         parts.append(Part(question.ask, question.contraction, option.tree, fresh, others))
     return tuple(parts), sum(union.values())
 
 
-def _options(network: Network, concrete: Callable[[sympy.Expr], int], device: Device, phase: Phase) -> list[_Option]:
-    """Every tree with the time of its nodes, and of what it keeps if it must wait for the norms."""
+def _priced(question: _Question, device: Device) -> list[_Option]:
+    """Its trees, the fastest first, with the price of what each keeps if it must wait for the norms."""
     found = []
-    for tree in trees(network, concrete, OFFERED[device.offered]):
-        tree = dense(tree)
-        if not _offered(tree, device):
-            continue
-        nodes = {key: node.seconds(device) for key, node in tree.nodes().items()}
-        if phase is Phase.AFTER_NORMS:
-            nodes |= {-1 - key: size * device.kept for key, size in kept_until_norms(tree).items()}
+    for option in question.options:
+        tree, nodes = option.tree, option.nodes
+        if question.ask.phase is Phase.AFTER_NORMS and device.kept:
+            nodes = nodes | {-1 - key: size * device.kept for key, size in kept_until_norms(tree).items()}
         if device.working:
-            nodes[-(1 << 40) - tree.key] = peak_bytes(tree) * device.working
+            nodes = nodes | {-(1 << 40) - tree.key: peak_bytes(tree) * device.working}
         found.append(_Option(tree, nodes))
     return sorted(found, key=lambda option: option.seconds)
-
-
-def _offered(tree: Expr, device: Device) -> bool:
-    """Whether the device has all methods of the tree."""
-    methods = [node.method for node in tree.nodes().values() if isinstance(node, ContractExpr)]
-    return all(device.name in m.devices and (device.own_ops or not m.own_op) for m in methods)
 
 
 def _search(questions: list[list[_Option]]) -> list[_Option]:
@@ -227,8 +253,9 @@ def _why(parts: tuple[Part, ...], total: bool) -> str:
     if total:
         return "the sum of its uses is materialised once and read by everything asked"
     part = max(parts, key=lambda p: p.seconds)
-    worse = [(tree, s) for tree, s in part.alternatives if str(tree) != str(part.tree)]
-    if not worse:
+    own = str(part.tree)
+    worse = next(((text, s) for tree, s in part.alternatives if (text := str(tree)) != own), None)
+    if worse is None:
         return "the only tree"
-    tree, seconds = worse[0]
-    return f"{tree}: {seconds * 1e6:.0f} µs against {part.seconds * 1e6:.0f} µs"
+    text, seconds = worse
+    return f"{text}: {seconds * 1e6:.0f} µs against {part.seconds * 1e6:.0f} µs"

@@ -1,6 +1,6 @@
 """Every way to contract a network: binary trees over its leaves, a method at each node.
 
-Networks are small (at most five or six leaves), so the search is exhaustive.  Unlike general einsum planners, equal
+Networks are small, so all of it is searched, but for squares of large ones.  Unlike general einsum planners, equal
 sub-networks are one node (Σ (x·ȳ)² computes x·ȳ once), and sizes may be sympy expressions.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import sympy
 
 from psg_fx.algebra.network import BATCH, ROWS, Axes, Members, Network
-from psg_fx.planner.expr import ContractExpr, Expr, LeafExpr, SumExpr, dense
+from psg_fx.planner.expr import ContractExpr, Expr, LeafExpr, SumExpr, dense, numbered
 from psg_fx.planner.methods import METHODS, Method, Pair
 from psg_fx.tensors import Size
 
@@ -20,10 +20,18 @@ Concrete = Callable[[sympy.Expr], int]
 """Turns a size expression into an int, at one batch size."""
 
 
-def trees(network: Network, concrete: Concrete, methods: Sequence[Method] = METHODS) -> list[Expr]:
+_CHEAPEST = 16
+"""Ways to contract some of the leaves of a network that are kept: more only squares of three or four leaves have."""
+
+
+def trees(
+    network: Network, concrete: Concrete, methods: Sequence[Method] = METHODS,
+    seconds: Callable[[Expr], float] | None = None,
+) -> list[Expr]:  # fmt: skip
     """Every legal tree of the network; each leaves exactly the axes `network.out` (in the method's order).
 
     A leaf's lonely axes (its own, not kept) may be summed before anything else, which loses nothing.
+    seconds: the time of a node; then of many ways to contract some of the leaves, only the cheapest are followed.
     """
     sizes: dict[str, Size] = {axis: concrete(size) for axis, size in network.sizes.items()}
     leaves = [LeafExpr(leaf.axes, sizes, leaf.dtype, leaf) for leaf in network.leaves]
@@ -40,21 +48,26 @@ def trees(network: Network, concrete: Concrete, methods: Sequence[Method] = METH
         if len(inside) == 1:
             found = [_drop(leaves[next(iter(inside))], needed(inside), sizes)]
         else:
+            kept, order, seen = needed(inside), network.order or network.out, set[object]()
             found = [
                 expr
                 for one, two in _halves(inside)
                 for a, b in itertools.product(build(one), build(two))
-                for expr in contractions(a, b, needed(inside), sizes, network.order or network.out, methods)
+                for expr in contractions(a, b, kept, sizes, order, methods, seen)
             ]
-        unique = {expr.key: expr for expr in found}
-        memo[inside] = list(unique.values())
-        return memo[inside]
+        unique = list({expr.key: expr for expr in found}.values())
+        if seconds and inside != whole and len(unique) > _CHEAPEST:
+            unique = sorted(unique, key=lambda expr: sum(map(seconds, expr.nodes.values())))[:_CHEAPEST]
+        memo[inside] = unique
+        return unique
 
     complete = [expr for expr in build(whole) if dense(expr).arg.dense]
-    return complete + _summed_last(network, concrete, methods)
+    return complete + _summed_last(network, concrete, methods, seconds)
 
 
-def _summed_last(network: Network, concrete: Concrete, methods: Sequence[Method]) -> list[Expr]:
+def _summed_last(
+    network: Network, concrete: Concrete, methods: Sequence[Method], seconds: Callable[[Expr], float] | None
+) -> list[Expr]:
     """Trees that form the gradient of every sample and sum the samples last: worth it where it is formed anyway.
     Products of gradients and weighted sums have such trees already.
     """
@@ -62,7 +75,7 @@ def _summed_last(network: Network, concrete: Concrete, methods: Sequence[Method]
     is_weighted = any(leaf.axes == (BATCH,) for leaf in network.leaves)
     if is_product or is_weighted or set(network.order) - set(network.out) != {BATCH}:
         return []
-    formed = [dense(tree) for tree in trees(Network(network.leaves, network.order), concrete, methods)]
+    formed = [dense(tree) for tree in trees(Network(network.leaves, network.order), concrete, methods, seconds)]
     return [SumExpr(tuple(x for x in e.axes if x != BATCH), e.sizes, e.dtype, e) for e in formed]
 
 
@@ -83,20 +96,26 @@ def _halves(inside: frozenset[int]) -> Iterator[tuple[frozenset[int], frozenset[
 
 
 def contractions(
-    a: Expr, b: Expr, needed: set[str], sizes: dict[str, Size], order: Axes = (), methods: Sequence[Method] = METHODS
-) -> Iterator[Expr]:
+    a: Expr, b: Expr, needed: set[str], sizes: dict[str, Size], order: Axes = (), methods: Sequence[Method] = METHODS,
+    seen: set[object] | None = None,
+) -> Iterator[Expr]:  # fmt: skip
     """Contract two nodes by every method that applies, implicit operands as they are or built.
 
-    order: that of the result's axes, which methods keep where they can, so that nothing is transposed.
+    order: that of the result's axes, which methods keep where they can, so that nothing is transposed.  seen: what was
+    contracted already of the same leaves, which the two halves of a square do alike.
     """
     if (b.rank, b.key) < (a.rank, a.key):
         a, b = b, a
-    variants = [(x, y) for x in _forms(a) for y in _forms(b)]
-    for x, y in variants:
+    for x, y in itertools.product(_forms(a), _forms(b)):
         kept = [axis for axis in dict.fromkeys(x.axes + y.axes) if axis in needed]
         first = {} if BATCH in kept else {ROWS: -1}  # rows of groups stand in the place of samples
         places = first | {axis: k for k, axis in enumerate(order)}
         out = tuple(sorted(kept, key=lambda axis: places.get(axis, len(order))))
+        if seen is not None:
+            wanted = (x.key, y.key, numbered(x.axes, y.axes, out))
+            if wanted in seen:
+                continue
+            seen.add(wanted)
         self_product = x.key == y.key
         pair = Pair(x.arg, y.arg, out, sizes, same=self_product and x.axes == y.axes, self_product=self_product)
         for method in methods:

@@ -124,4 +124,4 @@ def test_what_is_asked_of_one_gradient_shares_it() -> None:
     (weight,) = [p for p in plan_of(step).parameters if p.gradient.name == "weight"]
     formed = weight.parts[0].tree.key
     assert len(weight.parts) == 5
-    assert all(formed in part.tree.nodes() for part in weight.parts)
+    assert all(formed in part.tree.nodes for part in weight.parts)

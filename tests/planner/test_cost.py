@@ -195,7 +195,7 @@ def norm_trees(network: Network, size: int) -> tuple[Network, dict[str, Expr]]:
 
 
 def _is_by_half(tree: Expr) -> bool:
-    return any(isinstance(node.arg.form, Symmetric) for node in tree.nodes().values())
+    return any(isinstance(node.arg.form, Symmetric) for node in tree.nodes.values())
 
 
 GRAM, HALF, MATERIALISED = "((x·x)·(ȳ·ȳ))", "((x·x)·(ȳ·ȳ)) by half", "(x·ȳ)²"

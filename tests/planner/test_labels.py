@@ -120,7 +120,7 @@ def test_activations_are_alive_anyway() -> None:
     late = [part for p in plan.parameters for part in p.parts if part.ask.phase is Phase.AFTER_NORMS]
     trees = [tree for part in late for tree in (part.tree, *(other for other, _ in part.alternatives))]
     kept = {key for tree in trees for key in search.kept_until_norms(tree)}
-    leaves = {key: n.leaf for tree in trees for key, n in tree.nodes().items() if isinstance(n, LeafExpr)}
+    leaves = {key: n.leaf for tree in trees for key, n in tree.nodes.items() if isinstance(n, LeafExpr)}
     stored = {key for key, leaf in leaves.items() if set(leaf.kinds) == {network.Kind.ACTIVATION}}
     gradients = {key for key, leaf in leaves.items() if leaf.kinds == (network.Kind.COTANGENT,)}
     assert stored

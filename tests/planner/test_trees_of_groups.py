@@ -16,7 +16,8 @@ from psg_fx.algebra.members import GROUPS, Belonging, Grouping, Memberships
 from psg_fx.algebra.network import Kind, Leaf, Members, Network, OneHot, Source
 from psg_fx.algebra.site import Prefix
 from psg_fx.planner.evaluate import compute, permuted
-from psg_fx.planner.expr import Expr, LeafExpr, dense
+from psg_fx.planner.expr import Expr, LeafExpr, dense, seconds
+from psg_fx.planner.rates import CPU
 from psg_fx.planner.trees import trees
 
 B, G, I, O, V = 6, 3, 4, 5, 7
@@ -102,6 +103,24 @@ def test_every_tree(made: Callable[[int], tuple[Network, tuple[int, ...]]], t: i
     for tree in map(dense, found):
         got = permuted(evaluated(tree, env, known), tree.axes, network.out)
         assert torch.allclose(got, want, atol=1e-10), tree
+
+
+@pytest.mark.parametrize("made", [linear, embedding])
+def test_the_cheapest_is_found_among_few(
+    made: Callable[[int], tuple[Network, tuple[int, ...]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six leaves, of which all ways to contract some are followed, or the four cheapest of each."""
+    (contraction,) = SquaredNorm().contractions(gradient(made, 3))
+
+    def time(tree: Expr) -> float:
+        return seconds(dense(tree), CPU)
+
+    every = trees(contraction.network, concrete)
+    monkeypatch.setattr("psg_fx.planner.trees._CHEAPEST", 4)
+    few = trees(contraction.network, concrete, seconds=lambda node: node.seconds(CPU))
+    assert len(few) < len(every)
+    assert {tree.key for tree in few} < {tree.key for tree in every}
+    assert min(map(time, few)) == min(map(time, every))
 
 
 @pytest.mark.parametrize("ask", [Materialized(), SquaredNorm(), Along(2), InnerProducts()], ids=lambda ask: ask.key)

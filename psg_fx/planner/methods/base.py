@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import sympy
@@ -43,34 +44,38 @@ class Pair:
     same: bool = False
     self_product: bool = False
 
-    def _roles(self, in_a: bool, in_b: bool, in_out: bool) -> Axes:
-        order = self.a.axes + tuple(x for x in self.b.axes if x not in self.a.axes)
-        return tuple(
-            x for x in order
-            if self.sizes[x] != 1 and (x in self.a.axes, x in self.b.axes, x in self.out) == (in_a, in_b, in_out)
-        )  # fmt: skip
+    @cached_property
+    def _roles(self) -> dict[tuple[bool, bool, bool], Axes]:
+        """The axes by where they are: in `a`, in `b`, in the result."""
+        a, b, out = set(self.a.axes), set(self.b.axes), set(self.out)
+        found: dict[tuple[bool, bool, bool], Axes] = {}
+        for x in self.everything:
+            if self.sizes[x] != 1:
+                role = (x in a, x in b, x in out)
+                found[role] = (*found.get(role, ()), x)
+        return found
 
     @property
     def batch(self) -> Axes:
         """Axes of both operands that are kept."""
-        return self._roles(True, True, True)
+        return self._roles.get((True, True, True), ())
 
     @property
     def summed(self) -> Axes:
         """Axes of both operands that are summed."""
-        return self._roles(True, True, False)
+        return self._roles.get((True, True, False), ())
 
     @property
     def left(self) -> Axes:
         """Kept axes of `a` alone."""
-        return self._roles(True, False, True)
+        return self._roles.get((True, False, True), ())
 
     @property
     def right(self) -> Axes:
         """Kept axes of `b` alone."""
-        return self._roles(False, True, True)
+        return self._roles.get((False, True, True), ())
 
-    @property
+    @cached_property
     def everything(self) -> Axes:
         """Every axis of either operand."""
         return tuple(dict.fromkeys(self.a.axes + self.b.axes))
@@ -79,7 +84,7 @@ class Pair:
         """The product of the sizes of `axes`."""
         return product(self.sizes[x] for x in axes)
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """The dtype of the result."""
         return torch.promote_types(self.a.dtype, self.b.dtype)
