@@ -9,6 +9,7 @@ import torch
 from torch.fx import GraphModule
 
 from psg_fx.algebra.members import Grouping
+from psg_fx.garbage import without_collection
 from psg_fx.graph.history import History, PassRecord, log
 from psg_fx.graph.slices import Slices
 from psg_fx.graph.stages import Stage, verify
@@ -29,7 +30,7 @@ from .lower.lower import lower
 from .networks import merge, networks
 from .picks import picks
 from .plan import plan
-from .runner import graph_pass, run, without_collection
+from .runner import graph_pass, run
 from .sites import find_sites
 from .statistics import statistics
 from .tidy import tidy
@@ -110,6 +111,7 @@ def record_capture(program: Program, call: Call, tracked: dict[str, str], histor
     with history.passing("capture"):
         gm = capture(program, call, tracked)
         verify(gm, Stage.CAPTURED)
+        history.verified = (gm, Stage.CAPTURED)
     seconds = time.perf_counter() - start
     kept = history.graphs.keep(Stage.CAPTURED.value, gm)
     history.record(PassRecord("capture", Stage.CAPTURED, Stage.CAPTURED, seconds, 0, len(gm.graph.nodes), kept))

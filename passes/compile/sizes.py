@@ -17,13 +17,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 from psg_fx.frames import with_room_for_frames
+from psg_fx.garbage import without_collection
 from psg_fx.graph import facts
 from psg_fx.program.ambient import isolated
 from psg_fx.tensors import memory_order, product
 from psg_fx.torch_private.inductor import Compiler, Like, Sizes, compiled, stance
 from psg_fx.torch_private.random_state import never_rewound
-
-from ..runner import without_collection
 
 Flat = Callable[..., Sequence[Any]]
 Layout = tuple[int, ...] | None

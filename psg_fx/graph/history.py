@@ -8,7 +8,7 @@ import operator
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.fx import Graph, GraphModule, Node, map_arg
 
@@ -19,14 +19,35 @@ from psg_fx.torch_private.graphs import module_without_code
 log = logging.getLogger("psg_fx")
 
 
-class Snapshot:
-    """What a graph was: what its nodes said, which is not changed in place.  The graph is made when it is asked for."""
+class _Said(NamedTuple):
+    """What a node said: its op and what it is of, its name, and its metadata."""
 
-    def __init__(self, gm: GraphModule) -> None:
-        self._said = [
-            (node, node.op, node.target, node.args, node.kwargs, node.name, node.type, copy.copy(node.meta))
-            for node in gm.graph.nodes
-        ]
+    op: str
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    name: str
+    type: Any
+    meta: Mapping[str, Any]
+
+    def is_still_said(self, node: Node) -> bool:
+        """Whether the node says the same objects: its arguments are others once one of them has changed."""
+        return (
+            self.args is node.args and self.kwargs is node.kwargs and self.target is node.target
+            and self.name == node.name and self.type is node.type and len(self.meta) == len(node.meta)
+            and all(value is node.meta.get(key, self) for key, value in self.meta.items())
+        )  # fmt: skip
+
+
+class Snapshot:
+    """What a graph was: what its nodes said, which is not changed in place.  The graph is made when it is asked for.
+
+    before: an earlier one, with which it shares what nodes have said since.
+    """
+
+    def __init__(self, gm: GraphModule, before: Snapshot | None = None) -> None:
+        known: dict[Node, _Said] = {} if before is None else before.said
+        self.said: dict[Node, _Said] = {node: _said(node, known.get(node)) for node in gm.graph.nodes}
         self._root = dict(gm.named_children())
         self._root |= {str(n.target): _attribute(gm, str(n.target)) for n in gm.graph.nodes if n.op == "get_attr"}
         self._meta, self._type = copy.copy(gm.meta), type(gm).__name__
@@ -37,19 +58,25 @@ class Snapshot:
         """The graph as it was: always the same object."""
         if self._module is None:
             self._module = self.restored()
-            self._said.clear()
+            self.said.clear()
         return self._module
 
     def restored(self) -> GraphModule:
         """A graph module of its own."""
         graph, now = Graph(), dict[Node, Node]()
-        for node, op, target, args, kwargs, name, annotation, meta in self._said:
-            args, kwargs = map_arg(args, now.__getitem__), map_arg(kwargs, now.__getitem__)
-            now[node] = graph.create_node(op, target, args, kwargs, name, annotation)
-            now[node].meta = meta
+        for node, said in self.said.items():
+            args, kwargs = map_arg(said.args, now.__getitem__), map_arg(said.kwargs, now.__getitem__)
+            now[node] = graph.create_node(said.op, said.target, args, kwargs, said.name, said.type)
+            now[node].meta = dict(said.meta)
         module = module_without_code(self._root, graph, self._type)
         module.meta = self._meta
         return module
+
+
+def _said(node: Node, before: _Said | None) -> _Said:
+    if before is not None and before.is_still_said(node):
+        return before
+    return _Said(node.op, node.target, node.args, node.kwargs, node.name, node.type, dict(node.meta))
 
 
 def _attribute(gm: GraphModule, path: str) -> Any:
@@ -61,11 +88,12 @@ class Graphs(Mapping[str, GraphModule]):
 
     def __init__(self) -> None:
         self._kept: dict[str, Snapshot] = {}
+        self._last: Snapshot | None = None
 
     def keep(self, name: str, gm: GraphModule) -> Snapshot:
         """As it is now."""
-        self._kept[name] = Snapshot(gm)
-        return self._kept[name]
+        self._kept[name] = self._last = Snapshot(gm, self._last)
+        return self._last
 
     def __getitem__(self, name: str) -> GraphModule:
         return self._kept[name].module
@@ -99,6 +127,8 @@ class History:
     graphs: Graphs = field(default_factory=Graphs)
     passes: list[PassRecord] = field(default_factory=list)
     progress: Progress = field(default_factory=Progress)
+    verified: tuple[GraphModule, Stage] | None = None
+    """The graph that the last pass left, and the stage whose promises it was held to."""
 
     @contextmanager
     def passing(self, name: str) -> Iterator[None]:

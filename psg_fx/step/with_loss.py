@@ -14,6 +14,7 @@ from torch import nn
 
 from psg_fx.algebra.members import COUNT, IDS, Grouping
 from psg_fx.errors import BadArgument, NotYetSupported
+from psg_fx.garbage import first_without_collection
 from psg_fx.graph.history import History
 from psg_fx.graph.slices import Slices
 from psg_fx.passes.pipeline import run_pipeline
@@ -59,6 +60,7 @@ class LossModule(PerSampleModule):
         return self.settings.quantities
 
     @not_taken_apart
+    @first_without_collection
     def forward(
         self, inputs: Any = _ABSENT, targets: Any = _ABSENT, *more: Any, out: StepOutput | None = None,
         groups: Any = None, num_groups: int | None = None, num_samples: int | None = None, **given: Any,

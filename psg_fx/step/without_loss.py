@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.fx import GraphModule, Node
 
 from psg_fx.errors import BadArgument
+from psg_fx.garbage import first_without_collection
 from psg_fx.graph import facts
 from psg_fx.graph.facts import LEFT_BEHIND, OutputSpec
 from psg_fx.graph.history import History, copy_graph
@@ -38,6 +39,7 @@ class DropInModule(PerSampleModule):
     """The model with a backward that leaves per-sample gradients: the counterpart of `call_for_per_sample_grads`."""
 
     @not_taken_apart
+    @first_without_collection
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output.  `backward()` of any loss on it sets `p.grad_sample`, `[B, *shape]`, and leaves `p.grad`
         alone.  A `grad_sample` of an earlier call is dropped if a parameter has been written since (an optimizer's

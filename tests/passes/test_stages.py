@@ -19,7 +19,7 @@ from psg_fx.algebra.gradient import GRADIENTS
 from psg_fx.algebra.network import Kind, Source
 from psg_fx.algebra.site import PREFIXES
 from psg_fx.graph import facts
-from psg_fx.graph.history import History, copy_graph
+from psg_fx.graph.history import History, Snapshot, copy_graph
 from psg_fx.graph.stages import Stage, broken, checks, verify
 from psg_fx.passes.runner import graph_pass, run
 from psg_fx.planner.plan import PLAN
@@ -344,6 +344,35 @@ def test_what_is_kept_is_not_what_a_later_pass_changes() -> None:
     verify(kept, Stage.BATCHED)
     assert str(kept.graph) == str(graphs()["batched"].graph) != str(before.graph)
     assert history.graphs["batched"] is kept
+
+
+def test_a_graph_is_held_to_a_stage_once_between_two_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[GraphModule] = []
+    monkeypatch.setattr("psg_fx.passes.runner.verify", lambda gm, stage: held.append(gm))
+    nothing = graph_pass("nothing", before=Stage.BATCHED, after=Stage.BATCHED)(lambda gm: gm)
+    copied = graph_pass("copied", before=Stage.BATCHED, after=Stage.BATCHED)(copy_graph)
+    history, first = History(), graph(Stage.BATCHED)
+    second = run(copied, run(nothing, first, history), history)
+    assert list(map(id, held)) == [id(first), id(first), id(second)]  # where it comes in, and what each pass leaves
+    run(nothing, graph(Stage.BATCHED), history)
+    assert len(held) == 5  # another graph than the one that was left
+
+
+def test_snapshots_share_what_nodes_go_on_saying() -> None:
+    gm = graph(Stage.BATCHED)
+    first = Snapshot(gm)
+    node = last_op(gm)
+    node.meta["more"] = 1
+    with gm.graph.inserting_after(node):
+        gm.graph.call_function(aten.neg.default, (node,)).meta["val"] = node.meta["val"]
+    second = Snapshot(gm, first)
+    before, after = first.said, second.said
+    assert {n for n in after if after[n] is not before.get(n)} == {node, node.next}
+    one, other = first.module, second.module
+    assert "more" not in last_op(one).meta
+    assert len(other.graph.nodes) == len(one.graph.nodes) + 1
+    for a, b in zip(one.graph.nodes, other.graph.nodes, strict=False):
+        assert a.meta is not b.meta
 
 
 def test_error_names_the_node() -> None:
