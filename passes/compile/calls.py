@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 from psg_fx.graph.lifetimes import is_view
 from psg_fx.torch_private.graphs import module_without_code
 
-from .repeats import Item, Repeat, in_order, is_number, repeats, tokens_of
+from .repeats import Item, Repeat, can_be_called, in_order, is_number, repeats, tokens_of
 
 invoke_subgraph = torch.ops.higher_order.invoke_subgraph
 FEWEST = 16
@@ -32,16 +32,15 @@ def written_once(gm: GraphModule, fewest: int = FEWEST) -> GraphModule:
 class Calls:
     """Intervals of items that are one function.
 
-    operands: of each, the tensors that it reads, in the same order.  slots: of each value from outside, in the order of
-    reading, which operand it is.  numbers: sizes that are read and what they are computed of, in that order; they
-    are computed once more inside, since a number that is known would be no operand.
+    operands: of each, the tensors that it reads, in the same order.  made: what the first one reads that is computed
+    once more inside, in the order of computing: sizes, since a number that is known would be no operand; and
+    views that are alike, which else would be made outside for each call.
     """
 
     starts: tuple[int, ...]
     length: int
     operands: tuple[tuple[Node, ...], ...]
-    slots: tuple[int, ...]
-    numbers: tuple[Node, ...]
+    made: tuple[Node, ...]
 
 
 def _alike(repeat: Repeat, items: Sequence[Item]) -> Iterator[Calls]:
@@ -86,28 +85,39 @@ def _places(items: Sequence[Item]) -> dict[Node, tuple[int, int]]:
 
 def _calls(intervals: Sequence[tuple[int, list[Node]]], length: int) -> Calls:
     starts, outer = zip(*intervals, strict=True)
-    numbers: dict[Node, None] = {}
-    columns: dict[tuple[Node, ...], int] = {}
-    slots = []
-    for column in zip(*outer, strict=True):
+    columns: dict[tuple[Node, ...], None] = {}
+    made: dict[tuple[Node, ...], None] = {}
+
+    def need(column: tuple[Node, ...]) -> None:
         if is_number(column[0]):
-            _compute(column[0], numbers)
-        else:
-            slots.append(columns.setdefault(column, len(columns)))
-    for number in numbers:
-        for source in number.all_input_nodes:
-            if not is_number(source):
-                columns.setdefault((source,) * len(starts), len(columns))
+            column = column[:1] * len(starts)
+        elif not _are_one_view(column):
+            columns.setdefault(column)
+            return
+        if column not in made:
+            for sources in zip(*(node.all_input_nodes for node in column), strict=True):
+                need(sources)
+            made[column] = None
+
+    for column in zip(*outer, strict=True):
+        need(column)
     operands = tuple(zip(*columns, strict=True)) or ((),) * len(starts)
-    return Calls(starts, length, operands, tuple(slots), tuple(numbers))
+    return Calls(starts, length, operands, tuple(column[0] for column in made))
 
 
-def _compute(number: Node, found: dict[Node, None]) -> None:
-    """Add a number behind those that it is computed of."""
-    for source in number.all_input_nodes:
-        if is_number(source):
-            _compute(source, found)
-    found[number] = None
+def _are_one_view(column: Sequence[Node]) -> bool:
+    """Whether the values are views, or parts of some, by one op that may be in a function."""
+    first = column[0]
+    if not all(node.target is first.target and _plain(node) == _plain(first) for node in column):
+        return False
+    if first.target is operator.getitem:
+        return _are_one_view([node.all_input_nodes[0] for node in column])
+    return is_view(first) and can_be_called(first)
+
+
+def _plain(node: Node) -> str:
+    """The arguments of a node, whatever nodes are among them."""
+    return repr(map_arg((node.args, node.kwargs), lambda n: None))
 
 
 class _Rewriting:
@@ -164,24 +174,14 @@ class _Rewriting:
 
     def _function(self, calls: Calls, results: Sequence[tuple[int, int]]) -> GraphModule:
         """The first of the intervals, of its operands."""
-        graph, new, inner = Graph(), dict[Node, Node](), dict[Node, Node]()
-        operands = []
+        graph, inner = Graph(), dict[Node, Node]()
         for k, operand in enumerate(calls.operands[0]):
-            made = graph.placeholder(f"operand_{k}")
-            made.meta = {"val": operand.meta["val"]}
-            operands.append(made)
-            new[operand] = made
-        slots = iter(calls.slots)
-
-        def copy(node: Node, value: Callable[[Node], Node]) -> None:
-            inner[node] = graph.node_copy(node, value)
-            inner[node].meta = dict(node.meta)
-
-        for number in calls.numbers:
-            copy(number, lambda n: inner[n] if n in inner else new[n])
+            inner[operand] = graph.placeholder(f"operand_{k}")
+            inner[operand].meta = {"val": operand.meta["val"]}
         items = self._items[calls.starts[0] : calls.starts[0] + calls.length]
-        for node in _places(items):
-            copy(node, lambda n: inner[n] if n in inner else operands[next(slots)])
+        for node in (*calls.made, *_places(items)):
+            inner[node] = graph.node_copy(node, inner.__getitem__)
+            inner[node].meta = dict(node.meta)
         graph.output(tuple(inner[items[i][k]] for i, k in results))
         return module_without_code({}, graph)
 

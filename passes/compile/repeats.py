@@ -118,7 +118,7 @@ def tokens_of(items: Sequence[Item]) -> list[Token]:
 
 def _said(item: Item) -> Any:
     node = item[0]
-    if not _can_be_called(node):
+    if not can_be_called(node):
         return node
     said: Any = [node.target, len(item)]
     said += [part.args[1] for part in item[1:]]
@@ -128,7 +128,7 @@ def _said(item: Item) -> Any:
     return tuple(said)
 
 
-def _can_be_called(node: Node) -> bool:
+def can_be_called(node: Node) -> bool:
     """Whether an op may be moved into a subgraph: it is of torch or of psg_fx, draws no numbers and writes nothing."""
     target: Any = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims", "psg_fx"):

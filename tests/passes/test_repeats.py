@@ -118,6 +118,18 @@ def test_functions_give_no_views() -> None:
             assert not is_view(source)
 
 
+def test_views_are_made_where_they_are_read() -> None:
+    """The graph around the calls has as many views for six layers as for four."""
+    x = torch.randn(3, 8, 8)
+    four, six = (lowered(Layers(n), x) for n in (4, 6))
+
+    def views(gm: GraphModule) -> int:
+        return sum(isinstance(n.target, torch._ops.OpOverload) and is_view(n) for n in gm.graph.nodes)
+
+    assert views(six) - views(four) >= 2 * 5
+    assert views(written_once(six, fewest=8)) == views(written_once(four, fewest=8))
+
+
 def test_random_numbers_are_drawn_outside() -> None:
     """In the order in which the graph draws them."""
     gm = lowered(Layers(4, drop=0.5), torch.randn(3, 8, 8))
