@@ -19,7 +19,7 @@ SPREAD = 6.0
 @contextlib.contextmanager
 def drawn(seed: int) -> Iterator[None]:
     """The planner sees random prices while this is open; with 0 its own."""
-    right = search._options
+    right = search._priced
 
     def priced(*given: Any, **named: Any) -> list[Any]:
         found = []
@@ -28,5 +28,5 @@ def drawn(seed: int) -> Iterator[None]:
             found.append(type(option)(option.tree, {key: s * factor for key, s in option.nodes.items()}))
         return sorted(found, key=lambda option: option.seconds)
 
-    with mock.patch.object(search, "_options", priced) if seed else contextlib.nullcontext():
+    with mock.patch.object(search, "_priced", priced) if seed else contextlib.nullcontext():
         yield
