@@ -164,7 +164,7 @@ def test_compiled_for_any_batch_size() -> None:
     torch.manual_seed(0)
     model = Layers(3)
     step, reference = (
-        psg_fx.transform(model, loss, quantities=psg_fx.ClippedSum(1.0), backend=backend, progress=False)
+        psg_fx.transform(model, loss, quantities=psg_fx.ClippedSum(1.0), backend=backend, dynamic=True, progress=False)
         for backend in ("inductor", "eager")
     )
     for batch in (3, 5, 4):
