@@ -83,7 +83,7 @@ def compiled(
     @functools.cache
     def value_of(size: sympy.Expr) -> Any:
         symbols = sorted(size.free_symbols, key=str)
-        return sympy.lambdify(symbols, size)(*(values[s] for s in symbols)) if symbols else int(size)
+        return sympy.lambdify(symbols, size, "math")(*(values[s] for s in symbols)) if symbols else int(size)
 
     with mode:
         fakes = [
