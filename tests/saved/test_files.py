@@ -229,11 +229,9 @@ assert not any(name.startswith("psg_fx") for name in sys.modules)
 """
 
 
-def test_what_is_compiled_runs_also_in_a_process_without_psg_fx(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@inductor_config.patch({"aot_inductor.precompile_headers": False})  # they serve a second file
+def test_what_is_compiled_runs_also_in_a_process_without_psg_fx(tmp_path: Path) -> None:
     """Also on images of one channel, and weights that meet them, which are contiguous and channels-last at once."""
-    monkeypatch.setattr(inductor_config.aot_inductor, "precompile_headers", False)  # they serve a second file
     torch.manual_seed(0)
     x, y = torch.randn(7, 1, 4, 4), torch.randint(3, (7,))
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(16, 3)).to(memory_format=torch.channels_last)
