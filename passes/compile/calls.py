@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 from psg_fx.graph.lifetimes import is_view
 from psg_fx.torch_private.graphs import module_without_code
 
-from .repeats import Item, Repeat, can_be_called, in_order, is_number, repeats, tokens_of
+from .repeats import Item, Repeat, in_order, is_number, repeats, said, tokens_of
 
 invoke_subgraph = torch.ops.higher_order.invoke_subgraph
 FEWEST = 16
@@ -106,18 +106,17 @@ def _calls(intervals: Sequence[tuple[int, list[Node]]], length: int) -> Calls:
 
 
 def _are_one_view(column: Sequence[Node]) -> bool:
-    """Whether the values are views, or parts of some, by one op that may be in a function."""
+    """Whether the values are views, or parts of some, by one op of values of one kind: a function is compiled for the
+    operands of its first call.
+    """
     first = column[0]
-    if not all(node.target is first.target and _plain(node) == _plain(first) for node in column):
-        return False
     if first.target is operator.getitem:
-        return _are_one_view([node.all_input_nodes[0] for node in column])
-    return is_view(first) and can_be_called(first)
-
-
-def _plain(node: Node) -> str:
-    """The arguments of a node, whatever nodes are among them."""
-    return repr(map_arg((node.args, node.kwargs), lambda n: None))
+        sources = [node.all_input_nodes[0] for node in column]
+        return all(node.args[1:] == first.args[1:] for node in column) and _are_one_view(sources)
+    if not is_view(first):
+        return False
+    kinds = {said((node,)) for node in column}
+    return len(kinds) == 1 and first not in kinds
 
 
 class _Rewriting:

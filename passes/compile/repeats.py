@@ -113,22 +113,23 @@ def is_number(node: Node) -> bool:
 def tokens_of(items: Sequence[Item]) -> list[Token]:
     """Equal for ops that do the same with values of the same kind."""
     numbers: dict[Any, Token] = {}
-    return [numbers.setdefault(_said(item), len(numbers)) for item in items]
+    return [numbers.setdefault(said(item), len(numbers)) for item in items]
 
 
-def _said(item: Item) -> Any:
+def said(item: Item) -> Any:
+    """What an op does with which kinds of values; the op itself where it may not be moved, which is like no other."""
     node = item[0]
-    if not can_be_called(node):
+    if not _can_be_called(node):
         return node
-    said: Any = [node.target, len(item)]
-    said += [part.args[1] for part in item[1:]]
-    map_arg((node.args, node.kwargs), lambda n: said.append(_kind(n)))
-    said.append(repr(map_arg((node.args, node.kwargs), lambda n: None)))
-    said += [_kind(part) for part in item]
-    return tuple(said)
+    found: Any = [node.target, len(item)]
+    found += [part.args[1] for part in item[1:]]
+    map_arg((node.args, node.kwargs), lambda n: found.append(_kind(n)))
+    found.append(repr(map_arg((node.args, node.kwargs), lambda n: None)))
+    found += [_kind(part) for part in item]
+    return tuple(found)
 
 
-def can_be_called(node: Node) -> bool:
+def _can_be_called(node: Node) -> bool:
     """Whether an op may be moved into a subgraph: it is of torch or of psg_fx, draws no numbers and writes nothing."""
     target: Any = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims", "psg_fx"):

@@ -197,6 +197,25 @@ def test_no_operand_is_another_one_too() -> None:
         assert torch.equal(traced_again(once, given)(*given)[0], chain(*given)[0])
 
 
+def test_views_of_other_sizes_are_made_outside() -> None:
+    """A function is compiled for the operands of its first call."""
+
+    def chains(*x: Tensor) -> list[Tensor]:
+        first = [value[:4] for value in x]
+        return [(value.sin().cos().tanh().exp() + value).sigmoid() for value in first]
+
+    given = [torch.rand(size, 2) for size in (8, 8, 6)]
+    once = written_once(make_fx(chains, tracing_mode="fake")(*given), fewest=4)
+    assert len(calls(once)) == 3
+    for call in calls(once):
+        function = once.get_submodule(str(call.args[0].target))  # type: ignore[union-attr]
+        for operand, value in zip(facts.placeholders(function), call.args[2:], strict=True):
+            assert operand.meta["val"].shape == value.meta["val"].shape  # type: ignore[union-attr]
+    with torch.no_grad():
+        for one, other in zip(traced_again(once, given)(*given), chains(*given), strict=True):
+            assert torch.equal(one, other)
+
+
 def test_layers_traced_again() -> None:
     gm = lowered(Layers(4).double(), torch.randn(3, 8, 8, dtype=torch.float64))
     given = arguments(gm, 3)
