@@ -34,7 +34,7 @@ def graph_pass(name: str, *, before: Stage, after: Stage) -> Callable[[Transform
 
 def run(step: GraphPass, gm: GraphModule, history: History, **arguments: object) -> GraphModule:
     """Run one pass, which may change `gm`, and keep what it makes of it in `history`."""
-    if history.verified is None or history.verified[0] is not gm or history.verified[1] is not step.before:
+    if history.verified != (gm, step.before):
         verify(gm, step.before)
     start, before = time.perf_counter(), len(gm.graph.nodes)
     with history.passing(step.name), remembered_results():

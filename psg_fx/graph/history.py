@@ -88,12 +88,11 @@ class Graphs(Mapping[str, GraphModule]):
 
     def __init__(self) -> None:
         self._kept: dict[str, Snapshot] = {}
-        self._last: Snapshot | None = None
 
     def keep(self, name: str, gm: GraphModule) -> Snapshot:
         """As it is now."""
-        self._kept[name] = self._last = Snapshot(gm, self._last)
-        return self._last
+        self._kept[name] = Snapshot(gm, next(reversed(self._kept.values()), None))
+        return self._kept[name]
 
     def __getitem__(self, name: str) -> GraphModule:
         return self._kept[name].module

@@ -53,13 +53,14 @@ class _Question:
 
 @dataclass(frozen=True)
 class _Ways:
-    """What to contract for a parameter: its terms directly, their sum once it is materialised, or either."""
+    """What to contract for a parameter: its terms directly, their sum once it is materialised (True), or either.
+
+    each: none where the loss does not reach it.  reason: why there is no direct way.
+    """
 
     gradient: ParameterGradient
-    direct: list[_Question] | None
-    through_total: list[_Question] | None
+    each: list[tuple[bool, list[_Question]]]
     reason: str
-    """Why there is no direct way."""
 
 
 def plan_step(
@@ -96,14 +97,11 @@ def _kept(plan: ParameterPlan) -> int:
 
 def _plan_parameter(ways: _Ways, device: Device) -> ParameterPlan:
     """The cheaper of its ways."""
-    gradient = ways.gradient
-    if not gradient.terms:
-        return ParameterPlan(gradient, False, (), 0.0, "the loss does not reach it: zero")
-    each = ((False, ways.direct), (True, ways.through_total))
-    chosen = [(total, *_choose(questions, device)) for total, questions in each if questions is not None]
+    if not ways.each:
+        return ParameterPlan(ways.gradient, False, (), 0.0, "the loss does not reach it: zero")
+    chosen = [(total, *_choose(questions, device)) for total, questions in ways.each]
     total, parts, seconds = min(chosen, key=lambda way: way[2])
-    why = ways.reason if ways.direct is None else _why(parts, total)
-    return ParameterPlan(gradient, total, parts, seconds, why)
+    return ParameterPlan(ways.gradient, total, parts, seconds, ways.reason or _why(parts, total))
 
 
 def _concrete(batch: sympy.Symbol, size: int) -> Concrete:
@@ -119,17 +117,19 @@ def _ways(
     gradient: ParameterGradient, asks: Sequence[Ask], device: Device, batch: sympy.Symbol, concrete: Concrete
 ) -> _Ways:
     """The sum of one term is that term."""
-
-    def questions(asked: _Open) -> list[_Question]:
-        return [_Question(*each, _trees(each[1].network, concrete, device)) for each in asked]
-
     if not gradient.terms:
-        return _Ways(gradient, None, None, "")
+        return _Ways(gradient, [], "")
+    asked: list[tuple[bool, _Open]] = []
     direct, reason = _direct(gradient, asks)
-    total = _through_total(gradient, asks, batch) if direct is None or len(gradient.terms) > 1 else None
-    return _Ways(
-        gradient, None if direct is None else questions(direct), None if total is None else questions(total), reason
-    )
+    if direct is not None:
+        asked.append((False, direct))
+    if direct is None or len(gradient.terms) > 1:
+        asked.append((True, _through_total(gradient, asks, batch)))
+    each = [
+        (total, [_Question(ask, c, _trees(c.network, concrete, device)) for ask, c in questions])
+        for total, questions in asked
+    ]
+    return _Ways(gradient, each, reason)
 
 
 def _direct(gradient: ParameterGradient, asks: Sequence[Ask]) -> tuple[_Open | None, str]:

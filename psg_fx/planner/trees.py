@@ -96,8 +96,8 @@ def _halves(inside: frozenset[int]) -> Iterator[tuple[frozenset[int], frozenset[
 
 
 def contractions(
-    a: Expr, b: Expr, needed: set[str], sizes: dict[str, Size], order: Axes = (), methods: Sequence[Method] = METHODS,
-    seen: set[object] | None = None,
+    a: Expr, b: Expr, needed: set[str], sizes: dict[str, Size], order: Axes, methods: Sequence[Method],
+    seen: set[object],
 ) -> Iterator[Expr]:  # fmt: skip
     """Contract two nodes by every method that applies, implicit operands as they are or built.
 
@@ -111,11 +111,10 @@ def contractions(
         first = {} if BATCH in kept else {ROWS: -1}  # rows of groups stand in the place of samples
         places = first | {axis: k for k, axis in enumerate(order)}
         out = tuple(sorted(kept, key=lambda axis: places.get(axis, len(order))))
-        if seen is not None:
-            wanted = (x.key, y.key, numbered(x.axes, y.axes, out))
-            if wanted in seen:
-                continue
-            seen.add(wanted)
+        wanted = (x.key, y.key, numbered(x.axes, y.axes, out))
+        if wanted in seen:
+            continue
+        seen.add(wanted)
         self_product = x.key == y.key
         pair = Pair(x.arg, y.arg, out, sizes, same=self_product and x.axes == y.axes, self_product=self_product)
         for method in methods:

@@ -26,9 +26,7 @@ from psg_fx.tensors import HALF
 from psg_fx.torch_private.export import own_builtins
 from psg_fx.torch_private.packages import compiled_files, load_compiled, pack
 from psg_fx.torch_private.quiet import quiet
-from psg_fx.torch_private.recorded import quickly_recorded
-from psg_fx.torch_private.remembered import remembered_results
-from psg_fx.torch_private.tracer import without_tensor_meta
+from psg_fx.torch_private.tracer import traced_quickly
 
 SPEC = "psg_fx.json"
 _MOST_SAMPLES = 2**20
@@ -136,7 +134,7 @@ def _exported(gm: GraphModule, lowered: Lowered, nodes: Sequence[Node]) -> Expor
                     device=n.meta["val"].device)
         for n, shape in zip(nodes, shapes, strict=True)
     ]  # fmt: skip
-    with own_builtins(), quickly_recorded(), remembered_results(), without_tensor_meta():
+    with own_builtins(), traced_quickly():
         return torch.export.export(lowered, tuple(example), dynamic_shapes=(tuple(dynamic),), strict=False)
 
 

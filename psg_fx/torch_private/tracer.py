@@ -42,11 +42,15 @@ def trace_fakes(function: Callable[..., Any], arguments: Sequence[Any], **option
         with lazy_sizes():
             return function(*args)
 
-    with (
-        tracing_symbols(arguments), without_tensor_meta(), remembered_results(), quickly_recorded(),
-        _untouched_modules(),
-    ):  # fmt: skip
+    with tracing_symbols(arguments), traced_quickly(), _untouched_modules():
         return make_fx(run, **_WITHOUT_TORCH_NAMES, **options)(*_distinct(arguments))
+
+
+@contextlib.contextmanager
+def traced_quickly() -> Iterator[None]:
+    """While open, traces of this thread do without what nobody reads and what is known."""
+    with without_tensor_meta(), remembered_results(), quickly_recorded():
+        yield
 
 
 def recorded_so_far() -> list[Node]:
