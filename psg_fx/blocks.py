@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 import mmap
+import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,8 +23,15 @@ LARGE = 2 << 20
 
 _MAPPED = 32 << 20
 """Bytes from which the C library takes memory from the kernel, and gives it back as soon as it is free.  Smaller values
-lie in its heap, whose top it gives back, too, once that is twice as large.
+lie in its heap, whose top it gives back, too, once that is larger than `_KEPT`.
 """
+
+_KEPT = 512 << 20
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Names of glibc's malloc.h."""
+
+_ALLOCATOR_IS_SET = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
 
 _SPARE = 2
 """A block is taken for another value if it is at most so many times too large."""
@@ -157,10 +165,16 @@ def _fresh(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> to
 
 @functools.cache
 def _settle_allocator() -> None:
-    """Let the C library keep freed memory below 32 MiB for the next call.  Glibc returns it to the kernel at once until
-    a piece of about that size has been freed, which in ordinary training happens sooner or later.
+    """Let the C library keep what is freed for the next call: pieces below 32 MiB, and up to 512 MiB at the top of its
+    heap.  Glibc keeps little until pieces of 31 MiB have been freed, and 64 MiB from then on, so a step whose values
+    are more than that pays for its pages at some calls and not at others, as whatever lies above them decides.  Whoever
+    has set glibc's own variables is left alone, as are other allocators and other C libraries.
     """
-    torch.empty(_MAPPED - (1 << 20), dtype=torch.uint8)
+    if any(name in os.environ for name in _ALLOCATOR_IS_SET) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+        return
+    if sys.platform == "linux" and hasattr(_libc(), "gnu_get_libc_version"):
+        _libc().mallopt(_M_MMAP_THRESHOLD, _MAPPED)
+        _libc().mallopt(_M_TRIM_THRESHOLD, _KEPT)
 
 
 def _ask_for_huge_pages(address: int, size: int) -> None:
