@@ -29,6 +29,7 @@ from psg_fx.torch_private.scattered import scattered_in_place
 
 from .additions import add_rows_by_scatter
 from .calls import written_once
+from .pools import pool_by_vectors
 from .sizes import Background, Flat, Sized
 
 aten = torch.ops.aten
@@ -84,6 +85,7 @@ def written_out(gm: GraphModule, backend: str = "inductor", device: str = "cpu")
         _write_in_full(gm)
         if device == "cpu":
             add_rows_by_scatter(gm)
+            pool_by_vectors(gm)
     gm.recompile()
     return gm
 
