@@ -23,6 +23,7 @@ from psg_fx.benchmarking.benchmark import BenchmarkReport, BenchmarkRow
 LIBRARIES = ("opacus", "backpack-for-pytorch", "jax", "fastDP")
 NAMES = {
     "psg-compiled": "psg_fx",
+    "psg-reused": "psg_fx, outputs reused",
     "psg-eager": "psg_fx, not compiled",
     "vmap": "vmap(grad)",
     "vmap-compiled": "vmap(grad), compiled",

@@ -57,10 +57,10 @@ def transform(
             the loss is a mean over the batch.  Under a mean loss the default leaves gᵢ / B, each sample's part of the
             ordinary gradient, where Opacus and "mean" leave gᵢ, the gradient of its own loss.
         backend, mode, options: as in `torch.compile`; "eager" runs the lowered graph as it is.  One option is not
-            torch.compile's: `"psg_fx.fused_kernels"` offers kernels of psg_fx (Triton) to plans for a CUDA device,
-            products whose squared norm is taken before they are stored and inner products of Gram matrices that never
-            are, or does not.  Left out, it is True for the former where their time was measured, on an H100 or H200
-            without CUDA graphs; `step.explain()` says where they would gain.
+            torch.compile's: `"psg_fx.fused_kernels"` offers kernels of psg_fx to plans, products whose squared norm is
+            taken before they are stored and inner products of Gram matrices that never are, or does not.  Left out,
+            it is True for the former (Triton) where their time was measured, on an H100 or H200 without CUDA graphs,
+            where `step.explain()` says where they would gain; and for the latter in C++, on a CPU, with inductor.
         dynamic: None: the first batch size is compiled statically, the next one dynamically; True: dynamically from the
             start; False: a graph for every size.  None and True: a batch of one sample is compiled once for itself.
         reuse_outputs: on CPU with inductor, keep the memory of large results and intermediate values for later calls,

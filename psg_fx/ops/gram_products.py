@@ -1,14 +1,16 @@
-"""`psg_fx::gram_dots`: the inner product of two Gram matrices, neither of which is ever in memory.
+"""`psg_fx::gram_dots` and `gram_dots_here`: the inner product of two Gram matrices, neither of which is ever in memory.
 
     G[n, t, t'] = Σ_i x[n, t, i] x[n, t', i],    H[n, t, t'] = Σ_o y[n, t, o] y[n, t', o]
     sums[0, n, k] = Σ_{(t, t') in tile k} G H,   sums[1, n, k] = Σ_{(t, t) in tile k} √(G H)
 
-Both matrices are symmetric: tiles above the diagonal are not computed, those below count twice.  On a CUDA device it is
-a kernel of Triton (`psg_fx/ops/gram_kernels.py`), which inductor takes into its graph; elsewhere plain torch.
+Both matrices are symmetric: tiles above the diagonal are not computed, those below count twice.  In half precision it
+is a kernel of Triton on a CUDA device (`psg_fx/ops/gram_kernels.py`), which inductor takes into its graph; in float32
+it is C++ on a CPU (`psg_fx/ops/gram_dots.cpp`), with all tiles of a sample added up; elsewhere plain torch.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,10 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import register_flop_formula
 
+from psg_fx.ops.define import define_op
 from psg_fx.tensors import HALF, Size
+from psg_fx.torch_private.native import compiling
 
 DTYPES = HALF
-"""What the kernel multiplies.  In float32 it took twice what `bmm` does on an H100 (docs/design/gpu.md)."""
+"""What the kernel of Triton multiplies.  In float32 it took twice what `bmm` does on an H100 (docs/design/gpu.md)."""
 
 SIDE = 64
 """Rows and columns of a tile."""
@@ -33,15 +37,37 @@ def tiles(positions: Size) -> Size:
 
 
 def gram_dots(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Σ_{t,t'} G H of x[n, t, i] and y[n, t, o], each of a dtype of `DTYPES`: [n], in float32."""
-    found: torch.Tensor = _op()(x, y)[0].sum(1)
+    """Σ_{t,t'} G H of x[n, t, i] and y[n, t, o], both of a dtype of `DTYPES` or both of float32: [n], in float32."""
+    found: torch.Tensor = _HERE(x, y)[0] if x.dtype is torch.float32 else _op()(x, y)[0].sum(1)
     return found
 
 
 def gram_diagonals(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Σ_t √(G H)[n, t, t], the sum of ‖x[n, t]‖ ‖y[n, t]‖: [n], in float32."""
-    found: torch.Tensor = _op()(x, y)[1].sum(1)
+    found: torch.Tensor = _HERE(x, y)[1] if x.dtype is torch.float32 else _op()(x, y)[1].sum(1)
     return found
+
+
+def _here(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    library = compiling("gram_dots").result() if x.device.type == "cpu" else None
+    if library is None:
+        return _of_torch_here(x, y)
+    x, y = x.contiguous(), y.contiguous()
+    sums = _fake_here(x, y)
+    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, y, sums)]
+    library.gram_dots(*pointers, *map(ctypes.c_int64, (*x.shape, y.shape[2])), ctypes.c_int(torch.get_num_threads()))
+    return sums
+
+
+def _fake_here(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((2, x.shape[0]))
+
+
+def _of_torch_here(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return _by_torch(x, y).sum(2)
+
+
+_HERE = define_op("gram_dots_here(Tensor x, Tensor y) -> Tensor", _here, _fake_here, _of_torch_here)
 
 
 @functools.cache
@@ -87,4 +113,12 @@ def _in_tiles(matrix: torch.Tensor) -> torch.Tensor:
 def _flops(x: Sequence[int], y: Sequence[int], *rest: Any, **shapes: Any) -> int:
     """2 · n·(i + o) for each entry of a computed tile, and 2 · n of its product."""
     entries: int = tiles(x[1]) * SIDE * SIDE
+    return 2 * x[0] * entries * (x[2] + y[2] + 1)
+
+
+@register_flop_formula(torch.ops.psg_fx.gram_dots_here)
+def _flops_here(x: Sequence[int], y: Sequence[int], *rest: Any, **shapes: Any) -> int:
+    """The same for squares of 4 x 4."""
+    squares = -(-x[1] // 4)
+    entries: int = 16 * squares * (squares + 1) // 2
     return 2 * x[0] * entries * (x[2] + y[2] + 1)

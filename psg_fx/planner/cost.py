@@ -35,11 +35,12 @@ REPLAYED = "launch_replayed"
 
 
 class Fused(enum.Enum):
-    """Which kernels of psg_fx are offered to plans for a CUDA device, beside those of torch."""
+    """Which kernels of psg_fx are offered to plans, beside those of torch: of Triton for a CUDA device, or of C++."""
 
     NONE = "none"
     TIMED = "those that were timed in whole steps"
     ALL = "all"
+    COMPILED = "those in C++"
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class Device:
     extra: further constants, seconds per unit or call, named by the method that reads them.
     origin: where the rates come from, as `explain()` says it.  working: seconds per byte that a tree holds at once, to
     plan for little memory.  own_ops: whether trees may use ops of psg_fx, which other programs do not know.  fused:
-    which kernels of psg_fx are wanted beside those of torch, where there are any.
+    which kernels of psg_fx are wanted beside those of torch, where there are any.  compiled: whether steps
+    are compiled, so that a compiler for kernels in C++ is at hand.
     """
 
     name: str
@@ -64,11 +66,14 @@ class Device:
     working: float = 0.0
     own_ops: bool = True
     fused: Fused = Fused.NONE
+    compiled: bool = False
 
     @property
     def offered(self) -> Fused:
         """Which kernels of psg_fx are offered to its plans."""
-        return self.fused if self.name == "cuda" else Fused.NONE
+        if self.name == "cuda":
+            return self.fused
+        return Fused.COMPILED if self.compiled else Fused.NONE
 
     @property
     def launches(self) -> bool:

@@ -165,7 +165,8 @@ def table_path(kind: str) -> Path:
 def to_json(table: Device) -> str:
     """A table as text."""
     flops = [[kind, str(dtype).removeprefix("torch."), rate] for (kind, dtype), rate in table.flops.items()]
-    kept = {name: value for name, value in vars(table).items() if name != "fused"}  # is of a step, not of a device
+    of_steps = ("fused", "compiled")
+    kept = {name: value for name, value in vars(table).items() if name not in of_steps}
     return json.dumps(kept | {"flops": flops, "extra": dict(table.extra)}, indent=2) + "\n"
 
 

@@ -102,8 +102,9 @@ class Settings:
 
     def rates_of(self, device: torch.device) -> Device:
         """What plans for a device go by."""
-        table = rates.device(device.type, self.replays)
         told = (self.options or {}).get(FUSED_KERNELS)
+        compiled = device.type == "cpu" and self.backend == "inductor" and told is not False
+        table = replace(rates.device(device.type, self.replays), compiled=compiled)
         if told is None:
             timed = not self.replays and rates.fused_kernels_pay(device) and _has_triton()
             return replace(table, fused=Fused.TIMED if timed else Fused.NONE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from psg_fx.ops import gram_products
 from psg_fx.passes import widen
 from psg_fx.planner import rates
 from psg_fx.torch_private.fakes import symbolic_inputs
+from psg_fx.torch_private.native import compiling
 from support import oracle
 
 SHAPES = [(3, 70, 50, 90), (1, 1, 1, 1), (2, 130, 33, 20), (2, 64, 64, 1), (2, 200, 3, 5)]
@@ -28,9 +30,9 @@ def drawn(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return torch.randn(n, t, i).to(dtype), torch.randn(n, o, t).to(dtype).mT
 
 
-@pytest.mark.parametrize("dtype", gram_products.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [*gram_products.DTYPES, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_op_by_torch(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+def test_the_op(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     x, y = drawn(shape, dtype)
     want = (x.double() @ x.double().mT) * (y.double() @ y.double().mT)
     dots, diagonals = gram_products.gram_dots(x, y), gram_products.gram_diagonals(x, y)
@@ -39,9 +41,36 @@ def test_the_op_by_torch(shape: tuple[int, int, int, int], dtype: torch.dtype) -
     assert oracle.relative_error(diagonals, want.diagonal(0, 1, 2).sqrt().sum(1)) < 1e-5
 
 
-def test_the_op_as_a_fake() -> None:
+def test_it_is_compiled_here() -> None:
+    library = compiling("gram_dots").result()
+    assert library is not None
+    assert library.gram_dots
+
+
+def test_without_a_compiler_it_is_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing: Future[None] = Future()
+    nothing.set_result(None)
+    x, y = drawn(SHAPES[0], torch.float32)
+    want = gram_products.gram_dots(x, y), gram_products.gram_diagonals(x, y)
+    monkeypatch.setattr(gram_products, "compiling", lambda name: nothing)
+    for got, other in zip((gram_products.gram_dots(x, y), gram_products.gram_diagonals(x, y)), want, strict=True):
+        assert oracle.relative_error(got, other) < 1e-5
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_what_is_no_number_stays_in_its_sample(value: float) -> None:
+    x, y = drawn(SHAPES[0], torch.float32)
+    want = gram_products.gram_dots(x, y)
+    x[1, 5, 7] = value
+    found = gram_products.gram_dots(x, y)
+    assert found.isfinite().tolist() == [True, False, True]
+    assert torch.equal(found[[0, 2]], want[[0, 2]])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_op_as_a_fake(dtype: torch.dtype) -> None:
     """One trace for every number of samples."""
-    x, y = drawn(SHAPES[0], torch.bfloat16)
+    x, y = drawn(SHAPES[0], dtype)
     a, b = symbolic_inputs([x, y], [0, 0])
     with a.fake_mode:  # type: ignore[attr-defined]
         found = gram_products.gram_dots(a, b)
@@ -99,5 +128,36 @@ def test_not_in_float32() -> None:
     step = psg_fx.transform(
         Model(), F.cross_entropy, quantities=Norms(), backend="eager", options={"psg_fx.fused_kernels": True}
     )
+    step(torch.randn(5, 20, 40), torch.randint(40, (5,)))
+    assert not ops(step)
+
+
+@pytest.fixture
+def memory_is_dear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients that are written cost more than any product."""
+    monkeypatch.setattr(rates, "device", lambda kind, replayed=False: replace(rates.CPU, bandwidth=1e6))
+
+
+@pytest.mark.inductor
+@pytest.mark.usefixtures("memory_is_dear")
+def test_a_compiled_step_on_a_cpu() -> None:
+    """For any number of samples, but for a graph of one."""
+    torch.manual_seed(0)
+    model, x, y = Model(), torch.randn(6, 20, 40), torch.randint(40, (6,))
+    step = psg_fx.transform(model, F.cross_entropy, quantities=ClippedSum(0.5), backend="inductor", dynamic=True)
+    for size in (6, 3, 1):
+        out, (_, grads) = step(x[:size], y[:size]), oracle.loop_grads(model, F.cross_entropy, x[:size], y[:size])
+        assert oracle.relative_error(out.norms, oracle.norms(grads)) < 1e-5
+        assert oracle.worst_error(out.clipped_sum, oracle.clipped_sum(grads, 0.5)) < 1e-5
+    assert len(ops(step)) == 2
+
+
+@pytest.mark.usefixtures("memory_is_dear")
+@pytest.mark.parametrize(("backend", "told"), [("eager", None), ("inductor", {"psg_fx.fused_kernels": False})])
+def test_where_there_is_none(backend: str, told: dict[str, bool] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not without a compiler, and not if they are turned off."""
+    torch.manual_seed(0)
+    monkeypatch.setattr("psg_fx.step.module.compile_graph", lambda gm, *others: gm)
+    step = psg_fx.transform(Model(), F.cross_entropy, quantities=Norms(), backend=backend, options=told)
     step(torch.randn(5, 20, 40), torch.randint(40, (5,)))
     assert not ops(step)

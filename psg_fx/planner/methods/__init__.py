@@ -5,7 +5,7 @@ from psg_fx.planner.methods.base import Arg, Method, Pair
 from psg_fx.planner.methods.dense import Dot, MatMul, Multiply, SumOfOuter
 from psg_fx.planner.methods.experts import ExpertMatMul, ExpertOuter, ExpertSquares, Route, RouteMembers
 from psg_fx.planner.methods.fused import SumTiles, TileProduct, TileSquares
-from psg_fx.planner.methods.grams import GramDot, NotFormed
+from psg_fx.planner.methods.grams import GramDot, GramDotHere, NotFormed, NotFormedHere
 from psg_fx.planner.methods.onehot import Equal, Gather, Pick, Scatter
 from psg_fx.planner.methods.patches import ConvWeight, GroupedConv, Shifted, WindowSum
 from psg_fx.planner.methods.pixels import PixelGram
@@ -25,7 +25,12 @@ TIMED: tuple[Method, ...] = (TileSquares(), TileProduct())
 FUSED: tuple[Method, ...] = (*TIMED, NotFormed(), GramDot())
 """All kernels of psg_fx."""
 
-OFFERED = {Fused.NONE: METHODS, Fused.TIMED: METHODS + TIMED, Fused.ALL: METHODS + FUSED}
+COMPILED: tuple[Method, ...] = (NotFormedHere(), GramDotHere())
+"""Kernels of psg_fx in C++."""
+
+OFFERED = {
+    Fused.NONE: METHODS, Fused.TIMED: METHODS + TIMED, Fused.ALL: METHODS + FUSED, Fused.COMPILED: METHODS + COMPILED,
+}  # fmt: skip
 """What plans choose from: `Device.offered`."""
 
 __all__ = ["FUSED", "METHODS", "OFFERED", "Arg", "Method", "Pair"]

@@ -1,17 +1,21 @@
-"""The inner product of two Gram matrices of positions, neither of them formed: a kernel of psg_fx.
+"""The inner product of two Gram matrices of positions, neither of them formed: kernels of psg_fx.
 
-It is offered where `Device.fused` says so.  docs/design/gpu.md has what was measured.
+That of Triton is offered where `Device.fused` says so, that of C++ where `Device.compiled` does.  What was measured is
+in docs/design/gpu.md and docs/design/cpu.md.
 """
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
-from psg_fx.algebra.network import BATCH, Axes, Form, Unformed
+from psg_fx.algebra.network import BATCH, ROWS, Axes, Form, Unformed
 from psg_fx.ops import gram_products
 from psg_fx.planner.cost import Device, Work
 from psg_fx.planner.methods.base import Method, Pair, arrange
 from psg_fx.tensors import Size
+from psg_fx.torch_private.native import compiling
 
 _OF_CUBLAS = 0.5
 """The share of `bmm`'s rate that the kernel reaches: 0.4 to 0.6 in bfloat16 on an H100, of tiles that are computed
@@ -25,16 +29,23 @@ steps on an H100.
 
 _DEPTH = 64
 
+_OF_BMM = 1.1
+"""The rate of the kernel in C++ in that of `bmm`; which kernels torch takes for so few rows decides more than flops."""
+
+_OF_A_SQUARE = 6000
+"""What a square of 4×4 of both matrices takes beside its products, most of it to add up vectors, in flops."""
+
 
 class NotFormed(Method):
     """G[b,t,t'] = Σ_i x[b,t,i] x[b,t',i], left to who reads it: the result is x."""
 
     name = "unformed"
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = gram_products.DTYPES
 
     def applies(self, p: Pair) -> bool:
         if not (p.self_product and p.a.dense and p.summed and p.batch == (BATCH,) and len(p.left) == len(p.right) == 1):
             return False
-        if p.a.dtype not in gram_products.DTYPES or set(self.out(p)) != set(p.out):
+        if p.a.dtype not in self.dtypes or set(self.out(p)) != set(p.out):
             return False
         return tuple(p.left[0] if x == p.right[0] else x for x in p.b.axes) == p.a.axes
 
@@ -88,3 +99,38 @@ class GramDot(Method):
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return gram_products.gram_dots(a, b)
+
+
+class NotFormedHere(NotFormed):
+    """The same for the kernel in C++; the rows of a sample are as many at every call."""
+
+    dtypes = (torch.float32,)
+    devices = ("cpu",)
+
+    def applies(self, p: Pair) -> bool:
+        return super().applies(p) and ROWS not in p.left + p.right
+
+
+class GramDotHere(GramDot):
+    """The same in C++, in squares of 4×4: flops = 2 · b·(i+o) for each entry of one on the diagonal or below it."""
+
+    devices = ("cpu",)
+
+    def work(self, p: Pair) -> Work:
+        samples, read = p.count(p.out), super().work(p).read
+        return Work(32 * self._squares(p) * self._depth(p), read, 8 * samples, "bmm")
+
+    def seconds(self, p: Pair, device: Device) -> float:
+        flops = self.work(p).flops + _OF_A_SQUARE * self._squares(p)
+        return float(flops) / (_OF_BMM * device.rate("bmm")) + device.extra.get("product", 0.0) + device.launch
+
+    def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        compiling("gram_dots")
+        return super().emit(p, a, b)
+
+    def _squares(self, p: Pair) -> Size:
+        along = (p.sizes[p.a.axes[-1]] + 3) // 4
+        return p.count(p.out) * along * (along + 1) // 2
+
+    def _depth(self, p: Pair) -> int:
+        return sum(form.depth for form in (p.a.form, p.b.form) if isinstance(form, Unformed))

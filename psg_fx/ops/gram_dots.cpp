@@ -1,0 +1,120 @@
+// The inner product of two Gram matrices, neither of which is ever in memory (psg_fx/ops/gram_products.py).
+//
+// Squares of 4x4 entries of both are multiplied in registers, along the rows of x and y as these lie in memory; those
+// above the diagonal are not computed, and those below count twice.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#ifdef __AVX512F__
+constexpr int LANES = 16, HEIGHT = 4;  // 16 accumulators in 32 registers
+#else
+constexpr int LANES = 8, HEIGHT = 2;  // 8 in 16
+#endif
+constexpr int EDGE = 4;
+constexpr int64_t BAND = 64;  // rows that a thread takes at a time
+constexpr int LINE = 64;      // bytes
+
+typedef float Register __attribute__((vector_size(LANES * sizeof(float))));
+typedef float Unaligned __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float))));
+
+// Without it GCC reads a value from memory for each of its uses, and loads are what bounds the loop.
+static inline Register in_register(const float* from) {
+  Register value = *reinterpret_cast<const Unaligned*>(from);
+#ifdef __x86_64__
+  asm("" : "+v"(value));
+#endif
+  return value;
+}
+
+static inline float sum_of(Register value) {
+  float sum = 0;
+  for (int lane = 0; lane < LANES; ++lane) sum += value[lane];
+  return sum;
+}
+
+// out[i][j] = sum over k < size of a[i][k] b[j][k]
+static void products(const float* const* a, const float* const* b, int64_t size, float (*out)[EDGE]) {
+  const int64_t whole = size - size % LANES;
+  for (int top = 0; top < EDGE; top += HEIGHT) {
+    Register sums[HEIGHT][EDGE] = {};
+    for (int64_t k = 0; k < whole; k += LANES) {
+      Register right[EDGE];
+      for (int j = 0; j < EDGE; ++j) right[j] = in_register(b[j] + k);
+      for (int i = 0; i < HEIGHT; ++i) {
+        const Register left = in_register(a[top + i] + k);
+        for (int j = 0; j < EDGE; ++j) sums[i][j] += left * right[j];
+      }
+    }
+    for (int i = 0; i < HEIGHT; ++i)
+      for (int j = 0; j < EDGE; ++j) {
+        out[top + i][j] = sum_of(sums[i][j]);
+        for (int64_t k = whole; k < size; ++k) out[top + i][j] += a[top + i][k] * b[j][k];
+      }
+  }
+}
+
+// The rows of one sample, and of the one after it.
+struct Rows {
+  const float *start, *zeros;
+  int64_t count, size;
+  bool last;
+
+  // EDGE of them; beyond the last one come rows of zeros.
+  void at(int64_t first, const float** to) const {
+    for (int i = 0; i < EDGE; ++i) to[i] = first + i < count ? start + (first + i) * size : zeros;
+  }
+
+  // As many of the next sample come closer while this one is computed: rows are too short for the machine to foresee it.
+  void fetch_next(int64_t first) const {
+    if (last) return;
+    const float* from = start + (count + first) * size;
+    const float* to = start + (count + std::min(first + EDGE, count)) * size;
+    for (; from < to; from += LINE / sizeof(float)) __builtin_prefetch(from, 0, 2);
+  }
+};
+
+struct Sums {
+  float dots, roots;
+};
+
+static Sums band(const Rows& x, const Rows& y, int64_t first) {
+  Sums found = {0, 0};
+  for (int64_t i = first; i < std::min(first + BAND, x.count); i += EDGE) {
+    x.fetch_next(i), y.fetch_next(i);
+    for (int64_t j = 0; j <= i; j += EDGE) {
+      const float *left[EDGE], *right[EDGE];
+      float g[EDGE][EDGE], h[EDGE][EDGE];
+      x.at(i, left), x.at(j, right);
+      products(left, right, x.size, g);
+      y.at(i, left), y.at(j, right);
+      products(left, right, y.size, h);
+      float dots = 0;
+      for (int k = 0; k < EDGE * EDGE; ++k) dots += g[k / EDGE][k % EDGE] * h[k / EDGE][k % EDGE];
+      found.dots += i == j ? dots : 2 * dots;
+      for (int k = 0; i == j && k < EDGE; ++k) found.roots += std::sqrt(g[k][k] * h[k][k]);
+    }
+  }
+  return found;
+}
+
+// x[n, t, i], y[n, t, o] -> out[2, n]: the products, and the sums of the roots of those on the diagonals.
+extern "C" void gram_dots(
+    const float* x, const float* y, float* out, int64_t n, int64_t t, int64_t i, int64_t o, int threads) {
+  const std::vector<float> zeros(std::max(i, o));
+  const int64_t bands = (t + BAND - 1) / BAND;
+  std::vector<Sums> found(n * bands);
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (int64_t task = 0; task < n * bands; ++task) {
+    const int64_t s = task / bands;
+    const Rows of_x = {x + s * t * i, zeros.data(), t, i, s + 1 == n};
+    const Rows of_y = {y + s * t * o, zeros.data(), t, o, s + 1 == n};
+    found[task] = band(of_x, of_y, task % bands * BAND);
+  }
+  for (int64_t s = 0; s < n; ++s) {
+    out[s] = out[n + s] = 0;
+    for (int64_t k = s * bands; k < (s + 1) * bands; ++k) out[s] += found[k].dots, out[n + s] += found[k].roots;
+  }
+}
