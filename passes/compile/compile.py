@@ -21,6 +21,7 @@ from psg_fx.graph.history import History, PassRecord, copy_graph, log
 from psg_fx.graph.stages import Stage
 from psg_fx.graph.strides import free_of_strides
 from psg_fx.op_table import enter, known
+from psg_fx.torch_private import native
 from psg_fx.torch_private.ahead import ask_ahead
 from psg_fx.torch_private.compiler import compilations, inductor_modes, marked_dynamic
 from psg_fx.torch_private.graphs import write_code
@@ -139,6 +140,7 @@ def _recorded(gm: GraphModule, backend: str, history: History) -> Iterator[None]
     try:
         with scattered_in_place():
             yield
+        native.finish()
     finally:
         history.progress.say("")
         seconds = time.perf_counter() - began

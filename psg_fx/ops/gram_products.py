@@ -21,7 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from psg_fx.ops.define import define_op
 from psg_fx.tensors import HALF, Size
-from psg_fx.torch_private.native import compiling
+from psg_fx.torch_private.native import library
 
 DTYPES = HALF
 """What the kernel of Triton multiplies.  In float32 it took twice what `bmm` does on an H100 (docs/design/gpu.md)."""
@@ -49,13 +49,13 @@ def gram_diagonals(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _here(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    library = compiling("gram_dots").result() if x.device.type == "cpu" else None
-    if library is None:
+    compiled = library("gram_dots") if x.device.type == "cpu" else None
+    if compiled is None:
         return _of_torch_here(x, y)
     x, y = x.contiguous(), y.contiguous()
     sums = _fake_here(x, y)
     pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, y, sums)]
-    library.gram_dots(*pointers, *map(ctypes.c_int64, (*x.shape, y.shape[2])), ctypes.c_int(torch.get_num_threads()))
+    compiled.gram_dots(*pointers, *map(ctypes.c_int64, (*x.shape, y.shape[2])), ctypes.c_int(torch.get_num_threads()))
     return sums
 
 

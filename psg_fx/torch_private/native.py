@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.resources
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from ctypes import CDLL
 
@@ -14,21 +14,36 @@ from torch._inductor.codecache import CppCodeCache
 
 from psg_fx.torch_private.ahead import ask_ahead
 
+_BEGUN: dict[str, Future[CDLL | None]] = {}
+_BEGINNING = threading.Lock()
 
-@functools.cache
-def compiling(name: str) -> Future[CDLL | None]:
-    """The library of a file in `psg_fx/ops`, which a thread compiles, once; None where it does not compile."""
-    thread = ThreadPoolExecutor(1, thread_name_prefix=f"psg_fx compiles {name}")
-    found = thread.submit(_compiled, name)
-    thread.shutdown(wait=False)
-    return found
+
+def begin(name: str) -> None:
+    """Compile the file of that name in `psg_fx/ops`, in a thread, once in a process."""
+    with _BEGINNING:
+        if name not in _BEGUN:
+            thread = ThreadPoolExecutor(1, thread_name_prefix=f"psg_fx compiles {name}")
+            _BEGUN[name] = thread.submit(_compiled, name)
+            thread.shutdown(wait=False)
+
+
+def finish() -> None:
+    """Wait for all that has begun, so that a compiled step does not change from one call to the next."""
+    for future in list(_BEGUN.values()):
+        future.result()
+
+
+def library(name: str) -> CDLL | None:
+    """What has been compiled of it; None until then, and where it does not compile."""
+    future = _BEGUN.get(name)
+    return future.result() if future is not None and future.done() else None
 
 
 def _compiled(name: str) -> CDLL | None:
     source = (importlib.resources.files("psg_fx.ops") / f"{name}.cpp").read_text(encoding="utf-8")
     ask_ahead().join()  # which vector instructions there are
     try:
-        library: CDLL = CppCodeCache.load(source)
-        return library
-    except Exception:  # no compiler, or one that does not know vectors: the step says so, or torch's ops do
+        found: CDLL = CppCodeCache.load(source)
+    except Exception:  # no compiler, or one that does not know vectors: torch's ops do the same
         return None
+    return found

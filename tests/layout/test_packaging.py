@@ -28,6 +28,16 @@ def test_every_package_is_installed() -> None:
     assert sorted(PROJECT["tool"]["setuptools"]["packages"]) == sorted(packages())
 
 
+def test_what_is_not_python_is_installed_with_it() -> None:
+    """Pages of the report, kernels in C++."""
+    data = PROJECT["tool"]["setuptools"]["package-data"]
+    listed = {
+        file for name, globs in data.items() for glob in globs for file in (ROOT / name.replace(".", "/")).glob(glob)
+    }
+    found = {file for file in (ROOT / "psg_fx").rglob("*") if file.is_file() and "__pycache__" not in file.parts}
+    assert {file for file in found if file.suffix != ".py"} == listed
+
+
 @pytest.mark.parametrize("top", ["psg_fx", "passes"])
 def test_every_folder_with_modules_is_a_package(top: str) -> None:
     folders = {path.parent for path in (ROOT / top).rglob("*.py")}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
@@ -16,8 +15,8 @@ from psg_fx import ClippedSum, Norms, Quantity
 from psg_fx.ops import gram_products
 from psg_fx.passes import widen
 from psg_fx.planner import rates
+from psg_fx.torch_private import native
 from psg_fx.torch_private.fakes import symbolic_inputs
-from psg_fx.torch_private.native import compiling
 from support import oracle
 
 SHAPES = [(3, 70, 50, 90), (1, 1, 1, 1), (2, 130, 33, 20), (2, 64, 64, 1), (2, 200, 3, 5)]
@@ -41,18 +40,22 @@ def test_the_op(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     assert oracle.relative_error(diagonals, want.diagonal(0, 1, 2).sqrt().sum(1)) < 1e-5
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _compiled() -> None:
+    native.begin("gram_dots")
+    native.finish()
+
+
 def test_it_is_compiled_here() -> None:
-    library = compiling("gram_dots").result()
+    library = native.library("gram_dots")
     assert library is not None
     assert library.gram_dots
 
 
 def test_without_a_compiler_it_is_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing: Future[None] = Future()
-    nothing.set_result(None)
     x, y = drawn(SHAPES[0], torch.float32)
     want = gram_products.gram_dots(x, y), gram_products.gram_diagonals(x, y)
-    monkeypatch.setattr(gram_products, "compiling", lambda name: nothing)
+    monkeypatch.setattr(gram_products, "library", lambda name: None)
     for got, other in zip((gram_products.gram_dots(x, y), gram_products.gram_diagonals(x, y)), want, strict=True):
         assert oracle.relative_error(got, other) < 1e-5
 

@@ -15,7 +15,7 @@ from psg_fx.ops import gram_products
 from psg_fx.planner.cost import Device, Work
 from psg_fx.planner.methods.base import Method, Pair, arrange
 from psg_fx.tensors import Size
-from psg_fx.torch_private.native import compiling
+from psg_fx.torch_private import native
 
 _OF_CUBLAS = 0.5
 """The share of `bmm`'s rate that the kernel reaches: 0.4 to 0.6 in bfloat16 on an H100, of tiles that are computed
@@ -125,7 +125,7 @@ class GramDotHere(GramDot):
         return float(flops) / (_OF_BMM * device.rate("bmm")) + device.extra.get("product", 0.0) + device.launch
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        compiling("gram_dots")
+        native.begin("gram_dots")
         return super().emit(p, a, b)
 
     def _squares(self, p: Pair) -> Size:
