@@ -40,16 +40,19 @@ def pool_by_vectors(gm: GraphModule) -> None:
 
 
 def _suits(node: Node) -> bool:
-    """Whether its windows are all of 2×2, side by side, of float32."""
+    """Whether its windows are all of 2×2, side by side, of float32, in images that lie row by row: where channels lie
+    last torch is fast.
+    """
     value, kernel, *others = [*node.args, *[()] * 6][:6]
     stride, padding, dilation, _ = others
     if node.kwargs or not all(user.target is operator.getitem for user in node.users):
         return False
     alone = all(p == 0 for p in _pair(padding)) and all(d == 1 for d in _pair(dilation))
-    sizes: Any = _value(value).shape[-2:]
-    even = all(isinstance(size, int) and size % 2 == 0 for size in sizes)
+    image = _value(value)
+    sizes: Any = image.shape[-2:]
+    even = all(isinstance(size, int) and size % 2 == 0 for size in sizes) and image.stride()[-2:] == (sizes[1], 1)
     windows = _pair(kernel) == [2, 2] == (_pair(stride) or [2, 2])
-    return windows and alone and even and _value(value).dtype is torch.float32 and sys.byteorder == "little"
+    return windows and alone and even and image.dtype is torch.float32 and sys.byteorder == "little"
 
 
 def _pair(given: Any) -> list[int]:

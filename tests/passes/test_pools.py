@@ -24,8 +24,7 @@ WINDOWS: dict[str, Callable[[Tensor], Pooled]] = {
     "one number": lambda x: aten.max_pool2d_with_indices(x, [2]),
     "one image": lambda x: aten.max_pool2d_with_indices(x[0], [2, 2]),
     "in full": lambda x: aten.max_pool2d_with_indices(x, [2, 2], [2, 2], [0, 0], [1, 1], True),
-    "columns first": lambda x: aten.max_pool2d_with_indices(x.transpose(-1, -2), [2, 2]),
-    "channels last": lambda x: aten.max_pool2d_with_indices(x.contiguous(memory_format=torch.channels_last), [2, 2]),
+    "channels first": lambda x: aten.max_pool2d_with_indices(x.transpose(0, 1), [2, 2]),
 }
 LEFT: dict[str, Callable[[Tensor], Pooled]] = {
     "overlapping": lambda x: aten.max_pool2d_with_indices(x, [2, 2], [1, 1]),
@@ -33,6 +32,8 @@ LEFT: dict[str, Callable[[Tensor], Pooled]] = {
     "dilated": lambda x: aten.max_pool2d_with_indices(x, [2, 2], [2, 2], [0, 0], [2, 2]),
     "wider": lambda x: aten.max_pool2d_with_indices(x, [3, 3]),
     "odd": lambda x: aten.max_pool2d_with_indices(x[..., 1:], [2, 2]),
+    "columns first": lambda x: aten.max_pool2d_with_indices(x.transpose(-1, -2), [2, 2]),
+    "channels last": lambda x: aten.max_pool2d_with_indices(x.contiguous(memory_format=torch.channels_last), [2, 2]),
     "double": lambda x: aten.max_pool2d_with_indices(x.double(), [2, 2]),
 }
 
