@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from psg_fx.graph import facts
-from psg_fx.graph.nodes import call
+from psg_fx.graph.nodes import call, value_of
 
 aten = torch.ops.aten
 
@@ -44,18 +44,18 @@ def _addition(node: Node) -> tuple[Node, Node, Node] | None:
         along = not others and isinstance(ids, Node)
     else:
         return None
-    if not along or _value(ids).dtype is torch.bool or not _value(ids).ndim:
+    if not along or value_of(ids).dtype is torch.bool or not value_of(ids).ndim:
         return None
-    whole = facts.shape(_value(rows)) == (*facts.shape(_value(ids)), *facts.shape(_value(into))[1:])
+    whole = facts.shape(value_of(rows)) == (*facts.shape(value_of(ids)), *facts.shape(value_of(into))[1:])
     return (into, ids, rows) if whole else None
 
 
 def _by_element(gm: GraphModule, into: Node, ids: Node, rows: Node) -> tuple[Node, Node]:
     """The number of the row that each element is added to, and the rows, one behind the other."""
-    rest = [_size(gm, into, dim) for dim in range(1, _value(into).ndim)]
-    if _value(ids).ndim > 1:
+    rest = [_size(gm, into, dim) for dim in range(1, value_of(into).ndim)]
+    if value_of(ids).ndim > 1:
         rows = call(gm, aten.reshape.default, rows, [-1, *rest])
-    if _value(ids).dtype is not torch.int64:
+    if value_of(ids).dtype is not torch.int64:
         ids = call(gm, aten._to_copy.default, ids, dtype=torch.int64)
     ids = call(gm, aten.reshape.default, ids, [-1, *[1] * len(rest)])
     return call(gm, aten.expand.default, ids, [-1, *rest]), rows
@@ -69,10 +69,5 @@ def _from_the_start(gm: GraphModule, into: Node, ids: Node) -> Node:
 
 def _size(gm: GraphModule, node: Node, dim: int) -> Any:
     """The size of a dim, as an argument of a node."""
-    size: Any = _value(node).shape[dim]
+    size: Any = value_of(node).shape[dim]
     return size if isinstance(size, int) else call(gm, aten.sym_size.int, node, dim)
-
-
-def _value(node: Node) -> torch.Tensor:
-    found: torch.Tensor = node.meta["val"]
-    return found

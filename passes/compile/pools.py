@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from psg_fx.graph.nodes import call, written_before
+from psg_fx.graph.nodes import call, value_of, written_before
 
 aten = torch.ops.aten
 Largest = tuple[Node, Node]
@@ -31,7 +31,7 @@ def pool_by_vectors(gm: GraphModule) -> None:
         with written_before(node, node.meta):
             values, places = _columns(gm, *_rows(gm, node.args[0]))
         if 1 in outputs:
-            _count_where_read(gm, outputs[1], places, _value(node.args[0]).shape[-1])
+            _count_where_read(gm, outputs[1], places, value_of(node.args[0]).shape[-1])
         if 0 in outputs:
             outputs[0].replace_all_uses_with(values)
         for user in outputs.values():
@@ -48,7 +48,7 @@ def _suits(node: Node) -> bool:
     if node.kwargs or not all(user.target is operator.getitem for user in node.users):
         return False
     alone = all(p == 0 for p in _pair(padding)) and all(d == 1 for d in _pair(dilation))
-    image = _value(value)
+    image = value_of(value)
     sizes: Any = image.shape[-2:]
     even = all(isinstance(size, int) and size % 2 == 0 for size in sizes) and image.stride()[-2:] == (sizes[1], 1)
     windows = _pair(kernel) == [2, 2] == (_pair(stride) or [2, 2])
@@ -62,7 +62,7 @@ def _pair(given: Any) -> list[int]:
 
 def _rows(gm: GraphModule, value: Any) -> Largest:
     """Of every two rows, one behind the other in memory."""
-    dim, height = _value(value).ndim - 2, _value(value).shape[-2]
+    dim, height = value_of(value).ndim - 2, value_of(value).shape[-2]
     upper, lower = (call(gm, aten.slice.Tensor, value, dim, i, height, 2) for i in (0, 1))
     keep = _larger(gm, aten.ge.Tensor, upper, lower)
     zero, two = (call(gm, aten.full_like.default, keep, k, dtype=torch.int32) for k in (0, 2))
@@ -109,15 +109,10 @@ def _count_where_read(gm: GraphModule, indices: Node, places: Node, width: Any) 
 
 def _numbers(gm: GraphModule, like: Node, dim: int, step: int) -> Node:
     """0, step, 2·step along a dim, to be added."""
-    value = _value(like)
+    value = value_of(like)
     numbers = gm.graph.call_function(
         aten.arange.start_step, (0, value.shape[dim] * step, step), {"device": value.device}
     )
     with value.fake_mode:  # type: ignore[attr-defined]
         numbers.meta["val"] = torch.arange(0, value.shape[dim] * step, step, device=value.device)
     return numbers if dim == -1 else call(gm, aten.unsqueeze.default, numbers, -1)
-
-
-def _value(node: Any) -> torch.Tensor:
-    found: torch.Tensor = node.meta["val"]
-    return found

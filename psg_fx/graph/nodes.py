@@ -30,6 +30,12 @@ def output(gm: GraphModule, node: Node, index: Any) -> Node:
     return made
 
 
+def value_of(node: Any) -> torch.Tensor:
+    """The tensor that a node stands for, without values."""
+    found: torch.Tensor = node.meta["val"]
+    return found
+
+
 @contextlib.contextmanager
 def written_before(place: Node, meta: Mapping[str, Any]) -> Iterator[None]:
     """While open, nodes are written before this one; each also says what `meta` does, such as where in the model it is
