@@ -31,6 +31,7 @@ from psg_fx.torch_private.scattered import scattered_in_place
 from .additions import add_rows_by_scatter
 from .calls import written_once
 from .pools import pool_by_vectors
+from .recurrences import loop_in_cpp
 from .sizes import Background, Flat, Sized
 
 aten = torch.ops.aten
@@ -45,15 +46,18 @@ CPU_OPTIONS = {"layout_optimization": False}
 
 def compile_graph(
     gm: GraphModule, backend: str, mode: str | None, options: dict[str, Any] | None, dynamic: bool | None, device: str,
-    memory: Memory, history: History, background: Background | None = None,
+    memory: Memory, history: History, background: Background | None = None, in_cpp: bool = False,
 ) -> Flat:  # fmt: skip
     """`torch.compile(gm)`; `backend="eager"` runs the graph as it is.  The user's options come before those
     of psg_fx, and these before those of the mode.  history: where compiling is recorded, whenever torch does it.
-    background: compiles for inductor while the graph is run as it is.
+    background: compiles for inductor while the graph is run as it is.  in_cpp: whether kernels of psg_fx in C++ may be
+    compiled, too.
     """
     if backend == "eager":
         return free_of_strides(copy_graph(gm))
     gm = written_out(gm, backend, device)
+    if in_cpp:
+        loop_in_cpp(gm)
     numbers = _erase_numbers(gm)
     if dynamic is None and _has_rows(gm):
         dynamic = True  # numbers of rows are others at every call

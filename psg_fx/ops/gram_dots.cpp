@@ -3,31 +3,10 @@
 // Squares of 4x4 entries of both are multiplied in registers, along the rows of x and y as these lie in memory; those
 // above the diagonal are not computed, and those below count twice.
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <vector>
+#include "registers.h"
 
-#ifdef __AVX512F__
-constexpr int LANES = 16, HEIGHT = 4;  // 16 accumulators in 32 registers
-#else
-constexpr int LANES = 8, HEIGHT = 2;  // 8 in 16
-#endif
-constexpr int EDGE = 4;
 constexpr int64_t BAND = 64;  // rows that a thread takes at a time
 constexpr int LINE = 64;      // bytes
-
-typedef float Register __attribute__((vector_size(LANES * sizeof(float))));
-typedef float Unaligned __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float))));
-
-// Without it GCC reads a value from memory for each of its uses, and loads are what bounds the loop.
-static inline Register in_register(const float* from) {
-  Register value = *reinterpret_cast<const Unaligned*>(from);
-#ifdef __x86_64__
-  asm("" : "+v"(value));
-#endif
-  return value;
-}
 
 static inline float sum_of(Register value) {
   float sum = 0;
@@ -42,9 +21,9 @@ static void products(const float* const* a, const float* const* b, int64_t size,
     Register sums[HEIGHT][EDGE] = {};
     for (int64_t k = 0; k < whole; k += LANES) {
       Register right[EDGE];
-      for (int j = 0; j < EDGE; ++j) right[j] = in_register(b[j] + k);
+      for (int j = 0; j < EDGE; ++j) right[j] = read(b[j] + k);
       for (int i = 0; i < HEIGHT; ++i) {
-        const Register left = in_register(a[top + i] + k);
+        const Register left = read(a[top + i] + k);
         for (int j = 0; j < EDGE; ++j) sums[i][j] += left * right[j];
       }
     }

@@ -13,10 +13,12 @@ all T; the loop has one product with W and a few elementwise ops per step.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.autograd import Function
 
 from psg_fx.op_table import under_autograd
@@ -25,6 +27,24 @@ from psg_fx.ops.define import define_op
 
 Maybe = Tensor | None
 _NONLINEAR = {"tanh": torch.tanh_, "relu": torch.relu_}
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What computes an op with a loop, and what it returns, without values."""
+
+    run: Callable[..., Any]
+    shapes: Callable[..., Any]
+
+
+LOOPS: dict[OpOverload, Loop] = {}
+"""The ops with a loop."""
+
+
+def _define(schema: str, run: Callable[..., Any], shapes: Callable[..., Any], of_torch: Callable[..., Any]) -> Any:
+    op = define_op(schema, run, shapes, of_torch)
+    LOOPS[op] = Loop(run, shapes)
+    return op
 
 
 def _sum(x: Tensor, bias: Maybe) -> Tensor:
@@ -77,18 +97,18 @@ def _rnn(x: Tensor, h: Tensor, w: Tensor, bias: Maybe, nonlinearity: str) -> Ten
     return hidden
 
 
-lstm = define_op(
+lstm = _define(
     "lstm(Tensor x, Tensor h, Tensor c, Tensor w, Tensor? bias, Tensor? projection)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _lstm,
     lambda x, h, c, *_: tuple(x.new_empty((*x.shape[:2], n)) for n in (h.shape[1], x.shape[2], *[c.shape[1]] * 2)),
     of_torch.lstm,
 )
-gru = define_op(
+gru = _define(
     "gru(Tensor x, Tensor h, Tensor w, Tensor? bias) -> (Tensor, Tensor, Tensor)", _gru,
     lambda x, h, *_: tuple(x.new_empty((*x.shape[:2], n)) for n in (h.shape[1], x.shape[2], h.shape[1])), of_torch.gru,
 )  # fmt: skip
-rnn = define_op(
+rnn = _define(
     "rnn(Tensor x, Tensor h, Tensor w, Tensor? bias, str nonlinearity) -> Tensor", _rnn,
     lambda x, *_: x.new_empty(x.shape), of_torch.rnn,
 )  # fmt: skip
@@ -139,7 +159,7 @@ def _recurrence_backward(dh: Tensor, kept: Maybe, scale: Tensor, w: Tensor) -> t
     return da, every, first
 
 
-lstm_backward = define_op(
+lstm_backward = _define(
     "lstm_backward(Tensor dh, Tensor dc, Tensor kept, Tensor scale, Tensor w, Tensor? projection)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _lstm_backward,
@@ -148,7 +168,7 @@ lstm_backward = define_op(
     ),
     of_torch.lstm_backward,
 )
-recurrence_backward = define_op(
+recurrence_backward = _define(
     "recurrence_backward(Tensor dh, Tensor? kept, Tensor scale, Tensor w) -> (Tensor, Tensor, Tensor)",
     _recurrence_backward,
     lambda dh, kept, scale, w: tuple(t.new_empty(t.shape) for t in (scale, dh, dh[0])),

@@ -162,8 +162,9 @@ class PerSampleModule(nn.Module):
     def _compiled(self, gm: GraphModule, device: str, history: History) -> Callable[..., Sequence[Any]]:
         s = self.settings
         return compile_graph(
-            gm, s.backend, s.mode, s.compiler_options, s.dynamic, device, self._memory, history, self._background
-        )
+            gm, s.backend, s.mode, s.compiler_options, s.dynamic, device, self._memory, history, self._background,
+            s.kernels_in_cpp(torch.device(device)),
+        )  # fmt: skip
 
     def _device(self, call: Call) -> torch.device:
         return call.tensors[0].device if call.tensors else torch.device("cpu")

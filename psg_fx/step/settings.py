@@ -100,11 +100,15 @@ class Settings:
             return None
         return {name: value for name, value in self.options.items() if not name.startswith(_OWN)}
 
+    def kernels_in_cpp(self, device: torch.device) -> bool:
+        """Whether kernels of psg_fx in C++ are compiled."""
+        told = (self.options or {}).get(FUSED_KERNELS)
+        return device.type == "cpu" and self.backend == "inductor" and told is not False
+
     def rates_of(self, device: torch.device) -> Device:
         """What plans for a device go by."""
         told = (self.options or {}).get(FUSED_KERNELS)
-        compiled = device.type == "cpu" and self.backend == "inductor" and told is not False
-        table = replace(rates.device(device.type, self.replays), compiled=compiled)
+        table = replace(rates.device(device.type, self.replays), compiled=self.kernels_in_cpp(device))
         if told is None:
             timed = not self.replays and rates.fused_kernels_pay(device) and _has_triton()
             return replace(table, fused=Fused.TIMED if timed else Fused.NONE)

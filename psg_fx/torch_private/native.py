@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib.resources
+import re
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from ctypes import CDLL
@@ -16,6 +17,8 @@ from psg_fx.torch_private.ahead import ask_ahead
 
 _BEGUN: dict[str, Future[CDLL | None]] = {}
 _BEGINNING = threading.Lock()
+_INCLUDE = re.compile(r'^#include "(.*)"$', re.MULTILINE)
+"""Files beside a file are put into it: what is compiled lies in inductor's folder."""
 
 
 def begin(name: str) -> None:
@@ -39,8 +42,12 @@ def library(name: str) -> CDLL | None:
     return future.result() if future is not None and future.done() else None
 
 
+def _text(file: str) -> str:
+    return (importlib.resources.files("psg_fx.ops") / file).read_text(encoding="utf-8")
+
+
 def _compiled(name: str) -> CDLL | None:
-    source = (importlib.resources.files("psg_fx.ops") / f"{name}.cpp").read_text(encoding="utf-8")
+    source = _INCLUDE.sub(lambda line: _text(line[1]), _text(f"{name}.cpp"))
     ask_ahead().join()  # which vector instructions there are
     try:
         found: CDLL = CppCodeCache.load(source)

@@ -1,0 +1,36 @@
+// Vectors of float32 in registers.  psg_fx/torch_private/native.py puts this file where another one includes it.
+
+// Inductor's flags keep a product and a sum apart: two instructions in place of one.
+#ifdef __clang__
+#pragma clang fp contract(fast)
+#else
+#pragma GCC optimize("fp-contract=fast")
+#endif
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#ifdef __AVX512F__
+constexpr int LANES = 16, HEIGHT = 4;  // a square of EDGE: 16 accumulators in 32 registers
+#else
+constexpr int LANES = 8, HEIGHT = 2;  // 8 in 16
+#endif
+constexpr int EDGE = 4;
+
+typedef float Register __attribute__((vector_size(LANES * sizeof(float))));
+typedef float Unaligned __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float))));
+typedef int32_t Integers __attribute__((vector_size(LANES * sizeof(int32_t))));
+
+// Without it GCC reads a value from memory for each of its uses, or adds constants that are to be added one by one.
+static inline Register in_register(Register value) {
+#ifdef __x86_64__
+  asm("" : "+v"(value));
+#endif
+  return value;
+}
+
+static inline Register read(const float* from) { return in_register(*reinterpret_cast<const Unaligned*>(from)); }
