@@ -50,7 +50,7 @@ struct Rows {
   void fetch_next(int64_t first) const {
     if (last) return;
     const float* from = start + (count + first) * size;
-    const float* to = start + (count + std::min(first + EDGE, count)) * size;
+    const float* to = start + (count + least(first + EDGE, count)) * size;
     for (; from < to; from += LINE / sizeof(float)) __builtin_prefetch(from, 0, 2);
   }
 };
@@ -61,7 +61,7 @@ struct Sums {
 
 static Sums band(const Rows& x, const Rows& y, int64_t first) {
   Sums found = {0, 0};
-  for (int64_t i = first; i < std::min(first + BAND, x.count); i += EDGE) {
+  for (int64_t i = first; i < least(first + BAND, x.count); i += EDGE) {
     x.fetch_next(i), y.fetch_next(i);
     for (int64_t j = 0; j <= i; j += EDGE) {
       const float *left[EDGE], *right[EDGE];
@@ -73,7 +73,7 @@ static Sums band(const Rows& x, const Rows& y, int64_t first) {
       float dots = 0;
       for (int k = 0; k < EDGE * EDGE; ++k) dots += g[k / EDGE][k % EDGE] * h[k / EDGE][k % EDGE];
       found.dots += i == j ? dots : 2 * dots;
-      for (int k = 0; i == j && k < EDGE; ++k) found.roots += std::sqrt(g[k][k] * h[k][k]);
+      for (int k = 0; i == j && k < EDGE; ++k) found.roots += __builtin_sqrtf(g[k][k] * h[k][k]);
     }
   }
   return found;
@@ -82,18 +82,19 @@ static Sums band(const Rows& x, const Rows& y, int64_t first) {
 // x[n, t, i], y[n, t, o] -> out[2, n]: the products, and the sums of the roots of those on the diagonals.
 extern "C" void gram_dots(
     const float* x, const float* y, float* out, int64_t n, int64_t t, int64_t i, int64_t o, int threads) {
-  const std::vector<float> zeros(std::max(i, o));
+  const Floats zeros(i < o ? o : i);
   const int64_t bands = (t + BAND - 1) / BAND;
-  std::vector<Sums> found(n * bands);
+  const Floats dots(n * bands), roots(n * bands);
 #pragma omp parallel for schedule(static) num_threads(threads)
   for (int64_t task = 0; task < n * bands; ++task) {
     const int64_t s = task / bands;
-    const Rows of_x = {x + s * t * i, zeros.data(), t, i, s + 1 == n};
-    const Rows of_y = {y + s * t * o, zeros.data(), t, o, s + 1 == n};
-    found[task] = band(of_x, of_y, task % bands * BAND);
+    const Rows of_x = {x + s * t * i, zeros.values, t, i, s + 1 == n};
+    const Rows of_y = {y + s * t * o, zeros.values, t, o, s + 1 == n};
+    const Sums found = band(of_x, of_y, task % bands * BAND);
+    dots.values[task] = found.dots, roots.values[task] = found.roots;
   }
   for (int64_t s = 0; s < n; ++s) {
     out[s] = out[n + s] = 0;
-    for (int64_t k = s * bands; k < (s + 1) * bands; ++k) out[s] += found[k].dots, out[n + s] += found[k].roots;
+    for (int64_t k = s * bands; k < (s + 1) * bands; ++k) out[s] += dots.values[k], out[n + s] += roots.values[k];
   }
 }

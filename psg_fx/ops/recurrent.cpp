@@ -31,8 +31,8 @@ static inline Register growth(Register x) {
   constexpr float LOG2_HIGH = 0.693359375f, LOG2_LOW = -2.12194440e-4f;  // n times the first one is exact
   constexpr float ROUNDS = 12582912;  // 1.5 * 2^23: a sum with it has no fraction
   constexpr float INVERSE[] = {1, 1 / 2.f, 1 / 6.f, 1 / 24.f, 1 / 120.f, 1 / 720.f, 1 / 5040.f};
-  constexpr float LARGEST = 88;
-  const Register within = bounded(x, LARGEST), n = in_register(within * float(M_LOG2E) + ROUNDS) - ROUNDS;
+  constexpr float LARGEST = 88, LOG2_OF_E = 1.44269504f;
+  const Register within = bounded(x, LARGEST), n = in_register(within * LOG2_OF_E + ROUNDS) - ROUNDS;
   const Register r = (within - n * LOG2_HIGH) - n * LOG2_LOW;
   Register series = all(1 / 40320.f);
   for (int k = 6; k >= 0; --k) series = series * r + INVERSE[k];
@@ -40,7 +40,7 @@ static inline Register growth(Register x) {
   Register power;
   std::memcpy(&power, &bits, sizeof power);
   const Register found = power * (series * r) + (power - 1);
-  return x > LARGEST ? all(std::numeric_limits<float>::infinity()) : found;
+  return x > LARGEST ? all(__builtin_inff()) : found;
 }
 
 static inline Register sigmoid(Register x) { return 1 / (2 + growth(-x)); }
@@ -59,7 +59,7 @@ static inline void products(
     const float* a, int64_t stride, const float* panel, int64_t depth, Register (&sums)[ROWS][WIDTH]) {
   for (int64_t from = 0; from < depth; from += STRETCH) {
     Register part[ROWS][WIDTH] = {};
-    for (int64_t k = from; k < std::min(from + STRETCH, depth); ++k, panel += WIDTH * LANES) {
+    for (int64_t k = from; k < least(from + STRETCH, depth); ++k, panel += WIDTH * LANES) {
       Register right[WIDTH];
       for (int j = 0; j < WIDTH; ++j) right[j] = read(panel + j * LANES);
       for (int i = 0; i < ROWS; ++i)
@@ -77,23 +77,23 @@ struct Sizes {
 // A matrix, of which element (unit, k) of part j is weights[j * part + unit * across + k * along], in panels of `width`
 // vectors: the same units of each part, or units that follow each other.
 struct Panels {
-  std::vector<float> values;
   int64_t depth;
   int width;
   bool side_by_side;
+  int64_t blocks;
+  Floats floats;
 
   Panels(const float* weights, int64_t units, int64_t depth, int width, bool side_by_side, int64_t across,
       int64_t along, int64_t part, int threads)
-      : depth(depth), width(width), side_by_side(side_by_side) {
-    const int64_t blocks = (units + covered() - 1) / covered();
-    values.resize(blocks * depth * width * LANES);
+      : depth(depth), width(width), side_by_side(side_by_side), blocks((units + covered() - 1) / covered()),
+        floats(blocks * depth * width * LANES) {
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t at = 0; at < blocks * width; ++at) {
       const int64_t block = at / width, j = at % width;
       const int64_t first = block * covered() + (side_by_side ? 0 : j * LANES);
       const float* from = weights + (side_by_side ? j * part : 0) + first * across;
-      float* to = &values[block * depth * width * LANES + j * LANES];
-      const int64_t count = std::min<int64_t>(LANES, units - first);
+      float* to = &floats.values[block * depth * width * LANES + j * LANES];
+      const int64_t count = least(LANES, units - first);
       for (int64_t k = 0; k < depth; ++k)
         for (int64_t unit = 0; unit < count; ++unit) to[k * width * LANES + unit] = from[unit * across + k * along];
     }
@@ -101,7 +101,7 @@ struct Panels {
 
   int64_t covered() const { return side_by_side ? LANES : LANES * width; }
 
-  const float* at(int64_t unit) const { return &values[unit / covered() * depth * width * LANES]; }
+  const float* at(int64_t unit) const { return &floats.values[unit / covered() * depth * width * LANES]; }
 };
 
 // All tiles of a step; each thread of those around it comes here.
@@ -140,7 +140,7 @@ struct Lstm {
 
   template <int ROWS>
   void tile(int64_t step, int64_t row, int64_t unit) const {
-    const int64_t size = sizes.units, at = (step * sizes.rows + row) * size, count = std::min<int64_t>(LANES, size - unit);
+    const int64_t size = sizes.units, at = (step * sizes.rows + row) * size, count = least(LANES, size - unit);
     const float* cell_before = before(c, cells, sizes, step, row) + unit;
     Register sums[ROWS][WIDTH];
     for (int i = 0; i < ROWS; ++i)
@@ -168,7 +168,7 @@ struct Gru {
 
   template <int ROWS>
   void tile(int64_t step, int64_t row, int64_t unit) const {
-    const int64_t size = sizes.units, at = (step * sizes.rows + row) * size, count = std::min<int64_t>(LANES, size - unit);
+    const int64_t size = sizes.units, at = (step * sizes.rows + row) * size, count = least(LANES, size - unit);
     const float* state = before(h, hidden, sizes, step, row);
     Register sums[ROWS][WIDTH] = {};
     for (int i = 0; i < ROWS && bias; ++i)
@@ -199,7 +199,7 @@ struct Elman {
     Register sums[ROWS][WIDTH] = {};
     products(before(h, hidden, sizes, step, row), size, panels.at(first), size, sums);
     for (int j = 0; j < WIDTH && first + j * LANES < size; ++j) {
-      const int64_t unit = first + j * LANES, count = std::min<int64_t>(LANES, size - unit);
+      const int64_t unit = first + j * LANES, count = least(LANES, size - unit);
       for (int i = 0; i < ROWS; ++i) {
         Register sum = sums[i][j] + read(x + at + i * size + unit, count);
         if (bias) sum += read(bias + unit, count);
@@ -243,7 +243,7 @@ struct Backward {
     Register sums[ROWS][WIDTH] = {};
     products(da + sizes.gates * at, sizes.gates * size, panels.at(from), sizes.gates * size, sums);
     for (int j = 0; j < WIDTH && from + j * LANES < size; ++j) {
-      const int64_t unit = from + j * LANES, count = std::min<int64_t>(LANES, size - unit);
+      const int64_t unit = from + j * LANES, count = least(LANES, size - unit);
       for (int i = 0; i < ROWS; ++i) {
         const int64_t in_row = i * size + unit;
         Register sum = sums[i][j];
@@ -266,7 +266,7 @@ static void backwards(const Backward& cell, const Row& of_row, int threads) {
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < s.rows; ++row)
       for (int64_t unit = 0; unit < s.units; unit += LANES)
-        of_row(step, row, unit, std::min<int64_t>(LANES, s.units - unit));
+        of_row(step, row, unit, least(LANES, s.units - unit));
     step_of(cell, step);
   }
 }

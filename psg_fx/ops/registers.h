@@ -1,4 +1,6 @@
 // Vectors of float32 in registers.  psg_fx/torch_private/native.py puts this file where another one includes it.
+//
+// A first call waits for what is compiled, and <vector>, <algorithm> and <cmath> take longer than all that is here.
 
 // Inductor's flags keep a product and a sum apart: two instructions in place of one.
 #ifdef __clang__
@@ -7,12 +9,9 @@
 #pragma GCC optimize("fp-contract=fast")
 #endif
 
-#include <algorithm>
-#include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
-#include <limits>
-#include <vector>
 
 #ifdef __AVX512F__
 constexpr int LANES = 16, HEIGHT = 4;  // a square of EDGE: 16 accumulators in 32 registers
@@ -34,3 +33,21 @@ static inline Register in_register(Register value) {
 }
 
 static inline Register read(const float* from) { return in_register(*reinterpret_cast<const Unaligned*>(from)); }
+
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// Zeros, as vectors are aligned best.
+struct Floats {
+  static constexpr int64_t LINE = 64;
+  float* const values;
+
+  explicit Floats(int64_t count) : values(made((count * int64_t(sizeof(float)) / LINE + 1) * LINE)) {}
+  Floats(const Floats&) = delete;
+  ~Floats() { std::free(values); }
+
+  static float* made(int64_t bytes) {
+    void* found = std::aligned_alloc(LINE, bytes);
+    if (!found) std::abort();
+    return static_cast<float*>(std::memset(found, 0, bytes));
+  }
+};
