@@ -18,7 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from psg_fx.graph import facts
-from psg_fx.graph.nodes import call, written_before
+from psg_fx.graph.nodes import call, numbers_along, written_before
 from psg_fx.graph.same_op import merge_equal
 from psg_fx.graph.stages import Stage
 
@@ -59,13 +59,7 @@ def _is_gradient_of_a_pick(into: Node, dim: int, numbers: Node, values: Node) ->
 
 
 def _compared(gm: GraphModule, into: Node, dim: int, numbers: Node, values: Node) -> Node:
-    value: torch.Tensor = into.meta["val"]
-    places = gm.graph.call_function(aten.arange.default, (value.shape[dim],), {"device": value.device})
-    with value.fake_mode:  # type: ignore[attr-defined]
-        places.meta["val"] = torch.arange(value.shape[dim], device=value.device)
-    shape: list[Any] = [1] * value.ndim
-    shape[dim] = value.shape[dim]
-    here = call(gm, aten.eq.Tensor, numbers, call(gm, aten.reshape.default, places, shape))
+    here = call(gm, aten.eq.Tensor, numbers, numbers_along(gm, into, dim))
     return call(gm, aten.where.ScalarOther, here, values, 0)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from psg_fx.graph.nodes import call, value_of, written_before
+from psg_fx.graph.nodes import call, numbers_along, value_of, written_before
 
 aten = torch.ops.aten
 Largest = tuple[Node, Node]
@@ -102,17 +102,6 @@ def _count_where_read(gm: GraphModule, indices: Node, places: Node, width: Any) 
             place = call(gm, aten._to_copy.default, places, dtype=torch.int64)
             below = call(gm, aten.mul.Tensor, call(gm, aten.__rshift__.Scalar, place, 1), int(width))
             inside = call(gm, aten.add.Tensor, below, call(gm, aten.bitwise_and.Scalar, place, 1))
-            inside = call(gm, aten.add.Tensor, inside, _numbers(gm, places, -1, 2))
-            corners = call(gm, aten.add.Tensor, inside, _numbers(gm, places, -2, 2 * int(width)))
+            inside = call(gm, aten.add.Tensor, inside, numbers_along(gm, places, -1, 2))
+            corners = call(gm, aten.add.Tensor, inside, numbers_along(gm, places, -2, 2 * int(width)))
             user.replace_input_with(indices, corners)
-
-
-def _numbers(gm: GraphModule, like: Node, dim: int, step: int) -> Node:
-    """0, step, 2·step along a dim, to be added."""
-    value = value_of(like)
-    numbers = gm.graph.call_function(
-        aten.arange.start_step, (0, value.shape[dim] * step, step), {"device": value.device}
-    )
-    with value.fake_mode:  # type: ignore[attr-defined]
-        numbers.meta["val"] = torch.arange(0, value.shape[dim] * step, step, device=value.device)
-    return numbers if dim == -1 else call(gm, aten.unsqueeze.default, numbers, -1)

@@ -12,6 +12,8 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.graph.facts import KEY
 
+aten = torch.ops.aten
+
 
 def call(gm: GraphModule, op: Any, *arguments: Any, **named: Any) -> Node:
     """A node for an op on nodes and plain values, where the graph inserts, with its value."""
@@ -21,6 +23,17 @@ def call(gm: GraphModule, op: Any, *arguments: Any, **named: Any) -> Node:
     with first.fake_mode:
         made.meta["val"] = op(*values, **named)
     return made
+
+
+def numbers_along(gm: GraphModule, like: Node, dim: int, step: int = 1) -> Node:
+    """0, step, 2·step, .. along a dim of a node's value, to be broadcast, where the graph inserts."""
+    value = value_of(like)
+    dim %= value.ndim
+    size = value.shape[dim]
+    numbers = gm.graph.call_function(aten.arange.start_step, (0, size * step, step), {"device": value.device})
+    with value.fake_mode:  # type: ignore[attr-defined]
+        numbers.meta["val"] = torch.arange(0, size * step, step, device=value.device)
+    return call(gm, aten.view.default, numbers, [size, *[1] * (value.ndim - dim - 1)])
 
 
 def output(gm: GraphModule, node: Node, index: Any) -> Node:
