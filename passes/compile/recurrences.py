@@ -1,7 +1,7 @@
 """Recurrent layers on a CPU: their loops over time in C++ (`psg_fx/ops/recurrent.cpp`).
 
-A step of the loop of torch's ops is twenty calls on some ten thousand numbers, each of them shorter than what it takes
-to begin it.  In C++ a step is one parallel loop; W, packed once, stays in the caches.
+A step of the loop of torch's ops is eight calls there and six back, of which one is the product with W.  In C++ it is
+one parallel loop, and W, packed once, stays in the caches.
 """
 
 from __future__ import annotations
