@@ -69,6 +69,7 @@ OTHER_TABLES = {
     "passes/beside.py:_RESHAPES": "the ops that change sizes alone, a question of one pass",
     "passes/beside.py:_WRITTEN": "what plans write for their products",
     "passes/beside.py:_INLINE": "what plans read where it is made",
+    "psg_fx/ops/recurrent.py:LOOPS": "how ops of psg_fx are computed, for those that do the same in C++",
     "psg_fx/planner/expr.py:_IDS": "parts of trees",
     "psg_fx/graph/stages.py:_CHECKS[stage]": "promises of stages",
     "psg_fx/torch_private/composites.py:_KERNELS": "kernels of torch that are put back",
