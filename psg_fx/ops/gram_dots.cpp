@@ -5,8 +5,8 @@
 
 #include "registers.h"
 
+constexpr int EDGE = 4;
 constexpr int64_t BAND = 64;  // rows that a thread takes at a time
-constexpr int LINE = 64;      // bytes
 
 static inline float sum_of(Register value) {
   float sum = 0;

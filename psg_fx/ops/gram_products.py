@@ -10,7 +10,6 @@ it is C++ on a CPU (`psg_fx/ops/gram_dots.cpp`), with all tiles of a sample adde
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,7 +20,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from psg_fx.ops.define import define_op
 from psg_fx.tensors import HALF, Size
-from psg_fx.torch_private.native import library
+from psg_fx.torch_private.native import library, passed, threads
 
 DTYPES = HALF
 """What the kernel of Triton multiplies.  In float32 it took twice what `bmm` does on an H100 (docs/design/gpu.md)."""
@@ -54,8 +53,7 @@ def _here(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return _of_torch_here(x, y)
     x, y = x.contiguous(), y.contiguous()
     sums = _fake_here(x, y)
-    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, y, sums)]
-    compiled.gram_dots(*pointers, *map(ctypes.c_int64, (*x.shape, y.shape[2])), ctypes.c_int(torch.get_num_threads()))
+    compiled.gram_dots(*map(passed, (x, y, sums, *x.shape, y.shape[2])), threads())
     return sums
 
 

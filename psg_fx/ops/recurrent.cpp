@@ -74,8 +74,8 @@ struct Sizes {
   int64_t steps, rows, units, gates;
 };
 
-// A matrix, of which element (unit, k) of part j is weights[j * part + unit * across + k * along], in panels of `width`
-// vectors: the same units of each part, or units that follow each other.
+// A matrix, of which element (unit, k) is weights[unit * across + k * along], in panels of `width` vectors: units that
+// follow each other, or the same units of as many such matrices, which follow each other.
 struct Panels {
   int64_t depth;
   int width;
@@ -84,14 +84,14 @@ struct Panels {
   Floats floats;
 
   Panels(const float* weights, int64_t units, int64_t depth, int width, bool side_by_side, int64_t across,
-      int64_t along, int64_t part, int threads)
+      int64_t along, int threads)
       : depth(depth), width(width), side_by_side(side_by_side), blocks((units + covered() - 1) / covered()),
         floats(blocks * depth * width * LANES) {
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t at = 0; at < blocks * width; ++at) {
       const int64_t block = at / width, j = at % width;
       const int64_t first = block * covered() + (side_by_side ? 0 : j * LANES);
-      const float* from = weights + (side_by_side ? j * part : 0) + first * across;
+      const float* from = weights + (side_by_side ? j * units * across : 0) + first * across;
       float* to = &floats.values[block * depth * width * LANES + j * LANES];
       const int64_t count = least(LANES, units - first);
       for (int64_t k = 0; k < depth; ++k)
@@ -211,19 +211,19 @@ struct Elman {
 
 extern "C" void lstm(const float* x, const float* h, const float* c, const float* w, const float* bias, const float*,
     float* hidden, float* gates, float* cells, float* squashed, const Sizes* s, int threads) {
-  const Panels panels(w, s->units, s->units, Lstm::WIDTH, true, s->units, 1, s->units * s->units, threads);
+  const Panels panels(w, s->units, s->units, Lstm::WIDTH, true, s->units, 1, threads);
   forwards(Lstm{x, h, c, bias, hidden, gates, cells, squashed, *s, panels}, threads);
 }
 
 extern "C" void gru(const float* x, const float* h, const float* w, const float* bias, float* hidden, float* gates,
     float* inner, const Sizes* s, int threads) {
-  const Panels panels(w, s->units, s->units, Gru::WIDTH, true, s->units, 1, s->units * s->units, threads);
+  const Panels panels(w, s->units, s->units, Gru::WIDTH, true, s->units, 1, threads);
   forwards(Gru{x, h, bias, hidden, gates, inner, *s, panels}, threads);
 }
 
 extern "C" void rnn(const float* x, const float* h, const float* w, const float* bias, const char* nonlinearity,
     float* hidden, const Sizes* s, int threads) {
-  const Panels panels(w, s->units, s->units, Elman::WIDTH, false, s->units, 1, 0, threads);
+  const Panels panels(w, s->units, s->units, Elman::WIDTH, false, s->units, 1, threads);
   forwards(Elman{x, h, bias, nonlinearity[0] == 'r', hidden, *s, panels}, threads);
 }
 
@@ -272,7 +272,7 @@ static void backwards(const Backward& cell, const Row& of_row, int threads) {
 }
 
 static Panels of_backward(const float* w, const Sizes& s, int threads) {
-  return Panels(w, s.units, s.gates * s.units, Backward::WIDTH, false, 1, s.units, 0, threads);
+  return Panels(w, s.units, s.gates * s.units, Backward::WIDTH, false, 1, s.units, threads);
 }
 
 extern "C" void lstm_backward(const float* dh, const float* dc_last, const float* keeps, const float* scale,

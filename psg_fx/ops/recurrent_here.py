@@ -9,13 +9,12 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
 from psg_fx.ops import recurrent
 from psg_fx.ops.define import define_op, of_torch_alone
-from psg_fx.torch_private.native import library
+from psg_fx.torch_private.native import library, passed, threads
 
 LIBRARY = "recurrent"
 
@@ -39,20 +38,12 @@ def _here(op: OpOverload, loop: recurrent.Loop) -> OpOverload:
         made = [found] if isinstance(found, Tensor) else found
         (gated, units), (steps, rows) = arguments[place].shape, arguments[0].shape[:2]
         sizes = _Sizes(steps, rows, units, gated // units)
-        getattr(compiled, name)(
-            *map(_passed, (*arguments, *made)), ctypes.byref(sizes), ctypes.c_int(torch.get_num_threads())
-        )
+        getattr(compiled, name)(*map(passed, (*arguments, *made)), ctypes.byref(sizes), threads())
         return found
 
     schema = str(op._schema).removeprefix("psg_fx::").replace("(", "_here(", 1)
     made: OpOverload = define_op(schema, run, loop.shapes, of_torch_alone(op))
     return made
-
-
-def _passed(value: Tensor | str | None) -> ctypes.c_void_p | ctypes.c_char_p:
-    if isinstance(value, str):
-        return ctypes.c_char_p(value.encode())
-    return ctypes.c_void_p(None if value is None else value.data_ptr())
 
 
 HERE = {op: _here(op, loop) for op, loop in recurrent.LOOPS.items()}

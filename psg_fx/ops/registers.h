@@ -14,11 +14,11 @@
 #include <cstring>
 
 #ifdef __AVX512F__
-constexpr int LANES = 16, HEIGHT = 4;  // a square of EDGE: 16 accumulators in 32 registers
+constexpr int LANES = 16, HEIGHT = 4;  // by four vectors: 16 accumulators in 32 registers
 #else
 constexpr int LANES = 8, HEIGHT = 2;  // 8 in 16
 #endif
-constexpr int EDGE = 4;
+constexpr int LINE = 64;  // bytes
 
 typedef float Register __attribute__((vector_size(LANES * sizeof(float))));
 typedef float Unaligned __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float))));
@@ -38,7 +38,6 @@ static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Zeros, as vectors are aligned best.
 struct Floats {
-  static constexpr int64_t LINE = 64;
   float* const values;
 
   explicit Floats(int64_t count) : values(made((count * int64_t(sizeof(float)) / LINE + 1) * LINE)) {}

@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.resources
 import re
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from ctypes import CDLL
+from typing import Any
 
+import torch
 from torch._inductor.codecache import CppCodeCache
 
 from psg_fx.torch_private.ahead import ask_ahead
@@ -40,6 +43,20 @@ def library(name: str) -> CDLL | None:
     """What has been compiled of it; None until then, and where it does not compile."""
     future = _BEGUN.get(name)
     return future.result() if future is not None and future.done() else None
+
+
+def passed(value: torch.Tensor | str | int | None) -> Any:
+    """An argument of a function of a library: where the first element of a contiguous tensor lies, or none."""
+    if isinstance(value, str):
+        return ctypes.c_char_p(value.encode())
+    if isinstance(value, int):
+        return ctypes.c_int64(value)
+    return ctypes.c_void_p(None if value is None else value.data_ptr())
+
+
+def threads() -> ctypes.c_int:
+    """How many a function of a library may have, its last argument."""
+    return ctypes.c_int(torch.get_num_threads())
 
 
 def _text(file: str) -> str:
