@@ -26,7 +26,7 @@ from psg_fx.torch_private.ahead import ask_ahead
 from psg_fx.torch_private.compiler import compilations, inductor_modes, marked_dynamic
 from psg_fx.torch_private.graphs import write_code
 from psg_fx.torch_private.inductor import Compiler, InductorError, calls_subgraphs, inductor
-from psg_fx.torch_private.scattered import scattered_in_place
+from psg_fx.torch_private.mended import inductor_mended
 
 from .additions import add_rows_by_scatter
 from .calls import written_once
@@ -142,7 +142,7 @@ def _recorded(gm: GraphModule, backend: str, history: History) -> Iterator[None]
     count, began = sum(node.op == "call_function" for node in gm.graph.nodes), time.perf_counter()
     history.progress.say(f"compiling {count} ops with {backend}")
     try:
-        with scattered_in_place():
+        with inductor_mended():
             yield
         native.finish()
     finally:

@@ -10,7 +10,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from psg_fx.torch_private.scattered import scattered_in_place
+from psg_fx.torch_private.mended import inductor_mended
 
 Runner = Callable[..., Any]
 
@@ -18,7 +18,7 @@ Runner = Callable[..., Any]
 def compiled_files(program: ExportedProgram, options: Mapping[str, Any]) -> list[Any]:
     """What AOTInductor makes of a program of tensors.  Afterwards that has no example inputs: nobody needs them."""
     args, kwargs = program.example_inputs
-    with scattered_in_place():
+    with inductor_mended():
         files: Any = torch._inductor.aot_compile(
             program.module(), args, kwargs, options={**options, "aot_inductor.package": True}
         )

@@ -16,13 +16,9 @@ another one adds to it first, and the order in which memory is needed may put it
 from __future__ import annotations
 
 import contextlib
-import functools
-import hashlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch.utils._ordered_set import OrderedSet
 
 from psg_fx.torch_private.patching import patched_here
@@ -31,17 +27,10 @@ from psg_fx.torch_private.patching import patched_here
 @contextlib.contextmanager
 def scattered_in_place() -> Iterator[None]:
     """While open, loops that this thread has inductor write add each element once, where it belongs, and before it is
-    read.  They are kept in torch's caches apart from what other code compiles, and earlier versions of this file did.
+    read.
     """
-    config: Any = torch.compiler.config
-    tag = f"{config.cache_key_tag} psg_fx {_edition()}"
-    with config.patch(cache_key_tag=tag), _tiles_in_cpp(), _one_place_in_triton(), _before_it_is_read():
+    with _tiles_in_cpp(), _one_place_in_triton(), _before_it_is_read():
         yield
-
-
-@functools.cache
-def _edition() -> str:
-    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
 
 
 @contextlib.contextmanager

@@ -17,9 +17,6 @@ from psg_fx.passes.compile.pools import pool_by_vectors
 from support import oracle
 
 aten = torch.ops.aten
-WITHOUT_2_11 = pytest.mark.skipif(
-    torch.__version__ < "2.12", reason="what inductor compiles for two convolutions writes where it must not"
-)
 Pooled = tuple[Tensor, Tensor]
 
 WINDOWS: dict[str, Callable[[Tensor], Pooled]] = {
@@ -88,7 +85,7 @@ def test_other_windows_are_left(name: str) -> None:
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("layout", [torch.contiguous_format, pytest.param(torch.channels_last, marks=WITHOUT_2_11)])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_a_compiled_step(layout: torch.memory_format) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._inductor.codegen import cpp
-from torch.fx import GraphModule
 
 import psg_fx
-from psg_fx.passes.compile import compile as compile_
 from psg_fx.torch_private.scattered import scattered_in_place
 from support import oracle
 
@@ -42,22 +39,6 @@ def test_a_sum_by_number_in_tiles(dynamic: bool) -> None:
     torch.testing.assert_close(found, across(a, b, ids))
 
 
-def test_steps_are_compiled_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    stores, own = [], cpp.CppTile2DKernel.store
-
-    def compiler(gm: GraphModule, inputs: Sequence[Tensor]) -> GraphModule:
-        stores.append(cpp.CppTile2DKernel.store)
-        return gm
-
-    monkeypatch.setattr(compile_, "inductor", lambda options: compiler)
-    psg_fx.transform(nn.Linear(3, 2), nn.functional.cross_entropy, quantities=psg_fx.Norms(), backend="inductor")(
-        torch.randn(4, 3), torch.randint(2, (4,))
-    )
-    assert len(stores) == 1
-    assert stores[0] is not own
-    assert cpp.CppTile2DKernel.store is own
-
-
 def test_what_is_added_to_is_read_afterwards() -> None:
     """Gradients of an interpolation are added up from zeros, which are memory that is needed early."""
     torch.manual_seed(0)
@@ -70,10 +51,3 @@ def test_what_is_added_to_is_read_afterwards() -> None:
     _, grads = oracle.loop_grads(model, loss, x)
     out = psg_fx.transform(model, loss, dynamic=True)(x)
     assert oracle.worst_error(out.grads, grads) < 1e-12
-
-
-def test_caches_of_other_code_are_not_shared() -> None:
-    before = torch.compiler.config.cache_key_tag
-    with scattered_in_place():
-        assert torch.compiler.config.cache_key_tag != before
-    assert torch.compiler.config.cache_key_tag == before
