@@ -86,7 +86,8 @@ class allocating:
         _serving.take = self._before
 
 
-def _empty_strided_cpu(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def allocated(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Memory for a value of a compiled graph, or of an op of psg_fx in it: what `allocating` gives in this thread."""
     take: Allocate = getattr(_serving, "take", None) or empty_strided_cpu
     return take(size, stride, dtype)
 
@@ -101,7 +102,7 @@ def _reach_generated_code() -> None:
     def load(*args: Any, **kwargs: Any) -> Any:
         module: Any = original(*args, **kwargs)
         if getattr(_serving, "take", None) is not None and hasattr(module, "empty_strided_cpu"):
-            module.empty_strided_cpu = _empty_strided_cpu
+            module.empty_strided_cpu = allocated
         return module
 
     PyCodeCache.load_by_key_path = staticmethod(load)  # type: ignore[method-assign]

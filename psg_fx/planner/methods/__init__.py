@@ -4,7 +4,7 @@ from psg_fx.planner.cost import Fused
 from psg_fx.planner.methods.base import Arg, Method, Pair
 from psg_fx.planner.methods.dense import Dot, MatMul, Multiply, SumOfOuter
 from psg_fx.planner.methods.experts import ExpertMatMul, ExpertOuter, ExpertSquares, Route, RouteMembers
-from psg_fx.planner.methods.fused import SumTiles, TileProduct, TileSquares
+from psg_fx.planner.methods.fused import SumTiles, TileProduct, TileProductHere, TileSquares, TileSquaresHere
 from psg_fx.planner.methods.grams import GramDot, GramDotHere, NotFormed, NotFormedHere
 from psg_fx.planner.methods.onehot import Equal, Gather, Pick, Scatter
 from psg_fx.planner.methods.patches import ConvWeight, GroupedConv, Shifted, WindowSum
@@ -25,7 +25,7 @@ TIMED: tuple[Method, ...] = (TileSquares(), TileProduct())
 FUSED: tuple[Method, ...] = (*TIMED, NotFormed(), GramDot())
 """All kernels of psg_fx."""
 
-COMPILED: tuple[Method, ...] = (NotFormedHere(), GramDotHere())
+COMPILED: tuple[Method, ...] = (NotFormedHere(), GramDotHere(), TileSquaresHere(), TileProductHere())
 """Kernels of psg_fx in C++."""
 
 OFFERED = {

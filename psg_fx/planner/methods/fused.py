@@ -1,26 +1,31 @@
 """Per-sample products whose squared norm is taken while a tile of them lies in registers: kernels of psg_fx.
 
-They are offered where `Device.fused` says so.  What they cost is predicted; docs/design/gpu.md has what was measured.
+Those of Triton are offered where `Device.fused` says so, those of C++ where `Device.compiled` does.  What was measured
+is in docs/design/gpu.md and docs/design/cpu.md.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from psg_fx.algebra.network import BATCH, Axes, Form, TileSums, WithTileSums
-from psg_fx.ops import tile_products
+from psg_fx.ops import products_here, tile_products
 from psg_fx.planner.cost import Device, Work
 from psg_fx.planner.methods.base import Method, Pair
 from psg_fx.planner.methods.dense import MatMul
 from psg_fx.tensors import Size, reshape
+from psg_fx.torch_private import native
 
 _OF_CUBLAS = 0.7
 """The share of `bmm`'s rate that the kernels are taken to reach.  Not measured: it is the lowest of what was reported
 for the float32 product of Triton's tutorial on an A100, 0.70 to 0.98 of cuBLAS for 256 to 2048 rows (Triton's issue
 tracker, November 2023); half precision is taken for the same.
 """
+
+_OF_BMM = 1.2
+"""The rate of the kernels in C++ in that of `bmm`: 1.15 to 1.4 where products go beyond the caches (docs/design/cpu.md)."""
 
 _TILE = 64 * 64
 """About the elements of a tile."""
@@ -35,12 +40,13 @@ class TileSquares(Method):
 
     name = "tile-squares"
     own_op = True
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = tile_products.DTYPES
     _product = MatMul()
 
     def applies(self, p: Pair) -> bool:
         if not self._product.applies(p) or BATCH not in p.batch or any(x.endswith("'") for x in p.out):
             return False
-        return p.a.dtype == p.b.dtype and p.dtype in tile_products.DTYPES
+        return p.a.dtype == p.b.dtype and p.dtype in self.dtypes
 
     def out(self, p: Pair) -> Axes:
         return self._product.out(p)
@@ -97,6 +103,38 @@ class TileProduct(TileSquares):
         left, right = self._product.operands(p, a, b)
         product, squares = tile_products.tile_product(left, right)
         return self._product.shaped(p, product, a, b), self._of_samples(p, squares, a)
+
+
+class _Here:
+    """The same in C++ on a CPU, where all tiles of a sample are added up."""
+
+    devices: ClassVar[tuple[str, ...]] = ("cpu",)
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32,)
+
+    def seconds(self: Any, p: Pair, device: Device) -> float:
+        work: Work = self.work(p)
+        compute = float(work.flops) / (_OF_BMM * device.rate("bmm"))
+        moving = float(work.read + work.written) / device.bandwidth
+        return max(compute, moving) + device.extra.get("product", 0.0) + work.calls * device.launch
+
+
+class TileSquaresHere(_Here, TileSquares):
+    """Σ p² in C++."""
+
+    def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        left, right = self._product.operands(p, a, b)
+        native.begin(products_here.LIBRARY)
+        return self._of_samples(p, products_here.squares(left.mT, right)[:, None], a)
+
+
+class TileProductHere(_Here, TileProduct):
+    """p and Σ p² in C++."""
+
+    def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        left, right = self._product.operands(p, a, b)
+        native.begin(products_here.LIBRARY)
+        product, squares = products_here.products(left.mT, right)
+        return self._product.shaped(p, product, a, b), self._of_samples(p, squares[:, None], a)
 
 
 class SumTiles(Method):

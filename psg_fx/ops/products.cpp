@@ -1,0 +1,143 @@
+// Products of each sample's two matrices, and the sums of their squares (psg_fx/ops/products_here.py).
+//
+// A tile of the product lies in registers while its places are summed; then its squares are added up and it is written,
+// or not.  A band of rows is one task, whose result does not depend on how many threads there are.
+
+#include "registers.h"
+
+#ifdef __AVX512F__
+constexpr int TALL = 8, WIDE = 2;  // rows of a tile, and its vectors
+#else
+constexpr int TALL = 4, WIDE = 2;
+#endif
+constexpr int PANEL = WIDE * LANES;
+constexpr int64_t BAND = 128, NEAR = 16;
+constexpr int64_t BEYOND_CACHES = 1 << 20;  // elements
+
+// Past the caches, where nobody looks for so much soon.
+static inline void stream(float* to, Register value) {
+#if defined(__clang__)
+  __builtin_nontemporal_store(value, reinterpret_cast<Register*>(to));
+#elif defined(__AVX512F__)
+  __builtin_ia32_movntps512(to, value);
+#elif defined(__AVX__)
+  __builtin_ia32_movntps256(to, value);
+#else
+  *reinterpret_cast<Register*>(to) = value;
+#endif
+}
+
+// m[n, t, size], as it lies in memory.
+struct Matrices {
+  const float* start;
+  int64_t of_sample, of_place, of_entry, size;
+
+  // Entries first to first + width of each place, side by side; zeros beyond the last one.
+  void pack(int64_t sample, int64_t places, int64_t first, int width, float* to) const {
+    const float* from = start + sample * of_sample + first * of_entry;
+    const int64_t held = least(width, size - first);
+    if (of_entry == 1 && held == width) {
+      for (int64_t k = 0; k < places; ++k) std::memcpy(to + k * width, from + k * of_place, width * sizeof(float));
+      return;
+    }
+    for (int64_t near = 0; near < places; near += NEAR)  // places of one line of memory are read one after the other
+      for (int64_t j = 0; j < width; ++j)
+        for (int64_t k = near; k < least(near + NEAR, places); ++k)
+          to[k * width + j] = j < held ? from[k * of_place + j * of_entry] : 0;
+  }
+
+  // Whether those of TALL entries are read as they lie.
+  bool lies_along_places(int64_t first) const { return of_place == 1 && first + TALL <= size; }
+};
+
+struct Tile {
+  Register sums[TALL][WIDE] = {};
+
+  void add(const float* left, int64_t of_place, int64_t of_entry, const float* right, int64_t places) {
+    for (int64_t k = 0; k < places; ++k, left += of_place, right += PANEL) {
+      Register columns[WIDE];
+      for (int j = 0; j < WIDE; ++j) columns[j] = read(right + j * LANES);
+      for (int i = 0; i < TALL; ++i)
+        for (int j = 0; j < WIDE; ++j) sums[i][j] += left[i * of_entry] * columns[j];
+    }
+  }
+
+  Register squares() const {
+    Register found = {};
+    for (int i = 0; i < TALL; ++i)
+      for (int j = 0; j < WIDE; ++j) found += sums[i][j] * sums[i][j];
+    return found;
+  }
+
+  template <bool STREAMED>
+  void write(float* to, int64_t columns) const {
+    for (int i = 0; i < TALL; ++i)
+      for (int j = 0; j < WIDE; ++j) {
+        float* place = to + i * columns + j * LANES;
+        if (STREAMED) stream(place, sums[i][j]);
+        else *reinterpret_cast<Unaligned*>(place) = sums[i][j];
+      }
+  }
+
+  void write_part(float* to, int64_t columns, int64_t height, int64_t width) const {
+    for (int64_t i = 0; i < height; ++i)
+      for (int64_t j = 0; j < width; ++j) to[i * columns + j] = sums[i][j / LANES][j % LANES];
+  }
+};
+
+static double band(const Matrices& x, const float* panels, int64_t sample, int64_t places, int64_t first, int64_t columns,
+                   float* rows, float* product, bool streamed) {
+  double squares = 0;
+  for (int64_t i = first; i < least(first + BAND, x.size); i += TALL) {
+    const bool lies = x.lies_along_places(i);
+    if (!lies) x.pack(sample, places, i, TALL, rows);
+    const float* unpacked = x.start + sample * x.of_sample + i * x.of_entry;
+    const int64_t height = least(TALL, x.size - i);
+    Register found = {};
+    for (int64_t j = 0; j < columns; j += PANEL) {
+      Tile tile;
+      if (lies) tile.add(unpacked, 1, x.of_entry, panels + j * places, places);
+      else tile.add(rows, TALL, 1, panels + j * places, places);
+      found += tile.squares();
+      if (!product) continue;
+      float* to = product + i * columns + j;
+      const int64_t width = least(PANEL, columns - j);
+      if (height < TALL || width < PANEL) tile.write_part(to, columns, height, width);
+      else if (streamed) tile.write<true>(to, columns);
+      else tile.write<false>(to, columns);
+    }
+    for (int lane = 0; lane < LANES; ++lane) squares += found[lane];
+  }
+  return squares;
+}
+
+// strides: those of x[n, t, i], then those of y[n, t, o].  product[n, i, o], or none; squares[n].
+extern "C" void products(const float* x, const float* y, float* product, float* squares, int64_t n, int64_t t, int64_t i,
+                         int64_t o, const int64_t* strides, int threads) {
+  const Matrices left = {x, strides[0], strides[1], strides[2], i}, right = {y, strides[3], strides[4], strides[5], o};
+  const int64_t bands = (i + BAND - 1) / BAND, panels = (o + PANEL - 1) / PANEL;
+  const bool aligned = reinterpret_cast<uintptr_t>(product) % LINE == 0 && o % LANES == 0;
+  const bool streamed = aligned && n * i * o >= BEYOND_CACHES;
+  const Floats sums(2 * n * bands);  // doubles
+  double* of_bands = reinterpret_cast<double*>(sums.values);
+#pragma omp parallel num_threads(threads)
+  {
+    const Floats packed(panels * PANEL * t), rows(TALL * t);
+    int64_t held = -1;
+#pragma omp for schedule(static)
+    for (int64_t task = 0; task < n * bands; ++task) {
+      const int64_t s = task / bands;
+      for (int64_t q = 0; s != held && q < panels; ++q)
+        right.pack(s, t, q * PANEL, PANEL, packed.values + q * PANEL * t);
+      held = s;
+      float* to = product ? product + s * i * o : nullptr;
+      of_bands[task] = band(left, packed.values, s, t, task % bands * BAND, o, rows.values, to, streamed);
+    }
+    if (streamed) __sync_synchronize();
+  }
+  for (int64_t s = 0; s < n; ++s) {
+    double sum = 0;
+    for (int64_t k = s * bands; k < (s + 1) * bands; ++k) sum += of_bands[k];
+    squares[s] = float(sum);
+  }
+}
