@@ -11,8 +11,19 @@ constexpr int TALL = 8, WIDE = 2;  // rows of a tile, and its vectors
 constexpr int TALL = 4, WIDE = 2;
 #endif
 constexpr int PANEL = WIDE * LANES;
-constexpr int64_t BAND = 128, NEAR = 16;
+constexpr int64_t BAND = 128;
 constexpr int64_t BEYOND_CACHES = 1 << 20;  // elements
+
+// Lanes of both, by their numbers.
+static inline Register chosen(Register a, Register b, Integers lanes) {
+#ifdef __clang__
+  Register found;
+  for (int lane = 0; lane < LANES; ++lane) found[lane] = lanes[lane] < LANES ? a[lanes[lane]] : b[lanes[lane] - LANES];
+  return found;
+#else
+  return __builtin_shuffle(a, b, lanes);
+#endif
+}
 
 // Past the caches, where nobody looks for so much soon.
 static inline void stream(float* to, Register value) {
@@ -25,6 +36,25 @@ static inline void stream(float* to, Register value) {
 #else
   *reinterpret_cast<Register*>(to) = value;
 #endif
+}
+
+// The transpose of a square of LANES rows: of i and lane each bit is exchanged.
+static inline void turn(const float* from, int64_t of_row, float* to, int64_t of_column) {
+  Register rows[LANES];
+  for (int i = 0; i < LANES; ++i) rows[i] = read(from + i * of_row);
+  for (int bit = LANES / 2; bit; bit /= 2) {
+    Integers first, second;
+    for (int lane = 0; lane < LANES; ++lane) {
+      first[lane] = lane & bit ? LANES + lane - bit : lane;
+      second[lane] = lane & bit ? LANES + lane : lane + bit;
+    }
+    for (int i = 0; i < LANES; ++i) {
+      if (i & bit) continue;
+      const Register a = rows[i], b = rows[i + bit];
+      rows[i] = chosen(a, b, first), rows[i + bit] = chosen(a, b, second);
+    }
+  }
+  for (int i = 0; i < LANES; ++i) *reinterpret_cast<Unaligned*>(to + i * of_column) = rows[i];
 }
 
 // m[n, t, size], as it lies in memory.
@@ -40,10 +70,13 @@ struct Matrices {
       for (int64_t k = 0; k < places; ++k) std::memcpy(to + k * width, from + k * of_place, width * sizeof(float));
       return;
     }
-    for (int64_t near = 0; near < places; near += NEAR)  // places of one line of memory are read one after the other
-      for (int64_t j = 0; j < width; ++j)
-        for (int64_t k = near; k < least(near + NEAR, places); ++k)
-          to[k * width + j] = j < held ? from[k * of_place + j * of_entry] : 0;
+    int64_t turned = 0;
+    if (of_place == 1 && held == width && width % LANES == 0)
+      for (; turned + LANES <= places; turned += LANES)
+        for (int64_t j = 0; j < width; j += LANES)
+          turn(from + turned + j * of_entry, of_entry, to + turned * width + j, width);
+    for (int64_t k = turned; k < places; ++k)
+      for (int64_t j = 0; j < width; ++j) to[k * width + j] = j < held ? from[k * of_place + j * of_entry] : 0;
   }
 
   // Whether those of TALL entries are read as they lie.

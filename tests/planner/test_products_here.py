@@ -8,13 +8,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import psg_fx
-from psg_fx import ClippedSum, Grads, Norms, Quantity
+from psg_fx import ClippedSum, Grads, Norms
 from psg_fx.ops import products_here
 from psg_fx.torch_private import native
 from psg_fx.torch_private.fakes import symbolic_inputs
 from support import oracle
 
-SHAPES = [(3, 70, 50, 90), (1, 1, 1, 1), (2, 13, 3, 20), (2, 6, 4, 1), (5, 3, 200, 30), (4, 20, 130, 64), (2, 5, 256, 2112)]
+SHAPES = [
+    (3, 70, 50, 90),
+    (1, 1, 1, 1),
+    (2, 13, 3, 20),
+    (2, 6, 4, 1),
+    (5, 3, 200, 30),
+    (4, 20, 130, 64),
+    (2, 5, 256, 2112),
+]
 """Samples, places that are summed, rows and columns; the last product is written past the caches."""
 
 

@@ -131,7 +131,7 @@ class SumOfOuter(Method):
     _product = MatMul()
 
     def applies(self, p: Pair) -> bool:
-        if not self._product.applies(p) or BATCH in p.summed or any(map(_is_gram, (p.a.axes, p.b.axes, p.out))):
+        if not self._product.applies(p) or BATCH in p.summed or any(map(is_gram, (p.a.axes, p.b.axes, p.out))):
             return False
         places = p.count(p.summed)
         return isinstance(places, sympy.Expr) or places < _WRITTEN_OUT
@@ -155,7 +155,7 @@ _WRITTEN_OUT = 8
 """Sums of fewer terms are written out by inductor (`unroll_reductions_threshold`)."""
 
 
-def _is_gram(axes: Axes) -> bool:
+def is_gram(axes: Axes) -> bool:
     """Whether some axis is there twice, as it is and primed."""
     return any(x + "'" in axes for x in axes)
 

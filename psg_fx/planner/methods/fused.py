@@ -14,7 +14,7 @@ from psg_fx.algebra.network import BATCH, Axes, Form, TileSums, WithTileSums
 from psg_fx.ops import products_here, tile_products
 from psg_fx.planner.cost import Device, Work
 from psg_fx.planner.methods.base import Method, Pair
-from psg_fx.planner.methods.dense import MatMul
+from psg_fx.planner.methods.dense import MatMul, is_gram
 from psg_fx.tensors import Size, reshape
 from psg_fx.torch_private import native
 
@@ -24,8 +24,11 @@ for the float32 product of Triton's tutorial on an A100, 0.70 to 0.98 of cuBLAS 
 tracker, November 2023); half precision is taken for the same.
 """
 
-_OF_BMM = 1.2
-"""The rate of the kernels in C++ in that of `bmm`: 1.15 to 1.4 where products go beyond the caches (docs/design/cpu.md)."""
+_OF_BMM = 1.25
+"""The rate of the kernels in C++ in that of `bmm`, what they pack aside (docs/design/cpu.md)."""
+
+_TALL, _PANEL = 8, 32
+"""Rows and columns of their tiles."""
 
 _TILE = 64 * 64
 """About the elements of a tile."""
@@ -105,20 +108,32 @@ class TileProduct(TileSquares):
         return self._product.shaped(p, product, a, b), self._of_samples(p, squares, a)
 
 
-class _Here:
-    """The same in C++ on a CPU, where all tiles of a sample are added up."""
+class _Here(TileSquares):
+    """In C++ on a CPU, where all tiles of a sample are added up.  Not for products with Gram matrices, which are read
+    place by place and not as a whole.
+    """
 
-    devices: ClassVar[tuple[str, ...]] = ("cpu",)
-    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32,)
+    devices = ("cpu",)
+    dtypes = (torch.float32,)
 
-    def seconds(self: Any, p: Pair, device: Device) -> float:
-        work: Work = self.work(p)
-        compute = float(work.flops) / (_OF_BMM * device.rate("bmm"))
+    def applies(self, p: Pair) -> bool:
+        return super().applies(p) and not is_gram(p.a.axes) and not is_gram(p.b.axes)
+
+    def seconds(self, p: Pair, device: Device) -> float:
+        work, (rows, columns) = self.work(p), self._product.sides(p)
+        computed = _whole(rows, _TALL) * _whole(columns, _PANEL) / (rows * columns)
+        packed = p.count(p.everything) / rows * 4  # the second operand
+        compute = float(computed * work.flops) / (_OF_BMM * device.rate("bmm")) + float(packed) / device.bandwidth
         moving = float(work.read + work.written) / device.bandwidth
         return max(compute, moving) + device.extra.get("product", 0.0) + work.calls * device.launch
 
 
-class TileSquaresHere(_Here, TileSquares):
+def _whole(size: Size, tile: int) -> Size:
+    """The size in whole tiles."""
+    return -(-size // tile) * tile
+
+
+class TileSquaresHere(_Here):
     """Σ p² in C++."""
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
