@@ -14,25 +14,31 @@ static inline float sum_of(Register value) {
   return sum;
 }
 
-// out[i][j] = sum over k < size of a[i][k] b[j][k]
-static void products(const float* const* a, const float* const* b, int64_t size, float (*out)[EDGE]) {
+// In lane k the sum of values[k]: pairs are added up lane by lane, as one lane holds what another register lacks.
+template <int BIT>
+static inline Register sums_of(Register* values) {
+  for (int i = 0; i < BIT; ++i) values[i] = even<BIT>(values[i], values[i + BIT]) + odd<BIT>(values[i], values[i + BIT]);
+  if constexpr (BIT > 1) return sums_of<BIT / 2>(values);
+  return values[0];
+}
+
+// Of HEIGHT rows of a and all of b the sums over k < size of a[i][k] b[j][k], as many as a register has lanes.
+static inline Register products(const float* const* a, const float* const* b, int64_t size) {
+  static_assert(HEIGHT * EDGE == LANES, "a register holds them");
   const int64_t whole = size - size % LANES;
-  for (int top = 0; top < EDGE; top += HEIGHT) {
-    Register sums[HEIGHT][EDGE] = {};
-    for (int64_t k = 0; k < whole; k += LANES) {
-      Register right[EDGE];
-      for (int j = 0; j < EDGE; ++j) right[j] = read(b[j] + k);
-      for (int i = 0; i < HEIGHT; ++i) {
-        const Register left = read(a[top + i] + k);
-        for (int j = 0; j < EDGE; ++j) sums[i][j] += left * right[j];
-      }
+  Register sums[LANES] = {};
+  for (int64_t k = 0; k < whole; k += LANES) {
+    Register right[EDGE];
+    for (int j = 0; j < EDGE; ++j) right[j] = read(b[j] + k);
+    for (int i = 0; i < HEIGHT; ++i) {
+      const Register left = read(a[i] + k);
+      for (int j = 0; j < EDGE; ++j) sums[i * EDGE + j] += left * right[j];
     }
-    for (int i = 0; i < HEIGHT; ++i)
-      for (int j = 0; j < EDGE; ++j) {
-        out[top + i][j] = sum_of(sums[i][j]);
-        for (int64_t k = whole; k < size; ++k) out[top + i][j] += a[top + i][k] * b[j][k];
-      }
   }
+  Register found = sums_of<LANES / 2>(sums);
+  for (int64_t k = whole; k < size; ++k)
+    for (int lane = 0; lane < LANES; ++lane) found[lane] += a[lane / EDGE][k] * b[lane % EDGE][k];
+  return found;
 }
 
 // The rows of one sample, and of the one after it.
@@ -60,23 +66,21 @@ struct Sums {
 };
 
 static Sums band(const Rows& x, const Rows& y, int64_t first) {
-  Sums found = {0, 0};
+  Register on = {}, below = {};
+  float roots = 0;
   for (int64_t i = first; i < least(first + BAND, x.count); i += EDGE) {
     x.fetch_next(i), y.fetch_next(i);
     for (int64_t j = 0; j <= i; j += EDGE) {
-      const float *left[EDGE], *right[EDGE];
-      float g[EDGE][EDGE], h[EDGE][EDGE];
-      x.at(i, left), x.at(j, right);
-      products(left, right, x.size, g);
-      y.at(i, left), y.at(j, right);
-      products(left, right, y.size, h);
-      float dots = 0;
-      for (int k = 0; k < EDGE * EDGE; ++k) dots += g[k / EDGE][k % EDGE] * h[k / EDGE][k % EDGE];
-      found.dots += i == j ? dots : 2 * dots;
-      for (int k = 0; i == j && k < EDGE; ++k) found.roots += __builtin_sqrtf(g[k][k] * h[k][k]);
+      const float *left_x[EDGE], *right_x[EDGE], *left_y[EDGE], *right_y[EDGE];
+      x.at(i, left_x), x.at(j, right_x), y.at(i, left_y), y.at(j, right_y);
+      for (int top = 0; top < EDGE; top += HEIGHT) {
+        const Register dots = products(left_x + top, right_x, x.size) * products(left_y + top, right_y, y.size);
+        (i == j ? on : below) += dots;
+        for (int k = 0; i == j && k < HEIGHT; ++k) roots += __builtin_sqrtf(dots[k * EDGE + top + k]);
+      }
     }
   }
-  return found;
+  return {sum_of(on) + 2 * sum_of(below), roots};
 }
 
 // x[n, t, i], y[n, t, o] -> out[2, n]: the products, and the sums of the roots of those on the diagonals.

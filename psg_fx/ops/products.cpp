@@ -14,17 +14,6 @@ constexpr int PANEL = WIDE * LANES;
 constexpr int64_t BAND = 128;
 constexpr int64_t BEYOND_CACHES = 1 << 20;  // elements
 
-// Lanes of both, by their numbers.
-static inline Register chosen(Register a, Register b, Integers lanes) {
-#ifdef __clang__
-  Register found;
-  for (int lane = 0; lane < LANES; ++lane) found[lane] = lanes[lane] < LANES ? a[lanes[lane]] : b[lanes[lane] - LANES];
-  return found;
-#else
-  return __builtin_shuffle(a, b, lanes);
-#endif
-}
-
 // Past the caches, where nobody looks for so much soon.
 static inline void stream(float* to, Register value) {
 #if defined(__clang__)
@@ -38,22 +27,21 @@ static inline void stream(float* to, Register value) {
 #endif
 }
 
-// The transpose of a square of LANES rows: of i and lane each bit is exchanged.
-static inline void turn(const float* from, int64_t of_row, float* to, int64_t of_column) {
+// The transpose of a square of registers: of their numbers and those of lanes each bit is exchanged.
+template <int BIT>
+static inline void turn(Register* rows) {
+  for (int i = 0; i < LANES; ++i) {
+    if (i & BIT) continue;
+    const Register a = rows[i], b = rows[i + BIT];
+    rows[i] = even<BIT>(a, b), rows[i + BIT] = odd<BIT>(a, b);
+  }
+  if constexpr (BIT > 1) turn<BIT / 2>(rows);
+}
+
+static inline void write_turned(const float* from, int64_t of_row, float* to, int64_t of_column) {
   Register rows[LANES];
   for (int i = 0; i < LANES; ++i) rows[i] = read(from + i * of_row);
-  for (int bit = LANES / 2; bit; bit /= 2) {
-    Integers first, second;
-    for (int lane = 0; lane < LANES; ++lane) {
-      first[lane] = lane & bit ? LANES + lane - bit : lane;
-      second[lane] = lane & bit ? LANES + lane : lane + bit;
-    }
-    for (int i = 0; i < LANES; ++i) {
-      if (i & bit) continue;
-      const Register a = rows[i], b = rows[i + bit];
-      rows[i] = chosen(a, b, first), rows[i + bit] = chosen(a, b, second);
-    }
-  }
+  turn<LANES / 2>(rows);
   for (int i = 0; i < LANES; ++i) *reinterpret_cast<Unaligned*>(to + i * of_column) = rows[i];
 }
 
@@ -74,7 +62,7 @@ struct Matrices {
     if (of_place == 1 && held == width && width % LANES == 0)
       for (; turned + LANES <= places; turned += LANES)
         for (int64_t j = 0; j < width; j += LANES)
-          turn(from + turned + j * of_entry, of_entry, to + turned * width + j, width);
+          write_turned(from + turned + j * of_entry, of_entry, to + turned * width + j, width);
     for (int64_t k = turned; k < places; ++k)
       for (int64_t j = 0; j < width; ++j) to[k * width + j] = j < held ? from[k * of_place + j * of_entry] : 0;
   }

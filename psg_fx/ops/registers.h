@@ -34,6 +34,32 @@ static inline Register in_register(Register value) {
 
 static inline Register read(const float* from) { return in_register(*reinterpret_cast<const Unaligned*>(from)); }
 
+// Lanes of a and b by their numbers, those of b after those of a.
+static inline Register chosen(Register a, Register b, Integers lanes) {
+#ifdef __clang__
+  Register found;
+  for (int lane = 0; lane < LANES; ++lane) found[lane] = lanes[lane] < LANES ? a[lanes[lane]] : b[lanes[lane] - LANES];
+  return found;
+#else
+  return __builtin_shuffle(a, b, lanes);
+#endif
+}
+
+// The lanes without a bit, those of b where it is set; the lanes with it, those of a where it is not.
+template <int BIT>
+static inline Register even(Register a, Register b) {
+  Integers lanes;
+  for (int lane = 0; lane < LANES; ++lane) lanes[lane] = lane & BIT ? LANES + lane - BIT : lane;
+  return chosen(a, b, lanes);
+}
+
+template <int BIT>
+static inline Register odd(Register a, Register b) {
+  Integers lanes;
+  for (int lane = 0; lane < LANES; ++lane) lanes[lane] = lane & BIT ? LANES + lane : lane + BIT;
+  return chosen(a, b, lanes);
+}
+
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Zeros, as vectors are aligned best.

@@ -32,7 +32,7 @@ _DEPTH = 64
 _OF_BMM = 1.1
 """The rate of the kernel in C++ in that of `bmm`; which kernels torch takes for so few rows decides more than flops."""
 
-_OF_A_SQUARE = 6000
+_OF_A_SQUARE = 3000
 """What a square of 4×4 of both matrices takes beside its products, most of it to add up vectors, in flops."""
 
 
