@@ -1,0 +1,83 @@
+"""The kernels of psg_fx in C++ beside torch's products, each after other products so that caches are as in a step.
+
+    python bench/kernels_in_cpp.py [--tag NAME] [--rounds N]
+
+Gradients x[n, t, i]ᵀ ȳ[n, t, o] of samples by `bmm`, and with the sums of their squares in a second pass; by the kernel
+in one (`tile-matmul`), and the sums alone (`tile-squares`). Inner products of Gram matrices of positions by two `bmm`
+and a dot, and by the kernel (`gram-dot`). Medians, in turns; answers are compared with float64 first.
+Writes `bench/results/kernels-in-cpp-<tag>.json` and `.md`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+from _results import about, bullets, device_tag, keep, options
+from tabulate import tabulate
+from torch import Tensor
+
+from psg_fx.ops import gram_products, products_here
+from psg_fx.torch_private import native
+
+SHAPES = {
+    "GPT 4×256: up": (8, 128, 256, 1024), "down": (8, 128, 1024, 256), "q, k, v": (8, 128, 256, 768),
+    "out": (8, 128, 256, 256), "ViT 6×192: up": (16, 65, 192, 768), "down ": (16, 65, 768, 192),
+    "LSTM 128": (32, 32, 128, 512), "patches of ResNet18's images": (16, 256, 147, 64),
+}  # fmt: skip
+"""Samples, positions, elements of a row of x and of ȳ."""
+
+WAYS = ["bmm", "bmm, squares", "tile-matmul", "tile-squares", "two Gram matrices", "gram-dot"]
+
+
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument("--rounds", type=int, default=60, help="of each way (default 60)")
+    args = parser.parse_args()
+    for name in ("products", "gram_dots"):
+        native.begin(name)
+    native.finish()
+    rows = {name: measured(shape, args.rounds) for name, shape in SHAPES.items()}
+    shown = [
+        [name, " × ".join(map(str, SHAPES[name])), *(f"{row[way]:.2f}" for way in WAYS)] for name, row in rows.items()
+    ]
+    there = about("cpu")
+    path = keep(
+        f"kernels-in-cpp-{args.tag or device_tag('cpu')}", {"environment": there, "milliseconds": rows},
+        "# Kernels in C++", bullets(there), "Milliseconds, float32; `bench/kernels_in_cpp.py` says of what.",
+        tabulate(shown, ["layer", "n × t × i × o", *WAYS], "github", disable_numparse=True),
+    )  # fmt: skip
+    print(f"wrote {path}.json and .md")
+
+
+def measured(shape: tuple[int, int, int, int], rounds: int) -> dict[str, float]:
+    """Way -> median milliseconds."""
+    n, t, i, o = shape
+    torch.manual_seed(0)
+    x, y, others = torch.randn(n, t, i), torch.randn(n, t, o), torch.randn(8, 512, 512)
+    ways: dict[str, Callable[[], Tensor]] = {
+        "bmm": lambda: torch.bmm(x.mT, y).flatten(),
+        "bmm, squares": lambda: torch.linalg.vector_norm(torch.bmm(x.mT, y), dim=(1, 2)).square(),
+        "tile-matmul": lambda: products_here.products(x, y)[1],
+        "tile-squares": lambda: products_here.squares(x, y),
+        "two Gram matrices": lambda: torch.linalg.vecdot(torch.bmm(x, x.mT).flatten(1), torch.bmm(y, y.mT).flatten(1)),
+        "gram-dot": lambda: gram_products.gram_dots(x, y),
+    }
+    right = (x.double().mT @ y.double()).square().sum((1, 2))
+    for way, run in ways.items():
+        found = run().double()
+        assert way == "bmm" or ((found - right).abs() <= 1e-5 * right).all(), way
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for turn in range(rounds):
+        for way in list(ways)[:: 1 if turn % 2 else -1]:
+            torch.bmm(others, others)
+            start = time.perf_counter()
+            ways[way]()
+            times[way].append(1e3 * (time.perf_counter() - start))
+    return {way: median(found) for way, found in times.items()}
+
+
+if __name__ == "__main__":
+    main()
