@@ -19,6 +19,7 @@ from _results import about, bullets, device_tag, keep, options
 from tabulate import tabulate
 from torch import Tensor
 
+from psg_fx.blocks import Memory
 from psg_fx.ops import gram_products, products_here
 from psg_fx.torch_private import native
 
@@ -36,6 +37,7 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--rounds", type=int, default=60, help="of each way (default 60)")
     args = parser.parse_args()
+    Memory(keep=False)  # the C library keeps freed memory, as it does beside steps
     for name in ("products", "gram_dots"):
         native.begin(name)
     native.finish()

@@ -60,8 +60,8 @@ def transform(
             torch.compile's: `"psg_fx.fused_kernels"` offers kernels of psg_fx to plans, products whose squared norm is
             taken before they are stored and inner products of Gram matrices that never are, or does not.  Left out,
             it is True for the former (Triton) where their time was measured, on an H100 or H200 without CUDA graphs,
-            where `step.explain()` says where they would gain; and for the latter in C++, on a CPU, with inductor, as
-            are the loops of recurrent layers in float32.
+            where `step.explain()` says where they would gain; and for both in C++, on a CPU, with inductor, in
+            float32, as are the loops of recurrent layers.
         dynamic: None: the first batch size is compiled statically, the next one dynamically; True: dynamically from the
             start; False: a graph for every size.  None and True: a batch of one sample is compiled once for itself.
         reuse_outputs: on CPU with inductor, keep the memory of large results and intermediate values for later calls,

@@ -1,7 +1,7 @@
 // Products of each sample's two matrices, and the sums of their squares (psg_fx/ops/products_here.py).
 //
 // A tile of the product lies in registers while its places are summed; then its squares are added up and it is written,
-// or not.  A band of rows is one task, whose result does not depend on how many threads there are.
+// or not.  A band of columns is one task, whose result does not depend on how many threads there are.
 
 #include "registers.h"
 
@@ -11,7 +11,7 @@ constexpr int TALL = 8, WIDE = 2;  // rows of a tile, and its vectors
 constexpr int TALL = 4, WIDE = 2;
 #endif
 constexpr int PANEL = WIDE * LANES;
-constexpr int64_t BAND = 128;
+constexpr int64_t BAND = 256;  // columns, a multiple of PANEL
 constexpr int64_t BEYOND_CACHES = 1 << 20;  // elements
 
 // Past the caches, where nobody looks for so much soon.
@@ -67,6 +67,16 @@ struct Matrices {
       for (int64_t j = 0; j < width; ++j) to[k * width + j] = j < held ? from[k * of_place + j * of_entry] : 0;
   }
 
+  // A share of these entries comes closer while others are computed with.
+  void fetch(int64_t sample, int64_t places, int64_t first, int64_t count, int64_t share, int64_t shares) const {
+    if (of_entry != 1 && of_place != 1) return;
+    const int64_t rows = of_entry == 1 ? places : count, length = of_entry == 1 ? count : places;
+    const float* from = start + sample * of_sample + first * of_entry;
+    for (int64_t r = rows * share / shares; r < rows * (share + 1) / shares; ++r)
+      for (int64_t k = 0; k < length; k += LINE / int64_t(sizeof(float)))
+        __builtin_prefetch(from + r * (of_entry == 1 ? of_place : of_entry) + k, 0, 2);
+  }
+
   // Whether those of TALL entries are read as they lie.
   bool lies_along_places(int64_t first) const { return of_place == 1 && first + TALL <= size; }
 };
@@ -106,59 +116,78 @@ struct Tile {
   }
 };
 
-static double band(const Matrices& x, const float* panels, int64_t sample, int64_t places, int64_t first, int64_t columns,
-                   float* rows, float* product, bool streamed) {
-  double squares = 0;
-  for (int64_t i = first; i < least(first + BAND, x.size); i += TALL) {
+struct Task {
+  int64_t sample, first, count;  // columns
+};
+
+// x[n, t, i], y[n, t, o] -> product[n, i, o], or none.
+struct Products {
+  Matrices x, y;
+  int64_t places;
+  float* product;
+  bool streamed;
+
+  Task task(int64_t number) const {
+    const int64_t bands = (y.size + BAND - 1) / BAND, first = number % bands * BAND;
+    return {number / bands, first, least(BAND, y.size - first)};
+  }
+
+  // The sum of the squares of a band of columns.
+  double run(const Task& here, const Task& next, float* panels, float* rows) const {
+    for (int64_t j = 0; j < here.count; j += PANEL) y.pack(here.sample, places, here.first + j, PANEL, panels + j * places);
+    const int64_t tiles = (x.size + TALL - 1) / TALL;
+    double squares = 0;
+    for (int64_t i = 0; i < x.size; i += TALL) {
+      y.fetch(next.sample, places, next.first, next.count, i / TALL, tiles);
+      if (next.sample != here.sample) x.fetch(next.sample, places, 0, x.size, i / TALL, tiles);
+      squares += row_of_tiles(here, i, panels, rows);
+    }
+    return squares;
+  }
+
+  float row_of_tiles(const Task& here, int64_t i, const float* panels, float* rows) const {
     const bool lies = x.lies_along_places(i);
-    if (!lies) x.pack(sample, places, i, TALL, rows);
-    const float* unpacked = x.start + sample * x.of_sample + i * x.of_entry;
-    const int64_t height = least(TALL, x.size - i);
-    Register found = {};
-    for (int64_t j = 0; j < columns; j += PANEL) {
+    if (!lies) x.pack(here.sample, places, i, TALL, rows);
+    const float* unpacked = x.start + here.sample * x.of_sample + i * x.of_entry;
+    float* to = product ? product + (here.sample * x.size + i) * y.size + here.first : nullptr;
+    Register squares = {};
+    for (int64_t j = 0; j < here.count; j += PANEL) {
       Tile tile;
       if (lies) tile.add(unpacked, 1, x.of_entry, panels + j * places, places);
       else tile.add(rows, TALL, 1, panels + j * places, places);
-      found += tile.squares();
+      squares += tile.squares();
+      const int64_t height = least(TALL, x.size - i), width = least(PANEL, here.count - j);
       if (!product) continue;
-      float* to = product + i * columns + j;
-      const int64_t width = least(PANEL, columns - j);
-      if (height < TALL || width < PANEL) tile.write_part(to, columns, height, width);
-      else if (streamed) tile.write<true>(to, columns);
-      else tile.write<false>(to, columns);
+      if (height < TALL || width < PANEL) tile.write_part(to + j, y.size, height, width);
+      else if (streamed) tile.write<true>(to + j, y.size);
+      else tile.write<false>(to + j, y.size);
     }
-    for (int lane = 0; lane < LANES; ++lane) squares += found[lane];
+    float sum = 0;
+    for (int lane = 0; lane < LANES; ++lane) sum += squares[lane];
+    return sum;
   }
-  return squares;
-}
+};
 
 // strides: those of x[n, t, i], then those of y[n, t, o].  product[n, i, o], or none; squares[n].
 extern "C" void products(const float* x, const float* y, float* product, float* squares, int64_t n, int64_t t, int64_t i,
                          int64_t o, const int64_t* strides, int threads) {
-  const Matrices left = {x, strides[0], strides[1], strides[2], i}, right = {y, strides[3], strides[4], strides[5], o};
-  const int64_t bands = (i + BAND - 1) / BAND, panels = (o + PANEL - 1) / PANEL;
   const bool aligned = reinterpret_cast<uintptr_t>(product) % LINE == 0 && o % LANES == 0;
-  const bool streamed = aligned && n * i * o >= BEYOND_CACHES;
-  const Floats sums(2 * n * bands);  // doubles
-  double* of_bands = reinterpret_cast<double*>(sums.values);
+  const Products made = {{x, strides[0], strides[1], strides[2], i}, {y, strides[3], strides[4], strides[5], o}, t, product,
+                         aligned && n * i * o >= BEYOND_CACHES};
+  const int64_t bands = (o + BAND - 1) / BAND, tasks = n * bands;
+  const Room sums(2 * tasks);
+  double* of_tasks = reinterpret_cast<double*>(sums.values);
 #pragma omp parallel num_threads(threads)
   {
-    const Floats packed(panels * PANEL * t), rows(TALL * t);
-    int64_t held = -1;
+    const Room panels(t * least(BAND, (o + PANEL - 1) / PANEL * PANEL)), rows(t * TALL);
 #pragma omp for schedule(static)
-    for (int64_t task = 0; task < n * bands; ++task) {
-      const int64_t s = task / bands;
-      for (int64_t q = 0; s != held && q < panels; ++q)
-        right.pack(s, t, q * PANEL, PANEL, packed.values + q * PANEL * t);
-      held = s;
-      float* to = product ? product + s * i * o : nullptr;
-      of_bands[task] = band(left, packed.values, s, t, task % bands * BAND, o, rows.values, to, streamed);
-    }
-    if (streamed) __sync_synchronize();
+    for (int64_t k = 0; k < tasks; ++k)
+      of_tasks[k] = made.run(made.task(k), made.task(least(k + 1, tasks - 1)), panels.values, rows.values);
+    __sync_synchronize();  // what is streamed
   }
   for (int64_t s = 0; s < n; ++s) {
     double sum = 0;
-    for (int64_t k = s * bands; k < (s + 1) * bands; ++k) sum += of_bands[k];
+    for (int64_t k = s * bands; k < (s + 1) * bands; ++k) sum += of_tasks[k];
     squares[s] = float(sum);
   }
 }

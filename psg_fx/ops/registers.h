@@ -62,17 +62,19 @@ static inline Register odd(Register a, Register b) {
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Zeros, as vectors are aligned best.
-struct Floats {
+// Memory whose vectors are aligned best, and zeros in such memory.
+struct Room {
   float* const values;
 
-  explicit Floats(int64_t count) : values(made((count * int64_t(sizeof(float)) / LINE + 1) * LINE)) {}
-  Floats(const Floats&) = delete;
-  ~Floats() { std::free(values); }
-
-  static float* made(int64_t bytes) {
-    void* found = std::aligned_alloc(LINE, bytes);
-    if (!found) std::abort();
-    return static_cast<float*>(std::memset(found, 0, bytes));
+  explicit Room(int64_t count) : values(static_cast<float*>(std::aligned_alloc(LINE, bytes_of(count)))) {
+    if (!values) std::abort();
   }
+  Room(const Room&) = delete;
+  ~Room() { std::free(values); }
+
+  static int64_t bytes_of(int64_t count) { return (count * int64_t(sizeof(float)) / LINE + 1) * LINE; }
+};
+
+struct Floats : Room {
+  explicit Floats(int64_t count) : Room(count) { std::memset(values, 0, bytes_of(count)); }
 };
