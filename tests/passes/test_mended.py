@@ -31,7 +31,7 @@ def test_steps_are_compiled_so(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.randn(4, 3), torch.randint(2, (4,))
     )
     assert len(seen) == 1
-    assert all(mended is not torchs for mended, torchs in zip(seen[0], own, strict=True))
+    assert seen[0] != own, "what later versions of torch write right is left as it is"
     assert parts() == own
 
 
