@@ -8,12 +8,6 @@
 constexpr int EDGE = 4;
 constexpr int64_t BAND = 64;  // rows that a thread takes at a time
 
-static inline float sum_of(Register value) {
-  float sum = 0;
-  for (int lane = 0; lane < LANES; ++lane) sum += value[lane];
-  return sum;
-}
-
 // In lane k the sum of values[k]: pairs are added up lane by lane, as one lane holds what another register lacks.
 template <int BIT>
 static inline Register sums_of(Register* values) {

@@ -162,9 +162,7 @@ struct Products {
       else if (streamed) tile.write<true>(to + j, y.size);
       else tile.write<false>(to + j, y.size);
     }
-    float sum = 0;
-    for (int lane = 0; lane < LANES; ++lane) sum += squares[lane];
-    return sum;
+    return sum_of(squares);
   }
 };
 

@@ -34,6 +34,12 @@ static inline Register in_register(Register value) {
 
 static inline Register read(const float* from) { return in_register(*reinterpret_cast<const Unaligned*>(from)); }
 
+static inline float sum_of(Register value) {
+  float sum = 0;
+  for (int lane = 0; lane < LANES; ++lane) sum += value[lane];
+  return sum;
+}
+
 // Lanes of a and b by their numbers, those of b after those of a.
 static inline Register chosen(Register a, Register b, Integers lanes) {
 #ifdef __clang__

@@ -73,6 +73,16 @@ def patched_here(owner: Any, name: str, replacement: Any) -> Iterator[None]:
                 del _HERE[key]
 
 
+@contextlib.contextmanager
+def wrapped_here(owner: Any, name: str, made: Callable[[Any], Any]) -> Iterator[None]:
+    """While open, `owner.name` is what `made` makes of it in this thread, where this version of torch has it."""
+    if not hasattr(owner, name):
+        yield
+        return
+    with patched_here(owner, name, made(getattr(owner, name))):
+        yield
+
+
 def seen_here(owner: Any, name: str) -> Any:
     """`owner.name` as this thread sees it now, for a replacement that calls it."""
     with _LOCK:

@@ -12,34 +12,30 @@ where such a dim is tiled: then the last place of the tile is read for all (http
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from psg_fx.torch_private.patching import patched_here
+from psg_fx.torch_private.patching import wrapped_here
 
 
 @contextlib.contextmanager
 def tiles_apart() -> Iterator[None]:
     """While open, loops that this thread has inductor write touch what belongs to their own tile, place by place."""
-    with _sums_end_with_their_tile(), _one_place_each():
-        yield
-
-
-@contextlib.contextmanager
-def _sums_end_with_their_tile() -> Iterator[None]:
     from torch._inductor.codegen import cpp  # slow to import, and only who compiles needs it
 
-    kernel: Any = getattr(cpp, "CppKernelProxy", None)
-    if not hasattr(kernel, "aggregate_reduction_buffers"):
+    kernel, fused = (getattr(cpp, name, None) for name in ("CppKernelProxy", "OuterLoopFusedSchedulerNode"))
+    with (
+        wrapped_here(kernel, "aggregate_reduction_buffers", _sums_end_with_their_tile),
+        wrapped_here(fused, "check_outer_fusion_loop_level_attr", _one_place_each),
+    ):
         yield
-        return
-    original = kernel.aggregate_reduction_buffers
 
+
+def _sums_end_with_their_tile(original: Callable[..., None]) -> Callable[..., None]:
     def aggregate(self: Any, summed_within: bool, tiled: Any) -> None:
         original(self, summed_within or _is_summed_within(self.loop_nest.loops, tiled), tiled)
 
-    with patched_here(kernel, "aggregate_reduction_buffers", aggregate):
-        yield
+    return aggregate
 
 
 def _is_summed_within(loops: list[Any], tiled: Any) -> bool:
@@ -49,16 +45,8 @@ def _is_summed_within(loops: list[Any], tiled: Any) -> bool:
     return any(loop.is_reduction for loop in loops[loops.index(tiled) + 1 :])
 
 
-@contextlib.contextmanager
-def _one_place_each() -> Iterator[None]:
-    from torch._inductor.codegen import cpp
+def _one_place_each(original: Callable[..., bool]) -> Callable[..., bool]:
     from torch._inductor.virtualized import V
-
-    fused: Any = getattr(cpp, "OuterLoopFusedSchedulerNode", None)
-    if not hasattr(fused, "check_outer_fusion_loop_level_attr"):
-        yield
-        return
-    original = fused.check_outer_fusion_loop_level_attr
 
     def fit(self: Any, kernels: list[Any], depth: int) -> bool:
         """False, and each loop is written for itself."""
@@ -66,5 +54,4 @@ def _one_place_each() -> Iterator[None]:
         keeps = bool(getattr(V.local_buffer_context, "local_buffers", None))
         return not (keeps and any(loop.steps != 1 for loop in outer)) and original(self, kernels, depth)
 
-    with patched_here(fused, "check_outer_fusion_loop_level_attr", fit):
-        yield
+    return fit

@@ -35,13 +35,13 @@ def test_program(number: int) -> None:
 
 @pytest.mark.parametrize("first", one_in(16, range(0, PROOFS, CHUNK)))
 def test_proof(first: int) -> None:
-    """Block i of every value is that of sample i; and not all programs of a block are refused."""
+    """Block i of every value is that of sample i; and half of the programs at least are answered and not refused."""
     kinds = []
     for number in range(first, first + CHUNK):
         found = trial(made := program(SEED, number, length=9))
         assert not found.failed, explained(made, found)
         kinds.append(found.kind)
-    assert "ok" in kinds, kinds
+    assert kinds.count("ok") >= CHUNK // 2, kinds
 
 
 def test_mixing() -> None:

@@ -75,6 +75,8 @@ def test_the_usual_quantities(kind: type[nn.Module]) -> None:
 def test_every_quantity_of_rows_that_stay(who: str, asked: list[Any] | None, scatter: Scatter) -> None:
     """Rows, samples, or both: each axis has a layout of its own."""
     scatter(*{"rows": [of_rows], "groups": [of_groups], "both": [of_rows, of_groups]}[who])
+    if asked is None:
+        check(made(EdgeMLP), losses, USERS)
     step = check(made(EdgeMLP), losses, USERS[:-1] if asked is None else USERS[::2], asked)
     assert "onehot(groups)" in step.explain()
 
