@@ -24,6 +24,7 @@ LIBRARIES = ("opacus", "backpack-for-pytorch", "jax", "fastDP")
 NAMES = {
     "psg-compiled": "psg_fx",
     "psg-reused": "psg_fx, outputs reused",
+    "psg-rounded": "psg_fx, kept in bfloat16",
     "psg-eager": "psg_fx, not compiled",
     "vmap": "vmap(grad)",
     "vmap-compiled": "vmap(grad), compiled",

@@ -56,8 +56,9 @@ def transform(
         loss_reduction: without `loss_fn` only, where psg_fx does not see the loss: "sum" (the default), or "mean" if
             the loss is a mean over the batch.  Under a mean loss the default leaves gᵢ / B, each sample's part of the
             ordinary gradient, where Opacus and "mean" leave gᵢ, the gradient of its own loss.
-        backend, mode, options: as in `torch.compile`; "eager" runs the lowered graph as it is.  One option is not
-            torch.compile's: `"psg_fx.fused_kernels"` offers kernels of psg_fx to plans, products whose squared norm is
+        backend, mode, options: as in `torch.compile`; "eager" runs the lowered graph as it is.  Two options are not
+            torch.compile's: `"psg_fx.kept_dtype": torch.bfloat16` lets gradients of float32 wait for the norms in half
+            the memory, each element rounded by at most 1/256 of itself.  `"psg_fx.fused_kernels"` offers kernels of psg_fx to plans, products whose squared norm is
             taken before they are stored and inner products of Gram matrices that never are, or does not.  Left out,
             it is True for the former (Triton) where their time was measured, on an H100 or H200 without CUDA graphs,
             where `step.explain()` says where they would gain; and for both in C++, on a CPU, with inductor, in

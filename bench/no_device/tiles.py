@@ -35,7 +35,9 @@ POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf
 
 
 def executed() -> dict[str, dict[str, float]]:
-    """What was multiplied -> relative errors: of the squared norms, and of the product in units of its dtype."""
+    """What was multiplied -> relative errors: of the squared norms, those of the product if it is kept, and of the
+    product in units of its dtype.
+    """
     from psg_fx.ops import tile_kernels
 
     found = {}
@@ -43,20 +45,19 @@ def executed() -> dict[str, dict[str, float]]:
         a, b = _operands(shape, dtype, layout)
         down, across = tile_products.tiles(a.shape[1], b.shape[2])
         squares = torch.full((a.shape[0], down * across), torch.nan)
-        product = torch.full((a.shape[0], a.shape[1], b.shape[2]), torch.nan, dtype=dtype) if keep else None
+        product = torch.full((a.shape[0], a.shape[1], b.shape[2]), torch.nan, dtype=keep) if keep else None
         tile = tile_products.tile(a.shape[1], b.shape[2])
-        meta = tile_kernels.meta(dtype, tile, keep, depth=a.shape[2]) | {"AS_FLOAT32": True}
+        meta = tile_kernels.meta(dtype, tile, product is not None, depth=a.shape[2]) | {"AS_FLOAT32": True}
         tile_kernels.tile_kernel[tile_kernels.grid(squares)](
             *tile_kernels.arguments(a, b, product, squares), **meta
         )  # AS_FLOAT32: the interpreter multiplies bfloat16 wrongly
         right = a.double() @ b.double()
-        norms = right.square().sum((1, 2))
+        norms = (right if product is None else product.double()).square().sum((1, 2))
         errors = {"error": float(((squares.double().sum(1) - norms) / norms).abs().max())}
         if product is not None:
             off = (product.double() - right).abs().max() / right.abs().max()
-            errors["product"] = float(off) / torch.finfo(dtype).eps
-        named = f"{'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')} {layout}"
-        found[f"{named}{', kept' if keep else ''}"] = errors
+            errors["product"] = float(off) / torch.finfo(product.dtype).eps
+        found[f"{'x'.join(map(str, shape))} {_named(dtype)} {layout}{_kept(dtype, keep)}"] = errors
     return found | _grams_executed()
 
 
@@ -79,13 +80,24 @@ def _grams_executed() -> dict[str, dict[str, float]]:
     return found
 
 
-def _cases() -> Iterator[tuple[tuple[int, ...], torch.dtype, bool, str]]:
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _kept(dtype: torch.dtype, keep: torch.dtype | None) -> str:
+    if keep is None:
+        return ""
+    return ", kept" if keep is dtype else f", kept in {_named(keep)}"
+
+
+def _cases() -> Iterator[tuple[tuple[int, ...], torch.dtype, torch.dtype | None, str]]:
     for shape in SHAPES:
         for dtype in tile_products.DTYPES:
-            yield shape, dtype, True, "[b,t,i]"
-    yield SHAPES[0], torch.float32, False, "[b,t,i]"
-    yield SHAPES[0], torch.bfloat16, False, "[b,i,t]"
-    yield SHAPES[1], torch.float32, True, "[t,b,i]"
+            yield shape, dtype, dtype, "[b,t,i]"
+        yield shape, torch.float32, torch.bfloat16, "[b,t,i]"
+    yield SHAPES[0], torch.float32, None, "[b,t,i]"
+    yield SHAPES[0], torch.bfloat16, None, "[b,i,t]"
+    yield SHAPES[1], torch.float32, torch.float32, "[t,b,i]"
 
 
 def _operands(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,10 +121,10 @@ def compiled() -> dict[str, dict[str, Any]]:
     for architecture in ARCHITECTURES:
         for dtype in (torch.float32, torch.bfloat16):
             for tile in TILES:
-                for keep in (False, True):
+                for keep in dict.fromkeys((None, dtype, torch.bfloat16)):
                     made = _binary(architecture, dtype, tile, keep)
                     ptx = made.asm["ptx"]
-                    named = f"{str(dtype).removeprefix('torch.')} {tile[0]}x{tile[1]}{', kept' if keep else ''}"
+                    named = f"{_named(dtype)} {tile[0]}x{tile[1]}{_kept(dtype, keep)}"
                     used = {k: ptx.count(k) for k in INSTRUCTIONS}
                     found[f"sm_{architecture} {named}"] = resources(made) | {"instructions": used}
         made = _gram_binary(architecture)
@@ -121,12 +133,12 @@ def compiled() -> dict[str, dict[str, Any]]:
     return found
 
 
-def _binary(architecture: int, dtype: torch.dtype, tile: tuple[int, int], keep: bool) -> Any:
+def _binary(architecture: int, dtype: torch.dtype, tile: tuple[int, int], keep: torch.dtype | None) -> Any:
     """For operands [b, t, i] and [b, t, o] whose sizes are multiples of 16."""
     from psg_fx.ops import tile_kernels
 
-    pointers = dict.fromkeys(("a", "b", "product"), POINTERS[dtype]) | {"squares": "*fp32"}
-    meta = tile_kernels.meta(dtype, tile, keep)
+    pointers = {"a": POINTERS[dtype], "b": POINTERS[dtype], "product": POINTERS[keep or dtype], "squares": "*fp32"}
+    meta = tile_kernels.meta(dtype, tile, keep is not None)
     return _compiled(tile_kernels.tile_kernel, architecture, pointers, meta, {"a_i": 1, "b_o": 1, "p_o": 1})
 
 

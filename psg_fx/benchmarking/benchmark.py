@@ -259,6 +259,7 @@ def _prepare(
             step, answer, row.first_call_s = first_call(contender, problem)
             if expected is not None:
                 row.error = answer_error(answer, expected)
+                tolerance += contender.rounding
                 if not row.error <= tolerance:
                     row.failure = f"wrong answer: relative error {row.error:.1e} > {tolerance:g}"
                     return None

@@ -16,7 +16,16 @@ from torch.utils._pytree import tree_unflatten
 
 from psg_fx.api import transform
 from psg_fx.benchmarking.peers import peers_for
-from psg_fx.benchmarking.problem import ORDINARY, Asked, Computation, Contender, Problem, by_label, from_grads
+from psg_fx.benchmarking.problem import (
+    ORDINARY,
+    Asked,
+    Computation,
+    Contender,
+    Problem,
+    by_label,
+    from_grads,
+    is_plain_clipping,
+)
 from psg_fx.errors import BadArgument
 from psg_fx.quantities.base import Quantity
 from psg_fx.quantities.names import USUAL
@@ -24,7 +33,7 @@ from psg_fx.quantities.sums import Grads
 from psg_fx.reference.by_vmap import vmap_step
 from psg_fx.reference.definitions import Answer, ByName
 from psg_fx.reference.loop import gradients
-from psg_fx.step.settings import FUSED_KERNELS
+from psg_fx.step.settings import FUSED_KERNELS, KEPT_DTYPE
 
 __all__ = ["Answer", "Computation", "Contender", "Problem", "field_of", "ordinary_compiled", "ordinary_eager"]
 
@@ -50,6 +59,7 @@ def ordinary_eager(problem: Problem) -> Computation:
 REPLAYED = "reduce-overhead"
 """The mode in which a device replays its kernels without being told each (CUDA graphs)."""
 FUSED = {FUSED_KERNELS: True}
+ROUNDED = {KEPT_DTYPE: torch.bfloat16}
 
 
 def ordinary_compiled(problem: Problem, *, mode: str | None = None) -> Computation:
@@ -160,6 +170,9 @@ def every(quantities: Mapping[str, Quantity]) -> Iterator[Contender]:
         yield Contender("psg-eager", label, partial(psg, quantity=q, compiled=False))
         yield Contender("psg-compiled", label, partial(psg, quantity=q, compiled=True))
         yield Contender("psg-reused", label, partial(psg, quantity=q, compiled=True, reuse=True), usual=False)
+        if is_plain_clipping(q):
+            rounded = partial(psg, quantity=q, compiled=True, options=ROUNDED)
+            yield Contender("psg-rounded", label, rounded, usual=False, rounding=2**-8)
         yield Contender("replayed-vmap", label, partial(vmapped, quantity=q, compiled=True, mode=REPLAYED), usual=False)
         yield Contender("fused-psg", label, partial(psg, quantity=q, compiled=True, options=FUSED), usual=False)
         yield Contender(

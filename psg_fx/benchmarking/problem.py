@@ -109,6 +109,7 @@ class Contender:
 
     build: everything that is done once (wrappers, tracing) belongs to it or to the first call of the step it returns.
     usual: measured unless told not to.  peer: another library's or torch's own way.  memory: bytes that a step takes.
+    rounding: the relative error that it says it makes, beside what is tolerated of all.
     """
 
     name: str
@@ -117,6 +118,7 @@ class Contender:
     usual: bool = True
     peer: bool = False
     memory: Callable[[Computation, torch.device], int] = peak_memory
+    rounding: float = 0.0
 
     @property
     def label(self) -> str:

@@ -20,8 +20,9 @@ _LEAST = 1e-6
 
 def planned_for(gm: GraphModule, device: str) -> Plan:
     """What would be planned for the same batch on a device of that name, without a bound on memory."""
-    here = PLAN.of(gm)
-    return _planned(gm, replace(rates.named(device), fused=here.device.fused, compiled=here.device.compiled))
+    here = PLAN.of(gm).device
+    there = replace(rates.named(device), fused=here.fused, compiled=here.compiled, rounded=here.rounded)
+    return _planned(gm, there)
 
 
 def _planned(gm: GraphModule, device: Device) -> Plan:

@@ -16,6 +16,7 @@ from psg_fx.graph.stages import Stage
 from psg_fx.measure.tree_times import measured
 from psg_fx.planner.budget import in_words
 from psg_fx.planner.cost import Fused
+from psg_fx.planner.expr import rounds
 from psg_fx.planner.plan import PLAN, ParameterPlan, Plan
 
 LEGEND = """\
@@ -159,4 +160,16 @@ def notes(graphs: Mapping[str, GraphModule], plan: Plan) -> list[str]:
     if fallbacks:
         listed = "; ".join(fallbacks)
         found.append(f"no rule covers these, so vmap(vjp) of the op materialises their gradients: {listed}")
+    if plan.device.rounded:
+        found.append(_rounded(plan))
     return found
+
+
+def _rounded(plan: Plan) -> str:
+    """Which gradients wait for the norms in bfloat16."""
+    names = [(p.gradient.name,) for p in plan.parameters if any(rounds(part.tree) for part in p.parts)]
+    if not names:
+        return "no gradient is kept in bfloat16: none in float32 waits for the norms, or others are faster"
+    listed = ", ".join(name for (name,) in screen.joined(names))
+    told = "gradients are kept in bfloat16 until the norms are known, which are those of what is kept"
+    return f"{len(names)} {told}: {listed}"

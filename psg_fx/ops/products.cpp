@@ -1,7 +1,7 @@
 // Products of each sample's two matrices, and the sums of their squares (psg_fx/ops/products_here.py).
 //
-// A tile of the product lies in registers while its places are summed; then its squares are added up and it is written,
-// or not.  A band of columns is one task, whose result does not depend on how many threads there are.
+// A tile of the product lies in registers while its places are summed; then it is rounded, or not, its squares are added
+// up and it is written, or not.  A band of columns is one task, whose result does not depend on how many threads there are.
 
 #include "registers.h"
 
@@ -12,18 +12,45 @@ constexpr int TALL = 4, WIDE = 2;
 #endif
 constexpr int PANEL = WIDE * LANES;
 constexpr int64_t BAND = 256;  // columns, a multiple of PANEL
-constexpr int64_t BEYOND_CACHES = 1 << 20;  // elements
+constexpr int64_t BEYOND_CACHES = 4 << 20;  // bytes
 
-// Past the caches, where nobody looks for so much soon.
-static inline void stream(float* to, Register value) {
+typedef uint16_t Halves __attribute__((vector_size(LANES * sizeof(float))));
+
+// STREAMED: past the caches, where nobody looks for so much soon.
+template <bool STREAMED>
+static inline void put(void* to, Register value) {
+  if constexpr (!STREAMED) {
+    *reinterpret_cast<Unaligned*>(to) = value;
+    return;
+  }
 #if defined(__clang__)
   __builtin_nontemporal_store(value, reinterpret_cast<Register*>(to));
 #elif defined(__AVX512F__)
-  __builtin_ia32_movntps512(to, value);
+  __builtin_ia32_movntps512(reinterpret_cast<float*>(to), value);
 #elif defined(__AVX__)
-  __builtin_ia32_movntps256(to, value);
+  __builtin_ia32_movntps256(reinterpret_cast<float*>(to), value);
 #else
   *reinterpret_cast<Register*>(to) = value;
+#endif
+}
+
+// To the nearest number of bfloat16, of two the one further from zero.  Only NaN may be too large to be rounded up; it is
+// quiet, which is said in its upper half.
+static inline Register rounded(Register value) {
+  const Integers bits = (Integers)value, size = bits & 0x7fffffff, up = size + 0x8000;
+  return (Register)(((up > size ? up : size) | (bits & ~0x7fffffff)) & ~0xffff);
+}
+
+// Numbers of bfloat16, those of b after those of a: the upper halves of their floats.
+static inline Register side_by_side(Register a, Register b) {
+  Halves halves;
+#ifdef __clang__
+  for (int k = 0; k < 2 * LANES; ++k) halves[k] = k < LANES ? ((Halves)a)[2 * k + 1] : ((Halves)b)[2 * (k - LANES) + 1];
+  return (Register)halves;
+#else
+#pragma GCC unroll 32  // so that it is a constant
+  for (int k = 0; k < 2 * LANES; ++k) halves[k] = 2 * k + 1;
+  return (Register)__builtin_shuffle((Halves)a, (Halves)b, halves);
 #endif
 }
 
@@ -67,16 +94,6 @@ struct Matrices {
       for (int64_t j = 0; j < width; ++j) to[k * width + j] = j < held ? from[k * of_place + j * of_entry] : 0;
   }
 
-  // A share of these entries comes closer while others are computed with.
-  void fetch(int64_t sample, int64_t places, int64_t first, int64_t count, int64_t share, int64_t shares) const {
-    if (of_entry != 1 && of_place != 1) return;
-    const int64_t rows = of_entry == 1 ? places : count, length = of_entry == 1 ? count : places;
-    const float* from = start + sample * of_sample + first * of_entry;
-    for (int64_t r = rows * share / shares; r < rows * (share + 1) / shares; ++r)
-      for (int64_t k = 0; k < length; k += LINE / int64_t(sizeof(float)))
-        __builtin_prefetch(from + r * (of_entry == 1 ? of_place : of_entry) + k, 0, 2);
-  }
-
   // Whether those of TALL entries are read as they lie.
   bool lies_along_places(int64_t first) const { return of_place == 1 && first + TALL <= size; }
 };
@@ -93,6 +110,11 @@ struct Tile {
     }
   }
 
+  void round() {
+    for (int i = 0; i < TALL; ++i)
+      for (int j = 0; j < WIDE; ++j) sums[i][j] = rounded(sums[i][j]);
+  }
+
   Register squares() const {
     Register found = {};
     for (int i = 0; i < TALL; ++i)
@@ -103,16 +125,23 @@ struct Tile {
   template <bool STREAMED>
   void write(float* to, int64_t columns) const {
     for (int i = 0; i < TALL; ++i)
-      for (int j = 0; j < WIDE; ++j) {
-        float* place = to + i * columns + j * LANES;
-        if (STREAMED) stream(place, sums[i][j]);
-        else *reinterpret_cast<Unaligned*>(place) = sums[i][j];
-      }
+      for (int j = 0; j < WIDE; ++j) put<STREAMED>(to + i * columns + j * LANES, sums[i][j]);
+  }
+
+  template <bool STREAMED>
+  void write(uint16_t* to, int64_t columns) const {
+    static_assert(WIDE == 2);
+    for (int i = 0; i < TALL; ++i) put<STREAMED>(to + i * columns, side_by_side(sums[i][0], sums[i][1]));
   }
 
   void write_part(float* to, int64_t columns, int64_t height, int64_t width) const {
     for (int64_t i = 0; i < height; ++i)
       for (int64_t j = 0; j < width; ++j) to[i * columns + j] = sums[i][j / LANES][j % LANES];
+  }
+
+  void write_part(uint16_t* to, int64_t columns, int64_t height, int64_t width) const {
+    for (int64_t i = 0; i < height; ++i)
+      for (int64_t j = 0; j < width; ++j) to[i * columns + j] = ((Halves)sums[i][j / LANES])[2 * (j % LANES) + 1];
   }
 };
 
@@ -120,11 +149,12 @@ struct Task {
   int64_t sample, first, count;  // columns
 };
 
-// x[n, t, i], y[n, t, o] -> product[n, i, o], or none.
+// x[n, t, i], y[n, t, o] -> product[n, i, o], or none.  Kept: float, or the upper halves of numbers of bfloat16.
+template <typename Kept>
 struct Products {
   Matrices x, y;
   int64_t places;
-  float* product;
+  Kept* product;
   bool streamed;
 
   Task task(int64_t number) const {
@@ -133,15 +163,10 @@ struct Products {
   }
 
   // The sum of the squares of a band of columns.
-  double run(const Task& here, const Task& next, float* panels, float* rows) const {
+  double run(const Task& here, float* panels, float* rows) const {
     for (int64_t j = 0; j < here.count; j += PANEL) y.pack(here.sample, places, here.first + j, PANEL, panels + j * places);
-    const int64_t tiles = (x.size + TALL - 1) / TALL;
     double squares = 0;
-    for (int64_t i = 0; i < x.size; i += TALL) {
-      y.fetch(next.sample, places, next.first, next.count, i / TALL, tiles);
-      if (next.sample != here.sample) x.fetch(next.sample, places, 0, x.size, i / TALL, tiles);
-      squares += row_of_tiles(here, i, panels, rows);
-    }
+    for (int64_t i = 0; i < x.size; i += TALL) squares += row_of_tiles(here, i, panels, rows);
     return squares;
   }
 
@@ -149,38 +174,37 @@ struct Products {
     const bool lies = x.lies_along_places(i);
     if (!lies) x.pack(here.sample, places, i, TALL, rows);
     const float* unpacked = x.start + here.sample * x.of_sample + i * x.of_entry;
-    float* to = product ? product + (here.sample * x.size + i) * y.size + here.first : nullptr;
+    Kept* to = product ? product + (here.sample * x.size + i) * y.size + here.first : nullptr;
     Register squares = {};
     for (int64_t j = 0; j < here.count; j += PANEL) {
       Tile tile;
       if (lies) tile.add(unpacked, 1, x.of_entry, panels + j * places, places);
       else tile.add(rows, TALL, 1, panels + j * places, places);
+      if constexpr (sizeof(Kept) < sizeof(float)) tile.round();
       squares += tile.squares();
       const int64_t height = least(TALL, x.size - i), width = least(PANEL, here.count - j);
       if (!product) continue;
       if (height < TALL || width < PANEL) tile.write_part(to + j, y.size, height, width);
-      else if (streamed) tile.write<true>(to + j, y.size);
-      else tile.write<false>(to + j, y.size);
+      else if (streamed) tile.template write<true>(to + j, y.size);
+      else tile.template write<false>(to + j, y.size);
     }
     return sum_of(squares);
   }
 };
 
-// strides: those of x[n, t, i], then those of y[n, t, o].  product[n, i, o], or none; squares[n].
-extern "C" void products(const float* x, const float* y, float* product, float* squares, int64_t n, int64_t t, int64_t i,
-                         int64_t o, const int64_t* strides, int threads) {
-  const bool aligned = reinterpret_cast<uintptr_t>(product) % LINE == 0 && o % LANES == 0;
-  const Products made = {{x, strides[0], strides[1], strides[2], i}, {y, strides[3], strides[4], strides[5], o}, t, product,
-                         aligned && n * i * o >= BEYOND_CACHES};
-  const int64_t bands = (o + BAND - 1) / BAND, tasks = n * bands;
+template <typename Kept>
+static void run(const Matrices& x, const Matrices& y, void* product, float* squares, int64_t n, int64_t t, int threads) {
+  const bool aligned = reinterpret_cast<uintptr_t>(product) % LINE == 0 && y.size * sizeof(Kept) % sizeof(Register) == 0;
+  const bool streamed = aligned && n * x.size * y.size * int64_t(sizeof(Kept)) >= BEYOND_CACHES;
+  const Products<Kept> made = {x, y, t, static_cast<Kept*>(product), streamed};
+  const int64_t bands = (y.size + BAND - 1) / BAND, tasks = n * bands;
   const Room sums(2 * tasks);
   double* of_tasks = reinterpret_cast<double*>(sums.values);
 #pragma omp parallel num_threads(threads)
   {
-    const Room panels(t * least(BAND, (o + PANEL - 1) / PANEL * PANEL)), rows(t * TALL);
+    const Room panels(t * least(BAND, (y.size + PANEL - 1) / PANEL * PANEL)), rows(t * TALL);
 #pragma omp for schedule(static)
-    for (int64_t k = 0; k < tasks; ++k)
-      of_tasks[k] = made.run(made.task(k), made.task(least(k + 1, tasks - 1)), panels.values, rows.values);
+    for (int64_t k = 0; k < tasks; ++k) of_tasks[k] = made.run(made.task(k), panels.values, rows.values);
     __sync_synchronize();  // what is streamed
   }
   for (int64_t s = 0; s < n; ++s) {
@@ -188,4 +212,12 @@ extern "C" void products(const float* x, const float* y, float* product, float* 
     for (int64_t k = s * bands; k < (s + 1) * bands; ++k) sum += of_tasks[k];
     squares[s] = float(sum);
   }
+}
+
+// strides: those of x[n, t, i], then those of y[n, t, o].  product[n, i, o], or none, in float32 or, `halves`, rounded to
+// bfloat16; squares[n], those of the product as it is kept.
+extern "C" void products(const float* x, const float* y, void* product, float* squares, int64_t n, int64_t t, int64_t i,
+                         int64_t o, const int64_t* strides, int64_t halves, int threads) {
+  const Matrices left = {x, strides[0], strides[1], strides[2], i}, right = {y, strides[3], strides[4], strides[5], o};
+  (halves ? run<uint16_t> : run<float>)(left, right, product, squares, n, t, threads);
 }

@@ -19,7 +19,8 @@ def tile_kernel(  # type: ignore[no-untyped-def]
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
     AS_FLOAT32: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one sample: Σ_t a[n, i, t] b[n, t, o] in float32, its sum of squares, and if KEEP the tile itself.
+    """One tile of one sample: Σ_t a[n, i, t] b[n, t, o] in float32, its sum of squares, and if KEEP the tile itself, as
+    its dtype holds it; then the squares are those of what is held.
 
     One number for each tile and no atomics, so that the sum has one order.  AS_FLOAT32: operands are made float32
     before they are multiplied, for Triton's interpreter, which multiplies bfloat16 wrongly.
@@ -41,10 +42,12 @@ def tile_kernel(  # type: ignore[no-untyped-def]
         found = tl.dot(left, right, found, input_precision=PRECISION)
         a_at += tl.full((), DEPTH, tl.int64) * a_t
         b_at += tl.full((), DEPTH, tl.int64) * b_t
-    tl.store(squares + program, tl.sum(found * found))
     if KEEP:
+        kept = found.to(product.dtype.element_ty)
         p_at = product + n * p_n + i.to(tl.int64)[:, None] * p_i + o[None, :] * p_o
-        tl.store(p_at, found.to(product.dtype.element_ty), (i[:, None] < rows) & (o[None, :] < columns))
+        tl.store(p_at, kept, (i[:, None] < rows) & (o[None, :] < columns))
+        found = kept.to(tl.float32)
+    tl.store(squares + program, tl.sum(found * found))
 
 
 def launch(

@@ -41,9 +41,13 @@ def tile_squares(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def tile_product(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same, and before it the product in the dtype of the operands; the squares are those of its float32 sums."""
-    product, squares = _ops()[1](a, b)
+def tile_product(
+    a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same, and before it the product in `dtype`, that of the operands by default; the squares are those of the
+    product as it is kept, so that what is scaled by its norm has the norm that is wanted.
+    """
+    product, squares = _ops()[1](a, b, a.dtype if dtype is None else dtype)
     return product, squares
 
 
@@ -73,16 +77,15 @@ def _squares(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         squares = _squares_fake(a, b)
         _launch(a, b, None, squares)
         return squares
-    return _by_torch(a, b)[1]
+    return _by_torch(a, b, accumulation_dtype(a.dtype))[1]
 
 
-def _product(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     if a.device.type == "cuda":
-        product, squares = _product_fake(a, b)
+        product, squares = _product_fake(a, b, dtype)
         _launch(a, b, product, squares)
         return product, squares
-    product, squares = _by_torch(a, b)
-    return product.to(a.dtype), squares
+    return _by_torch(a, b, dtype)
 
 
 def _launch(a: torch.Tensor, b: torch.Tensor, product: torch.Tensor | None, squares: torch.Tensor) -> None:
@@ -96,17 +99,17 @@ def _squares_fake(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.new_empty((a.shape[0], down * across), dtype=accumulation_dtype(a.dtype))
 
 
-def _product_fake(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return a.new_empty((a.shape[0], a.shape[1], b.shape[2])), _squares_fake(a, b)
+def _product_fake(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    return a.new_empty((a.shape[0], a.shape[1], b.shape[2]), dtype=dtype), _squares_fake(a, b)
 
 
-def _by_torch(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The product in the dtype of its sums, and the squares of its tiles."""
+def _by_torch(a: torch.Tensor, b: torch.Tensor, kept: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The product, and the squares of its tiles."""
     dtype = accumulation_dtype(a.dtype)
-    product = torch.bmm(a.to(dtype), b.to(dtype))
+    product = torch.bmm(a.to(dtype), b.to(dtype)).to(kept)
     (n, rows, columns), (height, width) = product.shape, tile(a.shape[1], b.shape[2])
     down, across = tiles(rows, columns)
-    whole = F.pad(product.square(), (0, across * width - columns, 0, down * height - rows))
+    whole = F.pad(product.to(dtype).square(), (0, across * width - columns, 0, down * height - rows))
     return product, whole.reshape(n, down, height, across, width).sum((2, 4)).reshape(n, down * across)
 
 

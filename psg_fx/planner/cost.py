@@ -53,7 +53,8 @@ class Device:
     origin: where the rates come from, as `explain()` says it.  working: seconds per byte that a tree holds at once, to
     plan for little memory.  own_ops: whether trees may use ops of psg_fx, which other programs do not know.  fused:
     which kernels of psg_fx are wanted beside those of torch, where there are any.  compiled: whether steps
-    are compiled, so that a compiler for kernels in C++ is at hand.
+    are compiled, so that a compiler for kernels in C++ is at hand.  rounded: whether gradients of float32 that wait for
+    the norms may be kept in bfloat16.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Device:
     own_ops: bool = True
     fused: Fused = Fused.NONE
     compiled: bool = False
+    rounded: bool = False
 
     @property
     def offered(self) -> Fused:

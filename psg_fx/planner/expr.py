@@ -208,6 +208,11 @@ def dense(expr: Expr) -> Expr:
     return expr
 
 
+def rounds(tree: Expr) -> list[ContractExpr]:
+    """The nodes whose results are rounded to another dtype than that of their operands."""
+    return [n for n in tree.nodes.values() if isinstance(n, ContractExpr) and n.dtype is not n.pair.dtype]
+
+
 def seconds(tree: Expr, device: Device) -> float:
     """Predicted time of a tree, equal nodes counted once."""
     return sum(node.seconds(device) for node in tree.nodes.values())

@@ -165,7 +165,7 @@ def table_path(kind: str) -> Path:
 def to_json(table: Device) -> str:
     """A table as text."""
     flops = [[kind, str(dtype).removeprefix("torch."), rate] for (kind, dtype), rate in table.flops.items()]
-    of_steps = ("fused", "compiled")
+    of_steps = ("fused", "compiled", "rounded")
     kept = {name: value for name, value in vars(table).items() if name not in of_steps}
     return json.dumps(kept | {"flops": flops, "extra": dict(table.extra)}, indent=2) + "\n"
 

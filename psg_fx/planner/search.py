@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 import sympy
 
 from psg_fx.algebra.ask import Ask, Contraction, Phase, ThroughTotal
-from psg_fx.algebra.asks import Materialized, whole
+from psg_fx.algebra.asks import Materialized, SquaredNorm, whole
 from psg_fx.algebra.gradient import ParameterGradient
 from psg_fx.algebra.network import Network
 from psg_fx.planner.cost import Device
-from psg_fx.planner.expr import Expr, dense, peak_bytes
-from psg_fx.planner.methods import OFFERED
+from psg_fx.planner.expr import Expr, dense, peak_bytes, rounds
+from psg_fx.planner.methods import OFFERED, ROUNDED
 from psg_fx.planner.plan import ParameterPlan, Part, Plan, kept_until_norms
 from psg_fx.planner.trees import Concrete, trees
 from psg_fx.tensors import product
@@ -125,10 +125,14 @@ def _ways(
         asked.append((False, direct))
     if direct is None or len(gradient.terms) > 1:
         asked.append((True, _through_total(gradient, asks, batch)))
-    each = [
-        (total, [_Question(ask, c, _trees(c.network, concrete, device)) for ask, c in questions])
-        for total, questions in asked
-    ]
+    waiting = replace(device, rounded=device.rounded and any(ask.phase is Phase.AFTER_NORMS for ask in asks))
+    exact = replace(device, rounded=False)
+
+    def question(ask: Ask, contraction: Contraction) -> _Question:
+        may_wait = ask.phase is Phase.AFTER_NORMS or isinstance(ask, SquaredNorm)
+        return _Question(ask, contraction, _trees(contraction.network, concrete, waiting if may_wait else exact))
+
+    each = [(total, list(itertools.starmap(question, questions))) for total, questions in asked]
     return _Ways(gradient, each, reason)
 
 
@@ -162,8 +166,17 @@ def _trees(network: Network, concrete: Concrete, device: Device) -> list[_Option
             known[node.key] = node.seconds(device)
         return known[node.key]
 
+    rounding = ROUNDED[device.offered] if device.rounded else ()
+    offered += [m for m in rounding if device.own_ops or not m.own_op]
     found = trees(network, concrete, offered, seconds) or trees(network, concrete, offered)
+    if rounding:
+        found = [tree for tree in found if _rounds_gradients_alone(tree, network)]
     return [_Option(t, {key: seconds(node) for key, node in t.nodes.items()}) for t in map(dense, found)]
+
+
+def _rounds_gradients_alone(tree: Expr, network: Network) -> bool:
+    """Whether nothing else is rounded: not a product on the way to one."""
+    return all(set(node.axes) == set(network.order) for node in rounds(tree))
 
 
 # --- choosing trees ------------------------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ def contractions(
         pair = Pair(x.arg, y.arg, out, sizes, same=self_product and x.axes == y.axes, self_product=self_product)
         for method in methods:
             if method.applies(pair):
-                yield ContractExpr(method.out(pair), sizes, pair.dtype, x, y, method, pair)
+                yield ContractExpr(method.out(pair), sizes, method.dtype(pair), x, y, method, pair)
 
 
 def _forms(expr: Expr) -> tuple[Expr, ...]:

@@ -23,6 +23,9 @@ from psg_fx.torch_private.compiler import inductor_modes, inductor_options
 FUSED_KERNELS = "psg_fx.fused_kernels"
 """The option that offers the kernels of psg_fx (`psg_fx/ops/tile_kernels.py`) to plans for a CUDA device."""
 
+KEPT_DTYPE = "psg_fx.kept_dtype"
+"""The option that keeps gradients in bfloat16 until the norms are known."""
+
 _OWN = "psg_fx."
 """How options begin that are not torch.compile's."""
 
@@ -67,7 +70,7 @@ class Settings:
                 )  # fmt: skip
         for name in self.options or {}:
             if name.startswith(_OWN):
-                check_choice("transform", "options", name, (FUSED_KERNELS,))
+                check_choice("transform", "options", name, (FUSED_KERNELS, KEPT_DTYPE))
             elif self.backend == "inductor" and name.replace("-", "_") not in inductor_options():
                 near = " or ".join(map(repr, difflib.get_close_matches(name, inductor_options())))
                 raise BadArgument(
@@ -75,6 +78,12 @@ class Settings:
                     why="inductor has no option of that name",
                     fix=near or "torch._inductor.list_options() has the names",
                 )  # fmt: skip
+        kept = (self.options or {}).get(KEPT_DTYPE)
+        if kept not in (None, torch.bfloat16):
+            raise BadArgument(
+                f"gradients cannot be kept in {kept}", where=f"transform(options={{{KEPT_DTYPE!r}: ...}})",
+                why="bfloat16 alone has the range of float32, so that no gradient overflows", fix="torch.bfloat16",
+            )  # fmt: skip
         if self.memory_budget is not None:
             in_bytes(self.memory_budget, 1)
 
@@ -108,7 +117,9 @@ class Settings:
     def rates_of(self, device: torch.device) -> Device:
         """What plans for a device go by."""
         told = (self.options or {}).get(FUSED_KERNELS)
-        table = replace(rates.device(device.type, self.replays), compiled=self.kernels_in_cpp(device))
+        rounded = (self.options or {}).get(KEPT_DTYPE) is not None
+        table = rates.device(device.type, self.replays)
+        table = replace(table, compiled=self.kernels_in_cpp(device), rounded=rounded)
         if told is None:
             timed = not self.replays and rates.fused_kernels_pay(device) and _has_triton()
             return replace(table, fused=Fused.TIMED if timed else Fused.NONE)

@@ -29,9 +29,20 @@ def test_alone(shape: tuple[int, int, int, int], dtype: torch.dtype, compiled: b
     run = torch.compile(tile_products.tile_product) if compiled else tile_products.tile_product
     product, squares = run(a, b)
     want = torch.bmm(a.double(), b.double())
-    assert oracle.relative_error(squares.sum(1), want.square().sum((1, 2))) < 1e-5
+    assert oracle.relative_error(squares.sum(1), product.double().square().sum((1, 2))) < 1e-5
     assert oracle.relative_error(product, want) < 16 * torch.finfo(dtype).eps
-    assert torch.equal(tile_products.tile_squares(a, b), squares)
+    assert oracle.relative_error(tile_products.tile_squares(a, b).sum(1), want.square().sum((1, 2))) < 1e-5
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_kept_in_bfloat16(shape: tuple[int, int, int, int]) -> None:
+    n, i, t, o = shape
+    torch.manual_seed(0)
+    a, b = torch.randn(n, i, t, device="cuda"), torch.randn(n, t, o, device="cuda")
+    product, squares = tile_products.tile_product(a, b, torch.bfloat16)
+    assert product.dtype is torch.bfloat16
+    assert oracle.relative_error(product, a.double() @ b.double()) < 2**-8
+    assert oracle.relative_error(squares.sum(1), product.double().square().sum((1, 2))) < 1e-5
 
 
 GRAMS = [(3, 70, 50, 90), (1, 1, 1, 1), (2, 197, 768, 40), (4, 512, 64, 384), (70000, 3, 2, 5)]

@@ -2,9 +2,17 @@
 
 from psg_fx.planner.cost import Fused
 from psg_fx.planner.methods.base import Arg, Method, Pair
-from psg_fx.planner.methods.dense import Dot, MatMul, Multiply, SumOfOuter
+from psg_fx.planner.methods.dense import Dot, MatMul, Multiply, RoundedMatMul, SumOfOuter
 from psg_fx.planner.methods.experts import ExpertMatMul, ExpertOuter, ExpertSquares, Route, RouteMembers
-from psg_fx.planner.methods.fused import SumTiles, TileProduct, TileProductHere, TileSquares, TileSquaresHere
+from psg_fx.planner.methods.fused import (
+    RoundedProductHere,
+    RoundedTileProduct,
+    SumTiles,
+    TileProduct,
+    TileProductHere,
+    TileSquares,
+    TileSquaresHere,
+)
 from psg_fx.planner.methods.grams import GramDot, GramDotHere, NotFormed, NotFormedHere
 from psg_fx.planner.methods.onehot import Equal, Gather, Pick, Scatter
 from psg_fx.planner.methods.patches import ConvWeight, GroupedConv, Shifted, WindowSum
@@ -33,4 +41,10 @@ OFFERED = {
 }  # fmt: skip
 """What plans choose from: `Device.offered`."""
 
-__all__ = ["FUSED", "METHODS", "OFFERED", "Arg", "Method", "Pair"]
+ROUNDED = {
+    Fused.NONE: (RoundedMatMul(),), Fused.TIMED: (RoundedMatMul(), RoundedTileProduct()),
+    Fused.ALL: (RoundedMatMul(), RoundedTileProduct()), Fused.COMPILED: (RoundedMatMul(), RoundedProductHere()),
+}  # fmt: skip
+"""What gradients may be kept by, too, where `Device.rounded` says so."""
+
+__all__ = ["FUSED", "METHODS", "OFFERED", "ROUNDED", "Arg", "Method", "Pair"]

@@ -120,9 +120,13 @@ class Method:
         """How `emit` stores the result."""
         return Dense()
 
+    def dtype(self, p: Pair) -> torch.dtype:
+        """The dtype of the result."""
+        return p.dtype
+
     def bytes(self, p: Pair) -> Size:
         """Bytes of the result as it is stored."""
-        return p.bytes(p.out)
+        return p.bytes(p.out, self.dtype(p))
 
     def work(self, p: Pair) -> Work:
         """Flops and bytes."""

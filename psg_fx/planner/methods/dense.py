@@ -114,6 +114,29 @@ class MatMul(Method):
         return reshape(product, [_size(x, a, p.a.axes, b, p.b.axes) for x in self.out(p)])
 
 
+class RoundedMatMul(MatMul):
+    """The gradient of each sample, rounded to bfloat16 as soon as it is there: each element is off by at most 2⁻⁸ of
+    itself.
+
+    flops = 2 · k·l·r·s; bytes = those of the product, which is read again, and half of it.
+    """
+
+    name = "matmul-bf16"
+
+    def applies(self, p: Pair) -> bool:
+        return super().applies(p) and BATCH in p.batch and p.dtype is torch.float32 and not is_gram(p.out)
+
+    def dtype(self, p: Pair) -> torch.dtype:
+        return torch.bfloat16
+
+    def work(self, p: Pair) -> Work:
+        work, product = super().work(p), p.bytes(p.out)
+        return Work(work.flops, work.read + product, work.written + self.bytes(p), work.kind, calls=2)
+
+    def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return super().emit(p, a, b).to(torch.bfloat16)
+
+
 class SumOfOuter(Method):
     """out[k,l,r] = Σ_s a[k,l,s] b[k,s,r] of few s, written as a[k,l,s,1] b[k,1,s,r] summed over s.
 

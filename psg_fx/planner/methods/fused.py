@@ -96,16 +96,32 @@ class TileProduct(TileSquares):
         return WithTileSums()
 
     def bytes(self, p: Pair) -> Size:
-        return p.bytes(p.out)
+        return p.bytes(p.out, self.dtype(p))
 
     def work(self, p: Pair) -> Work:
-        work, (_, product) = super().work(p), p.moved()
-        return Work(work.flops, work.read, work.written + product, work.kind)
+        work = super().work(p)
+        return Work(work.flops, work.read, work.written + self.bytes(p), work.kind)
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         left, right = self._product.operands(p, a, b)
-        product, squares = tile_products.tile_product(left, right)
+        product, squares = tile_products.tile_product(left, right, self.dtype(p))
         return self._product.shaped(p, product, a, b), self._of_samples(p, squares, a)
+
+
+class _Rounded(TileProduct):
+    """p in bfloat16, and Σ p² of what is kept."""
+
+    name = "tile-matmul-bf16"
+
+    def applies(self, p: Pair) -> bool:
+        return super().applies(p) and p.dtype is torch.float32
+
+    def dtype(self, p: Pair) -> torch.dtype:
+        return torch.bfloat16
+
+
+class RoundedTileProduct(_Rounded):
+    """By a kernel of Triton."""
 
 
 class _Here(TileSquares):
@@ -148,8 +164,14 @@ class TileProductHere(_Here, TileProduct):
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         left, right = self._product.operands(p, a, b)
         native.begin(products_here.LIBRARY)
-        product, squares = products_here.products(left.mT, right)
+        product, squares = products_here.products(left.mT, right, rounded=self.dtype(p) is torch.bfloat16)
         return self._product.shaped(p, product, a, b), self._of_samples(p, squares[:, None], a)
+
+
+class RoundedProductHere(TileProductHere, _Rounded):
+    """In C++."""
+
+    name = "tile-matmul-bf16"
 
 
 class SumTiles(Method):
