@@ -57,12 +57,12 @@ def transform(
             the loss is a mean over the batch.  Under a mean loss the default leaves gᵢ / B, each sample's part of the
             ordinary gradient, where Opacus and "mean" leave gᵢ, the gradient of its own loss.
         backend, mode, options: as in `torch.compile`; "eager" runs the lowered graph as it is.  Two options are not
-            torch.compile's: `"psg_fx.kept_dtype": torch.bfloat16` lets gradients of float32 wait for the norms in half
-            the memory, each element rounded by at most 1/256 of itself.  `"psg_fx.fused_kernels"` offers kernels of psg_fx to plans, products whose squared norm is
-            taken before they are stored and inner products of Gram matrices that never are, or does not.  Left out,
-            it is True for the former (Triton) where their time was measured, on an H100 or H200 without CUDA graphs,
-            where `step.explain()` says where they would gain; and for both in C++, on a CPU, with inductor, in
-            float32, as are the loops of recurrent layers.
+            torch.compile's.  `"psg_fx.kept_dtype": torch.bfloat16` lets gradients of float32 wait for the norms in half
+            the memory, each element rounded by at most 1/256 of itself.  `"psg_fx.fused_kernels"` offers kernels of
+            psg_fx to plans, products whose squared norm is taken before they are stored and inner products of Gram
+            matrices that never are, or does not.  Left out, it is True for the former (Triton) where their time was
+            measured, on an H100 or H200 without CUDA graphs, where `step.explain()` says where they would gain; and for
+            both in C++, on a CPU, with inductor, in float32, as are the loops of recurrent layers.
         dynamic: None: the first batch size is compiled statically, the next one dynamically; True: dynamically from the
             start; False: a graph for every size.  None and True: a batch of one sample is compiled once for itself.
         reuse_outputs: on CPU with inductor, keep the memory of large results and intermediate values for later calls,
