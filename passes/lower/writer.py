@@ -50,12 +50,14 @@ class Writer:
         self.contractions = 0
 
     def results(self, quantities: Sequence[Quantity]) -> list[tuple[OutputSpec, Node]]:
-        """Every field of every quantity."""
+        """Every field of every quantity.  Weighted sums of the last layers come first, as in a backward pass: they are
+        often the largest, and what a library needs beside such a sum is free again before there are many.
+        """
         handed = [self._first(group) for group in self.groups]
         if (slices := slices_of(self.gm)) is not None:
             self._add_slices(slices)
         weights = self._weights(quantities)
-        for group, nodes in zip(self.groups, handed, strict=True):
+        for group, nodes in reversed(list(zip(self.groups, handed, strict=True))):
             self._second(group, nodes, weights)
         fields = self._fields(quantities, weights)
         if not self.plan.need:  # a budget is kept in the order in which its memory was counted

@@ -186,4 +186,8 @@ def _extra(device: torch.device, flops: Rates, bandwidth: float) -> dict[str, fl
         known = 2 * products * rows * width**2 / flops["gemm", torch.float32]
         taken = seconds(lambda: F.grouped_mm(x.t(), x, offs=ends), device)
         found["product"] = max(taken - known, 0.0) / products
+        a, b = torch.randn(64, 256, 8), torch.randn(64, 8, 256)
+        out = torch.empty(64, 256, 256)
+        taken = seconds(lambda: torch.bmm(a, b, out=out), device)
+        found["fetched"] = max(taken * bandwidth / (4 * out.numel()) - 1, 0.0)
     return found

@@ -80,9 +80,13 @@ def test_pixel_gram_of_half_precision_is_summed_in_float32() -> None:
     torch.testing.assert_close(got.max(), 9 * 512 * x[0, 0, 0, 0, 0].float() ** 2)
 
 
-def test_every_way_to_a_gradient() -> None:
-    """At stride 1 four methods give it, beside the product with the patches built."""
-    form = replace(FORMS["2d"], groups=2)
+ONE = Patches((2, 3), (2, 3), (0, 1), (2, 1), 2, (4, 3), (1, 1))
+"""A single position of each plane, at strides that nobody takes."""
+
+
+@pytest.mark.parametrize("form", [replace(FORMS["2d"], groups=2), ONE], ids=["stride-1", "one-position"])
+def test_every_way_to_a_gradient(form: Patches) -> None:
+    """At stride 1 or of one position three methods give it, beside the product with the patches built."""
     x = planes(form)
     a, sizes = operand(x, form, "btgi")
     grad = torch.randn(B, 2, 3, sizes["t"], dtype=torch.float64)
@@ -92,7 +96,7 @@ def test_every_way_to_a_gradient() -> None:
     assert set(found) == {"grouped-conv", "shifted", "windows"}
     for got in found.values():
         torch.testing.assert_close(got, want)
-    strided = replace(form, stride=(1, 2))
+    strided = replace(FORMS["2d"], groups=2, stride=(1, 2))
     assert {m.name for m in METHODS if m.applies(replace(p, a=replace(a, form=strided)))} == {"grouped-conv", "shifted"}
 
 

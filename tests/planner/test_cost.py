@@ -29,6 +29,7 @@ from psg_fx.planner.crossover import crossover, resized
 from psg_fx.planner.expr import Expr, peak_bytes, seconds
 from psg_fx.planner.methods import METHODS, Arg, Pair
 from psg_fx.planner.methods.dense import MatMul, SumOfOuter
+from psg_fx.planner.methods.fused import TileProductHere
 from psg_fx.planner.methods.onehot import Equal
 from psg_fx.planner.methods.patches import ConvWeight, GroupedConv
 from psg_fx.planner.methods.symmetric import HalfGram
@@ -143,6 +144,16 @@ def test_few_places_are_written_out_on_a_cpu() -> None:
     assert SumOfOuter().seconds(few, rates.CPU) < MatMul().seconds(few, rates.CPU)
     assert not SumOfOuter().applies(pair(8, "boi"))
     assert not SumOfOuter().applies(pair(4, "oi"))
+
+
+@pytest.mark.parametrize(("samples", "fetched"), [(2, False), (64, True)])
+def test_what_a_library_writes_over_is_fetched(samples: int, fetched: bool) -> None:
+    """On a CPU, of a result that no cache holds; not by an op that writes past the caches, nor on CUDA."""
+    p = Pair(dense("bti"), dense("bto"), tuple("boi"), {"b": samples, "t": 8, "i": 256, "o": 256})
+    own, cached = TileProductHere().seconds(p, rates.CPU), rates.CPU.seconds(MatMul().work(p))
+    assert (MatMul().seconds(p, rates.CPU) > cached) is fetched
+    assert (MatMul().seconds(p, rates.CPU) > own) is fetched
+    assert MatMul().seconds(p, H100) == H100.seconds(MatMul().work(p))
 
 
 def test_matmul_formula() -> None:

@@ -188,7 +188,8 @@ class Shifted(Method):
 
 
 class WindowSum(Method):
-    """Weight gradient at stride 1 as one multiply and reduce over overlapping windows of x: nothing is copied.
+    """Weight gradient at stride 1, or of one position, as one multiply and reduce over overlapping windows of x:
+    nothing is copied.
 
     The way of depthwise convolutions, whose matrix products have a single row.  The samples are kept or summed.
     """
@@ -196,7 +197,7 @@ class WindowSum(Method):
     name = "windows"
 
     def applies(self, p: Pair) -> bool:
-        return _is_gradient(p) and set(_split(p)[1].stride) == {1}
+        return _is_gradient(p) and (set(_split(p)[1].stride) == {1} or math.prod(_split(p)[1].out_space) == 1)
 
     def out(self, p: Pair) -> Axes:
         _, _, (b, _, g, i) = _split(p)

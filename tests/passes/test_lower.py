@@ -1,0 +1,22 @@
+"""The order in which a plan is written."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import psg_fx
+from psg_fx.graph import facts
+
+
+def test_sums_of_the_last_layers_come_first() -> None:
+    """So that what is needed beside a large sum is free again before there are many results."""
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    step = psg_fx.transform(model, F.cross_entropy, quantities=psg_fx.ClippedSum(1.0), backend="eager")
+    step(torch.randn(7, 6), torch.randint(3, (7,)))
+    graph = step.graphs["lowered"]
+    order = {node: i for i, node in enumerate(graph.graph.nodes)}
+    answers = {spec.name: node for spec, node in facts.returned(graph) if spec.field == "clipped_sum"}
+    places = [order[answers[f"{layer}.weight"]] for layer in (4, 2, 0)]
+    assert places == sorted(places)
