@@ -20,6 +20,8 @@ from psg_fx.planner.expr import rounds
 from psg_fx.planner.plan import PLAN, Plan, kept_until_norms
 from psg_fx.torch_private import native
 from support import oracle
+from support.cases import CASES, Case
+from support.selection import one_in
 
 KEPT: dict[str, Any] = {"psg_fx.kept_dtype": torch.bfloat16}
 UNIT = 2.0**-8
@@ -113,6 +115,37 @@ def test_what_waits_for_no_norms_is_exact(quantities: tuple[Quantity, ...]) -> N
     step(x, y, **({"weights": torch.ones(6)} if isinstance(quantities[0], WeightedSum) else {}))
     assert not rounded(step)
     assert "no gradient is kept in bfloat16" in step.explain()
+
+
+STATE = "traps/counter"
+"""A row whose answer is another one at every call."""
+ROWS = [case for case in CASES if not case.refused and case.name != STATE]
+
+
+@pytest.mark.usefixtures("waiting_is_dear")
+@pytest.mark.filterwarnings("ignore:.*padding='same' with even kernel lengths:UserWarning")
+@pytest.mark.parametrize("case", one_in(12, ROWS, always={"linear/seq"}))
+def test_every_row(case: Case) -> None:
+    """Beside the same step without rounding; where a sum is of rounded gradients, so is the norm."""
+    model = case.model(torch.float32)
+    data = [value.float() if value.is_floating_point() else value for value in case.data()]
+    found = []
+    for options in (None, KEPT):
+        step = psg_fx.transform(
+            model,
+            case.loss_fn(model),
+            quantities=ClippedSum(0.01),
+            backend="eager",
+            batch_dim=case.dims,
+            options=options,
+        )
+        torch.manual_seed(0)
+        found.append(step(data))
+    for parameter in planned(step).parameters:
+        assert len([part for part in parameter.parts if rounds(part.tree)]) != 1
+    exact, got = found
+    assert oracle.worst_error(got.clipped_sum, exact.clipped_sum) < 2 * UNIT
+    assert oracle.relative_error(got.norms, exact.norms) < 2 * UNIT
 
 
 @pytest.mark.usefixtures("waiting_is_dear")
