@@ -30,6 +30,7 @@ from psg_fx.torch_private.mended import inductor_mended
 
 from .additions import add_rows_by_scatter
 from .calls import written_once
+from .joins import join_by_torch
 from .pools import pool_by_vectors
 from .recurrences import loop_in_cpp
 from .sizes import Background, Flat, Sized
@@ -121,7 +122,7 @@ def _by_inductor(options: dict[str, Any], watch: Watch, once: bool) -> Compiler:
             with watch():
                 if any(value.device.type == "cpu" for value in inputs):
                     ask_ahead().join()
-                return compiler(written_once(gm) if once else gm, inputs)
+                return compiler(join_by_torch(written_once(gm)) if once else gm, inputs)
         except InductorError as error:
             raise _not_compiled(error) from error
 
