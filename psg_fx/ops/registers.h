@@ -21,7 +21,7 @@ constexpr int LANES = 8, HEIGHT = 2;  // 8 in 16
 constexpr int LINE = 64;  // bytes
 
 typedef float Register __attribute__((vector_size(LANES * sizeof(float))));
-typedef float Unaligned __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float))));
+typedef float Unaligned __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(int16_t))));
 typedef int32_t Integers __attribute__((vector_size(LANES * sizeof(int32_t))));
 
 // Without it GCC reads a value from memory for each of its uses, or adds constants that are to be added one by one.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from psg_fx.ops.added_rows import added_rows
 from psg_fx.passes.compile.additions import add_rows_by_scatter
 
 aten = torch.ops.aten
@@ -47,6 +48,23 @@ def test_rows_that_are_added(name: str) -> None:
     ops, before, after = rewritten(*ADDED[name])
     assert aten.scatter_add.default in ops
     assert not ops & {aten.index_add.default, aten.index_put.default}
+    torch.testing.assert_close(after, before)
+
+
+def test_zeros_are_made_where_rows_are_added() -> None:
+    """And not where they are read elsewhere, too."""
+    ids, shape = [3, 0, 3], (3, 2, 4)
+    ops, before, after = rewritten(lambda x, ids, v: x.new_zeros(5, 2, 4).index_add(0, ids, v), ids, shape)
+    assert ops >= {added_rows}
+    assert not ops & {aten.new_zeros.default, aten.scatter_add.default}
+    torch.testing.assert_close(after, before)
+
+    def read(x: Tensor, ids: Tensor, v: Tensor) -> Tensor:
+        zeros = x.new_zeros(5, 2, 4)
+        return zeros.index_add(0, ids, v) + zeros.cos()
+
+    ops, before, after = rewritten(read, ids, shape)
+    assert aten.scatter_add.default in ops
     torch.testing.assert_close(after, before)
 
 

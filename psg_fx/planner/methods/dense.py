@@ -8,6 +8,7 @@ import sympy
 import torch
 
 from psg_fx.algebra.network import BATCH, Axes
+from psg_fx.ops.rounded import rounded
 from psg_fx.planner.cost import Device, Work
 from psg_fx.planner.methods.base import Method, Pair, arrange, expand_to
 from psg_fx.tensors import Size, accumulation_dtype, reshape
@@ -134,6 +135,7 @@ class RoundedMatMul(MatMul):
     """
 
     name = "matmul-bf16"
+    own_op = True
 
     def applies(self, p: Pair) -> bool:
         return super().applies(p) and BATCH in p.batch and p.dtype is torch.float32 and not is_gram(p.out)
@@ -146,7 +148,8 @@ class RoundedMatMul(MatMul):
         return Work(work.flops, work.read + product, work.written + self.bytes(p), work.kind, calls=2)
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return super().emit(p, a, b).to(torch.bfloat16)
+        found: torch.Tensor = rounded(super().emit(p, a, b))
+        return found
 
 
 class SumOfOuter(Method):
