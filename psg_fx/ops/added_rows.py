@@ -13,15 +13,11 @@ from psg_fx.ops.define import define_op
 
 def _added_rows(ids: Tensor, rows: Tensor, count: int) -> Tensor:
     index = ids.reshape(-1, *[1] * (rows.ndim - 1)).expand_as(rows)
-    return _shape(ids, rows, count).zero_().scatter_add_(0, index, rows)
-
-
-def _shape(ids: Tensor, rows: Tensor, count: int) -> Tensor:
-    return rows.new_empty((count, *rows.shape[1:]))
+    return rows.new_zeros((count, *rows.shape[1:])).scatter_add_(0, index, rows)
 
 
 added_rows = define_op(
-    "added_rows(Tensor ids, Tensor rows, SymInt count) -> Tensor", _added_rows, _shape,
-    lambda ids, rows, count: rows.new_zeros((count, *rows.shape[1:])).index_add(0, ids, rows),
+    "added_rows(Tensor ids, Tensor rows, SymInt count) -> Tensor", _added_rows,
+    lambda ids, rows, count: rows.new_empty((count, *rows.shape[1:])),
 )  # fmt: skip
 """found[k] = Σ_{r: ids[r] = k} rows[r] for k < count; ids: int64, one for each row."""
