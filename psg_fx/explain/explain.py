@@ -171,5 +171,5 @@ def _rounded(plan: Plan) -> str:
     if not names:
         return "no gradient is kept in bfloat16: none in float32 waits for the norms, or others are faster"
     listed = ", ".join(name for (name,) in screen.joined(names))
-    told = "gradients are kept in bfloat16 until the norms are known, which are those of what is kept"
-    return f"{len(names)} {told}: {listed}"
+    kept = f"{len(names)} gradients are" if len(names) > 1 else "one gradient is"
+    return f"{kept} kept in bfloat16 until the norms are known, which are those of what is kept: {listed}"
