@@ -18,15 +18,13 @@ import torch
 from torch.fx import GraphModule, Node
 
 from psg_fx.graph import facts
-from psg_fx.graph.nodes import call, numbers_along, written_before
+from psg_fx.graph.nodes import call, is_zeros, numbers_along, written_before
 from psg_fx.graph.same_op import merge_equal
 from psg_fx.graph.stages import Stage
 
 from .runner import graph_pass
 
 aten = torch.ops.aten
-
-_ZEROS = (aten.new_zeros.default, aten.zeros_like.default, aten.zeros.default)
 
 
 @graph_pass("picks", before=Stage.TIDIED, after=Stage.TIDIED)
@@ -49,7 +47,7 @@ def picks(gm: GraphModule) -> GraphModule:
 def _is_gradient_of_a_pick(into: Node, dim: int, numbers: Node, values: Node) -> bool:
     """Whether it adds one value to each row of zeros, by numbers that such a row has."""
     whole, one = facts.shape(into.meta["val"]), facts.shape(numbers.meta["val"])
-    if into.target not in _ZEROS or not one or facts.shape(values.meta["val"]) != one:
+    if not is_zeros(into) or not one or facts.shape(values.meta["val"]) != one:
         return False
     rest = [(a, b) for k, (a, b) in enumerate(zip(whole, one, strict=True)) if k != dim % len(one)]
     if one[dim] != 1 or whole[dim].free_symbols or any(a != b for a, b in rest):

@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from psg_fx.graph import facts
-from psg_fx.graph.nodes import call, value_of
+from psg_fx.graph.nodes import call, is_zeros, value_of
 from psg_fx.ops.added_rows import added_rows
 
 aten = torch.ops.aten
@@ -29,20 +29,21 @@ def add_rows_by_scatter(gm: GraphModule) -> None:
                 if node.target is not aten.index_add.default:
                     ids = _from_the_start(gm, into, ids)
                 ids, rows = _one_by_one(gm, into, ids, rows)
-                if _is_new(into):
+                new = _is_new(into)
+                if new:
                     made = call(gm, added_rows, ids, rows, value_of(into).shape[0])
                 else:
                     made = call(gm, aten.scatter_add.default, into, 0, _by_element(gm, into, ids), rows)
             made.meta = node.meta | {"val": made.meta["val"]}
             node.replace_all_uses_with(made)
             gm.graph.erase_node(node)
-    gm.graph.eliminate_dead_code()
+            if new:
+                gm.graph.erase_node(into)
 
 
 def _is_new(into: Node) -> bool:
     """Whether it is zeros that nothing else reads, of a known number."""
-    zeros = into.target in (aten.new_zeros.default, aten.zeros.default)
-    return zeros and len(into.users) == 1 and isinstance(value_of(into).shape[0], int)
+    return is_zeros(into) and len(into.users) == 1 and isinstance(value_of(into).shape[0], int)
 
 
 def _addition(node: Node) -> tuple[Node, Node, Node] | None:

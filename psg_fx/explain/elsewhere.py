@@ -8,7 +8,7 @@ from torch.fx import GraphModule
 
 from psg_fx.planner import rates
 from psg_fx.planner.budget import memory_of
-from psg_fx.planner.cost import Device, Fused
+from psg_fx.planner.cost import OF_STEPS, Device, Fused
 from psg_fx.planner.expr import ContractExpr, Expr
 from psg_fx.planner.methods import FUSED
 from psg_fx.planner.plan import PLAN, ParameterPlan, Plan
@@ -21,8 +21,7 @@ _LEAST = 1e-6
 def planned_for(gm: GraphModule, device: str) -> Plan:
     """What would be planned for the same batch on a device of that name, without a bound on memory."""
     here = PLAN.of(gm).device
-    there = replace(rates.named(device), fused=here.fused, compiled=here.compiled, rounded=here.rounded)
-    return _planned(gm, there)
+    return _planned(gm, replace(rates.named(device), **{name: getattr(here, name) for name in OF_STEPS}))
 
 
 def _planned(gm: GraphModule, device: Device) -> Plan:

@@ -14,6 +14,13 @@ from psg_fx.graph.facts import KEY
 
 aten = torch.ops.aten
 
+_ZEROS = (aten.new_zeros.default, aten.zeros_like.default, aten.zeros.default)
+
+
+def is_zeros(node: Node) -> bool:
+    """Whether it makes zeros."""
+    return node.target in _ZEROS
+
 
 def call(gm: GraphModule, op: Any, *arguments: Any, **named: Any) -> Node:
     """A node for an op on nodes and plain values, where the graph inserts, with its value."""

@@ -54,6 +54,14 @@ static inline Register side_by_side(Register a, Register b) {
 #endif
 }
 
+static inline void keep(float value, float* to) { *to = value; }
+
+static inline void keep(float value, uint16_t* to) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  *to = bits >> 16;
+}
+
 // The transpose of a square of registers: of their numbers and those of lanes each bit is exchanged.
 template <int BIT>
 static inline void turn(Register* rows) {
@@ -134,14 +142,10 @@ struct Tile {
     for (int i = 0; i < TALL; ++i) put<STREAMED>(to + i * columns, side_by_side(sums[i][0], sums[i][1]));
   }
 
-  void write_part(float* to, int64_t columns, int64_t height, int64_t width) const {
+  template <typename Kept>
+  void write_part(Kept* to, int64_t columns, int64_t height, int64_t width) const {
     for (int64_t i = 0; i < height; ++i)
-      for (int64_t j = 0; j < width; ++j) to[i * columns + j] = sums[i][j / LANES][j % LANES];
-  }
-
-  void write_part(uint16_t* to, int64_t columns, int64_t height, int64_t width) const {
-    for (int64_t i = 0; i < height; ++i)
-      for (int64_t j = 0; j < width; ++j) to[i * columns + j] = ((Halves)sums[i][j / LANES])[2 * (j % LANES) + 1];
+      for (int64_t j = 0; j < width; ++j) keep(sums[i][j / LANES][j % LANES], to + i * columns + j);
   }
 };
 

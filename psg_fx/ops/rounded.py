@@ -16,7 +16,5 @@ def _rounded(x: Tensor) -> Tensor:
     return x.to(torch.bfloat16)
 
 
-rounded = define_op(
-    "rounded(Tensor x) -> Tensor", _rounded, lambda x: x.new_empty(x.shape, dtype=torch.bfloat16), _rounded
-)
+rounded = define_op("rounded(Tensor x) -> Tensor", _rounded, lambda x: x.new_empty(x.shape, dtype=torch.bfloat16))
 """x in bfloat16."""

@@ -43,6 +43,10 @@ class Fused(enum.Enum):
     COMPILED = "those in C++"
 
 
+OF_STEPS = ("fused", "compiled", "rounded")
+"""The fields of a device that say what is wanted of steps there, and nothing of the device."""
+
+
 @dataclass(frozen=True)
 class Device:
     """Rates of a device.

@@ -12,7 +12,7 @@ import torch
 from psg_fx.errors import BadArgument
 from psg_fx.machine import cpu_model
 from psg_fx.planner import sheets
-from psg_fx.planner.cost import REPLAYED, Device
+from psg_fx.planner.cost import OF_STEPS, REPLAYED, Device
 from psg_fx.planner.sheets import Sheet
 
 
@@ -166,8 +166,7 @@ def table_path(kind: str) -> Path:
 def to_json(table: Device) -> str:
     """A table as text."""
     flops = [[kind, str(dtype).removeprefix("torch."), rate] for (kind, dtype), rate in table.flops.items()]
-    of_steps = ("fused", "compiled", "rounded")
-    kept = {name: value for name, value in vars(table).items() if name not in of_steps}
+    kept = {name: value for name, value in vars(table).items() if name not in OF_STEPS}
     return json.dumps(kept | {"flops": flops, "extra": dict(table.extra)}, indent=2) + "\n"
 
 

@@ -125,12 +125,11 @@ def _ways(
         asked.append((False, direct))
     if direct is None or len(gradient.terms) > 1:
         asked.append((True, _through_total(gradient, asks, batch)))
-    waiting = replace(device, rounded=device.rounded and any(ask.phase is Phase.AFTER_NORMS for ask in asks))
-    exact = replace(device, rounded=False)
+    rounding = device.rounded and any(ask.phase is Phase.AFTER_NORMS for ask in asks)
 
     def question(ask: Ask, contraction: Contraction) -> _Question:
-        may_wait = ask.phase is Phase.AFTER_NORMS or isinstance(ask, SquaredNorm)
-        return _Question(ask, contraction, _trees(contraction.network, concrete, waiting if may_wait else exact))
+        rounded = rounding and (ask.phase is Phase.AFTER_NORMS or isinstance(ask, SquaredNorm))
+        return _Question(ask, contraction, _trees(contraction.network, concrete, device, rounded))
 
     each = [(total, list(itertools.starmap(question, questions))) for total, questions in asked]
     return _Ways(gradient, each, reason)
@@ -156,9 +155,10 @@ def _through_total(gradient: ParameterGradient, asks: Sequence[Ask], batch: symp
     return found
 
 
-def _trees(network: Network, concrete: Concrete, device: Device) -> list[_Option]:
-    """Every tree that the device has the methods for, with the time of its nodes."""
-    offered = [m for m in OFFERED[device.offered] if device.name in m.devices and (device.own_ops or not m.own_op)]
+def _trees(network: Network, concrete: Concrete, device: Device, rounded: bool) -> list[_Option]:
+    """Every tree that the device has the methods for, with the time of its nodes.  rounded: gradients may be, too."""
+    wanted = (*OFFERED[device.offered], *(ROUNDED[device.offered] if rounded else ()))
+    offered = [m for m in wanted if device.name in m.devices and (device.own_ops or not m.own_op)]
     known: dict[int, float] = {}
 
     def seconds(node: Expr) -> float:
@@ -166,10 +166,8 @@ def _trees(network: Network, concrete: Concrete, device: Device) -> list[_Option
             known[node.key] = node.seconds(device)
         return known[node.key]
 
-    rounding = ROUNDED[device.offered] if device.rounded else ()
-    offered += [m for m in rounding if device.own_ops or not m.own_op]
     found = trees(network, concrete, offered, seconds) or trees(network, concrete, offered)
-    if rounding:
+    if rounded:
         found = [tree for tree in found if _rounds_gradients_alone(tree, network)]
     return [_Option(t, {key: seconds(node) for key, node in t.nodes.items()}) for t in map(dense, found)]
 

@@ -63,7 +63,7 @@ OTHER_TABLES = {
     "passes/capture/twice_differentiable.py:FORMULAS": "ops that are written in others, by one pass",
     "passes/capture/twice_differentiable.py:_SEVERAL": "which results have gradients, a question of one pass",
     "passes/widen.py:_INTO": "overloads of two ops",
-    "passes/picks.py:_ZEROS": "the ops that fill with zeros, a question of one pass",
+    "psg_fx/graph/nodes.py:_ZEROS": "the ops that fill with zeros",
     "passes/statistics.py:_AFFINE": "three ops, and where their weights are",
     "passes/beside.py:_OF_MATRICES": "overloads of two ops",
     "passes/beside.py:_BATCHED": "overloads of one op",

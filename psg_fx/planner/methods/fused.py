@@ -108,7 +108,7 @@ class TileProduct(TileSquares):
         return self._product.shaped(p, product, a, b), self._of_samples(p, squares, a)
 
 
-class _Rounded(TileProduct):
+class RoundedTileProduct(TileProduct):
     """p in bfloat16, and Σ p² of what is kept."""
 
     name = "tile-matmul-bf16"
@@ -118,10 +118,6 @@ class _Rounded(TileProduct):
 
     def dtype(self, p: Pair) -> torch.dtype:
         return torch.bfloat16
-
-
-class RoundedTileProduct(_Rounded):
-    """By a kernel of Triton."""
 
 
 class _Here(TileSquares):
@@ -168,10 +164,8 @@ class TileProductHere(_Here, TileProduct):
         return self._product.shaped(p, product, a, b), self._of_samples(p, squares[:, None], a)
 
 
-class RoundedProductHere(TileProductHere, _Rounded):
-    """In C++."""
-
-    name = "tile-matmul-bf16"
+class RoundedProductHere(TileProductHere, RoundedTileProduct):
+    """The same in C++."""
 
 
 class SumTiles(Method):
