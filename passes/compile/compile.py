@@ -21,6 +21,7 @@ from psg_fx.graph.history import History, PassRecord, copy_graph, log
 from psg_fx.graph.stages import Stage
 from psg_fx.graph.strides import free_of_strides
 from psg_fx.op_table import enter, known
+from psg_fx.ops import by_onednn
 from psg_fx.torch_private import native
 from psg_fx.torch_private.ahead import ask_ahead
 from psg_fx.torch_private.compiler import compilations, inductor_modes, marked_dynamic
@@ -32,6 +33,7 @@ from .additions import add_rows_by_scatter
 from .calls import written_once
 from .joins import join_by_torch
 from .pools import pool_by_vectors
+from .products import multiply_elsewhere
 from .recurrences import loop_in_cpp
 from .sizes import Background, Flat, Sized
 
@@ -71,7 +73,7 @@ def compile_graph(
         replayed = device == "cuda" and bool(options and options.get("triton.cudagraphs"))
         if Sized.suits(gm):
             once = device == "cpu" and calls_subgraphs(options or {})
-            compiler = _by_inductor(options or {}, watch, once)
+            compiler = _by_inductor(options or {}, watch, once, in_cpp and by_onednn.is_faster())
             run = Sized(gm, compiler, dynamic, run, replayed=replayed, background=background)
         if replayed:
             run = _outside_cuda_graphs(run, memory.keep)
@@ -113,8 +115,8 @@ def _by_torch(
     return _marking(run, gm) if dynamic else run
 
 
-def _by_inductor(options: dict[str, Any], watch: Watch, once: bool) -> Compiler:
-    """once: what repeats is compiled once."""
+def _by_inductor(options: dict[str, Any], watch: Watch, once: bool, elsewhere: bool) -> Compiler:
+    """once: what repeats is compiled once.  elsewhere: large products are not left to the BLAS."""
     compiler = inductor(options)
 
     def watched(gm: GraphModule, inputs: Sequence[torch.Tensor]) -> Flat:
@@ -122,6 +124,7 @@ def _by_inductor(options: dict[str, Any], watch: Watch, once: bool) -> Compiler:
             with watch():
                 if any(value.device.type == "cpu" for value in inputs):
                     ask_ahead().join()
+                gm = multiply_elsewhere(gm, inputs) if elsewhere else gm
                 return compiler(join_by_torch(written_once(gm)) if once else gm, inputs)
         except InductorError as error:
             raise _not_compiled(error) from error

@@ -13,9 +13,11 @@ import torch
 import torch.nn.functional as F
 
 from psg_fx.measure.clock import median_seconds
+from psg_fx.ops import by_onednn, products_here
 from psg_fx.planner import rates
 from psg_fx.planner.cost import REPLAYED, Device
 from psg_fx.progress import Progress
+from psg_fx.torch_private import native
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 Rates = dict[tuple[str, torch.dtype], float]
@@ -100,12 +102,17 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, in
     large = device.type == "cuda"
     n, m, k = (4096, 512, 768) if large else (768, 256, 128)
     a, b = random(n, n), random(n, n)
-    yield "gemm", 2 * n**3, lambda: a @ b
+    elsewhere = device.type == "cpu" and dtype is torch.float32 and by_onednn.is_faster()
+    yield "gemm", 2 * n**3, lambda: by_onednn.by_onednn(a, b, None) if elsewhere else a @ b
     c, d = random(16, m, k), random(16, k, m)
     yield "bmm", 2 * 16 * k * m**2, lambda: torch.bmm(c, d)
     samples = 128 if large else 6
     x, g = random(samples, 64, 16, 16), random(samples, 64, 16, 16)
     yield "conv", 2 * samples * 256 * 64 * 64 * 9, lambda: _weight_gradient(x, g, 1)
+    if not large and dtype is torch.float32:
+        native.begin(products_here.LIBRARY)
+        native.finish()
+        yield "tile", 2 * 16 * k * m**2, lambda: products_here.squares(d, d)
     if not large:  # there a product of two tensors says no more than the bandwidth
         e, out = random(2**17), random(2**17)
         yield "pointwise", 2**17, lambda: torch.mul(e, e, out=out)

@@ -23,7 +23,7 @@ def _at(*dtypes: torch.dtype, **rates: float) -> dict[tuple[str, torch.dtype], f
 # Shipped tables.  CPU: two x86-64 cores with AVX-512, fp32; `psg-fx calibrate` measures such rates, rounded here.
 CPU = Device(
     "cpu",
-    flops=_at(torch.float32, gemm=1.7e11, bmm=1.55e11, conv=3.4e11, reduce=4.0e10, pointwise=1.5e10),
+    flops=_at(torch.float32, gemm=1.7e11, bmm=1.55e11, tile=1.94e11, conv=3.4e11, reduce=4.0e10, pointwise=1.5e10),
     bandwidth=2.5e10,
     launch=4e-6,
     kept=3.4e-10,
@@ -175,4 +175,6 @@ def from_json(text: str) -> Device:
     found = json.loads(text)
     found.pop("fused", None)  # of tables that version 0.1.0 wrote
     flops = {(kind, getattr(torch, dtype)): rate for kind, dtype, rate in found.pop("flops")}
+    if found["name"] == "cpu":  # a table that was measured before there was such a rate
+        flops.setdefault(("tile", torch.float32), CPU.rate("tile") / CPU.rate("bmm") * flops["bmm", torch.float32])
     return Device(flops=flops, **found)

@@ -6,6 +6,7 @@ is in docs/design/gpu.md and docs/design/cpu.md.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -23,9 +24,6 @@ _OF_CUBLAS = 0.7
 for the float32 product of Triton's tutorial on an A100, 0.70 to 0.98 of cuBLAS for 256 to 2048 rows (Triton's issue
 tracker, November 2023); half precision is taken for the same.
 """
-
-_OF_BMM = 1.25
-"""The rate of the kernels in C++ in that of `bmm`, what they pack aside (docs/design/cpu.md)."""
 
 _TALL, _PANEL = 8, 32
 """Rows and columns of their tiles."""
@@ -131,11 +129,14 @@ class _Here(TileSquares):
     def applies(self, p: Pair) -> bool:
         return super().applies(p) and not is_gram(p.a.axes) and not is_gram(p.b.axes)
 
+    def work(self, p: Pair) -> Work:
+        return replace(super().work(p), kind="tile")
+
     def seconds(self, p: Pair, device: Device) -> float:
         work, (rows, columns) = self.work(p), self._product.sides(p)
         computed = _whole(rows, _TALL) * _whole(columns, _PANEL) / (rows * columns)
         packed = p.count(p.everything) / rows * 4  # the second operand
-        compute = float(computed * work.flops) / (_OF_BMM * device.rate("bmm")) + float(packed) / device.bandwidth
+        compute = float(computed * work.flops) / device.rate("tile") + float(packed) / device.bandwidth
         moving = float(work.read + work.written) / device.bandwidth
         return max(compute, moving) + device.extra.get("product", 0.0) + work.calls * device.launch
 

@@ -29,8 +29,8 @@ steps on an H100.
 
 _DEPTH = 64
 
-_OF_BMM = 1.1
-"""The rate of the kernel in C++ in that of `bmm`; which kernels torch takes for so few rows decides more than flops."""
+_OF_TILES = 0.88
+"""The rate of the kernel in C++ in that of products in tiles (docs/design/cpu.md)."""
 
 _OF_A_SQUARE = 3000
 """What a square of 4×4 of both matrices takes beside its products, most of it to add up vectors, in flops."""
@@ -118,11 +118,11 @@ class GramDotHere(GramDot):
 
     def work(self, p: Pair) -> Work:
         samples, read = p.count(p.out), super().work(p).read
-        return Work(32 * self._squares(p) * self._depth(p), read, 8 * samples, "bmm")
+        return Work(32 * self._squares(p) * self._depth(p), read, 8 * samples, "tile")
 
     def seconds(self, p: Pair, device: Device) -> float:
         flops = self.work(p).flops + _OF_A_SQUARE * self._squares(p)
-        return float(flops) / (_OF_BMM * device.rate("bmm")) + device.extra.get("product", 0.0) + device.launch
+        return float(flops) / (_OF_TILES * device.rate("tile")) + device.extra.get("product", 0.0) + device.launch
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         native.begin("gram_dots")

@@ -1,0 +1,128 @@
+"""Products of matrices on a CPU: float32's by oneDNN, those of samples in C++, where that is faster than the BLAS.
+
+Which of them is, is measured (`psg_fx/ops/by_onednn.py`), and the same for forward, backward and gradients of samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch.fx import GraphModule, Node
+
+from psg_fx.graph import facts
+from psg_fx.graph.history import copy_graph
+from psg_fx.graph.nodes import call, output, value_of
+from psg_fx.ops import products_here
+from psg_fx.ops.by_onednn import by_onednn
+from psg_fx.tensors import product
+from psg_fx.torch_private import native
+
+aten = torch.ops.aten
+
+LEAST = 8_000_000
+"""Flops of a product: for one of fewer, calling oneDNN takes longer than it saves (docs/design/cpu.md)."""
+
+_TILE = (8, 32)
+"""Rows and columns of a tile in C++: of a smaller matrix, most of a tile would be computed for nothing."""
+
+Sizes = Mapping[sympy.Symbol, int]
+
+
+@dataclass(frozen=True)
+class _Product:
+    """bias + left · right, of matrices or of samples' matrices."""
+
+    left: Node
+    right: Node
+    bias: Node | None = None
+
+    @property
+    def operands(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return value_of(self.left), value_of(self.right)
+
+    def flops(self, sizes: Sizes) -> int:
+        left, right = self.operands
+        shape = (*facts.shape(left), facts.shape(right)[-1])
+        return 2 * int(product(shape).subs(sizes))
+
+    def fills_tiles(self) -> bool:
+        """Whether each sample's matrix has as many rows and columns as a tile, or more."""
+        left, right = self.operands
+        sides = facts.shape(left)[1], facts.shape(right)[2]
+        return all(not side.is_number or side >= least for side, least in zip(sides, _TILE, strict=True))
+
+
+def multiply_elsewhere(gm: GraphModule, inputs: Sequence[torch.Tensor]) -> GraphModule:
+    """A graph with large products by oneDNN and in C++, as large as they are for these inputs; the graph itself if it
+    has none.
+    """
+    sizes = _sizes(gm, inputs)
+    if not any(_large(node, sizes) for node in gm.graph.nodes):
+        return gm
+    gm = copy_graph(gm)
+    for node in list(gm.graph.nodes):
+        if (found := _large(node, sizes)) is not None:
+            with gm.graph.inserting_before(node):
+                made = _of_samples(gm, found) if node.target is aten.bmm.default else _of_matrices(gm, found)
+            made.meta = node.meta | {"val": made.meta["val"]}
+            node.replace_all_uses_with(made)
+            gm.graph.erase_node(node)
+    gm.recompile()
+    return gm
+
+
+def _sizes(gm: GraphModule, inputs: Sequence[torch.Tensor]) -> Sizes:
+    """The values of the graph's symbols."""
+    return dict(_said(gm, inputs))
+
+
+def _said(gm: GraphModule, inputs: Sequence[torch.Tensor]) -> Iterator[tuple[sympy.Symbol, int]]:
+    for node, value in zip(facts.placeholders(gm), inputs, strict=True):
+        for symbol, size in zip(facts.shape(node.meta["val"]), value.shape, strict=True):
+            if isinstance(symbol, sympy.Symbol):
+                yield symbol, _number(size)
+
+
+def _number(size: int | torch.SymInt) -> int:
+    found: int = size.node.hint if isinstance(size, torch.SymInt) else size
+    return found
+
+
+def _large(node: Node, sizes: Sizes) -> _Product | None:
+    """The product that a node is, if it is one that is worth it."""
+    found = _product(node)
+    if found is None or any(value.dtype is not torch.float32 for value in found.operands):
+        return None
+    if node.target is aten.bmm.default and not found.fills_tiles():
+        return None
+    return found if found.flops(sizes) >= LEAST else None
+
+
+def _product(node: Node) -> _Product | None:
+    if node.target in (aten.mm.default, aten.bmm.default):
+        left, right = node.args
+        return _Product(left, right)  # type: ignore[arg-type]
+    if node.target is aten.addmm.default and not node.kwargs:
+        bias, left, right = node.args
+        if value_of(bias).ndim == 1 and value_of(bias).stride(0) == 1:
+            return _Product(left, right, bias)  # type: ignore[arg-type]
+    return None
+
+
+def _of_matrices(gm: GraphModule, found: _Product) -> Node:
+    """By oneDNN, which copies rows that do not lie side by side: the kernel that makes them may write them so."""
+    left = found.left
+    if facts.expr(value_of(left).stride(1)) != 1:
+        left = call(gm, aten.clone.default, left, memory_format=torch.contiguous_format)
+    return call(gm, by_onednn, left, found.right, found.bias)
+
+
+def _of_samples(gm: GraphModule, found: _Product) -> Node:
+    """In C++, whose operands lie in any way."""
+    native.begin(products_here.LIBRARY)
+    transposed = call(gm, aten.transpose.int, found.left, 1, 2)
+    both = call(gm, torch.ops.psg_fx.products_here.default, transposed, found.right, False)
+    return output(gm, both, 0)

@@ -1,0 +1,68 @@
+"""`psg_fx::by_onednn`: a product of two matrices of float32 on a CPU by oneDNN, where that is faster than the BLAS.
+
+torch's BLAS on x86-64, MKL, keeps to AVX2 on processors of others than Intel.  One that computes with whole vectors of
+AVX-512 (AMD's Zen 5) multiplies twice as fast by oneDNN, one that does not has nothing to gain.  Nothing is concluded
+from names: each multiplies a few times, at the first compilation.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from psg_fx.ops.define import define_op
+from psg_fx.torch_private import onednn
+
+CLEARLY = 1.2
+"""How many times as fast it must be: no two libraries that are alike change places by chance."""
+
+_ROUNDS = 5
+
+
+def is_faster() -> bool:
+    """Whether oneDNN multiplies clearly faster than the BLAS, with as many threads as torch has now."""
+    return onednn.has_onednn() and times_as_fast(torch.get_num_threads()) >= CLEARLY
+
+
+@functools.cache
+def times_as_fast(threads: int) -> float:
+    """The BLAS's time in oneDNN's, each the shortest of a few for a product of middle size: some milliseconds in all.
+
+    threads: those that torch has; measured once for each number of them.
+    """
+    # Random ones would be taken from the user's generator; defaults are the user's, too.
+    a, b = (torch.ones(rows, 512, dtype=torch.float32, device="cpu") for rows in (256, 512))
+    found = {way: [_seconds(way, a, b)] for way in (torch.mm, onednn.product)}
+    for _ in range(_ROUNDS):
+        for way, seconds in found.items():
+            seconds.append(_seconds(way, a, b))
+    return min(found[torch.mm]) / min(found[onednn.product])
+
+
+def _seconds(multiply: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> float:
+    began = time.perf_counter()
+    multiply(a, b)
+    return time.perf_counter() - began
+
+
+def _of_torch(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+
+
+by_onednn = define_op(
+    "by_onednn(Tensor a, Tensor b, Tensor? bias) -> Tensor", onednn.product,
+    lambda a, b, bias: a.new_empty((a.shape[0], b.shape[1])), _of_torch,
+)  # fmt: skip
+"""a[m, k] b[k, n] + bias[n]."""
+
+
+@register_flop_formula(torch.ops.psg_fx.by_onednn)
+def _flops(a: Sequence[int], b: Sequence[int], *rest: Any, **shapes: Any) -> int:
+    """2 · m·k·n."""
+    return 2 * a[0] * a[1] * b[1]

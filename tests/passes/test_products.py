@@ -1,0 +1,149 @@
+"""Large products of float32 by oneDNN and in C++ are the same as those of the BLAS; all others are left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import psg_fx
+from psg_fx import zoo
+from psg_fx.ops import by_onednn as onednn
+from psg_fx.ops import products_here
+from psg_fx.passes.compile import compile as compiling
+from psg_fx.passes.compile import products
+from psg_fx.passes.compile.products import LEAST, multiply_elsewhere
+from psg_fx.torch_private import native
+from support import oracle
+
+aten = torch.ops.aten
+HERE = torch.ops.psg_fx.products_here.default
+ROWS = LEAST // (2 * 64 * 48) + 1
+"""Rows of [.., 64] that, multiplied by [64, 48], are just worth it."""
+
+Function = Callable[..., Tensor]
+CASES: dict[str, tuple[Function, list[tuple[int, ...]], Any]] = {
+    "mm": (torch.mm, [(ROWS, 64), (64, 48)], onednn.by_onednn),
+    "turned right": (lambda a, b: a @ b.t(), [(ROWS, 64), (48, 64)], onednn.by_onednn),
+    "turned left": (lambda a, b: a.t() @ b, [(ROWS, 64), (ROWS, 48)], onednn.by_onednn),
+    "gaps": (lambda a, b: a[:, 3:67] @ b[:, 1:49], [(ROWS, 70), (64, 50)], onednn.by_onednn),
+    "by itself": (lambda a: a @ a, [(256, 256)], onednn.by_onednn),
+    "bias": (lambda a, b, c: torch.addmm(c, a, b), [(ROWS, 64), (64, 48), (48,)], onednn.by_onednn),
+    "samples": (torch.bmm, [(4, ROWS, 64), (4, 64, 48)], HERE),
+    "samples, turned": (lambda a, b: torch.bmm(a.mT, b.mT), [(4, 64, ROWS), (4, 48, 64)], HERE),
+    "samples, one for all": (
+        lambda a, b: torch.bmm(a, b.expand(4, 64, 48)), [(4, ROWS, 64), (64, 48)], HERE,
+    ),
+}  # fmt: skip
+LEFT: dict[str, tuple[Function, list[tuple[int, ...]]]] = {
+    "small": (torch.mm, [(ROWS - 2, 64), (64, 48)]),
+    "wider": (lambda a, b: (a.double() @ b.double()).float(), [(ROWS, 64), (64, 48)]),
+    "scaled": (lambda a, b, c: torch.addmm(c, a, b, alpha=2), [(ROWS, 64), (64, 48), (48,)]),
+    "a matrix is added": (lambda a, b, c: torch.addmm(c, a, b), [(ROWS, 64), (64, 48), (ROWS, 48)]),
+    "a number is added": (lambda a, b, c: torch.addmm(c.expand(48), a, b), [(ROWS, 64), (64, 48), (1,)]),
+    "few columns": (torch.bmm, [(4, ROWS, 256), (4, 256, 31)]),
+    "few rows": (torch.bmm, [(40, 7, 256), (40, 256, 256)]),
+}
+
+
+def traced(function: Function, shapes: list[tuple[int, ...]], mode: str = "fake") -> tuple[GraphModule, list[Tensor]]:
+    inputs = [torch.randn(shape, generator=torch.Generator().manual_seed(k)) for k, shape in enumerate(shapes)]
+    return make_fx(function, tracing_mode=mode)(*inputs), inputs
+
+
+def targets(gm: GraphModule) -> list[Any]:
+    return [node.target for node in gm.graph.nodes if node.op == "call_function"]
+
+
+@pytest.fixture
+def compiled() -> None:
+    native.begin(products_here.LIBRARY)
+    native.finish()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_products(name: str, compiled: None) -> None:
+    function, shapes, op = CASES[name]
+    gm, inputs = traced(function, shapes)
+    before = targets(gm)
+    found = multiply_elsewhere(gm, inputs)
+    found.graph.lint()
+    assert op in targets(found)
+    assert not {aten.mm.default, aten.addmm.default, aten.bmm.default} & set(targets(found))
+    assert targets(gm) == before
+    exact = function(*(value.double() for value in inputs))
+    torch.testing.assert_close(found(*inputs).double(), exact, rtol=0, atol=1e-6 * float(exact.abs().max()))
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_left(name: str) -> None:
+    gm, inputs = traced(*LEFT[name])
+    assert multiply_elsewhere(gm, inputs) is gm
+
+
+def test_sizes_are_those_of_the_call() -> None:
+    """A graph for every size is judged by what it is compiled for, not by what it was traced with."""
+    gm, _ = traced(torch.mm, [(5, 64), (64, 48)], "symbolic")
+    assert multiply_elsewhere(gm, [torch.empty(6, 64), torch.empty(64, 48)]) is gm
+    large = [torch.randn(ROWS, 64), torch.randn(64, 48)]
+    found = multiply_elsewhere(gm, large)
+    assert onednn.by_onednn in targets(found)
+    torch.testing.assert_close(found(*large), torch.mm(*large), rtol=1e-5, atol=1e-4)
+
+
+def test_each_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The times of a number of threads decide, once; without oneDNN there is nothing to try."""
+    seconds = {torch.mm: iter([5.0, 3.0, 4.0] * 2), onednn.onednn.product: iter([9.0, 2.0, 1.5] * 2)}
+    monkeypatch.setattr(onednn, "_seconds", lambda way, a, b: next(seconds[way]))
+    monkeypatch.setattr(onednn, "_ROUNDS", 2)
+    before = torch.random.get_rng_state()
+    onednn.times_as_fast.cache_clear()
+    try:
+        assert onednn.times_as_fast(1) == 2.0
+        assert onednn.times_as_fast(1) == 2.0
+        assert onednn.times_as_fast(2) == 2.0
+        monkeypatch.setattr(onednn.onednn, "has_onednn", lambda: False)
+        assert not onednn.is_faster()
+    finally:
+        onednn.times_as_fast.cache_clear()
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_measured_under_the_users_defaults() -> None:
+    onednn.times_as_fast.cache_clear()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert onednn.times_as_fast(torch.get_num_threads()) > 0
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("faster", [False, True])
+def test_a_step(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transformer whose products are all somewhere else, at two batch sizes, or where torch has them."""
+    made: list[Any] = []
+    original = products.multiply_elsewhere
+
+    def noted(gm: GraphModule, inputs: Any) -> GraphModule:
+        found = original(gm, inputs)
+        made.append(targets(found))
+        return found
+
+    monkeypatch.setattr(products, "LEAST", 0)
+    monkeypatch.setattr(compiling, "multiply_elsewhere", noted)
+    monkeypatch.setattr(onednn, "is_faster", lambda: faster)
+    ex = zoo.example("gpt", batch=4, layers=1, width=32, heads=2, tokens=8, vocabulary=50)
+    step = psg_fx.transform(ex.model, ex.loss_fn, quantities=[psg_fx.Norms(), psg_fx.ClippedSum(max_norm=0.1)])
+    for size in (4, 3):
+        out = step(ex.inputs[:size], ex.targets[:size])
+        _, grads = oracle.loop_grads(ex.model, ex.loss_fn, ex.inputs[:size], ex.targets[:size])
+        assert oracle.relative_error(out.norms, oracle.norms(grads)) < 1e-5
+        assert oracle.worst_error(out.clipped_sum, oracle.clipped_sum(grads, 0.1)) < 1e-5
+    assert bool(made) == faster
+    assert all(onednn.by_onednn in ops and aten.mm.default not in ops for ops in made)
