@@ -30,6 +30,9 @@ class Work:
     calls: int = 1
 
 
+BEYOND_CACHES = 4 << 20
+"""Bytes from which on a result is written to memory (`products.cpp` has the same)."""
+
 REPLAYED = "launch_replayed"
 """The constant of `Device.extra` for seconds of a kernel in a CUDA graph."""
 
@@ -97,6 +100,14 @@ class Device:
         if (kind, torch.float32) not in self.flops:
             return self.rate("pointwise", dtype)
         return self.flops[kind, torch.float32] * min(1.0, 4 / dtype.itemsize)
+
+    def fetching(self, work: Work) -> Work:
+        """The work, and that what is going to be written over is read: by whoever writes through the caches what they
+        do not hold; so many bytes again of it as `extra` says, "fetched".
+        """
+        if work.written < BEYOND_CACHES:
+            return work
+        return replace(work, read=work.read + self.extra.get("fetched", 0.0) * work.written)
 
     def seconds(self, work: Work, dtype: torch.dtype = torch.float32) -> float:
         """Predicted time of a step: the slower of computing and moving bytes, then launches."""

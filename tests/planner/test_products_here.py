@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,8 @@ from torch import Tensor, nn
 import psg_fx
 from psg_fx import ClippedSum, Grads, Norms
 from psg_fx.ops import products_here
+from psg_fx.planner import rates
+from psg_fx.planner.methods import fused
 from psg_fx.torch_private import native
 from psg_fx.torch_private.fakes import symbolic_inputs
 from support import oracle
@@ -146,6 +150,46 @@ def test_a_compiled_step(name: str) -> None:
         if name == "clipped":
             assert oracle.worst_error(out.clipped_sum, oracle.clipped_sum(grads, 0.5)) < 1e-5
     assert ops(step) == [op] * 2
+
+
+class OnePosition(nn.Module):
+    """A convolution of one position and a linear layer: outer products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.out = nn.Conv2d(5, 72, 3), nn.Linear(72, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.out(self.conv(x).flatten(1).tanh())
+        return found
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("quantity", [Grads(), ClippedSum(0.5)], ids=["gradients", "clipped"])
+def test_outer_products_that_no_cache_holds(quantity: psg_fx.Quantity, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are written past the caches; those that a cache holds are left to the loops that read them."""
+    torch.manual_seed(0)
+    model, x, y = OnePosition(), torch.randn(6, 5, 3, 3), torch.randint(64, (6,))
+
+    def step() -> psg_fx.PerSampleModule:
+        return psg_fx.transform(model, F.cross_entropy, quantities=quantity, backend="inductor", dynamic=True)
+
+    small = step()
+    small(x, y)
+    assert not ops(small)
+    monkeypatch.setattr(fused, "BEYOND_CACHES", 0)
+    fetched = {**rates.CPU.extra, "fetched": 1e3}  # who writes through the caches is slower, however little it is
+    slow = replace(rates.CPU, extra=fetched, kept=0.0)
+    monkeypatch.setattr("psg_fx.planner.rates.CPU", slow)
+    monkeypatch.setattr("psg_fx.planner.cost.BEYOND_CACHES", 0)
+    large = step()
+    for size in (6, 3, 1):
+        out, (_, grads) = large(x[:size], y[:size]), oracle.loop_grads(model, F.cross_entropy, x[:size], y[:size])
+        if isinstance(quantity, Grads):
+            assert oracle.worst_error(out.grads, grads) < 1e-5
+        else:
+            assert oracle.worst_error(out.clipped_sum, oracle.clipped_sum(grads, 0.5)) < 1e-5
+    assert ops(large) == ["psg_fx.products_here.default"] * 2
 
 
 @pytest.mark.parametrize(("backend", "told"), [("eager", None), ("inductor", {"psg_fx.fused_kernels": False})])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import sympy
 import torch
 
@@ -12,9 +10,6 @@ from psg_fx.ops.rounded import rounded
 from psg_fx.planner.cost import Device, Work
 from psg_fx.planner.methods.base import Method, Pair, arrange, expand_to
 from psg_fx.tensors import Size, accumulation_dtype, reshape
-
-_BEYOND_CACHES = 4 << 20
-"""Bytes from which on a result is written to memory (`products.cpp` has the same)."""
 
 
 class Multiply(Method):
@@ -34,6 +29,9 @@ class Multiply(Method):
     def work(self, p: Pair) -> Work:
         read, written = p.moved()
         return Work(p.count(p.everything), read, written)
+
+    def seconds(self, p: Pair, device: Device) -> float:
+        return device.seconds(device.fetching(self.work(p)), p.dtype)
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         out = self.out(p)
@@ -71,8 +69,7 @@ class Dot(Method):
 class MatMul(Method):
     """out[k,l,r] = Σ_s a[k,l,s] b[k,s,r]: one (batched) matrix product.
 
-    flops = 2 · k·l·r·s; bytes = operands and result once.  On a CPU a library reads what it is going to write over: of
-    results that no cache holds, so many bytes again as `Device.extra` says, "fetched".
+    flops = 2 · k·l·r·s; bytes = operands and result once.
     """
 
     name = "matmul"
@@ -95,9 +92,7 @@ class MatMul(Method):
 
     def seconds(self, p: Pair, device: Device) -> float:
         work = self.work(p)
-        if p.batch and work.written >= _BEYOND_CACHES:
-            work = replace(work, read=work.read + device.extra.get("fetched", 0.0) * work.written)
-        return device.seconds(work, p.dtype)
+        return device.seconds(device.fetching(work) if p.batch else work, p.dtype)
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         left, right = self.operands(p, a, b)

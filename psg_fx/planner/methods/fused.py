@@ -13,7 +13,7 @@ import torch
 
 from psg_fx.algebra.network import BATCH, Axes, Form, TileSums, WithTileSums
 from psg_fx.ops import products_here, tile_products
-from psg_fx.planner.cost import Device, Work
+from psg_fx.planner.cost import BEYOND_CACHES, Device, Work
 from psg_fx.planner.methods.base import Method, Pair
 from psg_fx.planner.methods.dense import MatMul, is_gram
 from psg_fx.tensors import Size, reshape
@@ -146,6 +146,14 @@ def _whole(size: Size, tile: int) -> Size:
     return -(-size // tile) * tile
 
 
+class _Outer(MatMul):
+    """Also where nothing is summed."""
+
+    def applies(self, p: Pair) -> bool:
+        outer = p.a.dense and p.b.dense and p.left and p.right and not p.summed
+        return super().applies(p) or bool(outer and p.bytes(p.out) >= BEYOND_CACHES)
+
+
 class TileSquaresHere(_Here):
     """Σ p² in C++."""
 
@@ -156,7 +164,9 @@ class TileSquaresHere(_Here):
 
 
 class TileProductHere(_Here, TileProduct):
-    """p and Σ p² in C++."""
+    """p and Σ p² in C++; also of a single position, where no cache holds p: it is written past them."""
+
+    _product = _Outer()
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         left, right = self._product.operands(p, a, b)
