@@ -32,7 +32,8 @@ def main() -> int:
     steps = printed_by(script, "steps", **path)
     versions = {"torch": torch.__version__, "triton": triton.__version__}
     rows = [
-        [name, f"{e['error']:.1e}", f"{e['product']:.2f}" if "product" in e else ""] for name, e in executed.items()
+        [name, f"{e['error']:.1e}" if e["error"] else "", f"{e['product']:.2f}" if "product" in e else ""]
+        for name, e in executed.items()
     ]
     said = {name: ", ".join(f"{k} {n}" for k, n in c["instructions"].items() if n) for name, c in compiled.items()}
     used = [[name, c["registers"], c["spilled"], c["shared"], said[name]] for name, c in compiled.items()]
@@ -44,7 +45,7 @@ def main() -> int:
         tabulate(used, ["kernel", "registers", "stack", "shared", "instructions in PTX"], "github"),
         "## Executed by the interpreter",
         "Samples x rows x positions x columns; the relative error of a squared norm, and that of the product in units "
-        "of its dtype.",
+        "of its dtype. Of cells, rows x units: the largest error of what is written, in units of its dtype.",
         tabulate(rows, ["operands", "squared norm", "product"], "github", disable_numparse=True),
         "## Steps of small models", "Planned as if products cost nothing, so that the kernels are in them; float32.",
         tabulate(ran, ["step", "kernels of psg_fx", "launches", "worst error"], "github", disable_numparse=True),

@@ -43,7 +43,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "lstm": {"batch": 3, "layers": 1, "width": 8, "hidden": 8, "tokens": 4, "vocabulary": 20},
     "resnet18gn": {"batch": 2, "width": 8, "groups": 4, "blocks": (1, 1), "image": 8},
 }
-"""The models in sizes that the interpreter can bear."""
+SMALL["lstm-fused"] = SMALL["lstm"]
+"""The models in sizes that the interpreter can bear; "-fused": with all kernels of psg_fx, asked for."""
 
 LARGE: dict[str, dict[str, Any]] = {f"{name}-large": {"batch": BATCH, **sizes} for name, sizes in WIDE.items()}
 """What `bench/kernels.py` measures in bfloat16: of these that precision and a static batch alone."""
@@ -101,7 +102,8 @@ def parts(args: argparse.Namespace) -> dict[str, list[str]]:
         for precision in args.precisions.split(","):
             for model in models:
                 if model in SMALL or (precision, batch) == ("bfloat16", "static"):
-                    steps = [s for s in args.steps if s in OWN or batch == "static"]
+                    peers = batch == "static" and not model.endswith("-fused")
+                    steps = [s for s in args.steps if s in OWN or peers]
                     found[f"compiled {model} {precision} {batch}"] = steps
     return found
 

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from psg_fx.ops import recurrent
+from psg_fx.ops import recurrent, recurrent_cells
 from psg_fx.planner.cost import Work
 
 
@@ -23,7 +23,7 @@ def is_loop(target: Any) -> bool:
 
 def _body(op: Any) -> Any:
     """The Python of a loop."""
-    return getattr(recurrent, f"_{op.__name__.partition('.')[0]}", None)
+    return recurrent_cells.LOOPS.get(op) or getattr(recurrent, f"_{op.__name__.partition('.')[0]}", None)
 
 
 def inside(op: Any, args: Sequence[Any], kwargs: Any = None) -> list[tuple[Work, torch.dtype]]:
@@ -42,7 +42,7 @@ class _Seen(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        written = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+        written = [t for t in pytree.tree_leaves(args if out is None else out) if isinstance(t, torch.Tensor)]
         if written and not func.is_view and "empty" not in func.__name__:
             read = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
             self.works.append((self._work(func, args, out, read, written), written[0].dtype))

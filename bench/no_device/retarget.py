@@ -13,7 +13,11 @@ from torch.fx import GraphModule
 
 from no_device import pretend
 from psg_fx.graph.history import copy_graph
+from psg_fx.ops import by_onednn
+from psg_fx.passes.compile import compile
+from psg_fx.passes.compile.recurrences import with_own_loops
 from psg_fx.planner import rates
+from psg_fx.step.settings import FUSED_KERNELS, Settings
 
 DEVICE = torch.device("cuda", 0)
 
@@ -43,8 +47,17 @@ def planned_for_cuda() -> Iterator[None]:
     """While open, steps on the CPU are planned and lowered by the table of a CUDA device, with the kernels of psg_fx
     that are offered there where nobody asks for any.
     """
-    table = mock.patch.object(rates, "device", return_value=rates.shipped("cuda"))
-    with table, mock.patch.object(rates, "fused_kernels_pay", return_value=True):
+    patches = (
+        mock.patch.object(rates, "device", return_value=rates.shipped("cuda")),
+        mock.patch.object(rates, "fused_kernels_pay", return_value=True),
+        mock.patch.object(Settings, "kernels_in_cpp", return_value=False),
+        mock.patch.object(Settings, "own_kernels", lambda s, device: bool((s.options or {}).get(FUSED_KERNELS))),
+        mock.patch.object(compile, "with_own_loops", lambda gm, device: with_own_loops(gm, "cuda")),
+        mock.patch.object(by_onednn, "is_faster", return_value=False),
+    )
+    with contextlib.ExitStack() as open_now:
+        for patch in patches:
+            open_now.enter_context(patch)
         yield
 
 

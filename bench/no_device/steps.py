@@ -15,11 +15,14 @@ from psg_fx.benchmarking.problem import Problem, from_grads
 from psg_fx.quantities.base import Quantity
 from psg_fx.quantities.names import USUAL
 from psg_fx.reference.by_vmap import quiet_vmap, vmap_step
+from psg_fx.step.settings import FUSED_KERNELS
 from psg_fx.torch_private.compiler import marked_dynamic
 from psg_fx.torch_private.fakes import symbolic_inputs
 from psg_fx.torch_private.tracer import trace_fakes
 
 Step = Callable[[], object]
+FUSED = "-fused"
+"""How the name of a model ends whose steps are told to have all kernels of psg_fx."""
 QUANTITIES: dict[str, Quantity] = USUAL | {"mean_grad": MeanGrad()}
 
 
@@ -29,20 +32,21 @@ def steps_of(model: str, sizes: dict[str, Any], dynamic: bool) -> dict[str, Call
     ordinary: forward and backward as one graph.  vmap_*: `vmap(grad)` as one graph, then the quantity of the gradients
     (not for every batch size: it is a contender, and one size of batch says how it compares).
     """
-    ex = zoo.example(model.removesuffix("-large"), **sizes)
+    fused = model.endswith(FUSED)
+    ex = zoo.example(model.removesuffix(FUSED).removesuffix("-large"), **sizes)
     problem = Problem(ex.model, ex.loss_fn, ex.inputs, ex.targets, ex.batch_dim)
     found: dict[str, Callable[[], Step]] = {"ordinary": partial(ordinary, problem, dynamic)}
     for name, quantity in QUANTITIES.items():
-        found[name] = partial(by_psg, problem, quantity, dynamic)
+        found[name] = partial(by_psg, problem, quantity, dynamic, fused)
     if not dynamic:
         found |= {f"vmap_{name}": partial(by_vmap, problem, quantity) for name, quantity in USUAL.items()}
     return found
 
 
-def by_psg(problem: Problem, quantity: Quantity, dynamic: bool) -> Step:
+def by_psg(problem: Problem, quantity: Quantity, dynamic: bool, fused: bool = False) -> Step:
     step = transform(
         problem.model, problem.loss_fn, quantities=quantity, batch_dim=problem.batch_dim, dynamic=dynamic,
-        progress=False,
+        progress=False, options={FUSED_KERNELS: True} if fused else None,
     )  # fmt: skip
     return lambda: step(*problem.arguments)
 

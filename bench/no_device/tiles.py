@@ -1,4 +1,4 @@
-"""The kernels of psg_fx (`psg_fx/ops/tile_kernels.py`, `gram_kernels.py`) without a device.
+"""The kernels of psg_fx (`psg_fx/ops/tile_kernels.py`, `gram_kernels.py`, `cell_kernels.py`) without a device.
 
     python -m no_device.tiles compiled
     TRITON_INTERPRET=1 python -m no_device.tiles executed
@@ -22,6 +22,7 @@ from unittest import mock
 
 import torch
 
+from no_device import cells
 from psg_fx.ops import gram_products, tile_products
 from psg_fx.planner import rates
 
@@ -58,7 +59,7 @@ def executed() -> dict[str, dict[str, float]]:
             off = (product.double() - right).abs().max() / right.abs().max()
             errors["product"] = float(off) / torch.finfo(product.dtype).eps
         found[f"{'x'.join(map(str, shape))} {_named(dtype)} {layout}{_kept(dtype, keep)}"] = errors
-    return found | _grams_executed()
+    return found | _grams_executed() | cells.executed(_named)
 
 
 def _grams_executed() -> dict[str, dict[str, float]]:
@@ -130,6 +131,10 @@ def compiled() -> dict[str, dict[str, Any]]:
         made = _gram_binary(architecture)
         used = {k: made.asm["ptx"].count(k) for k in INSTRUCTIONS}
         found[f"sm_{architecture} bfloat16 gram"] = resources(made) | {"instructions": used}
+        for dtype in (torch.float32, torch.bfloat16):
+            for name, (kernel, pointers, meta) in cells.signatures(POINTERS[dtype]).items():
+                made = _compiled(kernel, architecture, pointers, meta, {})
+                found[f"sm_{architecture} {_named(dtype)} {name}"] = resources(made) | {"instructions": {}}
     return found
 
 

@@ -34,7 +34,7 @@ from .calls import written_once
 from .joins import join_by_torch
 from .pools import pool_by_vectors
 from .products import multiply_elsewhere
-from .recurrences import loop_in_cpp
+from .recurrences import with_own_loops
 from .sizes import Background, Flat, Sized
 
 aten = torch.ops.aten
@@ -49,18 +49,18 @@ CPU_OPTIONS = {"layout_optimization": False}
 
 def compile_graph(
     gm: GraphModule, backend: str, mode: str | None, options: dict[str, Any] | None, dynamic: bool | None, device: str,
-    memory: Memory, history: History, background: Background | None = None, in_cpp: bool = False,
+    memory: Memory, history: History, background: Background | None = None, own_kernels: bool = False,
 ) -> Flat:  # fmt: skip
     """`torch.compile(gm)`; `backend="eager"` runs the graph as it is.  The user's options come before those
     of psg_fx, and these before those of the mode.  history: where compiling is recorded, whenever torch does it.
-    background: compiles for inductor while the graph is run as it is.  in_cpp: whether kernels of psg_fx in C++ may be
-    compiled, too.
+    background: compiles for inductor while the graph is run as it is.  own_kernels: whether kernels of psg_fx
+    that are not part of the plan may be there, too.
     """
     if backend == "eager":
         return free_of_strides(copy_graph(gm))
     gm = written_out(gm, backend, device)
-    if in_cpp:
-        loop_in_cpp(gm)
+    if own_kernels:
+        with_own_loops(gm, device)
     numbers = _erase_numbers(gm)
     if dynamic is None and _has_rows(gm):
         dynamic = True  # numbers of rows are others at every call
@@ -73,7 +73,8 @@ def compile_graph(
         replayed = device == "cuda" and bool(options and options.get("triton.cudagraphs"))
         if Sized.suits(gm):
             once = device == "cpu" and calls_subgraphs(options or {})
-            compiler = _by_inductor(options or {}, watch, once, in_cpp and by_onednn.is_faster())
+            elsewhere = own_kernels and device == "cpu" and by_onednn.is_faster()
+            compiler = _by_inductor(options or {}, watch, once, elsewhere)
             run = Sized(gm, compiler, dynamic, run, replayed=replayed, background=background)
         if replayed:
             run = _outside_cuda_graphs(run, memory.keep)

@@ -1,29 +1,39 @@
-"""Recurrent layers on a CPU: their loops over time in C++ (`psg_fx/ops/recurrent.cpp`).
+"""Recurrent layers: their loops over time in C++ on a CPU (`psg_fx/ops/recurrent.cpp`), on CUDA with kernels for
+what is elementwise in a step (`psg_fx/ops/recurrent_cells.py`).
 
 A step of the loop of torch's ops is eight calls there and six back, of which one is the product with W.  In C++ it is
-one parallel loop, and W, packed once, stays in the caches.
+one parallel loop, and W, packed once, stays in the caches; on CUDA it is two launches there and two back.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch.fx import GraphModule, Node
 
 from psg_fx.graph.nodes import value_of
+from psg_fx.ops.recurrent_cells import DTYPES, IN_CELLS
 from psg_fx.ops.recurrent_here import HERE, LIBRARY
 from psg_fx.torch_private import native
 
+_OWN = {"cpu": (HERE, DTYPES[:1]), "cuda": (IN_CELLS, DTYPES)}
+"""Kind of device -> the ops that take the place of loops of torch's ops, and for which dtypes."""
 
-def loop_in_cpp(gm: GraphModule) -> None:
-    """Put the ops in C++ in the place of those that they suit, and begin to compile them."""
+
+def with_own_loops(gm: GraphModule, device: str) -> None:
+    """Put loops of psg_fx's own in the place of those that they suit, and begin to compile those in C++."""
+    ops, dtypes = _OWN.get(device, ({}, ()))
     for node in gm.graph.nodes:
-        if node.target in HERE and _suits(node):
-            node.target = HERE[node.target]
-            native.begin(LIBRARY)
+        if node.target in ops and _suits(node, dtypes):
+            node.target = ops[node.target]
+            if device == "cpu":
+                native.begin(LIBRARY)
 
 
-def _suits(node: Node) -> bool:
-    """Whether all is float32, and no state is projected."""
+def _suits(node: Node, dtypes: Sequence[torch.dtype]) -> bool:
+    """Whether all is of one dtype of these, and no state is projected."""
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     projected = dict(zip(names, node.args, strict=True)).get("projection") is not None
-    return not projected and all(value_of(tensor).dtype is torch.float32 for tensor in node.all_input_nodes)
+    found = {value_of(tensor).dtype for tensor in node.all_input_nodes}
+    return not projected and len(found) == 1 and found <= set(dtypes)

@@ -47,7 +47,7 @@ def _define(schema: str, run: Callable[..., Any], shapes: Callable[..., Any], of
     return op
 
 
-def _sum(x: Tensor, bias: Maybe) -> Tensor:
+def sum_of(x: Tensor, bias: Maybe) -> Tensor:
     """`x + bias`, row-major in memory of its own."""
     made = x.new_empty(x.shape)
     return made.copy_(x) if bias is None else torch.add(x, bias, out=made)
@@ -61,7 +61,7 @@ def _lstm(x: Tensor, h: Tensor, c: Tensor, w: Tensor, bias: Maybe, projection: M
 
     All h', the gates i f g o side by side, all c' and their tanh.
     """
-    gates, size = _sum(x, bias), w.shape[0] // 4
+    gates, size = sum_of(x, bias), w.shape[0] // 4
     hidden, cells, squashed = (x.new_empty((*x.shape[:2], n)) for n in (h.shape[-1], size, size))
     steps = (*(part.unbind(0) for part in (gates, *gates.split(size, -1), gates[..., : 2 * size])), hidden, cells)
     for both, i, f, g, o, i_and_f, h_new, c_new, tanh in zip(*steps, squashed, strict=True):
@@ -91,7 +91,7 @@ def _gru(x: Tensor, h: Tensor, w: Tensor, bias: Maybe) -> tuple[Tensor, ...]:
 
 def _rnn(x: Tensor, h: Tensor, w: Tensor, bias: Maybe, nonlinearity: str) -> Tensor:
     """H' = f(x + a)."""
-    hidden = _sum(x, bias)
+    hidden = sum_of(x, bias)
     for now in hidden:
         h = _NONLINEAR[nonlinearity](now.addmm_(h, w.t()))
     return hidden
@@ -125,7 +125,7 @@ def _lstm_backward(
     All da, all dh, and those of the initial states.  kept: f; scale: s_i, s_f, s_g, s_o, s_c side by side.
     """
     size = kept.shape[-1]
-    da, every = dh.new_empty((*dh.shape[:2], 4 * size)), _sum(dh, None)
+    da, every = dh.new_empty((*dh.shape[:2], 4 * size)), sum_of(dh, None)
     parts = da.unflatten(-1, (4, size)), scale.unflatten(-1, (5, size))
     first = torch.zeros_like(every[0])
     rows = [p[:, :, k] for k in (slice(3), 3) for p in parts] + [parts[1][:, :, 4], kept, da]
@@ -146,7 +146,7 @@ def _recurrence_backward(dh: Tensor, kept: Maybe, scale: Tensor, w: Tensor) -> t
     All da, all dh, and that of the initial state.
     """
     size = dh.shape[-1]
-    da, every = scale.new_empty(scale.shape), _sum(dh, None)
+    da, every = scale.new_empty(scale.shape), sum_of(dh, None)
     parts = (part.unflatten(-1, (-1, size)) for part in (da, scale))
     first = torch.zeros_like(dh[0])
     into = [first, *every.unbind(0)[:-1]]

@@ -163,7 +163,7 @@ class PerSampleModule(nn.Module):
         s = self.settings
         return compile_graph(
             gm, s.backend, s.mode, s.compiler_options, s.dynamic, device, self._memory, history, self._background,
-            s.kernels_in_cpp(torch.device(device)),
+            s.own_kernels(torch.device(device)),
         )  # fmt: skip
 
     def _device(self, call: Call) -> torch.device:

@@ -114,6 +114,12 @@ class Settings:
         told = (self.options or {}).get(FUSED_KERNELS)
         return device.type == "cpu" and self.backend == "inductor" and told is not False
 
+    def own_kernels(self, device: torch.device) -> bool:
+        """Whether kernels of psg_fx may be in a graph that are not part of its plan: in C++, or, told so, of Triton."""
+        told = (self.options or {}).get(FUSED_KERNELS)
+        asked = device.type == "cuda" and self.backend == "inductor" and bool(told) and _has_triton()
+        return asked or self.kernels_in_cpp(device)
+
     def rates_of(self, device: torch.device) -> Device:
         """What plans for a device go by."""
         told = (self.options or {}).get(FUSED_KERNELS)
