@@ -37,10 +37,15 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """The processor's name, from the kernel where it tells, else from Python."""
+    """The processor's name, from the kernel where it tells, else from Python; with its family and model, since virtual
+    machines call all generations of a maker by one name.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    said = dict(reversed([[part.strip() for part in line.split(":", 1)] for line in lines if ":" in line]))
+    if "model name" not in said:
+        return platform.processor() or platform.machine()
+    numbers = [f"{key.removeprefix('cpu ')} {said[key]}" for key in ("cpu family", "model") if key in said]
+    return ", ".join([said["model name"], *numbers])

@@ -25,7 +25,8 @@ def counted(found: Compiled) -> dict[str, Any]:
 
     kernels: distinct ones.  launches: of these, in a call.  extern: calls of ops that torch has kernels for (products,
     convolutions, attention), each of which may launch several.  inside: what loops of psg_fx's own launch, counted once
-    each among the extern calls.  bytes: read and written, as inductor counts them (not inside loops).
+    each among the extern calls.  gradients: those of a convolution's backward beyond the first, since cuDNN has a call
+    for each.  bytes: read and written, as inductor counts them (not inside loops).
     Of steps whose kernels were compiled: registers (a thread), shared (bytes a block): the most that a kernel takes;
     spilling: kernels that spill registers, spilled: which, and bytes of stack a thread.
     """
@@ -39,6 +40,7 @@ def counted(found: Compiled) -> dict[str, Any]:
         "launches": launches.total(),
         "extern": externs.total(),
         "inside": in_loops(found.graph),
+        "gradients": further_gradients(found.graph),
         "bytes": found.bytes,
         "externs": dict(externs.most_common()),
         "groups": dict(Counter(map(_group, launches.elements())).most_common()),
@@ -70,6 +72,12 @@ def in_loops(gm: GraphModule) -> int:
         for node in gm.graph.nodes
         if is_loop(node.target)
     )
+
+
+def further_gradients(gm: GraphModule) -> int:
+    """Of every convolution's backward, the gradients that it is asked for beyond one."""
+    backward = torch.ops.aten.convolution_backward.default
+    return sum(sum(node.args[-1][:2]) - 1 for node in gm.graph.nodes if node.target is backward)
 
 
 def _group(kernel: str) -> str:

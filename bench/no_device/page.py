@@ -12,7 +12,7 @@ from tabulate import tabulate
 
 SHOWN = {"kernels": "kernels", "launches": "launches", "extern": "extern calls", "calls": "launches + extern",
          "MB": "MB moved", "registers": "registers", "spilling": "spilling", "shared": "shared bytes",
-         "inside": "inside loops"}  # fmt: skip
+         "inside": "inside loops", "gradients": "further gradients"}  # fmt: skip
 ASKED = {"norms": "norms", "clipped_sum": "clipped sum", "grads": "gradients"}
 
 Steps = dict[str, Any]
@@ -38,11 +38,13 @@ def about() -> dict[str, str]:
     }  # fmt: skip
 
 
-INTRODUCTION = """Launches of Triton's kernels and calls of ops that torch has kernels for (each may launch several);
-bytes read and written as inductor's scheduler counts them, every read as one from memory (what a kernel of psg_fx
-writes is not counted as read by it, too). Plans have the kernels of psg_fx that are offered on an H100 by default.
-Registers a thread and shared bytes a block are the most that a kernel takes; spilling: kernels that spill registers. In
-parentheses: × the ordinary step as one graph, compiled in the same way. Nothing was timed."""
+INTRODUCTION = """Launches of Triton's kernels and calls of ops that torch has kernels for (each may launch several;
+the backward of a convolution counts once for each gradient that it is asked for, of its input and of its weight,
+since cuDNN has a call for each); bytes read and written as inductor's scheduler counts them, every read as one from
+memory (what a kernel of psg_fx writes is not counted as read by it, too). Plans have the kernels of psg_fx that are
+offered on an H100 by default. Registers a thread and shared bytes a block are the most that a kernel takes; spilling:
+kernels that spill registers. In parentheses: × the ordinary step as one graph, compiled in the same way. Nothing was
+timed."""
 
 ODDITIES = """× ordinary / × compiled `vmap(grad)`, which forms all gradients and takes norms and the sum from them;
 both are one graph, compiled in the same way. vmap of attention is one call for all samples, as on CUDA. Two models
@@ -121,5 +123,5 @@ def cells(step: Steps, ordinary: Steps) -> list[str]:
 def derived(step: Steps) -> Steps:
     if "launches" not in step:
         return {}
-    calls = step["launches"] + step["extern"] + step.get("inside", 0)
+    calls = step["launches"] + step["extern"] + step.get("inside", 0) + step.get("gradients", 0)
     return step | {"calls": calls, "MB": step["bytes"] / 1e6}
