@@ -1,11 +1,14 @@
-"""The kernels of psg_fx in C++ beside torch's products, each after other products so that caches are as in a step.
+"""Products on a CPU: by the BLAS of torch, by oneDNN, and by the kernels of psg_fx in C++, each after other products
+so that caches are as in a step.
 
     python bench/kernels_in_cpp.py [--tag NAME] [--rounds N]
 
 Gradients x[n, t, i]ᵀ ȳ[n, t, o] of samples by `bmm`, and with the sums of their squares in a second pass; by the kernel
-in one (`tile-matmul`), rounded (`tile-matmul-bf16`), and the sums alone (`tile-squares`). Inner products of Gram
-matrices of positions by two `bmm` and a dot, and by the kernel (`gram-dot`). Medians, in turns; answers are compared
-with float64 first.
+in one (`tile-matmul`), rounded (`tile-matmul-bf16`), and the sums alone (`tile-squares`); of one position also by a
+broadcast multiplication (`multiply`). Inner products of Gram matrices of positions by two `bmm` and a dot, and by the
+kernel (`gram-dot`). Linear layers of [rows, in] and their two gradients by `addmm` and `mm`, and by oneDNN
+(`psg_fx/ops/by_onednn.py`), which copies what is transposed for the weight's gradient. Medians, in turns; answers are
+compared with float64 first.
 Writes `bench/results/kernels-in-cpp-<tag>.json` and `.md`.
 """
 
@@ -21,14 +24,14 @@ from tabulate import tabulate
 from torch import Tensor
 
 from psg_fx.blocks import Memory
-from psg_fx.ops import gram_products, products_here
+from psg_fx.ops import by_onednn, gram_products, products_here
 from psg_fx.torch_private import native
 
 SHAPES = {
     "GPT 4×256: up": (8, 128, 256, 1024), "down": (8, 128, 1024, 256), "q, k, v": (8, 128, 256, 768),
     "out": (8, 128, 256, 256), "ViT 6×192: up": (16, 65, 192, 768), "ViT 6×192: down": (16, 65, 768, 192),
     "LSTM 128": (32, 32, 128, 512), "patches of ResNet18's images": (16, 256, 147, 64),
-    "patches of its sixth block": (8, 4, 256, 2304),
+    "patches of its sixth block": (8, 4, 256, 2304), "of its eighth": (16, 1, 512, 4608),
 }  # fmt: skip
 """Samples, positions, elements of a row of x and of ȳ."""
 
@@ -37,7 +40,17 @@ ERRORS = {"tile-matmul-bf16": 2**-7, "bmm, squares": 1e-4}
 1.5e-5.
 """
 
-WAYS = ["bmm", "bmm, squares", "tile-matmul", "tile-matmul-bf16", "tile-squares", "two Gram matrices", "gram-dot"]
+WAYS = [
+    "bmm", "bmm, squares", "multiply", "tile-matmul", "tile-matmul-bf16", "tile-squares", "two Gram matrices",
+    "gram-dot",
+]  # fmt: skip
+
+LAYERS = {
+    "GPT 4×256: up": (1024, 256, 1024), "down": (1024, 1024, 256), "q, k, v": (1024, 256, 768),
+    "out": (1024, 256, 256), "ViT 6×192: up": (1040, 192, 768), "ViT 6×192: down": (1040, 768, 192),
+    "LSTM 128": (1024, 128, 512), "SimpleCNN: first": (64, 9216, 128),
+}  # fmt: skip
+"""Rows, elements of a row of x and of y."""
 
 
 def main() -> None:
@@ -50,13 +63,22 @@ def main() -> None:
     native.finish()
     rows = {name: measured(shape, args.rounds) for name, shape in SHAPES.items()}
     shown = [
-        [name, " × ".join(map(str, SHAPES[name])), *(f"{row[way]:.2f}" for way in WAYS)] for name, row in rows.items()
+        [name, " × ".join(map(str, SHAPES[name])), *(f"{row[way]:.2f}" if way in row else "–" for way in WAYS)]
+        for name, row in rows.items()
     ]
+    layers = {name: layer(shape, args.rounds) for name, shape in LAYERS.items()}
+    of_layers = [
+        [name, " × ".join(map(str, LAYERS[name])), *(f"{ms:.2f}" for ms in row.values())]
+        for name, row in layers.items()
+    ]
+    headers = list(next(iter(layers.values())))
     there = about("cpu")
     path = keep(
-        f"kernels-in-cpp-{args.tag or device_tag('cpu')}", {"environment": there, "milliseconds": rows},
-        "# Kernels in C++", bullets(there), "Milliseconds, float32; `bench/kernels_in_cpp.py` says of what.",
-        tabulate(shown, ["layer", "n × t × i × o", *WAYS], "github", disable_numparse=True),
+        f"kernels-in-cpp-{args.tag or device_tag('cpu')}",
+        {"environment": there, "milliseconds": rows, "layers": layers},
+        "# Products on a CPU", bullets(there), "Milliseconds, float32; `bench/kernels_in_cpp.py` says of what.",
+        "## Gradients of samples", tabulate(shown, ["layer", "n × t × i × o", *WAYS], "github", disable_numparse=True),
+        "## Layers", tabulate(of_layers, ["layer", "rows × in × out", *headers], "github", disable_numparse=True),
     )  # fmt: skip
     print(f"wrote {path}.json and .md")
 
@@ -65,7 +87,7 @@ def measured(shape: tuple[int, int, int, int], rounds: int) -> dict[str, float]:
     """Way -> median milliseconds."""
     n, t, i, o = shape
     torch.manual_seed(0)
-    x, y, others = torch.randn(n, t, i), torch.randn(n, t, o), torch.randn(8, 512, 512)
+    x, y = torch.randn(n, t, i), torch.randn(n, t, o)
     ways: dict[str, Callable[[], Tensor]] = {
         "bmm": lambda: torch.bmm(x.mT, y).flatten(),
         "bmm, squares": lambda: torch.linalg.vector_norm(torch.bmm(x.mT, y), dim=(1, 2)).square(),
@@ -79,6 +101,35 @@ def measured(shape: tuple[int, int, int, int], rounds: int) -> dict[str, float]:
     for way, run in ways.items():
         found = run().double()
         assert way == "bmm" or ((found - right).abs() <= ERRORS.get(way, 1e-5) * right).all(), way
+    if t == 1:
+        ways["multiply"] = lambda: torch.mul(x.mT, y)
+    return in_turns(ways, rounds)
+
+
+def layer(shape: tuple[int, int, int], rounds: int) -> dict[str, float]:
+    """Way -> median milliseconds."""
+    rows, i, o = shape
+    torch.manual_seed(0)
+    x, dy, w, bias = torch.randn(rows, i), torch.randn(rows, o), torch.randn(o, i), torch.randn(o)
+    ways: dict[str, Callable[[], Tensor]] = {
+        "y, BLAS": lambda: torch.addmm(bias, x, w.t()),
+        "y, oneDNN": lambda: by_onednn.by_onednn(x, w.t(), bias),
+        "gradient of x, BLAS": lambda: torch.mm(dy, w),
+        "gradient of x, oneDNN": lambda: by_onednn.by_onednn(dy, w, None),
+        "gradient of W, BLAS": lambda: torch.mm(dy.t(), x),
+        "gradient of W, oneDNN": lambda: by_onednn.by_onednn(dy.t(), x, None),
+    }
+    x64, dy64, w64 = x.double(), dy.double(), w.double()
+    exact = [torch.addmm(bias.double(), x64, w64.t()), dy64 @ w64, dy64.t() @ x64]
+    for k, run in enumerate(ways.values()):
+        right = exact[k // 2]
+        assert (run().double() - right).abs().max() <= 1e-5 * right.abs().max(), list(ways)[k]
+    return in_turns(ways, rounds)
+
+
+def in_turns(ways: dict[str, Callable[[], Tensor]], rounds: int) -> dict[str, float]:
+    """Way -> median milliseconds, after another product each."""
+    others = torch.randn(8, 512, 512)
     times: dict[str, list[float]] = {way: [] for way in ways}
     for turn in range(rounds):
         for way in list(ways)[:: 1 if turn % 2 else -1]:

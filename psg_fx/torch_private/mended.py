@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from psg_fx.torch_private import scattered, tiled
+from psg_fx.torch_private import remarks, scattered, tiled
 
 
 @contextlib.contextmanager
@@ -21,7 +21,12 @@ def inductor_mended() -> Iterator[None]:
     """
     config: Any = torch.compiler.config
     tag = f"{config.cache_key_tag} psg_fx {_edition()}"
-    with config.patch(cache_key_tag=tag), scattered.scattered_in_place(), tiled.tiles_apart():
+    with (
+        config.patch(cache_key_tag=tag),
+        scattered.scattered_in_place(),
+        tiled.tiles_apart(),
+        remarks.without_remarks(),
+    ):
         yield
 
 

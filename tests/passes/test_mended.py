@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import lowering
 from torch._inductor.codegen import cpp
 from torch.fx import GraphModule
 
@@ -41,3 +42,11 @@ def test_caches_of_other_code_are_not_shared() -> None:
     with inductor_mended():
         assert torch.compiler.config.cache_key_tag != before
     assert torch.compiler.config.cache_key_tag == before
+
+
+def test_torch_does_not_warn_of_its_own_code() -> None:
+    """`diagonal` is lowered by a function that torch 2.13 calls deprecated; here warnings are errors."""
+    with inductor_mended():
+        lowering.check(True, lambda: "")
+        with pytest.raises(Exception, match="as it was"):
+            lowering.check(False, lambda: "as it was")
