@@ -48,11 +48,30 @@ class _Product:
         shape = (*facts.shape(left), facts.shape(right)[-1])
         return 2 * int(product(shape).subs(sizes))
 
+    @property
+    def of_samples(self) -> bool:
+        return value_of(self.left).ndim == 3
+
+    @property
+    def shares_right(self) -> bool:
+        """Whether all samples' left matrices are multiplied by one of known size, so that they are rows of a matrix."""
+        left, right = self.operands
+        known = any(size.is_number for size in facts.shape(left)[:2]) and all(
+            size.is_number for size in facts.shape(right)[1:]
+        )
+        return known and facts.expr(right.stride(0)) == 0
+
     def fills_tiles(self) -> bool:
         """Whether each sample's matrix has as many rows and columns as a tile, or more."""
         left, right = self.operands
         sides = facts.shape(left)[1], facts.shape(right)[2]
         return all(not side.is_number or side >= least for side, least in zip(sides, _TILE, strict=True))
+
+    def written(self, gm: GraphModule) -> Node:
+        """What computes it elsewhere, where the graph inserts."""
+        if not self.of_samples:
+            return _of_matrices(gm, self)
+        return _of_rows(gm, self) if self.shares_right else _of_samples(gm, self)
 
 
 def multiply_elsewhere(gm: GraphModule, inputs: Sequence[torch.Tensor]) -> GraphModule:
@@ -66,7 +85,7 @@ def multiply_elsewhere(gm: GraphModule, inputs: Sequence[torch.Tensor]) -> Graph
     for node in list(gm.graph.nodes):
         if (found := _large(node, sizes)) is not None:
             with gm.graph.inserting_before(node):
-                made = _of_samples(gm, found) if node.target is aten.bmm.default else _of_matrices(gm, found)
+                made = found.written(gm)
             made.meta = node.meta | {"val": made.meta["val"]}
             node.replace_all_uses_with(made)
             gm.graph.erase_node(node)
@@ -96,7 +115,7 @@ def _large(node: Node, sizes: Sizes) -> _Product | None:
     found = _product(node)
     if found is None or any(value.dtype is not torch.float32 for value in found.operands):
         return None
-    if node.target is aten.bmm.default and not found.fills_tiles():
+    if found.of_samples and not found.shares_right and not found.fills_tiles():
         return None
     return found if found.flops(sizes) >= LEAST else None
 
@@ -118,6 +137,15 @@ def _of_matrices(gm: GraphModule, found: _Product) -> Node:
     if facts.expr(value_of(left).stride(1)) != 1:
         left = call(gm, aten.clone.default, left, memory_format=torch.contiguous_format)
     return call(gm, by_onednn, left, found.right, found.bias)
+
+
+def _of_rows(gm: GraphModule, found: _Product) -> Node:
+    """By oneDNN, the rows of all samples in one matrix."""
+    n, t, k = facts.shape(value_of(found.left))
+    rows = call(gm, aten.reshape.default, found.left, [-1, int(k)])
+    made = _of_matrices(gm, _Product(rows, call(gm, aten.select.int, found.right, 0, 0)))
+    shape = [int(size) if size.is_number else -1 for size in (n, t)]
+    return call(gm, aten.view.default, made, [*shape, value_of(found.right).shape[2]])
 
 
 def _of_samples(gm: GraphModule, found: _Product) -> Node:

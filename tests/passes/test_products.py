@@ -19,6 +19,8 @@ from psg_fx.passes.compile import compile as compiling
 from psg_fx.passes.compile import products
 from psg_fx.passes.compile.products import LEAST, multiply_elsewhere
 from psg_fx.torch_private import native
+from psg_fx.torch_private.fakes import symbolic_inputs
+from psg_fx.torch_private.tracer import trace_fakes
 from support import oracle
 
 aten = torch.ops.aten
@@ -37,7 +39,10 @@ CASES: dict[str, tuple[Function, list[tuple[int, ...]], Any]] = {
     "samples": (torch.bmm, [(4, ROWS, 64), (4, 64, 48)], HERE),
     "samples, turned": (lambda a, b: torch.bmm(a.mT, b.mT), [(4, 64, ROWS), (4, 48, 64)], HERE),
     "samples, one for all": (
-        lambda a, b: torch.bmm(a, b.expand(4, 64, 48)), [(4, ROWS, 64), (64, 48)], HERE,
+        lambda a, b: torch.bmm(a, b.expand(4, 64, 48)), [(4, ROWS, 64), (64, 48)], onednn.by_onednn,
+    ),
+    "samples by each other, one for all": (
+        lambda a, b: torch.bmm(a.transpose(0, 1), b.expand(6, 64, 48)), [(ROWS, 6, 64), (64, 48)], onednn.by_onednn,
     ),
 }  # fmt: skip
 LEFT: dict[str, tuple[Function, list[tuple[int, ...]]]] = {
@@ -94,6 +99,20 @@ def test_sizes_are_those_of_the_call() -> None:
     found = multiply_elsewhere(gm, large)
     assert onednn.by_onednn in targets(found)
     torch.testing.assert_close(found(*large), torch.mm(*large), rtol=1e-5, atol=1e-4)
+
+
+def test_one_matrix_for_any_number_of_samples() -> None:
+    """As an LSTM multiplies `[T, B, I]`, which is `[B, T, I]` in memory, by its weight."""
+
+    def run(x: Tensor, w: Tensor) -> Tensor:
+        return torch.bmm(x.transpose(0, 1), w.t().expand(x.shape[1], *w.t().shape))
+
+    gm = trace_fakes(run, symbolic_inputs([torch.randn(5, 6, 64), torch.randn(48, 64)], [0, None]))
+    large = [torch.randn(ROWS, 6, 64), torch.randn(48, 64)]
+    found = multiply_elsewhere(gm, large)
+    assert onednn.by_onednn in targets(found)
+    exact = run(*(value.double() for value in large))
+    torch.testing.assert_close(found(*large).double(), exact, rtol=0, atol=1e-6 * float(exact.abs().max()))
 
 
 def test_each_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
