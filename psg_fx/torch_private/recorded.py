@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Container, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -110,10 +111,10 @@ _TABLE = "decomposition_table"
 
 
 def _decomposed(mode: Any) -> Mapping[Any, Any]:
-    """The ops that are traced as others: of the mode, of all modes before torch 2.12."""
+    """The ops that are traced as others: of the mode since torch 2.13, of all modes in 2.11, of the context in 2.12."""
     owner, name = (mode, _TABLE) if hasattr(mode, _TABLE) else (proxy_tensor, f"CURRENT_{_TABLE.upper()}")
-    found: Mapping[Any, Any] = getattr(owner, name)
-    return found
+    found: Mapping[Any, Any] | ContextVar[Mapping[Any, Any]] = getattr(owner, name)
+    return found.get({}) if isinstance(found, ContextVar) else found
 
 
 _NAMES: dict[tuple[Any, bool], str | None] = {}
