@@ -8,7 +8,7 @@ in one (`tile-matmul`), rounded (`tile-matmul-bf16`), and the sums alone (`tile-
 broadcast multiplication (`multiply`). Inner products of Gram matrices of positions by two `bmm` and a dot, and by the
 kernel (`gram-dot`). Linear layers of [rows, in] and their two gradients by `addmm` and `mm`, and by oneDNN
 (`psg_fx/ops/by_onednn.py`), which copies what is transposed for the weight's gradient. Medians, in turns; answers are
-compared with float64 first.
+compared with float64 first.  What is kept is written to memory that has been used before.
 Writes `bench/results/kernels-in-cpp-<tag>.json` and `.md`.
 """
 
@@ -26,6 +26,7 @@ from torch import Tensor
 from psg_fx.blocks import Memory
 from psg_fx.ops import by_onednn, gram_products, products_here
 from psg_fx.torch_private import native
+from psg_fx.torch_private.compiler import allocating
 
 SHAPES = {
     "GPT 4×256: up": (8, 128, 256, 1024), "down": (8, 128, 1024, 256), "q, k, v": (8, 128, 256, 768),
@@ -35,9 +36,9 @@ SHAPES = {
 }  # fmt: skip
 """Samples, positions, elements of a row of x and of ȳ."""
 
-ERRORS = {"tile-matmul-bf16": 2**-7, "bmm, squares": 1e-4}
+ERRORS = {"tile-matmul-bf16": 2**-7, "bmm, squares": 5e-4}
 """Relative ones of a sum of squares, where more than 1e-5 is to be expected: `vector_norm` of 600,000 numbers is off by
-1.5e-5.
+1.5e-5, of 2.4 million by 2e-4.
 """
 
 WAYS = [
@@ -88,11 +89,17 @@ def measured(shape: tuple[int, int, int, int], rounds: int) -> dict[str, float]:
     n, t, i, o = shape
     torch.manual_seed(0)
     x, y = torch.randn(n, t, i), torch.randn(n, t, o)
+    product, halves = torch.zeros(n, i, o), torch.zeros(n, i, o, dtype=torch.bfloat16)  # memory that has been touched
+
+    def kept(rounded: bool) -> Tensor:
+        with allocating(lambda size, stride, dtype: halves if rounded else product):
+            return products_here.products(x, y, rounded=rounded)[1]
+
     ways: dict[str, Callable[[], Tensor]] = {
-        "bmm": lambda: torch.bmm(x.mT, y).flatten(),
-        "bmm, squares": lambda: torch.linalg.vector_norm(torch.bmm(x.mT, y), dim=(1, 2)).square(),
-        "tile-matmul": lambda: products_here.products(x, y)[1],
-        "tile-matmul-bf16": lambda: products_here.products(x, y, rounded=True)[1],
+        "bmm": lambda: torch.bmm(x.mT, y, out=product).flatten(),
+        "bmm, squares": lambda: torch.linalg.vector_norm(torch.bmm(x.mT, y, out=product), dim=(1, 2)).square(),
+        "tile-matmul": lambda: kept(False),
+        "tile-matmul-bf16": lambda: kept(True),
         "tile-squares": lambda: products_here.squares(x, y),
         "two Gram matrices": lambda: torch.linalg.vecdot(torch.bmm(x, x.mT).flatten(1), torch.bmm(y, y.mT).flatten(1)),
         "gram-dot": lambda: gram_products.gram_dots(x, y),
@@ -102,7 +109,7 @@ def measured(shape: tuple[int, int, int, int], rounds: int) -> dict[str, float]:
         found = run().double()
         assert way == "bmm" or ((found - right).abs() <= ERRORS.get(way, 1e-5) * right).all(), way
     if t == 1:
-        ways["multiply"] = lambda: torch.mul(x.mT, y)
+        ways["multiply"] = lambda: torch.mul(x.mT, y, out=product)
     return in_turns(ways, rounds)
 
 

@@ -78,27 +78,26 @@ def multiply_elsewhere(gm: GraphModule, inputs: Sequence[torch.Tensor]) -> Graph
     """A graph with large products by oneDNN and in C++, as large as they are for these inputs; the graph itself if it
     has none.
     """
-    sizes = _sizes(gm, inputs)
-    if not any(_large(node, sizes) for node in gm.graph.nodes):
+    sizes = dict(_sizes(gm, inputs))
+    large = [place for place, node in enumerate(gm.graph.nodes) if _is_large(node, sizes)]
+    if not large:
         return gm
     gm = copy_graph(gm)
-    for node in list(gm.graph.nodes):
-        if (found := _large(node, sizes)) is not None:
-            with gm.graph.inserting_before(node):
-                made = found.written(gm)
-            made.meta = node.meta | {"val": made.meta["val"]}
-            node.replace_all_uses_with(made)
-            gm.graph.erase_node(node)
+    nodes = list(gm.graph.nodes)
+    for node in [nodes[place] for place in large]:
+        found = _product(node)
+        assert found is not None
+        with gm.graph.inserting_before(node):
+            made = found.written(gm)
+        made.meta = node.meta | {"val": made.meta["val"]}
+        node.replace_all_uses_with(made)
+        gm.graph.erase_node(node)
     gm.recompile()
     return gm
 
 
-def _sizes(gm: GraphModule, inputs: Sequence[torch.Tensor]) -> Sizes:
-    """The values of the graph's symbols."""
-    return dict(_said(gm, inputs))
-
-
-def _said(gm: GraphModule, inputs: Sequence[torch.Tensor]) -> Iterator[tuple[sympy.Symbol, int]]:
+def _sizes(gm: GraphModule, inputs: Sequence[torch.Tensor]) -> Iterator[tuple[sympy.Symbol, int]]:
+    """The graph's symbols and their values."""
     for node, value in zip(facts.placeholders(gm), inputs, strict=True):
         for symbol, size in zip(facts.shape(node.meta["val"]), value.shape, strict=True):
             if isinstance(symbol, sympy.Symbol):
@@ -110,14 +109,14 @@ def _number(size: int | torch.SymInt) -> int:
     return found
 
 
-def _large(node: Node, sizes: Sizes) -> _Product | None:
-    """The product that a node is, if it is one that is worth it."""
+def _is_large(node: Node, sizes: Sizes) -> bool:
+    """Whether it is a product of float32 that is worth it."""
     found = _product(node)
     if found is None or any(value.dtype is not torch.float32 for value in found.operands):
-        return None
+        return False
     if found.of_samples and not found.shares_right and not found.fills_tiles():
-        return None
-    return found if found.flops(sizes) >= LEAST else None
+        return False
+    return found.flops(sizes) >= LEAST
 
 
 def _product(node: Node) -> _Product | None:

@@ -22,7 +22,8 @@ from psg_fx.torch_private import onednn
 CLEARLY = 1.2
 """How many times as fast it must be: no two libraries that are alike change places by chance."""
 
-_ROUNDS = 5
+_ROUNDS = 20
+"""Of which the shortest counts: compilers may run beside it."""
 
 
 def is_faster() -> bool:
@@ -32,7 +33,7 @@ def is_faster() -> bool:
 
 @functools.cache
 def times_as_fast(threads: int) -> float:
-    """The BLAS's time in oneDNN's, each the shortest of a few for a product of middle size: some milliseconds in all.
+    """The BLAS's time in oneDNN's, each the shortest of some for a product of middle size: 20 ms in all.
 
     threads: those that torch has; measured once for each number of them.
     """
