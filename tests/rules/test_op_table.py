@@ -71,6 +71,8 @@ OTHER_TABLES = {
     "passes/beside.py:_WRITTEN": "what plans write for their products",
     "passes/beside.py:_INLINE": "what plans read where it is made",
     "psg_fx/ops/recurrent.py:LOOPS": "how ops of psg_fx are computed, for those that do the same in C++",
+    "psg_fx/ops/recurrent_cells.py:LOOPS": "how ops of psg_fx are computed, for what counts their calls",
+    "passes/compile/recurrences.py:_OWN": "tables of ops, by the kind of device that they are for",
     "psg_fx/planner/expr.py:_IDS": "parts of trees",
     "psg_fx/graph/stages.py:_CHECKS[stage]": "promises of stages",
     "psg_fx/torch_private/composites.py:_KERNELS": "kernels of torch that are put back",
