@@ -83,6 +83,7 @@ class Alone:
     def __init__(self, program: Program, call: Call, packed: Packed) -> None:
         """packed: opens what packed sequences are in a capture, with paddings as they were or trimmed (True)."""
         self.program, self.call, self.packed = program, call, packed
+        self.asked = False  # whether the code has been run
         self.casts = {kind: key[1] for kind in ("cpu", "cuda") if (key := autocast_key(kind)) is not None}
 
     def __call__(self, gm: GraphModule, squeezes: Sequence[Node]) -> str:
@@ -90,7 +91,7 @@ class Alone:
 
         squeezes: the ops of the graph that keep the sample dim where the code drops it.
         """
-        info = facts.graph_facts(gm)
+        self.asked, info = True, facts.graph_facts(gm)
         doubts = [squeezed(squeezes[0])] if squeezes else [copied(info.written_copy)] if info.written_copy else []
         doubts += [trimmed(info.trims)] if info.trims else []
         if self.call.axes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule
@@ -15,7 +15,7 @@ from psg_fx.graph.slices import Slices
 from psg_fx.graph.stages import Stage, verify
 from psg_fx.planner.budget import Budget
 from psg_fx.planner.cost import Device
-from psg_fx.program.ambient import without_defaults
+from psg_fx.program.ambient import ambient_key, isolated, without_defaults
 from psg_fx.program.call import Call
 from psg_fx.program.program import Program
 from psg_fx.quantities.base import Quantity
@@ -33,6 +33,7 @@ from .plan import plan
 from .runner import graph_pass, run
 from .sites import find_sites
 from .statistics import statistics
+from .stored import Entry, entry_of
 from .tidy import tidy
 from .totals import totals
 from .unreduce.unreduce import unreduce
@@ -42,54 +43,93 @@ BATCH = graph_pass("batch", before=Stage.CAPTURED, after=Stage.BATCHED)(batch)
 UNREDUCE = graph_pass("unreduce", before=Stage.BATCHED, after=Stage.UNREDUCED)(unreduce)
 
 
+@dataclass(frozen=True)
+class Asked:
+    """All that passes are told beside a captured graph.
+
+    dtype: of bounds and weights.  size: of the batch.  input_gradients: which inputs have gradients, too.  grouping:
+    what is asked is asked of groups of samples.  rows: of each axis of rows, how many there are, and how many the
+    largest sample has, where rows are brought in order.
+    """
+
+    quantities: tuple[Quantity, ...]
+    dtype: torch.dtype
+    device: Device
+    size: int
+    input_gradients: tuple[bool, ...] = ()
+    budget: Budget | None = None
+    grouping: Grouping | None = None
+    rows: tuple[tuple[int, int | None], ...] = ()
+
+
 @without_collection()
 def run_pipeline(
-    program: Program, call: Call, tracked: dict[str, str], quantities: Sequence[Quantity], dtype: torch.dtype,
-    device: Device, history: History, input_gradients: tuple[bool, ...] = (), budget: Budget | None = None,
-    grouping: Grouping | None = None, slices: Slices | None = None, largest: Sequence[int | None] = (),
+    program: Program, call: Call, tracked: dict[str, str], asked: Asked, history: History,
+    slices: Slices | None = None, stored: bool = False,
 ) -> GraphModule:  # fmt: skip
     """From a model and a loss to a lowered graph; every stage on the way is kept in `history`.
 
-    grouping: what is asked is asked of groups of samples.  slices: this process has slices of the model.  largest: of
-    each axis of rows, how many the largest sample has, where rows are brought in order.
+    slices: this process has slices of the model.  stored: what passes after capture make may be found on disk, and is
+    kept there.
     """
     gm = record_capture(program, call, tracked, history)
-    if slices is not None:
-        gm = _spread(gm, slices, history)
-    alone = Alone(program, call, packed_as_padded)
-    with without_defaults():
-        gm = _passes(gm, alone, call, quantities, dtype, device, history, input_gradients, budget, grouping,
-                     largest)  # fmt: skip
+    entry = entry_of(gm, (asked, ambient_key(asked.device.name))) if stored and slices is None else None
+    if entry is None or (found := _read(entry, gm, asked, history)) is None:
         if slices is not None:
-            gm = _written_with_others(gm, history)
+            gm = _spread(gm, slices, history)
+        alone = Alone(program, call, packed_as_padded)
+        with without_defaults():
+            gm = _passes(gm, asked, history, alone)
+            if slices is not None:
+                gm = _written_with_others(gm, history)
+        if entry is not None and not alone.asked:
+            entry.write(gm)
+    else:
+        gm = found
     name, seconds = type(program.model).__name__, sum(step.seconds for step in history.passes)
     log.info("%s: captured, planned and lowered in %.1f s, %d nodes", name, seconds, len(gm.graph.nodes))
     return gm
 
 
-def _passes(
-    gm: GraphModule, alone: Alone, call: Call, quantities: Sequence[Quantity], dtype: torch.dtype, device: Device,
-    history: History, input_gradients: tuple[bool, ...], budget: Budget | None, grouping: Grouping | None,
-    largest: Sequence[int | None],
-) -> GraphModule:  # fmt: skip
+def _read(entry: Entry, gm: GraphModule, asked: Asked, history: History) -> GraphModule | None:
+    """The lowered graph from disk; passes run where somebody asks to see what they did."""
+    start, before = time.perf_counter(), len(gm.graph.nodes)
+    found = entry.read(gm)
+    if found is None:
+        return None
+    captured = history.graphs.kept(Stage.CAPTURED.value)
+
+    def passes(history: History) -> None:
+        history.graphs.keep(Stage.CAPTURED.value, again := captured.restored())
+        with isolated(), without_defaults():
+            _passes(again, asked, history)
+
+    history.left_out = passes
+    seconds = time.perf_counter() - start
+    history.record(PassRecord("read", Stage.CAPTURED, Stage.TIDIED, seconds, before, len(found.graph.nodes)))
+    return found
+
+
+def _passes(gm: GraphModule, asked: Asked, history: History, alone: Alone | None = None) -> GraphModule:
+    device, size = asked.device, asked.size
     gm = run(BATCH, gm, history, alone=alone)
     gm = run(UNREDUCE, gm, history)
     gm = run(find_sites, gm, history)
-    gm = run(differentiate, gm, history, input_gradients=input_gradients)
+    gm = run(differentiate, gm, history, input_gradients=asked.input_gradients)
     gm = run(networks, gm, history)
     gm = run(merge, gm, history)
-    asks = tuple(dict.fromkeys(ask for quantity in quantities for ask in quantity.asks()))
-    rows = list(zip(call.row_sizes, largest or [None] * len(call.axes), strict=True))
+    asks = tuple(dict.fromkeys(ask for quantity in asked.quantities for ask in quantity.asks()))
     gm = run(
-        plan, gm, history, asks=asks, device=device, size=call.batch_size(), budget=budget, grouping=grouping, rows=rows
-    )
-    gm = run(lower, gm, history, quantities=quantities, dtype=dtype)
+        plan, gm, history, asks=asks, device=device, size=size, budget=asked.budget, grouping=asked.grouping,
+        rows=asked.rows,
+    )  # fmt: skip
+    gm = run(lower, gm, history, quantities=asked.quantities, dtype=asked.dtype)
     gm = run(tidy, gm, history)
     gm = run(picks, gm, history)
     gm = run(statistics, gm, history)
-    gm = run(totals, gm, history, device=device, size=call.batch_size())
+    gm = run(totals, gm, history, device=device, size=size)
     gm = run(widen, gm, history, device=device.name)
-    return run(beside, gm, history, device=device, size=call.batch_size())
+    return run(beside, gm, history, device=device, size=size)
 
 
 def _spread(gm: GraphModule, slices: Slices, history: History) -> GraphModule:

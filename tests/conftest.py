@@ -85,6 +85,14 @@ def shipped_tables(tmp_path_factory: pytest.TempPathFactory) -> None:
     rates.folder = lambda: empty
 
 
+@pytest.fixture(autouse=True, scope="session")
+def passes_run() -> None:
+    """Tests are of what passes do, not of what they did when the same program was captured before."""
+    from psg_fx.passes.stored import store
+
+    store.ENABLED = False
+
+
 @pytest.fixture(scope="session")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     """Several processes for checks of `torch.distributed`."""

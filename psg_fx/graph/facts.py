@@ -167,6 +167,10 @@ class Entry(Generic[T]):
         found: T = graph_facts(gm).more[self]
         return found
 
+    def found(self, gm: GraphModule) -> T | None:
+        """The same; None where nothing is said."""
+        return graph_facts(gm).more.get(self)
+
     def put(self, gm: GraphModule, value: T) -> None:
         """Say it of this graph."""
         more = graph_facts(gm).more

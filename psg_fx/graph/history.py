@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -63,6 +63,8 @@ class Snapshot:
 
     def restored(self) -> GraphModule:
         """A graph module of its own."""
+        if self._module is not None:
+            return copy_graph(self._module)
         graph, now = Graph(), dict[Node, Node]()
         for node, said in self.said.items():
             args, kwargs = map_arg(said.args, now.__getitem__), map_arg(said.kwargs, now.__getitem__)
@@ -93,6 +95,14 @@ class Graphs(Mapping[str, GraphModule]):
         """As it is now."""
         self._kept[name] = Snapshot(gm, next(reversed(self._kept.values()), None))
         return self._kept[name]
+
+    def kept(self, name: str) -> Snapshot:
+        """As it was."""
+        return self._kept[name]
+
+    def put_before(self, earlier: Graphs) -> None:
+        """Others, which were made before these."""
+        self._kept = earlier._kept | self._kept
 
     def __getitem__(self, name: str) -> GraphModule:
         return self._kept[name].module
@@ -128,6 +138,18 @@ class History:
     progress: Progress = field(default_factory=Progress)
     verified: tuple[GraphModule, Stage] | None = None
     """The graph that the last pass left, and the stage whose promises it was held to."""
+    left_out: Callable[[History], object] | None = None
+    """Runs passes whose result was at hand, and which were left out."""
+
+    def whole(self) -> History:
+        """The same with the passes that were left out, which are run now."""
+        if self.left_out is not None:
+            run, self.left_out = self.left_out, None
+            later = History(progress=self.progress)
+            run(later)
+            self.graphs.put_before(later.graphs)
+            self.passes[1:1] = later.passes  # the first one is capture
+        return self
 
     @contextmanager
     def passing(self, name: str) -> Iterator[None]:

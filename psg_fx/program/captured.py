@@ -46,7 +46,7 @@ class Captured:
     @property
     def graphs(self) -> Mapping[str, GraphModule]:
         """The graph after each pass, by stage name."""
-        found: Mapping[str, GraphModule] = self.step.history.graphs
+        found: Mapping[str, GraphModule] = self.step.history.whole().graphs
         return found
 
     @property

@@ -59,7 +59,8 @@ class CompiledStep:
     ) -> None:  # fmt: skip
         self.gm, self.history, self._run, self._memory = gm, history, run, memory
         self.binding = Binding(gm, model, loss_fn)
-        self.part: int | None = PLAN.of(gm).part
+        plan = PLAN.found(gm)
+        self.part: int | None = None if plan is None else plan.part  # on disk are no plans within a budget
         self.statistics: tuple[str, ...] = facts.graph_facts(gm).statistics
 
     def __call__(

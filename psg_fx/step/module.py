@@ -104,7 +104,7 @@ class PerSampleModule(nn.Module):
     @property
     def graphs(self) -> Mapping[str, GraphModule]:
         """The graph after each pass of the last capture, by stage name."""
-        return self._history("graphs").graphs
+        return self._history("graphs").whole().graphs
 
     @property
     def timings(self) -> dict[str, float]:
@@ -148,7 +148,7 @@ class PerSampleModule(nn.Module):
 
         path: of the file.  measure: as in `explain`.  Returns the path.
         """
-        return write_report(path, self.model, self.loss_fn, self._history("report"), measure)
+        return write_report(path, self.model, self.loss_fn, self._history("report").whole(), measure)
 
     def _history(self, what: str) -> History:
         if self._last is None:

@@ -103,6 +103,11 @@ class Settings:
         return {f: "groups" if f in of_groups and j in means else j for f, j in self.joins_of_processes.items()}
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether steps are compiled by inductor, whose files on disk are kept beside those of psg_fx."""
+        return self.backend == "inductor"
+
+    @property
     def compiler_options(self) -> dict[str, Any] | None:
         """The options that are torch.compile's."""
         if self.options is None:

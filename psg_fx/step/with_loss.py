@@ -17,7 +17,7 @@ from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.garbage import first_without_collection
 from psg_fx.graph.history import History
 from psg_fx.graph.slices import Slices
-from psg_fx.passes.pipeline import run_pipeline
+from psg_fx.passes.pipeline import Asked, run_pipeline
 from psg_fx.planner.budget import Budget, in_bytes, memory_size
 from psg_fx.planner.plan import PLAN
 from psg_fx.program.ambient import not_taken_apart
@@ -222,14 +222,16 @@ class LossModule(PerSampleModule):
         if self.settings.memory_budget is not None:
             limit = in_bytes(self.settings.memory_budget, memory_size(self._device(call)))
             budget = Budget(limit, parts=grouping is None and all(q.joins() for q in quantities))
-        dtype = self._extras_dtype()
         history = History(progress=Progress(self.settings.progress))
-        gm = run_pipeline(
-            program, call, tracked.aliases, quantities, dtype, device, history, budget=budget, grouping=grouping,
-            slices=self._slices(), largest=rows,
+        asked = Asked(
+            tuple(quantities), self._extras_dtype(), device, call.batch_size(), budget=budget, grouping=grouping,
+            rows=tuple(zip(call.row_sizes, rows or [None] * len(call.axes), strict=True)),
         )  # fmt: skip
-        if self.settings.params is None:
-            mistakes.require_a_gradient(PLAN.of(gm))
+        gm = run_pipeline(
+            program, call, tracked.aliases, asked, history, self._slices(), own_ops and self.settings.is_compiled
+        )
+        if self.settings.params is None and (plan := PLAN.found(gm)) is not None:  # on disk is none without gradients
+            mistakes.require_a_gradient(plan)
         run = self._compiled(gm, device.name, history)
         return CompiledStep(gm, history, self.model, self.loss_fn, run, self._memory), program
 

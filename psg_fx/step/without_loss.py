@@ -19,7 +19,7 @@ from psg_fx.garbage import first_without_collection
 from psg_fx.graph import facts
 from psg_fx.graph.facts import LEFT_BEHIND, OutputSpec
 from psg_fx.graph.history import History, copy_graph
-from psg_fx.passes.pipeline import run_pipeline
+from psg_fx.passes.pipeline import Asked, run_pipeline
 from psg_fx.program.ambient import not_taken_apart
 from psg_fx.program.call import Call
 from psg_fx.program.program import Program
@@ -80,9 +80,8 @@ class DropInModule(PerSampleModule):
         wanted = tuple(t.requires_grad for t in call.tensors)
         device = self.settings.rates_of(self._device(call))
         history = History(progress=Progress(self.settings.progress))
-        gm = run_pipeline(
-            program, call, tracked.aliases, self.settings.quantities, torch.float32, device, history, wanted
-        )
+        asked = Asked(self.settings.quantities, torch.float32, device, call.batch_size(), wanted)
+        gm = run_pipeline(program, call, tracked.aliases, asked, history, stored=self.settings.is_compiled)
 
         def compiled(graph: GraphModule) -> Callable[..., Sequence[Any]]:
             return self._compiled(graph, device.name, history)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import UnsupportedOperatorException as UnsupportedOperatorException
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
@@ -71,3 +72,30 @@ def symbolic_inputs(tensors: Sequence[torch.Tensor], dims: Sequence[int | None])
         context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
         made.append(mode.from_tensor(tensor, symbolic_context=context, source=ConstantSource(f"value_{index}")))
     return made
+
+
+class Values:
+    """Makes fake tensors and sizes on the symbols of some that are there."""
+
+    def __init__(self, like: Iterable[torch.Tensor]) -> None:
+        """like: fake tensors of one trace, with every symbol as a size."""
+        tensors = list(like)
+        assert isinstance(tensors[0], FakeTensor)
+        self._mode = tensors[0].fake_mode
+        sizes: list[Any] = [size for tensor in tensors for size in tensor.shape]
+        self._hints = {size.node.expr: size.node.hint for size in sizes if isinstance(size, torch.SymInt)}
+
+    def size(self, value: sympy.Expr) -> int | torch.SymInt:
+        """An expression of symbols as a size."""
+        if value.is_number:
+            return int(value)
+        env = self._mode.shape_env
+        assert env is not None
+        return env.create_symintnode(value, hint=int(value.xreplace(self._hints)))
+
+    def tensor(
+        self, shape: Iterable[sympy.Expr], strides: Iterable[sympy.Expr], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """A fake tensor of memory of its own."""
+        with self._mode:
+            return torch.empty_strided([*map(self.size, shape)], [*map(self.size, strides)], dtype=dtype, device=device)

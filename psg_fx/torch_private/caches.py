@@ -1,0 +1,40 @@
+"""Where torch keeps on disk what it has compiled, and what of torch a graph depends on that no node of it says."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.library import _impls
+
+
+def folder() -> Path | None:
+    """Inductor's folder, None where it is told to keep nothing (`TORCHINDUCTOR_FORCE_DISABLE_CACHES` and its like)."""
+    from torch._inductor import config
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir()) if config.fx_graph_cache and not config.force_disable_caches else None
+
+
+def surroundings() -> Any:
+    """Versions, and the flags by which torch chooses among implementations when it traces."""
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    return (
+        sys.version, torch.__version__, torch.version.git_version, torch.get_float32_matmul_precision(),
+        cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled(),
+        cuda.matmul.allow_tf32, cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32,
+        torch.backends.mha.get_fastpath_enabled(), torch._C._get_mkldnn_enabled(),
+        [torch.cuda.get_device_capability(k) for k in range(torch.cuda.device_count())],
+    )  # fmt: skip
+
+
+def is_overridden() -> bool:
+    """Whether somebody has given an op of torch another implementation in Python.  Of those torch itself has shapes
+    alone ("Meta") and some for devices; where autograd or a CPU is concerned, it is of another package.
+    """
+    return any(
+        name.startswith("aten/") and name.rpartition("/")[2].startswith(("Autograd", "CPU", "Composite", "Python"))
+        for name in _impls
+    )
