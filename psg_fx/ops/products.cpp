@@ -8,10 +8,11 @@
 #ifdef __AVX512F__
 constexpr int TALL = 8, WIDE = 2;  // rows of a tile, and its vectors
 #else
-constexpr int TALL = 4, WIDE = 2;
+constexpr int TALL = 6, WIDE = 2;  // 12 accumulators in 16 registers
 #endif
 constexpr int PANEL = WIDE * LANES;
 constexpr int64_t BAND = 256;  // columns, a multiple of PANEL
+constexpr int64_t HIGH = 8 * TALL;  // rows that are packed at once
 constexpr int64_t BEYOND_CACHES = 4 << 20;  // bytes
 
 typedef uint16_t Halves __attribute__((vector_size(LANES * sizeof(float))));
@@ -85,21 +86,23 @@ struct Matrices {
   const float* start;
   int64_t of_sample, of_place, of_entry, size;
 
-  // Entries first to first + width of each place, side by side; zeros beyond the last one.
-  void pack(int64_t sample, int64_t places, int64_t first, int width, float* to) const {
+  // Entries first to first + WIDTH of each place, side by side; zeros beyond the last one.
+  template <int WIDTH>
+  void pack(int64_t sample, int64_t places, int64_t first, float* to) const {
     const float* from = start + sample * of_sample + first * of_entry;
-    const int64_t held = least(width, size - first);
-    if (of_entry == 1 && held == width) {
-      for (int64_t k = 0; k < places; ++k) std::memcpy(to + k * width, from + k * of_place, width * sizeof(float));
+    const int64_t held = least(WIDTH, size - first);
+    if (of_entry == 1 && held == WIDTH) {
+      for (int64_t k = 0; k < places; ++k) std::memcpy(to + k * WIDTH, from + k * of_place, WIDTH * sizeof(float));
       return;
     }
     int64_t turned = 0;
-    if (of_place == 1 && held == width && width % LANES == 0)
-      for (; turned + LANES <= places; turned += LANES)
-        for (int64_t j = 0; j < width; j += LANES)
-          write_turned(from + turned + j * of_entry, of_entry, to + turned * width + j, width);
+    if constexpr (WIDTH % LANES == 0)
+      if (of_place == 1 && held == WIDTH)
+        for (; turned + LANES <= places; turned += LANES)
+          for (int64_t j = 0; j < WIDTH; j += LANES)
+            write_turned(from + turned + j * of_entry, of_entry, to + turned * WIDTH + j, WIDTH);
     for (int64_t k = turned; k < places; ++k)
-      for (int64_t j = 0; j < width; ++j) to[k * width + j] = j < held ? from[k * of_place + j * of_entry] : 0;
+      for (int64_t j = 0; j < WIDTH; ++j) to[k * WIDTH + j] = j < held ? from[k * of_place + j * of_entry] : 0;
   }
 
   // Whether those of TALL entries are read as they lie.
@@ -168,31 +171,35 @@ struct Products {
 
   // The sum of the squares of a band of columns.
   double run(const Task& here, float* panels, float* rows) const {
-    for (int64_t j = 0; j < here.count; j += PANEL) y.pack(here.sample, places, here.first + j, PANEL, panels + j * places);
+    for (int64_t j = 0; j < here.count; j += PANEL) y.pack<PANEL>(here.sample, places, here.first + j, panels + j * places);
     double squares = 0;
-    for (int64_t i = 0; i < x.size; i += TALL) squares += row_of_tiles(here, i, panels, rows);
+    for (int64_t i = 0; i < x.size; i += HIGH) squares += part(here, i, least(HIGH, x.size - i), panels, rows);
     return squares;
   }
 
-  float row_of_tiles(const Task& here, int64_t i, const float* panels, float* rows) const {
-    const bool lies = x.lies_along_places(i);
-    if (!lies) x.pack(here.sample, places, i, TALL, rows);
-    const float* unpacked = x.start + here.sample * x.of_sample + i * x.of_entry;
-    Kept* to = product ? product + (here.sample * x.size + i) * y.size + here.first : nullptr;
+  // The same of `count` rows: a panel is read from a near cache for all but the first tile.
+  float part(const Task& here, int64_t first, int64_t count, const float* panels, float* rows) const {
+    for (int64_t i = 0; i < count; i += TALL)
+      if (!x.lies_along_places(first + i)) x.pack<TALL>(here.sample, places, first + i, rows + i * places);
     Register squares = {};
-    for (int64_t j = 0; j < here.count; j += PANEL) {
-      Tile tile;
-      if (lies) tile.add(unpacked, 1, x.of_entry, panels + j * places, places);
-      else tile.add(rows, TALL, 1, panels + j * places, places);
-      if constexpr (sizeof(Kept) < sizeof(float)) tile.round();
-      squares += tile.squares();
-      const int64_t height = least(TALL, x.size - i), width = least(PANEL, here.count - j);
-      if (!product) continue;
-      if (height < TALL || width < PANEL) tile.write_part(to + j, y.size, height, width);
-      else if (streamed) tile.template write<true>(to + j, y.size);
-      else tile.template write<false>(to + j, y.size);
-    }
+    for (int64_t j = 0; j < here.count; j += PANEL)
+      for (int64_t i = 0; i < count; i += TALL) squares += tile(here, first + i, j, panels + j * places, rows + i * places);
     return sum_of(squares);
+  }
+
+  Register tile(const Task& here, int64_t i, int64_t j, const float* panel, const float* packed) const {
+    Tile tile;
+    if (x.lies_along_places(i)) tile.add(x.start + here.sample * x.of_sample + i * x.of_entry, 1, x.of_entry, panel, places);
+    else tile.add(packed, TALL, 1, panel, places);
+    if constexpr (sizeof(Kept) < sizeof(float)) tile.round();
+    if (product) {
+      Kept* to = product + (here.sample * x.size + i) * y.size + here.first + j;
+      const int64_t height = least(TALL, x.size - i), width = least(PANEL, here.count - j);
+      if (height < TALL || width < PANEL) tile.write_part(to, y.size, height, width);
+      else if (streamed) tile.template write<true>(to, y.size);
+      else tile.template write<false>(to, y.size);
+    }
+    return tile.squares();
   }
 };
 
@@ -206,7 +213,7 @@ static void run(const Matrices& x, const Matrices& y, void* product, float* squa
   double* of_tasks = reinterpret_cast<double*>(sums.values);
 #pragma omp parallel num_threads(threads)
   {
-    const Room panels(t * least(BAND, (y.size + PANEL - 1) / PANEL * PANEL)), rows(t * TALL);
+    const Room panels(t * least(BAND, (y.size + PANEL - 1) / PANEL * PANEL)), rows(t * HIGH);
 #pragma omp for schedule(static)
     for (int64_t k = 0; k < tasks; ++k) of_tasks[k] = made.run(made.task(k), panels.values, rows.values);
     __sync_synchronize();  // what is streamed
