@@ -5,8 +5,14 @@
 
 #include "registers.h"
 
-constexpr int EDGE = 4;
-constexpr int64_t BAND = 64;  // rows that a thread takes at a time
+constexpr int EDGE = 4;  // columns of a tile, and its rows:
+#ifdef __AVX512F__
+constexpr int HEIGHT = 4;  // 16 accumulators in 32 registers
+#else
+constexpr int HEIGHT = 3;  // 12 in 16
+#endif
+constexpr int PARTS = (HEIGHT * EDGE + LANES - 1) / LANES;  // registers that hold a number for each of its places
+constexpr int64_t BAND = 16 * HEIGHT;  // rows that a thread takes at a time
 
 // In lane k the sum of values[k]: pairs are added up lane by lane, as one lane holds what another register lacks.
 template <int BIT>
@@ -16,22 +22,30 @@ static inline Register sums_of(Register* values) {
   return values[0];
 }
 
-// Of HEIGHT rows of a and all of b the sums over k < size of a[i][k] b[j][k], as many as a register has lanes.
-static inline Register products(const float* const* a, const float* const* b, int64_t size) {
-  static_assert(HEIGHT * EDGE == LANES, "a register holds them");
+// A number for each place of a tile, row by row, then zeros.
+struct Places {
+  Register parts[PARTS];
+
+  float at(int row, int column) const { return parts[(row * EDGE + column) / LANES][(row * EDGE + column) % LANES]; }
+};
+
+// Of HEIGHT rows of a and EDGE of b the sums over k < size of a[i][k] b[j][k].
+static inline Places products(const float* const* a, const float* const* b, int64_t size) {
   const int64_t whole = size - size % LANES;
-  Register sums[LANES] = {};
+  Register sums[PARTS * LANES] = {};
   for (int64_t k = 0; k < whole; k += LANES) {
-    Register right[EDGE];
-    for (int j = 0; j < EDGE; ++j) right[j] = read(b[j] + k);
-    for (int i = 0; i < HEIGHT; ++i) {
-      const Register left = read(a[i] + k);
-      for (int j = 0; j < EDGE; ++j) sums[i * EDGE + j] += left * right[j];
+    Register left[HEIGHT];
+    for (int i = 0; i < HEIGHT; ++i) left[i] = read(a[i] + k);
+    for (int j = 0; j < EDGE; ++j) {
+      const Register right = read(b[j] + k);
+      for (int i = 0; i < HEIGHT; ++i) sums[i * EDGE + j] += left[i] * right;
     }
   }
-  Register found = sums_of<LANES / 2>(sums);
+  Places found;
+  for (int part = 0; part < PARTS; ++part) found.parts[part] = sums_of<LANES / 2>(sums + part * LANES);
   for (int64_t k = whole; k < size; ++k)
-    for (int lane = 0; lane < LANES; ++lane) found[lane] += a[lane / EDGE][k] * b[lane % EDGE][k];
+    for (int place = 0; place < HEIGHT * EDGE; ++place)
+      found.parts[place / LANES][place % LANES] += a[place / EDGE][k] * b[place % EDGE][k];
   return found;
 }
 
@@ -41,9 +55,10 @@ struct Rows {
   int64_t count, size;
   bool last;
 
-  // EDGE of them; beyond the last one come rows of zeros.
+  // So many of them; beyond the last one come rows of zeros.
+  template <int MANY>
   void at(int64_t first, const float** to) const {
-    for (int i = 0; i < EDGE; ++i) to[i] = first + i < count ? start + (first + i) * size : zeros;
+    for (int i = 0; i < MANY; ++i) to[i] = first + i < count ? start + (first + i) * size : zeros;
   }
 
   // As many of the next sample come closer while this one is computed: rows are too short for the machine to foresee it.
@@ -60,21 +75,33 @@ struct Sums {
 };
 
 static Sums band(const Rows& x, const Rows& y, int64_t first) {
-  Register on = {}, below = {};
-  float roots = 0;
-  for (int64_t i = first; i < least(first + BAND, x.count); i += EDGE) {
-    x.fetch_next(i), y.fetch_next(i);
-    for (int64_t j = 0; j <= i; j += EDGE) {
-      const float *left_x[EDGE], *right_x[EDGE], *left_y[EDGE], *right_y[EDGE];
-      x.at(i, left_x), x.at(j, right_x), y.at(i, left_y), y.at(j, right_y);
-      for (int top = 0; top < EDGE; top += HEIGHT) {
-        const Register dots = products(left_x + top, right_x, x.size) * products(left_y + top, right_y, y.size);
-        (i == j ? on : below) += dots;
-        for (int k = 0; i == j && k < HEIGHT; ++k) roots += __builtin_sqrtf(dots[k * EDGE + top + k]);
+  Register below = {};
+  float on = 0, roots = 0;
+  const int64_t end = least(first + BAND, x.count);
+  for (int64_t j = 0; j < end; j += EDGE) {  // these rows are in the nearest cache for all i but the first
+    if (end == x.count) x.fetch_next(j), y.fetch_next(j);
+    const float *right_x[EDGE], *right_y[EDGE];
+    x.at<EDGE>(j, right_x), y.at<EDGE>(j, right_y);
+    for (int64_t i = first; i < end; i += HEIGHT) {
+      if (i + HEIGHT <= j) continue;
+      const float *left_x[HEIGHT], *left_y[HEIGHT];
+      x.at<HEIGHT>(i, left_x), y.at<HEIGHT>(i, left_y);
+      Places dots = products(left_x, right_x, x.size);
+      const Places of_y = products(left_y, right_y, y.size);
+      for (int part = 0; part < PARTS; ++part) dots.parts[part] *= of_y.parts[part];
+      if (i >= j + EDGE) {
+        for (int part = 0; part < PARTS; ++part) below += dots.parts[part];
+        continue;
       }
+      for (int row = 0; row < HEIGHT; ++row)
+        for (int column = 0; column < EDGE; ++column) {
+          const float dot = dots.at(row, column);
+          if (i + row == j + column) roots += __builtin_sqrtf(dot), on += dot;
+          else if (i + row > j + column) on += 2 * dot;
+        }
     }
   }
-  return {sum_of(on) + 2 * sum_of(below), roots};
+  return {on + 2 * sum_of(below), roots};
 }
 
 // x[n, t, i], y[n, t, o] -> out[2, n]: the products, and the sums of the roots of those on the diagonals.

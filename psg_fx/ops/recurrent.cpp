@@ -6,6 +6,12 @@
 
 #include "registers.h"
 
+#ifdef __AVX512F__
+constexpr int HEIGHT = 4;  // rows of a tile of four vectors: 16 accumulators in 32 registers
+#else
+constexpr int HEIGHT = 2;  // 8 in 16
+#endif
+
 // The first `count` lanes from memory, and zeros.
 static inline Register read(const float* from, int64_t count) {
   if (count >= LANES) return *reinterpret_cast<const Unaligned*>(from);

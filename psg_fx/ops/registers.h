@@ -14,9 +14,9 @@
 #include <cstring>
 
 #ifdef __AVX512F__
-constexpr int LANES = 16, HEIGHT = 4;  // by four vectors: 16 accumulators in 32 registers
+constexpr int LANES = 16;
 #else
-constexpr int LANES = 8, HEIGHT = 2;  // 8 in 16
+constexpr int LANES = 8;
 #endif
 constexpr int LINE = 64;  // bytes
 
