@@ -73,27 +73,21 @@ def run_pipeline(
     kept there.
     """
     gm = record_capture(program, call, tracked, history)
+    began = time.perf_counter()
     entry = entry_of(gm, (asked, ambient_key(asked.device.name))) if stored and slices is None else None
-    if entry is None or (found := _read(entry, gm, asked, history)) is None:
-        if slices is not None:
-            gm = _spread(gm, slices, history)
+    lowered = None if entry is None else _read(entry, gm, asked, history, began)
+    if lowered is None:
         alone = Alone(program, call, packed_as_padded)
-        with without_defaults():
-            gm = _passes(gm, asked, history, alone)
-            if slices is not None:
-                gm = _written_with_others(gm, history)
+        lowered = _made(gm, asked, history, alone, slices)
         if entry is not None and not alone.asked:
-            entry.write(gm)
-    else:
-        gm = found
+            entry.write(lowered)
     name, seconds = type(program.model).__name__, sum(step.seconds for step in history.passes)
-    log.info("%s: captured, planned and lowered in %.1f s, %d nodes", name, seconds, len(gm.graph.nodes))
-    return gm
+    log.info("%s: captured, planned and lowered in %.1f s, %d nodes", name, seconds, len(lowered.graph.nodes))
+    return lowered
 
 
-def _read(entry: Entry, gm: GraphModule, asked: Asked, history: History) -> GraphModule | None:
+def _read(entry: Entry, gm: GraphModule, asked: Asked, history: History, began: float) -> GraphModule | None:
     """The lowered graph from disk; passes run where somebody asks to see what they did."""
-    start, before = time.perf_counter(), len(gm.graph.nodes)
     found = entry.read(gm)
     if found is None:
         return None
@@ -105,9 +99,18 @@ def _read(entry: Entry, gm: GraphModule, asked: Asked, history: History) -> Grap
             _passes(again, asked, history)
 
     history.left_out = passes
-    seconds = time.perf_counter() - start
-    history.record(PassRecord("read", Stage.CAPTURED, Stage.TIDIED, seconds, before, len(found.graph.nodes)))
+    seconds, sizes = time.perf_counter() - began, (len(gm.graph.nodes), len(found.graph.nodes))
+    history.record(PassRecord("read", Stage.CAPTURED, Stage.TIDIED, seconds, *sizes))
     return found
+
+
+def _made(gm: GraphModule, asked: Asked, history: History, alone: Alone, slices: Slices | None) -> GraphModule:
+    """The lowered graph by all passes after capture."""
+    if slices is not None:
+        gm = _spread(gm, slices, history)
+    with without_defaults():
+        gm = _passes(gm, asked, history, alone)
+        return gm if slices is None else _written_with_others(gm, history)
 
 
 def _passes(gm: GraphModule, asked: Asked, history: History, alone: Alone | None = None) -> GraphModule:

@@ -18,13 +18,12 @@ from typing import Any
 from torch.fx import GraphModule
 
 from psg_fx import op_table, version
-from psg_fx.graph import facts
 from psg_fx.graph.history import log
 from psg_fx.graph.stages import Stage, verify
 from psg_fx.planner.plan import PLAN
 from psg_fx.torch_private import caches
 
-from .written import Unwritable, digest, read, said_of, write
+from .written import Captured, Unwritable, digest, read, said_of, write
 
 ENABLED = True
 """Tests run the passes."""
@@ -35,10 +34,10 @@ _OURS = ("psg_fx", "torch")
 
 @dataclass(frozen=True)
 class Entry:
-    """What passes make of one captured graph, on disk.  captured: what is known of it."""
+    """What passes make of one captured graph, on disk."""
 
     path: Path
-    captured: facts.GraphFacts
+    captured: Captured
 
     def read(self, captured: GraphModule) -> GraphModule | None:
         """The lowered graph; None where there is none, or its file is broken."""
@@ -76,7 +75,7 @@ def entry_of(captured: GraphModule, told: Any) -> Entry | None:
     except Unwritable as error:
         log.debug("lowered graphs of this program are not kept on disk: %s", error)
         return None
-    return Entry(folder / "psg_fx" / name[:2] / f"{name}.graph", facts.graph_facts(captured))
+    return Entry(folder / "psg_fx" / name[:2] / f"{name}.graph", Captured.of(captured))
 
 
 def _apart(data: bytes) -> tuple[bytes, bytes]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import io
 import pickle
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -20,7 +21,8 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from psg_fx.graph import facts
-from psg_fx.op_table import key_of, operator
+from psg_fx.op_table import key_of
+from psg_fx.ops.define import op_named
 from psg_fx.torch_private.fakes import FakeTensor, Values
 from psg_fx.torch_private.graphs import module_without_code
 
@@ -124,17 +126,34 @@ def said_of(gm: GraphModule) -> Any:
     return nodes, replace(known, more={}), {str(entry): value for entry, value in known.more.items()}
 
 
-def write(gm: GraphModule, captured: facts.GraphFacts) -> bytes:
+@dataclass(frozen=True)
+class Captured:
+    """What a graph that is made of a captured one may refer to: the symbols of its inputs, and its constants."""
+
+    symbols: frozenset[sympy.Symbol]
+    constants: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, gm: GraphModule) -> Captured:
+        """Of a captured graph."""
+        values = [node.meta["val"] for node in facts.placeholders(gm)]
+        sizes = [size for value in values for tensor in facts.tensors(value) for size in facts.shape(tensor)]
+        return cls(frozenset(s for size in sizes for s in size.free_symbols), facts.graph_facts(gm).constants)
+
+
+def write(gm: GraphModule, captured: Captured) -> bytes:
     """A graph that was made of a captured one.  Raises Unwritable."""
     known = facts.graph_facts(gm)
     theirs, ours = ({name: id(value) for name, value in f.constants.items()} for f in (captured, known))
-    if ours.items() - theirs.items() or known.batch != captured.batch or known.rows:
-        raise Unwritable("constants or symbols that the captured graph does not have")
+    if ours.items() - theirs.items() or known.rows:
+        raise Unwritable("constants or rows that the captured graph does not have")
     file = io.BytesIO()
     writer = _Writer(file)
     _dump(writer, (len(gm.graph.nodes), {name: getattr(known, name) for name in _DERIVED}))
     for node in gm.graph.nodes:
         _dump(writer, (node.op, node.target, node.args, node.kwargs, node.name, node.type, _said(node)))
+    if {symbol for value in writer.values for symbol in _symbols(value)} - captured.symbols:
+        raise Unwritable("symbols that the captured graph does not have")
     values = io.BytesIO()
     _dump(_Describer(values), tuple(writer.values))
     return pickle.dumps((values.getvalue(), file.getvalue()))
@@ -162,7 +181,7 @@ def read(data: bytes, captured: GraphModule) -> GraphModule:
 def _dump(writer: _Writer, value: Any) -> None:
     try:
         writer.dump(value)
-    except (TypeError, AttributeError, pickle.PicklingError, RecursionError) as error:
+    except (TypeError, AttributeError, RuntimeError, pickle.PicklingError) as error:
         raise Unwritable(str(error)) from error
 
 
@@ -176,6 +195,15 @@ def _modules(node: Node) -> list[Any]:
     """Of which modules it was called."""
     found = (node.meta.get("nn_module_stack") or {}).values()
     return [(entry[0], str(entry[1])) for entry in found if isinstance(entry, tuple)]
+
+
+def _symbols(value: Any) -> Iterator[sympy.Symbol]:
+    """Those of a description."""
+    for part in value:
+        if isinstance(part, tuple):
+            yield from _symbols(part)
+        elif isinstance(part, sympy.Expr):
+            yield from part.free_symbols
 
 
 def _sizes(sizes: Any) -> tuple[sympy.Expr, ...]:
@@ -195,7 +223,7 @@ def _name_of(op: OpOverload) -> str:
 
 
 def _op_of(name: str) -> OpOverload:
-    found = operator(name)
+    found = op_named(name)
     if found is None:
         raise pickle.UnpicklingError(name)
     return found

@@ -9,10 +9,13 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from psg_fx.op_table import operator
+
 _LIBRARY = torch.library.Library("psg_fx", "FRAGMENT")
 _FUNCTIONS = torch.library.Library("psg_fx_functions", "FRAGMENT")
 _NUMBERS = itertools.count()
 _OF_TORCH: dict[OpOverload, Callable[..., Any]] = {}
+_LATER: dict[str, Callable[[], Any]] = {}
 
 
 def define_op(
@@ -54,6 +57,18 @@ def define_function(
     op: OpOverload = getattr(torch.ops.psg_fx_functions, name).default
     _OF_TORCH[op] = run
     return op
+
+
+def defined_later(define: Callable[[], Any], *names: str) -> None:
+    """These ops of psg_fx are defined when they are first wanted, by this function."""
+    _LATER.update({f"psg_fx::{name}": define for name in names})
+
+
+def op_named(key: str) -> OpOverload | None:
+    """The op of a key of the table of ops, defined now if it is one of those."""
+    if define := _LATER.get(key.partition(".")[0]):
+        define()
+    return operator(key)
 
 
 def of_torch_alone(op: OpOverload, function: Callable[..., Any] | None = None) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import register_flop_formula
 
-from psg_fx.ops.define import define_op
+from psg_fx.ops.define import define_op, defined_later
 from psg_fx.tensors import HALF, Size
 from psg_fx.torch_private.native import library, passed, threads
 
@@ -76,6 +76,9 @@ def _op() -> Callable[..., Any]:
     register_flop_formula([torch.ops.psg_fx.gram_dots])(_flops)
     op: Callable[..., Any] = made
     return op
+
+
+defined_later(_op, "gram_dots")
 
 
 def _dots(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch.fx import Node
 from torch.utils.flop_counter import register_flop_formula
 
+from psg_fx.ops.define import defined_later
 from psg_fx.tensors import HALF, Size, accumulation_dtype
 
 DTYPES = (torch.float32, *HALF)
@@ -63,6 +64,9 @@ def _ops() -> tuple[Callable[..., Any], Callable[..., Any]]:
     product = _registered("psg_fx::tile_product", _product)
     register_flop_formula([torch.ops.psg_fx.tile_squares, torch.ops.psg_fx.tile_product])(_flops)
     return squares, product
+
+
+defined_later(_ops, "tile_squares", "tile_product")
 
 
 def _registered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ import psg_fx
 from psg_fx import ClippedSum, Grads, Gram, Norms, op_table
 from psg_fx.graph import facts
 from psg_fx.graph.stages import Stage, verify
+from psg_fx.ops.define import op_named
 from psg_fx.passes.pipeline import Asked
 from psg_fx.passes.stored import store, written
 from support import oracle
@@ -82,7 +83,7 @@ def test_what_is_read_is_what_was_written(case: Case) -> None:
     step(case.data())
     captured, lowered = step.graphs["captured"], step.graphs["tidied"]
     assert written.digest(written.said_of(captured)) == written.digest(written.said_of(captured))
-    found = written.read(written.write(lowered, facts.graph_facts(captured)), captured)
+    found = written.read(written.write(lowered, written.Captured.of(captured)), captured)
     verify(found, Stage.TIDIED)
     assert said(found) == said(lowered)
     inner = step.captures[-1].step
@@ -122,6 +123,23 @@ def test_a_batch_of_another_size_is_served_by_what_was_read(on_disk: Path) -> No
         want = psg_fx.transform(small(), F.cross_entropy, quantities=Norms(), backend="eager")(*batch(7)).norms
         assert oracle.relative_error(found, want) < 1e-5
     assert "read" in step.timings
+
+
+def test_groups_have_symbols_of_their_own(on_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """So their graphs are not kept."""
+    for _ in range(2):
+        step = psg_fx.transform(small(), F.cross_entropy, quantities=Norms())
+        found = step(*batch(), groups=torch.tensor([1, 0, 1, 1])).norms
+        want = psg_fx.transform(small(), F.cross_entropy, quantities=Norms(), backend="eager")
+        assert oracle.relative_error(found, want(*batch(), groups=torch.tensor([1, 0, 1, 1])).norms) < 1e-5
+    assert "lower" in step.timings
+    assert "cannot be read" not in caplog.text
+
+
+def test_ops_that_are_defined_when_they_are_wanted() -> None:
+    for name in ("gram_dots", "tile_squares", "tile_product"):
+        op = op_named(f"psg_fx::{name}.default")
+        assert op is getattr(torch.ops.psg_fx, name).default
 
 
 def test_without_a_loss(on_disk: Path) -> None:
