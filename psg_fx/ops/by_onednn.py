@@ -7,9 +7,10 @@ from names: each multiplies a few times, at the first compilation.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,23 +28,35 @@ _ROUNDS = 20
 
 
 def is_faster() -> bool:
-    """Whether oneDNN multiplies clearly faster than the BLAS, with as many threads as torch has now."""
-    return onednn.has_onednn() and times_as_fast(torch.get_num_threads()) >= CLEARLY
+    """Whether oneDNN multiplies clearly faster than the BLAS."""
+    return onednn.has_onednn() and times_as_fast() >= CLEARLY
 
 
 @functools.cache
-def times_as_fast(threads: int) -> float:
-    """The BLAS's time in oneDNN's, each the shortest of some for a product of middle size: 20 ms in all.
+def times_as_fast() -> float:
+    """The BLAS's time in oneDNN's, each the shortest of some for a product of middle size: 40 ms in all, once.
 
-    threads: those that torch has; measured once for each number of them.
+    With one thread: it tells how wide vectors are as well as several do, which wait for each other where compilers run
+    beside them, so that one library or the other would win by chance.
     """
     # Random ones would be taken from the user's generator; defaults are the user's, too.
     a, b = (torch.ones(rows, 512, dtype=torch.float32, device="cpu") for rows in (256, 512))
-    found = {way: [_seconds(way, a, b)] for way in (torch.mm, onednn.product)}
-    for _ in range(_ROUNDS):
-        for way, seconds in found.items():
-            seconds.append(_seconds(way, a, b))
+    found: dict[Callable[..., Tensor], list[float]] = {torch.mm: [], onednn.product: []}
+    with _one_thread():
+        for _ in range(1 + _ROUNDS):
+            for way, seconds in found.items():
+                seconds.append(_seconds(way, a, b))
     return min(found[torch.mm]) / min(found[onednn.product])
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _seconds(multiply: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> float:

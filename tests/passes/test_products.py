@@ -116,16 +116,23 @@ def test_one_matrix_for_any_number_of_samples() -> None:
 
 
 def test_each_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The times of a number of threads decide, once; without oneDNN there is nothing to try."""
-    seconds = {torch.mm: iter([5.0, 3.0, 4.0] * 2), onednn.onednn.product: iter([9.0, 2.0, 1.5] * 2)}
-    monkeypatch.setattr(onednn, "_seconds", lambda way, a, b: next(seconds[way]))
+    """Times with one thread decide, once; without oneDNN there is nothing to try."""
+    seconds = {torch.mm: iter([5.0, 3.0, 4.0]), onednn.onednn.product: iter([9.0, 2.0, 1.5])}
+    threads: list[int] = []
+
+    def next_of(way: Any, a: Tensor, b: Tensor) -> float:
+        threads.append(torch.get_num_threads())
+        return next(seconds[way])
+
+    monkeypatch.setattr(onednn, "_seconds", next_of)
     monkeypatch.setattr(onednn, "_ROUNDS", 2)
-    before = torch.random.get_rng_state()
+    before, of_the_user = torch.random.get_rng_state(), torch.get_num_threads()
     onednn.times_as_fast.cache_clear()
     try:
-        assert onednn.times_as_fast(1) == 2.0
-        assert onednn.times_as_fast(1) == 2.0
-        assert onednn.times_as_fast(2) == 2.0
+        assert onednn.times_as_fast() == 2.0
+        assert onednn.times_as_fast() == 2.0
+        assert threads == [1] * 6
+        assert torch.get_num_threads() == of_the_user
         monkeypatch.setattr(onednn.onednn, "has_onednn", lambda: False)
         assert not onednn.is_faster()
     finally:
@@ -137,7 +144,7 @@ def test_measured_under_the_users_defaults() -> None:
     onednn.times_as_fast.cache_clear()
     torch.set_default_dtype(torch.float64)
     try:
-        assert onednn.times_as_fast(torch.get_num_threads()) > 0
+        assert onednn.times_as_fast() > 0
     finally:
         torch.set_default_dtype(torch.float32)
 
