@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.library import _impls
 
 
 def folder() -> Path | None:
@@ -36,5 +35,5 @@ def is_overridden() -> bool:
     """
     return any(
         name.startswith("aten/") and name.rpartition("/")[2].startswith(("Autograd", "CPU", "Composite", "Python"))
-        for name in _impls
+        for name in torch.library._impls
     )
