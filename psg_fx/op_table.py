@@ -204,20 +204,20 @@ def enter(*keys: Any, **cells: Any) -> None:
                 title = next(c.metadata["title"] for c in COLUMNS if c.name == name)
                 raise InternalError(
                     f"{printed(key)} has its {title} already: {_said(old)}, and now {_said(new)}",
-                    where=getattr(_function(new), "__module__", "psg_fx.op_table"),
+                    where=getattr(function_of(new), "__module__", "psg_fx.op_table"),
                     why="of an op, each thing is said once", fix="remove one of the two",
                 )  # fmt: skip
         _ROWS[key] = dataclasses.replace(before, **cells)
     _of_overload.cache_clear()
 
 
-def _function(cell: Any) -> Any:
-    """The function of an cell."""
+def function_of(cell: Any) -> Any:
+    """What a cell says, where that is a function."""
     return getattr(cell, "function", getattr(cell, "apply", cell))
 
 
 def _said(cell: Any) -> str:
-    return str(getattr(_function(cell), "__name__", cell))
+    return str(getattr(function_of(cell), "__name__", cell))
 
 
 @contextlib.contextmanager

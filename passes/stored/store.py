@@ -101,7 +101,7 @@ def _table_is_ours() -> bool:
 
 
 def _is_ours(cell: Any) -> bool:
-    function = getattr(cell, "function", getattr(cell, "apply", cell))
+    function = op_table.function_of(cell)
     return not callable(function) or (getattr(function, "__module__", None) or "torch").partition(".")[0] in _OURS
 
 

@@ -64,7 +64,8 @@ class _Writer(pickle.Pickler):
     def tensor(self, value: torch.Tensor) -> Any:
         if not isinstance(value, FakeTensor) or value.layout is not torch.strided or value.is_conj() or value.is_neg():
             raise Unwritable("a tensor that is not plain")
-        return "tensor", _sizes(value.shape), _sizes(value.stride()), value.dtype, value.device
+        strides = tuple(map(facts.expr, value.stride()))
+        return "tensor", facts.shape(value), strides, value.dtype, value.device
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, (frozenset, set)):
@@ -204,10 +205,6 @@ def _symbols(value: Any) -> Iterator[sympy.Symbol]:
             yield from _symbols(part)
         elif isinstance(part, sympy.Expr):
             yield from part.free_symbols
-
-
-def _sizes(sizes: Any) -> tuple[sympy.Expr, ...]:
-    return tuple(map(facts.expr, sizes))
 
 
 def _digest_of(tensor: torch.Tensor) -> str:
