@@ -22,6 +22,7 @@ from psg_fx.graph.stages import Stage
 from psg_fx.graph.strides import free_of_strides
 from psg_fx.op_table import enter, known
 from psg_fx.ops import by_onednn
+from psg_fx.ops.define import libraries_of
 from psg_fx.torch_private import native
 from psg_fx.torch_private.ahead import ask_ahead
 from psg_fx.torch_private.compiler import compilations, inductor_modes, marked_dynamic
@@ -146,6 +147,8 @@ def _recorded(gm: GraphModule, backend: str, history: History) -> Iterator[None]
     """A compilation is a step of the history, and is shown."""
     count, began = sum(node.op == "call_function" for node in gm.graph.nodes), time.perf_counter()
     history.progress.say(f"compiling {count} ops with {backend}")
+    for library in libraries_of(gm):
+        native.begin(library)  # planning has begun already, unless the graph is another's, from disk
     try:
         with inductor_mended():
             yield

@@ -14,21 +14,18 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.graph.nodes import value_of
 from psg_fx.ops.recurrent_cells import DTYPES, IN_CELLS
-from psg_fx.ops.recurrent_here import HERE, LIBRARY
-from psg_fx.torch_private import native
+from psg_fx.ops.recurrent_here import HERE
 
 _OWN = {"cpu": (HERE, DTYPES[:1]), "cuda": (IN_CELLS, DTYPES)}
 """Kind of device -> the ops that take the place of loops of torch's ops, and for which dtypes."""
 
 
 def with_own_loops(gm: GraphModule, device: str) -> None:
-    """Put loops of psg_fx's own in the place of those that they suit, and begin to compile those in C++."""
+    """Put loops of psg_fx's own in the place of those that they suit."""
     ops, dtypes = _OWN.get(device, ({}, ()))
     for node in gm.graph.nodes:
         if node.target in ops and _suits(node, dtypes):
             node.target = ops[node.target]
-            if device == "cpu":
-                native.begin(LIBRARY)
 
 
 def _suits(node: Node, dtypes: Sequence[torch.dtype]) -> bool:

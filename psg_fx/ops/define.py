@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch.fx import GraphModule
 
 from psg_fx.op_table import operator
 
@@ -15,15 +16,17 @@ _LIBRARY = torch.library.Library("psg_fx", "FRAGMENT")
 _FUNCTIONS = torch.library.Library("psg_fx_functions", "FRAGMENT")
 _NUMBERS = itertools.count()
 _OF_TORCH: dict[OpOverload, Callable[..., Any]] = {}
+_LIBRARIES: dict[Any, str] = {}
 _LATER: dict[str, Callable[[], Any]] = {}
 
 
 def define_op(
-    schema: str, run: Callable[..., Any], shapes: Callable[..., Any], of_torch: Callable[..., Any] | None = None
-) -> Any:
+    schema: str, run: Callable[..., Any], shapes: Callable[..., Any], of_torch: Callable[..., Any] | None = None,
+    library: str | None = None,
+) -> Any:  # fmt: skip
     """The op `psg_fx::name`.  shapes: what it returns, without values, all contiguous; whatever `run` makes is so, too,
     since inductor holds both against each other.  of_torch: what a graph that leaves psg_fx has in its place, where
-    `run` cannot be traced.
+    `run` cannot be traced.  library: of psg_fx's own in C++, which `run` calls; compiled with a graph that has the op.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
@@ -31,7 +34,14 @@ def define_op(
     torch.library.register_fake(f"psg_fx::{name}", shapes, lib=_LIBRARY)
     op = getattr(torch.ops.psg_fx, name).default
     _OF_TORCH[op] = of_torch or run
+    if library:
+        _LIBRARIES[op] = library
     return op
+
+
+def libraries_of(gm: GraphModule) -> set[str]:
+    """The libraries in C++ that the ops of a graph call."""
+    return {_LIBRARIES[node.target] for node in gm.graph.nodes if node.target in _LIBRARIES}
 
 
 def _contiguous(run: Callable[..., Any]) -> Callable[..., Any]:

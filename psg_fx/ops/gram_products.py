@@ -25,6 +25,8 @@ from psg_fx.torch_private.native import library, passed, threads
 DTYPES = HALF
 """What the kernel of Triton multiplies.  In float32 it took twice what `bmm` does on an H100 (docs/design/gpu.md)."""
 
+LIBRARY = "gram_dots"
+
 SIDE = 64
 """Rows and columns of a tile."""
 
@@ -48,7 +50,7 @@ def gram_diagonals(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _here(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    compiled = library("gram_dots") if x.device.type == "cpu" else None
+    compiled = library(LIBRARY) if x.device.type == "cpu" else None
     if compiled is None:
         return _of_torch_here(x, y)
     x, y = x.contiguous(), y.contiguous()
@@ -65,7 +67,7 @@ def _of_torch_here(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return _by_torch(x, y).sum(2)
 
 
-_HERE = define_op("gram_dots_here(Tensor x, Tensor y) -> Tensor", _here, _fake_here, _of_torch_here)
+_HERE = define_op("gram_dots_here(Tensor x, Tensor y) -> Tensor", _here, _fake_here, _of_torch_here, LIBRARY)
 
 
 @functools.cache

@@ -76,11 +76,12 @@ def _products_fake(x: Tensor, y: Tensor, rounded: bool) -> tuple[Tensor, Tensor]
 
 
 _PRODUCTS = define_op(
-    "products_here(Tensor x, Tensor y, bool rounded) -> (Tensor, Tensor)", _products, _products_fake, _products_of_torch
-)
+    "products_here(Tensor x, Tensor y, bool rounded) -> (Tensor, Tensor)", _products, _products_fake,
+    _products_of_torch, LIBRARY,
+)  # fmt: skip
 _SQUARES = define_op(
     "squares_here(Tensor x, Tensor y) -> Tensor", _squares, lambda x, y: x.new_empty(x.shape[0]),
-    lambda x, y: _products_of_torch(x, y, False)[1],
+    lambda x, y: _products_of_torch(x, y, False)[1], LIBRARY,
 )  # fmt: skip
 
 

@@ -42,7 +42,7 @@ def _here(op: OpOverload, loop: recurrent.Loop) -> OpOverload:
         return found
 
     schema = str(op._schema).removeprefix("psg_fx::").replace("(", "_here(", 1)
-    made: OpOverload = define_op(schema, run, loop.shapes, of_torch_alone(op))
+    made: OpOverload = define_op(schema, run, loop.shapes, of_torch_alone(op), LIBRARY)
     return made
 
 

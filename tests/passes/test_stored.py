@@ -22,6 +22,7 @@ from psg_fx.graph.stages import Stage, verify
 from psg_fx.ops.define import op_named
 from psg_fx.passes.pipeline import Asked
 from psg_fx.passes.stored import store, written
+from psg_fx.torch_private import native
 from support import oracle
 from support.cases import CASES, Case
 from support.selection import one_in
@@ -277,6 +278,22 @@ def test_what_is_refused_is_refused_again(on_disk: Path) -> None:
         with pytest.raises(psg_fx.errors.BadArgument, match="depends on none of the model's parameters"):
             psg_fx.transform(small(), lambda out, y: F.cross_entropy(out.detach(), y))(*batch())
     assert not list(on_disk.rglob("*.graph"))
+
+
+@pytest.mark.inductor
+def test_what_is_in_cpp_is_compiled_for_a_graph_from_disk(on_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process where no plan has begun to compile it."""
+    torch.manual_seed(0)
+    model, data = nn.Sequential(nn.Linear(192, 768), nn.Linear(768, 192)), torch.randn(2, 4, 64, 192).unbind()
+    compiled, planned = [], []
+    for _ in range(2):
+        monkeypatch.setattr(native, "_BEGUN", {})
+        step = psg_fx.transform(model, lambda out, x: (out - x).square().sum(), quantities=Norms())
+        step(*data)
+        compiled.append({name for name in ("gram_dots", "products") if native.library(name)})
+        planned.append("lower" in step.timings)
+    assert planned == [True, False]
+    assert compiled[0] == compiled[1] != set()
 
 
 PROGRAM = """

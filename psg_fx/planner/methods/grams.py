@@ -127,7 +127,7 @@ class GramDotHere(GramDot):
         return float(flops) / (_OF_TILES * device.rate("tile")) + device.extra.get("product", 0.0) + device.launch
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        native.begin("gram_dots")
+        native.begin(gram_products.LIBRARY)
         return super().emit(p, a, b)
 
     def _squares(self, p: Pair) -> Size:
