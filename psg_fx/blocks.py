@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 import torch
@@ -79,21 +80,27 @@ class Block:
             self._free = kept
 
 
-Places = WeakValueDictionary[int, Block]
-"""Where the large values of a compiled graph lie, by their number in the order of allocation; the blocks belong to a
-`Memory`.
-"""
+@dataclass
+class Places:
+    """Where the large values of a compiled graph lie, by their number in the order of allocation; the blocks belong to
+    a `Memory`.  results: the numbers of those that outlive a call, known once there was one.
+    """
+
+    blocks: WeakValueDictionary[int, Block] = field(default_factory=WeakValueDictionary)
+    results: frozenset[int] | None = None
 
 
 class Memory:
-    """Where the large values of a step lie.  keep: in blocks, used again once nobody holds what lies in them."""
+    """Where the large values of a step lie.  keep: in blocks, used again once nobody holds what lies in them; but what
+    the C library keeps for the next call, and serves from its caches, is left to it unless it is a result.
+    """
 
     def __init__(self, keep: bool) -> None:
         self.keep = keep
         self._blocks: list[Block] = []
         self._calls = 0
         self._lock = threading.Lock()
-        _settle_allocator()
+        self._heap = _MAPPED if _settle_allocator() else 0
 
     def serving(self, places: Places) -> allocating:
         """A context in which this memory serves the compiled graph that runs in this thread.
@@ -111,13 +118,25 @@ class Memory:
             if count < LARGE:
                 return empty_strided_cpu(size, stride, dtype)
             value = next(values)
+            if count < self._heap and places.results is not None and value not in places.results:
+                return _fresh(size, stride, dtype)
             with self._lock:
-                block = places[value] = self._block(count, places.get(value))
+                block = places.blocks[value] = self._block(count, places.blocks.get(value))
                 for used in _watchers:
                     used[block.address] = max(count, used.get(block.address, 0))
                 return block.tensor(size, stride, dtype)
 
         return allocating(take)
+
+    def served(self, places: Places, results: Iterable[object]) -> None:
+        """The results of the graph's call: after the first one, blocks of values that are none are given back."""
+        if not self.keep or places.results is not None:
+            return
+        starts = {r.untyped_storage().data_ptr() for r in results if isinstance(r, torch.Tensor)}
+        with self._lock:
+            places.results = frozenset(n for n, block in places.blocks.items() if block.address in starts)
+            others = [b for n, b in places.blocks.items() if n not in places.results and b.size < self._heap]
+            self._blocks = [block for block in self._blocks if block not in others]
 
     def lent(self, tensors: Iterable[torch.Tensor]) -> ExitStack:
         """A context in which the memory of these tensors counts as free."""
@@ -164,17 +183,17 @@ def _fresh(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> to
 
 
 @functools.cache
-def _settle_allocator() -> None:
+def _settle_allocator() -> bool:
     """Let the C library keep what is freed for the next call: pieces below 32 MiB, and up to 512 MiB at the top of its
-    heap.  Glibc keeps little until pieces of 31 MiB have been freed, and 64 MiB from then on, so a step whose values
-    are more than that pays for its pages at some calls and not at others, as whatever lies above them decides.  Whoever
-    has set glibc's own variables is left alone, as are other allocators and other C libraries.
+    heap; whether it does.  Glibc keeps little until pieces of 31 MiB have been freed, and 64 MiB from then on, so a
+    step whose values are more than that pays for its pages at some calls and not at others, as whatever lies above them
+    decides.  Whoever has set glibc's own variables is left alone, as are other allocators and other C libraries.
     """
     if any(name in os.environ for name in _ALLOCATOR_IS_SET) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
-        return
-    if sys.platform == "linux" and hasattr(_libc(), "gnu_get_libc_version"):
-        _libc().mallopt(_M_MMAP_THRESHOLD, _MAPPED)
-        _libc().mallopt(_M_TRIM_THRESHOLD, _KEPT)
+        return False
+    if sys.platform != "linux" or not hasattr(_libc(), "gnu_get_libc_version"):
+        return False
+    return bool(_libc().mallopt(_M_MMAP_THRESHOLD, _MAPPED) and _libc().mallopt(_M_TRIM_THRESHOLD, _KEPT))
 
 
 def _ask_for_huge_pages(address: int, size: int) -> None:

@@ -296,6 +296,8 @@ def _serving(run: Flat, memory: Memory) -> Flat:
 
     def served(*tensors: Any) -> Sequence[Any]:
         with memory.serving(places):
-            return run(*tensors)
+            results = run(*tensors)
+        memory.served(places, results)
+        return results
 
     return served

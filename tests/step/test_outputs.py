@@ -81,8 +81,27 @@ def test_memory_that_nobody_holds_is_used_again() -> None:
     assert after == before
 
 
+@pytest.mark.parametrize("set_by_user", [True, False])
+def test_what_the_c_library_keeps_is_left_to_it(set_by_user: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first call blocks hold results alone, unless glibc was told otherwise."""
+    if set_by_user:
+        monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "0")
+    blocks._settle_allocator.cache_clear()
+    step = make(reuse_outputs=True)
+    blocks._settle_allocator.cache_clear()
+    out = step(*batch(4))
+    held = len({t.untyped_storage().data_ptr() for t in pytree.tree_leaves(vars(out))})
+    del out
+    with blocks_used() as used:
+        out = step(*batch(4, 1))
+    assert (len(used) == held) is not set_by_user
+    assert {place for place in starts(out) if place in used}
+    compare(out, make("eager")(*batch(4, 1)))
+
+
 def test_smaller_batch_lies_in_the_memory_of_a_larger_one() -> None:
     step = make(reuse_outputs=True, dynamic=True)
+    step(*batch(9))
     with blocks_used() as before:
         step(*batch(9))
     with blocks_used() as after:
