@@ -12,6 +12,7 @@ constexpr int HEIGHT = 4;  // 16 accumulators in 32 registers
 constexpr int HEIGHT = 3;  // 12 in 16
 #endif
 constexpr int PARTS = (HEIGHT * EDGE + LANES - 1) / LANES;  // registers that hold a number for each of its places
+constexpr int64_t STEP = LINE / sizeof(float);
 constexpr int64_t BAND = 16 * HEIGHT;  // rows that a thread takes at a time
 
 // In lane k the sum of values[k]: pairs are added up lane by lane, as one lane holds what another register lacks.
@@ -60,15 +61,30 @@ struct Rows {
   void at(int64_t first, const float** to) const {
     for (int i = 0; i < MANY; ++i) to[i] = first + i < count ? start + (first + i) * size : zeros;
   }
+};
 
-  // As many of the next sample come closer while this one is computed: rows are too short for the machine to foresee it.
-  void fetch_next(int64_t first) const {
-    if (last) return;
-    const float* from = start + (count + first) * size;
-    const float* to = start + (count + least(first + EDGE, count)) * size;
-    for (; from < to; from += LINE / sizeof(float)) __builtin_prefetch(from, 0, 2);
+// Rows of the next sample, which come closer tile by tile while this one is computed: they are too short for the machine
+// to foresee them, and too many to be asked for at once.
+struct Ahead {
+  const float *from, *to;
+  int64_t of_tile;
+
+  Ahead(const Rows& rows, int64_t first, int64_t end, int64_t tiles)
+      : from(rows.start + (rows.count + first) * rows.size), to(rows.last ? from : from + (end - first) * rows.size),
+        of_tile(((end - first) * rows.size / tiles / STEP + 1) * STEP) {}
+
+  void fetch() {
+    const float* until = to - from < of_tile ? to : from + of_tile;
+    for (; from < until; from += STEP) __builtin_prefetch(from, 0, 2);
   }
 };
+
+// Tiles on the diagonal and below it, of rows first to end.
+static int64_t tiles_of(int64_t first, int64_t end) {
+  int64_t found = 0;
+  for (int64_t i = first; i < end; i += HEIGHT) found += (i + HEIGHT - 1) / EDGE + 1;
+  return found;
+}
 
 struct Sums {
   float dots, roots;
@@ -77,13 +93,14 @@ struct Sums {
 static Sums band(const Rows& x, const Rows& y, int64_t first) {
   Register below = {};
   float on = 0, roots = 0;
-  const int64_t end = least(first + BAND, x.count);
+  const int64_t end = least(first + BAND, x.count), tiles = tiles_of(first, end);
+  Ahead next_x(x, first, end, tiles), next_y(y, first, end, tiles);
   for (int64_t j = 0; j < end; j += EDGE) {  // these rows are in the nearest cache for all i but the first
-    if (end == x.count) x.fetch_next(j), y.fetch_next(j);
     const float *right_x[EDGE], *right_y[EDGE];
     x.at<EDGE>(j, right_x), y.at<EDGE>(j, right_y);
     for (int64_t i = first; i < end; i += HEIGHT) {
       if (i + HEIGHT <= j) continue;
+      next_x.fetch(), next_y.fetch();
       const float *left_x[HEIGHT], *left_y[HEIGHT];
       x.at<HEIGHT>(i, left_x), y.at<HEIGHT>(i, left_y);
       Places dots = products(left_x, right_x, x.size);
