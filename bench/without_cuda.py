@@ -43,7 +43,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "lstm": {"batch": 3, "layers": 1, "width": 8, "hidden": 8, "tokens": 4, "vocabulary": 20},
     "resnet18gn": {"batch": 2, "width": 8, "groups": 4, "blocks": (1, 1), "image": 8},
 }
-SMALL["lstm-fused"] = SMALL["lstm"]
+SMALL |= {f"{name}-fused": SMALL[name] for name in ("lstm", "simplecnn", "resnet18gn")}
 """The models in sizes that the interpreter can bear; "-fused": with all kernels of psg_fx, asked for."""
 
 LARGE: dict[str, dict[str, Any]] = {f"{name}-large": {"batch": BATCH, **sizes} for name, sizes in WIDE.items()}

@@ -25,6 +25,7 @@ from psg_fx.graph.lifetimes import is_view
 from psg_fx.graph.nodes import call, in_order, put_in_place
 from psg_fx.graph.same_op import merge_equal
 from psg_fx.graph.stages import Stage
+from psg_fx.ops import patch_products
 from psg_fx.ops.experts import expert_outer
 from psg_fx.ops.tile_products import is_tiled
 from psg_fx.planner.cost import Device
@@ -110,7 +111,8 @@ def _tiles(last: Node) -> Node | None:
         return None
     squares = _operands(reduction)[0]
     kernel = _operands(squares)[0] if squares.target is operator.getitem else squares
-    return squares if is_tiled(kernel) and squares.meta["val"].ndim == 2 and _dims(reduction) == (1,) else None
+    tiled = is_tiled(kernel) or patch_products.is_tiled(kernel)
+    return squares if tiled and squares.meta["val"].ndim == 2 and _dims(reduction) == (1,) else None
 
 
 def _norms_together(gm: GraphModule, total: Node, is_cheap: Callable[[torch.Tensor], bool], on_cuda: bool) -> None:

@@ -82,8 +82,8 @@ class Block:
 
 @dataclass
 class Places:
-    """Where the large values of a compiled graph lie, by their number in the order of allocation; the blocks belong to
-    a `Memory`.  results: the numbers of those that outlive a call, known once there was one.
+    """Where the large values of a compiled graph lie, by their numbers in the order of all allocations; the blocks
+    belong to a `Memory`.  results: the numbers of those that outlive a call, known once there was one.
     """
 
     blocks: WeakValueDictionary[int, Block] = field(default_factory=WeakValueDictionary)
@@ -114,10 +114,9 @@ class Memory:
         self._blocks = [block for block in self._blocks if self._calls - block.last_call <= _CALLS]
 
         def take(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-            count = math.prod(size) * dtype.itemsize
+            value, count = next(values), math.prod(size) * dtype.itemsize
             if count < LARGE:
                 return empty_strided_cpu(size, stride, dtype)
-            value = next(values)
             if count < self._heap and places.results is not None and value not in places.results:
                 return _fresh(size, stride, dtype)
             with self._lock:

@@ -1,4 +1,5 @@
-"""The kernels of psg_fx (`psg_fx/ops/tile_kernels.py`, `gram_kernels.py`, `cell_kernels.py`) without a device.
+"""The kernels of psg_fx (`psg_fx/ops/tile_kernels.py`, `patch_kernels.py`, `gram_kernels.py`,
+`cell_kernels.py`) without a device.
 
     python -m no_device.tiles compiled
     TRITON_INTERPRET=1 python -m no_device.tiles executed
@@ -22,7 +23,7 @@ from unittest import mock
 
 import torch
 
-from no_device import cells
+from no_device import cells, patches
 from psg_fx.ops import gram_products, tile_products
 from psg_fx.planner import rates
 
@@ -59,7 +60,7 @@ def executed() -> dict[str, dict[str, float]]:
             off = (product.double() - right).abs().max() / right.abs().max()
             errors["product"] = float(off) / torch.finfo(product.dtype).eps
         found[f"{'x'.join(map(str, shape))} {_named(dtype)} {layout}{_kept(dtype, keep)}"] = errors
-    return found | _grams_executed() | cells.executed(_named)
+    return found | patches.executed(_named) | _grams_executed() | cells.executed(_named)
 
 
 def _grams_executed() -> dict[str, dict[str, float]]:
@@ -116,26 +117,29 @@ def _operands(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> tuple[
 
 def compiled() -> dict[str, dict[str, Any]]:
     """Kernel -> registers a thread, bytes of stack, shared bytes, and the instructions that multiply."""
-    from no_device.count import resources
-
     found = {}
     for architecture in ARCHITECTURES:
         for dtype in (torch.float32, torch.bfloat16):
             for tile in TILES:
                 for keep in dict.fromkeys((None, dtype, torch.bfloat16)):
-                    made = _binary(architecture, dtype, tile, keep)
-                    ptx = made.asm["ptx"]
                     named = f"{_named(dtype)} {tile[0]}x{tile[1]}{_kept(dtype, keep)}"
-                    used = {k: ptx.count(k) for k in INSTRUCTIONS}
-                    found[f"sm_{architecture} {named}"] = resources(made) | {"instructions": used}
-        made = _gram_binary(architecture)
-        used = {k: made.asm["ptx"].count(k) for k in INSTRUCTIONS}
-        found[f"sm_{architecture} bfloat16 gram"] = resources(made) | {"instructions": used}
+                    found[f"sm_{architecture} {named}"] = _told(_binary(architecture, dtype, tile, keep))
+                for keep in (None, dtype):
+                    kernel, *more = patches.signature(POINTERS[dtype], dtype, tile, keep is not None)
+                    named = f"patches {_named(dtype)} {tile[0]}x{tile[1]}{_kept(dtype, keep)}"
+                    found[f"sm_{architecture} {named}"] = _told(_compiled(kernel, architecture, *more))
+        found[f"sm_{architecture} bfloat16 gram"] = _told(_gram_binary(architecture))
         for dtype in (torch.float32, torch.bfloat16):
             for name, (kernel, pointers, meta) in cells.signatures(POINTERS[dtype]).items():
                 made = _compiled(kernel, architecture, pointers, meta, {})
-                found[f"sm_{architecture} {_named(dtype)} {name}"] = resources(made) | {"instructions": {}}
+                found[f"sm_{architecture} {_named(dtype)} {name}"] = _told(made) | {"instructions": {}}
     return found
+
+
+def _told(made: Any) -> dict[str, Any]:
+    from no_device.count import resources
+
+    return resources(made) | {"instructions": {k: made.asm["ptx"].count(k) for k in INSTRUCTIONS}}
 
 
 def _binary(architecture: int, dtype: torch.dtype, tile: tuple[int, int], keep: torch.dtype | None) -> Any:
@@ -192,7 +196,7 @@ def steps() -> dict[str, dict[str, Any]]:
                 interpret.keep_for(Path(file.name), made)
                 own = {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
                 answered = printed_by(interpret.__file__, file.name, **own)
-            kernels = sorted(name for name in made.kernels if name.startswith("tile_kernel"))
+            kernels = sorted(name for name in made.kernels if name.startswith(("tile_kernel", "patch_kernel")))
             found[f"{model} {quantity.field}"] = answered | {"kernels": kernels}
             torch._dynamo.reset()
     return found

@@ -81,7 +81,7 @@ def _squares(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         squares = _squares_fake(a, b)
         _launch(a, b, None, squares)
         return squares
-    return _by_torch(a, b, accumulation_dtype(a.dtype))[1]
+    return by_torch(a, b, accumulation_dtype(a.dtype))[1]
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,7 +89,7 @@ def _product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> tuple[torc
         product, squares = _product_fake(a, b, dtype)
         _launch(a, b, product, squares)
         return product, squares
-    return _by_torch(a, b, dtype)
+    return by_torch(a, b, dtype)
 
 
 def _launch(a: torch.Tensor, b: torch.Tensor, product: torch.Tensor | None, squares: torch.Tensor) -> None:
@@ -107,8 +107,8 @@ def _product_fake(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> tuple
     return a.new_empty((a.shape[0], a.shape[1], b.shape[2]), dtype=dtype), _squares_fake(a, b)
 
 
-def _by_torch(a: torch.Tensor, b: torch.Tensor, kept: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """The product, and the squares of its tiles."""
+def by_torch(a: torch.Tensor, b: torch.Tensor, kept: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """What both ops compute, in ops of torch; the product is kept in a dtype of its own."""
     dtype = accumulation_dtype(a.dtype)
     product = torch.bmm(a.to(dtype), b.to(dtype)).to(kept)
     (n, rows, columns), (height, width) = product.shape, tile(a.shape[1], b.shape[2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 
 import psg_fx
 from psg_fx import ClippedSum, Grads, Norms, Quantity, zoo
-from psg_fx.ops import gram_products, tile_products
+from psg_fx.ops import gram_products, patch_products, tile_products
+from psg_fx.ops.window import Window
 from psg_fx.planner import rates
 from support import oracle
 from support.device import CUDA
@@ -43,6 +45,32 @@ def test_kept_in_bfloat16(shape: tuple[int, int, int, int]) -> None:
     assert product.dtype is torch.bfloat16
     assert oracle.relative_error(product, a.double() @ b.double()) < 2**-8
     assert oracle.relative_error(squares.sum(1), product.double().square().sum((1, 2))) < 1e-5
+
+
+WINDOWS = {
+    "plain": ((3, 6, 19, 18), 70, Window(1, [3, 3], [1, 1], [0, 0], [1, 1])),
+    "padded, in steps": ((2, 4, 9, 9), 5, Window(1, [3, 2], [2, 1], [1, 1], [1, 1])),
+    "groups, with holes": ((3, 6, 11, 7), 3, Window(3, [2, 3], [1, 2], [0, 2], [2, 1])),
+    "large": ((8, 64, 16, 16), 128, Window(1, [3, 3], [1, 1], [1, 1], [1, 1])),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("dtype", tile_products.DTYPES, ids=str)
+@pytest.mark.parametrize("name", WINDOWS)
+def test_patches_alone(name: str, dtype: torch.dtype, channels_last: bool, compiled: bool) -> None:
+    (n, *sizes), outputs, window = WINDOWS[name]
+    torch.manual_seed(0)
+    x, places = torch.randn(n, *sizes, device="cuda").to(dtype), math.prod(window.out_space(sizes[1:]))
+    y = torch.randn(n * window.groups, outputs, places, device="cuda").to(dtype)
+    x = x.to(memory_format=torch.channels_last) if channels_last else x
+    run = torch.compile(patch_products.patch_product) if compiled else patch_products.patch_product
+    product, squares = run(y, x, window)
+    want = torch.bmm(y.double(), window.patches(x.double()))
+    assert oracle.relative_error(product, want) < 16 * torch.finfo(dtype).eps
+    assert oracle.relative_error(squares.sum(1), product.double().square().sum((1, 2))) < 1e-5
+    assert oracle.relative_error(patch_products.patch_squares(y, x, window).sum(1), want.square().sum((1, 2))) < 1e-5
 
 
 GRAMS = [(3, 70, 50, 90), (1, 1, 1, 1), (2, 197, 768, 40), (4, 512, 64, 384), (70000, 3, 2, 5)]
@@ -97,7 +125,7 @@ def test_in_a_step(
     )
     out = step(ex.inputs, ex.targets)
     nodes = step.graphs["tidied"].graph.nodes
-    assert any(str(node.target).startswith("psg_fx.tile") for node in nodes)
+    assert any(str(node.target).startswith(("psg_fx.tile", "psg_fx.patch")) for node in nodes)
     grads = oracle.loop_grads(ex.model, ex.loss_fn, ex.inputs, ex.targets, batch_dim=ex.batch_dim)[1]
     assert oracle.relative_error(out.norms, oracle.norms(grads)) < 5e-5
     if isinstance(quantity, ClippedSum):

@@ -14,10 +14,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.grad import conv2d_weight
 
 import psg_fx
 from psg_fx import ClippedSum, Grads, MeanGrad, Norms, Quantity, SecondMoment, WeightedSum
-from psg_fx.ops import tile_products
+from psg_fx.ops import patch_products, tile_products
+from psg_fx.ops.window import Window
 from psg_fx.planner import rates
 from psg_fx.planner.cost import Fused
 from psg_fx.planner.methods import FUSED
@@ -36,17 +38,19 @@ def fused_pays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Model(nn.Module):
-    """Positions, a convolution with groups, a weight that is used twice, and a loss of several sizes."""
+    """Positions, convolutions with groups, steps and holes, a weight that is used twice, a loss of several sizes."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.image = nn.Conv2d(1, 4, (3, 2), padding=(1, 0), stride=(1, 3), dilation=(1, 2))
         self.conv = nn.Conv1d(4, 6, 3, groups=2, padding=1)
         self.up = nn.Linear(6, 70)
         self.down = nn.Linear(70, 6)
         self.twice = nn.Linear(6, 6, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.conv(x).mT
+        image = self.image(x[:, None])
+        h = self.conv(x + image.mean((2, 3))[..., None]).mT
         h = h + self.down(torch.tanh(self.up(h)))
         return self.twice(torch.tanh(self.twice(h))).mean(1)
 
@@ -54,7 +58,7 @@ class Model(nn.Module):
 def tile_ops(step: psg_fx.PerSampleModule) -> list[str]:
     """The ops of psg_fx in the graph that is compiled."""
     names = [str(node.target) for node in step.graphs["tidied"].graph.nodes if node.op == "call_function"]
-    return [name.split(".")[1] for name in names if name.startswith("psg_fx.tile")]
+    return [name.split(".")[1] for name in names if name.startswith(("psg_fx.tile", "psg_fx.patch"))]
 
 
 def problem(batch: int = 5) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
@@ -186,6 +190,38 @@ def test_the_ops_by_torch(shape: tuple[int, int, int, int], dtype: torch.dtype) 
     assert oracle.relative_error(tile_products.tile_squares(a, b).sum(1), want.square().sum((1, 2))) < 1e-5
 
 
+WINDOWS = {
+    "plain": ((3, 6, 9, 8), 70, Window(1, [3, 3], [1, 1], [0, 0], [1, 1])),
+    "padded, in steps": ((2, 4, 9, 9), 5, Window(1, [3, 2], [2, 1], [1, 1], [1, 1])),
+    "groups, with holes": ((3, 6, 11, 7), 3, Window(3, [2, 3], [1, 2], [0, 2], [2, 1])),
+    "of one entry": ((1, 1, 1, 1), 1, Window(1, [1, 1], [1, 1], [0, 0], [1, 1])),
+}
+"""Sizes of x, channels of y in a group, and how x is read."""
+
+
+@pytest.mark.parametrize("dtype", tile_products.DTYPES, ids=str)
+@pytest.mark.parametrize("name", WINDOWS)
+def test_the_ops_of_patches_by_torch(name: str, dtype: torch.dtype) -> None:
+    """Against the gradient that torch has of a convolution of a sample."""
+    (n, *sizes), outputs, window = WINDOWS[name]
+    torch.manual_seed(0)
+    x, out = torch.randn(n, *sizes).to(dtype), window.out_space(sizes[1:])
+    y = torch.randn(n, window.groups * outputs, *out).to(dtype)
+    shape = (window.groups * outputs, sizes[0] // window.groups, *window.kernel)
+    want = torch.stack([
+        conv2d_weight(x[k : k + 1].double(), shape, y[k : k + 1].double(), *window[2:], groups=window.groups)
+        for k in range(n)
+    ]).view(n * window.groups, outputs, -1)  # fmt: skip
+    rows = y.view(n * window.groups, outputs, -1)
+    product, squares = patch_products.patch_product(rows, x, window)
+    assert product.dtype is dtype
+    assert oracle.relative_error(product, want) < 16 * torch.finfo(dtype).eps
+    assert oracle.relative_error(squares.sum(1), product.double().square().sum((1, 2))) < 1e-5
+    found = patch_products.patch_squares(rows, x, window)
+    assert found.shape == squares.shape
+    assert oracle.relative_error(found.sum(1), want.square().sum((1, 2))) < 1e-5
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no triton here; `make cuda` runs the same")
 def test_the_kernels_in_the_interpreter() -> None:
@@ -210,6 +246,29 @@ def test_the_ops_as_fakes() -> None:
     assert (squares.shape[1:], squares.dtype) == ((2 * 3,), torch.float32)
     assert isinstance(squares.shape[0], torch.SymInt)
     assert tile_products.tile_squares(a, b).shape == squares.shape
+
+
+def test_the_ops_of_patches_as_fakes() -> None:
+    window = Window(2, [3, 3], [1, 1], [1, 1], [1, 1])
+    y, x = symbolic_inputs([torch.randn(3, 2 * 70, 5, 6), torch.randn(3, 8, 5, 6)], [0, 0])
+    with y.fake_mode:  # type: ignore[attr-defined]
+        rows = y.view(-1, 70, 30)
+        product, squares = patch_products.patch_product(rows, x, window)
+    assert product.shape[1:] == (70, 4 * 9)
+    assert squares.shape[1:] == (2 * 1,)
+    assert isinstance(squares.shape[0], torch.SymInt)
+    assert patch_products.patch_squares(rows, x, window).shape == squares.shape
+
+
+@pytest.mark.usefixtures("fused_pays")
+def test_patches_that_cost_memory_are_not_formed() -> None:
+    """A clipped sum of an image network, whose patches are nine times its images."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(16, 32, 3), nn.Flatten(), nn.Linear(32 * 26 * 26, 3))
+    step = psg_fx.transform(model, F.cross_entropy, quantities=ClippedSum(0.5), backend="eager", options=ON)
+    report = step.validate(torch.randn(4, 16, 28, 28), torch.randint(3, (4,)))
+    assert report.ok, report
+    assert "patch_product" in tile_ops(step)
 
 
 def test_methods_are_named_apart() -> None:

@@ -1,5 +1,6 @@
 """`psg_fx.validation` accepts right answers, names the wrong ones, and its loop agrees with the tests' own oracle."""
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from psg_fx.errors import BadArgument
 from psg_fx.reference.batch import Batch
 from psg_fx.reference.by_vmap import vmap_reference
 from psg_fx.reference.definitions import GRADS, LOSSES, MEAN_GRAD, clipped_sum_check, definitions_for, norms_check
-from psg_fx.reference.loop import reference_grads
+from psg_fx.reference.loop import draws_random_numbers, reference_grads
 from psg_fx.reference.validate import validate
 from support import oracle
 
@@ -95,6 +96,16 @@ def test_a_random_model_is_refused() -> None:
     ex = zoo.example("encoder", batch=2, dropout=0.5)
     with pytest.raises(BadArgument, match="draws random numbers"):
         validate(Honest(ex), ex.model, ex.loss_fn, ex.inputs, ex.targets)
+
+
+def test_rounding_that_differs_between_two_runs_is_not_random() -> None:
+    """As where a library adds up in another order."""
+    x, y, runs = torch.randn(2, 3), torch.randn(2, 2), itertools.count()
+    for off, random in ((2**-22, False), (2**-10, True)):
+        noisy = draws_random_numbers(
+            nn.Linear(3, 2), lambda out, y, off=off: F.mse_loss(out, y) * (1 + off * (next(runs) % 2)), x, y
+        )
+        assert noisy is random
 
 
 class Shared(nn.Module):

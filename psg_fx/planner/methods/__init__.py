@@ -13,6 +13,7 @@ from psg_fx.planner.methods.fused import (
     TileSquares,
     TileSquaresHere,
 )
+from psg_fx.planner.methods.fused_patches import PatchProduct, PatchSquares
 from psg_fx.planner.methods.grams import GramDot, GramDotHere, NotFormed, NotFormedHere
 from psg_fx.planner.methods.onehot import Equal, Gather, Pick, Scatter
 from psg_fx.planner.methods.patches import ConvWeight, GroupedConv, Shifted, WindowSum
@@ -30,7 +31,7 @@ METHODS: tuple[Method, ...] = (
 TIMED: tuple[Method, ...] = (TileSquares(), TileProduct())
 """Kernels of psg_fx that were timed in whole steps on a device."""
 
-FUSED: tuple[Method, ...] = (*TIMED, NotFormed(), GramDot())
+FUSED: tuple[Method, ...] = (*TIMED, NotFormed(), GramDot(), PatchSquares(), PatchProduct())
 """All kernels of psg_fx."""
 
 COMPILED: tuple[Method, ...] = (NotFormedHere(), GramDotHere(), TileSquaresHere(), TileProductHere())

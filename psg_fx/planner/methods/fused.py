@@ -19,7 +19,7 @@ from psg_fx.planner.methods.dense import MatMul, is_gram
 from psg_fx.tensors import Size, reshape
 from psg_fx.torch_private import native
 
-_OF_CUBLAS = 0.7
+OF_CUBLAS = 0.7
 """The share of `bmm`'s rate that the kernels are taken to reach.  Not measured: it is the lowest of what was reported
 for the float32 product of Triton's tutorial on an A100, 0.70 to 0.98 of cuBLAS for 256 to 2048 rows (Triton's issue
 tracker, November 2023); half precision is taken for the same.
@@ -28,7 +28,7 @@ tracker, November 2023); half precision is taken for the same.
 _TALL, _PANEL = 8, 32
 """Rows and columns of their tiles."""
 
-_TILE = 64 * 64
+TILE = 64 * 64
 """About the elements of a tile."""
 
 
@@ -56,17 +56,17 @@ class TileSquares(Method):
         return TileSums()
 
     def bytes(self, p: Pair) -> Size:
-        return p.count(p.out) // _TILE * 4 + 4 * p.count(p.batch)
+        return p.count(p.out) // TILE * 4 + 4 * p.count(p.batch)
 
     def work(self, p: Pair) -> Work:
-        return Work(2 * p.count(p.everything) + 2 * p.count(p.out), p.moved()[0], p.count(p.out) * 4 / _TILE, "bmm")
+        return Work(2 * p.count(p.everything) + 2 * p.count(p.out), p.moved()[0], p.count(p.out) * 4 / TILE, "bmm")
 
     def seconds(self, p: Pair, device: Device) -> float:
         work, (rows, columns) = self.work(p), self._product.sides(p)
         height, width = tile_products.tile(rows, columns)
         down, across = tile_products.tiles(rows, columns)
         computed = float(down * height * across * width) / (rows * columns)
-        compute = computed * float(work.flops) / (_OF_CUBLAS * device.rate(work.kind, p.dtype))
+        compute = computed * float(work.flops) / (OF_CUBLAS * device.rate(work.kind, p.dtype))
         moving = float(work.read + work.written) / device.bandwidth
         found: float = max(compute, moving) + work.calls * device.launch
         return found
@@ -191,7 +191,7 @@ class SumTiles(Method):
         return p.out
 
     def work(self, p: Pair) -> Work:
-        entries = p.count(p.a.axes) / _TILE
+        entries = p.count(p.a.axes) / TILE
         return Work(0, 4 * entries, p.count(p.out) * 4)
 
     def emit(self, p: Pair, a: Any, b: Any) -> torch.Tensor:

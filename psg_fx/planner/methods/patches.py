@@ -19,7 +19,7 @@ from psg_fx.planner.methods.base import Method, Pair
 from psg_fx.tensors import Size, accumulation_dtype, permute
 
 
-def _split(p: Pair) -> tuple[bool, Patches, Axes]:
+def split(p: Pair) -> tuple[bool, Patches, Axes]:
     """Whether `a` holds the patches, their form, and their axes (b, t, g, i)."""
     first = isinstance(p.a.form, Patches)
     form = (p.a if first else p.b).form
@@ -27,11 +27,11 @@ def _split(p: Pair) -> tuple[bool, Patches, Axes]:
     return first, form, (p.a if first else p.b).axes
 
 
-def _is_gradient(p: Pair) -> bool:
+def is_gradient(p: Pair) -> bool:
     """patches[b,t,g,i] · other[b,t,g,o] with t summed and g, i, o kept."""
     if not (isinstance(p.a.form, Patches) or isinstance(p.b.form, Patches)):
         return False
-    first, _, (b, t, g, i) = _split(p)
+    first, _, (b, t, g, i) = split(p)
     other = p.b if first else p.a
     rest = [x for x in other.axes if x not in (b, t, g)]
     return (
@@ -40,23 +40,24 @@ def _is_gradient(p: Pair) -> bool:
     )  # fmt: skip
 
 
-def _other_axis(p: Pair) -> str:
-    first, _, (b, t, g, _) = _split(p)
+def other_axis(p: Pair) -> str:
+    """The axis o of the other operand."""
+    first, _, (b, t, g, _) = split(p)
     other = p.b if first else p.a
     return next(x for x in other.axes if x not in (b, t, g))
 
 
-def _operands(p: Pair, a: torch.Tensor, b: torch.Tensor) -> tuple[Patches, torch.Tensor, torch.Tensor]:
+def operands(p: Pair, a: torch.Tensor, b: torch.Tensor) -> tuple[Patches, torch.Tensor, torch.Tensor]:
     """The form, x as it is stored, and the other operand as `[b, g, o, t]`."""
-    first, form, (sample, t, g, _) = _split(p)
+    first, form, (sample, t, g, _) = split(p)
     x, other, have = (a, b, p.b.axes) if first else (b, a, p.a.axes)
-    return form, x, permute(other, [have.index(q) for q in (sample, g, _other_axis(p), t)])
+    return form, x, permute(other, [have.index(q) for q in (sample, g, other_axis(p), t)])
 
 
 def _convolution_work(p: Pair, kind: str = "conv") -> Work:
-    first, form, axes = _split(p)
+    first, form, axes = split(p)
     other = p.b if first else p.a
-    o = _other_axis(p)
+    o = other_axis(p)
     raw = p.count(axes[:1]) * _raw_per_sample(p, form, axes) * p.dtype.itemsize
     out = p.bytes(p.out)
     return Work(2 * p.count((*axes, o)), raw + p.bytes(other.axes), out, kind)
@@ -78,23 +79,23 @@ class GroupedConv(Method):
     own_op = True
 
     def applies(self, p: Pair) -> bool:
-        return _is_gradient(p) and _split(p)[2][0] in p.out
+        return is_gradient(p) and split(p)[2][0] in p.out
 
     def out(self, p: Pair) -> Axes:
-        _, _, (b, _, g, i) = _split(p)
-        return (b, g, _other_axis(p), i)
+        _, _, (b, _, g, i) = split(p)
+        return (b, g, other_axis(p), i)
 
     def work(self, p: Pair) -> Work:
         return _convolution_work(p)
 
     def seconds(self, p: Pair, device: Device) -> float:
-        _, form, _ = _split(p)
+        _, form, _ = split(p)
         small = not form.out_space or form.out_space[-1] <= 2
         rate = device.extra["grouped_conv_small_output" if small else "grouped_conv_output"]
         return _convolution_seconds(p, device, groups=True) + float(p.count(p.out)) * rate
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        form, x, grad = _operands(p, a, b)
+        form, x, grad = operands(p, a, b)
         n, folds, channels = x.shape[:3]
         x = x.transpose(0, 1).reshape(folds, n * channels, *form.space)
         outputs = grad.shape[2]
@@ -108,8 +109,8 @@ def _convolution_seconds(p: Pair, device: Device, groups: bool) -> float:
     """Kernels compute blocks of 16 channels in and out. With groups, what is left over is slow, and depthwise
     ones have fast kernels for small windows alone (oneDNN; bench/convolutions.py).
     """
-    _, form, axes = _split(p)
-    inputs, outputs = p.sizes[axes[3]] // math.prod(form.kernel), p.sizes[_other_axis(p)]
+    _, form, axes = split(p)
+    inputs, outputs = p.sizes[axes[3]] // math.prod(form.kernel), p.sizes[other_axis(p)]
     if inputs == outputs == 1 and groups:
         slower = 16.0 if max(form.kernel) <= 3 else 53.0
     else:
@@ -126,20 +127,20 @@ class ConvWeight(Method):
     name = "conv-weight"
 
     def applies(self, p: Pair) -> bool:
-        return _is_gradient(p) and _split(p)[2][0] not in p.out
+        return is_gradient(p) and split(p)[2][0] not in p.out
 
     def out(self, p: Pair) -> Axes:
-        _, _, (_, _, g, i) = _split(p)
-        return (g, _other_axis(p), i)
+        _, _, (_, _, g, i) = split(p)
+        return (g, other_axis(p), i)
 
     def work(self, p: Pair) -> Work:
         return _convolution_work(p)
 
     def seconds(self, p: Pair, device: Device) -> float:
-        return _convolution_seconds(p, device, groups=_split(p)[1].groups > 1)
+        return _convolution_seconds(p, device, groups=split(p)[1].groups > 1)
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        form, x, grad = _operands(p, a, b)
+        form, x, grad = operands(p, a, b)
         n, folds, channels = x.shape[:3]
         x = x.reshape(n * folds, channels, *form.space)
         outputs = grad.shape[2]
@@ -155,15 +156,15 @@ class Shifted(Method):
     name = "shifted"
 
     def applies(self, p: Pair) -> bool:
-        if not _is_gradient(p) or _split(p)[2][0] not in p.out:
+        if not is_gradient(p) or split(p)[2][0] not in p.out:
             return False
-        return math.prod(_split(p)[1].kernel) <= 49
+        return math.prod(split(p)[1].kernel) <= 49
 
     def out(self, p: Pair) -> Axes:
         return GroupedConv().out(p)
 
     def work(self, p: Pair) -> Work:
-        first, form, axes = _split(p)
+        first, form, axes = split(p)
         other = p.b if first else p.a
         offsets = math.prod(form.kernel)
         base = _convolution_work(p, "bmm")
@@ -176,7 +177,7 @@ class Shifted(Method):
         return device.seconds(self.work(p), p.dtype) + device.seconds(Work(0, out, out))
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        form, x, grad = _operands(p, a, b)
+        form, x, grad = operands(p, a, b)
         n, folds, channels = x.shape[:3]
         per_group = channels // form.groups
         found = []
@@ -197,29 +198,29 @@ class WindowSum(Method):
     name = "windows"
 
     def applies(self, p: Pair) -> bool:
-        return _is_gradient(p) and (set(_split(p)[1].stride) == {1} or math.prod(_split(p)[1].out_space) == 1)
+        return is_gradient(p) and (set(split(p)[1].stride) == {1} or math.prod(split(p)[1].out_space) == 1)
 
     def out(self, p: Pair) -> Axes:
-        _, _, (b, _, g, i) = _split(p)
-        return (*((b,) if b in p.out else ()), g, _other_axis(p), i)
+        _, _, (b, _, g, i) = split(p)
+        return (*((b,) if b in p.out else ()), g, other_axis(p), i)
 
     def work(self, p: Pair) -> Work:
         return _convolution_work(p, "reduce")
 
     def seconds(self, p: Pair, device: Device) -> float:
-        work, (_, form, _) = self.work(p), _split(p)
+        work, (_, form, _) = self.work(p), split(p)
         if form.out_space[-1] <= 8:  # a row shorter than a vector is computed element by element
             work = replace(work, flops=3 * work.flops)
         return device.seconds(device.fetching(work), p.dtype)
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        form, x, grad = _operands(p, a, b)
+        form, x, grad = operands(p, a, b)
         dtype, nd = accumulation_dtype(p.dtype), len(form.kernel)
         rows = windows(x, form).unsqueeze(2)  # [b, g, 1, c, *kernel, f, *out_space]
         n, groups, outputs = grad.shape[:3]
         grad = grad.reshape(n, groups, outputs, *[1] * (1 + nd), *rows.shape[4 + nd :])
         positions = list(range(4 + nd, rows.ndim))
-        kept, lead = ([], [n]) if _split(p)[2][0] in p.out else ([0], [])
+        kept, lead = ([], [n]) if split(p)[2][0] in p.out else ([0], [])
         return (rows.to(dtype) * grad.to(dtype)).sum(kept + positions).reshape(*lead, groups, outputs, -1)
 
 

@@ -1,0 +1,108 @@
+"""Gradients for the weights of convolutions whose patches are never in memory: kernels of psg_fx (Triton).
+
+Offered where `Device.fused` says so.  None was timed; docs/design/gpu.md says what was compiled and executed.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from psg_fx.algebra.network import BATCH, Axes, Form, TileSums, WithTileSums
+from psg_fx.ops import patch_products, tile_products
+from psg_fx.ops.window import Window
+from psg_fx.planner.cost import Device, Work
+from psg_fx.planner.methods.base import Method, Pair
+from psg_fx.planner.methods.fused import OF_CUBLAS, TILE
+from psg_fx.planner.methods.patches import GroupedConv, is_gradient, operands, other_axis, split
+from psg_fx.tensors import Size, reshape
+
+_OF_AN_ENTRY = 24
+"""What an entry of a patch costs that is read: the dozen integer operations of its address and its mask, of which a
+multiprocessor does half as many as of float32 (CUDA C++ Programming Guide, arithmetic instructions, capability 9.0).
+"""
+
+
+class PatchSquares(Method):
+    """Σ p², p[b,g,o,i] = Σ_t ȳ[b,g,o,t] patches(x)[b,t,g,i], tile by tile, over images or lines; neither p nor the
+    patches are ever in memory.
+
+    flops = 2 · b·g·o·i·t of the product, with o and i in whole tiles, and 2 · b·g·o·i; entries are read once for each
+    row of tiles; bytes = x and ȳ, and a number for each tile.
+    """
+
+    name = "patch-squares"
+    own_op = True
+
+    def applies(self, p: Pair) -> bool:
+        if not is_gradient(p) or p.a.dtype != p.b.dtype or p.dtype not in tile_products.DTYPES:
+            return False
+        _, form, (b, t, _, _) = split(p)
+        return b == BATCH and b in p.out and len(form.kernel) <= 2 and p.sizes[t] == math.prod(form.out_space)
+
+    def out(self, p: Pair) -> Axes:
+        return GroupedConv().out(p)
+
+    def form(self, p: Pair) -> Form:
+        return TileSums()
+
+    def bytes(self, p: Pair) -> Size:
+        (_, _, (b, _, g, _)) = split(p)
+        return p.count(p.out) // TILE * 4 + 4 * p.count((b, g))
+
+    def work(self, p: Pair) -> Work:
+        of_product = GroupedConv().work(p)
+        return Work(of_product.flops + 2 * p.count(p.out), of_product.read, p.count(p.out) * 4 / TILE, "bmm")
+
+    def seconds(self, p: Pair, device: Device) -> float:
+        work, rows, columns = self.work(p), p.sizes[other_axis(p)], p.sizes[split(p)[2][3]]
+        (height, width), (down, across) = tile_products.tile(rows, columns), tile_products.tiles(rows, columns)
+        computed = float(down * height * across * width) / (rows * columns)
+        compute = computed * float(work.flops) / (OF_CUBLAS * device.rate(work.kind, p.dtype))
+        entries = float(p.count(split(p)[2]) * down) * width * across / columns
+        compute += _OF_AN_ENTRY * entries / device.rate("pointwise", torch.float32)
+        found: float = max(compute, float(work.read + work.written) / device.bandwidth) + work.calls * device.launch
+        return found
+
+    def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        y, x, window = self._given(p, a, b)
+        return self._of_samples(p, patch_products.patch_squares(y, x, window), x)
+
+    def _given(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Window]:
+        """ȳ[b·g, o, t], x[b, g·c, h, w], and how it is read; lines are images of one row."""
+        form, x, y = operands(p, a, b)
+        line = 2 - len(form.kernel)
+        x = x.reshape(x.shape[0], x.shape[2], *[1] * line, *form.space)
+        one, none = [1] * line, [0] * line
+        window = Window(
+            form.groups, [*one, *form.kernel], [*one, *form.stride], [*none, *form.padding], [*one, *form.dilation]
+        )
+        return y.flatten(0, 1), x, window
+
+    def _of_samples(self, p: Pair, squares: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """[b·g, tiles] as [b, tiles]: groups are summed over, too."""
+        groups = split(p)[1].groups
+        return reshape(squares, (x.shape[0], groups * squares.shape[1]))
+
+
+class PatchProduct(PatchSquares):
+    """p itself, too: what is read again (by a clipped sum) is not read for its norm."""
+
+    name = "patch-matmul"
+
+    def form(self, p: Pair) -> Form:
+        return WithTileSums()
+
+    def bytes(self, p: Pair) -> Size:
+        return p.bytes(p.out)
+
+    def work(self, p: Pair) -> Work:
+        work = super().work(p)
+        return Work(work.flops, work.read, work.written + self.bytes(p), work.kind)
+
+    def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        y, x, window = self._given(p, a, b)
+        product, squares = patch_products.patch_product(y, x, window)
+        n, groups = x.shape[0], window.groups
+        return product.reshape(n, groups, *product.shape[1:]), self._of_samples(p, squares, x)
