@@ -24,7 +24,7 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ from psg_fx import Grads, transform, zoo
 from psg_fx.algebra.gradient import GRADIENTS
 from psg_fx.benchmarking.problem import Problem
 from psg_fx.planner import rates
-from psg_fx.planner.cost import Device, Work
+from psg_fx.planner.cost import Device, Fused, Work
 from psg_fx.planner.expr import Expr, LeafExpr
 from psg_fx.planner.plan import Plan
 from psg_fx.planner.search import plan_step
@@ -121,8 +121,9 @@ def predicted(run: Run, precision: str) -> dict[str, Any]:
         device = rates.named(name)
         steps = {"ordinary": prediction(timed(graphs["ordinary"], device), device)}
         for step, quantity in USUAL.items():
-            plan = plan_step(GRADIENTS.of(joint).values(), quantity.asks(), device, asked.batch, asked.size)
-            steps[step] = prediction([*timed(graphs["joint"], device), *planned(plan, device)], device)
+            for label, on in ((step, device), (f"{step}, fused", replace(device, fused=Fused.ALL))):
+                plan = plan_step(GRADIENTS.of(joint).values(), quantity.asks(), on, asked.batch, asked.size)
+                steps[label] = prediction([*timed(graphs["joint"], device), *planned(plan, on)], device)
         least = plan_step(
             GRADIENTS.of(joint).values(), USUAL["clipped_sum"].asks(), device, asked.batch, asked.size, KEPT
         )
@@ -197,6 +198,7 @@ def page(found: dict[str, Any]) -> list[str]:
                 for model, precision in (key.split() for key in found)]  # fmt: skip
         text += [f"## {device.upper()}", _table(headers, rows)]
     text += ["## Fewer bytes on the H100", FEWER, _table(FEWER_HEADERS, list(fewer(found)))]
+    text += ["## With all kernels of psg_fx on the H100", WITH_FUSED, _table(FUSED_HEADERS, list(with_fused(found)))]
     text += ["## Beside what was measured on the H100", BESIDE, _table(MEASURED, list(beside(found)))]
     text += [BESIDE_STEPS, _table(["model", "step", "how", "predicted", "measured"], list(beside_steps(found)))]
     return [*text, "## Launches and bytes beside inductor's own", COUNTED, _table(COUNTS, list(beside_inductor(found)))]
@@ -211,6 +213,10 @@ FEWER = """A clipped sum moves more than an ordinary step, since gradients that 
 written once and read twice. This is the plan that keeps as little as any tree does (Gram matrices, and the sum from
 activations once more), × the ordinary step, predicted for replayed kernels."""
 FEWER_HEADERS = ["model", "precision", "bytes: as planned", "nothing kept", "time: as planned", "nothing kept"]
+WITH_FUSED = """Plans with `options={"psg_fx.fused_kernels": True}`, × the ordinary step, predicted for replayed
+kernels; before the arrow as above. The prices of these kernels are derived, not measured
+([docs/design/gpu.md](../../docs/design/gpu.md#fused-kernels))."""
+FUSED_HEADERS = ["model", "precision", "norms: time", "bytes", "clipped sum: time", "bytes"]
 BESIDE = """Time of the device alone, × the ordinary step's (the profiler's sum of kernels; predictions are those for
 replayed kernels), and kernels × the ordinary step's. The last columns are the ordinary step itself, in ms."""
 BESIDE_STEPS = """Whole steps by the host's clock (`compare-cuda-nvidia-h100-80gb-hbm3.md`), × the ordinary step as one
@@ -248,6 +254,19 @@ def fewer(found: dict[str, Any]) -> Iterator[list[str]]:
             ratios = [steps[s][what] / steps["ordinary"][what] for what in ("bytes", "replayed")
                       for s in ("clipped_sum", LEAST)]  # fmt: skip
             yield [TITLES.get(model, MODELS[model].title), precision, *(f"{ratio:.2f}" for ratio in ratios)]
+
+
+def with_fused(found: dict[str, Any]) -> Iterator[list[str]]:
+    """Time and bytes of norms and clipped sums, without and with the kernels."""
+    for key, devices in found.items():
+        (model, precision), steps = key.split(), devices["h100"]
+        if "norms, fused" not in steps:
+            continue
+        cells = [
+            " → ".join(f"{steps[s][what] / steps['ordinary'][what]:.2f}" for s in (step, f"{step}, fused"))
+            for step in ("norms", "clipped_sum") for what in ("replayed", "bytes")
+        ]  # fmt: skip
+        yield [TITLES.get(model, MODELS[model].title), precision, *cells]
 
 
 def beside(found: dict[str, Any]) -> Iterator[list[str]]:

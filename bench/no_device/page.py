@@ -50,8 +50,8 @@ ODDITIES = """× ordinary / × compiled `vmap(grad)`, which forms all gradients 
 both are one graph, compiled in the same way. vmap of attention is one call for all samples, as on CUDA. Two models
 stand apart. The MLP's ordinary step moves 0.1 MB: it is all launches, each norm or scaling is one more of them, and
 per-sample gradients of 32 samples are 32 times what an ordinary step writes. The LSTM's loops over time are ops of
-psg_fx's own, which launch 8 kernels forward and 5 backward for each step of time and layer, 2 and 2 with the kernels
-of psg_fx ("lstm-fused": `options={"psg_fx.fused_kernels": True}`); they are counted as launches, and what they move is
+psg_fx's own, which launch 8 kernels forward and 5 backward for each step of time and layer, 2 and 2 with all kernels
+of psg_fx ("-fused": `options={"psg_fx.fused_kernels": True}`); they are counted as launches, and what they move is
 not in the bytes. Its ordinary step is written out over time here, so that inductor
 fuses what lies between two products; on a device it is cuDNN's op, a few launches for all of time. So the LSTM's ratios
 hold two graphs against each other and not against the step that users run. A dash: not compiled yet."""
