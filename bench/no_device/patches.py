@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from psg_fx.ops import tile_products
+from psg_fx.ops import patch_products, tile_products
 from psg_fx.ops.window import Window
 
 WINDOWS = {
@@ -35,7 +35,8 @@ def executed(named: Callable[[torch.dtype], str]) -> dict[str, dict[str, float]]
             y = torch.randn(sizes[0] * window.groups, outputs, places).to(dtype)
             x = x.to(memory_format=torch.channels_last) if last else x
             columns = sizes[1] // window.groups * window.entries
-            (down, across), tile = tile_products.tiles(outputs, columns), tile_products.tile(outputs, columns)
+            tile = patch_products.tile(y, x, window)
+            down, across = tile_products.tiles(outputs, columns, tile)
             squares = torch.full((y.shape[0], down * across), torch.nan)
             product = torch.full((y.shape[0], outputs, columns), torch.nan, dtype=dtype) if keep else None
             meta = patch_kernels.meta(dtype, window, tile, keep) | {"AS_FLOAT32": True}
@@ -60,10 +61,14 @@ def _kinds() -> Iterator[tuple[torch.dtype, bool, bool]]:
     yield torch.float32, True, True
 
 
-def signature(pointer: str, dtype: torch.dtype, tile: tuple[int, int], keep: bool) -> tuple[Any, ...]:
-    """The kernel, the types of its pointers, what is compiled into it, and strides of 1: 3x3, contiguous operands."""
+def signatures(pointer: str, dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """For 3x3 a name, and the kernel, the types of its pointers, what is compiled into it, and strides of 1."""
     from psg_fx.ops import patch_kernels
 
     pointers = dict.fromkeys(("y", "x", "product"), pointer) | {"squares": "*fp32"}
-    meta = patch_kernels.meta(dtype, Window(1, [3, 3], [1, 1], [1, 1], [1, 1]), tile, keep)
-    return patch_kernels.patch_kernel, pointers, meta, {"y_t": 1, "x_w": 1, "p_i": 1}
+    for tile in dict.fromkeys(patch_products.tile_of(size, size, dtype) for size in (64, 128)):
+        for keep in (False, True):
+            meta = patch_kernels.meta(dtype, Window(1, [3, 3], [1, 1], [1, 1], [1, 1]), tile, keep)
+            for lie, ones in ("", {"y_t": 1, "x_w": 1, "p_i": 1}), (", strided", {}):
+                name = f"{tile[0]}x{tile[1]}{', kept' if keep else ''}{lie}"
+                yield name, (patch_kernels.patch_kernel, pointers, meta, ones)

@@ -124,10 +124,9 @@ def compiled() -> dict[str, dict[str, Any]]:
                 for keep in dict.fromkeys((None, dtype, torch.bfloat16)):
                     named = f"{_named(dtype)} {tile[0]}x{tile[1]}{_kept(dtype, keep)}"
                     found[f"sm_{architecture} {named}"] = _told(_binary(architecture, dtype, tile, keep))
-                for keep in (None, dtype):
-                    kernel, *more = patches.signature(POINTERS[dtype], dtype, tile, keep is not None)
-                    named = f"patches {_named(dtype)} {tile[0]}x{tile[1]}{_kept(dtype, keep)}"
-                    found[f"sm_{architecture} {named}"] = _told(_compiled(kernel, architecture, *more))
+            for named, (kernel, *more) in patches.signatures(POINTERS[dtype], dtype):
+                made = _compiled(kernel, architecture, *more)
+                found[f"sm_{architecture} patches {_named(dtype)} {named}"] = _told(made)
         found[f"sm_{architecture} bfloat16 gram"] = _told(_gram_binary(architecture))
         for dtype in (torch.float32, torch.bfloat16):
             for name, (kernel, pointers, meta) in cells.signatures(POINTERS[dtype]).items():

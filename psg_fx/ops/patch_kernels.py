@@ -75,11 +75,7 @@ def arguments(
 
 
 def meta(dtype: torch.dtype, window: Window, tile: tuple[int, int], keep: bool) -> dict[str, Any]:
-    """What is compiled into the kernel, and how many warps work on a tile.
-
-    Large tiles of float32 leave few registers for the addresses of patches, so 16 positions are multiplied at a time.
-    """
+    """What is compiled into the kernel, and how many warps work on a tile."""
     named = {"KERNEL": window.kernel, "STRIDE": window.stride, "PADDING": window.padding, "DILATION": window.dilation}
     sides = {f"{name}_{side}": size for name, sizes in named.items() for side, size in zip("HW", sizes, strict=True)}
-    depth = 16 if dtype is torch.float32 and tile > (64, 64) else 32
-    return tile_kernels.meta(dtype, tile, keep) | {"DEPTH": depth} | sides
+    return tile_kernels.meta(dtype, tile, keep) | {"DEPTH": 32} | sides

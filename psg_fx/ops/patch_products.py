@@ -21,7 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 from psg_fx.ops import tile_products
 from psg_fx.ops.define import defined_later
 from psg_fx.ops.window import Window
-from psg_fx.tensors import accumulation_dtype
+from psg_fx.tensors import HALF, Size, accumulation_dtype
 
 Sizes = Sequence[int]
 
@@ -36,6 +36,19 @@ def patch_product(y: Tensor, x: Tensor, window: Window) -> tuple[Tensor, Tensor]
     """The same, and before it the product [n·g, o, i]; the squares are those of the product as it is kept."""
     product, squares = _ops()[1](y, x, *window)
     return product, squares
+
+
+def tile(y: Tensor, x: Tensor, window: Window) -> tuple[int, int]:
+    """Rows and columns of a tile."""
+    return tile_of(y.shape[1], _columns(x, window), y.dtype)
+
+
+def tile_of(rows: Size, columns: Size, dtype: torch.dtype) -> tuple[int, int]:
+    """The same for a product of this size: large ones in half precision alone, since addresses of patches take
+    registers that large tiles of float32 do not have.
+    """
+    height, width = tile_products.tile(rows, columns)
+    return (height, width) if dtype in HALF else (min(height, 64), min(width, 64))
 
 
 def is_tiled(node: Node) -> bool:
@@ -66,7 +79,7 @@ def _squares(
         _launch(y, x, window, None, squares)
         return squares
     dtype = accumulation_dtype(y.dtype)
-    return tile_products.by_torch(y, window.patches(x.to(dtype)), dtype)[1]
+    return tile_products.by_torch(y, window.patches(x.to(dtype)), dtype, tile(y, x, window))[1]
 
 
 def _product(
@@ -77,13 +90,14 @@ def _product(
         product, squares = _product_fake(y, x, *window)
         _launch(y, x, window, product, squares)
         return product, squares
-    return tile_products.by_torch(y, window.patches(x.to(accumulation_dtype(y.dtype))), y.dtype)
+    patches = window.patches(x.to(accumulation_dtype(y.dtype)))
+    return tile_products.by_torch(y, patches, y.dtype, tile(y, x, window))
 
 
 def _launch(y: Tensor, x: Tensor, window: Window, product: Tensor | None, squares: Tensor) -> None:
     from psg_fx.ops import patch_kernels  # Triton is loaded where there is something to launch
 
-    patch_kernels.launch(y, x, window, product, squares, tile_products.tile(y.shape[1], _columns(x, window)))
+    patch_kernels.launch(y, x, window, product, squares, tile(y, x, window))
 
 
 def _columns(x: Tensor, window: Window) -> int:
@@ -91,7 +105,7 @@ def _columns(x: Tensor, window: Window) -> int:
 
 
 def _squares_fake(y: Tensor, x: Tensor, *window: Any) -> Tensor:
-    down, across = tile_products.tiles(y.shape[1], _columns(x, Window(*window)))
+    down, across = tile_products.tiles(y.shape[1], _columns(x, Window(*window)), tile(y, x, Window(*window)))
     return y.new_empty((y.shape[0], down * across), dtype=accumulation_dtype(y.dtype))
 
 

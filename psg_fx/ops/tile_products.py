@@ -30,9 +30,9 @@ def tile(rows: Size, columns: Size) -> tuple[int, int]:
     return (128, 128) if rows >= 128 and columns >= 128 else (64, 64)
 
 
-def tiles(rows: Size, columns: Size) -> tuple[Size, Size]:
-    """Their numbers."""
-    height, width = tile(rows, columns)
+def tiles(rows: Size, columns: Size, size: tuple[int, int] | None = None) -> tuple[Size, Size]:
+    """Their numbers; size: of a tile, if it is another."""
+    height, width = size or tile(rows, columns)
     return -(-rows // height), -(-columns // width)
 
 
@@ -107,12 +107,14 @@ def _product_fake(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> tuple
     return a.new_empty((a.shape[0], a.shape[1], b.shape[2]), dtype=dtype), _squares_fake(a, b)
 
 
-def by_torch(a: torch.Tensor, b: torch.Tensor, kept: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """What both ops compute, in ops of torch; the product is kept in a dtype of its own."""
+def by_torch(
+    a: torch.Tensor, b: torch.Tensor, kept: torch.dtype, size: tuple[int, int] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What both ops compute, in ops of torch.  kept: the dtype of the product.  size: of a tile, if it is another."""
     dtype = accumulation_dtype(a.dtype)
     product = torch.bmm(a.to(dtype), b.to(dtype)).to(kept)
-    (n, rows, columns), (height, width) = product.shape, tile(a.shape[1], b.shape[2])
-    down, across = tiles(rows, columns)
+    (n, rows, columns), (height, width) = product.shape, size or tile(a.shape[1], b.shape[2])
+    down, across = tiles(rows, columns, (height, width))
     whole = F.pad(product.to(dtype).square(), (0, across * width - columns, 0, down * height - rows))
     return product, whole.reshape(n, down, height, across, width).sum((2, 4)).reshape(n, down * across)
 

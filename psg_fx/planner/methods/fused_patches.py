@@ -57,7 +57,8 @@ class PatchSquares(Method):
 
     def seconds(self, p: Pair, device: Device) -> float:
         work, rows, columns = self.work(p), p.sizes[other_axis(p)], p.sizes[split(p)[2][3]]
-        (height, width), (down, across) = tile_products.tile(rows, columns), tile_products.tiles(rows, columns)
+        height, width = patch_products.tile_of(rows, columns, p.dtype)
+        down, across = tile_products.tiles(rows, columns, (height, width))
         computed = float(down * height * across * width) / (rows * columns)
         compute = computed * float(work.flops) / (OF_CUBLAS * device.rate(work.kind, p.dtype))
         entries = float(p.count(split(p)[2]) * down) * width * across / columns
