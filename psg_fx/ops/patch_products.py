@@ -10,6 +10,7 @@ device they are kernels of Triton (`psg_fx/ops/patch_kernels.py`), which inducto
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -115,5 +116,4 @@ def _product_fake(y: Tensor, x: Tensor, *window: Any) -> tuple[Tensor, Tensor]:
 
 def _flops(y: Sizes, x: Sizes, groups: int, kernel: Sizes, *rest: Any, **shapes: Any) -> int:
     """2 · n·g·o·t·i of the product, and 2 · n·g·o·i of the squares."""
-    entries = functools.reduce(int.__mul__, kernel)
-    return 2 * y[0] * y[1] * (x[1] // groups) * entries * (y[2] + 1)
+    return 2 * y[0] * y[1] * (x[1] // groups) * math.prod(kernel) * (y[2] + 1)

@@ -48,7 +48,7 @@ class PatchSquares(Method):
         return TileSums()
 
     def bytes(self, p: Pair) -> Size:
-        (_, _, (b, _, g, _)) = split(p)
+        _, _, (b, _, g, _) = split(p)
         return p.count(p.out) // TILE * 4 + 4 * p.count((b, g))
 
     def work(self, p: Pair) -> Work:
