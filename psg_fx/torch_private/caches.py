@@ -31,9 +31,8 @@ def surroundings() -> Any:
 
 def is_overridden() -> bool:
     """Whether somebody has given an op of torch another implementation in Python.  Of those torch itself has shapes
-    alone ("Meta") and some for devices; where autograd or a CPU is concerned, it is of another package.
+    alone ("Meta"), some for devices, and in 2.15 one for "PythonTLSSnapshot"; where autograd or a CPU is concerned, it
+    is of another package.
     """
-    return any(
-        name.startswith("aten/") and name.rpartition("/")[2].startswith(("Autograd", "CPU", "Composite", "Python"))
-        for name in torch.library._impls
-    )
+    keys = (name.rpartition("/")[2] for name in torch.library._impls if name.startswith("aten/"))
+    return any(key == "Python" or key.startswith(("Autograd", "CPU", "Composite")) for key in keys)
