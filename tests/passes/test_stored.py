@@ -262,6 +262,16 @@ def test_a_broken_file_is_made_anew(on_disk: Path, damage: bytes | None, caplog:
     assert "read" in run().timings
 
 
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators:UserWarning")
+def test_nothing_is_kept_where_an_op_of_torch_is_computed_by_another_package(on_disk: Path) -> None:
+    captured = stages(small())["captured"]
+    assert store.entry_of(captured, None) is not None
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("erfinv", lambda x: x, "CPU")
+        assert store.entry_of(captured, None) is None
+    assert store.entry_of(captured, None) is not None
+
+
 def test_a_folder_that_cannot_be_written(on_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (on_disk / "psg_fx").write_text("a file where the folder would be")
     step = psg_fx.transform(small(), F.cross_entropy, quantities=Norms())
