@@ -25,7 +25,7 @@ from psg_fx.ops import by_onednn
 from psg_fx.ops.define import libraries_of
 from psg_fx.torch_private import native
 from psg_fx.torch_private.ahead import ask_ahead
-from psg_fx.torch_private.compiler import compilations, inductor_modes, marked_dynamic
+from psg_fx.torch_private.compiler import compilations, inductor_modes, marked_dynamic, with_own_code
 from psg_fx.torch_private.graphs import write_code
 from psg_fx.torch_private.inductor import Compiler, InductorError, calls_subgraphs, inductor
 from psg_fx.torch_private.mended import inductor_mended
@@ -105,7 +105,8 @@ def _by_torch(
 ) -> Flat:  # fmt: skip
     # True would make the parameters' sizes symbols, too: the batch size is marked instead.
     by_size = None if dynamic else dynamic
-    compiled: Flat = torch.compile(gm, backend=backend, mode=mode, options=options, dynamic=by_size, fullgraph=True)
+    called = with_own_code(lambda *tensors: gm(*tensors))
+    compiled: Flat = torch.compile(called, backend=backend, mode=mode, options=options, dynamic=by_size, fullgraph=True)
 
     def run(*tensors: Any) -> Sequence[Any]:
         write_code(gm)

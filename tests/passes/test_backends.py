@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 
 import psg_fx
 from psg_fx import ClippedSum, Grads, Norms
@@ -50,3 +53,11 @@ def test_backend(backend: str, case: Case) -> None:
             assert oracle.worst_error(got[field], value) < tolerance_of(case), field
         else:
             assert oracle.relative_error(got[field], value) < tolerance_of(case), field
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_more_steps_than_dynamo_compiles_of_one_function() -> None:
+    """Its limit is for each function, and every step is one."""
+    for _ in range(torch._dynamo.config.recompile_limit + 1):
+        step = psg_fx.transform(nn.Linear(3, 2), F.mse_loss, quantities=Norms(), backend="aot_eager")
+        assert step(torch.randn(4, 3), torch.randn(4, 2)).norms.shape == (4,)
