@@ -9,14 +9,14 @@ import math
 
 import torch
 
-from psg_fx.algebra.network import BATCH, Axes, Form, TileSums, WithTileSums
+from psg_fx.algebra.network import BATCH, Axes
 from psg_fx.ops import patch_products, tile_products
 from psg_fx.ops.window import Window
 from psg_fx.planner.cost import Device, Work
-from psg_fx.planner.methods.base import Method, Pair
-from psg_fx.planner.methods.fused import OF_CUBLAS, TILE
+from psg_fx.planner.methods.base import Pair
+from psg_fx.planner.methods.fused import OF_CUBLAS, TILE, TileProduct, TileSquares
 from psg_fx.planner.methods.patches import GroupedConv, is_gradient, operands, other_axis, split
-from psg_fx.tensors import Size, reshape
+from psg_fx.tensors import reshape
 
 _OF_AN_ENTRY = 24
 """What an entry of a patch costs that is read: the dozen integer operations of its address and its mask, of which a
@@ -24,7 +24,7 @@ multiprocessor does half as many as of float32 (CUDA C++ Programming Guide, arit
 """
 
 
-class PatchSquares(Method):
+class PatchSquares(TileSquares):
     """Σ p², p[b,g,o,i] = Σ_t ȳ[b,g,o,t] patches(x)[b,t,g,i], tile by tile, over images or lines; neither p nor the
     patches are ever in memory.
 
@@ -33,7 +33,6 @@ class PatchSquares(Method):
     """
 
     name = "patch-squares"
-    own_op = True
 
     def applies(self, p: Pair) -> bool:
         if not is_gradient(p) or p.a.dtype != p.b.dtype or p.dtype not in tile_products.DTYPES:
@@ -43,13 +42,6 @@ class PatchSquares(Method):
 
     def out(self, p: Pair) -> Axes:
         return GroupedConv().out(p)
-
-    def form(self, p: Pair) -> Form:
-        return TileSums()
-
-    def bytes(self, p: Pair) -> Size:
-        _, _, (b, _, g, _) = split(p)
-        return p.count(p.out) // TILE * 4 + 4 * p.count((b, g))
 
     def work(self, p: Pair) -> Work:
         of_product = GroupedConv().work(p)
@@ -87,20 +79,10 @@ class PatchSquares(Method):
         return reshape(squares, (x.shape[0], groups * squares.shape[1]))
 
 
-class PatchProduct(PatchSquares):
+class PatchProduct(TileProduct, PatchSquares):
     """p itself, too: what is read again (by a clipped sum) is not read for its norm."""
 
     name = "patch-matmul"
-
-    def form(self, p: Pair) -> Form:
-        return WithTileSums()
-
-    def bytes(self, p: Pair) -> Size:
-        return p.bytes(p.out)
-
-    def work(self, p: Pair) -> Work:
-        work = super().work(p)
-        return Work(work.flops, work.read, work.written + self.bytes(p), work.kind)
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         y, x, window = self._given(p, a, b)
