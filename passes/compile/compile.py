@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import sympy
 import torch
+from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from psg_fx.blocks import Memory, Places
@@ -21,7 +22,6 @@ from psg_fx.graph.history import History, PassRecord, copy_graph, log
 from psg_fx.graph.stages import Stage
 from psg_fx.graph.strides import free_of_strides
 from psg_fx.op_table import enter, known
-from psg_fx.ops import by_onednn
 from psg_fx.ops.define import libraries_of
 from psg_fx.torch_private import native
 from psg_fx.torch_private.ahead import ask_ahead
@@ -34,7 +34,7 @@ from .additions import add_rows_by_scatter
 from .calls import written_once
 from .joins import join_by_torch
 from .pools import pool_by_vectors
-from .products import multiply_elsewhere
+from .products import elsewhere, multiply_elsewhere
 from .recurrences import with_own_loops
 from .sizes import Background, Flat, Sized
 
@@ -74,8 +74,8 @@ def compile_graph(
         replayed = device == "cuda" and bool(options and options.get("triton.cudagraphs"))
         if Sized.suits(gm):
             once = device == "cpu" and calls_subgraphs(options or {})
-            elsewhere = own_kernels and device == "cpu" and by_onednn.is_faster()
-            compiler = _by_inductor(options or {}, watch, once, elsewhere)
+            by = elsewhere() if own_kernels and device == "cpu" else None
+            compiler = _by_inductor(options or {}, watch, once, by)
             run = Sized(gm, compiler, dynamic, run, replayed=replayed, background=background)
         if replayed:
             run = _outside_cuda_graphs(run, memory.keep)
@@ -118,8 +118,8 @@ def _by_torch(
     return _marking(run, gm) if dynamic else run
 
 
-def _by_inductor(options: dict[str, Any], watch: Watch, once: bool, elsewhere: bool) -> Compiler:
-    """once: what repeats is compiled once.  elsewhere: large products are not left to the BLAS."""
+def _by_inductor(options: dict[str, Any], watch: Watch, once: bool, by: OpOverload | None) -> Compiler:
+    """once: what repeats is compiled once.  by: what multiplies, if large products are not left to the BLAS."""
     compiler = inductor(options)
 
     def watched(gm: GraphModule, inputs: Sequence[torch.Tensor]) -> Flat:
@@ -127,7 +127,7 @@ def _by_inductor(options: dict[str, Any], watch: Watch, once: bool, elsewhere: b
             with watch():
                 if any(value.device.type == "cpu" for value in inputs):
                     ask_ahead().join()
-                gm = multiply_elsewhere(gm, inputs) if elsewhere else gm
+                gm = multiply_elsewhere(gm, inputs, by) if by else gm
                 return compiler(join_by_torch(written_once(gm)) if once else gm, inputs)
         except InductorError as error:
             raise _not_compiled(error) from error

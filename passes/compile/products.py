@@ -1,6 +1,8 @@
-"""Products of matrices on a CPU: float32's by oneDNN, those of samples in C++, where that is faster than the BLAS.
+"""Products of matrices on a CPU: float32's by a matrix unit or oneDNN, those of samples in C++, where that is faster
+than the BLAS.
 
-Which of them is, is measured (`psg_fx/ops/by_onednn.py`), and the same for forward, backward and gradients of samples.
+A matrix unit is by what it is made of (`psg_fx/ops/in_parts.py`), oneDNN where it was measured (`by_onednn.py`); it is
+the same for forward, backward and gradients of samples.
 """
 
 from __future__ import annotations
@@ -10,20 +12,22 @@ from dataclasses import dataclass
 
 import sympy
 import torch
+from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from psg_fx.graph import facts
 from psg_fx.graph.history import copy_graph
 from psg_fx.graph.nodes import call, output, value_of
-from psg_fx.ops import products_here
-from psg_fx.ops.by_onednn import by_onednn
+from psg_fx.ops import by_onednn, in_parts
+from psg_fx.ops.define import libraries_of
 from psg_fx.tensors import product
 from psg_fx.torch_private import native
+from psg_fx.torch_private.matrix_unit import has_matrix_unit
 
 aten = torch.ops.aten
 
 LEAST = 8_000_000
-"""Flops of a product: for one of fewer, calling oneDNN takes longer than it saves (docs/design/cpu.md)."""
+"""Flops of a product: for one of fewer, calling an op takes longer than it saves (docs/design/cpu.md)."""
 
 _TILE = (8, 32)
 """Rows and columns of a tile in C++: of a smaller matrix, most of a tile would be computed for nothing."""
@@ -67,16 +71,26 @@ class _Product:
         sides = facts.shape(left)[1], facts.shape(right)[2]
         return all(not side.is_number or side >= least for side, least in zip(sides, _TILE, strict=True))
 
-    def written(self, gm: GraphModule) -> Node:
+    def written(self, gm: GraphModule, by: OpOverload) -> Node:
         """What computes it elsewhere, where the graph inserts."""
         if not self.of_samples:
-            return _of_matrices(gm, self)
-        return _of_rows(gm, self) if self.shares_right else _of_samples(gm, self)
+            return _of_matrices(gm, self, by)
+        return _of_rows(gm, self, by) if self.shares_right else _of_samples(gm, self)
 
 
-def multiply_elsewhere(gm: GraphModule, inputs: Sequence[torch.Tensor]) -> GraphModule:
-    """A graph with large products by oneDNN and in C++, as large as they are for these inputs; the graph itself if it
-    has none.
+def elsewhere() -> OpOverload | None:
+    """The op of psg_fx that multiplies faster than the BLAS on this processor."""
+    found: OpOverload | None = None
+    if has_matrix_unit():
+        found = in_parts.in_parts
+    elif by_onednn.is_faster():
+        found = by_onednn.by_onednn
+    return found
+
+
+def multiply_elsewhere(gm: GraphModule, inputs: Sequence[torch.Tensor], by: OpOverload) -> GraphModule:
+    """A graph with large products by that op and those of samples' matrices in C++, as large as they are for these
+    inputs; the graph itself if it has none.
     """
     sizes = dict(_sizes(gm, inputs))
     large = [place for place, node in enumerate(gm.graph.nodes) if _is_large(node, sizes)]
@@ -88,11 +102,13 @@ def multiply_elsewhere(gm: GraphModule, inputs: Sequence[torch.Tensor]) -> Graph
         found = _product(node)
         assert found is not None
         with gm.graph.inserting_before(node):
-            made = found.written(gm)
+            made = found.written(gm, by)
         made.meta = node.meta | {"val": made.meta["val"]}
         node.replace_all_uses_with(made)
         gm.graph.erase_node(node)
     gm.recompile()
+    for library in libraries_of(gm):
+        native.begin(library)
     return gm
 
 
@@ -130,26 +146,25 @@ def _product(node: Node) -> _Product | None:
     return None
 
 
-def _of_matrices(gm: GraphModule, found: _Product) -> Node:
-    """By oneDNN, which copies rows that do not lie side by side: the kernel that makes them may write them so."""
+def _of_matrices(gm: GraphModule, found: _Product, by: OpOverload) -> Node:
+    """oneDNN copies rows that do not lie side by side: the kernel that makes them may write them so."""
     left = found.left
-    if facts.expr(value_of(left).stride(1)) != 1:
+    if by is by_onednn.by_onednn and facts.expr(value_of(left).stride(1)) != 1:
         left = call(gm, aten.clone.default, left, memory_format=torch.contiguous_format)
-    return call(gm, by_onednn, left, found.right, found.bias)
+    return call(gm, by, left, found.right, found.bias)
 
 
-def _of_rows(gm: GraphModule, found: _Product) -> Node:
-    """By oneDNN, the rows of all samples in one matrix."""
+def _of_rows(gm: GraphModule, found: _Product, by: OpOverload) -> Node:
+    """The rows of all samples in one matrix."""
     n, t, k = facts.shape(value_of(found.left))
     rows = call(gm, aten.reshape.default, found.left, [-1, int(k)])
-    made = _of_matrices(gm, _Product(rows, call(gm, aten.select.int, found.right, 0, 0)))
+    made = _of_matrices(gm, _Product(rows, call(gm, aten.select.int, found.right, 0, 0)), by)
     shape = [int(size) if size.is_number else -1 for size in (n, t)]
     return call(gm, aten.view.default, made, [*shape, value_of(found.right).shape[2]])
 
 
 def _of_samples(gm: GraphModule, found: _Product) -> Node:
     """In C++, whose operands lie in any way."""
-    native.begin(products_here.LIBRARY)
     transposed = call(gm, aten.transpose.int, found.left, 1, 2)
     both = call(gm, torch.ops.psg_fx.products_here.default, transposed, found.right, False)
     return output(gm, both, 0)

@@ -63,17 +63,6 @@ static inline void keep(float value, uint16_t* to) {
   *to = bits >> 16;
 }
 
-// The transpose of a square of registers: of their numbers and those of lanes each bit is exchanged.
-template <int BIT>
-static inline void turn(Register* rows) {
-  for (int i = 0; i < LANES; ++i) {
-    if (i & BIT) continue;
-    const Register a = rows[i], b = rows[i + BIT];
-    rows[i] = even<BIT>(a, b), rows[i + BIT] = odd<BIT>(a, b);
-  }
-  if constexpr (BIT > 1) turn<BIT / 2>(rows);
-}
-
 static inline void write_turned(const float* from, int64_t of_row, float* to, int64_t of_column) {
   Register rows[LANES];
   for (int i = 0; i < LANES; ++i) rows[i] = read(from + i * of_row);

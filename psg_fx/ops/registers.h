@@ -66,7 +66,21 @@ static inline Register odd(Register a, Register b) {
   return chosen(a, b, lanes);
 }
 
+// The transpose of a square of registers: of their numbers and those of lanes each bit is exchanged.
+template <int BIT>
+static inline void turn(Register* rows) {
+  for (int i = 0; i < LANES; ++i) {
+    if (i & BIT) continue;
+    const Register a = rows[i], b = rows[i + BIT];
+    rows[i] = even<BIT>(a, b), rows[i + BIT] = odd<BIT>(a, b);
+  }
+  if constexpr (BIT > 1) turn<BIT / 2>(rows);
+}
+
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// How many of this size hold so many.
+static inline int64_t up(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
 // Memory whose vectors are aligned best, and zeros in such memory.
 struct Room {

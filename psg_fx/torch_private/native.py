@@ -60,11 +60,12 @@ def threads() -> ctypes.c_int:
 
 
 def _text(file: str) -> str:
-    return (importlib.resources.files("psg_fx.ops") / file).read_text(encoding="utf-8")
+    text = (importlib.resources.files("psg_fx.ops") / file).read_text(encoding="utf-8")
+    return _INCLUDE.sub(lambda line: _text(line[1]), text)
 
 
 def _compiled(name: str) -> CDLL | None:
-    source = _INCLUDE.sub(lambda line: _text(line[1]), _text(f"{name}.cpp"))
+    source = _text(f"{name}.cpp")
     ask_ahead().join()  # which vector instructions there are
     try:
         found: CDLL = CppCodeCache.load(source)

@@ -1,4 +1,4 @@
-"""Large products of float32 by oneDNN and in C++ are the same as those of the BLAS; all others are left alone."""
+"""Large products of float32 by a matrix unit, by oneDNN and in C++ are those of the BLAS; all others are left alone."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import psg_fx
 from psg_fx import zoo
 from psg_fx.ops import by_onednn as onednn
-from psg_fx.ops import products_here
+from psg_fx.ops import in_parts, products_here
 from psg_fx.passes.compile import compile as compiling
 from psg_fx.passes.compile import products
 from psg_fx.passes.compile.products import LEAST, multiply_elsewhere
-from psg_fx.torch_private import native
+from psg_fx.torch_private import matrix_unit, native
 from psg_fx.torch_private.fakes import symbolic_inputs
 from psg_fx.torch_private.tracer import trace_fakes
 from support import oracle
@@ -28,21 +28,24 @@ HERE = torch.ops.psg_fx.products_here.default
 ROWS = LEAST // (2 * 64 * 48) + 1
 """Rows of [.., 64] that, multiplied by [64, 48], are just worth it."""
 
+WAYS = {"onednn": onednn.by_onednn, "parts": in_parts.in_parts}
+"""Of products of two matrices; where there is no matrix unit, its op is torch's own."""
+
 Function = Callable[..., Tensor]
 CASES: dict[str, tuple[Function, list[tuple[int, ...]], Any]] = {
-    "mm": (torch.mm, [(ROWS, 64), (64, 48)], onednn.by_onednn),
-    "turned right": (lambda a, b: a @ b.t(), [(ROWS, 64), (48, 64)], onednn.by_onednn),
-    "turned left": (lambda a, b: a.t() @ b, [(ROWS, 64), (ROWS, 48)], onednn.by_onednn),
-    "gaps": (lambda a, b: a[:, 3:67] @ b[:, 1:49], [(ROWS, 70), (64, 50)], onednn.by_onednn),
-    "by itself": (lambda a: a @ a, [(256, 256)], onednn.by_onednn),
-    "bias": (lambda a, b, c: torch.addmm(c, a, b), [(ROWS, 64), (64, 48), (48,)], onednn.by_onednn),
+    "mm": (torch.mm, [(ROWS, 64), (64, 48)], None),
+    "turned right": (lambda a, b: a @ b.t(), [(ROWS, 64), (48, 64)], None),
+    "turned left": (lambda a, b: a.t() @ b, [(ROWS, 64), (ROWS, 48)], None),
+    "gaps": (lambda a, b: a[:, 3:67] @ b[:, 1:49], [(ROWS, 70), (64, 50)], None),
+    "by itself": (lambda a: a @ a, [(256, 256)], None),
+    "bias": (lambda a, b, c: torch.addmm(c, a, b), [(ROWS, 64), (64, 48), (48,)], None),
     "samples": (torch.bmm, [(4, ROWS, 64), (4, 64, 48)], HERE),
     "samples, turned": (lambda a, b: torch.bmm(a.mT, b.mT), [(4, 64, ROWS), (4, 48, 64)], HERE),
     "samples, one for all": (
-        lambda a, b: torch.bmm(a, b.expand(4, 64, 48)), [(4, ROWS, 64), (64, 48)], onednn.by_onednn,
+        lambda a, b: torch.bmm(a, b.expand(4, 64, 48)), [(4, ROWS, 64), (64, 48)], None,
     ),
     "samples by each other, one for all": (
-        lambda a, b: torch.bmm(a.transpose(0, 1), b.expand(6, 64, 48)), [(ROWS, 6, 64), (64, 48)], onednn.by_onednn,
+        lambda a, b: torch.bmm(a.transpose(0, 1), b.expand(6, 64, 48)), [(ROWS, 6, 64), (64, 48)], None,
     ),
 }  # fmt: skip
 LEFT: dict[str, tuple[Function, list[tuple[int, ...]]]] = {
@@ -68,17 +71,19 @@ def targets(gm: GraphModule) -> list[Any]:
 @pytest.fixture
 def compiled() -> None:
     native.begin(products_here.LIBRARY)
+    native.begin(in_parts.LIBRARY)
     native.finish()
 
 
+@pytest.mark.parametrize("by", WAYS)
 @pytest.mark.parametrize("name", CASES)
-def test_products(name: str, compiled: None) -> None:
+def test_products(name: str, by: str, compiled: None) -> None:
     function, shapes, op = CASES[name]
     gm, inputs = traced(function, shapes)
     before = targets(gm)
-    found = multiply_elsewhere(gm, inputs)
+    found = multiply_elsewhere(gm, inputs, WAYS[by])
     found.graph.lint()
-    assert op in targets(found)
+    assert (op or WAYS[by]) in targets(found)
     assert not {aten.mm.default, aten.addmm.default, aten.bmm.default} & set(targets(found))
     assert targets(gm) == before
     exact = function(*(value.double() for value in inputs))
@@ -88,16 +93,16 @@ def test_products(name: str, compiled: None) -> None:
 @pytest.mark.parametrize("name", LEFT)
 def test_what_is_left(name: str) -> None:
     gm, inputs = traced(*LEFT[name])
-    assert multiply_elsewhere(gm, inputs) is gm
+    assert multiply_elsewhere(gm, inputs, onednn.by_onednn) is gm
 
 
 def test_sizes_are_those_of_the_call() -> None:
     """A graph for every size is judged by what it is compiled for, not by what it was traced with."""
     gm, _ = traced(torch.mm, [(5, 64), (64, 48)], "symbolic")
-    assert multiply_elsewhere(gm, [torch.empty(6, 64), torch.empty(64, 48)]) is gm
+    assert multiply_elsewhere(gm, [torch.empty(6, 64), torch.empty(64, 48)], in_parts.in_parts) is gm
     large = [torch.randn(ROWS, 64), torch.randn(64, 48)]
-    found = multiply_elsewhere(gm, large)
-    assert onednn.by_onednn in targets(found)
+    found = multiply_elsewhere(gm, large, in_parts.in_parts)
+    assert in_parts.in_parts in targets(found)
     torch.testing.assert_close(found(*large), torch.mm(*large), rtol=1e-5, atol=1e-4)
 
 
@@ -109,8 +114,8 @@ def test_one_matrix_for_any_number_of_samples() -> None:
 
     gm = trace_fakes(run, symbolic_inputs([torch.randn(5, 6, 64), torch.randn(48, 64)], [0, None]))
     large = [torch.randn(ROWS, 6, 64), torch.randn(48, 64)]
-    found = multiply_elsewhere(gm, large)
-    assert onednn.by_onednn in targets(found)
+    found = multiply_elsewhere(gm, large, in_parts.in_parts)
+    assert in_parts.in_parts in targets(found)
     exact = run(*(value.double() for value in large))
     torch.testing.assert_close(found(*large).double(), exact, rtol=0, atol=1e-6 * float(exact.abs().max()))
 
@@ -150,20 +155,20 @@ def test_measured_under_the_users_defaults() -> None:
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("faster", [False, True])
-def test_a_step(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by", [None, *WAYS])
+def test_a_step(by: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A transformer whose products are all somewhere else, at two batch sizes, or where torch has them."""
     made: list[Any] = []
     original = products.multiply_elsewhere
 
-    def noted(gm: GraphModule, inputs: Any) -> GraphModule:
-        found = original(gm, inputs)
+    def noted(gm: GraphModule, inputs: Any, by: Any) -> GraphModule:
+        found = original(gm, inputs, by)
         made.append(targets(found))
         return found
 
     monkeypatch.setattr(products, "LEAST", 0)
     monkeypatch.setattr(compiling, "multiply_elsewhere", noted)
-    monkeypatch.setattr(onednn, "is_faster", lambda: faster)
+    monkeypatch.setattr(compiling, "elsewhere", lambda: by and WAYS[by])
     ex = zoo.example("gpt", batch=4, layers=1, width=32, heads=2, tokens=8, vocabulary=50)
     step = psg_fx.transform(ex.model, ex.loss_fn, quantities=[psg_fx.Norms(), psg_fx.ClippedSum(max_norm=0.1)])
     for size in (4, 3):
@@ -171,5 +176,35 @@ def test_a_step(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         _, grads = oracle.loop_grads(ex.model, ex.loss_fn, ex.inputs[:size], ex.targets[:size])
         assert oracle.relative_error(out.norms, oracle.norms(grads)) < 1e-5
         assert oracle.worst_error(out.clipped_sum, oracle.clipped_sum(grads, 0.1)) < 1e-5
-    assert bool(made) == faster
-    assert all(onednn.by_onednn in ops and aten.mm.default not in ops for ops in made)
+    assert bool(made) == bool(by)
+    assert all(WAYS[by or ""] in ops and aten.mm.default not in ops for ops in made)
+
+
+def test_which_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A matrix unit is used where it is, oneDNN where it was measured to be faster, otherwise nothing."""
+    monkeypatch.setattr(products, "has_matrix_unit", lambda: True)
+    assert products.elsewhere() is in_parts.in_parts
+    monkeypatch.setattr(products, "has_matrix_unit", lambda: False)
+    for faster, way in {True: onednn.by_onednn, False: None}.items():
+        monkeypatch.setattr(onednn, "is_faster", lambda faster=faster: faster)
+        assert products.elsewhere() is way
+
+
+def test_a_unit_that_may_not_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Vectors that the user forbids, no unit, one that knows no bfloat16, a system that refuses."""
+    has = matrix_unit.has_matrix_unit.__wrapped__
+    allowed = {"get_cpu_capability": lambda: "AVX512"}
+    there = {
+        "_is_amx_tile_supported": lambda: True,
+        "_init_amx": lambda: True,
+        "get_capabilities": lambda: {"amx_bf16": True},
+    }
+    for what, instead in {
+        "get_cpu_capability": lambda: "AVX2", "_is_amx_tile_supported": lambda: False,
+        "get_capabilities": lambda: {"amx_bf16": False}, "_init_amx": lambda: False, "": None,
+    }.items():  # fmt: skip
+        with monkeypatch.context() as patch:
+            for name, value in (allowed | there | ({what: instead} if what else {})).items():
+                where = torch.backends.cpu if name in allowed else torch.cpu
+                patch.setattr(where, name, value, raising=False)
+            assert has() == (not what)

@@ -1,0 +1,161 @@
+// A product of two matrices of float32 by a matrix unit of bfloat16 (psg_fx/ops/in_parts.py).
+//
+// Some rows and places of the smaller operand, a band, are packed for all threads; the rows of the larger one are dealt
+// among them.  A thread multiplies strip after strip of these by the band, and while the unit does, it writes the last
+// block and packs the next strip.
+
+#include <omp.h>
+
+#include "parts.h"
+
+constexpr int64_t BAND = 512;  // rows of the smaller operand, and
+constexpr int64_t DEEP = 256;  // places, or up to half as many more: a band stays in the second cache
+
+struct Target {
+  float* start;
+  const float* bias;
+  int64_t rows, columns;
+};
+
+// Two blocks in turns: one is computed, while the other goes row by row to where it belongs.
+struct Writing {
+  float *block, *other;
+  float* to = nullptr;
+  const float* bias = nullptr;
+  int64_t columns = 0, height = 0, width = 0, next = 0;
+  bool anew = true;  // nothing is there to which it is added
+  Register strange = {};  // no longer zero where a number was not finite
+
+  void begin(const Target& target, int64_t row, int64_t column, bool first) {
+    float* const computed = other;
+    other = block, block = computed, to = target.start + row * target.columns + column, columns = target.columns, next = 0, anew = first;
+    bias = target.bias && first ? target.bias + column : nullptr;
+    height = least(BLOCK, target.rows - row), width = least(BLOCK, target.columns - column);
+  }
+
+  bool is_done() const { return next == height; }
+
+  void go_on() {
+    const float* from = block + next * BLOCK;
+    float* at = to + next++ * columns;
+    int64_t j = 0;
+    for (; j + LANES <= width; j += LANES) {
+      Register value = read(from + j);
+      if (!anew) value += read(at + j);
+      else if (bias) value += read(bias + j);
+      strange += value * 0;
+      *reinterpret_cast<Unaligned*>(at + j) = value;
+    }
+    for (; j < width; ++j) {
+      at[j] = from[j] + (!anew ? at[j] : bias ? bias[j] : 0);
+      strange[0] += at[j] * 0;
+    }
+  }
+
+  void finish() {
+    while (!is_done()) go_on();
+  }
+};
+
+struct Meanwhile {
+  Writing writing;
+  Packing strip;
+
+  __attribute__((noinline)) void go_on() {
+    if (!writing.is_done()) {
+      writing.go_on();
+      if (!writing.is_done()) writing.go_on();
+    } else if (!strip.is_done()) {
+      strip.go_on();
+    }
+  }
+};
+
+// Rows and places of the smaller operand, and all places of the larger one's strips.
+struct Band {
+  int64_t row, count, place, depth;
+};
+
+struct Product {
+  const Operand &strips, &bands;
+  const Target target;
+  Part* packed_band;
+  int64_t deep;
+
+  int64_t stages() const { return up(bands.rows, BAND) * up(bands.places, deep); }
+
+  Band band(int64_t stage) const {
+    const int64_t parts = up(bands.places, deep), row = stage / parts * BAND, place = stage % parts * deep;
+    return {row, least(BAND, bands.rows - row), place, least(deep, bands.places - place)};
+  }
+
+  // A thread's share, in tiles.
+  Packing packing(int64_t stage, int thread, int threads, float* room) const {
+    const Band here = band(stage);
+    const int64_t tiles = up(here.count, SIDE), begin = tiles * thread / threads, end = tiles * (thread + 1) / threads;
+    Part* const to = packed_band + begin * up(here.depth, DEPTH) * STEP;
+    return Packing(bands, here.row + begin * SIDE, (end - begin) * SIDE, here.place, here.depth, to, room);
+  }
+
+  Packing packing_strip(int64_t stage, int64_t strip, Part* to, float* room) const {
+    const Band here = band(stage);
+    const int64_t row = strip * BLOCK, count = least(BLOCK, strips.rows - row);
+    return Packing(strips, row, count, here.place, here.depth, to, room);
+  }
+
+  void multiply_strip(int64_t stage, int64_t strip, const Part* packed, Meanwhile& meanwhile) const {
+    const Band here = band(stage);
+    const int64_t steps = up(here.depth, DEPTH), apart = steps * STEP;
+    Writing& writing = meanwhile.writing;
+    for (int64_t j = 0; j < here.count; j += BLOCK) {
+      const Part* of_band = packed_band + j / SIDE * apart;
+      const Part *left = bands.right ? packed : of_band, *right = bands.right ? of_band : packed;
+      const int64_t of_strips = strip * BLOCK, of_bands = here.row + j;
+      const int64_t row = bands.right ? of_strips : of_bands, column = bands.right ? of_bands : of_strips;
+      multiply(left, right, apart, steps, target.rows - row, target.columns - column, writing.other, true, meanwhile);
+      writing.finish();
+      writing.begin(target, row, column, here.place == 0);
+    }
+  }
+
+  // Whether there are numbers that are not finite.
+  bool run(int thread, int threads) const {
+    const Unit unit;
+    const Tiles a(2 * deep / DEPTH), b(2 * deep / DEPTH);
+    const Room block(BLOCK * BLOCK), other(BLOCK * BLOCK), room(TILE);
+    const int64_t count = up(strips.rows, BLOCK), begin = count * thread / threads, end = count * (thread + 1) / threads;
+    Part *now = a.parts(), *next = b.parts();
+    Meanwhile meanwhile = {{block.values, other.values}};
+    for (int64_t stage = 0; stage < stages(); ++stage) {
+      packing(stage, thread, threads, room.values).finish();
+      if (begin < end) packing_strip(stage, begin, now, room.values).finish();
+#pragma omp barrier
+      for (int64_t strip = begin; strip < end; ++strip) {
+        if (strip + 1 < end) meanwhile.strip = packing_strip(stage, strip + 1, next, room.values);
+        multiply_strip(stage, strip, now, meanwhile);
+        meanwhile.strip.finish();
+        Part* const done = now;
+        now = next, next = done;
+      }
+#pragma omp barrier
+    }
+    meanwhile.writing.finish();
+    return sum_of(meanwhile.writing.strange) != 0;
+  }
+};
+
+// a[m, k] b[k, n] + bias[n], or without it; strides: those of a, then those of b.  Whether it has numbers that are not
+// finite: a product in float32 may have fewer.
+extern "C" int in_parts(const float* a, const float* b, const float* bias, float* to, int64_t m, int64_t k, int64_t n,
+                        const int64_t* strides, int threads) {
+  const Operand left = {a, strides[0], strides[1], m, k, false}, right = {b, strides[3], strides[2], n, k, true};
+  const Operand &bands = m < n ? left : right, &strips = m < n ? right : left;
+  const int64_t parts = k < DEEP ? 1 : (k + DEEP / 2) / DEEP, deep = up(up(k, parts), DEPTH) * DEPTH;
+  const int64_t steps = up(least(bands.rows, BAND), SIDE) * deep / DEPTH;
+  const Tiles of_band(steps);
+  const Product product = {strips, bands, {to, bias, m, n}, of_band.parts(), deep};
+  int strange = 0;
+#pragma omp parallel num_threads(threads) reduction(| : strange)
+  strange |= product.run(omp_get_thread_num(), omp_get_num_threads());
+  return strange;
+}

@@ -1,0 +1,55 @@
+"""`psg_fx::in_parts`: a product of two matrices of float32 on a CPU by a unit that multiplies numbers of bfloat16.
+
+A number of float32 has 24 bits, one of bfloat16 has 8, so the first is the sum of three of the second, its parts.  Of
+the nine products of the parts of two numbers the six larger ones are added up, in float32; the others are at most 2^-23
+of the product, and mostly less than a sixteenth of that (Henry, Tang, Heinecke: Leveraging the bfloat16 Artificial
+Intelligence Datatype For Higher-Precision Computations, ARITH 2019).  A sum over places is rounded sixteen times less
+often than in float32, so its errors are smaller than the BLAS's (docs/design/rounding.md).  Intel's AMX multiplies
+bfloat16 at sixteen times the rate of float32.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from psg_fx.ops.define import define_op
+from psg_fx.torch_private.compiler import allocated
+from psg_fx.torch_private.matrix_unit import has_matrix_unit
+from psg_fx.torch_private.native import library, passed, threads
+
+LIBRARY = "in_parts"
+
+
+def _in_parts(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    compiled = library(LIBRARY) if a.device.type == "cpu" and has_matrix_unit() else None
+    if compiled is None:
+        return _of_torch(a, b, bias)
+    (m, k), n = a.shape, b.shape[1]
+    product = allocated((m, n), (n, 1), a.dtype)
+    strides = (ctypes.c_int64 * 4)(*a.stride(), *b.stride())
+    strange = compiled.in_parts(*map(passed, (a, b, bias, product, m, k, n)), strides, threads())
+    # Parts of what is not finite, or rounded to it, are not numbers, where the product may be one.
+    return _of_torch(a, b, bias) if strange else product
+
+
+def _of_torch(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+
+
+in_parts = define_op(
+    "in_parts(Tensor a, Tensor b, Tensor? bias) -> Tensor", _in_parts,
+    lambda a, b, bias: a.new_empty((a.shape[0], b.shape[1])), _of_torch, LIBRARY,
+)  # fmt: skip
+"""a[m, k] b[k, n] + bias[n]."""
+
+
+@register_flop_formula(torch.ops.psg_fx.in_parts)
+def _flops(a: Sequence[int], b: Sequence[int], *rest: Any, **shapes: Any) -> int:
+    """2 · m·k·n."""
+    return 2 * a[0] * a[1] * b[1]
