@@ -6,14 +6,16 @@ so that caches are as in a step.
 Gradients x[n, t, i]ᵀ ȳ[n, t, o] of samples by `bmm`, and with the sums of their squares in a second pass; by the kernel
 in one (`tile-matmul`), rounded (`tile-matmul-bf16`), and the sums alone (`tile-squares`); of one position also by a
 broadcast multiplication (`multiply`). Inner products of Gram matrices of positions by two `bmm` and a dot, and by the
-kernel (`gram-dot`). Linear layers of [rows, in] and their two gradients by `addmm` and `mm`, and by oneDNN
-(`psg_fx/ops/by_onednn.py`), which copies what is transposed for the weight's gradient. Medians, in turns; answers are
-compared with float64 first.  What is kept is written to memory that has been used before.
+kernel (`gram-dot`). Linear layers of [rows, in] and their two gradients by `addmm` and `mm`, by oneDNN
+(`psg_fx/ops/by_onednn.py`), which copies what is transposed for the weight's gradient, and, where there is one, by a
+matrix unit (`in_parts.py`). Medians, in turns; answers are compared with float64 first.  What is kept is written to
+memory that has been used before.
 Writes `bench/results/kernels-in-cpp-<tag>.json` and `.md`.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from statistics import median
@@ -24,9 +26,10 @@ from tabulate import tabulate
 from torch import Tensor
 
 from psg_fx.blocks import Memory
-from psg_fx.ops import by_onednn, gram_products, products_here
+from psg_fx.ops import by_onednn, gram_products, in_parts, products_here
 from psg_fx.torch_private import native
 from psg_fx.torch_private.compiler import allocating
+from psg_fx.torch_private.matrix_unit import has_matrix_unit
 
 SHAPES = {
     "GPT 4×256: up": (8, 128, 256, 1024), "down": (8, 128, 1024, 256), "q, k, v": (8, 128, 256, 768),
@@ -59,7 +62,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=60, help="of each way (default 60)")
     args = parser.parse_args()
     Memory(keep=False)  # the C library keeps freed memory, as it does beside steps
-    for name in ("products", "gram_dots"):
+    for name in ("products", "gram_dots", *(["in_parts"] if has_matrix_unit() else [])):
         native.begin(name)
     native.finish()
     rows = {name: measured(shape, args.rounds) for name, shape in SHAPES.items()}
@@ -118,20 +121,24 @@ def layer(shape: tuple[int, int, int], rounds: int) -> dict[str, float]:
     rows, i, o = shape
     torch.manual_seed(0)
     x, dy, w, bias = torch.randn(rows, i), torch.randn(rows, o), torch.randn(o, i), torch.randn(o)
-    ways: dict[str, Callable[[], Tensor]] = {
-        "y, BLAS": lambda: torch.addmm(bias, x, w.t()),
-        "y, oneDNN": lambda: by_onednn.by_onednn(x, w.t(), bias),
-        "gradient of x, BLAS": lambda: torch.mm(dy, w),
-        "gradient of x, oneDNN": lambda: by_onednn.by_onednn(dy, w, None),
-        "gradient of W, BLAS": lambda: torch.mm(dy.t(), x),
-        "gradient of W, oneDNN": lambda: by_onednn.by_onednn(dy.t(), x, None),
-    }
-    x64, dy64, w64 = x.double(), dy.double(), w.double()
-    exact = [torch.addmm(bias.double(), x64, w64.t()), dy64 @ w64, dy64.t() @ x64]
-    for k, run in enumerate(ways.values()):
-        right = exact[k // 2]
-        assert (run().double() - right).abs().max() <= 1e-5 * right.abs().max(), list(ways)[k]
+    products = {"y": (x, w.t(), bias), "gradient of x": (dy, w, None), "gradient of W": (dy.t(), x, None)}
+    ways: dict[str, Callable[[], Tensor]] = {}
+    for what, operands in products.items():
+        a, b, c = (None if value is None else value.double() for value in operands)
+        right = a @ b if c is None else torch.addmm(c, a, b)
+        for by, op in OPS.items():
+            ways[f"{what}, {by}"] = functools.partial(op, *operands)
+            assert (op(*operands).double() - right).abs().max() <= 1e-5 * right.abs().max(), (what, by)
     return in_turns(ways, rounds)
+
+
+def by_blas(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+
+
+OPS: dict[str, Callable[..., Tensor]] = {"BLAS": by_blas, "oneDNN": by_onednn.by_onednn}
+if has_matrix_unit():
+    OPS["unit"] = in_parts.in_parts
 
 
 def in_turns(ways: dict[str, Callable[[], Tensor]], rounds: int) -> dict[str, float]:

@@ -13,7 +13,6 @@ from torch.fx import GraphModule
 
 from no_device import pretend
 from psg_fx.graph.history import copy_graph
-from psg_fx.ops import by_onednn
 from psg_fx.passes.compile import compile
 from psg_fx.passes.compile.recurrences import with_own_loops
 from psg_fx.planner import rates
@@ -53,7 +52,7 @@ def planned_for_cuda() -> Iterator[None]:
         mock.patch.object(Settings, "kernels_in_cpp", return_value=False),
         mock.patch.object(Settings, "own_kernels", lambda s, device: bool((s.options or {}).get(FUSED_KERNELS))),
         mock.patch.object(compile, "with_own_loops", lambda gm, device: with_own_loops(gm, "cuda")),
-        mock.patch.object(by_onednn, "is_faster", return_value=False),
+        mock.patch.object(compile, "elsewhere", return_value=None),
     )
     with contextlib.ExitStack() as open_now:
         for patch in patches:

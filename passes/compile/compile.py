@@ -23,6 +23,7 @@ from psg_fx.graph.stages import Stage
 from psg_fx.graph.strides import free_of_strides
 from psg_fx.op_table import enter, known
 from psg_fx.ops.define import libraries_of
+from psg_fx.ops.elsewhere import elsewhere
 from psg_fx.torch_private import native
 from psg_fx.torch_private.ahead import ask_ahead
 from psg_fx.torch_private.compiler import compilations, inductor_modes, marked_dynamic, with_own_code
@@ -34,7 +35,7 @@ from .additions import add_rows_by_scatter
 from .calls import written_once
 from .joins import join_by_torch
 from .pools import pool_by_vectors
-from .products import elsewhere, multiply_elsewhere
+from .products import multiply_elsewhere
 from .recurrences import with_own_loops
 from .sizes import Background, Flat, Sized
 

@@ -1,8 +1,7 @@
 """Products of matrices on a CPU: float32's by a matrix unit or oneDNN, those of samples in C++, where that is faster
 than the BLAS.
 
-A matrix unit is by what it is made of (`psg_fx/ops/in_parts.py`), oneDNN where it was measured (`by_onednn.py`); it is
-the same for forward, backward and gradients of samples.
+Which of them is, `psg_fx/ops/elsewhere.py` says; it is the same for forward, backward and gradients of samples.
 """
 
 from __future__ import annotations
@@ -18,11 +17,10 @@ from torch.fx import GraphModule, Node
 from psg_fx.graph import facts
 from psg_fx.graph.history import copy_graph
 from psg_fx.graph.nodes import call, output, value_of
-from psg_fx.ops import by_onednn, in_parts
+from psg_fx.ops import by_onednn
 from psg_fx.ops.define import libraries_of
 from psg_fx.tensors import product
 from psg_fx.torch_private import native
-from psg_fx.torch_private.matrix_unit import has_matrix_unit
 
 aten = torch.ops.aten
 
@@ -76,16 +74,6 @@ class _Product:
         if not self.of_samples:
             return _of_matrices(gm, self, by)
         return _of_rows(gm, self, by) if self.shares_right else _of_samples(gm, self)
-
-
-def elsewhere() -> OpOverload | None:
-    """The op of psg_fx that multiplies faster than the BLAS on this processor."""
-    found: OpOverload | None = None
-    if has_matrix_unit():
-        found = in_parts.in_parts
-    elif by_onednn.is_faster():
-        found = by_onednn.by_onednn
-    return found
 
 
 def multiply_elsewhere(gm: GraphModule, inputs: Sequence[torch.Tensor], by: OpOverload) -> GraphModule:

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from psg_fx.measure.clock import median_seconds
-from psg_fx.ops import by_onednn, products_here
+from psg_fx.ops import in_parts, products_here
+from psg_fx.ops.elsewhere import elsewhere
 from psg_fx.planner import rates
 from psg_fx.planner.cost import REPLAYED, Device
 from psg_fx.progress import Progress
@@ -102,8 +103,11 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, in
     large = device.type == "cuda"
     n, m, k = (4096, 512, 768) if large else (768, 256, 128)
     a, b = random(n, n), random(n, n)
-    elsewhere = device.type == "cpu" and dtype is torch.float32 and by_onednn.is_faster()
-    yield "gemm", 2 * n**3, lambda: by_onednn.by_onednn(a, b, None) if elsewhere else a @ b
+    by = elsewhere() if device.type == "cpu" and dtype is torch.float32 else None
+    if by is in_parts.in_parts:
+        native.begin(in_parts.LIBRARY)
+        native.finish()
+    yield "gemm", 2 * n**3, lambda: by(a, b, None) if by else a @ b
     c, d = random(16, m, k), random(16, k, m)
     yield "bmm", 2 * 16 * k * m**2, lambda: torch.bmm(c, d)
     samples = 128 if large else 6

@@ -28,7 +28,8 @@ struct Writing {
 
   void begin(const Target& target, int64_t row, int64_t column, bool first) {
     float* const computed = other;
-    other = block, block = computed, to = target.start + row * target.columns + column, columns = target.columns, next = 0, anew = first;
+    other = block, block = computed, next = 0, anew = first;
+    to = target.start + row * target.columns + column, columns = target.columns;
     bias = target.bias && first ? target.bias + column : nullptr;
     height = least(BLOCK, target.rows - row), width = least(BLOCK, target.columns - column);
   }
@@ -71,7 +72,7 @@ struct Meanwhile {
   }
 };
 
-// Rows and places of the smaller operand, and all places of the larger one's strips.
+// Rows and places of the smaller operand.
 struct Band {
   int64_t row, count, place, depth;
 };
@@ -112,7 +113,7 @@ struct Product {
       const Part *left = bands.right ? packed : of_band, *right = bands.right ? of_band : packed;
       const int64_t of_strips = strip * BLOCK, of_bands = here.row + j;
       const int64_t row = bands.right ? of_strips : of_bands, column = bands.right ? of_bands : of_strips;
-      multiply(left, right, apart, steps, target.rows - row, target.columns - column, writing.other, true, meanwhile);
+      multiply(left, right, apart, steps, target.rows - row, target.columns - column, writing.other, meanwhile);
       writing.finish();
       writing.begin(target, row, column, here.place == 0);
     }

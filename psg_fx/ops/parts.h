@@ -39,8 +39,8 @@ static inline void clear() {
 }
 
 template <int TILE>
-static inline void load(const void* from, int64_t bytes_of_row = DEPTH * sizeof(Part)) {
-  asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(TILE), "r"(from), "r"(bytes_of_row) : "memory");
+static inline void load(const Part* from) {
+  asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(TILE), "r"(from), "r"(DEPTH * sizeof(Part)) : "memory");
 }
 
 template <int TILE>
@@ -59,13 +59,6 @@ struct Sums {
   const Part *left, *right;
   int64_t apart;  // from the first to the second of two tiles
   float* block;   // [BLOCK, BLOCK]
-
-  void begin(bool anew) const {
-    if (anew) return clear<0>(), clear<1>(), clear<2>(), clear<3>();
-    constexpr int64_t row = BLOCK * sizeof(float);
-    load<0>(block, row), load<1>(block + SIDE, row);
-    load<2>(block + SIDE * BLOCK, row), load<3>(block + SIDE * BLOCK + SIDE, row);
-  }
 
   void load_left(int64_t step, int part) const {
     load<4>(left + step * STEP + part * TILE);
@@ -93,30 +86,32 @@ struct Sums {
 
   // meanwhile: other work, a piece for every four products, which take the unit 64 cycles.
   template <typename Work>
-  void run(int64_t steps, bool anew, Work& meanwhile) const {
-    begin(anew);
+  void run(int64_t steps, Work& meanwhile) const {
+    clear<0>(), clear<1>(), clear<2>(), clear<3>();
+    load_left(0, 2), load_right(0, 0);
     for (int64_t k = 0; k < steps; ++k) {
       // Sums of more than thirty products that nothing has read since take 1000 cycles to be stored.
       if (k % 4 == 3) store<0>(block);
-      load_left(k, 2), load_right(k, 0), add(), meanwhile.go_on();
-      load_left(k, 1), add(), meanwhile.go_on();
-      load_right(k, 1), add(), meanwhile.go_on();
-      load_left(k, 0), add(), meanwhile.go_on();
-      load_right(k, 0), add(), meanwhile.go_on();
-      load_right(k, 2), add(), meanwhile.go_on();
+      const int64_t next = least(k + 1, steps - 1);
+      add(), load_left(k, 1), meanwhile.go_on();
+      add(), load_right(k, 1), meanwhile.go_on();
+      add(), load_left(k, 0), meanwhile.go_on();
+      add(), load_right(k, 0), meanwhile.go_on();
+      add(), load_right(k, 2), meanwhile.go_on();
+      add(), load_left(next, 2), load_right(next, 0), meanwhile.go_on();
     }
     end();
   }
 };
 
-// block (+)= left · right, of so many steps; height, width: those of its rows and columns that are wanted.
+// block = left · right, of so many steps; height, width: those of its rows and columns that are wanted.
 template <typename Work>
 static void multiply(const Part* left, const Part* right, int64_t apart, int64_t steps, int64_t height, int64_t width,
-                     float* block, bool anew, Work& meanwhile) {
-  if (height > SIDE && width > SIDE) Sums<true, true>{left, right, apart, block}.run(steps, anew, meanwhile);
-  else if (height > SIDE) Sums<true, false>{left, right, apart, block}.run(steps, anew, meanwhile);
-  else if (width > SIDE) Sums<false, true>{left, right, apart, block}.run(steps, anew, meanwhile);
-  else Sums<false, false>{left, right, apart, block}.run(steps, anew, meanwhile);
+                     float* block, Work& meanwhile) {
+  if (height > SIDE && width > SIDE) Sums<true, true>{left, right, apart, block}.run(steps, meanwhile);
+  else if (height > SIDE) Sums<true, false>{left, right, apart, block}.run(steps, meanwhile);
+  else if (width > SIDE) Sums<false, true>{left, right, apart, block}.run(steps, meanwhile);
+  else Sums<false, false>{left, right, apart, block}.run(steps, meanwhile);
 }
 
 // The parts of sixteen numbers and of sixteen others, in pairs; what is rounded leaves a rest of either sign.
@@ -135,22 +130,22 @@ struct Operand {
   int64_t of_row, of_place, rows, places;
   bool right;
 
-  // Six pieces of work for a step of 16 rows: three split them, three turn a part's tile, if it has to be.
-  static constexpr int PIECES = 2 * PARTS;
+  // Whether the places of a row lie side by side, or are copied so, otherwise the rows of a place do.
+  bool is_along() const { return of_place == 1 || of_row != 1; }
 
-  // room: for SIDE * DEPTH numbers, where rows or places are fewer, or far apart.
+  // A step of 16 rows is packed in three pieces of work, or in six, if the tile of each part has to be turned.
+  int pieces() const { return right == is_along() ? 2 * PARTS : PARTS; }
+
+  // room: for SIDE * DEPTH numbers, where rows or places are fewer, or neither lie side by side.
   void pack(int piece, int64_t row, int64_t place, Part* to, float* room) const {
+    if (piece >= PARTS) return turn_tile(reinterpret_cast<Register*>(to + (piece - PARTS) * TILE));
     const float* from = start + row * of_row + place * of_place;
     const int64_t height = least(SIDE, rows - row), depth = least(DEPTH, places - place);
-    bool along = of_place == 1;
+    const bool along = is_along();
     int64_t apart = along ? of_row : of_place;
     if (height < SIDE || depth < DEPTH || (of_place != 1 && of_row != 1)) {
       if (piece == 0) copy(from, height, depth, room);
-      from = room, apart = DEPTH, along = true;
-    }
-    if (piece >= PARTS) {
-      if (right == along) turn_tile(reinterpret_cast<Register*>(to + (piece - PARTS) * TILE));
-      return;
+      from = room, apart = along ? DEPTH : SIDE;
     }
     for (int k = piece * SIDE / PARTS; k < (piece + 1) * SIDE / PARTS; ++k) {
       Bits parts[PARTS];
@@ -161,16 +156,18 @@ struct Operand {
 
   // What a step of 16 rows is made of comes closer, a piece at a time.
   void fetch(int piece, int64_t row, int64_t place) const {
-    for (int k = piece * DEPTH / PIECES; k < (piece + 1) * DEPTH / PIECES; ++k) {
-      const int64_t i = of_place == 1 ? k / 2 : 0, j = of_place == 1 ? k % 2 * SIDE : k;
+    const bool along = is_along();
+    for (int k = piece * DEPTH / pieces(); k < (piece + 1) * DEPTH / pieces(); ++k) {
+      const int64_t i = along ? k / 2 : 0, j = along ? k % 2 * SIDE : k;
       __builtin_prefetch(start + (row + i) * of_row + (place + j) * of_place);
     }
   }
 
   void copy(const float* from, int64_t height, int64_t depth, float* to) const {
+    const int64_t of_i = is_along() ? DEPTH : 1, of_k = is_along() ? 1 : SIDE;
     std::memset(to, 0, TILE * sizeof(float));
     for (int64_t i = 0; i < height; ++i)
-      for (int64_t k = 0; k < depth; ++k) to[i * DEPTH + k] = from[i * of_row + k * of_place];
+      for (int64_t k = 0; k < depth; ++k) to[i * of_i + k * of_k] = from[i * of_row + k * of_place];
   }
 
   static void turn_tile(Register* tile) {
@@ -195,19 +192,20 @@ struct Packing {
   int64_t row = 0, place = 0, tiles = 0, steps = 0;
   Part* to = nullptr;
   float* room = nullptr;
-  int64_t pieces = tiles * steps * Operand::PIECES, next = 0;
+  int64_t tile = 0;
+  int piece = 0;
 
   Packing() {}
   Packing(const Operand& from, int64_t row, int64_t count, int64_t place, int64_t depth, Part* to, float* room)
       : from(&from), row(row), place(place), tiles(up(count, SIDE)), steps(up(depth, DEPTH)), to(to), room(room) {}
 
-  bool is_done() const { return next == pieces; }
+  bool is_done() const { return tile == tiles * steps; }
 
   void go_on() {
-    const int64_t tile = next / Operand::PIECES, k = tile / tiles, i = tile % tiles;
-    const int64_t piece = next++ % Operand::PIECES, ahead = tile + AHEAD;
+    const int64_t k = tile / tiles, i = tile % tiles, ahead = tile + AHEAD;
     from->fetch(piece, row + ahead % tiles * SIDE, place + ahead / tiles * DEPTH);
     from->pack(piece, row + i * SIDE, place + k * DEPTH, to + (i * steps + k) * STEP, room);
+    if (++piece == from->pieces()) piece = 0, ++tile;
   }
 
   void finish() {

@@ -59,13 +59,17 @@ def threads() -> ctypes.c_int:
     return ctypes.c_int(torch.get_num_threads())
 
 
-def _text(file: str) -> str:
+def _text(file: str, seen: set[str]) -> str:
+    """The file with those that it includes, each where it is first wanted."""
+    if file in seen:
+        return ""
+    seen.add(file)
     text = (importlib.resources.files("psg_fx.ops") / file).read_text(encoding="utf-8")
-    return _INCLUDE.sub(lambda line: _text(line[1]), text)
+    return _INCLUDE.sub(lambda line: _text(line[1], seen), text)
 
 
 def _compiled(name: str) -> CDLL | None:
-    source = _text(f"{name}.cpp")
+    source = _text(f"{name}.cpp", set())
     ask_ahead().join()  # which vector instructions there are
     try:
         found: CDLL = CppCodeCache.load(source)

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import psg_fx
 from psg_fx import zoo
 from psg_fx.ops import by_onednn as onednn
-from psg_fx.ops import in_parts, products_here
+from psg_fx.ops import elsewhere, in_parts, products_here
 from psg_fx.passes.compile import compile as compiling
 from psg_fx.passes.compile import products
 from psg_fx.passes.compile.products import LEAST, multiply_elsewhere
@@ -182,12 +182,12 @@ def test_a_step(by: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_which_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """A matrix unit is used where it is, oneDNN where it was measured to be faster, otherwise nothing."""
-    monkeypatch.setattr(products, "has_matrix_unit", lambda: True)
-    assert products.elsewhere() is in_parts.in_parts
-    monkeypatch.setattr(products, "has_matrix_unit", lambda: False)
+    monkeypatch.setattr(elsewhere, "has_matrix_unit", lambda: True)
+    assert elsewhere.elsewhere() is in_parts.in_parts
+    monkeypatch.setattr(elsewhere, "has_matrix_unit", lambda: False)
     for faster, way in {True: onednn.by_onednn, False: None}.items():
         monkeypatch.setattr(onednn, "is_faster", lambda faster=faster: faster)
-        assert products.elsewhere() is way
+        assert elsewhere.elsewhere() is way
 
 
 def test_a_unit_that_may_not_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
