@@ -1,5 +1,4 @@
-"""Products of matrices on a CPU: float32's by a matrix unit or oneDNN, those of samples in C++, where that is faster
-than the BLAS.
+"""Products of float32 on a CPU by a matrix unit, or by oneDNN and in C++, where these are faster than the BLAS.
 
 Which of them is, `psg_fx/ops/elsewhere.py` says; it is the same for forward, backward and gradients of samples.
 """
@@ -77,11 +76,12 @@ class _Product:
 
 
 def multiply_elsewhere(gm: GraphModule, inputs: Sequence[torch.Tensor], by: OpOverload) -> GraphModule:
-    """A graph with large products by that op and those of samples' matrices in C++, as large as they are for these
-    inputs; the graph itself if it has none.
+    """A graph with large products by that op, as large as they are for these inputs; the graph itself if it has none.
+
+    Where oneDNN is faster than the BLAS, those of samples' matrices are in C++, which is as fast.
     """
     sizes = dict(_sizes(gm, inputs))
-    large = [place for place, node in enumerate(gm.graph.nodes) if _is_large(node, sizes)]
+    large = [place for place, node in enumerate(gm.graph.nodes) if _is_large(node, sizes, by)]
     if not large:
         return gm
     gm = copy_graph(gm)
@@ -113,12 +113,12 @@ def _number(size: int | torch.SymInt) -> int:
     return found
 
 
-def _is_large(node: Node, sizes: Sizes) -> bool:
+def _is_large(node: Node, sizes: Sizes, by: OpOverload) -> bool:
     """Whether it is a product of float32 that is worth it."""
     found = _product(node)
     if found is None or any(value.dtype is not torch.float32 for value in found.operands):
         return False
-    if found.of_samples and not found.shares_right and not found.fills_tiles():
+    if found.of_samples and not found.shares_right and not (by is by_onednn.by_onednn and found.fills_tiles()):
         return False
     return found.flops(sizes) >= LEAST
 
