@@ -11,6 +11,8 @@
 constexpr int64_t BAND = 512;  // rows of the smaller operand, and
 constexpr int64_t DEEP = 256;  // places, or up to half as many more: a band stays in the second cache
 
+constexpr int32_t NOT_FINITE = 0x7f800000, LEAST = (127 - 100) << 23;  // 2^-100, as bits
+
 struct Target {
   float* start;
   const float* bias;
@@ -24,7 +26,7 @@ struct Writing {
   const float* bias = nullptr;
   int64_t columns = 0, height = 0, width = 0, next = 0;
   bool anew = true;  // nothing is there to which it is added
-  Register strange = {};  // no longer zero where a number was not finite
+  Integers largest = {};  // of the numbers that were written, without their signs, as their bits
 
   void begin(const Target& target, int64_t row, int64_t column, bool first) {
     float* const computed = other;
@@ -44,13 +46,25 @@ struct Writing {
       Register value = read(from + j);
       if (!anew) value += read(at + j);
       else if (bias) value += read(bias + j);
-      strange += value * 0;
+      see((Integers)value);
       *reinterpret_cast<Unaligned*>(at + j) = value;
     }
     for (; j < width; ++j) {
       at[j] = from[j] + (!anew ? at[j] : bias ? bias[j] : 0);
-      strange[0] += at[j] * 0;
+      see((Integers)(Register{at[j]}));
     }
+  }
+
+  void see(Integers bits) {
+    bits &= 0x7fffffff;
+    largest = bits > largest ? bits : largest;
+  }
+
+  // Whether they are in the range in which the parts of numbers, and products of parts, are what they should be.
+  bool are_usual() const {
+    int32_t bits = 0;
+    for (int lane = 0; lane < LANES; ++lane) bits = largest[lane] > bits ? largest[lane] : bits;
+    return bits == 0 || (bits >= LEAST && bits < NOT_FINITE);
   }
 
   void finish() {
@@ -119,7 +133,6 @@ struct Product {
     }
   }
 
-  // Whether there are numbers that are not finite.
   bool run(int thread, int threads) const {
     const Unit unit;
     const Tiles a(2 * deep / DEPTH), b(2 * deep / DEPTH);
@@ -141,12 +154,13 @@ struct Product {
 #pragma omp barrier
     }
     meanwhile.writing.finish();
-    return sum_of(meanwhile.writing.strange) != 0;
+    return meanwhile.writing.are_usual();
   }
 };
 
-// a[m, k] b[k, n] + bias[n], or without it; strides: those of a, then those of b.  Whether it has numbers that are not
-// finite: a product in float32 may have fewer.
+// a[m, k] b[k, n] + bias[n], or without it; strides: those of a, then those of b.  Whether it is to be believed: not if
+// there are numbers that are not finite, of which float32 may have fewer, or if what a thread has written is all tiny, so
+// that parts were taken for zero.
 extern "C" int in_parts(const float* a, const float* b, const float* bias, float* to, int64_t m, int64_t k, int64_t n,
                         const int64_t* strides, int threads) {
   const Operand left = {a, strides[0], strides[1], m, k, false}, right = {b, strides[3], strides[2], n, k, true};
@@ -155,8 +169,8 @@ extern "C" int in_parts(const float* a, const float* b, const float* bias, float
   const int64_t steps = up(least(bands.rows, BAND), SIDE) * deep / DEPTH;
   const Tiles of_band(steps);
   const Product product = {strips, bands, {to, bias, m, n}, of_band.parts(), deep};
-  int strange = 0;
-#pragma omp parallel num_threads(threads) reduction(| : strange)
-  strange |= product.run(omp_get_thread_num(), omp_get_num_threads());
-  return strange;
+  int usual = 1;
+#pragma omp parallel num_threads(threads) reduction(& : usual)
+  usual &= product.run(omp_get_thread_num(), omp_get_num_threads());
+  return usual;
 }

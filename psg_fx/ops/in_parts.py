@@ -33,9 +33,9 @@ def _in_parts(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     (m, k), n = a.shape, b.shape[1]
     product = allocated((m, n), (n, 1), a.dtype)
     strides = (ctypes.c_int64 * 4)(*a.stride(), *b.stride())
-    strange = compiled.in_parts(*map(passed, (a, b, bias, product, m, k, n)), strides, threads())
-    # Parts of what is not finite, or rounded to it, are not numbers, where the product may be one.
-    return _of_torch(a, b, bias) if strange else product
+    usual = compiled.in_parts(*map(passed, (a, b, bias, product, m, k, n)), strides, threads())
+    # Parts of what is not finite, or rounded to it, are not numbers; those of what is tiny are taken for zero.
+    return product if usual else _of_torch(a, b, bias)
 
 
 def _of_torch(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:

@@ -83,6 +83,19 @@ def test_what_is_not_finite(value: float) -> None:
     assert found.isfinite().sum() == expected.isfinite().sum()
 
 
+@pytest.mark.parametrize("exponents", [(-60, -40), (-60, -60), (-118, 0), (0, -124), (60, 60)], ids=str)
+def test_sizes_of_numbers(exponents: tuple[int, int]) -> None:
+    """Down to 2^-100; the unit takes parts below 2^-126 for zero, so what is smaller is torch's."""
+    a, b = (of_size(40, 40, False, i) * 2.0**exponent for i, exponent in enumerate(exponents))
+    exact = a.double() @ b.double()
+    assert errors(in_parts(a, b, None), exact)[1] < 2e-7
+
+
+def test_zeros() -> None:
+    a = torch.zeros(40, 40)
+    assert torch.equal(in_parts(a, a, None), a)
+
+
 def test_any_number_of_threads() -> None:
     """Whose number says who computes what, not what is computed."""
     a, b = of_size(70, 600, True, 0), of_size(600, 90, False, 1)
