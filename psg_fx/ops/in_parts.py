@@ -3,9 +3,9 @@
 A number of float32 has 24 bits, one of bfloat16 has 8, so the first is the sum of three of the second, its parts.  Of
 the nine products of the parts of two numbers the six larger ones are added up, in float32; the others are at most 2^-23
 of the product, and mostly less than a sixteenth of that (Henry, Tang, Heinecke: Leveraging the bfloat16 Artificial
-Intelligence Datatype For Higher-Precision Computations, ARITH 2019).  A sum over places is rounded sixteen times less
-often than in float32, so its errors are smaller than the BLAS's (docs/design/rounding.md).  Intel's AMX multiplies
-bfloat16 at sixteen times the rate of float32.
+Intelligence Datatype For Higher-Precision Computations, ARITH 2019).  The unit rounds sums over places less often
+than vectors do, so errors are smaller than the BLAS's (docs/design/rounding.md).  Intel's AMX multiplies bfloat16 at
+sixteen times the rate at which vectors multiply float32.
 """
 
 from __future__ import annotations
