@@ -16,15 +16,17 @@ from torch.fx import GraphModule, Node
 from psg_fx.graph import facts
 from psg_fx.graph.history import copy_graph
 from psg_fx.graph.nodes import call, output, value_of
-from psg_fx.ops import by_onednn
+from psg_fx.ops import by_onednn, in_parts
 from psg_fx.ops.define import libraries_of
 from psg_fx.tensors import product
 from psg_fx.torch_private import native
 
 aten = torch.ops.aten
 
-LEAST = 8_000_000
-"""Flops of a product: for one of fewer, calling an op takes longer than it saves (docs/design/cpu.md)."""
+LEAST = {by_onednn.by_onednn: (8e6, 0), in_parts.in_parts: (64e6, 170)}
+"""Flops of a product, and flops for each number that is read or written: for fewer, calling an op, or packing what a
+matrix unit multiplies, takes longer than it saves (docs/design/cpu.md).
+"""
 
 _TILE = (8, 32)
 """Rows and columns of a tile in C++: of a smaller matrix, most of a tile would be computed for nothing."""
@@ -48,6 +50,12 @@ class _Product:
         left, right = self.operands
         shape = (*facts.shape(left), facts.shape(right)[-1])
         return 2 * int(product(shape).subs(sizes))
+
+    def numbers(self, sizes: Sizes) -> int:
+        """Of its operands and of what it makes; a matrix that samples share counts once."""
+        left, right = (facts.shape(value) for value in self.operands)
+        read = product(left) + product(right[1:] if self.of_samples and self.shares_right else right)
+        return int((read + product([*left[:-1], right[-1]])).subs(sizes))
 
     @property
     def of_samples(self) -> bool:
@@ -120,7 +128,8 @@ def _is_large(node: Node, sizes: Sizes, by: OpOverload) -> bool:
         return False
     if found.of_samples and not found.shares_right and not (by is by_onednn.by_onednn and found.fills_tiles()):
         return False
-    return found.flops(sizes) >= LEAST
+    flops, of_each = LEAST[by]
+    return found.flops(sizes) >= max(flops, of_each * found.numbers(sizes))
 
 
 def _product(node: Node) -> _Product | None:

@@ -8,8 +8,8 @@
 
 #include "parts.h"
 
-constexpr int64_t BAND = 512;  // rows of the smaller operand, and
-constexpr int64_t DEEP = 256;  // places, or up to half as many more: a band stays in the second cache
+constexpr int64_t BAND = 512;  // rows of the smaller operand
+constexpr int64_t AREA = BAND * 256, DEEPEST = 512;  // numbers of a band, which stays in the second cache, and places
 
 constexpr int32_t NOT_FINITE = 0x7f800000, LEAST = (127 - 100) << 23;  // 2^-100, as bits
 
@@ -165,7 +165,8 @@ extern "C" int in_parts(const float* a, const float* b, const float* bias, float
                         const int64_t* strides, int threads) {
   const Operand left = {a, strides[0], strides[1], m, k, false}, right = {b, strides[3], strides[2], n, k, true};
   const Operand &bands = m < n ? left : right, &strips = m < n ? right : left;
-  const int64_t parts = k < DEEP ? 1 : (k + DEEP / 2) / DEEP, deep = up(up(k, parts), DEPTH) * DEPTH;
+  const int64_t most = least(AREA / least(BAND, bands.rows), DEEPEST), parts = k < most ? 1 : (k + most / 2) / most;
+  const int64_t deep = up(up(k, parts), DEPTH) * DEPTH;
   const int64_t steps = up(least(bands.rows, BAND), SIDE) * deep / DEPTH;
   const Tiles of_band(steps);
   const Product product = {strips, bands, {to, bias, m, n}, of_band.parts(), deep};

@@ -154,15 +154,6 @@ struct Operand {
     }
   }
 
-  // What a step of 16 rows is made of comes closer, a piece at a time.
-  void fetch(int piece, int64_t row, int64_t place) const {
-    const bool along = is_along();
-    for (int k = piece * DEPTH / pieces(); k < (piece + 1) * DEPTH / pieces(); ++k) {
-      const int64_t i = along ? k / 2 : 0, j = along ? k % 2 * SIDE : k;
-      __builtin_prefetch(start + (row + i) * of_row + (place + j) * of_place);
-    }
-  }
-
   void copy(const float* from, int64_t height, int64_t depth, float* to) const {
     const int64_t of_i = is_along() ? DEPTH : 1, of_k = is_along() ? 1 : SIDE;
     std::memset(to, 0, TILE * sizeof(float));
@@ -186,8 +177,6 @@ struct Tiles : Room {
 
 // So many rows and places of an operand become tiles, [tiles of rows, steps, parts], piece by piece.
 struct Packing {
-  static constexpr int64_t AHEAD = 2;  // tiles
-
   const Operand* from = nullptr;
   int64_t row = 0, place = 0, tiles = 0, steps = 0;
   Part* to = nullptr;
@@ -202,8 +191,7 @@ struct Packing {
   bool is_done() const { return tile == tiles * steps; }
 
   void go_on() {
-    const int64_t k = tile / tiles, i = tile % tiles, ahead = tile + AHEAD;
-    from->fetch(piece, row + ahead % tiles * SIDE, place + ahead / tiles * DEPTH);
+    const int64_t k = tile / tiles, i = tile % tiles;
     from->pack(piece, row + i * SIDE, place + k * DEPTH, to + (i * steps + k) * STEP, room);
     if (++piece == from->pieces()) piece = 0, ++tile;
   }

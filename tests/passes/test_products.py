@@ -25,8 +25,8 @@ from support import oracle
 
 aten = torch.ops.aten
 HERE = torch.ops.psg_fx.products_here.default
-ROWS = LEAST // (2 * 64 * 48) + 1
-"""Rows of [.., 64] that, multiplied by [64, 48], are just worth it."""
+ROWS = int(LEAST[onednn.by_onednn][0]) // (2 * 64 * 48) + 1
+"""Rows of [.., 64] that, multiplied by [64, 48], are just worth calling oneDNN."""
 
 WAYS = {"onednn": onednn.by_onednn, "parts": in_parts.in_parts}
 """Of products of two matrices; where there is no matrix unit, its op is torch's own."""
@@ -69,6 +69,12 @@ def targets(gm: GraphModule) -> list[Any]:
 
 
 @pytest.fixture
+def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The unit multiplies what is worth calling oneDNN."""
+    monkeypatch.setitem(products.LEAST, in_parts.in_parts, products.LEAST[onednn.by_onednn])
+
+
+@pytest.fixture
 def compiled() -> None:
     native.begin(products_here.LIBRARY)
     native.begin(in_parts.LIBRARY)
@@ -77,7 +83,7 @@ def compiled() -> None:
 
 @pytest.mark.parametrize("by", WAYS)
 @pytest.mark.parametrize("name", [*CASES, *OF_SAMPLES])
-def test_products(name: str, by: str, compiled: None) -> None:
+def test_products(name: str, by: str, compiled: None, any_size: None) -> None:
     """Samples' matrices are left to the BLAS where it is at home, beside a unit."""
     function, shapes = (CASES | OF_SAMPLES)[name]
     gm, inputs = traced(function, shapes)
@@ -100,7 +106,25 @@ def test_what_is_left(name: str) -> None:
     assert multiply_elsewhere(gm, inputs, onednn.by_onednn) is gm
 
 
-def test_sizes_are_those_of_the_call() -> None:
+@pytest.mark.parametrize(
+    ("shapes", "taken"),
+    [
+        ([(1024, 256), (256, 256)], True), ([(1040, 192), (192, 192)], True), ([(256, 256), (256, 256)], False),
+        ([(64, 9216), (9216, 128)], False), ([(1024, 32), (32, 1024)], False),
+        ([(8, 128, 256), (256, 256)], True), ([(8, 16, 256), (256, 256)], False),
+    ],
+)  # fmt: skip
+def test_what_is_worth_packing(shapes: list[tuple[int, ...]], taken: bool) -> None:
+    """A unit takes what is large, and of which each number is multiplied often."""
+
+    def multiply(a: Tensor, b: Tensor) -> Tensor:
+        return torch.bmm(a, b.expand(len(a), *b.shape)) if a.ndim == 3 else torch.mm(a, b)
+
+    gm, inputs = traced(multiply, shapes)
+    assert (multiply_elsewhere(gm, inputs, in_parts.in_parts) is not gm) == taken
+
+
+def test_sizes_are_those_of_the_call(any_size: None) -> None:
     """A graph for every size is judged by what it is compiled for, not by what it was traced with."""
     gm, _ = traced(torch.mm, [(5, 64), (64, 48)], "symbolic")
     assert multiply_elsewhere(gm, [torch.empty(6, 64), torch.empty(64, 48)], in_parts.in_parts) is gm
@@ -110,7 +134,7 @@ def test_sizes_are_those_of_the_call() -> None:
     torch.testing.assert_close(found(*large), torch.mm(*large), rtol=1e-5, atol=1e-4)
 
 
-def test_one_matrix_for_any_number_of_samples() -> None:
+def test_one_matrix_for_any_number_of_samples(any_size: None) -> None:
     """As an LSTM multiplies `[T, B, I]`, which is `[B, T, I]` in memory, by its weight."""
 
     def run(x: Tensor, w: Tensor) -> Tensor:
@@ -170,7 +194,7 @@ def test_a_step(by: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
         made.append(targets(found))
         return found
 
-    monkeypatch.setattr(products, "LEAST", 0)
+    monkeypatch.setattr(products, "LEAST", dict.fromkeys(WAYS.values(), (0, 0)))
     monkeypatch.setattr(compiling, "multiply_elsewhere", noted)
     monkeypatch.setattr(compiling, "elsewhere", lambda: by and WAYS[by])
     ex = zoo.example("gpt", batch=4, layers=1, width=32, heads=2, tokens=8, vocabulary=50)
