@@ -76,15 +76,21 @@ def name_of(captured: GraphModule, told: Any = None) -> str:
 
 @pytest.mark.filterwarnings("ignore:.*padding='same' with even kernel lengths:UserWarning")
 @pytest.mark.parametrize("case", one_in(40, ROWS, always={"traps/counter"}))
-def test_what_is_read_is_what_was_written(case: Case) -> None:
-    """Node by node, and by its answers."""
+def test_what_is_read_is_what_was_written(case: Case, on_disk: Path) -> None:
+    """Node by node, and by its answers; what cannot be written is not kept."""
     model = case.model()
     step = psg_fx.transform(model, case.loss_fn(model), quantities=QUANTITIES, backend="eager", batch_dim=case.dims)
     arguments: list[Any] = []
     step(case.data())
     captured, lowered = step.graphs["captured"], step.graphs["tidied"]
-    assert written.digest(written.said_of(captured)) == written.digest(written.said_of(captured))
-    found = written.read(written.write(lowered, written.Captured.of(captured)), captured)
+    try:
+        names = {written.digest(written.said_of(captured)) for _ in range(2)}
+        text = written.write(lowered, written.Captured.of(captured))
+    except written.Unwritable:
+        assert not list(on_disk.rglob("*.graph"))
+        return
+    assert len(names) == 1
+    found = written.read(text, captured)
     verify(found, Stage.TIDIED)
     assert said(found) == said(lowered)
     inner = step.captures[-1].step
