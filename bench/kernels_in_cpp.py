@@ -27,6 +27,7 @@ from torch import Tensor
 
 from psg_fx.blocks import Memory
 from psg_fx.ops import by_onednn, gram_products, in_parts, products_here
+from psg_fx.ops.matrix_product import by_torch
 from psg_fx.torch_private import native
 from psg_fx.torch_private.compiler import allocating
 from psg_fx.torch_private.matrix_unit import has_matrix_unit
@@ -125,18 +126,14 @@ def layer(shape: tuple[int, int, int], rounds: int) -> dict[str, float]:
     ways: dict[str, Callable[[], Tensor]] = {}
     for what, operands in products.items():
         a, b, c = (None if value is None else value.double() for value in operands)
-        right = a @ b if c is None else torch.addmm(c, a, b)
+        right = by_torch(a, b, c)
         for by, op in OPS.items():
             ways[f"{what}, {by}"] = functools.partial(op, *operands)
             assert (op(*operands).double() - right).abs().max() <= 1e-5 * right.abs().max(), (what, by)
     return in_turns(ways, rounds)
 
 
-def by_blas(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
-
-
-OPS: dict[str, Callable[..., Tensor]] = {"BLAS": by_blas, "oneDNN": by_onednn.by_onednn}
+OPS: dict[str, Callable[..., Tensor]] = {"BLAS": by_torch, "oneDNN": by_onednn.by_onednn}
 if has_matrix_unit():
     OPS["unit"] = in_parts.in_parts
 

@@ -10,14 +10,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from psg_fx.ops.define import define_op
+from psg_fx.ops.matrix_product import define_product
 from psg_fx.torch_private import onednn
 
 CLEARLY = 1.2
@@ -65,18 +63,5 @@ def _seconds(multiply: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor)
     return time.perf_counter() - began
 
 
-def _of_torch(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
-
-
-by_onednn = define_op(
-    "by_onednn(Tensor a, Tensor b, Tensor? bias) -> Tensor", onednn.product,
-    lambda a, b, bias: a.new_empty((a.shape[0], b.shape[1])), _of_torch,
-)  # fmt: skip
+by_onednn = define_product("by_onednn", onednn.product)
 """a[m, k] b[k, n] + bias[n]."""
-
-
-@register_flop_formula(torch.ops.psg_fx.by_onednn)
-def _flops(a: Sequence[int], b: Sequence[int], *rest: Any, **shapes: Any) -> int:
-    """2 · m·k·n."""
-    return 2 * a[0] * a[1] * b[1]

@@ -125,7 +125,7 @@ static Sums band(const Rows& x, const Rows& y, int64_t first) {
 extern "C" void gram_dots(
     const float* x, const float* y, float* out, int64_t n, int64_t t, int64_t i, int64_t o, int threads) {
   const Floats zeros(i < o ? o : i);
-  const int64_t bands = (t + BAND - 1) / BAND;
+  const int64_t bands = up(t, BAND);
   const Floats dots(n * bands), roots(n * bands);
 #pragma omp parallel for schedule(static) num_threads(threads)
   for (int64_t task = 0; task < n * bands; ++task) {

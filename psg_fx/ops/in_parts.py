@@ -11,14 +11,10 @@ sixteen times the rate at which vectors multiply float32.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from psg_fx.ops.define import define_op
+from psg_fx.ops.matrix_product import by_torch, define_product
 from psg_fx.torch_private.compiler import allocated
 from psg_fx.torch_private.matrix_unit import has_matrix_unit
 from psg_fx.torch_private.native import library, passed, threads
@@ -29,27 +25,14 @@ LIBRARY = "in_parts"
 def _in_parts(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     compiled = library(LIBRARY) if a.device.type == "cpu" and has_matrix_unit() else None
     if compiled is None:
-        return _of_torch(a, b, bias)
+        return by_torch(a, b, bias)
     (m, k), n = a.shape, b.shape[1]
     product = allocated((m, n), (n, 1), a.dtype)
     strides = (ctypes.c_int64 * 4)(*a.stride(), *b.stride())
     usual = compiled.in_parts(*map(passed, (a, b, bias, product, m, k, n)), strides, threads())
     # Parts of what is not finite, or rounded to it, are not numbers; those of what is tiny are taken for zero.
-    return product if usual else _of_torch(a, b, bias)
+    return product if usual else by_torch(a, b, bias)
 
 
-def _of_torch(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
-
-
-in_parts = define_op(
-    "in_parts(Tensor a, Tensor b, Tensor? bias) -> Tensor", _in_parts,
-    lambda a, b, bias: a.new_empty((a.shape[0], b.shape[1])), _of_torch, LIBRARY,
-)  # fmt: skip
+in_parts = define_product("in_parts", _in_parts, LIBRARY)
 """a[m, k] b[k, n] + bias[n]."""
-
-
-@register_flop_formula(torch.ops.psg_fx.in_parts)
-def _flops(a: Sequence[int], b: Sequence[int], *rest: Any, **shapes: Any) -> int:
-    """2 · m·k·n."""
-    return 2 * a[0] * a[1] * b[1]

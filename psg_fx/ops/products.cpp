@@ -154,7 +154,7 @@ struct Products {
   bool streamed;
 
   Task task(int64_t number) const {
-    const int64_t bands = (y.size + BAND - 1) / BAND, first = number % bands * BAND;
+    const int64_t bands = up(y.size, BAND), first = number % bands * BAND;
     return {number / bands, first, least(BAND, y.size - first)};
   }
 
@@ -197,12 +197,12 @@ static void run(const Matrices& x, const Matrices& y, void* product, float* squa
   const bool aligned = reinterpret_cast<uintptr_t>(product) % LINE == 0 && y.size * sizeof(Kept) % sizeof(Register) == 0;
   const bool streamed = aligned && n * x.size * y.size * int64_t(sizeof(Kept)) >= BEYOND_CACHES;
   const Products<Kept> made = {x, y, t, static_cast<Kept*>(product), streamed};
-  const int64_t bands = (y.size + BAND - 1) / BAND, tasks = n * bands;
+  const int64_t bands = up(y.size, BAND), tasks = n * bands;
   const Room sums(2 * tasks);
   double* of_tasks = reinterpret_cast<double*>(sums.values);
 #pragma omp parallel num_threads(threads)
   {
-    const Room panels(t * least(BAND, (y.size + PANEL - 1) / PANEL * PANEL)), rows(t * HIGH);
+    const Room panels(t * least(BAND, up(y.size, PANEL) * PANEL)), rows(t * HIGH);
 #pragma omp for schedule(static)
     for (int64_t k = 0; k < tasks; ++k) of_tasks[k] = made.run(made.task(k), panels.values, rows.values);
     __sync_synchronize();  // what is streamed
