@@ -34,10 +34,11 @@ def main() -> int:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench/gpu.py: there is no CUDA device")
-    tag = device_tag("cuda")
     ended = {}
     with tempfile.TemporaryDirectory() as folder:
         environment = as_installed(Path(folder))
+        sys.path.insert(0, folder)  # this process, too, has psg_fx of this checkout
+        tag = device_tag("cuda")
         for part in args.parts.split(","):
             result = RESULTS / (f"tests-{tag}.txt" if part == "tests" else f"{part}-{tag}.json")
             if result.exists() and not args.again:
