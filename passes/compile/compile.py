@@ -33,6 +33,7 @@ from psg_fx.torch_private.mended import inductor_mended
 
 from .additions import add_rows_by_scatter
 from .calls import written_once
+from .convolutions import convolve_elsewhere
 from .joins import join_by_torch
 from .pools import pool_by_vectors
 from .products import multiply_elsewhere
@@ -128,7 +129,7 @@ def _by_inductor(options: dict[str, Any], watch: Watch, once: bool, by: OpOverlo
             with watch():
                 if any(value.device.type == "cpu" for value in inputs):
                     ask_ahead().join()
-                gm = multiply_elsewhere(gm, inputs, by) if by else gm
+                gm = convolve_elsewhere(multiply_elsewhere(gm, inputs, by), inputs, by) if by else gm
                 return compiler(join_by_torch(written_once(gm)) if once else gm, inputs)
         except InductorError as error:
             raise _not_compiled(error) from error

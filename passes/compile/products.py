@@ -88,7 +88,7 @@ def multiply_elsewhere(gm: GraphModule, inputs: Sequence[torch.Tensor], by: OpOv
 
     Where oneDNN is faster than the BLAS, those of samples' matrices are in C++, which is as fast.
     """
-    sizes = dict(_sizes(gm, inputs))
+    sizes = dict(sizes_of(gm, inputs))
     large = [place for place, node in enumerate(gm.graph.nodes) if _is_large(node, sizes, by)]
     if not large:
         return gm
@@ -108,7 +108,7 @@ def multiply_elsewhere(gm: GraphModule, inputs: Sequence[torch.Tensor], by: OpOv
     return gm
 
 
-def _sizes(gm: GraphModule, inputs: Sequence[torch.Tensor]) -> Iterator[tuple[sympy.Symbol, int]]:
+def sizes_of(gm: GraphModule, inputs: Sequence[torch.Tensor]) -> Iterator[tuple[sympy.Symbol, int]]:
     """The graph's symbols and their values."""
     for node, value in zip(facts.placeholders(gm), inputs, strict=True):
         for symbol, size in zip(facts.shape(node.meta["val"]), value.shape, strict=True):

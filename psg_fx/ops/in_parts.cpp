@@ -11,8 +11,6 @@
 constexpr int64_t BAND = 512;  // rows of the smaller operand
 constexpr int64_t AREA = BAND * 256, DEEPEST = 512;  // numbers of a band, which stays in the second cache, and places
 
-constexpr int32_t NOT_FINITE = 0x7f800000, LEAST = (127 - 100) << 23;  // 2^-100, as bits
-
 struct Target {
   float* start;
   const float* bias;
@@ -26,7 +24,7 @@ struct Writing {
   const float* bias = nullptr;
   int64_t columns = 0, height = 0, width = 0, next = 0;
   bool anew = true;  // nothing is there to which it is added
-  Integers largest = {};  // of the numbers that were written, without their signs, as their bits
+  Largest largest = {};
 
   void begin(const Target& target, int64_t row, int64_t column, bool first) {
     float* const computed = other;
@@ -46,43 +44,17 @@ struct Writing {
       Register value = read(from + j);
       if (!anew) value += read(at + j);
       else if (bias) value += read(bias + j);
-      see((Integers)value);
+      largest.see(value);
       *reinterpret_cast<Unaligned*>(at + j) = value;
     }
     for (; j < width; ++j) {
       at[j] = from[j] + (!anew ? at[j] : bias ? bias[j] : 0);
-      see((Integers)(Register{at[j]}));
+      largest.see(Register{at[j]});
     }
-  }
-
-  void see(Integers bits) {
-    bits &= 0x7fffffff;
-    largest = bits > largest ? bits : largest;
-  }
-
-  // Whether they are in the range in which the parts of numbers, and products of parts, are what they should be.
-  bool are_usual() const {
-    int32_t bits = 0;
-    for (int lane = 0; lane < LANES; ++lane) bits = largest[lane] > bits ? largest[lane] : bits;
-    return bits == 0 || (bits >= LEAST && bits < NOT_FINITE);
   }
 
   void finish() {
     while (!is_done()) go_on();
-  }
-};
-
-struct Meanwhile {
-  Writing writing;
-  Packing strip;
-
-  __attribute__((noinline)) void go_on() {
-    if (!writing.is_done()) {
-      writing.go_on();
-      if (!writing.is_done()) writing.go_on();
-    } else if (!strip.is_done()) {
-      strip.go_on();
-    }
   }
 };
 
@@ -118,16 +90,16 @@ struct Product {
     return Packing(strips, row, count, here.place, here.depth, to, room);
   }
 
-  void multiply_strip(int64_t stage, int64_t strip, const Part* packed, Meanwhile& meanwhile) const {
+  void multiply_strip(int64_t stage, int64_t strip, const Part* packed, Meanwhile<Writing, Packing>& meanwhile) const {
     const Band here = band(stage);
     const int64_t steps = up(here.depth, DEPTH), apart = steps * STEP;
     Writing& writing = meanwhile.writing;
     for (int64_t j = 0; j < here.count; j += BLOCK) {
-      const Part* of_band = packed_band + j / SIDE * apart;
-      const Part *left = bands.right ? packed : of_band, *right = bands.right ? of_band : packed;
+      const InSteps of_strip = {packed, apart}, of_band = {packed_band + j / SIDE * apart, apart};
       const int64_t of_strips = strip * BLOCK, of_bands = here.row + j;
       const int64_t row = bands.right ? of_strips : of_bands, column = bands.right ? of_bands : of_strips;
-      multiply(left, right, apart, steps, target.rows - row, target.columns - column, writing.other, meanwhile);
+      multiply(bands.right ? of_strip : of_band, bands.right ? of_band : of_strip, steps, target.rows - row,
+               target.columns - column, writing.other, meanwhile);
       writing.finish();
       writing.begin(target, row, column, here.place == 0);
     }
@@ -139,22 +111,22 @@ struct Product {
     const Room block(BLOCK * BLOCK), other(BLOCK * BLOCK), room(TILE);
     const int64_t count = up(strips.rows, BLOCK), begin = count * thread / threads, end = count * (thread + 1) / threads;
     Part *now = a.parts(), *next = b.parts();
-    Meanwhile meanwhile = {{block.values, other.values}};
+    Meanwhile<Writing, Packing> meanwhile = {{block.values, other.values}};
     for (int64_t stage = 0; stage < stages(); ++stage) {
       packing(stage, thread, threads, room.values).finish();
       if (begin < end) packing_strip(stage, begin, now, room.values).finish();
 #pragma omp barrier
       for (int64_t strip = begin; strip < end; ++strip) {
-        if (strip + 1 < end) meanwhile.strip = packing_strip(stage, strip + 1, next, room.values);
+        if (strip + 1 < end) meanwhile.packing = packing_strip(stage, strip + 1, next, room.values);
         multiply_strip(stage, strip, now, meanwhile);
-        meanwhile.strip.finish();
+        meanwhile.packing.finish();
         Part* const done = now;
         now = next, next = done;
       }
 #pragma omp barrier
     }
     meanwhile.writing.finish();
-    return meanwhile.writing.are_usual();
+    return meanwhile.writing.largest.is_usual();
   }
 };
 

@@ -39,8 +39,8 @@ static inline void clear() {
 }
 
 template <int TILE>
-static inline void load(const Part* from) {
-  asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(TILE), "r"(from), "r"(DEPTH * sizeof(Part)) : "memory");
+static inline void load(const Part* from, int64_t bytes_of_row) {
+  asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(TILE), "r"(from), "r"(bytes_of_row) : "memory");
 }
 
 template <int TILE>
@@ -53,21 +53,32 @@ static inline void add_product() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(LEFT), "i"(RIGHT));
 }
 
-// Sums of a block in tiles 0 to 3, of one tile or two (TALL, WIDE) on the left, 4 and 5, and on the right, 6 and 7.
-template <bool TALL, bool WIDE>
-struct Sums {
-  const Part *left, *right;
+// Tiles one after the other, [tiles of rows, steps, parts].
+struct InSteps {
+  const Part* start;
   int64_t apart;  // from the first to the second of two tiles
-  float* block;   // [BLOCK, BLOCK]
+  static constexpr int64_t of_row = DEPTH * sizeof(Part);  // bytes
+
+  const Part* at(int64_t step, int part) const { return start + step * STEP + part * TILE; }
+};
+
+// Sums of a block in tiles 0 to 3, of one tile or two (TALL, WIDE) on the left, 4 and 5, and on the right, 6 and 7.
+template <bool TALL, bool WIDE, typename Left, typename Right>
+struct Sums {
+  const Left& left;
+  const Right& right;
+  float* block;  // [BLOCK, BLOCK]
 
   void load_left(int64_t step, int part) const {
-    load<4>(left + step * STEP + part * TILE);
-    if (TALL) load<5>(left + apart + step * STEP + part * TILE);
+    const Part* from = left.at(step, part);
+    load<4>(from, left.of_row);
+    if (TALL) load<5>(from + left.apart, left.of_row);
   }
 
   void load_right(int64_t step, int part) const {
-    load<6>(right + step * STEP + part * TILE);
-    if (WIDE) load<7>(right + apart + step * STEP + part * TILE);
+    const Part* from = right.at(step, part);
+    load<6>(from, right.of_row);
+    if (WIDE) load<7>(from + right.apart, right.of_row);
   }
 
   void add() const {
@@ -104,14 +115,30 @@ struct Sums {
   }
 };
 
+// What a thread does while the unit computes: it writes the last block, two rows at a time, then packs what comes next.
+template <typename Writing, typename Packing>
+struct Meanwhile {
+  Writing writing;
+  Packing packing;
+
+  __attribute__((noinline)) void go_on() {
+    if (!writing.is_done()) {
+      writing.go_on();
+      if (!writing.is_done()) writing.go_on();
+    } else if (!packing.is_done()) {
+      packing.go_on();
+    }
+  }
+};
+
 // block = left · right, of so many steps; height, width: those of its rows and columns that are wanted.
-template <typename Work>
-static void multiply(const Part* left, const Part* right, int64_t apart, int64_t steps, int64_t height, int64_t width,
-                     float* block, Work& meanwhile) {
-  if (height > SIDE && width > SIDE) Sums<true, true>{left, right, apart, block}.run(steps, meanwhile);
-  else if (height > SIDE) Sums<true, false>{left, right, apart, block}.run(steps, meanwhile);
-  else if (width > SIDE) Sums<false, true>{left, right, apart, block}.run(steps, meanwhile);
-  else Sums<false, false>{left, right, apart, block}.run(steps, meanwhile);
+template <typename Left, typename Right, typename Work>
+static void multiply(const Left& left, const Right& right, int64_t steps, int64_t height, int64_t width, float* block,
+                     Work& meanwhile) {
+  if (height > SIDE && width > SIDE) Sums<true, true, Left, Right>{left, right, block}.run(steps, meanwhile);
+  else if (height > SIDE) Sums<true, false, Left, Right>{left, right, block}.run(steps, meanwhile);
+  else if (width > SIDE) Sums<false, true, Left, Right>{left, right, block}.run(steps, meanwhile);
+  else Sums<false, false, Left, Right>{left, right, block}.run(steps, meanwhile);
 }
 
 // The parts of sixteen numbers and of sixteen others, in pairs; what is rounded leaves a rest of either sign.
@@ -123,6 +150,25 @@ static inline void split(Register a, Register b, Bits* parts) {
     a -= (Register)upper_a, b -= (Register)upper_b;
   }
 }
+
+constexpr int32_t NOT_FINITE = 0x7f800000, LEAST = (127 - 100) << 23;  // 2^-100, as bits
+
+// The largest of the numbers that were computed, without their signs, as their bits.
+struct Largest {
+  Integers bits = {};
+
+  void see(Register value) {
+    const Integers without_sign = (Integers)value & 0x7fffffff;
+    bits = without_sign > bits ? without_sign : bits;
+  }
+
+  // Whether they are in the range in which the parts of numbers, and products of parts, are what they should be.
+  bool is_usual() const {
+    int32_t largest = 0;
+    for (int lane = 0; lane < LANES; ++lane) largest = bits[lane] > largest ? bits[lane] : largest;
+    return largest == 0 || (largest >= LEAST && largest < NOT_FINITE);
+  }
+};
 
 // m[rows, places], as it lies in memory: rows are those of the left, or the columns of the right.
 struct Operand {
