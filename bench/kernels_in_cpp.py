@@ -8,8 +8,9 @@ in one (`tile-matmul`), rounded (`tile-matmul-bf16`), and the sums alone (`tile-
 broadcast multiplication (`multiply`). Inner products of Gram matrices of positions by two `bmm` and a dot, and by the
 kernel (`gram-dot`). Linear layers of [rows, in] and their two gradients by `addmm` and `mm`, by oneDNN
 (`psg_fx/ops/by_onednn.py`), which copies what is transposed for the weight's gradient, and, where there is one, by a
-matrix unit (`in_parts.py`). Medians, in turns; answers are compared with float64 first.  What is kept is written to
-memory that has been used before.
+matrix unit (`in_parts.py`). With one, also convolutions of step one and their gradients, those of weights for each
+sample and summed, by torch (oneDNN) and by the unit (`convolutions_in_parts.py`). Medians, in turns; answers are
+compared with float64 first.  What is kept is written to memory that has been used before.
 Writes `bench/results/kernels-in-cpp-<tag>.json` and `.md`.
 """
 
@@ -26,7 +27,8 @@ from tabulate import tabulate
 from torch import Tensor
 
 from psg_fx.blocks import Memory
-from psg_fx.ops import by_onednn, gram_products, in_parts, products_here
+from psg_fx.ops import by_onednn, convolutions_in_parts, gram_products, in_parts, products_here
+from psg_fx.ops.define import of_torch_alone
 from psg_fx.ops.matrix_product import by_torch
 from psg_fx.torch_private import native
 from psg_fx.torch_private.compiler import allocating
@@ -57,13 +59,21 @@ LAYERS = {
 }  # fmt: skip
 """Rows, elements of a row of x and of y."""
 
+CONVOLUTIONS = {
+    "SimpleCNN: second": (64, 32, 64, 26, 3, 0), "images 32²": (16, 64, 64, 32, 3, 1), "16²": (16, 128, 128, 16, 3, 1),
+    "8²": (16, 256, 256, 8, 3, 1), "images 224²: 56²": (4, 64, 64, 56, 3, 1), "28²": (4, 128, 128, 28, 3, 1),
+    "16 channels, 32²": (64, 16, 16, 32, 3, 1), "one place, 16²": (16, 256, 256, 16, 1, 0),
+}  # fmt: skip
+"""Samples, channels of x and of y, rows and columns of x and of the kernel, zeros around."""
+
 
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--rounds", type=int, default=60, help="of each way (default 60)")
     args = parser.parse_args()
     Memory(keep=False)  # the C library keeps freed memory, as it does beside steps
-    for name in ("products", "gram_dots", *(["in_parts"] if has_matrix_unit() else [])):
+    of_the_unit = [in_parts.LIBRARY, convolutions_in_parts.CONVOLUTION, convolutions_in_parts.WEIGHT_GRADIENTS]
+    for name in ("products", "gram_dots", *(of_the_unit if has_matrix_unit() else [])):
         native.begin(name)
     native.finish()
     rows = {name: measured(shape, args.rounds) for name, shape in SHAPES.items()}
@@ -77,13 +87,19 @@ def main() -> None:
         for name, row in layers.items()
     ]
     headers = list(next(iter(layers.values())))
+    images = (
+        {name: convolution(shape, args.rounds) for name, shape in CONVOLUTIONS.items()} if has_matrix_unit() else {}
+    )
+    of_images = [[name, " × ".join(map(str, CONVOLUTIONS[name])), *row.values()] for name, row in images.items()]
+    of_convolutions = ["layer", "n × c × o × space × kernel × zeros", *next(iter(images.values()), {})]
     there = about("cpu")
     path = keep(
         f"kernels-in-cpp-{args.tag or device_tag('cpu')}",
-        {"environment": there, "milliseconds": rows, "layers": layers},
+        {"environment": there, "milliseconds": rows, "layers": layers, "convolutions": images},
         "# Products on a CPU", bullets(there), "Milliseconds, float32; `bench/kernels_in_cpp.py` says of what.",
         "## Gradients of samples", tabulate(shown, ["layer", "n × t × i × o", *WAYS], "github", disable_numparse=True),
         "## Layers", tabulate(of_layers, ["layer", "rows × in × out", *headers], "github", disable_numparse=True),
+        *(["## Convolutions", tabulate(of_images, of_convolutions, "github", floatfmt=".2f")] if images else []),
     )  # fmt: skip
     print(f"wrote {path}.json and .md")
 
@@ -130,6 +146,27 @@ def layer(shape: tuple[int, int, int], rounds: int) -> dict[str, float]:
         for by, op in OPS.items():
             ways[f"{what}, {by}"] = functools.partial(op, *operands)
             assert (op(*operands).double() - right).abs().max() <= 1e-5 * right.abs().max(), (what, by)
+    return in_turns(ways, rounds)
+
+
+def convolution(shape: tuple[int, ...], rounds: int) -> dict[str, float]:
+    """Way -> median milliseconds."""
+    n, c, o, side, k, zeros = shape
+    torch.manual_seed(0)
+    x, w, window = torch.randn(n, c, side, side), torch.randn(o, c, k, k), ([zeros] * 2, [1, 1])
+    dy = torch.randn(n, o, *[side + 2 * zeros - k + 1] * 2)
+    flat = [value.reshape(1, -1, *value.shape[2:]) for value in (dy, x)]
+    convolved, gradients = convolutions_in_parts.convolution_in_parts, convolutions_in_parts.weight_gradients_in_parts
+    asked = {
+        "y": (convolved, (x, w, None, *window, False)), "gradient of x": (convolved, (dy, w, None, *window, True)),
+        "gradients of W": (gradients, (*flat, n, [k, k], *window)), "summed": (gradients, (dy, x, 1, [k, k], *window)),
+    }  # fmt: skip
+    ways: dict[str, Callable[[], Tensor]] = {}
+    for what, (op, arguments) in asked.items():
+        right = of_torch_alone(op)(*(value.double() if isinstance(value, Tensor) else value for value in arguments))
+        for by, run in {"oneDNN": of_torch_alone(op), "unit": op}.items():
+            ways[f"{what}, {by}"] = functools.partial(run, *arguments)
+            assert (run(*arguments).double() - right).abs().max() <= 1e-5 * right.abs().max(), (what, by)
     return in_turns(ways, rounds)
 
 
