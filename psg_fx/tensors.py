@@ -54,10 +54,23 @@ def is_contiguous(x: torch.Tensor) -> bool:
     return True
 
 
+def has_rows(x: torch.Tensor) -> bool:
+    """Whether the elements along its last dim lie side by side; asks nothing about symbols."""
+    return same_size(x.stride(-1), 1)
+
+
 def memory_order(x: torch.Tensor) -> list[int]:
     """The dims of x from the slowest to the fastest in memory."""
     strides = x.stride()
-    return sorted(range(x.ndim), key=lambda d: -strides[d])
+    return sorted(range(x.ndim), key=lambda d: -hint(strides[d]))
+
+
+def hint(size: int | torch.SymInt) -> int:
+    """A size as it is for the inputs that a graph is traced with; asks nothing about symbols."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    known: int | None = size.node.hint
+    return 1 if known is None else known  # None: of rows that are counted when the graph is run
 
 
 HALF = (torch.float16, torch.bfloat16)

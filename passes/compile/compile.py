@@ -33,6 +33,7 @@ from psg_fx.torch_private.mended import inductor_mended
 
 from .additions import add_rows_by_scatter
 from .calls import written_once
+from .contiguous import with_contiguous_arguments
 from .convolutions import convolve_elsewhere
 from .joins import join_by_torch
 from .pools import pool_by_vectors
@@ -64,6 +65,7 @@ def compile_graph(
     gm = written_out(gm, backend, device)
     if own_kernels:
         with_own_loops(gm, device)
+    with_contiguous_arguments(gm)
     numbers = _erase_numbers(gm)
     if dynamic is None and _has_rows(gm):
         dynamic = True  # numbers of rows are others at every call

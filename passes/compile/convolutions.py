@@ -26,6 +26,7 @@ from psg_fx.ops.define import libraries_of
 from psg_fx.ops.grouped_convolution import grouped_weight_gradient
 from psg_fx.torch_private import native
 
+from .contiguous import with_contiguous_arguments
 from .products import LEAST, sizes_of
 
 aten = torch.ops.aten
@@ -120,6 +121,7 @@ def convolve_elsewhere(gm: GraphModule, inputs: Sequence[torch.Tensor], by: OpOv
     found = [_replace(written, node, sizes) for node in list(written.graph.nodes) if node.op == "call_function"]
     if not any(found):
         return gm
+    with_contiguous_arguments(written)
     written.recompile()
     for library in libraries_of(written):
         native.begin(library)

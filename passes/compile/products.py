@@ -18,7 +18,7 @@ from psg_fx.graph.history import copy_graph
 from psg_fx.graph.nodes import call, output, value_of
 from psg_fx.ops import by_onednn, in_parts
 from psg_fx.ops.define import libraries_of
-from psg_fx.tensors import product
+from psg_fx.tensors import hint, product
 from psg_fx.torch_private import native
 
 aten = torch.ops.aten
@@ -113,12 +113,7 @@ def sizes_of(gm: GraphModule, inputs: Sequence[torch.Tensor]) -> Iterator[tuple[
     for node, value in zip(facts.placeholders(gm), inputs, strict=True):
         for symbol, size in zip(facts.shape(node.meta["val"]), value.shape, strict=True):
             if isinstance(symbol, sympy.Symbol):
-                yield symbol, _number(size)
-
-
-def _number(size: int | torch.SymInt) -> int:
-    found: int = size.node.hint if isinstance(size, torch.SymInt) else size
-    return found
+                yield symbol, hint(size)
 
 
 def _is_large(node: Node, sizes: Sizes, by: OpOverload) -> bool:

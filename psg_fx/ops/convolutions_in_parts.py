@@ -17,6 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from psg_fx.ops.define import define_op
 from psg_fx.ops.grouped_convolution import weight_gradient
+from psg_fx.tensors import is_contiguous
 from psg_fx.torch_private.compiler import allocated
 from psg_fx.torch_private.matrix_unit import has_matrix_unit
 from psg_fx.torch_private.native import library, passed, threads
@@ -84,6 +85,7 @@ def _allocated(shape: tuple[int, ...]) -> Tensor:
 convolution_in_parts = define_op(
     f"{CONVOLUTION}(Tensor x, Tensor w, Tensor? bias, int[] padding, int[] dilation, bool transposed) -> Tensor",
     _convolution, lambda x, w, bias, *window: x.new_empty(_convolved(x, w, *window)), _by_torch, CONVOLUTION,
+    is_contiguous,
 )  # fmt: skip
 """x[n, c, *space], w[o, c, *kernel] -> [n, o, *out_space], contiguous; transposed: x's gradient, given that of the
 convolution with w[c, o, *kernel]."""
@@ -114,7 +116,7 @@ weight_gradients_in_parts = define_op(
     f"{WEIGHT_GRADIENTS}(Tensor grad, Tensor x, SymInt groups, int[] kernel, int[] padding, int[] dilation) -> Tensor",
     _weight_gradients,
     lambda grad, x, groups, kernel, *window: x.new_empty([grad.shape[1], x.shape[1] // groups, *kernel]),
-    _weight_gradients_by_torch, WEIGHT_GRADIENTS,
+    _weight_gradients_by_torch, WEIGHT_GRADIENTS, is_contiguous,
 )  # fmt: skip
 """grad[n, g·o, *out_space], x[n, g·c, *space] -> the weight's gradient [g·o, c, *kernel]; n or g is 1."""
 

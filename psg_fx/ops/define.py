@@ -17,16 +17,19 @@ _FUNCTIONS = torch.library.Library("psg_fx_functions", "FRAGMENT")
 _NUMBERS = itertools.count()
 _OF_TORCH: dict[OpOverload, Callable[..., Any]] = {}
 _LIBRARIES: dict[Any, str] = {}
+_LAYOUTS: dict[Any, Callable[[torch.Tensor], bool]] = {}
 _LATER: dict[str, Callable[[], Any]] = {}
 
 
 def define_op(
     schema: str, run: Callable[..., Any], shapes: Callable[..., Any], of_torch: Callable[..., Any] | None = None,
-    library: str | None = None,
+    library: str | None = None, layout: Callable[[torch.Tensor], bool] | None = None,
 ) -> Any:  # fmt: skip
     """The op `psg_fx::name`.  shapes: what it returns, without values, all contiguous; whatever `run` makes is so, too,
     since inductor holds both against each other.  of_torch: what a graph that leaves psg_fx has in its place, where
     `run` cannot be traced.  library: of psg_fx's own in C++, which `run` calls; compiled with a graph that has the op.
+    layout: whether a tensor lies as `run` reads it, which makes others contiguous first; in a compiled graph they are
+    (`passes/compile/contiguous.py`).
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
@@ -36,7 +39,14 @@ def define_op(
     _OF_TORCH[op] = of_torch or run
     if library:
         _LIBRARIES[op] = library
+    if layout:
+        _LAYOUTS[op] = layout
     return op
+
+
+def layout_of(op: Any) -> Callable[[torch.Tensor], bool] | None:
+    """Whether a tensor lies as the op reads it; None: it reads all."""
+    return _LAYOUTS.get(op)
 
 
 def libraries_of(gm: GraphModule) -> set[str]:

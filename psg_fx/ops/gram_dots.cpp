@@ -53,29 +53,32 @@ static inline Places products(const float* const* a, const float* const* b, int6
 // The rows of one sample, and of the one after it.
 struct Rows {
   const float *start, *zeros;
-  int64_t count, size;
+  int64_t count, size, of_row, of_sample;
   bool last;
 
   // So many of them; beyond the last one come rows of zeros.
   template <int MANY>
   void at(int64_t first, const float** to) const {
-    for (int i = 0; i < MANY; ++i) to[i] = first + i < count ? start + (first + i) * size : zeros;
+    for (int i = 0; i < MANY; ++i) to[i] = first + i < count ? start + (first + i) * of_row : zeros;
   }
 };
 
 // Rows of the next sample, which come closer tile by tile while this one is computed: they are too short for the machine
 // to foresee them, and too many to be asked for at once.
 struct Ahead {
-  const float *from, *to;
-  int64_t of_tile;
+  const float* row;
+  int64_t of_row, size, rows, of_tile, column = 0;
 
-  Ahead(const Rows& rows, int64_t first, int64_t end, int64_t tiles)
-      : from(rows.start + (rows.count + first) * rows.size), to(rows.last ? from : from + (end - first) * rows.size),
-        of_tile(((end - first) * rows.size / tiles / STEP + 1) * STEP) {}
+  Ahead(const Rows& of, int64_t first, int64_t end, int64_t tiles)
+      : row(of.start + of.of_sample + first * of.of_row), of_row(of.of_row), size(of.size),
+        rows(of.last ? 0 : end - first), of_tile(((end - first) * size / tiles / STEP + 1) * STEP) {}
 
   void fetch() {
-    const float* until = to - from < of_tile ? to : from + of_tile;
-    for (; from < until; from += STEP) __builtin_prefetch(from, 0, 2);
+    for (int64_t left = of_tile; left > 0 && rows > 0; left -= STEP) {
+      __builtin_prefetch(row + column, 0, 2);
+      column += STEP;
+      if (column >= size) column = 0, row += of_row, --rows;
+    }
   }
 };
 
@@ -121,17 +124,18 @@ static Sums band(const Rows& x, const Rows& y, int64_t first) {
   return {on + 2 * sum_of(below), roots};
 }
 
-// x[n, t, i], y[n, t, o] -> out[2, n]: the products, and the sums of the roots of those on the diagonals.
-extern "C" void gram_dots(
-    const float* x, const float* y, float* out, int64_t n, int64_t t, int64_t i, int64_t o, int threads) {
+// x[n, t, i], y[n, t, o] -> out[2, n]: the products, and the sums of the roots of those on the diagonals.  strides: of
+// samples and of rows of x, then of y, whose rows lie anywhere.
+extern "C" void gram_dots(const float* x, const float* y, float* out, const int64_t* strides, int64_t n, int64_t t,
+                          int64_t i, int64_t o, int threads) {
   const Floats zeros(i < o ? o : i);
   const int64_t bands = up(t, BAND);
   const Floats dots(n * bands), roots(n * bands);
 #pragma omp parallel for schedule(static) num_threads(threads)
   for (int64_t task = 0; task < n * bands; ++task) {
     const int64_t s = task / bands;
-    const Rows of_x = {x + s * t * i, zeros.values, t, i, s + 1 == n};
-    const Rows of_y = {y + s * t * o, zeros.values, t, o, s + 1 == n};
+    const Rows of_x = {x + s * strides[0], zeros.values, t, i, strides[1], strides[0], s + 1 == n};
+    const Rows of_y = {y + s * strides[2], zeros.values, t, o, strides[3], strides[2], s + 1 == n};
     const Sums found = band(of_x, of_y, task % bands * BAND);
     dots.values[task] = found.dots, roots.values[task] = found.roots;
   }

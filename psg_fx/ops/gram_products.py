@@ -10,6 +10,7 @@ it is C++ on a CPU (`psg_fx/ops/gram_dots.cpp`), with all tiles of a sample adde
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import register_flop_formula
 
 from psg_fx.ops.define import define_op, defined_later
-from psg_fx.tensors import HALF, Size
+from psg_fx.tensors import HALF, Size, has_rows
 from psg_fx.torch_private.native import library, passed, threads
 
 DTYPES = HALF
@@ -53,9 +54,10 @@ def _here(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     compiled = library(LIBRARY) if x.device.type == "cpu" else None
     if compiled is None:
         return _of_torch_here(x, y)
-    x, y = x.contiguous(), y.contiguous()
+    x, y = (value if has_rows(value) else value.contiguous() for value in (x, y))
     sums = _fake_here(x, y)
-    compiled.gram_dots(*map(passed, (x, y, sums, *x.shape, y.shape[2])), threads())
+    strides = (ctypes.c_int64 * 4)(*x.stride()[:2], *y.stride()[:2])
+    compiled.gram_dots(*map(passed, (x, y, sums)), strides, *map(passed, (*x.shape, y.shape[2])), threads())
     return sums
 
 
@@ -67,7 +69,7 @@ def _of_torch_here(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return _by_torch(x, y).sum(2)
 
 
-_HERE = define_op("gram_dots_here(Tensor x, Tensor y) -> Tensor", _here, _fake_here, _of_torch_here, LIBRARY)
+_HERE = define_op("gram_dots_here(Tensor x, Tensor y) -> Tensor", _here, _fake_here, _of_torch_here, LIBRARY, has_rows)
 
 
 @functools.cache

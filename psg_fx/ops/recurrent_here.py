@@ -14,6 +14,7 @@ from torch._ops import OpOverload
 
 from psg_fx.ops import recurrent
 from psg_fx.ops.define import define_op, of_torch_alone
+from psg_fx.tensors import is_contiguous
 from psg_fx.torch_private.native import library, passed, threads
 
 LIBRARY = "recurrent"
@@ -42,7 +43,7 @@ def _here(op: OpOverload, loop: recurrent.Loop) -> OpOverload:
         return found
 
     schema = str(op._schema).removeprefix("psg_fx::").replace("(", "_here(", 1)
-    made: OpOverload = define_op(schema, run, loop.shapes, of_torch_alone(op), LIBRARY)
+    made: OpOverload = define_op(schema, run, loop.shapes, of_torch_alone(op), LIBRARY, is_contiguous)
     return made
 
 

@@ -64,6 +64,20 @@ def test_matmul_flops(a: str, b: str, out: str) -> None:
     assert MatMul().work(pair).flops == counted(MatMul(), pair, tensor(a, SIZES), tensor(b, SIZES))
 
 
+@pytest.mark.parametrize("stored", ["bt", "tb"])
+def test_places_are_summed_as_they_lie_in_memory(stored: str) -> None:
+    """The larger operand is not copied to have one axis in place of two, whichever of them comes first."""
+    sizes = {"b": 3, "t": 5, "i": 4, "o": 6}
+    x, y = (torch.randn(*(sizes[axis] for axis in stored), features) for features in (4, 6))
+    if stored == "tb":
+        x, y = x.transpose(0, 1), y.transpose(0, 1)
+    pair = Pair(dense("bti"), dense("bto"), tuple("io"), sizes)
+    left, right = MatMul().operands(pair, x, y)
+    assert right.data_ptr() == y.data_ptr()
+    assert left.data_ptr() == x.data_ptr()
+    torch.testing.assert_close(MatMul().emit(pair, x, y), torch.einsum("bti,bto->io", x, y))
+
+
 CONVOLUTION = Patches(
     kernel=(3, 3), stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=1, space=(5, 5), out_space=(5, 5)
 )

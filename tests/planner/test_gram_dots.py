@@ -70,6 +70,17 @@ def test_what_is_no_number_stays_in_its_sample(value: float) -> None:
     assert torch.equal(found[[0, 2]], want[[0, 2]])
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rows_that_lie_anywhere(shape: tuple[int, int, int, int]) -> None:
+    """Steps before samples, in wider rows, and columns as rows."""
+    x, y = drawn(shape, torch.float32)
+    want = gram_products.gram_dots(x, y)
+    steps_first = x.transpose(0, 1).contiguous().transpose(0, 1)
+    wider = F.pad(y, (3, 2))[..., 3:-2]
+    assert torch.equal(gram_products.gram_dots(steps_first, wider), want)
+    assert torch.equal(gram_products.gram_dots(x.mT.contiguous().mT, y), want)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_the_op_as_a_fake(dtype: torch.dtype) -> None:
     """One trace for every number of samples."""

@@ -28,6 +28,7 @@ OTHER_TABLES = {
     "psg_fx/op_table.py:_ROWS": "the table",
     "psg_fx/torch_private/functional.py:_SIZES": "what a trace knows of a tensor without an op",
     "psg_fx/ops/define.py:_OF_TORCH": "what stands for ops of psg_fx in a file, said where they are defined",
+    "psg_fx/ops/define.py:_LAYOUTS": "how arguments of ops of psg_fx lie, said where they are defined",
     "psg_fx/ops/define.py:_LIBRARIES": "libraries in C++ that ops of psg_fx call, said where they are defined",
     "psg_fx/ops/recurrent.py:_NONLINEAR": "kinds of cells",
     "psg_fx/ops/recurrent.py:_GRADIENTS": "kinds of cells",

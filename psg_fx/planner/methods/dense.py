@@ -9,7 +9,7 @@ from psg_fx.algebra.network import BATCH, Axes
 from psg_fx.ops.rounded import rounded
 from psg_fx.planner.cost import Device, Work
 from psg_fx.planner.methods.base import Method, Pair, arrange, expand_to
-from psg_fx.tensors import Size, accumulation_dtype, reshape
+from psg_fx.tensors import Size, accumulation_dtype, hint, memory_order, product, reshape
 
 
 class Multiply(Method):
@@ -96,8 +96,8 @@ class MatMul(Method):
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         left, right = self.operands(p, a, b)
-        product = torch.bmm(left, right) if p.batch else torch.mm(left.squeeze(0), right.squeeze(0))
-        return self.shaped(p, product, a, b)
+        found = torch.bmm(left, right) if p.batch else torch.mm(left.squeeze(0), right.squeeze(0))
+        return self.shaped(p, found, a, b)
 
     def sides(self, p: Pair) -> tuple[Size, Size]:
         """Rows and columns of the product of one sample."""
@@ -111,15 +111,25 @@ class MatMul(Method):
         if any(x.endswith("'") for x in p.out):  # a Gram matrix: its entries are multiplied again, keep full precision
             dtype = accumulation_dtype(dtype)
         a, b = a.to(dtype), b.to(dtype)
+        summed = self._order(p, a, b)
         if self._swapped(p):
-            left = arrange(b, p.b.axes, (p.batch, p.right, p.summed))
-            return left, arrange(a, p.a.axes, (p.batch, p.summed, p.left))
-        left = arrange(a, p.a.axes, (p.batch, p.left, p.summed))
-        return left, arrange(b, p.b.axes, (p.batch, p.summed, p.right))
+            left = arrange(b, p.b.axes, (p.batch, p.right, summed))
+            return left, arrange(a, p.a.axes, (p.batch, summed, p.left))
+        left = arrange(a, p.a.axes, (p.batch, p.left, summed))
+        return left, arrange(b, p.b.axes, (p.batch, summed, p.right))
 
-    def shaped(self, p: Pair, product: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    @staticmethod
+    def _order(p: Pair, a: torch.Tensor, b: torch.Tensor) -> Axes:
+        """The axes that are summed, in the order in which they lie in memory in the larger operand, which then need not
+        be copied to have one in place of them (a recurrent layer has all samples of a step side by side).
+        """
+        of_a, of_b = (product(map(hint, tensor.shape)) for tensor in (a, b))
+        larger, axes = (a, p.a.axes) if of_a > of_b else (b, p.b.axes)
+        return tuple(axes[dim] for dim in memory_order(larger) if axes[dim] in p.summed)
+
+    def shaped(self, p: Pair, found: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """The product of `operands` with the axes `out`."""
-        return reshape(product, [_size(x, a, p.a.axes, b, p.b.axes) for x in self.out(p)])
+        return reshape(found, [_size(x, a, p.a.axes, b, p.b.axes) for x in self.out(p)])
 
 
 class RoundedMatMul(MatMul):
