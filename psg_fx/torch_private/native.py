@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.resources
+import os
 import re
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +21,9 @@ from psg_fx.torch_private.ahead import ask_ahead
 
 _BEGUN: dict[str, Future[CDLL | None]] = {}
 _BEGINNING = threading.Lock()
+_TURNS = threading.Semaphore(max(1, (os.cpu_count() or 1) - 1))
+"""A compiler has one; a core is left to inductor, which works meanwhile."""
+
 _INCLUDE = re.compile(r'^#include "(.*)"$', re.MULTILINE)
 """Files beside a file are put into it: what is compiled lies in inductor's folder."""
 
@@ -72,7 +76,8 @@ def _compiled(name: str) -> CDLL | None:
     source = _text(f"{name}.cpp", set())
     ask_ahead().join()  # which vector instructions there are
     try:
-        found: CDLL = CppCodeCache.load(source)
+        with _TURNS:
+            found: CDLL = CppCodeCache.load(source)
     except Exception:  # no compiler, or one that does not know vectors: torch's ops do the same
         return None
     return found
