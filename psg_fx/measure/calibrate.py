@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from psg_fx.measure.clock import median_seconds
-from psg_fx.ops import in_parts, products_here
+from psg_fx.ops import convolutions_in_parts, in_parts, products_here
 from psg_fx.ops.elsewhere import elsewhere
 from psg_fx.planner import rates
 from psg_fx.planner.cost import REPLAYED, Device
@@ -104,15 +104,18 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, in
     n, m, k = (4096, 512, 768) if large else (768, 256, 128)
     a, b = random(n, n), random(n, n)
     by = elsewhere() if device.type == "cpu" and dtype is torch.float32 else None
+    gradient = _weight_gradient
     if by is in_parts.in_parts:
-        native.begin(in_parts.LIBRARY)
+        for library in (in_parts.LIBRARY, convolutions_in_parts.WEIGHT_GRADIENTS):
+            native.begin(library)
         native.finish()
+        gradient = _weight_gradient_in_parts
     yield "gemm", 2 * n**3, lambda: by(a, b, None) if by else a @ b
     c, d = random(16, m, k), random(16, k, m)
     yield "bmm", 2 * 16 * k * m**2, lambda: torch.bmm(c, d)
     samples = 128 if large else 6
     x, g = random(samples, 64, 16, 16), random(samples, 64, 16, 16)
-    yield "conv", 2 * samples * 256 * 64 * 64 * 9, lambda: _weight_gradient(x, g, 1)
+    yield "conv", 2 * samples * 256 * 64 * 64 * 9, lambda: gradient(x, g, 1)
     if not large and dtype is torch.float32:
         native.begin(products_here.LIBRARY)
         native.finish()
@@ -152,6 +155,10 @@ def _weight_gradient(x: torch.Tensor, grad: torch.Tensor, groups: int) -> object
     return torch.ops.aten.convolution_backward(
         grad, x, template, None, [1, 1], [1, 1], [1, 1], False, [0, 0], groups, [False, True, False]
     )
+
+
+def _weight_gradient_in_parts(x: torch.Tensor, grad: torch.Tensor, groups: int) -> object:
+    return convolutions_in_parts.weight_gradients_in_parts(grad, x, groups, [3, 3], [1, 1], [1, 1])
 
 
 def _bandwidth(device: torch.device) -> float:
@@ -197,8 +204,11 @@ def _extra(device: torch.device, flops: Rates, bandwidth: float) -> dict[str, fl
         known = 2 * products * rows * width**2 / flops["gemm", torch.float32]
         taken = seconds(lambda: F.grouped_mm(x.t(), x, offs=ends), device)
         found["product"] = max(taken - known, 0.0) / products
-        a, b = torch.randn(64, 256, 8), torch.randn(64, 8, 256)
-        out = torch.empty(64, 256, 256)
+        a, b = torch.randn(64, 512, 8), torch.randn(64, 8, 1024)
+        out = torch.empty(64, 512, 1024)  # 134 MB, which the caches of a large server do not hold
         taken = seconds(lambda: torch.bmm(a, b, out=out), device)
         found["fetched"] = max(taken * bandwidth / (4 * out.numel()) - 1, 0.0)
+        x, elements = torch.randn(16, 512, 1, 1), 512 * 512 * 9
+        known = 2 * 16 * elements / flops["conv", torch.float32] + found["convolution"]
+        found["conv_output"] = max(seconds(lambda: _weight_gradient(x, x, 1), device) - known, 0.0) / elements
     return found

@@ -64,6 +64,19 @@ def test_matmul_flops(a: str, b: str, out: str) -> None:
     assert MatMul().work(pair).flops == counted(MatMul(), pair, tensor(a, SIZES), tensor(b, SIZES))
 
 
+@pytest.mark.parametrize(("channels", "side", "patches"), [(512, 1, True), (256, 2, True), (64, 8, False)])
+def test_large_gradients_of_few_positions_are_products_with_patches(channels: int, side: int, patches: bool) -> None:
+    """Summed over 16 samples: what a library takes to write such a gradient counts beside its flops."""
+    kernel, space = 9 * channels, side**2
+    form = Patches((3, 3), (1, 1), (1, 1), (1, 1), groups=1, space=(side, side), out_space=(side, side))
+    sizes = {"b": 16, "t": space, "g": 1, "i": kernel, "o": channels}
+    as_convolution = Pair(Arg(tuple("btgi"), form, F32), dense("bgot"), tuple("goi"), sizes)
+    as_product = Pair(dense("bti"), dense("bto"), tuple("oi"), {axis: sizes[axis] for axis in "btio"})
+    formed = CPU.seconds(Work(0, 4 * 16 * channels * space, 4 * 16 * kernel * space))
+    cheaper = MatMul().seconds(as_product, CPU) + formed < ConvWeight().seconds(as_convolution, CPU)
+    assert cheaper == patches
+
+
 @pytest.mark.parametrize("stored", ["bt", "tb"])
 def test_places_are_summed_as_they_lie_in_memory(stored: str) -> None:
     """The larger operand is not copied to have one axis in place of two, whichever of them comes first."""

@@ -137,7 +137,9 @@ class ConvWeight(Method):
         return _convolution_work(p)
 
     def seconds(self, p: Pair, device: Device) -> float:
-        return _convolution_seconds(p, device, groups=split(p)[1].groups > 1)
+        """What threads have added up is brought into the order of the result element by element."""
+        written = float(p.count(p.out)) * device.extra.get("conv_output", 0.0)
+        return _convolution_seconds(p, device, groups=split(p)[1].groups > 1) + written
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         form, x, grad = operands(p, a, b)
