@@ -29,7 +29,7 @@ CPU = Device(
     kept=3.4e-10,
     extra={
         "convolution": 5e-5,
-        "conv_output": 1e-9,
+        "conv_output": 1.8e-9,
         "grouped_conv_small_output": 1.7e-9,
         "grouped_conv_output": 3e-10,
         "scatter": 7.5e-10,
