@@ -1,7 +1,7 @@
 """`psg_fx.benchmark`: what a step of psg_fx costs beside an ordinary training step, the loop, vmap and other libraries.
 
-Every contender is built and called once (its first call holds the compilation), its answer is compared with that of
-`vmap(grad)` or the loop, its peak memory is taken, and then all of them are timed in interleaved rounds. A contender
+Every contender is built and called once (its first call holds the compilation), its answer is judged
+(`psg_fx/benchmarking/judge.py`), its peak memory is taken, and then all of them are timed in interleaved rounds. A contender
 that fails keeps its row, with the reason.
 """
 
@@ -23,17 +23,17 @@ from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache  # private: an empty kernel cache, so that compile times are cold ones
 
 from psg_fx.benchmarking.contenders import field_of
-from psg_fx.benchmarking.problem import ORDINARY, Asked, Computation, Contender, Problem, by_label, from_grads
+from psg_fx.benchmarking.judge import Judge
+from psg_fx.benchmarking.problem import ORDINARY, Asked, Computation, Contender, Problem, by_label
 from psg_fx.machine import environment
 from psg_fx.measure.clock import give_back, spread, synchronize, time_rounds
 from psg_fx.measure.device_work import Kernel, device_work
 from psg_fx.progress import Progress
-from psg_fx.quantities.base import Quantity
 from psg_fx.quantities.names import USUAL
 from psg_fx.reference.batch import is_packed
-from psg_fx.reference.by_vmap import quiet_vmap, vmap_reference
+from psg_fx.reference.by_vmap import quiet_vmap
 from psg_fx.reference.definitions import Answer
-from psg_fx.reference.loop import Loss, draws_random_numbers, reference_grads
+from psg_fx.reference.loop import Loss, draws_random_numbers
 
 SHOWN = 12
 """Kernels that a row names."""
@@ -165,13 +165,13 @@ def benchmark(
     chosen = field_of(asked, contenders, peers)
     note = Progress(progress).say
     notes: list[str] = []
-    expected: dict[str, Answer] = {}
+    judge: Judge | None = None
     if draws_random_numbers(model, loss_fn, inputs, targets, batch_dim):
         notes.append("answers were not compared: the model draws random numbers (call model.eval())")
     elif any(c.quantity != ORDINARY for c in chosen):
         note("reference gradients")
-        expected, judge = answers(problem, asked)
-        notes.append(f"error: largest difference from {judge}, relative to the tensor's largest entry")
+        judge = Judge(problem, asked)
+        notes.append(f"error: largest difference from {judge.name}, relative to the tensor's largest entry")
     note("starting the compiler")
     start_compiler(problem)
     rows = {c.label: BenchmarkRow(c.name, c.quantity) for c in chosen}
@@ -181,10 +181,12 @@ def benchmark(
             rows[c.label].failure = "not begun in time"
             continue
         note(f"first call of {c.label} ({number} of {len(chosen)})")
-        step = _prepare(c, problem, rows[c.label], expected.get(c.quantity), tolerance, cold=turn is None)
+        step = _prepare(c, problem, rows[c.label], judge, tolerance, cold=turn is None)
         if step is not None:
             steps[c.label] = step
-    expected.clear()
+    if judge and judge.asked_again:
+        notes.append("or from the loop over samples in float64, where that is less: rounding passes kinks")
+    judge = None
     gc.collect()
     failed: dict[str, Exception] = {}
     with quiet_vmap(), turn.alone() if turn else contextlib.nullcontext():
@@ -216,25 +218,6 @@ def record_work(
             rows[label].kernels = work.kernels[:SHOWN]
 
 
-def answers(problem: Problem, quantities: Mapping[str, Quantity]) -> tuple[dict[str, Answer], str]:
-    """What each quantity should be, by label, and who says so; without those that no formula makes of gradients."""
-    grads, judge = reference(problem)
-    found: dict[str, Answer] = {}
-    for label, quantity in quantities.items():
-        with contextlib.suppress(NotImplementedError):
-            found[label] = from_grads(quantity, grads, problem.given(quantity))
-    return found, judge
-
-
-def reference(problem: Problem) -> tuple[Mapping[str, Tensor], str]:
-    """Gradients `name -> [B, *shape]` to hold answers against, and who made them: vmap, or the loop where it fails."""
-    call = (problem.model, problem.loss_fn, problem.inputs, problem.targets)
-    try:
-        return vmap_reference(*call, batch_dim=problem.batch_dim)[1], "vmap(grad)"
-    except Exception:  # vmap refuses in many ways; the loop then decides
-        return reference_grads(*call, batch_dim=problem.batch_dim, dtype=None)[1], "the loop over samples"
-
-
 def start_compiler(problem: Problem) -> None:
     """Compiles something trivial, so that no contender's first call pays for starting the compiler."""
     if problem.backend == "eager":
@@ -248,7 +231,7 @@ def _prepare(
     contender: Contender,
     problem: Problem,
     row: BenchmarkRow,
-    expected: Answer | None,
+    judge: Judge | None,
     tolerance: float,
     cold: bool,
 ) -> Computation | None:
@@ -257,16 +240,16 @@ def _prepare(
     with fresh_cache() if cold else contextlib.nullcontext(), quiet_vmap():
         try:
             step, answer, row.first_call_s = first_call(contender, problem)
-            if expected is not None:
-                row.error = answer_error(answer, expected)
+            if judge is not None and (error := judge.error(contender.quantity, answer)) is not None:
+                row.error = error
                 tolerance += contender.rounding
                 if not row.error <= tolerance:
                     row.failure = f"wrong answer: relative error {row.error:.1e} > {tolerance:g}"
                     return None
             del answer
             row.peak_bytes = contender.memory(step, problem.device)
-        except Exception as error:  # whatever it is, it is this contender's result
-            row.failure = failure(error)
+        except Exception as failed:  # whatever it is, it is this contender's result
+            row.failure = failure(failed)
             return None
         finally:
             give_back(problem.device)
@@ -286,27 +269,6 @@ def failure(error: Exception) -> str:
     """An exception in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:90]}" if lines else type(error).__name__
-
-
-def answer_error(got: Answer, want: Answer) -> float:
-    """The largest difference relative to each tensor's largest entry (at least 1e-3 of the largest of all)."""
-    if isinstance(want, Tensor):
-        want = {"": want}
-    if isinstance(got, Tensor):
-        got = {"": got}
-    if missing := set(want) ^ set(got):
-        raise ValueError(f"the answer's names differ: {sorted(missing)}")
-    largest = {name: w.abs().max().item() for name, w in want.items()}
-    floor = 1e-3 * max(largest.values(), default=0.0)
-    errors = [0.0]
-    for name, w in want.items():
-        if got[name].shape != w.shape:
-            raise ValueError(f"{name} has shape {tuple(got[name].shape)}, expected {tuple(w.shape)}")
-        difference = (got[name] - w).abs().max().item()
-        if difference:
-            scale = max(largest[name], floor)
-            errors.append(difference / scale if scale else math.inf)
-    return max(errors) if not any(math.isnan(e) for e in errors) else math.nan
 
 
 def _sizes(problem: Problem) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from psg_fx import ClippedSum, Grads, Gram, MeanGrad, Projection, Quantity, zoo
-from psg_fx.benchmarking import benchmark, contenders
+from psg_fx.benchmarking import benchmark, contenders, judge
 from psg_fx.benchmarking.problem import ORDINARY, Computation, Contender, Problem, by_label, from_grads
 from psg_fx.errors import BadArgument
 from psg_fx.measure import clock
@@ -190,7 +190,41 @@ def test_answers_of_a_random_model_are_not_compared() -> None:
 )
 def test_answer_error(got: dict[str, Tensor], error: float) -> None:
     want = {"a": torch.tensor([1.0, 2.0]), "b": torch.zeros(2)}
-    assert benchmark.answer_error(got, want) == pytest.approx(error, rel=1e-5, nan_ok=True)
+    assert judge.answer_error(got, want) == pytest.approx(error, rel=1e-5, nan_ok=True)
+
+
+class OneSide(nn.Module):
+    """A ReLU whose argument is 2⁻³⁰ for whoever adds up exactly, and zero where 1 + 2⁻³⁰ is rounded first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((self.weight + x).sub(1) * 2**20).relu() + self.weight.square()
+
+
+def test_where_rounding_passes_a_kink_float64_decides() -> None:
+    problem = Problem(OneSide(), lambda out: out.sum(), torch.full((4, 3), 2.0**-30), None, backend="eager")
+    decides = judge.Judge(problem, {"grads": Grads()})
+    exact = {"weight": torch.full((4, 3), 2.0**20 + 2)}
+    rounded = {"weight": torch.full((4, 3), 2.0)}
+    assert decides.error("grads", rounded) == 0
+    assert not decides.asked_again
+    assert decides.error("grads", exact) == 0
+    assert decides.asked_again
+    error = decides.error("grads", {"weight": torch.full((4, 3), 3.0)})
+    assert error is not None
+    assert error >= 0.5
+    assert decides.error("norms", torch.ones(4)) is None
+
+
+def test_float64_says_nothing_of_half_precision() -> None:
+    problem = Problem(OneSide(), lambda out: out.sum(), torch.full((4, 3), 2.0**-30), None, backend="eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        decides = judge.Judge(problem, {"grads": Grads()})
+        assert decides.error("grads", {"weight": torch.full((4, 3), 2.0**20 + 2)}) == 2.0**19
+    assert not decides.asked_again
 
 
 def test_unknown_names_are_refused() -> None:

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from psg_fx import ClippedSum, Grads, Gram, Norms, Quantity, zoo
-from psg_fx.benchmarking.benchmark import answer_error
 from psg_fx.benchmarking.contenders import field_of, loop
+from psg_fx.benchmarking.judge import answer_error
 from psg_fx.benchmarking.peers import adapters, peers_for
 from psg_fx.benchmarking.peers.adapters import CannotBeAsked, Own
 from psg_fx.benchmarking.problem import Contender, Problem
