@@ -1,8 +1,8 @@
 """`psg_fx.benchmark`: what a step of psg_fx costs beside an ordinary training step, the loop, vmap and other libraries.
 
-Every contender is built and called once (its first call holds the compilation), its answer is judged
-(`psg_fx/benchmarking/judge.py`), its peak memory is taken, and then all of them are timed in interleaved rounds. A contender
-that fails keeps its row, with the reason.
+Every contender is built and called once (its first call holds the compilation), its answer is judged (`judge.py`), its
+peak memory is taken, and then all of them are timed in interleaved rounds. A contender that fails keeps its row, with
+the reason.
 """
 
 from __future__ import annotations

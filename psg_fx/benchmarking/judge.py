@@ -26,7 +26,7 @@ in float32 nobody knows who is right.
 
 
 class Judge:
-    """What each quantity should be, in the dtype of the model; no answer is judged that no formula makes of gradients."""
+    """What each quantity should be, in the dtype of the model, of those that a formula makes of gradients."""
 
     def __init__(self, problem: Problem, quantities: Mapping[str, Quantity]) -> None:
         self.problem = problem
