@@ -16,6 +16,12 @@ def has_onednn() -> bool:
     return enabled and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
+def may_round() -> bool:
+    """Whether torch multiplies float32 in bfloat16, as a user may allow: `set_float32_matmul_precision("medium")`."""
+    asked = getattr(getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision", None)
+    return torch.get_float32_matmul_precision() == "medium" if asked is None else bool(asked == "bf16")
+
+
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """a[m, k] b[k, n] + bias[n] of float32; `a` is copied unless its rows lie side by side."""
     found: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.mT, bias, "none", [], "")

@@ -218,6 +218,18 @@ def test_which_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
         assert elsewhere.elsewhere() is way
 
 
+@pytest.mark.parametrize(("precision", "left"), [("highest", False), ("high", False), ("medium", True)])
+def test_where_the_user_lets_torch_round(precision: str, left: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then torch multiplies in bfloat16, faster than anybody who is exact."""
+    monkeypatch.setattr(elsewhere, "has_matrix_unit", lambda: True)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        assert (elsewhere.elsewhere() is None) == left
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def test_a_unit_that_may_not_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Vectors that the user forbids, no unit, one that knows no bfloat16, a system that refuses."""
     has = matrix_unit.has_matrix_unit.__wrapped__
