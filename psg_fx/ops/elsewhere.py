@@ -10,8 +10,8 @@ from psg_fx.torch_private.matrix_unit import has_matrix_unit
 
 
 def elsewhere() -> OpOverload | None:
-    """`in_parts` where there is a matrix unit, `by_onednn` where oneDNN was measured to be faster, or none: nothing exact
-    is as fast as torch where the user lets it round.
+    """`in_parts` where there is a matrix unit, `by_onednn` where oneDNN was measured to be faster, or none; none also
+    where the user lets torch round, which nothing exact is as fast as.
 
     Both take a[m, k], b[k, n] and a bias[n] or None.  That a unit is faster is not measured: it multiplies 16 times as
     many numbers in a cycle as vectors do, of which `in_parts` needs six.
