@@ -66,19 +66,20 @@ struct Rows {
 // Rows of the next sample, which come closer tile by tile while this one is computed: they are too short for the machine
 // to foresee them, and too many to be asked for at once.
 struct Ahead {
-  const float* row;
-  int64_t of_row, size, rows, of_tile, column = 0;
+  const float *from, *to;  // of what is left of a row, or of all rows if they follow each other
+  int64_t of_row, size, rows, of_tile;
 
   Ahead(const Rows& of, int64_t first, int64_t end, int64_t tiles)
-      : row(of.start + of.of_sample + first * of.of_row), of_row(of.of_row), size(of.size),
-        rows(of.last ? 0 : end - first), of_tile(((end - first) * size / tiles / STEP + 1) * STEP) {}
+      : of_row(of.of_row), size(of.size), rows(of.last ? 0 : end - first),
+        of_tile(((end - first) * size / tiles / STEP + 1) * STEP) {
+    if (of_row == size) size *= rows, rows = rows > 0;
+    from = of.start + of.of_sample + first * of.of_row, to = rows > 0 ? from + size : from;
+  }
 
   void fetch() {
-    for (int64_t left = of_tile; left > 0 && rows > 0; left -= STEP) {
-      __builtin_prefetch(row + column, 0, 2);
-      column += STEP;
-      if (column >= size) column = 0, row += of_row, --rows;
-    }
+    const float* until = to - from < of_tile ? to : from + of_tile;
+    for (; from < until; from += STEP) __builtin_prefetch(from, 0, 2);
+    if (from >= to && rows > 1) from = to - size + of_row, to = from + size, --rows;
   }
 };
 
