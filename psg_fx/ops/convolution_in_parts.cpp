@@ -1,7 +1,7 @@
 // A convolution of step one, in float32, by a matrix unit of bfloat16 (psg_fx/ops/convolutions_in_parts.py).
 //
-// A block is 32 outputs × 32 pixels: weights, [outputs, channels], on the left, pixels, [channels, pixels], on the right, for
-// each place of the kernel.  Pixels are packed once for all places: a row of a tile is read at any distance.
+// A block is 32 outputs × 32 pixels: weights, [outputs, channels], on the left, pixels, [channels, pixels], on the
+// right, for each place of the kernel.  Pixels are packed once for all places: a row of a tile is read at any distance.
 
 #include <omp.h>
 
@@ -201,7 +201,7 @@ struct Convolution {
   }
 };
 
-// y = convolution of x with weights, and bias, or none; sizes: a Window; strides: those of the weights, as numbers of outputs,
+// y = convolution of x with weights, and bias, or none; sizes: a Window; strides: those of the weights, of outputs,
 // channels, rows and columns.  Whether it is to be believed (psg_fx/ops/in_parts.cpp).
 extern "C" int convolution_in_parts(const float* x, const float* weights, const float* bias, float* y,
                                     const Window* sizes, const int64_t* strides, int threads) {
@@ -210,7 +210,8 @@ extern "C" int convolution_in_parts(const float* x, const float* weights, const 
   const int64_t most = least(WEIGHTS / of_block, DEEPEST / (window.places() * DEPTH));
   const int64_t blocks = up(window.channels, DEPTH), stages = up(blocks, most > 0 ? most : 1);
   const int64_t deep = up(blocks, stages) * DEPTH;
-  const int64_t of_image = deep * PARTS * int64_t(sizeof(Part)) * (window.height + 2 * window.pad_height) * window.wide();
+  const int64_t pixels = (window.height + 2 * window.pad_height) * window.wide();
+  const int64_t of_image = deep * PARTS * int64_t(sizeof(Part)) * pixels;
   int64_t pieces = up(of_image, PIXELS);
   if (window.samples * pieces < 2 * threads) pieces = up(2 * threads, window.samples);
   pieces = least(pieces, window.out_height());

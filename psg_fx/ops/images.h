@@ -13,8 +13,8 @@ struct Rows {
 
 // As psg_fx/ops/convolutions_in_parts.py passes it.
 struct Window {
-  int64_t samples, channels, height, width, outputs, kernel_height, kernel_width, pad_height, pad_width, dilation_height,
-      dilation_width;
+  int64_t samples, channels, height, width, outputs;
+  int64_t kernel_height, kernel_width, pad_height, pad_width, dilation_height, dilation_width;
 
   int64_t places() const { return kernel_height * kernel_width; }
   int64_t reach_height() const { return dilation_height * (kernel_height - 1); }

@@ -1,10 +1,10 @@
 // Gradients of weights of a convolution of step one, in float32, by a matrix unit of bfloat16
 // (psg_fx/ops/convolutions_in_parts.py).
 //
-// A block is 32 outputs × 32 channels of a place of the kernel: the cotangent, [outputs, pixels], on the left, the image,
-// [pixels, channels], on the right, both with pixels as they follow each other in the padded image.  Both are packed
-// once for all places.  The image is packed pixel by pixel, each beside the one sixteen pixels on, so that a tile may
-// begin at any pixel; each is there twice, therefore.
+// A block is 32 outputs × 32 channels of a place of the kernel: the cotangent, [outputs, pixels], on the left, the
+// image, [pixels, channels], on the right, both with pixels as they follow each other in the padded image.  Both are
+// packed once for all places.  The image is packed pixel by pixel, each beside the one sixteen pixels on, so that a
+// tile may begin at any pixel; each is there twice, therefore.
 
 #include <omp.h>
 
