@@ -31,11 +31,11 @@ from .products import LEAST, sizes_of
 
 aten = torch.ops.aten
 
-USED = {convolution_in_parts: 0.75, weight_gradients_in_parts: 0.85}
+USED = {convolution_in_parts: 0.77, weight_gradients_in_parts: 0.85}
 """How much of what is computed must be wanted, at least (docs/design/cpu.md)."""
 
-_ROWS, _PLACES = 16, 32
-"""Of a tile of the unit: its rows, or columns, and the places that it adds up."""
+_ROWS, _PLACES, _PIXELS = 16, 32, 32
+"""Of a tile of the unit: its rows, or columns, and the places that it adds up; pixels that are multiplied at once."""
 
 Sizes = Mapping[sympy.Symbol, int]
 
@@ -101,8 +101,8 @@ class _Work:
         """How much of what the unit computes is wanted: the rest are zeros around images, and what fills tiles."""
         *height, width = self.out_space
         pixels = (math.prod(height) - 1) * (self.space[-1] + 2 * self.window.padding[-1]) + width
-        of_pixels, of_channels = (_PLACES, _ROWS) if self.by is weight_gradients_in_parts else (_ROWS, _PLACES)
-        computed = _filled(pixels, of_pixels) * _filled(self.outputs, _ROWS) * _filled(self.channels, of_channels)
+        of_channels = _ROWS if self.by is weight_gradients_in_parts else _PLACES
+        computed = _filled(pixels, _PIXELS) * _filled(self.outputs, _ROWS) * _filled(self.channels, of_channels)
         return math.prod(self.out_space) * self.channels * self.outputs / computed
 
 
