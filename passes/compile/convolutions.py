@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,11 +114,11 @@ def convolve_elsewhere(gm: GraphModule, inputs: Sequence[torch.Tensor], by: OpOv
     """A graph with convolutions by the matrix unit, if that multiplies; the graph itself if it has none that are worth
     it, as large as they are for these inputs.
     """
-    if by is not in_parts.in_parts:
+    if by is not in_parts.in_parts or not any(node.target in _WAYS for node in gm.graph.nodes):
         return gm
     sizes = dict(sizes_of(gm, inputs))
     written = copy_graph(gm)
-    found = [_replace(written, node, sizes) for node in list(written.graph.nodes) if node.op == "call_function"]
+    found = [_replace(written, node, sizes) for node in list(written.graph.nodes) if node.target in _WAYS]
     if not any(found):
         return gm
     with_contiguous_arguments(written)
@@ -134,15 +134,8 @@ Replaced = Iterator[tuple[Node, Node]]
 
 def _replace(gm: GraphModule, node: Node, sizes: Sizes) -> bool:
     """Whether it, or some of what it makes, is computed by the unit now."""
-    replaced: Replaced = iter(())
-    if node.target is aten.convolution.default:
-        replaced = _convolved(gm, node, sizes)
-    elif node.target is aten.convolution_backward.default:
-        replaced = _backward(gm, node, sizes)
-    elif node.target is grouped_weight_gradient:
-        replaced = _of_samples(gm, node, sizes)
     with written_before(node, node.meta):
-        pairs = list(replaced)
+        pairs = list(_WAYS[node.target](gm, node, sizes))
     for old, new in pairs:
         old.replace_all_uses_with(new)
         gm.graph.erase_node(old)
@@ -192,6 +185,14 @@ def _of_samples(gm: GraphModule, node: Node, sizes: Sizes) -> Replaced:
     samples = _number(facts.expr(groups.meta["val"]) if isinstance(groups, Node) else groups, sizes)
     if samples and _gradients(grad, x, samples, window, sizes).is_worth():
         yield node, call(gm, weight_gradients_in_parts, grad, x, groups, [*window.kernel], *window.arguments)
+
+
+_WAYS: dict[Any, Callable[[GraphModule, Node, Sizes], Replaced]] = {
+    aten.convolution.default: _convolved,
+    aten.convolution_backward.default: _backward,
+    grouped_weight_gradient: _of_samples,
+}
+"""The ops that a unit may compute -> what of them is written by it."""
 
 
 def _window(

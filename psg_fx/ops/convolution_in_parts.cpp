@@ -187,13 +187,9 @@ struct Convolution {
       pack_weights(stage, thread, threads, room.values);
       if (begin < end) packing(stage, begin, now).finish();
 #pragma omp barrier
-      for (int64_t piece = begin; piece < end; ++piece) {
-        if (piece + 1 < end) meanwhile.packing = packing(stage, piece + 1, next);
-        multiply_piece(stage, piece, now, meanwhile);
-        meanwhile.packing.finish();
-        Part* const done = now;
-        now = next, next = done;
-      }
+      multiply_pieces(
+          begin, end, now, next, meanwhile, [&](int64_t piece, Part* to) { return packing(stage, piece, to); },
+          [&](int64_t piece, const Part* packed) { multiply_piece(stage, piece, packed, meanwhile); });
 #pragma omp barrier
     }
     meanwhile.writing.finish();

@@ -46,7 +46,7 @@ def _convolution(
     x: Tensor, w: Tensor, bias: Tensor | None, padding: list[int], dilation: list[int], transposed: bool
 ) -> Tensor:  # fmt: skip
     compiled = _compiled(CONVOLUTION, x)
-    kernel, shape = w.shape[2:], _convolved(x, w, padding, dilation, transposed)
+    kernel, shape = w.shape[2:], _convolved(x.shape, w.shape, padding, dilation, transposed)
     places = [d * (k - 1) - p for k, p, d in zip(kernel, padding, dilation, strict=True)] if transposed else padding
     if compiled is not None and min(places) >= 0 and math.prod(shape) > 0:
         images, y = x.contiguous(), _allocated(shape)
@@ -72,10 +72,10 @@ def _by_torch(
     return found
 
 
-def _convolved(x: Tensor, w: Tensor, padding: Sizes, dilation: Sizes, transposed: bool) -> tuple[Any, ...]:
-    reach = [d * (k - 1) - 2 * p for k, p, d in zip(w.shape[2:], padding, dilation, strict=True)]
-    space = [size + r if transposed else size - r for size, r in zip(x.shape[2:], reach, strict=True)]
-    return (x.shape[0], w.shape[1 if transposed else 0], *space)
+def _convolved(x: Sizes, w: Sizes, padding: Sizes, dilation: Sizes, transposed: bool) -> tuple[Any, ...]:
+    reach = [d * (k - 1) - 2 * p for k, p, d in zip(w[2:], padding, dilation, strict=True)]
+    space = [size + r if transposed else size - r for size, r in zip(x[2:], reach, strict=True)]
+    return (x[0], w[1 if transposed else 0], *space)
 
 
 def _allocated(shape: tuple[int, ...]) -> Tensor:
@@ -84,8 +84,8 @@ def _allocated(shape: tuple[int, ...]) -> Tensor:
 
 convolution_in_parts = define_op(
     f"{CONVOLUTION}(Tensor x, Tensor w, Tensor? bias, int[] padding, int[] dilation, bool transposed) -> Tensor",
-    _convolution, lambda x, w, bias, *window: x.new_empty(_convolved(x, w, *window)), _by_torch, CONVOLUTION,
-    is_contiguous,
+    _convolution, lambda x, w, bias, *window: x.new_empty(_convolved(x.shape, w.shape, *window)), _by_torch,
+    CONVOLUTION, is_contiguous,
 )  # fmt: skip
 """x[n, c, *space], w[o, c, *kernel] -> [n, o, *out_space], contiguous; transposed: x's gradient, given that of the
 convolution with w[c, o, *kernel]."""
@@ -124,8 +124,7 @@ weight_gradients_in_parts = define_op(
 @register_flop_formula(torch.ops.psg_fx.convolution_in_parts)
 def _flops(x: Sizes, w: Sizes, bias: Any, padding: Sizes, dilation: Sizes, transposed: bool, **shapes: Any) -> int:
     """2 · positions · weights: each weight meets each position of the output, or, transposed, of the input."""
-    reach = [d * (k - 1) - 2 * p for k, p, d in zip(w[2:], padding, dilation, strict=True)]
-    space = list(x[2:]) if transposed else [size - r for size, r in zip(x[2:], reach, strict=True)]
+    space = x[2:] if transposed else _convolved(x, w, padding, dilation, False)[2:]
     return 2 * x[0] * math.prod(space) * math.prod(w)
 
 

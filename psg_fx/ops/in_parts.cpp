@@ -116,13 +116,10 @@ struct Product {
       packing(stage, thread, threads, room.values).finish();
       if (begin < end) packing_strip(stage, begin, now, room.values).finish();
 #pragma omp barrier
-      for (int64_t strip = begin; strip < end; ++strip) {
-        if (strip + 1 < end) meanwhile.packing = packing_strip(stage, strip + 1, next, room.values);
-        multiply_strip(stage, strip, now, meanwhile);
-        meanwhile.packing.finish();
-        Part* const done = now;
-        now = next, next = done;
-      }
+      multiply_pieces(
+          begin, end, now, next, meanwhile,
+          [&](int64_t strip, Part* to) { return packing_strip(stage, strip, to, room.values); },
+          [&](int64_t strip, const Part* packed) { multiply_strip(stage, strip, packed, meanwhile); });
 #pragma omp barrier
     }
     meanwhile.writing.finish();

@@ -131,6 +131,20 @@ struct Meanwhile {
   }
 };
 
+// So many pieces are multiplied one after the other, each packed while the one before it is; the first one is packed in
+// `now` already.
+template <typename Writing, typename Packing, typename Pack, typename Multiply>
+static void multiply_pieces(int64_t begin, int64_t end, Part*& now, Part*& next, Meanwhile<Writing, Packing>& meanwhile,
+                            Pack pack, Multiply multiply) {
+  for (int64_t piece = begin; piece < end; ++piece) {
+    if (piece + 1 < end) meanwhile.packing = pack(piece + 1, next);
+    multiply(piece, now);
+    meanwhile.packing.finish();
+    Part* const done = now;
+    now = next, next = done;
+  }
+}
+
 // block = left · right, of so many steps; height, width: those of its rows and columns that are wanted.
 template <typename Left, typename Right, typename Work>
 static void multiply(const Left& left, const Right& right, int64_t steps, int64_t height, int64_t width, float* block,

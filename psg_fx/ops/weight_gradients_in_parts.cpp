@@ -215,13 +215,11 @@ struct Gradients {
     Meanwhile<Writing, PackingBoth> meanwhile = {{block.values, other.values}};
     if (own) std::memset(own, 0, numbers() * sizeof(float));
     if (begin < end) packing(begin, now, room.values).finish();
-    for (int64_t number = begin; number < end; ++number) {
-      meanwhile.packing = number + 1 < end ? packing(number + 1, next, room.values) : PackingBoth{};
-      multiply_piece(number, now, !own && number % bands == 0, own, meanwhile);
-      meanwhile.packing.finish();
-      Part* const done = now;
-      now = next, next = done;
-    }
+    multiply_pieces(
+        begin, end, now, next, meanwhile, [&](int64_t number, Part* to) { return packing(number, to, room.values); },
+        [&](int64_t number, const Part* packed) {
+          multiply_piece(number, packed, !own && number % bands == 0, own, meanwhile);
+        });
     meanwhile.writing.finish();
     if (own) add_up(thread, threads);
     return meanwhile.writing.largest.is_usual();
