@@ -51,12 +51,12 @@ def together(
 
 
 @contextlib.contextmanager
-def shared_cache() -> Iterator[Path]:
-    """One folder for what is compiled, and one thread to compile in each process."""
+def shared_cache(threads: int = 1) -> Iterator[Path]:
+    """One folder for what is compiled, and so many threads to compile in each process."""
     with tempfile.TemporaryDirectory() as folder:
         kept = dict(os.environ)
         cache = os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
-        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(threads)
         try:
             yield Path(cache)
         finally:

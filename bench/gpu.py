@@ -1,6 +1,6 @@
 """All that a CUDA device can say of this version, in under 25 minutes and without network: `make gpu`.
 
-    python bench/gpu.py [--parts tests,calibrate,gram_dots,kernels,compare] [--again]
+    python bench/gpu.py [--parts tests,kernels,moved,calibrate,gram_dots,compare] [--again]
 
 The parts run one after the other, each in a process of its own with a limit of its own. What a part leaves under
 `bench/results/` names the device; a part that has left it is passed over, unless told `--again`. Run by any Python
@@ -19,7 +19,7 @@ from pathlib import Path
 from _results import RESULTS, device_tag, options
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMITS = {"tests": 400, "calibrate": 90, "gram_dots": 50, "kernels": 330, "compare": 620}
+LIMITS = {"tests": 400, "kernels": 330, "moved": 90, "calibrate": 90, "gram_dots": 50, "compare": 530}
 """Seconds."""
 RACED = "simplecnn,gpt,resnet18gn-128-bf16,gpt-large-bf16,vit-base-bf16"
 """What 16 cores compile in the time of `compare`."""
@@ -67,8 +67,8 @@ def run(part: str, tag: str, result: Path, environment: dict[str, str]) -> str:
         with result.open("w", encoding="utf-8") as out:
             return limited(part, told, environment | {"OMP_NUM_THREADS": "1"}, out)
     script = [str(ROOT / "bench" / f"{part}.py"), "--tag", tag]
-    race = ["--device", "cuda", "--models", RACED, "--together", "400", "--seconds", "0.5"]
-    more = {"compare": race, "calibrate": ["--device", "cuda"]}
+    race = ["--device", "cuda", "--models", RACED, "--together", "330", "--seconds", "0.5"]
+    more = {"compare": race, "calibrate": ["--device", "cuda"], "kernels": ["--together", "240"]}
     return limited(part, script + more.get(part, []), environment)
 
 

@@ -1,32 +1,43 @@
 """What a CUDA device does in one step: kernels, the time it spends in each, and the host's part beside it.
 
-    python bench/kernels.py [--models gpt-bf16,vit-bf16] [--tag NAME]
+    python bench/kernels.py [--models gpt-bf16,vit-bf16] [--together SECONDS] [--tag NAME]
 
 For each model the ordinary step as one graph, and gradients, norms and a clipped sum by psg_fx, the last two also with
-its fused kernels, all compiled; recorded by torch's profiler. The device's time does not depend on how fast the host
-is, whole steps (`bench/compare.py`) do.
+its fused kernels, all compiled; and the same replayed (`mode="reduce-overhead"`, CUDA graphs); recorded by torch's
+profiler. The device's time does not depend on how fast the host is, whole steps (`bench/compare.py`) do.
+`--together`: on a machine of many cores the steps of all models are prepared side by side, in that many seconds at
+most (what is not begun by then is left out), and recorded one model after the other.
 Writes `bench/results/kernels-<tag>.json` and `.md`.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import json
+import os
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from _results import about, bullets, device_tag, keep, options
 from _sizes import BATCH, WIDE
+from _together import in_turns, one_at_a_time, shared_cache, turn
 from compare import BF16, Run
 from tabulate import tabulate
 
 from psg_fx import zoo
-from psg_fx.benchmarking.contenders import FUSED, ordinary_one_graph, psg
-from psg_fx.benchmarking.problem import Problem
+from psg_fx.benchmarking.contenders import FUSED, REPLAYED, ordinary_compiled, ordinary_one_graph, psg
+from psg_fx.benchmarking.problem import Computation, Problem
 from psg_fx.measure.device_work import device_work
 from psg_fx.quantities.names import USUAL
+from psg_fx.torch_private.autotuning import timed_alone
 
 CALLS, SHOWN = 5, 12
 UNFUSED = dict.fromkeys(FUSED, False)  # by default they are on where they pay
@@ -34,37 +45,88 @@ UNFUSED = dict.fromkeys(FUSED, False)  # by default they are on where they pay
 
 RUNS = {
     "simplecnn": Run("SimpleCNN, B=64", "simplecnn", 64),
+    "simplecnn-bf16": Run("SimpleCNN, B=64, bf16", "simplecnn", 64, autocast=BF16),
     "gpt": Run("GPT 4×256, T=128, B=8", "gpt", 8),
     "resnet18gn": Run("ResNet18-GroupNorm 32×32, B=128", "resnet18gn", 128),
+    "resnet18gn-bf16": Run("ResNet18-GroupNorm 32×32, B=128, bf16", "resnet18gn", 128, autocast=BF16),
     "gpt-bf16": Run("GPT 3×768, T=512, B=16, bf16", "gpt", BATCH, WIDE["gpt"], autocast=BF16),
     "vit-bf16": Run("ViT 4×768, 224², B=16, bf16", "vit", BATCH, WIDE["vit"], autocast=BF16),
+    "lstm": Run("LSTM 128, T=32, B=32", "lstm", 32, {"width": 128, "layers": 1}),
 }  # fmt: skip
 
 
 def main() -> int:
-    parser = options(__doc__)
-    parser.add_argument("--models", default=",".join(RUNS), help=f"separated by commas, from {', '.join(RUNS)}")
-    args = parser.parse_args()
+    args = arguments()
     if not torch.cuda.is_available():
         sys.exit("bench/kernels.py: there is no CUDA device")
-    found = {name: measured(RUNS[name]) for name in args.models.split(",")}
-    machine = about("cuda")
-    path = keep(f"kernels-{args.tag or device_tag('cuda')}", {"environment": machine, "models": found},
-                "# What the device does in one step", bullets(machine), *pages(found))  # fmt: skip
+    if args.one:
+        args.json.write_text(json.dumps(measured(RUNS[args.one], args)), encoding="utf-8")
+        return 0
+    names = args.models.split(",")
+    found = together(names, args.together) if args.together else ((n, measured(RUNS[n], args)) for n in names)
+    results, machine = {}, about("cuda")
+    for name, result in found:  # kept one by one: the rest may be cut off
+        results[name] = result
+        path = keep(f"kernels-{args.tag or device_tag('cuda')}", {"environment": machine, "models": results},
+                    "# What the device does in one step", bullets(machine), *pages(results))  # fmt: skip
     print(f"wrote {path}.json and .md")
-    return 0
+    return int(any("failure" in result for result in results.values()))
 
 
-def measured(run: Run) -> dict[str, Any]:
+def arguments() -> argparse.Namespace:
+    parser = options(__doc__)
+    parser.add_argument("--models", default=",".join(RUNS), help=f"separated by commas, from {', '.join(RUNS)}")
+    parser.add_argument("--together", type=float, metavar="SECONDS", help="all models compile at once")
+    for name, kind in {"--one": str, "--json": Path, "--turns": Path, "--until": float}.items():
+        parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def together(names: list[str], seconds: float) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each model in a process of its own."""
+
+    def command(name: str, out: Path, *more: str) -> list[str]:
+        return [__file__, "--one", name, "--json", str(out), *more]
+
+    with tempfile.TemporaryDirectory() as folder, shared_cache(max(1, (os.cpu_count() or 1) // len(names))):
+        yield from in_turns(names, command, Path(folder), time.time() + seconds)
+
+
+def measured(run: Run, args: argparse.Namespace) -> dict[str, Any]:
     """Step -> what it does."""
     ex = zoo.example(run.example, run.batch, "cuda", **run.sizes)
     problem = Problem(ex.model, ex.loss_fn, ex.inputs, ex.targets, ex.batch_dim)
+    tuned = timed_alone(partial(one_at_a_time, args.turns)) if args.turns else contextlib.nullcontext()
+    alone = turn(args.one, args.turns) if args.turns else contextlib.nullcontext()
     with torch.autocast("cuda", run.autocast) if run.autocast else contextlib.nullcontext():
-        steps = {"ordinary": ordinary_one_graph(problem)}
-        steps |= {name: psg(problem, quantity, compiled=True, options=UNFUSED) for name, quantity in USUAL.items()}
-        for name in ("norms", "clipped_sum"):
-            steps[f"{name}, fused"] = psg(problem, USUAL[name], compiled=True, options=FUSED)
-        return {name: recorded(step) for name, step in steps.items()}
+        with tuned:
+            steps = dict(prepared(problem, float("inf") if args.until is None else args.until))
+        with alone:
+            return {name: told if isinstance(told, dict) else recorded(told) for name, told in steps.items()}
+
+
+def prepared(problem: Problem, until: float) -> Iterator[tuple[str, Computation | dict[str, str]]]:
+    """The steps, each called once, as long as there is time, or why one fails."""
+    makers: dict[str, Callable[[], Computation]] = {"ordinary": lambda: ordinary_one_graph(problem)}
+    own = partial(psg, problem, compiled=True)
+    fused = ("norms", "clipped_sum")
+    makers |= {name: partial(own, q, options=UNFUSED) for name, q in USUAL.items()}
+    makers |= {f"{name}, fused": partial(own, USUAL[name], options=FUSED) for name in fused}
+    makers["ordinary, replayed"] = lambda: ordinary_compiled(problem, mode=REPLAYED)
+    replayed = partial(own, mode=REPLAYED, reuse=True)
+    makers |= {f"{name}, replayed": partial(replayed, q, options=UNFUSED) for name, q in USUAL.items()}
+    makers |= {f"{name}, fused, replayed": partial(replayed, USUAL[name], options=FUSED) for name in fused}
+    for name, make in makers.items():
+        if time.time() > until:
+            return
+        try:
+            step = make()
+            step()
+        except Exception as error:
+            traceback.print_exc()
+            yield name, {"failure": f"{type(error).__name__}: {error}".splitlines()[0]}
+        else:
+            yield name, step
 
 
 def recorded(step: Callable[[], object]) -> dict[str, Any]:
@@ -90,15 +152,18 @@ def pages(found: dict[str, Any]) -> list[str]:
     """A table of ratios for each model, and under it the longest kernels of each step."""
     parts = []
     for model, steps in found.items():
-        base = steps["ordinary"]
-        rows = [
-            [name, f"{s['device_ms']:.2f}", f"{s['device_ms'] / base['device_ms']:.2f}", f"{s['kernels']:.0f}",
-             f"{s['kernels'] / base['kernels']:.2f}", f"{s['call_ms']:.2f}"]
-            for name, s in steps.items()
-        ]  # fmt: skip
-        headers = ["step", "device ms", "× ordinary", "kernels", "× ordinary", "call ms"]
+        if "failure" in steps:
+            parts += [f"## {RUNS[model].title}", steps["failure"]]
+            continue
+        ran = {name: s for name, s in steps.items() if "failure" not in s}
+        rows = [[name, s["failure"]] for name, s in steps.items() if "failure" in s]
+        for name, s in ran.items():
+            base = ran.get("ordinary, replayed" if "replayed" in name else "ordinary", s)
+            cells = [(s[key], s[key] / base[key]) for key in ("device_ms", "kernels", "call_ms")]
+            rows.append([name, *(text for value, ratio in cells for text in (f"{value:.2f}", f"{ratio:.2f}"))])
+        headers = ["step", "device ms", "× ordinary", "kernels", "× ordinary", "call ms", "× ordinary"]
         parts += [f"## {RUNS[model].title}", tabulate(rows, headers, "github", disable_numparse=True)]
-        for name, s in steps.items():
+        for name, s in ran.items():
             listed = [[f"{k['ms']:.3f}", f"{k['calls']:.0f}", f"`{k['name'][:90]}`"] for k in s["longest"]]
             parts += [f"### {name}", tabulate(listed, ["ms", "calls", "kernel"], "github", disable_numparse=True)]
     return parts

@@ -17,7 +17,7 @@ import torch
 import psg_fx
 from psg_fx import cli
 from psg_fx.benchmarking.benchmark import BenchmarkReport, BenchmarkRow, record_work
-from psg_fx.benchmarking.contenders import field_of
+from psg_fx.benchmarking.contenders import field_of, psg
 from psg_fx.benchmarking.problem import Problem
 from psg_fx.measure import calibrate, clock, device_work
 from psg_fx.planner import rates
@@ -104,6 +104,8 @@ def kernels(place: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(torch, "autocast", lambda *_: contextlib.nullcontext())
     mlp = kernels.Run("MLP", "mlp", 4, autocast=torch.bfloat16)
     monkeypatch.setattr(kernels, "RUNS", {"mlp": mlp})
+    monkeypatch.setattr(kernels, "psg", lambda *given, **how: psg(*given, **(how | {"mode": None, "reuse": False})))
+    monkeypatch.setattr(kernels, "ordinary_compiled", lambda problem, mode: kernels.ordinary_one_graph(problem))
     return kernels
 
 
@@ -114,7 +116,49 @@ def test_the_part_of_kernels(kernels: ModuleType, place: Path, monkeypatch: pyte
     found = json.loads((place / f"kernels-{TAG}.json").read_text())["models"]["mlp"]
     assert found["norms"]["kernels"] == 2
     assert found["norms"]["device_ms"] == pytest.approx(2.0)
+    assert found.keys() > {"ordinary, replayed", "clipped_sum, fused, replayed", "grads, replayed"}
     assert "## MLP" in (place / f"kernels-{TAG}.md").read_text()
+
+
+def test_kernels_of_models_that_prepare_side_by_side(
+    kernels: ModuleType, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the process of one model: what is not begun in time is left out."""
+    (place / "mlp.go").touch()
+    told(monkeypatch, "--one", "mlp", "--json", str(place / "mlp.json"), "--turns", str(place), "--until", "0")
+    with stand_in(monkeypatch, "cpu"):
+        assert kernels.main() == 0
+    assert json.loads((place / "mlp.json").read_text()) == {}
+    assert (place / "mlp.ready").exists()
+    assert kernels.pages({"mlp": {"failure": "why"}}) == ["## MLP", "why"]
+    assert "| norms  | why " in kernels.pages({"mlp": {"norms": {"failure": "why"}}})[1]
+
+
+PROFILED = """==PROF== Connected
+"ID","Kernel Name","dram__bytes_read.sum","dram__bytes_write.sum","gpu__time_duration.sum"
+"","","byte","byte","ns"
+"0","spin_kernel(long)","0","0","1,000"
+"1","gemm","3,000,000","1,000,000","2,000,000"
+"2","spin_kernel(long)","0","0","1,000"
+"3","gemm","1,000,000","1,000,000","500,000"
+"4","triton_red","2,000,000","0","500,000"
+"""
+
+
+def test_the_part_of_bytes(kernels: ModuleType, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of the profiler belong to the step that a separator was launched before."""
+    import moved
+
+    ended = SimpleNamespace(returncode=0, stdout=PROFILED, stderr="")
+    monkeypatch.setattr(moved, "RUNS", kernels.RUNS)
+    monkeypatch.setattr(moved.subprocess, "run", lambda *_, **__: ended)
+    told(monkeypatch, "--tag", TAG, "--models", "mlp")
+    with stand_in(monkeypatch, "cpu"):
+        assert moved.main() == 0
+    found = json.loads((place / f"moved-{TAG}.json").read_text())["models"]["mlp"]
+    assert found["ordinary"] == {"read_mb": 3.0, "written_mb": 1.0, "kernels": 1, "device_ms": 2.0}
+    assert found["grads"] == {"read_mb": 3.0, "written_mb": 1.0, "kernels": 2, "device_ms": 1.0}
+    assert "| grads    | 3         | 1            | 1.00 " in (place / f"moved-{TAG}.md").read_text()
 
 
 def test_the_part_of_gram_dots(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +258,7 @@ def test_the_script_runs_its_parts_and_passes_over_what_is_there(
     told(monkeypatch)
     with stand_in(monkeypatch, "cpu"):
         assert gpu.main() == 1
-    assert ran == ["tests", "gram_dots", "kernels", "compare"]
+    assert ran == ["tests", "kernels", "moved", "gram_dots", "compare"]
     assert (place / f"tests-{TAG}.txt").exists()
     said = capsys.readouterr().out
     assert f"calibrate: {place / f'calibrate-{TAG}.json'} is there" in said
