@@ -85,7 +85,7 @@ demo: setup  ## run the demo
 	@$(BIN)/python -m psg_fx.demo
 
 bench: setup  ## run every script in bench/ but coverage and those for CUDA (minutes; results depend on the machine)
-	@for script in $(filter-out bench/coverage.py bench/gpu.py bench/kernels.py bench/moved.py bench/tile_kernels.py bench/without_cuda.py,$(wildcard bench/[!_]*.py)); do echo "== $$script"; $(BIN)/python "$$script"; done
+	@for script in $(filter-out bench/coverage.py bench/gpu.py bench/kernels.py bench/moved.py bench/weighted_sums.py bench/gram_dots.py bench/tile_kernels.py bench/without_cuda.py,$(wildcard bench/[!_]*.py)); do echo "== $$script"; $(BIN)/python "$$script"; done
 
 coverage: setup  ## who answers which program, and rightly: psg_fx and its peers on all suites (an hour or more)
 	@$(BIN)/python bench/coverage.py

@@ -3,8 +3,9 @@
     python bench/kernels.py [--models gpt-bf16,vit-bf16] [--together SECONDS] [--tag NAME]
 
 For each model the ordinary step as one graph, and gradients, norms and a clipped sum by psg_fx, the last two also with
-its fused kernels, all compiled; and the same replayed (`mode="reduce-overhead"`, CUDA graphs); recorded by torch's
-profiler. The device's time does not depend on how fast the host is, whole steps (`bench/compare.py`) do.
+none of its own kernels and with all of them, all compiled; and the same replayed (`mode="reduce-overhead"`, CUDA
+graphs); recorded by torch's profiler. The device's time does not depend on how fast the host is, whole steps
+(`bench/compare.py`) do.
 `--together`: on a machine of many cores the steps of all models are prepared side by side, in that many seconds at
 most (what is not begun by then is left out), and recorded one model after the other.
 Writes `bench/results/kernels-<tag>.json` and `.md`.
@@ -16,11 +17,13 @@ import argparse
 import contextlib
 import json
 import os
+import statistics
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +42,8 @@ from psg_fx.measure.device_work import device_work
 from psg_fx.quantities.names import USUAL
 from psg_fx.torch_private.autotuning import timed_alone
 
-CALLS, SHOWN = 5, 12
+CALLS, BLOCKS, SHOWN = 5, 9, 12
+AGAIN = "replayed "
 UNFUSED = dict.fromkeys(FUSED, False)  # by default they are on where they pay
 
 
@@ -63,7 +67,7 @@ def main() -> int:
         args.json.write_text(json.dumps(measured(RUNS[args.one], args)), encoding="utf-8")
         return 0
     names = args.models.split(",")
-    found = together(names, args.together) if args.together else ((n, measured(RUNS[n], args)) for n in names)
+    found = together(names, args) if args.together else ((n, measured(RUNS[n], args)) for n in names)
     results, machine = {}, about("cuda")
     for name, result in found:  # kept one by one: the rest may be cut off
         results[name] = result
@@ -76,20 +80,21 @@ def main() -> int:
 def arguments() -> argparse.Namespace:
     parser = options(__doc__)
     parser.add_argument("--models", default=",".join(RUNS), help=f"separated by commas, from {', '.join(RUNS)}")
+    parser.add_argument("--steps", default="*", help="globs separated by commas (default: all)")
     parser.add_argument("--together", type=float, metavar="SECONDS", help="all models compile at once")
     for name, kind in {"--one": str, "--json": Path, "--turns": Path, "--until": float}.items():
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def together(names: list[str], seconds: float) -> Iterator[tuple[str, dict[str, Any]]]:
+def together(names: list[str], args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each model in a process of its own."""
 
     def command(name: str, out: Path, *more: str) -> list[str]:
-        return [__file__, "--one", name, "--json", str(out), *more]
+        return [__file__, "--one", name, "--json", str(out), "--steps", args.steps, *more]
 
     with tempfile.TemporaryDirectory() as folder, shared_cache(max(1, (os.cpu_count() or 1) // len(names))):
-        yield from in_turns(names, command, Path(folder), time.time() + seconds)
+        yield from in_turns(names, command, Path(folder), time.time() + args.together)
 
 
 def measured(run: Run, args: argparse.Namespace) -> dict[str, Any]:
@@ -100,25 +105,28 @@ def measured(run: Run, args: argparse.Namespace) -> dict[str, Any]:
     alone = turn(args.one, args.turns) if args.turns else contextlib.nullcontext()
     with torch.autocast("cuda", run.autocast) if run.autocast else contextlib.nullcontext():
         with tuned:
-            steps = dict(prepared(problem, float("inf") if args.until is None else args.until))
+            steps = dict(prepared(problem, float("inf") if args.until is None else args.until, args.steps.split(",")))
         with alone:
             return {name: told if isinstance(told, dict) else recorded(told) for name, told in steps.items()}
 
 
-def prepared(problem: Problem, until: float) -> Iterator[tuple[str, Computation | dict[str, str]]]:
+def prepared(
+    problem: Problem, until: float, patterns: Sequence[str]
+) -> Iterator[tuple[str, Computation | dict[str, str]]]:
     """The steps, each called once, as long as there is time, or why one fails."""
-    makers: dict[str, Callable[[], Computation]] = {"ordinary": lambda: ordinary_one_graph(problem)}
-    own = partial(psg, problem, compiled=True)
-    fused = ("norms", "clipped_sum")
-    makers |= {name: partial(own, q, options=UNFUSED) for name, q in USUAL.items()}
-    makers |= {f"{name}, fused": partial(own, USUAL[name], options=FUSED) for name in fused}
-    makers["ordinary, replayed"] = lambda: ordinary_compiled(problem, mode=REPLAYED)
-    replayed = partial(own, mode=REPLAYED, reuse=True)
-    makers |= {f"{name}, replayed": partial(replayed, q, options=UNFUSED) for name, q in USUAL.items()}
-    makers |= {f"{name}, fused, replayed": partial(replayed, USUAL[name], options=FUSED) for name in fused}
+    makers: dict[str, Callable[[], Computation]] = {
+        "ordinary": lambda: ordinary_one_graph(problem),
+        f"{AGAIN}ordinary": lambda: ordinary_compiled(problem, mode=REPLAYED),
+    }
+    for by, told in {"": None, " by torch's kernels": UNFUSED, " by all kernels": FUSED}.items():
+        for name, quantity in USUAL.items() if not by else [(n, USUAL[n]) for n in ("norms", "clipped_sum")]:
+            own = partial(psg, problem, quantity, compiled=True, options=told)
+            makers |= {f"{name}{by}": own, f"{AGAIN}{name}{by}": partial(own, mode=REPLAYED, reuse=True)}
     for name, make in makers.items():
         if time.time() > until:
             return
+        if not any(fnmatchcase(name, pattern) for pattern in patterns):
+            continue
         try:
             step = make()
             step()
@@ -134,15 +142,17 @@ def recorded(step: Callable[[], object]) -> dict[str, Any]:
     for _ in range(3):
         step()
     torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(CALLS):
-        step()
-    torch.cuda.synchronize()
-    whole = (time.perf_counter() - start) / CALLS
+    calls = []
+    for _ in range(BLOCKS):
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            step()
+        torch.cuda.synchronize()
+        calls.append((time.perf_counter() - start) / CALLS)
     work = device_work(step, CALLS)
     return {
         "device_ms": 1e3 * work.seconds,
-        "call_ms": 1e3 * whole,
+        "call_ms": 1e3 * statistics.median(calls),
         "kernels": work.launches,
         "longest": [{"name": k.name, "ms": 1e3 * k.seconds, "calls": k.calls} for k in work.kernels[:SHOWN]],
     }
@@ -158,7 +168,8 @@ def pages(found: dict[str, Any]) -> list[str]:
         ran = {name: s for name, s in steps.items() if "failure" not in s}
         rows = [[name, s["failure"]] for name, s in steps.items() if "failure" in s]
         for name, s in ran.items():
-            base = ran.get("ordinary, replayed" if "replayed" in name else "ordinary", s)
+            kinds = ("ordinary", f"{AGAIN}ordinary")
+            base = next(ran[kind] for kind in (kinds[::-1] if name.startswith(AGAIN) else kinds) if kind in ran)
             cells = [(s[key], s[key] / base[key]) for key in ("device_ms", "kernels", "call_ms")]
             rows.append([name, *(text for value, ratio in cells for text in (f"{value:.2f}", f"{ratio:.2f}"))])
         headers = ["step", "device ms", "× ordinary", "kernels", "× ordinary", "call ms", "× ordinary"]

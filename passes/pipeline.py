@@ -35,7 +35,7 @@ from .sites import find_sites
 from .statistics import statistics
 from .stored import Entry, entry_of
 from .tidy import tidy
-from .totals import totals
+from .totals.totals import totals
 from .unreduce.unreduce import unreduce
 from .widen import widen
 

@@ -41,6 +41,11 @@ class _Enough(BaseException):
     """Nothing more is wanted of a step once it has been compiled."""
 
 
+def _are_wanted(settings: Settings, device: torch.device) -> bool:
+    """Whether kernels of psg_fx that are no choice of a plan are in a step: by default, as on an H100."""
+    return (settings.options or {}).get(FUSED_KERNELS) is not False
+
+
 @contextlib.contextmanager
 def planned_for_cuda() -> Iterator[None]:
     """While open, steps on the CPU are planned and lowered by the table of a CUDA device, with the kernels of psg_fx
@@ -50,7 +55,8 @@ def planned_for_cuda() -> Iterator[None]:
         mock.patch.object(rates, "device", return_value=rates.shipped("cuda")),
         mock.patch.object(rates, "fused_kernels_pay", return_value=True),
         mock.patch.object(Settings, "kernels_in_cpp", return_value=False),
-        mock.patch.object(Settings, "own_kernels", lambda s, device: bool((s.options or {}).get(FUSED_KERNELS))),
+        mock.patch.object(Settings, "own_kernels", _are_wanted),
+        mock.patch.object(Settings, "compiles_kernels", _are_wanted),
         mock.patch.object(compile, "with_own_loops", lambda gm, device: with_own_loops(gm, "cuda")),
         mock.patch.object(compile, "elsewhere", return_value=None),
     )

@@ -1,5 +1,5 @@
 """The kernels of psg_fx (`psg_fx/ops/tile_kernels.py`, `patch_kernels.py`, `gram_kernels.py`,
-`cell_kernels.py`) without a device.
+`cell_kernels.py`, `weighted_sum_kernels.py`) without a device.
 
     python -m no_device.tiles compiled
     TRITON_INTERPRET=1 python -m no_device.tiles executed
@@ -23,7 +23,7 @@ from unittest import mock
 
 import torch
 
-from no_device import cells, patches
+from no_device import cells, patches, sums
 from psg_fx.ops import gram_products, tile_products
 from psg_fx.planner import rates
 
@@ -60,7 +60,7 @@ def executed() -> dict[str, dict[str, float]]:
             off = (product.double() - right).abs().max() / right.abs().max()
             errors["product"] = float(off) / torch.finfo(product.dtype).eps
         found[f"{'x'.join(map(str, shape))} {_named(dtype)} {layout}{_kept(dtype, keep)}"] = errors
-    return found | patches.executed(_named) | _grams_executed() | cells.executed(_named)
+    return found | patches.executed(_named) | _grams_executed() | cells.executed(_named) | sums.executed(_named)
 
 
 def _grams_executed() -> dict[str, dict[str, float]]:
@@ -132,6 +132,10 @@ def compiled() -> dict[str, dict[str, Any]]:
             for name, (kernel, pointers, meta) in cells.signatures(POINTERS[dtype]).items():
                 made = _compiled(kernel, architecture, pointers, meta, {})
                 found[f"sm_{architecture} {_named(dtype)} {name}"] = _told(made) | {"instructions": {}}
+            for name, (kernel, pointers, meta) in sums.signatures(POINTERS[dtype], dtype):
+                found[f"sm_{architecture} {_named(dtype)} {name}"] = _told(
+                    _compiled(kernel, architecture, pointers, meta, {})
+                )
     return found
 
 
@@ -195,7 +199,9 @@ def steps() -> dict[str, dict[str, Any]]:
                 interpret.keep_for(Path(file.name), made)
                 own = {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
                 answered = printed_by(interpret.__file__, file.name, **own)
-            kernels = sorted(name for name in made.kernels if name.startswith(("tile_kernel", "patch_kernel")))
+            kernels = sorted(
+                name for name in made.kernels if name.startswith(("tile_kernel", "patch_kernel", "weighted_sum_kernel"))
+            )
             found[f"{model} {quantity.field}"] = answered | {"kernels": kernels}
             torch._dynamo.reset()
     return found

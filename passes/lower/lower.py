@@ -20,6 +20,7 @@ from psg_fx.quantities.base import Extra, Quantity
 from psg_fx.torch_private.fakes import with_own_sizes
 
 from ..runner import graph_pass
+from .absent import left_out
 from .pieces import rename
 from .writer import Writer
 
@@ -48,7 +49,9 @@ def lower(gm: GraphModule, quantities: Sequence[Quantity], dtype: torch.dtype) -
         if plan.grouping.layout == "scattered" or plan.reads(IDS):
             made[IDS.name] = _extra_node(gm, IDS.name, Extra((None,), torch.int64), dtype, samples)
     made |= {members_of(k).name: _rows_node(gm, k, rows) for k in plan.gathered}
-    writer = Writer(gm, plan, rows, samples, _known_values(gm, made), made)
+    absent = left_out(quantities, plan)
+    facts.update_graph(gm, leaves_out=bool(absent))
+    writer = Writer(gm, plan, rows, samples, _known_values(gm, made), made, absent)
     _finish(gm, *_name(writer.results(quantities)))
     if plan.grouping is not None and plan.grouping.layout == "blocks":
         _as_views(gm, rows)

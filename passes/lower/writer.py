@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,13 +36,14 @@ class Writer:
 
     batch: an input with a row for each sample that is planned for, which may be a group.  samples: one with a row for
     each sample.  known: what leaves and prefixes may read, by name.  extras: the further inputs of
-    quantities.
+    quantities.  leaving_out: the weights whose zeros leave samples out.
     """
 
     def __init__(
         self, gm: GraphModule, plan: Plan, batch: Node, samples: Node, known: Mapping[Source, Node],
-        extras: Mapping[str, Node],
+        extras: Mapping[str, Node], leaving_out: Collection[str] = (),
     ) -> None:  # fmt: skip
+        self.leaving_out = leaving_out
         self.plan, self.batch, self.samples, self.known, self.extras = plan, batch, samples, known, extras
         self.gm, self.pieces = gm, Pieces(gm, "lower")
         self.groups = groups(plan)
@@ -119,7 +120,7 @@ class Writer:
     def _evaluator(self, group: Group, carrier: torch.Tensor, values: Sequence[torch.Tensor]) -> Evaluator:
         env = dict(zip(group.sources, values, strict=True))
         plan = dataclasses.replace(self.plan, parameters=group.parameters)
-        return Evaluator(plan, env, _count(self.batch, carrier), carrier.device)
+        return Evaluator(plan, env, _count(self.batch, carrier), carrier.device, leaving_out=self.leaving_out)
 
     def _inputs(self, group: Group) -> list[Node]:
         return [self.known[source] for source in group.sources]

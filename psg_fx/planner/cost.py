@@ -59,9 +59,9 @@ class Device:
     extra: further constants, seconds per unit or call, named by the method that reads them.
     origin: where the rates come from, as `explain()` says it.  working: seconds per byte that a tree holds at once, to
     plan for little memory.  own_ops: whether trees may use ops of psg_fx, which other programs do not know.  fused:
-    which kernels of psg_fx are wanted beside those of torch, where there are any.  compiled: whether steps
-    are compiled, so that a compiler for kernels in C++ is at hand.  rounded: whether gradients of float32 that wait for
-    the norms may be kept in bfloat16.
+    which kernels of psg_fx are wanted beside those of torch, where there are any.  compiled: whether there is a
+    compiler for further kernels of psg_fx, in C++ (where steps are compiled) or of Triton.  rounded: whether gradients
+    of float32 that wait for the norms may be kept in bfloat16.
     """
 
     name: str

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -40,12 +40,14 @@ class Evaluator:
     env: source -> tensor.  known: key of a node -> its tensor, for those that are computed already.
     results: ask key -> parameter -> tensor; also the FLOORS of norms, for those that have one.
     named: contractions, worth a name in the graph: parameter, kind, tensor.
+    leaving_out: names of weights whose zeros leave samples out of sums, even if these are NaN or inf.
     """
 
     def __init__(
         self, plan: Plan, env: dict[Source, torch.Tensor], count: int, device: torch.device,
-        known: Mapping[int, torch.Tensor] | None = None,
+        known: Mapping[int, torch.Tensor] | None = None, leaving_out: Collection[str] = (),
     ) -> None:  # fmt: skip
+        self.leaving_out, self._absent = leaving_out, cast("torch.Tensor | None", None)
         self.plan, self.env, self.count, self.device = plan, env, count, device
         self.results: dict[str, dict[str, torch.Tensor]] = {key: {} for key in (*(a.key for a in plan.asks), FLOORS)}
         self.named: list[tuple[str, str, torch.Tensor]] = []
@@ -99,6 +101,7 @@ class Evaluator:
         if part.ask.reads:  # weights differ between parameters, so what is made of them is not shared by key
             chosen = self._weights[part.ask.reads][gradient.name]
             self.env[Source(Kind.WEIGHTS, part.ask.reads)] = chosen.to(network.leaves[0].dtype)
+            self._absent = chosen == 0 if part.ask.reads in self.leaving_out else None
             local = {}
         tensor = self._evaluate(part.tree, gradient, local)
         return _scaled(permuted(tensor, part.tree.axes, network.out), network.scale * part.contraction.scale)
@@ -128,7 +131,21 @@ class Evaluator:
     def _compute(self, expr: Expr, gradient: ParameterGradient, local: dict[int, torch.Tensor]) -> torch.Tensor:
         if isinstance(expr, LeafExpr):
             return expr.leaf.build(*(self.env[source] for source in expr.leaf.sources))
-        return compute(expr, [self._evaluate(child, gradient, local) for child in expr.children], self.count)
+        operands = [self._evaluate(child, gradient, local) for child in expr.children]
+        if self._absent is not None and isinstance(expr, ContractExpr) and reads_weights(expr):
+            operands = [
+                self._present(x, child, expr.method.widens) for x, child in zip(operands, expr.children, strict=True)
+            ]
+        return compute(expr, operands, self.count)
+
+    def _present(self, value: torch.Tensor, expr: Expr, widened: bool) -> torch.Tensor:
+        """An operand with zeros for samples that are left out: 0 · NaN is NaN."""
+        if reads_weights(expr) or BATCH not in expr.axes or not value.is_floating_point():
+            return value
+        assert self._absent is not None
+        value = value.to(accumulation_dtype(value.dtype)) if widened else value  # of one cast all zeros are written
+        place = expr.axes.index(BATCH) if expr.arg.dense else 0
+        return value.masked_fill(self._absent.reshape([-1 if d == place else 1 for d in range(value.ndim)]), 0)
 
 
 def keep(values: dict[int, Any], expr: Expr, value: Any) -> None:

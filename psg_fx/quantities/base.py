@@ -56,10 +56,12 @@ class Quantity:
 
     field: of the step's output, which it fills.  reads: keyword arguments of the call that it needs.
     reads_each: those of them that have an entry for every sample.  over_samples: its B is the number of samples also
-    where gradients are those of groups of samples.
+    where gradients are those of groups of samples.  leaves_out: names of its weights whose zeros stand for samples that
+    have no part in the sum, whatever their gradient is.
     """
 
     field: ClassVar[str] = ""
+    leaves_out: ClassVar[tuple[str, ...]] = ()
     reads: ClassVar[tuple[str, ...]] = ()
     reads_each: ClassVar[tuple[str, ...]] = ()
     over_samples: ClassVar[bool] = False

@@ -33,10 +33,11 @@ class ClippedSum(Quantity):
     at most √2 max_norm, also where the gradients of a sample's positions cancel (`psg_fx/planner/rounding.py`).
     weighted: the sum is Σ_b w_b c_b g_b with weights [B] given at the call, so that a 0 masks a padded sample:
     `step(x, y, weights=mask)`.
-    nonfinite: "drop": a sample whose norm is NaN or inf has factor 0 and no part in the sum; then the sum is computed
-    by a second run of the step over the other samples (with dropout, of other draws).  `out.norms` shows which samples
-    these are. To know, the step waits for the norms, which on CUDA is a synchronisation. "keep": the sum is what
-    arithmetic makes of it, mostly NaN.
+    nonfinite: "drop": a sample whose norm is NaN or inf has factor 0 and no part in the sum.  `out.norms` shows which
+    samples these are.  On CUDA all that is multiplied for the sum has zeros in their places, and nothing waits; on a
+    CPU, and on CUDA where samples are groups or rows or go to experts, the step looks at the norms (a synchronisation),
+    and computes the sum by a second run over the other samples (with dropout, of other draws).
+    "keep": the sum is what arithmetic makes of it, mostly NaN.
     """
 
     max_norm: Any
@@ -45,6 +46,10 @@ class ClippedSum(Quantity):
     weighted: bool = False
     nonfinite: str = "drop"
     field: ClassVar[str] = "clipped_sum"
+
+    @property
+    def leaves_out(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("clip",) if self.nonfinite == "drop" else ()
 
     @property
     def reads(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -96,12 +101,13 @@ class ClippedSum(Quantity):
 
     def weights(self, r: Results, extras: Mapping[str, torch.Tensor]) -> dict[str, Mapping[str, torch.Tensor]]:
         sq_norms, floors, limit = r["sq_norms"], r[FLOORS], extras["max_norm"]
+        finite = total(sq_norms).isfinite() if self.leaves_out else None
         if self.per == "model":
             lowest = total(floors) if floors else None
-            factors = dict.fromkeys(sq_norms, self._factor(_at_least(total(sq_norms), lowest).sqrt(), limit))
+            factors = dict.fromkeys(sq_norms, self._factor(_at_least(total(sq_norms), lowest).sqrt(), limit, finite))
         else:
             norms = {name: _at_least(value, floors.get(name)).sqrt() for name, value in sq_norms.items()}
-            factors = {name: self._factor(norm, limit[i]) for i, (name, norm) in enumerate(norms.items())}
+            factors = {name: self._factor(norm, limit[i], finite) for i, (name, norm) in enumerate(norms.items())}
         scales = [extras[name] for name in self._scales()]
         if not scales:
             return {"factors": factors, "clip": factors}
@@ -111,12 +117,14 @@ class ClippedSum(Quantity):
             return {"factors": factors, "clip": dict.fromkeys(factors, some * scale.to(some.dtype))}
         return {"factors": factors, "clip": {n: c * scale.to(c.dtype) for n, c in factors.items()}}
 
-    def _factor(self, norm: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
+    def _factor(self, norm: torch.Tensor, limit: torch.Tensor, finite: torch.Tensor | None) -> torch.Tensor:
         limit = limit.to(norm.dtype)
         if self.style == "automatic":
             found = limit / (norm + 0.01)
         else:
             found = torch.where(norm > limit, limit / norm, (limit > 0).to(norm.dtype))
+        if finite is not None:
+            found = torch.where(finite, found, 0.0)
         return torch.where(limit >= 0, found, math.nan)
 
     def finish(self, r: Results, weights: Weights, batch: int) -> dict[str, Any]:

@@ -62,6 +62,7 @@ class CompiledStep:
         plan = PLAN.found(gm)
         self.part: int | None = None if plan is None else plan.part  # on disk are no plans within a budget
         self.statistics: tuple[str, ...] = facts.graph_facts(gm).statistics
+        self.leaves_out: bool = facts.graph_facts(gm).leaves_out
 
     def __call__(
         self, call: Call, extras: Mapping[str, torch.Tensor], out: StepOutput | None = None, *, buffers: bool = True,

@@ -120,17 +120,25 @@ class Settings:
         return device.type == "cpu" and self.backend == "inductor" and told is not False
 
     def own_kernels(self, device: torch.device) -> bool:
-        """Whether kernels of psg_fx may be in a graph that are not part of its plan: in C++, or, told so, of Triton."""
+        """Whether kernels of psg_fx may be in a graph that are not part of its plan, for the loops of recurrent layers:
+        in C++, or of Triton, where they were timed or are asked for.
+        """
         told = (self.options or {}).get(FUSED_KERNELS)
-        asked = device.type == "cuda" and self.backend == "inductor" and bool(told) and _has_triton()
+        wanted = rates.fused_kernels_pay(device) if told is None else bool(told)
+        asked = device.type == "cuda" and self.backend == "inductor" and wanted and _has_triton()
         return asked or self.kernels_in_cpp(device)
+
+    def compiles_kernels(self, device: torch.device) -> bool:
+        """Whether kernels of psg_fx may be in steps where that needs no choice of a plan: in C++, or of Triton."""
+        told = (self.options or {}).get(FUSED_KERNELS)
+        return _has_triton() and told is not False if device.type == "cuda" else self.kernels_in_cpp(device)
 
     def rates_of(self, device: torch.device) -> Device:
         """What plans for a device go by."""
         told = (self.options or {}).get(FUSED_KERNELS)
         rounded = (self.options or {}).get(KEPT_DTYPE) is not None
         table = rates.device(device.type, self.replays)
-        table = replace(table, compiled=self.kernels_in_cpp(device), rounded=rounded)
+        table = replace(table, compiled=self.compiles_kernels(device), rounded=rounded)
         if told is None:
             timed = not self.replays and rates.fused_kernels_pay(device) and _has_triton()
             return replace(table, fused=Fused.TIMED if timed else Fused.NONE)

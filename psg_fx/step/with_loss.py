@@ -108,7 +108,7 @@ class LossModule(PerSampleModule):
             found = step(call, extras, out, groups=members)
         if members is not None and not call.batch_size():
             vars(found).update(factors_of_nothing(self.settings.quantities, found, extras))
-        if self._drops:
+        if self._drops and not step.leaves_out:
             again = functools.partial(step, groups=members)
             finite = with_finite_sum(again, call, extras, vars(found), members)
             if finite is not None:

@@ -116,7 +116,7 @@ def test_the_part_of_kernels(kernels: ModuleType, place: Path, monkeypatch: pyte
     found = json.loads((place / f"kernels-{TAG}.json").read_text())["models"]["mlp"]
     assert found["norms"]["kernels"] == 2
     assert found["norms"]["device_ms"] == pytest.approx(2.0)
-    assert found.keys() > {"ordinary, replayed", "clipped_sum, fused, replayed", "grads, replayed"}
+    assert found.keys() > {"replayed ordinary", "replayed clipped_sum by all kernels", "grads"}
     assert "## MLP" in (place / f"kernels-{TAG}.md").read_text()
 
 
@@ -132,6 +132,14 @@ def test_kernels_of_models_that_prepare_side_by_side(
     assert (place / "mlp.ready").exists()
     assert kernels.pages({"mlp": {"failure": "why"}}) == ["## MLP", "why"]
     assert "| norms  | why " in kernels.pages({"mlp": {"norms": {"failure": "why"}}})[1]
+
+
+def test_steps_are_chosen_by_name(kernels: ModuleType, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told(monkeypatch, "--models", "mlp", "--tag", TAG, "--steps", "ordinary,*clipped_sum")
+    with stand_in(monkeypatch, "cpu"):
+        assert kernels.main() == 0
+    found = json.loads((place / f"kernels-{TAG}.json").read_text())["models"]["mlp"]
+    assert list(found) == ["ordinary", "clipped_sum", "replayed clipped_sum"]
 
 
 PROFILED = """==PROF== Connected
@@ -177,6 +185,20 @@ def test_the_part_of_gram_dots(place: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert max(row[f"{way}_error"] for row in (first, second) for way in ("products", "kernel")) < 1e-5
     assert [value.shape for value in ran] == [(3,), (3,), (2,), (2,)]
     assert "| 2" in (place / f"gram_dots-{TAG}.md").read_text()
+
+
+def test_the_part_of_weighted_sums(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import weighted_sums
+
+    monkeypatch.setattr(weighted_sums, "SHAPES", ((3, 50, 2, torch.bfloat16), (2, 70, 1, torch.float32)))
+    monkeypatch.setattr(weighted_sums, "seconds", lambda run, device: run() and 2e-6)
+    told(monkeypatch, "--tag", TAG)
+    with stand_in(monkeypatch, "cpu"):
+        assert weighted_sums.main() == 0
+    rows = json.loads((place / f"weighted_sums-{TAG}.json").read_text())["rows"]
+    assert [row["samples"] for row in rows] == [3, 2]
+    assert max(row["error"] for row in rows) < 1e-6
+    assert weighted_sums.rate(rows[0], "kernel") == pytest.approx((2 * 3 * 50 * 2 + 2 * 50 * 4) / 2e-6 / 1e12)
 
 
 def test_every_contender_of_the_race_is_known(place: Path) -> None:
@@ -258,7 +280,7 @@ def test_the_script_runs_its_parts_and_passes_over_what_is_there(
     told(monkeypatch)
     with stand_in(monkeypatch, "cpu"):
         assert gpu.main() == 1
-    assert ran == ["tests", "kernels", "moved", "gram_dots", "compare"]
+    assert ran == ["tests", "kernels", "weighted_sums", "gram_dots", "moved", "compare"]
     assert (place / f"tests-{TAG}.txt").exists()
     said = capsys.readouterr().out
     assert f"calibrate: {place / f'calibrate-{TAG}.json'} is there" in said

@@ -45,7 +45,7 @@ def words(gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
     return of
 
 
-@pytest.mark.parametrize("part", ["calibrate", "gram_dots", "kernels", "moved", "compare"])
+@pytest.mark.parametrize("part", ["calibrate", "gram_dots", "kernels", "moved", "weighted_sums", "compare"])
 def test_every_part_understands_what_it_is_told(
     words: Callable[[str], list[str]], part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

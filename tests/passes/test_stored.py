@@ -144,7 +144,7 @@ def test_groups_have_symbols_of_their_own(on_disk: Path, caplog: pytest.LogCaptu
 
 
 def test_ops_that_are_defined_when_they_are_wanted() -> None:
-    for name in ("gram_dots", "tile_squares", "tile_product", "patch_squares", "patch_product"):
+    for name in ("gram_dots", "tile_squares", "tile_product", "patch_squares", "patch_product", "weighted_sums"):
         op = op_named(f"psg_fx::{name}.default")
         assert op is getattr(torch.ops.psg_fx, name).default
 

@@ -103,7 +103,7 @@ def test_a_plan_without_gram_matrices_has_no_floor() -> None:
     step = step_of(nn.Linear(4, 3))
     step(torch.randn(5, 4), torch.randn(5, 3))
     choices = step.graphs["lowered"].graph.find_nodes(op="call_function", target=aten.where.self)
-    assert len(choices) == 2  # the clip factors, and NaN in their place for a bound below zero
+    assert len(choices) == 3  # the clip factors, 0 for a norm that is not finite, and NaN for a bound below zero
 
 
 def test_ordinary_samples_are_clipped_to_their_norm() -> None:

@@ -66,6 +66,8 @@ OTHER_TABLES = {
     "passes/capture/twice_differentiable.py:FORMULAS": "ops that are written in others, by one pass",
     "passes/capture/twice_differentiable.py:_SEVERAL": "which results have gradients, a question of one pass",
     "passes/widen.py:_INTO": "overloads of two ops",
+    "passes/totals/weighted.py:_KEPT": "which results are stored in any case, a question of one pass",
+    "passes/totals/weighted.py:_IN_PLACE": "views and casts that keep the order of elements, a question of one pass",
     "psg_fx/graph/nodes.py:_ZEROS": "the ops that fill with zeros",
     "passes/statistics.py:_AFFINE": "three ops, and where their weights are",
     "passes/beside.py:_OF_MATRICES": "overloads of two ops",

@@ -28,10 +28,10 @@ METHODS: tuple[Method, ...] = (
     Route(), RouteMembers(), ExpertOuter(), ExpertSquares(), ExpertMatMul(), SumTiles(),
 )  # fmt: skip
 
-TIMED: tuple[Method, ...] = (TileSquares(), TileProduct())
+TIMED: tuple[Method, ...] = (TileSquares(), TileProduct(), NotFormed(), GramDot())
 """Kernels of psg_fx that were timed in whole steps on a device."""
 
-FUSED: tuple[Method, ...] = (*TIMED, NotFormed(), GramDot(), PatchSquares(), PatchProduct())
+FUSED: tuple[Method, ...] = (*TIMED, PatchSquares(), PatchProduct())
 """All kernels of psg_fx."""
 
 COMPILED: tuple[Method, ...] = (NotFormedHere(), GramDotHere(), TileSquaresHere(), TileProductHere())

@@ -107,6 +107,8 @@ class Method:
     """Whether it computes with an op of psg_fx's own."""
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
     """On which kinds of devices it is offered."""
+    widens: ClassVar[bool] = False
+    """Whether its operands are made of the dtype of sums first."""
 
     def applies(self, p: Pair) -> bool:
         """Whether this method can compute `p`."""

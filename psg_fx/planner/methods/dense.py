@@ -47,6 +47,7 @@ class Dot(Method):
     """
 
     name = "dot"
+    widens = True
 
     def applies(self, p: Pair) -> bool:
         return p.a.dense and p.b.dense and not (p.summed and p.left and p.right) and not Multiply().applies(p)

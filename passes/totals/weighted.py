@@ -1,0 +1,225 @@
+"""Weighted sums of gradients, Σ_b c[b] g[b], as `totals` writes them: of what lies side by side as one, of what is
+stored anyway as a product, or on a CUDA device by a kernel of psg_fx.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from psg_fx.graph import facts
+from psg_fx.graph.lifetimes import is_view
+from psg_fx.graph.nodes import call, output, put_in_place
+from psg_fx.ops import weighted_sums
+from psg_fx.ops.experts import expert_outer
+from psg_fx.tensors import product
+
+aten = torch.ops.aten
+
+_IN_PLACE = (
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim,
+    aten._to_copy.default,
+)  # fmt: skip
+"""What shows each element of a value in its place."""
+
+_KEPT = (aten.bmm.default, expert_outer, operator.getitem)
+"""What makes gradients that are stored whole: products, alone or with the squares of their tiles."""
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """Σ_b c[b] value[b]: the value, c as it is multiplied, and the last of the casts of the sum.
+
+    absent: where samples are left out, whatever their values are; None if none are.
+    """
+
+    value: Node
+    weights: Node
+    casts: tuple[Node, ...]
+    last: Node
+    absent: Node | None
+
+    @property
+    def key(self) -> Any:
+        """Equal for sums that can be one."""
+        casts = tuple(tuple(sorted(cast.kwargs.items(), key=str)) for cast in self.casts)
+        return origin(self.weights), self.absent and origin(self.absent), casts
+
+
+def sums_of(value: Node) -> list[_Sum]:
+    """The weighted sums of a gradient, under whatever view; those of the first such view."""
+    found: list[_Sum] = []
+    known = origin(value)
+    for view in _views_of(known[0]):
+        same = origin(view) == known and (not found or view is found[0].value)
+        for shown, absent in _with_and_without(view) if same else ():
+            for made in shown.users:
+                other = [node for node in operands(made) if node is not shown]
+                if made.target is aten.mul.Tensor and len(other) == 1 and is_weights(other[0]) and len(made.users) == 1:
+                    (summed,) = made.users
+                    if summed.target is aten.sum.dim_IntList and summed.args[1:] == ([0],):
+                        casts = tuple(_casts_after(summed))
+                        found.append(_Sum(view, other[0], casts, (summed, *casts)[-1], absent))
+    return found
+
+
+def _with_and_without(view: Node) -> Iterator[tuple[Node, Node | None]]:
+    """A gradient as it is; and with zeros where samples are left out, and where these are."""
+    yield view, None
+    for user in view.users:
+        if (absent := _absent(user)) is not None:
+            yield user, absent
+
+
+def _absent(node: Node) -> Node | None:
+    """Where samples are left out, if zeros are put in their places."""
+    if node.target is not aten.masked_fill.Scalar or node.args[2] != 0:
+        return None
+    absent: Node = node.args[1]  # type: ignore[assignment]
+    return absent if is_weights(absent) else None
+
+
+def is_weights(node: Node) -> bool:
+    """Whether it is a number for each sample."""
+    return all(size == 1 for size in facts.shape(node.meta["val"])[1:]) and origin(node)[0].meta["val"].ndim == 1
+
+
+def sums_together(gm: GraphModule, beside: Node, values: Sequence[Node], sums: Sequence[Sequence[_Sum]]) -> None:
+    """Replace sums of what lies side by side, those with equal weights by slices of one."""
+    ends = [0]
+    for value in values:
+        ends.append(ends[-1] + width(value))
+    alike: dict[Any, dict[Node, tuple[int, _Sum]]] = {}
+    for k, of_one in enumerate(sums):
+        for one in of_one:
+            alike.setdefault(one.key, {})[one.last] = (k, one)
+    for members in (list(found.values()) for found in alike.values() if len(found) > 1):
+        first = members[0][1]
+        weights = written(gm, aten.reshape.default, first.weights, [-1, 1])
+        read = beside
+        if first.absent is not None:
+            absent = written(gm, aten.reshape.default, first.absent, [-1, 1])
+            read = written(gm, aten.masked_fill.Scalar, beside, absent, 0)
+        whole = written(gm, aten.sum.dim_IntList, written(gm, aten.mul.Tensor, read, weights), [0])
+        for cast in first.casts:
+            whole = written(gm, cast.target, whole, **cast.kwargs)
+        for k, one in members:
+            part = written(gm, aten.slice.Tensor, whole, 0, ends[k], ends[k + 1])
+            put_in_place(one.last, written(gm, aten.reshape.default, part, list(one.last.meta["val"].shape)))
+
+
+def as_product(gm: GraphModule, total: Node, is_cheap: Callable[..., bool]) -> None:
+    """Write Σ_b c[b] value[b], of a value that is stored as it is, as a product of matrices."""
+    (weighted,) = operands(total)
+    if weighted.target is not aten.mul.Tensor or len(weighted.users) > 1 or len(operands(weighted)) != 2:
+        return
+    weights, value = sorted(operands(weighted), key=lambda node: not is_weights(node))
+    like = value.meta["val"]
+    if _stored(value).target not in (aten.bmm.default, expert_outer) or not is_weights(weights) or is_cheap(like):
+        return
+    if any(node.meta["val"].dtype not in (torch.float32, torch.float64) for node in (weights, value, total)):
+        return
+    with gm.graph.inserting_before(gm.graph.output_node()):
+        row = written(gm, aten.reshape.default, weights, [1, -1])
+        found = written(gm, aten.mm.default, row, written(gm, aten.reshape.default, value, [-1, width(value)]))
+        put_in_place(total, written(gm, aten.reshape.default, found, list(like.shape[1:])))
+
+
+def by_kernel(gm: GraphModule, totals: Sequence[Node], is_cheap: Callable[..., bool]) -> None:
+    """Write Σ_b c[b] value[b], of values that are stored, by psg_fx's kernel, those of one size and dtype at once."""
+    alike: dict[Any, list[tuple[Node, Node, Node]]] = {}
+    for total in totals:
+        weighted = operands(total)[0]
+        if not total.users or weighted.target is not aten.mul.Tensor or len(operands(weighted)) != 2:
+            continue
+        weights, value = sorted(operands(weighted), key=lambda node: not is_weights(node))
+        stored, is_cut = _kept_in(value)
+        dtypes = [node.meta["val"].dtype for node in (stored, weights, value, total)]
+        fits = dtypes[0] in weighted_sums.DTYPES and {*dtypes[1:]} == {torch.float32}
+        if stored.target in _KEPT and fits and is_weights(weights):
+            key = origin(weights), is_cut, dtypes[0], width(value)
+            alike.setdefault(key, []).append((total, weights, stored))
+    for (_, leave_out, _, count), members in alike.items():
+        if not is_cheap(*(stored.meta["val"] for _, _, stored in members)):
+            _written_together(gm, members, count, leave_out)
+
+
+def _kept_in(value: Node) -> tuple[Node, bool]:
+    """What is stored, of which this shows each element in its place; and whether zeros stand for some samples."""
+    leave_out = False
+    while value.target in _IN_PLACE or _absent(value) is not None:
+        leave_out |= _absent(value) is not None
+        value = operands(value)[0]
+    return value, leave_out
+
+
+def _written_together(gm: GraphModule, members: Sequence[tuple[Node, Node, Node]], count: int, leave_out: bool) -> None:
+    """Replace sums of one size and with equal weights: a total, its weights and what is stored of each."""
+    with gm.graph.inserting_before(gm.graph.output_node()):
+        weights = written(gm, aten.reshape.default, members[0][1], [-1])
+        rows = [written(gm, aten.reshape.default, stored, [-1, count]) for _, _, stored in members]
+        sums = written(gm, weighted_sums.overload(), weights, rows, leave_out)
+        for k, (total, _, _) in enumerate(members):
+            one = output(gm, sums, k)
+            put_in_place(total, written(gm, aten.reshape.default, one, list(total.meta["val"].shape)))
+
+
+def _stored(value: Node) -> Node:
+    """The value that it is in other sizes, element for element."""
+    while value.target in (aten.view.default, aten.reshape.default):
+        (value,) = value.all_input_nodes[:1]
+    return value
+
+
+# --- nodes ---------------------------------------------------------------------------------------------------------
+
+
+def written(gm: GraphModule, op: Any, *arguments: Any, **named: Any) -> Node:
+    """A node of this pass."""
+    made = call(gm, op, *arguments, **named)
+    made.meta["psg_fx_pass"] = "totals"
+    return made
+
+
+def operands(node: Node) -> list[Node]:
+    """What it reads."""
+    return list(node.all_input_nodes)
+
+
+def width(node: Node) -> int:
+    """Elements of one sample."""
+    return int(product(facts.shape(node.meta["val"])[1:]))
+
+
+def _passes_on(node: Node) -> bool:
+    """Whether it shows the value of its operand in another layout or dtype."""
+    return isinstance(node.meta.get("val"), torch.Tensor) and (is_view(node) or node.target is aten._to_copy.default)
+
+
+def origin(node: Node) -> tuple[Node, tuple[torch.dtype, ...]]:
+    """The value that it shows, and the dtypes that it has had on the way."""
+    dtypes = [node.meta["val"].dtype]
+    while _passes_on(node):
+        node = node.all_input_nodes[0]
+        dtypes += [] if node.meta["val"].dtype is dtypes[-1] else [node.meta["val"].dtype]
+    return node, tuple(dtypes)
+
+
+def _views_of(node: Node) -> Iterator[Node]:
+    """It, and all that shows it."""
+    yield node
+    for user in node.users:
+        if _passes_on(user) and user.args[0] is node:
+            yield from _views_of(user)
+
+
+def _casts_after(node: Node) -> Iterator[Node]:
+    """The casts that follow, as long as nothing else reads what is cast."""
+    while len(node.users) == 1 and (user := next(iter(node.users))).target is aten._to_copy.default:
+        yield user
+        node = user

@@ -1,0 +1,91 @@
+"""The kernel of `psg_fx/ops/weighted_sums.py`.  Importing this loads Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch.library import wrap_triton
+
+AT_ONCE = 8
+"""Tensors of a launch."""
+
+_BYTES = 16
+"""Of a row, read by a thread at once."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def weighted_sum_kernel(  # type: ignore[no-untyped-def]
+    weights, x0, x1, x2, x3, x4, x5, x6, x7, y0, y1, y2, y3, y4, y5, y6, y7, samples, width,
+    COUNT: tl.constexpr, LEAVE_OUT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """A part of one sum: y_k[i] = Σ_b w[b] x_k[b, i] in float32, b in order.  LEAVE_OUT: rows of weight 0 have no part.
+
+    Each program goes down its columns, a whole cache line of each row at a time, with `ROWS` of them on their way.
+    """
+    parts = tl.cdiv(width, BLOCK)
+    k = tl.program_id(0) // parts
+    x, y = x0, y0
+    if COUNT > 1:  # noqa: SIM102 - what a constant rules out is not compiled
+        if k == 1:
+            x, y = x1, y1
+    if COUNT > 2:  # noqa: SIM102
+        if k == 2:
+            x, y = x2, y2
+    if COUNT > 3:  # noqa: SIM102
+        if k == 3:
+            x, y = x3, y3
+    if COUNT > 4:  # noqa: SIM102
+        if k == 4:
+            x, y = x4, y4
+    if COUNT > 5:  # noqa: SIM102
+        if k == 5:
+            x, y = x5, y5
+    if COUNT > 6:  # noqa: SIM102
+        if k == 6:
+            x, y = x6, y6
+    if COUNT > 7:  # noqa: SIM102
+        if k == 7:
+            x, y = x7, y7
+    i = (tl.program_id(0) % parts) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < width
+    found = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, samples, ROWS):
+        for row in tl.static_range(ROWS):
+            b = start + row
+            weight = tl.load(weights + b, b < samples, 0.0).to(tl.float32)
+            at = x + tl.full((), b, tl.int64) * width + i
+            part = weight * tl.load(at, inside & (b < samples), 0.0).to(tl.float32)
+            if LEAVE_OUT:
+                part = tl.where(weight == 0.0, 0.0, part)
+            found += part
+    tl.store(y + i, found, inside)
+
+
+def launch(
+    weights: torch.Tensor, values: Sequence[torch.Tensor], sums: Sequence[torch.Tensor], leave_out: bool
+) -> None:
+    """Write sums [n] from weights [B] and values [B, n], all contiguous, of one dtype and one size."""
+    own = meta(values[0].dtype, len(values), leave_out)
+    parts = -(-values[0].shape[1] // own["BLOCK"])
+    wrap_triton(weighted_sum_kernel)[(parts * len(values),)](*arguments(weights, values, sums), **own)
+
+
+def arguments(weights: torch.Tensor, values: Sequence[torch.Tensor], sums: Sequence[torch.Tensor]) -> list[Any]:
+    """What the kernel is called with, in its order; in the places of tensors that there are not is one that it does not
+    write.
+    """
+    none = [weights] * (AT_ONCE - len(values))
+    return [weights, *values, *none, *sums, *none, *values[0].shape]
+
+
+def meta(dtype: torch.dtype, count: int, leave_out: bool) -> dict[str, Any]:
+    """What is compiled into the kernel, and how many warps run it."""
+    threads = 128
+    return {
+        "COUNT": count, "LEAVE_OUT": leave_out, "BLOCK": threads * _BYTES // dtype.itemsize, "ROWS": 4,
+        "num_warps": threads // 32, "num_stages": 2,
+    }  # fmt: skip
