@@ -83,9 +83,11 @@ def arguments(weights: torch.Tensor, values: Sequence[torch.Tensor], sums: Seque
 
 
 def meta(dtype: torch.dtype, count: int, leave_out: bool) -> dict[str, Any]:
-    """What is compiled into the kernel, and how many warps run it."""
+    """What is compiled into the kernel, and how many warps run it: of eight ways the fastest for most of six
+    problems on an H200 (bench/results/weighted_sums-cuda-nvidia-h200.md).
+    """
     threads = 128
     return {
-        "COUNT": count, "LEAVE_OUT": leave_out, "BLOCK": threads * _BYTES // dtype.itemsize, "ROWS": 4,
-        "num_warps": threads // 32, "num_stages": 2,
+        "COUNT": count, "LEAVE_OUT": leave_out, "BLOCK": threads * _BYTES // dtype.itemsize,
+        "ROWS": 16 // dtype.itemsize, "num_warps": threads // 32, "num_stages": 2,
     }  # fmt: skip

@@ -140,7 +140,7 @@ class Settings:
         table = rates.device(device.type, self.replays)
         table = replace(table, compiled=self.compiles_kernels(device), rounded=rounded)
         if told is None:
-            timed = not self.replays and rates.fused_kernels_pay(device) and _has_triton()
+            timed = rates.fused_kernels_pay(device) and _has_triton()
             return replace(table, fused=Fused.TIMED if timed else Fused.NONE)
         if told and device.type == "cuda" and not _has_triton():
             raise BadArgument(

@@ -132,7 +132,7 @@ def test_explain_tells_what_they_would_gain() -> None:
 @pytest.mark.parametrize(
     ("capability", "mode", "told", "on"),
     [
-        ((9, 0), None, None, Fused.TIMED), ((9, 0), "reduce-overhead", None, Fused.NONE),
+        ((9, 0), None, None, Fused.TIMED), ((9, 0), "reduce-overhead", None, Fused.TIMED),
         ((8, 0), None, None, Fused.NONE), ((8, 0), None, True, Fused.ALL),
         ((9, 0), None, False, Fused.NONE), ((9, 0), "reduce-overhead", True, Fused.ALL),
     ],
@@ -146,7 +146,10 @@ def test_they_are_on_where_they_were_timed(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     options = None if told is None else {"psg_fx.fused_kernels": told}
     settings = psg_fx.transform(nn.Linear(2, 2), F.cross_entropy, mode=mode, options=options).settings
-    assert settings.rates_of(torch.device("cuda")).fused is on
+    there = torch.device("cuda")
+    assert settings.rates_of(there).fused is on
+    assert settings.own_kernels(there) == (on is not Fused.NONE)
+    assert settings.rates_of(there).compiled == (told is not False)
     assert told or settings.rates_of(torch.device("cpu")).fused is Fused.NONE
 
 
