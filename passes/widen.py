@@ -18,7 +18,7 @@ from psg_fx.graph import facts
 from psg_fx.graph.lifetimes import is_view
 from psg_fx.graph.same_op import merge_equal
 from psg_fx.graph.stages import Stage
-from psg_fx.tensors import HALF
+from psg_fx.tensors import ALIGNED, HALF
 
 from .runner import graph_pass
 
@@ -26,13 +26,6 @@ aten = torch.ops.aten
 
 _INTO = {aten.bmm.default: aten.bmm.dtype, aten.mm.default: aten.mm.dtype}
 """Matrix products, and those that are told the dtype of their result."""
-
-_ALIGNED = 8
-"""Columns in whole multiples of which cuBLAS writes a float32 result with its fast kernels.  With 197 columns (the
-positions of a vision transformer) it took one for unaligned memory, 85 µs a product on an H100, half of the device's
-time in a step of norms (bench/results/kernels-cuda-nvidia-h100-80gb-hbm3.md).  That whole multiples pay the copies was
-not measured.
-"""
 
 
 @graph_pass("widen", before=Stage.TIDIED, after=Stage.TIDIED)
@@ -64,7 +57,7 @@ def _take_half_operands(gm: GraphModule, product: Node) -> None:
 def _in_whole_columns(gm: GraphModule, op: OpOverload, left: Node, right: Node, result: torch.Tensor) -> Node:
     """The product of two nodes in float32, computed with zeros for the columns to the next multiple."""
     columns: Any = result.shape[-1]  # an int, or a symbol
-    lacking = -columns % _ALIGNED if isinstance(columns, int) else 0
+    lacking = -columns % ALIGNED if isinstance(columns, int) else 0
     if not lacking:
         return _call(gm, result, _INTO[op], left, right, torch.float32)
     padded, wide = ([*value.shape[:-1], columns + lacking] for value in (right.meta["val"], result))

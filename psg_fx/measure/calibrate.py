@@ -16,7 +16,7 @@ from psg_fx.measure.clock import median_seconds
 from psg_fx.ops import convolutions_in_parts, in_parts, products_here
 from psg_fx.ops.elsewhere import elsewhere
 from psg_fx.planner import rates
-from psg_fx.planner.cost import REPLAYED, Device
+from psg_fx.planner.cost import FILLED, REPLAYED, Device
 from psg_fx.progress import Progress
 from psg_fx.torch_private import native
 
@@ -180,12 +180,20 @@ def _launch(device: torch.device) -> float:
     return median_seconds(many, 0.08) / count
 
 
+def _filled(device: torch.device, dtype: torch.dtype, rate: float) -> float:
+    """Elements of a batched product that take as long as the few of this one, at a rate in flop/s."""
+    depth = 4096
+    a, b = (torch.randn(4, *sides, device=device).to(dtype) for sides in ((128, depth), (depth, 128)))
+    return seconds(lambda: torch.bmm(a, b), device) * rate / (2 * depth)
+
+
 def _extra(device: torch.device, flops: Rates, bandwidth: float) -> dict[str, float]:
     """Constants of single methods: what their time holds beside flops and bytes, for each call or element."""
     tiny = torch.randn(1, 16, 4, 4, device=device)
     found = {"convolution": seconds(lambda: _weight_gradient(tiny, tiny, 1), device)}
     if device.type == "cuda":
         found[REPLAYED] = seconds(lambda: tiny.mul_(1.0), device)
+        found |= {name: _filled(device, dtype, flops["bmm", dtype]) for dtype, name in FILLED.items()}
     for name, samples, channels, plane in (
         ("grouped_conv_output", 16, 64, 8), ("grouped_conv_small_output", 4, 256, 2),
     ):  # fmt: skip

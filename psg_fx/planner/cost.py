@@ -20,7 +20,8 @@ class Work:
     """What one step of a tree does.
 
     flops: floating-point operations (a multiply-add counts two).  read, written: bytes moved to and from memory.
-    kind: which rate of the device it runs at ("gemm", "pointwise", ...).  calls: kernels launched.
+    kind: which rate of the device it runs at ("gemm", "pointwise", ...).  calls: kernels launched.  results: elements
+    of a batched product, where few of them take as long as many.
     """
 
     flops: Size
@@ -28,10 +29,16 @@ class Work:
     written: Size
     kind: str = "pointwise"
     calls: int = 1
+    results: Size = 0
 
 
 BEYOND_CACHES = 4 << 20
 """Bytes from which on a result is written to memory (`products.cpp` has the same)."""
+
+FILLED = {torch.float32: "filled", torch.bfloat16: "filled_half", torch.float16: "filled_half"}
+"""The constants of `Device.extra` for the elements of a batched product that occupy all of a device: each is summed by
+one multiprocessor from first to last, so fewer take as long.
+"""
 
 REPLAYED = "launch_replayed"
 """The constant of `Device.extra` for seconds of a kernel in a CUDA graph."""
@@ -112,4 +119,7 @@ class Device:
     def seconds(self, work: Work, dtype: torch.dtype = torch.float32) -> float:
         """Predicted time of a step: the slower of computing and moving bytes, then launches."""
         compute = float(work.flops) / self.rate(work.kind, dtype)
+        filled = self.extra.get(FILLED.get(dtype, FILLED[torch.float32]), 0.0)
+        if 0 < float(work.results) < filled:
+            compute *= filled / float(work.results)
         return max(compute, float(work.read + work.written) / self.bandwidth) + work.calls * self.launch

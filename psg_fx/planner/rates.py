@@ -12,7 +12,7 @@ import torch
 from psg_fx.errors import BadArgument
 from psg_fx.machine import cpu_model
 from psg_fx.planner import sheets
-from psg_fx.planner.cost import OF_STEPS, REPLAYED, Device
+from psg_fx.planner.cost import FILLED, OF_STEPS, REPLAYED, Device
 from psg_fx.planner.sheets import Sheet
 
 
@@ -53,6 +53,8 @@ H100 = Device(
         "grouped_conv_small_output": 6.8e-12,
         "grouped_conv_output": 1.6e-11,
         "scatter": 9.9e-12,
+        "filled": 5.4e5,
+        "filled_half": 1.1e6,
         REPLAYED: 1.6e-6,
     },
     origin="the shipped table of an H100",
@@ -75,12 +77,15 @@ H200 = Device(
         "grouped_conv_small_output": 6.0e-12,
         "grouped_conv_output": 1.6e-11,
         "scatter": 1.0e-11,
+        "filled": 5.4e5,
+        "filled_half": 1.1e6,
         REPLAYED: 1.4e-6,
     },
     origin="the shipped table of an H200",
 )
 """The same of an NVIDIA H200 (bench/results/calibrate-cuda-nvidia-h200.json).  Scaling the H100's would have been
-within 14 % of every rate; a launch, which is the host's, took two thirds.
+within 14 % of every rate; a launch, which is the host's, took two thirds.  "filled" is what 26 Gram matrices of a GPT
+in float32 and 32 of a ViT in bfloat16 took in steps there comes to (docs/design/gpu.md).
 """
 
 _UNITS = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "bf16"}
@@ -96,8 +101,8 @@ four bytes for two operations: on the H100 its rate is 0.96 of the bandwidth.  C
 in float32 they reach a twentieth of what the H100's matrix units do in products, so these are not what bounds them.
 """
 BY_CYCLES = ("grouped_conv_small_output", "grouped_conv_output", "scatter")
-"""Constants in seconds an element that go with cycles.  The others, launches and calls, are taken to be as long on any
-device: they are the host's and the driver's.
+"""Constants in seconds an element that go with cycles; what fills a device goes with its multiprocessors.  The others,
+launches and calls, are taken to be as long on any device: they are the host's and the driver's.
 """
 
 
@@ -108,6 +113,11 @@ def scaled(sheet: Sheet) -> Device:
 
     def more(unit: str) -> float:
         return sheet.attains(unit) / sheets.H100.attains(unit)
+
+    def scaled_constant(name: str, x: float) -> float:
+        if name in FILLED.values():
+            return x * sheet.multiprocessors / sheets.H100.multiprocessors
+        return x / more("cycles") if name in BY_CYCLES else x
 
     def rate(kind: str, dtype: torch.dtype) -> float:
         found = H100.flops[kind, dtype] * more(BOUND_BY[kind][dtype])
@@ -120,7 +130,7 @@ def scaled(sheet: Sheet) -> Device:
         bandwidth=H100.bandwidth * more("bandwidth"),
         launch=H100.launch,
         kept=H100.kept,
-        extra={name: x / more("cycles") if name in BY_CYCLES else x for name, x in H100.extra.items()},
+        extra={name: scaled_constant(name, x) for name, x in H100.extra.items()},
         origin=f"the table of an H100 scaled to {sheet.title}",
     )
 

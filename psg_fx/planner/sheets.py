@@ -18,8 +18,9 @@ class Sheet:
     """A device as its maker describes it.
 
     fp32, tf32, bf16, fp64: flop/s at best, of dense products where matrix units take the dtype (bf16: half precision).
-    bandwidth: bytes/s.  cycles: multiprocessors × clock, 1/s.  reached: what large products were measured to reach of
-    a unit, in its own measure.  source: addresses.  called: names by `torch.cuda.get_device_name()`.
+    bandwidth: bytes/s.  cycles: multiprocessors × clock, 1/s.  multiprocessors: their number.  reached: what large
+    products were measured to reach of a unit, in its own measure.  source: addresses.  called: names by
+    `torch.cuda.get_device_name()`.
     """
 
     title: str
@@ -29,6 +30,7 @@ class Sheet:
     fp64: float
     bandwidth: float
     cycles: float
+    multiprocessors: int
     reached: Mapping[str, float] = field(default_factory=dict)
     source: tuple[str, ...] = ()
     called: tuple[str, ...] = ()
@@ -52,6 +54,7 @@ Tflop/s in float32 and bfloat16.
 
 H100 = Sheet(
     "an H100", fp32=66.9e12, tf32=494.7e12, bf16=989.4e12, fp64=66.9e12, bandwidth=3.35e12, cycles=132 * 1.98e9,
+    multiprocessors=132,
     reached={"fp32": 5.2e13, "tf32": 4.02e14, "bf16": 7.8e14, "fp64": 6.2e13, "bandwidth": 3.0e12},
     source=("https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet", f"{PRODUCTS}/issues/79"),
     called=("NVIDIA H100 80GB HBM3",),
@@ -60,6 +63,7 @@ H100 = Sheet(
 
 A100 = Sheet(
     "an A100", fp32=19.5e12, tf32=156e12, bf16=312e12, fp64=19.5e12, bandwidth=2.039e12, cycles=108 * 1.41e9,
+    multiprocessors=108,
     reached={"fp32": 1.92e13, "bf16": 2.65e14},
     source=(
         "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/"
@@ -72,6 +76,7 @@ A100 = Sheet(
 
 H200 = Sheet(
     "an H200", fp32=66.9e12, tf32=494.7e12, bf16=989.4e12, fp64=66.9e12, bandwidth=4.8e12, cycles=132 * 1.98e9,
+    multiprocessors=132,
     reached={"fp32": 5.13e13, "bf16": 7.9e14},
     source=("https://www.nvidia.com/en-us/data-center/h200/", PRODUCTS),
     called=("NVIDIA H200",),
@@ -79,6 +84,7 @@ H200 = Sheet(
 
 L4 = Sheet(
     "an L4", fp32=30.3e12, tf32=60e12, bf16=121e12, fp64=30.3e12 / 64, bandwidth=3.0e11, cycles=58 * 2.04e9,
+    multiprocessors=58,
     reached={"fp32": 1.25e13, "tf32": 2.4e13, "bf16": 5.5e13},
     source=("https://resources.nvidia.com/en-us-gpu-resources/l4-tensor-datasheet", f"{PRODUCTS}/issues/120"),
     called=("NVIDIA L4",),
@@ -113,4 +119,5 @@ def of_properties(properties: Any) -> Sheet | None:
     if not (cycles and bandwidth):
         return None
     fp32, bf16, fp64 = (flops * cycles for flops in per_cycle)
-    return Sheet(str(properties.name), fp32, bf16 / 2, bf16, fp64, bandwidth, cycles)
+    count = int(properties.multi_processor_count)
+    return Sheet(str(properties.name), fp32, bf16 / 2, bf16, fp64, bandwidth, cycles, count)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import sympy
 import torch
 
@@ -9,7 +11,7 @@ from psg_fx.algebra.network import BATCH, Axes
 from psg_fx.ops.rounded import rounded
 from psg_fx.planner.cost import Device, Work
 from psg_fx.planner.methods.base import Method, Pair, arrange, expand_to
-from psg_fx.tensors import Size, accumulation_dtype, hint, memory_order, product, reshape
+from psg_fx.tensors import ALIGNED, HALF, Size, accumulation_dtype, hint, memory_order, product, reshape
 
 
 class Multiply(Method):
@@ -89,10 +91,15 @@ class MatMul(Method):
 
     def work(self, p: Pair) -> Work:
         read, written = p.moved()
-        return Work(2 * p.count(p.everything), read, written, "bmm" if p.batch else "gemm")
+        if not p.batch:
+            return Work(2 * p.count(p.everything), read, written, "gemm")
+        return Work(2 * p.count(p.everything), read, written, "bmm", results=p.count(p.out))
 
     def seconds(self, p: Pair, device: Device) -> float:
         work = self.work(p)
+        if device.name == "cuda" and p.self_product and p.dtype in HALF and p.count(p.right) % ALIGNED:
+            copied = p.bytes(p.b.axes)  # an operand with whole multiples of columns (`passes/widen.py`)
+            work = replace(work, read=work.read + copied, written=work.written + copied, calls=work.calls + 1)
         return device.seconds(device.fetching(work) if p.batch else work, p.dtype)
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

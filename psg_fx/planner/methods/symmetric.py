@@ -46,7 +46,7 @@ class HalfGram(Method):
     def work(self, p: Pair) -> Work:
         samples, k, t = p.count(p.batch), p.count(p.summed), p.sizes[p.left[0]]
         out = samples * _entries(t) * accumulation_dtype(p.dtype).itemsize
-        return Work(2 * samples * k * _entries(t), 2 * p.bytes(p.a.axes), 2 * out, "bmm", 3)
+        return Work(2 * samples * k * _entries(t), 2 * p.bytes(p.a.axes), 2 * out, "bmm", 3, samples * _entries(t) / 2)
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         x = arrange(a, p.a.axes, (p.batch, p.left, p.summed)).to(accumulation_dtype(p.dtype))
