@@ -101,7 +101,7 @@ class ClippedSum(Quantity):
 
     def weights(self, r: Results, extras: Mapping[str, torch.Tensor]) -> dict[str, Mapping[str, torch.Tensor]]:
         sq_norms, floors, limit = r["sq_norms"], r[FLOORS], extras["max_norm"]
-        finite = total(sq_norms).isfinite() if self.leaves_out else None
+        finite = total(sq_norms) < math.inf if self.leaves_out else None
         if self.per == "model":
             lowest = total(floors) if floors else None
             factors = dict.fromkeys(sq_norms, self._factor(_at_least(total(sq_norms), lowest).sqrt(), limit, finite))

@@ -57,7 +57,7 @@ def export(
     inputs = [(facts.input_spec(node), node) for node in nodes]
     with plain_mode():
         arguments = step.binding.arguments(call, given)
-    drop = any(isinstance(q, ClippedSum) and q.nonfinite == "drop" for q, _ in values)
+    drop = any(isinstance(q, ClippedSum) and q.nonfinite == "drop" for q, _ in values) and not step.leaves_out
     own = {name: value for name, value in given.items() if name not in read}
     defaults = {name: 1 if name == COUNTED else value.tolist() for name, value in own.items()}
     spec = describe(

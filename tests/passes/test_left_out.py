@@ -89,8 +89,11 @@ def example(name: str) -> zoo.Example:
 
 @pytest.fixture
 def without_launches(monkeypatch: pytest.MonkeyPatch, for_cuda: None) -> None:
-    """Nothing is so small that it is better summed side by side; what is stored is summed by psg_fx's op."""
-    monkeypatch.setattr(rates, "device", lambda kind, replayed=False: replace(rates.H100, launch=1e-12))
+    """Nothing is so small that it is better summed side by side; what is stored is summed by psg_fx's op, and products
+    are stored.
+    """
+    table = replace(rates.H100, launch=1e-12, extra={**rates.H100.extra, "filled": 0.0})
+    monkeypatch.setattr(rates, "device", lambda kind, replayed=False: table)
     monkeypatch.setattr(Settings, "compiles_kernels", lambda *_: True)
 
 

@@ -62,7 +62,7 @@ def test_scaling_foretells_what_was_measured() -> None:
     assert scaled.extra == pytest.approx(measured.extra, rel=0.15)
 
 
-@pytest.mark.parametrize("name", sheets.SHEETS.keys() - rates.MEASURED.keys())
+@pytest.mark.parametrize("name", [name for name in sheets.SHEETS if name not in rates.MEASURED])
 def test_every_rate_goes_with_what_bounds_it(name: str) -> None:
     table, sheet = rates.NAMED[name], sheets.SHEETS[name]
     for (kind, dtype), rate in rates.H100.flops.items():
