@@ -138,7 +138,7 @@ def by_kernel(gm: GraphModule, totals: Sequence[Node], is_cheap: Callable[..., b
         if not total.users or weighted.target is not aten.mul.Tensor or len(operands(weighted)) != 2:
             continue
         weights, value = sorted(operands(weighted), key=lambda node: not is_weights(node))
-        stored, is_cut = _kept_in(value)
+        stored, is_cut = _kept_in(value, weights)
         dtypes = [node.meta["val"].dtype for node in (stored, weights, value, total)]
         fits = dtypes[0] in weighted_sums.DTYPES and {*dtypes[1:]} == {torch.float32}
         if stored.target in _KEPT and fits and is_weights(weights):
@@ -149,13 +149,22 @@ def by_kernel(gm: GraphModule, totals: Sequence[Node], is_cheap: Callable[..., b
             _written_together(gm, members, count, leave_out)
 
 
-def _kept_in(value: Node) -> tuple[Node, bool]:
-    """What is stored, of which this shows each element in its place; and whether zeros stand for some samples."""
+def _kept_in(value: Node, weights: Node) -> tuple[Node, bool]:
+    """What is stored, of which this shows each element in its place; and whether samples of weight 0 are left out."""
     leave_out = False
-    while value.target in _IN_PLACE or _absent(value) is not None:
-        leave_out |= _absent(value) is not None
+    while value.target in _IN_PLACE or _is_cut(value, weights):
+        leave_out |= _is_cut(value, weights)
         value = operands(value)[0]
     return value, leave_out
+
+
+def _is_cut(node: Node, weights: Node) -> bool:
+    """Whether it puts zeros in the places of samples of weight 0, and no others."""
+    if (absent := _absent(node)) is None:
+        return False
+    asked, _ = origin(absent)
+    is_zero = asked.target is aten.eq.Scalar and asked.args[1] == 0
+    return is_zero and origin(operands(asked)[0])[0] is origin(weights)[0]
 
 
 def _written_together(gm: GraphModule, members: Sequence[tuple[Node, Node, Node]], count: int, leave_out: bool) -> None:
