@@ -163,8 +163,9 @@ def _is_cut(node: Node, weights: Node) -> bool:
     if (absent := _absent(node)) is None:
         return False
     asked, _ = origin(absent)
-    is_zero = asked.target is aten.eq.Scalar and asked.args[1] == 0
-    return is_zero and origin(operands(asked)[0])[0] is origin(weights)[0]
+    if asked.target is not aten.eq.Scalar or asked.args[1] != 0:
+        return False
+    return origin(operands(asked)[0])[0] is origin(weights)[0]
 
 
 def _written_together(gm: GraphModule, members: Sequence[tuple[Node, Node, Node]], count: int, leave_out: bool) -> None:

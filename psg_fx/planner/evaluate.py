@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -47,7 +47,8 @@ class Evaluator:
         self, plan: Plan, env: dict[Source, torch.Tensor], count: int, device: torch.device,
         known: Mapping[int, torch.Tensor] | None = None, leaving_out: Collection[str] = (),
     ) -> None:  # fmt: skip
-        self.leaving_out, self._absent = leaving_out, cast("torch.Tensor | None", None)
+        self.leaving_out = leaving_out
+        self._absent: torch.Tensor | None = None
         self.plan, self.env, self.count, self.device = plan, env, count, device
         self.results: dict[str, dict[str, torch.Tensor]] = {key: {} for key in (*(a.key for a in plan.asks), FLOORS)}
         self.named: list[tuple[str, str, torch.Tensor]] = []
