@@ -27,8 +27,10 @@ _IN_PLACE = (
 )  # fmt: skip
 """What shows each element of a value in its place."""
 
-_KEPT = (aten.bmm.default, expert_outer, operator.getitem)
-"""What makes gradients that are stored whole: products, alone or with the squares of their tiles."""
+_KEPT = (aten.bmm.default, expert_outer, operator.getitem, aten.index_add.default)
+"""What makes gradients that are stored whole: products, alone or with the squares of their tiles, and rows that are
+added up.
+"""
 
 
 @dataclass(frozen=True)
@@ -169,14 +171,17 @@ def _is_cut(node: Node, weights: Node) -> bool:
 
 
 def _written_together(gm: GraphModule, members: Sequence[tuple[Node, Node, Node]], count: int, leave_out: bool) -> None:
-    """Replace sums of one size and with equal weights: a total, its weights and what is stored of each."""
+    """Replace sums of one size and with equal weights: a total, its weights and what is stored of each.  One that is
+    rounded to half precision only to be made float32 again is not rounded: that would be a kernel of its own.
+    """
     with gm.graph.inserting_before(gm.graph.output_node()):
         weights = written(gm, aten.reshape.default, members[0][1], [-1])
         rows = [written(gm, aten.reshape.default, stored, [-1, count]) for _, _, stored in members]
         sums = written(gm, weighted_sums.overload(), weights, rows, leave_out)
         for k, (total, _, _) in enumerate(members):
-            one = output(gm, sums, k)
-            put_in_place(total, written(gm, aten.reshape.default, one, list(total.meta["val"].shape)))
+            one, casts = output(gm, sums, k), list(_casts_after(total))
+            last = casts[-1] if casts and casts[-1].meta["val"].dtype is torch.float32 else total
+            put_in_place(last, written(gm, aten.reshape.default, one, list(last.meta["val"].shape)))
 
 
 def _stored(value: Node) -> Node:

@@ -18,39 +18,11 @@ _BYTES = 16
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def weighted_sum_kernel(  # type: ignore[no-untyped-def]
-    weights, x0, x1, x2, x3, x4, x5, x6, x7, y0, y1, y2, y3, y4, y5, y6, y7, samples, width,
-    COUNT: tl.constexpr, LEAVE_OUT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """A part of one sum: y_k[i] = Σ_b w[b] x_k[b, i] in float32, b in order.  LEAVE_OUT: rows of weight 0 have no part.
-
-    Each program goes down its columns, a whole cache line of each row at a time, with `ROWS` of them on their way.
-    """
-    parts = tl.cdiv(width, BLOCK)
-    k = tl.program_id(0) // parts
-    x, y = x0, y0
-    if COUNT > 1:  # noqa: SIM102 - what a constant rules out is not compiled
-        if k == 1:
-            x, y = x1, y1
-    if COUNT > 2:  # noqa: SIM102
-        if k == 2:
-            x, y = x2, y2
-    if COUNT > 3:  # noqa: SIM102
-        if k == 3:
-            x, y = x3, y3
-    if COUNT > 4:  # noqa: SIM102
-        if k == 4:
-            x, y = x4, y4
-    if COUNT > 5:  # noqa: SIM102
-        if k == 5:
-            x, y = x5, y5
-    if COUNT > 6:  # noqa: SIM102
-        if k == 6:
-            x, y = x6, y6
-    if COUNT > 7:  # noqa: SIM102
-        if k == 7:
-            x, y = x7, y7
-    i = (tl.program_id(0) % parts) * BLOCK + tl.arange(0, BLOCK)
+def _part(  # type: ignore[no-untyped-def]
+    weights, x, y, part, samples, width, LEAVE_OUT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+):
+    """Columns of one sum, down all rows, with `ROWS` of them on their way."""
+    i = part * BLOCK + tl.arange(0, BLOCK)
     inside = i < width
     found = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, samples, ROWS):
@@ -58,11 +30,47 @@ def weighted_sum_kernel(  # type: ignore[no-untyped-def]
             b = start + row
             weight = tl.load(weights + b, b < samples, 0.0).to(tl.float32)
             at = x + tl.full((), b, tl.int64) * width + i
-            part = weight * tl.load(at, inside & (b < samples), 0.0).to(tl.float32)
+            added = weight * tl.load(at, inside & (b < samples), 0.0).to(tl.float32)
             if LEAVE_OUT:
-                part = tl.where(weight == 0.0, 0.0, part)
-            found += part
+                added = tl.where(weight == 0.0, 0.0, added)
+            found += added
     tl.store(y + i, found, inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def weighted_sum_kernel(  # type: ignore[no-untyped-def]
+    weights, x0, x1, x2, x3, x4, x5, x6, x7, y0, y1, y2, y3, y4, y5, y6, y7, samples, width,
+    COUNT: tl.constexpr, LEAVE_OUT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """A part of one sum: y_k[i] = Σ_b w[b] x_k[b, i] in float32, b in order.  LEAVE_OUT: rows of weight 0 have no part.
+
+    What is beyond COUNT is not in the compiled kernel, and each y is written through its own name: by that inductor
+    knows what it has to keep.
+    """
+    k, part = tl.program_id(0) // tl.cdiv(width, BLOCK), tl.program_id(0) % tl.cdiv(width, BLOCK)
+    if k == 0:
+        _part(weights, x0, y0, part, samples, width, LEAVE_OUT, BLOCK, ROWS)
+    if COUNT > 1:  # noqa: SIM102 - a constant, and a number
+        if k == 1:
+            _part(weights, x1, y1, part, samples, width, LEAVE_OUT, BLOCK, ROWS)
+    if COUNT > 2:  # noqa: SIM102 - a constant, and a number
+        if k == 2:
+            _part(weights, x2, y2, part, samples, width, LEAVE_OUT, BLOCK, ROWS)
+    if COUNT > 3:  # noqa: SIM102 - a constant, and a number
+        if k == 3:
+            _part(weights, x3, y3, part, samples, width, LEAVE_OUT, BLOCK, ROWS)
+    if COUNT > 4:  # noqa: SIM102 - a constant, and a number
+        if k == 4:
+            _part(weights, x4, y4, part, samples, width, LEAVE_OUT, BLOCK, ROWS)
+    if COUNT > 5:  # noqa: SIM102 - a constant, and a number
+        if k == 5:
+            _part(weights, x5, y5, part, samples, width, LEAVE_OUT, BLOCK, ROWS)
+    if COUNT > 6:  # noqa: SIM102 - a constant, and a number
+        if k == 6:
+            _part(weights, x6, y6, part, samples, width, LEAVE_OUT, BLOCK, ROWS)
+    if COUNT > 7:  # noqa: SIM102 - a constant, and a number
+        if k == 7:
+            _part(weights, x7, y7, part, samples, width, LEAVE_OUT, BLOCK, ROWS)
 
 
 def launch(
@@ -76,9 +84,9 @@ def launch(
 
 def arguments(weights: torch.Tensor, values: Sequence[torch.Tensor], sums: Sequence[torch.Tensor]) -> list[Any]:
     """What the kernel is called with, in its order; in the places of tensors that there are not is one that it does not
-    write.
+    write, and that inductor has in memory.
     """
-    none = [weights] * (AT_ONCE - len(values))
+    none = [values[0]] * (AT_ONCE - len(values))
     return [weights, *values, *none, *sums, *none, *values[0].shape]
 
 
