@@ -20,6 +20,7 @@ Where the H100 was measured (`bench/results/*cuda-nvidia-h100*`) the prediction 
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
@@ -179,9 +180,12 @@ def prediction(launches: Sequence[Launch], device: Device) -> Prediction:
     )  # fmt: skip
 
 
-RECORDS = {"simplecnn float32": "simplecnn", "gpt float32": "gpt", "gpt-3x768 bfloat16": "gpt-bf16",
-           "vit-4x768 bfloat16": "vit-bf16"}  # fmt: skip
-"""What was recorded on the H100 (`bench/kernels.py`), by its name there."""
+RECORDS = {"simplecnn float32": "simplecnn", "simplecnn bfloat16": "simplecnn-bf16", "gpt float32": "gpt",
+           "gpt-3x768 bfloat16": "gpt-bf16", "vit-4x768 bfloat16": "vit-bf16", "resnet18gn float32": "resnet18gn",
+           "resnet18gn bfloat16": "resnet18gn-bf16"}  # fmt: skip
+"""What was recorded on a device (`bench/kernels.py`), by its name there."""
+RECORDED = {"h100": "kernels-cuda-nvidia-h100-80gb-hbm3", "h200": "kernels-cuda-nvidia-h200-first"}
+"""Where: without kernels of psg_fx."""
 LEAST, KEPT = "clipped sum, nothing kept", 1.0
 """A plan under which a byte that waits for the norms costs a second."""
 STEPS = {"norms": "norms", "clipped_sum": "clipped sum", "grads": "gradients"}
@@ -199,13 +203,13 @@ def page(found: dict[str, Any]) -> list[str]:
         text += [f"## {device.upper()}", _table(headers, rows)]
     text += ["## Fewer bytes on the H100", FEWER, _table(FEWER_HEADERS, list(fewer(found)))]
     text += ["## With all kernels of psg_fx on the H100", WITH_FUSED, _table(FUSED_HEADERS, list(with_fused(found)))]
-    text += ["## Beside what was measured on the H100", BESIDE, _table(MEASURED, list(beside(found)))]
+    text += ["## Beside what was measured", BESIDE, _table(MEASURED, list(beside(found)))]
     text += [BESIDE_STEPS, _table(["model", "step", "how", "predicted", "measured"], list(beside_steps(found)))]
     return [*text, "## Launches and bytes beside inductor's own", COUNTED, _table(COUNTS, list(beside_inductor(found)))]
 
 
 INTRODUCTION = """Made by `bench/roofline.py`, whose head says what is counted. **Nothing here was measured** but what
-the last tables name. The tables of the A100, H200 and L4 are themselves scaled from the H100's
+the last tables name. The tables of the A100 and L4 are themselves scaled from the H100's
 ([docs/design/cost.md](../../docs/design/cost.md)). *Replayed*: kernels in a CUDA graph (`mode="reduce-overhead"`).
 *One by one*: the host tells the device each, and where that takes longer than all kernels the step is bound by the
 *host*. The LSTM's ordinary step is written out over time; a device runs cuDNN's op, which is no row here."""
@@ -217,13 +221,14 @@ WITH_FUSED = """Plans with `options={"psg_fx.fused_kernels": True}`, × the ordi
 kernels; before the arrow as above. The prices of these kernels are derived, not measured
 ([docs/design/gpu.md](../../docs/design/gpu.md#fused-kernels))."""
 FUSED_HEADERS = ["model", "precision", "norms: time", "bytes", "clipped sum: time", "bytes"]
-BESIDE = """Time of the device alone, × the ordinary step's (the profiler's sum of kernels; predictions are those for
-replayed kernels), and kernels × the ordinary step's. The last columns are the ordinary step itself, in ms."""
+BESIDE = """Time of the device alone, × the ordinary step's (the profiler's sum of kernels; plans without kernels of
+psg_fx, predictions those for replayed kernels), and kernels × the ordinary step's. The last columns are the ordinary
+step itself, in ms."""
 BESIDE_STEPS = """Whole steps by the host's clock (`compare-cuda-nvidia-h100-80gb-hbm3.md`), × the ordinary step as one
 graph, replayed ones × the replayed one. The host's Python around a step, checks among it, is in no prediction."""
 COUNTED = """`make cuda` counts launches and bytes in the code that inductor generates, of the same sizes. Here: this
 count over that one. Trees are those that the planner chooses for the H100 in both."""
-MEASURED = ["model", "step", "device: predicted", "measured", "kernels: predicted", "measured",
+MEASURED = ["on", "precision", "model", "step", "device: predicted", "measured", "kernels: predicted", "measured",
             "ordinary ms: predicted", "measured"]  # fmt: skip
 COUNTS = ["model, precision", "step", "launches", "bytes"]
 
@@ -270,14 +275,16 @@ def with_fused(found: dict[str, Any]) -> Iterator[list[str]]:
 
 
 def beside(found: dict[str, Any]) -> Iterator[list[str]]:
-    """The prediction for the H100 and the recorded steps."""
-    recorded = json.loads((RESULTS / "kernels-cuda-nvidia-h100-80gb-hbm3.json").read_text())["models"]
-    for key, name in RECORDS.items():
-        steps = found.get(key, {}).get("h100", {})
-        for step in STEPS if steps else ():
-            mine, own, it, plain = steps[step], steps["ordinary"], recorded[name][step], recorded[name]["ordinary"]
+    """The predictions and the recorded steps."""
+    recorded = {
+        device: json.loads((RESULTS / f"{file}.json").read_text())["models"] for device, file in RECORDED.items()
+    }
+    for device, (key, name) in itertools.product(RECORDED, RECORDS.items()):
+        steps, there = found.get(key, {}).get(device, {}), recorded[device].get(name, {})
+        for step in STEPS if steps and there else ():
+            mine, own, it, plain = steps[step], steps["ordinary"], there[step], there["ordinary"]
             yield [
-                TITLES.get(key.split()[0], MODELS[key.split()[0]].title), STEPS[step],
+                device.upper(), key.split()[1], TITLES.get(key.split()[0], MODELS[key.split()[0]].title), STEPS[step],
                 f"{mine['replayed'] / own['replayed']:.2f}", f"{it['device_ms'] / plain['device_ms']:.2f}",
                 f"{mine['launches'] / own['launches']:.2f}", f"{it['kernels'] / plain['kernels']:.2f}",
                 f"{1e3 * own['replayed']:.2f}", f"{plain['device_ms']:.2f}",
