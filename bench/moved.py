@@ -89,21 +89,17 @@ def counted(name: str) -> dict[str, Any]:
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
         return {"failure": f"exit code {done.returncode}: {(done.stdout + done.stderr)[-2000:]}"}
-    rows = kernels_in(done.stdout.splitlines())
-    problem_steps = ["ordinary", *USUAL]
     found: dict[str, Any] = {}
-    at = -1
-    for row in rows:
+    steps = iter(["ordinary", *USUAL])
+    for row in kernels_in(done.stdout.splitlines()):
         if SEPARATOR in row["Kernel Name"]:
-            at += 1
-            found[problem_steps[at]] = {"read_mb": 0.0, "written_mb": 0.0, "kernels": 0, "device_ms": 0.0}
+            step = found[next(steps)] = {"read_mb": 0.0, "written_mb": 0.0, "kernels": 0, "device_ms": 0.0}
             continue
-        read, written, took = (float(row[metric].replace(",", "")) for metric in METRICS)
-        into = found[problem_steps[at]]
-        into["read_mb"] += read / 1e6
-        into["written_mb"] += written / 1e6
-        into["device_ms"] += took / 1e6
-        into["kernels"] += 1
+        read, wrote, took = (float(row[metric].replace(",", "")) / 1e6 for metric in METRICS)
+        step["read_mb"] += read
+        step["written_mb"] += wrote
+        step["device_ms"] += took
+        step["kernels"] += 1
     return found
 
 

@@ -117,12 +117,11 @@ def sums_together(gm: GraphModule, beside: Node, values: Sequence[Node], sums: S
 
 def as_product(gm: GraphModule, total: Node, is_cheap: Callable[..., bool]) -> None:
     """Write Σ_b c[b] value[b], of a value that is stored as it is, as a product of matrices."""
-    (weighted,) = operands(total)
-    if weighted.target is not aten.mul.Tensor or len(weighted.users) > 1 or len(operands(weighted)) != 2:
+    if (factors := _factors(total)) is None:
         return
-    weights, value = sorted(operands(weighted), key=lambda node: not is_weights(node))
+    weights, value = factors
     like = value.meta["val"]
-    if _stored(value).target not in (aten.bmm.default, expert_outer) or not is_weights(weights) or is_cheap(like):
+    if _stored(value).target not in (aten.bmm.default, expert_outer) or is_cheap(like):
         return
     if any(node.meta["val"].dtype not in (torch.float32, torch.float64) for node in (weights, value, total)):
         return
@@ -132,18 +131,25 @@ def as_product(gm: GraphModule, total: Node, is_cheap: Callable[..., bool]) -> N
         put_in_place(total, written(gm, aten.reshape.default, found, list(like.shape[1:])))
 
 
+def _factors(total: Node) -> tuple[Node, Node] | None:
+    """c and value, if this is Σ_b c[b] value[b] and nothing else reads the products."""
+    weighted = operands(total)[0]
+    if weighted.target is not aten.mul.Tensor or len(weighted.users) > 1 or len(operands(weighted)) != 2:
+        return None
+    weights, value = sorted(operands(weighted), key=lambda node: not is_weights(node))
+    return (weights, value) if is_weights(weights) else None
+
+
 def by_kernel(gm: GraphModule, totals: Sequence[Node], is_cheap: Callable[..., bool]) -> None:
     """Write Σ_b c[b] value[b], of values that are stored, by psg_fx's kernel, those of one size and dtype at once."""
     alike: dict[Any, list[tuple[Node, Node, Node]]] = {}
     for total in totals:
-        weighted = operands(total)[0]
-        if not total.users or weighted.target is not aten.mul.Tensor or len(operands(weighted)) != 2:
+        if not total.users or (factors := _factors(total)) is None:
             continue
-        weights, value = sorted(operands(weighted), key=lambda node: not is_weights(node))
+        weights, value = factors
         stored, is_cut = _kept_in(value, weights)
         dtypes = [node.meta["val"].dtype for node in (stored, weights, value, total)]
-        fits = dtypes[0] in weighted_sums.DTYPES and {*dtypes[1:]} == {torch.float32}
-        if stored.target in _KEPT and fits and is_weights(weights):
+        if stored.target in _KEPT and dtypes[0] in weighted_sums.DTYPES and {*dtypes[1:]} == {torch.float32}:
             key = origin(weights), is_cut, dtypes[0], width(value)
             alike.setdefault(key, []).append((total, weights, stored))
     for (_, leave_out, _, count), members in alike.items():
