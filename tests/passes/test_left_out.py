@@ -52,9 +52,13 @@ def others(grads: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: g[finite] for name, g in grads.items()}
 
 
-ROWS = [case for case in CASES if not case.refused and case.x is not None]
+REFUSE_NAN = ("traps/gaussian",)
+"""Rows whose own program does."""
+
+ROWS = [case for case in CASES if not case.refused and case.x is not None and case.name not in REFUSE_NAN]
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
 @pytest.mark.parametrize("case", one_in(4, ROWS))
 def test_rows_of_the_matrix(case: Case, for_cuda: None) -> None:
     model, data = case.model(), poisoned(case)
