@@ -60,9 +60,9 @@ def transform(
             torch.compile's.  `"psg_fx.kept_dtype": torch.bfloat16` lets gradients of float32 wait for the norms in half
             the memory, each element rounded by at most 1/256 of itself.  `"psg_fx.fused_kernels"` offers kernels of
             psg_fx to plans, products whose squared norm is taken before they are stored and inner products of Gram
-            matrices that never are, or does not.  Left out, it is True for the former (Triton) where their time was
-            measured, on an H100 or H200, where `step.explain()` says where others would gain; and for
-            both in C++, on a CPU, with inductor, in float32, as are the loops of recurrent layers.
+            matrices that never are, or does not.  Left out, it is True for both, and for the loops of recurrent layers,
+            where their time was measured: on an H100 or H200 (Triton), where `step.explain()` says where others would
+            gain, and on a CPU with inductor in float32 (C++).  False also leaves sums of what is stored to inductor.
         dynamic: None: the first batch size is compiled statically, the next one dynamically; True: dynamically from the
             start; False: a graph for every size.  None and True: a batch of one sample is compiled once for itself.
         reuse_outputs: on CPU with inductor, keep the memory of large results and intermediate values for later calls,
