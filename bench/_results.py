@@ -133,6 +133,21 @@ def bullets(facts: Mapping[str, Any]) -> str:
     return "\n".join(f"- {key}: {value}" for key, value in facts.items())
 
 
+def require_cuda() -> None:
+    """End a script that has nothing to do without a device."""
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.exit(f"bench/{Path(sys.argv[0]).name}: there is no CUDA device")
+
+
+def keep_of_device(name: str, tag: str | None, title: str, data: Mapping[str, Any], *paragraphs: str) -> Path:
+    """Write what a CUDA device did, under its name, and what it is."""
+    facts = about("cuda")
+    data = {"environment": facts, **data}
+    return keep(f"{name}-{tag or device_tag('cuda')}", data, f"# {title}", bullets(facts), *paragraphs)
+
+
 def keep(name: str, data: Any, *paragraphs: str) -> Path:
     """Write `results/<name>.json` and, of the paragraphs, `.md`; their path without an ending."""
     RESULTS.mkdir(exist_ok=True)

@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from _results import RESULTS, device_tag, options
+from _results import RESULTS, device_tag, options, require_cuda
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
@@ -28,14 +28,11 @@ RACED = "simplecnn,gpt,resnet18gn-128-bf16,gpt-large-bf16,vit-base-bf16"
 
 
 def main() -> int:
-    import torch
-
     parser = options(__doc__, tag=False)
     parser.add_argument("--parts", default=",".join(LIMITS), help=f"separated by commas, from {', '.join(LIMITS)}")
     parser.add_argument("--again", action="store_true", help="also parts whose results are there")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("bench/gpu.py: there is no CUDA device")
+    require_cuda()
     ended = {}
     with tempfile.TemporaryDirectory() as folder:
         environment = as_installed(Path(folder))

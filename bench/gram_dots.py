@@ -12,7 +12,7 @@ import sys
 
 import torch
 import torch.nn.functional as F
-from _results import about, bullets, device_tag, keep, options
+from _results import keep_of_device, options, require_cuda
 from tabulate import tabulate
 from torch import Tensor
 
@@ -31,18 +31,15 @@ HEADERS = ["samples", "positions", "x", "ȳ", "products, µs", "kernel, µs", "r
 
 def main() -> int:
     args = options(__doc__).parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("bench/gram_dots.py: there is no CUDA device")
+    require_cuda()
     rows = [measured(*shape) for shape in SHAPES]
     shown = [
         [*shape, f"{r['products_us']:.1f}", f"{r['kernel_us']:.1f}", f"{r['kernel_us'] / r['products_us']:.2f}",
          f"{r['kernel_error']:.0e}", f"{r['products_error']:.0e}"]
         for shape, r in zip(SHAPES, rows, strict=True)
     ]  # fmt: skip
-    there = about("cuda")
-    path = keep(
-        f"gram_dots-{args.tag or device_tag('cuda')}", {"environment": there, "rows": rows},
-        "# Inner products of Gram matrices", bullets(there),
+    path = keep_of_device(
+        "gram_dots", args.tag, "Inner products of Gram matrices", {"rows": rows},
         "bfloat16, replayed as CUDA graphs; errors relative to float64.",
         tabulate(shown, HEADERS, "github", disable_numparse=True),
     )  # fmt: skip

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _results import about, bullets, device_tag, keep, options
+from _results import keep_of_device, options, require_cuda
 from _sizes import BATCH, WIDE
 from _together import in_turns, one_at_a_time, shared_cache, turn
 from compare import BF16, Run
@@ -61,18 +61,17 @@ RUNS = {
 
 def main() -> int:
     args = arguments()
-    if not torch.cuda.is_available():
-        sys.exit("bench/kernels.py: there is no CUDA device")
+    require_cuda()
     if args.one:
         args.json.write_text(json.dumps(measured(RUNS[args.one], args)), encoding="utf-8")
         return 0
     names = args.models.split(",")
     found = together(names, args) if args.together else ((n, measured(RUNS[n], args)) for n in names)
-    results, machine = {}, about("cuda")
+    results = {}
     for name, result in found:  # kept one by one: the rest may be cut off
         results[name] = result
-        path = keep(f"kernels-{args.tag or device_tag('cuda')}", {"environment": machine, "models": results},
-                    "# What the device does in one step", bullets(machine), *pages(results))  # fmt: skip
+        title = "What the device does in one step"
+        path = keep_of_device("kernels", args.tag, title, {"models": results}, *pages(results))
     print(f"wrote {path}.json and .md")
     return int(any("failure" in result for result in results.values()))
 

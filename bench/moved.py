@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from _results import about, bullets, device_tag, keep, options
+from _results import keep_of_device, options, require_cuda
 from kernels import RUNS, UNFUSED
 from tabulate import tabulate
 
@@ -36,17 +36,15 @@ SEPARATOR = "spin_kernel"
 
 def main() -> int:
     args = arguments()
-    if not torch.cuda.is_available():
-        sys.exit("bench/moved.py: there is no CUDA device")
+    require_cuda()
     if args.one:
         run_steps(args.one)
         return 0
-    results, machine = {}, about("cuda")
+    results = {}
     for name in args.models.split(","):
         results[name] = counted(name)
-        path = keep(f"moved-{args.tag or device_tag('cuda')}", {"environment": machine, "models": results},
-                    "# Bytes that a step moves to and from the device's memory", bullets(machine),
-                    *pages(results))  # fmt: skip
+        title = "Bytes that a step moves to and from the device's memory"
+        path = keep_of_device("moved", args.tag, title, {"models": results}, *pages(results))
     print(f"wrote {path}.json and .md")
     return int(any("failure" in result for result in results.values()))
 

@@ -14,7 +14,7 @@ one by one.  Both graphs are counted alike, as
 `no_device/traffic.py` says.  Left out: adding up norms, clipping factors, reading a loss; copies of operands to another
 memory order; autotuning; whatever a library's kernels need beside their operands.
 
-Where the H100 was measured (`bench/results/*cuda-nvidia-h100*`) the prediction stands beside the measurement.  Writes
+Where a device was measured (`bench/results/*cuda-nvidia-*`) the prediction stands beside the measurement.  Writes
 `bench/results/roofline.json` and `.md` after each model and goes on from there.
 """
 

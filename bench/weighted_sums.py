@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from _results import about, bullets, device_tag, keep, options
+from _results import keep_of_device, options, require_cuda
 from tabulate import tabulate
 from torch import Tensor
 
@@ -35,8 +35,7 @@ def main() -> int:
     parser = options(__doc__)
     parser.add_argument("--scan", action="store_true")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("bench/weighted_sums.py: there is no CUDA device")
+    require_cuda()
     rows = [measured(*shape, scan=args.scan) for shape in SHAPES]
     shown = [
         [r["samples"], r["elements"], r["tensors"], r["dtype"], f"{r['inductor_us']:.1f}", f"{rate(r, 'inductor'):.2f}",
@@ -44,10 +43,8 @@ def main() -> int:
          f"{r['error']:.0e}"]
         for r in rows
     ]  # fmt: skip
-    there = about("cuda")
-    path = keep(
-        f"weighted_sums-{args.tag or device_tag('cuda')}", {"environment": there, "rows": rows},
-        "# Weighted sums of gradients that are stored", bullets(there),
+    path = keep_of_device(
+        "weighted_sums", args.tag, "Weighted sums of gradients that are stored", {"rows": rows},
         "Replayed as CUDA graphs; errors are those of the kernel, relative to float64.",
         tabulate(shown, HEADERS, "github", disable_numparse=True), *scans(rows),
     )  # fmt: skip
@@ -93,10 +90,9 @@ def scanned(weights: Tensor, values: Sequence[Tensor], dtype: torch.dtype) -> di
     for warps, rows, bytes_ in itertools.product((4, 8), (4, 8), (16, 32)):
         own = kernels.meta(dtype, len(values), False)
         own |= {"num_warps": warps, "ROWS": rows, "BLOCK": 32 * warps * bytes_ // dtype.itemsize}
-        grid = (-(-values[0].shape[1] // own["BLOCK"]) * len(values),)
 
-        def run(own: dict[str, Any] = own, grid: tuple[int] = grid) -> None:
-            kernels.weighted_sum_kernel[grid](*kernels.arguments(weights, values, sums), **own)
+        def run(own: dict[str, Any] = own) -> None:
+            kernels.weighted_sum_kernel[kernels.grid(values, own)](*kernels.arguments(weights, values, sums), **own)
 
         found[f"{warps} warps, {rows} rows, {bytes_} bytes"] = 1e6 * seconds(run, weights.device)
     return found

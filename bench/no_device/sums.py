@@ -38,8 +38,7 @@ def executed(named: Callable[[torch.dtype], str]) -> dict[str, dict[str, float]]
                 value[1::3] = torch.nan
             sums = [torch.full((elements,), torch.nan) for _ in values]
             own = {k: v for k, v in kernels.meta(dtype, tensors, True).items() if not k.startswith("num_")}
-            grid = (-(-elements // own["BLOCK"]) * tensors,)
-            kernels.weighted_sum_kernel[grid](*kernels.arguments(weights, values, sums), **own)
+            kernels.weighted_sum_kernel[kernels.grid(values, own)](*kernels.arguments(weights, values, sums), **own)
             wide = [value.double().nan_to_num() for value in values]
             errors = [
                 float((got.double() - weights.double() @ x).abs().max() / (weights.double() @ x).abs().max())

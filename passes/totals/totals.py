@@ -32,7 +32,7 @@ from psg_fx.planner.plan import PLAN
 from psg_fx.tensors import product
 
 from ..runner import graph_pass
-from .weighted import as_product, by_kernel, operands, origin, sums_of, sums_together, width, written
+from .weighted import adds_samples, as_product, by_kernel, operands, origin, sums_of, sums_together, width, written
 
 aten = torch.ops.aten
 
@@ -56,7 +56,7 @@ def totals(gm: GraphModule, device: Device, size: int) -> GraphModule:
         known = {symbol: size if symbol == batch else groups for symbol in whole.free_symbols}
         return 2 * int(whole.subs(known)) <= device.launch * device.bandwidth
 
-    sums = [n for n in gm.graph.nodes if n.target is aten.sum.dim_IntList and n.args[1:] == ([0],)]
+    sums = [node for node in gm.graph.nodes if adds_samples(node)]
     for total in sums:
         if _stacked(total):
             _norms_together(gm, total, is_cheap, on_cuda=device.name == "cuda")

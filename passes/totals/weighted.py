@@ -58,16 +58,22 @@ def sums_of(value: Node) -> list[_Sum]:
     found: list[_Sum] = []
     known = origin(value)
     for view in _views_of(known[0]):
-        same = origin(view) == known and (not found or view is found[0].value)
-        for shown, absent in _with_and_without(view) if same else ():
-            for made in shown.users:
-                other = [node for node in operands(made) if node is not shown]
-                if made.target is aten.mul.Tensor and len(other) == 1 and is_weights(other[0]) and len(made.users) == 1:
-                    (summed,) = made.users
-                    if summed.target is aten.sum.dim_IntList and summed.args[1:] == ([0],):
-                        casts = tuple(_casts_after(summed))
-                        found.append(_Sum(view, other[0], casts, (summed, *casts)[-1], absent))
+        if origin(view) == known and (not found or view is found[0].value):
+            of_view = [_sum(view, *way, made) for way in _with_and_without(view) for made in way[0].users]
+            found += [one for one in of_view if one is not None]
     return found
+
+
+def _sum(view: Node, shown: Node, absent: Node | None, made: Node) -> _Sum | None:
+    """The sum of what is made of a view by multiplying what shows it, if that is by weights."""
+    other = [node for node in operands(made) if node is not shown]
+    if made.target is not aten.mul.Tensor or len(other) != 1 or not is_weights(other[0]) or len(made.users) != 1:
+        return None
+    (summed,) = made.users
+    if not adds_samples(summed):
+        return None
+    casts = tuple(_casts_after(summed))
+    return _Sum(view, other[0], casts, (summed, *casts)[-1], absent)
 
 
 def _with_and_without(view: Node) -> Iterator[tuple[Node, Node | None]]:
@@ -84,6 +90,11 @@ def _absent(node: Node) -> Node | None:
         return None
     absent: Node = node.args[1]  # type: ignore[assignment]
     return absent if is_weights(absent) else None
+
+
+def adds_samples(node: Node) -> bool:
+    """Whether it is a sum over the first dim."""
+    return node.target is aten.sum.dim_IntList and node.args[1:] == ([0],)
 
 
 def is_weights(node: Node) -> bool:

@@ -48,29 +48,10 @@ def weighted_sum_kernel(  # type: ignore[no-untyped-def]
     knows what it has to keep.
     """
     k, part = tl.program_id(0) // tl.cdiv(width, BLOCK), tl.program_id(0) % tl.cdiv(width, BLOCK)
-    if k == 0:
-        _part(weights, x0, y0, part, samples, width, LEAVE_OUT, BLOCK, ROWS)
-    if COUNT > 1:  # noqa: SIM102 - a constant, and a number
-        if k == 1:
-            _part(weights, x1, y1, part, samples, width, LEAVE_OUT, BLOCK, ROWS)
-    if COUNT > 2:  # noqa: SIM102 - a constant, and a number
-        if k == 2:
-            _part(weights, x2, y2, part, samples, width, LEAVE_OUT, BLOCK, ROWS)
-    if COUNT > 3:  # noqa: SIM102 - a constant, and a number
-        if k == 3:
-            _part(weights, x3, y3, part, samples, width, LEAVE_OUT, BLOCK, ROWS)
-    if COUNT > 4:  # noqa: SIM102 - a constant, and a number
-        if k == 4:
-            _part(weights, x4, y4, part, samples, width, LEAVE_OUT, BLOCK, ROWS)
-    if COUNT > 5:  # noqa: SIM102 - a constant, and a number
-        if k == 5:
-            _part(weights, x5, y5, part, samples, width, LEAVE_OUT, BLOCK, ROWS)
-    if COUNT > 6:  # noqa: SIM102 - a constant, and a number
-        if k == 6:
-            _part(weights, x6, y6, part, samples, width, LEAVE_OUT, BLOCK, ROWS)
-    if COUNT > 7:  # noqa: SIM102 - a constant, and a number
-        if k == 7:
-            _part(weights, x7, y7, part, samples, width, LEAVE_OUT, BLOCK, ROWS)
+    xs, ys = (x0, x1, x2, x3, x4, x5, x6, x7), (y0, y1, y2, y3, y4, y5, y6, y7)
+    for one in tl.static_range(COUNT):
+        if k == one:
+            _part(weights, xs[one], ys[one], part, samples, width, LEAVE_OUT, BLOCK, ROWS)
 
 
 def launch(
@@ -78,8 +59,12 @@ def launch(
 ) -> None:
     """Write sums [n] from weights [B] and values [B, n], all contiguous, of one dtype and one size."""
     own = meta(values[0].dtype, len(values), leave_out)
-    parts = -(-values[0].shape[1] // own["BLOCK"])
-    wrap_triton(weighted_sum_kernel)[(parts * len(values),)](*arguments(weights, values, sums), **own)
+    wrap_triton(weighted_sum_kernel)[grid(values, own)](*arguments(weights, values, sums), **own)
+
+
+def grid(values: Sequence[torch.Tensor], own: dict[str, Any]) -> tuple[Any]:
+    """A program for each part of each sum."""
+    return (-(-values[0].shape[1] // own["BLOCK"]) * len(values),)
 
 
 def arguments(weights: torch.Tensor, values: Sequence[torch.Tensor], sums: Sequence[torch.Tensor]) -> list[Any]:

@@ -136,6 +136,8 @@ def scaled(sheet: Sheet) -> Device:
 
 
 MEASURED = {"cpu": CPU, "h100": H100, "h200": H200}
+"""Those of devices that were at hand."""
+
 NAMED = {name: scaled(sheet) for name, sheet in sheets.SHEETS.items()} | MEASURED
 """The shipped tables by name."""
 

@@ -18,9 +18,8 @@ class Sheet:
     """A device as its maker describes it.
 
     fp32, tf32, bf16, fp64: flop/s at best, of dense products where matrix units take the dtype (bf16: half precision).
-    bandwidth: bytes/s.  cycles: multiprocessors × clock, 1/s.  multiprocessors: their number.  reached: what large
-    products were measured to reach of a unit, in its own measure.  source: addresses.  called: names by
-    `torch.cuda.get_device_name()`.
+    bandwidth: bytes/s.  multiprocessors: their number.  clock: 1/s.  reached: what large products were measured to
+    reach of a unit, in its own measure.  source: addresses.  called: names by `torch.cuda.get_device_name()`.
     """
 
     title: str
@@ -29,11 +28,16 @@ class Sheet:
     bf16: float
     fp64: float
     bandwidth: float
-    cycles: float
     multiprocessors: int
+    clock: float
     reached: Mapping[str, float] = field(default_factory=dict)
     source: tuple[str, ...] = ()
     called: tuple[str, ...] = ()
+
+    @property
+    def cycles(self) -> float:
+        """Of all multiprocessors, 1/s."""
+        return self.multiprocessors * self.clock
 
     def peak(self, unit: str) -> float:
         """What the sheet says of a unit, by its name."""
@@ -53,8 +57,8 @@ Tflop/s in float32 and bfloat16.
 """
 
 H100 = Sheet(
-    "an H100", fp32=66.9e12, tf32=494.7e12, bf16=989.4e12, fp64=66.9e12, bandwidth=3.35e12, cycles=132 * 1.98e9,
-    multiprocessors=132,
+    "an H100", fp32=66.9e12, tf32=494.7e12, bf16=989.4e12, fp64=66.9e12, bandwidth=3.35e12,
+    multiprocessors=132, clock=1.98e9,
     reached={"fp32": 5.2e13, "tf32": 4.02e14, "bf16": 7.8e14, "fp64": 6.2e13, "bandwidth": 3.0e12},
     source=("https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet", f"{PRODUCTS}/issues/79"),
     called=("NVIDIA H100 80GB HBM3",),
@@ -62,8 +66,8 @@ H100 = Sheet(
 """SXM, 80 GB.  Reached: measured for psg_fx (`rates.H100`), TF32 by the second source."""
 
 A100 = Sheet(
-    "an A100", fp32=19.5e12, tf32=156e12, bf16=312e12, fp64=19.5e12, bandwidth=2.039e12, cycles=108 * 1.41e9,
-    multiprocessors=108,
+    "an A100", fp32=19.5e12, tf32=156e12, bf16=312e12, fp64=19.5e12, bandwidth=2.039e12,
+    multiprocessors=108, clock=1.41e9,
     reached={"fp32": 1.92e13, "bf16": 2.65e14},
     source=(
         "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/"
@@ -75,16 +79,16 @@ A100 = Sheet(
 """SXM, 80 GB."""
 
 H200 = Sheet(
-    "an H200", fp32=66.9e12, tf32=494.7e12, bf16=989.4e12, fp64=66.9e12, bandwidth=4.8e12, cycles=132 * 1.98e9,
-    multiprocessors=132,
+    "an H200", fp32=66.9e12, tf32=494.7e12, bf16=989.4e12, fp64=66.9e12, bandwidth=4.8e12,
+    multiprocessors=132, clock=1.98e9,
     reached={"fp32": 5.13e13, "bf16": 7.9e14},
     source=("https://www.nvidia.com/en-us/data-center/h200/", PRODUCTS),
     called=("NVIDIA H200",),
 )  # fmt: skip
 
 L4 = Sheet(
-    "an L4", fp32=30.3e12, tf32=60e12, bf16=121e12, fp64=30.3e12 / 64, bandwidth=3.0e11, cycles=58 * 2.04e9,
-    multiprocessors=58,
+    "an L4", fp32=30.3e12, tf32=60e12, bf16=121e12, fp64=30.3e12 / 64, bandwidth=3.0e11,
+    multiprocessors=58, clock=2.04e9,
     reached={"fp32": 1.25e13, "tf32": 2.4e13, "bf16": 5.5e13},
     source=("https://resources.nvidia.com/en-us-gpu-resources/l4-tensor-datasheet", f"{PRODUCTS}/issues/120"),
     called=("NVIDIA L4",),
@@ -112,12 +116,11 @@ def of_properties(properties: Any) -> Sheet | None:
     """
     try:
         per_cycle = PER_CYCLE[properties.major, properties.minor]
-        cycles = properties.multi_processor_count * properties.clock_rate * 1e3
+        count, clock = int(properties.multi_processor_count), properties.clock_rate * 1e3
         bandwidth = 2e3 * properties.memory_clock_rate * properties.memory_bus_width / 8
     except (AttributeError, KeyError):
         return None
-    if not (cycles and bandwidth):
+    if not (count and clock and bandwidth):
         return None
-    fp32, bf16, fp64 = (flops * cycles for flops in per_cycle)
-    count = int(properties.multi_processor_count)
-    return Sheet(str(properties.name), fp32, bf16 / 2, bf16, fp64, bandwidth, cycles, count)
+    fp32, bf16, fp64 = (flops * count * clock for flops in per_cycle)
+    return Sheet(str(properties.name), fp32, bf16 / 2, bf16, fp64, bandwidth, count, clock)

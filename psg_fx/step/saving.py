@@ -16,7 +16,7 @@ from psg_fx.program.ambient import isolated
 from psg_fx.program.call import Call
 from psg_fx.program.conditions import CONDITIONS
 from psg_fx.quantities.base import Quantity
-from psg_fx.quantities.clipped_sum import COUNTED, ClippedSum
+from psg_fx.quantities.clipped_sum import COUNTED
 from psg_fx.saved.refusals import is_passed, refuse
 from psg_fx.saved.spec import describe
 from psg_fx.saved.write import write
@@ -57,7 +57,7 @@ def export(
     inputs = [(facts.input_spec(node), node) for node in nodes]
     with plain_mode():
         arguments = step.binding.arguments(call, given)
-    drop = any(isinstance(q, ClippedSum) and q.nonfinite == "drop" for q, _ in values) and not step.leaves_out
+    drop = any(q.leaves_out for q, _ in values) and not step.leaves_out
     own = {name: value for name, value in given.items() if name not in read}
     defaults = {name: 1 if name == COUNTED else value.tolist() for name, value in own.items()}
     spec = describe(

@@ -114,28 +114,33 @@ class Settings:
             return None
         return {name: value for name, value in self.options.items() if not name.startswith(_OWN)}
 
+    @property
+    def _fused_kernels(self) -> Any:
+        """Whether kernels of psg_fx are asked for; None: it is not said."""
+        return (self.options or {}).get(FUSED_KERNELS)
+
     def kernels_in_cpp(self, device: torch.device) -> bool:
         """Whether kernels of psg_fx in C++ are compiled."""
-        told = (self.options or {}).get(FUSED_KERNELS)
-        return device.type == "cpu" and self.backend == "inductor" and told is not False
+        return device.type == "cpu" and self.backend == "inductor" and self._fused_kernels is not False
 
     def own_kernels(self, device: torch.device) -> bool:
         """Whether kernels of psg_fx may be in a graph that are not part of its plan, for the loops of recurrent layers:
         in C++, or of Triton, where they were timed or are asked for.
         """
-        told = (self.options or {}).get(FUSED_KERNELS)
+        told = self._fused_kernels
         wanted = rates.fused_kernels_pay(device) if told is None else bool(told)
         asked = device.type == "cuda" and self.backend == "inductor" and wanted and _has_triton()
         return asked or self.kernels_in_cpp(device)
 
     def compiles_kernels(self, device: torch.device) -> bool:
         """Whether kernels of psg_fx may be in steps where that needs no choice of a plan: in C++, or of Triton."""
-        told = (self.options or {}).get(FUSED_KERNELS)
-        return _has_triton() and told is not False if device.type == "cuda" else self.kernels_in_cpp(device)
+        if device.type == "cuda":
+            return self._fused_kernels is not False and _has_triton()
+        return self.kernels_in_cpp(device)
 
     def rates_of(self, device: torch.device) -> Device:
         """What plans for a device go by."""
-        told = (self.options or {}).get(FUSED_KERNELS)
+        told = self._fused_kernels
         rounded = (self.options or {}).get(KEPT_DTYPE) is not None
         table = rates.device(device.type, self.replays)
         table = replace(table, compiled=self.compiles_kernels(device), rounded=rounded)

@@ -27,7 +27,7 @@ from psg_fx.program.program import Program
 from psg_fx.program.state import Tracked, tracked_parameters
 from psg_fx.progress import Progress
 from psg_fx.quantities.base import Quantity
-from psg_fx.quantities.clipped_sum import COUNTED, ClippedSum
+from psg_fx.quantities.clipped_sum import COUNTED
 from psg_fx.reference.definitions import definitions_for
 from psg_fx.reference.validate import ValidationReport, validate
 from psg_fx.step import mistakes
@@ -52,7 +52,7 @@ class LossModule(PerSampleModule):
         super().__init__(model, loss_fn, settings)
         self._constants = Constants()
         self._blocks: Groups | None = None
-        self._drops = any(isinstance(q, ClippedSum) and q.nonfinite == "drop" for q in settings.quantities)
+        self._drops = any(q.leaves_out for q in settings.quantities)
 
     @property
     def quantities(self) -> tuple[Quantity, ...]:
