@@ -24,6 +24,7 @@ from .alone import Alone
 from .beside import beside
 from .capture.capture import capture
 from .capture.packed import packed_as_padded
+from .compile.recurrences import begin_own_loops
 from .differentiate import differentiate
 from .independence.batch import batch
 from .lower.lower import lower
@@ -73,6 +74,7 @@ def run_pipeline(
     kept there.
     """
     gm = record_capture(program, call, tracked, history)
+    begin_own_loops(gm, asked.device)
     began = time.perf_counter()
     entry = entry_of(gm, (asked, ambient_key(asked.device.name))) if stored and slices is None else None
     lowered = None if entry is None else _read(entry, gm, asked, history, began)

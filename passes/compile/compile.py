@@ -40,15 +40,16 @@ from .pools import pool_by_vectors
 from .products import multiply_elsewhere
 from .recurrences import with_own_loops
 from .sizes import Background, Flat, Sized
+from .sums import add_what_is_stacked
 
 aten = torch.ops.aten
 Watch = Callable[[], AbstractContextManager[None]]
 """Opened around every compilation."""
 
 
-CPU_OPTIONS = {"layout_optimization": False}
+CPU_OPTIONS = {"layout_optimization": False, "graph_partition": False}
 """Inductor's defaults that cost time on CPU: channels-last convolutions transpose activations and weights at every call
-(docs/design/cpu.md; bench/calibrate.py measures it)."""
+(docs/design/cpu.md; bench/calibrate.py measures it); which parts of a graph CUDA graphs can hold is asked in vain."""
 
 
 def compile_graph(
@@ -129,10 +130,11 @@ def _by_inductor(options: dict[str, Any], watch: Watch, once: bool, by: OpOverlo
     def watched(gm: GraphModule, inputs: Sequence[torch.Tensor]) -> Flat:
         try:
             with watch():
-                if any(value.device.type == "cpu" for value in inputs):
+                if on_cpu := any(value.device.type == "cpu" for value in inputs):
                     ask_ahead().join()
                 gm = convolve_elsewhere(multiply_elsewhere(gm, inputs, by), inputs, by) if by else gm
-                return compiler(join_by_torch(written_once(gm)) if once else gm, inputs)
+                gm = join_by_torch(written_once(gm)) if once else gm
+                return compiler(add_what_is_stacked(gm) if on_cpu else gm, inputs)
         except InductorError as error:
             raise _not_compiled(error) from error
 

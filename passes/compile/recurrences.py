@@ -14,7 +14,9 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.graph.nodes import value_of
 from psg_fx.ops.recurrent_cells import DTYPES, IN_CELLS
-from psg_fx.ops.recurrent_here import HERE
+from psg_fx.ops.recurrent_here import HERE, LIBRARY
+from psg_fx.planner.cost import Device
+from psg_fx.torch_private import native
 
 _OWN = {"cpu": (HERE, DTYPES[:1]), "cuda": (IN_CELLS, DTYPES)}
 """Kind of device -> the ops that take the place of loops of torch's ops, and for which dtypes."""
@@ -26,6 +28,13 @@ def with_own_loops(gm: GraphModule, device: str) -> None:
     for node in gm.graph.nodes:
         if node.target in ops and _suits(node, dtypes):
             node.target = ops[node.target]
+
+
+def begin_own_loops(gm: GraphModule, device: Device) -> None:
+    """Begin to compile the loops in C++ that a captured graph will have: passes come first, and leave a core idle."""
+    wanted = device.name == "cpu" and device.compiled and device.own_ops
+    if wanted and any(node.target in HERE and _suits(node, _OWN["cpu"][1]) for node in gm.graph.nodes):
+        native.begin(LIBRARY)
 
 
 def _suits(node: Node, dtypes: Sequence[torch.dtype]) -> bool:

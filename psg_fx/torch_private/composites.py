@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
+from torch._export import utils as _export_utils
 from torch._ops import OpOverload
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch.export import exported_program
 
-from psg_fx.torch_private.patching import patched_here, seen_here
+from psg_fx.torch_private.patching import patched_here, seen_here, wrapped_here
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def remembered_composites() -> Iterator[None]:
                     _set_kernels(op, kernels.plain)
                     op_implementations_dict.pop(op, None)
 
-    found = partial(_composites, collect)
+    found = functools.partial(_composites, collect)
     with (
         patched_here(exported_program, names[0], found),
         patched_here(exported_program, names[1], overridden),
@@ -76,8 +77,16 @@ def _composites(collect: Callable[[], set[OpOverload]]) -> set[OpOverload]:
     registered = tuple(torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"))
     if registered not in _COMPOSITES:
         _COMPOSITES.clear()
-        _COMPOSITES[registered] = collect()
+        with _looked_up_once():
+            _COMPOSITES[registered] = collect()
     return _COMPOSITES[registered]
+
+
+@contextlib.contextmanager
+def _looked_up_once() -> Iterator[None]:
+    """While open, torch looks up the composite ops of all namespaces once, and not again for each namespace."""
+    with wrapped_here(_export_utils, "_materialize_cpp_cia_ops", functools.cache):
+        yield
 
 
 def _known(op: OpOverload, function: Callable[..., Any]) -> _Kernels | None:

@@ -35,6 +35,7 @@ from psg_fx.torch_private.composites import remembered_composites
 from psg_fx.torch_private.recorded import Copied
 from psg_fx.torch_private.tracer import trace_fakes
 
+aten = torch.ops.aten
 log = logging.getLogger("psg_fx")
 Decompositions = Mapping[Any, Callable[..., Any]]
 _KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR, InputKind.USER_INPUT)
@@ -64,6 +65,7 @@ def functional(exported: ExportedProgram, table: Decompositions) -> Functional:
         if found is not None:
             return found
         program = exported.run_decompositions(dict(table))
+    _without_what_is_known(program.graph_module)
     return Functional(program.graph_module, program.graph_signature, program.constants, program.state_dict)
 
 
@@ -193,7 +195,7 @@ def _traced(exported: ExportedProgram, table: Decompositions) -> Functional | No
 def _like(exported: ExportedProgram, gm: GraphModule, written: Sequence[int]) -> Functional:
     """The program with another graph, whose first outputs are what it leaves in these inputs."""
     placeholders = exported.graph_module.graph.find_nodes(op="placeholder")
-    gm.graph.eliminate_dead_code()
+    _without_what_is_known(gm)
     ops = {node.name for node in gm.graph.nodes if node.op != "placeholder"}
     for new, node in zip(gm.graph.find_nodes(op="placeholder"), placeholders, strict=True):
         if node.name in ops:
@@ -206,6 +208,13 @@ def _like(exported: ExportedProgram, gm: GraphModule, written: Sequence[int]) ->
     signature = exported.graph_signature
     signature = _signature(signature, [signature.input_specs[i] for i in written], outputs)
     return Functional(gm, signature, exported.constants, exported.state_dict)
+
+
+def _without_what_is_known(gm: GraphModule) -> None:
+    """Drop what export says of the argument of each `x.to`, which keeps x where nothing else reads it."""
+    for node in gm.graph.find_nodes(op="call_function", target=aten._assert_tensor_metadata.default):
+        gm.graph.erase_node(node)
+    gm.graph.eliminate_dead_code()
 
 
 def _signature(old: ExportGraphSignature, written: Sequence[InputSpec], outputs: Sequence[Any]) -> ExportGraphSignature:

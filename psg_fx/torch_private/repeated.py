@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import sympy
+from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
 from psg_fx.torch_private.patching import patched_here
 
@@ -26,30 +27,51 @@ def without_repetition() -> Iterator[None]:
 
 @contextlib.contextmanager
 def strides_by_difference() -> Iterator[None]:
-    """Inductor asks for the stride of each index along each loop, and has sympy simplify the index at large for it.
-    Most indices are sums of products, whose stride is a difference.
+    """Inductor asks for the stride of each index along each loop, and has sympy simplify the index at large for it,
+    which loads the units of physics, too.  Most indices are sums of products, whose stride is a difference.
     """
     from torch._inductor.codegen import cpp  # slow to import, and only who compiles needs it
 
     original: Stride = vars(cpp)["stride_at_vec_range"]
 
     def stride(index: sympy.Expr, var: sympy.Expr, vec_length: int | None = None) -> sympy.Expr:
-        found = difference(index, var)
+        found = difference(index, var, vec_length)
         return original(index, var, vec_length) if found is None else found
 
     with patched_here(cpp, "stride_at_vec_range", stride):
         yield
 
 
-def difference(index: sympy.Expr, var: sympy.Expr) -> sympy.Expr | None:
-    """index(var + 1) - index(var), where that is the same everywhere; None: not known here."""
-    if not isinstance(var, sympy.Symbol) or not all(
+def difference(index: sympy.Expr, var: sympy.Expr, width: int | None = None) -> sympy.Expr | None:
+    """index(var + 1) - index(var), where that is the same everywhere; None: not known here.
+
+    width: `var` counts from a multiple of it, and takes as many values.
+    """
+    if not isinstance(var, sympy.Symbol):
+        return None
+    parts = index.atoms(FloorDiv, ModularIndexing)
+    fixed = {part: sympy.Dummy() for part in parts if var not in part.free_symbols}
+    moving = {part: _within(part, var, width) for part in parts if part not in fixed}
+    index = index.xreplace(fixed | {part: as_far for part, as_far in moving.items() if as_far is not None})
+    if not all(
         isinstance(part, (sympy.Symbol, sympy.Integer, sympy.Add, sympy.Mul))
         for part in sympy.preorder_traversal(index)
     ):
         return None
     found = sympy.expand(index.xreplace({var: var + 1}) - index)
-    return None if var in found.free_symbols else found
+    found = found.xreplace({symbol: part for part, symbol in fixed.items()})
+    return None if var in found.free_symbols or found.atoms(sympy.Dummy) else found
+
+
+def _within(part: sympy.Expr, var: sympy.Symbol, width: int | None) -> sympy.Expr | None:
+    """A quotient or rest of `var` while that does not pass a multiple of `width`, up to what stays the same."""
+    of, *others = part.args
+    if width is None or of != var or not all(isinstance(number, sympy.Integer) for number in others):
+        return None
+    divisor, modulus = others[0], others[1] if isinstance(part, ModularIndexing) else None
+    if divisor % width == 0:
+        return sympy.Dummy()
+    return var + sympy.Dummy() if divisor == 1 and modulus is not None and modulus % width == 0 else None
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import psg_fx
 from psg_fx.ops import recurrent, recurrent_here
 from psg_fx.ops.recurrent_here import HERE
+from psg_fx.passes.compile import recurrences
 from psg_fx.torch_private import native
 from support import oracle
 
@@ -37,6 +39,14 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return native.library(name)
 
     monkeypatch.setattr(recurrent_here, "library", library)
+    return names
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The libraries that are begun between capture and what compiles the graph."""
+    names: list[str] = []
+    monkeypatch.setattr(recurrences, "native", SimpleNamespace(begin=names.append))
     return names
 
 
@@ -173,9 +183,12 @@ def step_of(model: nn.Module, dtype: torch.dtype = torch.float32, **options: Any
     ("kind", "options"), [(nn.LSTM, {}), (nn.GRU, {"bias": False}), (nn.RNN, {"nonlinearity": "relu"})],
     ids=["lstm", "gru", "rnn"],
 )  # fmt: skip
-def test_a_compiled_step_has_it(kind: type[nn.RNNBase], options: dict[str, Any], asked: list[str]) -> None:
+def test_a_compiled_step_has_it(
+    kind: type[nn.RNNBase], options: dict[str, Any], asked: list[str], begun: list[str]
+) -> None:
     torch.manual_seed(0)
     out, want = step_of(Model(kind, **options))
+    assert begun == [recurrent_here.LIBRARY]
     assert len(asked) == 8  # two layers in two directions, there and back
     assert oracle.worst_error(out.grads, want) < 1e-5
     assert oracle.relative_error(out.norms, oracle.norms(want)) < 1e-5
@@ -192,10 +205,13 @@ def test_a_compiled_step_has_it(kind: type[nn.RNNBase], options: dict[str, Any],
     ],
     ids=["eager", "off", "float64", "projection"],
 )
-def test_other_steps_have_the_loop(model: dict[str, Any], options: dict[str, Any], asked: list[str]) -> None:
+def test_other_steps_have_the_loop(
+    model: dict[str, Any], options: dict[str, Any], asked: list[str], begun: list[str]
+) -> None:
     torch.manual_seed(0)
     out, want = step_of(Model(nn.LSTM, **model), **options)
     assert not asked
+    assert not begun
     assert oracle.worst_error(out.grads, want) < 1e-5
 
 
