@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from psg_fx.errors import NotYetSupported
 from psg_fx.graph import facts
+from psg_fx.graph.strides import laid_out_as_read
 from psg_fx.program.call import Call
 from psg_fx.program.observe import Observed
 from psg_fx.program.packed import kept_in
@@ -240,7 +241,7 @@ def _results(gm: GraphModule, state: Mapping[str, Tensor], inputs: Sequence[Tens
             arguments.append(info.constants[spec.name] if spec.kind == "constant" else state[spec.target])
     device = inputs[0].device.type
     with torch.autocast(device, enabled=False):
-        results = Interpreter(gm).run(*arguments)
+        results = Interpreter(laid_out_as_read(gm)).run(*arguments)
     return [r for r, spec in zip(results, info.outputs, strict=True) if spec.kind in ("loss", "output")]
 
 

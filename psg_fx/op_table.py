@@ -62,6 +62,10 @@ class Strides(enum.Enum):
     RESHAPE = "possible for some strides alone: captured as a reshape"
     ROW = "needs neighbours of the last dim side by side: captured with a contiguous copy of its input"
     MEANING = "what it means depends on strides: refused"
+    CONTIGUOUS = (
+        "its kernel takes tensors for contiguous without a look, or refuses others: they are made so where it runs"
+    )
+    LAST_DIM = "the same of neighbours in the last dim"
 
 
 class Batching(enum.Enum):

@@ -20,7 +20,7 @@ from psg_fx.errors import NotYetSupported, first_line
 from psg_fx.graph import facts
 from psg_fx.graph.history import History, PassRecord, copy_graph, log
 from psg_fx.graph.stages import Stage
-from psg_fx.graph.strides import free_of_strides
+from psg_fx.graph.strides import free_of_strides, laid_out_as_read
 from psg_fx.op_table import enter, known
 from psg_fx.ops.define import libraries_of
 from psg_fx.ops.elsewhere import elsewhere
@@ -62,7 +62,7 @@ def compile_graph(
     that are not part of the plan may be there, too.
     """
     if backend == "eager":
-        return free_of_strides(copy_graph(gm))
+        return laid_out_as_read(free_of_strides(copy_graph(gm)))
     gm = written_out(gm, backend, device)
     if own_kernels:
         with_own_loops(gm, device)
@@ -74,14 +74,15 @@ def compile_graph(
         own = CPU_OPTIONS if device == "cpu" else {}
         options, mode = inductor_modes()[mode or "default"] | own | (options or {}), None
     watch = functools.partial(_recorded, gm, backend, history)
-    run = _by_torch(gm, backend, mode, options, dynamic, watch)
+    as_it_is = laid_out_as_read(gm, again=backend != "inductor")
+    run = _by_torch(as_it_is, backend, mode, options, dynamic, watch)
     if backend == "inductor":
         replayed = device == "cuda" and bool(options and options.get("triton.cudagraphs"))
         if Sized.suits(gm):
             once = device == "cpu" and calls_subgraphs(options or {})
             by = elsewhere() if own_kernels and device == "cpu" else None
             compiler = _by_inductor(options or {}, watch, once, by)
-            run = Sized(gm, compiler, dynamic, run, replayed=replayed, background=background)
+            run = Sized(gm, compiler, dynamic, run, replayed=replayed, background=background, meanwhile=as_it_is)
         if replayed:
             run = _outside_cuda_graphs(run, memory.keep)
         elif device == "cpu":

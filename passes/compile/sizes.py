@@ -85,15 +85,15 @@ class Sized:
     compiler: of a graph and fake inputs.  otherwise: runs a call that is not served here: where the user has set
     another stance by `torch.compiler.set_stance`, and for inputs with gaps in memory.  replayed: the code is replayed
     as a CUDA graph, which reads parameters where they lie.  background: what is compiled meanwhile; None: a call waits
-    for its code, and else the graph is run as it is until the code is there.
+    for its code, and else `meanwhile`, the graph as torch runs it, is run until the code is there.
     """
 
     def __init__(
         self, gm: GraphModule, compiler: Compiler, dynamic: bool | None, otherwise: Flat, *, replayed: bool = False,
-        background: Background | None = None,
+        background: Background | None = None, meanwhile: Flat | None = None,
     ) -> None:  # fmt: skip
         self._gm, self._compiler, self._dynamic, self._otherwise = gm, compiler, dynamic, otherwise
-        self._replayed, self._background = replayed, background
+        self._replayed, self._background, self._meanwhile = replayed, background, meanwhile or gm
         nodes = facts.placeholders(gm)
         self._shapes = [facts.shape(node.meta["val"]) for node in nodes]
         self._asked = [i for i, node in enumerate(nodes) if not _is_state(node)]
@@ -123,7 +123,7 @@ class Sized:
         if run is None:
             with self._lock:
                 run = self._look_for(tensors, how)
-                if run is not self._gm:
+                if run is not self._meanwhile:
                     if len(self._found) >= MOST:
                         self._found.clear()
                     self._found[key] = run
@@ -147,7 +147,7 @@ class Sized:
             with without_collection():
                 return self._compile(inputs, sizes, layouts)
         self._background.begin(lambda: self._compile(inputs, sizes, layouts))
-        return self._gm
+        return self._meanwhile
 
     @with_room_for_frames
     def _compile(self, inputs: Sequence[Like], sizes: Sizes, layouts: tuple[Layout, ...]) -> Flat:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch._export import utils as _export_utils
-from torch._ops import OpOverload
+from torch._ops import OperatorBase, OpOverload
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch.export import exported_program
 
@@ -48,7 +48,9 @@ def remembered_composites() -> Iterator[None]:
         known = {op: k for op, f in functions.items() if (k := _known(op, f)) is not None}
         others = {op: f for op, f in functions.items() if op not in known}
         plain = {op: dict(op.py_kernels) for op in others}
-        with override(others):
+        with contextlib.ExitStack() as kept:
+            with _registered_quickly():
+                kept.enter_context(override(others))
             for op, function in others.items():
                 _KERNELS[op] = _Kernels(function, plain[op], dict(op.py_kernels), op_implementations_dict[op])
             for op, kernels in known.items():
@@ -80,6 +82,30 @@ def _composites(collect: Callable[[], set[OpOverload]]) -> set[OpOverload]:
         with _looked_up_once():
             _COMPOSITES[registered] = collect()
     return _COMPOSITES[registered]
+
+
+@contextlib.contextmanager
+def _registered_quickly() -> Iterator[None]:
+    """While open, kernels of ops are registered in this thread without the types of what registers them, which torch
+    makes anew for each of the 11,000.
+    """
+
+    def made(general: Callable[[OpOverload, Any], Any]) -> Callable[[OpOverload, Any], Any]:
+        def quick(op: OpOverload, key: Any) -> Any:
+            if type(key) is not torch._C.DispatchKey or key in op.py_kernels:
+                return general(op, key)
+
+            def register(kernel: Callable[..., Any]) -> Callable[..., Any]:
+                op.py_kernels[key] = kernel
+                op._dispatch_cache.clear()
+                return kernel
+
+            return register
+
+        return quick
+
+    with wrapped_here(OperatorBase, "py_impl", made):
+        yield
 
 
 @contextlib.contextmanager

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
+from torch.utils import _pytree as pytree
 
 import psg_fx
 from psg_fx import Grads, NotYetSupported
-from psg_fx.graph.strides import free_of_strides, reads_strides
+from psg_fx.graph.strides import free_of_strides, laid_out_as_read, reads_strides
 from support import oracle
 from support.cases import wavy
 from support.selection import one_in
@@ -227,3 +228,85 @@ def test_strides_in_the_code_are_refused(of: str) -> None:
         step(torch.randn(3, 4))
     assert "as_strided" in str(caught.value)
     assert "view, permute, slice or unfold" in str(caught.value)
+
+
+def normalised(x: Tensor, weight: Tensor) -> list[Tensor]:
+    """Mean and 1/σ of the rows of one group or of all that is normalised, and what is x's there."""
+    return [x.mean(-1), 1 / (x.var(-1, correction=0) + 1e-5).sqrt(), weight]
+
+
+X = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0))
+ROWS_OF_X = [v.reshape(3, 1) for v in normalised(X.flatten(1), X[0, :, 0])[:2]]
+POOLED = torch.randn(2, 3, 4, 6, 6, generator=torch.Generator().manual_seed(1))
+HEADS = torch.randn(3, 2, 2, 4, 8, generator=torch.Generator().manual_seed(2))
+UNLOOKED: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "group-norm": (aten.native_group_norm.default, (X, X[0, :, 0], X[1, :, 1], 3, 4, 5, 2, 1e-5)),
+    "group-norm-backward": (
+        aten.native_group_norm_backward.default, (X.sin(), X, *ROWS_OF_X, X[0, :, 0], 3, 4, 5, 1, [True] * 3)
+    ),
+    "layer-norm-backward": (
+        aten.native_layer_norm_backward.default,
+        (X.sin(), X, [5], *[v.unsqueeze(-1) for v in normalised(X, X)[:2]], X[0, 0], X[1, 1], [True] * 3),
+    ),
+    "adaptive-max-pool-backward": (
+        aten.adaptive_max_pool3d_backward.default,
+        (torch.ones(2, 3, 2, 2, 2), POOLED, aten.adaptive_max_pool3d.default(POOLED, [2, 2, 2])[1]),
+    ),
+    "attention": (aten._scaled_dot_product_flash_attention_for_cpu.default, tuple(HEADS)),
+    "attention-backward": (
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+        (HEADS[0].sin(), *HEADS, *aten._scaled_dot_product_flash_attention_for_cpu.default(*HEADS), 0.0, False),
+    ),
+    "pairs": (aten._pdist_forward.default, (X[0],)),
+    "bags": (aten._embedding_bag.default, (X[0], torch.tensor([0, 3, 1, 2, 2]), torch.tensor([0, 2]))),
+}  # fmt: skip
+"""Ops whose kernels do not look at strides, or refuse some, and arguments."""
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["run", "traced"])
+@pytest.mark.parametrize("name", UNLOOKED)
+def test_kernels_that_do_not_look(name: str, again: bool) -> None:
+    """Each argument has gaps in memory, or another order of its dims, where the graph was traced for none."""
+    op, arguments = UNLOOKED[name]
+    graph, tensors = Graph(), [a for a in arguments if isinstance(a, Tensor)]
+    given = iter(graph.placeholder(f"x{i}") for i in range(len(tensors)))
+    nodes = [next(given) if isinstance(a, Tensor) else a for a in arguments]
+    for node, value in zip(graph.nodes, tensors, strict=True):
+        node.meta["val"] = value
+    graph.output(graph.call_function(op, tuple(nodes)))
+    gm = laid_out_as_read(GraphModule({}, graph), again)
+    want = op(*[a.contiguous() if isinstance(a, Tensor) else a for a in arguments])
+    for place, tensor in enumerate(tensors):
+        for laid in (gaps(tensor), tensor.transpose(0, -1).contiguous().transpose(0, -1)):
+            found = gm(*tensors[:place], laid, *tensors[place + 1 :])
+            for one, other in zip(pytree.tree_leaves(found), pytree.tree_leaves(want), strict=True):
+                torch.testing.assert_close(one, other, equal_nan=True)
+
+
+def gaps(x: Tensor) -> Tensor:
+    return torch.stack([x, x + 1], -1)[..., 0]
+
+
+class Normalised(nn.Module):
+    """A table, a group norm and, in the loss, classes along a dim that is not the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm = nn.Embedding(2, 4), nn.GroupNorm(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.table((x.detach() * 3).long().remainder(2)) * x.unsqueeze(-1)).transpose(2, 1)  # type: ignore[no-any-return]
+
+
+def of_classes(out: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.nll_loss(out.log_softmax(1).transpose(1, 2).flatten(0, 1), y.flatten(), reduction="sum")
+
+
+@pytest.mark.parametrize("options", [{"backend": "eager"}, {"backend": "aot_eager"}, {"warm": "eager"}], ids=str)
+def test_what_fake_kernels_lay_out_otherwise(options: dict[str, Any]) -> None:
+    """The gradient of a log-softmax is contiguous, and that of a fake one lies as its cotangent does."""
+    torch.manual_seed(0)
+    model, x, y = Normalised().double(), torch.randn(3, 2, dtype=torch.float64), torch.randint(4, (3, 2))
+    step = psg_fx.transform(model, of_classes, quantities=Grads(), **options)
+    _, want = oracle.loop_grads(model, of_classes, x, y)
+    assert oracle.worst_error(step(x, y).grads, want) < 1e-12
