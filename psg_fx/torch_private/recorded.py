@@ -46,6 +46,8 @@ def quickly_recorded() -> Iterator[None]:
         if name is None or func in _decomposed(mode) or getattr(mode, "emulate_precision_casts", False):
             return general(mode, func, pre_dispatch, args, kwargs)
         tracer = mode.tracer
+        if type(tracer.sympy_expr_tracker) is dict:
+            tracer.sympy_expr_tracker = _FirstKept(tracer.sympy_expr_tracker)
         try:
             given = _argument(args, tracer), _argument(kwargs, tracer)
         except _General:
@@ -61,6 +63,17 @@ def quickly_recorded() -> Iterator[None]:
 
     with patched_here(proxy_tensor, "proxy_call", call):
         yield
+
+
+class _FirstKept(dict[Any, Any]):
+    """Of each symbol the node that a trace has first: an input's size.
+
+    The number of elements of a tensor may have no node, and is written by the symbols in it; a symbol that is later
+    found again as a quotient of that number must not be what it is written by.
+    """
+
+    def __setitem__(self, symbol: Any, node: Any) -> None:
+        self.setdefault(symbol, node)
 
 
 class Copied:

@@ -243,3 +243,31 @@ def test_what_only_a_cast_looks_at_is_not_computed() -> None:
     step(X, Y)
     targets = [str(node.target) for node in step.graphs["captured"].graph.nodes]
     assert not [name for name in targets if "assert" in name or "sin" in name]
+
+
+class Folded(nn.Module):
+    """Elements of a tensor of 2 B rows, counted inside of a composite op, of which B is found again as a quotient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs, self.norm = nn.Bilinear(2, 2, 1, bias=False), nn.GroupNorm(1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, 0]
+        rows = self.pairs(x, x.sin())
+        rows = torch.cat([rows, rows * 2], 1).repeat_interleave(2, 0).reshape(2 * x.shape[0], 1, 2)
+        weight = self.norm.weight * (self.norm.weight.detach().abs() > 0.2)
+        return F.group_norm(rows, 1, weight, self.norm.bias).reshape(x.shape[0], 2, 1, 2)
+
+
+def test_sizes_are_written_by_those_of_inputs() -> None:
+    model = Folded().double()
+
+    def loss(out: Tensor) -> Tensor:
+        return out.square().sum()
+
+    step = psg_fx.transform(model, loss, backend="eager")
+    for size in (5, 1):
+        x = X[:size].unflatten(1, (2, 2))
+        _, want = oracle.loop_grads(model, loss, x)
+        assert oracle.worst_error(step(x).grads, want) < 1e-12
