@@ -79,7 +79,7 @@ def wrapped_here(owner: Any, name: str, made: Callable[[Any], Any]) -> Iterator[
     if not hasattr(owner, name):
         yield
         return
-    with patched_here(owner, name, made(getattr(owner, name))):
+    with patched_here(owner, name, made(seen_here(owner, name))):
         yield
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import sympy
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
-from psg_fx.torch_private.patching import patched_here
+from psg_fx.torch_private.patching import patched_here, seen_here
 
 Stride = Callable[[sympy.Expr, sympy.Expr, int | None], sympy.Expr]
 
@@ -32,7 +32,7 @@ def strides_by_difference() -> Iterator[None]:
     """
     from torch._inductor.codegen import cpp  # slow to import, and only who compiles needs it
 
-    original: Stride = vars(cpp)["stride_at_vec_range"]
+    original: Stride = seen_here(cpp, "stride_at_vec_range")
 
     def stride(index: sympy.Expr, var: sympy.Expr, vec_length: int | None = None) -> sympy.Expr:
         found = difference(index, var, vec_length)

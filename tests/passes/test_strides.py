@@ -310,3 +310,4 @@ def test_what_fake_kernels_lay_out_otherwise(options: dict[str, Any]) -> None:
     step = psg_fx.transform(model, of_classes, quantities=Grads(), **options)
     _, want = oracle.loop_grads(model, of_classes, x, y)
     assert oracle.worst_error(step(x, y).grads, want) < 1e-12
+    step.wait()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from psg_fx.torch_private.patching import patched_here, seen_here
+from psg_fx.torch_private.patching import patched_here, seen_here, wrapped_here
 
 
 class Owner:
@@ -95,3 +95,15 @@ def test_a_replacement_within_another_may_call_it(kind: str) -> None:
                 assert call(owner) == "inner of outer"
             assert call(owner) == "outer"
         assert call(owner) == "own"
+
+
+@pytest.mark.parametrize("kind", OWNERS)
+def test_what_wraps_calls_its_own_while_another_thread_has_replaced_it(kind: str) -> None:
+    made, call = OWNERS[kind]
+    owner, other, there = made(), Elsewhere(), ExitStack()
+    other.does(lambda: there.enter_context(patched_here(owner, "name", lambda *_: "there")))
+    with wrapped_here(owner, "name", lambda name: lambda *args: f"around {name(*args)}"):
+        assert call(owner) == "around own"
+        other.does(there.close)
+        assert call(owner) == "around own"
+    other.ends()
