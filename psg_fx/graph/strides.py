@@ -32,7 +32,8 @@ enter(
     "native_group_norm", "native_group_norm_backward", "native_layer_norm_backward", "nll_loss2d_backward",
     "adaptive_max_pool3d_backward", "fractional_max_pool2d_backward", "fractional_max_pool3d_backward",
     "_embedding_bag", "_embedding_bag_forward_only", "_embedding_bag_backward", "_embedding_bag_dense_backward",
-    "_embedding_bag_per_sample_weights_backward", "_pdist_forward", "_pdist_backward", strides=Strides.CONTIGUOUS,
+    "_embedding_bag_per_sample_weights_backward", "_pdist_forward", "_pdist_backward", "_weight_norm_interface",
+    "_weight_norm_interface_backward", strides=Strides.CONTIGUOUS,
 )  # fmt: skip
 _ATTENTIONS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
 enter(
