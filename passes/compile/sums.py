@@ -41,4 +41,4 @@ def _summed(node: Node) -> Sequence[Node] | None:
     if stack.target is not aten.stack.default or len(stack.users) > 1 or stack.args[1:] not in ((), (0,)):
         return None
     parts: Sequence[Node] = stack.args[0]  # type: ignore[assignment]
-    return parts if stack.meta["val"].dtype in _EXACT else None
+    return parts if getattr(stack.meta.get("val"), "dtype", None) in _EXACT else None
