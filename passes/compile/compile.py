@@ -74,15 +74,15 @@ def compile_graph(
         own = CPU_OPTIONS if device == "cpu" else {}
         options, mode = inductor_modes()[mode or "default"] | own | (options or {}), None
     watch = functools.partial(_recorded, gm, backend, history)
-    as_it_is = laid_out_as_read(gm, again=backend != "inductor")
-    run = _by_torch(as_it_is, backend, mode, options, dynamic, watch)
+    run = _by_torch(gm, backend, mode, options, dynamic, watch)
     if backend == "inductor":
         replayed = device == "cuda" and bool(options and options.get("triton.cudagraphs"))
         if Sized.suits(gm):
             once = device == "cpu" and calls_subgraphs(options or {})
             by = elsewhere() if own_kernels and device == "cpu" else None
             compiler = _by_inductor(options or {}, watch, once, by)
-            run = Sized(gm, compiler, dynamic, run, replayed=replayed, background=background, meanwhile=as_it_is)
+            meanwhile = laid_out_as_read(gm) if background else None
+            run = Sized(gm, compiler, dynamic, run, replayed=replayed, background=background, meanwhile=meanwhile)
         if replayed:
             run = _outside_cuda_graphs(run, memory.keep)
         elif device == "cpu":
@@ -111,11 +111,14 @@ def _by_torch(
 ) -> Flat:  # fmt: skip
     # True would make the parameters' sizes symbols, too: the batch size is marked instead.
     by_size = None if dynamic else dynamic
-    called = with_own_code(lambda *tensors: gm(*tensors))
+    held: list[GraphModule] = []  # made when it is first run: steps for inductor hardly ever are, by torch
+    called = with_own_code(lambda *tensors: held[0](*tensors))
     compiled: Flat = torch.compile(called, backend=backend, mode=mode, options=options, dynamic=by_size, fullgraph=True)
 
     def run(*tensors: Any) -> Sequence[Any]:
-        write_code(gm)
+        if not held:
+            held.append(laid_out_as_read(gm, again=backend != "inductor"))
+        write_code(held[0])
         with contextlib.ExitStack() as open_now, compilations(
             lambda: open_now.enter_context(watch()), open_now.close
         ):  # fmt: skip

@@ -24,17 +24,20 @@ _OWN = {"cpu": (HERE, DTYPES[:1]), "cuda": (IN_CELLS, DTYPES)}
 
 def with_own_loops(gm: GraphModule, device: str) -> None:
     """Put loops of psg_fx's own in the place of those that they suit."""
-    ops, dtypes = _OWN.get(device, ({}, ()))
-    for node in gm.graph.nodes:
-        if node.target in ops and _suits(node, dtypes):
-            node.target = ops[node.target]
+    for node in _loops(gm, device):
+        node.target = _OWN[device][0][node.target]
 
 
 def begin_own_loops(gm: GraphModule, device: Device) -> None:
     """Begin to compile the loops in C++ that a captured graph will have: passes come first, and leave a core idle."""
-    wanted = device.name == "cpu" and device.compiled and device.own_ops
-    if wanted and any(node.target in HERE and _suits(node, _OWN["cpu"][1]) for node in gm.graph.nodes):
+    if device.name == "cpu" and device.compiled and device.own_ops and _loops(gm, device.name):
         native.begin(LIBRARY)
+
+
+def _loops(gm: GraphModule, device: str) -> list[Node]:
+    """The loops that one of psg_fx's own suits."""
+    ops, dtypes = _OWN.get(device, ({}, ()))
+    return [node for node in gm.graph.nodes if node.target in ops and _suits(node, dtypes)]
 
 
 def _suits(node: Node, dtypes: Sequence[torch.dtype]) -> bool:

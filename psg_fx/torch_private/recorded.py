@@ -42,12 +42,12 @@ def quickly_recorded() -> Iterator[None]:
     general = seen_here(proxy_tensor, "proxy_call")
 
     def call(mode: Any, func: Any, pre_dispatch: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name = _name(func, pre_dispatch)
-        if name is None or func in _decomposed(mode) or getattr(mode, "emulate_precision_casts", False):
-            return general(mode, func, pre_dispatch, args, kwargs)
         tracer = mode.tracer
         if type(tracer.sympy_expr_tracker) is dict:
             tracer.sympy_expr_tracker = _FirstKept(tracer.sympy_expr_tracker)
+        name = _name(func, pre_dispatch)
+        if name is None or func in _decomposed(mode) or getattr(mode, "emulate_precision_casts", False):
+            return general(mode, func, pre_dispatch, args, kwargs)
         try:
             given = _argument(args, tracer), _argument(kwargs, tracer)
         except _General:
