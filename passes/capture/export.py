@@ -30,6 +30,7 @@ from psg_fx.ops.autograd_function import as_one_op
 from psg_fx.program.effects import Written, require_same_places
 from psg_fx.program.observe import Observed
 from psg_fx.program.program import Program
+from psg_fx.program.state import IN_PLACE
 from psg_fx.torch_private.export import own_attributes, user_stack_traces
 from psg_fx.torch_private.fakes import UnsupportedOperatorException
 from psg_fx.torch_private.functional import Functional, functional
@@ -142,7 +143,7 @@ def _functional(program: nn.Module, examples: Sequence[torch.Tensor], dynamic: l
         try:
             with (
                 rewritten(_has_rows(program)) as padding, seen_by_autograd(), own_attributes(), remembered_results(),
-                quickly_recorded(),
+                quickly_recorded(), IN_PLACE,
             ):  # fmt: skip
                 exported = torch.export.export(program, (list(examples),), dynamic_shapes=shapes, strict=False)
             detach_no_grad_regions(exported.graph_module)

@@ -29,7 +29,7 @@ def not_taken_apart(function: F) -> F:
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        return (outside if torch.compiler.is_compiling() else function)(*args, **kwargs)
+        return (outside if torch.compiler.is_dynamo_compiling() else function)(*args, **kwargs)
 
     return called  # type: ignore[return-value]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,10 @@ from torch import nn
 
 from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.program.values import Once
+
+IN_PLACE = threading.RLock()
+"""Held by a capture while tensors of its own lie in the places of a model's parameters and buffers, and by whoever
+reads those places: another thread's capture may be of the same model."""
 
 ParamFilter = None | str | Iterable[str] | Callable[[str, nn.Parameter], bool]
 

@@ -20,7 +20,7 @@ from psg_fx.program.call import Call
 from psg_fx.program.conditions import CONDITIONS
 from psg_fx.program.effects import WRITTEN
 from psg_fx.program.guard import Lying
-from psg_fx.program.state import holder
+from psg_fx.program.state import IN_PLACE, holder
 from psg_fx.step.groups import Groups
 from psg_fx.tensors import memory_order
 from psg_fx.torch_private.modes import no_grad
@@ -97,8 +97,9 @@ class Binding:
         """The graph's inputs for one call, the model's state as it is now; tangents are left to the caller."""
         held, state = self._held
         found: list[Any] = held[:]
-        for i, group, name in state:
-            found[i] = group[name]
+        with IN_PLACE:
+            for i, group, name in state:
+                found[i] = group[name]
         for i, name in self._extras:
             found[i] = extras[name]
         for i, tensor in zip(self._data, call.tensors, strict=True):
@@ -113,8 +114,10 @@ class Binding:
             self.check(results)
         if not self._keeps:
             return
-        for index, group, name in self._buffers:
-            group[name].copy_(results[index])
+        with IN_PLACE:
+            buffers = [(group[name], index) for index, group, name in self._buffers]
+        for buffer, index in buffers:
+            buffer.copy_(results[index])
         kept = (v for v, spec in zip(results, self.outputs, strict=True) if spec.kind == "written")
         for entry in self._written:
             entry.store(kept, self._batch, size)

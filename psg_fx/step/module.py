@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -30,14 +29,13 @@ from psg_fx.program.captured import Cache, Captured, Key
 from psg_fx.program.guard import Guard, Structure
 from psg_fx.program.key import call_key
 from psg_fx.program.program import Program
-from psg_fx.program.state import Tracked, refuse_hooks, tracked_parameters
+from psg_fx.program.state import IN_PLACE, Tracked, refuse_hooks, tracked_parameters
 from psg_fx.source import warn
 from psg_fx.step import copies, own_code
 from psg_fx.step.mistakes import check_shapes
 from psg_fx.step.settings import Settings
 from psg_fx.torch_private.ahead import ask_ahead
 
-_READING = threading.Lock()
 _STATE = ("_parameters", "_buffers", "_modules")
 
 
@@ -173,7 +171,7 @@ class PerSampleModule(nn.Module):
         """The parameters that are asked, as the model is now."""
         found = self._structure
         if found is None or not found[0].holds():
-            with _READING:  # two threads that read it anew would take each other's for a change
+            with IN_PLACE:  # two threads that read it anew would take each other's for a change
                 found = self._structure
                 if found is None or not found[0].holds():
                     roots = [m for m in (self.model, self.loss_fn) if isinstance(m, nn.Module)]
@@ -188,10 +186,12 @@ class PerSampleModule(nn.Module):
             refuse_hooks(self.model, tracked)
         return tracked
 
-    def _look_up(self, call: Call, build: Callable[[], tuple[Any, Program]], variant: Hashable = None) -> Any:
+    def _look_up(
+        self, call: Call, tracked: Tracked, build: Callable[[], tuple[Any, Program]], variant: Hashable = None
+    ) -> Any:
         """The compiled step for the model and the code around it as they are now, made if it is new."""
         assert self._structure is not None
-        structure, tracked = self._structure
+        structure = self._structure[0]
         ambient = ambient_key(self._device(call).type)
         key = (variant, structure.meaning, tracked.key, call_key(call), ambient)  # the parts are named in KEY_PARTS
         found = self._cache.find(key, call.batch_size())

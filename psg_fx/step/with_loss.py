@@ -97,7 +97,7 @@ class LossModule(PerSampleModule):
         rows = rows_of(call, members)
         variant = (*[q.variant for q in quantities], self._variant(grouping), *[s is None for s in rows.largest])
         step: CompiledStep = self._look_up(
-            call, lambda: self._build(tracked, call, quantities, grouping, rows=rows.largest), variant
+            call, tracked, lambda: self._build(tracked, call, quantities, grouping, rows=rows.largest), variant
         )
         if step.part is not None and members is None and call.batch_size() > step.part:
             return self._said(self._in_parts(step, call, given, out))

@@ -23,7 +23,7 @@ from psg_fx.passes.pipeline import Asked, run_pipeline
 from psg_fx.program.ambient import not_taken_apart
 from psg_fx.program.call import Call
 from psg_fx.program.program import Program
-from psg_fx.program.state import Tracked, holder
+from psg_fx.program.state import IN_PLACE, Tracked, holder
 from psg_fx.progress import Progress
 from psg_fx.step import mistakes
 from psg_fx.step.binding import Binding, no_samples, plain_mode
@@ -54,7 +54,7 @@ class DropInModule(PerSampleModule):
             "give the loss of each sample: psg_fx.transform(model, loss_fn, batch_dim=...)",
         )  # fmt: skip
         tracked = self._tracked()
-        step: SplitStep = self._look_up(call, lambda: self._build(tracked, call))
+        step: SplitStep = self._look_up(call, tracked, lambda: self._build(tracked, call))
         ticket = None
         if torch.is_grad_enabled():
             ticket = begin(dict(step.parameters()), self.settings.accumulate, self.settings.loss_reduction == "mean")
@@ -119,7 +119,8 @@ class SplitStep:
 
     def parameters(self) -> list[tuple[str, torch.Tensor]]:
         """The tracked parameters, as they are now."""
-        return [(name, group[key]) for name, (group, key) in self._owners.items()]
+        with IN_PLACE:
+            return [(name, group[key]) for name, (group, key) in self._owners.items()]
 
     def run(self, call: Call, ticket: Ticket | None) -> list[torch.Tensor]:
         """The model's tensor outputs; they carry the backward.  ticket: of the call, None without gradients."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import psg_fx
 from psg_fx import ClippedSum, Grads
+from psg_fx.program.program import Program
 from support import oracle
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -248,6 +250,29 @@ def test_one_step_in_two_threads() -> None:
     for out in outs:
         check(out, module)
     assert len(outs) == 2
+    assert len(step.captures) == 1
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_call_while_another_thread_captures_the_model(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of the capture lie in the places of the parameters then: they are not taken for the model's."""
+    module, inside, results = model(), threading.Event(), Program.results
+    asked = [Grads(), ClippedSum(0.5)]
+    step, other = (psg_fx.transform(module, F.cross_entropy, quantities=asked, backend="eager") for _ in range(2))
+    if known:
+        step(X, Y)
+
+    def slowly(program: Program, tensors: list[Tensor]) -> Any:
+        inside.set()
+        time.sleep(0.3)
+        return results(program, tensors)
+
+    monkeypatch.setattr(Program, "results", slowly)
+    capturing = threading.Thread(target=lambda: (other if known else step)(X, Y))
+    capturing.start()
+    assert inside.wait(60)
+    check(step(X, Y), module)
+    capturing.join()
     assert len(step.captures) == 1
 
 
