@@ -29,8 +29,7 @@ def executed(named: Callable[[torch.dtype], str]) -> dict[str, dict[str, float]]
                 stored = [value.to(dtype) for value in given]
                 exact = [value.double() for value in stored]
                 getattr(recurrent_cells, f"_{cell}")(*exact)
-                more = (given[3].stride(0),) if cell == "lstm_cell_backward" else ()
-                cell_kernels.launch(getattr(cell_kernels, kernel), tuple(stored), *shape, *more)
+                cell_kernels.launch(getattr(cell_kernels, kernel), tuple(stored), *shape)
                 units = max(_error(stored[k], exact[k]) for k in written) / torch.finfo(dtype).eps
                 found[f"{cell} {shape[0]}x{shape[1]} {named(dtype)}"] = {"error": 0.0, "product": units}
     return found
@@ -53,7 +52,11 @@ def _cells(shape: tuple[int, int]) -> dict[str, tuple[str, list[Tensor], tuple[i
 
     return {
         "lstm_cell": ("lstm_kernel", [drawn(4), drawn(), fresh(), fresh(), fresh()], (0, 2, 3, 4)),
-        "lstm_cell_backward": ("lstm_backward_kernel", [drawn(), drawn(), drawn(5), drawn(), fresh(4)], (1, 4)),
+        "lstm_cell_backward": (
+            "lstm_backward_kernel",
+            [drawn(), drawn(), drawn(4), drawn(), drawn(), fresh(4)],
+            (1, 5),
+        ),
         "gru_cell": ("gru_kernel", [drawn(3), drawn(3), drawn(), fresh(3), fresh(), fresh()], (3, 4, 5)),
     }
 
@@ -62,7 +65,7 @@ def signatures(pointer: str) -> dict[str, tuple[Any, dict[str, str], dict[str, A
     """Kernel -> itself, the types of its pointers, and what is compiled into it."""
     from psg_fx.ops import cell_kernels
 
-    sizes, meta = ("count", "units", "f_row"), {"BLOCK": cell_kernels.BLOCK, "num_warps": 4, "num_stages": 1}
+    sizes, meta = ("count", "units"), {"BLOCK": cell_kernels.BLOCK, "num_warps": 4, "num_stages": 1}
     found = {}
     for name in ("lstm_kernel", "lstm_backward_kernel", "gru_kernel"):
         kernel = getattr(cell_kernels, name)

@@ -19,7 +19,8 @@ def loop(op: Op) -> Placement:
 @sample_rule("psg_fx::lstm_backward", "psg_fx::recurrence_backward", proof="recurrence")
 def loop_backward(op: Op) -> Placement:
     """The gradients of the initial states are `[B, ..]`, all others `[T, B, ..]`."""
-    axis = _loop(op, ("dh", "dc", "kept", "scale"), ("w", "projection"))
+    kept = ("kept", "scale", "gates", "c", "cells", "squashed")
+    axis = _loop(op, ("dh", "dc", *kept), ("w", "projection"))
     return tuple(SampleAxis(len(out.shape) - 2, axis.outer, axis.inner) for out in op.outputs())
 
 

@@ -54,19 +54,24 @@ def lstm_kernel(gates, c, h_new, c_new, squashed, count, units, BLOCK: tl.conste
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def lstm_backward_kernel(dh, dc, scale, f, da, count, units, f_row, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Dc += dh s_c;  da = (dc s_i, dc s_f, dc s_g, dh s_o);  dc *= f.  Parts of `scale` and `da` side by side."""
+def lstm_backward_kernel(dh, dc, gates, c, squashed, da, count, units, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Dc += dh o (1 - squashed²);  da of i f g o side by side, as the gates are;  dc *= f.  c: before the step."""
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = k < count
-    row, unit = (k // units).to(tl.int64), k % units
-    s, d = scale + row * 5 * units + unit, da + row * 4 * units + unit
-    raw = tl.load(dh + k, inside, 0.0).to(tl.float32)
-    cell = tl.load(dc + k, inside, 0.0).to(tl.float32) + raw * tl.load(s + 4 * units, inside, 0.0).to(tl.float32)
-    tl.store(d, cell * tl.load(s, inside, 0.0).to(tl.float32), inside)
-    tl.store(d + units, cell * tl.load(s + units, inside, 0.0).to(tl.float32), inside)
-    tl.store(d + 2 * units, cell * tl.load(s + 2 * units, inside, 0.0).to(tl.float32), inside)
-    tl.store(d + 3 * units, raw * tl.load(s + 3 * units, inside, 0.0).to(tl.float32), inside)
-    tl.store(dc + k, cell * tl.load(f + row * f_row + unit, inside, 0.0).to(tl.float32), inside)
+    first = (k // units).to(tl.int64) * 4 * units + k % units
+    at, to = gates + first, da + first
+    i = tl.load(at, inside, 0.0).to(tl.float32)
+    f = tl.load(at + units, inside, 0.0).to(tl.float32)
+    g = tl.load(at + 2 * units, inside, 0.0).to(tl.float32)
+    o = tl.load(at + 3 * units, inside, 0.0).to(tl.float32)
+    tanh = tl.load(squashed + k, inside, 0.0).to(tl.float32)
+    of_o = tl.load(dh + k, inside, 0.0).to(tl.float32) * o
+    cell = tl.load(dc + k, inside, 0.0).to(tl.float32) + of_o * (1.0 - tanh * tanh)
+    tl.store(to, cell * i * g * (1.0 - i), inside)
+    tl.store(to + units, cell * f * tl.load(c + k, inside, 0.0).to(tl.float32) * (1.0 - f), inside)
+    tl.store(to + 2 * units, cell * i * (1.0 - g * g), inside)
+    tl.store(to + 3 * units, of_o * tanh * (1.0 - o), inside)
+    tl.store(dc + k, cell * f, inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -88,7 +93,7 @@ def gru_kernel(x, a, h, gates, inner, h_new, count, units, BLOCK: tl.constexpr):
     tl.store(h_new + k, n + (tl.load(h + k, inside, 0.0).to(tl.float32) - n) * z, inside)
 
 
-def launch(kernel: Any, tensors: tuple[torch.Tensor, ...], rows: int, units: int, *more: int) -> None:
+def launch(kernel: Any, tensors: tuple[torch.Tensor, ...], rows: int, units: int) -> None:
     """Run a kernel over a state [rows, units]."""
     count = rows * units
-    kernel[(triton.cdiv(count, BLOCK),)](*tensors, count, units, *more, BLOCK=BLOCK, num_warps=4)
+    kernel[(triton.cdiv(count, BLOCK),)](*tensors, count, units, BLOCK=BLOCK, num_warps=4)

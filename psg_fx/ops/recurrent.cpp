@@ -281,20 +281,25 @@ static Panels of_backward(const float* w, const Sizes& s, int threads) {
   return Panels(w, s.units, s.gates * s.units, Backward::WIDTH, false, 1, s.units, threads);
 }
 
-extern "C" void lstm_backward(const float* dh, const float* dc_last, const float* keeps, const float* scale,
-    const float* w, const float*, float* da, float* every, float* first, float* dc, const Sizes* sizes, int threads) {
+extern "C" void lstm_backward(const float* dh, const float* dc_last, const float* gates, const float* c,
+    const float* cells, const float* squashed, const float* w, const float*, float* da, float* every, float* first,
+    float* dc, const Sizes* sizes, int threads) {
   const Sizes s = *sizes;
   const Panels panels = of_backward(w, s, threads);
   std::memcpy(dc, dc_last, s.rows * s.units * sizeof(float));
   const auto of_row = [=](int64_t step, int64_t row, int64_t unit, int64_t count) {
     const int64_t at = (step * s.rows + row) * s.units;
-    const float* slope = scale + 5 * at + unit;
+    const float *gate = gates + 4 * at + unit, *cell_before = before(c, cells, s, step, row) + unit;
     float *to = da + 4 * at + unit, *carried = dc + row * s.units + unit;
-    const Register dh_now = read(every + at + unit, count);
-    const Register dc_now = read(carried, count) + dh_now * read(slope + 4 * s.units, count);
-    for (int k = 0; k < 3; ++k) write(to + k * s.units, dc_now * read(slope + k * s.units, count), count);
-    write(to + 3 * s.units, dh_now * read(slope + 3 * s.units, count), count);
-    write(carried, dc_now * read(keeps + at + unit, count), count);
+    const Register i = read(gate, count), f = read(gate + s.units, count), g = read(gate + 2 * s.units, count);
+    const Register o = read(gate + 3 * s.units, count), tanh = read(squashed + at + unit, count);
+    const Register dh_now = read(every + at + unit, count), of_o = dh_now * o;
+    const Register dc_now = read(carried, count) + of_o * (1 - tanh * tanh), of_i = dc_now * i;
+    write(to, of_i * g * (1 - i), count);
+    write(to + s.units, dc_now * f * read(cell_before, count) * (1 - f), count);
+    write(to + 2 * s.units, of_i * (1 - g * g), count);
+    write(to + 3 * s.units, of_o * tanh * (1 - o), count);
+    write(carried, dc_now * f, count);
   };
   backwards({dh, nullptr, da, every, first, s, panels}, of_row, threads);
 }

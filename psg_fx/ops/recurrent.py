@@ -6,8 +6,8 @@
 `attach` gives the states their gradient with respect to x and to a, each through all later steps.  So W meets data in
 one ordinary op, and the cotangent of its output is that of every use of W.
 
-All tensors are `[T, B, ..]`, states `[B, ..]`.  Backward, whatever does not depend on later steps is elementwise over
-all T; the loop has one product with W and a few elementwise ops per step.
+All tensors are `[T, B, ..]`, states `[B, ..]`.  Backward, the loop has one product with W and a few elementwise ops per
+step; whatever does not depend on later steps is elementwise over all T.
 """
 
 from __future__ import annotations
@@ -51,6 +51,11 @@ def sum_of(x: Tensor, bias: Maybe) -> Tensor:
     """`x + bias`, row-major in memory of its own."""
     made = x.new_empty(x.shape)
     return made.copy_(x) if bias is None else torch.add(x, bias, out=made)
+
+
+def shifted(first: Tensor, states: Tensor) -> Tensor:
+    """The states before each step."""
+    return torch.cat([first.unsqueeze(0), states[:-1]])
 
 
 # --- forward ----------------------------------------------------------------------------------------------------------
@@ -118,17 +123,20 @@ rnn = _define(
 
 
 def _lstm_backward(
-    dh: Tensor, dc: Tensor, kept: Tensor, scale: Tensor, w: Tensor, projection: Maybe
+    dh: Tensor, dc: Tensor, gates: Tensor, c: Tensor, cells: Tensor, squashed: Tensor, w: Tensor, projection: Maybe
 ) -> tuple[Tensor, ...]:
-    """Dh_t += W^T da_{t+1};  dc_t = dc_{t+1} f_{t+1} + dh_t s_c;  da = (dc s_i, dc s_f, dc s_g, dh s_o).
+    """Dh_t += W^T da_{t+1};  dc_t = dc_{t+1} f_{t+1} + dh_t o (1 - s²) with s = tanh c_t;
 
-    All da, all dh, and those of the initial states.  kept: f; scale: s_i, s_f, s_g, s_o, s_c side by side.
+    da = (dc g i (1 - i), dc c_{t-1} f (1 - f), dc i (1 - g²), dh s o (1 - o)).
+
+    All da, all dh, and those of the initial states.  c, cells, squashed: c_0, all c and all s.
     """
-    size = kept.shape[-1]
-    da, every = dh.new_empty((*dh.shape[:2], 4 * size)), sum_of(dh, None)
-    parts = da.unflatten(-1, (4, size)), scale.unflatten(-1, (5, size))
-    first = torch.zeros_like(every[0])
-    rows = [p[:, :, k] for k in (slice(3), 3) for p in parts] + [parts[1][:, :, 4], kept, da]
+    i, f, g, o = gates.chunk(4, -1)
+    of_c = torch.stack([g * i * (1 - i), shifted(c, cells) * f * (1 - f), i * (1 - g * g)], 2)
+    of_o, slopes = squashed * o * (1 - o), o * (1 - squashed * squashed)
+    da, every = gates.new_empty(gates.shape), sum_of(dh, None)
+    parts, first = da.unflatten(-1, (4, -1)), torch.zeros_like(every[0])
+    rows = parts[:, :, :3], of_c, parts[:, :, 3], of_o, slopes, f, da
     steps = list(zip([first, *every[:-1]], every, *rows, strict=True))
     for before, now, da_c, scale_c, da_o, scale_o, slope, f, da_t in reversed(steps):
         raw = now if projection is None else now @ projection
@@ -160,12 +168,10 @@ def _recurrence_backward(dh: Tensor, kept: Maybe, scale: Tensor, w: Tensor) -> t
 
 
 lstm_backward = _define(
-    "lstm_backward(Tensor dh, Tensor dc, Tensor kept, Tensor scale, Tensor w, Tensor? projection)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    "lstm_backward(Tensor dh, Tensor dc, Tensor gates, Tensor c, Tensor cells, Tensor squashed, Tensor w,"
+    " Tensor? projection) -> (Tensor, Tensor, Tensor, Tensor)",
     _lstm_backward,
-    lambda dh, dc, kept, scale, w, _: tuple(
-        dh.new_empty(shape) for shape in ((*dh.shape[:2], w.shape[0]), dh.shape, dh.shape[1:], dc.shape)
-    ),
+    lambda dh, dc, gates, *_: tuple(dh.new_empty(shape) for shape in (gates.shape, dh.shape, dh.shape[1:], dc.shape)),
     of_torch.lstm_backward,
 )
 recurrence_backward = _define(
@@ -179,18 +185,11 @@ recurrence_backward = _define(
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 
-def _shifted(first: Tensor, states: Tensor) -> Tensor:
-    return torch.cat([first.unsqueeze(0), states[:-1]])
-
-
 def _lstm_gradients(saved: Sequence[Tensor], weights: Sequence[Maybe], cotangents: Sequence[Tensor]) -> Sequence[Maybe]:
     """Of x, a, h, c and the states before their projection, from the cotangents of all h and the last c."""
     gates, cells, squashed, c = saved
     (w, projection), (dh, dc) = weights, cotangents
-    i, f, g, o = gates.chunk(4, -1)
-    of_c = [g * i * (1 - i), _shifted(c, cells) * f * (1 - f), i * (1 - g * g)]
-    scale = torch.cat([*of_c, squashed * o * (1 - o), o * (1 - squashed * squashed)], -1)
-    da, every, first, dc = lstm_backward(dh, dc, f, scale, w, projection)
+    da, every, first, dc = lstm_backward(dh, dc, gates, c, cells, squashed, w, projection)
     return da, da, first, dc, None if projection is None else every
 
 
@@ -199,7 +198,7 @@ def _gru_gradients(saved: Sequence[Tensor], weights: Sequence[Maybe], cotangents
     hidden, gates, inner, h = saved
     r, z, n = gates.chunk(3, -1)
     into_n = (1 - z) * (1 - n * n)
-    scale = torch.cat([into_n * inner * r * (1 - r), (_shifted(h, hidden) - n) * z * (1 - z), into_n * r], -1)
+    scale = torch.cat([into_n * inner * r * (1 - r), (shifted(h, hidden) - n) * z * (1 - z), into_n * r], -1)
     da, every, first = recurrence_backward(cotangents[0], z, scale, weights[0])
     return torch.cat([da[..., : 2 * z.shape[-1]], every * into_n], -1), da, first
 

@@ -31,10 +31,10 @@ def _cell(schema: str, run: Callable[..., None]) -> Any:
     return getattr(torch.ops.psg_fx, name).default
 
 
-def _launch(name: str, state: Tensor, tensors: tuple[Tensor, ...], *more: int) -> None:
+def _launch(name: str, state: Tensor, tensors: tuple[Tensor, ...]) -> None:
     from psg_fx.ops import cell_kernels  # Triton is loaded where there is something to launch
 
-    cell_kernels.launch(getattr(cell_kernels, name), tensors, *state.shape, *more)
+    cell_kernels.launch(getattr(cell_kernels, name), tensors, *state.shape)
 
 
 def _lstm_cell(gates: Tensor, c: Tensor, h_new: Tensor, c_new: Tensor, squashed: Tensor) -> None:
@@ -49,14 +49,14 @@ def _lstm_cell(gates: Tensor, c: Tensor, h_new: Tensor, c_new: Tensor, squashed:
     return None
 
 
-def _lstm_cell_backward(dh: Tensor, dc: Tensor, scale: Tensor, f: Tensor, da: Tensor) -> None:
+def _lstm_cell_backward(dh: Tensor, dc: Tensor, gates: Tensor, c: Tensor, squashed: Tensor, da: Tensor) -> None:
     if dh.is_cuda:
-        return _launch("lstm_backward_kernel", dc, (dh, dc, scale, f, da), f.stride(0))
-    *of_c, of_o, slope = scale.chunk(5, -1)
-    dc.addcmul_(dh, slope)
-    for part, factor in zip(da.chunk(4, -1), of_c, strict=False):
+        return _launch("lstm_backward_kernel", dc, (dh, dc, gates, c, squashed, da))
+    i, f, g, o = gates.chunk(4, -1)
+    dc.addcmul_(dh, o * (1 - squashed * squashed))
+    for part, factor in zip(da.chunk(4, -1), (g * i * (1 - i), c * f * (1 - f), i * (1 - g * g)), strict=False):
         torch.mul(dc, factor, out=part)
-    torch.mul(dh, of_o, out=da.chunk(4, -1)[3])
+    torch.mul(dh, squashed * o * (1 - o), out=da.chunk(4, -1)[3])
     dc.mul_(f)
     return None
 
@@ -78,9 +78,10 @@ lstm_cell = _cell(
 )
 """I, f, o = σ(gates), g = tanh(gates), in their place; c_new = f c + i g; squashed = tanh c_new; h_new = o squashed."""
 lstm_cell_backward = _cell(
-    "lstm_cell_backward(Tensor dh, Tensor(a!) dc, Tensor scale, Tensor f, Tensor(b!) da) -> ()", _lstm_cell_backward
+    "lstm_cell_backward(Tensor dh, Tensor(a!) dc, Tensor gates, Tensor c, Tensor squashed, Tensor(b!) da) -> ()",
+    _lstm_cell_backward,
 )
-"""dc += dh s_c; da = (dc s_i, dc s_f, dc s_g, dh s_o); dc *= f."""
+"""dc += dh o (1 - squashed²); da of the four gates as `recurrent.py` has them; dc *= f.  c: before the step."""
 gru_cell = _cell(
     "gru_cell(Tensor x, Tensor a, Tensor h, Tensor(a!) gates, Tensor(b!) inner, Tensor(c!) h_new) -> ()", _gru_cell
 )
@@ -109,15 +110,14 @@ def _gru(x: Tensor, h: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, 
 
 
 def _lstm_backward(
-    dh: Tensor, dc: Tensor, kept: Tensor, scale: Tensor, w: Tensor, projection: None
+    dh: Tensor, dc: Tensor, gates: Tensor, c: Tensor, cells: Tensor, squashed: Tensor, w: Tensor, projection: None
 ) -> tuple[Tensor, ...]:
-    da, every = dh.new_empty((*dh.shape[:2], w.shape[0])), recurrent.sum_of(dh, None)
+    da, every = gates.new_empty(gates.shape), recurrent.sum_of(dh, None)
     first, dc = torch.zeros_like(every[0]), recurrent.sum_of(dc, None)
-    if kept.stride(-1) != 1:
-        kept = kept.contiguous()
-    rows = list(zip([first, *every[:-1]], every, scale.contiguous(), kept, da, strict=True))
-    for before, now, scale_t, f, da_t in reversed(rows):
-        lstm_cell_backward(now, dc, scale_t, f, da_t)
+    gates, c, cells, squashed = (value.contiguous() for value in (gates, c, cells, squashed))
+    rows = list(zip([first, *every[:-1]], every, gates, [c, *cells[:-1]], squashed, da, strict=True))
+    for before, now, gates_t, c_before, tanh, da_t in reversed(rows):
+        lstm_cell_backward(now, dc, gates_t, c_before, tanh, da_t)
         before.addmm_(da_t, w)
     return da, every, first, dc
 

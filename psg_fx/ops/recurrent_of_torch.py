@@ -53,16 +53,19 @@ def rnn(x: Tensor, h: Tensor, w: Tensor, bias: Maybe, nonlinearity: str) -> Tens
 
 
 def lstm_backward(
-    dh: Tensor, dc: Tensor, kept: Tensor, scale: Tensor, w: Tensor, projection: Maybe
+    dh: Tensor, dc: Tensor, gates: Tensor, c: Tensor, cells: Tensor, squashed: Tensor, w: Tensor, projection: Maybe
 ) -> tuple[Tensor, ...]:
     """All da, all dh, and those of the initial states."""
     later, steps = torch.zeros_like(dh[0]), []
-    for dh_t, f, scale_t in reversed(list(zip(dh.unbind(0), kept.unbind(0), scale.unbind(0), strict=True))):
-        s_i, s_f, s_g, s_o, s_c = scale_t.chunk(5, -1)
+    before = [c, *cells.unbind(0)[:-1]]
+    each = zip(dh.unbind(0), gates.unbind(0), before, squashed.unbind(0), strict=True)
+    for dh_t, gates_t, c_before, tanh in reversed(list(each)):
+        i, f, g, o = gates_t.chunk(4, -1)
         every = dh_t + later
         raw = every if projection is None else every @ projection
-        dc = dc + raw * s_c
-        da = torch.cat([dc * s_i, dc * s_f, dc * s_g, raw * s_o], -1)
+        dc = dc + raw * o * (1 - tanh * tanh)
+        of_c = [dc * g * i * (1 - i), dc * c_before * f * (1 - f), dc * i * (1 - g * g)]
+        da = torch.cat([*of_c, raw * tanh * o * (1 - o)], -1)
         dc = dc * f
         later = da @ w
         steps.append((da, every))

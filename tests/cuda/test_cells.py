@@ -29,8 +29,8 @@ def arguments(name: str, sizes: tuple[int, int, int]) -> list[Any]:
     return {
         "lstm": [x, state, cell, w, bias, None],
         "gru": [x, state, w, bias],
-        "lstm_backward": [torch.randn(t, b, h), cell, torch.rand(t, b, 2 * h)[..., h:], x.repeat(1, 1, 2)[..., : 5 * h],
-                          w, None],
+        "lstm_backward": [torch.randn(t, b, h), cell, x.sigmoid(), state, torch.randn(t, b, h), torch.rand(t, b, h), w,
+                          None],
     }[name]  # fmt: skip
 
 

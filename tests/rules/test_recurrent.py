@@ -199,7 +199,10 @@ def _calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
         "projected": (recurrent.lstm, (x, h[:, :2], h.sin(), w[:, :2], None, real(2, 4))),
         "gru": (recurrent.gru, gru),
         "rnn": (recurrent.rnn, (*rnn, "tanh")),
-        "lstm_backward": (recurrent.lstm_backward, (states, h, states.cos(), real(3, 2, 20), w, None)),
+        "lstm_backward": (
+            recurrent.lstm_backward,
+            (states, h, x.sigmoid(), h.cos(), states.sin(), states.cos(), w, None),
+        ),
         "recurrence_backward": (recurrent.recurrence_backward, (states, states.cos(), gru[0], gru[2])),
         "attach": (recurrent.attach, ("tanh", [states], [states.sin(), None], [states], [rnn[2]])),
     }

@@ -40,7 +40,7 @@ def arguments(name: str, sizes: Sequence[int], fewer: bool = False) -> list[Any]
     return {
         "lstm": [x, state, cell, w, bias, None],
         "gru": [x, state, w, bias],
-        "lstm_backward": [drawn(t, b, h), cell, drawn(t, b, 2 * h)[..., h:], drawn(t, b, 5 * h) / 3, w, None],
+        "lstm_backward": [drawn(t, b, h), cell, x.sigmoid(), state, drawn(t, h, b).mT, drawn(t, b, h).tanh(), w, None],
     }[name]
 
 

@@ -57,13 +57,13 @@ def arguments(name: str, sizes: Sequence[int], fewer: bool = False) -> list[Any]
     gates = {"lstm": 4, "gru": 3, "rnn": 1, "lstm_backward": 4, "recurrence_backward": 3}[name]
     x, state, cell = torch.randn(t, b, gates * h), torch.randn(b, h), torch.randn(b, h)
     w, bias = torch.randn(gates * h, h) / h**0.5, None if fewer else torch.randn(gates * h)
-    dh, kept, scale = torch.randn(t, b, h), torch.rand(t, b, 2 * h)[..., h:], torch.randn(t, b, 5 * h) / 3
+    dh, kept, scale = torch.randn(t, b, h), torch.rand(t, b, 2 * h)[..., h:], torch.randn(t, b, 3 * h) / 3
     return {
         "lstm": [x, state, cell, w, bias, None],
         "gru": [x, state, w, bias],
         "rnn": [x, state, w, bias, "relu" if fewer else "tanh"],
-        "lstm_backward": [dh, cell, kept, scale, w, None],
-        "recurrence_backward": [dh, None if fewer else kept, scale[..., : 3 * h], w],
+        "lstm_backward": [dh, cell, x.sigmoid(), state, dh.roll(1, 1), dh.cos(), w, None],
+        "recurrence_backward": [dh, None if fewer else kept, scale, w],
     }[name]
 
 
