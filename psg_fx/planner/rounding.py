@@ -79,10 +79,13 @@ def _energy(leaf: Leaf, network: Network, evaluate: Evaluate) -> Labelled:
 
 
 def _of_grams(grams: Sequence[ContractExpr], tensors: Sequence[torch.Tensor], network: Network) -> torch.Tensor:
-    """S from both Gram matrices, or from their rows: the same kernel gives it beside the norm."""
+    """S from both Gram matrices, or from their rows: the same kernel gives it beside the norm.  Rows of `onehot` have
+    norm 1.
+    """
     if all(isinstance(gram.arg.form, Unformed) for gram in grams):
         return gram_diagonals(*tensors) * abs(network.scale)
-    return _reach([_diagonal(gram, tensor) for gram, tensor in zip(grams, tensors, strict=True)], network)
+    pairs = [pair for pair in zip(grams, tensors, strict=True) if not _is_onehot(pair[0].a)]
+    return _reach([_diagonal(gram, tensor) for gram, tensor in pairs], network)
 
 
 def _is_square(tree: Expr) -> bool:
@@ -110,6 +113,10 @@ def _is_gram(expr: ContractExpr) -> bool:
     """Whether every element of the diagonal is a sum of squares of one operand."""
     leaves = all(isinstance(child, (LeafExpr, DenseExpr)) for child in expr.children)
     return leaves and expr.pair.self_product and not expr.pair.same and bool(_paired(expr.axes))
+
+
+def _is_onehot(expr: Expr) -> bool:
+    return isinstance(expr, LeafExpr) and isinstance(expr.leaf.form, OneHot)
 
 
 def _paired(axes: Axes) -> Axes:
