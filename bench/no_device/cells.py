@@ -57,6 +57,11 @@ def _cells(shape: tuple[int, int]) -> dict[str, tuple[str, list[Tensor], tuple[i
             [drawn(), drawn(), drawn(4), drawn(), drawn(), fresh(4)],
             (1, 5),
         ),
+        "gru_cell_backward": (
+            "gru_backward_kernel",
+            [drawn(), drawn(3), drawn(), drawn(), drawn(), fresh(3), fresh(3)],
+            (4, 5, 6),
+        ),
         "gru_cell": ("gru_kernel", [drawn(3), drawn(3), drawn(), fresh(3), fresh(), fresh()], (3, 4, 5)),
     }
 
@@ -67,7 +72,7 @@ def signatures(pointer: str) -> dict[str, tuple[Any, dict[str, str], dict[str, A
 
     sizes, meta = ("count", "units"), {"BLOCK": cell_kernels.BLOCK, "num_warps": 4, "num_stages": 1}
     found = {}
-    for name in ("lstm_kernel", "lstm_backward_kernel", "gru_kernel"):
+    for name in ("lstm_kernel", "lstm_backward_kernel", "gru_kernel", "gru_backward_kernel"):
         kernel = getattr(cell_kernels, name)
         pointers = {each: pointer for each in kernel.arg_names if each not in (*sizes, "BLOCK")}
         found[name] = kernel, pointers, meta

@@ -16,10 +16,10 @@ def loop(op: Op) -> Placement:
     return _loop(op, ("x", "h", "c"), ("w", "bias", "projection"))
 
 
-@sample_rule("psg_fx::lstm_backward", "psg_fx::recurrence_backward", proof="recurrence")
+@sample_rule("psg_fx::lstm_backward", "psg_fx::gru_backward", "psg_fx::rnn_backward", proof="recurrence")
 def loop_backward(op: Op) -> Placement:
     """The gradients of the initial states are `[B, ..]`, all others `[T, B, ..]`."""
-    kept = ("kept", "scale", "gates", "c", "cells", "squashed")
+    kept = ("hidden", "gates", "inner", "h", "c", "cells", "squashed")
     axis = _loop(op, ("dh", "dc", *kept), ("w", "projection"))
     return tuple(SampleAxis(len(out.shape) - 2, axis.outer, axis.inner) for out in op.outputs())
 

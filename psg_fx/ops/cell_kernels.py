@@ -93,6 +93,28 @@ def gru_kernel(x, a, h, gates, inner, h_new, count, units, BLOCK: tl.constexpr):
     tl.store(h_new + k, n + (tl.load(h + k, inside, 0.0).to(tl.float32) - n) * z, inside)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def gru_backward_kernel(dh, gates, inner, h, before, dx, da, count, units, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Dx and da of r z n side by side, as the gates are, the same but for n;  before += dh z.  h: before the step."""
+    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = k < count
+    at = (k // units).to(tl.int64) * 3 * units + k % units
+    r = tl.load(gates + at, inside, 0.0).to(tl.float32)
+    z = tl.load(gates + at + units, inside, 0.0).to(tl.float32)
+    n = tl.load(gates + at + 2 * units, inside, 0.0).to(tl.float32)
+    now = tl.load(dh + k, inside, 0.0).to(tl.float32)
+    of_n = now * (1.0 - z) * (1.0 - n * n)
+    of_r = of_n * tl.load(inner + k, inside, 0.0).to(tl.float32) * r * (1.0 - r)
+    of_z = now * (tl.load(h + k, inside, 0.0).to(tl.float32) - n) * z * (1.0 - z)
+    tl.store(dx + at, of_r, inside)
+    tl.store(da + at, of_r, inside)
+    tl.store(dx + at + units, of_z, inside)
+    tl.store(da + at + units, of_z, inside)
+    tl.store(dx + at + 2 * units, of_n, inside)
+    tl.store(da + at + 2 * units, of_n * r, inside)
+    tl.store(before + k, tl.load(before + k, inside, 0.0).to(tl.float32) + now * z, inside)
+
+
 def launch(kernel: Any, tensors: tuple[torch.Tensor, ...], rows: int, units: int) -> None:
     """Run a kernel over a state [rows, units]."""
     count = rows * units

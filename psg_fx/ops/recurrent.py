@@ -148,23 +148,42 @@ def _lstm_backward(
     return da, every, first, dc
 
 
-def _recurrence_backward(dh: Tensor, kept: Maybe, scale: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-    """Dh_t += W^T da_{t+1} + dh_{t+1} kept_{t+1};  da_t = dh_t times each part of `scale`.
+def _recurrence(dh: Tensor, kept: Maybe, scale: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """Dh_t += W^T da_{t+1} + dh_{t+1} kept_{t+1};  da_t = dh_t times each part of `scale` [T, B, gates, units].
 
     All da, all dh, and that of the initial state.
     """
-    size = dh.shape[-1]
     da, every = scale.new_empty(scale.shape), sum_of(dh, None)
-    parts = (part.unflatten(-1, (-1, size)) for part in (da, scale))
     first = torch.zeros_like(dh[0])
     into = [first, *every.unbind(0)[:-1]]
-    rows = list(zip(into, every, da, *parts, [None] * len(dh) if kept is None else kept, strict=True))
-    for before, now, da_t, da_parts, scale_parts, z in reversed(rows):
-        torch.mul(now.unsqueeze(1), scale_parts, out=da_parts)
-        before.addmm_(da_t, w)
+    rows = list(zip(into, every, da, scale, [None] * len(dh) if kept is None else kept, strict=True))
+    for before, now, da_t, scale_t, z in reversed(rows):
+        torch.mul(now.unsqueeze(1), scale_t, out=da_t)
+        before.addmm_(da_t.flatten(1), w)
         if z is not None:
             before.addcmul_(now, z)
-    return da, every, first
+    return da.flatten(2), every, first
+
+
+def _gru_backward(dh: Tensor, hidden: Tensor, gates: Tensor, inner: Tensor, h: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """With dn = dh_t (1 - z) (1 - n²) and dh_t as `_recurrence` has it, kept: z,
+
+    da = (dn a_n r (1 - r), dh_t (h_{t-1} - n) z (1 - z), dn r), and dx the same with dn in the last place.
+
+    All dx, all da, and that of the initial state.
+    """
+    r, z, n = gates.chunk(3, -1)
+    into_n = (1 - z) * (1 - n * n)
+    scale = [into_n * inner * r * (1 - r), (shifted(h, hidden) - n) * z * (1 - z), into_n * r]
+    da, every, first = _recurrence(dh, z, torch.stack(scale, 2), w)
+    return torch.cat([da[..., : 2 * z.shape[-1]], every * into_n], -1), da, first
+
+
+def _rnn_backward(dh: Tensor, hidden: Tensor, w: Tensor, nonlinearity: str) -> tuple[Tensor, ...]:
+    """Da = dh_t (1 - h'²), or where h' > 0.  All da, and that of the initial state."""
+    slope = 1 - hidden * hidden if nonlinearity == "tanh" else (hidden > 0).to(hidden.dtype)
+    da, _, first = _recurrence(dh, None, slope.unsqueeze(2), w)
+    return da, first
 
 
 lstm_backward = _define(
@@ -174,12 +193,17 @@ lstm_backward = _define(
     lambda dh, dc, gates, *_: tuple(dh.new_empty(shape) for shape in (gates.shape, dh.shape, dh.shape[1:], dc.shape)),
     of_torch.lstm_backward,
 )
-recurrence_backward = _define(
-    "recurrence_backward(Tensor dh, Tensor? kept, Tensor scale, Tensor w) -> (Tensor, Tensor, Tensor)",
-    _recurrence_backward,
-    lambda dh, kept, scale, w: tuple(t.new_empty(t.shape) for t in (scale, dh, dh[0])),
-    of_torch.recurrence_backward,
+gru_backward = _define(
+    "gru_backward(Tensor dh, Tensor hidden, Tensor gates, Tensor inner, Tensor h, Tensor w)"
+    " -> (Tensor, Tensor, Tensor)",
+    _gru_backward,
+    lambda dh, hidden, gates, *_: tuple(dh.new_empty(shape) for shape in (gates.shape, gates.shape, dh.shape[1:])),
+    of_torch.gru_backward,
 )
+rnn_backward = _define(
+    "rnn_backward(Tensor dh, Tensor hidden, Tensor w, str nonlinearity) -> (Tensor, Tensor)", _rnn_backward,
+    lambda dh, *_: (dh.new_empty(dh.shape), dh.new_empty(dh.shape[1:])), of_torch.rnn_backward,
+)  # fmt: skip
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------
@@ -195,18 +219,13 @@ def _lstm_gradients(saved: Sequence[Tensor], weights: Sequence[Maybe], cotangent
 
 def _gru_gradients(saved: Sequence[Tensor], weights: Sequence[Maybe], cotangents: Sequence[Tensor]) -> Sequence[Maybe]:
     """Of x, a and h, from the cotangents of all h."""
-    hidden, gates, inner, h = saved
-    r, z, n = gates.chunk(3, -1)
-    into_n = (1 - z) * (1 - n * n)
-    scale = torch.cat([into_n * inner * r * (1 - r), (shifted(h, hidden) - n) * z * (1 - z), into_n * r], -1)
-    da, every, first = recurrence_backward(cotangents[0], z, scale, weights[0])
-    return torch.cat([da[..., : 2 * z.shape[-1]], every * into_n], -1), da, first
+    return gru_backward(cotangents[0], *saved, weights[0])  # type: ignore[no-any-return]
 
 
-def _rnn_gradients(slope: Callable[[Tensor], Tensor]) -> Callable[..., Sequence[Maybe]]:
+def _rnn_gradients(nonlinearity: str) -> Callable[..., Sequence[Maybe]]:
     def gradients(saved: Sequence[Tensor], weights: Sequence[Maybe], cotangents: Sequence[Tensor]) -> Sequence[Maybe]:
         """Of x, a and h, from the cotangents of all h."""
-        da, _, first = recurrence_backward(cotangents[0], None, slope(saved[0]), weights[0])
+        da, first = rnn_backward(cotangents[0], saved[0], weights[0], nonlinearity)
         return da, da, first
 
     return gradients
@@ -215,8 +234,8 @@ def _rnn_gradients(slope: Callable[[Tensor], Tensor]) -> Callable[..., Sequence[
 _GRADIENTS: dict[str, Callable[..., Sequence[Maybe]]] = {
     "lstm": _lstm_gradients,
     "gru": _gru_gradients,
-    "tanh": _rnn_gradients(lambda h: 1 - h * h),
-    "relu": _rnn_gradients(lambda h: (h > 0).to(h.dtype)),
+    "tanh": _rnn_gradients("tanh"),
+    "relu": _rnn_gradients("relu"),
 }
 
 

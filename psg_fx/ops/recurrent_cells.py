@@ -61,6 +61,19 @@ def _lstm_cell_backward(dh: Tensor, dc: Tensor, gates: Tensor, c: Tensor, squash
     return None
 
 
+def _gru_cell_backward(
+    dh: Tensor, gates: Tensor, inner: Tensor, h: Tensor, before: Tensor, dx: Tensor, da: Tensor
+) -> None:
+    if dh.is_cuda:
+        return _launch("gru_backward_kernel", dh, (dh, gates, inner, h, before, dx, da))
+    r, z, n = gates.chunk(3, -1)
+    of_n = dh * (1 - z) * (1 - n * n)
+    torch.cat([of_n * inner * r * (1 - r), dh * (h - n) * z * (1 - z), of_n], -1, out=dx)
+    da.copy_(dx).chunk(3, -1)[2].mul_(r)
+    before.addcmul_(dh, z)
+    return None
+
+
 def _gru_cell(x: Tensor, a: Tensor, h: Tensor, gates: Tensor, inner: Tensor, h_new: Tensor) -> None:
     if x.is_cuda:
         return _launch("gru_kernel", h, (x, a, h, gates, inner, h_new))
@@ -82,6 +95,12 @@ lstm_cell_backward = _cell(
     _lstm_cell_backward,
 )
 """dc += dh o (1 - squashed²); da of the four gates as `recurrent.py` has them; dc *= f.  c: before the step."""
+gru_cell_backward = _cell(
+    "gru_cell_backward(Tensor dh, Tensor gates, Tensor inner, Tensor h, Tensor(a!) before, Tensor(b!) dx,"
+    " Tensor(c!) da) -> ()",
+    _gru_cell_backward,
+)
+"""dx and da of the three gates as `recurrent.py` has them; before += dh z.  h: before the step."""
 gru_cell = _cell(
     "gru_cell(Tensor x, Tensor a, Tensor h, Tensor(a!) gates, Tensor(b!) inner, Tensor(c!) h_new) -> ()", _gru_cell
 )
@@ -122,6 +141,17 @@ def _lstm_backward(
     return da, every, first, dc
 
 
+def _gru_backward(dh: Tensor, hidden: Tensor, gates: Tensor, inner: Tensor, h: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    (dx, da), every = (gates.new_empty(gates.shape) for _ in range(2)), recurrent.sum_of(dh, None)
+    first = torch.zeros_like(every[0])
+    hidden, gates, inner, h = (value.contiguous() for value in (hidden, gates, inner, h))
+    rows = list(zip([first, *every[:-1]], every, gates, inner, [h, *hidden[:-1]], dx, da, strict=True))
+    for before, now, gates_t, a_n, h_before, dx_t, da_t in reversed(rows):
+        gru_cell_backward(now, gates_t, a_n, h_before, before, dx_t, da_t)
+        before.addmm_(da_t, w)
+    return dx, da, first
+
+
 def _in_cells(op: OpOverload, run: Callable[..., Any]) -> OpOverload:
     schema = str(op._schema).removeprefix("psg_fx::").replace("(", "_cells(", 1)
     made: OpOverload = define_op(schema, run, recurrent.LOOPS[op].shapes, of_torch_alone(op))
@@ -134,6 +164,11 @@ LOOPS: dict[OpOverload, Callable[..., Any]] = {}
 
 IN_CELLS = {
     op: _in_cells(op, run)
-    for op, run in ((recurrent.lstm, _lstm), (recurrent.gru, _gru), (recurrent.lstm_backward, _lstm_backward))
+    for op, run in (
+        (recurrent.lstm, _lstm),
+        (recurrent.gru, _gru),
+        (recurrent.lstm_backward, _lstm_backward),
+        (recurrent.gru_backward, _gru_backward),
+    )
 }
 """An op with a loop of torch's calls -> the one with a loop of cells."""

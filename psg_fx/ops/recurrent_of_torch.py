@@ -73,15 +73,28 @@ def lstm_backward(
     return da_all, dh_all, later, dc
 
 
-def recurrence_backward(dh: Tensor, kept: Maybe, scale: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-    """All da, all dh, and that of the initial state."""
-    later, steps, size = torch.zeros_like(dh[0]), [], dh.shape[-1]
-    for t in reversed(range(dh.shape[0])):
-        every = dh[t] + later
-        da = torch.cat([every * part for part in scale[t].split(size, -1)], -1)
+def gru_backward(dh: Tensor, hidden: Tensor, gates: Tensor, inner: Tensor, h: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """All dx, all da, and that of the initial state."""
+    later, steps = torch.zeros_like(dh[0]), []
+    before = [h, *hidden.unbind(0)[:-1]]
+    each = zip(dh.unbind(0), gates.unbind(0), inner.unbind(0), before, strict=True)
+    for dh_t, gates_t, a_n, h_before in reversed(list(each)):
+        r, z, n = gates_t.chunk(3, -1)
+        every = dh_t + later
+        dn = every * (1 - z) * (1 - n * n)
+        of_both = [dn * a_n * r * (1 - r), every * (h_before - n) * z * (1 - z)]
+        da = torch.cat([*of_both, dn * r], -1)
+        later = da @ w + every * z
+        steps.append((torch.cat([*of_both, dn], -1), da))
+    dx_all, da_all = (torch.stack(each[::-1]) for each in zip(*steps, strict=True))
+    return dx_all, da_all, later
+
+
+def rnn_backward(dh: Tensor, hidden: Tensor, w: Tensor, nonlinearity: str) -> tuple[Tensor, ...]:
+    """All da, and that of the initial state."""
+    later, steps = torch.zeros_like(dh[0]), []
+    for dh_t, h in reversed(list(zip(dh.unbind(0), hidden.unbind(0), strict=True))):
+        da = (dh_t + later) * (1 - h * h if nonlinearity == "tanh" else (h > 0).to(h.dtype))
         later = da @ w
-        if kept is not None:
-            later = later + every * kept[t]
-        steps.append((da, every))
-    da_all, dh_all = (torch.stack(each[::-1]) for each in zip(*steps, strict=True))
-    return da_all, dh_all, later
+        steps.append(da)
+    return torch.stack(steps[::-1]), later

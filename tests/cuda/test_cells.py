@@ -23,12 +23,13 @@ SIZES = [(3, 5, 7), (1, 1, 1), (4, 70, 130)]
 
 def arguments(name: str, sizes: tuple[int, int, int]) -> list[Any]:
     torch.manual_seed(0)
-    (t, b, h), gates = sizes, 3 if name == "gru" else 4
+    (t, b, h), gates = sizes, 3 if name.startswith("gru") else 4
     x, state, cell = torch.randn(t, b, gates * h), torch.randn(b, h), torch.randn(b, h)
     w, bias = torch.randn(gates * h, h) / h**0.5, torch.randn(gates * h)
     return {
         "lstm": [x, state, cell, w, bias, None],
         "gru": [x, state, w, bias],
+        "gru_backward": [torch.randn(t, b, h), torch.randn(t, b, h), x.sigmoid(), torch.randn(t, b, h), state, w],
         "lstm_backward": [torch.randn(t, b, h), cell, x.sigmoid(), state, torch.randn(t, b, h), torch.rand(t, b, h), w,
                           None],
     }[name]  # fmt: skip
@@ -36,7 +37,7 @@ def arguments(name: str, sizes: tuple[int, int, int]) -> list[Any]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("name", ["lstm", "gru", "lstm_backward"])
+@pytest.mark.parametrize("name", ["lstm", "gru", "lstm_backward", "gru_backward"])
 def test_alone(name: str, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
     """Against the loop of torch's calls in float64, on what the dtype holds of the arguments."""
     op = getattr(torch.ops.psg_fx, name).default

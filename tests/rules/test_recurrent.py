@@ -203,7 +203,8 @@ def _calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
             recurrent.lstm_backward,
             (states, h, x.sigmoid(), h.cos(), states.sin(), states.cos(), w, None),
         ),
-        "recurrence_backward": (recurrent.recurrence_backward, (states, states.cos(), gru[0], gru[2])),
+        "gru_backward": (recurrent.gru_backward, (states, states.sin(), gru[0].sigmoid(), states.cos(), h, gru[2])),
+        "rnn_backward": (recurrent.rnn_backward, (states, states.sin(), rnn[2], "relu")),
         "attach": (recurrent.attach, ("tanh", [states], [states.sin(), None], [states], [rnn[2]])),
     }
 

@@ -34,12 +34,13 @@ def arguments(name: str, sizes: Sequence[int], fewer: bool = False) -> list[Any]
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.float64)
 
-    gates = 3 if name == "gru" else 4
+    gates = 3 if name.startswith("gru") else 4
     x, state, cell = drawn(t, gates * h, b).mT, drawn(h, b).t(), drawn(b, h)
     w, bias = drawn(gates * h, h) / h**0.5, None if fewer else drawn(gates * h)
     return {
         "lstm": [x, state, cell, w, bias, None],
         "gru": [x, state, w, bias],
+        "gru_backward": [drawn(t, b, h), drawn(t, h, b).mT, x.sigmoid(), drawn(t, b, 2 * h)[..., h:], state, w],
         "lstm_backward": [drawn(t, b, h), cell, x.sigmoid(), state, drawn(t, h, b).mT, drawn(t, b, h).tanh(), w, None],
     }[name]
 
@@ -94,7 +95,7 @@ def loops(gm: torch.fx.GraphModule) -> set[str]:
     return {name.removeprefix("psg_fx.") for name in names if any(f"psg_fx.{loop}" in name for loop in NAMES)}
 
 
-@pytest.mark.parametrize(("kind", "names"), [(nn.LSTM, {"lstm", "lstm_backward"}), (nn.GRU, {"gru"})])
+@pytest.mark.parametrize(("kind", "names"), [(nn.LSTM, {"lstm", "lstm_backward"}), (nn.GRU, {"gru", "gru_backward"})])
 def test_which_graphs_have_them(kind: type[nn.RNNBase], names: set[str]) -> None:
     gm = graph_of(kind, torch.float32)
     assert loops(gm) == names

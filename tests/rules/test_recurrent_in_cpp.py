@@ -54,16 +54,17 @@ def arguments(name: str, sizes: Sequence[int], fewer: bool = False) -> list[Any]
     """Arguments of an op; fewer: without what it need not have."""
     torch.manual_seed(0)
     t, b, h = sizes
-    gates = {"lstm": 4, "gru": 3, "rnn": 1, "lstm_backward": 4, "recurrence_backward": 3}[name]
+    gates = {"lstm": 4, "gru": 3, "rnn": 1, "lstm_backward": 4, "gru_backward": 3, "rnn_backward": 1}[name]
     x, state, cell = torch.randn(t, b, gates * h), torch.randn(b, h), torch.randn(b, h)
     w, bias = torch.randn(gates * h, h) / h**0.5, None if fewer else torch.randn(gates * h)
-    dh, kept, scale = torch.randn(t, b, h), torch.rand(t, b, 2 * h)[..., h:], torch.randn(t, b, 3 * h) / 3
+    dh, kept, made = torch.randn(t, b, h), torch.rand(t, b, 2 * h)[..., h:], x.sigmoid()
     return {
         "lstm": [x, state, cell, w, bias, None],
         "gru": [x, state, w, bias],
         "rnn": [x, state, w, bias, "relu" if fewer else "tanh"],
-        "lstm_backward": [dh, cell, x.sigmoid(), state, dh.roll(1, 1), dh.cos(), w, None],
-        "recurrence_backward": [dh, None if fewer else kept, scale, w],
+        "lstm_backward": [dh, cell, made, state, kept, dh.cos(), w, None],
+        "gru_backward": [dh, kept, made, dh.cos(), state, w],
+        "rnn_backward": [dh, kept - 0.5, w, "relu" if fewer else "tanh"],
     }[name]
 
 
@@ -80,7 +81,7 @@ def named(name: str) -> tuple[Any, Any]:
 
 def test_it_is_compiled_here() -> None:
     assert native.library(recurrent_here.LIBRARY) is not None
-    assert NAMES == ["lstm", "gru", "rnn", "lstm_backward", "recurrence_backward"]
+    assert NAMES == ["lstm", "gru", "rnn", "lstm_backward", "gru_backward", "rnn_backward"]
 
 
 @pytest.mark.parametrize("fewer", [False, True], ids=["all", "fewer"])

@@ -158,7 +158,8 @@ def recurrences() -> dict[str, list[tuple[Any, ...]]]:
         "psg_fx::gru": [(gru, h, real(6, 2), real(6)), (gru, h, real(6, 2), None)],
         "psg_fx::rnn": [(real(3, 2, 3), real(2, 3), real(3, 3), None, f) for f in ("tanh", "relu")],
         "psg_fx::lstm_backward": [(states, c, x.sigmoid(), c.cos(), states.sin(), states.cos(), real(8, 2), None)],
-        "psg_fx::recurrence_backward": [(states, states.cos(), gru, real(6, 2)), (states, None, states.sin(), square)],
+        "psg_fx::gru_backward": [(states, states.sin(), gru.sigmoid(), states.cos(), h, real(6, 2))],
+        "psg_fx::rnn_backward": [(states, states.sin(), square, f) for f in ("tanh", "relu")],
         "psg_fx::attach": [("tanh", [states, h], [states.sin()], [], [square])],
     }
 

@@ -53,7 +53,9 @@ def widened(call: Call) -> Call | None:
 
 
 def placements(call: Call, rule: SampleRule, limit: int) -> Iterator[Placement]:
-    """Samples in one argument, in several at the same place, and in several anywhere; also with sizes times B."""
+    """Samples in one argument, in several, all or all but one at the same place, and in several anywhere; also with
+    sizes times B.
+    """
     leaves, _ = call.leaves()
     tensors = [k for k, v in enumerate(leaves) if isinstance(v, Tensor) and v.ndim and v.numel()]
     numbers = sizes_of(call) if rule.sizes else []
@@ -63,7 +65,8 @@ def placements(call: Call, rule: SampleRule, limit: int) -> Iterator[Placement]:
         for chosen in itertools.combinations(tensors[:6], count):
             found += [dict(zip(chosen, axes, strict=True)) for axes in aligned(leaves, chosen, options)]
     if len(tensors) > 4:
-        found += [dict(zip(tensors, axes, strict=True)) for axes in aligned(leaves, tensors, options)]
+        for chosen in (tuple(tensors), *itertools.combinations(tensors, len(tensors) - 1)):
+            found += [dict(zip(chosen, axes, strict=True)) for axes in aligned(leaves, chosen, options)]
     limit = 3 * limit if numbers else limit
     rng = random.Random(call.signature())
     if len(tensors) > 1:
