@@ -229,8 +229,10 @@ def width(node: Node) -> int:
 
 
 def _passes_on(node: Node) -> bool:
-    """Whether it shows the value of its operand in another layout or dtype."""
-    return isinstance(node.meta.get("val"), torch.Tensor) and (is_view(node) or node.target is aten._to_copy.default)
+    """Whether it shows the value of its operand, one tensor, in another layout or dtype."""
+    if not (is_view(node) or node.target is aten._to_copy.default):
+        return False
+    return all(isinstance(n.meta.get("val"), torch.Tensor) for n in (node, *node.all_input_nodes[:1]))
 
 
 def origin(node: Node) -> tuple[Node, tuple[torch.dtype, ...]]:
