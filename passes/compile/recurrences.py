@@ -1,4 +1,4 @@
-"""Recurrent layers: their loops over time in C++ on a CPU (`psg_fx/ops/recurrent.cpp`), on CUDA with kernels for
+"""Recurrent layers: their loops over time in C++ on a CPU (`psg_fx/ops/steps.h`), on CUDA with kernels for
 what is elementwise in a step (`psg_fx/ops/recurrent_cells.py`).
 
 A step of the loop of torch's ops is eight calls there and six back, of which one is the product with W.  In C++ it is
@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.graph.nodes import value_of
 from psg_fx.ops.recurrent_cells import DTYPES, IN_CELLS
-from psg_fx.ops.recurrent_here import HERE, LIBRARY
+from psg_fx.ops.recurrent_here import HERE, LIBRARIES
 from psg_fx.planner.cost import Device
 from psg_fx.torch_private import native
 
@@ -30,8 +30,9 @@ def with_own_loops(gm: GraphModule, device: str) -> None:
 
 def begin_own_loops(gm: GraphModule, device: Device) -> None:
     """Begin to compile the loops in C++ that a captured graph will have: passes come first, and leave a core idle."""
-    if device.name == "cpu" and device.compiled and device.own_ops and _loops(gm, device.name):
-        native.begin(LIBRARY)
+    if device.name == "cpu" and device.compiled and device.own_ops:
+        for node in _loops(gm, device.name):
+            native.begin(LIBRARIES[node.target])  # type: ignore[index]
 
 
 def _loops(gm: GraphModule, device: str) -> list[Node]:

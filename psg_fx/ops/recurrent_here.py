@@ -1,4 +1,4 @@
-"""The ops of `recurrent.py` in C++ (`psg_fx/ops/recurrent.cpp`), for float32 on a CPU without a projection.
+"""The ops of `recurrent.py` in C++ (`lstm.cpp`, `gru.cpp`, `rnn.cpp`), for float32 on a CPU without a projection.
 
 `lstm_here` and its like have the signature and results of `lstm` and its like, whose loops they fall back to where
 nothing compiles.  A compiled graph has them in their place (`passes/compile/recurrences.py`).
@@ -17,7 +17,13 @@ from psg_fx.ops.define import define_op, of_torch_alone
 from psg_fx.tensors import is_contiguous
 from psg_fx.torch_private.native import library, passed, threads
 
-LIBRARY = "recurrent"
+
+def _name(op: OpOverload) -> str:
+    return op._schema.name.removeprefix("psg_fx::")
+
+
+LIBRARIES = {op: _name(op).partition("_")[0] for op in recurrent.LOOPS}
+"""An op with a loop -> the library with the loops of its kind of layer: "lstm" of `lstm` and `lstm_backward`."""
 
 
 class _Sizes(ctypes.Structure):
@@ -28,10 +34,10 @@ class _Sizes(ctypes.Structure):
 
 def _here(op: OpOverload, loop: recurrent.Loop) -> OpOverload:
     """The op that computes the same in C++: its tensors, its results, sizes and the number of threads are passed on."""
-    name, place = op._schema.name.removeprefix("psg_fx::"), [a.name for a in op._schema.arguments].index("w")
+    name, kind, place = _name(op), LIBRARIES[op], [a.name for a in op._schema.arguments].index("w")
 
     def run(*arguments: Any) -> Any:
-        compiled = library(LIBRARY)
+        compiled = library(kind)
         if compiled is None:
             return loop.run(*arguments)
         arguments = tuple(a.contiguous() if isinstance(a, Tensor) else a for a in arguments)
@@ -43,7 +49,7 @@ def _here(op: OpOverload, loop: recurrent.Loop) -> OpOverload:
         return found
 
     schema = str(op._schema).removeprefix("psg_fx::").replace("(", "_here(", 1)
-    made: OpOverload = define_op(schema, run, loop.shapes, of_torch_alone(op), LIBRARY, is_contiguous)
+    made: OpOverload = define_op(schema, run, loop.shapes, of_torch_alone(op), kind, is_contiguous)
     return made
 
 

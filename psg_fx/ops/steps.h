@@ -1,5 +1,10 @@
-// Steps of loops over time: one parallel loop over tiles, whose products are in registers when what is elementwise is
-// done to them, e^x and what follows from it, and weights packed for such tiles (psg_fx/ops/recurrent.cpp).
+// The loops over time of psg_fx/ops/recurrent.py in float32, without a projection, but for what a cell does.
+//
+// A step is one parallel loop over tiles: some rows (samples) by some units, whose products are in registers when what
+// is elementwise is done to them.  A thread has the same units in every step, so its part of the weights stays in its
+// cache: the weights are packed once into panels, which hold what a tile reads one after the other.
+//
+// Each kind of layer is a library of its own (lstm.cpp, gru.cpp, rnn.cpp): a first call waits for what is compiled.
 
 #include "registers.h"
 
@@ -125,4 +130,63 @@ template <class Cell>
 static void forwards(const Cell& cell, int threads) {
 #pragma omp parallel num_threads(threads)
   for (int64_t step = 0; step < cell.sizes.steps; ++step) step_of(cell, step);
+}
+
+// States as they were before a step.
+static inline const float* before(const float* first, const float* states, const Sizes& s, int64_t step, int64_t row) {
+  return step ? states + ((step - 1) * s.rows + row) * s.units : first + row * s.units;
+}
+
+// What goes from a step to the one before: every_{t-1} = dh_{t-1} + W^T da_t + every_t kept_t, if anything is kept, a
+// gate.  Of `every` so many steps are in memory, all or two.
+struct Backward {
+  static constexpr int WIDTH = 4;
+  const float *dh, *kept;
+  float *da, *every, *first;
+  int64_t held;
+  Sizes sizes;
+  const Panels& panels;
+
+  float* of(int64_t step) const { return every + step % held * sizes.rows * sizes.units; }
+
+  template <int ROWS>
+  void tile(int64_t step, int64_t row, int64_t from) const {
+    const int64_t size = sizes.units, at = (step * sizes.rows + row) * size, ago = at - sizes.rows * size;
+    const float* now = of(step) + row * size;
+    float* then = (step ? of(step - 1) : first) + row * size;
+    Register sums[ROWS][WIDTH] = {};
+    products(da + sizes.gates * at, sizes.gates * size, panels.at(from), sizes.gates * size, sums);
+    for (int j = 0; j < WIDTH && from + j * LANES < size; ++j) {
+      const int64_t unit = from + j * LANES, count = least(LANES, size - unit);
+      for (int i = 0; i < ROWS; ++i) {
+        const int64_t in_row = i * size + unit;
+        Register sum = sums[i][j];
+        if (kept) sum += read(now + in_row, count) * read(kept + sizes.gates * (at + i * size) + unit, count);
+        if (step) sum += read(dh + ago + in_row, count);
+        write(then + in_row, sum, count);
+      }
+    }
+  }
+};
+
+// of_row(dh, first element, unit, count): da of these units
+template <class Row>
+static void backwards(const Backward& cell, const Row& of_row, int threads) {
+  const Sizes& s = cell.sizes;
+  const int64_t last = (s.steps - 1) * s.rows * s.units;
+  std::memcpy(cell.of(s.steps - 1), cell.dh + last, s.rows * s.units * sizeof(float));
+#pragma omp parallel num_threads(threads)
+  for (int64_t step = s.steps; step-- > 0;) {
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < s.rows; ++row)
+      for (int64_t unit = 0; unit < s.units; unit += LANES) {
+        const int64_t count = least(LANES, s.units - unit);
+        of_row(read(cell.of(step) + row * s.units + unit, count), step, row, unit, count);
+      }
+    step_of(cell, step);
+  }
+}
+
+static Panels of_backward(const float* w, const Sizes& s, int threads) {
+  return Panels(w, s.units, s.gates * s.units, Backward::WIDTH, false, 1, s.units, threads);
 }

@@ -11,6 +11,7 @@ import contextlib
 import importlib.util
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -107,13 +108,25 @@ def _now(kernel: Any) -> Any:
 def _compiled(kernels: Sequence[_Kernel]) -> list[Callable[..., None]]:
     """The kernels as functions of Python."""
     found: dict[int, Callable[..., None]] = {}
-    submit = AsyncCompile.submit if get_compile_threads() > 1 else None
     files = _files(kernels, get_compile_threads())
-    pending = [_Library.load_async(_code([kernels[i] for i in file]), "cpu", submit_fn=submit) for file in files]
+    with _submitting() as submit:
+        pending = [_Library.load_async(_code([kernels[i] for i in file]), "cpu", submit_fn=submit) for file in files]
     for file, get in zip(files, pending, strict=True):
         library = get()
         found |= {i: _function(library, place) for place, i in enumerate(file)}
     return [found[i] for i in range(len(kernels))]
+
+
+@contextlib.contextmanager
+def _submitting() -> Iterator[Callable[[Callable[[], Any]], Any] | None]:
+    """Runs tasks in threads, from its end on; None where there are none.  A task takes a lock on a file that is held
+    while it is submitted: one that comes too early looks again after 50 ms.
+    """
+    begin = threading.Event()
+    try:
+        yield (lambda task: AsyncCompile.submit(lambda: begin.wait() and task())) if get_compile_threads() > 1 else None
+    finally:
+        begin.set()
 
 
 def _files(kernels: Sequence[_Kernel], threads: int) -> list[list[int]]:
