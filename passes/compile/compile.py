@@ -137,10 +137,19 @@ def _by_inductor(options: dict[str, Any], watch: Watch, once: bool, by: OpOverlo
                 if on_cpu := any(value.device.type == "cpu" for value in inputs):
                     ask_ahead().join()
                 gm = convolve_elsewhere(multiply_elsewhere(gm, inputs, by), inputs, by) if by else gm
-                gm = join_by_torch(written_once(gm)) if once else gm
-                return compiler(add_what_is_stacked(gm) if on_cpu else gm, inputs)
+                parts = written_once(gm) if once else gm
+                try:
+                    return made(parts, inputs, on_cpu)
+                except InductorError:
+                    if parts is gm:
+                        raise
+                    return made(gm, inputs, on_cpu)  # calls whose operands lie otherwise from call to call
         except InductorError as error:
             raise _not_compiled(error) from error
+
+    def made(gm: GraphModule, inputs: Sequence[torch.Tensor], on_cpu: bool) -> Flat:
+        gm = join_by_torch(gm) if once else gm
+        return compiler(add_what_is_stacked(gm) if on_cpu else gm, inputs)
 
     return watched
 
