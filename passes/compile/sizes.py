@@ -16,10 +16,12 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
+from psg_fx.errors import NotYetSupported
 from psg_fx.frames import with_room_for_frames
 from psg_fx.garbage import without_collection
 from psg_fx.graph import facts
 from psg_fx.program.ambient import isolated
+from psg_fx.source import warn
 from psg_fx.tensors import memory_order, product
 from psg_fx.torch_private.inductor import Compiler, Like, Sizes, compiled, stance
 from psg_fx.torch_private.random_state import never_rewound
@@ -155,8 +157,15 @@ class Sized:
         if any(code.layouts == layouts and code.fixed == fixed for code in self._codes):
             fixed = dict(sizes)  # what was compiled for symbols does not serve these values
         free = {symbol: value for symbol, value in sizes.items() if symbol not in fixed}
-        with isolated(), torch.no_grad():
-            run, serves = compiled(self._compiler, self._gm, inputs, fixed, free)
+        try:
+            with isolated(), torch.no_grad():
+                run, serves = compiled(self._compiler, self._gm, inputs, fixed, free)
+        except NotYetSupported as refusal:
+            if not free:
+                raise
+            warn(f"compiled for each batch size by itself: {refusal.why}")
+            self._dynamic = False
+            return self._compile(inputs, sizes, layouts)
         self._codes.append(_Code(fixed, layouts, serves, run))
         return run
 

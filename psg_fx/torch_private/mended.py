@@ -1,4 +1,4 @@
-"""Inductor without what it writes wrong, for steps alone: `torch.compile` of other programs is not touched."""
+"""Inductor without what it writes wrong or fails at, for steps alone: `torch.compile` of others is not touched."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from psg_fx.torch_private import remarks, scattered, tiled
+from psg_fx.torch_private import ranges, remarks, scattered, tiled
 
 
 @contextlib.contextmanager
@@ -25,6 +25,7 @@ def inductor_mended() -> Iterator[None]:
         config.patch(cache_key_tag=tag),
         scattered.scattered_in_place(),
         tiled.tiles_apart(),
+        ranges.unknown_ranges(),
         remarks.without_remarks(),
     ):
         yield
