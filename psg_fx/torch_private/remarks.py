@@ -13,10 +13,15 @@ from psg_fx.torch_private.patching import wrapped_here
 
 @contextlib.contextmanager
 def without_remarks() -> Iterator[None]:
-    """While open, this thread has inductor lower `diagonal` without the check that torch 2.13 calls deprecated."""
+    """While open, this thread has inductor lower `diagonal` without the check that torch 2.13 calls deprecated, and ops
+    on complex numbers without a word: torch runs them.
+    """
     from torch._inductor import lowering  # slow to import, and only who compiles needs it
 
-    with wrapped_here(lowering, "check", _undeprecated):
+    with (
+        wrapped_here(lowering, "check", _undeprecated),
+        wrapped_here(lowering, "_warn_complex_not_supported", lambda remark: lambda: None),
+    ):
         yield
 
 

@@ -50,3 +50,11 @@ def test_torch_does_not_warn_of_its_own_code() -> None:
         lowering.check(True, lambda: "")
         with pytest.raises(Exception, match="as it was"):
             lowering.check(False, lambda: "as it was")
+
+
+def test_torch_does_not_warn_of_complex_numbers() -> None:
+    lowering._warn_complex_not_supported.cache_clear()
+    with inductor_mended():
+        lowering._warn_complex_not_supported()
+    with pytest.warns(UserWarning, match="complex"):
+        lowering._warn_complex_not_supported()
