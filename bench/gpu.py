@@ -50,13 +50,16 @@ def main() -> int:
 
 
 def as_installed(folder: Path) -> dict[str, str]:
-    """Environment variables with which `psg_fx` is that of this checkout: links in the installed shape."""
+    """Environment variables with which `psg_fx` is that of this checkout: links in the installed shape; and with which
+    JAX, a contender beside torch in one process, does not take three quarters of the device's memory at once.
+    """
     place = folder / "psg_fx"
     place.mkdir()
     for path in [*(ROOT / "psg_fx").iterdir(), ROOT / "passes"]:
         (place / path.name).symlink_to(path)
     paths = [str(folder), str(ROOT / "tests"), str(ROOT / "bench"), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONSAFEPATH": "1"}
+    own = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONSAFEPATH": "1"}
+    return os.environ | own | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
 def run(part: str, tag: str, result: Path, environment: dict[str, str]) -> str:
