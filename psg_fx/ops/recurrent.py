@@ -53,7 +53,7 @@ def sum_of(x: Tensor, bias: Maybe) -> Tensor:
     return made.copy_(x) if bias is None else torch.add(x, bias, out=made)
 
 
-def shifted(first: Tensor, states: Tensor) -> Tensor:
+def _shifted(first: Tensor, states: Tensor) -> Tensor:
     """The states before each step."""
     return torch.cat([first.unsqueeze(0), states[:-1]])
 
@@ -132,7 +132,7 @@ def _lstm_backward(
     All da, all dh, and those of the initial states.  c, cells, squashed: c_0, all c and all s.
     """
     i, f, g, o = gates.chunk(4, -1)
-    of_c = torch.stack([g * i * (1 - i), shifted(c, cells) * f * (1 - f), i * (1 - g * g)], 2)
+    of_c = torch.stack([g * i * (1 - i), _shifted(c, cells) * f * (1 - f), i * (1 - g * g)], 2)
     of_o, slopes = squashed * o * (1 - o), o * (1 - squashed * squashed)
     da, every = gates.new_empty(gates.shape), sum_of(dh, None)
     parts, first = da.unflatten(-1, (4, -1)), torch.zeros_like(every[0])
@@ -174,7 +174,7 @@ def _gru_backward(dh: Tensor, hidden: Tensor, gates: Tensor, inner: Tensor, h: T
     """
     r, z, n = gates.chunk(3, -1)
     into_n = (1 - z) * (1 - n * n)
-    scale = [into_n * inner * r * (1 - r), (shifted(h, hidden) - n) * z * (1 - z), into_n * r]
+    scale = [into_n * inner * r * (1 - r), (_shifted(h, hidden) - n) * z * (1 - z), into_n * r]
     da, every, first = _recurrence(dh, z, torch.stack(scale, 2), w)
     return torch.cat([da[..., : 2 * z.shape[-1]], every * into_n], -1), da, first
 
