@@ -44,6 +44,9 @@ def capture_failed(error: Exception) -> CaptureFailed:
     if "data-dependent" in text.lower() or "DataDependent" in kind or re.search(r"\bu\d+\b", first):
         why = "the code branches on values of a tensor, so there is no one graph for all batches"
         fix = "replace the branch by torch.where, or decide it outside the model"
+    elif "DynamicOutputShape" in kind:
+        why = f"what shapes {first} returns goes by the values of a tensor, so there is no one graph for all batches"
+        fix = "keep all entries, and mask some by torch.where; for least squares: torch.linalg.pinv(a) @ b"
     elif any(file.startswith(_WITH_GRAPHS) for file in files):
         why = "torch.cond, while_loop, scan and map hold graphs of their own, which are not looked into"
         fix = "write a loop in Python, and a branch by torch.where, where both arms are finite"

@@ -163,9 +163,10 @@ class Sized:
         except NotYetSupported as refusal:
             if not free:
                 raise
-            warn(f"compiled for each batch size by itself: {refusal.why}")
             self._dynamic = False
-            return self._compile(inputs, sizes, layouts)
+            run = self._compile(inputs, sizes, layouts)  # raises again where symbols are not what it refuses
+            warn(f"compiled for each batch size by itself: {refusal.why}")
+            return run
         self._codes.append(_Code(fixed, layouts, serves, run))
         return run
 

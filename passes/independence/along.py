@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from psg_fx.graph import sample_axis
 from psg_fx.graph.facts import SampleAxis
 from psg_fx.graph.sample_axis import positive
 
 from .table import Placement, sample_rule
-from .values import FIX, GATHER, Argument, Op, Result, broadcast
+from .values import FIX, GATHER, Argument, Op, Result, broadcast, samples_of
 
 _DONE = {
     "softmax": "its sum runs",
@@ -179,19 +179,32 @@ _SOLVES = """
 
 
 _BATCHED = "give the right side as [B, n, k] and the matrix as [B, n, n], a shared one by matrix.expand(B, n, n)"
+_SIDES = dict.fromkeys(("linalg_solve", "linalg_solve_ex", "linalg_solve_triangular", "linalg_lu_solve"), "B")
+_SIDES |= dict.fromkeys(("cholesky_solve", "lu_solve", "triangular_solve"), "self")
+"""The argument of an op whose columns (left=False: rows) are right sides, each solved by itself."""
 
 
 @sample_rule(*_SOLVES.split(), proof="trailing dims")
 def solve(op: Op) -> Placement:
-    """Matrices in the last two dims, the same leading dims in all arguments."""
+    """Matrices in the last two dims, the same leading dims in all arguments; or samples as sides of a shared matrix."""
     values = [v for v in op.values() if v.axis is not None]
+    if sides := _sides(op, values):
+        others = len(op.outputs()) - 1
+        return (sides, *[None] * others) if others else sides
     if len({v.ndim for v in op.values()}) > 1:
         raise op.unsupported("its arguments have different numbers of dims", _BATCHED)
     if any(v.axis and v.axis.dim >= v.ndim - 2 for v in values):
-        if len(values) == 1:
-            raise op.unsupported("the samples lie in a matrix, and are apart only as sides of a system", _BATCHED)
         raise op.refuse("its matrices run over the sample dim")
     return Result(broadcast(op, values, values[0].ndim).axes) if values else None
+
+
+def _sides(op: Op, values: Sequence[Argument]) -> SampleAxis | None:
+    """Where the samples lie if they are right sides of one system and in nothing else."""
+    name = _SIDES.get(op.name.removeprefix("aten.").strip("_").removesuffix("_helper"))
+    if name is None or len(values) != 1 or values[0].node is not op.args[name]:
+        return None
+    place = values[0].ndim - (1 if op.raw("left", True) else 2)
+    return values[0].axis if samples_of(values[0]).dim == place else None
 
 
 @sample_rule("lu_unpack", proof="trailing dims")
@@ -212,6 +225,8 @@ def lu_solve(op: Op) -> Placement:
     right = op.value("B") or op.need("self")
     if not op.sampled():
         return None
+    if sides := _sides(op, op.sampled()):
+        return sides
     if lu.axis is None or lu.axis.dim >= lu.ndim - 2 or {lu.axis} != {pivots.axis, right.axis}:
         raise op.refuse("its matrices run over the sample dim, or not all of them carry samples")
     if lu.ndim != right.ndim:

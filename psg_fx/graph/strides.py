@@ -33,7 +33,7 @@ enter(
     "adaptive_max_pool3d_backward", "fractional_max_pool2d_backward", "fractional_max_pool3d_backward",
     "_embedding_bag", "_embedding_bag_forward_only", "_embedding_bag_backward", "_embedding_bag_dense_backward",
     "_embedding_bag_per_sample_weights_backward", "_pdist_forward", "_pdist_backward", "_weight_norm_interface",
-    "_weight_norm_interface_backward", strides=Strides.CONTIGUOUS,
+    "_weight_norm_interface_backward", "_linalg_check_errors", strides=Strides.CONTIGUOUS,
 )  # fmt: skip
 _ATTENTIONS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
 enter(

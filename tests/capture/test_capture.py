@@ -184,6 +184,10 @@ def written_parameter(layer: Layer, x: Tensor) -> Tensor:
     return layer(x) + F.embedding((x[:, :3] > 0).long(), layer.weight, max_norm=1.0).sum(2)
 
 
+def least_squares(layer: Layer, x: Tensor) -> Tensor:
+    return torch.linalg.lstsq(layer.weight, layer(x).T).solution.T
+
+
 def cut_off(layer: Layer, x: Tensor) -> Tensor:
     return layer(x).detach() + x.sum(1, keepdim=True)
 
@@ -206,6 +210,7 @@ REFUSED: dict[Callable[..., Tensor], tuple[type[Exception], str, str]] = {
     functional_gradients: (CaptureFailed, "a transformation of torch.func (vmap, grad, jvp)", "torch.func.grad("),
     without_shapes: (NotYetSupported, "is known to torch by its kernels alone", "_learnable_per_tensor_affine(x,"),
     written_parameter: (NotYetSupported, "writes into model.layer.weight", "renorm_"),
+    least_squares: (CaptureFailed, "goes by the values of a tensor", "torch.linalg.lstsq(layer.weight"),
     cut_off: (psg_fx.BadArgument, "depends on none of the model's parameters", "detached"),
     other_halves: (NotYetSupported, "follows the batch size in no simple way", "x[half:]"),
 }  # fmt: skip

@@ -31,6 +31,10 @@ def _heads(x: Tensor, w: Tensor) -> Tensor:
     return torch.matmul(folded, w).transpose(0, 1).reshape(t, b, -1)
 
 
+def _regular(w: Tensor) -> Tensor:
+    return w + 3.0 * torch.eye(w.shape[0], dtype=w.dtype)
+
+
 _W = {"weight": (6, 4), "bias": (6,)}
 
 LINEAR = [
@@ -101,4 +105,18 @@ LINEAR = [
     Case("einsum/repeated", lambda x, w: torch.einsum("bi,ii->bi", x, w), params={"w": (4, 4)}, fallback=("w",)),
     Case("bilinear", F.bilinear, x=(B, 4), more=((B, 5),), params={"weight": (6, 4, 5), "bias": (6,)}),
     Case("bilinear/seq", lambda x, y, w: F.bilinear(x, y, w), x=(B, 2, 4), more=((B, 2, 5),), params={"w": (3, 4, 5)}),
+    Case("solve/shared", lambda x, w: torch.linalg.solve(_regular(w), x), x=(B, 4, 2), params={"w": (4, 4)},
+         fallback=("w",)),
+    Case("solve/columns", lambda x, w: torch.linalg.solve(_regular(w), x.T), params={"w": (4, 4)}, out_dim=1,
+         fallback=("w",)),
+    Case("solve/rows", lambda x, w: torch.linalg.solve(_regular(w), x, left=False), x=(B, 2, 4), params={"w": (4, 4)},
+         covers=("expand",)),
+    Case("solve/vectors", lambda x, w: torch.linalg.solve(_regular(w) + torch.diag_embed(x.square()), x),
+         params={"w": (4, 4)}, covers=("pointwise",)),
+    Case("solve/triangular", lambda x, w: torch.linalg.solve_triangular(_regular(w), x, upper=True), x=(B, 2, 4, 3),
+         params={"w": (4, 4)}, fallback=("w",)),
+    Case("solve/cholesky", lambda x, w: torch.cholesky_solve(x, _regular(w).tril()), x=(B, 4, 2),
+         params={"w": (4, 4)}, fallback=("w",)),
+    Case("solve/factors", lambda x, w: torch.linalg.lu_solve(*torch.linalg.lu_factor(_regular(w)), x), x=(B, 4, 2),
+         params={"w": (4, 4)}, fallback=("w",)),
 ]  # fmt: skip
