@@ -138,7 +138,7 @@ class Known:
         "what it makes of a parameter is differentiated by autograd, back to the parameter",
     ))  # fmt: skip
     writes: bool = field(default=False, metadata=_says(
-        "writes into its first argument", "enter(.., writes=) in passes/compile/compile.py",
+        "writes into its first argument", "enter(.., writes=) in passes/compile/prepared.py",
         "its first argument need not be a copy before inductor sees it",
     ))  # fmt: skip
     trusted: bool = field(default=False, metadata=_says(

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any
 
-import sympy
 import torch
 from torch._ops import OpOverload
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from psg_fx.blocks import Memory, Places
 from psg_fx.errors import NotYetSupported, first_line
@@ -21,7 +19,6 @@ from psg_fx.graph import facts
 from psg_fx.graph.history import History, PassRecord, copy_graph, log
 from psg_fx.graph.stages import Stage
 from psg_fx.graph.strides import free_of_strides, laid_out_as_read
-from psg_fx.op_table import enter, known
 from psg_fx.ops.define import libraries_of
 from psg_fx.ops.elsewhere import elsewhere
 from psg_fx.torch_private import native
@@ -31,18 +28,16 @@ from psg_fx.torch_private.graphs import write_code
 from psg_fx.torch_private.inductor import Compiler, InductorError, calls_subgraphs, inductor
 from psg_fx.torch_private.mended import inductor_mended
 
-from .additions import add_rows_by_scatter
 from .calls import written_once
 from .contiguous import with_contiguous_arguments
 from .convolutions import convolve_elsewhere
 from .joins import join_by_torch
-from .pools import pool_by_vectors
+from .prepared import erase_numbers, sizes_of, written_out
 from .products import multiply_elsewhere
 from .recurrences import with_own_loops
 from .sizes import Background, Flat, Sized
 from .sums import add_what_is_stacked
 
-aten = torch.ops.aten
 Watch = Callable[[], AbstractContextManager[None]]
 """Opened around every compilation."""
 
@@ -67,7 +62,7 @@ def compile_graph(
     if own_kernels:
         with_own_loops(gm, device)
     with_contiguous_arguments(gm)
-    numbers = _erase_numbers(gm)
+    numbers = erase_numbers(gm)
     if dynamic is None and _has_rows(gm):
         dynamic = True  # numbers of rows are others at every call
     if backend == "inductor":
@@ -88,22 +83,6 @@ def compile_graph(
         elif device == "cpu":
             run = _serving(run, memory)
     return _without(run, numbers) if numbers else run
-
-
-def written_out(gm: GraphModule, backend: str = "inductor", device: str = "cpu") -> GraphModule:
-    """A copy of a lowered graph as a compiler takes it: no strides, no sizes as arguments, nothing that inductor gets
-    wrong.
-    """
-    gm = free_of_strides(copy_graph(gm))
-    _read_sizes_from_tensors(gm)
-    _count_by_sizes(gm)
-    if backend == "inductor":
-        _write_in_full(gm)
-        if device == "cpu":
-            add_rows_by_scatter(gm)
-            pool_by_vectors(gm)
-    gm.recompile()
-    return gm
 
 
 def _by_torch(
@@ -185,7 +164,7 @@ def _marking(run: Flat, gm: GraphModule) -> Flat:
 
     One sample is compiled for itself, since torch holds a size of 1 for a constant; so are one row and none.
     """
-    shapes = [_sizes(node) for node in facts.placeholders(gm)]
+    shapes = [sizes_of(node) for node in facts.placeholders(gm)]
     symbolic = [[dim for dim, size in enumerate(shape) if size.free_symbols] for shape in shapes]
     counted = next((i, dim) for i, dims in enumerate(symbolic) for dim in dims if shapes[i][dim].is_Symbol)
 
@@ -210,78 +189,11 @@ def _has_rows(gm: GraphModule) -> bool:
     return facts.KEY in gm.meta and bool(facts.graph_facts(gm).rows)
 
 
-def _sizes(node: Node) -> tuple[sympy.Expr, ...]:
-    value = node.meta["val"]
-    return facts.shape(value) if isinstance(value, torch.Tensor) else ()
-
-
-def _read_sizes_from_tensors(gm: GraphModule) -> None:
-    """Read the sizes that a backward graph takes as numbers from its tensors: a number is compiled as a constant."""
-    nodes = facts.placeholders(gm)
-    known = {size: (node, dim) for node in nodes for dim, size in enumerate(_sizes(node))}
-    for node in nodes:
-        value = node.meta["val"]
-        if isinstance(value, torch.SymInt) and facts.expr(value) in known:
-            with gm.graph.inserting_after(nodes[-1]):
-                size = gm.graph.call_function(aten.sym_size.int, known[facts.expr(value)])
-            node.replace_all_uses_with(size)
-
-
-def _count_by_sizes(gm: GraphModule) -> None:
-    """How many elements a tensor has, as the product of its sizes: Dynamo of torch 2.11 does not know `sym_numel`."""
-    for node in list(gm.graph.nodes):
-        if node.target is not aten.sym_numel.default:
-            continue
-        (tensor,), count = node.all_input_nodes, cast("Any", 1)
-        with gm.graph.inserting_before(node):
-            for dim in range(tensor.meta["val"].ndim):
-                size = gm.graph.call_function(aten.sym_size.int, (tensor, dim))
-                count = gm.graph.call_function(operator.mul, (count, size)) if dim else size
-        node.replace_all_uses_with(count)
-        gm.graph.erase_node(node)
-
-
-def _erase_numbers(gm: GraphModule) -> frozenset[int]:
-    """Erase the placeholders of numbers that nothing reads; which arguments these are."""
-    nodes = facts.placeholders(gm)
-    found = [i for i, n in enumerate(nodes) if not n.users and not isinstance(n.meta["val"], torch.Tensor)]
-    for i in found:
-        gm.graph.erase_node(nodes[i])
-    gm.recompile()
-    return frozenset(found)
-
-
 def _without(run: Flat, places: frozenset[int]) -> Flat:
     def fewer(*values: Any) -> Sequence[Any]:
         return run(*[value for i, value in enumerate(values) if i not in places])
 
     return fewer
-
-
-enter(
-    "index_put", "_unsafe_index_put", "index_add", "index_copy", "index_fill", "masked_scatter", "scatter",
-    "scatter_add", "scatter_reduce", "slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter",
-    "prims::as_strided_scatter", writes=True,
-)  # fmt: skip
-
-
-def _write_in_full(gm: GraphModule) -> None:
-    """Expanded tensors are copied before they are written to: inductor writes every sample's part into the one row that
-    they share in memory (torch 2.13: `index_put`, `index_add`, `index_copy`, `as_strided_scatter`).
-    """
-    for node in list(gm.graph.nodes):
-        if node.op == "call_function" and known(node.target).writes and _overlaps(node.args[0]):
-            with gm.graph.inserting_before(node):
-                own = gm.graph.call_function(
-                    aten.clone.default, node.args[:1], {"memory_format": torch.contiguous_format}
-                )
-            node.replace_input_with(node.args[0], own)
-
-
-def _overlaps(node: Any) -> bool:
-    """Whether elements of the node's value share memory."""
-    value = node.meta["val"]
-    return any(stride == 0 and size != 1 for stride, size in zip(value.stride(), value.shape, strict=True))
 
 
 def _outside_cuda_graphs(run: Flat, until_next_call: bool) -> Flat:

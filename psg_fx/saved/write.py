@@ -18,7 +18,8 @@ from torch.fx import GraphModule, Node
 from psg_fx.errors import PsgError
 from psg_fx.graph import facts
 from psg_fx.ops.define import of_torch_alone
-from psg_fx.passes.compile.compile import CPU_OPTIONS, written_out
+from psg_fx.passes.compile.compile import CPU_OPTIONS
+from psg_fx.passes.compile.prepared import written_out
 from psg_fx.saved.refusals import OWN, check_of_torch_alone, is_passed, not_exported
 from psg_fx.saved.spec import Spec
 from psg_fx.saved.trial import coarsest, try_out

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule
 
-from psg_fx.passes.compile.compile import _count_by_sizes
+from psg_fx.passes.compile.prepared import _count_by_sizes
 
 aten = torch.ops.aten
 

@@ -15,7 +15,8 @@ from torch.fx import GraphModule
 import psg_fx
 from psg_fx import MeanGrad
 from psg_fx.graph import facts
-from psg_fx.passes.compile.compile import _copies, written_out
+from psg_fx.passes.compile.compile import _copies
+from psg_fx.passes.compile.prepared import written_out
 from psg_fx.passes.compile.sizes import Sized
 
 

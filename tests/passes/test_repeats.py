@@ -20,7 +20,7 @@ from psg_fx.graph import facts
 from psg_fx.graph.lifetimes import is_view
 from psg_fx.graph.same_op import draws
 from psg_fx.passes.compile.calls import invoke_subgraph, written_once
-from psg_fx.passes.compile.compile import written_out
+from psg_fx.passes.compile.prepared import written_out
 from psg_fx.passes.compile.repeats import Repeat, repeats
 
 
