@@ -174,6 +174,7 @@ class Alone:
         program.observed = Observed(hidden=(program,))
         try:
             with contextlib.ExitStack() as stack:
+                stack.enter_context(program.stand_ins.expected(program))
                 for kind, dtype in self.casts.items():
                     stack.enter_context(torch.autocast(kind, dtype))
                 found = torch.func.functional_call(program, state, given, tie_weights=False)

@@ -140,12 +140,16 @@ def _flat(
     nodes = facts.placeholders(gm)
     constants: dict[str, torch.Tensor] = {}
     inputs = iter(range(len(call.tensors)))
+    of_model = {id(p): f"model.{name}" for name, p in program.model.named_parameters()}
     for node, spec in zip(nodes, exported.graph_signature.input_specs, strict=True):
         target = (spec.target or "").removeprefix("model.")
         if spec.kind is InputKind.PARAMETER:
-            if target == spec.target and exported.state_dict[target].requires_grad:
-                raise _of_the_loss(target)
-            node.meta["psg_fx_input"] = _parameter(spec.target or "", tracked)
+            where = spec.target or ""
+            if target == where:  # of the loss, which may hold the model
+                where = of_model.get(id(program.get_parameter(where)), where)
+                if target == where and exported.state_dict[target].requires_grad:
+                    raise _of_the_loss(target)
+            node.meta["psg_fx_input"] = _parameter(where, tracked)
         elif spec.kind is InputKind.BUFFER:
             node.meta["psg_fx_input"] = InputSpec("buffer", target, target=spec.target or "")
         elif spec.kind is InputKind.CONSTANT_TENSOR:

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from psg_fx.errors import CaptureFailed, NotYetSupported, PsgError
+from psg_fx.graph import facts
 from psg_fx.graph.strides import free_of_strides, refuse_strides
 from psg_fx.op_table import decomposition, decompositions
 from psg_fx.ops.autograd_function import as_one_op
@@ -47,8 +48,9 @@ from .branches import Readings, watch_the_batch_size
 from .copies import writes_a_copy
 from .fixed_sizes import constants_that_follow, join, values_of
 from .own_gradients import write_out
-from .reasons import capture_failed, failure_at, without_shapes
+from .reasons import NOT_ONE_GRAPH, capture_failed, failure_at, without_shapes
 from .rewrites import rewritten
+from .unbound import select_what_is_written
 from .writes import seen_by_autograd, unwatched
 
 aten = torch.ops.aten
@@ -132,6 +134,10 @@ def _has_rows(program: nn.Module) -> bool:
     return isinstance(program, Program) and bool(program.call.axes)
 
 
+def _own(program: nn.Module) -> contextlib.AbstractContextManager[None]:
+    return program.stand_ins.expected(program) if isinstance(program, Program) else contextlib.nullcontext()
+
+
 def _written(program: nn.Module) -> list[Written]:
     return program.written if isinstance(program, Program) else []
 
@@ -143,12 +149,14 @@ def _functional(program: nn.Module, examples: Sequence[torch.Tensor], dynamic: l
         try:
             with (
                 rewritten(_has_rows(program)) as padding, seen_by_autograd(), own_attributes(), remembered_results(),
-                quickly_recorded(), IN_PLACE,
+                quickly_recorded(), IN_PLACE, _own(program),
             ):  # fmt: skip
                 exported = torch.export.export(program, (list(examples),), dynamic_shapes=shapes, strict=False)
+            select_what_is_written(exported.graph_module)
             detach_no_grad_regions(exported.graph_module)
             copied = writes_a_copy(exported.graph_module)
             found = Exported(**vars(functional(exported, decompositions())), written_copy=copied, trims=padding.line)
+            _require_any_size(found, dynamic)
             write_out(found.graph_module)
         except PsgError as error:  # torch.fx writes the graph's own traceback into its text
             raise type(error)(error.what, where=error.where, why=error.why, fix=error.fix) from None
@@ -159,6 +167,21 @@ def _functional(program: nn.Module, examples: Sequence[torch.Tensor], dynamic: l
     refuse_strides(found.graph_module)
     free_of_strides(found.graph_module)
     return found
+
+
+def _require_any_size(found: Functional, dynamic: Sequence[dict[int, Any]]) -> None:
+    """Refuse a graph for one number of samples where it was asked for any: some ops make a number of a symbol when they
+    are rewritten, after export has made sure that none is.
+    """
+    pairs = zip(facts.placeholders(found.graph_module), found.graph_signature.input_specs, strict=True)
+    inputs = [node.meta["val"] for node, spec in pairs if spec.kind is InputKind.USER_INPUT]
+    for value, dims in zip(inputs, dynamic, strict=False):
+        if any(not facts.shape(value)[dim].free_symbols for dim in dims):
+            raise CaptureFailed(
+                NOT_ONE_GRAPH, where="the model or the loss",
+                why="an op of it has functional forms for one batch size only",
+                fix="write into tensors by index (x[:, 0] = y), or make new ones by torch.stack and torch.cat",
+            )  # fmt: skip
 
 
 @decomposition(aten.type_as.default)
@@ -228,11 +251,28 @@ def detach_no_grad_regions(gm: GraphModule) -> None:
         detach_no_grad_regions(region)
         if enabled:
             continue
+        for node in region.graph.nodes:
+            _write_detached(node)
         output = region.graph.output_node()
         with region.graph.inserting_before(output):
             values = pytree.tree_map_only(torch.fx.Node, partial(_detached, region.graph), output.args[0])
         output.args = (values,)
         region.recompile()
+
+
+def _write_detached(node: torch.fx.Node) -> None:
+    """What a node of such a region writes has no gradient either, and not only what the region returns: in
+    `with torch.no_grad(): target[:, 0] = h`, the target is a tensor from outside.
+    """
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+        return
+    arguments = node.target._schema.arguments
+    written = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
+    with node.graph.inserting_before(node):
+        read = partial(pytree.tree_map_only, torch.fx.Node, partial(_detached, node.graph))
+        node.args = tuple(v if w else read(v) for v, w in zip(node.args, written, strict=False))
+        named = {a.name: w for a, w in zip(arguments, written, strict=True)}
+        node.kwargs = {name: v if named[name] else read(v) for name, v in node.kwargs.items()}
 
 
 def _detached(graph: torch.fx.Graph, value: torch.fx.Node) -> torch.fx.Node:

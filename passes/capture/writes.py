@@ -29,7 +29,8 @@ from . import own_gradients
 class _Writes(TorchFunctionMode):
     """Refuses an op that writes, unseen by autograd, into the memory of a tensor with a gradient.
 
-    learning: the memory of such tensors, kept so that no other tensor takes its place.
+    learning: the memory of such tensors, kept so that no other tensor takes its place.  detached: what was detached:
+    a tensor of its own to autograd, in the memory of another one.
     """
 
     watching = True
@@ -37,6 +38,7 @@ class _Writes(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.learning: dict[int, torch.UntypedStorage] = {}
+        self.detached: dict[int, torch.Tensor] = {}
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -63,6 +65,10 @@ class _Writes(TorchFunctionMode):
                 hidden = not (torch.is_grad_enabled() and tensor.requires_grad)
                 if hidden and (tensor.requires_grad or _place(tensor) in self.learning):
                     raise _hidden_write(func)
+                if not hidden and id(_seen_through(tensor)) in self.detached:
+                    raise _hidden_write(func)
+            if func in (torch.Tensor.detach, torch.detach):
+                self.detached[id(result)] = result
             for tensor in (*given, *_tensors(result)):
                 if tensor.requires_grad:
                     self.learning.setdefault(_place(tensor), tensor.untyped_storage())
@@ -94,6 +100,11 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device})
 
 
+def _seen_through(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor of which autograd takes this one for a view, or itself."""
+    return tensor._base if tensor._base is not None else tensor
+
+
 def _place(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
@@ -110,7 +121,7 @@ def computed_outside(value: torch.Tensor) -> NotYetSupported:
 
 def _hidden_write(func: Callable[..., Any]) -> NotYetSupported:
     return NotYetSupported(
-        "a tensor with a gradient is written into where autograd does not see it",
+        "a tensor is written into where autograd does not see it",
         where=_line(func),
         why="under torch.no_grad(), or through .detach() or .data, its value changes and its gradient does not",
         fix="write into a clone, or say what is meant: h + (new - h).detach() has the value new and the gradient of h",

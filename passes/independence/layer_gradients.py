@@ -97,7 +97,8 @@ def grid_sampler_backward(op: Op) -> Placement:
     first = values[0].axis or SampleAxis(0)
     if any(v.axis != SampleAxis(0, first.outer, first.inner) for v in values):
         raise op.refuse("its images and grids do not all hold the samples in dim 0")
-    return _masked(op, values[1].axis, values[2].axis)
+    image, _ = op.raw("output_mask", [True, True])
+    return values[1].axis if image else None, values[2].axis  # torch computes the second in any case
 
 
 @sample_rule("affine_grid_generator_backward", proof="windows", sizes=True)

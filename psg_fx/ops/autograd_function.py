@@ -7,7 +7,8 @@ for them its forward and backward are traced into plain ops once their sizes are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from psg_fx.graph.strides import free_of_strides
 from psg_fx.graph.tracing import trace
 from psg_fx.ops.define import define_function
 from psg_fx.torch_private.modes import no_modes
+from psg_fx.torch_private.patching import patched_here
 
 _APPLY = Function.__dict__["apply"]
 """The method itself: it is replaced while a model is captured."""
@@ -119,9 +121,28 @@ def backward_graph(
         found = backward(*args)
         return [found[place] for place in places]
 
-    traced = trace(some, [*values, *cotangents])
+    try:
+        traced = trace(some, [*values, *cotangents])
+    except RuntimeError as error:
+        if "mutating a non-functional tensor" not in str(error):
+            raise
+        raise call.refusal("its backward writes into a tensor from outside, such as .grad", _BY_RETURN) from error
     traced.graph.eliminate_dead_code()
     return traced
+
+
+@contextlib.contextmanager
+def _without_backward(call: CustomCall) -> Iterator[None]:
+    """Refuse a backward that runs another one: it would add to `.grad`, and return nothing of it."""
+
+    def refused(*_: Any, **__: Any) -> Any:
+        raise call.refusal("its backward runs a backward pass of its own, which adds to .grad", _BY_RETURN)
+
+    with patched_here(torch.autograd, "backward", refused), patched_here(torch.Tensor, "backward", refused):
+        yield
+
+
+_BY_RETURN = "give it the parameters as arguments, and return their gradients (torch.autograd.grad computes some)"
 
 
 def _backward(call: CustomCall, count: int) -> Callable[..., list[torch.Tensor]]:
@@ -134,7 +155,8 @@ def _backward(call: CustomCall, count: int) -> Callable[..., list[torch.Tensor]]
         wanted = [t for t in inputs if t.requires_grad]
         if not pairs or not wanted:
             return [torch.zeros_like(t) for t in wanted]
-        found = torch.autograd.grad(*([o for o, _ in pairs], wanted, [g for _, g in pairs]), materialize_grads=True)
+        with _without_backward(call):
+            found = torch.autograd.grad(*([o for o, _ in pairs], wanted, [g for _, g in pairs]), materialize_grads=True)
         return list(found)
 
     return backward

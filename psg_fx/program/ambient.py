@@ -13,10 +13,12 @@ import torch
 from psg_fx.torch_private.modes import (
     autocast_key,
     default_device,
+    no_cached_parametrizations,
     no_function_modes,
     no_functorch_levels,
     no_modes,
     no_module_tracker,
+    no_saved_tensor_hooks,
 )
 
 _CAPTURING = threading.RLock()
@@ -47,7 +49,8 @@ def isolated() -> Iterator[None]:
     """One capture at a time, and none of the caller's modes in it but those of `ambient_key`.
 
     `inference_mode` and `no_grad` do not reach it, nor do modes of dispatch (`FakeTensorMode`), levels of
-    `torch.func`, and anomaly detection, which torch has for the whole process.
+    `torch.func`, hooks on saved tensors, cached parametrizations, and anomaly detection, which torch has for the whole
+    process.
     """
     device = torch.get_default_device()
     with contextlib.ExitStack() as stack:
@@ -56,6 +59,8 @@ def isolated() -> Iterator[None]:
         stack.enter_context(no_function_modes())
         stack.enter_context(no_modes())
         stack.enter_context(no_module_tracker())
+        stack.enter_context(no_saved_tensor_hooks())
+        stack.enter_context(no_cached_parametrizations())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         if torch.is_anomaly_enabled():

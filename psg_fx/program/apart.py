@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from psg_fx.errors import BadArgument
+from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.program.batch_dim import BatchDim, dims_of
 from psg_fx.program.call import SAMPLES, Call, check_rows, samples_of
 from psg_fx.program.key import call_key
@@ -18,6 +18,7 @@ from psg_fx.program.objects import describe
 from psg_fx.program.packed import Member, padded
 from psg_fx.program.rows import Rows, row_axes
 from psg_fx.program.values import Once
+from psg_fx.torch_private.modes import is_transformed
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -106,7 +107,7 @@ def _descriptions(given: Sequence[Any]) -> list[Any] | None:
     """All of tensors but their values; None where there is something else, or what has no shape."""
     found = []
     for t in given:
-        if not isinstance(t, torch.Tensor) or t.is_nested:
+        if not isinstance(t, torch.Tensor) or t.is_nested or is_transformed(t):
             return None
         found.append(describe(t))
     return found
@@ -195,6 +196,13 @@ def _refuse_other_kinds(tensor: torch.Tensor, name: str) -> None:
         what = f"of the layout {kind}", "a graph reads strided tensors", f"pass {name}.to_dense()"
     elif tensor.is_quantized:
         what = "quantised", "a graph reads numbers that have gradients, or indices", f"pass {name}.dequantize()"
+    elif is_transformed(tensor):
+        raise NotYetSupported(
+            f"{name} is a tensor of torch.func (vmap, grad, jvp)", where=f"{name}, {_sizes(tensor)}",
+            why="a step is compiled code, which a transformation does not look into",
+            fix="call the step outside of it: it has the gradients of all samples at once; for derivatives of what the "
+            "model itself returns, transform the model",
+        )  # fmt: skip
     elif tensor.is_meta:
         what = "on the meta device", "it has a shape and no values", "pass a tensor on a device that computes"
     else:

@@ -10,9 +10,10 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, FrameType
+from typing import Any
 
 from psg_fx.source import is_library
 
@@ -52,6 +53,15 @@ def origin_of_module(name: str) -> Origin:
     return origin(file)
 
 
+def origin_of_code(code: CodeType, known: Mapping[str, Any]) -> Origin:
+    """Whose a function's code is, which runs among the globals `known`: code without a file, such as that of `python
+    -c`, of `exec`, or of what the standard library writes for a class, is whose these are.
+    """
+    if code.co_filename != "<string>":
+        return origin(code.co_filename)
+    return origin_of_module(known["__name__"]) if "__name__" in known else Origin.USER
+
+
 def is_theirs(owner: Origin) -> bool:
     """Whether code is followed: that of the user and of packages."""
     return owner in (Origin.USER, Origin.PACKAGE)
@@ -62,11 +72,13 @@ class Names:
     """What a function's code mentions, that of the functions inside it included.
 
     read: the globals that it reads.  attributes: every name that may be an attribute's, constants of text among them.
+    modules: those that it imports, and what may be one's name under which it asks `sys.modules`.
     open: it may reach attributes by names that its code does not have.
     """
 
     read: frozenset[str]
     attributes: frozenset[str]
+    modules: frozenset[str]
     open: bool
 
 
@@ -76,11 +88,20 @@ _OPENING = {"getattr", "attrgetter", "vars", "__dict__", "globals", "locals", "e
 @functools.cache
 def names_of(code: CodeType) -> Names:
     """The names in a code object."""
-    read, attributes = set(), set()
+    read, attributes, modules, texts = set(), set(), set(), set()
     for inner in nested(code):
-        attributes |= set(inner.co_names) | {c for c in inner.co_consts if isinstance(c, str) and c.isidentifier()}
-        read |= {i.argval for i in dis.get_instructions(inner) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    return Names(frozenset(read), frozenset(attributes), bool(_OPENING & attributes))
+        texts |= {c for c in inner.co_consts if isinstance(c, str)}
+        attributes |= {*inner.co_names, *filter(str.isidentifier, texts)}
+        for instruction in dis.get_instructions(inner):
+            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                read.add(instruction.argval)
+            elif instruction.opname == "IMPORT_NAME":
+                modules.add(instruction.argval)
+    if "globals" in attributes:
+        read |= texts
+    if "modules" in attributes:
+        modules |= texts
+    return Names(frozenset(read), frozenset(attributes), frozenset(modules), bool(_OPENING & attributes))
 
 
 def nested(code: CodeType) -> Iterator[CodeType]:

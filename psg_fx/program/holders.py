@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from psg_fx.program.code import Origin, is_theirs, nested, origin, origin_of_module
+from psg_fx.program.code import Origin, is_theirs, nested, origin_of_code, origin_of_module
 from psg_fx.program.objects import MISSING, attribute_dict, contents
 
 _MOST = 500_000
@@ -143,7 +143,7 @@ class Reached:
         self._waiting.extend((v, name) for v in value if type(v) not in _ATOMS)
 
     def _function(self, value: FunctionType) -> None:
-        owner = origin(value.__code__.co_filename)
+        owner = origin_of_code(value.__code__, value.__globals__)
         if not is_theirs(owner):
             return
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):

@@ -24,7 +24,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from psg_fx.errors import NotYetSupported
-from psg_fx.program.code import Origin, is_theirs, origin, source
+from psg_fx.program.code import Origin, is_theirs, origin, origin_of_code, source
+from psg_fx.program.stand_ins import StandIns
 from psg_fx.program.values import Same
 from psg_fx.torch_private.patching import patched_here
 
@@ -63,9 +64,9 @@ class Observed:
     def functions(self, functions: Sequence[Callable[..., Any]]) -> None:
         """Functions that run where no observer sees them, such as the backward of a custom function."""
         for function in functions:
-            code = getattr(function, "__code__", None)
-            if code is not None and is_theirs(origin(code.co_filename)):
-                self.code.setdefault(code, getattr(function, "__globals__", {}))
+            code, known = getattr(function, "__code__", None), getattr(function, "__globals__", {})
+            if code is not None and is_theirs(origin_of_code(code, known)):
+                self.code.setdefault(code, known)
 
     def named(self, code: CodeType) -> Any:
         """What is found under the qualified name of a function that ran: the function itself, or a wrapper of it."""
@@ -77,6 +78,8 @@ class Observed:
 
 
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training", "_parameters", "_buffers", "_modules"}
+_UNREAD = _OF_EVERY_MODULE | {"_flat_weights", "_flat_weight_refs"}
+"""What no number follows: recurrent layers list their weights anew whenever these are other tensors."""
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _LAYERS = os.path.join(_TORCH, "nn", "")
 
@@ -91,8 +94,10 @@ _MODULE_FILE = sys.modules[nn.Module.__module__].__file__
 
 
 @contextlib.contextmanager
-def observing(found: Observed) -> Iterator[None]:
-    """Note what the code that runs in the meantime reads and calls."""
+def observing(found: Observed, stand_ins: StandIns) -> Iterator[None]:
+    """Note what the code that runs in the meantime reads and calls; torch's functions run on what stands in for the
+    model's own tensors.
+    """
     original: Callable[[Any, str], Any] = nn.Module.__getattribute__
 
     def read(self: nn.Module, name: str) -> Any:
@@ -100,15 +105,13 @@ def observing(found: Observed) -> Iterator[None]:
             for each in ("__dict__", *(set(original(self, "__dict__")) - _OF_EVERY_MODULE)):
                 found.read(self, each)
         elif (
-            name not in _OF_EVERY_MODULE
-            and not name.startswith("__")
-            and not _is_machinery(sys._getframe(1).f_code.co_filename)
+            name not in _UNREAD and not name.startswith("__") and not _is_machinery(sys._getframe(1).f_code.co_filename)
         ):
             found.read(self, name)
         return original(self, name)
 
     profile = _Profile(found)
-    with patched_here(nn.Module, "__getattribute__", read), _Apart(profile, found), profile:
+    with patched_here(nn.Module, "__getattribute__", read), _Apart(profile, found, stand_ins), profile:
         yield
     if found.refusal is not None:
         raise found.refusal
@@ -138,7 +141,7 @@ class _Profile:
             code = frame.f_code
             owner = self.known.get(code)
             if owner is None:
-                owner = self.known[code] = origin(code.co_filename)
+                owner = self.known[code] = origin_of_code(code, frame.f_globals)
                 if is_theirs(owner):
                     self.found.code.setdefault(code, frame.f_globals)
             if owner is Origin.STANDARD and (asked := _asked_of_python(frame)):
@@ -153,7 +156,7 @@ class _Profile:
     def _judge(self, asked: str, frame: FrameType) -> None:
         if not asked or self.found.refusal is not None:
             return
-        owner = self.known.get(frame.f_code) or origin(frame.f_code.co_filename)
+        owner = self.known.get(frame.f_code) or origin_of_code(frame.f_code, frame.f_globals)
         if owner is Origin.USER or (owner is Origin.PACKAGE and asked == _RANDOM):
             self.found.refusal = changing(asked, source(frame.f_code.co_filename, frame.f_lineno))
 
@@ -209,9 +212,9 @@ class _Apart(TorchFunctionMode):
     tensors that the code holds and of what is computed from them.
     """
 
-    def __init__(self, profile: _Profile, found: Observed) -> None:
+    def __init__(self, profile: _Profile, found: Observed, stand_ins: StandIns) -> None:
         super().__init__()
-        self.profile, self.found = profile, found
+        self.profile, self.found, self.stand_ins = profile, found, stand_ins
         self.made_of = WeakIdKeyDictionary()
 
     def __torch_function__(
@@ -219,15 +222,16 @@ class _Apart(TorchFunctionMode):
     ) -> Any:
         sys.setprofile(None)
         try:
-            held = self._held((*args, *(kwargs or {}).values()))
+            args, kwargs = self.stand_ins.given(tuple(args)), self.stand_ins.given(kwargs or {})
+            held = self._held((*args, *kwargs.values()))
             if func in _LOOKS:
                 self.found.values.update(dict.fromkeys(held))
-            result = func(*args, **(kwargs or {}))
+            result = func(*args, **kwargs)
             if held:
                 for made in result if isinstance(result, (tuple, list)) else (result,):
                     if isinstance(made, torch.Tensor):
                         self.made_of[made] = held
-            return result
+            return self.stand_ins.own(result)
         finally:
             sys.setprofile(self.profile)
 

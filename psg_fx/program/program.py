@@ -17,6 +17,7 @@ from psg_fx.program.call import Call
 from psg_fx.program.effects import Change, Effects, Written
 from psg_fx.program.observe import Observed, observing
 from psg_fx.program.packed import is_packed
+from psg_fx.program.stand_ins import StandIns
 
 
 class Output:
@@ -53,6 +54,7 @@ class Program(nn.Module):
         self.written: list[Written] = []
         self.settled: frozenset[str] = frozenset()
         self.changes: list[Change] = []
+        self.stand_ins = StandIns()
         self._ids: list[torch.Tensor | None] = []
 
     def release(self) -> None:
@@ -61,7 +63,7 @@ class Program(nn.Module):
 
     def forward(self, tensors: list[torch.Tensor]) -> Any:
         assumed: list[Assumption] = []
-        with assuming(assumed, Program.results.__code__):
+        with assuming(assumed, Program.results.__code__), self.stand_ins.own_in_place():
             results = self.results(tensors)
         self.output.assumed = tuple(a.line for a in assumed)
         return (*results, *(a.violated for a in assumed), *(ids for ids in self._ids if ids is not None))
@@ -72,7 +74,7 @@ class Program(nn.Module):
         effects = Effects((self.model, self.loss_fn), self.settled)
         loss = None
         try:
-            with observing(self.observed):
+            with observing(self.observed, self.stand_ins):
                 output = self.model(*args, **kwargs)
                 if self.loss_fn is not None:
                     loss = self.loss_fn(output, *targets, **target_kwargs)

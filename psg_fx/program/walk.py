@@ -116,6 +116,7 @@ class Walk:
             found = self.observed.named(code)
             if code not in self._met and getattr(found, "__code__", None) is code:
                 self.visit(found, code.co_qualname)
+        self.of_tensors()
         inside = {inner for code in self._met for inner in nested(code)}
         missing = [code for code in self.observed.code if code not in inside]
         within = {inner for code in missing for inner in nested(code) if inner is not code}
@@ -168,6 +169,14 @@ class Walk:
         if Same(value) in self.observed.values:
             self.emit(tuple(value.detach().flatten().tolist()), f"the value of {label}")
             self.looked.append((value, value.detach().clone()))
+
+    def of_tensors(self) -> None:
+        """Attributes that the user gave to some tensors, of all tensors: those that code names."""
+        tensors = list({id(t): t for t, _ in self.tensors}.values())
+        names = set().union(*(vars(t) for t in tensors)) & self.attributes
+        for name in sorted(names):
+            for t in tensors:
+                self.look(vars(t), name, f"{name} of a tensor")
 
     def container(self, value: Any, label: str) -> None:
         """What holds others in an order, or by keys."""
@@ -267,6 +276,8 @@ class Walk:
         for name in sorted(names_of(code).read):
             if name in known or name not in builtins:
                 self.look(known, name, name)
+        for name in sorted(names_of(code).modules):
+            self.imported(name, str(known.get("__package__") or ""))
         if value.__dict__:
             self.attributes_of(value, value.__dict__, label, every=False)
 
@@ -282,6 +293,14 @@ class Walk:
             for name in sorted(self.attributes & value.__dict__.keys()):
                 if not name.startswith("__"):
                     self.look(value.__dict__, name, f"{value.__name__}.{name}")
+
+    def imported(self, name: str, package: str) -> None:
+        """A module that a function imports, or asks for by name: as it is called, or from a package around."""
+        around = package.split(".") if package else []
+        for depth in range(len(around) + 1):
+            full = ".".join([*around[:depth], *filter(None, [name])])
+            if isinstance(found := sys.modules.get(full), ModuleType) and is_theirs(origin_of_module(full)):
+                self.visit(found, full)
 
     def through(self, meaning: Any, parts: Iterable[Any], label: str) -> None:
         """What stands for others: they are what counts."""

@@ -20,6 +20,7 @@ from psg_fx.explain.readable import readable
 from psg_fx.frames import with_room_for_frames
 from psg_fx.graph import facts
 from psg_fx.graph.history import History
+from psg_fx.interrupts import deferred
 from psg_fx.passes.compile.compile import compile_graph
 from psg_fx.passes.compile.sizes import Background
 from psg_fx.program.ambient import ambient_key, isolated
@@ -30,6 +31,7 @@ from psg_fx.program.guard import Guard, Structure
 from psg_fx.program.key import call_key
 from psg_fx.program.program import Program
 from psg_fx.program.state import IN_PLACE, Tracked, refuse_hooks, tracked_parameters
+from psg_fx.program.untouched import untouched
 from psg_fx.source import warn
 from psg_fx.step import copies, own_code
 from psg_fx.step.mistakes import check_shapes
@@ -196,7 +198,7 @@ class PerSampleModule(nn.Module):
         key = (variant, structure.meaning, tracked.key, call_key(call), ambient)  # the parts are named in KEY_PARTS
         found = self._cache.find(key, call.batch_size())
         if found is None:
-            with isolated():
+            with deferred(), isolated():
                 found = self._cache.find(key, call.batch_size()) or self._capture(key, call, build, structure)
         if self._last is not found.step:  # a module looks at every attribute that is set
             self._last = found.step
@@ -210,7 +212,8 @@ class PerSampleModule(nn.Module):
             ask_ahead()
         self._cache.tell(key)
         why = self._cache.why(key, call.batch_size())
-        step, program = own_code.built(build, self.model, self.loss_fn, call)
+        with untouched(self.model, self.loss_fn):
+            step, program = own_code.built(build, self.model, self.loss_fn, call)
         program.release()
         guard = Guard(program.observed, [("the loss", self.loss_fn)], structure, step.binding.follow)
         known = facts.graph_facts(step.gm)

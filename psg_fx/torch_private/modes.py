@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch._C._dynamo.guards import TensorGuards
@@ -11,6 +12,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing as not_recorded
 from torch.nn.modules import module as of_modules
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _disable_current_modes as no_modes
 
 without_functions: Callable[[], contextlib.AbstractContextManager[None]] = torch._C.DisableTorchFunction
@@ -28,6 +30,10 @@ class no_grad:
 
     def __exit__(self, *_: object) -> None:
         torch._C._set_grad_enabled(self._before)
+
+
+is_transformed: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+"""Whether a tensor is one of a transformation of `torch.func`."""
 
 
 @contextlib.contextmanager
@@ -49,6 +55,34 @@ def no_function_modes() -> Iterator[None]:
     finally:
         for mode in reversed(modes):
             torch._C._push_on_torch_function_stack(mode)
+
+
+@contextlib.contextmanager
+def no_saved_tensor_hooks() -> Iterator[None]:
+    """Without the hooks through which autograd keeps tensors (`torch.autograd.graph.saved_tensors_hooks`; those of
+    `torch.utils.checkpoint`) for a while.
+    """
+    taken: list[tuple[Any, Any]] = []
+    top: Callable[[bool], tuple[Any, Any] | None] = torch._C._autograd._top_saved_tensors_default_hooks
+    while (hooks := top(True)) is not None:
+        taken.append(hooks)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for hooks in reversed(taken):
+            torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+
+
+@contextlib.contextmanager
+def no_cached_parametrizations() -> Iterator[None]:
+    """Without the values that `torch.nn.utils.parametrize.cached()` keeps for a while, and without keeping any."""
+    depth = parametrize._cache_enabled
+    parametrize._cache_enabled -= depth
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled += depth
 
 
 @contextlib.contextmanager
@@ -96,11 +130,14 @@ def tensor_guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 __all__ = [
     "autocast_key",
     "enable_python_dispatcher",
+    "is_transformed",
+    "no_cached_parametrizations",
     "no_function_modes",
     "no_functorch_levels",
     "no_grad",
     "no_modes",
     "no_module_tracker",
+    "no_saved_tensor_hooks",
     "not_recorded",
     "tensor_guards",
     "without_functions",

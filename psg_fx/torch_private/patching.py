@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+from psg_fx.interrupts import deferred
+
 _ABSENT = object()
 
 
@@ -55,22 +57,24 @@ def patched_here(owner: Any, name: str, replacement: Any) -> Iterator[None]:
     owner: a class, or a module whose function is replaced.
     """
     key, thread = (id(owner), name), threading.get_ident()
-    with _LOCK:
-        if key not in _HERE:
-            _HERE[key] = _Here(owner, name)
-            _HERE[key].put()
-        here = _HERE[key]
-        here.mine.setdefault(thread, []).append(replacement)
+    here = None
     try:
+        with deferred(), _LOCK:
+            if key not in _HERE:
+                _HERE[key] = _Here(owner, name)
+                _HERE[key].put()
+            here = _HERE[key]
+            here.mine.setdefault(thread, []).append(replacement)
         yield
     finally:
-        with _LOCK:
-            here.mine[thread].pop()
-            if not here.mine[thread]:
-                del here.mine[thread]
-            if not here.mine:
-                here.take_away()
-                del _HERE[key]
+        if here is not None:
+            with deferred(), _LOCK:
+                here.mine[thread].pop()
+                if not here.mine[thread]:
+                    del here.mine[thread]
+                if not here.mine:
+                    here.take_away()
+                    del _HERE[key]
 
 
 @contextlib.contextmanager
@@ -129,20 +133,22 @@ def code_replaced_here(
     """
     assert isinstance(function, FunctionType)
     name, thread = f"{function.__module__}.{function.__qualname__}", threading.get_ident()
-    with _LOCK:
-        if name not in _SWAPPED:
-            own = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
-            _SWAPPED[name] = _Swapped(function.__code__, own)
-            function.__code__ = _dispatch.__code__.replace(co_name=name)
-        found = _SWAPPED[name]
-        found.mine.setdefault(thread, []).append(made(found.own))
+    found = None
     try:
+        with deferred(), _LOCK:
+            if name not in _SWAPPED:
+                own = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+                _SWAPPED[name] = _Swapped(function.__code__, own)
+                function.__code__ = _dispatch.__code__.replace(co_name=name)
+            found = _SWAPPED[name]
+            found.mine.setdefault(thread, []).append(made(found.own))
         yield
     finally:
-        with _LOCK:
-            found.mine[thread].pop()
-            if not found.mine[thread]:
-                del found.mine[thread]
-            if not found.mine:
-                function.__code__ = found.code
-                del _SWAPPED[name]
+        if found is not None:
+            with deferred(), _LOCK:
+                found.mine[thread].pop()
+                if not found.mine[thread]:
+                    del found.mine[thread]
+                if not found.mine:
+                    function.__code__ = found.code
+                    del _SWAPPED[name]

@@ -178,6 +178,68 @@ def _written_without_gradients(m: Any, x: Tensor) -> Tensor:
     return h
 
 
+def _written(write: Callable[[Tensor, Tensor], Any], grad: bool = False) -> Callable[[Any, Tensor], Tensor]:
+    """A tensor without a gradient that is written into by what has one."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h, target = m.a(x), torch.zeros_like(x)
+        with torch.set_grad_enabled(grad):
+            write(target, h)
+        found: Tensor = m.b(x) * (h - target).square() + target
+        return found
+
+    return forward
+
+
+def _by_column(target: Tensor, h: Tensor) -> None:
+    target[..., 0] = h[..., 0]
+    target[:, 1:3] += 2 * h[:, 1:3]
+
+
+def _by_parts(target: Tensor, h: Tensor) -> None:
+    first, _, last = target.split((2, 1, 2), 1)
+    first.add_(h[:, :2])
+    for row in last.unbind(1):
+        row.copy_(h[:, 0])
+
+
+def _in_two_steps(target: Tensor, h: Tensor) -> None:
+    changed = h.softmax(-1) * 2
+    target.transpose(1, 2)[:, 1:].mul_(0.5).add_(changed.transpose(1, 2)[:, 1:])
+    torch.mul(target[:, 0], h[:, 0], out=target[:, 0])
+
+
+def _adding(weight: nn.Parameter, write: Callable[[nn.Parameter, Tensor], None]) -> type[Function]:
+    """A function that leaves the gradient of a weight at the weight."""
+
+    class Adding(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x @ weight.detach()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            write(weight, x.flatten(0, 1).T @ g.flatten(0, 1))
+            return g @ weight.detach().T
+
+    return Adding
+
+
+def _by_assignment(weight: nn.Parameter, gradient: Tensor) -> None:
+    weight.grad = gradient if weight.grad is None else weight.grad + gradient
+
+
+def _by_attribute(weight: Any, gradient: Tensor) -> None:
+    weight.main_grad = gradient
+
+
+def _by_backward(weight: nn.Parameter, gradient: Tensor) -> None:
+    with torch.enable_grad():
+        torch.autograd.backward((weight * gradient).sum())
+
+
 def _assigned(m: Any, x: Tensor) -> Tensor:
     h: Tensor = m.a(x)
     h.data = 2 * h
@@ -201,6 +263,9 @@ EXACT: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "complex activations": lambda m, x: m.b(_real(Turned.apply(_complex(m.a(x))))),
     "a complex weight": lambda m, x: _real(_complex(m.b(x)) @ Turned.apply(_complex(m.a.weight)[:2])),
     "data": lambda m, x: m.b(x) * m.a(x).data,
+    "columns written under no_grad": _written(_by_column),
+    "parts written under no_grad": _written(_by_parts),
+    "views written under no_grad": _written(_in_two_steps),
     "detached in place before": lambda m, x: m.b(x * m.a(x).detach().detach_()),
 }
 X = torch.randn(3, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -240,6 +305,21 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], type[Exception], str]]
     "a write into .data": (
         lambda m, x: [h := m.a(x), h.data.clamp_(min=0.0)][0], NotYetSupported, "autograd does not see.*clamp_",
     ),
+    "a write into .detach() of zeros": (
+        _written(lambda t, h: t.detach()[:, 0].add_(h[:, 0]), grad=True), NotYetSupported, "does not see.*add_",
+    ),
+    "a write into .data of zeros": (
+        _written(lambda t, h: t.data.copy_(h), grad=True), NotYetSupported, "autograd does not see.*copy_",
+    ),
+    "a backward that writes to .grad": (
+        lambda m, x: _adding(m.b.weight, _by_assignment).apply(m.a(x)), NotYetSupported, r"writes to b\.weight\.grad",
+    ),
+    "a backward that writes to an attribute": (
+        lambda m, x: _adding(m.b.weight, _by_attribute).apply(m.a(x)), NotYetSupported, r"writes to b\.weight\.main_",
+    ),
+    "a backward with a backward": (
+        lambda m, x: _adding(m.b.weight, _by_backward).apply(m.a(x)), NotYetSupported, "Adding is not supported.*own",
+    ),
     "detached in place": (
         lambda m, x: [h := m.a(x), h.detach_(), m.b(x) * h][2], NotYetSupported, r"detaches a tensor in place.*detach_",
     ),
@@ -255,6 +335,15 @@ def test_refused(name: str) -> None:
     function, kind, text = REFUSED[name]
     with pytest.raises(kind, match=f"(?s){text}"):
         with_loss(Problem(Model(function).double(), X))
+
+
+@pytest.mark.parametrize("write", [_by_assignment, _by_attribute, _by_backward])
+def test_nothing_is_left_at_a_parameter(write: Callable[[Any, Tensor], None]) -> None:
+    model = Model(lambda m, x: _adding(m.b.weight, write).apply(m.a(x))).double()
+    with pytest.raises(NotYetSupported):
+        with_loss(Problem(model, X))
+    assert model.b.weight.grad is None
+    assert not vars(model.b.weight)
 
 
 def test_a_hook_on_a_parameter_is_refused() -> None:

@@ -1,0 +1,63 @@
+"""Ctrl-C during a first call: all of torch that was replaced is put back, and the next call is right."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import psg_fx
+from psg_fx.interrupts import deferred
+from psg_fx.torch_private import patching
+from support import oracle
+
+X, Y = torch.randn(4, 3, dtype=torch.float64), torch.tensor([0, 2, 1, 1])
+
+
+def interrupted(times: int, done: list[int]) -> None:
+    with deferred():
+        for k in range(times):
+            with deferred():
+                signal.raise_signal(signal.SIGINT)
+            done.append(k)
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_an_interrupt_comes_at_the_end(times: int) -> None:
+    """A second one at once."""
+    done: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(times, done)
+    assert done == [0]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+class Interrupting(nn.Module):
+    """A linear layer whose forward is interrupted, in the midst of the capture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.interrupts = nn.Linear(3, 3).double(), [True]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.interrupts[0]:
+            signal.raise_signal(signal.SIGINT)
+        out: torch.Tensor = self.layer(x)
+        return out
+
+
+def test_a_first_call_that_is_interrupted() -> None:
+    model = Interrupting()
+    step = psg_fx.transform(model, F.cross_entropy, backend="eager")
+    with pytest.raises(KeyboardInterrupt):
+        step(X, Y)
+    model.interrupts[0] = False
+    assert not patching._HERE
+    assert not patching._SWAPPED
+    assert sys.getprofile() is None
+    _, truth = oracle.loop_grads(model, F.cross_entropy, X, Y)
+    assert oracle.worst_error(step(X, Y).grads, truth) < 1e-12
