@@ -79,12 +79,14 @@ def _settled(program: Program, exported_from: Callable[[Program], Exported]) -> 
 def example_like(tensor: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
     """A tensor like `tensor` with `size` samples in `dim`, in the same memory order.  Its values mean nothing."""
     if dim is None:
-        return tensor.clone() if tensor.is_inference() else tensor.detach()
+        same = tensor.clone() if tensor.is_inference() else tensor.detach()
+        return same.requires_grad_(tensor.requires_grad)
     sizes = [size if d == dim else tensor.shape[d] for d in range(tensor.ndim)]
     strides, step = [1] * tensor.ndim, 1
     for d in reversed(memory_order(tensor)):
         strides[d], step = step, step * max(sizes[d], 1)
-    return tensor.new_empty_strided(sizes, strides).zero_()  # not a view: its base would be made fake as well
+    made = tensor.new_empty_strided(sizes, strides).zero_()  # not a view: its base would be made fake as well
+    return made.requires_grad_(tensor.requires_grad)
 
 
 def _rows(call: Call) -> list[tuple[int, int] | None]:

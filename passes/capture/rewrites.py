@@ -2,8 +2,9 @@
 
 `F.embedding_bag` gives its op the place of every bag in the flat batch.  `F.linear_cross_entropy` has an op that cuts
 the batch into pieces.  Transformer layers look into a mask whether it is causal, a hint that changes no value.
-`torch.cdist` goes by the number of rows.  `F.gaussian_nll_loss` and distributions look at values to check them.
-opt_einsum, where it is installed, orders a product of several tensors by their sizes, the batch size among them.
+`torch.cdist` goes by the number of rows.  `F.dropout` that drops nothing returns its input.  `F.gaussian_nll_loss` and
+distributions look at values to check them.  opt_einsum, where it is installed, orders a product of several tensors by
+their sizes, the batch size among them.
 """
 
 from __future__ import annotations
@@ -143,6 +144,18 @@ def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Te
         return t.expand([*both[:dim], t.shape[dim], *both[dim + 1 :]])
 
     return wide(input).gather(dim, wide(indices))
+
+
+@at_capture(F.dropout)
+def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """The input itself where nothing is dropped: under `torch.no_grad()` an op of it would have no gradient."""
+    return F.dropout(input, p, training, inplace) if training and p else input
+
+
+@at_capture(torch.dropout)
+def plain_dropout(input: Tensor, p: float, train: bool) -> Tensor:
+    """The same."""
+    return torch.dropout(input, p, train) if train and p else input
 
 
 @at_capture(torch.cdist)

@@ -22,6 +22,7 @@ from psg_fx.source import is_library
 from psg_fx.torch_private.export import without_checkpoints
 from psg_fx.torch_private.modes import without_functions
 from psg_fx.torch_private.patching import patched_here
+from psg_fx.torch_private.tracer import known_as_before
 
 from . import own_gradients
 
@@ -49,6 +50,8 @@ class _Writes(TorchFunctionMode):
             return own_gradients.recorded(*args, **(kwargs or {}))
         if func in _BACKWARD:
             raise _own_backward(func)
+        if func == _SET_DATA and args[1] is args[0]:  # as `module.to(x.dtype)` does where that changes nothing
+            return None
         if func == _SET_DATA or (func in _DETACH and args[0].requires_grad):
             raise _becomes_another(func)
         func = torch.Tensor.detach if func == _DATA else func
@@ -58,7 +61,8 @@ class _Writes(TorchFunctionMode):
                 raise computed_outside(outside[0])
             given = [t for t in given if not t.is_inference()]
             versions = [t._version for t in given]
-        result = func(*args, **(kwargs or {}))
+        with contextlib.nullcontext() if torch.is_grad_enabled() else known_as_before():
+            result = func(*args, **(kwargs or {}))
         with without_functions():
             written = [t for t, version in zip(given, versions, strict=True) if t._version != version]
             for tensor in written:

@@ -15,6 +15,7 @@ from psg_fx.graph.facts import SampleAxis
 from .gradients import OF_ALL, row_by_row
 from .table import Placement, sample_rule
 from .values import Op, symbolic_sizes
+from .windows import grouped_channels
 
 
 def _only(op: Op, axis: Placement, *wanted: bool) -> Placement:
@@ -72,14 +73,11 @@ def convolution_backward(op: Op) -> Placement:
         if axis is not None and (axis.dim != 0 or g.axis is None or x.axis is None):
             raise op.refuse(f"its sum runs over dim {axis.dim}, the sample dim")
         return _masked(op, _only(op, axis, True, False, False), None, None)
-    groups = op.number("groups", 1)
-    if (
-        op.raw("transposed") or g.axis != SampleAxis(1, 1, g.shape[1]) or x.axis != SampleAxis(1, 1, x.shape[1])
-        or weight.axis != SampleAxis(0, 1, weight.shape[0]) or weight.shape[1] * groups != x.shape[1]
-        or weight.shape[0] % groups or op.raw("groups") not in sizes
-    ):  # fmt: skip
+    channels = grouped_channels(op, weight, bool(op.raw("transposed")))
+    found = [v.axis if v.shape[1] == n else None for v, n in zip((x, g), channels, strict=True)]
+    if found != [SampleAxis(1, 1, n) for n in channels] or op.raw("groups") not in sizes:
         raise op.refuse("its groups are not those of single samples")
-    return _masked(op, x.axis, weight.axis, SampleAxis(0, 1, weight.shape[0]))
+    return _masked(op, x.axis, weight.axis, SampleAxis(0, 1, channels[1]))
 
 
 def _masked(op: Op, *found: Any) -> Placement:

@@ -42,28 +42,44 @@ def _kernel(op: Op, _: Argument) -> int:
 
 
 _CONVOLUTIONS = """
-    _convolution _convolution_mode conv_transpose1d conv_transpose2d conv_transpose3d
-    thnn_conv2d _slow_conv2d_forward slow_conv3d conv_depthwise3d _conv_depthwise2d mkldnn_convolution cudnn_convolution
-    cudnn_convolution_transpose miopen_convolution slow_conv_dilated2d slow_conv_transpose2d
+    _convolution _convolution_mode thnn_conv2d _slow_conv2d_forward slow_conv3d conv_depthwise3d _conv_depthwise2d
+    mkldnn_convolution cudnn_convolution cudnn_convolution_transpose miopen_convolution slow_conv_dilated2d
+    slow_conv_transpose2d
 """
 _by_rows = leading(_kernel, "its sum runs over")
 sample_rule(*_CONVOLUTIONS.split(), proof="convolution")(_by_rows)
 
 
-@sample_rule("conv1d", "conv2d", "conv3d", "convolution", proof="convolution", sizes=True)
+_TRANSPOSED = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+
+
+@sample_rule("conv1d", "conv2d", "conv3d", *_TRANSPOSED, "convolution", proof="convolution", sizes=True)
 def convolution(op: Op) -> Placement:
-    """The samples are rows of x, or groups of its channels: x `[N, B·C, ..]`, kernels `[B·O, C/g, ..]`, B·g groups."""
+    """The samples are rows of x, or groups of its channels: x `[N, B·C, ..]`, kernels `[B·O, C/g, ..]`, B·g groups;
+    transposed: kernels `[B·C, O/g, ..]`.
+    """
     x, weight, bias = _main(op), op.need("weight"), op.value("bias")
+    transposed = bool(op.raw("transposed", op.name.removeprefix("aten.") in _TRANSPOSED))
     sizes = symbolic_sizes(op.node, op.batch)
     if sizes != [op.raw("groups")]:
         if sizes:
             raise op.refuse(f"its argument %{sizes[0].name} depends on the batch size")
-        return _by_rows(op) if weight.axis is None else _own_kernels(op, x, weight, bias)
-    groups, own = op.number("groups", 1), SampleAxis(0, 1, weight.shape[0])
-    apart = x.axis == SampleAxis(1, 1, x.shape[1]) and weight.axis == own and (bias is None or bias.axis == own)
-    if op.raw("transposed", False) or not apart or weight.shape[1] * groups != x.shape[1] or weight.shape[0] % groups:
+        return _by_rows(op) if weight.axis is None or transposed else _own_kernels(op, x, weight, bias)
+    channels, made = grouped_channels(op, weight, transposed)
+    if bias is not None and bias.axis != SampleAxis(0, 1, made):
+        raise op.refuse("its bias does not hold the samples where its kernels do")
+    if x.axis != SampleAxis(1, 1, channels) or x.shape[1] != channels:
         raise op.refuse("its groups are not those of single samples")
-    return SampleAxis(1, 1, weight.shape[0])
+    return SampleAxis(1, 1, made)
+
+
+def grouped_channels(op: Op, weight: Argument, transposed: bool) -> tuple[int, int]:
+    """How many channels a sample's kernels read and make, where each sample has groups and kernels of its own."""
+    groups, rows = op.number("groups", 1), weight.shape[0]
+    if weight.axis != SampleAxis(0, 1, rows) or rows % groups:
+        raise op.refuse("its groups are not those of single samples")
+    others = weight.shape[1] * groups
+    return (rows, others) if transposed else (others, rows)
 
 
 def _own_kernels(op: Op, x: Argument, weight: Argument, bias: Argument | None) -> Placement:

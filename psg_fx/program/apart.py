@@ -14,7 +14,7 @@ from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.program.batch_dim import BatchDim, dims_of
 from psg_fx.program.call import SAMPLES, Call, check_rows, samples_of
 from psg_fx.program.key import call_key
-from psg_fx.program.objects import describe
+from psg_fx.program.objects import describe, has_own_functions
 from psg_fx.program.packed import Member, padded
 from psg_fx.program.rows import Rows, row_axes
 from psg_fx.program.values import Once
@@ -203,6 +203,10 @@ def _refuse_other_kinds(tensor: torch.Tensor, name: str) -> None:
             fix="call the step outside of it: it has the gradients of all samples at once; for derivatives of what the "
             "model itself returns, transform the model",
         )  # fmt: skip
+    elif has_own_functions(tensor):
+        kind = type(tensor).__name__
+        why = f"a graph has torch's ops, and {kind} has others for some"
+        what = f"a {kind}", why, f"pass {name}.as_subclass(torch.Tensor)"
     elif tensor.is_meta:
         what = "on the meta device", "it has a shape and no values", "pass a tensor on a device that computes"
     else:

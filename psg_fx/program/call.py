@@ -93,6 +93,8 @@ class Call:
 
     @functools.cached_property
     def _batch_size(self) -> int:
+        if not self.tensors:
+            raise _no_tensor([type(value).__name__ for _, value in self.constants])
         found = {t.shape[d] for t, d in zip(self.tensors, self.dims, strict=True) if d is not None}
         if len(found) == 1:
             return found.pop()
@@ -100,7 +102,7 @@ class Call:
         if not sizes:
             raise BadArgument(
                 "no input carries the samples", where="transform(batch_dim=...)",
-                why="every tensor input has batch_dim None or there is no tensor input",
+                why="every tensor input has batch_dim None",
                 fix="give the sample dim of at least one input in batch_dim",
             )  # fmt: skip
         listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
@@ -147,3 +149,12 @@ def check_rows(call: Call) -> None:
                 fix="pass a tensor of ints with an entry for each row; psg_fx.Rows.from_offsets(name) for where each "
                 "sample begins",
             )  # fmt: skip
+
+
+def _no_tensor(kinds: Sequence[str]) -> BadArgument:
+    return BadArgument(
+        "no tensor is among the inputs and targets", where="step(inputs, targets)",
+        why=f"they are of {', '.join(dict.fromkeys(kinds))}" if kinds else "there are none",
+        fix="torch.from_numpy(x) for an array; a class that holds tensors is looked into once torch knows it "
+        "(torch.utils._pytree.register_dataclass)",
+    )  # fmt: skip

@@ -133,7 +133,8 @@ class Effects:
         """
         changes = self.undo(observed)
         if not _equal(self._draws, _numpy_state()) or any(drawn(g) != state for g, state in self._reached.generators):
-            raise changing("a random number of numpy's", "the model or the loss")
+            line = line_naming(iter(observed.code), "random")
+            raise changing("a random number of numpy's", line or "the model or the loss")
         written, tensors = [], []
         for holder, now in changes:
             if not holder.keyed:

@@ -22,6 +22,19 @@ def describe(tensor: torch.Tensor) -> Any:
     return type(tensor), tensor.shape, strides, tensor.dtype, tensor.device, tensor.requires_grad
 
 
+def has_own_functions(tensor: torch.Tensor) -> bool:
+    """Whether torch's functions do something else on the tensor, by a `__torch_function__` of its class: of a class
+    that torch itself knows how to trace, or that says it has torch's own results, it does not count.
+    """
+    kind = type(tensor)
+    own: Any = kind.__torch_function__
+    ordinary = (torch.Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]
+    return getattr(own, "__func__", own) not in ordinary and not kind.__module__.startswith(_TRACED)
+
+
+_TRACED = ("torch._subclasses", "torch.distributed", "torch.nn.parameter", "torchvision.tv_tensors")
+
+
 def contents(cell: types.CellType) -> Any:
     """What a closure's cell holds, or MISSING."""
     try:

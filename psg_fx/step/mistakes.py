@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.planner.plan import Plan
 from psg_fx.program.call import Call
+from psg_fx.program.objects import has_own_functions
 from psg_fx.torch_private import sharded
 
 _QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")
@@ -128,9 +129,16 @@ def require_a_gradient(plan: Plan) -> None:
         )  # fmt: skip
 
 
-def check_shapes(model: nn.Module) -> None:
-    """Refuse a model whose layers wait for their first inputs."""
+def check_tensors(model: nn.Module) -> None:
+    """Refuse a model whose layers wait for their first inputs, or whose tensors have functions of their own."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if has_own_functions(tensor) and not is_lazy(tensor):
+            kind = type(tensor).__name__
+            raise NotYetSupported(
+                f"{name} is a {kind}, which has a __torch_function__ of its own", where=name,
+                why=f"a graph has torch's ops, and {kind} has others for some",
+                fix="use a plain nn.Parameter or tensor, and write what the class does in the forward pass",
+            )  # fmt: skip
         if is_lazy(tensor):
             raise BadArgument(
                 f"{name} is not initialised", where="transform(model)",

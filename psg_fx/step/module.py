@@ -34,7 +34,7 @@ from psg_fx.program.state import IN_PLACE, Tracked, refuse_hooks, tracked_parame
 from psg_fx.program.untouched import untouched
 from psg_fx.source import warn
 from psg_fx.step import copies, own_code
-from psg_fx.step.mistakes import check_shapes
+from psg_fx.step.mistakes import check_tensors
 from psg_fx.step.settings import Settings
 from psg_fx.torch_private.ahead import ask_ahead
 
@@ -177,7 +177,7 @@ class PerSampleModule(nn.Module):
                 found = self._structure
                 if found is None or not found[0].holds():
                     roots = [m for m in (self.model, self.loss_fn) if isinstance(m, nn.Module)]
-                    check_shapes(self.model)
+                    check_tensors(self.model)
                     found = Structure(roots), tracked_parameters(self.model, self.settings.params)
                     self._structure = found
         structure, tracked = found

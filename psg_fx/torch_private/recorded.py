@@ -184,7 +184,8 @@ def _track(out: Any, proxy: Proxy, tracer: Any) -> None:
     if type(out) is not FakeTensor or _has_new_symbols(out, tracer):
         proxy_tensor.track_tensor_tree(out, proxy, constant=None, tracer=tracer)
         return
-    tracer.tensor_tracker[out] = proxy_tensor._ProxyTensor(proxy, None)
+    if out not in tracer.tensor_tracker or not proxy_tensor._is_proxy_tensor_update_tensor_tracker_disabled():
+        tracer.tensor_tracker[out] = proxy_tensor._ProxyTensor(proxy, None)
     proxy.node.meta["val"] = proxy_tensor.snapshot_fake(out)
 
 

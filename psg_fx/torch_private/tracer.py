@@ -32,6 +32,14 @@ def lazy_sizes() -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if found is None else found()
 
 
+known_as_before: Callable[[], contextlib.AbstractContextManager[None]] = (
+    proxy_tensor._proxy_tensor_disable_update_tensor_tracker
+)
+"""While open, a tensor that an op returns as it was given (`x.float()` of float32) is still the node that it was: under
+`torch.no_grad()` it would be one of a region without gradients from then on.
+"""
+
+
 def trace_fakes(function: Callable[..., Any], arguments: Sequence[Any], **options: Any) -> GraphModule:
     """`make_fx(function, tracing_mode="symbolic")(*arguments)` for fake tensors, which are not made fake again.
 

@@ -96,7 +96,7 @@ ROWS: dict[str, Row] = {
     ),
     "no-samples-dim": (
         lambda: step(batch_dim=None)(X, Y), BadArgument, "no input carries the samples", "transform(batch_dim=...)",
-        "every tensor input has batch_dim None or there is no tensor input",
+        "every tensor input has batch_dim None",
         "give the sample dim of at least one input in batch_dim",
     ),
     "sizes-disagree": (

@@ -83,6 +83,9 @@ APART: dict[str, Program] = {
     "kernels of each sample as groups": lambda x: F.conv1d(
         x.view(1, -1, 3), x[:, :4].reshape(-1, 1, 2), groups=2 * x.shape[0]
     ).view(-1, 4),
+    "transposed kernels of each sample as groups": lambda x: F.conv_transpose1d(
+        x.view(1, -1, 3), x[:, :4].reshape(-1, 1, 2), x[:, 4:].reshape(-1), stride=2, groups=2 * x.shape[0]
+    ).view(-1, 12),
     "interleaved numbers of samples": lambda x: x.sum(1).repeat_interleave(2).view(-1, 2),
     "interleaved samples": lambda x: x.repeat_interleave(3, 0).view(x.shape[0], 3, 6),
     "tiled samples": lambda x: x.repeat(3, 1).view(3, x.shape[0], 6).sum(0),
@@ -206,6 +209,9 @@ MIXED: dict[str, Program] = {
     "shared rows folded in another order": lambda x: TABLE[0].expand(x.shape[0], 6).reshape(-1) + x.t().reshape(-1),
     "msort": lambda x: x.msort(),
     "kernels of other samples as groups": lambda x: F.conv1d(
+        x.view(-1, 2, 3).transpose(0, 1).reshape(1, -1, 3), x[:, :4].reshape(-1, 1, 2), groups=2 * x.shape[0]
+    ),
+    "transposed kernels of other samples as groups": lambda x: F.conv_transpose1d(
         x.view(-1, 2, 3).transpose(0, 1).reshape(1, -1, 3), x[:, :4].reshape(-1, 1, 2), groups=2 * x.shape[0]
     ),
     "one row of floats that all samples share": lambda x: x + TABLE[0].expand(x.shape[0], 6)[:1],
