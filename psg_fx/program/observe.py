@@ -27,7 +27,7 @@ from psg_fx.errors import NotYetSupported
 from psg_fx.program.code import Origin, is_theirs, origin, origin_of_code, source
 from psg_fx.program.stand_ins import StandIns
 from psg_fx.program.values import Same
-from psg_fx.torch_private.patching import patched_here
+from psg_fx.torch_private.patching import patched_here, seen_here
 
 
 @dataclass
@@ -42,9 +42,18 @@ class Observed:
     values: dict[Same, None] = field(default_factory=dict)
     hidden: tuple[nn.Module, ...] = ()
     refusal: NotYetSupported | None = None
+    made: dict[int, set[str]] = field(default_factory=dict)
+    """Attributes of modules that the code has set in this run before it read them: what they were does not count."""
+
+    def sets(self, module: nn.Module, name: str) -> None:
+        """An attribute of a module is set."""
+        if name not in self.reads.get(id(module), (module, ()))[1]:
+            self.made.setdefault(id(module), set()).add(name)
 
     def read(self, module: nn.Module, name: str) -> None:
         """An attribute of a module is read."""
+        if name in self.made.get(id(module), ()):
+            return
         known = self.reads.get(id(module))
         if known is None:
             if any(module is m for m in self.hidden):
@@ -110,8 +119,16 @@ def observing(found: Observed, stand_ins: StandIns) -> Iterator[None]:
             found.read(self, name)
         return original(self, name)
 
-    profile = _Profile(found)
-    with patched_here(nn.Module, "__getattribute__", read), _Apart(profile, found, stand_ins), profile:
+    def write(self: nn.Module, name: str, value: Any) -> None:
+        found.sets(self, name)
+        setting(self, name, value)
+
+    profile, setting = _Profile(found), seen_here(nn.Module, "__setattr__")
+    found.made.clear()
+    with (
+        patched_here(nn.Module, "__getattribute__", read), patched_here(nn.Module, "__setattr__", write),
+        _Apart(profile, found, stand_ins), profile,
+    ):  # fmt: skip
         yield
     if found.refusal is not None:
         raise found.refusal

@@ -10,7 +10,17 @@ from fuzz.program import Instruction, Misfit, Program, elaborate
 from fuzz.quantities import SETS
 
 FOLDED = ("fold.unfold_samples", "fold.block", "layer.linear", "layer.conv", "layer.norm")
-WEIGHTS = {"fold": 4, "view": 3, "gather": 1, "along": 3, "point": 3, "layer": 6, "attention": 1, "recurrent": 1}
+WEIGHTS = {
+    "fold": 4,
+    "view": 3,
+    "gather": 1,
+    "along": 3,
+    "point": 3,
+    "layer": 6,
+    "attention": 1,
+    "recurrent": 1,
+    "region": 1,
+}
 POOLS = ((1, 2, 3, 4), (2, 3), (3,), (2, 4), (2, 3, 5), (4, 6), (1, 3))
 MIXING = 0.12
 NONE = Instruction(-1, "")

@@ -18,7 +18,7 @@ from fuzz.source import script
 from fuzz.trial import trial
 from support.selection import one_in
 
-SEED, PROGRAMS, PROOFS, CHUNK = 0, 18, 80, 5
+SEED, PROGRAMS, PROOFS, CHUNK = 4, 18, 80, 5
 
 
 def explained(made: Program, found: Outcome) -> str:

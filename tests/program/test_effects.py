@@ -308,6 +308,29 @@ class Recurrent(nn.Module):
         return self.head(self.rnn(x)[0][:, -1])
 
 
+class Kept(nn.Module):
+    """It keeps a value, and reads what it has kept: what was there before does not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        self.kept, self.width = h.detach(), x.shape[1] * 2
+        out: Tensor = h * self.kept * self.width
+        return out
+
+
+def test_what_is_set_before_it_is_read() -> None:
+    model = Kept()
+    step = psg_fx.transform(model, F.cross_entropy, backend="eager")
+    for size in (4, 3, 2, 4):
+        step(X[:size], Y[:size])
+        assert torch.allclose(model.kept, model.layer(X[:size]))
+    assert len(step.captures) == 1
+
+
 def test_nothing_moved() -> None:
     """Other helpers on the same model leave its layers' lists in other objects that hold the same."""
     model, x = Recurrent().double(), X[:, None].repeat(1, 2, 1)
