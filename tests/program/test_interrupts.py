@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,6 +17,14 @@ from psg_fx.torch_private import patching
 from support import oracle
 
 X, Y = torch.randn(4, 3, dtype=torch.float64), torch.tensor([0, 2, 1, 1])
+
+
+@pytest.fixture(autouse=True)
+def _interrupts_are_raised() -> Iterator[None]:
+    """A process that was started in the background ignores them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def interrupted(times: int, done: list[int]) -> None:
