@@ -27,6 +27,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from psg_fx.errors import CaptureFailed, NotYetSupported, PsgError
 from psg_fx.graph import facts
 from psg_fx.graph.strides import free_of_strides, refuse_strides
+from psg_fx.graph.tracing import mutates
 from psg_fx.op_table import decomposition, decompositions
 from psg_fx.ops.autograd_function import as_one_op
 from psg_fx.program.effects import Written, require_same_places
@@ -279,9 +280,10 @@ def _write_detached(node: torch.fx.Node) -> None:
     """What a node of such a region writes has no gradient either, and not only what the region returns: in
     `with torch.no_grad(): target[:, 0] = h`, the target is a tensor from outside.
     """
-    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+    if not mutates(node):
         return
-    arguments = node.target._schema.arguments
+    op: Any = node.target
+    arguments = op._schema.arguments
     written = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
     with node.graph.inserting_before(node):
         read = partial(pytree.tree_map_only, torch.fx.Node, partial(_detached, node.graph))
