@@ -31,7 +31,6 @@ from psg_fx.program.guard import Guard, Structure
 from psg_fx.program.key import call_key
 from psg_fx.program.program import Program
 from psg_fx.program.state import IN_PLACE, Tracked, refuse_hooks, tracked_parameters
-from psg_fx.program.untouched import untouched
 from psg_fx.source import warn
 from psg_fx.step import copies, own_code
 from psg_fx.step.mistakes import check_tensors
@@ -212,8 +211,7 @@ class PerSampleModule(nn.Module):
             ask_ahead()
         self._cache.tell(key)
         why = self._cache.why(key, call.batch_size())
-        with untouched(self.model, self.loss_fn):
-            step, program = own_code.built(build, self.model, self.loss_fn, call)
+        step, program = own_code.built(build, self.model, self.loss_fn, call)
         program.release()
         guard = Guard(program.observed, [("the loss", self.loss_fn)], structure, step.binding.follow)
         known = facts.graph_facts(step.gm)

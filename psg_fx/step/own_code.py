@@ -19,6 +19,7 @@ from psg_fx.passes.capture.flexible import attention_as_formula
 from psg_fx.passes.capture.reasons import NOT_ONE_GRAPH, user_line
 from psg_fx.program.call import Call
 from psg_fx.program.packed import is_packed, packed
+from psg_fx.program.untouched import untouched
 from psg_fx.step.hints import function_of, parameters_of, with_hint
 from psg_fx.step.mistakes import check_model, check_values
 from psg_fx.torch_private.quiet import quiet
@@ -34,11 +35,12 @@ def built(build: Callable[[], _Made], model: nn.Module, loss_fn: Any, call: Call
 
     Raises:
         BadArgument: nothing was captured, and the code does not run on one sample without psg_fx either.
+        NotYetSupported: the code has written to gradients or attributes of the modules' tensors, which are put back.
     """
     check_model(model)
     check_values(model)
     try:
-        with quiet():
+        with untouched(model, loss_fn), quiet():
             return build()
     except CaptureFailed as refusal:
         found = _own_error(model, loss_fn, call) if refusal.what == NOT_ONE_GRAPH else None

@@ -12,6 +12,7 @@ from torch import nn
 from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.frames import with_room_for_frames
 from psg_fx.graph import facts
+from psg_fx.interrupts import deferred
 from psg_fx.program.ambient import isolated
 from psg_fx.program.call import Call
 from psg_fx.program.conditions import CONDITIONS
@@ -48,7 +49,7 @@ def export(
             "the batch has no samples", where="step.export(path, inputs, targets)",
             why="the file is tried out on them before it is kept", fix="pass one sample or more",
         )  # fmt: skip
-    with isolated():
+    with deferred(), isolated():
         step: CompiledStep = own_code.built(build, model, loss_fn, call)[0]
     gm = step.gm
     refuse(gm, call, step.part)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from types import CodeType, FunctionType, ModuleType
+from collections.abc import Callable, Hashable, Iterator
+from types import FunctionType, ModuleType
 from typing import Any
 
 from psg_fx.interrupts import deferred
@@ -14,13 +13,11 @@ from psg_fx.interrupts import deferred
 _ABSENT = object()
 
 
-class _Here:
-    """An attribute that some threads see as they have it, the last replacement first, and all others as it is."""
+class _Choices:
+    """What some threads see of something in place of the original: of each, the last replacement first."""
 
-    def __init__(self, owner: Any, name: str) -> None:
-        self.owner, self.name = owner, name
-        self.own = vars(owner).get(name, _ABSENT)
-        self.theirs = getattr(owner, name) if self.own is _ABSENT else self.own
+    def __init__(self, theirs: Any) -> None:
+        self.theirs = theirs
         self.mine: dict[int, list[Any]] = {}
 
     def choose(self) -> Any:
@@ -28,53 +25,88 @@ class _Here:
         mine = self.mine.get(threading.get_ident())
         return mine[-1] if mine else self.theirs
 
+    def put(self) -> None:
+        """From here on threads see what is chosen."""
+        raise NotImplementedError
+
+    def take_away(self) -> None:
+        """All is as it was."""
+        raise NotImplementedError
+
+
+class _Attribute(_Choices):
+    """An attribute of a class, or of a module."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.owner, self.name = owner, name
+        self.own = vars(owner).get(name, _ABSENT)
+        super().__init__(getattr(owner, name) if self.own is _ABSENT else self.own)
+
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         found = self.choose()
         return found.__get__(instance, owner) if hasattr(found, "__get__") else found
 
     def put(self) -> None:
-        """The owner has it."""
         is_module = isinstance(self.owner, ModuleType)
         setattr(self.owner, self.name, (lambda *args, **kwargs: self.choose()(*args, **kwargs)) if is_module else self)
 
     def take_away(self) -> None:
-        """The owner is as it was."""
         if self.own is _ABSENT:
             delattr(self.owner, self.name)
         else:
             setattr(self.owner, self.name, self.own)
 
 
-_HERE: dict[tuple[int, str], _Here] = {}
+class _Code(_Choices):
+    """The code of a function."""
+
+    def __init__(self, function: FunctionType) -> None:
+        self.function, self.code = function, function.__code__
+        super().__init__(FunctionType(self.code, function.__globals__, function.__name__, function.__defaults__))
+
+    def put(self) -> None:
+        self.function.__code__ = _dispatch.__code__.replace(co_name=_known_as(self.function))
+
+    def take_away(self) -> None:
+        self.function.__code__ = self.code
+
+
+_CHOICES: dict[Hashable, _Choices] = {}
 _LOCK = threading.Lock()
 
 
 @contextlib.contextmanager
-def patched_here(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    """While open, `owner.name` is the replacement in this thread; other threads do not see it, whichever of them opens
-    or closes its own first.
+def _replaced(key: Hashable, made: Callable[[], _Choices], replacement: Callable[[_Choices], Any]) -> Iterator[None]:
+    """While open, this thread sees the replacement; other threads do not, whichever of them opens or closes its own
+    first.  made: the choices of this key, where no thread has a replacement.
+    """
+    thread, choices = threading.get_ident(), None
+    try:
+        with deferred(), _LOCK:
+            if key not in _CHOICES:
+                found = made()
+                found.put()
+                _CHOICES[key] = found
+            choices = _CHOICES[key]
+            choices.mine.setdefault(thread, []).append(replacement(choices))
+        yield
+    finally:
+        if choices is not None:
+            with deferred(), _LOCK:
+                choices.mine[thread].pop()
+                if not choices.mine[thread]:
+                    del choices.mine[thread]
+                if not choices.mine:
+                    choices.take_away()
+                    del _CHOICES[key]
+
+
+def patched_here(owner: Any, name: str, replacement: Any) -> contextlib.AbstractContextManager[None]:
+    """While open, `owner.name` is the replacement in this thread.
 
     owner: a class, or a module whose function is replaced.
     """
-    key, thread = (id(owner), name), threading.get_ident()
-    here = None
-    try:
-        with deferred(), _LOCK:
-            if key not in _HERE:
-                _HERE[key] = _Here(owner, name)
-                _HERE[key].put()
-            here = _HERE[key]
-            here.mine.setdefault(thread, []).append(replacement)
-        yield
-    finally:
-        if here is not None:
-            with deferred(), _LOCK:
-                here.mine[thread].pop()
-                if not here.mine[thread]:
-                    del here.mine[thread]
-                if not here.mine:
-                    here.take_away()
-                    del _HERE[key]
+    return _replaced((id(owner), name), lambda: _Attribute(owner, name), lambda choices: replacement)
 
 
 @contextlib.contextmanager
@@ -90,28 +122,26 @@ def wrapped_here(owner: Any, name: str, made: Callable[[Any], Any]) -> Iterator[
 def seen_here(owner: Any, name: str) -> Any:
     """`owner.name` as this thread sees it now, for a replacement that calls it."""
     with _LOCK:
-        here = _HERE.get((id(owner), name))
-        return getattr(owner, name) if here is None or not isinstance(owner, ModuleType) else here.choose()
+        found = _CHOICES.get((id(owner), name))
+        return getattr(owner, name) if found is None or not isinstance(owner, ModuleType) else found.choose()
 
 
-@dataclass
-class _Swapped:
-    """A function with other code: its own, a function like it, and what each thread runs, the last asked for last."""
-
-    code: CodeType
-    own: Callable[..., Any]
-    mine: dict[int, list[Callable[..., Any]]] = field(default_factory=dict)
-
-    def choose(self) -> Callable[..., Any]:
-        """What the thread that asks runs."""
-        return self.mine.get(threading.get_ident(), [self.own])[-1]
+def code_replaced_here(
+    function: Callable[..., Any], made: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> contextlib.AbstractContextManager[None]:
+    """While open, calls of `function` in this thread run what `made` makes of it, whichever name they know it by
+    (`from module import function`): the function stays the same object, and has other code.
+    """
+    assert isinstance(function, FunctionType)
+    return _replaced(_known_as(function), lambda: _Code(function), lambda choices: made(choices.theirs))
 
 
-_SWAPPED: dict[str, _Swapped] = {}
+def _known_as(function: FunctionType) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
 
 
 def _dispatch(*args: Any, **named: Any) -> Any:
-    """The code of every such function, which runs among the globals of the function's module."""
+    """The code of every function with other code, which runs among the globals of the function's module."""
     import sys
 
     here = sys.modules["psg_fx.torch_private.patching"]
@@ -121,34 +151,5 @@ def _dispatch(*args: Any, **named: Any) -> Any:
 def swapped(name: str) -> Callable[..., Any]:
     """What this thread runs of the function with other code that is known by this name."""
     with _LOCK:
-        return _SWAPPED[name].choose()
-
-
-@contextlib.contextmanager
-def code_replaced_here(
-    function: Callable[..., Any], made: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Iterator[None]:
-    """While open, calls of `function` in this thread run what `made` makes of it, whichever name they know it by
-    (`from module import function`): the function stays the same object, and has other code.
-    """
-    assert isinstance(function, FunctionType)
-    name, thread = f"{function.__module__}.{function.__qualname__}", threading.get_ident()
-    found = None
-    try:
-        with deferred(), _LOCK:
-            if name not in _SWAPPED:
-                own = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
-                _SWAPPED[name] = _Swapped(function.__code__, own)
-                function.__code__ = _dispatch.__code__.replace(co_name=name)
-            found = _SWAPPED[name]
-            found.mine.setdefault(thread, []).append(made(found.own))
-        yield
-    finally:
-        if found is not None:
-            with deferred(), _LOCK:
-                found.mine[thread].pop()
-                if not found.mine[thread]:
-                    del found.mine[thread]
-                if not found.mine:
-                    function.__code__ = found.code
-                    del _SWAPPED[name]
+        chosen: Callable[..., Any] = _CHOICES[name].choose()
+    return chosen

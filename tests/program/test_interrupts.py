@@ -65,8 +65,7 @@ def test_a_first_call_that_is_interrupted() -> None:
     with pytest.raises(KeyboardInterrupt):
         step(X, Y)
     model.interrupts[0] = False
-    assert not patching._HERE
-    assert not patching._SWAPPED
+    assert not patching._CHOICES
     assert sys.getprofile() is None
     _, truth = oracle.loop_grads(model, F.cross_entropy, X, Y)
     assert oracle.worst_error(step(X, Y).grads, truth) < 1e-12
