@@ -6,6 +6,7 @@ The gradient of x holds the samples where x does.  Those of layers are in `layer
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from psg_fx.graph import sample_axis
 from psg_fx.graph.facts import SampleAxis
@@ -14,7 +15,7 @@ from .contractions import contraction
 from .reductions import reduced_over
 from .table import Placement, sample_rule
 from .values import Argument, Op, Result, broadcast, symbolic_sizes
-from .views import cut_bound
+from .views import cut_bound, every
 
 OF_ALL = "its gradient belongs to all samples together"
 
@@ -85,7 +86,7 @@ def select_backward(op: Op) -> Placement:
 
 @sample_rule("slice_backward", proof="view", sizes=True)
 def slice_backward(op: Op) -> Placement:
-    """Zeros but for a range of a dim; of the sample dim, only whole blocks of all samples."""
+    """Zeros but for a range of a dim; of the sample dim, only whole blocks of all samples, or the same of each one's."""
     g, out = op.need("grad_output"), op.out()
     dim = op.dim("dim", g.ndim)
     if g.axis is None:
@@ -95,8 +96,10 @@ def slice_backward(op: Op) -> Placement:
         if bounds:
             raise op.refuse(f"where it cuts dim {dim} depends on the batch size")
         return g.axis
+    if (step := op.raw("step", 1)) != 1 and every(op, step, g.axis.inner * step):
+        return replace(g.axis, inner=g.axis.inner * step)
     start, factor, inner = cut_bound(op, op.raw("start", 0), dim, out.factor), out.factor, g.axis.inner
-    if op.raw("step", 1) != 1 or start % inner or factor % inner:
+    if step != 1 or start % inner or factor % inner:
         raise op.refuse(f"it fills a part of dim {dim}, the sample dim, so some samples are left out")
     return SampleAxis(dim, factor // inner, inner)
 

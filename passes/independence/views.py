@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from psg_fx.graph import facts, sample_axis
@@ -161,7 +162,7 @@ def select(op: Op) -> Result:
 
 @sample_rule("slice", "slice_copy", "narrow", "narrow_copy", proof="view", sizes=True, index=True)
 def part(op: Op) -> Result:
-    """A range of a dim; of the sample dim, only whole blocks of all samples."""
+    """A range of a dim; of the sample dim, only whole blocks of all samples, or the same of each sample's rows."""
     x, out = op.need("self"), op.out()
     dim = op.dim("dim", x.ndim)
     if x.axis is None:
@@ -178,6 +179,10 @@ def part(op: Op) -> Result:
         return same_kind(x, x.axis)
     if (op.raw("start", 0), op.raw("end")) == (0, 1) and _same_integers(x):
         return Result(uniform=True)
+    if (step := op.raw("step", 1)) != 1:
+        if not every(op, step, x.axis.inner):
+            raise op.refuse(f"it takes one row in {step} of dim {dim}, the sample dim", _ONE)
+        return Result(replace(x.axis, inner=x.axis.inner // step), x.found.uniform)
     start, stop = _range(op, x, dim)
     if stop <= start:
         raise op.refuse(f"it takes no row of dim {dim}, the sample dim", _ONE)
@@ -197,10 +202,14 @@ def _is_integer(x: Argument) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex)
 
 
+def every(op: Op, step: int, inner: int) -> bool:
+    """Whether one row in `step` of the whole sample dim takes the same of each sample's `inner` rows."""
+    start, end = op.raw("start", 0) or 0, op.raw("end")
+    return inner % step == 0 and 0 <= start < step and (end is None or (isinstance(end, int) and end >= 2**31 - 1))
+
+
 def _range(op: Op, x: Argument, dim: int) -> tuple[int, int]:
     """The range as multiples of B; a bound without B is only allowed at 0 and at the end."""
-    if op.raw("step", 1) != 1:
-        raise op.refuse(f"it takes every {op.raw('step')}th row of dim {dim}, the sample dim", _ONE)
     first = cut_bound(op, op.raw("start", 0), dim, x.layout.factor)
     if "length" in op.args:
         return first, first + cut_bound(op, op.raw("length"), dim, x.layout.factor)

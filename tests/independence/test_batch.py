@@ -87,6 +87,8 @@ APART: dict[str, Program] = {
         x.view(1, -1, 3), x[:, :4].reshape(-1, 1, 2), x[:, 4:].reshape(-1), stride=2, groups=2 * x.shape[0]
     ).view(-1, 12),
     "interleaved numbers of samples": lambda x: x.sum(1).repeat_interleave(2).view(-1, 2),
+    "rows of each sample in turns": lambda x: x.view(-1, 3)[0::2] * x.view(-1, 3)[1::2],
+    "one row in two of four": lambda x: x[:, :4].reshape(-1, 1)[1::2].view(-1, 2),
     "interleaved samples": lambda x: x.repeat_interleave(3, 0).view(x.shape[0], 3, 6),
     "tiled samples": lambda x: x.repeat(3, 1).view(3, x.shape[0], 6).sum(0),
     "expanded constant": lambda x: x + TABLE[0].expand(x.shape[0], 6),
@@ -164,6 +166,10 @@ def test_samples_apart_are_accepted_and_rows_agree(name: str) -> None:
 
 
 MIXED: dict[str, Program] = {
+    "one sample in two": lambda x: x[::2],
+    "one row in four of two": lambda x: x.view(-1, 3)[::4],
+    "one row in two from the third on": lambda x: x.view(-1, 3)[2::2],
+    "one row in two up to the third": lambda x: x.view(-1, 3)[:3:2],
     "centred by the batch": lambda x: x - x.mean(0),
     "standardised by the batch": lambda x: x / (x.std(0) + 1),
     "logsumexp of the batch": lambda x: x - x.logsumexp(0, keepdim=True),

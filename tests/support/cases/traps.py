@@ -69,6 +69,12 @@ def _positions_by_mask(m: Any, ids: Tensor) -> Tensor:
 # --- shapes and orders ----------------------------------------------------------------------------------------------
 
 
+def _in_turns(m: Any, x: Tensor) -> Tensor:
+    """Two views of each sample, one after the other in one batch, compared."""
+    z = m.layer(x.flatten(0, 1))
+    return z[0::2] * z[1::2].tanh()
+
+
 def _folded(m: Any, x: Tensor) -> Tensor:
     b, t, d = x.shape
     return m.layer(x.reshape(b * t, d)).reshape(b, t, -1).mean(1)
@@ -302,6 +308,7 @@ TRAPS = [
          module=model(_positions_by_mask, tokens=lambda: nn.Embedding(3, 4),
                       positions=lambda: nn.Embedding(9, 4, padding_idx=0))),
     Case("traps/folded", x=SEQ, module=model(_folded, layer=linear())),
+    Case("traps/pairs-in-turns", x=(B, 2, 4), module=model(_in_turns, layer=linear())),
     Case("traps/folded-by-minus-one", x=SEQ, module=model(_flattened_by_minus_one, layer=linear())),
     Case("traps/time-major-inside", x=SEQ, module=model(_time_major_inside, layer=linear())),
     Case("traps/windows", x=(B, 4, 4, 4), module=model(_windows, q=linear(), k=linear(), v=linear())),
