@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from psg_fx.errors import NotYetSupported
 from psg_fx.program.code import line_of
+from psg_fx.program.program import Program
 from psg_fx.source import is_library
 from psg_fx.torch_private.export import without_checkpoints
 from psg_fx.torch_private.modes import without_functions
@@ -31,7 +32,8 @@ class _Writes(TorchFunctionMode):
     """Refuses an op that writes, unseen by autograd, into the memory of a tensor with a gradient.
 
     learning: the memory of such tensors, kept so that no other tensor takes its place.  detached: what was detached:
-    a tensor of its own to autograd, in the memory of another one.
+    a tensor of its own to autograd, in the memory of another one.  changed: memory that was written to through a
+    detached tensor, and the refusal of whatever reads the tensor with a gradient there from then on.
     """
 
     watching = True
@@ -40,6 +42,7 @@ class _Writes(TorchFunctionMode):
         super().__init__()
         self.learning: dict[int, torch.UntypedStorage] = {}
         self.detached: dict[int, torch.Tensor] = {}
+        self.changed: dict[int, NotYetSupported] = {}
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -67,16 +70,25 @@ class _Writes(TorchFunctionMode):
             written = [t for t, version in zip(given, versions, strict=True) if t._version != version]
             for tensor in written:
                 hidden = not (torch.is_grad_enabled() and tensor.requires_grad)
-                if hidden and (tensor.requires_grad or _place(tensor) in self.learning):
+                own = id(_seen_through(tensor)) in self.detached
+                if hidden and own and not tensor.requires_grad:
+                    self.changed.setdefault(_place(tensor), _hidden_write(func))
+                elif own or (hidden and (tensor.requires_grad or _place(tensor) in self.learning)):
                     raise _hidden_write(func)
-                if not hidden and id(_seen_through(tensor)) in self.detached:
-                    raise _hidden_write(func)
+            if _tensors(result):
+                self.require_unchanged(given)
             if func in (torch.Tensor.detach, torch.detach):
                 self.detached[id(result)] = result
             for tensor in (*given, *_tensors(result)):
                 if tensor.requires_grad:
                     self.learning.setdefault(_place(tensor), tensor.untyped_storage())
         return result
+
+    def require_unchanged(self, given: Any) -> None:
+        """Refuse to read a tensor whose value has changed and whose gradient has not."""
+        for tensor in _tensors(given) if self.changed else ():
+            if tensor.requires_grad and _place(tensor) in self.changed:
+                raise self.changed[_place(tensor)]
 
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
@@ -178,9 +190,18 @@ def _leave_inference(self: Any, *error: Any) -> None:
 @contextlib.contextmanager
 def seen_by_autograd() -> Iterator[None]:
     """Refuse hidden writes; `torch.inference_mode()` is `torch.no_grad()`; checkpointed blocks run as they are."""
-    inference = torch.inference_mode
+    inference, writes = torch.inference_mode, _Writes()
+
+    def forward(program: Program, tensors: list[torch.Tensor]) -> Any:
+        results = own(program, tensors)
+        with without_functions():
+            writes.require_unchanged(results)
+        return results
+
+    own = Program.forward
     with (
         patched_here(inference, "__enter__", _enter_inference),
-        patched_here(inference, "__exit__", _leave_inference), without_checkpoints(), _Writes(),
+        patched_here(inference, "__exit__", _leave_inference), patched_here(Program, "forward", forward),
+        without_checkpoints(), writes,
     ):  # fmt: skip
         yield

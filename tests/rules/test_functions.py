@@ -251,6 +251,21 @@ def _by_backward(weight: nn.Parameter, gradient: Tensor) -> None:
         torch.autograd.backward((weight * gradient).sum())
 
 
+def _threshold(m: Any, x: Tensor) -> Tensor:
+    """Small weights are nought: what they are computed from is not read again."""
+    h = m.a(x)
+    weight = h.exp().detach()
+    weight[weight < 1] = 0
+    weight /= weight.sum(-1, keepdim=True) + 1
+    return m.b(x) * weight * h
+
+
+def _cut(t: Tensor) -> Tensor:
+    t[..., 0] *= 2
+    t[:, 1:3].clamp_(max=0.1)
+    return t
+
+
 def _assigned(m: Any, x: Tensor) -> Tensor:
     h: Tensor = m.a(x)
     h.data = 2 * h
@@ -279,6 +294,9 @@ EXACT: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "views written under no_grad": _written(_in_two_steps),
     "given back under no_grad": _given_back,
     "moved to where it is": lambda m, x: m.a.to(x.dtype)(m.b(x).tanh()),
+    "written where it is detached": _threshold,
+    "written in parts where it is detached": lambda m, x: m.b(x) * _cut(m.a(x).tanh().detach()),
+    "written through .data": lambda m, x: m.b(x) * m.a(x).tanh().data.clamp_(min=0.0),
     "detached in place before": lambda m, x: m.b(x * m.a(x).detach().detach_()),
 }
 X = torch.randn(3, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -317,6 +335,9 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], type[Exception], str]]
     ),
     "a write into .data": (
         lambda m, x: [h := m.a(x), h.data.clamp_(min=0.0)][0], NotYetSupported, "autograd does not see.*clamp_",
+    ),
+    "a write into .detach() of what a view reads": (
+        lambda m, x: [h := m.a(x), v := h[..., 1:], _cut(h.detach()), v.exp()][3], NotYetSupported, "does not see.*=",
     ),
     "a write into .detach() of zeros": (
         _written(lambda t, h: t.detach()[:, 0].add_(h[:, 0]), grad=True), NotYetSupported, "does not see.*add_",
