@@ -45,10 +45,11 @@ from psg_fx.torch_private.recorded import quickly_recorded
 from psg_fx.torch_private.remembered import remembered_results
 from psg_fx.torch_private.tracer import without_tensor_meta
 
-from . import losses, quantised, recurrent_layers, rewrites, solves  # noqa: F401  (they say what ops are written as)
+from . import losses, parts, quantised, recurrent_layers, rewrites, solves  # noqa: F401  (they say what ops are written as)
 from .branches import Readings, watch_the_batch_size
+from .constants import constants_that_follow
 from .copies import writes_a_copy
-from .fixed_sizes import constants_that_follow, join, values_of
+from .fixed_sizes import join, values_of
 from .own_gradients import write_out
 from .reasons import NOT_ONE_GRAPH, capture_failed, failure_at, without_shapes
 from .rewrites import rewritten

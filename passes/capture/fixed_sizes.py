@@ -7,9 +7,7 @@ as ever.  The graph then serves the one batch size it was captured at: another o
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,20 +22,14 @@ from psg_fx.torch_private.fakes import symbolic_inputs
 from psg_fx.torch_private.functional import Functional
 from psg_fx.torch_private.modes import enable_python_dispatcher
 
+from .constants import Elements, Share, compute, number, share
+
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class Share:
-    """A number that is `factor` times the batch size, or (inverse) divided by it."""
-
-    factor: int | float
-    inverse: bool = False
 
 
 def join(
     graphs: Sequence[GraphModule], sizes: Sequence[int], tensors: Sequence[torch.Tensor], dims: Sequence[int | None],
-    constants: Mapping[str, Sequence[Any]],
+    constants: Mapping[str, Elements],
 ) -> GraphModule:  # fmt: skip
     """The first graph, its numbers that go with the batch size replaced by a symbol.
 
@@ -58,7 +50,7 @@ def join(
     shares = [_compare(column, place, sizes) for column in columns]
     batch = _write(first, shares, dims)
     for node in [n for n in first.graph.nodes if n.op == "placeholder" and n.name in constants]:
-        _compute(first, batch, node, constants[node.name])
+        compute(first, batch, node, constants[node.name])
     _describe(first, tensors, dims)
     return first
 
@@ -93,45 +85,6 @@ def values_of(exported: Functional, inputs: Sequence[torch.Tensor]) -> list[torc
     return [v.detach() for v in found]
 
 
-def constants_that_follow(programs: Sequence[Functional], sizes: Sequence[int]) -> dict[str, list[Any]]:
-    """The tensors that the code makes of the batch size outside the graph, as `torch.tensor(len(x))`: the name of the
-    placeholder -> its elements, flat, a `Share` where one goes with the batch size.
-    """
-    first = programs[0]
-    found: dict[str, list[Any]] = {}
-    for spec in first.graph_signature.input_specs:
-        values: list[Any] = [p.constants.get(spec.target or "") for p in programs]
-        if spec.kind is not InputKind.CONSTANT_TENSOR or not all(isinstance(v, torch.Tensor) for v in values):
-            continue
-        if any(v.shape != values[0].shape for v in values) or values[0].numel() > _FEW:
-            if not _same(values):
-                raise _of_the_batch_size(spec.target)
-        elif not _same(values):
-            exact = 4 * torch.finfo(values[0].dtype).eps if values[0].is_floating_point() else 0.0
-            rows = zip(*(v.flatten().tolist() for v in values), strict=True)
-            shares = [_share(row, sizes, exact) for row in rows]
-            if any(share is None for share in shares):
-                raise _of_the_batch_size(spec.target)
-            found[spec.arg.name] = shares
-    return found
-
-
-_FEW = 64
-"""A tensor of more elements is not taken apart."""
-
-
-def _same(values: Sequence[Any]) -> bool:
-    return all(v.shape == values[0].shape and torch.equal(v, values[0]) for v in values)
-
-
-def _of_the_batch_size(name: str | None) -> NotYetSupported:
-    return NotYetSupported(
-        "the code makes a tensor of the batch size outside the graph", where=f"the constant {name}",
-        why="it holds other values for another batch size, in no simple way",
-        fix="make it with torch.arange or torch.full",
-    )  # fmt: skip
-
-
 def _compare(column: Sequence[Node], place: Sequence[dict[Node, int]], sizes: Sequence[int]) -> list[Any]:
     """The flat arguments of a node, a `Share` where they go with the batch size."""
     first = column[0]
@@ -152,33 +105,14 @@ def _argument(node: Node, values: Sequence[Any], place: Sequence[dict[Node, int]
         raise _unlike(node, sizes)
     if all(type(v) is type(values[0]) and v == values[0] for v in values):
         return values[0]
-    share = _share(values, sizes, 1e-12)
-    if share is not None:
-        return share
+    found = share(values, sizes, 1e-12)
+    if found is not None:
+        return found
     raise NotYetSupported(
         f"{node.target} has a number that follows the batch size in no simple way", where=locate(node),
         why=f"it is {', '.join(f'{v} at B = {s}' for v, s in zip(values, sizes, strict=True))}",
         fix="use x.shape[0] itself, without int(), min() or max()",
     )  # fmt: skip
-
-
-def _share(values: Sequence[Any], sizes: Sequence[int], exact: float) -> Any:
-    """What a number is that had these values at these batch sizes: itself, c·B or c/B; None if it is none of them.
-
-    exact: up to which relative error floats count as equal.
-    """
-    if all(type(v) is type(values[0]) and v == values[0] for v in values):
-        return values[0]
-    if all(type(v) is int for v in values) and len({v / s for v, s in zip(values, sizes, strict=True)}) == 1:
-        return Share(values[0] // sizes[0])
-    if not all(type(v) is float for v in values):
-        return None
-    alone = sizes.index(1)  # the value that counts, to the last bit
-    for inverse in (False, True):
-        factors = [v * s if inverse else v / s for v, s in zip(values, sizes, strict=True)]
-        if max(abs(f - factors[alone]) for f in factors) <= exact * abs(factors[alone]):
-            return Share(factors[alone], inverse)
-    return None
 
 
 def _by_values(node: Node) -> NotYetSupported:
@@ -189,7 +123,7 @@ def _by_values(node: Node) -> NotYetSupported:
     )  # fmt: skip
 
 
-def _one_number(node: Node) -> NotYetSupported:
+def _onenumber(node: Node) -> NotYetSupported:
     return NotYetSupported(
         f"{node.target} takes no symbol for the batch size", where=locate(node),
         why="torch asks for the number itself to say what it makes, so its samples cannot be proven apart",
@@ -218,29 +152,9 @@ def _write(gm: GraphModule, shares: Sequence[list[Any]], dims: Sequence[int | No
         if not any(isinstance(v, Share) for v in flat):
             continue
         with gm.graph.inserting_before(node):
-            new = [_number(gm, batch, v) if isinstance(v, Share) else v for v in flat]
+            new = [number(gm, batch, v) if isinstance(v, Share) else v for v in flat]
         node.args, node.kwargs = pytree.tree_unflatten(new, pytree.tree_structure((node.args, node.kwargs)))
     return batch
-
-
-def _compute(gm: GraphModule, batch: Node, constant: Node, elements: Sequence[Any]) -> None:
-    """Let a tensor of numbers that go with the batch size be computed from it."""
-    value = constant.meta["val"]
-    with gm.graph.inserting_after(batch):
-        new = gm.graph.call_function(aten.view.default, (constant, list(value.shape)))
-    with gm.graph.inserting_before(new):
-        numbers = [_number(gm, batch, e) if isinstance(e, Share) else e for e in elements]
-        options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
-        parts = [gm.graph.call_function(aten.full.default, ([], number), options) for number in numbers]
-        stacked = gm.graph.call_function(aten.stack.default, (parts,))
-    constant.replace_all_uses_with(new)
-    new.args = (stacked, list(value.shape))
-
-
-def _number(gm: GraphModule, batch: Node, share: Share) -> Node:
-    if share.inverse:
-        return gm.graph.call_function(operator.truediv, (share.factor, batch))
-    return batch if share.factor == 1 else gm.graph.call_function(operator.mul, (batch, share.factor))
 
 
 class _Described(Interpreter):
@@ -270,5 +184,5 @@ def _describe(gm: GraphModule, tensors: Sequence[torch.Tensor], dims: Sequence[i
         described = _Described(gm, carrier)
         described.run(*fakes)
     if described.fixed is not None:
-        raise _one_number(described.fixed)
+        raise _onenumber(described.fixed)
     gm.recompile()

@@ -86,7 +86,7 @@ def select_backward(op: Op) -> Placement:
 
 @sample_rule("slice_backward", proof="view", sizes=True)
 def slice_backward(op: Op) -> Placement:
-    """Zeros but for a range of a dim; of the sample dim, only whole blocks of all samples, or the same of each one's."""
+    """Zeros but for a range of a dim; of the sample dim, only whole blocks, or the same of each sample's rows."""
     g, out = op.need("grad_output"), op.out()
     dim = op.dim("dim", g.ndim)
     if g.axis is None:

@@ -42,6 +42,11 @@ COUNTED = {
     "new_tensor of several": Row(
         head, lambda o, y: (total(o, y) / o.new_tensor([[len(o), 2.0], [0.1 * len(o), 1 / len(o)]])).sum(), flat
     ),
+    "places by range": Row(head, lambda o, y: -F.log_softmax(o, -1)[range(len(y)), y].mean(), classes),
+    "places by lists": Row(head, lambda o, y: -F.log_softmax(o, -1)[list(range(len(y))), [0] * len(y)].mean(), classes),
+    "a list as long as the batch": Row(
+        head, lambda o, y: (torch.tensor([0.5] * len(o), dtype=o.dtype)[:, None] * o - y).square().mean(), flat
+    ),
     "a float multiple": Row(head, lambda o, y: total(o, y) / (0.3 * len(o)), flat),
     "in the model": Row(program(lambda x, w: x @ w / torch.tensor(len(x)), w=(4, 3)), square, tokens),
     "interpolate": Row(conv, lambda o, y: F.interpolate(o, scale_factor=2.0).square().sum() / len(o), images),
@@ -71,9 +76,29 @@ def test_equals_the_loop(name: str) -> None:
     check_answer(ROWS[name])
 
 
+IN_PARTS = {
+    "chunks": Row(head, lambda o, y: (torch.cat([o, 2 * o]).chunk(2)[1] - y).square().mean(), flat),
+    "chunks of columns": Row(head, lambda o, y: (torch.cat([o, 2 * o], -1).chunk(2, -1)[1] - y).square().mean(), flat),
+    "a split": Row(head, lambda o, y: (torch.cat([o, 2 * o, o.sin()]).split(o.shape[0])[2] - y).square().mean(), flat),
+    "a split by name": Row(
+        head, lambda o, y: torch.split(torch.cat([o, o.sin()]), split_size_or_sections=o.shape[0], dim=0)[0].sum() / 7, flat
+    ),
+}
+
+
+@pytest.mark.filterwarnings("error:one graph for each batch size")
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_equal_parts_are_as_many_for_every_batch_size(name: str) -> None:
+    check_answer(IN_PARTS[name])
+
+
 REFUSED: dict[str, Refused] = {
     "a tensor of the length squared": (
         head, lambda o, y: total(o, y) / torch.tensor(len(o) ** 2), flat, NotYetSupported, "in no simple way",
+    ),
+    "squares of places": (
+        head, lambda o, y: (torch.tensor([i * i for i in range(len(o))])[:, None] * o - y).square().mean(), flat,
+        NotYetSupported, "torch.tensor([i * i",
     ),
     "two numbers": (
         head, lambda o, y: (o - y).square().mean(0)[:2], flat, BadArgument, "its shape is [2]",
