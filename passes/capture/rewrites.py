@@ -1,10 +1,10 @@
 """Functions that run as written here while the model is captured, because torch's own do not become a graph of samples.
 
-`F.embedding_bag` gives its op the place of every bag in the flat batch.  `F.linear_cross_entropy` has an op that cuts
-the batch into pieces.  Transformer layers look into a mask whether it is causal, a hint that changes no value.
-`torch.cdist` goes by the number of rows.  `F.dropout` that drops nothing returns its input.  `F.gaussian_nll_loss` and
-distributions look at values to check them.  opt_einsum, where it is installed, orders a product of several tensors by
-their sizes, the batch size among them.
+`F.linear_cross_entropy` has an op that cuts the batch into pieces.  Transformer layers look into a mask whether it is
+causal, a hint that changes no value.  `torch.cdist` goes by the number of rows.  `F.dropout` that drops nothing returns
+its input.  `F.gaussian_nll_loss` and distributions look at values to check them.  opt_einsum, where it is installed,
+orders a product of several tensors by their sizes, the batch size among them.  Generators of random numbers are refused
+but for the default one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import functools
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from types import FunctionType
 from typing import Any
 
@@ -31,78 +30,30 @@ from psg_fx.ops.experts import grouped_mm
 from psg_fx.program.code import users_line
 from psg_fx.torch_private.patching import code_replaced_here, patched_here
 
+from .bags import bags_of_rows
 from .flexible import attention_as_formula
 from .packed import Padding, packed_as_padded
-
-_WITH_ROWS = ContextVar("_WITH_ROWS", default=False)
 
 
 class _Rewritten(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if kwargs and kwargs.get("generator") is not None:
+            kwargs = _with_the_default_generator(func, kwargs)
         return (known(func).at_capture or func)(*args, **(kwargs or {}))
 
 
-@at_capture(F.embedding_bag)
-def embedding_bag(
-    input: Tensor, weight: Tensor, offsets: Tensor | None = None, max_norm: float | None = None, norm_type: float = 2,
-    scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False,
-    per_sample_weights: Tensor | None = None, include_last_offset: bool = False, padding_idx: int | None = None,
-) -> Tensor:  # fmt: skip
-    """y[b,:] = Σ_t w[b,t] W[ids[b,t],:] (sum), Σ_t W[ids[b,t],:] / T (mean), or the largest for each feature (max).
-
-    For ids `[B, T]`; or in calls with rows for ids `[R]` and offsets, bags of any length.  Ids equal to padding_idx
-    do not count; an empty bag is zero.
-    """
-    flat = input.dim() == 1 and offsets is not None and _WITH_ROWS.get()
-    if not (flat or (input.dim() == 2 and offsets is None)) or max_norm or mode not in ("sum", "mean", "max"):
-        return F.embedding_bag(
-            input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights,
-            include_last_offset, padding_idx,
-        )  # fmt: skip
-    if scale_grad_by_freq:
+def _with_the_default_generator(func: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    if kwargs["generator"] is not torch.default_generator:
         raise NotYetSupported(
-            "embedding_bag with scale_grad_by_freq", where="F.embedding_bag",
-            why="torch divides some of its gradients by the frequency of another token than theirs",
-            fix="use nn.Embedding(scale_grad_by_freq=True) and a sum over the tokens",
+            f"{getattr(func, '__name__', func)} draws from a generator of its own",
+            where=users_line(sys._getframe(2)),
+            why="a graph draws from the default generator, and no call would move this one on",
+            fix="leave generator out (torch.manual_seed sets the default one), or draw before the step and pass the "
+            "numbers as an input",
         )  # fmt: skip
-    rows = F.embedding(input, weight, padding_idx, sparse=sparse)
-    if per_sample_weights is not None:
-        if mode != "sum":
-            raise NotImplementedError(f"embedding_bag: per_sample_weights goes with mode='sum', not {mode!r}")
-        rows = rows * per_sample_weights.unsqueeze(-1)
-    if offsets is not None:
-        starts = (offsets[:-1] if include_last_offset else offsets).to(torch.int64).contiguous()
-        kept = None if padding_idx is None else input != padding_idx % weight.shape[0]
-        return _bags(rows, kept, starts, mode)
-    if input.shape[1] == 0:
-        return rows.sum(1)
-    if padding_idx is None:
-        return rows.sum(1) if mode == "sum" else rows.mean(1) if mode == "mean" else rows.max(1).values
-    kept = (input != padding_idx % weight.shape[0]).unsqueeze(-1)
-    if mode == "max":
-        largest = torch.where(kept, rows, float("-inf")).max(1).values
-        return torch.where(kept.any(1), largest, 0.0)
-    total = torch.where(kept, rows, 0.0).sum(1)
-    return total if mode == "sum" else total / kept.sum(1).clamp(min=1)
-
-
-def _bags(rows: Tensor, kept: Tensor | None, starts: Tensor, mode: str) -> Tensor:
-    """The rows of each bag, `[R, D]` -> `[B, D]`, those that are kept: their sum, mean, or largest for each feature."""
-    bag = torch.searchsorted(starts, torch.arange(rows.shape[0], device=rows.device), right=True) - 1
-    total = rows.new_zeros(starts.shape[0], rows.shape[1])
-    if kept is not None:
-        rows = torch.where(kept.unsqueeze(-1), rows, -math.inf if mode == "max" else 0.0)
-    if mode == "sum":
-        return total.index_add(0, bag, rows)
-    counts = rows.new_zeros(starts.shape[0])
-    ones = rows.new_ones(rows.shape[0]) if kept is None else kept.to(rows.dtype)
-    counts = counts.index_add(0, bag, ones).unsqueeze(-1)
-    if mode == "mean":
-        return total.index_add(0, bag, rows) / counts.clamp(min=1)
-    largest = total.scatter_reduce(0, bag.unsqueeze(-1).expand(-1, rows.shape[1]), rows, "amax", include_self=False)
-    return torch.where(counts > 0, largest, 0.0)
+    return {name: value for name, value in kwargs.items() if name != "generator"}
 
 
 def linear_cross_entropy(*args: Any, options: Any = None, **named: Any) -> Tensor:
@@ -304,9 +255,8 @@ def rewritten(rows: bool) -> Iterator[Padding]:
 
     How packed sequences are padded is known at the end.
     """
-    before = _WITH_ROWS.set(rows)
     with (
-        contextlib.ExitStack() as stack,
+        contextlib.ExitStack() as stack, bags_of_rows(rows),
         patched_here(transformer, "_detect_is_causal_mask", is_causal),
         patched_here(nn.TransformerEncoder, "forward", encoder),
         patched_here(torch.distributions.Distribution, "_validate_args", False),
@@ -316,7 +266,4 @@ def rewritten(rows: bool) -> Iterator[Padding]:
         for name in _NESTED:
             if isinstance(made := getattr(torch.nested, name, None), FunctionType):
                 stack.enter_context(code_replaced_here(made, lambda _: nested))
-        try:
-            yield padding
-        finally:
-            _WITH_ROWS.reset(before)
+        yield padding

@@ -123,11 +123,16 @@ def _require_none_packed(leaves: Iterable[Any]) -> None:
         )  # fmt: skip
 
 
+def holds_tensors(leaf: Any) -> bool:
+    """Whether an object that pytrees do not look into has attributes with tensors."""
+    held = list(getattr(leaf, "__dict__", {}).values())
+    return any(isinstance(v, torch.Tensor) for v in pytree.tree_leaves(held))
+
+
 def _require_no_tensors(leaves: Iterable[Any]) -> None:
     """Refuse objects that `pytree` does not look into and that hold tensors: those of the capture, not of a call."""
     for leaf in leaves:
-        held = list(getattr(leaf, "__dict__", {}).values())
-        if any(isinstance(v, torch.Tensor) for v in pytree.tree_leaves(held)):
+        if holds_tensors(leaf):
             raise NotYetSupported(
                 f"the model returns a {type(leaf).__name__} that holds tensors", where="the model's output",
                 why="torch.utils._pytree does not know the class, so its tensors are no outputs of the graph",

@@ -11,6 +11,7 @@ from torch import nn
 
 from psg_fx.errors import CaptureFailed, PsgError, SamplesMixed
 from psg_fx.program.call import Call
+from psg_fx.program.program import holds_tensors
 
 _ABOUT_MASKS = re.compile(r"mask|pad_token|padding")
 _ABOUT_EXPERTS = re.compile(r"expert|router")
@@ -18,7 +19,12 @@ _ABOUT_EXPERTS = re.compile(r"expert|router")
 
 def with_hint(refusal: PsgError, model: nn.Module, call: Call) -> PsgError:
     """The refusal, and what the model offers, where the refused line is about that."""
-    for hint in (_mask(refusal, model, call), _experts(refusal, model), _balance(refusal, model)):
+    for hint in (
+        _mask(refusal, model, call),
+        _experts(refusal, model),
+        _balance(refusal, model),
+        _objects(refusal, call),
+    ):
         if hint:
             fix = f"{hint}; or {refusal.fix}"
             return type(refusal)(refusal.what, where=refusal.where, why=refusal.why, fix=fix)
@@ -49,6 +55,17 @@ def _balance(refusal: PsgError, model: nn.Module) -> str:
     if not asked or not isinstance(refusal, SamplesMixed) or not _ABOUT_EXPERTS.search(refusal.where):
         return ""
     return "model.config.output_router_logits = False: the loss that balances experts is one of all samples"
+
+
+def _objects(refusal: PsgError, call: Call) -> str:
+    """Tensors in an object that pytrees do not look into are those of the capture, for every batch size."""
+    held = [type(value).__name__ for _, value in call.constants if holds_tensors(value)]
+    if not held or not isinstance(refusal, CaptureFailed):
+        return ""
+    return (
+        f"pass the tensors of the {held[0]} themselves, or say that it has some: "
+        f"torch.utils._pytree.register_dataclass({held[0]})"
+    )
 
 
 def function_of(thing: Any) -> Any:

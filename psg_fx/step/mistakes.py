@@ -130,7 +130,9 @@ def require_a_gradient(plan: Plan) -> None:
 
 
 def check_tensors(model: nn.Module) -> None:
-    """Refuse a model whose layers wait for their first inputs, or whose tensors have functions of their own."""
+    """Refuse a model whose layers wait for their first inputs, or whose tensors have functions of their own; and one in
+    which `torch.func.functional_call` has put other tensors.
+    """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if has_own_functions(tensor) and not is_lazy(tensor):
             kind = type(tensor).__name__
@@ -144,6 +146,13 @@ def check_tensors(model: nn.Module) -> None:
                 f"{name} is not initialised", where="transform(model)",
                 why="a lazy layer has its shape from the first inputs that it sees",
                 fix="call the model once on a batch before the step",
+            )  # fmt: skip
+    for name, tensor in model.named_parameters():
+        if not isinstance(tensor, nn.Parameter):
+            raise NotYetSupported(
+                f"in the place of the parameter {name} is a plain tensor", where=name,
+                why="a step reads the model's own parameters, and torch.func.functional_call puts others there",
+                fix="write the values into the parameters before the call, as model.load_state_dict(...) does",
             )  # fmt: skip
 
 

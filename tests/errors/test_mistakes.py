@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import psg_fx
-from psg_fx import BadArgument, NotYetSupported, SamplesMixed
+from psg_fx import BadArgument, CaptureFailed, NotYetSupported, SamplesMixed
 from support import oracle
-from support.small import OwnLoss, Several, mlp, step
+from support.small import OwnLoss, Several, WithLayer, mlp, step
 from support.texts import Row, check_refusal
 
 X, Y = torch.zeros(3, 4), torch.tensor([0, 1, 2])
@@ -147,6 +147,12 @@ ROWS: dict[str, Row] = {
         lambda: step(loss=None)(csr()), BadArgument, "input_0 is of the layout sparse csr", "input_0, of shape (3, 4)",
         NO_BLOCK, "pass input_0.to_dense()",
     ),
+    "other-tensors-for-one-call": (
+        lambda: torch.func.functional_call(step(), {"2.weight": torch.zeros(3, 5)}, (X, Y)), NotYetSupported,
+        "in the place of the parameter 2.weight is a plain tensor", "2.weight",
+        "a step reads the model's own parameters, and torch.func.functional_call puts others there",
+        "write the values into the parameters before the call, as model.load_state_dict(...) does",
+    ),
     "nested": (
         lambda: step()(nested()), BadArgument, "input_0 is nested", "input_0, 2 samples",
         "its samples differ in size, and a graph is for one size",
@@ -160,6 +166,20 @@ ROWS: dict[str, Row] = {
 @pytest.mark.parametrize("name", ROWS)
 def test_text(name: str) -> None:
     check_refusal(ROWS[name])
+
+
+def test_samples_in_an_object_that_pytrees_do_not_know() -> None:
+    class Batch:
+        def __init__(self, x: Tensor) -> None:
+            self.x = x
+
+    class Reading(WithLayer):
+        def forward(self, batch: Batch) -> Tensor:
+            out: Tensor = self.layer(batch.x)
+            return out
+
+    with pytest.raises(CaptureFailed, match=r"fix    pass the tensors of the Batch themselves, or .*dataclass"):
+        step(Reading())(Batch(X), Y)
 
 
 def test_a_list_of_inputs_is_positional() -> None:

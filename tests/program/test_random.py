@@ -53,7 +53,7 @@ class Noise(nn.Module):
         self.layer = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = torch.bernoulli(torch.full_like(x, 0.7))
+        kept = torch.bernoulli(torch.full_like(x, 0.7), generator=torch.default_generator)
         return self.layer(x + torch.randn_like(x)) * kept + torch.rand(x.shape[0], 3, 4, dtype=x.dtype)
 
 
@@ -192,3 +192,18 @@ def test_draws_that_have_a_gradient_are_refused() -> None:
 
     with pytest.raises(psg_fx.NotYetSupported, match=r"rrelu.* draws random numbers on the way of a parameter"):
         psg_fx.transform(Leaky().double(), F.cross_entropy, backend="eager")(X, Y)
+
+
+def test_draws_from_a_generator_of_its_own_are_refused() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.generator = nn.Linear(12, 3), torch.Generator()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.layer(x.flatten(1))
+            return out * torch.rand(out.shape, dtype=x.dtype, generator=self.generator)
+
+    text = r"(?s)rand draws from a generator of its own.*test_random.py:\d+: return out \* torch.rand"
+    with pytest.raises(psg_fx.NotYetSupported, match=text):
+        psg_fx.transform(Own().double(), F.cross_entropy, backend="eager")(X, Y)
