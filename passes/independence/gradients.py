@@ -118,9 +118,13 @@ def diagonal_backward(op: Op) -> Placement:
 
 @sample_rule("unfold_backward", proof="view", sizes=True)
 def unfold_backward(op: Op) -> Placement:
-    """ḡx[.., j, ..]: the sum over the windows of `dim` that hold place j."""
-    g = op.need("grad_in")
+    """ḡx[.., j, ..]: the sum over the windows of `dim` that hold place j; of the one window that `istft` has for all
+    samples, the same for each.
+    """
+    g, out = op.need("grad_in"), op.out()
     dim = op.dim("dim", g.ndim - 1)
+    if g.axis is None and out.dim is not None and out.dim != dim and g.shape[out.dim] == 1:
+        return Result(SampleAxis(out.dim, 1, out.factor), uniform=True)
     if g.axis is None:
         return _nothing(op, dim)
     if g.axis.dim in (dim, g.ndim - 1):

@@ -244,6 +244,13 @@ def _modes(m: Any, x: Tensor) -> Tensor:
     return torch.fft.irfft(kept, n=x.shape[1], dim=1, norm="ortho")
 
 
+def _denoised(m: Any, x: Tensor) -> Tensor:
+    """A mask on a spectrogram, back in time: the windows' sum, which torch divides by, is the same for all samples."""
+    window = torch.hann_window(8, dtype=x.dtype)
+    z = torch.stft(x, 8, 2, window=window, return_complex=True)
+    return torch.istft(z * m.layer(z.abs().transpose(1, 2)).sigmoid().transpose(1, 2), 8, 2, window=window)
+
+
 def _chosen(m: Any, x: Tensor) -> Tensor:
     return torch.where(m.layer(x) > m.threshold, m.high, m.low * x)
 
@@ -339,6 +346,7 @@ TRAPS = [
     Case("traps/custom-backward-of-a-weight", x=SEQ, vmap=False,
          module=model(lambda m, x: OwnLinear.apply(m.first(x).tanh(), m.second.weight, m.second.bias), first=linear(),
                       second=linear()), fallback=("second.weight", "second.bias")),
+    Case("traps/short-time-fourier", x=(B, 24), module=model(_denoised, layer=linear(5, 5))),
     Case("traps/fourier", x=SEQ, module=model(_spectrum, re=parameter(3, 4), im=parameter(3, 4)),
          fallback=("re", "im")),
     Case("traps/fourier-modes", x=SEQ, module=model(_modes, layer=linear(), re=parameter(2, 4), im=parameter(2, 4)),
