@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from psg_fx.errors import BadArgument
 from psg_fx.program.batch_dim import BatchDim
 from psg_fx.program.state import ParamFilter
 from psg_fx.quantities.base import Quantity
@@ -89,6 +90,11 @@ def transform(
         NotYetSupported: at the first call: the gradients exist, but cannot be computed exactly.
         CaptureFailed: at the first call: model and loss do not become one graph.
     """
+    if isinstance(model, PerSampleModule):
+        raise BadArgument(
+            "the model is a step", where="transform(model)", why="it computes gradients, and is no part of a graph",
+            fix="transform(step.model, step.loss_fn, quantities=...), with other quantities or options",
+        )  # fmt: skip
     sharded = is_sharded(model) or is_tensor_parallel(model)
     if not sharded:
         mistakes.check_model(model)

@@ -46,7 +46,7 @@ def watch_the_batch_size(found: Readings) -> Iterator[None]:
             return
         found.branches.append(place)
         alone = expression.subs(dict.fromkeys(expression.free_symbols, 1))
-        if alone in (sympy.true, sympy.false) and bool(alone) != result:
+        if (alone in (sympy.true, sympy.false) or alone.is_number) and bool(alone) != result:
             raise NotYetSupported(
                 "the code treats a batch of one sample differently", where=place,
                 why="the loss of a sample is that of a batch of one, and one graph holds one branch only",

@@ -28,6 +28,7 @@ from psg_fx.tensors import memory_order
 from psg_fx.torch_private.graphs import module_without_code
 
 from .export import Exported, export
+from .fills import write_fills
 from .writes import computed_outside
 
 _HINTS = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43)
@@ -139,6 +140,7 @@ def _flat(
     held: where the data of the parameters lie that the loss reaches through its closure -> their names.
     """
     gm = module_without_code(exported.graph_module, exported.graph_module.graph, "PerSample")
+    write_fills(gm)
     nodes = facts.placeholders(gm)
     constants: dict[str, torch.Tensor] = {}
     inputs = iter(range(len(call.tensors)))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -55,6 +56,8 @@ class _Writes(TorchFunctionMode):
             raise _own_backward(func)
         if func == _SET_DATA and args[1] is args[0]:  # as `module.to(x.dtype)` does where that changes nothing
             return None
+        if func in _SWITCHES:
+            _refuse_switch(func, args, kwargs or {})
         if func == _SET_DATA or (func in _DETACH and args[0].requires_grad):
             raise _becomes_another(func)
         func = torch.Tensor.detach if func == _DATA else func
@@ -68,7 +71,10 @@ class _Writes(TorchFunctionMode):
             result = func(*args, **(kwargs or {}))
         with without_functions():
             written = [t for t, version in zip(given, versions, strict=True) if t._version != version]
+            target = args[0] if args and any(t is args[0] for t in written) else None
             for tensor in written:
+                if target is not None and tensor is not target and _place(tensor) == _place(target):
+                    continue  # another tensor of the memory that is written, as in `q -= q.detach()`
                 hidden = not (torch.is_grad_enabled() and tensor.requires_grad)
                 own = id(_seen_through(tensor)) in self.detached
                 if hidden and own and not tensor.requires_grad:
@@ -95,6 +101,7 @@ _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 """`x.data` leaves no trace in a graph; `x.detach()` is the same value."""
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _DETACH = (torch.Tensor.detach_, torch.detach_)
+_SWITCHES = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 _BACKWARD = (torch.autograd.backward, torch.Tensor.backward)
 
 
@@ -142,6 +149,18 @@ def _hidden_write(func: Callable[..., Any]) -> NotYetSupported:
         why="under torch.no_grad(), or through .detach() or .data, its value changes and its gradient does not",
         fix="write into a clone, or say what is meant: h + (new - h).detach() has the value new and the gradient of h",
     )  # fmt: skip
+
+
+def _refuse_switch(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse to switch the gradient of a parameter, or of what depends on some, on or off."""
+    tensor, on = args[0], bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
+    if on != tensor.requires_grad and (tensor.requires_grad or isinstance(tensor, nn.Parameter)):
+        raise NotYetSupported(
+            f"the code switches a gradient {'on' if on else 'off'}", where=_line(func),
+            why="which parameters have gradients is known before a graph is made, and holds for all of it",
+            fix="where a module is to be frozen for some uses: torch.func.functional_call(module, {name: p.detach() "
+            "for name, p in module.named_parameters()}, x); switch it between calls, and the step follows",
+        )  # fmt: skip
 
 
 def _becomes_another(func: Callable[..., Any]) -> NotYetSupported:

@@ -21,6 +21,7 @@ from psg_fx.planner.evaluate import Evaluator
 from psg_fx.planner.groups import Group, groups
 from psg_fx.planner.plan import Plan
 from psg_fx.quantities.base import Quantity, Results, Weights
+from psg_fx.quantities.own import finished, weighing
 
 from .pieces import Pieces, rename
 
@@ -149,7 +150,7 @@ class Writer:
         def function(_: Counts, results: Results, extras: Mapping[str, torch.Tensor]) -> dict[Any, torch.Tensor]:
             found: dict[str, Mapping[str, torch.Tensor]] = {}
             for quantity in quantities:
-                found.update(quantity.weights(results, extras))
+                found.update(weighing(quantity, results, extras))
             names = [parameter.gradient.name for parameter in self.plan.parameters]
             return {(weights, name): of[name] for weights, of in found.items() for name in names}
 
@@ -215,7 +216,7 @@ def _finished(
     asked = {quantity.field for quantity in quantities}
     for quantity in quantities:
         count = counts.samples if quantity.over_samples else counts.rows
-        for field, value in quantity.finish(results, weights, count).items():
+        for field, value in finished(quantity, results, weights, count).items():
             if field != quantity.field and field in asked:
                 continue  # a by-product (the norms of a clipped sum) gives way to the quantity that is asked for it
             entries = value.items() if isinstance(value, Mapping) else [("", value)]

@@ -145,6 +145,11 @@ class Weighted(Linear):
         return "Σ_b c[b] g[b]" if self.weights else "Σ_b g[b]"
 
 
+def along_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What a direction for a parameter of this dtype is read in."""
+    return torch.float32 if dtype is torch.float16 else dtype
+
+
 @dataclass(frozen=True)
 class Along(Linear):
     """⟨g_b, v⟩ with a direction v for every parameter: name -> [B], or [B, K] with `count` = K directions.
@@ -170,7 +175,7 @@ class Along(Linear):
         else:
             given, recipe = [direction(name), *sources(term.prefix)], f"direction of {term.prefix.operand}"
             build = _shaped(sizes, push_forward(term, name, several))
-        leaf = Leaf("v", tuple(given), recipe, axes, sizes, dtype=g.leaves[0].dtype, build=build)
+        leaf = Leaf("v", tuple(given), recipe, axes, sizes, dtype=along_dtype(g.leaves[0].dtype), build=build)
         return Network((*g.leaves, leaf), (BATCH, *lead), g.scale, g.out)
 
     def shape(self, gradient: ParameterGradient, batch: Any) -> tuple[Any, ...]:

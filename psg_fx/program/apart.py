@@ -224,7 +224,7 @@ def _checked(dim: Any, tensor: torch.Tensor, name: str) -> Any:
         return dim
     if dim is None:
         return None
-    if not isinstance(dim, int) or not -tensor.ndim <= dim < tensor.ndim:
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -tensor.ndim <= dim < tensor.ndim:
         raise BadArgument(
             f"{name} has no dim {dim} for the samples", where=f"{name} of shape {tuple(tensor.shape)}",
             why=f"batch_dim says that its samples lie in dim {dim}",

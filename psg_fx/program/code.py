@@ -82,26 +82,31 @@ class Names:
     open: bool
 
 
-_OPENING = {"getattr", "attrgetter", "vars", "__dict__", "globals", "locals", "eval", "exec"}
+_OPENING = {
+    "getattr", "attrgetter", "methodcaller", "vars", "__dict__", "__getattribute__", "globals", "locals", "eval",
+    "exec", "asdict", "astuple", "fields", "getmembers",
+}  # fmt: skip
 
 
 @functools.cache
 def names_of(code: CodeType) -> Names:
     """The names in a code object."""
-    read, attributes, modules, texts = set(), set(), set(), set()
+    read, attributes, modules, texts, matches = set(), set(), set(), set(), False
     for inner in nested(code):
         texts |= {c for c in inner.co_consts if isinstance(c, str)}
+        texts |= {c for held in inner.co_consts if isinstance(held, tuple) for c in held if isinstance(c, str)}
         attributes |= {*inner.co_names, *filter(str.isidentifier, texts)}
         for instruction in dis.get_instructions(inner):
             if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
                 read.add(instruction.argval)
             elif instruction.opname == "IMPORT_NAME":
                 modules.add(instruction.argval)
+            matches |= instruction.opname == "MATCH_CLASS"  # by position: `__match_args__` has the names
     if "globals" in attributes:
         read |= texts
     if "modules" in attributes:
         modules |= texts
-    return Names(frozenset(read), frozenset(attributes), frozenset(modules), bool(_OPENING & attributes))
+    return Names(frozenset(read), frozenset(attributes), frozenset(modules), matches or bool(_OPENING & attributes))
 
 
 def nested(code: CodeType) -> Iterator[CodeType]:

@@ -21,10 +21,11 @@ from torch.utils import _pytree as pytree
 
 from psg_fx.errors import NotYetSupported
 from psg_fx.graph.facts import Entry, at, expr
+from psg_fx.program.asked import changing
 from psg_fx.program.code import line_naming, names_of
 from psg_fx.program.holders import Holder, Reached, drawn
 from psg_fx.program.objects import MISSING
-from psg_fx.program.observe import Observed, changing
+from psg_fx.program.observe import Observed
 from psg_fx.program.packed import is_packed
 
 _RESULT = object()

@@ -102,6 +102,7 @@ class Placed:
         self.codes = [part for f in walk.functions for part in _CODE(f)]
         self.named, self.items = walk.keys, walk.items
         self.hookless = walk.hookless
+        self.objects, self.kinds = [value for value, _ in walk.kinds], [kind for _, kind in walk.kinds]
         self.arrays, self.looked = walk.arrays, walk.looked
         self.holders, self.keys = [place[0] for _, place in lying], [place[1] for _, place in lying]
         own = {id(t) for t, _ in lying}
@@ -114,7 +115,8 @@ class Placed:
         """A question for each kind of places that there are: a small program has few kinds."""
         each: tuple[tuple[Sized, Callable[[], bool]], ...] = (
             (self.slots, self.slots.same), (self.absent, self.absent.same), (self.classes, self.classes.same),
-            (self.hookless, self._no_hooks), (self.cells, self._same_contents), (self.functions, self._same_codes),
+            (self.hookless, self._no_hooks), (self.objects, self._same_kinds),
+            (self.cells, self._same_contents), (self.functions, self._same_codes),
             (self.named, self._same_names), (self.items, self._same_items), (self.holders, self._same_tensors),
             (self.fixed, self._same_tensors), (self.arrays + self.looked, self._same_values),
         )  # fmt: skip
@@ -123,6 +125,7 @@ class Placed:
     def __len__(self) -> int:
         parts: tuple[Sized, ...] = (
             self.slots, self.absent, self.classes, self.cells, self.functions, self.named, self.items, self.hookless,
+            self.objects,
             self.holders, self.fixed, self.arrays, self.looked,
         )  # fmt: skip
         return sum(map(len, parts))
@@ -133,6 +136,9 @@ class Placed:
 
     def _no_hooks(self) -> bool:
         return not any(chain.from_iterable(map(_HOOKS, self.hookless)))
+
+    def _same_kinds(self) -> bool:
+        return all(map(operator.is_, map(type, self.objects), self.kinds))
 
     def _same_contents(self) -> bool:
         return all(map(operator.is_, map(contents, self.cells), self.contents))

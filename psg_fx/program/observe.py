@@ -10,12 +10,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import random
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from psg_fx.errors import NotYetSupported
+from psg_fx.program.asked import RANDOM, asked_of, asked_of_python, changing, hands_on
 from psg_fx.program.code import Origin, is_theirs, origin, origin_of_code, source
 from psg_fx.program.stand_ins import StandIns
 from psg_fx.program.values import Same
@@ -44,6 +43,8 @@ class Observed:
     refusal: NotYetSupported | None = None
     made: dict[int, set[str]] = field(default_factory=dict)
     """Attributes of modules that the code has set in this run before it read them: what they were does not count."""
+    born: dict[int, nn.Module] = field(default_factory=dict)
+    """Modules that the code has made in this run, as `nn.NLLLoss(weight)(output, y)` does: nothing of them counts."""
 
     def sets(self, module: nn.Module, name: str) -> None:
         """An attribute of a module is set."""
@@ -52,7 +53,7 @@ class Observed:
 
     def read(self, module: nn.Module, name: str) -> None:
         """An attribute of a module is read."""
-        if name in self.made.get(id(module), ()):
+        if name in self.made.get(id(module), ()) or id(module) in self.born:
             return
         known = self.reads.get(id(module))
         if known is None:
@@ -123,15 +124,27 @@ def observing(found: Observed, stand_ins: StandIns) -> Iterator[None]:
         found.sets(self, name)
         setting(self, name, value)
 
+    def make(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        found.born[id(self)] = self
+        making(self, *args, **kwargs)
+
     profile, setting = _Profile(found), seen_here(nn.Module, "__setattr__")
+    making: Callable[..., None] = seen_here(nn.Module, "__init__")
     found.made.clear()
-    with (
-        patched_here(nn.Module, "__getattribute__", read), patched_here(nn.Module, "__setattr__", write),
-        _Apart(profile, found, stand_ins), profile,
-    ):  # fmt: skip
-        yield
+    try:
+        with (
+            patched_here(nn.Module, "__getattribute__", read), patched_here(nn.Module, "__setattr__", write),
+            patched_here(nn.Module, "__init__", make), _Apart(profile, found, stand_ins), profile,
+        ):  # fmt: skip
+            yield
+    finally:
+        found.born.clear()
     if found.refusal is not None:
         raise found.refusal
+
+
+_ANSWERING = (Origin.STANDARD, Origin.COMPILER)
+"""Whose functions in Python say something of the world."""
 
 
 class _Profile:
@@ -161,67 +174,21 @@ class _Profile:
                 owner = self.known[code] = origin_of_code(code, frame.f_globals)
                 if is_theirs(owner):
                     self.found.code.setdefault(code, frame.f_globals)
-            if owner is Origin.STANDARD and (asked := _asked_of_python(frame)):
+            if owner in _ANSWERING and (asked := asked_of_python(frame)):
                 caller = frame.f_back
-                while caller is not None and origin(caller.f_code.co_filename) is Origin.STANDARD:
+                while caller is not None and hands_on(caller):
                     caller = caller.f_back
                 if caller is not None:
                     self._judge(asked, caller)
         elif event == "c_call":
-            self._judge(_asked(what), frame)
+            self._judge(asked_of(what), frame)
 
     def _judge(self, asked: str, frame: FrameType) -> None:
         if not asked or self.found.refusal is not None:
             return
         owner = self.known.get(frame.f_code) or origin_of_code(frame.f_code, frame.f_globals)
-        if owner is Origin.USER or (owner is Origin.PACKAGE and asked == _RANDOM):
+        if owner is Origin.USER or (owner is Origin.PACKAGE and asked == RANDOM):
             self.found.refusal = changing(asked, source(frame.f_code.co_filename, frame.f_lineno))
-
-
-_RANDOM = "a random number of Python's"
-_FIXES = {
-    _RANDOM: "draw with torch.rand, torch.randn or torch.randint inside the code, or pass the number as an input",
-}
-
-
-def changing(asked: str, where: str) -> NotYetSupported:
-    """The refusal of a value that is another one at every call."""
-    return NotYetSupported(
-        f"the code asks for {asked}", where=where,
-        why="a graph would hold the value of the first call for ever",
-        fix=_FIXES.get(asked, "ask outside of the model and the loss, and pass what comes as a tensor"),
-    )  # fmt: skip
-
-
-_CLOCKS = {getattr(time, name) for name in dir(time) if name.endswith(("time", "time_ns", "counter", "counter_ns"))
-           or name.startswith("monotonic")}  # fmt: skip
-
-
-def _asked(what: Any) -> str:
-    """What a built-in function asks of the world beside its arguments, or ""."""
-    owner, name = getattr(what, "__self__", None), getattr(what, "__name__", "")
-    if isinstance(owner, random.Random):
-        return _RANDOM if name not in ("seed", "setstate", "getstate") else ""
-    try:
-        if what in _CLOCKS:
-            return "the time"
-    except TypeError:  # a method of something that cannot be hashed
-        return ""
-    if name in ("now", "utcnow", "today") and isinstance(owner, type) and owner.__module__ == "datetime":
-        return "the time"
-    if name == "open" and getattr(what, "__module__", "") in ("io", "_io"):
-        return "a file"
-    return "an input" if what is input else _RANDOM if name == "urandom" else ""
-
-
-def _asked_of_python(frame: FrameType) -> str:
-    """The same for functions of the standard library that are written in Python."""
-    module, name = frame.f_globals.get("__name__"), frame.f_code.co_name
-    if module in ("random", "secrets", "uuid"):
-        return _RANDOM if name not in ("seed", "__init__", "getstate", "setstate") else ""
-    if module == "os" and name in ("getenv", "__getitem__"):
-        return "the environment"
-    return ""
 
 
 class _Apart(TorchFunctionMode):
@@ -237,9 +204,13 @@ class _Apart(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        sys.setprofile(None)
+        kwargs = kwargs or {}
+        if func == _GRAD and origin(sys._getframe(1).f_code.co_filename) is Origin.USER:
+            self._refuse_gradient(args[0], sys._getframe(1))
+        if not any(isinstance(v, _CALLED) for v in (*args, *kwargs.values())):
+            sys.setprofile(None)  # else it calls a function of the user's, as a loss does with a distance
         try:
-            args, kwargs = self.stand_ins.given(tuple(args)), self.stand_ins.given(kwargs or {})
+            args, kwargs = self.stand_ins.given(tuple(args)), self.stand_ins.given(kwargs)
             held = self._held((*args, *kwargs.values()))
             if func in _LOOKS:
                 self.found.values.update(dict.fromkeys(held))
@@ -251,6 +222,15 @@ class _Apart(TorchFunctionMode):
             return self.stand_ins.own(result)
         finally:
             sys.setprofile(self.profile)
+
+    def _refuse_gradient(self, tensor: Any, frame: FrameType) -> None:
+        """What lies in `.grad` of a tensor from outside is the value of one call."""
+        if self._held((tensor,)) and tensor.is_leaf and self.found.refusal is None:
+            self.found.refusal = NotYetSupported(
+                "the code reads .grad of a tensor", where=source(frame.f_code.co_filename, frame.f_lineno),
+                why="what lies there changes with every backward pass, and a graph would hold it for ever",
+                fix="pass it as an input, or keep a copy in a buffer",
+            )  # fmt: skip
 
     def _held(self, arguments: Iterable[Any]) -> dict[Same, None]:
         """The tensors that the code holds among the arguments, and those that the others were computed from."""
@@ -265,6 +245,8 @@ class _Apart(TorchFunctionMode):
         return found
 
 
+_GRAD: Any = vars(torch._C.TensorBase)["grad"].__get__
+_CALLED = (FunctionType, MethodType, functools.partial, nn.Module)
 _LOOKS = {
     getattr(torch.Tensor, name)
     for name in ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "__complex__")

@@ -111,3 +111,12 @@ def check_choice(owner: str, name: str, value: str, known: Sequence[str], why: s
             f"{name}={value!r} is unknown", where=f"{owner}({name}=...)", why=why or f"known are {', '.join(known)}",
             fix=" or ".join(f'{name}="{word}"' for word in known) if why else "use one of those",
         )  # fmt: skip
+
+
+def check_flag(owner: str, name: str, value: bool) -> None:
+    """Refuse what is neither True nor False."""
+    if not isinstance(value, bool):
+        raise BadArgument(
+            f"{name}={value!r} is neither True nor False", where=f"{owner}({name}=...)", why="it is a switch",
+            fix=f"{name}=True or {name}=False",
+        )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +14,7 @@ from psg_fx.algebra.ask import Ask
 from psg_fx.algebra.asks import FLOORS, SquaredNorm, Weighted
 from psg_fx.algebra.gradient import ParameterGradient
 from psg_fx.errors import BadArgument
-from psg_fx.quantities.base import Extra, Joins, Quantity, Results, Shapes, Weights, check_choice
+from psg_fx.quantities.base import Extra, Joins, Quantity, Results, Shapes, Weights, check_choice, check_flag
 from psg_fx.quantities.sums import Norms, check_per, given_weights, total
 
 COUNTED = "counted"
@@ -65,8 +66,9 @@ class ClippedSum(Quantity):
         check_choice("ClippedSum", "style", self.style, ("abadi", "automatic"), why)
         why = "it says what becomes of samples whose norm is NaN or inf"
         check_choice("ClippedSum", "nonfinite", self.nonfinite, ("drop", "keep"), why)
+        check_flag("ClippedSum", "weighted", self.weighted)
         for value in self.max_norm.values() if isinstance(self.max_norm, Mapping) else [self.max_norm]:
-            _check_max_norm(value, self.style)
+            check_max_norm(value, self.style)
 
     def asks(self) -> tuple[Ask, ...]:
         return (SquaredNorm(), Weighted("clip", after_norms=True))
@@ -86,8 +88,7 @@ class ClippedSum(Quantity):
         if isinstance(self.max_norm, (float, int)) and self.per == "model":
             return self.max_norm  # looked at when the quantity was made
         for value in self.max_norm.values() if isinstance(self.max_norm, Mapping) else [self.max_norm]:
-            if isinstance(value, torch.Tensor):
-                _check_max_norm(value, self.style)
+            check_max_norm(value, self.style)
         if self.per == "model":
             if isinstance(self.max_norm, Mapping):
                 raise _bad_max_norm(self.max_norm, 'a mapping by parameter needs per="parameter"')
@@ -147,17 +148,29 @@ def _at_least(sq_norm: torch.Tensor, lowest: torch.Tensor | None) -> torch.Tenso
     return torch.where(lowest > sq_norm, lowest.to(sq_norm.dtype), sq_norm)
 
 
-def _check_max_norm(value: Any, style: str) -> None:
+def check_max_norm(value: Any, style: str = "abadi") -> None:
+    """Refuse what is no bound on norms; on another device than the CPU a tensor is not looked into."""
     if isinstance(value, torch.Tensor):
         if value.ndim != 0 or not value.is_floating_point():
             raise _bad_max_norm(value, "a tensor must be a 0-d floating-point one")
         if value.device.type != "cpu":
             return
         value = value.item()
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+    bound = _as_float(value)
+    if not bound >= 0:
         raise _bad_max_norm(value, "a norm's bound is a number that is not negative")
-    if style == "automatic" and math.isinf(value):
+    if style == "automatic" and math.isinf(bound):
         raise _bad_max_norm(value, 'style="automatic" divides it by the norm, so all factors would be infinite')
+
+
+def _as_float(value: Any) -> float:
+    """The number, NaN for what is none or larger than any float."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.nan
 
 
 def _bad_max_norm(value: Any, why: str) -> BadArgument:

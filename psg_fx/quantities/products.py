@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
+from numbers import Integral
 from operator import add
 from typing import Any, ClassVar
 
 import torch
 
 from psg_fx.algebra.ask import Ask
-from psg_fx.algebra.asks import Along, InnerProducts, Projected, Squares, Weighted, direction, projection, sides
+from psg_fx.algebra.asks import (
+    Along,
+    InnerProducts,
+    Projected,
+    Squares,
+    Weighted,
+    along_dtype,
+    direction,
+    projection,
+    sides,
+)
 from psg_fx.algebra.gradient import ParameterGradient
 from psg_fx.errors import BadArgument
-from psg_fx.quantities.base import Extra, Joins, Quantity, Results, Shapes, Weights
+from psg_fx.quantities.base import Extra, Joins, Quantity, Results, Shapes, Weights, check_flag
 
 
 @dataclass(frozen=True)
@@ -25,6 +36,9 @@ class Dots(Quantity):
 
     v is given at the call, one tensor for each parameter: `step(x, y, directions=v)`.  With a leading K on every tensor
     there are K directions and `out.dots` is [B, K]; another K compiles another graph.  Kept in float32 or better.
+
+    Directions are read in the dtype of the parameter, those of float16 in float32: a direction such as H⁻¹ḡ leaves the
+    range of float16.
     """
 
     count: int | None = None
@@ -33,8 +47,12 @@ class Dots(Quantity):
 
     def resolved(self, shapes: Shapes, given: Mapping[str, Any]) -> Quantity:
         directions = given.get("directions")
-        if not isinstance(directions, Mapping) or set(directions) != set(shapes):
-            raise _bad_directions(f"they are needed for {', '.join(list(shapes)[:4])}{', ...' * (len(shapes) > 4)}")
+        if not isinstance(directions, Mapping):
+            raise _bad_directions(f"they are needed for {_some(shapes)}")
+        if missing := [name for name in shapes if name not in directions]:
+            raise _bad_directions(f"there is none for {_some(missing)}")
+        if odd := [name for name in directions if name not in shapes]:
+            raise _bad_directions(f"there is one for {_some(odd)}, of which no gradients are asked")
         counts = {_leading(name, directions[name], shape) for name, shape in shapes.items()}
         if len(counts) > 1:
             raise _bad_directions("some have a leading K and some have not, or another K")
@@ -52,7 +70,7 @@ class Dots(Quantity):
 
     def extras(self, gradients: Mapping[str, ParameterGradient]) -> dict[str, Extra]:
         lead = () if self.count is None else (self.count,)
-        return {direction(n).name: Extra((*lead, *g.shape), g.dtype) for n, g in gradients.items()}
+        return {direction(n).name: Extra((*lead, *g.shape), along_dtype(g.dtype)) for n, g in gradients.items()}
 
     def values(self, shapes: Shapes, given: Mapping[str, Any]) -> dict[str, Any]:
         return {direction(name).name: given["directions"][name] for name in shapes}
@@ -64,6 +82,15 @@ class Dots(Quantity):
         return {"dots": "cat"}
 
 
+def _some(names: Iterable[Any]) -> str:
+    listed = list(map(str, names))
+    return ", ".join(listed[:4]) + ", ..." * (len(listed) > 4)
+
+
+def _is_whole(number: Any) -> bool:
+    return isinstance(number, Integral) and not isinstance(number, bool)
+
+
 def _leading(name: str, value: Any, shape: tuple[int, ...]) -> int | None:
     """K, or None where the direction has the shape of the parameter."""
     if isinstance(value, torch.Tensor):
@@ -71,8 +98,10 @@ def _leading(name: str, value: Any, shape: tuple[int, ...]) -> int | None:
             return None
         if tuple(value.shape[1:]) == shape and value.ndim == len(shape) + 1:
             return value.shape[0]
-        value = f"a tensor {list(value.shape)}"
-    raise _bad_directions(f"that of {name} is {value!s:.60}, and the parameter is {list(shape)}")
+        kind = f"a tensor {list(value.shape)}"
+    else:
+        kind = f"a {type(value).__name__}"
+    raise _bad_directions(f"that of {name} is {kind}, and the parameter is {list(shape)}")
 
 
 def _bad_directions(why: str) -> BadArgument:
@@ -111,6 +140,9 @@ class SecondMoment(Quantity):
     centered: bool = False
     field: ClassVar[str] = "second_moment"
 
+    def __post_init__(self) -> None:
+        check_flag("SecondMoment", "centered", self.centered)
+
     def asks(self) -> tuple[Ask, ...]:
         return (Squares(), Weighted("")) if self.centered else (Squares(),)
 
@@ -143,7 +175,12 @@ class Projection(Quantity):
     field: ClassVar[str] = "projection"
 
     def __post_init__(self) -> None:
-        if type(self.rank) is not int or self.rank < 1:
+        if not _is_whole(self.seed):
+            raise BadArgument(
+                f"seed={self.seed!r} is not a whole number", where="Projection(seed=...)",
+                why="the same seed draws the same matrices in every process", fix="an int, e.g. seed=0",
+            )  # fmt: skip
+        if not _is_whole(self.rank) or self.rank < 1:
             raise BadArgument(
                 f"rank={self.rank!r} is not a number of columns", where="Projection(rank=...)",
                 why="each side of a matrix is projected to so many numbers", fix="a positive int, e.g. rank=8",

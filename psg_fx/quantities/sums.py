@@ -12,7 +12,7 @@ from psg_fx.algebra.ask import Ask
 from psg_fx.algebra.asks import Materialized, SquaredNorm, Weighted
 from psg_fx.algebra.gradient import ParameterGradient
 from psg_fx.errors import BadArgument
-from psg_fx.quantities.base import Extra, Joins, Quantity, Results, Shapes, Weights, check_choice
+from psg_fx.quantities.base import Extra, Joins, Quantity, Results, Shapes, Weights, check_choice, check_flag
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Norms(Quantity):
 
     def __post_init__(self) -> None:
         check_per(self.per, "Norms")
+        check_flag("Norms", "squared", self.squared)
 
     def asks(self) -> tuple[Ask, ...]:
         return (SquaredNorm(),)

@@ -114,7 +114,7 @@ def validate(
     were. Raises `BadArgument` when the model draws random numbers,
     since no two ways of computing would agree.
     """
-    if draws_random_numbers(model, loss_fn, inputs, targets, batch_dim):
+    if _draws(model, loss_fn, inputs, targets, batch_dim):
         raise BadArgument(
             "the model draws random numbers, so there is nothing to compare with",
             where="validate",
@@ -122,7 +122,12 @@ def validate(
             fix="call model.eval(), or set its dropout to 0, for the validation",
         )
     own_dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    limit = TOLERANCE.get(own_dtype, 1e-3) if tolerance is None else tolerance
+    limit: Any = TOLERANCE.get(own_dtype, 1e-3) if tolerance is None else tolerance
+    if not isinstance(limit, (int, float)) or not limit >= 0:
+        raise BadArgument(
+            f"tolerance={tolerance!r} is not a bound on errors", where="validate(tolerance=...)",
+            why="errors are relative to the largest element", fix="a float, e.g. tolerance=1e-5",
+        )  # fmt: skip
     with unchanged(model, loss_fn) as restore:
         out = step(inputs) if targets is None else step(inputs, targets)
         restore()  # what the step has written is not what it has read
@@ -140,6 +145,14 @@ def validate(
         )
         rows += _compare(check, _named(getattr(out, check.field)), want, near, limit)
     return ValidationReport(rows, limit, note, [*notes, *_of_the_batch(losses, whole)])
+
+
+def _draws(model: nn.Module, loss_fn: Loss, inputs: Any, targets: Any, batch_dim: Any) -> bool:
+    """Whether it draws random numbers; of a model that does not run the step says why, in better words."""
+    try:
+        return draws_random_numbers(model, loss_fn, inputs, targets, batch_dim)
+    except Exception:
+        return False
 
 
 def _of_the_batch(losses: Tensor, whole: float | None) -> list[str]:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from psg_fx.errors import BadArgument, first_line
+
 _NUMBERS = (int, float)
 
 
@@ -22,10 +24,10 @@ class Constants:
         if known is not None and known[2] is value and type(value) in _NUMBERS and known[0][1:] == (dtype, device):
             return known[1]  # the same number, so no text is made of it
         if isinstance(value, torch.Tensor):
-            return _as_tensor(value, dtype, device)
+            return as_tensor(name, value, dtype, device)
         if type(value) not in _NUMBERS and not (isinstance(value, list) and all(type(v) in _NUMBERS for v in value)):
-            return _as_tensor(value, dtype, device)
-        return self._last(name, (repr(value), dtype, device), lambda: _as_tensor(value, dtype, device), value)
+            return as_tensor(name, value, dtype, device)
+        return self._last(name, (repr(value), dtype, device), lambda: as_tensor(name, value, dtype, device), value)
 
     def ones(self, name: str, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """`[count]` ones."""
@@ -50,10 +52,37 @@ class Constants:
         return made
 
 
-def _as_tensor(value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Numbers are sent without waiting for the device; a tensor may change as soon as the step has returned."""
+def as_tensor(name: str, value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What is given under a name, of this dtype and on this device.
+
+    Numbers are sent without waiting for the device; a tensor may change as soon as the step has returned.
+
+    Raises:
+        BadArgument: it is no number and no strided tensor of numbers, or complex where real ones are asked for.
+    """
     if isinstance(value, torch.Tensor):
+        if value.is_meta or value.layout is not torch.strided:
+            kind = "on the meta device" if value.is_meta else str(value.layout).removeprefix("torch.")
+            raise _no_numbers(name, kind, "a graph reads strided tensors that have values")
+        if value.is_complex() and not dtype.is_complex:
+            raise _no_numbers(name, "complex", f"it multiplies numbers of {str(dtype).removeprefix('torch.')}")
         return value.to(device, dtype).contiguous()
     if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
-        return torch.stack([_as_tensor(v, dtype, device) for v in value])
-    return torch.as_tensor(value, dtype=dtype, device="cpu").to(device, non_blocking=True).contiguous()
+        return torch.stack([as_tensor(name, v, dtype, device) for v in value])
+    try:
+        found = torch.as_tensor(value, device="cpu")
+        found = found if found.is_complex() else torch.as_tensor(value, dtype=dtype, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise _no_numbers(name, f"a {type(value).__name__}", first_line(error)) from error
+    if found.is_complex():
+        return as_tensor(name, found, dtype, device)
+    return found.to(device, non_blocking=True).contiguous()
+
+
+def _no_numbers(name: str, kind: str, why: str) -> BadArgument:
+    place, _, parameter = name.partition("direction.")
+    what = f"the direction of {parameter}" if parameter else place
+    return BadArgument(
+        f"{what} is {kind}", where=f"step(inputs, targets, {'directions' if parameter else name}=...)", why=why,
+        fix="pass a tensor of real numbers, or numbers",
+    )  # fmt: skip

@@ -17,10 +17,12 @@ from psg_fx.program.call import SAMPLES, Call
 from psg_fx.program.packed import padded
 from psg_fx.program.rows import Place
 from psg_fx.program.values import Once
+from psg_fx.quantities.clipped_sum import check_max_norm
 from psg_fx.saved.spec import Entry, OfRows, Spec, sizes
 from psg_fx.saved.write import SPEC
 from psg_fx.step.binding import failed_check
 from psg_fx.step.compiled import StepOutput
+from psg_fx.step.constants import as_tensor
 from psg_fx.step.finite import with_finite_sum
 from psg_fx.step.with_loss import as_arguments
 from psg_fx.torch_private.packages import Runner, load_compiled, text_in
@@ -42,7 +44,7 @@ def load(path: str | os.PathLike[str]) -> LoadedStep:
         raise _no_step(target, f"{type(error).__name__}: {error}") from error
     if text is None:
         raise _no_step(target, f"it is an archive without {SPEC}")
-    return LoadedStep(Spec.from_json(text), load_compiled(str(target)))
+    return LoadedStep(Spec.from_json(text), load_compiled(str(target)), target)
 
 
 def _no_step(path: Path, why: str) -> BadArgument:
@@ -53,13 +55,16 @@ def _no_step(path: Path, why: str) -> BadArgument:
 class LoadedStep:
     """A step without its model: `loaded(params, inputs, targets, **given)` -> the output that the step would give.
 
-    spec: what the file says of its inputs and outputs.
+    spec: what the file says of its inputs and outputs.  It is pickled as the path of its file.
     """
 
-    def __init__(self, spec: Spec, runner: Runner) -> None:
-        self.spec, self._runner = spec, runner
+    def __init__(self, spec: Spec, runner: Runner, path: Path) -> None:
+        self.spec, self._runner, self._path = spec, runner, path
         self._structure = pytree.treespec_loads(spec.call)
         self._rows_of_one = (1,) * (0 if spec.rows is None else len(spec.rows.axes))
+
+    def __reduce__(self) -> Any:
+        return load, (self._path,)
 
     def __call__(
         self, params: Mapping[str, torch.Tensor], inputs: Any, targets: Any = _ABSENT, **given: Any
@@ -77,6 +82,11 @@ class LoadedStep:
             BadArgument: a parameter is missing, or something has another shape, dtype, device or structure.
             SamplesMixed: rows of several samples meet.
         """
+        if not isinstance(params, Mapping):
+            raise BadArgument(
+                f"params is a {type(params).__name__}", where=_CALL, why="they are read by name",
+                fix="pass model.state_dict()",
+            )  # fmt: skip
         number = given.pop("num_samples", None) if self.spec.rows is not None else None
         targets = ((), {}) if targets is _ABSENT else as_arguments(targets)
         call = self._take_apart(as_arguments(inputs), targets, number)
@@ -149,7 +159,10 @@ class LoadedStep:
                 fix="pass directions={name: tensor}" if entry.name.startswith("direction.") else f"pass {entry.name}=",
             )  # fmt: skip
         dtype = getattr(torch, entry.dtype)
-        tensor = torch.as_tensor(entry.default if value is None else value, dtype=dtype, device=self.spec.device)
+        if entry.name == "max_norm" and value is not None:
+            check_max_norm(value)
+        given = entry.default if value is None else value
+        tensor = as_tensor(entry.name, given, dtype, torch.device(self.spec.device))
         if value is None or tensor.ndim == 0:
             tensor = tensor.expand(sizes(entry.shape, count))
         return self._checked(entry, tensor, "what is given", count)

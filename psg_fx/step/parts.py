@@ -67,7 +67,7 @@ def joins(settings: Settings) -> dict[str, Join]:
     """How each field of the output follows from those of parts."""
     found: dict[str, Join] = {"losses": "cat"}
     for quantity in settings.quantities:
-        if not quantity.joins():
+        if not quantity.joins() or not set(quantity.joins().values()) <= {"cat", "sum", "mean"}:
             raise BadArgument(
                 f"{quantity} of a batch does not follow from those of its parts", where="microbatch(step, size)",
                 why="it is neither a row for every sample, nor a sum or a mean over samples",
@@ -129,6 +129,13 @@ class Joined:
 
     def _joined(self, total: torch.Tensor | None, value: torch.Tensor, join: Join, part: slice) -> torch.Tensor:
         if join == "cat":
+            if value.shape[:1] != (part.stop - part.start,):
+                raise BadArgument(
+                    f"a field of shape {tuple(value.shape)} has no row for every sample",
+                    where="microbatch(step, size)",
+                    why='joins() of its quantity says "cat": the rows of the parts, one after the other',
+                    fix='say "sum" or "mean" there, or give it a row for every sample',
+                )  # fmt: skip
             if total is None:
                 total = value.new_empty((self._count, *value.shape[1:]))
             total[part] = value

@@ -18,6 +18,7 @@ from psg_fx.planner.cost import Device, Fused
 from psg_fx.program.batch_dim import BatchDim
 from psg_fx.program.state import ParamFilter
 from psg_fx.quantities.base import Join, Joins, Quantity, check_choice
+from psg_fx.quantities.own import check_asks
 from psg_fx.torch_private.compiler import inductor_modes, inductor_options
 
 FUSED_KERNELS = "psg_fx.fused_kernels"
@@ -50,6 +51,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         _check_quantities(self.quantities)
+        if not (self.params is None or isinstance(self.params, str) or callable(self.params)):
+            object.__setattr__(self, "params", _names(self.params))
         if self.backend not in ("eager", "inductor"):  # a list of the others loads them all
             known = ("eager", *torch.compiler.list_backends(exclude_tags=()))
             check_choice("transform", "backend", self.backend, known)
@@ -192,6 +195,7 @@ def _check_quantities(quantities: Sequence[Any]) -> None:
                 why="each quantity fills a field of the output",
                 fix="use psg_fx.Grads(), Norms(), ClippedSum(max_norm), Gram() or another of psg_fx.Quantity",
             )  # fmt: skip
+        check_asks(quantity)
     fields = [q.field for q in quantities]
     twice = {f for f in fields if fields.count(f) > 1}
     if twice or not quantities:
@@ -200,6 +204,19 @@ def _check_quantities(quantities: Sequence[Any]) -> None:
             where="transform(quantities=...)", why="each quantity fills a field of its own",
             fix="ask for each kind once; make a second step for others" if twice else "ask for one, e.g. Grads()",
         )  # fmt: skip
+
+
+def _names(params: Any) -> tuple[str, ...]:
+    """Names that are given one after the other, perhaps by a generator."""
+    names = tuple(params) if isinstance(params, Iterable) else (params,)
+    for name in names:
+        if not isinstance(name, str):
+            kind = f"has a {type(name).__name__}" if isinstance(params, Iterable) else f"is a {type(params).__name__}"
+            raise BadArgument(
+                f"params {kind}", where="transform(params=...)", why="parameters are asked for by name",
+                fix="names of model.named_parameters(), with * and ?, or a function of name and parameter",
+            )  # fmt: skip
+    return names
 
 
 def _has_triton() -> bool:

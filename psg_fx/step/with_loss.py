@@ -82,6 +82,11 @@ class LossModule(PerSampleModule):
             raise mistakes.no_inputs(given)
         if more:
             raise mistakes.too_many(2 + len(more))
+        if out is not None and not isinstance(out, StepOutput):
+            raise BadArgument(
+                f"out is a {type(out).__name__}", where="step(inputs, targets, out=...)",
+                why="results are written into those of a former call", fix="pass what the step has returned",
+            )  # fmt: skip
         if out is not None and not self._memory.keep:
             raise BadArgument(
                 "out= needs a step that reuses its outputs", where="step(inputs, targets, out=...)",

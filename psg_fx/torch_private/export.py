@@ -87,7 +87,7 @@ def watching_symbols(seen: Callable[[Any, Any, FrameType], None]) -> Iterator[No
 
     `SymBool.__bool__` and `SymInt.__int__` have no hook; `frame` is that of the code that asked.
     """
-    methods = [(torch.SymBool, "__bool__"), (torch.SymInt, "__int__"), (torch.SymInt, "__index__")]
+    methods = [(torch.SymBool, "__bool__"), *((torch.SymInt, name) for name in ("__bool__", "__int__", "__index__"))]
 
     def watched(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def read(self: Any) -> Any:

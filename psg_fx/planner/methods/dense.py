@@ -37,9 +37,10 @@ class Multiply(Method):
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         out = self.out(p)
-        if p.same:  # squares of half precision leave its range
-            return expand_to(a, p.a.axes, out).to(accumulation_dtype(p.dtype)).square()
-        return expand_to(a, p.a.axes, out) * expand_to(b, p.b.axes, out)
+        a, b = expand_to(a, p.a.axes, out), expand_to(b, p.b.axes, out)
+        if p.same or _is_square(p):  # squares of half precision leave its range
+            a, b = a.to(accumulation_dtype(p.dtype)), b.to(accumulation_dtype(p.dtype))
+        return a.square() if p.same else a * b
 
 
 class Dot(Method):
@@ -116,7 +117,7 @@ class MatMul(Method):
         """Both as matrices, [k, rows, s] and [k, s, columns], in the dtype of the product."""
         a, b = _without_lonely(p, a, p.a.axes), _without_lonely(p, b, p.b.axes)
         dtype = torch.promote_types(a.dtype, b.dtype)
-        if any(x.endswith("'") for x in p.out):  # a Gram matrix: its entries are multiplied again, keep full precision
+        if _is_square(p):  # its entries are multiplied again, keep full precision and range
             dtype = accumulation_dtype(dtype)
         a, b = a.to(dtype), b.to(dtype)
         summed = self._order(p, a, b)
@@ -204,6 +205,11 @@ class SumOfOuter(Method):
 
 _WRITTEN_OUT = 8
 """Sums of fewer terms are written out by inductor (`unroll_reductions_threshold`)."""
+
+
+def _is_square(p: Pair) -> bool:
+    """Whether values of one gradient meet those of another one, whose axes are primed: a Gram matrix, or squares."""
+    return any(x.endswith("'") for x in p.everything)
 
 
 def is_gram(axes: Axes) -> bool:

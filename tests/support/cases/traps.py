@@ -244,6 +244,14 @@ def _modes(m: Any, x: Tensor) -> Tensor:
     return torch.fft.irfft(kept, n=x.shape[1], dim=1, norm="ortho")
 
 
+def _filled(m: Any, x: Tensor) -> Tensor:
+    """Constants of a fixed size, whose dtype and device are those of a sample."""
+    causal = m.weight.masked_fill(x.new_ones(4, 4).tril() == 0, 0.0) * torch.full_like(x[0, :1], 2.0)
+    first = m.layer(torch.cat([x.new_zeros(1, 2), m.weight[:1, 2:]], 1))
+    out: Tensor = m.layer(x @ causal) + first
+    return out
+
+
 def _denoised(m: Any, x: Tensor) -> Tensor:
     """A mask on a spectrogram, back in time: the windows' sum, which torch divides by, is the same for all samples."""
     window = torch.hann_window(8, dtype=x.dtype)
@@ -346,6 +354,7 @@ TRAPS = [
     Case("traps/custom-backward-of-a-weight", x=SEQ, vmap=False,
          module=model(lambda m, x: OwnLinear.apply(m.first(x).tanh(), m.second.weight, m.second.bias), first=linear(),
                       second=linear()), fallback=("second.weight", "second.bias")),
+    Case("traps/fills", x=SEQ, module=model(_filled, layer=linear(), weight=parameter(4, 4))),
     Case("traps/short-time-fourier", x=(B, 24), module=model(_denoised, layer=linear(5, 5))),
     Case("traps/fourier", x=SEQ, module=model(_spectrum, re=parameter(3, 4), im=parameter(3, 4)),
          fallback=("re", "im")),

@@ -1,0 +1,163 @@
+"""What is noted on a walk over values, and what code may read: functions, classes and modules of Python (`walk`)."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterable
+from types import CodeType, FunctionType, MappingProxyType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from psg_fx.program.code import is_theirs, names_of, origin_of_module
+from psg_fx.program.objects import MISSING, contents, functions_of
+from psg_fx.program.observe import Observed
+from psg_fx.program.values import Same
+
+Place = tuple[dict[Any, Any], Any]
+
+
+class CodeWalk:
+    """What the code could read, as it is now.
+
+    meaning, labels: one entry for each value met, and how a user would write it.
+    slots, classes: `(dict, key, value)` that were looked up, of objects and of classes.
+    keys, items: what to iterate, and what that gave: names, and things.
+    kinds: objects, and their classes.
+    tensors: those met, and the dict in which they lie, if they lie in one.
+    """
+
+    def __init__(self, observed: Observed) -> None:
+        self.observed = observed
+        names = [names_of(code) for code in observed.code]
+        self.attributes = frozenset().union(*(n.attributes for n in names))
+        self.open = any(n.open for n in names)
+        self.meaning: list[Any] = []
+        self.labels: list[str] = []
+        self.slots: list[tuple[dict[Any, Any], Any, Any]] = []
+        self.classes: list[tuple[MappingProxyType[str, Any], str, Any]] = []
+        self.cells: list[tuple[types.CellType, Any]] = []
+        self.functions: list[FunctionType] = []
+        self.keys: list[tuple[Callable[[], Iterable[Any]], tuple[Any, ...]]] = []
+        self.items: list[tuple[Callable[[], Iterable[Any]], tuple[Any, ...]]] = []
+        self.arrays: list[tuple[Any, Any]] = []
+        self.looked: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.tensors: list[tuple[torch.Tensor, Place | None]] = []
+        self.hookless: list[dict[str, Any]] = []
+        self.kinds: list[tuple[Any, type]] = []
+        self.iterators: list[str] = []
+        self._seen: dict[int, int] = {}
+        self._alive: list[Any] = []
+        self._order: dict[int, int] = {}
+        self._met: set[CodeType] = set()
+        self._classes: set[type] = set()
+        self._asked: set[tuple[type, str]] = set()
+
+    def emit(self, meaning: Any, label: str) -> None:
+        """One entry."""
+        self.meaning.append(meaning)
+        self.labels.append(label)
+
+    def look(self, holder: dict[Any, Any], key: Any, label: str) -> Any:
+        """What lies under a key, or MISSING; visited."""
+        value = holder.get(key, MISSING)
+        self.slots.append((holder, key, value))
+        if value is MISSING:
+            self.emit("absent", label)
+        else:
+            self.visit(value, label, (holder, key))
+        return value
+
+    def visit(self, value: Any, label: str, place: Place | None = None) -> None:
+        """One value, and what it holds."""
+        raise NotImplementedError
+
+    def attributes_of(self, value: Any, own: dict[str, Any], label: str, every: bool) -> None:
+        """The attributes of an object, or those that some code names."""
+        raise NotImplementedError
+
+    def of_class(self, kind: type, names: Iterable[str]) -> None:
+        """Attributes of a class that code names, and of those before it in the order of resolution."""
+        for owner in kind.__mro__:
+            theirs = is_theirs(origin_of_module(owner.__module__))
+            found = owner.__dict__
+            if theirs and owner not in self._classes:
+                self._classes.add(owner)
+                self.keys.append((found.keys, tuple(found)))
+                self.emit(tuple(n for n, v in found.items() if n[:2] != "__" or functions_of(v)), owner.__name__)
+                for name, value in list(found.items()):
+                    ran = any(f.__code__ in self.observed.code for f in functions_of(value))
+                    if ran or (name in self.attributes and not name.startswith("__")):
+                        self.class_slot(owner, name, value)
+            elif not theirs and owner is not nn.Module:
+                for name in names:
+                    if name in found and (owner, name) not in self._asked:
+                        self._asked.add((owner, name))
+                        self.class_slot(owner, name, found[name])
+
+    def class_slot(self, owner: type, name: str, value: Any) -> None:
+        """One attribute of a class."""
+        self.classes.append((owner.__dict__, name, value))
+        label = f"{owner.__name__}.{name}"
+        functions = functions_of(value)
+        self.emit(Same(value) if functions else None, label)
+        for held in functions or [value]:
+            self.visit(held, label)
+
+    def function(self, value: FunctionType, label: str) -> None:
+        """A function; if it ran, all that it may have read."""
+        code = value.__code__
+        if code not in self.observed.code:
+            return self.emit(Same(value), label)
+        self.functions.append(value)
+        self._met.add(code)
+        self.emit((Same(value), Same(code)), label)
+        self.visit(value.__defaults__, f"the defaults of {value.__name__}")
+        self.visit(value.__kwdefaults__, f"the defaults of {value.__name__}")
+        for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=True):
+            held = contents(cell)
+            self.cells.append((cell, held))
+            if held is MISSING:
+                self.emit("absent", name)
+            else:
+                self.visit(held, name)
+        known = value.__globals__
+        builtins = known.get("__builtins__", _BUILTINS)
+        if isinstance(builtins, ModuleType):  # so in a script; a dict in an imported module
+            builtins = vars(builtins)
+        for name in sorted(names_of(code).read):
+            if name in known or name not in builtins:
+                self.look(known, name, name)
+            else:  # a global of this name would come before it
+                self.slots.append((known, name, MISSING))
+                self.emit("absent", name)
+        for name in sorted(names_of(code).modules):
+            self.imported(name, str(known.get("__package__") or ""))
+        if value.__dict__:
+            self.attributes_of(value, value.__dict__, label, every=False)
+
+    def type(self, value: type, label: str) -> None:
+        """A class."""
+        self.emit(Same(value), label)
+        self.of_class(value, ())
+
+    def module(self, value: ModuleType, label: str) -> None:
+        """A module of Python: of those that are not libraries, the names that some code has."""
+        self.emit(Same(value), label)
+        if is_theirs(origin_of_module(value.__name__)):
+            for name in sorted(self.attributes & value.__dict__.keys()):
+                if not name.startswith("__"):
+                    self.look(value.__dict__, name, f"{value.__name__}.{name}")
+
+    def imported(self, name: str, package: str) -> None:
+        """A module that a function imports, or asks for by name: as it is called, or from a package around."""
+        around = package.split(".") if package else []
+        for depth in range(len(around) + 1):
+            full = ".".join([*around[:depth], *filter(None, [name])])
+            if isinstance(found := sys.modules.get(full), ModuleType) and is_theirs(origin_of_module(full)):
+                self.visit(found, full)
+
+
+_BUILTINS: dict[str, Any] = vars(sys.modules["builtins"])

@@ -1,0 +1,78 @@
+"""Quantities of the user's own: what they return, and how they fail, in words."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from psg_fx.errors import BadArgument, PsgError, first_line
+from psg_fx.quantities.base import Quantity, Results, Weights
+
+_EVERY_STEP = ("losses",)
+"""Fields that each step has."""
+_FIX = "write it with torch's ops on the tensors it is given: no branch on values, nothing written in place"
+
+
+def check_asks(quantity: Quantity) -> None:
+    """Refuse a quantity that asks for nothing, or fills what every step has."""
+    with _its_own(quantity, "asks"):
+        asks = () if type(quantity) is Quantity else quantity.asks()
+    if not asks or not quantity.field or quantity.field in _EVERY_STEP:
+        what = "asks for nothing" if not asks else f"fills the field {quantity.field!r}"
+        raise BadArgument(
+            f"{type(quantity).__name__} {what}", where="transform(quantities=...)",
+            why="a quantity asks for contractions of the gradients, and fills a field of its own",
+            fix="let asks() return some, and give field a name",
+        )  # fmt: skip
+
+
+def weighing(
+    quantity: Quantity, results: Results, extras: Mapping[str, torch.Tensor]
+) -> Mapping[str, Mapping[str, torch.Tensor]]:
+    """Its weights.  Raises BadArgument."""
+    with _its_own(quantity, "weights", results, extras):
+        return quantity.weights(results, extras)
+
+
+def finished(quantity: Quantity, results: Results, weights: Weights, count: Any) -> Mapping[str, Any]:
+    """Its fields: each a tensor, or a mapping of tensors by name.  Raises BadArgument."""
+    with _its_own(quantity, "finish", results, weights):
+        found = quantity.finish(results, weights, count)
+    given: Any = found
+    fields: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+    values = [v for field in fields.values() for v in (field.values() if isinstance(field, Mapping) else [field])]
+    if not fields or not all(isinstance(value, torch.Tensor) for value in values):
+        kinds = ", ".join(dict.fromkeys(type(v).__name__ for v in values)) or type(found).__name__
+        raise _fails(quantity, "finish", f"it returns {kinds}, and a step returns tensors by the names of fields",
+                     'return {"field": tensor}, or {"field": {name: tensor}}')  # fmt: skip
+    if taken := [field for field in fields if field in _EVERY_STEP]:
+        raise _fails(quantity, "finish", f"it fills {taken[0]}, which every step has", "give the field another name")
+    return fields
+
+
+@contextlib.contextmanager
+def _its_own(quantity: Quantity, method: str, *given: Any) -> Iterator[None]:
+    """While open, a method of the quantity runs; those of psg_fx are not looked after."""
+    if type(quantity).__module__.startswith("psg_fx."):
+        yield
+        return
+    tensors = [t for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor)]
+    versions = [t._version for t in tensors]
+    try:
+        yield
+    except PsgError:
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise _fails(quantity, method, why, _FIX) from error
+    if versions != [t._version for t in tensors]:
+        raise _fails(quantity, method, "it writes into what it is given, which others read as well", _FIX)
+
+
+def _fails(quantity: Quantity, method: str, why: str, fix: str) -> BadArgument:
+    name = type(quantity).__name__
+    return BadArgument(f"{name}.{method} cannot be part of a graph", where=f"{name}.{method}", why=why, fix=fix)
