@@ -101,6 +101,7 @@ _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 """`x.data` leaves no trace in a graph; `x.detach()` is the same value."""
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _DETACH = (torch.Tensor.detach_, torch.detach_)
+_INIT = nn.init.__file__
 _SWITCHES = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 _BACKWARD = (torch.autograd.backward, torch.Tensor.backward)
 
@@ -143,6 +144,12 @@ def computed_outside(value: torch.Tensor) -> NotYetSupported:
 
 
 def _hidden_write(func: Callable[..., Any]) -> NotYetSupported:
+    if any(frame.f_code.co_filename == _INIT for frame, _ in traceback.walk_stack(sys._getframe(1))):
+        return NotYetSupported(
+            "a layer with parameters is made while the model runs", where=_line(func),
+            why="they are none of the model's, so that no step asks for their gradients, and drawn anew at every call",
+            fix="make it in __init__; a layer without parameters (elementwise_affine=False) may be made here",
+        )  # fmt: skip
     return NotYetSupported(
         "a tensor is written into where autograd does not see it",
         where=_line(func),

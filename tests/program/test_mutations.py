@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import collections
+import dataclasses
 import functools
 import gc
 import queue
@@ -173,7 +175,72 @@ def dropping_teacher() -> tuple[nn.Module, Any]:
     return Scaled(), loss
 
 
+class OwnDict(dict[str, float]):
+    k = 1.0
+
+
+class OwnTanh(nn.Tanh):
+    """Has no forward of its own."""
+
+
+class Distance:
+    scale = 1.0
+
+
+def by_distance(a: Tensor, b: Tensor) -> Tensor:
+    return Distance.scale * (a - b).square().sum(-1)
+
+
+def of_builtin(output: Tensor, target: Tensor) -> Tensor:
+    return abs(-2) * F.cross_entropy(output, target)
+
+
+def by_pattern(output: Tensor, target: Tensor) -> Tensor:
+    match CASE:
+        case Config(k=1.0):
+            return F.cross_entropy(output, target)
+        case _:
+            return 2 * F.cross_entropy(output, target)
+
+
+def by_asdict(output: Tensor, target: Tensor) -> Tensor:
+    return dataclasses.asdict(CASE)["k"] * F.cross_entropy(output, target)
+
+
+def of_triplets(output: Tensor, target: Tensor) -> Tensor:
+    return F.triplet_margin_with_distance_loss(output, output.roll(1, 1), output.flip(1), distance_function=by_distance)
+
+
+def decayed(m: Any) -> float:
+    return 3.0 if getattr(m.layer.weight, "decays", False) else 1.0
+
+
+CASE = Config()
+KEPT = {"k": 1.0}
+READ, GET, VIEW = types.MappingProxyType(KEPT), KEPT.get, KEPT.values()
+BY_DEFAULT: Any = collections.defaultdict(float)
+OWN_DICT = OwnDict(a=1.0)
+
+
 ROWS: dict[str, Row] = {
+    "attribute-of-a-parameter": (scaled(decayed), lambda m, _: setattr(m.layer.weight, "decays", True)),
+    "attribute-of-a-dict": (scaled(lambda self: OWN_DICT.k), lambda *_: setattr(OWN_DICT, "k", 3.0)),
+    "class-of-an-object": (
+        scaled(lambda self: 3.0 if isinstance(self.slotted, OtherSlots) else 1.0),
+        lambda m, _: setattr(m.slotted, "__class__", OtherSlots)),
+    "view-of-a-mapping": (scaled(lambda self: READ["k"]), lambda *_: KEPT.update(k=3.0)),
+    "method-of-a-dict": (scaled(lambda self: GET("k")), lambda *_: KEPT.update(k=3.0)),
+    "values-of-a-dict": (scaled(lambda self: sum(VIEW)), lambda *_: KEPT.update(k=3.0)),
+    "default-of-a-dict": (
+        scaled(lambda self: 1.0 + dict(BY_DEFAULT).get("new", BY_DEFAULT.default_factory())),
+        lambda *_: setattr(BY_DEFAULT, "default_factory", lambda: 2.0)),
+    "forward-of-a-layer-that-had-none": (
+        lambda: (nn.Sequential(Scaled(), OwnTanh()), F.cross_entropy),
+        lambda *_: setattr(OwnTanh, "forward", lambda self, x: x.sin())),
+    "function-that-torch-calls": (lambda: (Scaled(), of_triplets), lambda *_: setattr(Distance, "scale", 3.0)),
+    "global-before-a-builtin": (lambda: (Scaled(), of_builtin), lambda *_: set_global("abs", lambda v: 7.0)),
+    "pattern": (lambda: (Scaled(), by_pattern), lambda *_: setattr(CASE, "k", 3.0)),
+    "asdict": (lambda: (Scaled(), by_asdict), lambda *_: setattr(CASE, "k", 3.0)),
     "attribute": (scaled(lambda self: self.gain), lambda m, _: setattr(m, "gain", 3.0)),
     "class-attribute": (scaled(lambda self: self.gain), lambda m, _: setattr(Scaled, "gain", 3.0)),
     "getattr-with-default": (
@@ -253,6 +320,10 @@ def m_item(self: Any) -> float:
     return sum(self.plain.tolist())
 
 
+class OtherSlots(Slotted):
+    __slots__ = ()
+
+
 class Other(Scaled):
     def forward(self, x: Tensor) -> Tensor:
         return 5 * self.layer(x)
@@ -265,6 +336,12 @@ def unchanged() -> Iterator[None]:
     codes = {f: f.__code__ for f in (helper, fresh)}
     yield
     globals().update(known)
+    for name in set(globals()) - set(known):
+        del globals()[name]
+    CASE.k = KEPT["k"] = Distance.scale = OWN_DICT.k = 1.0
+    BY_DEFAULT.default_factory = float
+    if "forward" in vars(OwnTanh):
+        del OwnTanh.forward
     ARGS.beta = SPACE.inner.beta = 1.0
     by_default.__defaults__[0]["w"][0] = 1.0  # type: ignore[index]
     for kind, held in classes.items():

@@ -207,3 +207,35 @@ def test_draws_from_a_generator_of_its_own_are_refused() -> None:
     text = r"(?s)rand draws from a generator of its own.*test_random.py:\d+: return out \* torch.rand"
     with pytest.raises(psg_fx.NotYetSupported, match=text):
         psg_fx.transform(Own().double(), F.cross_entropy, backend="eager")(X, Y)
+
+
+def _seeded(out: Tensor) -> Tensor:
+    torch.manual_seed(5)
+    return torch.rand_like(out)
+
+
+def _forked(out: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        return torch.rand_like(out)
+
+
+def _set_back(out: Tensor) -> Tensor:
+    state = torch.get_rng_state()
+    found = torch.rand_like(out)
+    torch.set_rng_state(state)
+    return found
+
+
+def _seeded_by_the_generator(out: Tensor) -> Tensor:
+    torch.default_generator.manual_seed(5)
+    return torch.rand_like(out)
+
+
+@pytest.mark.parametrize("noise", [_seeded, _forked, _set_back, _seeded_by_the_generator])
+def test_a_seed_inside_is_refused(noise: Callable[[Tensor], Tensor]) -> None:
+    def loss(out: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(out * noise(out), target)
+
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 3)).double()
+    with pytest.raises(psg_fx.NotYetSupported, match=r"(?s)the state of torch's random numbers.*test_random.py:\d+"):
+        psg_fx.transform(model, loss, backend="eager")(X, Y)

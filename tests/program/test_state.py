@@ -306,6 +306,19 @@ def test_the_state_of_a_loss_module_is_read_too() -> None:
     torch.testing.assert_close(step(x, y).losses, 3 * plain)
 
 
+def test_a_loss_module_may_be_made_at_every_call() -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        found: Tensor = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0], dtype=output.dtype))(output, target)
+        return found
+
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(4, 3).double(), torch.randn(5, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 1, 0])
+    step = psg_fx.transform(model, loss, backend="eager")
+    step(x, y)
+    assert oracle.worst_error(step(x, y).grads, oracle.loop_grads(model, loss, x, y)[1]) < 1e-12
+    assert len(step.captures) == 1
+
+
 def test_attributes_of_modules_are_read_too() -> None:
     model = nn.Sequential(nn.Linear(4, 5), nn.LeakyReLU(0.1), nn.Linear(5, 3)).double()
     step = step_of(model)

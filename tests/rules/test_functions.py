@@ -251,6 +251,21 @@ def _by_backward(weight: nn.Parameter, gradient: Tensor) -> None:
         torch.autograd.backward((weight * gradient).sum())
 
 
+def _frozen(m: Any, x: Tensor) -> Tensor:
+    """A critic, as many write it."""
+    h = m.a(x)
+    m.b.requires_grad_(False)
+    out: Tensor = m.b(h)
+    m.b.requires_grad_(True)
+    return out
+
+
+def _packed(m: Any, x: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: 2 * t, lambda t: t):
+        out: Tensor = m.a(x).sin()
+    return out
+
+
 def _threshold(m: Any, x: Tensor) -> Tensor:
     """Small weights are nought: what they are computed from is not read again."""
     h = m.a(x)
@@ -296,6 +311,7 @@ EXACT: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "moved to where it is": lambda m, x: m.a.to(x.dtype)(m.b(x).tanh()),
     "written where it is detached": _threshold,
     "written in parts where it is detached": lambda m, x: m.b(x) * _cut(m.a(x).tanh().detach()),
+    "less itself without a gradient": lambda m, x: [h := m.a(x), h.sub_(h.detach()), h + m.b(x)][2],
     "written through .data": lambda m, x: m.b(x) * m.a(x).tanh().data.clamp_(min=0.0),
     "detached in place before": lambda m, x: m.b(x * m.a(x).detach().detach_()),
 }
@@ -358,6 +374,19 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], type[Exception], str]]
         lambda m, x: [h := m.a(x), h.detach_(), m.b(x) * h][2], NotYetSupported, r"detaches a tensor in place.*detach_",
     ),
     "an assignment to .data": (_assigned, NotYetSupported, r"assigns to the \.data of a tensor.*data = "),
+    "a gradient that is switched off": (
+        _frozen, NotYetSupported, r"switches a gradient off.*requires_grad_\(False\)",
+    ),
+    "a hook on a node": (
+        lambda m, x: [h := 1 * m.a(x), h.grad_fn.register_prehook(lambda g: (2 * g[0],))][0], NotYetSupported,
+        "hook on a node of autograd.*register_prehook",
+    ),
+    "hooks on what is saved": (
+        _packed, NotYetSupported, "hooks on the tensors that autograd saves.*saved_tensors_hooks",
+    ),
+    "the gradient of the last step": (
+        lambda m, x: m.a(x) * (1.0 if m.a.weight.grad is None else 2.0), NotYetSupported, r"reads \.grad of a tensor",
+    ),
     "hook on an activation": (
         lambda m, x: [h := m.a(x), h.register_hook(lambda g: 2 * g)][0], NotYetSupported, "hook on a tensor's gradient",
     ),
