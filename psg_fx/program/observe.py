@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from psg_fx.errors import NotYetSupported
 from psg_fx.program.asked import RANDOM, asked_of, asked_of_python, changing, hands_on
 from psg_fx.program.code import Origin, is_theirs, origin, origin_of_code, source
+from psg_fx.program.flags import Flags
 from psg_fx.program.stand_ins import StandIns
 from psg_fx.program.values import Same
 from psg_fx.torch_private.patching import patched_here, seen_here
@@ -200,6 +201,7 @@ class _Apart(TorchFunctionMode):
         super().__init__()
         self.profile, self.found, self.stand_ins = profile, found, stand_ins
         self.made_of = WeakIdKeyDictionary()
+        self.flags = Flags(stand_ins)
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -210,6 +212,10 @@ class _Apart(TorchFunctionMode):
         if not any(isinstance(v, _CALLED) for v in (*args, *kwargs.values())):
             sys.setprofile(None)  # else it calls a function of the user's, as a loss does with a distance
         try:
+            if (decided := self.flags.answer(func, args)) is not None:
+                self.found.values.update(dict.fromkeys(decided[1]))
+                return decided[0]
+            own = args, kwargs
             args, kwargs = self.stand_ins.given(tuple(args)), self.stand_ins.given(kwargs)
             held = self._held((*args, *kwargs.values()))
             if func in _LOOKS:
@@ -219,6 +225,7 @@ class _Apart(TorchFunctionMode):
                 for made in result if isinstance(result, (tuple, list)) else (result,):
                     if isinstance(made, torch.Tensor):
                         self.made_of[made] = held
+            self.flags.computed(func, *own, result)
             return self.stand_ins.own(result)
         finally:
             sys.setprofile(self.profile)

@@ -64,6 +64,10 @@ class StandIns:
             return {key: self.given(v) for key, v in value.items()}
         return value
 
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """The model's own tensors, each with what stands in for it."""
+        return [(own, self._for[id(own)]) for own in self._of.values()]
+
     def own(self, result: Any) -> Any:
         """A result: the model's own tensor for what stands in for it, which a function that writes in place returns."""
         return self._of.get(id(result), result)

@@ -1,0 +1,92 @@
+"""Small buffers that code decides by: `if self.initialised:`, `for _ in range(self.steps)`, `self.sizes.tolist()`.
+
+A captured graph has no values, but a model's own buffers have some, and the branch that they lead to is the model's as
+long as they keep them: which the guard asks at every call, as it does of all values that Python has looked at.  So such
+questions are answered by what the buffer holds, until the code writes into one.  Numbers that are computed with
+(`.item()` of an integer; of bool and uint8 it is a switch) stay in the graph, where they may be others at each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
+
+from psg_fx.program.stand_ins import StandIns
+from psg_fx.program.values import Same
+from psg_fx.torch_private.modes import no_modes, without_functions
+
+_SMALL = 64
+_SWITCHES = (torch.bool, torch.uint8)
+_WHOLE = (*_SWITCHES, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def _functions(names: str) -> frozenset[Any]:
+    return frozenset(getattr(torch.Tensor, name) for name in names.split())
+
+
+_TRUTH = torch.Tensor.__bool__
+_DECIDING = _functions("__bool__ __index__ tolist")
+_READING = _functions("item __int__ __float__")
+_COMPUTING = _functions(
+    "__eq__ __ne__ __lt__ __le__ __gt__ __ge__ eq ne lt le gt ge logical_not logical_and logical_or any all sum max "
+    "min __add__ __sub__ __mul__ __floordiv__ __mod__ __and__ __or__ __xor__ __invert__ __getitem__"
+)
+"""What is computed of such buffers to decide by; nothing that writes, or draws."""
+
+_Known = tuple[torch.Tensor, list[Same]]
+"""The values of a tensor, and the buffers that they follow from."""
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter)
+
+
+class Flags:
+    """What is known of small buffers, and of what is computed from those of whole numbers alone."""
+
+    def __init__(self, stand_ins: StandIns) -> None:
+        small = [pair for pair in stand_ins.pairs() if not _is_parameter(pair[0]) and pair[0].numel() <= _SMALL]
+        self._own = {id(own): own for own, _ in small}
+        self._others = [other for _, other in small]
+        self._versions = self._versions_now()
+        self._made = WeakIdKeyDictionary()
+
+    def answer(self, func: Any, args: Sequence[Any]) -> tuple[Any, list[Same]] | None:
+        """What a question to one of them has for an answer, and the buffers that it follows from; None for others."""
+        if not self._own or (func not in _DECIDING and func not in _READING):
+            return None
+        found = self._known(args[0], truth=func is _TRUTH)
+        if found is None or (func in _READING and found[0].dtype not in _SWITCHES):
+            return None
+        with no_modes(), without_functions():
+            return func(found[0]), found[1]
+
+    def computed(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
+        """A function has been called on these, and has returned this."""
+        if not self._own or func not in _COMPUTING or not isinstance(result, torch.Tensor):
+            return
+        known = [self._known(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        if result.dtype not in _WHOLE or any(found is None for found in known):
+            return
+        values = iter([found[0] for found in known if found is not None])
+        real = pytree.tree_map_only(torch.Tensor, lambda _: next(values), (args, dict(kwargs)))
+        with no_modes(), without_functions(), torch.no_grad():
+            value = func(*real[0], **real[1]).clone()
+        self._made[result] = value, [same for found in known if found is not None for same in found[1]]
+
+    def _known(self, tensor: Any, truth: bool = False) -> _Known | None:
+        if not isinstance(tensor, torch.Tensor) or self._versions_now() != self._versions:
+            return None  # the code has written into some buffer, perhaps this one
+        if id(tensor) not in self._own:
+            found: _Known | None = self._made.get(tensor)
+            return found
+        return (tensor, [Same(tensor)]) if tensor.dtype in _WHOLE or truth else None
+
+    def _versions_now(self) -> list[int]:
+        with without_functions():
+            return [other._version for other in self._others]

@@ -1,0 +1,116 @@
+"""Models that decide by small buffers of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import psg_fx
+from support import oracle
+
+X = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+Y = torch.tensor([0, 2, 1, 1])
+
+
+class Decides(nn.Module):
+    """What `way` makes of a layer."""
+
+    def __init__(self, way: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.way = nn.Linear(4, 4).double(), way
+        for name, value in {
+            "ready": False,
+            "old": torch.tensor(0, dtype=torch.uint8),
+            "steps": 2,
+            "start": 0.0,
+        }.items():
+            self.register_buffer(name, torch.as_tensor(value))
+        self.register_buffer("sizes", torch.tensor([1, 3]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.way(self, x)
+
+
+def made_ready(m: Any, x: Tensor) -> Tensor:
+    out: Tensor = m.layer(x) if m.ready else 2 * m.layer(x)
+    m.ready.fill_(True)
+    return out
+
+
+def counted(m: Any, x: Tensor) -> Tensor:
+    m.steps.add_(1)
+    out: Tensor = m.layer(x) if m.steps > 4 else 2 * m.layer(x)
+    return out
+
+
+def counted_by_a_view(m: Any, x: Tensor) -> Tensor:
+    m.sizes[:1].add_(1)
+    out: Tensor = m.layer(x) if m.sizes[0] > 1 else 2 * m.layer(x)
+    return out
+
+
+Change = Callable[[Any], object]
+ROWS: dict[str, tuple[Callable[[Any, Tensor], Tensor], Change]] = {
+    "truth": (lambda m, x: m.layer(x) if m.ready else 2 * m.layer(x), lambda m: m.ready.fill_(True)),
+    "truth of a float": (lambda m, x: m.layer(x) if m.start else 2 * m.layer(x), lambda m: m.start.fill_(1.0)),
+    "item": (lambda m, x: m.layer(x) if not m.ready.item() else 2 * m.layer(x), lambda m: m.ready.fill_(True)),
+    "item of uint8": (lambda m, x: m.layer(x) if m.old.item() == 0 else 2 * m.layer(x), lambda m: m.old.fill_(1)),
+    "compared": (lambda m, x: m.layer(x) if (m.steps == 2) & ~m.ready else 2 * m.layer(x), lambda m: m.steps.fill_(3)),
+    "range": (lambda m, x: m.layer(x) * len(range(m.steps)), lambda m: m.steps.fill_(3)),
+    "list": (
+        lambda m, x: torch.cat(m.layer(x).split(m.sizes.tolist(), 1)[::-1], 1),
+        lambda m: m.sizes.copy_(torch.tensor([2, 2])),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_decision_holds_as_long_as_its_buffer(name: str) -> None:
+    way, change = ROWS[name]
+    model = Decides(way)
+    step = psg_fx.transform(model, F.cross_entropy, backend="eager")
+    for count in (1, 2):
+        losses, grads = oracle.loop_grads(model, F.cross_entropy, X, Y)
+        for _ in range(2):
+            out = step(X, Y)
+            assert oracle.relative_error(out.losses, losses) < 1e-12
+            assert oracle.worst_error(out.grads, grads) < 1e-12
+        assert len(step.captures) == count
+        change(model)
+
+
+def test_a_number_stays_in_the_graph() -> None:
+    model = Decides(lambda m, x: m.layer(x) * m.steps.item())
+    step = psg_fx.transform(model, F.cross_entropy, backend="eager")
+    for steps in (2, 3, 5):
+        model.steps.fill_(steps)  # type: ignore[operator]
+        assert oracle.worst_error(step(X, Y).grads, oracle.loop_grads(model, F.cross_entropy, X, Y)[1]) < 1e-12
+    assert len(step.captures) == 1
+
+
+def test_what_the_code_writes_afterwards_is_written() -> None:
+    model = Decides(made_ready)
+    step = psg_fx.transform(model, F.cross_entropy, backend="eager")
+    for ready in (False, True, True):
+        assert bool(model.ready) is ready
+        scale = 1.0 if ready else 2.0
+        want = oracle.loop_grads(Decides(lambda m, x: scale * m.layer(x)), F.cross_entropy, X, Y)[1]
+        assert oracle.worst_error(step(X, Y).grads, want) < 1e-12
+    assert len(step.captures) == 2
+
+
+@pytest.mark.parametrize("way", [counted, counted_by_a_view])
+@pytest.mark.parametrize("first", [1, 4])
+def test_what_the_code_has_written_before_is_not_known(way: Callable[[Any, Tensor], Tensor], first: int) -> None:
+    model = Decides(way)
+    for buffer in (model.steps, model.sizes):
+        buffer.fill_(first)  # type: ignore[operator]
+    with pytest.raises(psg_fx.CaptureFailed, match="branches on values of a tensor"):
+        psg_fx.transform(model, F.cross_entropy, backend="eager")(X, Y)
+    assert int(model.steps) == int(model.sizes[0]) == first  # type: ignore[arg-type, index]
