@@ -54,7 +54,7 @@ class Batch:
             for t, dim in zip(call.tensors, call.dims, strict=True)
         ]
         each = {name for quantity in step.settings.quantities for name in quantity.reads_each}
-        given = {k: torch.as_tensor(v)[rows] if k in each else v for k, v in self.given.items()}
+        given = {k: _of_rows(v, rows) if k in each else v for k, v in self.given.items()}
         indices = None if self.indices is None else self.indices[rows]
         kept = (arguments or keywords for arguments, keywords in call.rebuild(tensors))
         return replace(self, arguments=tuple(k for k in kept if k), given=given, indices=indices)
@@ -105,13 +105,29 @@ def _places(found: Any, indices: Indices, named: str) -> tuple[torch.Tensor, Any
         else:
             places = found[int(indices)]
             rest = tuple(v for i, v in enumerate(found) if i != int(indices) % len(found))
-        return torch.as_tensor(places).to("cpu", torch.int64).reshape(-1), rest
-    except (KeyError, IndexError, ValueError, TypeError) as error:
+        numbers = torch.as_tensor(places, device="cpu")
+    except (KeyError, IndexError, ValueError, TypeError, RuntimeError) as error:
         raise BadArgument(
             f"a batch has no {named} at {indices!r}", where=f"over(..., {named}=...)",
             why=f"{type(error).__name__}: {error}",
             fix="a key of the batch, a position in it, or a function of it that returns [B] ints",
         ) from error  # fmt: skip
+    kind = numbers.dtype
+    if numbers.numel() and (kind.is_floating_point or kind.is_complex or kind is torch.bool):  # of no list: of floats
+        raise BadArgument(
+            f"{named} of a batch are of {str(kind).removeprefix('torch.')}", where=f"over(..., {named}=...)",
+            why="they are the places of its samples in the data set" if named == "indices" else
+            "they are the numbers of its samples' groups",
+            fix="let it give [B] ints",
+        )  # fmt: skip
+    return numbers.to(torch.int64).reshape(-1), rest
+
+
+def _of_rows(value: Any, rows: torch.Tensor) -> Any:
+    """The entries of these samples, of the kind that they are."""
+    if isinstance(value, (list, tuple)):
+        return [value[row] for row in rows.tolist()]
+    return torch.as_tensor(value)[rows]
 
 
 def _moved(tree: Any, device: torch.device) -> Any:

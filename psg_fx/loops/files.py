@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from psg_fx.errors import BadArgument
-from psg_fx.loops.made_of import data_of
+from psg_fx.loops.digests import data_of
 from psg_fx.tensors import product
 
 HEADER = 256
@@ -57,7 +57,7 @@ def mapped(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tens
         )  # fmt: skip
     storage: Any = torch.UntypedStorage.from_file(str(path), False, size)
     strides = [product(shape[i + 1 :]) for i in range(len(shape))]
-    return torch.empty(0, dtype=dtype).set_(storage, HEADER // dtype.itemsize, shape, strides)
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, HEADER // dtype.itemsize, shape, strides)
 
 
 def _width(dtype: torch.dtype, shape: tuple[int, ...]) -> int:

@@ -9,12 +9,21 @@ from typing import Any
 
 import torch
 
-from psg_fx.distributed.sharded import ShardedModule
-from psg_fx.errors import BadArgument, NotYetSupported
+from psg_fx.errors import BadArgument
 from psg_fx.loops.batches import Batch, Indices, Prepare, batch_of
+from psg_fx.loops.checks import (
+    check_each,
+    check_given,
+    check_loader,
+    check_order,
+    check_step,
+    checked_device,
+    device_of,
+    folder_of,
+)
 from psg_fx.loops.groups import joins_of
 from psg_fx.loops.leaves import Key, leaves
-from psg_fx.loops.loaders import batches_of, from_batch, order_is_drawn, samples_of, shown
+from psg_fx.loops.loaders import batches_of, from_batch, samples_of, shown
 from psg_fx.loops.made_of import made_of
 from psg_fx.loops.results import Results
 from psg_fx.loops.rows import InMemory
@@ -43,12 +52,12 @@ def over(
             for, unless the step was made with `dynamic=True`.
         step: what `transform(model, loss_fn)` returns.
         store: a folder for the results, made where it is not there.  An interrupted run goes on there where it
-            stopped: the same call again skips what is done.  Needs a loader that gives the same order each time, or
-            `indices`.
+            stopped: the same call again skips what is done, and a longer loader adds to what a shorter one that did
+            not say its length has left there.  Needs a loader that gives the same order each time, or `indices`.
         prepare: a function from the loader's batch to one as above.
         indices: where a batch has the places of its samples in the data set: a key or a position of the batch, which
             is then taken out of it, or a function of the batch that returns `[B]` ints.  They become the field
-            `indices`, are what `top` returns, and let a store go on under a shuffled loader.
+            `indices`, are what `top` returns, and let a store go on under a shuffled loader, or with further samples.
         groups: where a batch has the group of each sample (a user, a document), likewise.  Then fields that are linear
             in gradients (grads, dots, projections, a weighted sum with a weight for each group) are those of groups,
             added up over all batches: a group's samples may lie in several of them.  Losses remain those of samples.
@@ -62,34 +71,32 @@ def over(
 
     Raises:
         BadArgument: a step without a loss, a batch that is not as above, a quantity that does not follow from
-            batches, such as norms of groups, or a store of other parameters, another step, or another data set.
+            batches, such as norms of groups, or a store of other parameters, another step, or another data set, or one
+            whose files are damaged.
         NotYetSupported: a sharded model.
     """
-    _check_step(step)
-    _check_given(given)
+    check_step(step)
+    check_loader(loader)
+    check_given(given)
     joins = step.settings.joins_of_processes
     if groups is None and num_groups is None:
-        _check_each(step, given)
+        check_each(step, given)
     else:
         joins = joins_of(step, num_groups, groups, {"indices": indices, "store": store})
     check_joins(joins)
-    place = torch.device(device) if device is not None else next(step.model.parameters()).device
+    place = device_of(step) if device is None else checked_device(device)
 
     def call(found: Any) -> Batch:
         named = "indices" if groups is None else "groups"
         batch = batch_of(found, prepare, indices if groups is None else groups, place, given, named)
-        _check_given(batch.given)
+        check_given(batch.given)
         return batch if num_groups is None else batch.grouped(num_groups)
 
     if store is None:
         return _in_memory(loader, step, call, progress, joins)
-    if indices is None and (sampler := order_is_drawn(loader)):
-        raise BadArgument(
-            f"the order of samples is drawn at random ({sampler})", where="over(loader, step, store=...)",
-            why="a run that goes on would not know which samples are done, nor would a reader of the store",
-            fix="DataLoader(..., shuffle=False), or the samples' places in each batch: over(..., indices=...)",
-        )  # fmt: skip
-    return _in_folder(loader, step, call, progress, Path(store), given)
+    if indices is None:
+        check_order(loader)
+    return _in_folder(loader, step, call, progress, folder_of(store), given, indices is not None)
 
 
 def _in_memory(loader: Any, step: LossModule, call: Callable[[Any], Batch], progress: bool, joins: Joins) -> Results:
@@ -105,17 +112,22 @@ def _in_memory(loader: Any, step: LossModule, call: Callable[[Any], Batch], prog
 
 
 def _in_folder(
-    loader: Any, step: LossModule, call: Callable[[Any], Batch], progress: bool, path: Path, given: Mapping[str, Any]
-) -> Store:
-    joins, made = step.settings.joins_of_processes, made_of(step, given, samples_of(loader))
-    with filling(path, made, joins, next(step.model.parameters()).device) as writer:
-        if not writer.complete:
+    loader: Any, step: LossModule, call: Callable[[Any], Batch], progress: bool, path: Path, given: Mapping[str, Any],
+    places: bool,
+) -> Store:  # fmt: skip
+    """The store of a folder, filled.  places: samples have places, so that the folder may have others already."""
+    joins, device = step.settings.joins_of_processes, device_of(step)
+    made = made_of(step, given, None if places else samples_of(loader), places, device.type)
+    with filling(path, made, joins, device) as writer:
+        if not writer.has_all():
             _fill(writer, loader, step, call, progress)
     return Store(path)
 
 
 def _fill(writer: Writer, loader: Any, step: LossModule, call: Callable[[Any], Batch], progress: bool) -> None:
-    """Run what is not in the store: batches after those that are, or samples whose places are not."""
+    """Run what is not in the store: batches after those that are, or samples whose places are not.  A store that is
+    complete may lack some, too: nobody knows how many samples an iterable has.
+    """
     before, now = writer.places(), set[int]()
     done = 0 if before else writer.batches
     batches, skipped = from_batch(loader, done, lambda found: call(found).size(step))
@@ -133,6 +145,7 @@ def _fill(writer: Writer, loader: Any, step: LossModule, call: Callable[[Any], B
             writer.add(own, out, len(out.losses))
     if not writer.count:
         raise _empty()
+    writer.check_end()
 
 
 def _new(batch: Batch, step: LossModule, before: set[int], now: set[int]) -> Batch | None:
@@ -152,7 +165,7 @@ def _new(batch: Batch, step: LossModule, before: set[int], now: set[int]) -> Bat
     rows = [row for row, place in enumerate(places) if place not in before]
     if not rows:
         return None
-    return batch if len(rows) == len(places) else batch.of_rows(step, torch.tensor(rows))
+    return batch if len(rows) == len(places) else batch.of_rows(step, torch.tensor(rows, device="cpu"))
 
 
 def _run(step: LossModule, batch: Batch, joins: Joins) -> tuple[StepOutput, dict[Key, torch.Tensor]]:
@@ -181,39 +194,3 @@ def _empty() -> BadArgument:
         "the loader gives no samples", where="over(loader, step)", why="nothing says what shapes the results have",
         fix="give at least one batch; an iterator that has been read is empty, a DataLoader is not",
     )  # fmt: skip
-
-
-def _check_step(step: Any) -> None:
-    if not isinstance(step, LossModule):
-        raise BadArgument(
-            f"{type(step).__name__} is not a step with a loss", where="over(loader, step)",
-            why="only such a step has outputs that can be put together",
-            fix="pass what transform(model, loss_fn) returns; in place of microbatch, choose the loader's batch size",
-        )  # fmt: skip
-    if isinstance(step, ShardedModule):
-        raise NotYetSupported(
-            "a step of a sharded model does not run over a loader", where="over(loader, step)",
-            why="all processes must call it equally often, and loaders may differ in their numbers of batches",
-            fix="write the loop, over as many batches in every process (DistributedSampler): sums of a call are those "
-            "of all processes already, and rows those of its own samples",
-        )  # fmt: skip
-
-
-def _check_given(given: Mapping[str, Any]) -> None:
-    grouped = "over(loader, step, groups=..., num_groups=G), where groups says where in a batch they are"
-    fixes = {"groups": grouped, "num_groups": grouped, "out": "leave it out"}
-    for name in (name for name in fixes if name in given):
-        raise BadArgument(
-            f"a batch's call has {name}", where="over(loader, step)",
-            why="over() puts rows of all batches together, in tensors of its own", fix=fixes[name],
-        )  # fmt: skip
-
-
-def _check_each(step: LossModule, given: Mapping[str, Any]) -> None:
-    """Refuse for all calls what is of the samples of one."""
-    for name in {name for quantity in step.settings.quantities for name in quantity.reads_each} & set(given):
-        raise BadArgument(
-            f"{name} has an entry for every sample, and is given once", where=f"over(loader, step, {name}=...)",
-            why="each batch has other samples",
-            fix=f'let the loader or prepare= give (inputs, targets, {{"{name}": ...}}) for each batch',
-        )  # fmt: skip

@@ -49,6 +49,16 @@ class Results(StepOutput):
             BadArgument: a query that does not fit what is there, or a k that is no number of samples in it.
         """
         pairs = self._pairs(query)
+        if type(block) is not int or block < 1:
+            raise BadArgument(
+                f"block={block!r} is not a number of rows", where="top(query, k, block=...)",
+                why="rows are read in blocks", fix="an int from 1 on, or leave it out",
+            )  # fmt: skip
+        if any(t.is_complex() for pair in pairs for t in pair):
+            raise BadArgument(
+                "the inner products are complex", where="top(query, k)", why="complex numbers have no order",
+                fix="take the products of the rows of the results yourself, and the k best by .real or .abs()",
+            )  # fmt: skip
         count = len(pairs[0][1])
         if type(k) is not int or not 0 < k <= count:
             raise BadArgument(
@@ -57,7 +67,7 @@ class Results(StepOutput):
             )  # fmt: skip
         single = all(len(q.shape) == rows.ndim - 1 for q, rows in pairs)
         queries = [((q[None] if single else q), rows) for q, rows in pairs]
-        scores, places = _best(queries, k, max(int(block), 1), largest)
+        scores, places = _best(queries, k, block, largest)
         if "indices" in vars(self):
             places = self.indices[places.cpu()].to(places.device)
         return (scores[0], places[0]) if single else (scores, places)

@@ -23,14 +23,15 @@ from urllib.parse import quote
 import torch
 
 from psg_fx.errors import BadArgument
+from psg_fx.loops.about import ABOUT, FORMAT, Kept, kept_of, read_about, restored
+from psg_fx.loops.differences import check_same
 from psg_fx.loops.files import mapped, put, replaced, settle
 from psg_fx.loops.leaves import Key, nested
-from psg_fx.loops.made_of import check_same
 from psg_fx.loops.results import Results
 from psg_fx.loops.totals import Totals
 from psg_fx.quantities.base import Joins
 
-_ABOUT, _FORMAT, _SECONDS = "store.json", 1, 1.0
+_SECONDS, _IN_ALL = 1.0, "samples in all"
 
 
 class Store(Results):
@@ -51,18 +52,16 @@ class Store(Results):
         found = read_about(self.path)
         if found is None:
             raise BadArgument(
-                "the folder is no store", where=f"Store({str(path)!r})", why=f"there is no {_ABOUT} in it",
+                "the folder is no store", where=f"Store({str(path)!r})", why=f"there is no {ABOUT} in it",
                 fix="psg_fx.over(loader, step, store=path) makes one",
             )  # fmt: skip
         self.about: dict[str, Any] = found["made of"]
         self.complete: bool = found["complete"]
         rows = {
             key: mapped(self.path / file, dtype, (found["samples"], *shape))
-            for key, (file, dtype, shape) in _kept(found).items()
+            for key, (file, dtype, shape) in kept_of(found, self.path).items()
         }
-        totals = Totals(found["joins"])
-        if found["sums"]:
-            totals.restore(torch.load(self.path / found["sums"], weights_only=True), torch.device("cpu"))
+        totals = restored(Totals(found["joins"]), self.path, found["sums"], torch.device("cpu"))
         super().__init__({**nested(rows), **totals.fields()}, found["joins"])
 
     def __repr__(self) -> str:
@@ -70,47 +69,47 @@ class Store(Results):
         return f"Store({str(self.path)!r}, {len(self)} samples, {state}, {', '.join(vars(self))})"
 
 
-def read_about(path: Path) -> dict[str, Any] | None:
-    """What a folder says of itself, None where there is nothing."""
-    if not (path / _ABOUT).exists():
-        return None
-    found: dict[str, Any] = json.loads((path / _ABOUT).read_text(encoding="utf-8"))
-    if found.get("format") != _FORMAT:
-        raise BadArgument(
-            f"the store is of format {found.get('format')}", where=str(path), why=f"this psg_fx reads {_FORMAT}",
-            fix="read it with the psg_fx that wrote it",
-        )  # fmt: skip
-    return found
-
-
-def _kept(about: Mapping[str, Any]) -> dict[Key, tuple[str, torch.dtype, tuple[int, ...]]]:
-    """File, dtype and shape of a row for every field."""
-    rows = about["rows"]
-    return {(r["field"], r["name"]): (r["file"], getattr(torch, r["dtype"]), tuple(r["shape"])) for r in rows}
-
-
 class Writer:
     """Fills the folder of a store, from where it stands.
 
-    made: what the results are made of.  whole: what has been taken in is whole batches.
+    made: what the results are made of.  whole: what has been taken in is whole batches.  has_more: there are samples
+    that were not in the folder before.
     """
 
     def __init__(self, path: Path, made: dict[str, Any], joins: Joins, device: torch.device) -> None:
         self.path, self._made, self._joins = path, made, joins
         self.totals = Totals(joins)
-        self._kept: dict[Key, tuple[str, torch.dtype, tuple[int, ...]]] = {}
+        self._kept: Kept = {}
         self.batches = self.count = 0
         self.complete, self._sums = False, ""
-        self.whole, self._next = True, time.monotonic() + _SECONDS
+        self.whole, self.has_more, self._next = True, False, time.monotonic() + _SECONDS
+        self._known_before: int | None = None
         found = read_about(path)
         if found is not None:
             check_same(found["made of"], json.loads(json.dumps(made)), path)
-            self._kept, self.batches, self.count = _kept(found), found["batches"], found["samples"]
+            self._kept, self.batches, self.count = kept_of(found, path), found["batches"], found["samples"]
             self.complete, self._sums = found["complete"], found["sums"]
             for file, dtype, shape in self._kept.values():
                 mapped(path / file, dtype, (self.count, *shape))  # they are all there
-            if self._sums:
-                self.totals.restore(torch.load(path / self._sums, weights_only=True), device)
+            restored(self.totals, path, self._sums, device)
+            self._known_before = found["made of"][_IN_ALL]
+
+    def has_all(self) -> bool:
+        """Whether nothing is to be run, as far as numbers of samples can say: those of a complete store are as many as
+        the loader has, or has had when it was filled.
+        """
+        return self.complete and self._made[_IN_ALL] is not None and self._made[_IN_ALL] in (
+            self.count, self._known_before
+        )  # fmt: skip
+
+    def check_end(self) -> None:
+        """Refuse batches that end before the loader with which the store was begun did, where they do not say."""
+        if self._made[_IN_ALL] is None and self._known_before is not None and self.count < self._known_before:
+            raise BadArgument(
+                f"the batches end after {self.count} samples", where=f"over(loader, step, store={str(self.path)!r})",
+                why=f"the loader with which the store was begun has {self._known_before}",
+                fix="give all batches, or choose another folder",
+            )  # fmt: skip
 
     def add(self, rows: Mapping[Key, torch.Tensor], out: Any, count: int) -> None:
         """Take in a batch of `count` samples: its rows, and what the step's output has besides."""
@@ -119,6 +118,7 @@ class Writer:
             for key, value in rows.items():
                 put(self.path / self._file(key, value), self.count, value)
             self.totals.add(out)
+            self.has_more, self.complete = True, False
         self.count, self.batches = self.count + count, self.batches + 1
         self.whole = True
         if time.monotonic() > self._next:
@@ -148,7 +148,7 @@ class Writer:
         buffer = io.BytesIO()
         torch.save(self.totals.state(), buffer)
         replaced(self.path / self._sums, buffer.getvalue())
-        replaced(self.path / _ABOUT, json.dumps(self._about(), indent=1).encode())
+        replaced(self.path / ABOUT, json.dumps(self._about(), indent=1).encode())
         if old and old != self._sums:
             (self.path / old).unlink(missing_ok=True)
         now = time.monotonic()
@@ -159,9 +159,13 @@ class Writer:
             {"field": field, "name": name, "file": file, "dtype": str(dtype).removeprefix("torch."), "shape": shape}
             for (field, name), (file, dtype, shape) in self._kept.items()
         ]
+        in_all, before = self._made[_IN_ALL], self._known_before
+        if in_all is None and before is not None and self.count <= before:
+            in_all = before
+        made = {**self._made, _IN_ALL: in_all}
         return {
-            "format": _FORMAT, "complete": self.complete, "batches": self.batches, "samples": self.count,
-            "joins": dict(self._joins), "rows": rows, "sums": self._sums, "made of": self._made,
+            "format": FORMAT, "complete": self.complete, "batches": self.batches, "samples": self.count,
+            "joins": dict(self._joins), "rows": rows, "sums": self._sums, "made of": made,
         }  # fmt: skip
 
     def places(self) -> set[int]:
@@ -181,7 +185,7 @@ def filling(path: Path, made: dict[str, Any], joins: Joins, device: torch.device
         try:
             yield writer
         except BaseException:
-            if writer.whole and writer.count:
+            if writer.whole and writer.has_more:
                 writer.commit()
             raise
         if not writer.complete:

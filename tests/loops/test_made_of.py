@@ -79,13 +79,13 @@ def test_a_loss_that_has_no_hash(tmp_path: Path) -> None:
     [
         (other_weights, r"other values of 2\.bias\n.*\n  why    its values differ"),
         (lambda: own_step(model=same_mlp()), r"other values of 0\.weight and 3 more\n.*\n  why    its dtype differs"),
-        (lambda: own_step([*QUANTITIES[:-2], Norms(per="parameter")]), "another quantities"),
+        (lambda: own_step([*QUANTITIES[:-2], Norms(per="parameter")]), "other quantities"),
         (lambda: own_step([Projection(rank=3), *QUANTITIES[1:]]), r"Projection\(rank=2.*Projection\(rank=3"),
         (lambda: own_step([*QUANTITIES[:2], ClippedSum(0.4), *QUANTITIES[3:]]), "max_norm=0.4"),
         (lambda: own_step(loss=sum_loss), "sum_loss here"),
         (other_activation, "another model"),
         (other_training, "another train or evaluation mode"),
-        (lambda: step(same_mlp().float(), quantities=QUANTITIES, params="0.*"), "another asked"),
+        (lambda: step(same_mlp().float(), quantities=QUANTITIES, params="0.*"), "other parameters asked for"),
     ],
 )
 def test_another_step_or_other_parameters_are_refused_by_name(
@@ -101,7 +101,7 @@ def test_a_bound_in_a_tensor_is_part_of_the_step(tmp_path: Path) -> None:
     own = own_step([ClippedSum(bound)])
     interrupted(tmp_path, own)
     bound.fill_(0.30001)
-    with pytest.raises(BadArgument, match="another quantities"):
+    with pytest.raises(BadArgument, match="other quantities"):
         psg_fx.over(loader(11, 3), own, store=tmp_path, progress=False)
 
 
@@ -119,7 +119,9 @@ def test_other_directions_are_refused(tmp_path: Path) -> None:
     directions = {name: torch.randn_like(p) for name, p in own.model.named_parameters()}
     interrupted(tmp_path, own, directions=directions)
     directions["0.bias"][0] = 1.0
-    with pytest.raises(BadArgument, match="other keywords"):
+    with pytest.raises(
+        BadArgument, match=r"other values of directions=\n.*\n  why    directions\['0.bias'\]: values differ"
+    ):
         psg_fx.over(loader(11, 3), own, store=tmp_path, progress=False, directions=directions)
 
 
