@@ -130,7 +130,8 @@ class Walk(CodeWalk):
         """
         tensors = list({id(t): t for t, _ in self.tensors}.values())
         if self.attributes & _ASKING:
-            self.keys += [(vars(t).keys, tuple(vars(t))) for t in tensors]
+            held = [vars(t) for t in tensors]
+            self.keys.append((functools.partial(map, len, held), tuple(map(len, held))))
         names = set().union(*(vars(t) for t in tensors)) & self.attributes
         for name in sorted(names):
             for t in tensors:
