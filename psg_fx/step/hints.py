@@ -19,12 +19,11 @@ _ABOUT_EXPERTS = re.compile(r"expert|router")
 
 def with_hint(refusal: PsgError, model: nn.Module, call: Call) -> PsgError:
     """The refusal, and what the model offers, where the refused line is about that."""
-    for hint in (
-        _mask(refusal, model, call),
-        _experts(refusal, model),
-        _balance(refusal, model),
-        _objects(refusal, call),
-    ):
+    hints = (
+        _mask(refusal, model, call), _experts(refusal, model), _balance(refusal, model), _objects(refusal, call),
+        _shared(refusal, call),
+    )  # fmt: skip
+    for hint in hints:
         if hint:
             fix = f"{hint}; or {refusal.fix}"
             return type(refusal)(refusal.what, where=refusal.where, why=refusal.why, fix=fix)
@@ -66,6 +65,15 @@ def _objects(refusal: PsgError, call: Call) -> str:
         f"pass the tensors of the {held[0]} themselves, or say that it has some: "
         f"torch.utils._pytree.register_dataclass({held[0]})"
     )
+
+
+def _shared(refusal: PsgError, call: Call) -> str:
+    """What is said to be the same for all samples may have a row for each."""
+    if not isinstance(refusal, CaptureFailed) or call.axes:
+        return ""
+    given = zip(call.names, call.tensors, call.dims, strict=True)
+    rows = [name for name, t, dim in given if dim is None and t.ndim and t.shape[0] == call.batch_size()]
+    return f"say in batch_dim that {rows[0]} has a row for each sample" if rows else ""
 
 
 def function_of(thing: Any) -> Any:

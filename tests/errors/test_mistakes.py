@@ -182,6 +182,11 @@ def test_samples_in_an_object_that_pytrees_do_not_know() -> None:
         step(Reading())(Batch(X), Y)
 
 
+def test_targets_that_are_said_to_be_shared() -> None:
+    with pytest.raises(CaptureFailed, match=r"fix    say in batch_dim that target_0 has a row for each sample; or "):
+        step(batch_dim=(0, None))(X, Y)
+
+
 def test_a_list_of_inputs_is_positional() -> None:
     torch.manual_seed(0)
     model, a, b = nn.Bilinear(4, 4, 3), torch.randn(3, 4), torch.randn(3, 4)
