@@ -43,7 +43,7 @@ def share(values: Sequence[Any], sizes: Sequence[int], exact: float) -> Any:
 
     exact: up to which relative error floats count as equal.
     """
-    if all(type(v) is type(values[0]) and v == values[0] for v in values):
+    if all(type(v) is type(values[0]) and repr(v) == repr(values[0]) for v in values):  # NaN equals itself here
         return values[0]
     if all(type(v) is int for v in values) and len({v / s for v, s in zip(values, sizes, strict=True)}) == 1:
         return Share(values[0] // sizes[0])
@@ -99,7 +99,11 @@ def _row(values: Sequence[torch.Tensor], sizes: Sequence[int]) -> Row | None:
 
 
 def _same(values: Sequence[Any]) -> bool:
-    return all(v.shape == values[0].shape and torch.equal(v, values[0]) for v in values)
+    first = values[0]
+    return all(
+        v.shape == first.shape and (torch.equal(v, first) or torch.allclose(v, first, 0, 0, equal_nan=True))
+        for v in values
+    )
 
 
 def _of_the_batch_size(program: Functional, name: str) -> NotYetSupported:

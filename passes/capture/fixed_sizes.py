@@ -103,7 +103,7 @@ def _argument(node: Node, values: Sequence[Any], place: Sequence[dict[Node, int]
         raise _unlike(node, sizes)
     if any(isinstance(v, Node) for v in values):
         raise _unlike(node, sizes)
-    if all(type(v) is type(values[0]) and v == values[0] for v in values):
+    if all(type(v) is type(values[0]) and (v == values[0] or repr(v) == repr(values[0])) for v in values):
         return values[0]
     found = share(values, sizes, 1e-12)
     if found is not None:

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from psg_fx.errors import NotYetSupported
 from psg_fx.program.code import line_of
+from psg_fx.program.objects import describe
 from psg_fx.program.program import Program
 from psg_fx.source import is_library
 from psg_fx.torch_private.export import without_checkpoints
@@ -54,7 +55,7 @@ class _Writes(TorchFunctionMode):
             return own_gradients.recorded(*args, **(kwargs or {}))
         if func in _BACKWARD:
             raise _own_backward(func)
-        if func == _SET_DATA and args[1] is args[0]:  # as `module.to(x.dtype)` does where that changes nothing
+        if func == _SET_DATA and _is_all_of(args[1], args[0]):  # as `module.to(x.dtype)` where that changes nothing
             return None
         if func in _SWITCHES:
             _refuse_switch(func, args, kwargs or {})
@@ -127,6 +128,16 @@ _PLAIN = frozenset({int, float, bool, str, type(None), torch.Size, torch.dtype, 
 def _seen_through(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor of which autograd takes this one for a view, or itself."""
     return tensor._base if tensor._base is not None else tensor
+
+
+def _is_all_of(value: Any, tensor: torch.Tensor) -> bool:
+    """Whether a value is the tensor itself, or another one of the same memory."""
+    with without_functions():
+        return value is tensor or (
+            isinstance(value, torch.Tensor) and value.layout is tensor.layout is torch.strided
+            and _place(value) == _place(tensor) and describe(value)[1:5] == describe(tensor)[1:5]
+            and value.storage_offset() == tensor.storage_offset()
+        )  # fmt: skip
 
 
 def _place(tensor: torch.Tensor) -> int:

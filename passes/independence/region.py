@@ -48,6 +48,8 @@ def row_by_row(
     """
     graph = Graph()
     copies: dict[Node, Any] = {}
+    if not any(place is not None for _, place in inputs.values()):
+        raise Unfit
     fakes = symbolic_inputs([t for t, _ in inputs.values()], [place for _, place in inputs.values()])
     with fakes[0].fake_mode, enable_python_dispatcher(), torch.no_grad():  # type: ignore[attr-defined]
         for (n, (_, place)), fake in zip(inputs.items(), fakes, strict=True):

@@ -74,7 +74,9 @@ def asked_of(what: Any) -> str:
 def asked_of_python(frame: FrameType) -> str:
     """The same for functions of the standard library and of torch that are written in Python."""
     module, name = frame.f_globals.get("__name__"), frame.f_code.co_name
-    if module in ("random", "secrets", "uuid"):
+    if module == "uuid":  # by which packages name things
+        return "a new identifier" if name not in ("__init__", "__str__", "__eq__", "__hash__") else ""
+    if module in ("random", "secrets"):
         return RANDOM if name not in ("seed", "__init__", "getstate", "setstate") else ""
     if module == "os" and name in ("getenv", "__getitem__"):
         return "the environment"
@@ -93,7 +95,11 @@ def asked_of_python(frame: FrameType) -> str:
 
 def hands_on(frame: FrameType) -> bool:
     """Whether a function is called by one of the standard library, or by a decorator of torch, for somebody else."""
-    return origin(frame.f_code.co_filename) is Origin.STANDARD or frame.f_globals.get("__name__") in _DECORATORS
+    name = str(frame.f_globals.get("__name__"))
+    standard = origin(frame.f_code.co_filename) is Origin.STANDARD and not name.startswith(_CALCULATING)
+    return standard or name in _DECORATORS
 
 
+_CALCULATING = ("sympy", "mpmath")
+"""What draws numbers for itself, and has the same results."""
 _DECORATORS = ("torch._compile", "torch._dynamo.eval_frame")

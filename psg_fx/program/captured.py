@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from psg_fx.program.guard import Guard
+from psg_fx.program.guard import Guard, Structure
 from psg_fx.source import warn
 
 MOST = 64
@@ -79,13 +79,13 @@ class Cache:
             found = [entry for entries in self._found.values() for entry in entries]
         return tuple(sorted(found, key=lambda entry: entry.number))
 
-    def find(self, key: Key, size: int) -> Captured | None:
-        """The step that serves, or None."""
+    def find(self, key: Key, size: int, structure: Structure) -> Captured | None:
+        """The step that serves, or None.  structure: of the model and the loss, as it is now."""
         with self._lock:
             recent = self._recent  # whose key is compared by the identities of its parts, and no hash taken
             known = recent[1] if recent is not None and recent[0] == key else self._found.get(key, [])
             for place, entry in enumerate(known):
-                if entry.batch_size in (None, size) and entry.guard.holds():
+                if entry.batch_size in (None, size) and entry.guard.holds(structure):
                     if place:
                         known.insert(0, known.pop(place))
                     if recent is None or known is not recent[1]:

@@ -30,13 +30,16 @@ def _functions(names: str) -> frozenset[Any]:
 
 
 _TRUTH = torch.Tensor.__bool__
-_DECIDING = _functions("__bool__ __index__ tolist")
+_DECIDING = _functions("__bool__ __index__ tolist __format__ __repr__")
 _READING = _functions("item __int__ __float__")
 _COMPUTING = _functions(
     "__eq__ __ne__ __lt__ __le__ __gt__ __ge__ eq ne lt le gt ge logical_not logical_and logical_or any all sum max "
-    "min __add__ __sub__ __mul__ __floordiv__ __mod__ __and__ __or__ __xor__ __invert__ __getitem__"
+    "min add sub mul remainder __floordiv__ __and__ __or__ __xor__ __invert__ __getitem__"
 )
 """What is computed of such buffers to decide by; nothing that writes, or draws."""
+
+_IN_BULK = "_foreach_"
+"""Functions that write into many tensors at once, and do not count it."""
 
 _Known = tuple[torch.Tensor, list[Same]]
 """The values of a tensor, and the buffers that they follow from."""
@@ -55,6 +58,7 @@ class Flags:
         self._others = [other for _, other in small]
         self._versions = self._versions_now()
         self._made = WeakIdKeyDictionary()
+        self._in_bulk = False
 
     def answer(self, func: Any, args: Sequence[Any]) -> tuple[Any, list[Same]] | None:
         """What a question to one of them has for an answer, and the buffers that it follows from; None for others."""
@@ -64,27 +68,38 @@ class Flags:
         if found is None or (func in _READING and found[0].dtype not in _SWITCHES):
             return None
         with no_modes(), without_functions():
-            return func(found[0]), found[1]
+            return func(found[0], *args[1:]), found[1]
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether it is one of the buffers."""
+        return id(tensor) in self._own
 
     def computed(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
         """A function has been called on these, and has returned this."""
+        self._in_bulk = self._in_bulk or _IN_BULK in getattr(func, "__name__", "")
         if not self._own or func not in _COMPUTING or not isinstance(result, torch.Tensor):
             return
-        known = [self._known(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        leaves = pytree.tree_leaves((args, kwargs))
+        numbers = [bound for v in leaves for bound in ((v.start, v.stop, v.step) if isinstance(v, slice) else (v,))]
+        if any(isinstance(v, (torch.SymInt, torch.SymFloat, torch.SymBool)) for v in numbers):
+            return  # sizes that follow the batch
+        known = [self._known(t) for t in leaves if isinstance(t, torch.Tensor)]
         if result.dtype not in _WHOLE or any(found is None for found in known):
             return
         values = iter([found[0] for found in known if found is not None])
         real = pytree.tree_map_only(torch.Tensor, lambda _: next(values), (args, dict(kwargs)))
         with no_modes(), without_functions(), torch.no_grad():
             value = func(*real[0], **real[1]).clone()
-        self._made[result] = value, [same for found in known if found is not None for same in found[1]]
+            version = result._version
+        self._made[result] = version, (value, [same for found in known if found is not None for same in found[1]])
 
     def _known(self, tensor: Any, truth: bool = False) -> _Known | None:
-        if not isinstance(tensor, torch.Tensor) or self._versions_now() != self._versions:
+        if not isinstance(tensor, torch.Tensor) or self._in_bulk or self._versions_now() != self._versions:
             return None  # the code has written into some buffer, perhaps this one
         if id(tensor) not in self._own:
-            found: _Known | None = self._made.get(tensor)
-            return found
+            version, made = self._made.get(tensor, (None, None))
+            with without_functions():
+                return made if version == tensor._version else None  # nor into this one
         return (tensor, [Same(tensor)]) if tensor.dtype in _WHOLE or truth else None
 
     def _versions_now(self) -> list[int]:

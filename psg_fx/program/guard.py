@@ -58,13 +58,16 @@ class Guard:
         """How many places are asked."""
         return len(self._places)
 
-    def holds(self) -> bool:
-        """Whether the graph still serves."""
-        if self._places.same():
+    def holds(self, structure: Structure) -> bool:
+        """Whether the graph still serves.  structure: as it is now; where modules or tensors have been replaced, those
+        that the code asked something of may be others.
+        """
+        if structure is self.structure and self._places.same():
             return True
         walk = Walk(self._observed).run(self._roots)
         if walk.meaning != self.meaning:
             return False
+        self.structure = structure
         self._take(walk)
         return True
 
@@ -156,7 +159,7 @@ class Placed:
         return self.tensors.same([*map(dict.get, self.holders, self.keys), *self.fixed])
 
     def _same_values(self) -> bool:
-        return all(_equal(a, b) for a, b in self.arrays) and all(torch.equal(a, b) for a, b in self.looked)
+        return all(_equal(a, b) for a, b in self.arrays) and all(_same(a, b) for a, b in self.looked)
 
 
 class Lying:
@@ -301,6 +304,10 @@ class Structure:
     def has_hooks(self) -> bool:
         """Whether a parameter has hooks on its gradient."""
         return any(map(_GRADIENT_HOOKS, self.held))
+
+
+def _same(now: torch.Tensor, before: torch.Tensor) -> bool:
+    return torch.equal(now, before) or (now.shape == before.shape and torch.allclose(now, before, 0, 0, equal_nan=True))
 
 
 def _equal(now: Any, before: Any) -> bool:

@@ -27,6 +27,7 @@ from psg_fx.program.code import Origin, is_theirs, origin, origin_of_code, sourc
 from psg_fx.program.flags import Flags
 from psg_fx.program.stand_ins import StandIns
 from psg_fx.program.values import Same
+from psg_fx.torch_private.modes import no_modes, without_functions
 from psg_fx.torch_private.patching import patched_here, seen_here
 
 
@@ -215,6 +216,8 @@ class _Apart(TorchFunctionMode):
             if (decided := self.flags.answer(func, args)) is not None:
                 self.found.values.update(dict.fromkeys(decided[1]))
                 return decided[0]
+            if func in _INDEXING and len(args) > 1:
+                args = (args[0], self._indexed(args[1]), *args[2:])
             own = args, kwargs
             args, kwargs = self.stand_ins.given(tuple(args)), self.stand_ins.given(kwargs)
             held = self._held((*args, *kwargs.values()))
@@ -229,6 +232,24 @@ class _Apart(TorchFunctionMode):
             return self.stand_ins.own(result)
         finally:
             sys.setprofile(self.profile)
+
+    def _indexed(self, index: Any) -> Any:
+        """An index whose slices are bounded by numbers: torch reads those of tensors unseen."""
+        if isinstance(index, tuple):
+            return tuple(map(self._indexed, index))
+        if isinstance(index, slice):
+            return slice(*(self._bound(bound) for bound in (index.start, index.stop, index.step)))
+        return index
+
+    def _bound(self, bound: Any) -> Any:
+        if not isinstance(bound, torch.Tensor):
+            return bound
+        decided = self.flags.answer(torch.Tensor.__index__, (bound,))
+        if decided is None and (self.flags.has(bound) or type(bound) not in (torch.Tensor, nn.Parameter)):
+            return self.stand_ins.given(bound)
+        self.found.values.update(dict.fromkeys([Same(bound)] if decided is None else decided[1]))
+        with no_modes(), without_functions():
+            return int(bound) if decided is None else decided[0]
 
     def _refuse_gradient(self, tensor: Any, frame: FrameType) -> None:
         """What lies in `.grad` of a tensor from outside is the value of one call."""
@@ -253,6 +274,7 @@ class _Apart(TorchFunctionMode):
 
 
 _GRAD: Any = vars(torch._C.TensorBase)["grad"].__get__
+_INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _CALLED = (FunctionType, MethodType, functools.partial, nn.Module)
 _LOOKS = {
     getattr(torch.Tensor, name)

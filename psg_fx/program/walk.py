@@ -15,6 +15,7 @@ noted, so that a later call can ask of each in one step whether the same object 
 
 from __future__ import annotations
 
+import argparse
 import collections
 import datetime
 import decimal
@@ -25,7 +26,7 @@ import pathlib
 import re
 import weakref
 from collections.abc import Callable, Iterable
-from types import BuiltinMethodType, FunctionType, MappingProxyType, MethodType, ModuleType
+from types import BuiltinMethodType, FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -121,7 +122,7 @@ class Walk(CodeWalk):
         self.emit((index, describe(value)), label)
         self.tensors.append((value, place))
         if Same(value) in self.observed.values:
-            self.emit(tuple(value.detach().flatten().tolist()), f"the value of {label}")
+            self.emit(repr(value.detach().flatten().tolist()), f"the value of {label}")
             self.looked.append((value, value.detach().clone()))
 
     def of_tensors(self) -> None:
@@ -214,11 +215,11 @@ class Walk(CodeWalk):
             return
         self.emit((Same(value), Same(kind)), label)
         self.kinds.append((value, kind))
-        if hasattr(kind, "__next__"):
-            self.iterators.append(label)
         if str(kind.__module__).partition(".")[0] in _UNLOOKED:
             return
-        every = self.open or not all(is_theirs(origin_of_module(k.__module__)) for k in kind.__mro__[:-1])
+        if hasattr(kind, "__next__"):
+            self.iterators.append(label)
+        every = self.open or not all(_has_names_only(k) for k in kind.__mro__[:-1])
         if (own := attribute_dict(value)) is not None:
             self.attributes_of(value, own, label, every)
         for name in slots_of(kind):
@@ -254,6 +255,11 @@ _LOOKS: tuple[tuple[Any, Callable[[Walk, Any, str], None]], ...] = (
     (functools._lru_cache_wrapper, lambda walk, v, label: walk.through(Same(v), (v.__wrapped__,), label)),
     (weakref.ref, lambda walk, value, label: walk.through("reference", (value(),), label)),
 )
+
+
+def _has_names_only(kind: type) -> bool:
+    """Whether a class of objects gives away their attributes by their names alone, as far as is known."""
+    return kind in (SimpleNamespace, argparse.Namespace) or is_theirs(origin_of_module(kind.__module__))
 
 
 def _key(value: Any) -> Any:

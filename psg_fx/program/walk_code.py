@@ -133,6 +133,8 @@ class CodeWalk:
             else:  # a global of this name would come before it
                 self.slots.append((known, name, MISSING))
                 self.emit("absent", name)
+                if name not in _PYTHONS:
+                    self.look(builtins, name, name)
         for name in sorted(names_of(code).modules):
             self.imported(name, str(known.get("__package__") or ""))
         if value.__dict__:
@@ -161,3 +163,4 @@ class CodeWalk:
 
 
 _BUILTINS: dict[str, Any] = vars(sys.modules["builtins"])
+_PYTHONS = frozenset(_BUILTINS)

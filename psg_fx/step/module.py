@@ -195,10 +195,11 @@ class PerSampleModule(nn.Module):
         structure = self._structure[0]
         ambient = ambient_key(self._device(call).type)
         key = (variant, structure.meaning, tracked.key, call_key(call), ambient)  # the parts are named in KEY_PARTS
-        found = self._cache.find(key, call.batch_size())
+        found = self._cache.find(key, call.batch_size(), structure)
         if found is None:
             with deferred(), isolated():
-                found = self._cache.find(key, call.batch_size()) or self._capture(key, call, build, structure)
+                found = self._cache.find(key, call.batch_size(), structure)
+                found = found or self._capture(key, call, build, structure)
         if self._last is not found.step:  # a module looks at every attribute that is set
             self._last = found.step
         return found.step

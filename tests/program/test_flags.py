@@ -50,6 +50,23 @@ def counted_by_a_view(m: Any, x: Tensor) -> Tensor:
     return out
 
 
+def bulk(m: Any, x: Tensor) -> Tensor:
+    torch._foreach_add_([m.steps], 1)
+    out: Tensor = m.layer(x) if m.steps > 2 else 2 * m.layer(x)
+    return out
+
+
+def made_and_written(m: Any, x: Tensor) -> Tensor:
+    some = m.sizes > 0
+    some[0] = x.sum() > 0
+    out: Tensor = m.layer(x) if some.all() else 2 * m.layer(x)
+    return out
+
+
+def replaced(name: str, value: Any) -> Callable[[Any], object]:
+    return lambda m: setattr(m, name, torch.as_tensor(value))
+
+
 Change = Callable[[Any], object]
 ROWS: dict[str, tuple[Callable[[Any, Tensor], Tensor], Change]] = {
     "truth": (lambda m, x: m.layer(x) if m.ready else 2 * m.layer(x), lambda m: m.ready.fill_(True)),
@@ -57,6 +74,17 @@ ROWS: dict[str, tuple[Callable[[Any, Tensor], Tensor], Change]] = {
     "item": (lambda m, x: m.layer(x) if not m.ready.item() else 2 * m.layer(x), lambda m: m.ready.fill_(True)),
     "item of uint8": (lambda m, x: m.layer(x) if m.old.item() == 0 else 2 * m.layer(x), lambda m: m.old.fill_(1)),
     "compared": (lambda m, x: m.layer(x) if (m.steps == 2) & ~m.ready else 2 * m.layer(x), lambda m: m.steps.fill_(3)),
+    "replaced": (lambda m, x: m.layer(x) if m.ready else 2 * m.layer(x), replaced("ready", True)),
+    "loaded": (
+        lambda m, x: m.layer(x) * len(m.sizes.tolist()) * m.sizes.tolist()[0],
+        lambda m: m.load_state_dict({**m.state_dict(), "sizes": torch.tensor([2, 2])}, assign=True),
+    ),
+    "arithmetic": (lambda m, x: m.layer(x) if m.steps % 2 + 1 == 1 else 2 * m.layer(x), lambda m: m.steps.fill_(3)),
+    "bound of a slice": (
+        lambda m, x: torch.cat([m.layer(x)[:, : m.steps], m.layer(x)[:, m.sizes[1] :], x], 1),
+        lambda m: m.steps.fill_(3),
+    ),
+    "text": (lambda m, x: m.layer(x) * float(f"{m.steps}"), lambda m: m.steps.fill_(3)),
     "range": (lambda m, x: m.layer(x) * len(range(m.steps)), lambda m: m.steps.fill_(3)),
     "list": (
         lambda m, x: torch.cat(m.layer(x).split(m.sizes.tolist(), 1)[::-1], 1),
@@ -101,7 +129,25 @@ def test_what_the_code_writes_afterwards_is_written() -> None:
     assert len(step.captures) == 2
 
 
-@pytest.mark.parametrize("way", [counted, counted_by_a_view])
+def test_nan_equals_itself() -> None:
+    model = Decides(lambda m, x: m.layer(x) if m.start else 2 * m.layer(x))
+    model.start.fill_(torch.nan)  # type: ignore[operator]
+    step = psg_fx.transform(model, F.cross_entropy, backend="eager")
+    for _ in range(2):
+        step(X, Y)
+    assert len(step.captures) == 1
+
+
+def test_a_parameter_that_replaces_another_is_asked_anew() -> None:
+    model = Decides(lambda m, x: m.layer(x) if getattr(m.layer.weight, "kept", False) else 2 * m.layer(x))
+    model.layer.weight.kept = True  # type: ignore[assignment]
+    step = psg_fx.transform(model, F.cross_entropy, backend="eager")
+    step(X, Y)
+    model.layer.weight = nn.Parameter(model.layer.weight.detach().clone())
+    assert oracle.worst_error(step(X, Y).grads, oracle.loop_grads(model, F.cross_entropy, X, Y)[1]) < 1e-12
+
+
+@pytest.mark.parametrize("way", [counted, counted_by_a_view, bulk, made_and_written])
 @pytest.mark.parametrize("first", [1, 4])
 def test_what_the_code_has_written_before_is_not_known(way: Callable[[Any, Tensor], Tensor], first: int) -> None:
     model = Decides(way)
