@@ -86,3 +86,8 @@ half of the device's time in a step of norms (bench/results/kernels-cuda-nvidia-
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Sums of half-precision values are kept in float32."""
     return torch.float32 if dtype in HALF else dtype
+
+
+def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have one shape and hold the same values; NaN equals itself here."""
+    return a.shape == b.shape and (torch.equal(a, b) or torch.allclose(a, b, 0, 0, equal_nan=True))

@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.errors import NotYetSupported
 from psg_fx.source import locate
+from psg_fx.tensors import same_values
 from psg_fx.torch_private.functional import Functional
 
 aten = torch.ops.aten
@@ -38,12 +39,18 @@ Elements = Sequence[Any] | Row
 """The elements of a tensor, flat, a `Share` where one goes with the batch size; or the row that it is."""
 
 
+def alike(values: Sequence[Any]) -> bool:
+    """Whether an argument is the same everywhere; NaN equals itself here."""
+    first = values[0]
+    return all(type(v) is type(first) and (v == first or repr(v) == repr(first)) for v in values)
+
+
 def share(values: Sequence[Any], sizes: Sequence[int], exact: float) -> Any:
     """What a number is that had these values at these batch sizes: itself, c·B or c/B; None if it is none of them.
 
     exact: up to which relative error floats count as equal.
     """
-    if all(type(v) is type(values[0]) and repr(v) == repr(values[0]) for v in values):  # NaN equals itself here
+    if alike(values):
         return values[0]
     if all(type(v) is int for v in values) and len({v / s for v, s in zip(values, sizes, strict=True)}) == 1:
         return Share(values[0] // sizes[0])
@@ -99,11 +106,7 @@ def _row(values: Sequence[torch.Tensor], sizes: Sequence[int]) -> Row | None:
 
 
 def _same(values: Sequence[Any]) -> bool:
-    first = values[0]
-    return all(
-        v.shape == first.shape and (torch.equal(v, first) or torch.allclose(v, first, 0, 0, equal_nan=True))
-        for v in values
-    )
+    return all(same_values(v, values[0]) for v in values)
 
 
 def _of_the_batch_size(program: Functional, name: str) -> NotYetSupported:

@@ -1,6 +1,6 @@
 """Fills of a fixed size, made by a tensor that lends its dtype and device: by themselves, they read no sample.
 
-x.new_zeros(3, 4)    torch.ones_like(x[0])    ->    torch.full
+x.new_zeros(3, 4)  ->  torch.zeros(3, 4)        torch.ones_like(x[0])  ->  torch.ones(..)
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from psg_fx.torch_private.fakes import symbolic_inputs
 from psg_fx.torch_private.functional import Functional
 from psg_fx.torch_private.modes import enable_python_dispatcher
 
-from .constants import Elements, Share, compute, number, share
+from .constants import Elements, Share, alike, compute, number, share
 
 aten = torch.ops.aten
 
@@ -103,7 +103,7 @@ def _argument(node: Node, values: Sequence[Any], place: Sequence[dict[Node, int]
         raise _unlike(node, sizes)
     if any(isinstance(v, Node) for v in values):
         raise _unlike(node, sizes)
-    if all(type(v) is type(values[0]) and (v == values[0] or repr(v) == repr(values[0])) for v in values):
+    if alike(values):
         return values[0]
     found = share(values, sizes, 1e-12)
     if found is not None:
@@ -123,7 +123,7 @@ def _by_values(node: Node) -> NotYetSupported:
     )  # fmt: skip
 
 
-def _onenumber(node: Node) -> NotYetSupported:
+def _one_number(node: Node) -> NotYetSupported:
     return NotYetSupported(
         f"{node.target} takes no symbol for the batch size", where=locate(node),
         why="torch asks for the number itself to say what it makes, so its samples cannot be proven apart",
@@ -184,5 +184,5 @@ def _describe(gm: GraphModule, tensors: Sequence[torch.Tensor], dims: Sequence[i
         described = _Described(gm, carrier)
         described.run(*fakes)
     if described.fixed is not None:
-        raise _onenumber(described.fixed)
+        raise _one_number(described.fixed)
     gm.recompile()

@@ -45,15 +45,12 @@ _Known = tuple[torch.Tensor, list[Same]]
 """The values of a tensor, and the buffers that they follow from."""
 
 
-def _is_parameter(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter)
-
-
 class Flags:
     """What is known of small buffers, and of what is computed from those of whole numbers alone."""
 
     def __init__(self, stand_ins: StandIns) -> None:
-        small = [pair for pair in stand_ins.pairs() if not _is_parameter(pair[0]) and pair[0].numel() <= _SMALL]
+        buffers = [(own, other) for own, other in stand_ins.pairs() if not isinstance(own, nn.Parameter)]
+        small = [(own, other) for own, other in buffers if own.numel() <= _SMALL]
         self._own = {id(own): own for own, _ in small}
         self._others = [other for _, other in small]
         self._versions = self._versions_now()

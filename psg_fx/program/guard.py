@@ -22,6 +22,7 @@ from psg_fx.program.objects import MISSING, contents, describe
 from psg_fx.program.observe import Observed
 from psg_fx.program.values import Once, Same
 from psg_fx.program.walk import HOOKS, Walk
+from psg_fx.tensors import same_values
 from psg_fx.torch_private.modes import tensor_guards
 
 _CODE = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
@@ -159,7 +160,7 @@ class Placed:
         return self.tensors.same([*map(dict.get, self.holders, self.keys), *self.fixed])
 
     def _same_values(self) -> bool:
-        return all(_equal(a, b) for a, b in self.arrays) and all(_same(a, b) for a, b in self.looked)
+        return all(_equal(a, b) for a, b in self.arrays) and all(same_values(a, b) for a, b in self.looked)
 
 
 class Lying:
@@ -304,10 +305,6 @@ class Structure:
     def has_hooks(self) -> bool:
         """Whether a parameter has hooks on its gradient."""
         return any(map(_GRADIENT_HOOKS, self.held))
-
-
-def _same(now: torch.Tensor, before: torch.Tensor) -> bool:
-    return torch.equal(now, before) or (now.shape == before.shape and torch.allclose(now, before, 0, 0, equal_nan=True))
 
 
 def _equal(now: Any, before: Any) -> bool:

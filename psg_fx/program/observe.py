@@ -245,11 +245,13 @@ class _Apart(TorchFunctionMode):
         if not isinstance(bound, torch.Tensor):
             return bound
         decided = self.flags.answer(torch.Tensor.__index__, (bound,))
-        if decided is None and (self.flags.has(bound) or type(bound) not in (torch.Tensor, nn.Parameter)):
+        if decided is None and type(bound) in _FROM_OUTSIDE and not self.flags.has(bound):
+            with no_modes(), without_functions():
+                decided = int(bound), [Same(bound)]
+        if decided is None:
             return self.stand_ins.given(bound)
-        self.found.values.update(dict.fromkeys([Same(bound)] if decided is None else decided[1]))
-        with no_modes(), without_functions():
-            return int(bound) if decided is None else decided[0]
+        self.found.values.update(dict.fromkeys(decided[1]))
+        return decided[0]
 
     def _refuse_gradient(self, tensor: Any, frame: FrameType) -> None:
         """What lies in `.grad` of a tensor from outside is the value of one call."""
@@ -264,7 +266,7 @@ class _Apart(TorchFunctionMode):
         """The tensors that the code holds among the arguments, and those that the others were computed from."""
         found: dict[Same, None] = {}
         for value in arguments:
-            if type(value) in (torch.Tensor, nn.Parameter):
+            if type(value) in _FROM_OUTSIDE:
                 found[Same(value)] = None
             if isinstance(value, torch.Tensor):
                 found.update(self.made_of.get(value, {}))
@@ -274,6 +276,8 @@ class _Apart(TorchFunctionMode):
 
 
 _GRAD: Any = vars(torch._C.TensorBase)["grad"].__get__
+_FROM_OUTSIDE = (torch.Tensor, nn.Parameter)
+"""What tensors are that no capture has made."""
 _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _CALLED = (FunctionType, MethodType, functools.partial, nn.Module)
 _LOOKS = {
