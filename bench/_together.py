@@ -26,8 +26,9 @@ Command = Callable[..., list[str]]
 LAST = 60.0
 """Seconds, of those that preparing may take, in which nothing is begun any more."""
 
-_PREPARING = LAST + 60.0
-"""Seconds that are left for preparing when first calls end."""
+_PREPARING = LAST + 150.0
+"""Seconds that are left for preparing when first calls end: on an H200 the contenders of a transformer of twelve
+layers, compiled already, take more than 60, one after the other (then half of them were not begun), and some 100."""
 
 
 def together(

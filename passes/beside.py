@@ -4,9 +4,10 @@
 
 The layers of a stage of a convolutional network have equal shapes, and their products take less time than their
 launches.  Operands that are written for a product anyway (patches of an image, what is multiplied by the weights of the
-samples) are written side by side at once, in one kernel in place of one each; others are copied, which the device's
-rates weigh against the launches that are saved.  Products of which nothing is written anyway, as those of linear
-layers, stay as they are.
+samples) are written side by side at once, in one kernel in place of one each; others are copied.  Such a kernel asks of
+each element which operand it is of, as often as there are operands, so large ones are written more slowly than apart:
+the device's rates weigh that against the launches that are saved.  Products of which nothing is written anyway, as
+those of linear layers, stay as they are.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from psg_fx.graph.nodes import call, in_order, output, put_in_place, written_bef
 from psg_fx.graph.same_op import merge_equal
 from psg_fx.graph.stages import Stage
 from psg_fx.ops.tile_products import is_tiled
-from psg_fx.planner.cost import Device
+from psg_fx.planner.cost import SIDE_BY_SIDE, Device
 from psg_fx.planner.plan import PLAN
 from psg_fx.tensors import is_contiguous, product
 
@@ -88,19 +89,21 @@ def _alike(gm: GraphModule, products: Sequence[Node]) -> Iterator[list[Node]]:
 
 
 def _pays(gm: GraphModule, members: Sequence[Node], products: Collection[Node], device: Device, size: int) -> bool:
-    """Whether the launches that are saved take longer than the copies that are made."""
+    """Whether the launches that are saved take longer than what writing side by side takes beyond writing apart."""
     batch, others = facts.graph_facts(gm).batch, PLAN.of(gm).size
-    saved, copies, written = 1, 0, 0.0
+    fewer = len(members) - 1
+    saved, longer, free = fewer, 0.0, 0
     for operands in zip(*map(_operands, members), strict=True):
+        value = operands[0].meta["val"]
+        count = product(facts.shape(value)) * len(operands)
+        elements = float(count.subs({symbol: size if symbol == batch else others for symbol in count.free_symbols}))
+        apart = 2 * elements * value.dtype.itemsize / device.bandwidth
+        together = max(apart, device.extra.get(SIDE_BY_SIDE, 0.0) * len(operands) * elements)
         if all(_is_written_for(operand, products) for operand in operands):
-            saved += 1
-            continue
-        copies += 1
-        count = product(facts.shape(operands[0].meta["val"])) * len(operands)
-        count = count.subs({symbol: size if symbol == batch else others for symbol in count.free_symbols})
-        written += float(2 * count) * operands[0].meta["val"].dtype.itemsize
-    kernels = saved * (len(members) - 1) - copies
-    return saved > 1 and kernels * device.launch > written / device.bandwidth
+            saved, longer, free = saved + fewer, longer + together - apart, free + 1
+        else:
+            saved, longer = saved - 1, longer + together
+    return free > 0 and saved * device.launch > longer
 
 
 def _is_written_for(operand: Node, products: Collection[Node]) -> bool:

@@ -16,7 +16,7 @@ from psg_fx.measure.clock import median_seconds
 from psg_fx.ops import convolutions_in_parts, in_parts, products_here
 from psg_fx.ops.elsewhere import elsewhere
 from psg_fx.planner import rates
-from psg_fx.planner.cost import FILLED, REPLAYED, Device
+from psg_fx.planner.cost import FILLED, REPLAYED, SIDE_BY_SIDE, Device
 from psg_fx.progress import Progress
 from psg_fx.torch_private import native
 
@@ -187,6 +187,14 @@ def _filled(device: torch.device, dtype: torch.dtype, rate: float) -> float:
     return seconds(lambda: torch.bmm(a, b), device) * rate / (2 * depth)
 
 
+def _side_by_side(device: torch.device) -> float:
+    """Seconds of an element in a kernel that scales eight matrices and writes them into one, for each of the eight."""
+    matrices = [torch.randn(1024, 1024, device=device).to(torch.bfloat16) for _ in range(8)]
+    scale = torch.rand(1024, 1, device=device).to(torch.bfloat16)
+    joined = torch.compile(lambda *each: torch.cat([scale * matrix for matrix in each]), dynamic=False)
+    return seconds(lambda: joined(*matrices), device) / (len(matrices) * sum(m.numel() for m in matrices))
+
+
 def _extra(device: torch.device, flops: Rates, bandwidth: float) -> dict[str, float]:
     """Constants of single methods: what their time holds beside flops and bytes, for each call or element."""
     tiny = torch.randn(1, 16, 4, 4, device=device)
@@ -194,6 +202,7 @@ def _extra(device: torch.device, flops: Rates, bandwidth: float) -> dict[str, fl
     if device.type == "cuda":
         found[REPLAYED] = seconds(lambda: tiny.mul_(1.0), device)
         found |= {name: _filled(device, dtype, flops["bmm", dtype]) for dtype, name in FILLED.items()}
+        found[SIDE_BY_SIDE] = _side_by_side(device)
     for name, samples, channels, plane in (
         ("grouped_conv_output", 16, 64, 8), ("grouped_conv_small_output", 4, 256, 2),
     ):  # fmt: skip

@@ -42,6 +42,10 @@ one multiprocessor from first to last, so fewer take as long.
 
 REPLAYED = "launch_replayed"
 """The constant of `Device.extra` for seconds of a kernel in a CUDA graph."""
+SIDE_BY_SIDE = "side_by_side"
+"""The constant of `Device.extra` for seconds of one element in a kernel that writes several operands side by side, for
+each of the operands: it may be an element of any of them.
+"""
 
 
 class Fused(enum.Enum):

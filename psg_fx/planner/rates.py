@@ -12,7 +12,7 @@ import torch
 from psg_fx.errors import BadArgument
 from psg_fx.machine import cpu_model
 from psg_fx.planner import sheets
-from psg_fx.planner.cost import FILLED, OF_STEPS, REPLAYED, Device
+from psg_fx.planner.cost import FILLED, OF_STEPS, REPLAYED, SIDE_BY_SIDE, Device
 from psg_fx.planner.sheets import Sheet
 
 
@@ -53,6 +53,7 @@ H100 = Device(
         "grouped_conv_small_output": 6.8e-12,
         "grouped_conv_output": 1.6e-11,
         "scatter": 9.9e-12,
+        SIDE_BY_SIDE: 6.0e-13,
         "filled": 5.4e5,
         "filled_half": 1.1e6,
         REPLAYED: 1.6e-6,
@@ -77,6 +78,7 @@ H200 = Device(
         "grouped_conv_small_output": 6.0e-12,
         "grouped_conv_output": 1.6e-11,
         "scatter": 1.0e-11,
+        SIDE_BY_SIDE: 6.0e-13,
         "filled": 5.4e5,
         "filled_half": 1.1e6,
         REPLAYED: 1.4e-6,
@@ -85,7 +87,8 @@ H200 = Device(
 )
 """The same of an NVIDIA H200 (bench/results/calibrate-cuda-nvidia-h200.json).  Scaling the H100's would have been
 within 14 % of every rate; a launch, which is the host's, took two thirds.  "filled" is what 26 Gram matrices of a GPT
-in float32 and 32 of a ViT in bfloat16 took in steps there comes to (docs/design/gpu.md).
+in float32 and 32 of a ViT in bfloat16 took in steps there comes to, "side_by_side" what three kernels of a ViT's
+clipped sum took; the H100 has it from there, too (docs/design/gpu.md).
 """
 
 _UNITS = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "bf16"}
@@ -100,7 +103,7 @@ BOUND_BY = {
 four bytes for two operations: on the H100 its rate is 0.96 of the bandwidth.  Convolutions of single samples are small:
 in float32 they reach a twentieth of what the H100's matrix units do in products, so these are not what bounds them.
 """
-BY_CYCLES = ("grouped_conv_small_output", "grouped_conv_output", "scatter")
+BY_CYCLES = ("grouped_conv_small_output", "grouped_conv_output", "scatter", SIDE_BY_SIDE)
 """Constants in seconds an element that go with cycles; what fills a device goes with its multiprocessors.  The others,
 launches and calls, are taken to be as long on any device: they are the host's and the driver's.
 """

@@ -12,6 +12,7 @@ from torch import nn
 import psg_fx
 from psg_fx import ClippedSum, Grads, Norms, Quantity, zoo
 from psg_fx.planner import rates
+from psg_fx.planner.cost import SIDE_BY_SIDE
 from support import oracle
 from support.selection import one_in
 
@@ -98,6 +99,17 @@ def test_linear_layers_stay() -> None:
     step = psg_fx.transform(ex.model, ex.loss_fn, quantities=Norms(), backend="eager")
     step(ex.inputs, ex.targets)
     assert parts(step) == 0
+
+
+def test_what_takes_longer_side_by_side_stays_apart(for_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that writes several operands asks of each element which it is of."""
+    table = rates.device("cuda")
+    slow = replace(table, extra={**table.extra, SIDE_BY_SIDE: 1e-9})
+    for found, joined in ((table, True), (slow, False)):
+        monkeypatch.setattr(rates, "device", lambda kind, replayed=False, found=found: found)
+        step = psg_fx.transform(stage(), F.cross_entropy, quantities=ClippedSum(BOUND), backend="eager")
+        step(*batch_of(5))
+        assert (parts(step) > 0) == joined
 
 
 def test_a_cpu_has_its_products_one_by_one() -> None:
