@@ -6,25 +6,18 @@ import argparse
 import collections
 import dataclasses
 import functools
-import gc
-import queue
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import psg_fx
-from support import oracle
+from support.mutated import Config, Row, Scaled, Slotted, X, scaled, seen
 from support.selection import one_in
 
-GENERATOR = torch.Generator().manual_seed(0)
-X, Y = torch.randn(4, 3, dtype=torch.float64, generator=GENERATOR), torch.tensor([0, 2, 1, 1])
 ARGS = argparse.Namespace(beta=1.0)
 SPACE = types.SimpleNamespace(inner=types.SimpleNamespace(beta=1.0))
 NUMBER = 1.0
@@ -33,48 +26,6 @@ HELPER_SCALE = 1.0
 
 def helper() -> float:
     return HELPER_SCALE
-
-
-@dataclass
-class Config:
-    k: float = 1.0
-    more: dict[str, Any] = field(default_factory=lambda: {"a": {"b": {"c": {"d": 1.0}}}})
-    many: list[float] = field(default_factory=lambda: [1.0] * 200)
-
-
-class Slotted:
-    __slots__ = ("gain",)
-
-    def __init__(self) -> None:
-        self.gain = 1.0
-
-
-class Scaled(nn.Module):
-    """A linear layer times `factor(self)`."""
-
-    gain = 1.0
-
-    def __init__(self, factor: Callable[[Any], Any] = lambda self: 1.0) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer, self.factor = nn.Linear(3, 3).double(), factor
-        self.config, self.table, self.items = Config(), {"a": [1.0]}, [1.0, 2.0]
-        self.array, self.slotted = np.ones(3), Slotted()
-        self.plain = torch.ones(3, dtype=torch.float64)
-        self.names = "gain"
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scaled(self.layer(x))
-
-    def scaled(self, h: Tensor) -> Tensor:
-        return h * self.factor(self)
-
-    @property
-    def doubled(self) -> float:
-        return 2 * self.config.k
-
-    def doubled_scaled(self, h: Tensor) -> Tensor:
-        return 2 * h
 
 
 class Trainer:
@@ -89,13 +40,6 @@ class Trainer:
 
     def distilled(self, output: Tensor, target: Tensor) -> Tensor:
         return (output - self.teacher(X[:1]).detach()).square().sum() + F.cross_entropy(output, target)
-
-
-Row = tuple[Callable[[], tuple[nn.Module, Any]], Callable[[nn.Module, Any], object]]
-
-
-def scaled(factor: Callable[[Any], Any]) -> Callable[[], tuple[nn.Module, Any]]:
-    return lambda: (Scaled(factor), F.cross_entropy)
 
 
 def with_trainer(make: Callable[[Trainer], Any]) -> Callable[[], tuple[nn.Module, Any]]:
@@ -354,111 +298,4 @@ def unchanged() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", one_in(6, ROWS))
 def test_a_change_is_seen(name: str) -> None:
-    build, change = ROWS[name]
-    model, loss = build()
-    step = psg_fx.transform(model, loss, backend="eager")
-    step(X, Y)
-    before, _ = oracle.loop_grads(model, loss, X, Y)
-    change(model, loss)
-    losses, grads = oracle.loop_grads(model, loss, X, Y)
-    assert not torch.allclose(before, losses), "the row changes nothing"
-    out = step(X, Y)
-    assert oracle.relative_error(out.losses, losses) < 1e-12
-    assert oracle.worst_error(out.grads, grads) < 1e-12
-    captured = len(step.captures)
-    step(X, Y)
-    assert len(step.captures) == captured
-
-
-def times(factor: float) -> Callable[[nn.Module, Any], object]:
-    return lambda m, _: m.plain.mul_(factor)
-
-
-def anew(m: nn.Module, _: Any) -> None:
-    m.plain = 3 * m.plain
-
-
-NUMBERS: dict[str, Row] = {
-    "of an entry": (scaled(lambda self: self.plain[1].item()), times(3.0)),
-    "of a sum": (scaled(lambda self: (self.plain + self.plain).sum().item()), times(3.0)),
-    "of a copy that is written": (scaled(lambda self: self.plain.clone().add_(1.0).tolist()[0]), times(3.0)),
-    "of another tensor in its place": (scaled(lambda self: self.plain[1].item()), anew),
-}
-
-
-@pytest.mark.parametrize("name", NUMBERS)
-def test_a_number_that_was_read_from_a_tensor_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ROWS, name, NUMBERS[name])
-    test_a_change_is_seen(name)
-
-
-def ones() -> Tensor:
-    return torch.ones(3, dtype=torch.float64)
-
-
-class Held:
-    """Tensors that a loss reads out of containers and a closure."""
-
-    def __init__(self) -> None:
-        self.list, self.tuple, self.table = [ones(), ones()], (ones(),), {"a": {"b": ones()}}
-        cell = ones()
-
-        def weighted(output: Tensor, target: Tensor) -> Tensor:
-            weight = cell * self.list[1] * self.tuple[0] * self.table["a"]["b"]
-            return F.cross_entropy(output, target, weight=weight, reduction="sum")
-
-        def rebind(new: Tensor) -> None:
-            nonlocal cell
-            cell = new
-
-        self.loss, self.rebind = weighted, rebind
-
-
-CONTAINERS: dict[str, Callable[[Held, Tensor], object]] = {
-    "in a list": lambda held, new: held.list.__setitem__(1, new),
-    "with its list": lambda held, new: setattr(held, "list", [ones(), new]),
-    "with its tuple": lambda held, new: setattr(held, "tuple", (new,)),
-    "in a table": lambda held, new: held.table["a"].__setitem__("b", new),
-    "with its table": lambda held, new: setattr(held, "table", {"a": {"b": new}}),
-    "in a closure": lambda held, new: held.rebind(new),
-    "in a list that is turned round": lambda held, new: (held.list.__setitem__(0, new), held.list.reverse()),
-}
-
-
-@pytest.mark.parametrize("name", CONTAINERS)
-def test_another_tensor_in_the_place_of_one(name: str) -> None:
-    model, held = Scaled(), Held()
-    step = psg_fx.transform(model, held.loss, backend="eager")
-    losses = [step(X, Y).losses]
-    for factor in (3.0, 5.0):
-        CONTAINERS[name](held, factor * torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64))
-        out = step(X, Y)
-        expected, grads = oracle.loop_grads(model, held.loss, X, Y)
-        assert not torch.allclose(expected, losses[-1]), "the row changes nothing"
-        assert oracle.relative_error(out.losses, expected) < 1e-12
-        assert oracle.worst_error(out.grads, grads) < 1e-12
-        losses.append(expected)
-    assert len(step.captures) == 1
-
-
-@pytest.mark.parametrize("frozen", one_in(2, [True, False]))
-def test_a_function_that_is_reached_in_no_way_that_is_followed(frozen: bool) -> None:
-    """Also where `gc.freeze()` has hidden it, as servers and data loaders do before they fork."""
-    value, waiting = [1.0], queue.Queue[Callable[[], float]]()
-    waiting.put(lambda: value[0])
-    model, before = Scaled(lambda self: waiting.queue[0]()), gc.get_freeze_count()
-    if frozen:
-        gc.freeze()
-    try:
-        step = psg_fx.transform(model, F.cross_entropy, backend="eager")
-        step(X, Y)
-        value[0] = 3.0
-        losses, grads = oracle.loop_grads(model, F.cross_entropy, X, Y)
-        out = step(X, Y)
-    finally:
-        if frozen:
-            gc.unfreeze()
-            if before:  # as conftest.py did it
-                gc.freeze()
-    assert oracle.relative_error(out.losses, losses) < 1e-12
-    assert oracle.worst_error(out.grads, grads) < 1e-12
+    seen(ROWS[name])

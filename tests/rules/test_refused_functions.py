@@ -1,0 +1,216 @@
+"""Custom autograd functions, hooks and writes that autograd does not see: refused, with nothing left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import psg_fx
+from external.program import Problem, with_loss
+from psg_fx import NotYetSupported, SamplesMixed
+from support.autograd_functions import Model, Scaled, as_complex, as_real, cut, written
+
+Function = torch.autograd.Function
+X = torch.randn(3, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+class CentredForward(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g
+
+
+class ClippedBackward(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g / g.norm()
+
+
+class InPlace(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2.0)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return 2.0 * g
+
+
+class NoisyWeight(Function):
+    @staticmethod
+    def forward(ctx: Any, w: Tensor) -> Tensor:
+        return w + torch.randn_like(w)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g
+
+
+def _written_without_gradients(m: Any, x: Tensor) -> Tensor:
+    h: Tensor = m.a(x)
+    with torch.no_grad():
+        h.mul_(2.0)
+    return h
+
+
+def _adding(weight: nn.Parameter, write: Callable[[nn.Parameter, Tensor], None]) -> type[Function]:
+    """A function that leaves the gradient of a weight at the weight."""
+
+    class Adding(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x @ weight.detach()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            write(weight, x.flatten(0, 1).T @ g.flatten(0, 1))
+            return g @ weight.detach().T
+
+    return Adding
+
+
+def _by_assignment(weight: nn.Parameter, gradient: Tensor) -> None:
+    weight.grad = gradient if weight.grad is None else weight.grad + gradient
+
+
+def _by_attribute(weight: Any, gradient: Tensor) -> None:
+    weight.main_grad = gradient
+
+
+def _by_backward(weight: nn.Parameter, gradient: Tensor) -> None:
+    with torch.enable_grad():
+        torch.autograd.backward((weight * gradient).sum())
+
+
+def _frozen(m: Any, x: Tensor) -> Tensor:
+    """A critic, as many write it."""
+    h = m.a(x)
+    m.b.requires_grad_(False)
+    out: Tensor = m.b(h)
+    m.b.requires_grad_(True)
+    return out
+
+
+def _packed(m: Any, x: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: 2 * t, lambda t: t):
+        out: Tensor = m.a(x).sin()
+    return out
+
+
+def _assigned(m: Any, x: Tensor) -> Tensor:
+    h: Tensor = m.a(x)
+    h.data = 2 * h
+    return h
+
+
+REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], type[Exception], str]] = {
+    "mixing forward": (
+        lambda m, x: CentredForward.apply(m.a(x)), SamplesMixed, "in a custom autograd.Function: aten.sub mixes",
+    ),
+    "mixing backward": (
+        lambda m, x: ClippedBackward.apply(m.a(x)), SamplesMixed, "in a custom autograd.Function: aten.div mixes",
+    ),
+    "complex mixing backward": (
+        lambda m, x: as_real(ClippedBackward.apply(as_complex(m.a(x)))), SamplesMixed, "aten.div mixes",
+    ),
+    "in place": (lambda m, x: InPlace.apply(m.a(x)), NotYetSupported, "InPlace is not supported.*writes into its"),
+    "noise on a weight": (
+        lambda m, x: F.linear(x, NoisyWeight.apply(m.a.weight)), NotYetSupported, "draws random numbers",
+    ),
+    "a write under no_grad": (_written_without_gradients, NotYetSupported, "autograd does not see.*h.mul_"),
+    "a write into .detach()": (
+        lambda m, x: [h := m.a(x), h.detach().clamp_(min=0.0)][0], NotYetSupported, "autograd does not see.*clamp_",
+    ),
+    "a write into .data": (
+        lambda m, x: [h := m.a(x), h.data.clamp_(min=0.0)][0], NotYetSupported, "autograd does not see.*clamp_",
+    ),
+    "a write into .detach() of what a view reads": (
+        lambda m, x: [h := m.a(x), v := h[..., 1:], cut(h.detach()), v.exp()][3], NotYetSupported, "does not see.*=",
+    ),
+    "a write into .detach() of zeros": (
+        written(lambda t, h: t.detach()[:, 0].add_(h[:, 0]), grad=True), NotYetSupported, "does not see.*add_",
+    ),
+    "a write into .data of zeros": (
+        written(lambda t, h: t.data.copy_(h), grad=True), NotYetSupported, "autograd does not see.*copy_",
+    ),
+    "a backward that writes to .grad": (
+        lambda m, x: _adding(m.b.weight, _by_assignment).apply(m.a(x)), NotYetSupported, r"writes to b\.weight\.grad",
+    ),
+    "a backward that writes to an attribute": (
+        lambda m, x: _adding(m.b.weight, _by_attribute).apply(m.a(x)), NotYetSupported, r"writes to b\.weight\.main_",
+    ),
+    "a backward with a backward": (
+        lambda m, x: _adding(m.b.weight, _by_backward).apply(m.a(x)), NotYetSupported, "Adding is not supported.*own",
+    ),
+    "detached in place": (
+        lambda m, x: [h := m.a(x), h.detach_(), m.b(x) * h][2], NotYetSupported, r"detaches a tensor in place.*detach_",
+    ),
+    "an assignment to .data": (_assigned, NotYetSupported, r"assigns to the \.data of a tensor.*data = "),
+    "a gradient that is switched off": (
+        _frozen, NotYetSupported, r"switches a gradient off.*requires_grad_\(False\)",
+    ),
+    "a hook on a node": (
+        lambda m, x: [h := 1 * m.a(x), h.grad_fn.register_prehook(lambda g: (2 * g[0],))][0], NotYetSupported,
+        "hook on a node of autograd.*register_prehook",
+    ),
+    "hooks on what is saved": (
+        _packed, NotYetSupported, "hooks on the tensors that autograd saves.*saved_tensors_hooks",
+    ),
+    "the gradient of the last step": (
+        lambda m, x: m.a(x) * (1.0 if m.a.weight.grad is None else 2.0), NotYetSupported, r"reads \.grad of a tensor",
+    ),
+    "hook on an activation": (
+        lambda m, x: [h := m.a(x), h.register_hook(lambda g: 2 * g)][0], NotYetSupported, "hook on a tensor's gradient",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    function, kind, text = REFUSED[name]
+    with pytest.raises(kind, match=f"(?s){text}"):
+        with_loss(Problem(Model(function).double(), X))
+
+
+@pytest.mark.parametrize("write", [_by_assignment, _by_attribute, _by_backward])
+def test_nothing_is_left_at_a_parameter(write: Callable[[Any, Tensor], None], tmp_path: Path) -> None:
+    model = Model(lambda m, x: _adding(m.b.weight, write).apply(m.a(x))).double()
+    step = psg_fx.transform(model, lambda out: out.square().mean(), backend="eager")
+    for call in (lambda: step(X), lambda: step.export(tmp_path / "step.pt2", X)):
+        with pytest.raises(NotYetSupported):
+            call()
+        assert model.b.weight.grad is None
+        assert not vars(model.b.weight)
+
+
+def test_a_hook_on_a_parameter_is_refused() -> None:
+    model = Model(lambda m, x: m.b(Scaled.apply(m.a(x)))).double()
+    handle = model.a.weight.register_hook(lambda g: 2 * g)
+    with pytest.raises(NotYetSupported, match=r"a\.weight has a hook on its gradient"):
+        with_loss(Problem(model, X))
+    handle.remove()
+    with_loss(Problem(model, X))
+
+
+def test_a_backward_hook_on_a_module_is_refused() -> None:
+    model = Model(lambda m, x: m.b(Scaled.apply(m.a(x)))).double()
+    model.a.register_full_backward_hook(lambda m, i, o: (2 * i[0],))
+    with pytest.raises(NotYetSupported, match="a module has a backward hook"):
+        with_loss(Problem(model, X))

@@ -1,0 +1,118 @@
+"""Custom autograd functions, a model that calls what it is given, and ways to write into tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Function = torch.autograd.Function
+
+
+class Scaled(Function):
+    """Its backward is not that of its forward, and it keeps a tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x.sigmoid()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 1.5 * g * x.sigmoid()
+
+
+class SumAndProduct(Function):
+    """Two inputs, two outputs, `setup_context`, and an argument that is no tensor."""
+
+    @staticmethod
+    def forward(x: Tensor, y: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        return x + y, scale * x * y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.scale = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, h: Tensor) -> tuple[Tensor, Tensor, None]:
+        return g + h, ctx.scale * g - h, None
+
+
+class Looked(Function):
+    """An integer input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.size = x.shape[-1]
+        return x.gather(-1, ids)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        (ids,) = ctx.saved_tensors
+        return 3.0 * g.new_zeros(*g.shape[:-1], ctx.size).scatter_add(-1, ids, g), None
+
+
+class Reversed(Function):
+    """The gradient reversal of domain adaptation (Ganin, Lempitsky 2015, arXiv:1409.7495)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return -g
+
+
+class Turned(Function):
+    """On complex values; its backward is twice the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor) -> Tensor:
+        return z * 1j
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * -2j
+
+
+class Model(nn.Module):
+    """`function(self, x)` with two linear layers."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.function = nn.Linear(4, 4), nn.Linear(4, 4), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+def as_complex(x: Tensor) -> Tensor:
+    return torch.complex(*x.chunk(2, -1))
+
+
+def as_real(z: Tensor) -> Tensor:
+    return torch.cat([z.real, z.imag], -1)
+
+
+def written(write: Callable[[Tensor, Tensor], Any], grad: bool = False) -> Callable[[Any, Tensor], Tensor]:
+    """A tensor without a gradient that is written into by what has one."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h, target = m.a(x), torch.zeros_like(x)
+        with torch.set_grad_enabled(grad):
+            write(target, h)
+        found: Tensor = m.b(x) * (h - target).square() + target
+        return found
+
+    return forward
+
+
+def cut(t: Tensor) -> Tensor:
+    t[..., 0] *= 2
+    t[:, 1:3].clamp_(max=0.1)
+    return t
