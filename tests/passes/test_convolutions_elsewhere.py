@@ -24,6 +24,7 @@ from psg_fx.torch_private import native
 from psg_fx.torch_private.fakes import symbolic_inputs
 from psg_fx.torch_private.tracer import trace_fakes
 from support import oracle
+from support.selection import one_in
 
 aten = torch.ops.aten
 BY = in_parts.in_parts
@@ -198,7 +199,7 @@ class Images(nn.Module):
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("last", [False, True], ids=["", "channels last"])
+@pytest.mark.parametrize("last", one_in(2, [True, False]))
 def test_a_step(last: bool, any_size: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything that the unit can compute, at two batch sizes, in whatever order the user's images lie."""
     made: list[set[Any]] = []

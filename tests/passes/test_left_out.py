@@ -4,6 +4,7 @@ them: rows of the matrix and models of the zoo, planned and lowered for such a d
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -59,7 +60,7 @@ ROWS = [case for case in CASES if not case.refused and case.x is not None and ca
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
-@pytest.mark.parametrize("case", one_in(4, ROWS))
+@pytest.mark.parametrize("case", one_in(8, ROWS))
 def test_rows_of_the_matrix(case: Case, for_cuda: None) -> None:
     model, data = case.model(), poisoned(case)
     loss = case.loss_fn(model)
@@ -101,8 +102,9 @@ def without_launches(monkeypatch: pytest.MonkeyPatch, for_cuda: None) -> None:
     monkeypatch.setattr(Settings, "compiles_kernels", lambda *_: True)
 
 
-@pytest.mark.parametrize("options", [{}, {"per": "parameter"}, {"style": "automatic"}], ids=str)
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(
+    ("name", "options"), one_in(2, itertools.product(SIZES, [{}, {"per": "parameter"}, {"style": "automatic"}]))
+)
 def test_models(name: str, options: dict[str, str], without_launches: None) -> None:
     ex = example(name)
     step = psg_fx.transform(ex.model, ex.loss_fn, quantities=ClippedSum(0.5, **options), backend="eager")

@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import psg_fx
 from psg_fx.passes.compile.pools import pool_by_vectors
 from support import oracle
+from support.selection import one_in
 
 aten = torch.ops.aten
 Pooled = tuple[Tensor, Tensor]
@@ -85,7 +86,7 @@ def test_other_windows_are_left(name: str) -> None:
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("layout", one_in(2, [torch.contiguous_format, torch.channels_last]))
 def test_a_compiled_step(layout: torch.memory_format) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(

@@ -22,6 +22,7 @@ from psg_fx.torch_private import matrix_unit, native
 from psg_fx.torch_private.fakes import symbolic_inputs
 from psg_fx.torch_private.tracer import trace_fakes
 from support import oracle
+from support.selection import one_in
 
 aten = torch.ops.aten
 HERE = torch.ops.psg_fx.products_here.default
@@ -183,7 +184,7 @@ def test_measured_under_the_users_defaults() -> None:
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("by", [None, *WAYS])
+@pytest.mark.parametrize("by", one_in(3, [*WAYS, None]))
 def test_a_step(by: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A transformer whose products are all somewhere else, at two batch sizes, or where torch has them."""
     made: list[Any] = []

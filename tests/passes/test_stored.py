@@ -75,7 +75,7 @@ def name_of(captured: GraphModule, told: Any = None) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:.*padding='same' with even kernel lengths:UserWarning")
-@pytest.mark.parametrize("case", one_in(40, ROWS, always={"traps/counter"}))
+@pytest.mark.parametrize("case", one_in(80, ROWS, always={"traps/counter"}))
 def test_what_is_read_is_what_was_written(case: Case, on_disk: Path) -> None:
     """Node by node, and by its answers; what cannot be written is not kept."""
     model = case.model()

@@ -17,6 +17,7 @@ from psg_fx.planner.methods import fused
 from psg_fx.torch_private import native
 from psg_fx.torch_private.fakes import symbolic_inputs
 from support import oracle
+from support.selection import one_in
 
 SHAPES = [
     (3, 70, 50, 90),
@@ -134,7 +135,7 @@ QUANTITIES = {
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("name", QUANTITIES)
+@pytest.mark.parametrize("name", one_in(2, QUANTITIES))
 def test_a_compiled_step(name: str) -> None:
     """For any number of samples, but for a graph of one."""
     quantity, op = QUANTITIES[name]
@@ -165,7 +166,7 @@ class OnePosition(nn.Module):
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("quantity", [Grads(), ClippedSum(0.5)], ids=["gradients", "clipped"])
+@pytest.mark.parametrize("quantity", one_in(2, [ClippedSum(0.5), Grads()]))
 def test_outer_products_that_no_cache_holds(quantity: psg_fx.Quantity, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are written past the caches; those that a cache holds are left to the loops that read them."""
     torch.manual_seed(0)

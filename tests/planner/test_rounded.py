@@ -126,7 +126,7 @@ ROWS = [case for case in CASES if not case.refused and case.name != STATE]
 
 @pytest.mark.usefixtures("waiting_is_dear")
 @pytest.mark.filterwarnings("ignore:.*padding='same' with even kernel lengths:UserWarning")
-@pytest.mark.parametrize("case", one_in(12, ROWS, always={"linear/seq"}))
+@pytest.mark.parametrize("case", one_in(20, ROWS, always={"linear/seq"}))
 def test_every_row(case: Case) -> None:
     """Beside the same step without rounding; where a sum is of rounded gradients, so is the norm."""
     model = case.model(torch.float32)
