@@ -4,8 +4,8 @@
 
 For each model the ordinary step as one graph, and gradients, norms and a clipped sum by psg_fx, the last two also with
 none of its own kernels and with all of them, all compiled; and the same replayed (`mode="reduce-overhead"`, CUDA
-graphs); recorded by torch's profiler. The device's time does not depend on how fast the host is, whole steps
-(`bench/compare.py`) do.
+graphs); recorded by torch's profiler, with the pauses between kernels in which the device has nothing to do. Its time
+does not depend on how fast the host is, whole steps (`bench/compare.py`) do.
 `--together`: on a machine of many cores the steps of all models are prepared side by side, in that many seconds at
 most (what is not begun by then is left out), and recorded one model after the other.
 Writes `bench/results/kernels-<tag>.json` and `.md`.
@@ -42,7 +42,7 @@ from psg_fx.measure.device_work import device_work
 from psg_fx.quantities.names import USUAL
 from psg_fx.torch_private.autotuning import timed_alone
 
-CALLS, BLOCKS, SHOWN = 5, 9, 12
+CALLS, BLOCKS, SHOWN, PAUSES = 5, 9, 12, 4
 AGAIN = "replayed "
 UNFUSED = dict.fromkeys(FUSED, False)  # by default they are on where they pay
 
@@ -137,7 +137,7 @@ def prepared(
 
 
 def recorded(step: Callable[[], object]) -> dict[str, Any]:
-    """Milliseconds of the device and of a whole call, kernels a call, and the longest of them."""
+    """Milliseconds of the device and of a whole call, kernels a call, the longest of them, and the longest pauses."""
     for _ in range(3):
         step()
     torch.cuda.synchronize()
@@ -153,7 +153,9 @@ def recorded(step: Callable[[], object]) -> dict[str, Any]:
         "device_ms": 1e3 * work.seconds,
         "call_ms": 1e3 * statistics.median(calls),
         "kernels": work.launches,
+        "idle_ms": 1e3 * work.idle,
         "longest": [{"name": k.name, "ms": 1e3 * k.seconds, "calls": k.calls} for k in work.kernels[:SHOWN]],
+        "pauses": [{"before": p.before, "after": p.after, "ms": 1e3 * p.seconds} for p in work.pauses[:PAUSES]],
     }
 
 
@@ -170,12 +172,15 @@ def pages(found: dict[str, Any]) -> list[str]:
             kinds = ("ordinary", f"{AGAIN}ordinary")
             base = next(ran[kind] for kind in (kinds[::-1] if name.startswith(AGAIN) else kinds) if kind in ran)
             cells = [(s[key], s[key] / base[key]) for key in ("device_ms", "kernels", "call_ms")]
-            rows.append([name, *(text for value, ratio in cells for text in (f"{value:.2f}", f"{ratio:.2f}"))])
-        headers = ["step", "device ms", "× ordinary", "kernels", "× ordinary", "call ms", "× ordinary"]
+            texts = [text for value, ratio in cells for text in (f"{value:.2f}", f"{ratio:.2f}")]
+            rows.append([name, *texts, f"{s['idle_ms']:.2f}"])
+        headers = ["step", "device ms", "× ordinary", "kernels", "× ordinary", "call ms", "× ordinary", "idle ms"]
         parts += [f"## {RUNS[model].title}", tabulate(rows, headers, "github", disable_numparse=True)]
         for name, s in ran.items():
             listed = [[f"{k['ms']:.3f}", f"{k['calls']:.0f}", f"`{k['name'][:90]}`"] for k in s["longest"]]
             parts += [f"### {name}", tabulate(listed, ["ms", "calls", "kernel"], "github", disable_numparse=True)]
+            idle = [[f"{p['ms']:.3f}", f"`{p['before'][:60]}`", f"`{p['after'][:60]}`"] for p in s["pauses"]]
+            parts += [tabulate(idle, ["idle ms", "after", "before"], "github", disable_numparse=True)] if idle else []
     return parts
 
 

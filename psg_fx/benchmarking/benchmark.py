@@ -27,7 +27,7 @@ from psg_fx.benchmarking.judge import Judge
 from psg_fx.benchmarking.problem import ORDINARY, Asked, Computation, Contender, Problem, by_label
 from psg_fx.machine import environment
 from psg_fx.measure.clock import give_back, spread, synchronize, time_rounds
-from psg_fx.measure.device_work import Kernel, device_work
+from psg_fx.measure.device_work import Kernel, Pause, device_work
 from psg_fx.progress import Progress
 from psg_fx.quantities.names import USUAL
 from psg_fx.reference.batch import is_packed
@@ -36,7 +36,7 @@ from psg_fx.reference.definitions import Answer
 from psg_fx.reference.loop import Loss, draws_random_numbers
 
 SHOWN = 12
-"""Kernels that a row names."""
+"""Kernels, and pauses between kernels, that a row names."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class BenchmarkRow:
     """One contender: seconds, bytes, the ratio to the fastest ordinary step, and its relative error or failure.
 
     device_s, launches: on CUDA, how long the device is busy in one step, and with how many kernels, copies and fills;
-    kernels: the longest of them.
+    kernels: the longest of them.  pauses: the longest times in which it has nothing to do.
     """
 
     contender: str
@@ -70,6 +70,7 @@ class BenchmarkRow:
     error: float | None = None
     failure: str | None = None
     kernels: Sequence[Kernel] = ()
+    pauses: Sequence[Pause] = ()
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,7 @@ def record_work(
         if label not in failed:
             work = device_work(step)
             rows[label].device_s, rows[label].launches = work.seconds, work.launches
-            rows[label].kernels = work.kernels[:SHOWN]
+            rows[label].kernels, rows[label].pauses = work.kernels[:SHOWN], work.pauses[:SHOWN]
 
 
 def start_compiler(problem: Problem) -> None:

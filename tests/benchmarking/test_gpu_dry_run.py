@@ -80,7 +80,7 @@ def test_the_part_of_rates(place: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class Profile:
-    """As torch's profiler: what was recorded launched ten kernels of a millisecond."""
+    """As torch's profiler: what was recorded launched ten kernels of a millisecond, one every two milliseconds."""
 
     def __init__(self, activities: object) -> None:
         self.steps = 0
@@ -92,7 +92,8 @@ class Profile:
 
     def events(self) -> list[Any]:
         kind = torch.autograd.DeviceType.CUDA
-        return [SimpleNamespace(device_type=kind, name="kernel", device_time=1e3) for _ in range(10)]
+        ranges = [SimpleNamespace(start=2e3 * k, end=2e3 * k + 1e3) for k in range(10)]
+        return [SimpleNamespace(device_type=kind, name="kernel", device_time=1e3, time_range=r) for r in ranges]
 
 
 @pytest.fixture
@@ -116,6 +117,8 @@ def test_the_part_of_kernels(kernels: ModuleType, place: Path, monkeypatch: pyte
     found = json.loads((place / f"kernels-{TAG}.json").read_text())["models"]["mlp"]
     assert found["norms"]["kernels"] == 2
     assert found["norms"]["device_ms"] == pytest.approx(2.0)
+    assert found["norms"]["idle_ms"] == pytest.approx(9 / 5)
+    assert found["norms"]["pauses"] == [{"before": "kernel", "after": "kernel", "ms": pytest.approx(9 / 5)}]
     assert found.keys() > {"replayed ordinary", "replayed clipped_sum by all kernels", "grads"}
     assert "## MLP" in (place / f"kernels-{TAG}.md").read_text()
 
@@ -225,6 +228,19 @@ def test_the_race_on_the_device(place: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert not [row for row in report["rows"] if row["failure"]]
     assert "launches" not in compare.read(report).to_markdown()
     assert compare.ratio_table({"mlp": report}, "simple")
+
+
+def test_pauses_are_between_kernels_that_do_not_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, times = torch.autograd.DeviceType.CUDA, {"a": (0, 5), "b": (2, 3), "c": (7, 8), "d": (8, 9)}
+    seen = [
+        SimpleNamespace(device_type=kind, name=name, device_time=1.0, time_range=SimpleNamespace(start=start, end=end))
+        for name, (start, end) in reversed(times.items())
+    ]
+    monkeypatch.setattr(device_work, "profile", Profile)
+    monkeypatch.setattr(Profile, "events", lambda self: seen)
+    with stand_in(monkeypatch, "cpu"):
+        found = device_work.device_work(dict, calls=1)
+    assert found.pauses == (device_work.Pause("a", "c", pytest.approx(2e-6)),)
 
 
 def test_rows_say_what_the_device_does(monkeypatch: pytest.MonkeyPatch) -> None:
