@@ -72,7 +72,7 @@ def device_work(run: Callable[[], object], calls: int = 3) -> DeviceWork:
 def _pauses(events: Sequence[Any], calls: int) -> tuple[Pause, ...]:
     found: dict[tuple[str, str], float] = defaultdict(float)
     ordered = sorted(events, key=lambda event: event.time_range.start)
-    last = ordered[0] if ordered else None
+    last: Any = ordered[0] if ordered else None
     for event in ordered[1:]:
         if (idle := event.time_range.start - last.time_range.end) > 0:
             found[last.name, event.name] += idle / 1e6 / calls
