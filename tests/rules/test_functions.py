@@ -21,6 +21,7 @@ from support.autograd_functions import (
     Scaled,
     SumAndProduct,
     Turned,
+    X,
     as_complex,
     as_real,
     cut,
@@ -116,7 +117,6 @@ EXACT: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "written through .data": lambda m, x: m.b(x) * m.a(x).tanh().data.clamp_(min=0.0),
     "detached in place before": lambda m, x: m.b(x * m.a(x).detach().detach_()),
 }
-X = torch.randn(3, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("names", at_once([list(EXACT)[k::4] for k in range(4)], EXACT))

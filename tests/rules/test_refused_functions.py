@@ -14,10 +14,7 @@ from torch import Tensor, nn
 import psg_fx
 from external.program import Problem, with_loss
 from psg_fx import NotYetSupported, SamplesMixed
-from support.autograd_functions import Model, Scaled, as_complex, as_real, cut, written
-
-Function = torch.autograd.Function
-X = torch.randn(3, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+from support.autograd_functions import Function, Model, Scaled, X, as_complex, as_real, cut, written
 
 
 class CentredForward(Function):
