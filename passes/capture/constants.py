@@ -42,7 +42,7 @@ Elements = Sequence[Any] | Row
 def alike(values: Sequence[Any]) -> bool:
     """Whether an argument is the same everywhere; NaN equals itself here."""
     first = values[0]
-    return all(type(v) is type(first) and (v == first or repr(v) == repr(first)) for v in values)
+    return all(v is first or (type(v) is type(first) and (v == first or repr(v) == repr(first))) for v in values)
 
 
 def share(values: Sequence[Any], sizes: Sequence[int], exact: float) -> Any:

@@ -29,7 +29,8 @@ from psg_fx.graph import facts
 from psg_fx.graph.strides import free_of_strides, refuse_strides
 from psg_fx.graph.tracing import mutates
 from psg_fx.op_table import decomposition, decompositions
-from psg_fx.ops.autograd_function import as_one_op
+from psg_fx.ops.autograd_function import APPLY, as_one_op
+from psg_fx.program.branches import Readings, watch_the_batch_size
 from psg_fx.program.effects import Written, require_same_places
 from psg_fx.program.observe import Observed
 from psg_fx.program.program import Program
@@ -39,14 +40,13 @@ from psg_fx.torch_private.fakes import UnsupportedOperatorException
 from psg_fx.torch_private.functional import Functional, functional
 from psg_fx.torch_private.graphs import traced_without_code
 from psg_fx.torch_private.ops import core_decompositions
-from psg_fx.torch_private.patching import patched_here
+from psg_fx.torch_private.patching import code_replaced_here, patched_here
 from psg_fx.torch_private.quiet import quiet
 from psg_fx.torch_private.recorded import quickly_recorded
 from psg_fx.torch_private.remembered import remembered_results
 from psg_fx.torch_private.tracer import without_tensor_meta
 
 from . import losses, parts, quantised, recurrent_layers, rewrites, solves  # noqa: F401  (they say what ops are written as)
-from .branches import Readings, watch_the_batch_size
 from .constants import constants_that_follow
 from .copies import writes_a_copy
 from .fixed_sizes import join, values_of
@@ -216,7 +216,7 @@ def _quiet() -> Iterator[None]:
 def _keep_custom_backward(observed: Observed) -> Iterator[None]:
     """Custom autograd functions become ops of their own: export would follow their forward and drop their backward."""
 
-    def apply(cls: type[torch.autograd.Function], *args: Any) -> Any:
+    def apply(cls: type[torch.autograd.Function], *args: Any, **named: Any) -> Any:
         if cls is CheckpointFunction:  # what is recomputed is decided after differentiation
             block, _, *given = args
             return block(*given)
@@ -224,13 +224,13 @@ def _keep_custom_backward(observed: Observed) -> Iterator[None]:
             raise _hooked("a module has a backward hook", "register_full_backward_hook")
         observed.functions([cls.forward, cls.backward, cls.setup_context])
         with unwatched():
-            return as_one_op(cls, args)
+            return as_one_op(cls, args, named)
 
     def register_hook(tensor: torch.Tensor, hook: Any) -> Any:
         raise _hooked("the code puts a hook on a tensor's gradient", "register_hook")
 
     with (
-        patched_here(torch.autograd.Function, "apply", classmethod(apply)),
+        code_replaced_here(APPLY, lambda _: apply),
         patched_here(torch.Tensor, "register_hook", register_hook),
     ):
         yield

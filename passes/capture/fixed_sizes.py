@@ -15,8 +15,10 @@ from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
 
-from psg_fx.errors import NotYetSupported
+from psg_fx.errors import NotYetSupported, PsgError
 from psg_fx.graph import facts
+from psg_fx.ops.autograd_function import custom_call
+from psg_fx.program.branches import no_plain_batch_size
 from psg_fx.source import locate
 from psg_fx.torch_private.fakes import symbolic_inputs
 from psg_fx.torch_private.functional import Functional
@@ -88,12 +90,20 @@ def values_of(exported: Functional, inputs: Sequence[torch.Tensor]) -> list[torc
 def _compare(column: Sequence[Node], place: Sequence[dict[Node, int]], sizes: Sequence[int]) -> list[Any]:
     """The flat arguments of a node, a `Share` where they go with the batch size."""
     first = column[0]
-    if any(n.op != first.op or (n.op == "call_function" and n.target != first.target) for n in column):
+    if len({n.op for n in column}) > 1 or (first.op == "call_function" and not _one_target([n.target for n in column])):
         raise _unlike(first, sizes)
     flat = [pytree.tree_leaves((n.args, n.kwargs)) for n in column]
     if len({len(f) for f in flat}) > 1:
         raise _unlike(first, sizes)
     return [_argument(first, values, place, sizes) for values in zip(*flat, strict=True)]
+
+
+def _one_target(targets: Sequence[Any]) -> bool:
+    """Whether these are one op.  A custom autograd function is another op in each capture."""
+    calls = [call.fixed for call in map(custom_call, targets) if call]
+    if len(calls) < len(targets):
+        return len(set(targets)) == 1
+    return len({len(call) for call in calls}) == 1 and all(map(alike, zip(*calls, strict=True)))
 
 
 def _argument(node: Node, values: Sequence[Any], place: Sequence[dict[Node, int]], sizes: Sequence[int]) -> Any:
@@ -179,10 +189,13 @@ class _Described(Interpreter):
 
 def _describe(gm: GraphModule, tensors: Sequence[torch.Tensor], dims: Sequence[int | None]) -> None:
     fakes = symbolic_inputs(tensors, dims)
-    with fakes[0].fake_mode, enable_python_dispatcher(), torch.no_grad():  # type: ignore[attr-defined]
+    with fakes[0].fake_mode, enable_python_dispatcher(), torch.no_grad(), no_plain_batch_size():  # type: ignore[attr-defined]
         carrier = next(fake for fake, dim in zip(fakes, dims, strict=True) if dim is not None)
         described = _Described(gm, carrier)
-        described.run(*fakes)
+        try:
+            described.run(*fakes)
+        except PsgError as error:  # torch.fx writes the graph's own traceback into its text
+            raise type(error)(error.what, where=error.where, why=error.why, fix=error.fix) from None
     if described.fixed is not None:
         raise _one_number(described.fixed)
     gm.recompile()

@@ -21,6 +21,7 @@ from psg_fx.graph.stages import Stage
 from psg_fx.graph.tracing import trace
 from psg_fx.op_table import known
 from psg_fx.ops.autograd_function import custom_call
+from psg_fx.program.branches import no_plain_batch_size
 from psg_fx.source import locate
 
 from ..runner import graph_pass
@@ -90,7 +91,7 @@ def differentiate(gm: GraphModule, input_gradients: tuple[bool, ...] = ()) -> Gr
         forward[:] = [n for n, v in taps.env.items() if n.op != "output" and isinstance(v, (torch.Tensor, tuple, list))]
         return (*results, *flat, *facts.tensors([taps.env[n] for n in forward]))
 
-    with preserve_node_meta():
+    with preserve_node_meta(), no_plain_batch_size():  # the backward passes of the user's own functions and operators
         traced = trace(joint, [*values, *tangents])
     known = carried(traced, forward, len(layout))
     _describe(traced, nodes, [info.outputs[i].name for i in roots] if not with_loss else [])

@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from psg_fx.errors import PsgError
+from psg_fx.errors import NotYetSupported, PsgError
 from psg_fx.graph import facts
 from psg_fx.graph.facts import InputSpec, SampleAxes
 from psg_fx.ops.autograd_function import CustomCall, backward_graph, custom_call, forward_graph
+from psg_fx.program.branches import no_plain_batch_size
 from psg_fx.source import locate
 
 from .table import Placement, sample_rule
-from .values import Op, Result
+from .values import Op, Result, op_name, symbolic_values
 
 _FUNCTION = "a custom autograd.Function"
 
@@ -28,7 +29,10 @@ def custom(op: Op) -> Placement:
     inputs: list[Node] = list(op.node.args)  # type: ignore[arg-type]
     values = [n.meta["val"] for n in inputs]
     known = [op.known[n] for n in inputs]
-    found = [r.axes for r in proven(op, forward_graph(call, values), known, _FUNCTION)]
+    with no_plain_batch_size():
+        graph = forward_graph(call, values)
+    _require_sizes_alone(op, call, graph, "forward")
+    found = [r.axes for r in proven(op, graph, known, _FUNCTION)]
     outputs = list(facts.tensors(op.node.meta["val"]))
     _check_backward(op, call, known, values, outputs, found)
     return found[0] if isinstance(op.node.meta["val"], torch.Tensor) else tuple(found)  # type: ignore[arg-type]
@@ -40,7 +44,9 @@ def _check_backward(
 ) -> None:  # fmt: skip
     cotangents = [torch.empty_like(t) for t in outputs]
     data = [i for i, v in enumerate(values) if known[i].axes is not None and facts.is_differentiable(v)]
-    graph = backward_graph(call, values, cotangents, data)
+    with no_plain_batch_size():
+        graph = backward_graph(call, values, cotangents, data)
+    _require_sizes_alone(op, call, graph, "backward")
     gradients = proven(op, graph, [*known, *(Result(a) for a in axes)], _FUNCTION)
     for i, gradient in zip(data, gradients, strict=True):
         if gradient.axes != known[i].axes:
@@ -49,6 +55,17 @@ def _check_backward(
                 f"{known[i].axes}",
                 "write its backward so that a sample's gradient is computed from that sample alone",
             )
+
+
+def _require_sizes_alone(op: Op, call: CustomCall, graph: GraphModule, method: str) -> None:
+    """Refuse a function that computes with the batch size: that of a sample is 1, which such a graph does not know."""
+    for node in graph.graph.nodes:
+        if symbolic_values(node, op.batch):
+            raise NotYetSupported(
+                f"the custom function {call.name} computes with the batch size", where=locate(op.node),
+                why=f"{op_name(node)} in its {method} takes it as a value, and it is 1 for the loss of one sample",
+                fix="use x.shape[0] for shapes alone, and average in the loss",
+            )  # fmt: skip
 
 
 def proven(op: Op, graph: GraphModule, known: Sequence[Result], inside: str) -> list[Result]:

@@ -8,8 +8,10 @@ for them its forward and backward are traced into plain ops once their sizes are
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -24,11 +26,12 @@ from psg_fx.graph.same_op import draws
 from psg_fx.graph.strides import free_of_strides
 from psg_fx.graph.tracing import trace
 from psg_fx.ops.define import define_function
-from psg_fx.torch_private.modes import no_modes
-from psg_fx.torch_private.patching import patched_here
+from psg_fx.torch_private.modes import no_modes, not_recorded
+from psg_fx.torch_private.patching import as_it_is, code_replaced_here
 
-_APPLY = Function.__dict__["apply"]
-"""The method itself: it is replaced while a model is captured."""
+APPLY: FunctionType = vars(Function)["apply"].__func__
+"""The method of all of them, whose code is replaced while a model is captured."""
+_APPLY = as_it_is(APPLY)
 _CALLS: dict[Any, CustomCall] = {}
 
 
@@ -44,13 +47,18 @@ class CustomCall:
     def __call__(self, *tensors: torch.Tensor) -> Any:
         fixed, rest = dict(self.constants), iter(tensors)
         count = len(fixed) + self.tensors
-        args = pytree.tree_unflatten([fixed[i] if i in fixed else next(rest) for i in range(count)], self.spec)
-        return _APPLY.__get__(None, self.function)(*args)
+        args, named = pytree.tree_unflatten([fixed[i] if i in fixed else next(rest) for i in range(count)], self.spec)
+        return _APPLY(self.function, *args, **named)
 
     @property
     def name(self) -> str:
         """The function's name."""
         return self.function.__name__
+
+    @property
+    def fixed(self) -> tuple[Any, ...]:
+        """What is not a tensor: the function, and its arguments with their places."""
+        return (self.function, self.spec, self.tensors, *itertools.chain(*self.constants))
 
     def refusal(self, why: str, fix: str = "write the function with ordinary differentiable ops") -> NotYetSupported:
         """The error for a function that cannot be part of a graph."""
@@ -66,12 +74,14 @@ def custom_call(target: Any) -> CustomCall | None:
     return _CALLS.get(target)
 
 
-def as_one_op(function: type[Function], args: tuple[Any, ...]) -> Any:
-    """`function.apply(*args)` as one op, which a tracer records as it is."""
-    flat, spec = pytree.tree_flatten(args)
+def as_one_op(function: type[Function], args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+    """`function.apply(*args, **named)` as one op, which a tracer records as it is."""
+    flat, spec = pytree.tree_flatten((args, dict(named)))
     constants = tuple((i, v) for i, v in enumerate(flat) if not isinstance(v, torch.Tensor))
     tensors = [v for v in flat if isinstance(v, torch.Tensor)]
     call = CustomCall(function, constants, spec, len(tensors))
+    if any(isinstance(v, torch.SymInt | torch.SymFloat | torch.SymBool) for _, v in constants):
+        raise call.refusal("the batch size is one of its arguments", "let it read the size of a tensor: x.shape[0]")
     op = _define(call, tensors)
     _CALLS[op] = call
     return op(*tensors)
@@ -84,7 +94,7 @@ def _define(call: CustomCall, tensors: Sequence[torch.Tensor]) -> Any:
         with torch.no_grad():
             return pytree.tree_map_only(torch.Tensor, lambda t: t.clone() if _is_any(t, given) else t, call(*given))
 
-    with no_modes():
+    with not_recorded():  # a tensor that forward makes of a number is fake, like those it is given
         versions = [t._version for t in tensors]
         result = forward(*tensors)
         if versions != [t._version for t in tensors]:
@@ -138,7 +148,7 @@ def _without_backward(call: CustomCall) -> Iterator[None]:
     def refused(*_: Any, **__: Any) -> Any:
         raise call.refusal("its backward runs a backward pass of its own, which adds to .grad", _BY_RETURN)
 
-    with patched_here(torch.autograd, "backward", refused), patched_here(torch.Tensor, "backward", refused):
+    with code_replaced_here(torch.autograd.backward, lambda _: refused):  # `Tensor.backward` calls it
         yield
 
 
@@ -197,7 +207,7 @@ def differentiable(
             return tuple(next(found) if has else None for has in has_gradient)
 
     def run(*given: torch.Tensor) -> Any:
-        results = _APPLY.__get__(None, Traced)(*given)
+        results = _APPLY(Traced, *given)
         return results if len(results) > 1 else results[0]
 
     return run

@@ -62,10 +62,11 @@ class _Code(_Choices):
 
     def __init__(self, function: FunctionType) -> None:
         self.function, self.code = function, function.__code__
-        super().__init__(FunctionType(self.code, function.__globals__, function.__name__, function.__defaults__))
+        super().__init__(as_it_is(function))
 
     def put(self) -> None:
-        self.function.__code__ = _dispatch.__code__.replace(co_name=_known_as(self.function))
+        own = self.code.co_freevars  # as many as its closure has
+        self.function.__code__ = _dispatch.__code__.replace(co_name=_known_as(self.function), co_freevars=own)
 
     def take_away(self) -> None:
         self.function.__code__ = self.code
@@ -134,6 +135,13 @@ def code_replaced_here(
     """
     assert isinstance(function, FunctionType)
     return _replaced(_known_as(function), lambda: _Code(function), lambda choices: made(choices.theirs))
+
+
+def as_it_is(function: FunctionType) -> FunctionType:
+    """A copy that keeps the function's code while that is replaced."""
+    return FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
 
 
 def _known_as(function: FunctionType) -> str:

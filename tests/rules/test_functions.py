@@ -15,16 +15,19 @@ import psg_fx
 from external.program import Problem, Program, check, drop_in, with_loss
 from support import oracle
 from support.autograd_functions import (
+    Filled,
     Looked,
     Model,
     Reversed,
     Scaled,
+    Sized,
     SumAndProduct,
     Turned,
     X,
     as_complex,
     as_real,
     cut,
+    scaled,
     written,
 )
 from support.selection import at_once, one_in
@@ -80,6 +83,11 @@ def _given_back(m: Any, x: Tensor) -> Tensor:
     return found
 
 
+def _seven(g: Tensor, size: Any) -> Tensor:
+    """Another branch for other sizes than that of one sample, which is that of no capture."""
+    return 7 * g if size != 2 else g
+
+
 def _threshold(m: Any, x: Tensor) -> Tensor:
     """Small weights are nought: what they are computed from is not read again."""
     h = m.a(x)
@@ -91,6 +99,10 @@ def _threshold(m: Any, x: Tensor) -> Tensor:
 
 EXACT: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "activations": lambda m, x: m.b(Scaled.apply(m.a(x))),
+    "by another name": lambda m, x: m.b(scaled(m.a(x))),
+    "by keyword": lambda m, x: SumAndProduct.apply(m.a(x), scale=0.5, y=m.b(x))[1],
+    "tensors made of numbers": lambda m, x: m.b(Filled.apply(m.a(x), 3.0)),
+    "sizes for shapes alone": lambda m, x: m.b(Sized.apply(m.a(x), lambda t, n: t.view(n, -1).view_as(t), _seven)),
     "a weight": lambda m, x: F.linear(m.b(x), Scaled.apply(m.a.weight)),
     "a part of a weight": lambda m, x: F.linear(x, Scaled.apply(m.a.weight[:2]).repeat(2, 1)) + m.b(x),
     "two outputs": _two,
@@ -156,3 +168,14 @@ def test_captures_of_one_model_do_not_meet() -> None:
     first = step(X.float()).grads["a.weight"]
     step(X.float()[:, :3])
     assert torch.equal(step(X.float()).grads["a.weight"], first)
+
+
+def test_functions_are_alike_in_graphs_for_each_batch_size() -> None:
+    """Where the code reads the batch size as a number, captures at several sizes are compared."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        found: Tensor = m.b(Filled.apply(scaled(m.a(x)), 3.0)) / float(len(x))
+        return found
+
+    with pytest.warns(UserWarning, match="one graph for each batch size"):
+        check(Program("sized", lambda: Problem(Model(forward).double(), X)), with_loss)

@@ -14,7 +14,18 @@ from torch import Tensor, nn
 import psg_fx
 from external.program import Problem, with_loss
 from psg_fx import NotYetSupported, SamplesMixed
-from support.autograd_functions import Function, Model, Scaled, X, as_complex, as_real, cut, written
+from support.autograd_functions import (
+    Function,
+    Model,
+    Scaled,
+    Sized,
+    SumAndProduct,
+    X,
+    as_complex,
+    as_real,
+    cut,
+    written,
+)
 
 
 class CentredForward(Function):
@@ -117,6 +128,10 @@ def _assigned(m: Any, x: Tensor) -> Tensor:
     return h
 
 
+def _sized(forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    return lambda m, x: m.b(Sized.apply(m.a(x), forward, backward))
+
+
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], type[Exception], str]] = {
     "mixing forward": (
         lambda m, x: CentredForward.apply(m.a(x)), SamplesMixed, "in a custom autograd.Function: aten.sub mixes",
@@ -126,6 +141,31 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], type[Exception], str]]
     ),
     "complex mixing backward": (
         lambda m, x: as_real(ClippedBackward.apply(as_complex(m.a(x)))), SamplesMixed, "aten.div mixes",
+    ),
+    "a forward that computes with the batch size": (
+        _sized(lambda t, n: t / n, lambda g, n: g), NotYetSupported, "Sized computes with the batch size.*its forward",
+    ),
+    "a backward that computes with the batch size": (
+        _sized(lambda t, n: +t, lambda g, n: g / n), NotYetSupported, "Sized computes with the batch size.*its backwa",
+    ),
+    "a backward for batches": (
+        _sized(lambda t, n: +t, lambda g, n: g if n > 1 else 2 * g), NotYetSupported, "a batch of one sample diff.*> 1",
+    ),
+    "a backward that reads the batch size": (
+        _sized(lambda t, n: +t, lambda g, n: g * int(n)), NotYetSupported, r"reads the batch size as a .*\* int\(n\)",
+    ),
+    "a forward that reads the batch size": (
+        _sized(lambda t, n: t * float(n), lambda g, n: g), NotYetSupported, "reads the batch size as a .*float",
+    ),
+    "a forward for batches beside a plain batch size": (
+        lambda m, x: _sized(lambda t, n: t if n > 4 else 2 * t, lambda g, n: g)(m, x) / float(len(x)), NotYetSupported,
+        "a batch of one sample differently.*n > 4",
+    ),
+    "the batch size as an argument": (
+        lambda m, x: SumAndProduct.apply(m.a(x), m.b(x), x.shape[0])[1], NotYetSupported, "size is one of its argum",
+    ),
+    "a number that follows the batch size": (
+        lambda m, x: SumAndProduct.apply(m.a(x), m.b(x), int(x.shape[0]))[1], NotYetSupported, "is another one for ano",
     ),
     "in place": (lambda m, x: InPlace.apply(m.a(x)), NotYetSupported, "InPlace is not supported.*writes into its"),
     "noise on a weight": (

@@ -81,6 +81,37 @@ class Turned(Function):
         return g * -2j
 
 
+class Filled(Function):
+    """It makes tensors of numbers, and expands them to the size of the batch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, power: float) -> Tensor:
+        ctx.power = torch.tensor(power, dtype=x.dtype).expand(*x.shape[:-1], 1)
+        ctx.save_for_backward(x)
+        return x.abs() ** ctx.power
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return 2 * g * x.sign() * ctx.power, None
+
+
+class Sized(Function):
+    """It reads the size of the batch where it should not: `forward` or `backward` is given the tensor and that size."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> Tensor:
+        ctx.backward_of = backward
+        return forward(x, x.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.backward_of(g, g.shape[0]), None, None
+
+
+scaled = Scaled.apply
+
+
 class Model(nn.Module):
     """`function(self, x)` with two linear layers."""
 

@@ -1,0 +1,84 @@
+"""Where the user's code turns the batch size into a plain number or a decision, while it is traced."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import sympy
+
+from psg_fx.errors import NotYetSupported
+from psg_fx.source import is_library
+from psg_fx.torch_private.export import watching_symbols
+
+from .code import line_of
+
+
+@dataclass
+class Readings:
+    """The places, as `model.py:17: if x.shape[0] > 4:`, and what the code does there."""
+
+    branches: list[str] = field(default_factory=list)
+    numbers: list[str] = field(default_factory=list)
+
+    def why(self) -> str:
+        """The first of them in words, or ""."""
+        if self.branches:
+            return f"the code branches on the batch size ({self.branches[0]})"
+        return f"the code reads the batch size as a plain number ({self.numbers[0]})" if self.numbers else ""
+
+
+@contextlib.contextmanager
+def watch_the_batch_size(found: Readings) -> Iterator[None]:
+    """Note every place; refuse one at which a batch of one sample takes another branch than larger batches.
+
+    The loss of a sample is that of a batch of one: a graph of the other branch would compute something else.
+    """
+
+    def seen(expression: Any, result: Any, frame: FrameType) -> None:
+        if is_library(frame.f_code.co_filename):
+            return
+        if isinstance(result, bool):
+            _require_alike(expression, result, frame)
+            found.branches.append(line_of(frame))
+        else:
+            found.numbers.append(line_of(frame))
+
+    with watching_symbols(seen):
+        yield
+
+
+@contextlib.contextmanager
+def no_plain_batch_size() -> Iterator[None]:
+    """Refuse code that makes a plain number of the batch size, and the branches that `watch_the_batch_size` refuses:
+    for what a capture has not run, or has as one op (backward passes, custom functions).
+    """
+
+    def seen(expression: Any, result: Any, frame: FrameType) -> None:
+        if is_library(frame.f_code.co_filename):
+            return
+        if isinstance(result, bool):
+            _require_alike(expression, result, frame)
+        else:
+            raise NotYetSupported(
+                "the code reads the batch size as a plain number", where=line_of(frame),
+                why="the loss of a sample is that of a batch of one, and one graph holds one number only",
+                fix="use x.shape[0] itself, without int(), float() or range(), and for shapes alone",
+            )  # fmt: skip
+
+    with watching_symbols(seen):
+        yield
+
+
+def _require_alike(expression: Any, result: bool, frame: FrameType) -> None:
+    """Refuse a decision that is another one for a batch of one."""
+    alone = expression.subs(dict.fromkeys(expression.free_symbols, 1))
+    if (alone in (sympy.true, sympy.false) or alone.is_number) and bool(alone) != result:
+        raise NotYetSupported(
+            "the code treats a batch of one sample differently", where=line_of(frame),
+            why="the loss of a sample is that of a batch of one, and one graph holds one branch only",
+            fix="write it without a branch on the batch size",
+        )  # fmt: skip
