@@ -45,11 +45,11 @@ def figures(name: str) -> dict[str, Any]:
     step(made.inputs, made.targets)
     guard = step.captures[0].guard
     structure = guard.structure
-    assert guard.holds(structure)
+    assert guard.stands(structure)
     assert structure.holds()
     return {
         "modules": len(list(made.model.modules())), "structure": microseconds(structure.holds, 1000),
-        "guard": microseconds(lambda: guard.holds(structure), 1000), "places": guard.count,
+        "guard": microseconds(lambda: guard.stands(structure), 1000), "places": guard.count,
         "walk": microseconds(guard.changed, 20),
         "norms": call(made, psg_fx.Norms()), "clipped_sum": call(made, psg_fx.ClippedSum(1.0)),
     }  # fmt: skip

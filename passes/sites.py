@@ -120,8 +120,9 @@ def _above(gm: GraphModule, operand: Node) -> tuple[list[Node], list[Node]]:
     """What the operand is computed from: placeholders and draws, and the ops on the way, without sizes."""
     above = facts.ancestors([operand], lambda n: not (_is_size(n) or _is_drawn(n)))
     masks = {_mask(gm, n) for n in above if n.target is aten.native_dropout.default}
-    order = [n for n in gm.graph.nodes if n in above | masks and not _is_size(n)]
-    inputs = [n for n in order if n.op == "placeholder" or _is_drawn(n) or n in masks]
+    needed = above | masks
+    order = [n for n in gm.graph.nodes if n in needed and not _is_size(n)]
+    inputs = dict.fromkeys(n for n in order if n.op == "placeholder" or _is_drawn(n) or n in masks)
     computed = [n for n in order if n not in inputs]
     for node in computed:
         if draws(node) and node.target is not aten.native_dropout.default:
@@ -130,7 +131,7 @@ def _above(gm: GraphModule, operand: Node) -> tuple[list[Node], list[Node]]:
                 why="its gradient is not that of an op on numbers that were drawn before",
                 fix="draw the numbers by torch.randn, torch.rand or torch.bernoulli, and compute with them",
             )  # fmt: skip
-    return inputs, computed
+    return [*inputs], computed
 
 
 def _is_drawn(node: Node) -> bool:

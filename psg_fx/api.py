@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,9 +21,6 @@ from psg_fx.step.with_loss import LossModule
 from psg_fx.step.without_loss import DropInModule
 from psg_fx.torch_private.sharded import is_sharded
 from psg_fx.torch_private.tensor_parallel import is_tensor_parallel
-
-if TYPE_CHECKING:
-    pass
 
 
 def transform(

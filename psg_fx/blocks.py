@@ -110,8 +110,9 @@ class Memory:
         if not self.keep:
             return allocating(_fresh)
         values = itertools.count()
-        self._calls += 1
-        self._blocks = [block for block in self._blocks if self._calls - block.last_call <= _CALLS]
+        with self._lock:
+            self._calls += 1
+            self._blocks = [block for block in self._blocks if self._calls - block.last_call <= _CALLS]
 
         def take(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
             value, count = next(values), math.prod(size) * dtype.itemsize
@@ -141,9 +142,10 @@ class Memory:
         """A context in which the memory of these tensors counts as free."""
         starts = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         contexts = ExitStack()
-        for block in self._blocks:
-            if block.address in starts:
-                contexts.enter_context(block.lent())
+        with self._lock:
+            blocks = [block for block in self._blocks if block.address in starts]
+        for block in blocks:
+            contexts.enter_context(block.lent())
         return contexts
 
     def _block(self, count: int, wanted: Block | None) -> Block:

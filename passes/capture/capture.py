@@ -229,7 +229,7 @@ def _batch_symbol(nodes: Sequence[torch.fx.Node]) -> Any:
 def _outputs(exported: Exported, program: Program) -> tuple[OutputSpec, ...]:
     found = []
     result: Returns = "output" if program.loss_fn is None else "loss"
-    kept, checks = sum(len(entry.tensors) for entry in program.written), program.output.assumed
+    kept, checks = sum(entry.tensors for entry in program.written), program.output.assumed
     axes = [k for k, axis in enumerate(program.call.axes) if axis.rows.ids is not None]
     end = len(exported.graph_signature.output_specs) - len(axes)
     last = end - len(checks)

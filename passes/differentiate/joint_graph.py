@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.traceback import preserve_node_meta
 
 from psg_fx.algebra.site import PREFIXES, SITES
-from psg_fx.errors import InternalError, NotYetSupported
+from psg_fx.errors import InternalError, NotYetSupported, first_line
 from psg_fx.graph import facts
 from psg_fx.graph.facts import InputSpec, OutputSpec, fact
 from psg_fx.graph.stages import Stage
@@ -161,7 +161,7 @@ def _gradients(
     except (RuntimeError, NotImplementedError) as error:
         raise NotYetSupported(
             "an op of the model or loss has a backward that torch does not run here", where="the backward pass",
-            why=str(error).strip().splitlines()[0],
+            why=first_line(error) or type(error).__name__,
             fix="write that op with others: its backward must take a symbol for the batch size",
         ) from error  # fmt: skip
     by_tap = iter(found)

@@ -47,7 +47,7 @@ def contraction(op: Op, operands: Sequence[Argument], labels: Sequence[Labels], 
     return SampleAxis(out.index(label), axis.outer, axis.inner)
 
 
-def batch_labels(values: Sequence[Argument], ndims: Sequence[int]) -> list[Labels]:
+def batch_labels(ndims: Sequence[int]) -> list[Labels]:
     """Labels of leading dims that broadcast from the right; `ndims` says how many dims of each are leading."""
     most = max(ndims)
     return [[f"n{most - count + d}" for d in range(count)] for count in ndims]
@@ -69,7 +69,7 @@ def matmul(op: Op) -> Placement:
 
 
 def _product(op: Op, a: Argument, b: Argument, transposed: bool = False) -> SampleAxis | None:
-    lead_a, lead_b = batch_labels([a, b], [max(a.ndim - 2, 0), max(b.ndim - 2, 0)])
+    lead_a, lead_b = batch_labels([max(a.ndim - 2, 0), max(b.ndim - 2, 0)])
     rows, columns = (["i"] if a.ndim > 1 else []), (["j"] if b.ndim > 1 else [])
     right = lead_b + ([*columns, "k"] if transposed else ["k", *columns])
     longest = lead_a if len(lead_a) >= len(lead_b) else lead_b
@@ -172,7 +172,7 @@ def tensordot(op: Op) -> Placement:
 def cdist(op: Op) -> Placement:
     """y[n.., i, j] = ‖a[n.., i, :] - b[n.., j, :]‖."""
     a, b = op.need("x1"), op.need("x2")
-    lead_a, lead_b = batch_labels([a, b], [a.ndim - 2, b.ndim - 2])
+    lead_a, lead_b = batch_labels([a.ndim - 2, b.ndim - 2])
     longest = lead_a if len(lead_a) >= len(lead_b) else lead_b
     return contraction(op, [a, b], [[*lead_a, "i", "k"], [*lead_b, "j", "k"]], [*longest, "i", "j"])
 

@@ -19,7 +19,6 @@ from psg_fx.graph.facts import SampleAxis
 from .region import ROWS, Unfit, row_by_row
 from .values import bound, op_name
 
-aten = torch.ops.aten
 _SAME = ("aten._to_copy", "aten.clone", "aten.alias", "aten.detach", "aten.contiguous", "aten.to")
 _FILLS = ("aten.ones", "aten.ones_like", "aten.new_ones", "aten.full", "aten.full_like", "aten.new_full")
 
@@ -76,8 +75,8 @@ def _row_by_row(rows: Node, given: set[Node]) -> bool:
     if rows in given:
         return True
     above = facts.ancestors([rows], through=lambda n: n not in given)
-    own = [n for n in rows.graph.nodes if n in above and n not in given and any(m in above for m in n.all_input_nodes)]
-    own = [n for n in own if isinstance(n.meta.get("val"), Tensor)]
+    made = [n for n in rows.graph.nodes if n in above and n not in given and any(m in above for m in n.all_input_nodes)]
+    own = dict.fromkeys(n for n in made if isinstance(n.meta.get("val"), Tensor))
     inputs: dict[Node, tuple[Tensor, int | None]] = {}
     for n in dict.fromkeys(m for node in own for m in node.all_input_nodes if m not in own):
         value = n.meta.get("val")
@@ -88,7 +87,7 @@ def _row_by_row(rows: Node, given: set[Node]) -> bool:
     if not any(n in inputs for n in given):
         return False
     try:
-        found = row_by_row(own, inputs, {})[rows].axes
+        found = row_by_row([*own], inputs, {})[rows].axes
     except Unfit:
         return False
     return isinstance(found, SampleAxis) and found == SampleAxis(0)

@@ -171,7 +171,7 @@ def trilinear(op: Op) -> Placement:
         raise op.refuse("its factors hold the samples in different dims, so every sample meets every other")
     assert found[0].axis is not None
     summed = [sample_axis.positive(d, ndim) for d in op.raw("sumdim", [])]
-    return reduced_over(op, found[0].axis, ndim, summed or [ndim])
+    return reduced_over(op, found[0].axis, summed or [ndim])
 
 
 # ---- of what is refused forward --------------------------------------------------------------------------------------

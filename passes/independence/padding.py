@@ -26,8 +26,6 @@ from .region import run_node
 from .row_sums import apart, together
 from .values import Result, bound
 
-aten = torch.ops.aten
-
 
 class Padding:
     """The rewriting of what is computed from the rows of one mask.

@@ -66,7 +66,7 @@ def _check_outputs(prover: Prover) -> list[str]:
     statistics = []
     returned = facts.returned(prover.gm)
     written = WRITTEN.of(prover.gm) if any(spec.kind == "written" for spec, _ in returned) else ()
-    labels = iter([entry.label for entry in written for _ in entry.tensors])
+    labels = iter([entry.label for entry in written for _ in range(entry.tensors)])
     for spec, entry in returned:
         label = next(labels) if spec.kind == "written" else f"the buffer {spec.name.removeprefix('model.')}"
         if not isinstance(entry, Node) or spec.kind in facts.ABOUT_ROWS:

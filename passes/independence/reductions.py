@@ -31,7 +31,7 @@ def reduction(op: Op) -> Placement:
     given = op.dims("dim", x.ndim)
     if given is None and default is not None:
         given = [x.ndim - 1]
-    found = reduced_over(op, x.axis, x.ndim, given)
+    found = reduced_over(op, x.axis, given)
     if found is REDUCED and op.name.endswith(_SPREADS):
         _require_a_spread(op, x, given)
     if isinstance(found, SampleAxis) and q is not None and q.ndim:
@@ -50,7 +50,7 @@ def _require_a_spread(op: Op, x: Argument, dims: list[int] | None) -> None:
         raise op.refuse("it is a statistic over the samples, which a batch of one does not have (0/0)")
 
 
-def reduced_over(op: Op, axis: SampleAxis, ndim: int, dims: list[int] | None) -> Placement:
+def reduced_over(op: Op, axis: SampleAxis, dims: list[int] | None) -> Placement:
     """The axis after a reduction over `dims`; REDUCED where the samples are among them."""
     if dims is None:
         return REDUCED
@@ -66,7 +66,7 @@ def matrix_norm(op: Op) -> Placement:
     dims = op.dims("dim", x.ndim) or [x.ndim - 2, x.ndim - 1]
     if x.axis.dim in dims:
         raise op.refuse("its matrices run over the sample dim")
-    return reduced_over(op, x.axis, x.ndim, dims)
+    return reduced_over(op, x.axis, dims)
 
 
 @sample_rule("dot", "vdot", proof="reduction")
@@ -91,7 +91,7 @@ def pair_reduction(op: Op) -> Placement:
     if op.name == "aten.dist":
         return REDUCED
     dim = ndim - 1 if op.name == "aten.pairwise_distance" else op.dim("dim", ndim, -1)
-    return reduced_over(op, found.axes, ndim, [dim])
+    return reduced_over(op, found.axes, [dim])
 
 
 @sample_rule("trace", "histc", "bincount", "cov", "corrcoef", "unique_consecutive", "_unique2", "unique_dim", "nonzero",

@@ -30,7 +30,6 @@ from .row_numbers import Number, divisor, number_of, remainder
 from .row_rewriting import RowRewriting
 from .values import bound, op_name
 
-aten = torch.ops.aten
 _SORTS = ("aten.sort", "aten.argsort")
 _GROUPED = ("aten._grouped_mm", "psg_fx.grouped_mm", "transformers.grouped_mm_fallback")
 _SAME = ("aten._to_copy", "aten.clone", "aten.alias", "aten.detach", "aten.unsqueeze", "aten.expand")
@@ -90,7 +89,8 @@ class Reordering(RowRewriting):
         self.prove()
         for node, (end, _) in self.ends.items():
             node.replace_all_uses_with(end)
-        gone = self.ordered | facts.ancestors(self.counted) - facts.ancestors([self.key])
+        counts = facts.ancestors(self.counted) - facts.ancestors([self.key])
+        gone = {self.sort, *self.numbers, *self.inverse, *self.twins} | counts
         for node in list(self.gm.graph.nodes):
             if asserts(node) and gone & facts.ancestors([node]):  # of dtypes, and how many counts there are
                 self.gm.graph.erase_node(node)
@@ -155,7 +155,7 @@ class Reordering(RowRewriting):
             self.ends[node] = self.twins[source], self.twins[source]
             return True
         numbers = [self.numbers.get(n) for n in at]
-        if source in self.ordered or None in numbers or any(n.meta["val"].ndim != 1 for n in at):
+        if self.is_ordered(source) or None in numbers or any(n.meta["val"].ndim != 1 for n in at):
             return False
         if numbers == [Number(1)] and (found := number_of(source, self.count)) is not None:
             self.numbers[node] = found
@@ -234,7 +234,7 @@ class Reordering(RowRewriting):
             and all(r is None for r in rest)
             and not any(v is not None for v in node.kwargs.values())
         )
-        if x not in self.twins or not isinstance(w, Node) or w in self.ordered or not plain:
+        if x not in self.twins or not isinstance(w, Node) or self.is_ordered(w) or not plain:
             return False
         experts, own = w.meta["val"].shape[0], {n for n, twin in self.twins.items() if twin in self.keys}
         if w.meta["val"].ndim != 3 or not ends_of_experts(offs, self.keys, own, experts):  # type: ignore[arg-type]
@@ -276,10 +276,8 @@ class Reordering(RowRewriting):
         value = node.meta.get("val")
         if not isinstance(value, (Tensor, tuple, list)):
             return False
-        ordered = self.ordered
-        return not any(n in ordered or not self.fits(n) for n in others) and self.copied(node, value)
+        return not any(self.is_ordered(n) or not self.fits(n) for n in others) and self.copied(node, value)
 
-    @property
-    def ordered(self) -> set[Node]:
-        """The nodes that know the order."""
-        return {self.sort, *self.numbers, *self.inverse, *self.twins}
+    def is_ordered(self, node: Node) -> bool:
+        """Whether the node knows the order."""
+        return node is self.sort or node in self.numbers or node in self.inverse or node in self.twins

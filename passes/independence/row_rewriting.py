@@ -33,7 +33,8 @@ class RowRewriting:
 
     def __init__(self, gm: GraphModule, starts: Iterable[Node], count: sympy.Expr) -> None:
         self.gm, self.count = gm, count
-        self.order = [n for n in gm.graph.nodes if n in facts.descendants(starts)]
+        computed = facts.descendants(starts)
+        self.order = [n for n in gm.graph.nodes if n in computed]
         self.twins: dict[Node, Node] = {}
         self.entries: dict[Node, int] = {}
         self.inside: list[Node] = []
@@ -81,7 +82,7 @@ class RowRewriting:
     def prove_places(self, sources: Mapping[Node, int]) -> None:
         """Each row is treated by itself on the way to these twins, and lies in this dim of them; or `Unfit`."""
         above = facts.ancestors(sources, through=lambda n: n not in self.entries)
-        own = [n for n in self.inside if n in above]
+        own = dict.fromkeys(n for n in self.inside if n in above)
         inputs: dict[Node, tuple[Tensor, int | None]] = {}
         numbers: dict[Node, Any] = {}
         for n in dict.fromkeys(m for node in own for m in node.all_input_nodes if m not in own):
@@ -92,7 +93,7 @@ class RowRewriting:
                 numbers[n] = self._number(n)
         for n in list(self.entries)[: not any(place is not None for _, place in inputs.values())]:
             inputs[n] = self._example(n, n.meta["val"])
-        found: dict[Node, Result] = row_by_row(own, inputs, numbers) if own else {}
+        found: dict[Node, Result] = row_by_row([*own], inputs, numbers) if own else {}
         for source, dim in sources.items():
             axis = found[source].axes if source in found else SampleAxis(self.entries.get(source, -1))
             if axis != SampleAxis(dim) or (source in found and found[source].reduced):

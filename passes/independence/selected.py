@@ -173,12 +173,12 @@ class Selection(RowRewriting):
             taken = torch.where((place >= 0).view(*place.shape, *[1] * (rows.ndim - 2)), taken, other)
             return taken.flatten(0, 1).movedim(0, at)
 
-        twin = self.spliced(node, run, x, self.place(node))
+        twin = self.spliced(node, run, x, self.place())
         self.twins[node] = twin
         self.entries[twin] = at
         return True
 
-    def place(self, node: Node) -> Node:
+    def place(self) -> Node:
         """For each row the row of its sample that it takes, `[B, each·k]`: itself, or else the first that is picked; -1
         where there is none.
         """

@@ -25,6 +25,7 @@ from torch._inductor.utils import fresh_cache  # private: an empty kernel cache,
 from psg_fx.benchmarking.contenders import field_of
 from psg_fx.benchmarking.judge import Judge
 from psg_fx.benchmarking.problem import ORDINARY, Asked, Computation, Contender, Problem, by_label
+from psg_fx.errors import first_line
 from psg_fx.machine import environment
 from psg_fx.measure.clock import give_back, spread, synchronize, time_rounds
 from psg_fx.measure.device_work import Kernel, Pause, device_work
@@ -268,8 +269,8 @@ def first_call(contender: Contender, problem: Problem) -> tuple[Computation, Ans
 
 def failure(error: Exception) -> str:
     """An exception in one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:90]}" if lines else type(error).__name__
+    said = first_line(error)[:90]
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
 def _sizes(problem: Problem) -> dict[str, Any]:

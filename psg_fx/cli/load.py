@@ -18,6 +18,7 @@ from torch import nn
 
 from psg_fx import zoo
 from psg_fx.cli.usage import UsageError, raised
+from psg_fx.errors import first_line
 
 RETURNS = "it must return (model, loss_fn, inputs, targets[, batch_dim]) or a psg_fx.zoo.Example"
 
@@ -34,7 +35,7 @@ def load(args: argparse.Namespace) -> zoo.Example:
         return zoo.example(args.name, args.batch, args.device, **sizes)
     except (RuntimeError, TypeError, ValueError) as error:
         hint = "" if args.name in zoo.names() else "; or name your own as MODULE:FACTORY"
-        raise UsageError(f"{str(error).splitlines()[0]}{hint}") from error
+        raise UsageError(f"{first_line(error)}{hint}") from error
 
 
 def require_device(device: str) -> None:

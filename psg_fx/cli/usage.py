@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from pathlib import Path
 
+from psg_fx.errors import first_line
 from psg_fx.source import is_library
 
 
@@ -19,5 +20,5 @@ def raised(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         where = f" ({Path(error.filename or '').name}:{error.lineno})"
         return f"raised SyntaxError: {error.msg}{where}"
-    lines = str(error).strip().splitlines()
-    return f"raised {type(error).__name__}{': ' + lines[0][:200] if lines else ''}{where}"
+    said = first_line(error)[:200]
+    return f"raised {type(error).__name__}{f': {said}' if said else ''}{where}"

@@ -107,7 +107,7 @@ class ShardedModule(LossModule):
 
     def _given(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """What is given for parameters (directions), of this process: gathered, and cut as the parameters are."""
-        if self._inside:
+        if self._inside or all(value is None for value in given.values()):
             return dict(given)
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
 

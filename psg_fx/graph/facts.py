@@ -213,7 +213,7 @@ def input_spec(node: Node) -> InputSpec:
 
 def placeholders(gm: GraphModule) -> list[Node]:
     """The placeholders of the graph, in order."""
-    return [n for n in gm.graph.nodes if n.op == "placeholder"]
+    return gm.graph.find_nodes(op="placeholder")
 
 
 def outputs(gm: GraphModule) -> list[Node | None]:

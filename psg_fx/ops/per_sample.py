@@ -22,7 +22,6 @@ from psg_fx.torch_private.fakes import fake_batch
 from psg_fx.torch_private.modes import no_modes
 from psg_fx.torch_private.ops import core_decompositions
 
-aten = torch.ops.aten
 OneSample = Callable[..., torch.Tensor]
 Dims = Sequence[int | None]
 

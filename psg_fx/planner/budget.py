@@ -127,9 +127,6 @@ def _joint(gm: GraphModule, sources: set[Source], size: int) -> tuple[int, dict[
     return peak, {s: n for s, n in owners.items() if n in sizes}, sizes
 
 
-"""Outputs of the joint graph that contractions alone read."""
-
-
 def in_bytes(budget: Any, total: int) -> int:
     """Bytes, or a fraction of the device's memory, as bytes."""
     is_fraction = isinstance(budget, float) and 0 < budget <= 1

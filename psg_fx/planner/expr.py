@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,12 +16,13 @@ from psg_fx.planner.methods import Arg, Method, Pair
 from psg_fx.tensors import Size, product
 
 _IDS: dict[Any, int] = {}
+_NEXT = itertools.count()
 _RANKS = {kind: rank for rank, kind in enumerate(Kind)}
 
 
 def _intern(key: Any) -> int:
     """A small number that stands for a key, so that equal sub-networks compare fast."""
-    return _IDS.setdefault(key, len(_IDS))
+    return _IDS.setdefault(key, next(_NEXT))  # no two keys have one number, whichever threads ask
 
 
 def numbered(*groups: Axes) -> tuple[tuple[int, ...], ...]:

@@ -72,7 +72,7 @@ class Call:
         along = [(i, p.dim) for i, p in enumerate(self.places) if p is not None and p.axis == axis]
         size = given[along[0][0]].shape[along[0][1]]
         if tensors is None and any(given[i].shape[d] != size for i, d in along):
-            raise counted(size, {self.names[i]: given[i].shape[d] for i, d in along})
+            raise counted({self.names[i]: given[i].shape[d] for i, d in along})
         return size
 
     @functools.cached_property

@@ -6,6 +6,7 @@ import collections
 import threading
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from torch.fx import GraphModule
@@ -84,15 +85,17 @@ class Cache:
         with self._lock:
             recent = self._recent  # whose key is compared by the identities of its parts, and no hash taken
             known = recent[1] if recent is not None and recent[0] == key else self._found.get(key, [])
-            for place, entry in enumerate(known):
-                if entry.batch_size in (None, size) and entry.guard.holds(structure):
-                    if place:
-                        known.insert(0, known.pop(place))
-                    if recent is None or known is not recent[1]:
-                        self._found.move_to_end(key)
-                        self._recent = key, known
-                    return entry
-        return None
+            fitting = [entry for entry in known if entry.batch_size in (None, size)]
+            found = next((entry for entry in fitting if entry.guard.stands(structure)), None)
+            found = found or next((entry for entry in fitting if entry.guard.still_means(structure)), None)
+            if found is not None:
+                if found is not known[0]:
+                    known.remove(found)
+                    known.insert(0, found)
+                if recent is None or known is not recent[1]:
+                    self._found.move_to_end(key)
+                    self._recent = key, known
+            return found
 
     def knows(self, key: Key) -> bool:
         """Whether there are steps for this key, of other batch sizes or from before a change."""
@@ -100,12 +103,14 @@ class Cache:
 
     def why(self, key: Key, size: int) -> str:
         """Why nothing serves a call: what has changed since the most similar capture."""
-        if not self._found:
+        with self._lock:
+            known, keys = tuple(self._found.get(key, ())), [*reversed(self._found)]
+        if not keys:
             return "first call"
-        if key in self._found:
-            changed = [e.guard.changed() for e in self._found[key] if e.batch_size in (None, size)]
-            return f"changed: {changed[0] or 'what the code reads'}" if changed else "changed: the batch size"
-        parts = [[a != b for a, b in zip(key, other, strict=True)] for other in reversed(self._found)]
+        if known:
+            last = next((entry for entry in known if entry.batch_size in (None, size)), None)
+            return f"changed: {last.guard.changed() or 'what the code reads'}" if last else "changed: the batch size"
+        parts = [[a != b for a, b in zip(key, other, strict=True)] for other in keys]
         nearest = min(parts, key=sum)
         return "changed: " + "; ".join(name for name, other in zip(KEY_PARTS, nearest, strict=True) if other)
 
@@ -126,9 +131,12 @@ class Cache:
 
     def tell(self, key: Key) -> None:
         """Warn, once, where something that the code reads is another at every call: each is another capture."""
-        known = self._found.get(key, ())
-        changed = [name for entry in known if (name := entry.guard.changed())]
-        if len(changed) < 2 or self._told:
+        if self._told:
+            return
+        with self._lock:
+            known = tuple(self._found.get(key, ()))
+        changed = [*islice((name for entry in known if (name := entry.guard.changed())), 2)]
+        if len(changed) < 2:
             return
         self._told = True
         warn(

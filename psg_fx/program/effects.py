@@ -47,9 +47,9 @@ class Written:
     leaves: tuple[Any, ...]
 
     @property
-    def tensors(self) -> tuple[None, ...]:
-        """One entry for each result of the graph that it takes."""
-        return tuple(None for leaf in self.leaves if leaf is _RESULT)
+    def tensors(self) -> int:
+        """How many results of the graph it takes."""
+        return sum(leaf is _RESULT for leaf in self.leaves)
 
     def store(self, results: Iterator[torch.Tensor], batch: sympy.Symbol, size: int) -> None:
         """Leave it there after one step."""

@@ -59,12 +59,14 @@ class Guard:
         """How many places are asked."""
         return len(self._places)
 
-    def holds(self, structure: Structure) -> bool:
-        """Whether the graph still serves.  structure: as it is now; where modules or tensors have been replaced, those
-        that the code asked something of may be others.
+    def stands(self, structure: Structure) -> bool:
+        """Whether all is as it was when the places were last taken, as far as that can be told at once."""
+        return structure is self.structure and self._places.same()
+
+    def still_means(self, structure: Structure) -> bool:
+        """Whether the graph serves, found out by another walk.  structure: as it is now; where modules or tensors have
+        been replaced, those that the code asked something of may be others.
         """
-        if structure is self.structure and self._places.same():
-            return True
         walk = Walk(self._observed).run(self._roots)
         if walk.meaning != self.meaning:
             return False
@@ -104,7 +106,8 @@ class Placed:
         self.cells, self.contents = [c for c, _ in walk.cells], [held for _, held in walk.cells]
         self.functions = walk.functions
         self.codes = [part for f in walk.functions for part in _CODE(f)]
-        self.named, self.items = walk.keys, walk.items
+        self.named = walk.keys
+        self.items = [(get, held) for get, held in walk.items if id(getattr(get, "__self__", None)) not in known]
         self.hookless = walk.hookless
         self.objects, self.kinds = [value for value, _ in walk.kinds], [kind for _, kind in walk.kinds]
         self.arrays, self.looked = walk.arrays, walk.looked
@@ -112,7 +115,7 @@ class Placed:
         own = {id(t) for t, _ in lying}
         self.fixed = list({id(t): t for t, _ in tensors if id(t) not in own}.values())
         self.tensors = Tensors([t for t, _ in lying] + self.fixed)
-        self._things = [tuple(map(id, held)) for _, held in walk.items]  # kept alive by the list of items
+        self._things = [tuple(map(id, held)) for _, held in self.items]  # kept alive by the list of items
         self._questions = self._about_what_is_there()
 
     def _about_what_is_there(self) -> list[Callable[[], bool]]:

@@ -97,7 +97,7 @@ class Reached:
         elif isinstance(value, type):
             self._class(value)
         else:
-            self._thing(value, name)
+            self._thing(value)
 
     def _wait(self, held: dict[Any, Any]) -> None:
         found = ((k, v) for k, v in list(held.items()) if type(v) not in _ATOMS)
@@ -192,7 +192,7 @@ class Reached:
             self._waiting.append((function, key))
         self._waiting.extend((base, "") for base in value.__mro__[1:])
 
-    def _thing(self, value: Any, name: str) -> None:
+    def _thing(self, value: Any) -> None:
         kind = type(value)
         owner = origin_of_module(kind.__module__)
         if kind.__module__.startswith("numpy.random") and hasattr(value, "bit_generator"):

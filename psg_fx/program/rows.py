@@ -15,8 +15,6 @@ from torch import Tensor
 
 from psg_fx.errors import BadArgument
 
-_WHERE = "transform(batch_dim=...)"
-
 
 @dataclass(frozen=True)
 class Rows:
@@ -152,7 +150,7 @@ def row_axes(
     return tuple(axes), tuple(places)
 
 
-def counted(size: int, sizes: Mapping[str, int]) -> BadArgument:
+def counted(sizes: Mapping[str, int]) -> BadArgument:
     """The refusal of inputs along one axis that have different numbers of rows."""
     listed = ", ".join(f"{name}: {n}" for name, n in sizes.items())
     return BadArgument(

@@ -150,7 +150,7 @@ class Walk(CodeWalk):
     def own_class(self, value: Any, label: str) -> None:
         """What an object of a class derived from one of Python's has beside."""
         if (own := attribute_dict(value)) is not None:
-            self.attributes_of(value, own, label, self.open)
+            self.attributes_of(own, label, self.open)
         self.of_class(type(value), ())
 
     def held(self, value: Any, label: str) -> None:
@@ -221,7 +221,7 @@ class Walk(CodeWalk):
             self.iterators.append(label)
         every = self.open or not all(_has_names_only(k) for k in kind.__mro__[:-1])
         if (own := attribute_dict(value)) is not None:
-            self.attributes_of(value, own, label, every)
+            self.attributes_of(own, label, every)
         for name in slots_of(kind):
             if (every or name in self.attributes) and (held := getattr(value, name, MISSING)) is not MISSING:
                 self.emit(name, label)
@@ -229,7 +229,7 @@ class Walk(CodeWalk):
                 self.items.append((lambda v=value, n=name: (getattr(v, n, MISSING),), (held,)))  # type: ignore[misc]
         self.of_class(kind, ())
 
-    def attributes_of(self, value: Any, own: dict[str, Any], label: str, every: bool) -> None:
+    def attributes_of(self, own: dict[str, Any], label: str, every: bool) -> None:
         """The attributes of an object, or those that some code names."""
         self.keys.append((own.keys, tuple(own)))
         for name in list(own):

@@ -74,7 +74,7 @@ class CodeWalk:
         """One value, and what it holds."""
         raise NotImplementedError
 
-    def attributes_of(self, value: Any, own: dict[str, Any], label: str, every: bool) -> None:
+    def attributes_of(self, own: dict[str, Any], label: str, every: bool) -> None:
         """The attributes of an object, or those that some code names."""
         raise NotImplementedError
 
@@ -138,7 +138,7 @@ class CodeWalk:
         for name in sorted(names_of(code).modules):
             self.imported(name, str(known.get("__package__") or ""))
         if value.__dict__:
-            self.attributes_of(value, value.__dict__, label, every=False)
+            self.attributes_of(value.__dict__, label, every=False)
 
     def type(self, value: type, label: str) -> None:
         """A class."""

@@ -16,7 +16,7 @@ import torch
 from tabulate import tabulate
 from torch import Tensor, nn
 
-from psg_fx.errors import BadArgument
+from psg_fx.errors import BadArgument, first_line
 from psg_fx.reference.batch import has_rows
 from psg_fx.reference.by_vmap import vmap_reference
 from psg_fx.reference.definitions import GRADS, LOSSES, Answer, ByName, Definition, of_groups
@@ -224,13 +224,8 @@ def _second_opinion(
     try:
         _, found = vmap_reference(model, loss_fn, inputs, targets, batch_dim=batch_dim, params=params)
     except Exception as error:  # vmap refuses in many ways; none of them is the step's fault
-        return f"cannot run this model ({type(error).__name__}: {_first_line(error)})"
+        return f"cannot run this model ({type(error).__name__}: {first_line(error)[:120]})"
     floor = FLOOR * max((g.abs().max().item() for g in grads.values() if g.numel()), default=0.0)
     errors = {name: _error(found[name], g, floor, True)[0] for name, g in grads.items()}
     name = max(errors, key=lambda key: errors[key], default="")
     return f"differs from the loop by at most {errors[name]:.1e} ({name})" if name else "nothing to compare"
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return text[0][:120] if text else ""

@@ -13,7 +13,6 @@ from torch.utils import _pytree as pytree
 from psg_fx.blocks import Memory
 from psg_fx.errors import BadArgument
 from psg_fx.graph import facts
-from psg_fx.graph.facts import OutputSpec
 from psg_fx.graph.history import History
 from psg_fx.planner.plan import PLAN
 from psg_fx.program.call import Call
@@ -128,6 +127,3 @@ def write_into(former: dict[str, Any], fields: Mapping[str, Any]) -> None:
         return value if placed(target, value) else target.copy_(value)
 
     former.update(pytree.tree_map(written, former, pytree.tree_map(moved, former, values)))
-
-
-__all__ = ["Binding", "CompiledStep", "OutputSpec", "StepOutput", "no_samples", "plain_mode"]

@@ -27,6 +27,10 @@ class Left:
     event: int
     versions: dict[int, int]
 
+    def is_stale(self, versions: Mapping[int, int]) -> bool:
+        """Whether a parameter has been written since: the gradients are those of other values."""
+        return any(self.versions.get(key, version) != version for key, version in versions.items())
+
 
 @dataclass(frozen=True)
 class Ticket:
@@ -42,13 +46,17 @@ def begin(parameters: Parameters, accumulate: bool, mean: bool) -> Ticket:
 
     Raises BadArgument: a `grad_sample` of the parameters as they are, that is not to be accumulated.
     """
+    versions, last, stale = _versions(parameters), None, False
     for name, parameter in parameters.items():
         left = getattr(parameter, "grad_sample", None)
         if left is None:
             continue
-        if _is_stale(left, parameters):
+        mark = _mark(left)
+        if mark is not last:  # one backward leaves one mark on all
+            last, stale = mark, mark is not None and mark.is_stale(versions)
+        if stale:
             parameter.grad_sample = None  # type: ignore[attr-defined]
-        elif not accumulate or _mark(left) is None:
+        elif not accumulate or mark is None:
             raise BadArgument(
                 f"{name} still has a grad_sample", where="step(*args, **kwargs)",
                 why="a second backward would overwrite the per-sample gradients of another batch",
@@ -99,14 +107,6 @@ def _mark(left: Any) -> Left | None:
 
 def _versions(parameters: Parameters) -> dict[int, int]:
     return {id(p): p._version for p in parameters.values()}
-
-
-def _is_stale(left: Any, parameters: Parameters) -> bool:
-    """Whether a parameter has been written since: the gradients are those of other values."""
-    mark = _mark(left)
-    if mark is None:
-        return False
-    return any(mark.versions.get(key, version) != version for key, version in _versions(parameters).items())
 
 
 __all__ = ["Ticket", "begin", "clear", "deliver"]

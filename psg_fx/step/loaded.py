@@ -12,7 +12,7 @@ from zipfile import BadZipFile
 import torch
 from torch.utils import _pytree as pytree
 
-from psg_fx.errors import BadArgument
+from psg_fx.errors import BadArgument, first_line
 from psg_fx.program.call import SAMPLES, Call
 from psg_fx.program.packed import padded
 from psg_fx.program.rows import Place
@@ -250,6 +250,6 @@ def _with_rows(call: Call, rows: OfRows, entries: Sequence[Entry]) -> Call:
 
 def _failed_on_rows(error: Exception) -> BadArgument:
     return BadArgument(
-        "the compiled code failed on this batch", where=_CALL, why=f"it says: {str(error).strip().splitlines()[0]}",
+        "the compiled code failed on this batch", where=_CALL, why=f"it says: {first_line(error)}",
         fix="let ids be numbers of samples, and pointers numbers of rows; the step itself says which row is none",
     )  # fmt: skip

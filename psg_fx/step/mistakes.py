@@ -133,7 +133,8 @@ def check_tensors(model: nn.Module) -> None:
     """Refuse a model whose layers wait for their first inputs, or whose tensors have functions of their own; and one in
     which `torch.func.functional_call` has put other tensors.
     """
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    parameters = dict(model.named_parameters())
+    for name, tensor in (*parameters.items(), *model.named_buffers()):
         if has_own_functions(tensor) and not is_lazy(tensor):
             kind = type(tensor).__name__
             raise NotYetSupported(
@@ -147,8 +148,7 @@ def check_tensors(model: nn.Module) -> None:
                 why="a lazy layer has its shape from the first inputs that it sees",
                 fix="call the model once on a batch before the step",
             )  # fmt: skip
-    for name, tensor in model.named_parameters():
-        if not isinstance(tensor, nn.Parameter):
+        if name in parameters and not isinstance(tensor, nn.Parameter):
             raise NotYetSupported(
                 f"in the place of the parameter {name} is a plain tensor", where=name,
                 why="a step reads the model's own parameters, and torch.func.functional_call puts others there",

@@ -1,7 +1,7 @@
 """Inductor without `torch.compile`: a graph is compiled as it is, for sizes that are told.
 
 `torch.compile` would trace the graph once more, and look at every argument at each call to know whether what it has
-compiled still serves.  A step knows that already (`passes/sizes.py`).
+compiled still serves.  A step knows that already (`passes/compile/sizes.py`).
 """
 
 from __future__ import annotations

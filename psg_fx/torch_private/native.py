@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.resources
+import logging
 import os
 import re
 import threading
@@ -17,7 +18,10 @@ from typing import Any
 import torch
 from torch._inductor.codecache import CppCodeCache
 
+from psg_fx.errors import first_line
 from psg_fx.torch_private.ahead import ask_ahead
+
+_log = logging.getLogger("psg_fx")
 
 _BEGUN: dict[str, Future[CDLL | None]] = {}
 _BEGINNING = threading.Lock()
@@ -78,6 +82,7 @@ def _compiled(name: str) -> CDLL | None:
     try:
         with _TURNS:
             found: CDLL = CppCodeCache.load(source)
-    except Exception:  # no compiler, or one that does not know vectors: torch's ops do the same
+    except Exception as error:  # no compiler, or one that does not know vectors: torch's ops do the same
+        _log.warning("%s.cpp cannot be compiled, and torch's ops take its place: %s", name, first_line(error))
         return None
     return found

@@ -45,14 +45,16 @@ def test_one_serves_every_batch_size() -> None:
     assert list(capture.graphs) == list(step.graphs)
     assert capture.seconds == pytest.approx(sum(step.timings.values()))
     assert repr(capture) == "Captured(number=1, batch_size=None, why='first call')"
-    assert capture.guard.holds(capture.guard.structure)
+    assert capture.guard.stands(capture.guard.structure)
 
 
 def test_the_reason_is_what_has_changed() -> None:
     step = made()
     called(step, 3, 4)
     step.model.scale = 2.0
-    assert not step.captures[0].guard.holds(step.captures[0].guard.structure)
+    guard = step.captures[0].guard
+    assert not guard.stands(guard.structure)
+    assert not guard.still_means(guard.structure)
     assert called(step, 3, 4) == "changed: Scaled.scale"
     inputs = "changed: the shapes or types of the inputs, or a value among them that is no tensor"
     assert called(step, 3, 2, 4) == inputs
