@@ -66,6 +66,8 @@ class _Writes(TorchFunctionMode):
             given = _tensors((args, kwargs))
             if outside := [t for t in given if type(t) is torch.Tensor and t.grad_fn is not None]:
                 raise computed_outside(outside[0])
+            if any(type(t) in _REAL for t in _targets(func, args, kwargs or {})):
+                raise _written_outside(func)
             given = [t for t in given if not t.is_inference()]
             versions = [t._version for t in given]
         with contextlib.nullcontext() if torch.is_grad_enabled() else known_as_before():
@@ -125,6 +127,20 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device})
 
 
+_REAL = (torch.Tensor, nn.Parameter)
+"""What tensors are that no capture has made: those that belong to the model have others in their places."""
+_OPERATORS = "add and div floordiv lshift mod mul or pow rshift sub truediv xor"
+_WRITING = {"__setitem__", *(f"__i{operator}__" for operator in _OPERATORS.split())}
+
+
+def _targets(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """What a function writes to, by its name."""
+    name = getattr(func, "__name__", "")
+    out = kwargs.get("out")
+    written = list(args[:1]) if name in _WRITING or (name.endswith("_") and not name.endswith("__")) else []
+    return _tensors([*written, out])
+
+
 def _seen_through(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor of which autograd takes this one for a view, or itself."""
     return tensor._base if tensor._base is not None else tensor
@@ -152,6 +168,14 @@ def computed_outside(value: torch.Tensor) -> NotYetSupported:
         why="the way from the parameters to it is not part of the graph",
         fix="compute it inside the model or the loss, or detach it if it is meant as a constant",
     )
+
+
+def _written_outside(func: Callable[..., Any]) -> NotYetSupported:
+    return NotYetSupported(
+        "the code writes into a tensor that is no buffer of the model or the loss", where=_line(func),
+        why="a step writes the buffers of modules and what lies in attributes, and this would be written once, now",
+        fix="register it: self.register_buffer(name, tensor); or put a new tensor in its place (self.x = self.x * 0.9)",
+    )  # fmt: skip
 
 
 def _hidden_write(func: Callable[..., Any]) -> NotYetSupported:

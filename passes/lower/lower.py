@@ -17,6 +17,7 @@ from psg_fx.graph.facts import Holds, InputSpec, OutputSpec
 from psg_fx.graph.stages import Stage
 from psg_fx.planner.plan import PLAN
 from psg_fx.quantities.base import Extra, Quantity
+from psg_fx.quantities.own import extras_of
 from psg_fx.torch_private.fakes import with_own_sizes
 
 from ..runner import graph_pass
@@ -38,7 +39,7 @@ def lower(gm: GraphModule, quantities: Sequence[Quantity], dtype: torch.dtype) -
     """
     plan = PLAN.of(gm)
     gradients = {p.gradient.name: p.gradient for p in plan.parameters}
-    extras = {name: extra for quantity in quantities for name, extra in quantity.extras(gradients).items()}
+    extras = extras_of(quantities, gradients)
     samples = _batch_node(gm)
     rows = samples if plan.grouping is None else _members_node(gm, samples)
     made = {name: _extra_node(gm, name, extra, dtype, rows) for name, extra in extras.items()}

@@ -21,7 +21,7 @@ from psg_fx.planner.evaluate import Evaluator
 from psg_fx.planner.groups import Group, groups
 from psg_fx.planner.plan import Plan
 from psg_fx.quantities.base import Quantity, Results, Weights
-from psg_fx.quantities.own import finished, weighing
+from psg_fx.quantities.own import finished, no_input, weights_of
 
 from .pieces import Pieces, rename
 
@@ -124,6 +124,8 @@ class Writer:
         return Evaluator(plan, env, _count(self.batch, carrier), carrier.device, leaving_out=self.leaving_out)
 
     def _inputs(self, group: Group) -> list[Node]:
+        if missing := [source.name for source in group.sources if source not in self.known]:
+            raise no_input(missing[0])
         return [self.known[source] for source in group.sources]
 
     def _take(self, nodes: list[Node], note: _Note, group: Group) -> list[Node]:
@@ -148,9 +150,7 @@ class Writer:
         """The weights that quantities make of the norms and of their further inputs."""
 
         def function(_: Counts, results: Results, extras: Mapping[str, torch.Tensor]) -> dict[Any, torch.Tensor]:
-            found: dict[str, Mapping[str, torch.Tensor]] = {}
-            for quantity in quantities:
-                found.update(weighing(quantity, results, extras))
+            found = weights_of(quantities, results, extras)
             names = [parameter.gradient.name for parameter in self.plan.parameters]
             return {(weights, name): of[name] for weights, of in found.items() for name in names}
 

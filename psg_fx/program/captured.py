@@ -12,6 +12,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from psg_fx.program.guard import Guard, Structure
+from psg_fx.program.objects import Functions
 from psg_fx.source import warn
 
 MOST = 64
@@ -87,7 +88,8 @@ class Cache:
             known = recent[1] if recent is not None and recent[0] == key else self._found.get(key, [])
             fitting = [entry for entry in known if entry.batch_size in (None, size)]
             found = next((entry for entry in fitting if entry.guard.stands(structure)), None)
-            found = found or next((entry for entry in fitting if entry.guard.still_means(structure)), None)
+            there = Functions()
+            found = found or next((entry for entry in fitting if entry.guard.still_means(structure, there)), None)
             if found is not None:
                 if found is not known[0]:
                     known.remove(found)
@@ -135,7 +137,8 @@ class Cache:
             return
         with self._lock:
             known = tuple(self._found.get(key, ()))
-        changed = [*islice((name for entry in known if (name := entry.guard.changed())), 2)]
+        there = Functions()
+        changed = [*islice((name for entry in known if (name := entry.guard.changed(there))), 2)]
         if len(changed) < 2:
             return
         self._told = True

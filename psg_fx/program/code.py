@@ -72,7 +72,7 @@ class Names:
     """What a function's code mentions, that of the functions inside it included.
 
     read: the globals that it reads.  attributes: every name that may be an attribute's, constants of text among them.
-    modules: those that it imports, and what may be one's name under which it asks `sys.modules`.
+    modules: those that it imports, and what may be one's name by which it asks for one.
     open: it may reach attributes by names that its code does not have.
     """
 
@@ -86,6 +86,10 @@ _OPENING = {
     "getattr", "attrgetter", "methodcaller", "vars", "__dict__", "__getattribute__", "globals", "locals", "eval",
     "exec", "asdict", "astuple", "fields", "getmembers",
 }  # fmt: skip
+
+
+_BY_NAME = {"modules", "import_module", "__import__"}
+"""What finds a module by a name that is a text."""
 
 
 @functools.cache
@@ -104,7 +108,7 @@ def names_of(code: CodeType) -> Names:
             matches |= instruction.opname == "MATCH_CLASS"  # by position: `__match_args__` has the names
     if "globals" in attributes:
         read |= texts
-    if "modules" in attributes:
+    if attributes & _BY_NAME:
         modules |= texts
     return Names(frozenset(read), frozenset(attributes), frozenset(modules), matches or bool(_OPENING & attributes))
 

@@ -163,8 +163,11 @@ class Effects:
         for holder, _ in changes:
             holder.write(holder.before)
         for cache, info in self._reached.caches:
-            if cache.cache_info() != info:
+            now = cache.cache_info()
+            if now.misses != info.misses:
                 cache.cache_clear()
+            elif now.hits != info.hits:  # what it gave was computed before, and may be computed anew
+                observed.answered(cache.__wrapped__)
         forget_caches(observed)
         return changes
 
@@ -237,6 +240,6 @@ def forget_caches(observed: Observed) -> None:
     is not followed: what they hold now is of the capture.
     """
     for code in observed.code:
-        found = observed.named(code)
+        found = observed.named(code) if code not in observed.cached else None
         if isinstance(found, functools._lru_cache_wrapper):
             found.cache_clear()

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from psg_fx.errors import NotYetSupported
-from psg_fx.program.objects import MISSING, contents, describe
+from psg_fx.program.objects import MISSING, Functions, contents, describe
 from psg_fx.program.observe import Observed
 from psg_fx.program.values import Once, Same
 from psg_fx.program.walk import HOOKS, Walk
@@ -63,20 +63,20 @@ class Guard:
         """Whether all is as it was when the places were last taken, as far as that can be told at once."""
         return structure is self.structure and self._places.same()
 
-    def still_means(self, structure: Structure) -> bool:
+    def still_means(self, structure: Structure, functions_there: Functions | None = None) -> bool:
         """Whether the graph serves, found out by another walk.  structure: as it is now; where modules or tensors have
-        been replaced, those that the code asked something of may be others.
+        been replaced, those that the code asked something of may be others.  functions_there: as walks share them.
         """
-        walk = Walk(self._observed).run(self._roots)
+        walk = Walk(self._observed, functions_there).run(self._roots)
         if walk.meaning != self.meaning:
             return False
         self.structure = structure
         self._take(walk)
         return True
 
-    def changed(self) -> str:
+    def changed(self, functions_there: Functions | None = None) -> str:
         """The first of what is not as it was, as a user would write it; "" if all is."""
-        walk = Walk(self._observed).run(self._roots)
+        walk = Walk(self._observed, functions_there).run(self._roots)
         pairs = zip(self.meaning, walk.meaning, strict=False)
         index = next((i for i, (before, now) in enumerate(pairs) if before != now), None)
         if index is None:

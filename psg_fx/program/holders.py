@@ -15,11 +15,13 @@ import torch
 from torch import nn
 
 from psg_fx.program.code import Origin, is_theirs, nested, origin_of_code, origin_of_module
-from psg_fx.program.objects import MISSING, attribute_dict, contents
+from psg_fx.program.objects import MISSING, attribute_dict, contents, is_array, slots_of
 
 _MOST = 500_000
 _TORCHS_OWN = frozenset(nn.Module().__dict__) - {"training"}
 """Attributes of every module, which torch.export changes itself and puts back."""
+_LARGE = 1 << 24
+"""Bytes of an array that are not copied to see whether the code writes to it."""
 _ATOMS = (bool, int, float, str, bytes, type(None), torch.Tensor, nn.Parameter)
 _PLAIN_HOLDERS = (list, dict, set, FunctionType)
 _LOOKED_INTO = ("types", "argparse", "collections", "dataclasses", "enum", "configparser", "string")
@@ -96,6 +98,8 @@ class Reached:
             self._waiting.extend([(value.func, name), (value.args, name), (value.keywords, name)])
         elif isinstance(value, type):
             self._class(value)
+        elif is_array(value):
+            self._array(value, name)
         else:
             self._thing(value)
 
@@ -141,6 +145,36 @@ class Reached:
 
         self.holders.append(Holder(lambda: tuple(value), write, _unwritten, tuple(value), name, name, keyed=False))
         self._waiting.extend((v, name) for v in value if type(v) not in _ATOMS)
+
+    def _array(self, value: Any, name: str) -> None:
+        """One of numpy's, by a copy; a large one is not copied."""
+        if value.nbytes > _LARGE or not value.flags.writeable:
+            return
+        before = (value.copy(),)
+
+        def read() -> tuple[Any, ...]:
+            return before if value.tobytes() == before[0].tobytes() else (value.copy(),)
+
+        def write(held: tuple[Any, ...]) -> None:
+            value[...] = held[0]
+
+        self.holders.append(Holder(read, write, _unwritten, before, name, name, keyed=False))
+
+    def _slots(self, value: Any, label: str) -> None:
+        """The attributes of an object that has no dict for them."""
+        names = [*slots_of(type(value))]
+
+        def read() -> dict[Any, Any]:
+            return {k: held for k in names if (held := getattr(value, k, MISSING)) is not MISSING}
+
+        def write(before: dict[Any, Any]) -> None:
+            for key in set(read()) - set(before):
+                delattr(value, key)
+            for key, held in before.items():
+                setattr(value, key, held)
+
+        self.holders.append(Holder(read, write, functools.partial(setattr, value), read(), label, label))
+        self._wait(read())
 
     def _function(self, value: FunctionType) -> None:
         owner = origin_of_code(value.__code__, value.__globals__)
@@ -195,7 +229,7 @@ class Reached:
     def _thing(self, value: Any) -> None:
         kind = type(value)
         owner = origin_of_module(kind.__module__)
-        if kind.__module__.startswith("numpy.random") and hasattr(value, "bit_generator"):
+        if kind.__module__.startswith("numpy.random") and (hasattr(value, "bit_generator") or hasattr(value, "randn")):
             self.generators.append((value, drawn(value)))
             return
         if isinstance(value, ModuleType):
@@ -206,11 +240,13 @@ class Reached:
             return
         if (own := attribute_dict(value)) is not None:
             self._attributes(value, own, kind.__name__)
+        if is_theirs(owner) and any(slots_of(kind)):
+            self._slots(value, kind.__name__)
 
 
 def drawn(generator: Any) -> str:
     """The state of one of numpy's generators."""
-    return repr(generator.bit_generator.state)
+    return repr(generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state())
 
 
 def _unwritten(key: Any, value: Any) -> None:

@@ -69,10 +69,55 @@ def slots_of(kind: type) -> Iterable[str]:
     """The names that a class and those before it keep in `__slots__`."""
     for owner in kind.__mro__:
         named = owner.__dict__.get("__slots__", ())
-        yield from (named,) if isinstance(named, str) else (n for n in named if n not in ("__dict__", "__weakref__"))
+        for name in (named,) if isinstance(named, str) else named:
+            if name.startswith("__") and not name.endswith("__"):  # as Python writes a private name
+                yield f"_{owner.__name__.lstrip('_')}{name}"
+            elif name not in ("__dict__", "__weakref__"):
+                yield name
 
 
-def everything() -> list[Any]:
+def objects_of_cache(cache: Any) -> list[Any]:
+    """What a `functools.lru_cache` holds that can change: no numbers, texts or tensors, and no tuples of such."""
+    held = gc.get_referents(cache)
+    place = next((k for k, each in enumerate(held) if each is cache.__wrapped__ and type(held[k - 1]) is dict), 0)
+    if not place:
+        return []
+    results = [result for result in held[place - 1].values() if type(result) is not _LINK]
+    for k, each in enumerate(held[: place - 1]):
+        if each is _LINK:  # of a cache with bounds: a key, its result and the type of a link, one after the other
+            results.append(held[k - 1])
+    return [result for result in results if not _is_value(result)]
+
+
+def _is_value(result: Any) -> bool:
+    if isinstance(result, tuple):
+        return all(map(_is_value, result))
+    return result is None or isinstance(result, (bool, int, float, complex, str, bytes, torch.Tensor, torch.dtype))
+
+
+@functools.lru_cache(maxsize=1)
+def _kept() -> None:
+    """Is asked once, so that its cache holds a link."""
+
+
+_kept()
+_LINK = type(next(iter(next(h for h in gc.get_referents(_kept) if type(h) is dict).values())))
+
+
+class Functions:
+    """All functions there are, by their code: found once, when they are first asked for."""
+
+    @functools.cached_property
+    def by_code(self) -> dict[types.CodeType, list[FunctionType]]:
+        """Looked for among all objects, so it takes a while."""
+        found: dict[types.CodeType, list[FunctionType]] = {}
+        for each in _everything():
+            if type(each) is FunctionType:
+                found.setdefault(each.__code__, []).append(each)
+        return found
+
+
+def _everything() -> list[Any]:
     """Every object that garbage collection knows, those that `gc.freeze()` has hidden included."""
     if not gc.get_freeze_count():
         return gc.get_objects()
@@ -88,3 +133,9 @@ def is_array(value: Any) -> bool:
     """Whether it is one of numpy's, of numbers."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) and value.dtype != object
+
+
+def is_array_of_objects(value: Any) -> bool:
+    """Whether it is one of numpy's, that holds Python's objects."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray) and value.dtype == object

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from psg_fx.errors import NotYetSupported
 from psg_fx.program.asked import RANDOM, asked_of, asked_of_python, changing, hands_on
-from psg_fx.program.code import Origin, is_theirs, origin, origin_of_code, source
+from psg_fx.program.code import Origin, is_theirs, names_of, origin, origin_of_code, source
 from psg_fx.program.flags import Flags
 from psg_fx.program.stand_ins import StandIns
 from psg_fx.program.values import Same
@@ -41,6 +41,8 @@ class Observed:
     reads: dict[int, tuple[nn.Module, dict[str, None]]] = field(default_factory=dict)
     code: dict[CodeType, dict[str, Any]] = field(default_factory=dict)
     values: dict[Same, None] = field(default_factory=dict)
+    cached: set[CodeType] = field(default_factory=set)
+    """Of this code, that of functions which did not run, since a cache had their results."""
     hidden: tuple[nn.Module, ...] = ()
     refusal: NotYetSupported | None = None
     made: dict[int, set[str]] = field(default_factory=dict)
@@ -79,6 +81,23 @@ class Observed:
             code, known = getattr(function, "__code__", None), getattr(function, "__globals__", {})
             if code is not None and is_theirs(origin_of_code(code, known)):
                 self.code.setdefault(code, known)
+
+    def answered(self, function: Callable[..., Any]) -> None:
+        """A function that did not run, since a cache had its result: what it may have read counts, and what functions
+        that it names may have.
+        """
+        waiting: list[Any] = [function]
+        while waiting:
+            each = waiting.pop()
+            code, known = getattr(each, "__code__", None), getattr(each, "__globals__", {})
+            if code is None or code in self.code or not is_theirs(origin_of_code(code, known)):
+                continue
+            self.code[code] = known
+            self.cached.add(code)
+            names = names_of(code)
+            waiting += [known[name] for name in names.read & set(known)]
+            for module, read in self.reads.values():
+                read.update(dict.fromkeys(names.attributes & set(module.__dict__)))
 
     def named(self, code: CodeType) -> Any:
         """What is found under the qualified name of a function that ran: the function itself, or a wrapper of it."""

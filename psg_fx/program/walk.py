@@ -36,14 +36,17 @@ from torch.nn.modules import module as of_modules
 from psg_fx.program.code import is_theirs, nested, origin_of_module
 from psg_fx.program.objects import (
     MISSING,
+    Functions,
     attribute_dict,
     describe,
-    everything,
     is_array,
+    is_array_of_objects,
+    objects_of_cache,
     slots_of,
 )
+from psg_fx.program.observe import Observed
 from psg_fx.program.values import Same
-from psg_fx.program.walk_code import CodeWalk, Place
+from psg_fx.program.walk_code import ASKING, CodeWalk, Place
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
@@ -61,12 +64,12 @@ _UNLOOKED = ("logging", "threading", "_thread", "io", "_io", "socket", "asyncio"
 """Standard modules whose objects are not looked into: they change all the time and no program's numbers follow them."""
 
 
-_ASKING = frozenset({"getattr", "hasattr", "vars", "__dict__"})
-"""What asks for attributes that may not be there."""
-
-
 class Walk(CodeWalk):
-    """What the code could read, as it is now."""
+    """What the code could read, as it is now.  functions_there: all there are; walks at one time may share them."""
+
+    def __init__(self, observed: Observed, functions_there: Functions | None = None) -> None:
+        super().__init__(observed)
+        self.functions_there = functions_there or Functions()
 
     def run(self, roots: Iterable[tuple[str, Any]]) -> Walk:
         """Visit the roots, such as the loss function, and all that was read of modules."""
@@ -76,6 +79,7 @@ class Walk(CodeWalk):
             self.of_module(module, names)
         for name in _GLOBAL_HOOKS:
             self.visit(getattr(of_modules, name), name)
+        self.all_left()
         self.rest()
         return self
 
@@ -85,19 +89,21 @@ class Walk(CodeWalk):
             found = self.observed.named(code)
             if code not in self._met and getattr(found, "__code__", None) is code:
                 self.visit(found, code.co_qualname)
+                self.all_left()
         self.of_tensors()
+        self.all_left()
         inside = {inner for code in self._met for inner in nested(code)}
         missing = [code for code in self.observed.code if code not in inside]
         within = {inner for code in missing for inner in nested(code) if inner is not code}
         missing = [code for code in missing if code not in within]
         if missing:
-            wanted = {code: index for index, code in enumerate(missing)}
-            found = [f for f in everything() if type(f) is FunctionType and f.__code__ in wanted]
-            for f in sorted(found, key=lambda f: wanted[f.__code__]):
-                self.visit(f, f.__qualname__)
+            for code in missing:
+                for f in self.functions_there.by_code.get(code, ()):
+                    self.visit(f, f.__qualname__)
+            self.all_left()
 
-    def visit(self, value: Any, label: str, place: Place | None = None) -> None:
-        """One value, and what it holds."""
+    def one(self, value: Any, label: str, place: Place | None) -> None:
+        """One value; what it holds is visited later."""
         kind = type(value)
         if kind in (float, complex):
             return self.emit((kind, repr(value)), label)
@@ -130,7 +136,7 @@ class Walk(CodeWalk):
         for one that is not there, which there are.
         """
         tensors = list({id(t): t for t, _ in self.tensors}.values())
-        if self.attributes & _ASKING:
+        if self.attributes & ASKING:
             held = [vars(t) for t in tensors]
             self.keys.append((functools.partial(map, len, held), tuple(map(len, held))))
         names = set().union(*(vars(t) for t in tensors)) & self.attributes
@@ -206,12 +212,24 @@ class Walk(CodeWalk):
         for part in parts:
             self.visit(part, label)
 
+    def cache(self, value: Any, label: str) -> None:
+        """A cached function, and objects in its cache."""
+        held = objects_of_cache(value)
+        self.items.append((functools.partial(objects_of_cache, value), tuple(held)))
+        self.through((Same(value), len(held)), (value.__wrapped__, *held), label)
+
     def thing(self, value: Any, label: str) -> None:
         """Any other object."""
         kind = type(value)
         if is_array(value):
             self.emit((kind, str(value.dtype), value.shape, value.tobytes()), label)
             self.arrays.append((value, value.copy()))
+            return
+        if is_array_of_objects(value):
+            self.emit((kind, str(value.dtype), value.shape), label)
+            self.items.append((value.ravel().tolist, tuple(value.ravel().tolist())))
+            for i, held in enumerate(value.ravel().tolist()):
+                self.visit(held, f"{label}[{i}]")
             return
         self.emit((Same(value), Same(kind)), label)
         self.kinds.append((value, kind))
@@ -252,7 +270,7 @@ _LOOKS: tuple[tuple[Any, Callable[[Walk, Any, str], None]], ...] = (
     (_VIEWS, lambda walk, value, label: walk.through(type(value).__name__, (value.mapping,), label)),
     (type, Walk.type),
     (ModuleType, Walk.module),
-    (functools._lru_cache_wrapper, lambda walk, v, label: walk.through(Same(v), (v.__wrapped__,), label)),
+    (functools._lru_cache_wrapper, Walk.cache),
     (weakref.ref, lambda walk, value, label: walk.through("reference", (value(),), label)),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import sys
 import types
 from collections.abc import Callable, Iterable
@@ -11,12 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from psg_fx.program.code import is_theirs, names_of, origin_of_module
+from psg_fx.program.code import is_theirs, names_of, origin_of_code, origin_of_module
 from psg_fx.program.objects import MISSING, contents, functions_of
 from psg_fx.program.observe import Observed
 from psg_fx.program.values import Same
 
 Place = tuple[dict[Any, Any], Any]
+_LONG = 100
+"""Characters of a label: of a longer one the middle is left out."""
 
 
 class CodeWalk:
@@ -48,6 +51,7 @@ class CodeWalk:
         self.hookless: list[dict[str, Any]] = []
         self.kinds: list[tuple[Any, type]] = []
         self.iterators: list[str] = []
+        self._left: collections.deque[tuple[Any, str, Place | None]] = collections.deque()
         self._seen: dict[int, int] = {}
         self._alive: list[Any] = []
         self._order: dict[int, int] = {}
@@ -71,7 +75,17 @@ class CodeWalk:
         return value
 
     def visit(self, value: Any, label: str, place: Place | None = None) -> None:
-        """One value, and what it holds."""
+        """One value, and what it holds, in its turn: chains of objects may be longer than Python's stack."""
+        short = label if len(label) <= _LONG else f"{label[: _LONG // 2]}..{label[-_LONG // 4 :]}"
+        self._left.append((value, short, place))
+
+    def all_left(self) -> None:
+        """Visit what is left, in order."""
+        while self._left:
+            self.one(*self._left.popleft())
+
+    def one(self, value: Any, label: str, place: Place | None) -> None:
+        """One value; what it holds is visited later."""
         raise NotImplementedError
 
     def attributes_of(self, own: dict[str, Any], label: str, every: bool) -> None:
@@ -110,7 +124,8 @@ class CodeWalk:
         """A function; if it ran, all that it may have read."""
         code = value.__code__
         if code not in self.observed.code:
-            return self.emit(Same(value), label)
+            self.emit(Same(value), label)
+            return self.of_function(value, label)
         self.functions.append(value)
         self._met.add(code)
         self.emit((Same(value), Same(code)), label)
@@ -135,15 +150,30 @@ class CodeWalk:
                 self.emit("absent", name)
                 if name not in _PYTHONS:
                     self.look(builtins, name, name)
-        for name in sorted(names_of(code).modules):
+        names = names_of(code)
+        own = (
+            {str(known["__name__"])} if "modules" in names.attributes and "__name__" in names.read & set(known) else ()
+        )
+        for name in sorted(names.modules.union(own)):
             self.imported(name, str(known.get("__package__") or ""))
-        if value.__dict__:
+        self.of_function(value, label)
+
+    def of_function(self, value: FunctionType, label: str) -> None:
+        """What a function has as an object, which may be a namespace."""
+        if not is_theirs(origin_of_code(value.__code__, value.__globals__)):
+            return
+        if value.__dict__ or self.attributes & ASKING:
             self.attributes_of(value.__dict__, label, every=False)
+        for name in sorted(self.attributes & _OF_FUNCTIONS):
+            held = getattr(value, name)
+            self.items.append((lambda n=name: (getattr(value, n),), (held,)))  # type: ignore[misc]
+            self.visit(held, f"{label}.{name}")
 
     def type(self, value: type, label: str) -> None:
         """A class."""
         self.emit(Same(value), label)
         self.of_class(value, ())
+        self.of_class(type(value), ())
 
     def module(self, value: ModuleType, label: str) -> None:
         """A module of Python: of those that are not libraries, the names that some code has."""
@@ -162,5 +192,9 @@ class CodeWalk:
                 self.visit(found, full)
 
 
+ASKING = frozenset({"getattr", "hasattr", "vars", "__dict__"})
+"""What asks for attributes that may not be there."""
+_OF_FUNCTIONS = frozenset({"__doc__", "__defaults__", "__kwdefaults__", "__name__", "__qualname__"})
+"""What every function has that code may ask for."""
 _BUILTINS: dict[str, Any] = vars(sys.modules["builtins"])
 _PYTHONS = frozenset(_BUILTINS)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from psg_fx.algebra.gradient import ParameterGradient
 from psg_fx.errors import BadArgument, PsgError, first_line
-from psg_fx.quantities.base import Quantity, Results, Weights
+from psg_fx.quantities.base import Extra, Quantity, Results, Weights
 
 _EVERY_STEP = ("losses",)
 """Fields that each step has."""
@@ -30,12 +31,64 @@ def check_asks(quantity: Quantity) -> None:
         )  # fmt: skip
 
 
-def weighing(
-    quantity: Quantity, results: Results, extras: Mapping[str, torch.Tensor]
-) -> Mapping[str, Mapping[str, torch.Tensor]]:
-    """Its weights.  Raises BadArgument."""
-    with _its_own(quantity, "weights", results, extras):
-        return quantity.weights(results, extras)
+def weights_of(quantities: Sequence[Quantity], results: Results, extras: Mapping[str, torch.Tensor]) -> Weights:
+    """The weights of all.  Raises BadArgument, also where two quantities make weights of one name."""
+    found: dict[str, Mapping[str, torch.Tensor]] = {}
+    for quantity in quantities:
+        with _its_own(quantity, "weights", results, extras):
+            made = quantity.weights(results, extras)
+        if taken := found.keys() & made.keys():
+            raise _shared(quantity, "weights", min(taken))
+        found.update(made)
+    return found
+
+
+def extras_of(quantities: Sequence[Quantity], gradients: Mapping[str, ParameterGradient]) -> dict[str, Extra]:
+    """The further inputs of all.  Raises BadArgument, also where a quantity of the user's own and another one name one
+    alike: what a call gives for it would be that of either.
+    """
+    found: dict[str, Extra] = {}
+    of_own: set[str] = set()
+    for quantity in quantities:
+        with _its_own(quantity, "extras"):
+            made = quantity.extras(gradients)
+        taken = found.keys() & made.keys()
+        if taken and (_is_own(quantity) or taken & of_own):
+            raise _shared(quantity, "extras", min(taken))
+        of_own.update(made if _is_own(quantity) else ())
+        found.update(made)
+    return found
+
+
+def _shared(quantity: Quantity, method: str, name: str) -> BadArgument:
+    kind = type(quantity).__name__
+    return BadArgument(
+        f"{kind}.{method} names {name!r}, which another quantity of the step names as well", where=f"{kind}.{method}",
+        why="names of weights and extras are those of all quantities of a step, and one would read the other's numbers",
+        fix=f"begin the name with the quantity's field: {quantity.field}_{name}",
+    )  # fmt: skip
+
+
+def no_input(name: str) -> BadArgument:
+    """The error for an ask that reads what no quantity names."""
+    return BadArgument(
+        f"an ask reads {name!r}, and no quantity of the step names it", where="asks",
+        why="a graph has inputs for extras alone", fix=f"name {name!r} in extras, and give it in values",
+    )  # fmt: skip
+
+
+def no_extra(quantity: Quantity, name: str) -> BadArgument:
+    """The error for a value that no graph asked for."""
+    kind = type(quantity).__name__
+    return BadArgument(
+        f"{kind}.values gives {name!r}, which its extras do not name", where=f"{kind}.values",
+        why="a call gives values for the further inputs of the graph", fix=f"name {name!r} in {kind}.extras",
+    )  # fmt: skip
+
+
+def _is_own(quantity: Quantity) -> bool:
+    """Whether it is the user's, and none of psg_fx."""
+    return not type(quantity).__module__.startswith("psg_fx.")
 
 
 def finished(quantity: Quantity, results: Results, weights: Weights, count: Any) -> Mapping[str, Any]:
@@ -49,6 +102,9 @@ def finished(quantity: Quantity, results: Results, weights: Weights, count: Any)
         kinds = ", ".join(dict.fromkeys(type(v).__name__ for v in values)) or type(found).__name__
         raise _fails(quantity, "finish", f"it returns {kinds}, and a step returns tensors by the names of fields",
                      'return {"field": tensor}, or {"field": {name: tensor}}')  # fmt: skip
+    if quantity.field not in fields:
+        raise _fails(quantity, "finish", f"it fills {', '.join(map(repr, fields))}, and its field is "
+                     f"{quantity.field!r}", f'return {{"{quantity.field}": ..}}')  # fmt: skip
     if taken := [field for field in fields if field in _EVERY_STEP]:
         raise _fails(quantity, "finish", f"it fills {taken[0]}, which every step has", "give the field another name")
     return fields
@@ -57,7 +113,7 @@ def finished(quantity: Quantity, results: Results, weights: Weights, count: Any)
 @contextlib.contextmanager
 def _its_own(quantity: Quantity, method: str, *given: Any) -> Iterator[None]:
     """While open, a method of the quantity runs; those of psg_fx are not looked after."""
-    if type(quantity).__module__.startswith("psg_fx."):
+    if not _is_own(quantity):
         yield
         return
     tensors = [t for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor)]
@@ -68,6 +124,8 @@ def _its_own(quantity: Quantity, method: str, *given: Any) -> Iterator[None]:
         raise
     except Exception as error:
         why = f"{type(error).__name__}: {first_line(error)}"
+        if isinstance(error, KeyError) and given:
+            why += f"; there are {', '.join(map(repr, given[0])) or 'none'}"
         raise _fails(quantity, method, why, _FIX) from error
     if versions != [t._version for t in tensors]:
         raise _fails(quantity, method, "it writes into what it is given, which others read as well", _FIX)

@@ -28,6 +28,7 @@ from psg_fx.program.state import Tracked, tracked_parameters
 from psg_fx.progress import Progress
 from psg_fx.quantities.base import Quantity
 from psg_fx.quantities.clipped_sum import COUNTED
+from psg_fx.quantities.own import no_extra
 from psg_fx.reference.definitions import definitions_for
 from psg_fx.reference.validate import ValidationReport, validate
 from psg_fx.step import mistakes
@@ -257,6 +258,8 @@ class LossModule(PerSampleModule):
         device = self._device(call)
         for quantity in self.settings.quantities:
             for name, value in quantity.values(tracked.shapes, given).items():
+                if name not in dtypes:
+                    raise no_extra(quantity, name)
                 found[name] = self._constants.tensor(name, value, dtypes[name], device)
         count = call.batch_size() if groups is None else groups.count
         if groups is not None:

@@ -192,6 +192,62 @@ def forget(model: Any, h: Tensor) -> None:
     del model.config
 
 
+class Counter:
+    """Keeps what it counts where no dict is."""
+
+    __slots__ = ("__calls", "array", "tensor")
+
+    def __init__(self) -> None:
+        self.__calls, self.array, self.tensor = 0, np.zeros(2), torch.zeros(3)
+
+    def state(self) -> tuple[Any, ...]:
+        return self.__calls, self.array.tolist(), self.tensor.tolist()
+
+    def slot(self, model: Any, h: Tensor) -> Tensor:
+        self.__calls += 1
+        return h * self.__calls
+
+    def in_array(self, model: Any, h: Tensor) -> Tensor:
+        self.array[0] += 1
+        return h * float(self.array[0])
+
+    def by_numpy(self, model: Any, h: Tensor) -> None:
+        np.add(self.array, 1.0, out=self.array)
+
+    def in_tensor(self, model: Any, h: Tensor) -> Tensor:
+        self.tensor.add_(1.0)
+        return h * self.tensor
+
+    def by_index(self, model: Any, h: Tensor) -> None:
+        self.tensor[1] = h.detach().sum()
+
+    def by_out(self, model: Any, h: Tensor) -> None:
+        torch.sum(h.detach(), 0, out=self.tensor)
+
+    def by_operator(self, model: Any, h: Tensor) -> None:
+        with torch.no_grad():
+            self.tensor *= 2.0
+
+
+NO_BUFFER = "the code writes into a tensor that is no buffer of the model or the loss\n  where  test_effects.py:"
+OBJECTS = {
+    "slot": "the code changes Counter._Counter__calls", "in_array": "the code changes array\n  where  test_effects.py:",
+    "by_numpy": "the code changes array", "in_tensor": NO_BUFFER, "by_index": NO_BUFFER, "by_out": NO_BUFFER,
+    "by_operator": NO_BUFFER,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", OBJECTS)
+def test_what_an_object_counts_is_refused(way: str) -> None:
+    """And it is left as it was."""
+    counter = Counter()
+    before = counter.state()
+    step = step_of(getattr(counter, way))
+    with pytest.raises(NotYetSupported, match=OBJECTS[way]):
+        step(X, Y)
+    assert counter.state() == before
+
+
 REFUSED: dict[Any, str] = {
     count: "the code changes Model.calls\n  where  test_effects.py:<line>: model.calls += 1\n"
     "  why    it reads the number that it changes, so every call would need another graph\n"
@@ -233,13 +289,14 @@ def test_a_recording_hook() -> None:
     step(X, Y)
 
 
-GENERATOR_OF_NUMPY = np.random.default_rng(0)
+GENERATOR_OF_NUMPY, OLD_GENERATOR = np.random.default_rng(0), np.random.RandomState(0)
 CHANGING: dict[str, tuple[Callable[[], Any], str]] = {
     "random": (lambda: random.random(), "a random number of Python's"),
     "gauss": (lambda: random.gauss(0.0, 1.0), "a random number of Python's"),
     "own-random": (lambda: random.Random(3).random(), "a random number of Python's"),
     "numpy": (lambda: float(np.random.rand()), "a random number of numpy's"),
     "numpy-generator": (lambda: GENERATOR_OF_NUMPY.random(), "a random number of numpy's"),
+    "numpy-random-state": (lambda: OLD_GENERATOR.uniform(), "a random number of numpy's"),
     "time": (lambda: time.time() * 0 + 1, "the time"),
     "clock": (lambda: time.perf_counter_ns(), "the time"),
     "environment": (lambda: float(os.environ.get("NO_SUCH_THING", 1.0)), "the environment"),

@@ -1,0 +1,114 @@
+"""Quantities of the user's own beside others: names that both use, and what they return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import psg_fx
+from psg_fx.algebra.asks import Along, SquaredNorm, Weighted, direction
+from psg_fx.quantities.base import Extra, Shapes
+
+X, Y = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 1, 0])
+
+
+def weighing(field: str, name: str, weight: Callable[[Tensor], Tensor]) -> psg_fx.Quantity:
+    """A sum whose weights, of this name, follow from the norms."""
+
+    @dataclass(frozen=True)
+    class Sum(psg_fx.Quantity):
+        def asks(self) -> tuple[Any, ...]:
+            return SquaredNorm(), Weighted(name, after_norms=True)
+
+        def weights(self, r: Any, extras: Any) -> dict[str, Mapping[str, Tensor]]:
+            norms = torch.stack(list(r["sq_norms"].values())).sum(0).sqrt()
+            return {name: dict.fromkeys(r["sq_norms"], weight(norms))}
+
+        def finish(self, r: Any, weights: Any, batch: int) -> dict[str, Any]:
+            return {field: dict(r[f"weighted:{name}"])}
+
+    Sum.field = field
+    return Sum()
+
+
+@dataclass(frozen=True)
+class Entries(psg_fx.Quantity):
+    """The sum of the entries of each sample's gradient."""
+
+    field = "entries"
+
+    def asks(self) -> tuple[Any, ...]:
+        return (Along(),)
+
+    def extras(self, gradients: Mapping[str, Any]) -> dict[str, Extra]:
+        return {direction(name).name: Extra(g.shape, g.dtype) for name, g in gradients.items()}
+
+    def values(self, shapes: Shapes, given: Mapping[str, Any]) -> dict[str, Any]:
+        return {direction(name).name: torch.ones(shape) for name, shape in shapes.items()}
+
+    def finish(self, r: Any, weights: Any, batch: int) -> dict[str, Any]:
+        return {"entries": torch.stack(list(r["dots"].values())).sum(0)}
+
+
+class Surplus(Entries):
+    def values(self, shapes: Shapes, given: Mapping[str, Any]) -> dict[str, Any]:
+        return super().values(shapes, given) | {"more": 1.0}
+
+
+class Unnamed(Entries):
+    """Names no extras."""
+
+    def extras(self, gradients: Mapping[str, Any]) -> dict[str, Extra]:
+        return {}
+
+
+class Elsewhere(Entries):
+    def finish(self, r: Any, weights: Any, batch: int) -> dict[str, Any]:
+        return {"sums": r["dots"]["bias"]}
+
+
+class Misnamed(Entries):
+    def finish(self, r: Any, weights: Any, batch: int) -> dict[str, Any]:
+        return {"entries": r["products"]["bias"]}
+
+
+HALF, NONE = weighing("half", "half", lambda norms: 0.5 + 0 * norms), weighing("none", "none", lambda norms: 0 * norms)
+AS_CLIP, AS_HALF = weighing("one", "clip", torch.ones_like), weighing("one", "half", torch.ones_like)
+REFUSED: dict[str, tuple[list[psg_fx.Quantity], str]] = {
+    "weights of a clipped sum": ([psg_fx.ClippedSum(0.1), AS_CLIP], "Sum.weights names 'clip'.*one_clip"),
+    "a clipped sum of these weights": ([AS_CLIP, psg_fx.ClippedSum(0.1)], "ClippedSum.weights names 'clip'"),
+    "weights of two": ([HALF, AS_HALF], "Sum.weights names 'half', which another quantity"),
+    "directions": ([psg_fx.Dots(), Entries()], "Entries.extras names 'direction.bias', which another quantity"),
+    "directions first": ([Entries(), psg_fx.Dots()], "Dots.extras names 'direction.bias', which another quantity"),
+    "no extras": ([Unnamed()], "an ask reads 'direction.weight', and no quantity of the step names it"),
+    "values of another's extras": ([Surplus()], "Surplus.values gives 'more', which its extras do not name"),
+    "another field": ([Elsewhere()], "Elsewhere.finish cannot be part.*it fills 'sums', and its field is 'entries'"),
+    "another result": ([Misnamed()], "KeyError: 'products'; there are 'dots'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    quantities, text = REFUSED[name]
+    directions = {"weight": torch.ones(3, 4), "bias": torch.ones(3)}
+    given = {"directions": directions} if any(isinstance(q, psg_fx.Dots) for q in quantities) else {}
+    step = psg_fx.transform(nn.Linear(4, 3), F.cross_entropy, quantities=quantities, backend="eager")
+    with pytest.raises(psg_fx.BadArgument, match=f"(?s){text}"):
+        step(X, Y, **given)
+
+
+def test_beside_others() -> None:
+    quantities = [HALF, psg_fx.ClippedSum(0.1), NONE, Entries(), psg_fx.Grads()]
+    out = psg_fx.transform(nn.Linear(4, 3), F.cross_entropy, quantities=quantities, backend="eager")(X, Y)
+    sums = {name: grads.sum(0) for name, grads in out.grads.items()}
+    for name in sums:
+        torch.testing.assert_close(out.half[name], 0.5 * sums[name])
+        assert not out.none[name].any()
+    torch.testing.assert_close(out.entries, sum(grads.flatten(1).sum(1) for grads in out.grads.values()))
+    assert torch.cat([g.flatten() for g in out.clipped_sum.values()]).norm() <= 0.1 * 5
