@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,10 +22,11 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Share:
-    """A number that is `factor` times the batch size, or (inverse) divided by it."""
+    """A number that is `factor` times the batch size, or (inverse) divided by it; and an offset to that."""
 
     factor: int | float
     inverse: bool = False
+    offset: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ def alike(values: Sequence[Any]) -> bool:
 
 
 def share(values: Sequence[Any], sizes: Sequence[int], exact: float) -> Any:
-    """What a number is that had these values at these batch sizes: itself, c·B or c/B; None if it is none of them.
+    """What a number is that had these values at these batch sizes: itself, c·B, c/B, or another number of those that
+    are no sizes, which counts at one batch size and for one sample: c·B + d is right at both.  None for others.
 
     exact: up to which relative error floats count as equal.
     """
@@ -54,14 +57,16 @@ def share(values: Sequence[Any], sizes: Sequence[int], exact: float) -> Any:
         return values[0]
     if all(type(v) is int for v in values) and len({v / s for v, s in zip(values, sizes, strict=True)}) == 1:
         return Share(values[0] // sizes[0])
-    if not all(type(v) is float for v in values):
+    if not all(type(v) is float and math.isfinite(v) for v in values):
         return None
     alone = sizes.index(1)  # the value that counts, to the last bit
     for inverse in (False, True):
         factors = [v * s if inverse else v / s for v, s in zip(values, sizes, strict=True)]
         if max(abs(f - factors[alone]) for f in factors) <= exact * abs(factors[alone]):
             return Share(factors[alone], inverse)
-    return None
+    other = sizes.index(max(sizes[:2])) if sizes[0] == 1 else 0
+    factor = (values[other] - values[alone]) / (sizes[other] - 1)
+    return Share(factor, offset=values[alone] - factor)
 
 
 def constants_that_follow(programs: Sequence[Functional], sizes: Sequence[int]) -> dict[str, Elements]:
@@ -143,4 +148,5 @@ def number(gm: GraphModule, batch: Node, share: Share) -> Node:
     """The share of this batch size."""
     if share.inverse:
         return gm.graph.call_function(operator.truediv, (share.factor, batch))
-    return batch if share.factor == 1 else gm.graph.call_function(operator.mul, (batch, share.factor))
+    found = batch if share.factor == 1 else gm.graph.call_function(operator.mul, (batch, share.factor))
+    return gm.graph.call_function(operator.add, (found, share.offset)) if share.offset else found

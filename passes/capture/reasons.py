@@ -27,6 +27,8 @@ _WITH_GRAPHS = os.path.join(os.path.dirname(torch.__file__), "_higher_order_ops"
 _FUNCTORCH = os.path.join(os.path.dirname(torch.__file__), "_functorch", "")
 _TRANSFORMS = tuple(_FUNCTORCH + file for file in ("apis.py", "eager_transforms.py", "vmap.py"))
 _FIXED = ("Constraints violated", "specializ", "is invalid for input of size")
+_BRANCHES = re.compile(r"\b(if|elif|while|assert|and|or|not)\b")
+"""What decides, in a line of code."""
 
 
 def capture_failed(error: Exception) -> CaptureFailed:
@@ -44,6 +46,12 @@ def capture_failed(error: Exception) -> CaptureFailed:
     if "data-dependent" in text.lower() or "DataDependent" in kind or re.search(r"\bu\d+\b", first):
         why = "the code branches on values of a tensor, so there is no one graph for all batches"
         fix = "replace the branch by torch.where, or decide it outside the model"
+        if line and not _BRANCHES.search(line):
+            why = "what is computed goes by the values of a tensor, so there is no one graph for all batches"
+            fix = (
+                "compute with tensors in place of their numbers (torch.exp(-0.1 * self.step)), use one mask for all "
+                "that it picks (m = t > 0; x[m], t[m]), or compute it outside the model"
+            )
     elif "DynamicOutputShape" in kind:
         why = f"what shapes {first} returns goes by the values of a tensor, so there is no one graph for all batches"
         fix = "keep all entries, and mask some by torch.where; for least squares: torch.linalg.pinv(a) @ b"

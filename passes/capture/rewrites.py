@@ -65,6 +65,23 @@ if hasattr(F, "linear_cross_entropy"):  # since torch 2.13
     at_capture(F.linear_cross_entropy)(linear_cross_entropy)
 
 
+@at_capture(F.cross_entropy)
+def cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Of labels of any whole numbers that torch takes."""
+    return F.cross_entropy(input, _labels(target), *args, **kwargs)
+
+
+@at_capture(F.nll_loss)
+def nll_loss(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The same."""
+    return F.nll_loss(input, _labels(target), *args, **kwargs)
+
+
+def _labels(target: Tensor) -> Tensor:
+    """Labels of 8 bits as those that torch's shapes are known for."""
+    return target.long() if target.dtype is torch.uint8 else target
+
+
 @at_capture(F.gaussian_nll_loss)
 def gaussian_nll_loss(
     input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"

@@ -23,7 +23,7 @@ from psg_fx.program.objects import describe
 from psg_fx.program.program import Program
 from psg_fx.source import is_library
 from psg_fx.torch_private.export import without_checkpoints
-from psg_fx.torch_private.modes import without_functions
+from psg_fx.torch_private.modes import is_transformed, without_functions
 from psg_fx.torch_private.patching import patched_here
 from psg_fx.torch_private.tracer import known_as_before
 
@@ -66,7 +66,7 @@ class _Writes(TorchFunctionMode):
             given = _tensors((args, kwargs))
             if outside := [t for t in given if type(t) is torch.Tensor and t.grad_fn is not None]:
                 raise computed_outside(outside[0])
-            if any(type(t) in _REAL for t in _targets(func, args, kwargs or {})):
+            if any(type(t) in _REAL and not is_transformed(t) for t in _targets(func, args, kwargs or {})):
                 raise _written_outside(func)
             given = [t for t in given if not t.is_inference()]
             versions = [t._version for t in given]
@@ -130,6 +130,7 @@ _PLAIN = frozenset({int, float, bool, str, type(None), torch.Size, torch.dtype, 
 _REAL = (torch.Tensor, nn.Parameter)
 """What tensors are that no capture has made: those that belong to the model have others in their places."""
 _OPERATORS = "add and div floordiv lshift mod mul or pow rshift sub truediv xor"
+_NO_VALUES = ("requires_grad_", "detach_", "share_memory_")
 _WRITING = {"__setitem__", *(f"__i{operator}__" for operator in _OPERATORS.split())}
 
 
@@ -137,7 +138,8 @@ def _targets(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     """What a function writes to, by its name."""
     name = getattr(func, "__name__", "")
     out = kwargs.get("out")
-    written = list(args[:1]) if name in _WRITING or (name.endswith("_") and not name.endswith("__")) else []
+    writes = name in _WRITING or (name.endswith("_") and not name.endswith("__") and name not in _NO_VALUES)
+    written = list(args[:1]) if writes else []
     return _tensors([*written, out])
 
 

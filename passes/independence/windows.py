@@ -163,7 +163,9 @@ def batch_norm(op: Op) -> Placement:
         raise op.refuse(
             f"its mean runs over dim{'s' * (len(over) > 1)} {', '.join(over)}; "
             f"dim {x.axis.dim} holds the samples of %{x.node.name}",
-            "use GroupNorm, or model.eval() so that running statistics are used",
+            "use GroupNorm, or model.eval() so that running statistics are used"
+            if op.raw("running_mean") is not None
+            else "use GroupNorm, or track_running_stats=True and model.eval(), so that there are running statistics",
         )
     if x.axis.dim == 1:
         raise op.refuse("its statistics belong to dim 1, the sample dim")

@@ -38,8 +38,8 @@ def lifted(
 
     def op(*values: Tensor) -> Any:
         fill = filled(values)
-        assert callable(node.target)
-        return node.target(*torch.fx.map_arg(node.args, fill), **torch.fx.map_arg(node.kwargs, fill))
+        run: Any = known(node.target).formula or node.target
+        return run(*torch.fx.map_arg(node.args, fill), **torch.fx.map_arg(node.kwargs, fill))
 
     def along(*values: Tensor) -> Any:
         named: dict[str, Any] = dict(torch.fx.map_arg(bound(node), filled(values)))

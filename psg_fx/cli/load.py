@@ -62,7 +62,7 @@ def from_factory(name: str, batch: int | None = None) -> zoo.Example:
     given = {} if batch is None else {"batch": batch}
     factory = imported(name)
     if not callable(factory):
-        raise UsageError(f"{name} is a {type(factory).__name__}, not a function; {RETURNS}")
+        raise UsageError(f"{name} is no function, but of type {type(factory).__name__}; {RETURNS}")
     try:
         with contextlib.suppress(ValueError):  # some built-in functions have no signature
             inspect.signature(factory).bind(**given)

@@ -56,7 +56,8 @@ def sites_table(sites: Sequence[Site], plan: Plan) -> str:
 
 def source_of(site: Site) -> str:
     """`model.py:12: h = self.fc(x)`, without the line's comment."""
-    return site.where.split(";  ", 1)[-1].split("  #", 1)[0][:60]
+    text = site.where.split(";  ", 1)[-1].split("  #", 1)[0]
+    return text if len(text) <= 60 else text[:59] + "…"
 
 
 def shape_text(shape: tuple[sympy.Expr, ...], batch: sympy.Symbol) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,21 @@ def check_given(given: Mapping[str, Any]) -> None:
             f"a batch's call has {name}", where="over(loader, step)",
             why="over() puts rows of all batches together, in tensors of its own", fix=fixes[name],
         )  # fmt: skip
+
+
+def check_keywords(step: LossModule, given: Mapping[str, Any]) -> None:
+    """Refuse keywords that no call of the step reads, such as a misspelt one of `over` itself."""
+    read = {name for quantity in step.settings.quantities for name in quantity.reads}
+    for name in sorted(set(given) - read):
+        meant = get_close_matches(name, [*_OF_OVER, *read], 1)
+        raise BadArgument(
+            f"over() got {name}", where=f"over(loader, step, {name}=...)",
+            why=f"did you mean {meant[0]}?" if meant else "no quantity of the step reads it",
+            fix=f"over(loader, step, {meant[0]}=...)" if meant else "leave it out",
+        )  # fmt: skip
+
+
+_OF_OVER = ("prepare", "store", "indices", "groups", "num_groups", "device", "progress")
 
 
 def check_each(step: LossModule, given: Mapping[str, Any]) -> None:

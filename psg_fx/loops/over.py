@@ -14,6 +14,7 @@ from psg_fx.loops.batches import Batch, Indices, Prepare, batch_of
 from psg_fx.loops.checks import (
     check_each,
     check_given,
+    check_keywords,
     check_loader,
     check_order,
     check_step,
@@ -78,6 +79,7 @@ def over(
     check_step(step)
     check_loader(loader)
     check_given(given)
+    check_keywords(step, given)
     joins = step.settings.joins_of_processes
     if groups is None and num_groups is None:
         check_each(step, given)

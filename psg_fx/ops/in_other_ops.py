@@ -23,6 +23,19 @@ def cdist(a: torch.Tensor, b: torch.Tensor, p: float = 2.0, compute_mode: int | 
     return distance
 
 
+@formula(aten.cosine_similarity.default)
+def cosine_similarity(a: torch.Tensor, b: torch.Tensor, dim: int = 1, eps: float = 1e-8) -> torch.Tensor:
+    """a·b / (max(‖a‖, ε) max(‖b‖, ε)), whose gradient is that of the norms also where they are less than ε."""
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    similarity: torch.Tensor = (_normed(a.to(dtype), dim, eps) * _normed(b.to(dtype), dim, eps)).sum(dim)
+    return similarity
+
+
+def _normed(x: torch.Tensor, dim: int, eps: float) -> torch.Tensor:
+    norm: torch.Tensor = torch.linalg.vector_norm(x, 2, dim, keepdim=True)
+    return x / (norm + (norm.clamp_min(eps) - norm).detach())
+
+
 @formula(aten.scaled_dot_product_attention.default)
 def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,

@@ -46,8 +46,9 @@ def for_each_sample(one: OneSample, dims: Dims, tensors: Sequence[torch.Tensor],
         return found
     raise NotYetSupported(
         f"{what} has no gradient rule, and cannot be traced for a single sample", where=where or what,
-        why="the fallback is vmap over the samples, of a function without random numbers",
-        fix="write it with other ops (matmul, index, pointwise), or freeze the parameters that it reads",
+        why="without a rule it is run by vmap over the samples, or written out for one, without random numbers",
+        fix="write it with other ops (matmul, index, pointwise), freeze the parameters that it reads, or give it a "
+        "rule (docs/add-an-op.md)",
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from psg_fx.torch_private.modes import (
 )
 
 _CAPTURING = threading.RLock()
+_HERE = threading.local()
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -55,6 +56,7 @@ def isolated() -> Iterator[None]:
     device = torch.get_default_device()
     with contextlib.ExitStack() as stack:
         stack.enter_context(_CAPTURING)
+        stack.enter_context(_in_this_thread())
         stack.enter_context(no_functorch_levels())
         stack.enter_context(no_function_modes())
         stack.enter_context(no_modes())
@@ -68,6 +70,20 @@ def isolated() -> Iterator[None]:
         if device != torch.device("cpu"):
             stack.enter_context(device)
         yield
+
+
+@contextlib.contextmanager
+def _in_this_thread() -> Iterator[None]:
+    before, _HERE.capturing = captures_here(), True
+    try:
+        yield
+    finally:
+        _HERE.capturing = before
+
+
+def captures_here() -> bool:
+    """Whether this thread captures a program, or runs passes."""
+    return getattr(_HERE, "capturing", False)
 
 
 @contextlib.contextmanager

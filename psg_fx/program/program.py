@@ -98,6 +98,11 @@ class Program(nn.Module):
 
 
 def _require_loss(loss: Any) -> None:
+    if isinstance(loss, (int, float, torch.SymInt, torch.SymFloat)):
+        raise BadArgument(
+            "the loss is a number of Python's, not a tensor", where="loss_fn(output, *targets)",
+            why="a number has no gradient", fix="return the tensor that it was taken from, without .item()",
+        )  # fmt: skip
     if not isinstance(loss, torch.Tensor):
         raise BadArgument(
             f"the loss is a {type(loss).__name__}, not a tensor", where="loss_fn(output, *targets)",

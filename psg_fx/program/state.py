@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from psg_fx.errors import BadArgument, NotYetSupported
+from psg_fx.errors import BadArgument, NotYetSupported, first_line
 from psg_fx.program.values import Once
 
 IN_PLACE = threading.RLock()
@@ -77,7 +77,13 @@ def _wanted(named: Sequence[tuple[str, nn.Parameter]], params: ParamFilter) -> s
     if params is None:
         return {name for name, _ in named}
     if callable(params):
-        return {name for name, parameter in named if params(name, parameter)}
+        try:
+            return {name for name, parameter in named if params(name, parameter)}
+        except TypeError as error:
+            raise BadArgument(
+                "params= cannot be asked of each parameter", where="transform(params=...)", why=first_line(error),
+                fix="give a function of a name and a parameter: params=lambda name, parameter: ...",
+            ) from error  # fmt: skip
     globs = [params] if isinstance(params, str) else list(params)
     found: set[str] = set()
     for glob in globs:

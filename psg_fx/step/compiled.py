@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -35,9 +36,9 @@ class StepOutput:
         self.joins = joins
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"this step's output has no {name!r}, only {', '.join(self.__dict__)}; ask for it with quantities=[...]"
-        )
+        meant = get_close_matches(name, self.__dict__, 1)
+        how = f"did you mean {meant[0]}?" if meant else "ask for it with quantities=[...]"
+        raise AttributeError(f"this step's output has no {name!r}, only {', '.join(self.__dict__)}; {how}")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={_brief(value)}' for name, value in self.__dict__.items())})"

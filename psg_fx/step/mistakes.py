@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -11,8 +13,11 @@ from torch.nn.parameter import is_lazy
 
 from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.planner.plan import Plan
+from psg_fx.program.ambient import captures_here
 from psg_fx.program.call import Call
+from psg_fx.program.code import users_line
 from psg_fx.program.objects import has_own_functions
+from psg_fx.quantities.base import Quantity
 from psg_fx.torch_private import sharded
 
 _QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")
@@ -48,10 +53,15 @@ def _check_processes(name: str, module: nn.Module, where: str) -> None:
     """Refuse a module that communicates with other processes, or of which this one has a part."""
     if kind := sharded.wrapper(module):
         way = "model" if not name else f"model.{name}"
+        how = "add up over processes by psg_fx.distributed.reduce(out)"
+        if kind == "DataParallel":
+            how = (
+                "for several devices give each a process of its own, whose sums psg_fx.distributed.reduce(out) adds up"
+            )
         raise NotYetSupported(
             f"the model is wrapped in {kind}" if not name else f"a part of the model is wrapped in {kind}", where=where,
             why="it communicates in hooks and outside of the graph",
-            fix=f"pass what is inside ({way}.module), and add up over processes by psg_fx.distributed.reduce(out)"
+            fix=f"pass what is inside ({way}.module); {how}"
             if kind != "FullyShardedDataParallel" else "shard the model by torch.distributed.fsdp.fully_shard instead",
         )  # fmt: skip
     if sharded.is_fully_sharded(module):
@@ -164,6 +174,39 @@ def check_values(model: nn.Module) -> None:
                 f"{name} is on the meta device", where="transform(model)", why="it has a shape and no values",
                 fix="take off what offloads the model; or model.to_empty(device=...), and load its state",
             )  # fmt: skip
+
+
+def check_outside() -> None:
+    """Refuse a call of a step in code that another step captures."""
+    if captures_here():
+        raise NotYetSupported(
+            "the model or the loss calls a step of psg_fx", where=users_line(sys._getframe(1)),
+            why="a graph is made of torch's ops, and a step runs a graph of its own",
+            fix="call it before, and pass what it returns as inputs or targets; for gradients inside of a model: "
+            "torch.autograd.grad(..., create_graph=True)",
+        )  # fmt: skip
+
+
+def check_keywords(given: Mapping[str, Any], quantities: Sequence[Quantity]) -> None:
+    """Refuse keyword arguments of a call that nothing reads, such as a misspelt one."""
+    read = {name for quantity in quantities for name in quantity.reads}
+    if not (unknown := sorted(set(given) - read)):
+        return
+    meant = get_close_matches(unknown[0], [*_KEYWORDS, *read], 1, 0.7)
+    raise BadArgument(
+        f"step() got {', '.join(unknown)}", where="step(inputs, targets, ...)",
+        why="no quantity of this step reads it" if not meant else f"did you mean {meant[0]}?",
+        fix=_call_with(meant[0]) if meant else
+        "WeightedSum() reads weights=, Dots() reads directions=; what the model reads goes into a dict of inputs: "
+        "step({name: value, ...}, targets)",
+    )  # fmt: skip
+
+
+def _call_with(name: str) -> str:
+    return "step(inputs, targets)" if name in _KEYWORDS[:2] else f"step(inputs, targets, {name}=...)"
+
+
+_KEYWORDS = ("inputs", "targets", "num_samples", "groups", "num_groups", "out")
 
 
 def no_inputs(given: Mapping[str, Any]) -> BadArgument:

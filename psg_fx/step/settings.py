@@ -17,7 +17,7 @@ from psg_fx.planner.budget import in_bytes
 from psg_fx.planner.cost import Device, Fused
 from psg_fx.program.batch_dim import BatchDim
 from psg_fx.program.state import ParamFilter
-from psg_fx.quantities.base import Join, Joins, Quantity, check_choice
+from psg_fx.quantities.base import Join, Joins, Quantity, check_choice, check_flag
 from psg_fx.quantities.own import check_asks
 from psg_fx.torch_private.compiler import inductor_modes, inductor_options
 
@@ -54,8 +54,9 @@ class Settings:
         if not (self.params is None or isinstance(self.params, str) or callable(self.params)):
             object.__setattr__(self, "params", _names(self.params))
         if self.backend not in ("eager", "inductor"):  # a list of the others loads them all
-            known = ("eager", *torch.compiler.list_backends(exclude_tags=()))
-            check_choice("transform", "backend", self.backend, known)
+            _check_backend(self.backend)
+        if self.dynamic is not None:
+            check_flag("transform", "dynamic", self.dynamic)
         check_choice("transform", "loss_reduction", self.loss_reduction, ("sum", "mean"))
         if self.backend == "inductor":
             check_choice("transform", "mode", self.mode or "default", tuple(inductor_modes()))
@@ -81,11 +82,17 @@ class Settings:
                     why="inductor has no option of that name",
                     fix=near or "torch._inductor.list_options() has the names",
                 )  # fmt: skip
+            elif self.backend == "eager":
+                raise BadArgument(
+                    f"options has {name!r}, which has no effect with backend='eager'", where="transform(options={...})",
+                    why="it is the compiler's, and none compiles", fix='use backend="inductor", or leave it out',
+                )  # fmt: skip
         kept = (self.options or {}).get(KEPT_DTYPE)
         if kept not in (None, torch.bfloat16):
             raise BadArgument(
-                f"gradients cannot be kept in {kept}", where=f"transform(options={{{KEPT_DTYPE!r}: ...}})",
-                why="bfloat16 alone has the range of float32, so that no gradient overflows", fix="torch.bfloat16",
+                f"gradients cannot be kept in {kept!r}", where=f"transform(options={{{KEPT_DTYPE!r}: ...}})",
+                why="it is a dtype with the range of float32, so that no gradient overflows, and there is one",
+                fix=f"options={{{KEPT_DTYPE!r}: torch.bfloat16}}",
             )  # fmt: skip
         if self.memory_budget is not None:
             in_bytes(self.memory_budget, 1)
@@ -184,6 +191,19 @@ def as_sequence(quantities: Any) -> tuple[Any, ...]:
     """One quantity or several as a tuple; what is neither is in it as it is, for `Settings` to refuse."""
     several = isinstance(quantities, Iterable) and not isinstance(quantities, (type, str))
     return tuple(quantities) if several else (quantities,)
+
+
+def _check_backend(backend: str) -> None:
+    """Refuse what torch.compile does not know."""
+    every = torch.compiler.list_backends(exclude_tags=())
+    if backend not in every:
+        usual = torch.compiler.list_backends()
+        near = difflib.get_close_matches(str(backend), dict.fromkeys(["inductor", "eager", *every]), 1)
+        raise BadArgument(
+            f"backend={backend!r} is unknown", where="transform(backend=...)",
+            why=f"known are {', '.join(dict.fromkeys(['inductor', 'eager', *usual]))}",
+            fix=f'backend="{near[0]}"' if near else "use one of those",
+        )  # fmt: skip
 
 
 def _check_quantities(quantities: Sequence[Any]) -> None:

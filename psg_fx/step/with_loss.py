@@ -79,10 +79,12 @@ class LossModule(PerSampleModule):
         out: a former output: the results are written into its tensors (for another batch size, into its memory), and
         it is returned.
         """
+        mistakes.check_outside()
         if inputs is _ABSENT:
             raise mistakes.no_inputs(given)
         if more:
             raise mistakes.too_many(2 + len(more))
+        mistakes.check_keywords(given, self.settings.quantities)
         if out is not None and not isinstance(out, StepOutput):
             raise BadArgument(
                 f"out is a {type(out).__name__}", where="step(inputs, targets, out=...)",
@@ -174,6 +176,16 @@ class LossModule(PerSampleModule):
         Returns a report that prints as a table (parameter, max error, worst sample, verdict); `report.ok` says whether
         all is well.
         """
+        mistakes.check_keywords({k: v for k, v in given.items() if k not in ("groups", "num_groups")},
+                                self.settings.quantities)  # fmt: skip
+        if self._take_apart(inputs, targets, given.get("num_samples")).batch_size() == 0:
+            raise BadArgument(
+                "there are no samples", where="step.validate(inputs, targets)",
+                why="answers are compared with those of single samples", fix="pass a batch that is not empty",
+            )  # fmt: skip
+        shapes = self._tracked().shapes
+        for quantity in self.settings.quantities:
+            quantity.resolved(shapes, given).values(shapes, given)  # which names what is missing
         checks, notes = definitions_for(self.settings.quantities, given)
         names = tracked_parameters(self.model, self.settings.params).names
         targets = None if targets is _ABSENT else targets
@@ -267,15 +279,6 @@ class LossModule(PerSampleModule):
             found[COUNT.name] = self._constants.tensor(COUNT.name, max(count, 1), dtypes[COUNT.name], device)
         if COUNTED in dtypes:
             found[COUNTED] = self._constants.ones(COUNTED, count, dtypes[COUNTED], device)
-        if given and (
-            unknown := set(given) - {name for quantity in self.settings.quantities for name in quantity.reads}
-        ):
-            raise BadArgument(
-                f"step() got {', '.join(sorted(unknown))}", where="step(inputs, targets, ...)",
-                why="no quantity of this step reads it",
-                fix="WeightedSum() reads weights=, Dots() reads directions=; what the model reads goes into a dict of "
-                "inputs: step({name: value, ...}, targets)",
-            )  # fmt: skip
         if "weights" in found and tuple(found["weights"].shape) != (count,):
             each, shape = ("samples", "[B]") if groups is None else ("groups", "[num_groups]")
             raise BadArgument(

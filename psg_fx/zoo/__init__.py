@@ -127,6 +127,9 @@ def example(
     known = kind.sizes
     if unknown := [key for key in sizes if key not in known]:
         raise ValueError(f"{name} has no size called {unknown[0]!r}; it has: {', '.join(known)}")
+    for key, value in sizes.items():
+        if isinstance(known[key], int) and not isinstance(value, int):
+            raise ValueError(f"{key}={value} of {name} is no whole number")
     values = SimpleNamespace(**known | sizes)
     if "max_tokens" in known and sizes.get("max_tokens") is None:
         values.max_tokens = values.tokens

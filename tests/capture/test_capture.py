@@ -58,7 +58,13 @@ def copied_for_several(layer: Layer, x: Tensor) -> Tensor:
     return rows + rows[:, 1].reshape(len(x), -1)
 
 
-EXACT = [plain_number, numpy_size, divided, harmless_branch, copied_for_several]
+def of_a_root(layer: Layer, x: Tensor) -> Tensor:
+    """Numbers that follow the batch size in any way, and are no sizes."""
+    share = torch.tensor([math.log(len(x) + 1.0), 1.0], dtype=x.dtype)
+    return layer(x) * math.exp(1 / len(x)) / math.sqrt(len(x)) + share.sum()
+
+
+EXACT = [plain_number, numpy_size, divided, harmless_branch, copied_for_several, of_a_root]
 
 
 def step_of(function: Callable[[Layer, Tensor], Tensor], loss: Any = F.cross_entropy) -> Any:
@@ -115,6 +121,30 @@ def test_it_is_said_once_and_kept_in_the_plan() -> None:
         step(X, Y)
     step(X[:4], Y[:4])  # warnings are errors here
     assert "one graph for each batch size" in step.explain()
+
+
+@pytest.mark.filterwarnings("ignore:one graph for each batch size")
+def test_buffers_are_written_by_the_number_of_the_batch() -> None:
+    """And losses by that of one sample."""
+
+    def forward(layer: Any, x: Tensor) -> Tensor:
+        layer.total.mul_(1 + math.log(len(x)))
+        found: Tensor = layer(x) * math.sqrt(len(x))
+        return found
+
+    step = step_of(forward)
+    step.model.layer.register_buffer("total", torch.ones((), dtype=torch.float64))
+    out = step(X[:4], Y[:4])
+    assert oracle.worst_error(out.grads, oracle.loop_grads(step.model, F.cross_entropy, X[:4], Y[:4])[1]) < 1e-12
+    assert abs(step.model.layer.total.item() - (1 + math.log(4))) < 1e-14
+
+
+def test_labels_of_eight_bits() -> None:
+    losses = (F.cross_entropy, lambda out, y: F.nll_loss(out.log_softmax(-1), y, ignore_index=1))
+    for loss in losses:
+        step = step_of(lambda layer, x: layer(x), loss)
+        truth = oracle.loop_grads(step.model, loss, X, Y)[1]
+        assert oracle.worst_error(step(X, Y.to(torch.uint8)).grads, truth) < 1e-12
 
 
 def test_without_a_loss() -> None:

@@ -238,7 +238,7 @@ def test_a_refusal_is_printed_whole(factories: str, capsys: pytest.CaptureFixtur
         (["explain", "json:dumsp"], "module json has no 'dumsp'; did you mean dump?"),
         (["explain", ":make"], "is not of the form MODULE:FACTORY"),
         (["explain", "json:dumps"], "must be callable with no arguments"),
-        (["explain", "sys:maxsize"], "is a int, not a function"),
+        (["explain", "sys:maxsize"], "is no function, but of type int"),
         (
             ["explain", "builtins:dict"],
             "returned a dict; it must return (model, loss_fn, inputs, targets[, batch_dim])",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,11 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import psg_fx
-from psg_fx import BadArgument, CaptureFailed, ClippedSum, Norms, SamplesMixed, WeightedSum
+from psg_fx import BadArgument, CaptureFailed, ClippedSum, Norms, NotYetSupported, SamplesMixed, WeightedSum
 from support.small import WithLayer, mlp, step
 from support.texts import Row, check_refusal
 
 X, Y = torch.zeros(3, 4), torch.tensor([0, 1, 2])
+
+
+MADE = step()
+
+
+def only_names(name: str) -> bool:
+    return bool(name)
 
 
 def changed_bound(to: float, **options: Any) -> Any:
@@ -67,6 +75,51 @@ ROWS: dict[str, Row] = {
         "test_errors.py:<line>: if x.sum() > 0:",
         "the code branches on values of a tensor, so there is no one graph for all batches",
         "replace the branch by torch.where, or decide it outside the model",
+    ),
+    "numbers-of-a-tensor": (
+        lambda: step(loss=lambda out, y: math.exp(out.sum().item()) * out.sum())(X, Y), CaptureFailed,
+        "the model and loss could not be captured as one graph",
+        "test_errors.py:<line>: lambda: step(loss=lambda out, y: math.exp(out.sum().item()) * out.sum())(X, Y), "
+        "CaptureFailed,",
+        "what is computed goes by the values of a tensor, so there is no one graph for all batches",
+        "compute with tensors in place of their numbers (torch.exp(-0.1 * self.step)), use one mask for all that it "
+        "picks (m = t > 0; x[m], t[m]), or compute it outside the model",
+    ),
+    "step-in-a-loss": (
+        lambda: step(loss=lambda out, y: out.sum() * MADE(X, Y).losses.sum())(X, Y), NotYetSupported,
+        "the model or the loss calls a step of psg_fx",
+        "test_errors.py:<line>: lambda: step(loss=lambda out, y: out.sum() * MADE(X, Y).losses.sum())(X, Y), "
+        "NotYetSupported,",
+        "a graph is made of torch's ops, and a step runs a graph of its own",
+        "call it before, and pass what it returns as inputs or targets; for gradients inside of a model: "
+        "torch.autograd.grad(..., create_graph=True)",
+    ),
+    "misspelt-argument": (
+        lambda: step(quantities=WeightedSum())(X, Y, weight=torch.ones(3)), BadArgument, "step() got weight",
+        "step(inputs, targets, ...)", "did you mean weights?", "step(inputs, targets, weights=...)",
+    ),
+    "validate-without-weights": (
+        lambda: step(quantities=WeightedSum()).validate(X, Y), BadArgument, "WeightedSum needs weights",
+        "step(inputs, targets, weights=...)", "it is Σ_b w_b g_b", "pass a [B] tensor: step(x, y, weights=w)",
+    ),
+    "validate-without-samples": (
+        lambda: step().validate(X[:0], Y[:0]), BadArgument, "there are no samples", "step.validate(inputs, targets)",
+        "answers are compared with those of single samples", "pass a batch that is not empty",
+    ),
+    "dynamic-is-a-text": (
+        lambda: psg_fx.transform(nn.Linear(4, 2), dynamic="yes"), BadArgument,
+        "dynamic='yes' is neither True nor False", "transform(dynamic=...)", "it is a switch",
+        "dynamic=True or dynamic=False",
+    ),
+    "options-of-no-compiler": (
+        lambda: psg_fx.transform(nn.Linear(4, 2), backend="eager", options={"max_autotune": True}), BadArgument,
+        "options has 'max_autotune', which has no effect with backend='eager'", "transform(options={...})",
+        "it is the compiler's, and none compiles", 'use backend="inductor", or leave it out',
+    ),
+    "a-function-of-names-alone": (
+        lambda: step(params=only_names)(X, Y), BadArgument, "params= cannot be asked of each parameter",
+        "transform(params=...)", "only_names() takes 1 positional argument but 2 were given",
+        "give a function of a name and a parameter: params=lambda name, parameter: ...",
     ),
     "custom-backward-that-mixes": (
         lambda: step(CustomBackward())(X, Y), SamplesMixed,
@@ -193,8 +246,9 @@ ROWS: dict[str, Row] = {
         "wrap the function in an nn.Module",
     ),
     "loss-is-a-number": (
-        lambda: step(loss=lambda out: 1.0)(X), BadArgument, "the loss is a float, not a tensor",
-        "loss_fn(output, *targets)", LOSS_WHY, LOSS_FIX,
+        lambda: step(loss=lambda out: 1.0)(X), BadArgument,
+        "the loss is a number of Python's, not a tensor", "loss_fn(output, *targets)", "a number has no gradient",
+        "return the tensor that it was taken from, without .item()",
     ),
     "loss-is-a-tuple": (
         lambda: step(loss=lambda out: (out.sum(),))(X), BadArgument, "the loss is a tuple, not a tensor",
@@ -272,7 +326,7 @@ def test_text(name: str) -> None:
 
 
 def test_unknown_backend_lists_what_there_is() -> None:
-    text = r"backend='indctor' is unknown\n  where  transform\(backend=...\)\n  why    known are eager"
+    text = r"backend='indctor' is unknown\n  where  transform\(backend=...\)\n  why    known are inductor, eager"
     with pytest.raises(BadArgument, match=text):
         step(backend="indctor")
 

@@ -239,6 +239,8 @@ REDUCTIONS: dict[str, Loss] = {
     "product": lambda o, y: (o - y).prod(0).sum(),
     "stacked terms": lambda o, y: torch.stack([(o - y).abs().mean(), o.square().mean()]).sum(),
     "concatenated columns": lambda o, y: torch.cat([(o - y).mean(0), o.mean(0)]).square().sum(),
+    "cosine": lambda o, y: 1 - F.cosine_similarity(o.flatten(), y.flatten(), dim=0),
+    "cosine of small values": lambda o, y: F.cosine_similarity(1e-10 * o, y, dim=0).sum(),
     "dot": lambda o, y: torch.dot(o[:, 0], y[:, 0]),
     "transposed": lambda o, y: (o - y).t().square().mean(),
     "chosen": lambda o, y: torch.where(o.mean() > 0, (o - y).square().mean(), o.mean()),
