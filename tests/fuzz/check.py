@@ -109,8 +109,8 @@ def stays_apart(built: Built, batch: int) -> bool:
 
 def answered(built: Built, truths: Mapping[int, Truth], backend: str) -> Outcome:
     """What the step says."""
-    norms = oracle.norms(next(iter(truths.values()))[1])
-    quantities = SETS[built.program.quantities](0.7 * norms.median().item() or 1.0)
+    typical = oracle.norms(next(iter(truths.values()))[1]).median().item()
+    quantities = SETS[built.program.quantities](0.7 * typical if typical >= VANISHING else 1.0)
     parameters = dict(built.model.named_parameters())
 
     reached = any(g.any() for _, grads in truths.values() for g in grads.values())
