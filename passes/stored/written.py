@@ -20,6 +20,7 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
+from psg_fx import digests
 from psg_fx.graph import facts
 from psg_fx.op_table import key_of
 from psg_fx.ops.define import op_named
@@ -86,8 +87,8 @@ class _Describer(_Writer):
 
     def tensor(self, value: torch.Tensor) -> Any:
         if not isinstance(value, FakeTensor):
-            return "elements", tuple(value.shape), value.stride(), value.dtype, value.device, _digest_of(value)
-        known = None if value.constant is None else _digest_of(value.constant)
+            return "elements", tuple(value.shape), value.stride(), value.dtype, value.device, _elements(value)
+        known = None if value.constant is None else _elements(value.constant)
         return *super().tensor(value), facts.expr(value.storage_offset()), value.requires_grad, known
 
 
@@ -207,10 +208,8 @@ def _symbols(value: Any) -> Iterator[sympy.Symbol]:
             yield from part.free_symbols
 
 
-def _digest_of(tensor: torch.Tensor) -> str:
-    """Of its elements."""
-    plain = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.sha256(plain.numpy().tobytes()).hexdigest()
+def _elements(tensor: torch.Tensor) -> str:
+    return digests.digest(digests.data_of(tensor))
 
 
 def _name_of(op: OpOverload) -> str:

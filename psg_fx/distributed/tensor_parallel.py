@@ -5,17 +5,16 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
+from psg_fx.digests import digest, fingerprint
 from psg_fx.distributed.parallel_layers import PLANS, ParallelLayer, group_of, parallel_layer, refused
 from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.graph import facts
@@ -85,7 +84,7 @@ class TensorParallel:
 
     def check_equal(self, tensors: Mapping[str, Tensor], fix: str) -> None:
         """Refuse tensors that should be equal in all processes of the mesh and are not.  Every process calls it."""
-        said = [f"{name}: {tuple(t.shape)} {t.dtype} {_digest(t)}" for name, t in tensors.items()]
+        said = [f"{name}: {tuple(t.shape)} {t.dtype} {fingerprint(t)}" for name, t in tensors.items()]
         for name, own in zip(tensors, self._compared(said), strict=True):
             if not own:
                 raise BadArgument(
@@ -98,7 +97,7 @@ class TensorParallel:
         """Refuse graphs that differ, whose collectives might not meet.  Every process calls it."""
         ops = [(str(n.target), [(facts.shape(t), t.dtype) for t in facts.tensors(n.meta.get("val"))])
                for n in gm.graph.nodes if n.op == "call_function"]  # fmt: skip
-        if not all(self._compared([hashlib.sha256(repr(ops).encode()).hexdigest()])):
+        if not all(self._compared([digest(repr(ops))])):
             raise NotYetSupported(
                 "processes of the tensor-parallel mesh have made different graphs of the model", where="the model",
                 why="their collectives would not meet in one order",
@@ -215,11 +214,6 @@ def said_of_slices(gm: GraphModule, size: int) -> str:
         f"Tensor parallel: {count} parameters are sliced over {size} processes, which compute the same samples "
         f"together; the graph has {listed or 'no collectives'}, the same in each"
     )
-
-
-def _digest(t: Tensor) -> str:
-    values = (torch.view_as_real(t) if t.is_complex() else t).detach().double()
-    return repr((float(values.sum()), float(values.square().sum()), float(values.abs().sum())))
 
 
 def _placed(p: Any) -> str:

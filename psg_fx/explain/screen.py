@@ -9,12 +9,21 @@ from typing import TypeVar
 from tabulate import tabulate
 
 from psg_fx.algebra.site import Site
-from psg_fx.explain.tables import border, count_text, methods, parameter_shape, shape_text, source_of, time_text, uses
+from psg_fx.explain.tables import (
+    SITE_HEADERS,
+    count_text,
+    instead,
+    methods,
+    parameter_shape,
+    shape_text,
+    source_of,
+    time_text,
+    uses,
+)
 from psg_fx.planner.expr import peak_bytes
 from psg_fx.planner.plan import ParameterPlan, Part, Plan
 
 WIDTH = 120
-SITES = ("site", "op", "parameters", "output", "samples", "source")
 PLAN = ("parameter", "shape", "asked", "tree", "method", "peak", "time")
 _LEAST = 8
 """Characters that a column keeps."""
@@ -25,7 +34,7 @@ Row = list[str]
 
 def sites_table(sites: Sequence[Site], plan: Plan) -> str:
     """Where parameters meet data; sites that are alike in a row."""
-    return table(site_rows(sites, plan), SITES, shrinking=(5, 2, 0))
+    return table(site_rows(sites, plan), SITE_HEADERS, shrinking=(5, 2, 0))
 
 
 def site_rows(sites: Sequence[Site], plan: Plan) -> list[Row]:
@@ -85,18 +94,16 @@ def _plan_rows(plan: Plan, group: Sequence[ParameterPlan], times: Mapping[tuple[
         yield [*first, str(part.ask), str(part.tree), methods(part.tree), f"{count_text(peak_bytes(part.tree))}B", told]
         first = ["", ""]
         if not parameter.total or part.contraction.terms == ():
-            if instead := _instead(plan, part):
-                yield ["", "", "  instead", *instead]
+            if other := _instead(plan, part):
+                yield ["", "", "  instead", *other]
         elif index == 0 and parameter.why:
             yield ["", "", f"  {parameter.why}", "", "", "", ""]
 
 
 def _instead(plan: Plan, part: Part) -> Row:
     """The best tree of another shape, what it would cost, and for which size it would be the faster one."""
-    for tree, seconds in part.alternatives:
-        if str(tree) != str(part.tree) or methods(tree) != methods(part.tree):
-            return [str(tree), methods(tree), "", f"{time_text(seconds)}{border(plan, part, tree)}"]
-    return []
+    tree, method, time = instead(plan, part)
+    return [tree, method, "", time] if tree else []
 
 
 def _alike(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:

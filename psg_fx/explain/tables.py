@@ -110,6 +110,7 @@ def _row(plan: Plan, parameter: ParameterPlan, part: Part, first: bool) -> list[
     flops, moved = symbolic(part.tree)
     sizes = {_name(axis): size for axis, size in part.tree.sizes.items() if "'" not in axis}
     numbers: dict[Any, Any] = {sympy.Symbol(name): size for name, size in sizes.items()}
+    whole = parameter.total and part.contraction.terms != ()
     return [
         parameter.gradient.name if first else "",
         parameter_shape(parameter.gradient) if first else "",
@@ -120,7 +121,7 @@ def _row(plan: Plan, parameter: ParameterPlan, part: Part, first: bool) -> list[
         f"{count_text(float(sympy.sympify(moved).subs(numbers)))}B",
         f"{count_text(peak_bytes(part.tree))}B",
         time_text(part.seconds),
-        _instead(plan, part) if not parameter.total or part.contraction.terms == () else parameter.why,
+        parameter.why if whole else " ".join(filter(None, instead(plan, part))) or "-",
     ]
 
 
@@ -130,15 +131,17 @@ def methods(tree: Expr) -> str:
     return "+".join(f"{n}×{c}" if c > 1 else n for n, c in Counter(names).items())
 
 
-def _instead(plan: Plan, part: Part) -> str:
-    """The best tree of another shape, what it would cost, and for which size it would be the faster one."""
+def instead(plan: Plan, part: Part) -> tuple[str, str, str]:
+    """The best tree of another shape, its methods, and what it would cost, for which size it would be the faster one;
+    texts of no characters where there is none.
+    """
     for tree, seconds in part.alternatives:
         if str(tree) != str(part.tree) or methods(tree) != methods(part.tree):
-            return f"{tree} {methods(tree)} {time_text(seconds)}{border(plan, part, tree)}"
-    return "-"
+            return str(tree), methods(tree), f"{time_text(seconds)}{_border(plan, part, tree)}"
+    return "", "", ""
 
 
-def border(plan: Plan, part: Part, other: Expr) -> str:
+def _border(plan: Plan, part: Part, other: Expr) -> str:
     """`, faster below T=204`; nothing where the other tree is slower only because the chosen one is shared."""
     if predicted(part.tree, plan.device) > predicted(other, plan.device):
         return ""

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from psg_fx.digests import data_of
 from psg_fx.errors import BadArgument
-from psg_fx.loops.digests import data_of
 from psg_fx.tensors import product
 
 HEADER = 256

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from psg_fx.loops.digests import fingerprint
+from psg_fx.digests import fingerprint
 from psg_fx.loops.written import Texts
 from psg_fx.program.ambient import ambient_key
 from psg_fx.step.with_loss import LossModule

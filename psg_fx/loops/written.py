@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
 
+from psg_fx.digests import digest, fingerprint
 from psg_fx.loops.code import is_followed, settings_of, stored_by, written_code
-from psg_fx.loops.digests import digest, fingerprint
 from psg_fx.program.code import Origin, names_of, origin_of_module
 from psg_fx.program.objects import MISSING, contents, functions_of, is_array, slots_of
 from psg_fx.program.walk import HOOKS

@@ -5,8 +5,11 @@ Each condition is one number among the "mixing" outputs of the graph: the first 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+import torch
 
 from psg_fx.errors import BadArgument, PsgError, SamplesMixed
 from psg_fx.graph.facts import Entry
@@ -65,3 +68,10 @@ class Condition:
 
 CONDITIONS = Entry[tuple[Condition, ...]]("conditions")
 """In the order of the "mixing" output (set by unreduce)."""
+
+
+def require(conditions: Sequence[Condition], first: torch.Tensor) -> None:
+    """Raise for the first condition that a row breaks.  first: for each the first such row, -1 for none."""
+    for row, condition in zip(first.tolist(), conditions, strict=True):
+        if row >= 0:
+            raise condition.error(row)

@@ -17,7 +17,7 @@ from psg_fx.graph import facts
 from psg_fx.graph.facts import InputSpec, OutputSpec
 from psg_fx.program.ambient import without_autocast
 from psg_fx.program.call import Call
-from psg_fx.program.conditions import CONDITIONS
+from psg_fx.program.conditions import CONDITIONS, require
 from psg_fx.program.effects import WRITTEN
 from psg_fx.program.guard import Lying
 from psg_fx.program.state import IN_PLACE, holder
@@ -125,21 +125,15 @@ class Binding:
     def check(self, results: Sequence[Any]) -> None:
         """Raise where the model's own checks fail, or where rows of several samples meet."""
         if self._mixing is not None:
-            self._raise_mixing(results[self._mixing])
+            require(self._conditions, results[self._mixing])
         for index, line in self._checks:
             if results[index].any():
                 raise failed_check(line)
 
-    def _raise_mixing(self, first: torch.Tensor) -> None:
-        """first: for each condition the first row that breaks it, -1 for none."""
-        for row, condition in zip(first.tolist(), self._conditions, strict=True):
-            if row >= 0:
-                raise condition.error(row)
-
     def check_apart(self, gm: GraphModule, arguments: Sequence[Any]) -> None:
         """Raise where rows of several samples meet, or ids are out of range: found without the rest of the graph."""
         if self._mixing is not None:
-            self._raise_mixing(facts.value_of(gm, self._mixing, arguments))
+            require(self._conditions, facts.value_of(gm, self._mixing, arguments))
 
     def follow(self, lying: Lying) -> None:
         """Read constants where they lie, so that another tensor that comes to lie there is the one read."""

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from psg_fx.errors import BadArgument, first_line
 from psg_fx.program.call import SAMPLES, Call
+from psg_fx.program.conditions import require
 from psg_fx.program.packed import padded
 from psg_fx.program.rows import Place
 from psg_fx.program.values import Once
@@ -211,18 +212,12 @@ class LoadedStep:
             raise _failed_on_rows(error) from error
         return found
 
-    def _raise_mixing(self, first: torch.Tensor) -> None:
-        """first: for each condition the first row that breaks it, -1 for none."""
-        assert self.spec.rows is not None
-        for row, condition in zip(first.tolist(), self.spec.rows.conditions, strict=True):
-            if row >= 0:
-                raise condition.error(row)
-
     def _fields(self, results: Sequence[torch.Tensor]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for entry, value in zip(self.spec.outputs, results, strict=True):
             if entry.kind == "mixing":
-                self._raise_mixing(value)
+                assert self.spec.rows is not None
+                require(self.spec.rows.conditions, value)
             elif entry.kind == "check":
                 if value.any():
                     raise failed_check(entry.name)

@@ -55,13 +55,11 @@ def _check_processes(name: str, module: nn.Module, where: str) -> None:
         way = "model" if not name else f"model.{name}"
         how = "add up over processes by psg_fx.distributed.reduce(out)"
         if kind == "DataParallel":
-            how = (
-                "for several devices give each a process of its own, whose sums psg_fx.distributed.reduce(out) adds up"
-            )
+            how = "give each device a process of its own, whose sums psg_fx.distributed.reduce(out) adds up"
         raise NotYetSupported(
             f"the model is wrapped in {kind}" if not name else f"a part of the model is wrapped in {kind}", where=where,
             why="it communicates in hooks and outside of the graph",
-            fix=f"pass what is inside ({way}.module); {how}"
+            fix=f"pass what is inside ({way}.module), and {how}"
             if kind != "FullyShardedDataParallel" else "shard the model by torch.distributed.fsdp.fully_shard instead",
         )  # fmt: skip
     if sharded.is_fully_sharded(module):

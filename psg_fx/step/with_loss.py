@@ -176,8 +176,8 @@ class LossModule(PerSampleModule):
         Returns a report that prints as a table (parameter, max error, worst sample, verdict); `report.ok` says whether
         all is well.
         """
-        mistakes.check_keywords({k: v for k, v in given.items() if k not in ("groups", "num_groups")},
-                                self.settings.quantities)  # fmt: skip
+        calls = ("num_samples", "groups", "num_groups")
+        mistakes.check_keywords({k: v for k, v in given.items() if k not in calls}, self.settings.quantities)
         if self._take_apart(inputs, targets, given.get("num_samples")).batch_size() == 0:
             raise BadArgument(
                 "there are no samples", where="step.validate(inputs, targets)",

@@ -99,7 +99,7 @@ def _sites(sites: tuple[Site, ...], plan: Plan, modules: Mapping[str, str]) -> d
         }
         for site in sites
     ]  # fmt: skip
-    short = {"header": screen.SITES, "rows": screen.site_rows(sites, plan)}
+    short = {"header": SITE_HEADERS, "rows": screen.site_rows(sites, plan)}
     return {"header": SITE_HEADERS, "rows": rows, "short": short}
 
 
