@@ -20,7 +20,6 @@ from torch import nn
 from torch.export import Dim
 from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule
-from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -35,7 +34,7 @@ from psg_fx.program.effects import Written, require_same_places
 from psg_fx.program.observe import Observed
 from psg_fx.program.program import Program
 from psg_fx.program.state import IN_PLACE
-from psg_fx.torch_private.export import own_attributes, user_stack_traces
+from psg_fx.torch_private.export import BackwardHookFunction, own_attributes, user_stack_traces
 from psg_fx.torch_private.fakes import UnsupportedOperatorException
 from psg_fx.torch_private.functional import Functional, functional
 from psg_fx.torch_private.graphs import traced_without_code

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from tabulate import tabulate
 from torch import Tensor, nn
-from torch._inductor.utils import fresh_cache  # private: an empty kernel cache, so that compile times are cold ones
 
 from psg_fx.benchmarking.contenders import field_of
 from psg_fx.benchmarking.judge import Judge
@@ -35,6 +34,7 @@ from psg_fx.reference.batch import is_packed
 from psg_fx.reference.by_vmap import quiet_vmap
 from psg_fx.reference.definitions import Answer
 from psg_fx.reference.loop import Loss, draws_random_numbers
+from psg_fx.torch_private.caches import empty_for_a_while
 
 SHOWN = 12
 """Kernels, and pauses between kernels, that a row names."""
@@ -239,7 +239,7 @@ def _prepare(
 ) -> Computation | None:
     """Builds and checks a contender and takes its memory; the step to be timed, or None with the reason in its row."""
     # The exception is kept inside the block, since a cache that is left by an exception stays on disk.
-    with fresh_cache() if cold else contextlib.nullcontext(), quiet_vmap():
+    with empty_for_a_while() if cold else contextlib.nullcontext(), quiet_vmap():
         try:
             step, answer, row.first_call_s = first_call(contender, problem)
             if judge is not None and (error := judge.error(contender.quantity, answer)) is not None:

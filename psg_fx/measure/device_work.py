@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 
@@ -61,7 +60,7 @@ def device_work(run: Callable[[], object], calls: int = 3) -> DeviceWork:
             run()
         torch.cuda.synchronize()
     spent: dict[str, list[float]] = defaultdict(list)
-    events = [event for event in seen.events() or () if event.device_type == DeviceType.CUDA]
+    events = [event for event in seen.events() or () if event.device_type.name == "CUDA"]
     for event in events:
         spent[event.name].append(event.device_time / 1e6)
     found = [Kernel(name, sum(seconds) / calls, len(seconds) / calls) for name, seconds in spent.items()]

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from psg_fx.torch_private.modes import below_autograd
+
 _LIBRARY = torch.library.Library("psg_fx", "FRAGMENT")
 _LIBRARY.define("own_gradient(Tensor[] outputs, Tensor[] inputs, Tensor[] seeds) -> Tensor[]")
 
@@ -20,7 +22,7 @@ def _under_autograd(outputs: Sequence[Tensor], inputs: Sequence[Tensor], seeds: 
     """The gradients themselves, which have gradients, where there is a way from inputs to outputs."""
     if all(o.requires_grad for o in outputs):
         return list(torch.autograd.grad(outputs, inputs, seeds, retain_graph=True, create_graph=True))
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         return own_gradient(outputs, inputs, seeds)
 
 

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from psg_fx.program.code import users_line
 from psg_fx.source import is_library
 from psg_fx.torch_private.fakes import has_known_value
+from psg_fx.torch_private.modes import FILE_OF_TENSORS
 
 _LONGEST = 400
 """Instructions of an arm that are looked at."""
@@ -69,7 +70,7 @@ class _Assuming(TorchFunctionMode):
         return outcome
 
 
-_BETWEEN = (torch.overrides.__file__, torch._tensor.__file__)
+_BETWEEN = (torch.overrides.__file__, FILE_OF_TENSORS)
 
 
 def _asking(frame: FrameType) -> FrameType:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from psg_fx.torch_private.modes import NO_FUNCTION
+
 MISSING = object()
 """Stands for what is not there, where None may be."""
 
@@ -28,7 +30,7 @@ def has_own_functions(tensor: torch.Tensor) -> bool:
     """
     kind = type(tensor)
     own: Any = kind.__torch_function__
-    ordinary = (torch.Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]
+    ordinary = (torch.Tensor.__torch_function__.__func__, NO_FUNCTION)  # type: ignore[attr-defined]
     return getattr(own, "__func__", own) not in ordinary and not kind.__module__.startswith(_TRACED)
 
 

@@ -27,7 +27,7 @@ from psg_fx.program.code import Origin, is_theirs, names_of, origin, origin_of_c
 from psg_fx.program.flags import Flags
 from psg_fx.program.stand_ins import StandIns
 from psg_fx.program.values import Same
-from psg_fx.torch_private.modes import no_modes, without_functions
+from psg_fx.torch_private.modes import GRAD_OF_TENSOR, no_modes, without_functions
 from psg_fx.torch_private.patching import patched_here, seen_here
 
 
@@ -227,7 +227,7 @@ class _Apart(TorchFunctionMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func == _GRAD and origin(sys._getframe(1).f_code.co_filename) is Origin.USER:
+        if func == GRAD_OF_TENSOR and origin(sys._getframe(1).f_code.co_filename) is Origin.USER:
             self._refuse_gradient(args[0], sys._getframe(1))
         if not any(isinstance(v, _CALLED) for v in (*args, *kwargs.values())):
             sys.setprofile(None)  # else it calls a function of the user's, as a loss does with a distance
@@ -294,7 +294,6 @@ class _Apart(TorchFunctionMode):
         return found
 
 
-_GRAD: Any = vars(torch._C.TensorBase)["grad"].__get__
 _FROM_OUTSIDE = (torch.Tensor, nn.Parameter)
 """What tensors are that no capture has made."""
 _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,14 @@ def folder() -> Path | None:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return Path(cache_dir()) if config.fx_graph_cache and not config.force_disable_caches else None
+
+
+def empty_for_a_while() -> contextlib.AbstractContextManager[None]:
+    """A folder without kernels, so that what is compiled is compiled anew."""
+    from torch._inductor.utils import fresh_cache
+
+    found: contextlib.AbstractContextManager[None] = fresh_cache()
+    return found
 
 
 def surroundings() -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.fx.proxy import TracerBase
+from torch.nn.modules._functions import BackwardHookFunction as BackwardHookFunction
 from torch.utils import checkpoint as checkpointing
 
 from psg_fx.source import is_library

@@ -19,6 +19,19 @@ without_functions: Callable[[], contextlib.AbstractContextManager[None]] = torch
 """While open, a question to a tensor (`t.requires_grad`) passes no mode of functions: each would call Python for it."""
 
 
+below_autograd: Callable[[], contextlib.AbstractContextManager[None]] = torch._C._AutoDispatchBelowAutograd
+"""While open, an op runs as if autograd were not there: for an op that autograd has called."""
+
+NO_FUNCTION: Any = torch._C._disabled_torch_function_impl
+"""The `__torch_function__` of a class of tensors that says that it has none."""
+
+GRAD_OF_TENSOR: Any = vars(torch._C.TensorBase)["grad"].__get__
+"""What a mode of functions is told where `.grad` of a tensor is read."""
+
+FILE_OF_TENSORS: str = torch._tensor.__file__
+"""Where the methods of tensors are that Python has."""
+
+
 class no_grad:
     """`torch.no_grad()` in a fifth of its time, which small steps notice; no decorator."""
 
@@ -128,7 +141,12 @@ def tensor_guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 
 
 __all__ = [
+    "FILE_OF_TENSORS",
+    "GRAD_OF_TENSOR",
+    "NO_FUNCTION",
     "autocast_key",
+    "below_autograd",
+    "default_device",
     "enable_python_dispatcher",
     "is_transformed",
     "no_cached_parametrizations",
