@@ -17,6 +17,7 @@ from psg_fx.planner.budget import Budget
 from psg_fx.planner.cost import Device
 from psg_fx.program.ambient import ambient_key, isolated, without_defaults
 from psg_fx.program.call import Call
+from psg_fx.program.observe import observed_later
 from psg_fx.program.program import Program
 from psg_fx.quantities.base import Quantity
 
@@ -80,7 +81,8 @@ def run_pipeline(
     lowered = None if entry is None else _read(entry, gm, asked, history, began)
     if lowered is None:
         alone = Alone(program, call, packed_as_padded)
-        lowered = _made(gm, asked, history, alone, slices)
+        with observed_later(program.observed):
+            lowered = _made(gm, asked, history, alone, slices)
         if entry is not None and not alone.asked:
             entry.write(lowered)
     name, seconds = type(program.model).__name__, sum(step.seconds for step in history.passes)

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from psg_fx.graph.tracing import mutates
 from psg_fx.op_table import decomposition, decompositions
 from psg_fx.ops.autograd_function import APPLY, as_one_op
 from psg_fx.program.branches import Readings, watch_the_batch_size
+from psg_fx.program.code import names_of
 from psg_fx.program.effects import Written, require_same_places
 from psg_fx.program.observe import Observed
 from psg_fx.program.program import Program
@@ -107,6 +109,8 @@ def _one_size(
     """The program at the batch size of the call, its numbers that follow the batch size found by other sizes."""
     hint, size = sizes[0], sizes[1] or sizes[0]  # for no samples, a graph says what is empty, and does not run
     each = list(dict.fromkeys((size, hint, 1)))
+    if isinstance(program, Program):
+        program.several_sizes = True
     found = [_functional(program, example(size), [])]  # what fails here does not fail for the batch size
     written = _written(program)
     for n in each[1:]:
@@ -221,6 +225,7 @@ def _keep_custom_backward(observed: Observed) -> Iterator[None]:
             return block(*given)
         if cls is BackwardHookFunction:
             raise _hooked("a module has a backward hook", "register_full_backward_hook")
+        _require_no_attributes(cls, (*args, *named.values()))
         observed.functions([cls.forward, cls.backward, cls.setup_context])
         with unwatched():
             return as_one_op(cls, args, named)
@@ -233,6 +238,19 @@ def _keep_custom_backward(observed: Observed) -> Iterator[None]:
         patched_here(torch.Tensor, "register_hook", register_hook),
     ):
         yield
+
+
+def _require_no_attributes(cls: type[torch.autograd.Function], arguments: Sequence[Any]) -> None:
+    """Refuse a function that asks for attributes that the user gave to a tensor: in the graph it has another one."""
+    codes = [f.__code__ for f in (cls.forward, cls.backward, cls.setup_context) if isinstance(f, FunctionType)]
+    asked = frozenset().union(*(names_of(code).attributes for code in codes))
+    for tensor in (a for a in arguments if isinstance(a, torch.Tensor)):
+        if found := sorted(asked & vars(tensor).keys()):
+            raise NotYetSupported(
+                f"the custom function {cls.__name__} reads {found[0]} of a tensor", where=cls.__qualname__,
+                why="it is an op of the graph, whose tensors have no attributes of their own",
+                fix="read the attribute outside, and pass its value as an argument",
+            )  # fmt: skip
 
 
 def _hooked(what: str, where: str) -> NotYetSupported:

@@ -6,6 +6,7 @@ batch size stays the one symbol.  Parameters do not require gradients here: no o
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -22,11 +23,12 @@ from psg_fx.graph.tracing import trace
 from psg_fx.op_table import known
 from psg_fx.ops.autograd_function import custom_call
 from psg_fx.program.branches import no_plain_batch_size
+from psg_fx.program.observe import observing_backward
 from psg_fx.source import locate
 
 from ..runner import graph_pass
 from .described import described
-from .proof import carried, prove_cotangents
+from .proof import carried, is_foreign, prove_cotangents
 
 
 class _Tapped(Interpreter):
@@ -91,14 +93,29 @@ def differentiate(gm: GraphModule, input_gradients: tuple[bool, ...] = ()) -> Gr
         forward[:] = [n for n, v in taps.env.items() if n.op != "output" and isinstance(v, (torch.Tensor, tuple, list))]
         return (*results, *flat, *facts.tensors([taps.env[n] for n in forward]))
 
-    with preserve_node_meta(), no_plain_batch_size():  # the backward passes of the user's own functions and operators
+    theirs = any(custom_call(n.target) or is_foreign(n) for n in gm.graph.nodes)
+    own = observing_backward() if theirs else contextlib.nullcontext()
+    with preserve_node_meta(), no_plain_batch_size(), own:
         traced = trace(joint, [*values, *tangents])
+    _require_symbol(gm)
     known = carried(traced, forward, len(layout))
     _describe(traced, nodes, [info.outputs[i].name for i in roots] if not with_loss else [])
     traced.meta[facts.KEY] = dataclasses.replace(info, outputs=tuple(layout))
     prove_cotangents(gm, traced, known)
     SITES.put(traced, described(gm, layout))
     return traced
+
+
+def _require_symbol(gm: GraphModule) -> None:
+    """Refuse backward passes that make torch take the batch size for a number."""
+    for node in facts.placeholders(gm):
+        dim = facts.input_spec(node).samples
+        if dim is not None and not facts.shape(node.meta["val"])[dim].free_symbols:
+            raise NotYetSupported(
+                "the backward pass of an operator fixes the batch size", where="the backward pass",
+                why="something in it asks for the number of samples itself: a loop over them, or a split",
+                fix="write it with ops on all samples at once",
+            )  # fmt: skip
 
 
 def _require_sample_outputs(gm: GraphModule) -> None:

@@ -56,7 +56,7 @@ def prove_cotangents(gm: GraphModule, traced: GraphModule, known: dict[Node, Res
     try:
         found = prove_joint(traced, known, wanted)
     except (SamplesMixed, NotYetSupported):
-        if any(map(_is_foreign, traced.graph.nodes)):
+        if any(map(is_foreign, traced.graph.nodes)):
             raise
         wanted, found = free, prove_joint(traced, known, free)
     for (_, value, before), axis in zip(wanted, found, strict=True):
@@ -71,7 +71,7 @@ def _is_in_any_order(node: Node, axis: SampleAxis | None) -> bool:
     return fact(node).uniform and axis is not None and axis.outer * axis.inner > 1
 
 
-def _is_foreign(node: Node) -> bool:
+def is_foreign(node: Node) -> bool:
     """Whether the op's backward is somebody else's than torch's.
 
     The derivative of an op that keeps samples apart keeps them apart, and torch's own formulas compute derivatives. A

@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.errors import NotYetSupported, PsgError
 from psg_fx.graph import facts
-from psg_fx.graph.facts import InputSpec, SampleAxes
+from psg_fx.graph.facts import InputSpec, SampleAxes, SampleAxis
 from psg_fx.ops.autograd_function import CustomCall, backward_graph, custom_call, forward_graph
 from psg_fx.program.branches import no_plain_batch_size
 from psg_fx.source import locate
@@ -31,7 +31,7 @@ def custom(op: Op) -> Placement:
     known = [op.known[n] for n in inputs]
     with no_plain_batch_size():
         graph = forward_graph(call, values)
-    _require_sizes_alone(op, call, graph, "forward")
+    _require_sizes_alone(op, call, graph, "forward", values, known)
     found = [r.axes for r in proven(op, graph, known, _FUNCTION)]
     outputs = list(facts.tensors(op.node.meta["val"]))
     _check_backward(op, call, known, values, outputs, found)
@@ -46,7 +46,7 @@ def _check_backward(
     data = [i for i, v in enumerate(values) if known[i].axes is not None and facts.is_differentiable(v)]
     with no_plain_batch_size():
         graph = backward_graph(call, values, cotangents, data)
-    _require_sizes_alone(op, call, graph, "backward")
+    _require_sizes_alone(op, call, graph, "backward", values, known)
     gradients = proven(op, graph, [*known, *(Result(a) for a in axes)], _FUNCTION)
     for i, gradient in zip(data, gradients, strict=True):
         if gradient.axes != known[i].axes:
@@ -57,8 +57,19 @@ def _check_backward(
             )
 
 
-def _require_sizes_alone(op: Op, call: CustomCall, graph: GraphModule, method: str) -> None:
-    """Refuse a function that computes with the batch size: that of a sample is 1, which such a graph does not know."""
+def _require_sizes_alone(
+    op: Op, call: CustomCall, graph: GraphModule, method: str, values: Sequence[torch.Tensor], known: Sequence[Result]
+) -> None:
+    """Refuse a function that computes with the batch size: that of a sample is 1, which such a graph does not know; and
+    one that makes torch take it for a number, as a loop over the samples does.
+    """
+    for value, found in zip(values, known, strict=True):
+        if isinstance(found.axes, SampleAxis) and not facts.shape(value)[found.axes.dim].free_symbols:
+            raise NotYetSupported(
+                f"the custom function {call.name} fixes the batch size", where=locate(op.node),
+                why=f"something in its {method} asks for the number of samples itself: a loop over them, or a split",
+                fix="write it with ops on all samples at once",
+            )  # fmt: skip
     for node in graph.graph.nodes:
         if symbolic_values(node, op.batch):
             raise NotYetSupported(

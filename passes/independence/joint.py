@@ -60,8 +60,8 @@ class JointProver(Prover):
 
     def step(self, node: Node) -> None:
         """One node; with a loss, a number that depends on the batch size has no part in the gradient of a sample."""
-        found = self.settle(node)
-        numbers = symbolic_values(node, self.batch) if self.with_loss and found.axes is not None else []
+        self.settle(node)
+        numbers = symbolic_values(node, self.batch) if self.with_loss else []
         if numbers:
             raise mixed(node, f"%{numbers[0].name} depends on the batch size, which is 1 for the loss of one sample",
                         "do not divide by the batch size: the losses of the samples are summed")  # fmt: skip

@@ -12,7 +12,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import CodeType, FrameType
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 from psg_fx.source import is_library
@@ -43,13 +43,21 @@ def origin(file: str) -> Origin:
     return Origin.STANDARD if file.startswith(_STANDARD) else Origin.USER
 
 
-@functools.cache
 def origin_of_module(name: str) -> Origin:
-    """Whose a module is, by the file that it was loaded from; one without a file is the standard library's."""
+    """Whose the module of this name is; one that nobody has imported is the user's, who may have made it otherwise."""
     module = sys.modules.get(str(name))
+    return Origin.USER if module is None else origin_of(module)
+
+
+def origin_of(module: ModuleType) -> Origin:
+    """Whose a module is, by the file or folder that it was loaded from; one without either is the standard library's,
+    if that has imported it, and else the user's.
+    """
     file = getattr(module, "__file__", None)
+    if file is None and (folders := getattr(module, "__path__", None)):
+        file = os.path.join(next(iter(folders), ""), "__init__.py")
     if file is None:
-        return Origin.USER if name == "__main__" else Origin.STANDARD
+        return Origin.USER if module.__name__ == "__main__" or module.__spec__ is None else Origin.STANDARD
     return origin(file)
 
 

@@ -24,7 +24,7 @@ from psg_fx.graph.facts import Entry, at, expr
 from psg_fx.program.asked import changing
 from psg_fx.program.code import line_naming, names_of
 from psg_fx.program.holders import Holder, Reached, drawn
-from psg_fx.program.objects import MISSING
+from psg_fx.program.objects import MISSING, keep_in_cache, put_into_cache, take_tensors_from_cache
 from psg_fx.program.observe import Observed
 from psg_fx.program.packed import is_packed
 
@@ -116,11 +116,14 @@ class Effects:
     """What the code that can be reached from the roots changes, from now on.
 
     settled: labels of numbers that the code reads, and changes once: there is a graph for each of their values.
+    without_tensors: caches of functions have no tensors for a while, which some batch sizes would find, others not.
     changes: what it has changed.
     """
 
-    def __init__(self, roots: Sequence[Any], settled: Container[str] = ()) -> None:
+    def __init__(self, roots: Sequence[Any], settled: Container[str] = (), without_tensors: bool = False) -> None:
         self._reached = Reached(roots)
+        caches = [cache for cache, _, _ in self._reached.caches] if without_tensors else []
+        self._taken = [(cache, take_tensors_from_cache(cache)) for cache in caches]
         self._settled = settled
         self.changes: list[Change] = []
         self._draws = _numpy_state()
@@ -162,14 +165,43 @@ class Effects:
         changes = self._reached.changes()
         for holder, _ in changes:
             holder.write(holder.before)
-        for cache, info in self._reached.caches:
+        for cache, info, keys in self._reached.caches:
             now = cache.cache_info()
             if now.misses != info.misses:
-                cache.cache_clear()
-            elif now.hits != info.hits:  # what it gave was computed before, and may be computed anew
+                keep_in_cache(cache, keys)
+            if now.hits != info.hits:  # what it gave was computed before, and may be computed anew
                 observed.answered(cache.__wrapped__)
-        forget_caches(observed)
+        for cache, taken in self._taken:
+            put_into_cache(cache, taken)
+        forget_caches(observed, [cache for cache, _, _ in self._reached.caches])
         return changes
+
+
+@contextlib.contextmanager
+def nothing_left(roots: Sequence[Any]) -> Iterator[None]:
+    """What code changes in the Python that can be reached, and in tensors that lie there, is put back afterwards."""
+    reached = Reached(roots, with_tensors=True)
+    copies = [(t, t._version, t.detach().clone()) for t in reached.tensors if _is_copied(t)]
+    try:
+        yield
+    finally:
+        for holder, _ in reached.changes():
+            holder.write(holder.before)
+        for cache, info, keys in reached.caches:
+            if cache.cache_info().misses != info.misses:
+                keep_in_cache(cache, keys)
+        for tensor, version, copy in copies:
+            if tensor._version != version:
+                tensor.detach().copy_(copy)
+
+
+_MOST_COPIED = 1 << 20
+"""Elements of a tensor that is copied to be put back."""
+
+
+def _is_copied(tensor: torch.Tensor) -> bool:
+    ordinary = tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_inference()
+    return ordinary and tensor.numel() <= _MOST_COPIED
 
 
 def _repeated(change: Change, observed: Observed) -> tuple[Written, list[torch.Tensor]]:
@@ -235,11 +267,11 @@ def _equal(before: Any, now: Any) -> bool:
     return before is None or now is None or (before[2:] == now[2:] and bool((before[1] == now[1]).all()))
 
 
-def forget_caches(observed: Observed) -> None:
-    """Empty the caches (`functools.lru_cache`) of functions that ran, those of packages, too, where what can be reached
-    is not followed: what they hold now is of the capture.
+def forget_caches(observed: Observed, known: Sequence[Any]) -> None:
+    """Empty the caches (`functools.lru_cache`) of functions that ran, but known ones: those of packages, where what can
+    be reached is not followed.  What they hold now is of the capture.
     """
     for code in observed.code:
         found = observed.named(code) if code not in observed.cached else None
-        if isinstance(found, functools._lru_cache_wrapper):
+        if isinstance(found, functools._lru_cache_wrapper) and not any(found is each for each in known):
             found.cache_clear()

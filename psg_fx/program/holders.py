@@ -14,15 +14,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from psg_fx.program.code import Origin, is_theirs, nested, origin_of_code, origin_of_module
-from psg_fx.program.objects import MISSING, attribute_dict, contents, is_array, slots_of
+from psg_fx.program.code import Origin, is_theirs, nested, origin_of, origin_of_code, origin_of_module
+from psg_fx.program.objects import (
+    MISSING,
+    attribute_dict,
+    contents,
+    is_array,
+    keys_of_cache,
+    objects_of_cache,
+    slot,
+    slots_of,
+)
 
 _MOST = 500_000
 _TORCHS_OWN = frozenset(nn.Module().__dict__) - {"training"}
 """Attributes of every module, which torch.export changes itself and puts back."""
+_MAY_HAVE_OWN = (list, dict, set, tuple, frozenset, collections.deque, functools.partial)
+"""What has attributes where its class is the user's, or always."""
 _LARGE = 1 << 24
 """Bytes of an array that are not copied to see whether the code writes to it."""
-_ATOMS = (bool, int, float, str, bytes, type(None), torch.Tensor, nn.Parameter)
+_NUMBERS = (bool, int, float, str, bytes, type(None))
+_ATOMS = (*_NUMBERS, torch.Tensor, nn.Parameter)
 _PLAIN_HOLDERS = (list, dict, set, FunctionType)
 _LOOKED_INTO = ("types", "argparse", "collections", "dataclasses", "enum", "configparser", "string")
 
@@ -48,13 +60,15 @@ class Reached:
     """All that code can reach from the roots, as it is before the code runs.
 
     generators: those of numpy's, and their states.  caches: of functions (`functools.lru_cache`), and how often they
-    were asked.
+    were asked, and for what.  tensors: where they are looked for.
     """
 
-    def __init__(self, roots: Sequence[Any]) -> None:
+    def __init__(self, roots: Sequence[Any], with_tensors: bool = False) -> None:
+        self._atoms = _NUMBERS if with_tensors else _ATOMS
+        self.tensors: list[torch.Tensor] = []
         self.holders: list[Holder] = []
         self.generators: list[tuple[Any, str]] = []
-        self.caches: list[tuple[Any, Any]] = []
+        self.caches: list[tuple[Any, Any, frozenset[Any]]] = []
         self._seen: set[int] = set()
         self._alive: list[Any] = []
         self._waiting: collections.deque[tuple[Any, str]] = collections.deque((r, type(r).__name__) for r in roots)
@@ -76,7 +90,9 @@ class Reached:
             self._keyed(value._buffers, type(value).__name__, type(value).__name__)
             for group in ("_modules", "_forward_hooks", "_forward_pre_hooks"):
                 self._wait(value.__dict__.get(group, {}))
-        elif isinstance(value, (torch.Tensor, torch.UntypedStorage)):
+        elif isinstance(value, torch.Tensor):
+            self.tensors.append(value)
+        elif isinstance(value, torch.UntypedStorage):
             return
         elif isinstance(value, FunctionType):
             self._function(value)
@@ -88,12 +104,12 @@ class Reached:
         elif isinstance(value, set):
             self._items(value, name, value.update)
         elif isinstance(value, (tuple, frozenset)):
-            self._waiting.extend((v, name) for v in value if type(v) not in _ATOMS)
+            self._waiting.extend((v, name) for v in value if type(v) not in self._atoms)
         elif isinstance(value, MethodType):
             self._waiting.extend([(value.__self__, name), (value.__func__, name)])
         elif isinstance(value, functools._lru_cache_wrapper):
-            self.caches.append((value, value.cache_info()))
-            self._waiting.append((value.__wrapped__, name))
+            self.caches.append((value, value.cache_info(), keys_of_cache(value)))
+            self._waiting.extend((held, name) for held in (value.__wrapped__, *objects_of_cache(value)))
         elif isinstance(value, functools.partial):
             self._waiting.extend([(value.func, name), (value.args, name), (value.keywords, name)])
         elif isinstance(value, type):
@@ -102,9 +118,11 @@ class Reached:
             self._array(value, name)
         else:
             self._thing(value)
+        if isinstance(value, _MAY_HAVE_OWN) and (own := attribute_dict(value)):
+            self._attributes(value, own, type(value).__name__)
 
     def _wait(self, held: dict[Any, Any]) -> None:
-        found = ((k, v) for k, v in list(held.items()) if type(v) not in _ATOMS)
+        found = ((k, v) for k, v in list(held.items()) if type(v) not in self._atoms)
         self._waiting.extend((v, k if isinstance(k, str) else str(k)) for k, v in found)
 
     def _keyed(self, held: dict[Any, Any], label: str, name: str, only: Sequence[str] | None = None) -> None:
@@ -144,7 +162,7 @@ class Reached:
             refill(before)
 
         self.holders.append(Holder(lambda: tuple(value), write, _unwritten, tuple(value), name, name, keyed=False))
-        self._waiting.extend((v, name) for v in value if type(v) not in _ATOMS)
+        self._waiting.extend((v, name) for v in value if type(v) not in self._atoms)
 
     def _array(self, value: Any, name: str) -> None:
         """One of numpy's, by a copy; a large one is not copied."""
@@ -165,7 +183,7 @@ class Reached:
         names = [*slots_of(type(value))]
 
         def read() -> dict[Any, Any]:
-            return {k: held for k in names if (held := getattr(value, k, MISSING)) is not MISSING}
+            return {k: held for k in names if (held := slot(value, k)) is not MISSING}
 
         def write(before: dict[Any, Any]) -> None:
             for key in set(read()) - set(before):
@@ -204,6 +222,21 @@ class Reached:
         self.holders.append(Holder(read, write, put, read(), "closure", name))
         self._waiting.append((contents(cell), name))
 
+    def _module(self, value: ModuleType) -> None:
+        """The names of a module of the user's, but of modules in it, which importing adds."""
+        own = vars(value)
+
+        def read() -> dict[Any, Any]:
+            return {k: v for k, v in own.items() if not k.startswith("__") and not isinstance(v, ModuleType)}
+
+        def write(before: dict[Any, Any]) -> None:
+            for key in set(read()) - set(before):
+                del own[key]
+            own.update(before)
+
+        self.holders.append(Holder(read, write, own.__setitem__, read(), value.__name__, value.__name__))
+        self._waiting.extend((v, k) for k, v in own.items() if isinstance(v, _PLAIN_HOLDERS))
+
     def _class(self, value: type) -> None:
         if not is_theirs(origin_of_module(value.__module__)):
             return
@@ -233,8 +266,8 @@ class Reached:
             self.generators.append((value, drawn(value)))
             return
         if isinstance(value, ModuleType):
-            if origin_of_module(value.__name__) is Origin.USER:
-                self._waiting.extend((v, k) for k, v in vars(value).items() if isinstance(v, _PLAIN_HOLDERS))
+            if origin_of(value) is Origin.USER:
+                self._module(value)
             return
         if owner is Origin.COMPILER or (owner is Origin.STANDARD and kind.__module__ not in _LOOKED_INTO):
             return

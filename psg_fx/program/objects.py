@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import gc
 import sys
@@ -78,23 +79,77 @@ def slots_of(kind: type) -> Iterable[str]:
                 yield name
 
 
+def slot(value: Any, name: str) -> Any:
+    """What lies in a slot, or MISSING; no code of the object's runs."""
+    try:
+        return object.__getattribute__(value, name)
+    except AttributeError:
+        return MISSING
+
+
+def results_of_cache(cache: Any) -> list[Any]:
+    """All that a `functools.lru_cache` holds."""
+    held, entries, before = _parts_of_cache(cache)
+    results = [result for result in entries.values() if type(result) is not _LINK]
+    # of a cache with bounds: a key, its result and the type of a link, one after the other
+    return results + [held[k - 1] for k in range(before) if held[k] is _LINK]
+
+
 def objects_of_cache(cache: Any) -> list[Any]:
     """What a `functools.lru_cache` holds that can change: no numbers, texts or tensors, and no tuples of such."""
+    return [result for result in results_of_cache(cache) if not is_value(result)]
+
+
+def keys_of_cache(cache: Any) -> frozenset[Any]:
+    """For what a `functools.lru_cache` holds results."""
+    return frozenset(_parts_of_cache(cache)[1])
+
+
+def keep_in_cache(cache: Any, keys: frozenset[Any]) -> None:
+    """Let a `functools.lru_cache` hold what it has for these keys, and nothing else."""
+    entries = _parts_of_cache(cache)[1]
+    if not keys:
+        cache.cache_clear()
+    for key in set(entries) - keys if keys else ():
+        del entries[key]
+
+
+def take_tensors_from_cache(cache: Any) -> dict[Any, Any]:
+    """The entries of a `functools.lru_cache` whose results are tensors, which it has no longer: `put_into_cache`."""
+    held, entries, before = _parts_of_cache(cache)
+    results = {key: result for key, result in entries.items() if type(result) is not _LINK}
+    results |= {held[k - 2]: held[k - 1] for k in range(before) if held[k] is _LINK}
+    return {key: entries.pop(key) for key, result in results.items() if _has_tensor(result) and key in entries}
+
+
+def put_into_cache(cache: Any, taken: dict[Any, Any]) -> None:
+    """What was taken from it."""
+    if taken:
+        _parts_of_cache(cache)[1].update(taken)
+
+
+def _has_tensor(result: Any) -> bool:
+    return isinstance(result, torch.Tensor) or (isinstance(result, tuple) and any(map(_has_tensor, result)))
+
+
+def _parts_of_cache(cache: Any) -> tuple[list[Any], dict[Any, Any], int]:
+    """What it refers to, the dict of its entries among that, and where this lies."""
     held = gc.get_referents(cache)
     place = next((k for k, each in enumerate(held) if each is cache.__wrapped__ and type(held[k - 1]) is dict), 0)
-    if not place:
-        return []
-    results = [result for result in held[place - 1].values() if type(result) is not _LINK]
-    for k, each in enumerate(held[: place - 1]):
-        if each is _LINK:  # of a cache with bounds: a key, its result and the type of a link, one after the other
-            results.append(held[k - 1])
-    return [result for result in results if not _is_value(result)]
+    return (held, held[place - 1], place - 1) if place else (held, {}, 0)
 
 
-def _is_value(result: Any) -> bool:
-    if isinstance(result, tuple):
-        return all(map(_is_value, result))
-    return result is None or isinstance(result, (bool, int, float, complex, str, bytes, torch.Tensor, torch.dtype))
+def is_value(result: Any) -> bool:
+    """Whether it is a number, a text, a tensor or the like, or a tuple of such, which none changes in place."""
+    if isinstance(result, (tuple, frozenset)):
+        return all(map(is_value, result))
+    return result is None or isinstance(result, _VALUES)
+
+
+_VALUES = (
+    bool, int, float, complex, str, bytes, range, slice, enum.Enum, torch.Tensor, torch.dtype, torch.device,
+    torch.layout, torch.memory_format,
+)  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1)

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FrameType, FunctionType, MethodType
@@ -41,6 +42,8 @@ class Observed:
     reads: dict[int, tuple[nn.Module, dict[str, None]]] = field(default_factory=dict)
     code: dict[CodeType, dict[str, Any]] = field(default_factory=dict)
     values: dict[Same, None] = field(default_factory=dict)
+    kept: dict[Same, tuple[Any, ...]] = field(default_factory=dict)
+    """Caches of functions, and what they held for this capture."""
     cached: set[CodeType] = field(default_factory=set)
     """Of this code, that of functions which did not run, since a cache had their results."""
     hidden: tuple[nn.Module, ...] = ()
@@ -164,6 +167,30 @@ def observing(found: Observed, stand_ins: StandIns) -> Iterator[None]:
         raise found.refusal
 
 
+@contextlib.contextmanager
+def observed_later(found: Observed) -> Iterator[None]:
+    """While open, `observing_backward` notes for this what passes after a capture run of the user's code."""
+    before, _LATER.found = getattr(_LATER, "found", None), found
+    try:
+        yield
+    finally:
+        _LATER.found = before
+
+
+@contextlib.contextmanager
+def observing_backward() -> Iterator[None]:
+    """Note what runs meanwhile: backward passes of the user's own functions and operators, which no capture runs."""
+    found: Observed | None = getattr(_LATER, "found", None)
+    if found is None:
+        yield
+        return
+    with _Profile(found):
+        yield
+    if found.refusal is not None:
+        raise found.refusal
+
+
+_LATER = threading.local()
 _ANSWERING = (Origin.STANDARD, Origin.COMPILER)
 """Whose functions in Python say something of the world."""
 

@@ -41,7 +41,8 @@ class Program(nn.Module):
 
     observed: what their code has read.  written: what it leaves in the Python around it, by tensors that are returned
     after the loss or the outputs.  changes: the same, as it
-    was at the last run.  settled: labels of numbers that it reads, and changes once.
+    was at the last run.  settled: labels of numbers that it reads, and changes once.  several_sizes: what it does at
+    several batch sizes is compared.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, call: Call) -> None:
@@ -53,6 +54,7 @@ class Program(nn.Module):
         self.observed = Observed(hidden=(self,))
         self.written: list[Written] = []
         self.settled: frozenset[str] = frozenset()
+        self.several_sizes = False
         self.changes: list[Change] = []
         self.stand_ins = StandIns()
         self._ids: list[torch.Tensor | None] = []
@@ -71,7 +73,7 @@ class Program(nn.Module):
     def results(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The loss, or the tensors of the model's output."""
         (args, kwargs), (targets, target_kwargs) = self.call.rebuild(tensors)
-        effects = Effects((self.model, self.loss_fn), self.settled)
+        effects = Effects((self.model, self.loss_fn), self.settled, without_tensors=self.several_sizes)
         loss = None
         try:
             with observing(self.observed, self.stand_ins):

@@ -41,7 +41,9 @@ from psg_fx.program.objects import (
     describe,
     is_array,
     is_array_of_objects,
-    objects_of_cache,
+    is_value,
+    results_of_cache,
+    slot,
     slots_of,
 )
 from psg_fx.program.observe import Observed
@@ -213,10 +215,16 @@ class Walk(CodeWalk):
             self.visit(part, label)
 
     def cache(self, value: Any, label: str) -> None:
-        """A cached function, and objects in its cache."""
-        held = objects_of_cache(value)
-        self.items.append((functools.partial(objects_of_cache, value), tuple(held)))
-        self.through((Same(value), len(held)), (value.__wrapped__, *held), label)
+        """A cached function, and what its cache had for the capture: as long as that is there, others may be added.
+
+        What a capture has made is no longer there, so objects that come then are others.
+        """
+        kept: tuple[Any, ...] = self.observed.kept.setdefault(Same(value), tuple(results_of_cache(value)))
+        objects = [each for each in kept if not is_value(each)]
+        there = functools.partial(_still_there, value, kept, bool(objects))
+        self.keys.append((there, tuple(there())))
+        self.through((Same(value), *there()), (value.__wrapped__, *objects), label)
+        self.attributes_of(value.__dict__, label, self.open)
 
     def thing(self, value: Any, label: str) -> None:
         """Any other object."""
@@ -227,8 +235,8 @@ class Walk(CodeWalk):
             return
         if is_array_of_objects(value):
             self.emit((kind, str(value.dtype), value.shape), label)
-            self.items.append((value.ravel().tolist, tuple(value.ravel().tolist())))
-            for i, held in enumerate(value.ravel().tolist()):
+            self.items.append((lambda: list(value.flat), tuple(value.flat)))
+            for i, held in enumerate(value.flat):
                 self.visit(held, f"{label}[{i}]")
             return
         self.emit((Same(value), Same(kind)), label)
@@ -241,10 +249,12 @@ class Walk(CodeWalk):
         if (own := attribute_dict(value)) is not None:
             self.attributes_of(own, label, every)
         for name in slots_of(kind):
-            if (every or name in self.attributes) and (held := getattr(value, name, MISSING)) is not MISSING:
-                self.emit(name, label)
-                self.visit(held, f"{label}.{name}")
-                self.items.append((lambda v=value, n=name: (getattr(v, n, MISSING),), (held,)))  # type: ignore[misc]
+            if every or name in self.attributes:
+                held = slot(value, name)
+                self.emit("absent" if held is MISSING else name, label)
+                self.items.append((lambda v=value, n=name: (slot(v, n),), (held,)))  # type: ignore[misc]
+                if held is not MISSING:
+                    self.visit(held, f"{label}.{name}")
         self.of_class(kind, ())
 
     def attributes_of(self, own: dict[str, Any], label: str, every: bool) -> None:
@@ -273,6 +283,19 @@ _LOOKS: tuple[tuple[Any, Callable[[Walk, Any, str], None]], ...] = (
     (functools._lru_cache_wrapper, Walk.cache),
     (weakref.ref, lambda walk, value, label: walk.through("reference", (value(),), label)),
 )
+
+
+def _still_there(cache: Any, kept: tuple[Any, ...], with_objects: bool) -> tuple[bool]:
+    """Whether a cache has all that it had; or has no objects, as it had none."""
+    now = results_of_cache(cache)
+    known = set(map(id, now))
+    if not all(id(each) in known or (is_value(each) and _among(each, now)) for each in kept):
+        return (False,)
+    return (with_objects or all(map(is_value, now)),)
+
+
+def _among(value: Any, values: list[Any]) -> bool:
+    return not isinstance(value, torch.Tensor) and any(type(v) is type(value) and v == value for v in values)
 
 
 def _has_names_only(kind: type) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from psg_fx.program.code import is_theirs, names_of, origin_of_code, origin_of_module
+from psg_fx.program.code import Origin, is_theirs, names_of, origin_of, origin_of_code, origin_of_module
 from psg_fx.program.objects import MISSING, contents, functions_of
 from psg_fx.program.observe import Observed
 from psg_fx.program.values import Same
@@ -103,7 +103,8 @@ class CodeWalk:
                 self.emit(tuple(n for n, v in found.items() if n[:2] != "__" or functions_of(v)), owner.__name__)
                 for name, value in list(found.items()):
                     ran = any(f.__code__ in self.observed.code for f in functions_of(value))
-                    if ran or (name in self.attributes and not name.startswith("__")):
+                    named = name in self.attributes or (self.open and _is_plain(value))
+                    if ran or (named and name not in _OF_PYTHON):
                         self.class_slot(owner, name, value)
             elif not theirs and owner is not nn.Module:
                 for name in names:
@@ -115,8 +116,10 @@ class CodeWalk:
         """One attribute of a class."""
         self.classes.append((owner.__dict__, name, value))
         label = f"{owner.__name__}.{name}"
-        functions = functions_of(value)
+        functions: list[Any] = functions_of(value)
         self.emit(Same(value) if functions else None, label)
+        if not functions and isinstance(value, (staticmethod, classmethod)):
+            functions = [value.__func__]  # a cache, say
         for held in functions or [value]:
             self.visit(held, label)
 
@@ -142,7 +145,11 @@ class CodeWalk:
         builtins = known.get("__builtins__", _BUILTINS)
         if isinstance(builtins, ModuleType):  # so in a script; a dict in an imported module
             builtins = vars(builtins)
-        for name in sorted(names_of(code).read):
+        names = names_of(code)
+        read = set(names.read)
+        if names.attributes & _OF_GLOBALS:  # by names that the code makes
+            read |= {name for name, held in known.items() if _is_plain(held) and name not in _OF_PYTHON}
+        for name in sorted(read):
             if name in known or name not in builtins:
                 self.look(known, name, name)
             else:  # a global of this name would come before it
@@ -150,11 +157,8 @@ class CodeWalk:
                 self.emit("absent", name)
                 if name not in _PYTHONS:
                     self.look(builtins, name, name)
-        names = names_of(code)
-        own = (
-            {str(known["__name__"])} if "modules" in names.attributes and "__name__" in names.read & set(known) else ()
-        )
-        for name in sorted(names.modules.union(own)):
+        its_own = "modules" in names.attributes and "__name__" in names.read & set(known)  # sys.modules[__name__]
+        for name in sorted(names.modules.union({str(known["__name__"])} if its_own else ())):
             self.imported(name, str(known.get("__package__") or ""))
         self.of_function(value, label)
 
@@ -163,7 +167,7 @@ class CodeWalk:
         if not is_theirs(origin_of_code(value.__code__, value.__globals__)):
             return
         if value.__dict__ or self.attributes & ASKING:
-            self.attributes_of(value.__dict__, label, every=False)
+            self.attributes_of(value.__dict__, label, every=self.open)
         for name in sorted(self.attributes & _OF_FUNCTIONS):
             held = getattr(value, name)
             self.items.append((lambda n=name: (getattr(value, n),), (held,)))  # type: ignore[misc]
@@ -178,9 +182,13 @@ class CodeWalk:
     def module(self, value: ModuleType, label: str) -> None:
         """A module of Python: of those that are not libraries, the names that some code has."""
         self.emit(Same(value), label)
-        if is_theirs(origin_of_module(value.__name__)):
-            for name in sorted(self.attributes & value.__dict__.keys()):
-                if not name.startswith("__"):
+        owner = origin_of(value)
+        if is_theirs(owner):
+            names = self.attributes & value.__dict__.keys()
+            if self.open and owner is Origin.USER:  # by names that the code makes
+                names |= {name for name, held in value.__dict__.items() if _is_plain(held)}
+            for name in sorted(names):
+                if name not in _OF_PYTHON:
                     self.look(value.__dict__, name, f"{value.__name__}.{name}")
 
     def imported(self, name: str, package: str) -> None:
@@ -192,9 +200,22 @@ class CodeWalk:
                 self.visit(found, full)
 
 
+def _is_plain(value: Any) -> bool:
+    """Whether a value is one that code computes with, rather than code."""
+    return not isinstance(value, (FunctionType, type, ModuleType)) and not functions_of(value)
+
+
 ASKING = frozenset({"getattr", "hasattr", "vars", "__dict__"})
 """What asks for attributes that may not be there."""
 _OF_FUNCTIONS = frozenset({"__doc__", "__defaults__", "__kwdefaults__", "__name__", "__qualname__"})
 """What every function has that code may ask for."""
+_OF_GLOBALS = frozenset({"globals", "eval", "exec"})
+_OF_PYTHON = frozenset({
+    *vars(ModuleType("")), *vars(type("", (), {})), *dir(object), *dir(type), "__builtins__", "__file__", "__cached__",
+    "__path__", "__annotations__", "__all__", "__slots__", "__dataclass_params__", "__match_args__", "__orig_bases__",
+    "__parameters__", "__static_attributes__", "__firstlineno__", "__getattr__", "__dir__", "__getstate__",
+    "__post_init__",
+})  # fmt: skip
+"""Names that Python has for something of its own in modules and classes."""
 _BUILTINS: dict[str, Any] = vars(sys.modules["builtins"])
 _PYTHONS = frozenset(_BUILTINS)

@@ -18,6 +18,7 @@ from psg_fx.errors import BadArgument, CaptureFailed, NotYetSupported, PsgError,
 from psg_fx.passes.capture.flexible import attention_as_formula
 from psg_fx.passes.capture.reasons import NOT_ONE_GRAPH, user_line
 from psg_fx.program.call import Call
+from psg_fx.program.effects import nothing_left
 from psg_fx.program.packed import is_packed, packed
 from psg_fx.program.untouched import untouched
 from psg_fx.step.hints import function_of, parameters_of, with_hint
@@ -83,6 +84,7 @@ def _own_error(model: nn.Module, loss_fn: Any, call: Call, whole: bool = False) 
         return None
     with contextlib.ExitStack() as stack:
         try:
+            stack.enter_context(nothing_left((model, loss_fn)))
             stack.enter_context(unchanged(model, loss_fn))
             pairs = list(zip(call.tensors, call.dims, strict=True))
             batches = [[_copy(t, d) for t, d in pairs], *([[_copy(t, None) for t, _ in pairs]] if whole else [])]

@@ -83,6 +83,61 @@ def test_a_change_is_seen(name: str) -> None:
     seen(ROWS[name])
 
 
+KEYS, MADE = ["gain", "start"], types.ModuleType("made")
+
+
+class Plain:
+    gain, start = 1.0, 2.0
+
+
+class Unset:
+    __slots__ = ("gain",)
+
+
+class Around:
+    @staticmethod
+    @functools.cache
+    def table() -> dict[str, float]:
+        return {"gain": 1.0}
+
+
+BY_MADE_NAMES: dict[str, Row] = {
+    "of a class": (scaled(lambda _: sum(getattr(Plain, k) for k in KEYS)), lambda *_: setattr(Plain, "gain", 3.0)),
+    "of a function": (scaled(lambda _: getattr(SPACE, KEYS[0])), lambda *_: setattr(SPACE, "gain", 3.0)),
+    "of a module": (scaled(lambda _: getattr(MADE, KEYS[0])), lambda *_: setattr(MADE, "gain", 3.0)),
+    "of a module that is not imported": (scaled(lambda _: MADE.gain), lambda *_: setattr(MADE, "gain", 3.0)),
+    "of globals": (scaled(lambda _: globals()["".join(["HE", "RE"])]), lambda *_: set_here(3.0)),
+    "of a slot that was not set": (
+        scaled(lambda _: getattr(UNSET, "gain", 1.0)), lambda *_: setattr(UNSET, "gain", 3.0)),
+    "of a cache in a static method": (
+        scaled(lambda _: Around.table()["gain"]), lambda *_: Around.table().update(gain=3.0)),
+    "of an array of objects that has gaps": (
+        scaled(lambda _: OBJECTS[::2][0]), lambda *_: OBJECTS.__setitem__(0, 3.0)),
+}  # fmt: skip
+UNSET = Unset()
+
+
+@pytest.mark.parametrize("name", BY_MADE_NAMES)
+def test_a_name_that_is_made_is_followed(name: str) -> None:
+    Plain.gain = MADE.gain = 1.0  # type: ignore[attr-defined]
+    if hasattr(UNSET, "gain"):
+        del UNSET.gain
+    Around.table.cache_clear()
+    Around.table()
+    seen(BY_MADE_NAMES[name])
+
+
+def test_a_folder_without_an_init_file_is_a_package(tmp_path: Path) -> None:
+    (tmp_path / "folder_alone").mkdir()
+    (tmp_path / "folder_alone" / "part.py").write_text("GAIN = 1.0\n")
+    part = importlib.import_module("folder_alone.part")
+    folder = sys.modules["folder_alone"]
+    try:
+        seen((scaled(lambda _: folder.part.GAIN), lambda *_: setattr(part, "GAIN", 3.0)))
+    finally:
+        del sys.modules["folder_alone"], sys.modules["folder_alone.part"]
+
+
 class Cached:
     """A function with a cache, and what it reads."""
 
@@ -192,3 +247,61 @@ def test_one_search_for_functions_serves_all_captures(monkeypatch: pytest.Monkey
         assert oracle.relative_error(out.losses, oracle.loop_grads(model, F.cross_entropy, X, Y)[0]) < 1e-12
         counts.append(len(searches))
     assert counts[3] == counts[4], "one more for each capture that is kept"
+
+
+@pytest.mark.filterwarnings("ignore:captured for the third time")
+@pytest.mark.parametrize("size", [None, 8])
+def test_a_capture_leaves_what_a_cache_held(size: int | None) -> None:
+    @functools.lru_cache(maxsize=size)
+    def settings(name: str) -> dict[str, float]:
+        return {"gain": 1.0}
+
+    settings("a")["gain"] = 3.0
+    held, model = settings("a"), Scaled(lambda _: settings("a")["gain"] * settings("b")["gain"])
+    step = psg_fx.transform(model, F.cross_entropy, backend="eager")
+    for gain in (3.0, 4.0):
+        settings("a")["gain"] = gain
+        out = step(X, Y)
+        assert oracle.relative_error(out.losses, oracle.loop_grads(model, F.cross_entropy, X, Y)[0]) < 1e-12
+        assert settings("a") is held
+    captured = len(step.captures)
+    settings("c")
+    step(X, Y)
+    assert len(step.captures) == captured, "what others put into a cache changes nothing"
+    settings.cache_clear()
+    out = step(X, Y)
+    assert oracle.relative_error(out.losses, oracle.loop_grads(model, F.cross_entropy, X, Y)[0]) < 1e-12
+
+
+@pytest.mark.filterwarnings("ignore:captured for the third time")
+def test_a_number_in_a_cache_is_the_one_it_holds() -> None:
+    """Also where what it was computed of has changed since; and anew, when the cache is emptied."""
+
+    @functools.cache
+    def gain() -> float:
+        return HERE
+
+    gain()
+    model = Scaled(lambda _: gain())
+    step = psg_fx.transform(model, F.cross_entropy, backend="eager")
+    for change in (lambda: None, lambda: set_here(3.0), gain.cache_clear):
+        change()
+        out = step(X, Y)
+        assert oracle.relative_error(out.losses, oracle.loop_grads(model, F.cross_entropy, X, Y)[0]) < 1e-12
+
+
+def test_a_refused_call_leaves_nothing() -> None:
+    """Though the code is run once more, to say what fails."""
+    counts, tensor, array = list[int](), ones(), np.ones(2)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        counts.append(1)
+        np.add(array, 1.0, out=array)
+        tensor.view(3, 1).add_(1.0)
+        return F.cross_entropy(output, target) if output.sum() > 0 else output.sum()
+
+    with pytest.raises(psg_fx.PsgError):
+        psg_fx.transform(Scaled(), loss, backend="eager")(X, Y)
+    assert counts == []
+    assert torch.equal(tensor, ones())
+    assert (array == 1).all()

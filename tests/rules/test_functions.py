@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -179,3 +180,106 @@ def test_functions_are_alike_in_graphs_for_each_batch_size() -> None:
 
     with pytest.warns(UserWarning, match="one graph for each batch size"):
         check(Program("sized", lambda: Problem(Model(forward).double(), X)), with_loss)
+
+
+class Around:
+    """What a backward reads, in the ways that code does."""
+
+    gain, table = 1.0, {"gain": 1.0}
+
+    @staticmethod
+    def helper(g: Tensor) -> Tensor:
+        return g * Around.table["gain"]
+
+    def __call__(self, g: Tensor) -> Tensor:
+        return g * self.gain
+
+
+AROUND = Around()
+BACKWARDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a static method": lambda g: Around.helper(g),
+    "an object that is called": lambda g: AROUND(g),
+}
+
+
+@pytest.mark.parametrize("name", BACKWARDS)
+@pytest.mark.parametrize("operator", [False, True], ids=["a function", "an operator"])
+def test_what_a_backward_reads_is_followed(name: str, operator: bool) -> None:
+    made = _operator(BACKWARDS[name]) if operator else _with_backward(BACKWARDS[name])
+    step = psg_fx.transform(Model(lambda m, x: made(m.a(x))).double(), lambda out: out.sum(), backend="eager")
+    first = step(X).grads["a.weight"]
+    Around.gain = Around.table["gain"] = 3.0
+    try:
+        torch.testing.assert_close(step(X).grads["a.weight"], 3 * first)
+        step(X)
+        assert len(step.captures) == 2
+    finally:
+        Around.gain = Around.table["gain"] = 1.0
+
+
+def _with_backward(backward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    class Sine(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return backward(g)
+
+    found: Callable[[Tensor], Tensor] = Sine.apply
+    return found
+
+
+def _operator(backward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    @torch.library.custom_op(f"tests_of_functions::sine_{next(NUMBERS)}", mutates_args=())
+    def sine(x: Tensor) -> Tensor:
+        return x.sin()
+
+    sine.register_fake(torch.empty_like)
+    sine.register_autograd(lambda ctx, g: backward(g))
+    return psg_fx.trust(sine)
+
+
+NUMBERS, SIZED = itertools.count(), "depends on the batch size|computes with the batch size"
+OF_THE_BATCH: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "filled": (
+        lambda g: g * torch.full((1,), g.shape[0], dtype=g.dtype),
+        SIZED,
+    ),
+    "chosen": (lambda g: torch.where(g > 0, g, g.shape[0]), SIZED),
+    "compared": (lambda g: g * (torch.arange(4) < g.shape[0]), SIZED),
+    "a loop": (lambda g: torch.stack([2 * row for row in g]), "fixes the batch size"),
+    "a tensor of it": (lambda g: g * torch.tensor(list(g.shape)).sum(), "fixes the batch size"),
+}
+
+
+@pytest.mark.parametrize("name", OF_THE_BATCH)
+@pytest.mark.parametrize("operator", [False, True], ids=["a function", "an operator"])
+def test_a_backward_that_reads_the_batch_size_is_refused(name: str, operator: bool) -> None:
+    backward, text = OF_THE_BATCH[name]
+    made = _operator(backward) if operator else _with_backward(backward)
+    step = psg_fx.transform(Model(lambda m, x: made(m.a(x))).double(), lambda out: out.sum(), backend="eager")
+    with pytest.raises(psg_fx.PsgError, match=text):
+        step(X)
+
+
+def test_attributes_of_a_tensor_inside_are_refused() -> None:
+    class Weighted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.scale = getattr(weight, "scale", 1.0)
+            return x * ctx.scale
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+            return g * ctx.scale, None
+
+    model: Any = Model(lambda m, x: Weighted.apply(m.a(x), m.b.weight)).double()
+    step = psg_fx.transform(model, lambda out: out.sum(), backend="eager")
+    before = step(X).grads["a.weight"]
+    model.b.weight.scale = 3.0
+    with pytest.raises(psg_fx.NotYetSupported, match="the custom function Weighted reads scale of a tensor"):
+        step(X)
+    del model.b.weight.scale
+    torch.testing.assert_close(step(X).grads["a.weight"], before)
