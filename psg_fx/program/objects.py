@@ -110,7 +110,8 @@ def keep_in_cache(cache: Any, keys: frozenset[Any]) -> None:
     entries = _parts_of_cache(cache)[1]
     if not keys:
         cache.cache_clear()
-    for key in set(entries) - keys if keys else ():
+        return
+    for key in set(entries) - keys:
         del entries[key]
 
 

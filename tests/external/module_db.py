@@ -133,7 +133,7 @@ class Entry:
             return {}
         model = self.module()
         if self.training and model.momentum is None:  # the number of batches is read, to average over them
-            return {"refused": "branches on values of a tensor"}
+            return {"refused": "values of a tensor"}
         return {"mixes": "its mean runs over dim"} if self.training or not model.track_running_stats else {}
 
     def is_whole_loss(self) -> bool:

@@ -176,7 +176,7 @@ def encoders() -> list[Program]:
         row("electra/pretraining-padded", "ElectraForPreTraining", {**BERT, "embedding_size": 8}, padded,
             {"labels": lambda: torch.randint(2, (B, T))}, refused="a mask picks a number of rows"),
         row("deberta-v2/classes", "DebertaV2ForSequenceClassification", {**deberta, "num_labels": 3}, padded, CLASS,
-            refused="branches on values"),
+            refused="values of a tensor"),
         row("deberta-v2/outside", "DebertaV2Model", deberta, padded),
         row("albert/mlm", "AlbertForMaskedLM", {**BERT, "embedding_size": 8}, padded, TOKENS, attention="sdpa"),
         row("modernbert/mlm", "ModernBertForMaskedLM",
@@ -351,7 +351,7 @@ def experts() -> list[Program]:
     balanced = {**mixtral, "output_router_logits": True}
     return [
         row("mixtral/eager", "MixtralForCausalLM", mixtral, padded, TOKENS, prepare=by("eager"),
-            refused="branches on values"),
+            refused="values of a tensor"),
         row("mixtral/batched", "MixtralForCausalLM", mixtral, padded, TOKENS, prepare=by("batched_mm")),
         row("mixtral/batched-outside", "MixtralForCausalLM", {**mixtral, "use_cache": False}, padded,
             prepare=by("batched_mm")),
