@@ -150,7 +150,8 @@ class Effects:
                 if _kept_by_torch(holder, key, observed):
                     observed.forget(holder.owner, key)
                     continue
-                counts = _counts(old, new) and observed.may_read(holder.owner, key)
+                known = getattr(holder.kind, key, MISSING) if old is MISSING and isinstance(key, str) else old
+                counts = _counts(known, new) and observed.may_read(holder.owner, key)
                 self.changes.append(Change(holder, key, new, counts))
                 entry, found = _repeated(self.changes[-1], observed)
                 written.append(entry)

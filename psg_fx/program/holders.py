@@ -54,6 +54,8 @@ class Holder:
     name: str
     keyed: bool = True
     owner: nn.Module | None = None
+    kind: type = object
+    """The class of the object whose attributes they are, which has others."""
 
 
 class Reached:
@@ -118,7 +120,7 @@ class Reached:
             self._array(value, name)
         else:
             self._thing(value)
-        if isinstance(value, _MAY_HAVE_OWN) and (own := attribute_dict(value)):
+        if isinstance(value, _MAY_HAVE_OWN) and (own := attribute_dict(value)) is not None:
             self._attributes(value, own, type(value).__name__)
 
     def _wait(self, held: dict[Any, Any]) -> None:
@@ -149,7 +151,7 @@ class Reached:
 
         before = read()
         owner = value if isinstance(value, nn.Module) else None
-        self.holders.append(Holder(read, write, own.__setitem__, before, label, label, owner=owner))
+        self.holders.append(Holder(read, write, own.__setitem__, before, label, label, owner=owner, kind=type(value)))
         self._wait(before)
         if is_theirs(origin_of_module(type(value).__module__)):
             self._waiting.append((type(value), ""))

@@ -305,3 +305,35 @@ def test_a_refused_call_leaves_nothing() -> None:
     assert counts == []
     assert torch.equal(tensor, ones())
     assert (array == 1).all()
+
+
+class OwnList(list[float]):
+    calls = 0
+
+
+HELD, BEHIND = OwnList([1.0]), functools.cache(lambda: [1.0])
+
+
+def in_a_module() -> float:
+    MODULE.GAIN += 1
+    return float(MODULE.GAIN)
+
+
+def in_a_list_of_its_own() -> float:
+    HELD.calls += 1
+    return float(HELD.calls)
+
+
+def behind_a_cache() -> float:
+    BEHIND().append(1.0)
+    return sum(BEHIND())
+
+
+@pytest.mark.parametrize("count", [in_a_module, in_a_list_of_its_own, behind_a_cache])
+def test_counting_is_refused(count: Callable[[], float]) -> None:
+    """And what has counted is as it was."""
+    BEHIND()
+    before = MODULE.GAIN, HELD.calls, list(BEHIND())
+    with pytest.raises(psg_fx.NotYetSupported, match="the code changes"):
+        psg_fx.transform(Scaled(lambda _: count()), F.cross_entropy, backend="eager")(X, Y)
+    assert (MODULE.GAIN, HELD.calls, list(BEHIND())) == before
