@@ -17,6 +17,10 @@ class PsgError(Exception):
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.what, self.where, self.why, self.fix))
 
+    def alone(self) -> PsgError:
+        """The error without what others have written into its text."""
+        return _rebuild(type(self), self.what, self.where, self.why, self.fix)
+
 
 def _rebuild(kind: type[PsgError], what: str, where: str, why: str, fix: str) -> PsgError:
     return kind(what, where=where, why=why, fix=fix)

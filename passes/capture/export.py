@@ -165,7 +165,7 @@ def _functional(program: nn.Module, examples: Sequence[torch.Tensor], dynamic: l
             _require_any_size(found, dynamic)
             write_out(found.graph_module)
         except PsgError as error:  # torch.fx writes the graph's own traceback into its text
-            raise type(error)(error.what, where=error.where, why=error.why, fix=error.fix) from None
+            raise error.alone() from None
         except UnsupportedOperatorException as error:
             raise without_shapes(error) from error
         except Exception as error:

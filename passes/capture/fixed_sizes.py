@@ -195,7 +195,7 @@ def _describe(gm: GraphModule, tensors: Sequence[torch.Tensor], dims: Sequence[i
         try:
             described.run(*fakes)
         except PsgError as error:  # torch.fx writes the graph's own traceback into its text
-            raise type(error)(error.what, where=error.where, why=error.why, fix=error.fix) from None
+            raise error.alone() from None
     if described.fixed is not None:
         raise _one_number(described.fixed)
     gm.recompile()

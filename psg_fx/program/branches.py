@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -11,10 +11,9 @@ from typing import Any
 import sympy
 
 from psg_fx.errors import NotYetSupported
+from psg_fx.program.code import line_of
 from psg_fx.source import is_library
 from psg_fx.torch_private.export import watching_symbols
-
-from .code import line_of
 
 
 @dataclass
@@ -37,17 +36,9 @@ def watch_the_batch_size(found: Readings) -> Iterator[None]:
 
     The loss of a sample is that of a batch of one: a graph of the other branch would compute something else.
     """
-
-    def seen(expression: Any, result: Any, frame: FrameType) -> None:
-        if is_library(frame.f_code.co_filename):
-            return
-        if isinstance(result, bool):
-            _require_alike(expression, result, frame)
-            found.branches.append(line_of(frame))
-        else:
-            found.numbers.append(line_of(frame))
-
-    with watching_symbols(seen):
+    with _watching(
+        lambda frame: found.branches.append(line_of(frame)), lambda frame: found.numbers.append(line_of(frame))
+    ):
         yield
 
 
@@ -57,17 +48,29 @@ def no_plain_batch_size() -> Iterator[None]:
     for what a capture has not run, or has as one op (backward passes, custom functions).
     """
 
+    def refuse(frame: FrameType) -> None:
+        raise NotYetSupported(
+            "the code reads the batch size as a plain number", where=line_of(frame),
+            why="the loss of a sample is that of a batch of one, and one graph holds one number only",
+            fix="use x.shape[0] itself, without int(), float() or range(), and for shapes alone",
+        )  # fmt: skip
+
+    with _watching(lambda frame: None, refuse):
+        yield
+
+
+@contextlib.contextmanager
+def _watching(branch: Callable[[FrameType], None], number: Callable[[FrameType], None]) -> Iterator[None]:
+    """Tell of the user's frames in which a size becomes a decision, the same for one sample, or a number."""
+
     def seen(expression: Any, result: Any, frame: FrameType) -> None:
         if is_library(frame.f_code.co_filename):
             return
         if isinstance(result, bool):
             _require_alike(expression, result, frame)
+            branch(frame)
         else:
-            raise NotYetSupported(
-                "the code reads the batch size as a plain number", where=line_of(frame),
-                why="the loss of a sample is that of a batch of one, and one graph holds one number only",
-                fix="use x.shape[0] itself, without int(), float() or range(), and for shapes alone",
-            )  # fmt: skip
+            number(frame)
 
     with watching_symbols(seen):
         yield

@@ -88,8 +88,9 @@ class Cache:
             known = recent[1] if recent is not None and recent[0] == key else self._found.get(key, [])
             fitting = [entry for entry in known if entry.batch_size in (None, size)]
             found = next((entry for entry in fitting if entry.guard.stands(structure)), None)
-            there = Functions()
-            found = found or next((entry for entry in fitting if entry.guard.still_means(structure, there)), None)
+            if found is None:
+                there = Functions()
+                found = next((entry for entry in fitting if entry.guard.still_means(structure, there)), None)
             if found is not None:
                 if found is not known[0]:
                     known.remove(found)
