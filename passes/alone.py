@@ -30,7 +30,7 @@ from psg_fx.program.observe import Observed
 from psg_fx.program.packed import kept_in
 from psg_fx.program.program import Program
 from psg_fx.source import locate
-from psg_fx.torch_private.modes import autocast_key
+from psg_fx.torch_private.modes import autocast_now
 
 Packed = Callable[[bool], contextlib.AbstractContextManager[Any]]
 
@@ -85,7 +85,7 @@ class Alone:
         """packed: opens what packed sequences are in a capture, with paddings as they were or trimmed (True)."""
         self.program, self.call, self.packed = program, call, packed
         self.asked = False  # whether the code has been run
-        self.casts = {kind: key[1] for kind in ("cpu", "cuda") if (key := autocast_key(kind)) is not None}
+        self.casts = autocast_now()
 
     def __call__(self, gm: GraphModule, squeezes: Sequence[Node]) -> str:
         """Refuse a graph that gives something else than the code for one sample; a note where the code does not run so.

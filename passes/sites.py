@@ -167,8 +167,10 @@ def _copy(graph: Graph, node: Node, copies: dict[Node, Any]) -> Any:
 
 
 def _transformable(call: CustomCall, node: Node) -> Callable[..., Any]:
-    values = [n.meta["val"] for n in node.args]  # type: ignore[union-attr]
-    return differentiable(call, [tuple(int(s) for s in v.shape) for v in values], [v.dtype for v in values])
+    inputs: list[Node] = list(node.args)  # type: ignore[arg-type]
+    values = [n.meta["val"] for n in inputs]
+    shapes, asked = [tuple(int(s) for s in v.shape) for v in values], [bool(fact(n).params) for n in inputs]
+    return differentiable(call, shapes, [v.dtype for v in values], asked)
 
 
 def _is_size(node: Node) -> bool:

@@ -29,19 +29,20 @@ from psg_fx.graph import facts
 from psg_fx.graph.strides import free_of_strides, refuse_strides
 from psg_fx.graph.tracing import mutates
 from psg_fx.op_table import decomposition, decompositions
-from psg_fx.ops.autograd_function import APPLY, as_one_op
+from psg_fx.ops.autograd_function import as_one_op
 from psg_fx.program.branches import Readings, watch_the_batch_size
 from psg_fx.program.code import names_of
 from psg_fx.program.effects import Written, require_same_places
 from psg_fx.program.observe import Observed
 from psg_fx.program.program import Program
 from psg_fx.program.state import IN_PLACE
+from psg_fx.torch_private.custom_functions import forward_replaced_here
 from psg_fx.torch_private.export import BackwardHookFunction, own_attributes, user_stack_traces
 from psg_fx.torch_private.fakes import UnsupportedOperatorException
 from psg_fx.torch_private.functional import Functional, functional
 from psg_fx.torch_private.graphs import traced_without_code
 from psg_fx.torch_private.ops import core_decompositions
-from psg_fx.torch_private.patching import code_replaced_here, patched_here
+from psg_fx.torch_private.patching import patched_here
 from psg_fx.torch_private.quiet import quiet
 from psg_fx.torch_private.recorded import quickly_recorded
 from psg_fx.torch_private.remembered import remembered_results
@@ -219,37 +220,47 @@ def _quiet() -> Iterator[None]:
 def _keep_custom_backward(observed: Observed) -> Iterator[None]:
     """Custom autograd functions become ops of their own: export would follow their forward and drop their backward."""
 
-    def apply(cls: type[torch.autograd.Function], *args: Any, **named: Any) -> Any:
-        if cls is CheckpointFunction:  # what is recomputed is decided after differentiation
-            block, _, *given = args
-            return block(*given)
-        if cls is BackwardHookFunction:
-            raise _hooked("a module has a backward hook", "register_full_backward_hook")
-        _require_no_attributes(cls, (*args, *named.values()))
+    def forward(cls: type[torch.autograd.Function], given: tuple[Any, ...]) -> Any:
+        _require_plain(cls, given)
         observed.functions([cls.forward, cls.backward, cls.setup_context])
         with unwatched():
-            return as_one_op(cls, args, named)
+            return as_one_op(cls, given)
+
+    def checkpointed(cls: Any, block: Any, preserve: bool, *given: Any) -> Any:
+        return block(*given)  # what is recomputed is decided after differentiation
+
+    def hooked(cls: Any, *given: Any) -> Any:
+        raise _hooked("a module has a backward hook", "register_full_backward_hook")
 
     def register_hook(tensor: torch.Tensor, hook: Any) -> Any:
         raise _hooked("the code puts a hook on a tensor's gradient", "register_hook")
 
     with (
-        code_replaced_here(APPLY, lambda _: apply),
+        forward_replaced_here(forward),
+        patched_here(CheckpointFunction, "apply", classmethod(checkpointed)),
+        patched_here(BackwardHookFunction, "apply", classmethod(hooked)),
         patched_here(torch.Tensor, "register_hook", register_hook),
     ):
         yield
 
 
-def _require_no_attributes(cls: type[torch.autograd.Function], arguments: Sequence[Any]) -> None:
-    """Refuse a function that asks for attributes that the user gave to a tensor: in the graph it has another one."""
+def _require_plain(cls: type[torch.autograd.Function], arguments: Sequence[Any]) -> None:
+    """Refuse a function that asks for what only the user's own tensors are or have: in the graph it has others."""
     codes = [f.__code__ for f in (cls.forward, cls.backward, cls.setup_context) if isinstance(f, FunctionType)]
-    asked = frozenset().union(*(names_of(code).attributes for code in codes))
+    names = [names_of(code) for code in codes]
+    asked = frozenset().union(*(n.attributes | n.read for n in names))
     for tensor in (a for a in arguments if isinstance(a, torch.Tensor)):
         if found := sorted(asked & vars(tensor).keys()):
             raise NotYetSupported(
                 f"the custom function {cls.__name__} reads {found[0]} of a tensor", where=cls.__qualname__,
                 why="it is an op of the graph, whose tensors have no attributes of their own",
                 fix="read the attribute outside, and pass its value as an argument",
+            )  # fmt: skip
+        if isinstance(tensor, nn.Parameter) and "Parameter" in asked:
+            raise NotYetSupported(
+                f"the custom function {cls.__name__} asks whether a tensor is a Parameter", where=cls.__qualname__,
+                why="it is an op of the graph, whose tensors are all alike",
+                fix="ask outside, and pass the answer as an argument",
             )  # fmt: skip
 
 

@@ -39,7 +39,9 @@ class _Tapped(Interpreter):
         self.seen: dict[str, tuple[dict[str, torch.Tensor], list[torch.Tensor]]] = {}
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return super().call_function(custom_call(target) or known(target).under_autograd or target, args, kwargs)
+        own = custom_call(target)
+        with_backward = own.under_autograd if own else known(target).under_autograd
+        return super().call_function(with_backward or target, args, kwargs)
 
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)

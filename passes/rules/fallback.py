@@ -74,7 +74,8 @@ def _target(site: Site) -> Any:
     if call is None:
         return known(site.target).formula or site.target
     shapes = [tuple(int(s.subs(site.batch, 1)) for s in v.shape) for v in site.args]
-    return differentiable(call, shapes, [v.dtype for v in site.args])
+    asked = [any(o.value is v for o in site.operands) for v in site.args]
+    return differentiable(call, shapes, [v.dtype for v in site.args], asked)
 
 
 def _numbers_of_samples(site: Site) -> Value | None:

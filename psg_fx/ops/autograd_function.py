@@ -11,7 +11,6 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -26,29 +25,49 @@ from psg_fx.graph.same_op import draws
 from psg_fx.graph.strides import free_of_strides
 from psg_fx.graph.tracing import trace
 from psg_fx.ops.define import define_function
-from psg_fx.torch_private.modes import no_modes, not_recorded
-from psg_fx.torch_private.patching import as_it_is, code_replaced_here
+from psg_fx.torch_private.custom_functions import apply
+from psg_fx.torch_private.modes import autocast_now, autocast_unseen, no_modes, not_recorded
+from psg_fx.torch_private.patching import code_replaced_here
 
-APPLY: FunctionType = vars(Function)["apply"].__func__
-"""The method of all of them, whose code is replaced while a model is captured."""
-_APPLY = as_it_is(APPLY)
 _CALLS: dict[Any, CustomCall] = {}
 
 
 @dataclass(frozen=True)
 class CustomCall:
-    """A call of a custom function: arguments that are no tensors are fixed, `call(*tensors)` fills in the others."""
+    """A call of a custom function: arguments that are no tensors are fixed, `call(*tensors)` fills in the others.
+
+    needs: which of the tensors require a gradient in the program (`ctx.needs_input_grad`).  casts: its autocast.
+    """
 
     function: type[Function]
     constants: tuple[tuple[int, Any], ...]
     spec: pytree.TreeSpec
-    tensors: int
+    needs: tuple[bool, ...]
+    casts: Mapping[str, torch.dtype]
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
+        """Its result: a tensor, or a tuple of several."""
+        result = self.result(tensors)
+        found = [v for v in (result if isinstance(result, tuple) else [result]) if isinstance(v, torch.Tensor)]
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def result(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Its result as it returns it."""
+        with autocast_unseen(self.casts):
+            return apply(self.function, *self._filled(tensors))
+
+    def under_autograd(self, *tensors: torch.Tensor) -> Any:
+        """`call(*tensors)` where the parameters among them, which do not require gradients here, are said to."""
+        return self(*(t.detach().requires_grad_() if n and not t.requires_grad else t
+                      for n, t in zip(self.needs, tensors, strict=True)))  # fmt: skip
+
+    def _filled(self, tensors: Sequence[Any]) -> list[Any]:
         fixed, rest = dict(self.constants), iter(tensors)
-        count = len(fixed) + self.tensors
-        args, named = pytree.tree_unflatten([fixed[i] if i in fixed else next(rest) for i in range(count)], self.spec)
-        return _APPLY(self.function, *args, **named)
+        count = len(fixed) + len(self.needs)
+        args: list[Any] = pytree.tree_unflatten(
+            [fixed[i] if i in fixed else next(rest) for i in range(count)], self.spec
+        )
+        return args
 
     @property
     def name(self) -> str:
@@ -58,7 +77,7 @@ class CustomCall:
     @property
     def fixed(self) -> tuple[Any, ...]:
         """What is not a tensor: the function, and its arguments with their places."""
-        return (self.function, self.spec, self.tensors, *itertools.chain(*self.constants))
+        return (self.function, self.spec, self.needs, *itertools.chain(*self.constants, *self.casts.items()))
 
     def refusal(self, why: str, fix: str = "write the function with ordinary differentiable ops") -> NotYetSupported:
         """The error for a function that cannot be part of a graph."""
@@ -74,36 +93,58 @@ def custom_call(target: Any) -> CustomCall | None:
     return _CALLS.get(target)
 
 
-def as_one_op(function: type[Function], args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-    """`function.apply(*args, **named)` as one op, which a tracer records as it is."""
-    flat, spec = pytree.tree_flatten((args, dict(named)))
+def as_one_op(function: type[Function], args: Sequence[Any]) -> Any:
+    """`function.apply(*args)` as one op, which a tracer records as it is."""
+    flat, spec = pytree.tree_flatten(list(args))
     constants = tuple((i, v) for i, v in enumerate(flat) if not isinstance(v, torch.Tensor))
     tensors = [v for v in flat if isinstance(v, torch.Tensor)]
-    call = CustomCall(function, constants, spec, len(tensors))
-    if any(isinstance(v, torch.SymInt | torch.SymFloat | torch.SymBool) for _, v in constants):
+    needs = tuple(t.requires_grad and is_differentiable(t) for t in tensors)
+    call = CustomCall(function, constants, spec, needs, autocast_now())
+    if any(isinstance(v, _SYMBOLS) for _, v in constants):
         raise call.refusal("the batch size is one of its arguments", "let it read the size of a tensor: x.shape[0]")
-    op = _define(call, tensors)
+    result = _first_result(call, tensors)
+    outputs = list(result) if isinstance(result, tuple) else [result]
+    _check_outputs(call, outputs)
+    count = sum(isinstance(v, torch.Tensor) for v in outputs)
+    op = define_function(call.name, len(tensors), _schema(count), lambda *given: _forward(call, given))
     _CALLS[op] = call
-    return op(*tensors)
+    made = op(*tensors)
+    rest = iter([made] if count == 1 else made)
+    found = tuple(next(rest) if isinstance(v, torch.Tensor) else v for v in outputs)
+    return found if isinstance(result, tuple) else found[0]
 
 
-def _define(call: CustomCall, tensors: Sequence[torch.Tensor]) -> Any:
-    """A new op `psg_fx_functions::name_k(Tensor, ..) -> Tensor or (Tensor, ..)`."""
+def _check_outputs(call: CustomCall, outputs: Sequence[Any]) -> None:
+    for value in outputs:
+        inside = [] if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
+        if any(isinstance(v, torch.Tensor) for v in inside):
+            raise call.refusal("it returns a tensor within something else", "return all tensors in one tuple")
+        if any(isinstance(v, _SYMBOLS) for v in inside):
+            raise call.refusal("it returns the batch size", "take it of a tensor, outside: x.shape[0]")
+    if not any(isinstance(v, torch.Tensor) for v in outputs):
+        raise call.refusal("it returns no tensor")
 
-    def forward(*given: torch.Tensor) -> Any:
-        with torch.no_grad():
-            return pytree.tree_map_only(torch.Tensor, lambda t: t.clone() if _is_any(t, given) else t, call(*given))
 
-    with not_recorded():  # a tensor that forward makes of a number is fake, like those it is given
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def _schema(count: int) -> str:
+    return "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
+
+
+def _first_result(call: CustomCall, tensors: Sequence[torch.Tensor]) -> Any:
+    with not_recorded(), torch.no_grad():  # a tensor that forward makes of a number is fake, like those it is given
         versions = [t._version for t in tensors]
-        result = forward(*tensors)
+        result = call.result(tensors)
         if versions != [t._version for t in tensors]:
             raise call.refusal("it writes into its input")
-    several = isinstance(result, (tuple, list))
-    if not all(isinstance(r, torch.Tensor) for r in (result if several else [result])):
-        raise call.refusal("it returns something that is not a tensor")
-    outputs = f"({', '.join(['Tensor'] * len(result))})" if several else "Tensor"
-    return define_function(call.name, len(tensors), outputs, forward)
+    return result
+
+
+def _forward(call: CustomCall, given: Sequence[torch.Tensor]) -> Any:
+    """What the op `psg_fx_functions::name_k(Tensor, ..) -> Tensor or (Tensor, ..)` computes."""
+    with torch.no_grad():
+        return pytree.tree_map_only(torch.Tensor, lambda t: t.clone() if _is_any(t, given) else t, call(*given))
 
 
 def _is_any(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
@@ -124,8 +165,8 @@ def backward_graph(
     call: CustomCall, values: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor], wanted: Sequence[int]
 ) -> GraphModule:
     """(inputs.., cotangents..) -> the gradients of the inputs `wanted`, on fake tensors, in plain ops."""
-    backward = _backward(call, len(values))
-    places = [sum(map(is_differentiable, values[:i])) for i in wanted]
+    needs = [i in wanted or (need and is_differentiable(values[i])) for i, need in enumerate(call.needs)]
+    backward, places = _backward(call, needs), [sum(needs[:i]) for i in wanted]
 
     def some(*args: torch.Tensor) -> list[torch.Tensor]:
         found = backward(*args)
@@ -138,7 +179,12 @@ def backward_graph(
             raise
         raise call.refusal("its backward writes into a tensor from outside, such as .grad", _BY_RETURN) from error
     traced.graph.eliminate_dead_code()
+    if any(n.args[0].op == "placeholder" for n in traced.graph.find_nodes(op="call_function", target=_COPY)):
+        raise call.refusal("its backward writes into a tensor that it is given", "let it return new ones")
     return traced
+
+
+_COPY = torch.ops.aten.copy_.default
 
 
 @contextlib.contextmanager
@@ -155,13 +201,13 @@ def _without_backward(call: CustomCall) -> Iterator[None]:
 _BY_RETURN = "give it the parameters as arguments, and return their gradients (torch.autograd.grad computes some)"
 
 
-def _backward(call: CustomCall, count: int) -> Callable[..., list[torch.Tensor]]:
+def _backward(call: CustomCall, needs: Sequence[bool]) -> Callable[..., list[torch.Tensor]]:
     def backward(*args: torch.Tensor) -> list[torch.Tensor]:
-        """The gradient of each input that can have one."""
-        inputs = [t.detach().requires_grad_(is_differentiable(t)) for t in args[:count]]
+        """(inputs.., cotangents..) -> the gradient of each input that needs one."""
+        inputs = [t.detach().requires_grad_(need) for t, need in zip(args, needs, strict=False)]
         with torch.enable_grad():
             outputs = _list(call(*inputs))
-        pairs = [(o, g) for o, g in zip(outputs, args[count:], strict=True) if o.requires_grad]
+        pairs = [(o, g) for o, g in zip(outputs, args[len(needs) :], strict=True) if o.requires_grad]
         wanted = [t for t in inputs if t.requires_grad]
         if not pairs or not wanted:
             return [torch.zeros_like(t) for t in wanted]
@@ -177,18 +223,23 @@ def _list(result: Any) -> list[torch.Tensor]:
 
 
 def differentiable(
-    call: CustomCall, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]
+    call: CustomCall, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], parameters: Sequence[bool]
 ) -> Callable[..., Any]:
-    """The call for inputs of these shapes as a function that `torch.func` and `vmap` understand."""
+    """The call for inputs of these shapes as a function that `torch.func` and `vmap` understand.
+
+    parameters: which inputs gradients are asked for.
+    """
     with no_modes():
         inputs = [torch.zeros(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+        needs = [
+            (n or asked) and is_differentiable(t) for n, asked, t in zip(call.needs, parameters, inputs, strict=True)
+        ]
         forward = free_of_strides(make_fx(lambda *t: _list(call(*t)), tracing_mode="fake")(*inputs))
         outputs = forward(*inputs)
-        backward = free_of_strides(make_fx(_backward(call, len(inputs)), tracing_mode="fake")(*inputs, *outputs))
+        backward = free_of_strides(make_fx(_backward(call, needs), tracing_mode="fake")(*inputs, *outputs))
     for node in (*forward.graph.nodes, *backward.graph.nodes):
         if draws(node):
             raise call.refusal("it draws random numbers, and a parameter is among its arguments")
-    has_gradient = [is_differentiable(t) for t in inputs]
 
     class Traced(Function):
         generate_vmap_rule = True
@@ -204,10 +255,10 @@ def differentiable(
         @staticmethod
         def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             found = iter(backward(*ctx.saved_tensors, *cotangents))
-            return tuple(next(found) if has else None for has in has_gradient)
+            return tuple(next(found) if need else None for need in needs)
 
     def run(*given: torch.Tensor) -> Any:
-        results = _APPLY(Traced, *given)
+        results = apply(Traced, *given)
         return results if len(results) > 1 else results[0]
 
     return run

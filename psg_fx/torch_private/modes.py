@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,19 @@ class no_grad:
 
     def __exit__(self, *_: object) -> None:
         torch._C._set_grad_enabled(self._before)
+
+
+@contextlib.contextmanager
+def grad_mode_unseen(enabled: bool) -> Iterator[None]:
+    """`torch.set_grad_enabled(enabled)` that no mode of functions sees: no trace records it."""
+    before = torch.is_grad_enabled()
+    with without_functions():
+        torch._C._set_grad_enabled(enabled)
+    try:
+        yield
+    finally:
+        with without_functions():
+            torch._C._set_grad_enabled(before)
 
 
 is_transformed: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
@@ -130,6 +143,32 @@ def autocast_key(device_type: str) -> tuple[bool, torch.dtype] | None:
     if not torch.is_autocast_enabled(device_type):
         return None
     return True, torch.get_autocast_dtype(device_type)
+
+
+def autocast_now() -> dict[str, torch.dtype]:
+    """Of each type of device with autocast, what it casts to."""
+    return {kind: torch.get_autocast_dtype(kind) for kind in _CAST if torch.is_autocast_enabled(kind)}
+
+
+@contextlib.contextmanager
+def autocast_unseen(dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
+    """Autocast of these types of devices to these dtypes, and of no others, that no mode of functions sees."""
+    before = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _CAST}
+    cached = torch.is_autocast_cache_enabled()
+    try:
+        torch.set_autocast_cache_enabled(False)
+        for kind in _CAST:
+            torch.set_autocast_enabled(kind, kind in dtypes)
+            torch.set_autocast_dtype(kind, dtypes.get(kind, before[kind][1]))
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+        for kind, (enabled, dtype) in before.items():
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+
+
+_CAST = ("cpu", "cuda")
 
 
 def tensor_guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:

@@ -59,6 +59,36 @@ class InPlace(Function):
         return 2.0 * g
 
 
+class InPlaceBackward(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g.mul_(2)
+
+
+class Nested(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, other: Any) -> Any:
+        return [x.sin()] if other == "list" else (x.sin(), x.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor, None]:
+        return g, None
+
+
+class AsksForParameters(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        return x * 2 if isinstance(w, nn.Parameter) else x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g, None
+
+
 class NoisyWeight(Function):
     @staticmethod
     def forward(ctx: Any, w: Tensor) -> Tensor:
@@ -168,6 +198,16 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], type[Exception], str]]
         lambda m, x: SumAndProduct.apply(m.a(x), m.b(x), int(x.shape[0]))[1], NotYetSupported, "is another one for ano",
     ),
     "in place": (lambda m, x: InPlace.apply(m.a(x)), NotYetSupported, "InPlace is not supported.*writes into its"),
+    "a backward in place": (
+        lambda m, x: InPlaceBackward.apply(m.a(x)), NotYetSupported, "writes into a tensor that it is given",
+    ),
+    "a list": (lambda m, x: Nested.apply(m.a(x), "list")[0], NotYetSupported, "returns a tensor within something"),
+    "the batch size as a result": (
+        lambda m, x: Nested.apply(m.a(x), "size")[0], NotYetSupported, "it returns the batch size",
+    ),
+    "a question for the kind of a tensor": (
+        lambda m, x: AsksForParameters.apply(m.a(x), m.b.weight), NotYetSupported, "asks whether a tensor is a Parame",
+    ),
     "noise on a weight": (
         lambda m, x: F.linear(x, NoisyWeight.apply(m.a.weight)), NotYetSupported, "draws random numbers",
     ),

@@ -109,6 +109,54 @@ class Sized(Function):
         return ctx.backward_of(g, g.shape[0]), None, None
 
 
+class Wanted(Function):
+    """x · wᵀ, with gradients that depend on which of them are wanted."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w.T
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, w = ctx.saved_tensors
+        of_x, of_w = ctx.needs_input_grad
+        return (
+            (2.0 if of_w else 1.0) * g @ w if of_x else None,
+            (3.0 if of_x else 1.0) * g.flatten(0, -2).T @ x.flatten(0, -2) if of_w else None,
+        )
+
+
+class ByOwnApply(Function):
+    """An `apply` of its own, and results that are no tensors."""
+
+    @classmethod
+    def apply(cls, x: Tensor, scale: float = 2.0) -> Tensor:
+        half, found, (name, size) = super().apply(x, scale)
+        assert (half, name, size) == (0.5 * scale, "scaled", x.shape[-1])
+        return found  # type: ignore[no-any-return]
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> tuple[float, Tensor, tuple[str, int]]:
+        return 0.5 * scale, scale * x.sin(), ("scaled", x.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, _: None, g: Tensor, *others: None) -> tuple[Tensor, None]:
+        return 5 * g, None
+
+
+class OneOfOne(Function):
+    """A tuple with one tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor]:
+        return (2 * x,)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return 3 * g
+
+
 scaled = Scaled.apply
 
 
