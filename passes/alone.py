@@ -26,7 +26,7 @@ from psg_fx.errors import NotYetSupported
 from psg_fx.graph import facts
 from psg_fx.graph.strides import laid_out_as_read
 from psg_fx.program.call import Call
-from psg_fx.program.observe import Observed
+from psg_fx.program.observed import Observed
 from psg_fx.program.packed import kept_in
 from psg_fx.program.program import Program
 from psg_fx.source import locate

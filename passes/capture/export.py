@@ -8,41 +8,30 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.export import Dim
 from torch.export.graph_signature import InputKind
-from torch.fx import GraphModule
-from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import CheckpointFunction
 
-from psg_fx.errors import CaptureFailed, NotYetSupported, PsgError
+from psg_fx.errors import CaptureFailed, PsgError
 from psg_fx.graph import facts
 from psg_fx.graph.strides import free_of_strides, refuse_strides
-from psg_fx.graph.tracing import mutates
 from psg_fx.op_table import decomposition, decompositions
-from psg_fx.ops.autograd_function import as_one_op
 from psg_fx.program.branches import Readings, watch_the_batch_size
-from psg_fx.program.code import names_of
 from psg_fx.program.effects import Written, require_same_places
-from psg_fx.program.observe import Observed
+from psg_fx.program.observed import Observed
 from psg_fx.program.program import Program
 from psg_fx.program.state import IN_PLACE
-from psg_fx.torch_private.custom_functions import forward_replaced_here
-from psg_fx.torch_private.export import BackwardHookFunction, own_attributes, user_stack_traces
+from psg_fx.torch_private.export import own_attributes, user_stack_traces
 from psg_fx.torch_private.fakes import UnsupportedOperatorException
 from psg_fx.torch_private.functional import Functional, functional
 from psg_fx.torch_private.graphs import traced_without_code
 from psg_fx.torch_private.ops import core_decompositions
-from psg_fx.torch_private.patching import patched_here
 from psg_fx.torch_private.quiet import quiet
 from psg_fx.torch_private.recorded import quickly_recorded
 from psg_fx.torch_private.remembered import remembered_results
@@ -51,12 +40,14 @@ from psg_fx.torch_private.tracer import without_tensor_meta
 from . import losses, parts, quantised, recurrent_layers, rewrites, solves  # noqa: F401  (they say what ops are written as)
 from .constants import constants_that_follow
 from .copies import writes_a_copy
+from .custom_backward import keep_custom_backward
 from .fixed_sizes import join, values_of
+from .no_grad import detach_no_grad_regions
 from .own_gradients import write_out
 from .reasons import NOT_ONE_GRAPH, capture_failed, failure_at, without_shapes
 from .rewrites import rewritten
 from .unbound import select_what_is_written
-from .writes import seen_by_autograd, unwatched
+from .writes import seen_by_autograd
 
 aten = torch.ops.aten
 MakeExample = Callable[[int], Sequence[torch.Tensor]]
@@ -93,7 +84,7 @@ def export(
     dynamic: list[dict[int, Any]] = [{} if d is None else {d: batch} for d in dims]
     dynamic = [{place[0]: axes[place[1]]} if place else d for d, place in itertools.zip_longest(dynamic, rows)]
     readings = Readings()
-    with _keep_custom_backward(observed):
+    with keep_custom_backward(observed):
         try:
             with watch_the_batch_size(readings):
                 return _functional(program, example(sizes[0]), dynamic)
@@ -214,116 +205,3 @@ def _quiet() -> Iterator[None]:
         warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export", UserWarning)
         warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec.` is deprecated", FutureWarning)
         yield
-
-
-@contextlib.contextmanager
-def _keep_custom_backward(observed: Observed) -> Iterator[None]:
-    """Custom autograd functions become ops of their own: export would follow their forward and drop their backward."""
-
-    def forward(cls: type[torch.autograd.Function], given: tuple[Any, ...]) -> Any:
-        _require_plain(cls, given)
-        observed.functions([cls.forward, cls.backward, cls.setup_context])
-        with unwatched():
-            return as_one_op(cls, given)
-
-    def checkpointed(cls: Any, block: Any, preserve: bool, *given: Any) -> Any:
-        return block(*given)  # what is recomputed is decided after differentiation
-
-    def hooked(cls: Any, *given: Any) -> Any:
-        raise _hooked("a module has a backward hook", "register_full_backward_hook")
-
-    def register_hook(tensor: torch.Tensor, hook: Any) -> Any:
-        raise _hooked("the code puts a hook on a tensor's gradient", "register_hook")
-
-    with (
-        forward_replaced_here(forward),
-        patched_here(CheckpointFunction, "apply", classmethod(checkpointed)),
-        patched_here(BackwardHookFunction, "apply", classmethod(hooked)),
-        patched_here(torch.Tensor, "register_hook", register_hook),
-    ):
-        yield
-
-
-def _require_plain(cls: type[torch.autograd.Function], arguments: Sequence[Any]) -> None:
-    """Refuse a function that asks for what only the user's own tensors are or have: in the graph it has others."""
-    codes = [f.__code__ for f in (cls.forward, cls.backward, cls.setup_context) if isinstance(f, FunctionType)]
-    names = [names_of(code) for code in codes]
-    asked = frozenset().union(*(n.attributes | n.read for n in names))
-    for tensor in (a for a in arguments if isinstance(a, torch.Tensor)):
-        if found := sorted(asked & vars(tensor).keys()):
-            raise NotYetSupported(
-                f"the custom function {cls.__name__} reads {found[0]} of a tensor", where=cls.__qualname__,
-                why="it is an op of the graph, whose tensors have no attributes of their own",
-                fix="read the attribute outside, and pass its value as an argument",
-            )  # fmt: skip
-        if isinstance(tensor, nn.Parameter) and "Parameter" in asked:
-            raise NotYetSupported(
-                f"the custom function {cls.__name__} asks whether a tensor is a Parameter", where=cls.__qualname__,
-                why="it is an op of the graph, whose tensors are all alike",
-                fix="ask outside, and pass the answer as an argument",
-            )  # fmt: skip
-
-
-def _hooked(what: str, where: str) -> NotYetSupported:
-    return NotYetSupported(
-        what, where=where, why="a captured graph has no hooks, and one may change the gradient",
-        fix="remove it, or write what it does to the gradient as a custom autograd.Function",
-    )  # fmt: skip
-
-
-def detach_no_grad_regions(gm: GraphModule) -> None:
-    """`with torch.no_grad():` regions arrive as sub-graphs.  Detach what leaves them, so that differentiation stops
-    there as the user asked, and put them inline: decomposition would, and lose their lines.
-    """
-    for node in list(gm.graph.nodes):
-        if node.op != "call_function" or node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled:
-            continue
-        enabled, region = node.args[0], getattr(gm, node.args[1].target)
-        detach_no_grad_regions(region)
-        if not enabled:
-            for inner in region.graph.nodes:
-                _write_detached(inner)
-            output = region.graph.output_node()
-            with region.graph.inserting_before(output):
-                values = pytree.tree_map_only(torch.fx.Node, partial(_detached, region.graph), output.args[0])
-            output.args = (values,)
-            region.recompile()
-        _inline(gm, node, region)
-
-
-def _inline(gm: GraphModule, node: torch.fx.Node, region: GraphModule) -> None:
-    """A region's nodes in the place of the one that calls it; unless it has modules of its own."""
-    if region.graph.find_nodes(op="get_attr") or any(user.target is not operator.getitem for user in node.users):
-        return
-    operands = dict(zip(region.graph.find_nodes(op="placeholder"), node.args[2:], strict=True))
-    with gm.graph.inserting_before(node):
-        results: Any = gm.graph.graph_copy(region.graph, operands)
-    for user in list(node.users):
-        user.replace_all_uses_with(results[user.args[1]])
-        gm.graph.erase_node(user)
-    gm.graph.erase_node(node)
-    gm.recompile()
-
-
-def _write_detached(node: torch.fx.Node) -> None:
-    """What a node of such a region writes has no gradient either, and not only what the region returns: in
-    `with torch.no_grad(): target[:, 0] = h`, the target is a tensor from outside.
-    """
-    if not mutates(node):
-        return
-    op: Any = node.target
-    arguments = op._schema.arguments
-    written = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
-    with node.graph.inserting_before(node):
-        read = partial(pytree.tree_map_only, torch.fx.Node, partial(_detached, node.graph))
-        node.args = tuple(v if w else read(v) for v, w in zip(node.args, written, strict=False))
-        named = {a.name: w for a, w in zip(arguments, written, strict=True)}
-        node.kwargs = {name: v if named[name] else read(v) for name, v in node.kwargs.items()}
-
-
-def _detached(graph: torch.fx.Graph, value: torch.fx.Node) -> torch.fx.Node:
-    if not isinstance(value.meta.get("val"), torch.Tensor):
-        return value
-    node = graph.call_function(aten.detach.default, (value,))
-    node.meta = {key: said for key, said in value.meta.items() if key != "unbacked_bindings"}
-    return node

@@ -11,8 +11,9 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from psg_fx.program.guard import Guard, Structure
+from psg_fx.program.guard import Guard
 from psg_fx.program.objects import Functions
+from psg_fx.program.structure import Structure
 from psg_fx.source import warn
 
 MOST = 64

@@ -25,7 +25,7 @@ from psg_fx.program.asked import changing
 from psg_fx.program.code import line_naming, names_of
 from psg_fx.program.holders import Holder, Reached, drawn
 from psg_fx.program.objects import MISSING, keep_in_cache, put_into_cache, take_tensors_from_cache
-from psg_fx.program.observe import Observed
+from psg_fx.program.observed import Observed
 from psg_fx.program.packed import is_packed
 
 _RESULT = object()

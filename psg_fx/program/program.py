@@ -15,7 +15,8 @@ from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.program.assumptions import Assumption, assuming
 from psg_fx.program.call import Call
 from psg_fx.program.effects import Change, Effects, Written
-from psg_fx.program.observe import Observed, observing
+from psg_fx.program.observe import observing
+from psg_fx.program.observed import Observed
 from psg_fx.program.packed import is_packed
 from psg_fx.program.stand_ins import StandIns
 

@@ -46,7 +46,7 @@ from psg_fx.program.objects import (
     slot,
     slots_of,
 )
-from psg_fx.program.observe import Observed
+from psg_fx.program.observed import Observed
 from psg_fx.program.values import Same
 from psg_fx.program.walk_code import ASKING, CodeWalk, Place
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from psg_fx.program.code import Origin, is_theirs, names_of, origin_of, origin_of_code, origin_of_module
 from psg_fx.program.objects import MISSING, contents, functions_of
-from psg_fx.program.observe import Observed
+from psg_fx.program.observed import Observed
 from psg_fx.program.values import Same
 
 Place = tuple[dict[Any, Any], Any]

@@ -27,10 +27,11 @@ from psg_fx.program.ambient import ambient_key, isolated
 from psg_fx.program.apart import Apart
 from psg_fx.program.call import Call
 from psg_fx.program.captured import Cache, Captured, Key
-from psg_fx.program.guard import Guard, Structure
+from psg_fx.program.guard import Guard
 from psg_fx.program.key import call_key
 from psg_fx.program.program import Program
 from psg_fx.program.state import IN_PLACE, Tracked, refuse_hooks, tracked_parameters
+from psg_fx.program.structure import Structure
 from psg_fx.source import warn
 from psg_fx.step import copies, own_code
 from psg_fx.step.mistakes import check_tensors

@@ -1,0 +1,77 @@
+"""The user's own backward passes: those of custom functions are kept, hooks on gradients are refused."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointFunction
+
+from psg_fx.errors import NotYetSupported
+from psg_fx.ops.autograd_function import as_one_op
+from psg_fx.program.code import names_of
+from psg_fx.program.observed import Observed
+from psg_fx.torch_private.custom_functions import forward_replaced_here
+from psg_fx.torch_private.export import BackwardHookFunction
+from psg_fx.torch_private.patching import patched_here
+
+from .writes import unwatched
+
+
+@contextlib.contextmanager
+def keep_custom_backward(observed: Observed) -> Iterator[None]:
+    """Custom autograd functions become ops of their own: export would follow their forward and drop their backward."""
+
+    def forward(cls: type[torch.autograd.Function], given: tuple[Any, ...]) -> Any:
+        _require_plain(cls, given)
+        observed.functions([cls.forward, cls.backward, cls.setup_context])
+        with unwatched():
+            return as_one_op(cls, given)
+
+    def checkpointed(cls: Any, block: Any, preserve: bool, *given: Any) -> Any:
+        return block(*given)  # what is recomputed is decided after differentiation
+
+    def hooked(cls: Any, *given: Any) -> Any:
+        raise _hooked("a module has a backward hook", "register_full_backward_hook")
+
+    def register_hook(tensor: torch.Tensor, hook: Any) -> Any:
+        raise _hooked("the code puts a hook on a tensor's gradient", "register_hook")
+
+    with (
+        forward_replaced_here(forward),
+        patched_here(CheckpointFunction, "apply", classmethod(checkpointed)),
+        patched_here(BackwardHookFunction, "apply", classmethod(hooked)),
+        patched_here(torch.Tensor, "register_hook", register_hook),
+    ):
+        yield
+
+
+def _require_plain(cls: type[torch.autograd.Function], arguments: Sequence[Any]) -> None:
+    """Refuse a function that asks for what only the user's own tensors are or have: in the graph it has others."""
+    codes = [f.__code__ for f in (cls.forward, cls.backward, cls.setup_context) if isinstance(f, FunctionType)]
+    names = [names_of(code) for code in codes]
+    asked = frozenset().union(*(n.attributes | n.read for n in names))
+    for tensor in (a for a in arguments if isinstance(a, torch.Tensor)):
+        if found := sorted(asked & vars(tensor).keys()):
+            raise NotYetSupported(
+                f"the custom function {cls.__name__} reads {found[0]} of a tensor", where=cls.__qualname__,
+                why="it is an op of the graph, whose tensors have no attributes of their own",
+                fix="read the attribute outside, and pass its value as an argument",
+            )  # fmt: skip
+        if isinstance(tensor, nn.Parameter) and "Parameter" in asked:
+            raise NotYetSupported(
+                f"the custom function {cls.__name__} asks whether a tensor is a Parameter", where=cls.__qualname__,
+                why="it is an op of the graph, whose tensors are all alike",
+                fix="ask outside, and pass the answer as an argument",
+            )  # fmt: skip
+
+
+def _hooked(what: str, where: str) -> NotYetSupported:
+    return NotYetSupported(
+        what, where=where, why="a captured graph has no hooks, and one may change the gradient",
+        fix="remove it, or write what it does to the gradient as a custom autograd.Function",
+    )  # fmt: skip

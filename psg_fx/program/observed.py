@@ -1,0 +1,93 @@
+"""What was seen of code while it was captured: `observe` fills it in, `walk` follows what it names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any
+
+from torch import nn
+
+from psg_fx.errors import NotYetSupported
+from psg_fx.program.code import is_theirs, names_of, origin_of_code
+from psg_fx.program.values import Same
+
+
+@dataclass
+class Observed:
+    """What was seen: attributes read of modules (by their identity); the code of the user or of packages that ran, with
+    its globals; tensors whose values Python looked at.  hidden: modules of psg_fx around the user's, which do not
+    count.
+    """
+
+    reads: dict[int, tuple[nn.Module, dict[str, None]]] = field(default_factory=dict)
+    code: dict[CodeType, dict[str, Any]] = field(default_factory=dict)
+    values: dict[Same, None] = field(default_factory=dict)
+    kept: dict[Same, tuple[Any, ...]] = field(default_factory=dict)
+    """Caches of functions, and what they held for this capture."""
+    cached: set[CodeType] = field(default_factory=set)
+    """Of this code, that of functions which did not run, since a cache had their results."""
+    hidden: tuple[nn.Module, ...] = ()
+    refusal: NotYetSupported | None = None
+    made: dict[int, set[str]] = field(default_factory=dict)
+    """Attributes of modules that the code has set in this run before it read them: what they were does not count."""
+    born: dict[int, nn.Module] = field(default_factory=dict)
+    """Modules that the code has made in this run, as `nn.NLLLoss(weight)(output, y)` does: nothing of them counts."""
+
+    def sets(self, module: nn.Module, name: str) -> None:
+        """An attribute of a module is set."""
+        if name not in self.reads.get(id(module), (module, ()))[1]:
+            self.made.setdefault(id(module), set()).add(name)
+
+    def read(self, module: nn.Module, name: str) -> None:
+        """An attribute of a module is read."""
+        if name in self.made.get(id(module), ()) or id(module) in self.born:
+            return
+        known = self.reads.get(id(module))
+        if known is None:
+            if any(module is m for m in self.hidden):
+                return
+            known = self.reads[id(module)] = (module, {})
+        known[1].setdefault(name)
+
+    def forget(self, module: nn.Module | None, name: str) -> None:
+        """An attribute does not count."""
+        if id(module) in self.reads:
+            self.reads[id(module)][1].pop(name, None)
+
+    def may_read(self, module: nn.Module | None, name: str) -> bool:
+        """Whether an attribute may have been read: of objects that are no modules, this is not known."""
+        return module is None or id(module) not in self.reads or name in self.reads[id(module)][1]
+
+    def functions(self, functions: Sequence[Callable[..., Any]]) -> None:
+        """Functions that run where no observer sees them, such as the backward of a custom function."""
+        for function in functions:
+            code, known = getattr(function, "__code__", None), getattr(function, "__globals__", {})
+            if code is not None and is_theirs(origin_of_code(code, known)):
+                self.code.setdefault(code, known)
+
+    def answered(self, function: Callable[..., Any]) -> None:
+        """A function that did not run, since a cache had its result: what it may have read counts, and what functions
+        that it names may have.
+        """
+        waiting: list[Any] = [function]
+        while waiting:
+            each = waiting.pop()
+            code, known = getattr(each, "__code__", None), getattr(each, "__globals__", {})
+            if code is None or code in self.code or not is_theirs(origin_of_code(code, known)):
+                continue
+            self.code[code] = known
+            self.cached.add(code)
+            names = names_of(code)
+            waiting += [known[name] for name in names.read & set(known)]
+            for module, read in self.reads.values():
+                read.update(dict.fromkeys(names.attributes & set(module.__dict__)))
+
+    def named(self, code: CodeType) -> Any:
+        """What is found under the qualified name of a function that ran: the function itself, or a wrapper of it."""
+        first, *rest = code.co_qualname.split(".")
+        found = self.code[code].get(first)
+        for name in rest:
+            found = getattr(found, "__dict__", {}).get(name)
+        return found

@@ -1,0 +1,114 @@
+"""Calls of torch while code is captured: what they are given, and the values of tensors that they say."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from types import FrameType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from psg_fx.errors import NotYetSupported
+from psg_fx.program.code import Origin, origin, source
+from psg_fx.program.flags import Flags
+from psg_fx.program.observed import Observed
+from psg_fx.program.stand_ins import StandIns
+from psg_fx.program.values import Same
+from psg_fx.torch_private.modes import GRAD_OF_TENSOR, no_modes, without_functions
+
+
+class TorchCalls(TorchFunctionMode):
+    """Nothing is observed inside torch's own functions, which saves most of the time; reads of values are noted, of
+    tensors that the code holds and of what is computed from them.
+    """
+
+    def __init__(self, profile: Any, found: Observed, stand_ins: StandIns) -> None:
+        super().__init__()
+        self.profile, self.found, self.stand_ins = profile, found, stand_ins
+        self.made_of = WeakIdKeyDictionary()
+        self.flags = Flags(stand_ins)
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func == GRAD_OF_TENSOR and origin(sys._getframe(1).f_code.co_filename) is Origin.USER:
+            self._refuse_gradient(args[0], sys._getframe(1))
+        if not any(isinstance(v, _CALLED) for v in (*args, *kwargs.values())):
+            sys.setprofile(None)  # else it calls a function of the user's, as a loss does with a distance
+        try:
+            if (decided := self.flags.answer(func, args)) is not None:
+                self.found.values.update(dict.fromkeys(decided[1]))
+                return decided[0]
+            if func in _INDEXING and len(args) > 1:
+                args = (args[0], self._indexed(args[1]), *args[2:])
+            own = args, kwargs
+            args, kwargs = self.stand_ins.given(tuple(args)), self.stand_ins.given(kwargs)
+            held = self._held((*args, *kwargs.values()))
+            if func in _LOOKS:
+                self.found.values.update(dict.fromkeys(held))
+            result = func(*args, **kwargs)
+            if held:
+                for made in result if isinstance(result, (tuple, list)) else (result,):
+                    if isinstance(made, torch.Tensor):
+                        self.made_of[made] = held
+            self.flags.computed(func, *own, result)
+            return self.stand_ins.own(result)
+        finally:
+            sys.setprofile(self.profile)
+
+    def _indexed(self, index: Any) -> Any:
+        """An index whose slices are bounded by numbers: torch reads those of tensors unseen."""
+        if isinstance(index, tuple):
+            return tuple(map(self._indexed, index))
+        if isinstance(index, slice):
+            return slice(*(self._bound(bound) for bound in (index.start, index.stop, index.step)))
+        return index
+
+    def _bound(self, bound: Any) -> Any:
+        if not isinstance(bound, torch.Tensor):
+            return bound
+        decided = self.flags.answer(torch.Tensor.__index__, (bound,))
+        if decided is None and type(bound) in _FROM_OUTSIDE and not self.flags.has(bound):
+            with no_modes(), without_functions():
+                decided = int(bound), [Same(bound)]
+        if decided is None:
+            return self.stand_ins.given(bound)
+        self.found.values.update(dict.fromkeys(decided[1]))
+        return decided[0]
+
+    def _refuse_gradient(self, tensor: Any, frame: FrameType) -> None:
+        """What lies in `.grad` of a tensor from outside is the value of one call."""
+        if self._held((tensor,)) and tensor.is_leaf and self.found.refusal is None:
+            self.found.refusal = NotYetSupported(
+                "the code reads .grad of a tensor", where=source(frame.f_code.co_filename, frame.f_lineno),
+                why="what lies there changes with every backward pass, and a graph would hold it for ever",
+                fix="pass it as an input, or keep a copy in a buffer",
+            )  # fmt: skip
+
+    def _held(self, arguments: Iterable[Any]) -> dict[Same, None]:
+        """The tensors that the code holds among the arguments, and those that the others were computed from."""
+        found: dict[Same, None] = {}
+        for value in arguments:
+            if type(value) in _FROM_OUTSIDE:
+                found[Same(value)] = None
+            if isinstance(value, torch.Tensor):
+                found.update(self.made_of.get(value, {}))
+            elif isinstance(value, (tuple, list)):
+                found.update(self._held(value))
+        return found
+
+
+_FROM_OUTSIDE = (torch.Tensor, nn.Parameter)
+"""What tensors are that no capture has made."""
+_INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+_CALLED = (FunctionType, MethodType, functools.partial, nn.Module)
+_LOOKS = {
+    getattr(torch.Tensor, name)
+    for name in ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "__complex__")
+}
