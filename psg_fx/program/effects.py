@@ -24,7 +24,7 @@ from psg_fx.graph.facts import Entry, at, expr
 from psg_fx.program.asked import changing
 from psg_fx.program.code import line_naming, names_of
 from psg_fx.program.holders import Holder, Reached, drawn
-from psg_fx.program.objects import MISSING, keep_in_cache, put_into_cache, take_tensors_from_cache
+from psg_fx.program.objects import MISSING, put_into_cache, take_tensors_from_cache
 from psg_fx.program.observed import Observed
 from psg_fx.program.packed import is_packed
 
@@ -163,15 +163,10 @@ class Effects:
 
     def undo(self, observed: Observed) -> list[tuple[Holder, dict[Any, Any]]]:
         """Put everything back.  Returns what had changed, and what it held."""
-        changes = self._reached.changes()
-        for holder, _ in changes:
-            holder.write(holder.before)
-        for cache, info, keys in self._reached.caches:
-            now = cache.cache_info()
-            if now.misses != info.misses:
-                keep_in_cache(cache, keys)
-            if now.hits != info.hits:  # what it gave was computed before, and may be computed anew
-                observed.answered(cache.__wrapped__)
+        answered = [cache for cache, info, _ in self._reached.caches if cache.cache_info().hits != info.hits]
+        changes = self._reached.put_back()
+        for cache in answered:  # what it gave was computed before, and may be computed anew
+            observed.answered(cache.__wrapped__)
         for cache, taken in self._taken:
             put_into_cache(cache, taken)
         forget_caches(observed, [cache for cache, _, _ in self._reached.caches])
@@ -186,11 +181,7 @@ def nothing_left(roots: Sequence[Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        for holder, _ in reached.changes():
-            holder.write(holder.before)
-        for cache, info, keys in reached.caches:
-            if cache.cache_info().misses != info.misses:
-                keep_in_cache(cache, keys)
+        reached.put_back()
         for tensor, version, copy in copies:
             if tensor._version != version:
                 tensor.detach().copy_(copy)

@@ -20,6 +20,7 @@ from psg_fx.program.objects import (
     attribute_dict,
     contents,
     is_array,
+    keep_in_cache,
     keys_of_cache,
     objects_of_cache,
     slot,
@@ -85,6 +86,16 @@ class Reached:
         """The holders whose values are others now, and those."""
         found = [(h, h.read()) for h in self.holders]
         return [(h, now) for h, now in found if not _same(h.before, now)]
+
+    def put_back(self) -> list[tuple[Holder, Any]]:
+        """All is as it was, what caches held, too.  Returns `changes()`."""
+        changes = self.changes()
+        for holder, _ in changes:
+            holder.write(holder.before)
+        for cache, info, keys in self.caches:
+            if cache.cache_info().misses != info.misses:
+                keep_in_cache(cache, keys)
+        return changes
 
     def _look(self, value: Any, name: str) -> None:
         if isinstance(value, nn.Module):

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import builtins
 import functools
-import os
-import random
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from sympy.core.cache import clear_cache
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
@@ -289,63 +283,6 @@ def test_a_recording_hook() -> None:
     step(X, Y)
 
 
-GENERATOR_OF_NUMPY, OLD_GENERATOR = np.random.default_rng(0), np.random.RandomState(0)
-CHANGING: dict[str, tuple[Callable[[], Any], str]] = {
-    "random": (lambda: random.random(), "a random number of Python's"),
-    "gauss": (lambda: random.gauss(0.0, 1.0), "a random number of Python's"),
-    "own-random": (lambda: random.Random(3).random(), "a random number of Python's"),
-    "numpy": (lambda: float(np.random.rand()), "a random number of numpy's"),
-    "numpy-generator": (lambda: GENERATOR_OF_NUMPY.random(), "a random number of numpy's"),
-    "numpy-random-state": (lambda: OLD_GENERATOR.uniform(), "a random number of numpy's"),
-    "time": (lambda: time.time() * 0 + 1, "the time"),
-    "clock": (lambda: time.perf_counter_ns(), "the time"),
-    "environment": (lambda: float(os.environ.get("NO_SUCH_THING", 1.0)), "the environment"),
-    "getenv": (lambda: float(os.getenv("NO_SUCH_THING", "1.0")), "the environment"),
-    "file": (lambda: len(open(__file__).read()), "a file"),  # noqa: SIM115
-}
-
-
-@pytest.mark.filterwarnings("ignore:one graph for each batch size:UserWarning")
-def test_sizes_are_computed_by_a_package_that_draws() -> None:
-    """Sympy, which torch computes sizes with, shuffles what it asks; that is not the user's code."""
-    clear_cache()
-    step = psg_fx.transform(nn.Linear(3, 4), lambda o: o.reshape(len(o) * 6 // 3, -1).square().sum(), backend="eager")
-    step(torch.randn(3, 3))
-
-
-SCRIPT = """
-import torch
-import psg_fx
-
-step = psg_fx.transform(torch.nn.Linear(3, 2), lambda o: o.square().sum() / max(len(o), 1), backend="eager")
-found = len(step(torch.randn(4, 3)).losses)
-"""
-
-
-@pytest.mark.filterwarnings("ignore:one graph for each batch size:UserWarning")
-def test_a_script(tmp_path: Path) -> None:
-    """Where `__builtins__` is a module among the globals, as in a script, not a dict as elsewhere."""
-    path = tmp_path / "script.py"
-    path.write_text(SCRIPT)
-    names: dict[str, Any] = {"__name__": "__main__", "__file__": str(path), "__builtins__": builtins}
-    exec(compile(SCRIPT, str(path), "exec"), names)
-    assert names["found"] == 4
-
-
-@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
-@pytest.mark.parametrize("name", CHANGING)
-def test_what_is_another_at_every_call(name: str) -> None:
-    function, asked = CHANGING[name]
-    step = step_of(lambda model, h: h * function())
-    with pytest.raises(NotYetSupported, match=f"the code asks for {asked}"):
-        step(X, Y)
-
-
-def test_an_iterator() -> None:
-    with pytest.raises(NotYetSupported, match=r"the code reads an iterator"):
-        step_of(lambda model, h: h * next(model.numbers))(X, Y)
-
-
 def test_containers_of_the_model_stay_the_users() -> None:
     step = step_of(lambda model, h: h * model.config["k"])
     config, stats = step.model.config, step.model.stats
@@ -354,94 +291,3 @@ def test_containers_of_the_model_stay_the_users() -> None:
     assert step.model.stats is stats
     config["k"] = 2.0
     assert not torch.allclose(step(X, Y).losses, first)
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn, self.head = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.rnn(x)[0][:, -1])
-
-
-class Kept(nn.Module):
-    """It keeps a value, and reads what it has kept: what was there before does not count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 4).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.layer(x)
-        self.kept, self.width = h.detach(), x.shape[1] * 2
-        out: Tensor = h * self.kept * self.width
-        return out
-
-
-def test_what_is_set_before_it_is_read() -> None:
-    model = Kept()
-    step = psg_fx.transform(model, F.cross_entropy, backend="eager")
-    for size in (4, 3, 2, 4):
-        step(X[:size], Y[:size])
-        assert torch.allclose(model.kept, model.layer(X[:size]))
-    assert len(step.captures) == 1
-
-
-def test_nothing_moved() -> None:
-    """Other helpers on the same model leave its layers' lists in other objects that hold the same."""
-    model, x = Recurrent().double(), X[:, None].repeat(1, 2, 1)
-    step = psg_fx.transform(model, F.cross_entropy, backend="eager")
-    for _ in range(3):
-        step(x, Y)
-        parameters = {n: p.detach() for n, p in model.named_parameters()}
-        torch.func.functional_call(model, parameters, (x,))
-    assert len(step.captures) == 1
-
-
-def test_the_third_capture_says_why() -> None:
-    step = step_of(lambda model, h: h * model.config["k"])
-    for k in (1.0, 2.0):
-        step.model.config["k"] = k
-        step(X, Y)
-    step.model.config["k"] = 3.0
-    with pytest.warns(UserWarning, match=r"for the third time .* because Model.config\['k'\] has changed") as told:
-        step(X, Y)
-    assert [warning.filename for warning in told] == [__file__]
-
-
-def test_captures_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("psg_fx.program.captured.MOST", 2)
-    step = psg_fx.transform(Model(lambda model, h: None), lambda out, k: k * out.sum(), backend="eager")
-    for k in (1.0, 2.0, 3.0):
-        step(X, (k,))
-    assert len(step.captures) == 2
-    step(X, (1.0,))
-
-
-MODEL = """
-import torch
-from torch import nn
-
-class Mixing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 3).double()
-
-    def forward(self, x):
-        return helper(self.layer(x))
-
-def helper(h):
-    return h.flip(0)
-"""
-
-
-@pytest.mark.parametrize("folder", ["passes", "psg_fx", "zoo/psg_fx/passes"])
-def test_users_folders_may_have_any_name(tmp_path: Path, folder: str) -> None:
-    place = tmp_path / folder
-    place.mkdir(parents=True)
-    (place / "users_model.py").write_text(MODEL)
-    space: dict[str, Any] = {"__name__": "users_model"}
-    exec(compile(MODEL, str(place / "users_model.py"), "exec"), space)
-    with pytest.raises(psg_fx.SamplesMixed, match=r"users_model.py:14: return h.flip\(0\)"):
-        psg_fx.transform(space["Mixing"](), F.cross_entropy, backend="eager")(X, Y)
