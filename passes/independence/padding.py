@@ -7,19 +7,18 @@ rows count zero.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from psg_fx.graph.facts import SampleAxis
+from psg_fx.graph.splicing import splice
 from psg_fx.op_table import known
 from psg_fx.source import provenance
-from psg_fx.torch_private.graphs import traced_without_code
 from psg_fx.torch_private.modes import enable_python_dispatcher
-from psg_fx.torch_private.tracer import trace_fakes
 
 from .picked import Picked, asserts, pick_place
 from .region import run_node
@@ -86,7 +85,7 @@ class Padding:
             taken = torch.where((place >= 0)[:, None, :, None], taken, other)
             return taken.transpose(0, 1).reshape(*lead, count * place.shape[1], *trail)
 
-        found: Node = splice(self.gm, pick, function, [pick.args[0], place])
+        found: Node = splice(self.gm, pick, function, [pick.args[0], place])  # type: ignore[list-item]
         return found
 
     def copied(self, node: Node) -> Node:
@@ -145,21 +144,3 @@ class Padding:
                 if asserts(node) and not any(self.picked.knows(n) for n in node.all_input_nodes):
                     continue
                 self.gm.graph.erase_node(node)
-
-
-def splice(gm: GraphModule, node: Node, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-    """Trace the function on the nodes' fake values and put its nodes before `node`."""
-    with torch.no_grad(), traced_without_code():
-        traced = trace_fakes(function, [n.meta["val"] for n in arguments])
-    traced.graph.eliminate_dead_code()
-    made: dict[Node, Any] = dict(zip(traced.graph.find_nodes(op="placeholder"), arguments, strict=True))
-    with gm.graph.inserting_before(node):
-        for old in traced.graph.nodes:
-            if old.op in ("placeholder", "output"):
-                continue
-            if old.op == "get_attr":
-                raise AssertionError("a constant in what stands for rows")
-            made[old] = gm.graph.node_copy(old, made.__getitem__)
-            made[old].meta = provenance(node)
-            made[old].meta["val"] = old.meta["val"]
-    return torch.fx.map_arg(traced.graph.output_node().args[0], made.__getitem__)

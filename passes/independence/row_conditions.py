@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from psg_fx.errors import BadArgument, InternalError, NotYetSupported
+from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.graph import facts
 from psg_fx.graph.facts import OutputSpec
 from psg_fx.graph.same_op import alike
-from psg_fx.graph.strides import free_of_strides
-from psg_fx.graph.tracing import trace
+from psg_fx.graph.splicing import splice
 from psg_fx.program.call import SAMPLES
 from psg_fx.program.conditions import CONDITIONS, ROW_AXES, Condition
-from psg_fx.source import locate, provenance
+from psg_fx.source import locate
 
 from .row_links import Link
 from .values import op_name
@@ -212,25 +211,13 @@ class Conditions:
 
     def splice(self, function: Callable[..., Tensor], inputs: Sequence[Node]) -> Node:
         """The function of these nodes, in front of the output."""
-        with torch.no_grad():
-            traced = free_of_strides(trace(lambda *values: [function(*values)], [n.meta["val"] for n in inputs]))
-        traced.graph.eliminate_dead_code()
-        made: dict[Node, Any] = dict(zip(facts.placeholders(traced), inputs, strict=True))
         out = self.gm.graph.output_node()
-        with self.gm.graph.inserting_before(out):
-            for old in traced.graph.nodes:
-                if old.op in ("placeholder", "output"):
-                    continue
-                if old.op == "get_attr":
-                    raise InternalError("a constant in a condition", where="rows", why=str(old.target),
-                                        fix="please report this")  # fmt: skip
-                made[old] = self.gm.graph.node_copy(old, made.__getitem__)
-                made[old].meta = {**provenance(out), "val": old.meta.get("val")}
-                facts.update(made[old], structure=True, proof="checked at the call")
-        (result,) = facts.outputs(traced)
-        assert result is not None
-        found: Node = made[result]
+        found: Node = splice(self.gm, out, function, inputs, _checked)
         return found
+
+
+def _checked(made: Node) -> None:
+    facts.update(made, structure=True, proof="checked at the call")
 
 
 def _ids(of: Tensor) -> Tensor:

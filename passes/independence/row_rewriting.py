@@ -14,10 +14,10 @@ from torch.fx import GraphModule, Node
 from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxis
 from psg_fx.graph.same_op import draws
+from psg_fx.graph.splicing import splice
 from psg_fx.source import provenance
 from psg_fx.torch_private.modes import enable_python_dispatcher
 
-from .padding import splice
 from .region import ROWS, TimesRows, Unfit, row_by_row, run_node
 from .values import Result
 
