@@ -234,9 +234,9 @@ def differentiable(
         needs = [
             (n or asked) and is_differentiable(t) for n, asked, t in zip(call.needs, parameters, inputs, strict=True)
         ]
-        forward = free_of_strides(make_fx(lambda *t: _list(call(*t)), tracing_mode="fake")(*inputs))
+        forward = free_of_strides(make_fx(lambda *t: _list(call(*t)), {}, tracing_mode="fake")(*inputs))
         outputs = forward(*inputs)
-        backward = free_of_strides(make_fx(_backward(call, needs), tracing_mode="fake")(*inputs, *outputs))
+        backward = free_of_strides(make_fx(_backward(call, needs), {}, tracing_mode="fake")(*inputs, *outputs))
     for node in (*forward.graph.nodes, *backward.graph.nodes):
         if draws(node):
             raise call.refusal("it draws random numbers, and a parameter is among its arguments")

@@ -147,17 +147,17 @@ def autocast_key(device_type: str) -> tuple[bool, torch.dtype] | None:
 
 def autocast_now() -> dict[str, torch.dtype]:
     """Of each type of device with autocast, what it casts to."""
-    return {kind: torch.get_autocast_dtype(kind) for kind in _CAST if torch.is_autocast_enabled(kind)}
+    return {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
 
 
 @contextlib.contextmanager
 def autocast_unseen(dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
     """Autocast of these types of devices to these dtypes, and of no others, that no mode of functions sees."""
-    before = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _CAST}
+    before = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")}
     cached = torch.is_autocast_cache_enabled()
     try:
         torch.set_autocast_cache_enabled(False)
-        for kind in _CAST:
+        for kind in ("cpu", "cuda"):
             torch.set_autocast_enabled(kind, kind in dtypes)
             torch.set_autocast_dtype(kind, dtypes.get(kind, before[kind][1]))
         yield
@@ -166,9 +166,6 @@ def autocast_unseen(dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
         for kind, (enabled, dtype) in before.items():
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, dtype)
-
-
-_CAST = ("cpu", "cuda")
 
 
 def tensor_guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:

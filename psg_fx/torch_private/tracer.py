@@ -43,8 +43,10 @@ known_as_before: Callable[[], contextlib.AbstractContextManager[None]] = (
 def trace_fakes(function: Callable[..., Any], arguments: Sequence[Any], **options: Any) -> GraphModule:
     """`make_fx(function, tracing_mode="symbolic")(*arguments)` for fake tensors, which are not made fake again.
 
-    options: further ones of `make_fx`.
+    options: further ones of `make_fx`.  Without a table of decompositions it is given an empty one: with none, torch
+    2.14 writes `detach` as `alias`, and a graph that is differentiated later has lost where its gradients end.
     """
+    options.setdefault("decomposition_table", {})
 
     def run(*args: Any) -> Any:
         with lazy_sizes():

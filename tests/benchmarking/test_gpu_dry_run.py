@@ -27,6 +27,10 @@ from support.stand_in import NAME, stand_in
 ROOT = Path(__file__).resolve().parents[2]
 TAG = "cuda-nvidia-stand-in"
 
+pytestmark = pytest.mark.skipif(
+    torch.version.cuda is not None and not torch.cuda.is_available(), reason="a build for CUDA asks for its driver"
+)
+
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:

@@ -21,7 +21,7 @@ X, Y = torch.zeros(3, 4), torch.tensor([0, 1, 2])
 
 def scripted() -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
         return torch.jit.script(nn.Linear(4, 3))
 
 
