@@ -25,6 +25,7 @@ from psg_fx.graph.same_op import draws
 from psg_fx.graph.stages import Stage
 from psg_fx.op_table import enter, known
 from psg_fx.ops.autograd_function import CustomCall, custom_call, differentiable
+from psg_fx.program.observe import observing_backward
 from psg_fx.source import locate
 from psg_fx.torch_private.graphs import module_without_code
 
@@ -170,7 +171,15 @@ def _transformable(call: CustomCall, node: Node) -> Callable[..., Any]:
     inputs: list[Node] = list(node.args)  # type: ignore[arg-type]
     values = [n.meta["val"] for n in inputs]
     shapes, asked = [tuple(int(s) for s in v.shape) for v in values], [bool(fact(n).params) for n in inputs]
-    return differentiable(call, shapes, [v.dtype for v in values], asked)
+    with observing_backward():
+        return differentiable(call, shapes, [v.dtype for v in values], asked, _used(node))
+
+
+def _used(node: Node) -> list[int]:
+    """The outputs of an op that are used."""
+    if isinstance(node.meta["val"], torch.Tensor):
+        return [0]
+    return sorted({int(cast("int", user.args[1])) for user in node.users})
 
 
 def _is_size(node: Node) -> bool:

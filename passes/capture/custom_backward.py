@@ -30,7 +30,7 @@ def keep_custom_backward(observed: Observed) -> Iterator[None]:
         _require_plain(cls, given)
         observed.functions([cls.forward, cls.backward, cls.setup_context])
         with unwatched():
-            return as_one_op(cls, given)
+            return as_one_op(cls, given, observed.calls.append)
 
     def checkpointed(cls: Any, block: Any, preserve: bool, *given: Any) -> Any:
         return block(*given)  # what is recomputed is decided after differentiation

@@ -160,6 +160,8 @@ def _functional(program: nn.Module, examples: Sequence[torch.Tensor], dynamic: l
             raise error.alone() from None
         except UnsupportedOperatorException as error:
             raise without_shapes(error) from error
+        except (MemoryError, torch.OutOfMemoryError):  # those who look for a batch size that fits wait for it
+            raise
         except Exception as error:
             raise capture_failed(error) from error
     refuse_strides(found.graph_module)

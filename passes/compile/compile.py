@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -14,7 +15,7 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule
 
 from psg_fx.blocks import Memory, Places
-from psg_fx.errors import NotYetSupported, first_line
+from psg_fx.errors import BadArgument, NotYetSupported, PsgError, first_line
 from psg_fx.graph import facts
 from psg_fx.graph.history import History, PassRecord, copy_graph, log
 from psg_fx.graph.stages import Stage
@@ -133,7 +134,12 @@ def _by_inductor(options: dict[str, Any], watch: Watch, once: bool, by: OpOverlo
     return watched
 
 
-def _not_compiled(error: InductorError) -> NotYetSupported:
+def _not_compiled(error: InductorError) -> PsgError:
+    if re.match(r"(OSError|FileNotFoundError|PermissionError|NotADirectoryError)\b", first_line(error)):
+        return BadArgument(
+            "the compiler cannot write its files", where="TORCHINDUCTOR_CACHE_DIR", why=first_line(error),
+            fix="make room there, or set the variable to another folder",
+        )  # fmt: skip
     return NotYetSupported(
         "inductor fails to compile this step", where='transform(..., backend="inductor")',
         why=first_line(error) or type(error).__name__,

@@ -102,7 +102,7 @@ def differentiate(gm: GraphModule, input_gradients: tuple[bool, ...] = ()) -> Gr
     _require_symbol(gm)
     known = carried(traced, forward, len(layout))
     _describe(traced, nodes, [info.outputs[i].name for i in roots] if not with_loss else [])
-    traced.meta[facts.KEY] = dataclasses.replace(info, outputs=tuple(layout))
+    traced.meta[facts.KEY] = dataclasses.replace(info, outputs=tuple(layout), runs_code=theirs)
     prove_cotangents(gm, traced, known)
     SITES.put(traced, described(gm, layout))
     return traced

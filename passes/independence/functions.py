@@ -43,7 +43,9 @@ def _check_backward(
     outputs: Sequence[torch.Tensor], axes: Sequence[SampleAxes],
 ) -> None:  # fmt: skip
     cotangents = [torch.empty_like(t) for t in outputs]
-    data = [i for i, v in enumerate(values) if known[i].axes is not None and facts.is_differentiable(v)]
+    data = [i for i, need in enumerate(call.needs) if need and known[i].axes is not None]
+    if not data:
+        return
     with no_plain_batch_size():
         graph = backward_graph(call, values, cotangents, data)
     _require_sizes_alone(op, call, graph, "backward", values, known)
@@ -71,6 +73,12 @@ def _require_sizes_alone(
                 fix="write it with ops on all samples at once",
             )  # fmt: skip
     for node in graph.graph.nodes:
+        if node.op == "get_attr" and isinstance(getattr(graph, str(node.target)), type(values[0])):
+            raise NotYetSupported(
+                f"the custom function {call.name} reads a tensor that is no argument", where=locate(op.node),
+                why=f"its {method} has it from outside, where the model computes it; torch gives it no gradient",
+                fix="pass it as an argument",
+            )  # fmt: skip
         if symbolic_values(node, op.batch):
             raise NotYetSupported(
                 f"the custom function {call.name} computes with the batch size", where=locate(op.node),

@@ -56,6 +56,8 @@ def lower(gm: GraphModule, quantities: Sequence[Quantity], dtype: torch.dtype) -
     _finish(gm, *_name(writer.results(quantities)))
     if plan.grouping is not None and plan.grouping.layout == "blocks":
         _as_views(gm, rows)
+    if facts.graph_facts(gm).runs_code:
+        _read_tensors_where_they_lie(gm)
     return gm
 
 
@@ -107,6 +109,29 @@ def _placeholder(gm: GraphModule, name: str, value: torch.Tensor, spec: InputSpe
         node = gm.graph.placeholder(re.sub(r"\W", "_", name))
     node.meta = {"val": value, "psg_fx_input": spec}
     return node
+
+
+def _read_tensors_where_they_lie(gm: GraphModule) -> None:
+    """Tensors that code of the user's has read while a pass ran it are constants, as those that a capture meets are:
+    inputs of the graph, which are read where they lie at each call.
+    """
+    mode, known = _batch_node(gm).meta["val"].fake_mode, dict[int, Node]()
+    constants = dict(facts.graph_facts(gm).constants)
+    for node in gm.graph.find_nodes(op="get_attr"):
+        value = getattr(gm, str(node.target))
+        if not isinstance(value, torch.Tensor) or isinstance(value, type(_batch_node(gm).meta["val"])):
+            continue
+        if id(value) not in known:
+            name = f"read_{len(known)}"
+            fake = mode.from_tensor(value.detach(), static_shapes=True)
+            known[id(value)], constants[name] = (
+                _placeholder(gm, name, fake, InputSpec("constant", name)),
+                value.detach(),
+            )
+            facts.update(known[id(value)])
+        node.replace_all_uses_with(known[id(value)])
+        gm.graph.erase_node(node)
+    facts.update_graph(gm, constants=constants)
 
 
 def _as_views(gm: GraphModule, members: Node) -> None:

@@ -14,6 +14,7 @@ from psg_fx.algebra.site import Operand, Site, Value
 from psg_fx.op_table import known
 from psg_fx.ops.autograd_function import custom_call, differentiable
 from psg_fx.ops.per_sample import for_each_sample
+from psg_fx.program.observe import observing_backward
 from psg_fx.tensors import product
 
 aten = torch.ops.aten
@@ -75,7 +76,9 @@ def _target(site: Site) -> Any:
         return known(site.target).formula or site.target
     shapes = [tuple(int(s.subs(site.batch, 1)) for s in v.shape) for v in site.args]
     asked = [any(o.value is v for o in site.operands) for v in site.args]
-    return differentiable(call, shapes, [v.dtype for v in site.args], asked)
+    with observing_backward():
+        used = [k for k, cotangent in enumerate(site.cotangents) if cotangent is not None]
+        return differentiable(call, shapes, [v.dtype for v in site.args], asked, used)
 
 
 def _numbers_of_samples(site: Site) -> Value | None:

@@ -134,6 +134,7 @@ class GraphFacts:
     trims: the line that pads packed sequences to the longest one of the batch, "" for none.
     statistics: buffers and attributes that keep a statistic of the batch (set by batch).
     rows: the symbols of the numbers of rows, for each axis of rows whose samples have any number of them.
+    runs_code: passes run code of the user's, so tensors in the graph may be the user's (set by differentiate).
     leaves_out: samples whose gradient is not finite have no part in clipped sums (set by lower).
     more: what is of types that this module does not know (`Entry`).
     """
@@ -148,6 +149,7 @@ class GraphFacts:
     trims: str = ""
     statistics: tuple[str, ...] = ()
     rows: tuple[sympy.Symbol, ...] = ()
+    runs_code: bool = False
     leaves_out: bool = False
     more: Mapping[Entry[Any], Any] = field(default_factory=dict)
 

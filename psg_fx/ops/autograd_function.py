@@ -12,10 +12,11 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch.autograd import Function
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
@@ -29,7 +30,8 @@ from psg_fx.torch_private.custom_functions import apply
 from psg_fx.torch_private.modes import autocast_now, autocast_unseen, no_modes, not_recorded
 from psg_fx.torch_private.patching import code_replaced_here
 
-_CALLS: dict[Any, CustomCall] = {}
+_CALLS: WeakValueDictionary[Any, CustomCall] = WeakValueDictionary()
+"""Of each op, as long as somebody keeps the call: it may hold the model, as an argument of the function."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,12 @@ class CustomCall:
 
     def result(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Its result as it returns it."""
+        args = self._filled(tensors)
         with autocast_unseen(self.casts):
-            return apply(self.function, *self._filled(tensors))
+            result = apply(self.function, *args)
+        if pytree.tree_structure(args) != self.spec:
+            raise self.refusal("it changes a list or dict among its arguments", "return what it finds")
+        return result
 
     def under_autograd(self, *tensors: torch.Tensor) -> Any:
         """`call(*tensors)` where the parameters among them, which do not require gradients here, are said to."""
@@ -93,22 +99,26 @@ def custom_call(target: Any) -> CustomCall | None:
     return _CALLS.get(target)
 
 
-def as_one_op(function: type[Function], args: Sequence[Any]) -> Any:
-    """`function.apply(*args)` as one op, which a tracer records as it is."""
+def as_one_op(function: type[Function], args: Sequence[Any], keep: Callable[[CustomCall], None]) -> Any:
+    """`function.apply(*args)` as one op, which a tracer records as it is.
+
+    keep: is given the call, which must live as long as graphs with the op.
+    """
     flat, spec = pytree.tree_flatten(list(args))
     constants = tuple((i, v) for i, v in enumerate(flat) if not isinstance(v, torch.Tensor))
-    tensors = [v for v in flat if isinstance(v, torch.Tensor)]
-    needs = tuple(t.requires_grad and is_differentiable(t) for t in tensors)
+    inputs = [v for v in flat if isinstance(v, torch.Tensor)]
+    needs = tuple(t.requires_grad and is_differentiable(t) for t in inputs)
     call = CustomCall(function, constants, spec, needs, autocast_now())
     if any(isinstance(v, _SYMBOLS) for _, v in constants):
         raise call.refusal("the batch size is one of its arguments", "let it read the size of a tensor: x.shape[0]")
-    result = _first_result(call, tensors)
+    result = _first_result(call, inputs)
     outputs = list(result) if isinstance(result, tuple) else [result]
     _check_outputs(call, outputs)
     count = sum(isinstance(v, torch.Tensor) for v in outputs)
-    op = define_function(call.name, len(tensors), _schema(count), lambda *given: _forward(call, given))
+    op = define_function(call.name, len(inputs), _schema(count), lambda *given: _forward(_CALLS[op], given))
     _CALLS[op] = call
-    made = op(*tensors)
+    keep(call)
+    made = op(*inputs)
     rest = iter([made] if count == 1 else made)
     found = tuple(next(rest) if isinstance(v, torch.Tensor) else v for v in outputs)
     return found if isinstance(result, tuple) else found[0]
@@ -121,8 +131,11 @@ def _check_outputs(call: CustomCall, outputs: Sequence[Any]) -> None:
             raise call.refusal("it returns a tensor within something else", "return all tensors in one tuple")
         if any(isinstance(v, _SYMBOLS) for v in inside):
             raise call.refusal("it returns the batch size", "take it of a tensor, outside: x.shape[0]")
-    if not any(isinstance(v, torch.Tensor) for v in outputs):
+    tensors = [id(v) for v in outputs if isinstance(v, torch.Tensor)]
+    if not tensors:
         raise call.refusal("it returns no tensor")
+    if len(set(tensors)) < len(tensors):
+        raise call.refusal("it returns one tensor twice", "return it once")
 
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -201,12 +214,17 @@ def _without_backward(call: CustomCall) -> Iterator[None]:
 _BY_RETURN = "give it the parameters as arguments, and return their gradients (torch.autograd.grad computes some)"
 
 
-def _backward(call: CustomCall, needs: Sequence[bool]) -> Callable[..., list[torch.Tensor]]:
+def _backward(
+    call: CustomCall, needs: Sequence[bool], used: Sequence[int] | None = None
+) -> Callable[..., list[torch.Tensor]]:
+    """used: the outputs that have cotangents; None: all."""
+
     def backward(*args: torch.Tensor) -> list[torch.Tensor]:
         """(inputs.., cotangents..) -> the gradient of each input that needs one."""
         inputs = [t.detach().requires_grad_(need) for t, need in zip(args, needs, strict=False)]
         with torch.enable_grad():
             outputs = _list(call(*inputs))
+        outputs = outputs if used is None else [outputs[k] for k in used]
         pairs = [(o, g) for o, g in zip(outputs, args[len(needs) :], strict=True) if o.requires_grad]
         wanted = [t for t in inputs if t.requires_grad]
         if not pairs or not wanted:
@@ -222,24 +240,48 @@ def _list(result: Any) -> list[torch.Tensor]:
     return list(result) if isinstance(result, (tuple, list)) else [result]
 
 
+def _check_gradients(call: CustomCall, *graphs: GraphModule) -> None:
+    """Refuse gradients that are not those of the arguments, or not dense."""
+    for graph in graphs:
+        for node in graph.graph.find_nodes(op="get_attr"):
+            if getattr(getattr(graph, str(node.target)), "requires_grad", False):
+                raise call.refusal(
+                    "it reads a parameter that is no argument, and its gradient may be that of one",
+                    "read parameters from the arguments",
+                )
+    for value in _values_of_outputs(graphs[-1]):
+        if value.layout is not torch.strided:
+            raise call.refusal("its backward returns a sparse gradient", "return a dense one")
+
+
+def _values_of_outputs(graph: GraphModule) -> list[torch.Tensor]:
+    """The fake values of what a graph returns."""
+    found = pytree.tree_leaves(graph.graph.output_node().args[0])
+    return [n.meta["val"] for n in found if isinstance(n, Node) and isinstance(n.meta.get("val"), torch.Tensor)]
+
+
 def differentiable(
-    call: CustomCall, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], parameters: Sequence[bool]
-) -> Callable[..., Any]:
+    call: CustomCall, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], parameters: Sequence[bool],
+    used: Sequence[int],
+) -> Callable[..., Any]:  # fmt: skip
     """The call for inputs of these shapes as a function that `torch.func` and `vmap` understand.
 
-    parameters: which inputs gradients are asked for.
+    parameters: which inputs gradients are asked for.  used: the outputs that are.
     """
+    plain: Any = {"tracing_mode": "fake", "_allow_non_fake_inputs": True}
     with no_modes():
         inputs = [torch.zeros(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
         needs = [
             (n or asked) and is_differentiable(t) for n, asked, t in zip(call.needs, parameters, inputs, strict=True)
         ]
-        forward = free_of_strides(make_fx(lambda *t: _list(call(*t)), {}, tracing_mode="fake")(*inputs))
-        outputs = forward(*inputs)
-        backward = free_of_strides(make_fx(_backward(call, needs), {}, tracing_mode="fake")(*inputs, *outputs))
+        forward = free_of_strides(make_fx(lambda *t: _list(call(*t)), {}, **plain)(*inputs))
+        outputs = [value.detach() for value in forward(*inputs)]
+        cotangents = [outputs[k] for k in used]
+        backward = free_of_strides(make_fx(_backward(call, needs, used), {}, **plain)(*inputs, *cotangents))
     for node in (*forward.graph.nodes, *backward.graph.nodes):
         if draws(node):
             raise call.refusal("it draws random numbers, and a parameter is among its arguments")
+    _check_gradients(call, forward, backward)
 
     class Traced(Function):
         generate_vmap_rule = True
@@ -254,7 +296,7 @@ def differentiable(
 
         @staticmethod
         def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-            found = iter(backward(*ctx.saved_tensors, *cotangents))
+            found = iter(backward(*ctx.saved_tensors, *(cotangents[k] for k in used)))
             return tuple(next(found) if need else None for need in needs)
 
     def run(*given: torch.Tensor) -> Any:

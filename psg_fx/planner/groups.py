@@ -84,15 +84,17 @@ class Group:
 def groups(plan: Plan) -> list[Group]:
     """The parameters of the plan, those together whose trees have a contraction in common, in the plan's order."""
     home: dict[int, list[ParameterPlan]] = {}
-    found: list[list[ParameterPlan]] = []
+    found: dict[int, list[ParameterPlan]] = {}
     for parameter in plan.parameters:
         keys = _work(parameter)
-        together = list({id(home[key]): home[key] for key in keys if key in home}.values())
-        group = [p for other in together for p in other] + [parameter]
-        found = [other for other in found if not any(other is one for one in together)] + [group]
+        together = {id(home[key]): home[key] for key in keys if key in home}
+        group = [p for other in together.values() for p in other] + [parameter]
+        for other in together:
+            del found[other]
+        found[id(group)] = group
         home |= {key: group for p in group for key in _work(p)}
     order = {id(parameter): k for k, parameter in enumerate(plan.parameters)}
-    ordered = [sorted(group, key=lambda p: order[id(p)]) for group in found]
+    ordered = [sorted(group, key=lambda p: order[id(p)]) for group in found.values()]
     return [Group(tuple(group)) for group in sorted(ordered, key=lambda group: order[id(group[0])])]
 
 

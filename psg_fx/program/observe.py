@@ -42,22 +42,26 @@ def _is_machinery(file: str) -> bool:
 _MODULE_FILE = sys.modules[nn.Module.__module__].__file__
 
 
+def _reading(found: Observed, counts: Callable[[FrameType], bool]) -> contextlib.AbstractContextManager[None]:
+    """While open, reads of the attributes of modules are noted.  counts: whether those of a frame are."""
+    original: Callable[[Any, str], Any] = nn.Module.__getattribute__
+
+    def read(self: nn.Module, name: str) -> Any:
+        if name == "__dict__" and sys._getframe(1).f_code.co_filename != _MODULE_FILE and counts(sys._getframe(1)):
+            for each in ("__dict__", *(set(original(self, "__dict__")) - _OF_EVERY_MODULE)):
+                found.read(self, each)
+        elif name not in _UNREAD and not name.startswith("__") and counts(sys._getframe(1)):
+            found.read(self, name)
+        return original(self, name)
+
+    return patched_here(nn.Module, "__getattribute__", read)
+
+
 @contextlib.contextmanager
 def observing(found: Observed, stand_ins: StandIns) -> Iterator[None]:
     """Note what the code that runs in the meantime reads and calls; torch's functions run on what stands in for the
     model's own tensors.
     """
-    original: Callable[[Any, str], Any] = nn.Module.__getattribute__
-
-    def read(self: nn.Module, name: str) -> Any:
-        if name == "__dict__" and sys._getframe(1).f_code.co_filename != _MODULE_FILE:
-            for each in ("__dict__", *(set(original(self, "__dict__")) - _OF_EVERY_MODULE)):
-                found.read(self, each)
-        elif (
-            name not in _UNREAD and not name.startswith("__") and not _is_machinery(sys._getframe(1).f_code.co_filename)
-        ):
-            found.read(self, name)
-        return original(self, name)
 
     def write(self: nn.Module, name: str, value: Any) -> None:
         found.sets(self, name)
@@ -72,8 +76,9 @@ def observing(found: Observed, stand_ins: StandIns) -> Iterator[None]:
     found.made.clear()
     try:
         with (
-            patched_here(nn.Module, "__getattribute__", read), patched_here(nn.Module, "__setattr__", write),
-            patched_here(nn.Module, "__init__", make), TorchCalls(profile, found, stand_ins), profile,
+            _reading(found, lambda frame: not _is_machinery(frame.f_code.co_filename)),
+            patched_here(nn.Module, "__setattr__", write), patched_here(nn.Module, "__init__", make),
+            TorchCalls(profile, found, stand_ins), profile,
         ):  # fmt: skip
             yield
     finally:
@@ -99,10 +104,14 @@ def observing_backward() -> Iterator[None]:
     if found is None:
         yield
         return
-    with _Profile(found):
+    with _reading(found, _is_code_that_counts), _Profile(found):
         yield
     if found.refusal is not None:
         raise found.refusal
+
+
+def _is_code_that_counts(frame: FrameType) -> bool:
+    return is_theirs(origin_of_code(frame.f_code, frame.f_globals))
 
 
 _LATER = threading.local()

@@ -28,6 +28,8 @@ class Observed:
     """Caches of functions, and what they held for this capture."""
     cached: set[CodeType] = field(default_factory=set)
     """Of this code, that of functions which did not run, since a cache had their results."""
+    calls: list[Any] = field(default_factory=list)
+    """Calls of custom functions that graphs of this capture have as ops."""
     hidden: tuple[nn.Module, ...] = ()
     refusal: NotYetSupported | None = None
     made: dict[int, set[str]] = field(default_factory=dict)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,8 @@ def _exported(gm: GraphModule, lowered: Lowered, nodes: Sequence[Node]) -> Expor
                     device=n.meta["val"].device)
         for n, shape in zip(nodes, shapes, strict=True)
     ]  # fmt: skip
-    with own_builtins(), traced_quickly():
+    with own_builtins(), traced_quickly(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)  # of torch, up to 2.11
         return torch.export.export(lowered, tuple(example), dynamic_shapes=(tuple(dynamic),), strict=False)
 
 

@@ -66,7 +66,9 @@ class Binding:
         self._written = WRITTEN.of(gm)
         self._batch = facts.graph_facts(gm).batch
         self._of_groups = _dims_of_groups(gm)
-        self._slots = [self._slot(spec, model, loss_fn, constants) for spec in self.specs]
+        self._constants = {i: constants[s.name] for i, s in enumerate(self.specs) if s.kind == "constant"}
+        own = _by_place(model, loss_fn) if self._constants else {}
+        self._slots = [self._slot(i, spec, model, loss_fn, own) for i, spec in enumerate(self.specs)]
         self._numbers: dict[int, int] | None = None
         self._arrange()
         self._fields = _fields(self.outputs)
@@ -79,10 +81,13 @@ class Binding:
         self._asks = self._mixing is not None or bool(self._checks)
         self._keeps = bool(self._buffers or self._written)
 
-    def _slot(self, spec: InputSpec, model: nn.Module, loss_fn: Any, constants: Mapping[str, torch.Tensor]) -> Any:
+    def _slot(self, index: int, spec: InputSpec, model: nn.Module, loss_fn: Any, own: Mapping[Any, str]) -> Any:
         if spec.kind in ("parameter", "buffer"):
             return holder(model, loss_fn, spec.target)
-        return constants[spec.name] if spec.kind == "constant" else spec
+        if spec.kind != "constant":
+            return spec
+        target = own.get(_place(self._constants[index]))
+        return self._constants[index] if target is None else holder(model, loss_fn, target)
 
     def _arrange(self) -> None:
         """Sort the slots by what a call does for them.  Another thread may be in a call."""
@@ -138,8 +143,8 @@ class Binding:
     def follow(self, lying: Lying) -> None:
         """Read constants where they lie, so that another tensor that comes to lie there is the one read."""
         if self._numbers is None:
-            constants = [(i, slot) for i, slot in enumerate(self._slots) if isinstance(slot, torch.Tensor)]
-            self._numbers = {i: n for i, slot in constants if (n := lying.number(slot)) is not None}
+            numbers = {i: lying.number(constant) for i, constant in self._constants.items()}
+            self._numbers = {i: number for i, number in numbers.items() if number is not None}
         for index, number in self._numbers.items():
             self._slots[index] = lying.at(number)
         self._arrange()
@@ -164,6 +169,23 @@ class Binding:
             field: results[at] if isinstance(at, int) else {name: results[i] for name, i in at}
             for field, at in self._fields
         }
+
+
+def _by_place(model: nn.Module, loss_fn: Any) -> dict[Any, str]:
+    """Parameters and buffers by where they lie: code that no capture follows, such as a custom function that is given a
+    module, reads them as they are, and another one tomorrow.
+    """
+    roots = {"model": model} | ({"loss": loss_fn} if isinstance(loss_fn, nn.Module) else {})
+    named = ((f"{root}.{name}", tensor) for root, module in roots.items()
+             for name, tensor in (*module.named_parameters(), *module.named_buffers()))  # fmt: skip
+    return {place: name for name, tensor in named if (place := _place(tensor)) is not None}
+
+
+def _place(tensor: torch.Tensor) -> Any:
+    """Where a tensor lies, and how; None for what has no place of its own."""
+    if tensor.layout is not torch.strided or not tensor.numel() or tensor.is_meta:
+        return None
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _fields(outputs: Sequence[OutputSpec]) -> list[tuple[str, int | list[tuple[str, int]]]]:

@@ -103,6 +103,8 @@ def _run(model: nn.Module, loss_fn: Any, call: Call, tensors: list[torch.Tensor]
     (args, kwargs), (targets, target_kwargs) = packed(call.rebuild(tensors))
     try:
         output = model(*args, **kwargs)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:
         if isinstance(error, TypeError) and (text := _misfit(model, args, kwargs)):
             return _not_taken("model", model, args, kwargs, text, loss_fn is not None), error

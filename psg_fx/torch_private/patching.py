@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from types import FunctionType, ModuleType
@@ -40,7 +41,7 @@ class _Attribute(_Choices):
     def __init__(self, owner: Any, name: str) -> None:
         self.owner, self.name = owner, name
         self.own = vars(owner).get(name, _ABSENT)
-        super().__init__(getattr(owner, name) if self.own is _ABSENT else self.own)
+        super().__init__(inspect.getattr_static(owner, name) if self.own is _ABSENT else self.own)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         found = self.choose()

