@@ -16,6 +16,7 @@ from psg_fx.errors import NotYetSupported, PsgError, SamplesMixed
 from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxes, SampleAxis
 from psg_fx.graph.sample_axis import Misfit, Ragged, Single, positive, single
+from psg_fx.ops.autograd_function import custom_call
 from psg_fx.source import locate
 
 NUMBERS = "it computes with the numbers of the samples (arange over the batch), which one sample alone lacks"
@@ -96,8 +97,10 @@ def tensors(value: object) -> list[torch.Tensor]:
 
 
 def op_name(node: Node) -> str:
-    """`aten.mean` for the error texts."""
+    """`aten.mean` for the error texts; a custom function has its own name."""
     target = node.target
+    if (call := custom_call(target)) is not None:
+        return call.name
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name.replace("::", ".")
     return getattr(target, "__name__", str(target))

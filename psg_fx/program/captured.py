@@ -82,15 +82,16 @@ class Cache:
             found = [entry for entries in self._found.values() for entry in entries]
         return tuple(sorted(found, key=lambda entry: entry.number))
 
-    def find(self, key: Key, size: int, structure: Structure) -> Captured | None:
-        """The step that serves, or None.  structure: of the model and the loss, as it is now."""
+    def find(self, key: Key, size: int, structure: Structure, there: Functions) -> Captured | None:
+        """The step that serves, or None.  structure: of the model and the loss, as it is now.  there: all functions,
+        looked for once for all that is asked of one call.
+        """
         with self._lock:
             recent = self._recent  # whose key is compared by the identities of its parts, and no hash taken
             known = recent[1] if recent is not None and recent[0] == key else self._found.get(key, [])
             fitting = [entry for entry in known if entry.batch_size in (None, size)]
             found = next((entry for entry in fitting if entry.guard.stands(structure)), None)
             if found is None:
-                there = Functions()
                 found = next((entry for entry in fitting if entry.guard.still_means(structure, there)), None)
             if found is not None:
                 if found is not known[0]:
@@ -105,7 +106,7 @@ class Cache:
         """Whether there are steps for this key, of other batch sizes or from before a change."""
         return key in self._found
 
-    def why(self, key: Key, size: int) -> str:
+    def why(self, key: Key, size: int, there: Functions) -> str:
         """Why nothing serves a call: what has changed since the most similar capture."""
         with self._lock:
             known, keys = tuple(self._found.get(key, ())), [*reversed(self._found)]
@@ -113,7 +114,8 @@ class Cache:
             return "first call"
         if known:
             last = next((entry for entry in known if entry.batch_size in (None, size)), None)
-            return f"changed: {last.guard.changed() or 'what the code reads'}" if last else "changed: the batch size"
+            what = "the batch size" if last is None else last.guard.changed(there) or "what the code reads"
+            return f"changed: {what}"
         parts = [[a != b for a, b in zip(key, other, strict=True)] for other in keys]
         nearest = min(parts, key=sum)
         return "changed: " + "; ".join(name for name, other in zip(KEY_PARTS, nearest, strict=True) if other)
@@ -133,13 +135,12 @@ class Cache:
                     del self._found[oldest]
         return entry
 
-    def tell(self, key: Key) -> None:
+    def tell(self, key: Key, there: Functions) -> None:
         """Warn, once, where something that the code reads is another at every call: each is another capture."""
         if self._told:
             return
         with self._lock:
             known = tuple(self._found.get(key, ()))
-        there = Functions()
         changed = [*islice((name for entry in known if (name := entry.guard.changed(there))), 2)]
         if len(changed) < 2:
             return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
@@ -19,8 +21,11 @@ OWN = ("psg_fx", "psg_fx_functions")
 _WHERE = "step.export(path, inputs, targets)"
 
 
-def refuse(gm: GraphModule, call: Call, part: int | None) -> None:
-    """Refuse a lowered graph that a file does not stand for.  part: so many samples fit into the memory budget."""
+def refuse(gm: GraphModule, call: Call, part: int | None, inside: Sequence[str]) -> None:
+    """Refuse a lowered graph that a file does not stand for.
+
+    part: so many samples fit into the memory budget.  inside: parameters and buffers that code reads by itself.
+    """
     known = facts.graph_facts(gm)
     if known.one_size:
         raise _refusal("the graph serves one batch size only", known.notes[0], "take sizes from the input (x.shape[0])")
@@ -28,6 +33,11 @@ def refuse(gm: GraphModule, call: Call, part: int | None) -> None:
         raise _refusal(
             "the step runs in parts within its memory budget", "a file holds one graph, for the whole batch",
             "leave memory_budget out, and pass the file batches that fit",
+        )  # fmt: skip
+    if inside:
+        raise _refusal(
+            f"a custom function reads {inside[0]} by itself", "the file would have its value of now for ever",
+            "pass it to the function as an argument",
         )  # fmt: skip
     for spec, _ in facts.returned(gm):
         if spec.kind == "written":

@@ -68,7 +68,9 @@ class Binding:
         self._of_groups = _dims_of_groups(gm)
         self._constants = {i: constants[s.name] for i, s in enumerate(self.specs) if s.kind == "constant"}
         own = _by_place(model, loss_fn) if self._constants else {}
-        self._slots = [self._slot(i, spec, model, loss_fn, own) for i, spec in enumerate(self.specs)]
+        self.read_inside = {i: own[p] for i, value in self._constants.items() if (p := _place(value)) in own}
+        """Parameters and buffers that are constants of the graph: a custom function reads them by itself."""
+        self._slots = [self._slot(i, spec, model, loss_fn) for i, spec in enumerate(self.specs)]
         self._numbers: dict[int, int] | None = None
         self._arrange()
         self._fields = _fields(self.outputs)
@@ -81,13 +83,12 @@ class Binding:
         self._asks = self._mixing is not None or bool(self._checks)
         self._keeps = bool(self._buffers or self._written)
 
-    def _slot(self, index: int, spec: InputSpec, model: nn.Module, loss_fn: Any, own: Mapping[Any, str]) -> Any:
+    def _slot(self, index: int, spec: InputSpec, model: nn.Module, loss_fn: Any) -> Any:
         if spec.kind in ("parameter", "buffer"):
             return holder(model, loss_fn, spec.target)
-        if spec.kind != "constant":
-            return spec
-        target = own.get(_place(self._constants[index]))
-        return self._constants[index] if target is None else holder(model, loss_fn, target)
+        if index in self.read_inside:
+            return holder(model, loss_fn, self.read_inside[index])
+        return self._constants.get(index, spec)
 
     def _arrange(self) -> None:
         """Sort the slots by what a call does for them.  Another thread may be in a call."""

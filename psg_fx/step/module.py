@@ -29,6 +29,7 @@ from psg_fx.program.call import Call
 from psg_fx.program.captured import Cache, Captured, Key
 from psg_fx.program.guard import Guard
 from psg_fx.program.key import call_key
+from psg_fx.program.objects import Functions
 from psg_fx.program.program import Program
 from psg_fx.program.state import IN_PLACE, Tracked, refuse_hooks, tracked_parameters
 from psg_fx.program.structure import Structure
@@ -196,23 +197,24 @@ class PerSampleModule(nn.Module):
         structure = self._structure[0]
         ambient = ambient_key(self._device(call).type)
         key = (variant, structure.meaning, tracked.key, call_key(call), ambient)  # the parts are named in KEY_PARTS
-        found = self._cache.find(key, call.batch_size(), structure)
+        found = self._cache.find(key, call.batch_size(), structure, Functions())
         if found is None:
             with deferred(), isolated():
-                found = self._cache.find(key, call.batch_size(), structure)
-                found = found or self._capture(key, call, build, structure)
+                there = Functions()  # anew: another thread may have captured meanwhile
+                found = self._cache.find(key, call.batch_size(), structure, there)
+                found = found or self._capture(key, call, build, structure, there)
         if self._last is not found.step:  # a module looks at every attribute that is set
             self._last = found.step
         return found.step
 
     @with_room_for_frames
     def _capture(
-        self, key: Key, call: Call, build: Callable[[], tuple[Any, Program]], structure: Structure
+        self, key: Key, call: Call, build: Callable[[], tuple[Any, Program]], structure: Structure, there: Functions
     ) -> Captured:
         if self.settings.backend == "inductor" and self._device(call).type == "cpu":
             ask_ahead()
-        self._cache.tell(key)
-        why = self._cache.why(key, call.batch_size())
+        self._cache.tell(key, there)
+        why = self._cache.why(key, call.batch_size(), there)
         step, program = own_code.built(build, self.model, self.loss_fn, call)
         program.release()
         guard = Guard(program.observed, [("the loss", self.loss_fn)], structure, step.binding.follow)

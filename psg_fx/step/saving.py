@@ -52,7 +52,7 @@ def export(
     with deferred(), isolated():
         step: CompiledStep = own_code.built(build, model, loss_fn, call)[0]
     gm = step.gm
-    refuse(gm, call, step.part)
+    refuse(gm, call, step.part, sorted(step.binding.read_inside.values()))
     given = extras(step.binding.given)
     nodes = facts.placeholders(gm)
     inputs = [(facts.input_spec(node), node) for node in nodes]

@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -163,6 +164,14 @@ def test_what_is_read_is_read_anew(name: str) -> None:
         for k, x in enumerate(X.split(1)):
             (truth,) = torch.autograd.grad(model(x).square().sum(), model.a.weight)
             torch.testing.assert_close(found[k], truth)
+
+
+def test_no_file_has_what_a_function_reads_by_itself(tmp_path: Path) -> None:
+    model = Model(READ["a module"][0]).double()
+    model.scale = 2.0  # type: ignore[assignment]
+    step = psg_fx.transform(model, lambda out: out.square().sum(), backend="eager")
+    with pytest.raises(NotYetSupported, match=r"a custom function reads model\.b\.weight by itself"):
+        step.export(tmp_path / "step.pt2", X)
 
 
 class Grown(Function):

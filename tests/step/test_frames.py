@@ -57,3 +57,20 @@ def test_the_function_is_as_it_was() -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         ratio(1.0, to=0.0)
     assert caught.traceback[-1].name == "ratio"
+
+
+def test_a_deep_stack_has_room_for_more_calls() -> None:
+    """Only meanwhile, and also where the limit is low."""
+
+    def at(depth: int, function: Callable[[], int]) -> int:
+        return at(depth - 1, function) if depth else function()
+
+    @with_room_for_frames
+    def further() -> int:
+        return at(700, sys.getrecursionlimit)
+
+    before = sys.getrecursionlimit()
+    with pytest.raises(RecursionError):
+        at(before - 300, lambda: at(700, sys.getrecursionlimit))
+    assert at(before - 300, further) > before
+    assert sys.getrecursionlimit() == before
