@@ -25,6 +25,13 @@ def same_size(a: Any, b: Any) -> bool:
     return isinstance(a, int) and isinstance(b, int) and a == b
 
 
+def place_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Where a tensor lies, and how: the same for two that are one view of one memory.  None where nothing lies."""
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return None
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
 def permute(x: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
     """`x.permute(order)`, or x itself where that changes nothing."""
     order = list(order)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -135,7 +134,7 @@ def _by_inductor(options: dict[str, Any], watch: Watch, once: bool, by: OpOverlo
 
 
 def _not_compiled(error: InductorError) -> PsgError:
-    if re.match(r"(OSError|FileNotFoundError|PermissionError|NotADirectoryError)\b", first_line(error)):
+    if isinstance(error.inner_exception, OSError):
         return BadArgument(
             "the compiler cannot write its files", where="TORCHINDUCTOR_CACHE_DIR", why=first_line(error),
             fix="make room there, or set the variable to another folder",

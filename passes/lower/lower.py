@@ -115,19 +115,17 @@ def _read_tensors_where_they_lie(gm: GraphModule) -> None:
     """Tensors that code of the user's has read while a pass ran it are constants, as those that a capture meets are:
     inputs of the graph, which are read where they lie at each call.
     """
-    mode, known = _batch_node(gm).meta["val"].fake_mode, dict[int, Node]()
+    like, known = _batch_node(gm).meta["val"], dict[int, Node]()
     constants = dict(facts.graph_facts(gm).constants)
     for node in gm.graph.find_nodes(op="get_attr"):
         value = getattr(gm, str(node.target))
-        if not isinstance(value, torch.Tensor) or isinstance(value, type(_batch_node(gm).meta["val"])):
+        if not isinstance(value, torch.Tensor) or isinstance(value, type(like)):
             continue
         if id(value) not in known:
             name = f"read_{len(known)}"
-            fake = mode.from_tensor(value.detach(), static_shapes=True)
-            known[id(value)], constants[name] = (
-                _placeholder(gm, name, fake, InputSpec("constant", name)),
-                value.detach(),
-            )
+            constants[name] = value.detach()
+            fake = like.fake_mode.from_tensor(constants[name], static_shapes=True)
+            known[id(value)] = _placeholder(gm, name, fake, InputSpec("constant", name))
             facts.update(known[id(value)])
         node.replace_all_uses_with(known[id(value)])
         gm.graph.erase_node(node)

@@ -76,8 +76,8 @@ def _target(site: Site) -> Any:
         return known(site.target).formula or site.target
     shapes = [tuple(int(s.subs(site.batch, 1)) for s in v.shape) for v in site.args]
     asked = [any(o.value is v for o in site.operands) for v in site.args]
+    used = [k for k, cotangent in enumerate(site.cotangents) if cotangent is not None]
     with observing_backward():
-        used = [k for k, cotangent in enumerate(site.cotangents) if cotangent is not None]
         return differentiable(call, shapes, [v.dtype for v in site.args], asked, used)
 
 

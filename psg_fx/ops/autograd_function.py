@@ -49,8 +49,7 @@ class CustomCall:
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         """Its result: a tensor, or a tuple of several."""
-        result = self.result(tensors)
-        found = [v for v in (result if isinstance(result, tuple) else [result]) if isinstance(v, torch.Tensor)]
+        found = [v for v in _list(self.result(tensors)) if isinstance(v, torch.Tensor)]
         return found[0] if len(found) == 1 else tuple(found)
 
     def result(self, tensors: Sequence[torch.Tensor]) -> Any:
@@ -112,7 +111,7 @@ def as_one_op(function: type[Function], args: Sequence[Any], keep: Callable[[Cus
     if any(isinstance(v, _SYMBOLS) for _, v in constants):
         raise call.refusal("the batch size is one of its arguments", "let it read the size of a tensor: x.shape[0]")
     result = _first_result(call, inputs)
-    outputs = list(result) if isinstance(result, tuple) else [result]
+    outputs = _list(result)
     _check_outputs(call, outputs)
     count = sum(isinstance(v, torch.Tensor) for v in outputs)
     op = define_function(call.name, len(inputs), _schema(count), lambda *given: _forward(_CALLS[op], given))
@@ -236,8 +235,8 @@ def _backward(
     return backward
 
 
-def _list(result: Any) -> list[torch.Tensor]:
-    return list(result) if isinstance(result, (tuple, list)) else [result]
+def _list(result: Any) -> list[Any]:
+    return list(result) if isinstance(result, tuple) else [result]
 
 
 def _check_gradients(call: CustomCall, *graphs: GraphModule) -> None:

@@ -82,9 +82,9 @@ class Cache:
             found = [entry for entries in self._found.values() for entry in entries]
         return tuple(sorted(found, key=lambda entry: entry.number))
 
-    def find(self, key: Key, size: int, structure: Structure, there: Functions) -> Captured | None:
+    def find(self, key: Key, size: int, structure: Structure, there: Functions | None = None) -> Captured | None:
         """The step that serves, or None.  structure: of the model and the loss, as it is now.  there: all functions,
-        looked for once for all that is asked of one call.
+        where they are looked for once for all that is asked of a call.
         """
         with self._lock:
             recent = self._recent  # whose key is compared by the identities of its parts, and no hash taken
@@ -92,6 +92,7 @@ class Cache:
             fitting = [entry for entry in known if entry.batch_size in (None, size)]
             found = next((entry for entry in fitting if entry.guard.stands(structure)), None)
             if found is None:
+                there = there or Functions()
                 found = next((entry for entry in fitting if entry.guard.still_means(structure, there)), None)
             if found is not None:
                 if found is not known[0]:

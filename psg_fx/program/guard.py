@@ -21,7 +21,7 @@ from psg_fx.program.objects import MISSING, Functions, contents
 from psg_fx.program.observed import Observed
 from psg_fx.program.structure import Absent, Slots, Structure, Tensors
 from psg_fx.program.walk import HOOKS, Walk
-from psg_fx.tensors import same_values
+from psg_fx.tensors import place_of, same_values
 
 _CODE = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _HOOKS = operator.itemgetter(*HOOKS)
@@ -170,9 +170,9 @@ class Lying:
 
     def number(self, constant: torch.Tensor) -> int | None:
         """The number of the tensor that a constant is, or has the memory of; None for none of the walk."""
-        known = [tensor for tensor, _ in self._known]
+        known, own = [tensor for tensor, _ in self._known], place_of(constant)
         same = (i for i, tensor in enumerate(known) if tensor is constant)
-        alike = (i for i, tensor in enumerate(known) if _alias(tensor, constant))
+        alike = (i for i, tensor in enumerate(known) if own is not None and place_of(tensor) == own)
         return next(chain(same, alike), None)
 
     def at(self, number: int) -> Any:
@@ -189,18 +189,6 @@ def refuse_iterators(walk: Walk) -> None:
             why="what comes next is another value at every call, and a graph would hold the first for ever",
             fix="take the next value outside, and pass it as an input",
         )  # fmt: skip
-
-
-def _alias(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether both are the same view of the same memory."""
-    if a.layout is not torch.strided or b.layout is not torch.strided:
-        return False
-    return (a.data_ptr(), a.shape, a.stride(), a.dtype) == (
-        b.data_ptr(),
-        b.shape,
-        b.stride(),
-        b.dtype,
-    ) and a.numel() > 0
 
 
 def _equal(now: Any, before: Any) -> bool:

@@ -22,7 +22,7 @@ from psg_fx.program.effects import WRITTEN
 from psg_fx.program.guard import Lying
 from psg_fx.program.state import IN_PLACE, holder
 from psg_fx.step.groups import Groups
-from psg_fx.tensors import memory_order
+from psg_fx.tensors import memory_order, place_of
 from psg_fx.torch_private.modes import no_grad
 
 
@@ -67,8 +67,8 @@ class Binding:
         self._batch = facts.graph_facts(gm).batch
         self._of_groups = _dims_of_groups(gm)
         self._constants = {i: constants[s.name] for i, s in enumerate(self.specs) if s.kind == "constant"}
-        own = _by_place(model, loss_fn) if self._constants else {}
-        self.read_inside = {i: own[p] for i, value in self._constants.items() if (p := _place(value)) in own}
+        own = _by_place(model, loss_fn) if facts.graph_facts(gm).runs_code else {}
+        self.read_inside = {i: own[p] for i, value in self._constants.items() if (p := place_of(value)) in own}
         """Parameters and buffers that are constants of the graph: a custom function reads them by itself."""
         self._slots = [self._slot(i, spec, model, loss_fn) for i, spec in enumerate(self.specs)]
         self._numbers: dict[int, int] | None = None
@@ -179,14 +179,7 @@ def _by_place(model: nn.Module, loss_fn: Any) -> dict[Any, str]:
     roots = {"model": model} | ({"loss": loss_fn} if isinstance(loss_fn, nn.Module) else {})
     named = ((f"{root}.{name}", tensor) for root, module in roots.items()
              for name, tensor in (*module.named_parameters(), *module.named_buffers()))  # fmt: skip
-    return {place: name for name, tensor in named if (place := _place(tensor)) is not None}
-
-
-def _place(tensor: torch.Tensor) -> Any:
-    """Where a tensor lies, and how; None for what has no place of its own."""
-    if tensor.layout is not torch.strided or not tensor.numel() or tensor.is_meta:
-        return None
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+    return {place: name for name, tensor in named if (place := place_of(tensor)) is not None}
 
 
 def _fields(outputs: Sequence[OutputSpec]) -> list[tuple[str, int | list[tuple[str, int]]]]:

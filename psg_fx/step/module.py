@@ -197,7 +197,7 @@ class PerSampleModule(nn.Module):
         structure = self._structure[0]
         ambient = ambient_key(self._device(call).type)
         key = (variant, structure.meaning, tracked.key, call_key(call), ambient)  # the parts are named in KEY_PARTS
-        found = self._cache.find(key, call.batch_size(), structure, Functions())
+        found = self._cache.find(key, call.batch_size(), structure)
         if found is None:
             with deferred(), isolated():
                 there = Functions()  # anew: another thread may have captured meanwhile

@@ -10,7 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from psg_fx import BadArgument, CaptureFailed
+import psg_fx
+from psg_fx import BadArgument, CaptureFailed, NotYetSupported
+from psg_fx.passes.compile.compile import _not_compiled
+from psg_fx.torch_private.inductor import InductorError
 from support.small import OwnLoss, Several, WithLayer, step
 from support.texts import Row, check_refusal
 
@@ -195,3 +198,26 @@ def test_trying_the_code_out_changes_nothing() -> None:
     assert not x.any()
     assert model.seen == 0
     assert (model.count, hasattr(model, "new")) == (0, False)
+
+
+@pytest.mark.parametrize("kind", [MemoryError, torch.OutOfMemoryError])
+def test_out_of_memory_is_raised_as_it_is(kind: type[Exception]) -> None:
+    """Who looks for a batch size that fits waits for it."""
+
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            raise kind("no room")
+
+    with pytest.raises(kind, match="no room"):
+        psg_fx.transform(Large(), F.cross_entropy, backend="eager")(X, Y)
+
+
+def test_a_full_folder_of_kernels_is_named() -> None:
+    error = _not_compiled(InductorError(OSError(28, "No space left on device"), None))
+    assert isinstance(error, BadArgument)
+    assert (error.where, error.why) == ("TORCHINDUCTOR_CACHE_DIR", "OSError: [Errno 28] No space left on device")
+    assert isinstance(_not_compiled(InductorError(AssertionError("of its own"), None)), NotYetSupported)
