@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 from psg_fx.graph import facts
 from psg_fx.graph.lifetimes import is_view
 from psg_fx.graph.nodes import call, in_order, output, put_in_place, written_before
+from psg_fx.graph.order import is_reshaped
 from psg_fx.graph.same_op import merge_equal
 from psg_fx.graph.stages import Stage
 from psg_fx.ops.tile_products import is_tiled
@@ -34,7 +35,6 @@ aten = torch.ops.aten
 
 _OF_MATRICES = {aten.mm.default: aten.bmm.default, aten.mm.dtype: aten.bmm.dtype}
 _BATCHED = {aten.bmm.default, aten.bmm.dtype}
-_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.squeeze.dim)
 _WRITTEN = {aten.clone.default, aten.constant_pad_nd.default, aten.mul.Tensor, aten._to_copy.default}
 _INLINE = {aten.pow.Tensor_Scalar, aten.mul.Tensor, aten.sum.dim_IntList}
 """Readers that compute a value where they read it."""
@@ -108,7 +108,7 @@ def _pays(gm: GraphModule, members: Sequence[Node], products: Collection[Node], 
 
 def _is_written_for(operand: Node, products: Collection[Node]) -> bool:
     """Whether it is a value that only products have written to memory."""
-    while is_view(operand) or operand.target in _RESHAPES:
+    while is_view(operand) or is_reshaped(operand):
         operand = operand.all_input_nodes[0]
     return operand.target in _WRITTEN and all(
         reader in products or reader.target in _INLINE for reader in _readers(operand)
@@ -118,7 +118,7 @@ def _is_written_for(operand: Node, products: Collection[Node]) -> bool:
 def _readers(node: Node) -> Iterator[Node]:
     """What reads it or a view of it."""
     for user in node.users:
-        if is_view(user) or user.target in (*_RESHAPES, aten.clone.default):
+        if is_view(user) or is_reshaped(user) or user.target is aten.clone.default:
             yield from _readers(user)
         else:
             yield user
@@ -159,6 +159,6 @@ def _operands(node: Node) -> list[Node]:
 
 def _unshaped(node: Node) -> Node:
     """The value of which it is the elements, in their order."""
-    while node.target in _RESHAPES and all(is_contiguous(n.meta["val"]) for n in (node, _operands(node)[0])):
+    while is_reshaped(node) and all(is_contiguous(n.meta["val"]) for n in (node, _operands(node)[0])):
         node = _operands(node)[0]
     return node

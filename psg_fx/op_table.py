@@ -68,6 +68,13 @@ class Strides(enum.Enum):
     LAST_DIM = "the same of neighbours in the last dim"
 
 
+class Order(enum.Enum):
+    """How the elements of an op's result stand to those of its first argument."""
+
+    SAME = "the same, each in its place: a copy, a cast, or the argument itself"
+    RESHAPED = "the same, in the same order, in another shape"
+
+
 class Batching(enum.Enum):
     """How an op of one sample is done for all of them, where `vmap` would fix the batch size."""
 
@@ -124,6 +131,10 @@ class Known:
     strides: Strides | None = field(default=None, metadata=_says(
         "reads strides", "enter(.., strides=) in psg_fx/graph/strides.py",
         "its value is the same wherever its inputs lie in memory",
+    ))  # fmt: skip
+    order: Order | None = field(default=None, metadata=_says(
+        "has its argument's elements", "enter(.., order=) in psg_fx/graph/order.py",
+        "its elements are others than those of its first argument, or lie in another order",
     ))  # fmt: skip
     undifferentiated: bool = field(default=False, metadata=_says(
         "draws, without a gradient", "enter(.., undifferentiated=) in passes/sites.py",

@@ -15,11 +15,11 @@ from torch.fx import Node
 
 from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxis
+from psg_fx.graph.order import is_same
 
 from .region import ROWS, Unfit, row_by_row
 from .values import bound, op_name
 
-_SAME = ("aten._to_copy", "aten.clone", "aten.alias", "aten.detach", "aten.contiguous", "aten.to")
 _FILLS = ("aten.ones", "aten.ones_like", "aten.new_ones", "aten.full", "aten.full_like", "aten.new_full")
 
 
@@ -47,7 +47,7 @@ def ends_of_experts(offs: Node, ids: set[Node], sorted_ids: set[Node], experts: 
 
 def _through(node: Any) -> Any:
     """The node of which another one is a copy, in what dtype."""
-    while isinstance(node, Node) and op_name(node) in _SAME:
+    while isinstance(node, Node) and is_same(node):
         node = node.args[0]
     return node
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from psg_fx.graph import facts
+from psg_fx.graph.order import is_same
 from psg_fx.graph.same_op import alike
 from psg_fx.ops.experts import expert_mm
 
@@ -32,7 +33,6 @@ from .values import bound, op_name
 
 _SORTS = ("aten.sort", "aten.argsort")
 _GROUPED = ("aten._grouped_mm", "psg_fx.grouped_mm", "transformers.grouped_mm_fallback")
-_SAME = ("aten._to_copy", "aten.clone", "aten.alias", "aten.detach", "aten.unsqueeze", "aten.expand")
 _WRITES = ("aten.index_put", "aten.scatter", "aten.index_copy")
 _ADDS = ("aten.index_add", "aten.scatter_add")
 _SYMMETRIC = ("aten.histc", "aten.bincount")
@@ -119,7 +119,11 @@ class Reordering(RowRewriting):
         if op_name(node) in _WRITES:
             return self.inverting(node)
         source: Any = node.args[0] if node.args else None
-        same = op_name(node) in _SAME or (op_name(node) == "aten.slice" and _same_shape(node, source))
+        same = (
+            is_same(node)
+            or op_name(node) in ("aten.unsqueeze", "aten.expand")
+            or (op_name(node) == "aten.slice" and _same_shape(node, source))
+        )
         if same and source in self.numbers and self.has_rows_first(node) and not node.meta["val"].is_floating_point():
             self.numbers[node] = self.numbers[source]
             return True

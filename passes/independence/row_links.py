@@ -17,18 +17,13 @@ from torch.fx import Node
 
 from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxis
+from psg_fx.graph.order import is_reshaped, is_same
 from psg_fx.ops.last_rows import last_rows
 
 from .values import Op, Result
 
 aten = torch.ops.aten
 
-_SAME_NUMBERS = (
-    aten.unsqueeze.default, aten.expand.default, aten.alias.default, aten.clone.default, aten._to_copy.default,
-    aten.detach.default, aten.contiguous.default,
-)  # fmt: skip
-"""Ops after which a pointer still holds the same number for each row."""
-_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 _WIDE = (torch.int32, torch.int64)
 
 
@@ -86,9 +81,11 @@ def _link(op: Op, pointer: Node, x: tuple[SampleAxis, sympy.Symbol]) -> Link | N
 
 
 def _same_numbers(node: Node) -> bool:
-    """Whether a pointer holds the same numbers as its first argument; of views, those that give it dims of size 1."""
-    if node.target not in _VIEWS:
-        return node.target in _SAME_NUMBERS
+    """Whether a pointer holds, for each row, the number that its first argument has; reshaped, it may have other dims
+    of size 1.
+    """
+    if not is_reshaped(node):
+        return is_same(node) or node.target is aten.expand.default
     before, after = ([s for s in facts.shape(n.meta["val"]) if s != 1] for n in (node.args[0], node))  # type: ignore[union-attr]
     return before == after
 

@@ -9,13 +9,12 @@ import torch
 from torch.fx import Node
 
 from psg_fx.graph import facts
+from psg_fx.graph.order import is_reshaped, is_same
 from psg_fx.tensors import product
 
 from .values import bound
 
 aten = torch.ops.aten
-_SAME = (aten.clone.default, aten.alias.default, aten.detach.default, aten.contiguous.default, aten._to_copy.default)
-_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints)
 
 
 @dataclass(frozen=True)
@@ -43,13 +42,13 @@ def number_of(node: Node, count: sympy.Expr) -> Number | None:
         source, k = divided
         return Number(k) if number_of(source, count) == Number(1) else None
     source, k = node, 1
-    while source.target in (*_SAME, *_VIEWS, aten.repeat_interleave.self_int):
+    while is_same(source) or is_reshaped(source) or source.target is aten.repeat_interleave.self_int:
         given = bound(source)
         if source.target is aten.repeat_interleave.self_int:
             if not isinstance(given["repeats"], int) or source.args[0].meta["val"].ndim != 1:  # type: ignore[union-attr]
                 return None
             k *= given["repeats"]
-        elif source.target in _VIEWS and (found := _counted(source.args[0])) is not None:
+        elif is_reshaped(source) and (found := _counted(source.args[0])) is not None:
             return _flattened(found, k)
         source = source.args[0]  # type: ignore[assignment]
     found = _counted(source)
@@ -92,13 +91,13 @@ def _counted(node: object) -> _Counted | None:
     before = _counted(node.args[0]) if node.args else None
     if before is None:
         return None
-    if node.target in _SAME:
+    if is_same(node):
         return before
     if node.target is aten.unsqueeze.default:
         return _Counted(shape, before.dims) if given["dim"] % len(shape) >= before.dims else None
     if node.target is aten.expand.default:
         same = len(shape) == len(before.shape) and shape[: before.dims] == before.shape[: before.dims]
         return _Counted(shape, before.dims) if same else None
-    if node.target in _VIEWS and shape[:1] == before.shape[:1] and before.dims == 1:
+    if is_reshaped(node) and shape[:1] == before.shape[:1] and before.dims == 1:
         return _Counted(shape, 1) if product(shape[1:]) == product(before.shape[1:]) else None
     return None

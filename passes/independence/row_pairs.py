@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxis
+from psg_fx.graph.order import is_reshaped, is_same
 
 from .row_links import Link, row_axis
 from .values import Op, Result
@@ -19,12 +20,7 @@ aten = torch.ops.aten
 
 _PRODUCTS = (aten.matmul.default, aten.bmm.default, aten.baddbmm.default)
 _SOFTMAX = (aten.softmax.int, aten._softmax.default, aten._safe_softmax.default)
-_BY_ENTRY = (
-    aten.masked_fill, aten.where, aten._to_copy, aten.clone, aten.native_dropout, aten.dropout, aten.alias, aten.detach,
-)  # fmt: skip
-_VIEWS = (
-    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default, aten.unsqueeze.default,
-)  # fmt: skip
+_BY_ENTRY = (aten.masked_fill, aten.where, aten.native_dropout, aten.dropout)
 _WAYS = (
     "scores q @ k.transpose(-1, -2) may be scaled, masked by what is made of the ids, go through a softmax over their "
     "last dim and be multiplied with values; F.scaled_dot_product_attention does all of it"
@@ -41,11 +37,10 @@ def of_pairs(op: Op) -> tuple[Result, list[Link]] | None:
         return _weighted(op)
     if target in _SOFTMAX:
         return _softmax(op, pairs[0])
-    pointwise = torch.Tag.pointwise in getattr(target, "tags", ())
-    pointwise = pointwise or getattr(target, "overloadpacket", None) in _BY_ENTRY
-    if (pointwise and all(_fits(op, n) for n in op.node.all_input_nodes)) or (
-        target in _VIEWS and _keeps(op, pairs[0])
-    ):
+    by_entry = torch.Tag.pointwise in getattr(target, "tags", ()) or is_same(op.node)
+    by_entry = by_entry or getattr(target, "overloadpacket", None) in _BY_ENTRY
+    seen_otherwise = is_reshaped(op.node) or target is aten.expand.default
+    if (by_entry and all(_fits(op, n) for n in op.node.all_input_nodes)) or (seen_otherwise and _keeps(op, pairs[0])):
         return _pairs(op), []
     raise op.unsupported(f"%{pairs[0].name} has a value for each pair of rows, also those of two samples", _WAYS)
 

@@ -15,17 +15,12 @@ from torch.fx import GraphModule, Node
 from psg_fx.graph import facts
 from psg_fx.graph.lifetimes import is_view
 from psg_fx.graph.nodes import call, output, put_in_place
+from psg_fx.graph.order import is_reshaped, is_same
 from psg_fx.ops import weighted_sums
 from psg_fx.ops.experts import expert_outer
 from psg_fx.tensors import product
 
 aten = torch.ops.aten
-
-_IN_PLACE = (
-    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim,
-    aten._to_copy.default,
-)  # fmt: skip
-"""What shows each element of a value in its place."""
 
 _KEPT = (aten.bmm.default, expert_outer, operator.getitem, aten.index_add.default)
 """What makes gradients that are stored whole: products, alone or with the squares of their tiles, and rows that are
@@ -171,7 +166,7 @@ def by_kernel(gm: GraphModule, totals: Sequence[Node], is_cheap: Callable[..., b
 def _kept_in(value: Node, weights: Node) -> tuple[Node, bool]:
     """What is stored, of which this shows each element in its place; and whether samples of weight 0 are left out."""
     leave_out = False
-    while value.target in _IN_PLACE or _is_cut(value, weights):
+    while is_same(value) or is_reshaped(value) or _is_cut(value, weights):
         leave_out |= _is_cut(value, weights)
         value = operands(value)[0]
     return value, leave_out
@@ -203,8 +198,8 @@ def _written_together(gm: GraphModule, members: Sequence[tuple[Node, Node, Node]
 
 def _stored(value: Node) -> Node:
     """The value that it is in other sizes, element for element."""
-    while value.target in (aten.view.default, aten.reshape.default):
-        (value,) = value.all_input_nodes[:1]
+    while is_reshaped(value):
+        value = operands(value)[0]
     return value
 
 
