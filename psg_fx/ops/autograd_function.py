@@ -25,6 +25,7 @@ from psg_fx.graph.facts import is_differentiable
 from psg_fx.graph.same_op import draws
 from psg_fx.graph.strides import free_of_strides
 from psg_fx.graph.tracing import trace
+from psg_fx.ops.argument_sizes import SYMBOLS, has_symbols, of_call, without_symbols
 from psg_fx.ops.define import define_function
 from psg_fx.torch_private.custom_functions import apply
 from psg_fx.torch_private.modes import autocast_now, autocast_unseen, no_modes, not_recorded
@@ -57,7 +58,7 @@ class CustomCall:
         args = self._filled(tensors)
         with autocast_unseen(self.casts):
             result = apply(self.function, *args)
-        if pytree.tree_structure(args) != self.spec:
+        if _flattened(args)[1] != self.spec:
             raise self.refusal("it changes a list or dict among its arguments", "return what it finds")
         return result
 
@@ -67,7 +68,8 @@ class CustomCall:
                       for n, t in zip(self.needs, tensors, strict=True)))  # fmt: skip
 
     def _filled(self, tensors: Sequence[Any]) -> list[Any]:
-        fixed, rest = dict(self.constants), iter(tensors)
+        fixed = {i: of_call(kept, tensors) for i, kept in self.constants}
+        rest = iter(tensors)
         count = len(fixed) + len(self.needs)
         args: list[Any] = pytree.tree_unflatten(
             [fixed[i] if i in fixed else next(rest) for i in range(count)], self.spec
@@ -103,13 +105,16 @@ def as_one_op(function: type[Function], args: Sequence[Any], keep: Callable[[Cus
 
     keep: is given the call, which must live as long as graphs with the op.
     """
-    flat, spec = pytree.tree_flatten(list(args))
-    constants = tuple((i, v) for i, v in enumerate(flat) if not isinstance(v, torch.Tensor))
+    flat, spec = _flattened(list(args))
     inputs = [v for v in flat if isinstance(v, torch.Tensor)]
+    others = ((i, v) for i, v in enumerate(flat) if not isinstance(v, torch.Tensor))
+    constants = tuple((i, without_symbols(v, inputs)) for i, v in others)
     needs = tuple(t.requires_grad and is_differentiable(t) for t in inputs)
     call = CustomCall(function, constants, spec, needs, autocast_now())
-    if any(isinstance(v, _SYMBOLS) for _, v in constants):
-        raise call.refusal("the batch size is one of its arguments", "let it read the size of a tensor: x.shape[0]")
+    if any(has_symbols(kept) for _, kept in constants):
+        raise call.refusal(
+            "a number made of the batch size is among its arguments", "let it read the size of a tensor: x.shape[0]"
+        )
     result = _first_result(call, inputs)
     outputs = _list(result)
     _check_outputs(call, outputs)
@@ -123,21 +128,23 @@ def as_one_op(function: type[Function], args: Sequence[Any], keep: Callable[[Cus
     return found if isinstance(result, tuple) else found[0]
 
 
+def _flattened(args: list[Any]) -> tuple[list[Any], pytree.TreeSpec]:
+    """A shape is one argument: what `pytree` would put together again is a tuple."""
+    return pytree.tree_flatten(args, is_leaf=lambda value: isinstance(value, torch.Size))
+
+
 def _check_outputs(call: CustomCall, outputs: Sequence[Any]) -> None:
     for value in outputs:
         inside = [] if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
         if any(isinstance(v, torch.Tensor) for v in inside):
             raise call.refusal("it returns a tensor within something else", "return all tensors in one tuple")
-        if any(isinstance(v, _SYMBOLS) for v in inside):
+        if any(isinstance(v, SYMBOLS) for v in inside):
             raise call.refusal("it returns the batch size", "take it of a tensor, outside: x.shape[0]")
     tensors = [id(v) for v in outputs if isinstance(v, torch.Tensor)]
     if not tensors:
         raise call.refusal("it returns no tensor")
     if len(set(tensors)) < len(tensors):
         raise call.refusal("it returns one tensor twice", "return it once")
-
-
-_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def _schema(count: int) -> str:

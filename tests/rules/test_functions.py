@@ -22,6 +22,7 @@ from support.autograd_functions import (
     Looked,
     Model,
     OneOfOne,
+    Reshaped,
     Reversed,
     Scaled,
     Sized,
@@ -111,6 +112,9 @@ EXACT: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "gradients that ask what is wanted": lambda m, x: Wanted.apply(m.a(Wanted.apply(x, m.b.weight)), m.a.weight),
     "tensors made of numbers": lambda m, x: m.b(Filled.apply(m.a(x), 3.0)),
     "sizes for shapes alone": lambda m, x: m.b(Sized.apply(m.a(x), lambda t, n: t.view(n, -1).view_as(t), _seven)),
+    "a shape and a size as arguments": (
+        lambda m, x: m.b(Reshaped.apply(h := m.a(x), h.shape, 5 * h.shape[0]).view(x.shape))
+    ),
     "a weight": lambda m, x: F.linear(m.b(x), Scaled.apply(m.a.weight)),
     "a part of a weight": lambda m, x: F.linear(x, Scaled.apply(m.a.weight[:2]).repeat(2, 1)) + m.b(x),
     "two outputs": _two,

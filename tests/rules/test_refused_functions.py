@@ -191,8 +191,11 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], type[Exception], str]]
         lambda m, x: _sized(lambda t, n: t if n > 4 else 2 * t, lambda g, n: g)(m, x) / float(len(x)), NotYetSupported,
         "a batch of one sample differently.*n > 4",
     ),
-    "the batch size as an argument": (
-        lambda m, x: SumAndProduct.apply(m.a(x), m.b(x), x.shape[0])[1], NotYetSupported, "size is one of its argum",
+    "the batch size as an argument that is computed with": (
+        lambda m, x: SumAndProduct.apply(m.a(x), m.b(x), x.shape[0])[1], NotYetSupported, "computes with the batch siz",
+    ),
+    "a number made of the batch size as an argument": (
+        lambda m, x: SumAndProduct.apply(m.a(x), m.b(x), x.shape[0] / 2)[1], NotYetSupported, "size is among its argum",
     ),
     "a number that follows the batch size": (
         lambda m, x: SumAndProduct.apply(m.a(x), m.b(x), int(x.shape[0]))[1], NotYetSupported, "is another one for ano",
