@@ -30,7 +30,8 @@ def _part(  # type: ignore[no-untyped-def]
             b = start + row
             weight = tl.load(weights + b, b < samples, 0.0).to(tl.float32)
             at = x + tl.full((), b, tl.int64) * width + i
-            added = weight * tl.load(at, inside & (b < samples), 0.0).to(tl.float32)
+            there = inside & (tl.full((BLOCK,), b, tl.int32) < samples)  # Triton 3.9 interprets `b < samples` wrongly
+            added = weight * tl.load(at, there, 0.0).to(tl.float32)
             if LEAVE_OUT:
                 added = tl.where(weight == 0.0, 0.0, added)
             found += added
