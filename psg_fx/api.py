@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack, overload
 
 import torch
 from torch import nn
@@ -23,6 +23,28 @@ from psg_fx.torch_private.sharded import is_sharded
 from psg_fx.torch_private.tensor_parallel import is_tensor_parallel
 
 
+class _Options(TypedDict, total=False):
+    """What both kinds of steps take by name, for type checkers."""
+
+    quantities: Quantity | Sequence[Quantity] | None
+    params: ParamFilter
+    batch_dim: BatchDim
+    loss_reduction: str | None
+    backend: str
+    mode: str | None
+    options: dict[str, Any] | None
+    dynamic: bool | None
+    reuse_outputs: bool
+    memory_budget: float | None
+    progress: bool
+    accumulate: bool
+    warm: str | None
+
+
+@overload
+def transform(model: nn.Module, loss_fn: None = None, **options: Unpack[_Options]) -> DropInModule: ...
+@overload
+def transform(model: nn.Module, loss_fn: Callable[..., torch.Tensor], **options: Unpack[_Options]) -> LossModule: ...
 def transform(
     model: nn.Module,
     loss_fn: Callable[..., torch.Tensor] | None = None,

@@ -31,6 +31,7 @@ from psg_fx.torch_private.export import own_attributes, user_stack_traces
 from psg_fx.torch_private.fakes import UnsupportedOperatorException
 from psg_fx.torch_private.functional import Functional, functional
 from psg_fx.torch_private.graphs import traced_without_code
+from psg_fx.torch_private.modes import no_level_left_open
 from psg_fx.torch_private.ops import core_decompositions
 from psg_fx.torch_private.quiet import quiet
 from psg_fx.torch_private.recorded import quickly_recorded
@@ -143,7 +144,10 @@ def _written(program: nn.Module) -> list[Written]:
 def _functional(program: nn.Module, examples: Sequence[torch.Tensor], dynamic: list[dict[int, Any]]) -> Exported:
     """`program(examples)` as functional ATen, differentiable, losses and recurrent layers written out."""
     shapes = (dynamic,) if dynamic else None
-    with torch.enable_grad(), _quiet(), user_stack_traces(_CALLER), without_tensor_meta(), traced_without_code():
+    with (
+        torch.enable_grad(), _quiet(), user_stack_traces(_CALLER), without_tensor_meta(), traced_without_code(),
+        no_level_left_open(),
+    ):  # fmt: skip
         try:
             with (
                 rewritten(_has_rows(program)) as padding, seen_by_autograd(), own_attributes(), remembered_results(),

@@ -83,8 +83,8 @@ def through_view(axis: SampleAxis, old: Sequence[int], new: Single) -> SampleAxi
     if new.dim is None:
         raise Misfit("the new shape does not keep the batch size")
     if 0 in new.shape or 0 in old:
-        if len(old) == len(new.shape) and new.dim == axis.dim:
-            return axis
+        if axis.outer * axis.inner == new.factor:  # of no elements it is true that each lies with its sample
+            return moved(axis, new.dim)
         raise Misfit("an empty value is reshaped")
     left, right = sizes_around(old, axis)
     before, after = math.prod(new.shape[: new.dim]), math.prod(new.shape[new.dim + 1 :])

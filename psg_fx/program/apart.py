@@ -55,7 +55,7 @@ class Apart:
         given = (*inputs[0], *targets[0])
         if inputs[1] or targets[1] or not all(isinstance(t, torch.Tensor) for t in given):
             return self._with_numbers(given, inputs, targets, num_samples)
-        tensors = given
+        tensors = tuple(t.resolve_conj() if t.is_conj() else t for t in given)
         shape = len(inputs[0]), tuple(t.ndim for t in tensors)
         former = self._known.get(shape)
         if former is None or num_samples is not None:
@@ -90,7 +90,7 @@ class Apart:
             if call.axes:
                 self._known[shape] = replace(call, tensors=())
             return call
-        tensors = [v for v in given if type(v) is not int]
+        tensors = [v.resolve_conj() for v in given if type(v) is not int]
         for tensor, name in zip(tensors, former.names, strict=False):
             _refuse_other_kinds(tensor, name)
         numbers = [given[k] for k in former.counts]
@@ -104,10 +104,10 @@ class Apart:
 
 
 def _descriptions(given: Sequence[Any]) -> list[Any] | None:
-    """All of tensors but their values; None where there is something else, or what has no shape."""
+    """All of tensors but their values; None where there is something else, or what has no shape or is not written."""
     found = []
     for t in given:
-        if not isinstance(t, torch.Tensor) or t.is_nested or is_transformed(t):
+        if not isinstance(t, torch.Tensor) or t.is_nested or t.is_conj() or is_transformed(t):
             return None
         found.append(describe(t))
     return found
@@ -135,7 +135,7 @@ def take_apart(
         name = _name(path, is_input)
         inputs += is_input
         _refuse_other_kinds(leaf, name)
-        tensors.append(leaf)
+        tensors.append(leaf.resolve_conj())
         names.append(name)
         kept.append(_checked(path[-1].dim(dim) if isinstance(path[-1], Member) else dim, leaf, name))
     if any(isinstance(dim, Rows) for dim in kept):

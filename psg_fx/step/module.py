@@ -40,6 +40,7 @@ from psg_fx.step.settings import Settings
 from psg_fx.torch_private.ahead import ask_ahead
 
 _STATE = ("_parameters", "_buffers", "_modules")
+_FOR_GOOD = ("model", "loss_fn", "settings")
 
 
 class PerSampleModule(nn.Module):
@@ -65,6 +66,15 @@ class PerSampleModule(nn.Module):
         self._structure: tuple[Structure, Tracked] | None = None
         self._last: Any = None
         self._background = Background() if settings.warm else None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _FOR_GOOD and name in self.__dict__:
+            raise BadArgument(
+                f"the {name} of a step is replaced", where=f"step.{name} = ...",
+                why="its graphs and its modules are those of what it was made with",
+                fix=f"make another step, psg_fx.transform(model, loss_fn, ...); or change step.{name} itself",
+            )  # fmt: skip
+        super().__setattr__(name, value)
 
     def _arguments(self) -> list[str]:
         """The names of the model's arguments by position."""

@@ -45,6 +45,7 @@ QUANTITY_FIX = "use psg_fx.Grads(), Norms(), ClippedSum(max_norm), Gram() or ano
 PASS_BATCH = (
     "pass the dict itself, whose names are then those of the model's arguments: step(batch), or step(batch, targets)"
 )
+PUT_IN = "its graphs and its modules are those of what it was made with"
 NO_BLOCK = "a graph reads strided tensors"
 
 ROWS: dict[str, Row] = {
@@ -71,6 +72,16 @@ ROWS: dict[str, Row] = {
     "a-quantity-by-name": (
         lambda: step(quantities="norms"), BadArgument, "'norms' is not a quantity",
         "transform(quantities=...)", "each quantity fills a field of the output", QUANTITY_FIX,
+    ),
+    "a-loss-put-in-the-place-of-another": (
+        lambda: setattr(step(), "loss_fn", F.mse_loss), BadArgument, "the loss_fn of a step is replaced",
+        "step.loss_fn = ...", PUT_IN,
+        "make another step, psg_fx.transform(model, loss_fn, ...); or change step.loss_fn itself",
+    ),
+    "a-model-put-in-the-place-of-another": (
+        lambda: setattr(step(), "model", nn.Linear(4, 3)), BadArgument, "the model of a step is replaced",
+        "step.model = ...", PUT_IN,
+        "make another step, psg_fx.transform(model, loss_fn, ...); or change step.model itself",
     ),
     "a-reduction-with-a-loss": (
         lambda: step(loss_reduction="sum"), BadArgument, "loss_reduction is for steps without a loss",

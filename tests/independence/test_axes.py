@@ -134,3 +134,10 @@ def test_single_reads_shapes() -> None:
 def test_a_fold_in_the_wrong_order_is_refused() -> None:
     with pytest.raises(Misfit, match="a row of it holds parts of several samples"):
         sample_axis.through_view(SampleAxis(0), (1, 7, 3), Single((7, 1, 3), 1))
+
+
+def test_of_no_elements_any_place_is_true() -> None:
+    assert sample_axis.through_view(SampleAxis(0), (1, 0, 3), Single((1, 0), 0)) == SampleAxis(0)
+    assert sample_axis.through_view(SampleAxis(1), (0, 1), Single((1, 0), 0)) == SampleAxis(0)
+    with pytest.raises(Misfit, match="empty"):
+        sample_axis.through_view(SampleAxis(1), (0, 1, 2), Single((0, 2), 1))
