@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -32,6 +35,24 @@ def conv() -> nn.Module:
     return nn.Conv2d(2, 2, 3)
 
 
+def margin(o: Tensor, y: Tensor) -> Tensor:
+    """Cosine margins, as in CosFace."""
+    o = o.clone()
+    o[torch.arange(len(y)), y] -= 0.35
+    return F.cross_entropy(8 * o, y)
+
+
+def filled(count: int, **places: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """A tensor of zeros `[B, 1, count]` with columns written, the value with `before` more leading dims."""
+
+    def loss(o: Tensor, y: Tensor) -> Tensor:
+        made = o.new_zeros(len(o), 1, count)
+        made[:, :, places["columns"]] = o[(None,) * places["before"]].unsqueeze(-2)
+        return (made.cumsum(-1)[..., : y.shape[-1]] - y.unsqueeze(1)).square().mean()
+
+    return loss
+
+
 COUNTED = {
     "tensor of the length": Row(head, lambda o, y: total(o, y) / torch.tensor(len(o)), flat),
     "as_tensor": Row(head, lambda o, y: total(o, y) / torch.as_tensor(o.shape[0], dtype=torch.float64), flat),
@@ -49,6 +70,9 @@ COUNTED = {
     ),
     "a float multiple": Row(head, lambda o, y: total(o, y) / (0.3 * len(o)), flat),
     "in the model": Row(program(lambda x, w: x @ w / torch.tensor(len(x)), w=(4, 3)), square, tokens),
+    "written where the labels are": Row(head, margin, classes),
+    "columns written": Row(head, filled(4, columns=[0, 3, 1], before=0), flat),
+    "columns written from more dims": Row(head, filled(4, columns=[0, 3, 1], before=2), flat),
     "interpolate": Row(conv, lambda o, y: F.interpolate(o, scale_factor=2.0).square().sum() / len(o), images),
     "interpolate, bicubic": Row(
         conv, lambda o, y: (F.interpolate(o, size=y.shape[-2:], mode="bicubic") - y).square().sum() / len(o), images
