@@ -77,16 +77,17 @@ def _with_all_sizes(gm: GraphModule) -> None:
 def _with_leading_ones(gm: GraphModule) -> None:
     """What `x[i] = value` writes has lost its leading dims of size 1, and of one sample that of the samples, too."""
     for node in gm.graph.find_nodes(op="call_function", target=aten.index_put.default):
-        target, indices, value = node.args[:3]
+        given: Any = node.args[:3]
+        target, indices, value = given
         picks = [pick and pick.meta["val"] for pick in indices]
         if value.target is not aten.reshape.default or any(p is not None and p.dtype in _MASKS for p in picks):
             continue
-        stripped, given = (list(n.meta["val"].shape) for n in (value, value.args[0]))
-        lost = len(given) - len(stripped)
-        if lost > 0 and given == [1] * lost + stripped:
-            lost = max(0, len(given) - aten.index.Tensor(target.meta["val"], picks).ndim)
+        stripped, shape = (list(n.meta["val"].shape) for n in (value, value.args[0]))
+        lost = len(shape) - len(stripped)
+        if lost > 0 and shape == [1] * lost + stripped:
+            lost = max(0, len(shape) - aten.index.Tensor(target.meta["val"], picks).ndim)
             with gm.graph.inserting_before(node):
-                kept = _reshaped(value, given[lost:]) if lost else value.args[0]
+                kept = _reshaped(value, shape[lost:]) if lost else value.args[0]
             node.replace_input_with(value, kept)
     gm.graph.eliminate_dead_code()
 
@@ -95,9 +96,10 @@ _MASKS = (torch.bool, torch.uint8)
 
 
 def _reshaped(node: Node, shape: list[int]) -> Node:
-    """Like a `reshape`, of the same to another shape."""
-    made = node.graph.call_function(node.target, (node.args[0], shape))
-    made.meta = {**node.meta, "val": node.args[0].meta["val"].reshape(shape)}
+    """A `reshape` to another shape."""
+    of: Any = node.args[0]
+    made = node.graph.call_function(aten.reshape.default, (of, shape))
+    made.meta = {**node.meta, "val": of.meta["val"].reshape(shape)}
     return made
 
 

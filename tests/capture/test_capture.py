@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import psg_fx
 from psg_fx import CaptureFailed, ClippedSum, Grads, Norms, NotYetSupported, SamplesMixed
@@ -316,3 +317,21 @@ def test_sizes_are_written_by_those_of_inputs() -> None:
         x = X[:size].unflatten(1, (2, 2))
         _, want = oracle.loop_grads(model, loss, x)
         assert oracle.worst_error(step(x).grads, want) < 1e-12
+
+
+def test_a_failing_capture_leaves_no_level_of_forward_mode_open() -> None:
+    class Dual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with forward_ad.dual_level():
+                value, tangent = forward_ad.unpack_dual(self.layer(forward_ad.make_dual(x, torch.ones_like(x))).tanh())
+                return value + tangent
+
+    model, x = Dual(), torch.randn(3, 4)
+    with pytest.raises(CaptureFailed):
+        psg_fx.transform(model, lambda o: o.square().mean(), backend="eager")(x)
+    model(x)
+    torch.func.jvp(torch.sin, (x,), (x,))

@@ -73,6 +73,23 @@ class Weights(nn.Module):
         return F.conv1d(x, F.dropout1d(self.conv.weight, 0.4) + torch.empty(3, 3, 1, dtype=x.dtype).uniform_(), bias)
 
 
+class Steps(nn.Module):
+    """A number drawn for each sample with weights that all share, by itself or by its distribution, and three more."""
+
+    def __init__(self, distribution: bool = False) -> None:
+        super().__init__()
+        self.distribution = distribution
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("weights", torch.tensor([1.0, 3.0, 0.5, 2.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        one = torch.multinomial(self.weights, x.shape[0], replacement=True)
+        if self.distribution:
+            one = torch.distributions.Categorical(probs=self.weights).sample((x.shape[0],))
+        three = torch.multinomial(self.weights, 3 * x.shape[0], replacement=True).view(-1, 3)
+        return self.layer(x * one[:, None, None]) + three[..., None]
+
+
 def _recurrent(kind: type[nn.RNNBase], **options: Any) -> Callable[[], nn.Module]:
     return lambda: Head(kind(4, 3, num_layers=2, dropout=0.4, batch_first=True, **options), 9 * (1 + bool(options)))
 
@@ -82,6 +99,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "channels": lambda: Head(Channels(), 12),
     "noise": lambda: Head(Noise(), 12),
     "weights": lambda: Head(Weights(), 12),
+    "steps": lambda: Head(Steps(), 12),
+    "steps-by-a-distribution": lambda: Head(Steps(distribution=True), 12),
     "attention": lambda: Head(nn.TransformerEncoderLayer(4, 2, 8, dropout=0.3, batch_first=True), 12),
     "lstm": _recurrent(nn.LSTM),
     "lstm-two-ways": _recurrent(nn.LSTM, bidirectional=True),
@@ -97,7 +116,8 @@ def ordinary(model: nn.Module) -> tuple[Tensor, list[Tensor], Tensor]:
     return loss, list(torch.autograd.grad(loss, list(model.parameters()))), torch.rand(1)
 
 
-@pytest.mark.parametrize("name", one_in(2, MODELS))
+@pytest.mark.filterwarnings("ignore:one graph for each batch size")
+@pytest.mark.parametrize("name", one_in(2, MODELS, always=["steps", "steps-by-a-distribution"]))
 def test_the_step_draws_what_the_ordinary_step_draws(name: str) -> None:
     model = MODELS[name]().double()
     step = psg_fx.transform(model, F.cross_entropy, quantities=psg_fx.MeanGrad(), backend="eager")

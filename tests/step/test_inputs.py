@@ -287,6 +287,21 @@ def test_inputs_with_gaps_in_memory() -> None:
     compare(step, model, loss, whole[:, :1].expand(5, B, 4), batch_dim=1)
 
 
+def test_inputs_conjugated_lazily() -> None:
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3, dtype=DTYPE)
+
+        def forward(self, z: Tensor) -> Tensor:
+            return self.layer(z.real) * self.layer(z.imag)
+
+    z = torch.complex(x(B, 4), x(4, B).T)
+    step = check(Parts(), F.cross_entropy, z.conj(), labels())
+    for given in (z, z.conj(), z.mT.mH, z.mH):
+        compare(step, step.model, F.cross_entropy, given, labels())
+
+
 def test_sizes_beside_the_batch_may_change() -> None:
     model = nn.Linear(4, 3, dtype=DTYPE)
     step = psg_fx.transform(model, lambda out: out.sin().sum(), backend="eager")
