@@ -24,6 +24,7 @@ from psg_fx.program.code import Origin, is_theirs, origin_of_code, source
 from psg_fx.program.observed import Observed
 from psg_fx.program.stand_ins import StandIns
 from psg_fx.program.torch_calls import TorchCalls
+from psg_fx.torch_private.fakes import FakeTensor
 from psg_fx.torch_private.patching import patched_here, seen_here
 
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training", "_parameters", "_buffers", "_modules"}
@@ -72,13 +73,14 @@ def observing(found: Observed, stand_ins: StandIns) -> Iterator[None]:
         making(self, *args, **kwargs)
 
     profile, setting = _Profile(found), seen_here(nn.Module, "__setattr__")
+    calls = TorchCalls(profile, found, stand_ins)
     making: Callable[..., None] = seen_here(nn.Module, "__init__")
     found.made.clear()
     try:
         with (
             _reading(found, lambda frame: not _is_machinery(frame.f_code.co_filename)),
             patched_here(nn.Module, "__setattr__", write), patched_here(nn.Module, "__init__", make),
-            TorchCalls(profile, found, stand_ins), profile,
+            patched_here(FakeTensor, "tolist", lambda tensor: calls.as_list(tensor)), calls, profile,
         ):  # fmt: skip
             yield
     finally:

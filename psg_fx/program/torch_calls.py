@@ -15,10 +15,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from psg_fx.errors import NotYetSupported
 from psg_fx.program.code import Origin, origin, source
-from psg_fx.program.flags import Flags
+from psg_fx.program.flags import LARGE_MASK, Flags
 from psg_fx.program.observed import Observed
 from psg_fx.program.stand_ins import StandIns
 from psg_fx.program.values import Same
+from psg_fx.torch_private.fakes import LIST_OF_FAKE, FakeTensor
 from psg_fx.torch_private.modes import GRAD_OF_TENSOR, no_modes, without_functions
 
 
@@ -62,13 +63,37 @@ class TorchCalls(TorchFunctionMode):
         finally:
             sys.setprofile(self.profile)
 
+    def as_list(self, tensor: FakeTensor) -> Any:
+        """`tensor.tolist()`, which a fake tensor answers by itself, number by number."""
+        decided = self.flags.answer(torch.Tensor.tolist, (tensor,))
+        if decided is None:
+            return LIST_OF_FAKE(tensor)
+        self.found.values.update(dict.fromkeys(decided[1]))
+        return decided[0]
+
     def _indexed(self, index: Any) -> Any:
-        """An index whose slices are bounded by numbers: torch reads those of tensors unseen."""
+        """An index whose slices are bounded by numbers: torch reads those of tensors unseen; and, behind the first dim,
+        the places that masks of the code's own pick.
+        """
         if isinstance(index, tuple):
-            return tuple(map(self._indexed, index))
+            parts = ((self._indexed(part),) if k == 0 else self._picked(part) for k, part in enumerate(index))
+            return tuple(part for several in parts for part in several)
         if isinstance(index, slice):
             return slice(*(self._bound(bound) for bound in (index.start, index.stop, index.step)))
         return index
+
+    def _picked(self, part: Any) -> tuple[Any, ...]:
+        """A part of an index; the places that a mask picks, dim for dim, where its values are known."""
+        if not isinstance(part, torch.Tensor) or part.dtype is not torch.bool or not part.ndim:
+            return (self._indexed(part),)
+        known = self.flags.values_of(part)
+        if known is None and type(part) in _FROM_OUTSIDE and not self.flags.has(part) and part.numel() <= LARGE_MASK:
+            known = part, [Same(part)]
+        if known is None:
+            return (part,)
+        self.found.values.update(dict.fromkeys(known[1]))
+        with no_modes(), without_functions():
+            return tuple(places.tolist() for places in known[0].nonzero(as_tuple=True))
 
     def _bound(self, bound: Any) -> Any:
         if not isinstance(bound, torch.Tensor):

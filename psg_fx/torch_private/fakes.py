@@ -14,6 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import UnsupportedOperatorException as UnsupportedOperatorException
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+LIST_OF_FAKE: Callable[[FakeTensor], Any] = FakeTensor.tolist
+"""A method of its own, which no mode of functions sees."""
+
 
 def has_known_value(tensor: torch.Tensor) -> bool:
     """Whether the values of a tensor can be looked at while a program is traced: it is a constant of the code."""

@@ -25,8 +25,9 @@ class Decides(nn.Module):
         torch.manual_seed(0)
         self.layer, self.way = nn.Linear(4, 4).double(), way
         values = {"ready": False, "old": torch.tensor(0, dtype=torch.uint8), "steps": 2, "start": 0.0, "sizes": [1, 3]}
-        for name, value in values.items():
+        for name, value in (values | {"mask": [True, False, True, True], "scales": [1.0, 2.0]}).items():
             self.register_buffer(name, torch.as_tensor(value))
+        self.plain = torch.tensor([[True, False], [False, True]])
 
     def forward(self, x: Tensor) -> Tensor:
         return self.way(self, x)
@@ -63,6 +64,19 @@ def made_and_written(m: Any, x: Tensor) -> Tensor:
     return out
 
 
+def literal_and_written(m: Any, x: Tensor) -> Tensor:
+    some = torch.ones(2, dtype=torch.bool)
+    some[0] = x.sum() > 0
+    out: Tensor = m.layer(x) if some.all() else 2 * m.layer(x)
+    return out
+
+
+def columns_written(m: Any, x: Tensor) -> Tensor:
+    out = torch.zeros(x.shape[0], 2, 2, dtype=x.dtype)
+    out[:, m.plain] = m.layer(x)[..., m.mask][:, :2]
+    return (out.cumsum(1) + 1).flatten(1)
+
+
 def replaced(name: str, value: Any) -> Callable[[Any], object]:
     return lambda m: setattr(m, name, torch.as_tensor(value))
 
@@ -86,6 +100,14 @@ ROWS: dict[str, tuple[Callable[[Any, Tensor], Tensor], Change]] = {
     ),
     "text": (lambda m, x: m.layer(x) * float(f"{m.steps}"), lambda m: m.steps.fill_(3)),
     "range": (lambda m, x: m.layer(x) * len(range(m.steps)), lambda m: m.steps.fill_(3)),
+    "columns": (
+        lambda m, x: m.layer(x)[:, m.mask], lambda m: m.mask.copy_(torch.tensor([False, True, True, True])),
+    ),
+    "other columns": (
+        lambda m, x: m.layer(x[:, m.mask].repeat(1, 2)[:, :4])[:, m.mask | m.ready], lambda m: m.ready.fill_(True),
+    ),
+    "columns written": (columns_written, lambda m: m.plain.copy_(torch.tensor([[True, True], [False, False]]))),
+    "list of floats": (lambda m, x: m.layer(x) * sum(m.scales.tolist()), lambda m: m.scales.fill_(1.0)),
     "list": (
         lambda m, x: torch.cat(m.layer(x).split(m.sizes.tolist(), 1)[::-1], 1),
         lambda m: m.sizes.copy_(torch.tensor([2, 2])),
@@ -147,7 +169,25 @@ def test_a_parameter_that_replaces_another_is_asked_anew() -> None:
     assert oracle.worst_error(step(X, Y).grads, oracle.loop_grads(model, F.cross_entropy, X, Y)[1]) < 1e-12
 
 
-@pytest.mark.parametrize("way", [counted, counted_by_a_view, bulk, made_and_written])
+LITERAL: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "columns": lambda m, x: m.layer(x)[:, torch.tensor([True, False, True, True])],
+    "compared": lambda m, x: m.layer(x)[:, torch.arange(4) != 2],
+    "no columns": lambda m, x: torch.cat([m.layer(x), x[:, torch.zeros(4, dtype=torch.bool)]], 1),
+    "a list": lambda m, x: torch.cat([m.layer(x)[:, i] for i in torch.tensor([[0, 2], [1, 3]]).tolist()], 1),
+}
+
+
+@pytest.mark.parametrize("name", LITERAL)
+def test_what_is_made_of_numbers_is_known(name: str) -> None:
+    model = Decides(LITERAL[name])
+    step = psg_fx.transform(model, F.cross_entropy, backend="eager")
+    for _ in range(2):
+        want = oracle.loop_grads(model, F.cross_entropy, X, Y)[1]
+        assert oracle.worst_error(step(X, Y).grads, want) < 1e-12
+    assert len(step.captures) == 1
+
+
+@pytest.mark.parametrize("way", [counted, counted_by_a_view, bulk, made_and_written, literal_and_written])
 @pytest.mark.parametrize("first", [1, 4])
 def test_what_the_code_has_written_before_is_not_known(way: Callable[[Any, Tensor], Tensor], first: int) -> None:
     model = Decides(way)
