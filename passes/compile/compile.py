@@ -25,7 +25,7 @@ from psg_fx.torch_private import native
 from psg_fx.torch_private.ahead import ask_ahead
 from psg_fx.torch_private.compiler import compilations, inductor_modes, marked_dynamic, with_own_code
 from psg_fx.torch_private.graphs import write_code
-from psg_fx.torch_private.inductor import Compiler, InductorError, calls_subgraphs, inductor
+from psg_fx.torch_private.inductor import Compiler, InductorError, InvalidCxxCompiler, calls_subgraphs, inductor
 from psg_fx.torch_private.mended import inductor_mended
 
 from .calls import written_once
@@ -139,10 +139,12 @@ def _not_compiled(error: InductorError) -> PsgError:
             "the compiler cannot write its files", where="TORCHINDUCTOR_CACHE_DIR", why=first_line(error),
             fix="make room there, or set the variable to another folder",
         )  # fmt: skip
+    other = "another version of torch may compile it"
+    if isinstance(error.inner_exception, InvalidCxxCompiler):
+        other = "install a C++ compiler, or name the one that there is in CXX"
     return NotYetSupported(
         "inductor fails to compile this step", where='transform(..., backend="inductor")',
-        why=first_line(error) or type(error).__name__,
-        fix='backend="eager" answers the same, more slowly; another version of torch may compile it',
+        why=first_line(error) or type(error).__name__, fix=f'backend="eager" answers the same, more slowly; {other}',
     )  # fmt: skip
 
 

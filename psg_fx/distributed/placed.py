@@ -32,15 +32,18 @@ class Placed:
         self.slices = slices
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
         self._known: dict[Any, _Way] = {}
-        found = [self._own_way(p) for p in self.parameters.values() if isinstance(p, DTensor)]
-        self.ways = list({way.names: way for way in found if way.dims}.values())
+        found = {name: self._own_way(p) for name, p in self.parameters.items() if isinstance(p, DTensor)}
+        self.ways = [way for way in found.values() if way.dims]
+        for name in (name for name, way in found.items() if way.dims and way.processes != self.ways[0].processes):
+            raise NotYetSupported(
+                f"{name} is sharded over other processes than the parameters before", where="fully_shard",
+                why="sums are over the samples of all processes, and a mesh of some has those of some",
+                fix="shard all parts over one mesh, or over meshes of the same processes",
+            )  # fmt: skip
 
     def shares(self, named: Named, count: int) -> Named:
-        device, found = next(iter(named.values())).device, {}
-        for names in dict.fromkeys(self._way(name).names for name in named):
-            way = next(self._way(name) for name in named if self._way(name).names == names)
-            found[names] = share_of(count, device, way.groups)
-        return {name: found[self._way(name).names] for name in named}
+        share = share_of(count, next(iter(named.values())).device, self.ways[0].groups if self.ways else [])
+        return dict.fromkeys(named, share)
 
     def add(self, named: Named) -> dict[str, torch.Tensor]:
         ways: dict[Any, tuple[_Way, dict[str, torch.Tensor]]] = {}
@@ -80,11 +83,6 @@ class Placed:
         own = self._own_way(p) if isinstance(p, DTensor) else None
         if own is not None and own.dims:
             return own
-        if len({way.names for way in self.ways}) > 1:
-            raise NotYetSupported(
-                f"{name} is not sharded, and the rest of the model is on several meshes", where=name,
-                why="it is not known over which processes its gradient is summed", fix="shard it too, or freeze it",
-            )  # fmt: skip
         return replace(self.ways[0], kind="added") if self.ways else _Way(None, (), -1, "added")
 
     def _own_way(self, p: Any) -> _Way:
@@ -173,10 +171,12 @@ class _Way:
         """Groups over which sums are taken one after the other, so that they are over all other samples."""
         return [self.mesh.get_group(dim) for dim in self.dims]
 
-    @functools.cached_property
-    def names(self) -> tuple[str, ...]:
-        """Those of the groups."""
-        return tuple(group.group_name for group in self.groups)
+    @property
+    def processes(self) -> list[int]:
+        """Whose samples are summed."""
+        here = self.mesh.get_coordinate()
+        own = tuple(slice(None) if dim in self.dims else place for dim, place in enumerate(here))
+        return sorted(self.mesh.mesh[own].flatten().tolist())
 
 
 def _in_parts(value: torch.Tensor, dim: int, count: int) -> torch.Tensor:

@@ -58,6 +58,7 @@ class ShardedModule(LossModule):
         check_joins(settings.joins_of_processes, "transform(quantities=...)")
         self._sharding, self._parallel = Sharding(model), TensorParallel(model)
         self._parallel.check(settings.quantities)
+        Placed(model, self._parallel)  # which refuses what is spread over several sets of processes
         if settings.warm and self._parallel.group is not None:
             raise NotYetSupported(
                 "warm is not for tensor-parallel models", where="transform(warm=...)",

@@ -138,9 +138,9 @@ class TensorParallel:
         """Which dim of a parameter's mesh is that of tensor parallelism; None for none."""
         if self.group is None or not isinstance(parameter, DTensor):
             return None
-        mesh = parameter.device_mesh
-        names = [str(mesh.get_group(dim).group_name) for dim in range(mesh.ndim)]
-        return names.index(self.group.name) if self.group.name in names else None
+        assert self.mesh is not None
+        mesh, own = parameter.device_mesh, _ranks(self.mesh, 0)  # an equal mesh that was made before has other groups
+        return next((dim for dim in range(mesh.ndim) if _ranks(mesh, dim) == own), None)
 
     def _undress(self) -> None:
         if not self._own or not all(one.holds() for one in self._own):
@@ -214,6 +214,11 @@ def said_of_slices(gm: GraphModule, size: int) -> str:
         f"Tensor parallel: {count} parameters are sliced over {size} processes, which compute the same samples "
         f"together; the graph has {listed or 'no collectives'}, the same in each"
     )
+
+
+def _ranks(mesh: Any, dim: int) -> list[int]:
+    """The processes that this one has beside it along a dim of a mesh."""
+    return dist.get_process_group_ranks(mesh.get_group(dim))
 
 
 def _placed(p: Any) -> str:

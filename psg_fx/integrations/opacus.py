@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from opacus.accountants import create_accountant
 from opacus.data_loader import DPDataLoader
 from opacus.optimizers import DPOptimizerFastGradientClipping
@@ -17,9 +18,11 @@ from torch.utils.data import DataLoader
 
 from psg_fx.api import transform
 from psg_fx.distributed.gradients import set_grad
+from psg_fx.errors import NotYetSupported
 from psg_fx.quantities.clipped_sum import ClippedSum
 from psg_fx.step.compiled import StepOutput
 from psg_fx.step.microbatch import microbatch
+from psg_fx.torch_private.sharded import is_sharded
 
 
 class PrivateTraining:
@@ -43,6 +46,8 @@ class PrivateTraining:
         generator, secure_mode: of the noise, as in Opacus.
         options: of `psg_fx.transform`.
 
+    Raises NotYetSupported where several processes train the model together.
+
     loader: gives the batches.  optimizer: Opacus', which adds the noise.  accountant: has counted every step.
     transformed: the psg_fx step, for `explain()` and `validate(x, y)`.
     """
@@ -52,6 +57,7 @@ class PrivateTraining:
         *, noise_multiplier: float, max_grad_norm: float, accountant: Any = "prv", part: int | None = None,
         generator: torch.Generator | None = None, secure_mode: bool = False, **options: Any,
     ) -> None:  # fmt: skip
+        _refuse_several_processes(model)
         self.model = model
         self.loader = loader if isinstance(loader, DPDataLoader) else DPDataLoader.from_data_loader(loader)
         self.accountant = create_accountant(accountant) if isinstance(accountant, str) else accountant
@@ -76,3 +82,13 @@ class PrivateTraining:
     def epsilon(self, delta: float) -> float:
         """What has been spent, at this δ."""
         return float(self.accountant.get_epsilon(delta))
+
+
+def _refuse_several_processes(model: nn.Module) -> None:
+    if is_sharded(model) or (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        raise NotYetSupported(
+            "PrivateTraining in several processes", where="PrivateTraining(model, ...)",
+            why="each would draw batches and noise of its own, and train a model of its own",
+            fix="write the loop: a step in each process, psg_fx.distributed.reduce(out), noise once, set_grad "
+            "(docs/distributed.md)",
+        )  # fmt: skip

@@ -34,10 +34,11 @@ class ClippedSum(Quantity):
     at most √2 max_norm, also where the gradients of a sample's positions cancel (`psg_fx/planner/rounding.py`).
     weighted: the sum is Σ_b w_b c_b g_b with weights [B] given at the call, so that a 0 masks a padded sample:
     `step(x, y, weights=mask)`.
-    nonfinite: "drop": a sample whose norm is NaN or inf has factor 0 and no part in the sum.  `out.norms` shows which
-    samples these are.  On CUDA all that is multiplied for the sum has zeros in their places, and nothing waits; on a
-    CPU, and on CUDA where samples are groups or rows or go to experts, the step looks at the norms (a synchronisation),
-    and computes the sum by a second run over the other samples (with dropout, of other draws).
+    nonfinite: "drop": a sample whose norm is NaN or inf (of per="parameter": one of its norms) has factor 0, of all
+    parameters, and no part in the sum.  `out.norms` shows which samples these are.  On CUDA all that is multiplied for
+    the sum has zeros in their places, and nothing waits; on a CPU, and on CUDA where samples are groups or rows or go
+    to experts, the step looks at the norms (a synchronisation), and computes the sum by a second run over the other
+    samples (with dropout, of other draws).
     "keep": the sum is what arithmetic makes of it, mostly NaN.
     """
 

@@ -18,7 +18,7 @@ import torch._dynamo.eval_frame as eval_frame
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, tracing
-from torch._inductor.exc import InductorError
+from torch._inductor.exc import InductorError, InvalidCxxCompiler
 from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -27,7 +27,17 @@ from .kernel_files import few_kernel_files
 from .patching import patched_here
 from .repeated import without_repetition
 
-__all__ = ["Compiler", "InductorError", "Like", "Sizes", "calls_subgraphs", "compiled", "inductor", "stance"]
+__all__ = [
+    "Compiler",
+    "InductorError",
+    "InvalidCxxCompiler",
+    "Like",
+    "Sizes",
+    "calls_subgraphs",
+    "compiled",
+    "inductor",
+    "stance",
+]
 Sizes = Mapping[sympy.Symbol, int]
 Compiler = Callable[[GraphModule, Sequence[torch.Tensor]], Callable[..., Sequence[Any]]]
 """Makes code of a graph, for fake inputs."""

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -222,6 +223,12 @@ def check_the_rest(rank: int, world: int) -> list[str]:
     with pytest.raises(BadArgument) as wrong:
         psg_fx.distributed.set_grad(whole, out.clipped_sum)
     found.append(str(wrong.value))
+    apart, *_ = tied()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("all", "alone"))
+    fully_shard(apart.get_submodule("few"), mesh=mesh["alone"])
+    fully_shard(apart, mesh=mesh["all"])
+    with pytest.raises(NotYetSupported, match=r"few\.weight is sharded over other processes than"):
+        transformed(apart, loss_fn, psg_fx.ClippedSum(0.3))
     report = transformed(model, loss_fn, [psg_fx.Grads(), psg_fx.ClippedSum(0.3)]).validate(inputs[mine], targets[mine])
     assert report.ok, str(report)
     return [*found, step.explain()]

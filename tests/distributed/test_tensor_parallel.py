@@ -249,7 +249,12 @@ def check_two_meshes(rank: int, world: int) -> list[str]:
     with pytest.raises(NotYetSupported, match="warm is not for tensor-parallel models"):
         psg_fx.transform(model, loss_fn, warm="eager")
     step = transformed(model, loss_fn, psg_fx.ClippedSum(0.3))
-    step(inputs, targets)
+    norms = step(inputs, targets).norms
+    again = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))  # torch takes its tensors to the first one
+    torch.manual_seed(0)
+    same, *_ = perceptron()
+    parallelize_module(same.double(), again["a"], UP | DOWN)
+    torch.testing.assert_close(transformed(same, loss_fn, psg_fx.ClippedSum(0.3))(inputs, targets).norms, norms)
     for refused in (lambda: step.validate(inputs, targets), lambda: step.export("x.pt2", inputs, targets)):
         with pytest.raises(NotYetSupported) as error:
             refused()

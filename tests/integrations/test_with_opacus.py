@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from psg_fx import NotYetSupported
 from support import oracle
 from support.selection import one_in
 from support.small import mlp
@@ -106,3 +107,10 @@ def test_the_bound_holds_for_each_sample() -> None:
     out = train.step(*DATA[:6])
     assert (out.norms * out.clip_factors <= 0.5 + 1e-6).all()
     assert train.transformed.validate(*DATA[:6]).ok
+
+
+def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(NotYetSupported, match="PrivateTraining in several processes"):
+        private(mlp())

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._inductor.exc import InvalidCxxCompiler
 from torch._inductor.graph import GraphLowering
 
 import psg_fx
@@ -73,6 +74,17 @@ def test_a_failure_of_inductors_own_names_the_way_out(monkeypatch: pytest.Monkey
         step(torch.randn(5, 4))
     assert "a loop is not a loop" in caught.value.why
     assert 'backend="eager"' in caught.value.fix
+
+
+def test_a_missing_compiler_is_said_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr(GraphLowering, "run", fails)
+    step = psg_fx.transform(nn.Linear(4, 3), lambda out: out.square().sum(), backend="inductor")
+    with pytest.raises(NotYetSupported, match="No working C\\+\\+ compiler found") as caught:
+        step(torch.randn(5, 4))
+    assert "CXX" in caught.value.fix
 
 
 SIZES_DRAWN = [5, 1, 3, 0, 4, 4, 1, 6, 2, 3, 0, 1, 7, 5]
