@@ -89,7 +89,8 @@ def _with_leading_ones(gm: GraphModule) -> None:
             with gm.graph.inserting_before(node):
                 kept = _reshaped(value, shape[lost:]) if lost else value.args[0]
             node.replace_input_with(value, kept)
-    gm.graph.eliminate_dead_code()
+            if not value.users:
+                gm.graph.erase_node(value)
 
 
 _MASKS = (torch.bool, torch.uint8)

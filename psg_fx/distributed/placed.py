@@ -171,7 +171,7 @@ class _Way:
         """Groups over which sums are taken one after the other, so that they are over all other samples."""
         return [self.mesh.get_group(dim) for dim in self.dims]
 
-    @property
+    @functools.cached_property
     def processes(self) -> list[int]:
         """Whose samples are summed."""
         here = self.mesh.get_coordinate()
