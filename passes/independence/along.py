@@ -255,3 +255,12 @@ def searchsorted(op: Op) -> Placement:
     if value is None or ordered.axis.dim == ordered.ndim - 1 or value.axis != ordered.axis:
         raise op.refuse("its sorted values are those of all samples")
     return value.axis
+
+
+@sample_rule("_sample_dirichlet", proof="drawn along another dim")
+def dirichlet(op: Op) -> Placement:
+    """y[.., :] drawn with the concentrations x[.., :]."""
+    x = op.need("self")
+    if x.axis is not None and x.axis.dim == x.ndim - 1:
+        raise op.refuse("its last dim, which sums to 1, is the sample dim")
+    return x.axis

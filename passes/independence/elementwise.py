@@ -17,7 +17,7 @@ _UNTAGGED = """
     resolve_neg rsub special_digamma special_erf special_erfc special_erfinv special_exp2 special_expit special_expm1
     special_gammainc special_gammaincc special_gammaln special_i0 special_log1p special_logit special_ndtr
     special_polygamma special_psi special_round special_sinc special_xlogy subtract to _to_copy
-    poisson binomial rrelu_with_noise rrelu_with_noise_functional _add_relu where native_dropout dropout
+    poisson binomial _standard_gamma rrelu_with_noise rrelu_with_noise_functional _add_relu where native_dropout dropout
     alpha_dropout bernoulli masked_fill cauchy geometric log_normal fake_quantize_per_tensor_affine_cachemask
     fake_quantize_per_tensor_affine _autocast_to_full_precision _autocast_to_reduced_precision
 """

@@ -32,7 +32,7 @@ def row_by_row(op: Op, values: Sequence[Argument], ndim: int) -> SampleAxis | No
 _ELEMENTWISE = """
     hardshrink_backward hardsigmoid_backward hardswish_backward hardtanh_backward leaky_relu_backward elu_backward
     mish_backward softplus_backward softshrink_backward rrelu_with_noise_backward threshold_backward
-    _prelu_kernel_backward native_dropout_backward
+    _prelu_kernel_backward native_dropout_backward _standard_gamma_grad _dirichlet_grad
 """
 
 

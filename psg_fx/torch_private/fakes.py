@@ -10,12 +10,23 @@ import sympy
 import torch
 from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_impls import register_op_impl
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import UnsupportedOperatorException as UnsupportedOperatorException
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 LIST_OF_FAKE: Callable[[FakeTensor], Any] = FakeTensor.tolist
 """A method of its own, which no mode of functions sees."""
+
+
+def _like_the_first(mode: FakeTensorMode, func: Any, first: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+    with mode:
+        return torch.empty_like(first)
+
+
+for _op in (torch.ops.aten._sample_dirichlet.default, torch.ops.aten._dirichlet_grad.default):
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(_op.name(), "Meta"):
+        register_op_impl(_op)(_like_the_first)  # torch knows their shapes by their kernels alone
 
 
 def has_known_value(tensor: torch.Tensor) -> bool:

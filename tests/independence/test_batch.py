@@ -188,6 +188,7 @@ MIXED: dict[str, Program] = {
     "fft": lambda x: torch.fft.fft(x.view(-1, 2, 3), dim=0).real,
     "fft of both dims": lambda x: torch.fft.fft2(x).real,
     "permutation": lambda x: x[torch.randperm(x.shape[0])],
+    "drawn over the batch": lambda x: x * torch._sample_dirichlet(F.softplus(x).T + 1).T,
     "draws without replacement": lambda x: x * torch.multinomial(torch.ones(99), x.shape[0])[:, None],
     "sorted by score": lambda x: x[x.sum(1).argsort()],
     "Gram matrix": lambda x: x @ x.T @ x,

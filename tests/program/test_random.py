@@ -90,6 +90,20 @@ class Steps(nn.Module):
         return self.layer(x * one[:, None, None]) + three[..., None]
 
 
+class Concentrations(nn.Module):
+    """Distributions over intervals and simplices, of activations and of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.own = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.softplus(self.layer(x)) + 0.1
+        drawn = torch.distributions.Beta(h, h.flip(-1)).rsample() + torch.distributions.Dirichlet(h).rsample()
+        shared = torch.distributions.Dirichlet(F.softplus(self.own)).rsample((x.shape[0], 1))
+        return drawn * shared + torch.distributions.Gamma(h, 2.0).sample()
+
+
 def _recurrent(kind: type[nn.RNNBase], **options: Any) -> Callable[[], nn.Module]:
     return lambda: Head(kind(4, 3, num_layers=2, dropout=0.4, batch_first=True, **options), 9 * (1 + bool(options)))
 
@@ -101,6 +115,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "weights": lambda: Head(Weights(), 12),
     "steps": lambda: Head(Steps(), 12),
     "steps-by-a-distribution": lambda: Head(Steps(distribution=True), 12),
+    "concentrations": lambda: Head(Concentrations(), 12),
     "attention": lambda: Head(nn.TransformerEncoderLayer(4, 2, 8, dropout=0.3, batch_first=True), 12),
     "lstm": _recurrent(nn.LSTM),
     "lstm-two-ways": _recurrent(nn.LSTM, bidirectional=True),
@@ -117,7 +132,7 @@ def ordinary(model: nn.Module) -> tuple[Tensor, list[Tensor], Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:one graph for each batch size")
-@pytest.mark.parametrize("name", one_in(2, MODELS, always=["steps", "steps-by-a-distribution"]))
+@pytest.mark.parametrize("name", one_in(2, MODELS, always=["steps", "steps-by-a-distribution", "concentrations"]))
 def test_the_step_draws_what_the_ordinary_step_draws(name: str) -> None:
     model = MODELS[name]().double()
     step = psg_fx.transform(model, F.cross_entropy, quantities=psg_fx.MeanGrad(), backend="eager")
