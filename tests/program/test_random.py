@@ -101,7 +101,8 @@ class Concentrations(nn.Module):
         h = F.softplus(self.layer(x)) + 0.1
         drawn = torch.distributions.Beta(h, h.flip(-1)).rsample() + torch.distributions.Dirichlet(h).rsample()
         shared = torch.distributions.Dirichlet(F.softplus(self.own)).rsample((x.shape[0], 1))
-        return drawn * shared + torch.distributions.Gamma(h, 2.0).sample()
+        drawn = drawn + torch.distributions.Gamma(h / 9, h.flip(1)).rsample().sqrt()  # some underflow
+        return drawn * shared + torch.distributions.StudentT(h + 2, h).rsample() + torch.distributions.Chi2(h).sample()
 
 
 def _recurrent(kind: type[nn.RNNBase], **options: Any) -> Callable[[], nn.Module]:
