@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+"""What numbers are that follow the batch size."""
 Size = Any
 """An int, or a sympy expression."""
 

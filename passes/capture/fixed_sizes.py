@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from psg_fx.errors import NotYetSupported, PsgError
 from psg_fx.graph import facts
+from psg_fx.graph.nodes import call, written_before
 from psg_fx.ops.autograd_function import custom_call
 from psg_fx.program.branches import no_plain_batch_size
 from psg_fx.source import locate
@@ -86,22 +87,14 @@ def _with_leading_ones(gm: GraphModule) -> None:
         lost = len(shape) - len(stripped)
         if lost > 0 and shape == [1] * lost + stripped:
             lost = max(0, len(shape) - aten.index.Tensor(target.meta["val"], picks).ndim)
-            with gm.graph.inserting_before(node):
-                kept = _reshaped(value, shape[lost:]) if lost else value.args[0]
+            with written_before(node, value.meta):
+                kept = call(gm, aten.reshape.default, value.args[0], shape[lost:]) if lost else value.args[0]
             node.replace_input_with(value, kept)
             if not value.users:
                 gm.graph.erase_node(value)
 
 
 _MASKS = (torch.bool, torch.uint8)
-
-
-def _reshaped(node: Node, shape: list[int]) -> Node:
-    """A `reshape` to another shape."""
-    of: Any = node.args[0]
-    made = node.graph.call_function(aten.reshape.default, (of, shape))
-    made.meta = {**node.meta, "val": of.meta["val"].reshape(shape)}
-    return made
 
 
 def values_of(exported: Functional, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -69,14 +69,14 @@ def randperm(op: Op) -> Placement:
 @sample_rule("multinomial", proof="drawn per element", sizes=True)
 def multinomial(op: Op) -> Placement:
     """y[b, :] drawn with the weights x[b, :]; or a draw for each sample, all with the weights x[:]."""
-    x, out = op.need("self"), op.out()
+    x = op.need("self")
     if x.axis is None:
-        if out.dim is not None and not op.raw("replacement", False):
+        if op.out().dim is not None and not op.raw("replacement", False):
             raise op.refuse(
                 "it draws without replacement, so what one sample gets no other does",
                 "draw with replacement=True, or within a sample",
             )
-        return None if out.dim is None else SampleAxis(out.dim, 1, out.factor)
+        return draw(op)
     if x.axis.dim == x.ndim - 1:
         raise op.refuse("it draws among the samples")
     return x.axis

@@ -18,6 +18,7 @@ from psg_fx.graph.facts import SampleAxes, SampleAxis
 from psg_fx.graph.sample_axis import Misfit, Ragged, Single, positive, single
 from psg_fx.ops.autograd_function import custom_call
 from psg_fx.source import locate
+from psg_fx.tensors import SYMBOLS
 
 NUMBERS = "it computes with the numbers of the samples (arange over the batch), which one sample alone lacks"
 NUMBERS_FIX = "use arange(B) only to pick each sample's row: x[torch.arange(B), ids]"
@@ -133,7 +134,7 @@ def flat_nodes(argument: object) -> Iterator[Node]:
 def is_symbolic(node: Node, batch: sympy.Symbol) -> bool:
     """Whether the node is a number (SymInt, SymFloat) that depends on B."""
     value = node.meta.get("val")
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+    if isinstance(value, SYMBOLS):
         return batch in value.node.expr.free_symbols
     return False
 

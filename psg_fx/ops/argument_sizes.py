@@ -10,9 +10,8 @@ import sympy
 import torch
 
 from psg_fx.graph import facts
-from psg_fx.tensors import product
+from psg_fx.tensors import SYMBOLS, product
 
-SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _READ = (sympy.Symbol, sympy.Integer, sympy.Add, sympy.Mul)
 
 

@@ -25,8 +25,9 @@ from psg_fx.graph.facts import is_differentiable
 from psg_fx.graph.same_op import draws
 from psg_fx.graph.strides import free_of_strides
 from psg_fx.graph.tracing import trace
-from psg_fx.ops.argument_sizes import SYMBOLS, has_symbols, of_call, without_symbols
+from psg_fx.ops.argument_sizes import has_symbols, of_call, without_symbols
 from psg_fx.ops.define import define_function
+from psg_fx.tensors import SYMBOLS
 from psg_fx.torch_private.custom_functions import apply
 from psg_fx.torch_private.modes import autocast_now, autocast_unseen, no_modes, not_recorded
 from psg_fx.torch_private.patching import code_replaced_here

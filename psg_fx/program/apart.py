@@ -55,7 +55,7 @@ class Apart:
         given = (*inputs[0], *targets[0])
         if inputs[1] or targets[1] or not all(isinstance(t, torch.Tensor) for t in given):
             return self._with_numbers(given, inputs, targets, num_samples)
-        tensors = tuple(t.resolve_conj() if t.is_conj() else t for t in given)
+        tensors = tuple(t.resolve_conj() for t in given)
         shape = len(inputs[0]), tuple(t.ndim for t in tensors)
         former = self._known.get(shape)
         if former is None or num_samples is not None:

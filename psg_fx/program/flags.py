@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from psg_fx.program.stand_ins import StandIns
 from psg_fx.program.values import Same
+from psg_fx.tensors import SYMBOLS
 from psg_fx.torch_private.modes import no_modes, without_functions
 
 _SMALL = 64
@@ -93,7 +94,7 @@ class Flags:
             return
         leaves = pytree.tree_leaves((args, kwargs))
         numbers = [bound for v in leaves for bound in ((v.start, v.stop, v.step) if isinstance(v, slice) else (v,))]
-        if any(isinstance(v, (torch.SymInt, torch.SymFloat, torch.SymBool)) for v in numbers):
+        if any(isinstance(v, SYMBOLS) for v in numbers):
             return  # sizes that follow the batch
         if func in _MAKING and result.numel() > LARGE_MASK:
             return

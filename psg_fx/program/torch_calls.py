@@ -44,8 +44,7 @@ class TorchCalls(TorchFunctionMode):
             sys.setprofile(None)  # else it calls a function of the user's, as a loss does with a distance
         try:
             if (decided := self.flags.answer(func, args)) is not None:
-                self.found.values.update(dict.fromkeys(decided[1]))
-                return decided[0]
+                return self._followed(decided)
             if func in _INDEXING and len(args) > 1:
                 args = (args[0], self._indexed(args[1]), *args[2:])
             own = args, kwargs
@@ -66,8 +65,10 @@ class TorchCalls(TorchFunctionMode):
     def as_list(self, tensor: FakeTensor) -> Any:
         """`tensor.tolist()`, which a fake tensor answers by itself, number by number."""
         decided = self.flags.answer(torch.Tensor.tolist, (tensor,))
-        if decided is None:
-            return LIST_OF_FAKE(tensor)
+        return LIST_OF_FAKE(tensor) if decided is None else self._followed(decided)
+
+    def _followed(self, decided: tuple[Any, list[Same]]) -> Any:
+        """An answer, whose tensors the code has looked at."""
         self.found.values.update(dict.fromkeys(decided[1]))
         return decided[0]
 
@@ -91,9 +92,9 @@ class TorchCalls(TorchFunctionMode):
             known = part, [Same(part)]
         if known is None:
             return (part,)
-        self.found.values.update(dict.fromkeys(known[1]))
+        mask = self._followed(known)
         with no_modes(), without_functions():
-            return tuple(places.tolist() for places in known[0].nonzero(as_tuple=True))
+            return tuple(places.tolist() for places in mask.nonzero(as_tuple=True))
 
     def _bound(self, bound: Any) -> Any:
         if not isinstance(bound, torch.Tensor):
@@ -102,10 +103,7 @@ class TorchCalls(TorchFunctionMode):
         if decided is None and type(bound) in _FROM_OUTSIDE and not self.flags.has(bound):
             with no_modes(), without_functions():
                 decided = int(bound), [Same(bound)]
-        if decided is None:
-            return self.stand_ins.given(bound)
-        self.found.values.update(dict.fromkeys(decided[1]))
-        return decided[0]
+        return self.stand_ins.given(bound) if decided is None else self._followed(decided)
 
     def _refuse_gradient(self, tensor: Any, frame: FrameType) -> None:
         """What lies in `.grad` of a tensor from outside is the value of one call."""
