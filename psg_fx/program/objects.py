@@ -7,7 +7,8 @@ import functools
 import gc
 import sys
 import types
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -163,28 +164,63 @@ _LINK = type(next(iter(next(h for h in gc.get_referents(_kept) if type(h) is dic
 
 
 class Functions:
-    """All functions there are, by their code: found once, when they are first asked for."""
+    """All functions there are: found once, when they are first asked for."""
+
+    def of(self, codes: Iterable[types.CodeType]) -> list[FunctionType]:
+        """Those that run one of these codes, or an equal one."""
+        return [f for code in codes for f in self._named(code.co_name) if f.__code__ == code]
+
+    def _named(self, name: str) -> list[FunctionType]:
+        seen = self._seen.get(name, ())
+        hidden = [f for known in _FROZEN.known.get(name, ()) if (f := known()) is not None]
+        return list(dict.fromkeys([*hidden, *seen]))
 
     @functools.cached_property
-    def by_code(self) -> dict[types.CodeType, list[FunctionType]]:
+    def _seen(self) -> dict[str, list[FunctionType]]:
         """Looked for among all objects, so it takes a while."""
-        found: dict[types.CodeType, list[FunctionType]] = {}
-        for each in _everything():
-            if type(each) is FunctionType:
-                found.setdefault(each.__code__, []).append(each)
-        return found
+        return _functions()
 
 
-def _everything() -> list[Any]:
-    """Every object that garbage collection knows, those that `gc.freeze()` has hidden included."""
-    if not gc.get_freeze_count():
-        return gc.get_objects()
-    gc.collect()  # so that no garbage is frozen below
-    gc.unfreeze()
-    try:
-        return gc.get_objects()
-    finally:
-        gc.freeze()
+def _functions() -> dict[str, list[FunctionType]]:
+    """The functions that garbage collection sees, by the names of their codes."""
+    objects = gc.get_objects()
+    _FROZEN.look(objects)
+    return _by_name(objects)
+
+
+def _by_name(objects: Iterable[Any]) -> dict[str, list[FunctionType]]:
+    found: dict[str, list[FunctionType]] = {}
+    for each in objects:
+        if type(each) is FunctionType:
+            found.setdefault(each.__code__.co_name, []).append(each)
+    return found
+
+
+class _Frozen:
+    """The functions that `gc.freeze()` has hidden: all objects are thawed once after each, and hidden again.
+
+    mark: an object made since, which another `gc.freeze()` would have hidden, too.  known: by the names of their codes.
+    """
+
+    def __init__(self) -> None:
+        self.mark: list[object] | None = None
+        self.known: dict[str, list[weakref.ref[FunctionType]]] = {}
+
+    def look(self, seen: Sequence[Any]) -> None:
+        """seen: the objects that are not hidden."""
+        if any(each is self.mark for each in seen) or not gc.get_freeze_count():
+            return
+        gc.collect()  # so that no garbage is frozen below
+        gc.unfreeze()
+        try:
+            found = _by_name(gc.get_objects())
+        finally:
+            gc.freeze()
+        self.known = {name: [weakref.ref(each) for each in functions] for name, functions in found.items()}
+        self.mark = [self]
+
+
+_FROZEN = _Frozen()
 
 
 def is_array(value: Any) -> bool:

@@ -99,9 +99,8 @@ class Walk(CodeWalk):
         within = {inner for code in missing for inner in nested(code) if inner is not code}
         missing = [code for code in missing if code not in within]
         if missing:
-            for code in missing:
-                for f in self.functions_there.by_code.get(code, ()):
-                    self.visit(f, f.__qualname__)
+            for f in self.functions_there.of(missing):
+                self.visit(f, f.__qualname__)
             self.all_left()
 
     def one(self, value: Any, label: str, place: Place | None) -> None:

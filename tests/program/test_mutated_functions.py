@@ -234,8 +234,8 @@ def test_one_search_for_functions_serves_all_captures(monkeypatch: pytest.Monkey
     from psg_fx.program import objects
 
     searches, counts = list[None](), list[int]()
-    found: Callable[[], list[Any]] = objects._everything
-    monkeypatch.setattr(objects, "_everything", lambda: (searches.append(None), found())[1])
+    found: Callable[[], list[Any]] = objects._functions
+    monkeypatch.setattr(objects, "_functions", lambda: (searches.append(None), found())[1])
     hidden: list[Any] = [iter([])]
     hidden[0] = (lambda: SPACE.gain,).__iter__  # a method in C that holds the function
     model = Scaled(lambda _: next(hidden[0]())())
