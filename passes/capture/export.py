@@ -42,6 +42,7 @@ from . import losses, parts, quantised, recurrent_layers, rewrites, solves  # no
 from .constants import constants_that_follow
 from .copies import writes_a_copy
 from .custom_backward import keep_custom_backward
+from .derivatives import functional_derivatives
 from .fixed_sizes import join, values_of
 from .no_grad import detach_no_grad_regions
 from .own_gradients import write_out
@@ -151,7 +152,7 @@ def _functional(program: nn.Module, examples: Sequence[torch.Tensor], dynamic: l
         try:
             with (
                 rewritten(_has_rows(program)) as padding, seen_by_autograd(), own_attributes(), remembered_results(),
-                quickly_recorded(), IN_PLACE, _own(program),
+                quickly_recorded(), IN_PLACE, functional_derivatives(), _own(program),
             ):  # fmt: skip
                 exported = torch.export.export(program, (list(examples),), dynamic_shapes=shapes, strict=False)
             select_what_is_written(exported.graph_module)

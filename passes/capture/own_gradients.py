@@ -28,7 +28,7 @@ from psg_fx.op_table import known
 from psg_fx.ops.autograd_function import custom_call
 from psg_fx.ops.own_gradient import own_gradient
 from psg_fx.source import locate
-from psg_fx.torch_private.modes import not_recorded
+from psg_fx.torch_private.modes import no_functorch_levels, not_recorded, untransformed, without_functions
 from psg_fx.torch_private.tracer import node_of, recorded_so_far
 
 from .twice_differentiable import FORMULAS, in_plain_ops, is_differentiable
@@ -55,19 +55,43 @@ def recorded(
         taken = partial(torch.autograd.grad, heads, leaves, given, retain_graph=True, create_graph=True)
         found: Sequence[Any] = taken(allow_unused=allow_unused, materialize_grads=materialize_grads)
         reached: Sequence[Any] = taken(allow_unused=True)
-    pairs = [(h, s) for h, s in zip(heads, given, strict=True) if h.requires_grad]
-    seeds = [torch.ones(h.shape, dtype=h.dtype, device=h.device) if s is None or _is_one(s) else s for h, s in pairs]
-    wanted = [leaf for leaf, r in zip(leaves, reached, strict=True) if r is not None]
-    made = iter(own_gradient([h for h, _ in pairs], wanted, seeds) if wanted else [])
+    seeds = [ones(h) if s is None or _is_one(s) else s for h, s in zip(heads, given, strict=True)]
+    made = _of_those_reached(heads, leaves, seeds, reached)
     results: list[Tensor | None] = []
-    for leaf, as_torch, r in zip(leaves, found, reached, strict=True):
-        result = next(made) if r is not None else None if as_torch is None else torch.zeros_like(leaf)
+    for leaf, as_torch, own in zip(leaves, found, made, strict=True):
+        result = torch.zeros_like(leaf) if own is None and as_torch is not None else own
         results.append(result if create_graph or result is None else result.detach())
     return tuple(results)
 
 
+def gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor], seeds: Sequence[Tensor]) -> list[Tensor]:
+    """The same, also where a `vmap` runs: zeros for what no output depends on."""
+    _require_torch_ops(_way(recorded_so_far(), [*map(node_of, inputs)], [*map(node_of, outputs)]))
+    with not_recorded(), no_functorch_levels(), without_functions():
+        leaves = [untransformed(i) for i in inputs]
+        heads = [whole for o in outputs if (whole := untransformed(o)).requires_grad]
+        ones = [torch.ones_like(whole) for whole in heads]
+        reached = torch.autograd.grad(heads, leaves, ones, retain_graph=True, allow_unused=True) if heads else ()
+    made = _of_those_reached(outputs, inputs, seeds, reached or [None] * len(inputs))
+    return [torch.zeros_like(i) if own is None else own for i, own in zip(inputs, made, strict=True)]
+
+
+def _of_those_reached(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], seeds: Sequence[Tensor], reached: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    pairs = [(o, s) for o, s in zip(outputs, seeds, strict=True) if untransformed(o).requires_grad]
+    wanted = [i for i, r in zip(inputs, reached, strict=True) if r is not None]
+    made = iter(own_gradient([o for o, _ in pairs], wanted, [s for _, s in pairs]) if wanted else ())
+    return [None if r is None else next(made) for r in reached]
+
+
 def _listed(given: Any) -> list[Any]:
     return [given] if isinstance(given, Tensor) else list(given)
+
+
+def ones(output: Tensor) -> Tensor:
+    """A seed of ones, which knows nothing of what the output is made of."""
+    return torch.ones(output.shape, dtype=output.dtype, device=output.device)
 
 
 def _is_one(seed: Tensor) -> bool:
@@ -179,7 +203,9 @@ class _Call:
             elif isinstance(value, (tuple, list)):
                 there = {user.args[1]: user for user in node.users if user.target is operator.getitem}
                 for k, each in enumerate(value):
-                    if isinstance(each, Tensor) and k not in there:
+                    if isinstance(each, Tensor) and not _has_gradient(node, k, each):
+                        there.pop(k, None)  # it is computed anew, of what has one
+                    elif isinstance(each, Tensor) and k not in there:
                         with self.gm.graph.inserting_after(node):
                             there[k] = self.gm.graph.call_function(operator.getitem, (node, k))
                         there[k].meta |= {**node.meta, "val": each}
@@ -271,12 +297,17 @@ def _require_differentiable(node: Node, call: Node) -> None:
             why="what it has drawn stays inside of the op, and its backward would draw again",
             fix="draw with nn.Dropout or torch.rand, or leave it out there",
         )  # fmt: skip
-    if result and node.meta["val"].is_floating_point() and not is_differentiable(op, result):
+    if not _has_gradient(source, result, node.meta["val"]):
         raise NotYetSupported(
             f"the code takes a gradient through {op}", where=locate(call),
             why="its backward pass reads a result of it that torch does not differentiate",
             fix="write it out with ordinary differentiable ops",
         )  # fmt: skip
+
+
+def _has_gradient(node: Node, result: int, value: Any) -> bool:
+    """Whether a result of an op has the gradient that its value says; indices and masks have none to lose."""
+    return not result or not value.is_floating_point() or is_differentiable(node.target, result)
 
 
 def _is_tensor(node: Node) -> bool:

@@ -63,7 +63,7 @@ def capture_failed(error: Exception) -> CaptureFailed:
         fix = "write a loop in Python, and a branch by torch.where, where both arms are finite"
     elif any(file in _TRANSFORMS for file in files):
         why = f"a transformation of torch.func (vmap, grad, jvp) in the code fails on fake tensors: {kind}: {first}"
-        fix = "write batched ops for vmap; for a derivative take torch.autograd.grad(y.sum(), x, create_graph=True)"
+        fix = "write batched ops for vmap; for a derivative take torch.func.grad, vjp or jvp, or torch.autograd.grad"
     elif any(words in text for words in _FIXED):
         why = "the code ties the batch size to a fixed number: " + _constraint(text, first)
         fix = _SIZES

@@ -23,7 +23,7 @@ from psg_fx.program.objects import describe
 from psg_fx.program.program import Program
 from psg_fx.source import is_library
 from psg_fx.torch_private.export import without_checkpoints
-from psg_fx.torch_private.modes import is_transformed, without_functions
+from psg_fx.torch_private.modes import is_transformed, untransformed, without_functions
 from psg_fx.torch_private.patching import patched_here
 from psg_fx.torch_private.tracer import known_as_before
 
@@ -64,9 +64,9 @@ class _Writes(TorchFunctionMode):
         func = torch.Tensor.detach if func == _DATA else func
         with without_functions():
             given = _tensors((args, kwargs))
-            if outside := [t for t in given if type(t) is torch.Tensor and t.grad_fn is not None]:
+            if outside := [t for t in given if _is_real(t) and t.grad_fn is not None and type(t) is torch.Tensor]:
                 raise computed_outside(outside[0])
-            if any(type(t) in _REAL and not is_transformed(t) for t in _targets(func, args, kwargs or {})):
+            if any(_is_real(t) for t in _targets(func, args, kwargs or {})):
                 raise _written_outside(func)
             given = [t for t in given if not t.is_inference()]
             versions = [t._version for t in given]
@@ -90,7 +90,7 @@ class _Writes(TorchFunctionMode):
                 self.detached[id(result)] = result
             for tensor in (*given, *_tensors(result)):
                 if tensor.requires_grad:
-                    self.learning.setdefault(_place(tensor), tensor.untyped_storage())
+                    self.learning.setdefault(_place(tensor), _memory(tensor))
         return result
 
     def require_unchanged(self, given: Any) -> None:
@@ -127,8 +127,11 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device})
 
 
-_REAL = (torch.Tensor, nn.Parameter)
-"""What tensors are that no capture has made: those that belong to the model have others in their places."""
+def _is_real(tensor: torch.Tensor) -> bool:
+    """Whether no capture has made a tensor: those that belong to the model have others in their places."""
+    return type(tensor) in (torch.Tensor, nn.Parameter) and not is_transformed(tensor)
+
+
 _OPERATORS = "add and div floordiv lshift mod mul or pow rshift sub truediv xor"
 _NO_VALUES = ("requires_grad_", "detach_", "share_memory_")
 _WRITING = {"__setitem__", *(f"__i{operator}__" for operator in _OPERATORS.split())}
@@ -159,7 +162,11 @@ def _is_all_of(value: Any, tensor: torch.Tensor) -> bool:
 
 
 def _place(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return int(_memory(tensor)._cdata)
+
+
+def _memory(tensor: torch.Tensor) -> torch.UntypedStorage:
+    return untransformed(tensor).untyped_storage()
 
 
 def computed_outside(value: torch.Tensor) -> NotYetSupported:

@@ -63,6 +63,13 @@ is_transformed: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorc
 """Whether a tensor is one of a transformation of `torch.func`."""
 
 
+def untransformed(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that all transformations of `torch.func` around this one hold: under `vmap`, all slices at once."""
+    while is_transformed(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 @contextlib.contextmanager
 def no_functorch_levels() -> Iterator[None]:
     """Outside of all transformations of `torch.func` for a while."""
@@ -211,5 +218,6 @@ __all__ = [
     "no_saved_tensor_hooks",
     "not_recorded",
     "tensor_guards",
+    "untransformed",
     "without_functions",
 ]

@@ -210,8 +210,24 @@ def two_graphs(layer: Layer, x: Tensor) -> Tensor:
     return torch.cond(x.sum() > 0, lambda v: layer(v), lambda v: -layer(v), (x,))
 
 
-def functional_gradients(layer: Layer, x: Tensor) -> Tensor:
-    return layer(torch.func.vmap(torch.func.grad(lambda row: row.sin().sum()))(x))
+class Doubled(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return 2 * g
+
+
+def function_under_vmap(layer: Layer, x: Tensor) -> Tensor:
+    return torch.func.vmap(Doubled.apply)(layer(x))
 
 
 def without_shapes(layer: Layer, x: Tensor) -> Tensor:
@@ -248,7 +264,7 @@ REFUSED: dict[Callable[..., Tensor], tuple[type[Exception], str, str]] = {
     branch_on_values: (CaptureFailed, "branches on values of a tensor", "if x.sum() > 0"),
     number_from_values: (SamplesMixed, "it reads one number out of the samples", "x.sum().item()"),
     two_graphs: (CaptureFailed, "hold graphs of their own", "torch.cond(x.sum() > 0"),
-    functional_gradients: (CaptureFailed, "a transformation of torch.func (vmap, grad, jvp)", "torch.func.grad("),
+    function_under_vmap: (CaptureFailed, "a transformation of torch.func (vmap, grad, jvp)", "torch.func.vmap("),
     without_shapes: (NotYetSupported, "is known to torch by its kernels alone", "_learnable_per_tensor_affine(x,"),
     written_parameter: (NotYetSupported, "writes into model.layer.weight", "renorm_"),
     least_squares: (CaptureFailed, "goes by the values of a tensor", "torch.linalg.lstsq(layer.weight"),
