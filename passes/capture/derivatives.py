@@ -35,7 +35,7 @@ def functional_derivatives() -> Iterator[None]:
 
 def _grad_and_value(
     func: Callable[..., Any], argnums: Argnums, has_aux: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Any, Any]:
+) -> Any:
     way = _Way(func, args, argnums, has_aux, kwargs)
     if not isinstance(way.result, Tensor) or way.result.dim():
         found = f"one of shape {tuple(way.result.shape)}" if isinstance(way.result, Tensor) else type(way.result)
@@ -104,7 +104,8 @@ def _own(tensor: Any) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise ValueError(f"torch.func differentiates by tensors, not by {type(tensor).__name__}")
     if untransformed(tensor).requires_grad:
-        return torch.ops.aten.alias.default(tensor)
+        alias: Tensor = torch.ops.aten.alias.default(tensor)
+        return alias
     found = tensor.detach()
     with not_recorded(), no_functorch_levels(), without_functions():
         untransformed(found).requires_grad_()
