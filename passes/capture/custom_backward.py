@@ -1,4 +1,4 @@
-"""The user's own backward passes: those of custom functions are kept, hooks on gradients are refused."""
+"""The user's own backward passes: those of custom functions are kept, hooks of modules on gradients are refused."""
 
 from __future__ import annotations
 
@@ -36,16 +36,17 @@ def keep_custom_backward(observed: Observed) -> Iterator[None]:
         return block(*given)  # what is recomputed is decided after differentiation
 
     def hooked(cls: Any, *given: Any) -> Any:
-        raise _hooked("a module has a backward hook", "register_full_backward_hook")
-
-    def register_hook(tensor: torch.Tensor, hook: Any) -> Any:
-        raise _hooked("the code puts a hook on a tensor's gradient", "register_hook")
+        raise NotYetSupported(
+            "a module has a backward hook", where="register_full_backward_hook",
+            why="a captured graph has no modules, and the hook may change the gradient",
+            fix="remove it; where it changes the gradient, let a forward hook of the module put it on what it is given "
+            "or returns, by tensor.register_hook",
+        )  # fmt: skip
 
     with (
         forward_replaced_here(forward),
         patched_here(CheckpointFunction, "apply", classmethod(checkpointed)),
         patched_here(BackwardHookFunction, "apply", classmethod(hooked)),
-        patched_here(torch.Tensor, "register_hook", register_hook),
     ):
         yield
 
@@ -68,10 +69,3 @@ def _require_plain(cls: type[torch.autograd.Function], arguments: Sequence[Any])
                 why="it is an op of the graph, whose tensors are all alike",
                 fix="ask outside, and pass the answer as an argument",
             )  # fmt: skip
-
-
-def _hooked(what: str, where: str) -> NotYetSupported:
-    return NotYetSupported(
-        what, where=where, why="a captured graph has no hooks, and one may change the gradient",
-        fix="remove it, or write what it does to the gradient as a custom autograd.Function",
-    )  # fmt: skip

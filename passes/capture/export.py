@@ -44,6 +44,7 @@ from .copies import writes_a_copy
 from .custom_backward import keep_custom_backward
 from .derivatives import functional_derivatives
 from .fixed_sizes import join, values_of
+from .hooks import Hooks
 from .no_grad import detach_no_grad_regions
 from .own_gradients import write_out
 from .reasons import NOT_ONE_GRAPH, capture_failed, failure_at, without_shapes
@@ -86,30 +87,31 @@ def export(
     dynamic: list[dict[int, Any]] = [{} if d is None else {d: batch} for d in dims]
     dynamic = [{place[0]: axes[place[1]]} if place else d for d, place in itertools.zip_longest(dynamic, rows)]
     readings = Readings()
+    hooks = Hooks(observed)
     with keep_custom_backward(observed):
         try:
             with watch_the_batch_size(readings):
-                return _functional(program, example(sizes[0]), dynamic)
+                return _functional(program, example(sizes[0]), dynamic, hooks)
         except CaptureFailed as failure:
             if axes:  # two sizes that the code ties to one another, or one that it reads: no graph for all sizes
                 raise
-            return _one_size(program, example, dims, sizes, failure, readings)
+            return _one_size(program, example, dims, sizes, failure, readings, hooks)
 
 
 def _one_size(
     program: nn.Module, example: MakeExample, dims: Sequence[int | None], sizes: tuple[int, int],
-    failure: CaptureFailed, readings: Readings,
+    failure: CaptureFailed, readings: Readings, hooks: Hooks,
 ) -> Exported:  # fmt: skip
     """The program at the batch size of the call, its numbers that follow the batch size found by other sizes."""
     hint, size = sizes[0], sizes[1] or sizes[0]  # for no samples, a graph says what is empty, and does not run
     each = list(dict.fromkeys((size, hint, 1)))
     if isinstance(program, Program):
         program.several_sizes = True
-    found = [_functional(program, example(size), [])]  # what fails here does not fail for the batch size
+    found = [_functional(program, example(size), [], hooks)]  # what fails here does not fail for the batch size
     written = _written(program)
     for n in each[1:]:
         try:
-            found.append(_functional(program, example(n), []))
+            found.append(_functional(program, example(n), [], hooks))
         except CaptureFailed as other:
             raise failure_at(other, n, size) from failure
         require_same_places(written, _written(program))
@@ -142,12 +144,14 @@ def _written(program: nn.Module) -> list[Written]:
     return program.written if isinstance(program, Program) else []
 
 
-def _functional(program: nn.Module, examples: Sequence[torch.Tensor], dynamic: list[dict[int, Any]]) -> Exported:
+def _functional(
+    program: nn.Module, examples: Sequence[torch.Tensor], dynamic: list[dict[int, Any]], hooks: Hooks
+) -> Exported:
     """`program(examples)` as functional ATen, differentiable, losses and recurrent layers written out."""
     shapes = (dynamic,) if dynamic else None
     with (
         torch.enable_grad(), _quiet(), user_stack_traces(_CALLER), without_tensor_meta(), traced_without_code(),
-        no_level_left_open(),
+        no_level_left_open(), hooks.recorded(),
     ):  # fmt: skip
         try:
             with (
@@ -160,6 +164,7 @@ def _functional(program: nn.Module, examples: Sequence[torch.Tensor], dynamic: l
             copied = writes_a_copy(exported.graph_module)
             found = Exported(**vars(functional(exported, decompositions())), written_copy=copied, trims=padding.line)
             _require_any_size(found, dynamic)
+            hooks.put_in_place(found.graph_module)
             write_out(found.graph_module)
         except PsgError as error:  # torch.fx writes the graph's own traceback into its text
             raise error.alone() from None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 from torch.fx import Graph, GraphModule
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
+from torch.fx.node import _side_effectful_functions, has_side_effect
 
 
 def module_without_code(root: nn.Module | dict[str, Any], graph: Graph, name: str = "GraphModule") -> GraphModule:
@@ -23,6 +25,23 @@ def write_code(gm: GraphModule) -> None:
 def traced_without_code() -> contextlib.AbstractContextManager[None]:
     """Let what is traced be such modules."""
     return _use_lazy_graph_module(True)
+
+
+@contextlib.contextmanager
+def unread_ops() -> Iterator[Callable[[Any], None]]:
+    """Yields what is told of ops that stay in a graph where nothing reads them, until this closes.  Torch has one set
+    of these for the process.
+    """
+    kept = set()
+
+    def keep(op: Any) -> None:
+        kept.add(op)
+        has_side_effect(op)
+
+    try:
+        yield keep
+    finally:
+        _side_effectful_functions.difference_update(kept)
 
 
 def partition(joint: GraphModule, num_fwd_outputs: int) -> tuple[GraphModule, GraphModule]:

@@ -256,9 +256,6 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], type[Exception], str]]
     "the gradient of the last step": (
         lambda m, x: m.a(x) * (1.0 if m.a.weight.grad is None else 2.0), NotYetSupported, r"reads \.grad of a tensor",
     ),
-    "hook on an activation": (
-        lambda m, x: [h := m.a(x), h.register_hook(lambda g: 2 * g)][0], NotYetSupported, "hook on a tensor's gradient",
-    ),
 }  # fmt: skip
 
 

@@ -1,0 +1,153 @@
+"""Hooks that the code puts on gradients of activations (`h.register_hook(f)`): f is an op on the way back.
+
+A hook sees the whole gradient of a value, wherever in the code it is registered: what was computed of the value before
+goes through it, too.  So it is recorded as a custom function that returns its argument, and nothing reads
+(`psg_fx/ops/autograd_function.py`), and once the graph is functional, all that reads the value reads that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from psg_fx.errors import NotYetSupported
+from psg_fx.ops.autograd_function import CustomCall, as_one_op, custom_call
+from psg_fx.ops.own_gradient import own_gradient
+from psg_fx.program.observed import Observed
+from psg_fx.source import locate
+from psg_fx.torch_private.graphs import unread_ops
+from psg_fx.torch_private.patching import patched_here
+from psg_fx.torch_private.tracer import node_of
+
+
+class Hook(torch.autograd.Function):
+    """A value as it is, whose gradient a hook may replace."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> torch.Tensor:
+        ctx.hook = hook
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        with _Made() as made:
+            found = ctx.hook(gradients[0].view_as(gradients[0]))
+        made.require_gone(found)
+        return gradients[0] if found is None else found, None
+
+
+class _Made(TorchFunctionMode):
+    """Tensors that are made while it is open, without keeping them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refs: list[weakref.ref[torch.Tensor]] = []
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in _NUMBERS:
+            raise _refused("on a gradient that reads a number out of it", _INSIDE)
+        result = func(*args, **(kwargs or {}))
+        self.refs += [weakref.ref(t) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+        return result
+
+    def require_gone(self, returned: Any) -> None:
+        """Refuse a hook that has put one of them somewhere: it is what a capture computes with, not a gradient."""
+        if any(ref() is not None and ref() is not returned for ref in self.refs):
+            raise _refused("on a gradient that keeps it, or what it computes of it", _INSIDE)
+
+
+_NUMBERS = ("item", "tolist", "numpy", "__array__", "__bool__", "__complex__", "__float__", "__index__", "__int__")
+_INSIDE = "the gradient is a value inside of a compiled graph"
+
+
+class Hooks:
+    """Those of a capture.  registered: their calls, with their handles and what these hold until they are removed."""
+
+    def __init__(self, observed: Observed) -> None:
+        self.observed = observed
+        self.registered: list[tuple[CustomCall, RemovableHandle, OrderedDict[int, Any]]] = []
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        """While open, a hook becomes an op, which stays though nothing reads it."""
+        register: Callable[..., RemovableHandle] = torch.Tensor.register_hook
+        self.registered.clear()
+        with unread_ops() as keep:
+
+            def register_hook(tensor: torch.Tensor, hook: Any) -> RemovableHandle:
+                if not tensor.requires_grad:
+                    return register(tensor, hook)  # torch has the words
+                if isinstance(tensor, torch.nn.Parameter):
+                    raise _refused("on the gradient of a parameter", "a step returns that gradient: apply it to this")
+                self.observed.functions([hook])
+                holds: OrderedDict[int, Any] = OrderedDict()
+                handle = RemovableHandle(holds)
+                holds[handle.id] = hook
+                made = as_one_op(Hook, (tensor, _Alike(hook)), self.observed.calls.append)
+                node = node_of(made)
+                call = None if node is None else custom_call(node.target)
+                assert call is not None, "an op that is not recorded"
+                keep(node.target)
+                self.registered.append((call, handle, holds))
+                return handle
+
+            with patched_here(torch.Tensor, "register_hook", register_hook):
+                yield
+
+    def put_in_place(self, gm: GraphModule) -> None:
+        """All that reads a value reads it behind its hooks, of which the one that was registered first is the last."""
+        removed = [call for call, handle, holds in self.registered if handle.id not in holds]
+        for node in [n for n in reversed(gm.graph.nodes) if _is_hook(n)]:
+            call = custom_call(node.target)
+            value: Any = node.args[0]
+            if any(call is each for each in removed):
+                gm.graph.erase_node(node)
+                continue
+            if gm.graph.find_nodes(op="call_function", target=own_gradient):
+                raise _refused("beside torch.autograd.grad", "which of the gradients go through it, no node says", node)
+            value.replace_all_uses_with(node, delete_user_cb=lambda user, node=node: user is not node)
+            value.append(node)
+
+
+class _Alike:
+    """A hook that equals another one of the same code, on equal values: each capture makes functions anew."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self.hook = hook
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        found: torch.Tensor | None = self.hook(gradient)
+        return found
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Alike) and (self.hook == other.hook or self._holds() == other._holds())
+
+    def __hash__(self) -> int:
+        return 0
+
+    def _holds(self) -> tuple[Any, ...]:
+        cells = getattr(self.hook, "__closure__", None) or ()
+        return (getattr(self.hook, "__code__", self.hook), *(cell.cell_contents for cell in cells))
+
+
+def _is_hook(node: Node) -> bool:
+    call = custom_call(node.target)
+    return call is not None and call.function is Hook
+
+
+def _refused(where: str, why: str, node: Node | None = None) -> NotYetSupported:
+    return NotYetSupported(
+        f"the code puts a hook {where}", where="register_hook" if node is None else locate(node), why=why,
+        fix="remove it, or write what it does to the gradient as a custom autograd.Function",
+    )  # fmt: skip
