@@ -11,15 +11,17 @@ import contextlib
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from types import CellType, FunctionType
+from typing import Any, cast
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from psg_fx.errors import NotYetSupported
+from psg_fx.graph.same_op import draws
 from psg_fx.ops.autograd_function import CustomCall, as_one_op, custom_call
 from psg_fx.ops.own_gradient import own_gradient
 from psg_fx.program.observed import Observed
@@ -28,21 +30,25 @@ from psg_fx.torch_private.graphs import unread_ops
 from psg_fx.torch_private.patching import patched_here
 from psg_fx.torch_private.tracer import node_of
 
+from .own_gradients import way
+
 
 class Hook(torch.autograd.Function):
     """A value as it is, whose gradient a hook may replace."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> torch.Tensor:
+    def forward(ctx: Any, value: torch.Tensor, hook: _Alike, *read: torch.Tensor) -> torch.Tensor:
         ctx.hook = hook
+        ctx.save_for_backward(*read)
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        hook = ctx.hook.on(ctx.saved_tensors)
         with _Made() as made:
-            found = ctx.hook(gradients[0].view_as(gradients[0]))
+            found = hook(gradients[0].view_as(gradients[0]))
         made.require_gone(found)
-        return gradients[0] if found is None else found, None
+        return gradients[0] if found is None else found, None, *(None for _ in ctx.saved_tensors)
 
 
 class _Made(TorchFunctionMode):
@@ -94,7 +100,8 @@ class Hooks:
                 holds: OrderedDict[int, Any] = OrderedDict()
                 handle = RemovableHandle(holds)
                 holds[handle.id] = hook
-                made = as_one_op(Hook, (tensor, _Alike(hook)), self.observed.calls.append)
+                alike = _Alike(hook)
+                made = as_one_op(Hook, (tensor, alike, *alike.read), self.observed.calls.append)
                 node = node_of(made)
                 call = None if node is None else custom_call(node.target)
                 assert call is not None, "an op that is not recorded"
@@ -110,35 +117,78 @@ class Hooks:
         removed = [call for call, handle, holds in self.registered if handle.id not in holds]
         for node in [n for n in reversed(gm.graph.nodes) if _is_hook(n)]:
             call = custom_call(node.target)
-            value: Any = node.args[0]
             if any(call is each for each in removed):
                 gm.graph.erase_node(node)
-                continue
-            if gm.graph.find_nodes(op="call_function", target=own_gradient):
+            elif gm.graph.find_nodes(op="call_function", target=own_gradient):
                 raise _refused("beside torch.autograd.grad", "which of the gradients go through it, no node says", node)
-            value.replace_all_uses_with(node, delete_user_cb=lambda user, node=node: user is not node)
-            value.append(node)
+            else:
+                _put_in_place(node)
+
+
+def _put_in_place(node: Node) -> None:
+    """What the hook itself reads is computed of the value before it, once more where it is made of that."""
+    value, *read = cast("tuple[Node, ...]", node.args)
+    drawn = [n for n in node.graph.nodes if draws(n)]
+    before: dict[Node, Node] = {}
+    with node.graph.inserting_before(node):
+        for each in way(node.graph.nodes, [value], read):
+            before[each] = node.graph.node_copy(each, lambda n: before.get(n, n))
+    node.args = (value, *(before.get(n, n) for n in read))
+    behind = {node, *before.values()}
+    value.replace_all_uses_with(node, delete_user_cb=lambda user: user not in behind)
+    _sort(node.graph)
+    if any(map(draws, before)) or drawn != [n for n in node.graph.nodes if draws(n)]:
+        raise _refused("that reads what is drawn", "it would be drawn at another place", node)
+
+
+def _sort(graph: Graph) -> None:
+    """Every node behind those that it reads, and otherwise in the order that there was."""
+    done: dict[Node, None] = {}
+    for node in graph.nodes:
+        waiting = [node]
+        while waiting:
+            missing = [n for n in waiting[-1].all_input_nodes if n not in done]
+            waiting.extend(reversed(missing))
+            if not missing:
+                done[waiting.pop()] = None
+    last, *others = done
+    for node in others:
+        last.append(node)
+        last = node
 
 
 class _Alike:
-    """A hook that equals another one of the same code, on equal values: each capture makes functions anew."""
+    """A hook, with what its code reads of the functions around it.  It equals another one of the same code that reads
+    equal values: each capture makes functions anew.
+
+    read: what is computed of that, which the op is given.
+    """
 
     def __init__(self, hook: Callable[..., Any]) -> None:
         self.hook = hook
+        cells = hook.__closure__ or () if isinstance(hook, FunctionType) else ()
+        self.held = [cell.cell_contents for cell in cells]
+        self.places = [k for k, v in enumerate(self.held) if isinstance(v, torch.Tensor) and node_of(v) is not None]
+        self.read = [self.held[k] for k in self.places]
 
-    def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        found: torch.Tensor | None = self.hook(gradient)
-        return found
+    def on(self, tensors: Sequence[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor | None]:
+        """The hook where these are what is computed."""
+        if not self.places:
+            return self.hook
+        held = {**dict(enumerate(self.held)), **dict(zip(self.places, tensors, strict=True))}
+        cells = tuple(CellType(held[k]) for k in sorted(held))
+        hook: Any = self.hook
+        return FunctionType(hook.__code__, hook.__globals__, hook.__name__, hook.__defaults__, cells)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Alike) and (self.hook == other.hook or self._holds() == other._holds())
+        return isinstance(other, _Alike) and (self.hook == other.hook or self._fixed() == other._fixed())
 
     def __hash__(self) -> int:
         return 0
 
-    def _holds(self) -> tuple[Any, ...]:
-        cells = getattr(self.hook, "__closure__", None) or ()
-        return (getattr(self.hook, "__code__", self.hook), *(cell.cell_contents for cell in cells))
+    def _fixed(self) -> tuple[Any, ...]:
+        held = (None if k in self.places else v for k, v in enumerate(self.held))
+        return (getattr(self.hook, "__code__", self.hook), *held)
 
 
 def _is_hook(node: Node) -> bool:

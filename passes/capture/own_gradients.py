@@ -50,7 +50,7 @@ def recorded(
         )  # fmt: skip
     heads, leaves = _listed(outputs), _listed(inputs)
     given: list[Any] = [None] * len(heads) if grad_outputs is None else _listed(grad_outputs)
-    _require_torch_ops(_way(recorded_so_far(), [*map(node_of, leaves)], [*map(node_of, heads)]))
+    _require_torch_ops(way(recorded_so_far(), [*map(node_of, leaves)], [*map(node_of, heads)]))
     with not_recorded():  # as the user's program has them: what is not reached, and what cannot be differentiated
         taken = partial(torch.autograd.grad, heads, leaves, given, retain_graph=True, create_graph=True)
         found: Sequence[Any] = taken(allow_unused=allow_unused, materialize_grads=materialize_grads)
@@ -66,7 +66,7 @@ def recorded(
 
 def gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor], seeds: Sequence[Tensor]) -> list[Tensor]:
     """The same, also where a `vmap` runs: zeros for what no output depends on."""
-    _require_torch_ops(_way(recorded_so_far(), [*map(node_of, inputs)], [*map(node_of, outputs)]))
+    _require_torch_ops(way(recorded_so_far(), [*map(node_of, inputs)], [*map(node_of, outputs)]))
     with not_recorded(), no_functorch_levels(), without_functions():
         leaves = [untransformed(i) for i in inputs]
         heads = [whole for o in outputs if (whole := untransformed(o)).requires_grad]
@@ -100,7 +100,7 @@ def _is_one(seed: Tensor) -> bool:
     return seed.numel() == 1 and node is not None and node.target == torch.ops.aten.ones_like.default
 
 
-def _way(nodes: Iterable[Node], inputs: Sequence[Node | None], outputs: Sequence[Node | None]) -> list[Node]:
+def way(nodes: Iterable[Node], inputs: Sequence[Node | None], outputs: Sequence[Node | None]) -> list[Node]:
     """What is computed of inputs on the way to outputs, in order."""
     reached, needed, computed, found = set(inputs), set(outputs), [], []
     for node in nodes:
@@ -157,7 +157,7 @@ class _Call:
     def way(self) -> list[Node]:
         """What is computed on the way from inputs to outputs, and the sizes that it reads, in order."""
         outputs, inputs, _ = self.arguments
-        found = set(_way(self.gm.graph.nodes, inputs, outputs))
+        found = set(way(self.gm.graph.nodes, inputs, outputs))
         todo = [*found]
         while todo:
             sizes = [n for n in todo.pop().all_input_nodes if n not in found and not _is_tensor(n)]

@@ -93,7 +93,16 @@ def _in_a_loop(m: Net, x: Tensor) -> Tensor:
     return m.last(h)
 
 
+def _by_what_is_computed(m: Net, x: Tensor) -> Tensor:
+    """The gradient of the mask is none of the hook's; `scale` is a number beside it."""
+    h, scale = m.features(x), m.scale
+    mask, other = h > 0, m.first(x).sigmoid()
+    h.register_hook(lambda g: g * mask * scale + g * other)
+    return m.last(h) + other[:, :2]
+
+
 EXACT = {
+    "by what is computed": _by_what_is_computed,
     "after it is read": _after_it_is_read, "several": _several, "parts": _parts, "in a loop": _in_a_loop,
     "by a row's norm": _hooked(lambda m, g: g / g.norm(dim=1, keepdim=True)),
     "by a buffer": _hooked(lambda m, g: g * m.factor),
@@ -162,11 +171,11 @@ def _of_a_parameter(m: Net, x: Tensor) -> Tensor:
     return m.last(m.features(x))
 
 
-def _of_what_is_computed(m: Net, x: Tensor) -> Tensor:
+def _by_what_is_drawn(m: Net, x: Tensor) -> Tensor:
     h = m.features(x)
-    mask = h > 0
-    h.register_hook(lambda g: g * mask)
-    return m.last(h)
+    kept = F.dropout(h)
+    h.register_hook(lambda g: g * (kept != 0))
+    return m.last(kept)
 
 
 REFUSED: dict[str, tuple[Callable[[Net, Tensor], Tensor], type[Exception], str]] = {
@@ -179,8 +188,8 @@ REFUSED: dict[str, tuple[Callable[[Net, Tensor], Tensor], type[Exception], str]]
     ),
     "by the norm of all": (_hooked(lambda m, g: g / g.norm()), SamplesMixed, "linalg_vector_norm"),
     "of the gradient of the code": (_of_the_gradient_of_the_code, NotYetSupported, r"a hook beside torch\.autograd"),
+    "by what is drawn of it": (_by_what_is_drawn, NotYetSupported, "reads what is drawn"),
     "of a parameter": (_of_a_parameter, NotYetSupported, "on the gradient of a parameter"),
-    "of what is computed": (_of_what_is_computed, NotYetSupported, "reads a tensor that is no argument"),
 }  # fmt: skip
 
 
