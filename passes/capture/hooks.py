@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from psg_fx.errors import NotYetSupported
 from psg_fx.graph.same_op import draws
-from psg_fx.ops.autograd_function import CustomCall, as_one_op, custom_call
+from psg_fx.ops.autograd_function import as_one_op
 from psg_fx.ops.own_gradient import own_gradient
 from psg_fx.program.observed import Observed
 from psg_fx.source import locate
@@ -78,11 +78,11 @@ _INSIDE = "the gradient is a value inside of a compiled graph"
 
 
 class Hooks:
-    """Those of a capture.  registered: their calls, with their handles and what these hold until they are removed."""
+    """Those of a capture.  registered: their ops, with their handles and what these hold until they are removed."""
 
     def __init__(self, observed: Observed) -> None:
         self.observed = observed
-        self.registered: list[tuple[CustomCall, RemovableHandle, OrderedDict[int, Any]]] = []
+        self.registered: list[tuple[Any, RemovableHandle, OrderedDict[int, Any]]] = []
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
@@ -103,10 +103,9 @@ class Hooks:
                 alike = _Alike(hook)
                 made = as_one_op(Hook, (tensor, alike, *alike.read), self.observed.calls.append)
                 node = node_of(made)
-                call = None if node is None else custom_call(node.target)
-                assert call is not None, "an op that is not recorded"
+                assert node is not None, "an op that is not recorded"
                 keep(node.target)
-                self.registered.append((call, handle, holds))
+                self.registered.append((node.target, handle, holds))
                 return handle
 
             with patched_here(torch.Tensor, "register_hook", register_hook):
@@ -114,10 +113,9 @@ class Hooks:
 
     def put_in_place(self, gm: GraphModule) -> None:
         """All that reads a value reads it behind its hooks, of which the one that was registered first is the last."""
-        removed = [call for call, handle, holds in self.registered if handle.id not in holds]
-        for node in [n for n in reversed(gm.graph.nodes) if _is_hook(n)]:
-            call = custom_call(node.target)
-            if any(call is each for each in removed):
+        ops = {op: handle.id in holds for op, handle, holds in self.registered}
+        for node in [n for n in reversed(gm.graph.nodes) if n.target in ops]:
+            if not ops[node.target]:
                 gm.graph.erase_node(node)
             elif gm.graph.find_nodes(op="call_function", target=own_gradient):
                 raise _refused("beside torch.autograd.grad", "which of the gradients go through it, no node says", node)
@@ -189,11 +187,6 @@ class _Alike:
     def _fixed(self) -> tuple[Any, ...]:
         held = (None if k in self.places else v for k, v in enumerate(self.held))
         return (getattr(self.hook, "__code__", self.hook), *held)
-
-
-def _is_hook(node: Node) -> bool:
-    call = custom_call(node.target)
-    return call is not None and call.function is Hook
 
 
 def _refused(where: str, why: str, node: Node | None = None) -> NotYetSupported:
