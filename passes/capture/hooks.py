@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CellType, FunctionType
 from typing import Any, cast
 
@@ -156,16 +156,15 @@ def _sort(graph: Graph) -> None:
 
 
 class _Alike:
-    """A hook, with what its code reads of the functions around it.  It equals another one of the same code that reads
-    equal values: each capture makes functions anew.
+    """A hook, with what its code has of the functions around it and by default.  It equals another one of the same code
+    that has equal values: each capture makes functions anew.
 
     read: what is computed of that, which the op is given.
     """
 
     def __init__(self, hook: Callable[..., Any]) -> None:
         self.hook = hook
-        cells = hook.__closure__ or () if isinstance(hook, FunctionType) else ()
-        self.held = [cell.cell_contents for cell in cells]
+        self.held = _held(hook) if isinstance(hook, FunctionType) else []
         self.places = [k for k, v in enumerate(self.held) if isinstance(v, torch.Tensor) and node_of(v) is not None]
         self.read = [self.held[k] for k in self.places]
 
@@ -173,10 +172,8 @@ class _Alike:
         """The hook where these are what is computed."""
         if not self.places:
             return self.hook
-        held = {**dict(enumerate(self.held)), **dict(zip(self.places, tensors, strict=True))}
-        cells = tuple(CellType(held[k]) for k in sorted(held))
-        hook: Any = self.hook
-        return FunctionType(hook.__code__, hook.__globals__, hook.__name__, hook.__defaults__, cells)
+        given = dict(zip(self.places, tensors, strict=True))
+        return _holding(cast("FunctionType", self.hook), [given.get(k, v) for k, v in enumerate(self.held)])
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Alike) and (self.hook == other.hook or self._fixed() == other._fixed())
@@ -187,6 +184,22 @@ class _Alike:
     def _fixed(self) -> tuple[Any, ...]:
         held = (None if k in self.places else v for k, v in enumerate(self.held))
         return (getattr(self.hook, "__code__", self.hook), *held)
+
+
+def _held(function: FunctionType) -> list[Any]:
+    """What it has of the functions around it, and what its arguments are by default."""
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    return [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+
+
+def _holding(function: FunctionType, held: Iterable[Any]) -> FunctionType:
+    """A function of the same code with other values for these."""
+    values = iter(held)
+    cells = tuple(CellType(next(values)) for _ in function.__closure__ or ())
+    defaults = tuple(next(values) for _ in function.__defaults__ or ())
+    made = FunctionType(function.__code__, function.__globals__, function.__name__, defaults, cells)
+    made.__kwdefaults__ = {name: next(values) for name in function.__kwdefaults__ or {}}
+    return made
 
 
 def _refused(where: str, why: str, node: Node | None = None) -> NotYetSupported:

@@ -97,7 +97,7 @@ def _by_what_is_computed(m: Net, x: Tensor) -> Tensor:
     """The gradient of the mask is none of the hook's; `scale` is a number beside it."""
     h, scale = m.features(x), m.scale
     mask, other = h > 0, m.first(x).sigmoid()
-    h.register_hook(lambda g: g * mask * scale + g * other)
+    h.register_hook(lambda g, mask=mask, *, power=2: g * mask * scale**power + g * other)
     return m.last(h) + other[:, :2]
 
 
