@@ -15,10 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
+from psg_fx.errors import NotYetSupported
 from psg_fx.torch_private.derivatives import chosen, derivatives_by, with_chosen
 from psg_fx.torch_private.modes import no_functorch_levels, not_recorded, untransformed, without_functions
+from psg_fx.torch_private.patching import patched_here
 
 from .own_gradients import gradients, ones
 
@@ -28,8 +31,15 @@ EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 @contextlib.contextmanager
 def functional_derivatives() -> Iterator[None]:
-    """While open, what `torch.func` differentiates is part of the graph."""
-    with derivatives_by(_grad_and_value, _vjp, _jvp):
+    """While open, what `torch.func` differentiates is part of the graph, and forward mode by hand is refused."""
+
+    def enter(level: forward_ad.dual_level) -> Any:
+        raise NotYetSupported(
+            "the code opens a level of forward-mode AD", where="torch.autograd.forward_ad.dual_level",
+            why="it belongs to the process, and its tensors to no graph", fix="take torch.func.jvp",
+        )  # fmt: skip
+
+    with derivatives_by(_grad_and_value, _vjp, _jvp), patched_here(forward_ad.dual_level, "__enter__", enter):
         yield
 
 

@@ -31,7 +31,6 @@ from psg_fx.torch_private.export import own_attributes, user_stack_traces
 from psg_fx.torch_private.fakes import UnsupportedOperatorException
 from psg_fx.torch_private.functional import Functional, functional
 from psg_fx.torch_private.graphs import traced_without_code
-from psg_fx.torch_private.modes import no_level_left_open
 from psg_fx.torch_private.ops import core_decompositions
 from psg_fx.torch_private.quiet import quiet
 from psg_fx.torch_private.recorded import quickly_recorded
@@ -151,7 +150,7 @@ def _functional(
     shapes = (dynamic,) if dynamic else None
     with (
         torch.enable_grad(), _quiet(), user_stack_traces(_CALLER), without_tensor_meta(), traced_without_code(),
-        no_level_left_open(), hooks.recorded(),
+        hooks.recorded(),
     ):  # fmt: skip
         try:
             with (

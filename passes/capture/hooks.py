@@ -36,6 +36,8 @@ from .own_gradients import way
 class Hook(torch.autograd.Function):
     """A value as it is, whose gradient a hook may replace."""
 
+    _psg_fx_names = ("a hook on a gradient", "register_hook")
+
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, hook: _Alike, *read: torch.Tensor) -> torch.Tensor:
         ctx.hook = hook

@@ -119,7 +119,7 @@ def _require_torch_ops(way: Sequence[Node]) -> None:
         if getattr(node.target, "namespace", "") not in ("psg_fx", "psg_fx_functions") or node.target == own_gradient:
             continue
         call, target = custom_call(node.target), getattr(node.target, "_opname", "")
-        what = f"the custom function {call.name}" if call else _WORDS.get(target, "a recurrent layer")
+        what = call.title if call else _WORDS.get(target, "a recurrent layer")
         raise NotYetSupported(
             f"the code takes a gradient through {what}",
             where=locate(node), why="its backward pass is an op that has none itself",

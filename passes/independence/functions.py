@@ -68,20 +68,20 @@ def _require_sizes_alone(
     for value, found in zip(values, known, strict=True):
         if isinstance(found.axes, SampleAxis) and not facts.shape(value)[found.axes.dim].free_symbols:
             raise NotYetSupported(
-                f"the custom function {call.name} fixes the batch size", where=locate(op.node),
+                f"{call.title} fixes the batch size", where=locate(op.node),
                 why=f"something in its {method} asks for the number of samples itself: a loop over them, or a split",
                 fix="write it with ops on all samples at once",
             )  # fmt: skip
     for node in graph.graph.nodes:
         if node.op == "get_attr" and isinstance(getattr(graph, str(node.target)), type(values[0])):
             raise NotYetSupported(
-                f"the custom function {call.name} reads a tensor that is no argument", where=locate(op.node),
+                f"{call.title} reads a tensor that is no argument", where=locate(op.node),
                 why=f"its {method} has it from outside, where the model computes it; torch gives it no gradient",
                 fix="pass it as an argument",
             )  # fmt: skip
         if symbolic_values(node, op.batch):
             raise NotYetSupported(
-                f"the custom function {call.name} computes with the batch size", where=locate(op.node),
+                f"{call.title} computes with the batch size", where=locate(op.node),
                 why=f"{op_name(node)} in its {method} takes it as a value, and it is 1 for the loss of one sample",
                 fix="use x.shape[0] for shapes alone, and average in the loss",
             )  # fmt: skip

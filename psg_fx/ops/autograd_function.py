@@ -83,6 +83,12 @@ class CustomCall:
         return self.function.__name__
 
     @property
+    def title(self) -> str:
+        """What it is for the user, who may have written something else."""
+        names: tuple[str, str] | None = getattr(self.function, "_psg_fx_names", None)
+        return names[0] if names else f"the custom function {self.name}"
+
+    @property
     def fixed(self) -> tuple[Any, ...]:
         """What is not a tensor: the function, and its arguments with their places."""
         return (self.function, self.spec, self.needs, *itertools.chain(*self.constants, *self.casts.items()))
@@ -90,10 +96,8 @@ class CustomCall:
     def refusal(self, why: str, fix: str = "write the function with ordinary differentiable ops") -> NotYetSupported:
         """The error for a function that cannot be part of a graph."""
         kind = self.function
-        return NotYetSupported(
-            f"the custom function {self.name} is not supported", where=f"{kind.__module__}.{kind.__qualname__}.apply",
-            why=why, fix=fix,
-        )  # fmt: skip
+        _, where = getattr(kind, "_psg_fx_names", ("", f"{kind.__module__}.{kind.__qualname__}.apply"))
+        return NotYetSupported(f"{self.title} is not supported", where=where, why=why, fix=fix)
 
 
 def custom_call(target: Any) -> CustomCall | None:

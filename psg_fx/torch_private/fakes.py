@@ -24,7 +24,7 @@ def _like_the_first(mode: FakeTensorMode, func: Any, first: torch.Tensor, *rest:
         return torch.empty_like(first)
 
 
-for _name in ("_sample_dirichlet", "_dirichlet_grad", "_standard_gamma_grad"):
+for _name in ("_sample_dirichlet", "_dirichlet_grad", "_standard_gamma", "_standard_gamma_grad"):
     _op = getattr(torch.ops.aten, _name).default
     if not torch._C._dispatch_has_kernel_for_dispatch_key(_op.name(), "Meta"):
         register_op_impl(_op)(_like_the_first)  # torch knows their shapes by their kernels alone

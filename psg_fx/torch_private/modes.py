@@ -10,7 +10,6 @@ import torch
 from torch._C._dynamo.guards import TensorGuards
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing as not_recorded
 from torch.nn.modules import module as of_modules
 from torch.nn.utils import parametrize
@@ -78,22 +77,6 @@ def no_functorch_levels() -> Iterator[None]:
         return
     with temporarily_clear_interpreter_stack():
         yield
-
-
-@contextlib.contextmanager
-def no_level_left_open() -> Iterator[None]:
-    """A level of forward-mode AD that code opens meanwhile, and leaves open since a trace of it fails, is closed: it
-    would be there for the whole process.
-    """
-    before = forward_ad._current_level
-    try:
-        yield
-    except BaseException:
-        if before < 0:
-            with contextlib.suppress(RuntimeError):  # there is none
-                torch._C._exit_dual_level(level=0)
-            forward_ad._current_level = before
-        raise
 
 
 @contextlib.contextmanager
