@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
 
 from psg_fx.algebra.site import PREFIXES, Prefix
 from psg_fx.errors import NotYetSupported
@@ -24,7 +25,7 @@ from psg_fx.graph.facts import fact
 from psg_fx.graph.same_op import draws
 from psg_fx.graph.stages import Stage
 from psg_fx.op_table import enter, known
-from psg_fx.ops.autograd_function import CustomCall, custom_call, differentiable
+from psg_fx.ops.autograd_function import CustomCall, custom_call, differentiable, is_additive
 from psg_fx.program.observe import observing_backward
 from psg_fx.source import locate
 from psg_fx.torch_private.graphs import module_without_code
@@ -56,6 +57,7 @@ def find_sites(gm: GraphModule) -> GraphModule:
                 facts.update(node, params=frozenset([spec.name]))
         elif node.op == "call_function":
             _classify(node)
+    _require_additive(gm)
     PREFIXES.put(gm, {operand.name: prefix(gm, operand) for operand in _operands(gm)})
     return gm
 
@@ -77,6 +79,24 @@ def _classify(node: Node) -> None:
         facts.update(node, site=node.name)
     else:
         facts.update(node, params=frozenset().union(*(fact(n).params for n in operands)))
+
+
+def _require_additive(gm: GraphModule) -> None:
+    """Refuse a custom function of parameters that is used at several places, unless its backward of a sum is the sum
+    of its backwards: the gradient of a parameter is the sum of what all sites give it, each by itself.
+    """
+    sites = [n for n in gm.graph.nodes if fact(n).site]
+    for node in gm.graph.nodes:
+        if (call := custom_call(node.target)) is None or not fact(node).params:
+            continue
+        below = facts.descendants([node])
+        uses = [n for site in sites for n in pytree.tree_leaves((site.args, site.kwargs)) if n in below]
+        uses = [n for n in uses if isinstance(n, Node) and fact(n).params]
+        if len(uses) > 1 and not is_additive(_transformable(call, node), [n.meta["val"] for n in node.args]):
+            raise call.refusal(
+                f"it is a function of parameters that is used at {len(uses)} places, and its backward is not linear",
+                "apply it for each use by itself, if that is what is meant; or let its backward be linear",
+            )
 
 
 def _require_real(node: Node) -> None:

@@ -9,6 +9,8 @@ its transpose, which is linear in what it is multiplied by: J t = d(Jᵀ u)/du t
 from __future__ import annotations
 
 import contextlib
+import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -16,9 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from psg_fx.errors import NotYetSupported
+from psg_fx.program.code import line_of
+from psg_fx.source import is_library
 from psg_fx.torch_private.derivatives import chosen, derivatives_by, with_chosen
 from psg_fx.torch_private.modes import no_functorch_levels, not_recorded, untransformed, without_functions
 from psg_fx.torch_private.patching import patched_here
@@ -46,7 +51,7 @@ def functional_derivatives() -> Iterator[None]:
 def _grad_and_value(
     func: Callable[..., Any], argnums: Argnums, has_aux: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    way = _Way(func, args, argnums, has_aux, kwargs)
+    way = _Way(func, args, _counted(argnums, args), has_aux, kwargs)
     if not isinstance(way.result, Tensor) or way.result.dim():
         found = f"one of shape {tuple(way.result.shape)}" if isinstance(way.result, Tensor) else type(way.result)
         raise RuntimeError(f"torch.func.grad takes a function of which the result is a scalar tensor, not {found}")
@@ -55,10 +60,15 @@ def _grad_and_value(
 
 
 def _vjp(func: Callable[..., Any], *primals: Any, argnums: Argnums = None, has_aux: bool = False) -> Any:
-    way = _Way(func, primals, argnums, has_aux)
+    way = _Way(func, primals, _counted(argnums, primals), has_aux)
+    constant = not torch.is_grad_enabled()
 
     def pulled(cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None) -> Any:
-        return _as_outside(way.pulled(_leaves_like(way.result, cotangents)), create_graph)
+        given = _leaves_like(way.result, cotangents)
+        learning = torch.is_grad_enabled() if create_graph is None else create_graph
+        if constant and learning and any(untransformed(each).requires_grad for each in given):
+            raise _refused("is constant for a product that is not", "vjp was taken where gradients are off", "detach")
+        return _as_outside(way.pulled(given), learning and not constant)
 
     result = _as_outside(way.result)
     return (result, pulled, _as_outside(way.aux)) if has_aux else (result, pulled)
@@ -67,7 +77,7 @@ def _vjp(func: Callable[..., Any], *primals: Any, argnums: Argnums = None, has_a
 def _jvp(
     func: Callable[..., Any], primals: Any, tangents: Any, argnums: Argnums, *, strict: bool = False, has_aux: bool
 ) -> Any:
-    way = _Way(func, primals, argnums, has_aux)
+    way = _Way(func, primals, argnums, has_aux, forward=True)
     given = _leaves_like(primals if argnums is None else chosen(primals, argnums), tangents)
     learning = [k for k, output in enumerate(way.outputs) if untransformed(output).requires_grad]
     tangents_out = [torch.zeros_like(output) for output in way.outputs]
@@ -86,12 +96,20 @@ class _Way:
     """
 
     def __init__(
-        self, func: Callable[..., Any], args: Any, argnums: Argnums, has_aux: bool, kwargs: Mapping[str, Any] = EMPTY
-    ) -> None:
+        self, func: Callable[..., Any], args: Any, argnums: Argnums, has_aux: bool, kwargs: Mapping[str, Any] = EMPTY,
+        forward: bool = False,
+    ) -> None:  # fmt: skip
         given = args if argnums is None else chosen(args, argnums)
         with torch.enable_grad():
             own = pytree.tree_map(_own, given)
-            result = func(*(own if argnums is None else with_chosen(args, own, argnums)), **kwargs)
+            leaves = [untransformed(leaf) for leaf in pytree.tree_leaves(own)]
+            versions = [leaf._version for leaf in leaves]
+            with _Inside(forward):
+                result = func(*(own if argnums is None else with_chosen(args, own, argnums)), **kwargs)
+            if versions != [leaf._version for leaf in leaves]:
+                raise _refused(
+                    "writes into its argument", "it is differentiated by what it was given", "clone it first"
+                )
         self.aux = None
         if has_aux:
             if not (isinstance(result, tuple) and len(result) == 2):
@@ -107,6 +125,44 @@ class _Way:
         with torch.enable_grad():
             found = gradients(self.outputs, self.inputs, cotangents)
         return pytree.tree_unflatten(found, pytree.tree_structure(self.arguments))
+
+
+class _Inside(TorchFunctionMode):
+    """Refuses what is another thing at a level of `torch.func` than here, where there is none."""
+
+    def __init__(self, forward: bool) -> None:
+        super().__init__()
+        self.forward = forward
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if self.forward and func is torch._C._set_grad_enabled and not args[0]:
+            raise _refused("turns gradients off", "forward mode goes on there, and reverse mode does not", "detach")
+        if func in _OF_LEVELS and not is_library(sys._getframe(1).f_code.co_filename):
+            raise _refused(*_OF_LEVELS[func])
+        return func(*args, **(kwargs or {}))
+
+
+_LEVEL = "that is a matter of the level of torch.func that it runs at, and a graph has none"
+_OF_LEVELS = {
+    torch.Tensor.requires_grad.__get__: ("asks whether a tensor requires a gradient", _LEVEL, "leave the question out"),  # type: ignore[attr-defined]
+    torch.Tensor.data.__get__: ("reads .data of a tensor", _LEVEL, "take detach()"),  # type: ignore[attr-defined]
+}
+
+
+def _refused(what: str, why: str, fix: str) -> NotYetSupported:
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
+    own = next((f for f in frames if not is_library(f.f_code.co_filename)), None)
+    line = line_of(own) if own is not None else "torch.func"
+    return NotYetSupported(f"a function that torch.func differentiates {what}", where=line, why=why, fix=fix)
+
+
+def _counted(argnums: Argnums, args: Sequence[Any]) -> Argnums:
+    """From the first argument on."""
+    if isinstance(argnums, tuple):
+        return tuple(k + len(args) if -len(args) <= k < 0 else k for k in argnums)
+    return argnums + len(args) if isinstance(argnums, int) and -len(args) <= argnums < 0 else argnums
 
 
 def _own(tensor: Any) -> Tensor:

@@ -167,11 +167,11 @@ class _Call:
 
     @cached_property
     def given(self) -> list[Node]:
-        """What the way reads."""
-        _, inputs, seeds = self.arguments
+        """What the way reads, and outputs that it does not lead to."""
+        outputs, inputs, seeds = self.arguments
         inside = set(self.way)
         read = [n for node in self.way for n in node.all_input_nodes]
-        return [n for n in dict.fromkeys([*inputs, *seeds, *read]) if n not in inside]
+        return [n for n in dict.fromkeys([*inputs, *seeds, *read, *outputs]) if n not in inside]
 
     def write_out(self) -> None:
         """Put the gradients where the call is."""

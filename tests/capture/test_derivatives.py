@@ -81,6 +81,19 @@ def _constant(m: Net, x: Tensor) -> Tensor:
     return m.features(x + none + direction + number * tangent)
 
 
+def _counted_from_the_end(m: Net, x: Tensor) -> Tensor:
+    by = grad(lambda v, w: m.energy(v * w), argnums=-1)(x, x.cos())
+    return by + grad(lambda v, w: m.energy(v * w), argnums=(-1, 0))(x, x.cos())[1]
+
+
+def _pulled_outside(m: Net, x: Tensor) -> Tensor:
+    """What is taken where autograd is off is constant, wherever it is asked; an output may be of something else."""
+    with torch.no_grad():
+        _, pulled = vjp(m.features, x)
+    _, tangents = jvp(lambda v: (m.features(v), m.first(x)), (x,), (x.sin(),))
+    return pulled(m.first(x).detach())[0] + tangents[0][:, :3] + tangents[1][:, :3]
+
+
 def _hutchinson(m: Net, x: Tensor) -> Tensor:
     """The divergence in a random direction (Grathwohl et al. 2019, arXiv:1810.01367)."""
     probe = x.sign()
@@ -127,7 +140,7 @@ def _of_a_result_with_statistics(m: Net, x: Tensor) -> Tensor:
 
 EXACT = [
     _kept, _trees, _what_is_read_besides, _of_a_derivative, _products, _constant, _hutchinson, _laplacian, _third,
-    _jacobians, _axes, _of_a_result_with_statistics,
+    _jacobians, _axes, _counted_from_the_end, _pulled_outside, _of_a_result_with_statistics,
 ]  # fmt: skip
 BY_NAME: dict[str, Callable[[Any, Tensor], Tensor]] = {function.__name__: function for function in EXACT}
 
@@ -191,12 +204,30 @@ def _learned_update(m: Net, x: Tensor) -> Tensor:
     return found
 
 
+def _without_gradients(m: Net, x: Tensor) -> Tensor:
+    def function(v: Tensor) -> Tensor:
+        with torch.no_grad():  # a gate
+            gate = m.first(v).sigmoid()
+        return gate * m.features(v)
+
+    return grad(lambda v: function(v).sum())(x) + jvp(function, (x,), (x,))[1][:, :3]
+
+
 REFUSED: dict[str, tuple[Callable[[Net, Tensor], Tensor], type[Exception], str]] = {
     "by a parameter": (_learned_update, SamplesMixed, "the sample dim"),
     "by a parameter, for each sample": (
         lambda m, x: vmap(lambda v: grad(lambda w: F.linear(v, w).square().sum())(m.last.weight[:, :3])[0])(x),
         NotYetSupported, "another one for another batch size",
     ),
+    "no gradients in forward mode": (_without_gradients, NotYetSupported, r"turns gradients off.*# a gate"),
+    "written argument": (
+        lambda m, x: jvp(lambda v: m.last(v.mul_(2)), (m.features(x),), (m.features(x),))[1],
+        NotYetSupported, "writes into its argument",
+    ),
+    "a question of levels": (
+        lambda m, x: grad(lambda v: m.energy(v) * (2 if v.requires_grad else 1))(x), NotYetSupported, "asks whether",
+    ),
+    "data": (lambda m, x: grad(lambda v: (m.first(v).data * m.first(v)).sum())(x), NotYetSupported, r"reads \.data"),
     "of all samples": (lambda m, x: jacrev(m.features)(x).sum((0, 1)), NotYetSupported, "for another batch size"),
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import psg_fx
-from external.program import Problem, with_loss
+from external.program import Problem, Program, check, with_loss
 from psg_fx import NotYetSupported, SamplesMixed
 from support.autograd_functions import (
     Function,
@@ -46,6 +46,35 @@ class ClippedBackward(Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
         return g / g.norm()
+
+
+class Clipped(Function):
+    @staticmethod
+    def forward(ctx: Any, w: Tensor) -> Tensor:
+        return w.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g.clamp(-0.01, 0.01)
+
+
+class Passed(Function):
+    @staticmethod
+    def forward(ctx: Any, w: Tensor) -> Tensor:
+        ctx.save_for_backward(w)
+        return w.sign()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (w,) = ctx.saved_tensors
+        return g * (w.abs() < 0.3)
+
+
+def _twice(function: type[Any], m: Any, x: Tensor) -> Tensor:
+    """Of one weight: as a matrix, and as the sums of its rows."""
+    weight = function.apply(m.a.weight)
+    found: Tensor = m.b(x) @ weight.t() + weight.sum(1)
+    return found
 
 
 class InPlace(Function):
@@ -166,6 +195,9 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], type[Exception], str]]
     "mixing forward": (
         lambda m, x: CentredForward.apply(m.a(x)), SamplesMixed, "in a custom autograd.Function: aten.sub mixes",
     ),
+    "a weight at two places": (
+        lambda m, x: _twice(Clipped, m, x), NotYetSupported, "used at 2 places, and its backward is not linear",
+    ),
     "mixing backward": (
         lambda m, x: ClippedBackward.apply(m.a(x)), SamplesMixed, "in a custom autograd.Function: aten.div mixes",
     ),
@@ -264,6 +296,14 @@ def test_refused(name: str) -> None:
     function, kind, text = REFUSED[name]
     with pytest.raises(kind, match=f"(?s){text}"):
         with_loss(Problem(Model(function).double(), X))
+
+
+def test_a_linear_backward_of_a_weight_at_two_places_and_any_at_one() -> None:
+    for function in (
+        lambda m, x: _twice(Passed, m, x),
+        lambda m, x: m.b(x) @ Clipped.apply(m.a.weight).t(),  # type: ignore[no-untyped-call]
+    ):
+        check(Program("places", lambda function=function: Problem(Model(function).double(), X)), with_loss)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("write", [_by_assignment, _by_attribute, _by_backward])
