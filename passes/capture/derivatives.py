@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from psg_fx.errors import NotYetSupported
 from psg_fx.program.code import line_of
 from psg_fx.source import is_library
-from psg_fx.torch_private.derivatives import chosen, derivatives_by, with_chosen
+from psg_fx.torch_private.derivatives import SET_GRAD_ENABLED, chosen, derivatives_by, with_chosen
 from psg_fx.torch_private.modes import no_functorch_levels, not_recorded, untransformed, without_functions
 from psg_fx.torch_private.patching import patched_here
 
@@ -137,7 +137,7 @@ class _Inside(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if self.forward and func is torch._C._set_grad_enabled and not args[0]:
+        if self.forward and func is SET_GRAD_ENABLED and not args[0]:
             raise _refused("turns gradients off", "forward mode goes on there, and reverse mode does not", "detach")
         if func in _OF_LEVELS and not is_library(sys._getframe(1).f_code.co_filename):
             raise _refused(*_OF_LEVELS[func])

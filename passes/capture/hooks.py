@@ -1,8 +1,9 @@
 """Hooks that the code puts on gradients of activations (`h.register_hook(f)`): f is an op on the way back.
 
 A hook sees the whole gradient of a value, wherever in the code it is registered: what was computed of the value before
-goes through it, too.  So it is recorded as a custom function that returns its argument, and nothing reads
-(`psg_fx/ops/autograd_function.py`), and once the graph is functional, all that reads the value reads that.
+goes through it, too.  So the value is marked where it is registered, and at the end of the forward pass, where a hook's
+variables are what they are in the backward pass, the hook is recorded as a custom function that returns its argument
+(`psg_fx/ops/autograd_function.py`).  Once the graph is functional, all that reads the value reads what that returns.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import CellType, FunctionType
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -24,13 +25,31 @@ from psg_fx.errors import NotYetSupported
 from psg_fx.graph.same_op import draws
 from psg_fx.ops.autograd_function import as_one_op
 from psg_fx.ops.own_gradient import own_gradient
+from psg_fx.program.closures import Closure, changes_state
 from psg_fx.program.observed import Observed
+from psg_fx.program.program import Program
 from psg_fx.source import locate
 from psg_fx.torch_private.graphs import unread_ops
+from psg_fx.torch_private.modes import is_transformed, without_functions
 from psg_fx.torch_private.patching import patched_here
 from psg_fx.torch_private.tracer import node_of
 
 from .own_gradients import way
+from .writes import line_of_call
+
+_INSIDE = "the gradient is a value inside of a compiled graph"
+
+
+class Mark(torch.autograd.Function):
+    """A value where a hook is registered."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients
 
 
 class Hook(torch.autograd.Function):
@@ -39,95 +58,192 @@ class Hook(torch.autograd.Function):
     _psg_fx_names = ("a hook on a gradient", "register_hook")
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, hook: _Alike, *read: torch.Tensor) -> torch.Tensor:
-        ctx.hook = hook
+    def forward(ctx: Any, value: torch.Tensor, hook: Closure, line: str, *read: torch.Tensor) -> torch.Tensor:
+        ctx.hook, ctx.line = hook, line
         ctx.save_for_backward(*read)
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        hook = ctx.hook.on(ctx.saved_tensors)
-        with _Made() as made:
-            found = hook(gradients[0].view_as(gradients[0]))
-        made.require_gone(found)
-        return gradients[0] if found is None else found, None, *(None for _ in ctx.saved_tensors)
+        found = _run(ctx.hook.on(ctx.saved_tensors), gradients[0], ctx.line)
+        return found, None, None, *(None for _ in ctx.saved_tensors)
+
+
+def _run(hook: Callable[[torch.Tensor], Any], gradient: torch.Tensor, line: str) -> torch.Tensor:
+    """What a hook makes of a gradient."""
+    made = _Made(line)
+    given = gradient.clone()
+    version = given._version
+    with made:
+        found = hook(given)
+    written = given._version != version
+    made.refs.append(weakref.ref(given))
+    del given
+    made.require_gone(found)
+    if found is None and not written:
+        return gradient
+    if not isinstance(found, torch.Tensor):
+        raise _refused("that returns no gradient, and writes into it" if written else "that returns no tensor", line)
+    if found.shape != gradient.shape:
+        raise _refused("that returns another shape", line, "a gradient has the shape of the value")
+    return found
 
 
 class _Made(TorchFunctionMode):
     """Tensors that are made while it is open, without keeping them."""
 
-    def __init__(self) -> None:
+    def __init__(self, line: str) -> None:
         super().__init__()
+        self.line = line
         self.refs: list[weakref.ref[torch.Tensor]] = []
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if getattr(func, "__name__", "") in _NUMBERS:
-            raise _refused("on a gradient that reads a number out of it", _INSIDE)
+        name = getattr(func, "__name__", "")
+        if name in _NUMBERS:
+            raise _refused("that reads a number out of a tensor", self.line)
+        if name == "register_hook":
+            raise _refused("that registers another one", self.line)
         result = func(*args, **(kwargs or {}))
-        self.refs += [weakref.ref(t) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+        given = {id(t) for t in pytree.tree_leaves((args, kwargs))}
+        made = (t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and id(t) not in given)
+        self.refs += map(weakref.ref, made)
         return result
 
     def require_gone(self, returned: Any) -> None:
         """Refuse a hook that has put one of them somewhere: it is what a capture computes with, not a gradient."""
-        if any(ref() is not None and ref() is not returned for ref in self.refs):
-            raise _refused("on a gradient that keeps it, or what it computes of it", _INSIDE)
+        base = returned._base if isinstance(returned, torch.Tensor) else None
+        if any((t := ref()) is not None and t is not returned and t is not base for ref in self.refs):
+            raise _refused("that keeps a gradient, or what it computes of it", self.line)
 
 
 _NUMBERS = ("item", "tolist", "numpy", "__array__", "__bool__", "__complex__", "__float__", "__index__", "__int__")
-_INSIDE = "the gradient is a value inside of a compiled graph"
+
+
+@dataclass(frozen=True)
+class _Registered:
+    """A hook, the value it was put on and what marks it, and what its handle holds until it is removed."""
+
+    hook: Callable[..., Any]
+    value: torch.Tensor
+    version: int
+    mark: torch.Tensor
+    handle: int
+    holds: OrderedDict[int, Any]
+    line: str
 
 
 class Hooks:
-    """Those of a capture.  registered: their ops, with their handles and what these hold until they are removed."""
+    """Those of a capture.  ops: their ops, in the order in which they were registered."""
 
     def __init__(self, observed: Observed) -> None:
         self.observed = observed
-        self.registered: list[tuple[Any, RemovableHandle, OrderedDict[int, Any]]] = []
+        self.ops: list[Any] = []
+        self._registered: list[_Registered] = []
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
         """While open, a hook becomes an op, which stays though nothing reads it."""
         register: Callable[..., RemovableHandle] = torch.Tensor.register_hook
-        self.registered.clear()
+        own = Program.forward
+        self.ops.clear()
         with unread_ops() as keep:
 
             def register_hook(tensor: torch.Tensor, hook: Any) -> RemovableHandle:
-                if not tensor.requires_grad:
+                line = line_of_call(register_hook)
+                if not tensor.requires_grad and not is_transformed(tensor) and not _is_of_psg(tensor):
                     return register(tensor, hook)  # torch has the words
-                if isinstance(tensor, torch.nn.Parameter):
-                    raise _refused("on the gradient of a parameter", "a step returns that gradient: apply it to this")
+                _require_an_activation(tensor, hook, line)
                 self.observed.functions([hook])
                 holds: OrderedDict[int, Any] = OrderedDict()
                 handle = RemovableHandle(holds)
                 holds[handle.id] = hook
-                alike = _Alike(hook)
-                made = as_one_op(Hook, (tensor, alike, *alike.read), self.observed.calls.append)
-                node = node_of(made)
-                assert node is not None, "an op that is not recorded"
-                keep(node.target)
-                self.registered.append((node.target, handle, holds))
+                mark = self._recorded(keep, Mark, tensor)
+                found = _Registered(hook, tensor, tensor._version, mark, handle.id, holds, line)
+                self._registered.append(found)
                 return handle
 
-            with patched_here(torch.Tensor, "register_hook", register_hook):
+            def forward(program: Program, tensors: list[torch.Tensor]) -> Any:
+                self._registered.clear()
+                results = own(program, tensors)
+                for found in self._registered:
+                    self.ops += self._finished(found, keep)
+                self._registered.clear()
+                return results
+
+            with patched_here(torch.Tensor, "register_hook", register_hook), patched_here(Program, "forward", forward):
                 yield
+
+    def _recorded(self, keep: Callable[[Any], None], function: type[torch.autograd.Function], *given: Any) -> Any:
+        made = as_one_op(function, given, self.observed.calls.append)
+        node = node_of(made)
+        assert node is not None, "an op that is not recorded"
+        keep(node.target)
+        return made
+
+    def _finished(self, found: _Registered, keep: Callable[[Any], None]) -> list[Any]:
+        """The op of a hook whose variables have their last values; none if it was removed."""
+        with without_functions():
+            if found.value._is_view() and found.value._version != found.version:
+                raise _refused("on a view that is written into later", found.line, "torch drops such a hook")
+        if found.handle not in found.holds:
+            return []
+        try:
+            closure = Closure(found.hook, lambda value: node_of(value) is not None)
+        except ValueError:  # an empty cell
+            raise _refused("that reads a variable which has no value", found.line, "torch would fail, too") from None
+        read = [tensor.detach() for tensor in closure.read]
+        made: Any = self._recorded(keep, Hook, found.mark, closure, found.line, *read)
+        node = node_of(made)
+        return [] if node is None else [node.target]
 
     def put_in_place(self, gm: GraphModule) -> None:
         """All that reads a value reads it behind its hooks, of which the one that was registered first is the last."""
-        ops = {op: handle.id in holds for op, handle, holds in self.registered}
-        for node in [n for n in reversed(gm.graph.nodes) if n.target in ops]:
-            if not ops[node.target]:
+        nodes = {node.target: node for node in gm.graph.nodes if node.target in set(self.ops)}
+        for op in reversed(self.ops):
+            node = nodes[op]
+            mark = cast("Node", node.args[0])
+            node.replace_input_with(mark, cast("Node", mark.args[0]))
+            _put_in_place(node)
+        for node in reversed(gm.graph.nodes):
+            if getattr(node.target, "_opname", "").startswith("Mark_") and not node.users:
                 gm.graph.erase_node(node)
-            elif gm.graph.find_nodes(op="call_function", target=own_gradient):
-                raise _refused("beside torch.autograd.grad", "which of the gradients go through it, no node says", node)
-            else:
-                _put_in_place(node)
+
+
+def _is_of_psg(tensor: torch.Tensor) -> bool:
+    """Whether it is what an op of psg_fx returns, which has its gradient only once it is written out."""
+    node = node_of(tensor)
+    above = [node] if node is not None else []
+    for each in above:
+        if str(getattr(each.target, "namespace", "")).startswith("psg_fx"):
+            return True
+        above.extend(n for n in each.all_input_nodes if n not in above)
+    return False
+
+
+def _require_an_activation(tensor: torch.Tensor, hook: Any, line: str) -> None:
+    if is_transformed(tensor):
+        raise _refused("inside of a function of torch.func", line, "put it on a tensor outside of that")
+    if not tensor.requires_grad:
+        raise _refused("on what a recurrent layer returns", line, "it is written out after the capture; use a cell")
+    if isinstance(tensor, torch.nn.Parameter):
+        raise _refused("on the gradient of a parameter", line, "a step returns that gradient: apply it to this")
+    if not tensor.ndim:
+        raise _refused("on a scalar", line, "losses of samples have no gradient together: put it on what is reduced")
+    if not callable(hook):
+        raise _refused("that is no function", line)
+    if changes_state(hook):
+        raise _refused("that changes variables or attributes", line, "it runs when a graph is made, not at every step")
 
 
 def _put_in_place(node: Node) -> None:
     """What the hook itself reads is computed of the value before it, once more where it is made of that."""
     value, *read = cast("tuple[Node, ...]", node.args)
+    for call in node.graph.find_nodes(op="call_function", target=own_gradient):
+        outputs, inputs, _ = cast("Any", call.args)
+        if value in {*inputs, *way(node.graph.nodes, inputs, outputs)}:
+            raise _refused("beside torch.autograd.grad", locate(node), "that gradient would go through it, too")
     drawn = [n for n in node.graph.nodes if draws(n)]
     before: dict[Node, Node] = {}
     with node.graph.inserting_before(node):
@@ -138,7 +254,7 @@ def _put_in_place(node: Node) -> None:
     value.replace_all_uses_with(node, delete_user_cb=lambda user: user not in behind)
     _sort(node.graph)
     if any(map(draws, before)) or drawn != [n for n in node.graph.nodes if draws(n)]:
-        raise _refused("that reads what is drawn", "it would be drawn at another place", node)
+        raise _refused("that reads what is drawn", locate(node), "it would be drawn at another place")
 
 
 def _sort(graph: Graph) -> None:
@@ -157,55 +273,8 @@ def _sort(graph: Graph) -> None:
         last = node
 
 
-class _Alike:
-    """A hook, with what its code has of the functions around it and by default.  It equals another one of the same code
-    that has equal values: each capture makes functions anew.
-
-    read: what is computed of that, which the op is given.
-    """
-
-    def __init__(self, hook: Callable[..., Any]) -> None:
-        self.hook = hook
-        self.held = _held(hook) if isinstance(hook, FunctionType) else []
-        self.places = [k for k, v in enumerate(self.held) if isinstance(v, torch.Tensor) and node_of(v) is not None]
-        self.read = [self.held[k] for k in self.places]
-
-    def on(self, tensors: Sequence[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor | None]:
-        """The hook where these are what is computed."""
-        if not self.places:
-            return self.hook
-        given = dict(zip(self.places, tensors, strict=True))
-        return _holding(cast("FunctionType", self.hook), [given.get(k, v) for k, v in enumerate(self.held)])
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Alike) and (self.hook == other.hook or self._fixed() == other._fixed())
-
-    def __hash__(self) -> int:
-        return 0
-
-    def _fixed(self) -> tuple[Any, ...]:
-        held = (None if k in self.places else v for k, v in enumerate(self.held))
-        return (getattr(self.hook, "__code__", self.hook), *held)
-
-
-def _held(function: FunctionType) -> list[Any]:
-    """What it has of the functions around it, and what its arguments are by default."""
-    cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    return [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-
-
-def _holding(function: FunctionType, held: Iterable[Any]) -> FunctionType:
-    """A function of the same code with other values for these."""
-    values = iter(held)
-    cells = tuple(CellType(next(values)) for _ in function.__closure__ or ())
-    defaults = tuple(next(values) for _ in function.__defaults__ or ())
-    made = FunctionType(function.__code__, function.__globals__, function.__name__, defaults, cells)
-    made.__kwdefaults__ = {name: next(values) for name in function.__kwdefaults__ or {}}
-    return made
-
-
-def _refused(where: str, why: str, node: Node | None = None) -> NotYetSupported:
+def _refused(what: str, line: str, why: str = _INSIDE) -> NotYetSupported:
     return NotYetSupported(
-        f"the code puts a hook {where}", where="register_hook" if node is None else locate(node), why=why,
+        f"the code puts a hook {what}", where=line, why=why,
         fix="remove it, or write what it does to the gradient as a custom autograd.Function",
     )  # fmt: skip

@@ -181,7 +181,7 @@ def computed_outside(value: torch.Tensor) -> NotYetSupported:
 
 def _written_outside(func: Callable[..., Any]) -> NotYetSupported:
     return NotYetSupported(
-        "the code writes into a tensor that is no buffer of the model or the loss", where=_line(func),
+        "the code writes into a tensor that is no buffer of the model or the loss", where=line_of_call(func),
         why="a step writes the buffers of modules and what lies in attributes, and this would be written once, now",
         fix="register it: self.register_buffer(name, tensor); or put a new tensor in its place (self.x = self.x * 0.9)",
     )  # fmt: skip
@@ -190,13 +190,13 @@ def _written_outside(func: Callable[..., Any]) -> NotYetSupported:
 def _hidden_write(func: Callable[..., Any]) -> NotYetSupported:
     if any(frame.f_code.co_filename == _INIT for frame, _ in traceback.walk_stack(sys._getframe(1))):
         return NotYetSupported(
-            "a layer with parameters is made while the model runs", where=_line(func),
+            "a layer with parameters is made while the model runs", where=line_of_call(func),
             why="they are none of the model's, so that no step asks for their gradients, and drawn anew at every call",
             fix="make it in __init__; a layer without parameters (elementwise_affine=False) may be made here",
         )  # fmt: skip
     return NotYetSupported(
         "a tensor is written into where autograd does not see it",
-        where=_line(func),
+        where=line_of_call(func),
         why="under torch.no_grad(), or through .detach() or .data, its value changes and its gradient does not",
         fix="write into a clone, or say what is meant: h + (new - h).detach() has the value new and the gradient of h",
     )  # fmt: skip
@@ -207,7 +207,7 @@ def _refuse_switch(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     tensor, on = args[0], bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
     if on != tensor.requires_grad and (tensor.requires_grad or isinstance(tensor, nn.Parameter)):
         raise NotYetSupported(
-            f"the code switches a gradient {'on' if on else 'off'}", where=_line(func),
+            f"the code switches a gradient {'on' if on else 'off'}", where=line_of_call(func),
             why="which parameters have gradients is known before a graph is made, and holds for all of it",
             fix="where a module is to be frozen for some uses: torch.func.functional_call(module, {name: p.detach() "
             "for name, p in module.named_parameters()}, x); switch it between calls, and the step follows",
@@ -218,7 +218,7 @@ def _becomes_another(func: Callable[..., Any]) -> NotYetSupported:
     detached = func in _DETACH
     what = "detaches a tensor in place" if detached else "assigns to the .data of a tensor"
     return NotYetSupported(
-        f"the code {what}", where=_line(func),
+        f"the code {what}", where=line_of_call(func),
         why="a captured graph has values, and no tensors that become others",
         fix="z = z.detach() instead of z.detach_()" if detached
         else "use the new tensor instead; h + (new - h).detach() has the value new and the gradient of h",
@@ -227,13 +227,13 @@ def _becomes_another(func: Callable[..., Any]) -> NotYetSupported:
 
 def _own_backward(func: Callable[..., Any]) -> NotYetSupported:
     return NotYetSupported(
-        "the code runs a backward pass of its own", where=_line(func),
+        "the code runs a backward pass of its own", where=line_of_call(func),
         why="it adds to the .grad of parameters and tensors, and a step leaves these alone",
         fix="take the gradients by torch.autograd.grad(..., create_graph=True)",
     )  # fmt: skip
 
 
-def _line(func: Callable[..., Any]) -> str:
+def line_of_call(func: Callable[..., Any]) -> str:
     """The user's line that calls `func`."""
     frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(2)))
     own = next((f for f in frames if not is_library(f.f_code.co_filename)), None)

@@ -13,6 +13,7 @@ from psg_fx.graph import facts
 from psg_fx.graph.facts import InputSpec, SampleAxes, SampleAxis
 from psg_fx.ops.autograd_function import CustomCall, backward_graph, custom_call, forward_graph
 from psg_fx.program.branches import no_plain_batch_size
+from psg_fx.program.observe import observing_backward
 from psg_fx.source import locate
 
 from .table import Placement, sample_rule
@@ -46,7 +47,7 @@ def _check_backward(
     data = [i for i, need in enumerate(call.needs) if need and known[i].axes is not None]
     if not data:
         return
-    with no_plain_batch_size():
+    with no_plain_batch_size(), observing_backward():
         graph = backward_graph(call, values, cotangents, data)
     _require_sizes_alone(op, call, graph, "backward", values, known)
     gradients = proven(op, graph, [*known, *(Result(a) for a in axes)], _FUNCTION)

@@ -43,16 +43,18 @@ def _is_machinery(file: str) -> bool:
 _MODULE_FILE = sys.modules[nn.Module.__module__].__file__
 
 
-def _reading(found: Observed, counts: Callable[[FrameType], bool]) -> contextlib.AbstractContextManager[None]:
+def _reading(
+    note: Callable[[nn.Module, str], None], counts: Callable[[FrameType], bool]
+) -> contextlib.AbstractContextManager[None]:
     """While open, reads of the attributes of modules are noted.  counts: whether those of a frame are."""
     original: Callable[[Any, str], Any] = nn.Module.__getattribute__
 
     def read(self: nn.Module, name: str) -> Any:
         if name == "__dict__" and sys._getframe(1).f_code.co_filename != _MODULE_FILE and counts(sys._getframe(1)):
             for each in ("__dict__", *(set(original(self, "__dict__")) - _OF_EVERY_MODULE)):
-                found.read(self, each)
+                note(self, each)
         elif name not in _UNREAD and not name.startswith("__") and counts(sys._getframe(1)):
-            found.read(self, name)
+            note(self, name)
         return original(self, name)
 
     return patched_here(nn.Module, "__getattribute__", read)
@@ -76,9 +78,10 @@ def observing(found: Observed, stand_ins: StandIns) -> Iterator[None]:
     calls = TorchCalls(profile, found, stand_ins)
     making: Callable[..., None] = seen_here(nn.Module, "__init__")
     found.made.clear()
+    found.assigned.clear()
     try:
         with (
-            _reading(found, lambda frame: not _is_machinery(frame.f_code.co_filename)),
+            _reading(found.read, lambda frame: not _is_machinery(frame.f_code.co_filename)),
             patched_here(nn.Module, "__setattr__", write), patched_here(nn.Module, "__init__", make),
             patched_here(FakeTensor, "tolist", lambda tensor: calls.as_list(tensor)), calls, profile,
         ):  # fmt: skip
@@ -106,8 +109,13 @@ def observing_backward() -> Iterator[None]:
     if found is None:
         yield
         return
-    with _reading(found, _is_code_that_counts), _Profile(found):
-        yield
+    try:
+        with _reading(found.read_behind, _is_code_that_counts), _Profile(found):
+            yield
+    except Exception as error:
+        if found.refusal is not None:
+            raise found.refusal from error
+        raise
     if found.refusal is not None:
         raise found.refusal
 

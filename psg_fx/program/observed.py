@@ -34,11 +34,14 @@ class Observed:
     refusal: NotYetSupported | None = None
     made: dict[int, set[str]] = field(default_factory=dict)
     """Attributes of modules that the code has set in this run before it read them: what they were does not count."""
+    assigned: set[tuple[int, str]] = field(default_factory=set)
+    """All attributes of modules that the code has set in this run."""
     born: dict[int, nn.Module] = field(default_factory=dict)
     """Modules that the code has made in this run, as `nn.NLLLoss(weight)(output, y)` does: nothing of them counts."""
 
     def sets(self, module: nn.Module, name: str) -> None:
         """An attribute of a module is set."""
+        self.assigned.add((id(module), name))
         if name not in self.reads.get(id(module), (module, ()))[1]:
             self.made.setdefault(id(module), set()).add(name)
 
@@ -52,6 +55,17 @@ class Observed:
                 return
             known = self.reads[id(module)] = (module, {})
         known[1].setdefault(name)
+
+    def read_behind(self, module: nn.Module, name: str) -> None:
+        """An attribute of a module is read in a backward pass, which runs where the forward has been taken back."""
+        if (id(module), name) in self.assigned:
+            self.refusal = self.refusal or NotYetSupported(
+                f"a backward pass reads {name}, which the forward pass sets",
+                where=f"{type(module).__name__}.{name}",
+                why="it would find there what another call has left",
+                fix="keep it in a local variable that the function closes over, or in ctx.save_for_backward",
+            )
+        self.read(module, name)
 
     def forget(self, module: nn.Module | None, name: str) -> None:
         """An attribute does not count."""

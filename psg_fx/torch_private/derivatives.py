@@ -6,14 +6,21 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch._functorch import eager_transforms
 from torch._functorch.eager_transforms import _replace_args, _slice_argnums
 
 from .patching import patched_here
 
+SET_GRAD_ENABLED: Any = torch._C._set_grad_enabled
+"""What a mode of functions is told where gradients are turned on or off."""
+
 chosen: Callable[..., Any] = _slice_argnums
 """Of the arguments of a function, those that `argnums` says."""
-with_chosen: Callable[..., tuple[Any, ...]] = _replace_args
+with_SET_GRAD_ENABLED: Any = torch._C._set_grad_enabled
+"""What a mode of functions is told where gradients are turned on or off."""
+
+chosen: Callable[..., tuple[Any, ...]] = _replace_args
 """The arguments with others in place of those."""
 
 

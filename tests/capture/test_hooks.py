@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ class Net(nn.Module):
         torch.manual_seed(1)
         self.first, self.last, self.function, self.scale = nn.Linear(3, 5), nn.Linear(5, 2), function, 0.3
         self.norms: list[Tensor] = []
+        self.recurrent = nn.GRU(5, 5, batch_first=True)
         self.register_buffer("factor", torch.tensor(0.7))
 
     def features(self, x: Tensor) -> Tensor:
@@ -101,7 +103,46 @@ def _by_what_is_computed(m: Net, x: Tensor) -> Tensor:
     return m.last(h) + other[:, :2]
 
 
+def _read_at_the_end(m: Net, x: Tensor) -> Tensor:
+    """Variables of a hook are what they are when the forward pass is over; what it reads gets no gradient of it."""
+    h = m.features(x)
+    mask, seen = torch.ones_like(h), []
+    h.register_hook(lambda g: g * mask * seen[0] + (g * factor).view(g.shape))
+    mask[:, 0] = 0
+    mask, factor, value = mask * 3, h.sin(), h * 2
+    seen.append(h.cos())
+    value.register_hook(lambda g: g + 1)
+    other = h * 3
+    other.register_hook(lambda g: g.mul_(value))
+    h = h.cos()
+    return m.last(h + other)
+
+
+def _in_other_things(m: Net, x: Tensor) -> Tensor:
+    """`functools.partial`, methods, wrappers, and ops that return what they are given."""
+    h = m.features(x)
+    mask = (h > 0).to(x.dtype)
+    for hook in (partial(_masked, mask=mask), torch.no_grad()(lambda g: g * mask.to(g.dtype).contiguous()), m.smaller):
+        h = h * 1
+        h.register_hook(hook)
+    return m.last(h)
+
+
+def _masked(g: Tensor, mask: Tensor) -> Tensor:
+    return torch.cat([g * mask, g], 1)[:, : g.shape[1]]
+
+
+def _beside_another_gradient(m: Net, x: Tensor) -> Tensor:
+    y = x.detach().requires_grad_()
+    by = grad(m.features(y).sum(), y, create_graph=True)[0]
+    h = m.features(x)
+    h.register_hook(lambda g: g.clamp(-0.1, 0.1))
+    return m.last(h) + by[:, :2]
+
+
 EXACT = {
+    "read at the end": _read_at_the_end, "in other things": _in_other_things,
+    "beside another gradient": _beside_another_gradient,
     "by what is computed": _by_what_is_computed,
     "after it is read": _after_it_is_read, "several": _several, "parts": _parts, "in a loop": _in_a_loop,
     "by a row's norm": _hooked(lambda m, g: g / g.norm(dim=1, keepdim=True)),
@@ -178,16 +219,64 @@ def _by_what_is_drawn(m: Net, x: Tensor) -> Tensor:
     return m.last(kept)
 
 
+def _counting(m: Net, x: Tensor) -> Tensor:
+    h, count = m.features(x), 0
+
+    def hook(g: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        return g * count
+
+    h.register_hook(hook)
+    return m.last(h)
+
+
+def _of_a_scalar(m: Net, x: Tensor) -> Tensor:
+    total = m.features(x).sum()
+    total.register_hook(lambda g: 3 * g)
+    return m.last(m.features(x)) * total
+
+
+def _of_a_written_view(m: Net, x: Tensor) -> Tensor:
+    h = m.features(x).clone()
+    view = h[:, 0]
+    view.register_hook(lambda g: 0 * g)
+    view.mul_(2)
+    return m.last(h)
+
+
+def _of_an_attribute(m: Net, x: Tensor) -> Tensor:
+    h = m.features(x)
+    m.kept = h.detach()
+    h.register_hook(lambda g: g * m.kept)
+    return m.last(h)
+
+
+def _of_a_recurrent_layer(m: Net, x: Tensor) -> Tensor:
+    h = m.recurrent(m.features(x)[:, None])[0][:, 0]
+    h.register_hook(lambda g: 2 * g)
+    return m.last(h)
+
+
 REFUSED: dict[str, tuple[Callable[[Net, Tensor], Tensor], type[Exception], str]] = {
-    "keeps it": (_hooked(lambda m, g: setattr(m, "kept", g)), NotYetSupported, "a gradient that keeps it"),
+    "keeps it": (_hooked(lambda m, g: setattr(m, "kept", g)), NotYetSupported, "that keeps a gradient.*hook\\(m, g\\)"),
     "keeps what it computes": (
-        _hooked(lambda m, g: m.norms.append(g.norm(dim=1))), NotYetSupported, "what it computes of it",
+        _hooked(lambda m, g: m.norms.append(g.norm(dim=1))), NotYetSupported, "or what it computes of it",
     ),
     "reads a number": (
-        _hooked(lambda m, g: setattr(m, "norm", g.norm().item())), NotYetSupported, "reads a number out of it",
+        _hooked(lambda m, g: setattr(m, "norm", g.norm().item())), NotYetSupported, "reads a number out of a tensor",
     ),
     "by the norm of all": (_hooked(lambda m, g: g / g.norm()), SamplesMixed, "linalg_vector_norm"),
     "of the gradient of the code": (_of_the_gradient_of_the_code, NotYetSupported, r"a hook beside torch\.autograd"),
+    "counts": (_counting, NotYetSupported, "changes variables or attributes"),
+    "another shape": (_hooked(lambda m, g: g[:1]), NotYetSupported, "returns another shape"),
+    "no tensor": (_hooked(lambda m, g: 2.0), NotYetSupported, "returns no tensor"),
+    "another one": (_hooked(lambda m, g: g.register_hook(m.smaller)), NotYetSupported, "registers another one"),
+    "writes and returns nothing": (_hooked(lambda m, g: (g.mul_(2), None)[1]), NotYetSupported, "and writes into it"),
+    "a scalar": (_of_a_scalar, NotYetSupported, "a hook on a scalar"),
+    "a view that is written": (_of_a_written_view, NotYetSupported, "a view that is written into later"),
+    "an attribute of the forward": (_of_an_attribute, NotYetSupported, "reads kept, which the forward pass sets"),
+    "a recurrent layer": (_of_a_recurrent_layer, NotYetSupported, "what a recurrent layer returns"),
     "by what is drawn of it": (_by_what_is_drawn, NotYetSupported, "reads what is drawn"),
     "of a parameter": (_of_a_parameter, NotYetSupported, "on the gradient of a parameter"),
 }  # fmt: skip
