@@ -334,7 +334,7 @@ def is_additive(run: Callable[..., Any], like: Sequence[torch.Tensor]) -> bool:
             here = dict(zip(learning, floats, strict=True))
             return _list(run(*(here.get(k, t) for k, t in enumerate(given))))
 
-        outputs, pull = torch.func.vjp(call, *(given[k] for k in learning))
+        outputs, pull = torch.func.vjp(call, *(given[k] for k in learning))[:2]
         a, b = ([drawn(o) for o in outputs] for _ in range(2))
         for scale in (0.0, 1e-6, 1.0, 1e6):
             parts = pull([scale * t for t in a]), pull([scale * t for t in b])

@@ -17,10 +17,7 @@ SET_GRAD_ENABLED: Any = torch._C._set_grad_enabled
 
 chosen: Callable[..., Any] = _slice_argnums
 """Of the arguments of a function, those that `argnums` says."""
-with_SET_GRAD_ENABLED: Any = torch._C._set_grad_enabled
-"""What a mode of functions is told where gradients are turned on or off."""
-
-chosen: Callable[..., tuple[Any, ...]] = _replace_args
+with_chosen: Callable[..., tuple[Any, ...]] = _replace_args
 """The arguments with others in place of those."""
 
 
