@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._higher_order_ops import effects
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import (
@@ -32,6 +33,7 @@ from torch.utils import _pytree as pytree
 
 from psg_fx.errors import PsgError
 from psg_fx.torch_private.composites import remembered_composites
+from psg_fx.torch_private.patching import patched_here
 from psg_fx.torch_private.recorded import Copied
 from psg_fx.torch_private.tracer import trace_fakes
 
@@ -64,9 +66,29 @@ def functional(exported: ExportedProgram, table: Decompositions) -> Functional:
             found = None
         if found is not None:
             return found
-        program = exported.run_decompositions(dict(table))
+        with _without_checks():
+            program = exported.run_decompositions(dict(table))
+    _drop_checks(program.graph_module)
     _without_what_is_known(program.graph_module)
     return Functional(program.graph_module, program.graph_signature, program.constants, program.state_dict)
+
+
+@contextlib.contextmanager
+def _without_checks() -> Iterator[None]:
+    """While open, whether a factorization has failed is no effect, for which a program would have a token: under `vmap`
+    ops are split into what computes and what checks, and elsewhere they are one.
+    """
+    own = effects.has_effects
+    with patched_here(effects, "has_effects", lambda op: op is not _CHECK and own(op)):
+        yield
+
+
+def _drop_checks(gm: GraphModule) -> None:
+    for node in gm.graph.find_nodes(op="call_function", target=_CHECK):
+        gm.graph.erase_node(node)
+
+
+_CHECK = aten._linalg_check_errors.default
 
 
 def _is_plain(exported: ExportedProgram) -> bool:

@@ -130,6 +130,20 @@ def _axes(m: Net, x: Tensor) -> Tensor:
     return turned + nested.sum(1) + shared.sum(0)
 
 
+def _lagrangian(m: Net, x: Tensor) -> Tensor:
+    """Accelerations by the equations of motion (Cranmer et al. 2020, arXiv:2003.04630)."""
+
+    def lagrangian(q: Tensor, v: Tensor) -> Tensor:
+        return m.energy(q * v).sin() + (m.first(q)[:3].exp() * v * v).sum()
+
+    def acceleration(q: Tensor, v: Tensor) -> Tensor:
+        mass = hessian(lagrangian, 1)(q, v)
+        force = grad(lagrangian, 0)(q, v) - jacfwd(jacrev(lagrangian, 1), 0)(q, v) @ v
+        return torch.linalg.solve(mass, force)
+
+    return vmap(acceleration)(x, x.cos())
+
+
 def _normalised(m: Net, x: Tensor) -> Tensor:
     return vmap(grad(lambda v: F.layer_norm(m.first(v), (6,)).sin().sum()))(x)
 
@@ -157,7 +171,7 @@ def test_exact(names: tuple[str, ...]) -> None:
     check(Program("-".join(names), lambda: problem(several)), with_loss)
 
 
-@pytest.mark.parametrize("function", [_normalised, _chunks])
+@pytest.mark.parametrize("function", [_normalised, _chunks, _lagrangian])
 @pytest.mark.filterwarnings("ignore:one graph for each batch size")  # of these torch's vmap reads it
 def test_for_one_size(function: Callable[[Any, Tensor], Tensor]) -> None:
     check(Program(function.__name__, lambda: problem(function)), with_loss)
