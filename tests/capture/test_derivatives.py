@@ -134,7 +134,7 @@ def _lagrangian(m: Net, x: Tensor) -> Tensor:
     """Accelerations by the equations of motion (Cranmer et al. 2020, arXiv:2003.04630)."""
 
     def lagrangian(q: Tensor, v: Tensor) -> Tensor:
-        return m.energy(q * v).sin() + (m.first(q)[:3].exp() * v * v).sum()
+        return (m.first(q)[:3].tanh() * v * v).sum() + m.first(q * v).sin().sum() + 2 * (v * v).sum()
 
     def acceleration(q: Tensor, v: Tensor) -> Tensor:
         mass = hessian(lagrangian, 1)(q, v)
