@@ -37,7 +37,7 @@ from psg_fx.torch_private.recorded import quickly_recorded
 from psg_fx.torch_private.remembered import remembered_results
 from psg_fx.torch_private.tracer import without_tensor_meta
 
-from . import losses, parts, quantised, recurrent_layers, rewrites, solves  # noqa: F401  (they say what ops are written as)
+from . import losses, parts, quantised, recurrent_layers, rewrites, solves, under_vmap  # noqa: F401  (they say what ops are written as)
 from .constants import constants_that_follow
 from .copies import writes_a_copy
 from .custom_backward import keep_custom_backward

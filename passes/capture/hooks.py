@@ -159,7 +159,8 @@ class Hooks:
                 holds: OrderedDict[int, Any] = OrderedDict()
                 handle = RemovableHandle(holds)
                 holds[handle.id] = hook
-                mark = self._recorded(keep, Mark, tensor)
+                with torch.enable_grad():
+                    mark = self._recorded(keep, Mark, tensor)
                 found = _Registered(hook, tensor, tensor._version, mark, handle.id, holds, line)
                 self._registered.append(found)
                 return handle
@@ -204,11 +205,17 @@ class Hooks:
         for op in reversed(self.ops):
             node = nodes[op]
             mark = cast("Node", node.args[0])
+            if not _is_mark(mark):
+                raise _refused("where its gradient is cut off", locate(node), "something detaches the value there")
             node.replace_input_with(mark, cast("Node", mark.args[0]))
             _put_in_place(node)
         for node in reversed(gm.graph.nodes):
-            if getattr(node.target, "_opname", "").startswith("Mark_") and not node.users:
+            if _is_mark(node) and not node.users:
                 gm.graph.erase_node(node)
+
+
+def _is_mark(node: Node) -> bool:
+    return str(getattr(node.target, "_opname", "")).startswith(f"{Mark.__name__}_")
 
 
 def _is_of_psg(tensor: torch.Tensor) -> bool:

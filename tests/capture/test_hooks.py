@@ -128,6 +128,14 @@ def _in_other_things(m: Net, x: Tensor) -> Tensor:
     return m.last(h)
 
 
+def _without_gradients(m: Net, x: Tensor) -> Tensor:
+    """Registered where gradients are off, on a value that has one."""
+    h = m.features(x)
+    with torch.no_grad():
+        h.register_hook(lambda g: g.clamp(-0.1, 0.1))
+    return m.last(h)
+
+
 def _masked(g: Tensor, mask: Tensor) -> Tensor:
     return torch.cat([g * mask, g], 1)[:, : g.shape[1]]
 
@@ -142,6 +150,7 @@ def _beside_another_gradient(m: Net, x: Tensor) -> Tensor:
 
 EXACT = {
     "read at the end": _read_at_the_end, "in other things": _in_other_things,
+    "registered without gradients": _without_gradients,
     "beside another gradient": _beside_another_gradient,
     "by what is computed": _by_what_is_computed,
     "after it is read": _after_it_is_read, "several": _several, "parts": _parts, "in a loop": _in_a_loop,

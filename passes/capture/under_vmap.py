@@ -1,0 +1,53 @@
+"""Normalisations under `vmap`, by their formulas: torch's rules for them lay the samples among the channels, or read
+the number of samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from psg_fx.op_table import at_capture
+from psg_fx.torch_private.modes import is_transformed
+
+_EXACT = (torch.float32, torch.float64)
+"""Of others torch computes in float32 within."""
+
+
+@at_capture(F.layer_norm)
+def layer_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    """(x - mean) / sqrt(var + eps) · weight + bias, of each block of numbers (Ba et al. 2016, arXiv:1607.06450)."""
+    if not is_transformed(input) or input.dtype not in _EXACT:
+        return F.layer_norm(input, normalized_shape, weight, bias, eps)
+    dims = tuple(range(-len(normalized_shape), 0))
+    var, mean = torch.var_mean(input, dims, correction=0, keepdim=True)
+    return _scaled((input - mean) * (var + eps).rsqrt(), weight, bias)
+
+
+@at_capture(F.batch_norm)
+def batch_norm(
+    input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
+    bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    """(x - mean) / sqrt(var + eps) · weight + bias with kept statistics (Ioffe, Szegedy 2015, arXiv:1502.03167)."""
+    fixed = not training and running_mean is not None and running_var is not None
+    if not fixed or not is_transformed(input) or input.dtype not in _EXACT:
+        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    mean, var, weight, bias = (_of_channels(t, input) for t in (running_mean, running_var, weight, bias))
+    return _scaled((input - mean) * (var + eps).rsqrt(), weight, bias)
+
+
+def _of_channels(tensor: Any, like: Tensor) -> Any:
+    return None if tensor is None else tensor.reshape(-1, *[1] * (like.dim() - 2))
+
+
+def _scaled(value: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    value = value if weight is None else value * weight
+    return value if bias is None else value + bias
