@@ -70,8 +70,8 @@ def gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor], seeds: Sequen
     with not_recorded(), no_functorch_levels(), without_functions():
         leaves = [untransformed(i) for i in inputs]
         heads = [whole for o in outputs if (whole := untransformed(o)).requires_grad]
-        ones = [torch.ones_like(whole) for whole in heads]
-        reached = torch.autograd.grad(heads, leaves, ones, retain_graph=True, allow_unused=True) if heads else ()
+        taken = partial(torch.autograd.grad, heads, leaves, [*map(ones, heads)], allow_unused=True)
+        reached = taken(retain_graph=True) if heads else ()
     made = _of_those_reached(outputs, inputs, seeds, reached or [None] * len(inputs))
     return [torch.zeros_like(i) if own is None else own for i, own in zip(inputs, made, strict=True)]
 

@@ -315,31 +315,3 @@ def differentiable(
         return results if len(results) > 1 else results[0]
 
     return run
-
-
-def is_additive(run: Callable[..., Any], like: Sequence[torch.Tensor]) -> bool:
-    """Whether the backward of a function from `differentiable` is linear in the gradient, asked of it with numbers: at
-    a random place, for random gradients that are small, of size 1, and large.
-    """
-    seed = torch.Generator().manual_seed(0)
-
-    def drawn(t: torch.Tensor) -> torch.Tensor:
-        return torch.randn(tuple(t.shape), generator=seed, dtype=t.dtype) if t.is_floating_point() else t
-
-    with no_modes():
-        given = [drawn(torch.zeros(tuple(map(int, t.shape)), dtype=t.dtype)) for t in like]
-        learning = [k for k, t in enumerate(given) if t.is_floating_point()]
-
-        def call(*floats: torch.Tensor) -> list[torch.Tensor]:
-            here = dict(zip(learning, floats, strict=True))
-            return _list(run(*(here.get(k, t) for k, t in enumerate(given))))
-
-        outputs, pull = torch.func.vjp(call, *(given[k] for k in learning))[:2]
-        a, b = ([drawn(o) for o in outputs] for _ in range(2))
-        for scale in (0.0, 1e-6, 1.0, 1e6):
-            parts = pull([scale * t for t in a]), pull([scale * t for t in b])
-            whole = pull([scale * (t + u) for t, u in zip(a, b, strict=True)])
-            for one, other, both in zip(*parts, whole, strict=True):
-                if not torch.allclose(one + other, both, rtol=1e-3, atol=1e-3 * scale):
-                    return False
-    return True

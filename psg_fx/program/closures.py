@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 import functools
 from collections.abc import Callable, Sequence
-from types import CellType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -37,10 +37,19 @@ class Closure:
         return found
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Closure) and (self.function == other.function or self.fixed == other.fixed)
+        if not isinstance(other, Closure) or len(self.fixed) != len(other.fixed):
+            return False
+        return self.function == other.function or all(map(_same, self.fixed, other.fixed))
 
     def __hash__(self) -> int:
         return 0
+
+
+def _same(value: Any, other: Any) -> bool:
+    return value is other or (type(value) is type(other) and isinstance(value, _PLAIN) and value == other)
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, CodeType, torch.dtype, torch.device, torch.Size)
 
 
 class _Values:
