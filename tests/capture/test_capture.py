@@ -335,6 +335,29 @@ def test_sizes_are_written_by_those_of_inputs() -> None:
         assert oracle.worst_error(step(x).grads, want) < 1e-12
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # export looks for what it may have been
+@pytest.mark.parametrize(
+    ("program", "kind", "fix"),
+    [
+        (lambda m, x: torch.func.linearize(m, x)[1](x), NotYetSupported, r"torch\.func\.jvp"),
+        (lambda m, x: torch.func.vmap(m, out_dims=1)(x).mT, CaptureFailed, "movedim"),
+    ],
+)
+def test_what_torch_takes_for_a_constant(
+    program: Callable[[nn.Module, Tensor], Tensor], kind: type[Exception], fix: str
+) -> None:
+    class Taken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return program(self.layer, x)
+
+    with pytest.raises(kind, match=fix):
+        psg_fx.transform(Taken(), lambda o: o.square().mean(), backend="eager")(torch.randn(3, 4))
+
+
 def test_forward_mode_by_hand_is_refused_and_leaves_no_level_open() -> None:
     class Dual(nn.Module):
         def __init__(self) -> None:
