@@ -86,13 +86,13 @@ def _require_additive(gm: GraphModule) -> None:
     """Refuse a custom function of parameters that is used at several places, unless its backward of a sum is the sum
     of its backwards: the gradient of a parameter is the sum of what all sites give it, each by itself.
     """
-    sites = [n for n in gm.graph.nodes if fact(n).site]
     for node in gm.graph.nodes:
         if (call := custom_call(node.target)) is None or not fact(node).params:
             continue
         below = facts.descendants([node])
-        uses = [n for site in sites for n in pytree.tree_leaves((site.args, site.kwargs)) if n in below]
-        uses = [n for n in uses if isinstance(n, Node) and fact(n).params]
+        sites = (n for n in below if fact(n).site)
+        read = (n for site in sites for n in pytree.tree_leaves((site.args, site.kwargs)) if isinstance(n, Node))
+        uses = [n for n in read if n in below and fact(n).params]
         if len(uses) > 1 and not is_additive(_transformable(call, node), [n.meta["val"] for n in node.args]):
             raise call.refusal(
                 f"it is a function of parameters that is used at {len(uses)} places, and its backward is not linear",

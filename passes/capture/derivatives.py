@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -22,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from psg_fx.errors import NotYetSupported
-from psg_fx.program.code import line_of
+from psg_fx.program.code import users_line
 from psg_fx.source import is_library
 from psg_fx.torch_private.derivatives import SET_GRAD_ENABLED, chosen, derivatives_by, with_chosen
 from psg_fx.torch_private.modes import no_functorch_levels, not_recorded, untransformed, without_functions
@@ -152,10 +151,8 @@ _OF_LEVELS = {
 
 
 def _refused(what: str, why: str, fix: str) -> NotYetSupported:
-    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
-    own = next((f for f in frames if not is_library(f.f_code.co_filename)), None)
-    line = line_of(own) if own is not None else "torch.func"
-    return NotYetSupported(f"a function that torch.func differentiates {what}", where=line, why=why, fix=fix)
+    where = users_line(sys._getframe(1))
+    return NotYetSupported(f"a function that torch.func differentiates {what}", where=where, why=why, fix=fix)
 
 
 def _counted(argnums: Argnums, args: Sequence[Any]) -> Argnums:

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from psg_fx.errors import NotYetSupported
+from psg_fx.graph import facts
 from psg_fx.graph.same_op import draws
 from psg_fx.ops.autograd_function import as_one_op
 from psg_fx.ops.own_gradient import own_gradient
@@ -135,11 +136,12 @@ class _Registered:
 
 
 class Hooks:
-    """Those of a capture.  ops: their ops, in the order in which they were registered."""
+    """Those of a capture.  ops: their ops, in the order in which they were registered.  marks: the ops of marks."""
 
     def __init__(self, observed: Observed) -> None:
         self.observed = observed
         self.ops: list[Any] = []
+        self.marks: list[Any] = []
         self._registered: list[_Registered] = []
 
     @contextlib.contextmanager
@@ -148,6 +150,7 @@ class Hooks:
         register: Callable[..., RemovableHandle] = torch.Tensor.register_hook
         own = Program.forward
         self.ops.clear()
+        self.marks.clear()
         with unread_ops() as keep:
 
             def register_hook(tensor: torch.Tensor, hook: Any) -> RemovableHandle:
@@ -160,7 +163,8 @@ class Hooks:
                 handle = RemovableHandle(holds)
                 holds[handle.id] = hook
                 with torch.enable_grad():
-                    mark = self._recorded(keep, Mark, tensor)
+                    mark, op = self._recorded(keep, Mark, tensor)
+                self.marks.append(op)
                 found = _Registered(hook, tensor, tensor._version, mark, handle.id, holds, line)
                 self._registered.append(found)
                 return handle
@@ -176,12 +180,15 @@ class Hooks:
             with patched_here(torch.Tensor, "register_hook", register_hook), patched_here(Program, "forward", forward):
                 yield
 
-    def _recorded(self, keep: Callable[[Any], None], function: type[torch.autograd.Function], *given: Any) -> Any:
+    def _recorded(
+        self, keep: Callable[[Any], None], function: type[torch.autograd.Function], *given: Any
+    ) -> tuple[torch.Tensor, Any]:
+        """What a custom function returns, and the op that it is."""
         made = as_one_op(function, given, self.observed.calls.append)
         node = node_of(made)
         assert node is not None, "an op that is not recorded"
         keep(node.target)
-        return made
+        return made, node.target
 
     def _finished(self, found: _Registered, keep: Callable[[Any], None]) -> list[Any]:
         """The op of a hook whose variables have their last values; none if it was removed."""
@@ -195,38 +202,27 @@ class Hooks:
         except ValueError:  # an empty cell
             raise _refused("that reads a variable which has no value", found.line, "torch would fail, too") from None
         read = [tensor.detach() for tensor in closure.read]
-        made: Any = self._recorded(keep, Hook, found.mark, closure, found.line, *read)
-        node = node_of(made)
-        return [] if node is None else [node.target]
+        return [self._recorded(keep, Hook, found.mark, closure, found.line, *read)[1]]
 
     def put_in_place(self, gm: GraphModule) -> None:
         """All that reads a value reads it behind its hooks, of which the one that was registered first is the last."""
-        nodes = {node.target: node for node in gm.graph.nodes if node.target in set(self.ops)}
         for op in reversed(self.ops):
-            node = nodes[op]
+            (node,) = gm.graph.find_nodes(op="call_function", target=op)
             mark = cast("Node", node.args[0])
-            if not _is_mark(mark):
+            if mark.target not in self.marks:
                 raise _refused("where its gradient is cut off", locate(node), "something detaches the value there")
             node.replace_input_with(mark, cast("Node", mark.args[0]))
             _put_in_place(node)
-        for node in reversed(gm.graph.nodes):
-            if _is_mark(node) and not node.users:
-                gm.graph.erase_node(node)
-
-
-def _is_mark(node: Node) -> bool:
-    return str(getattr(node.target, "_opname", "")).startswith(f"{Mark.__name__}_")
+        for op in reversed(self.marks):
+            for mark in gm.graph.find_nodes(op="call_function", target=op):
+                gm.graph.erase_node(mark)
 
 
 def _is_of_psg(tensor: torch.Tensor) -> bool:
     """Whether it is what an op of psg_fx returns, which has its gradient only once it is written out."""
     node = node_of(tensor)
-    above = [node] if node is not None else []
-    for each in above:
-        if str(getattr(each.target, "namespace", "")).startswith("psg_fx"):
-            return True
-        above.extend(n for n in each.all_input_nodes if n not in above)
-    return False
+    above = () if node is None else facts.ancestors([node])
+    return any(str(getattr(n.target, "namespace", "")).startswith("psg_fx") for n in above)
 
 
 def _require_an_activation(tensor: torch.Tensor, hook: Any, line: str) -> None:

@@ -62,10 +62,8 @@ def capture_failed(error: Exception) -> CaptureFailed:
         why = "torch.cond, while_loop, scan and map hold graphs of their own, which are not looked into"
         fix = "write a loop in Python, and a branch by torch.where, where both arms are finite"
     elif "fake tensor in the exported program constant" in text:
-        why = (
-            "torch keeps a tensor that the code computes for a constant, as torch.func.linearize and vmap(out_dims=) do"
-        )
-        fix = "take torch.func.jvp in place of linearize; move dims behind a vmap, by movedim"
+        why = "torch takes a tensor that the code computes for a constant, as vmap with out_dims does"
+        fix = "move the dim behind the vmap: vmap(f)(x).movedim(0, 1)"
     elif any(file in _TRANSFORMS for file in files):
         why = f"a transformation of torch.func (vmap, grad, jvp) in the code fails on fake tensors: {kind}: {first}"
         fix = "write batched ops for vmap; for a derivative take torch.func.grad, vjp or jvp, or torch.autograd.grad"

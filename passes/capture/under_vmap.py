@@ -28,7 +28,7 @@ def layer_norm(
         return F.layer_norm(input, normalized_shape, weight, bias, eps)
     dims = tuple(range(-len(normalized_shape), 0))
     var, mean = torch.var_mean(input, dims, correction=0, keepdim=True)
-    return _scaled((input - mean) * (var + eps).rsqrt(), weight, bias)
+    return _normalised(input, mean, var, eps, weight, bias)
 
 
 @at_capture(F.batch_norm)
@@ -41,13 +41,14 @@ def batch_norm(
     if not fixed or not is_transformed(input) or input.dtype not in _EXACT:
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     mean, var, weight, bias = (_of_channels(t, input) for t in (running_mean, running_var, weight, bias))
-    return _scaled((input - mean) * (var + eps).rsqrt(), weight, bias)
+    return _normalised(input, mean, var, eps, weight, bias)
 
 
 def _of_channels(tensor: Any, like: Tensor) -> Any:
     return None if tensor is None else tensor.reshape(-1, *[1] * (like.dim() - 2))
 
 
-def _scaled(value: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def _normalised(x: Tensor, mean: Tensor, var: Tensor, eps: float, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    value = (x - mean) * (var + eps).rsqrt()
     value = value if weight is None else value * weight
     return value if bias is None else value + bias

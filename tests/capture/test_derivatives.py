@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import psg_fx
-from external.program import Problem, Program, check, truth, with_loss
+from external.program import Problem, Program, check, check_together, require_refused, truth, with_loss
 from psg_fx import NotYetSupported, SamplesMixed
 from support import oracle
 from support.selection import at_once
@@ -176,10 +176,7 @@ def problem(function: Callable[[Any, Tensor], Tensor]) -> Problem:
 
 @pytest.mark.parametrize("names", at_once([list(BY_NAME)[k::3] for k in range(3)], BY_NAME))
 def test_exact(names: tuple[str, ...]) -> None:
-    def several(m: Any, x: Tensor) -> Tensor:
-        return torch.cat([BY_NAME[name](m, x).flatten(1) for name in names], 1)
-
-    check(Program("-".join(names), lambda: problem(several)), with_loss)
+    check_together(BY_NAME, names, problem)
 
 
 @pytest.mark.parametrize("function", [_chunks, _lagrangian])
@@ -259,5 +256,4 @@ REFUSED: dict[str, tuple[Callable[[Net, Tensor], Tensor], type[Exception], str]]
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
     function, kind, text = REFUSED[name]
-    with pytest.raises(kind, match=f"(?s){text}"):
-        with_loss(problem(function))
+    require_refused(problem(function), kind, text)

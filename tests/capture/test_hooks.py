@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import grad
 
 import psg_fx
-from external.program import Problem, Program, check, drop_in, truth, with_loss
+from external.program import Problem, Program, check, check_together, drop_in, require_refused, truth, with_loss
 from psg_fx import NotYetSupported, SamplesMixed
 from support import oracle
 from support.selection import at_once
@@ -166,10 +166,7 @@ def problem(function: Callable[[Any, Tensor], Tensor]) -> Problem:
 
 @pytest.mark.parametrize("names", at_once([list(EXACT)[k::2] for k in range(2)], EXACT))
 def test_exact(names: tuple[str, ...]) -> None:
-    def together(m: Any, x: Tensor) -> Tensor:
-        return torch.cat([EXACT[name](m, x) for name in names], 1)
-
-    check(Program("-".join(names), lambda: problem(together)), with_loss)
+    check_together(EXACT, names, problem)
 
 
 def test_without_a_loss() -> None:
@@ -294,5 +291,4 @@ REFUSED: dict[str, tuple[Callable[[Net, Tensor], Tensor], type[Exception], str]]
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
     function, kind, text = REFUSED[name]
-    with pytest.raises(kind, match=f"(?s){text}"):
-        with_loss(problem(function))
+    require_refused(problem(function), kind, text)

@@ -13,7 +13,7 @@ from torch.autograd import grad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import psg_fx
-from external.program import Problem, Program, check, drop_in, truth, with_loss
+from external.program import Problem, Program, check, check_together, drop_in, require_refused, truth, with_loss
 from psg_fx import NotYetSupported, SamplesMixed
 from support import graphs_of_nodes, oracle
 from support.rows_of_samples import Batch, Part
@@ -193,10 +193,7 @@ def problem(function: Callable[[Any, Tensor], Tensor]) -> Problem:
 
 @pytest.mark.parametrize("names", at_once([list(BY_NAME)[k::3] for k in range(3)], BY_NAME))
 def test_exact(names: tuple[str, ...]) -> None:
-    def several(m: Any, x: Tensor) -> Tensor:
-        return torch.cat([BY_NAME[name](m, x) for name in names], 1)
-
-    check(Program("-".join(names), lambda: problem(several)), with_loss)
+    check_together(BY_NAME, names, problem)
 
 
 def test_without_a_loss() -> None:
@@ -333,8 +330,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], type[Exception], str]]
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
     function, kind, text = REFUSED[name]
-    with pytest.raises(kind, match=f"(?s){text}"):
-        with_loss(problem(function))
+    require_refused(problem(function), kind, text)
 
 
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])

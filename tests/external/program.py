@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -166,3 +167,21 @@ def check(program: Program, contender: Contender = with_loss) -> None:
     expected = "mixes" if program.mixes else "refused" if program.refused else "exact"
     assert verdict.kind == expected, verdict
     assert (program.mixes or program.refused) in verdict.reason, verdict.reason
+
+
+def check_together(
+    functions: Mapping[str, Callable[[Any, Tensor], Tensor]], names: Sequence[str],
+    make: Callable[[Callable[[Any, Tensor], Tensor]], Problem],
+) -> None:  # fmt: skip
+    """Several functions of a model and its input, captured in one program: their results beside one another."""
+
+    def together(m: Any, x: Tensor) -> Tensor:
+        return torch.cat([functions[name](m, x).flatten(1) for name in names], 1)
+
+    check(Program("-".join(names), lambda: make(together)))
+
+
+def require_refused(problem: Problem, kind: type[Exception], text: str) -> None:
+    """text: a pattern, in which a dot is a line's end, too."""
+    with pytest.raises(kind, match=f"(?s){text}"):
+        with_loss(problem)
