@@ -25,12 +25,12 @@ CUDA_ARGS ?=
 GPU_PYTHON ?= $(BIN)/python
 
 # Inductor's compiled kernels stay here between runs, so that only the first run pays for them.
-test test-fast test-all test-backends test-latest fuzz: export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
-test test-fast test-all test-backends test-browser test-latest fuzz: export OMP_NUM_THREADS ?= 1
+test test-slow test-fast test-all test-backends test-latest fuzz: export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
+test test-slow test-fast test-all test-backends test-browser test-latest fuzz: export OMP_NUM_THREADS ?= 1
 # Where bytecode is not kept, every process compiles all tests anew before it runs the first one.
-test test-fast test-all test-backends test-browser test-latest: export PYTHONDONTWRITEBYTECODE :=
+test test-slow test-fast test-all test-backends test-browser test-latest: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup test test-fast test-all test-backends test-browser test-latest fuzz gpu cuda demo bench coverage docs release lint style typecheck format clean
+.PHONY: help setup test test-slow test-fast test-all test-backends test-browser test-latest fuzz gpu cuda demo bench coverage docs release lint style typecheck format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -43,8 +43,11 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[dev,demo,bench,docs]'
 	touch $@
 
-test: lint  ## everything a change must pass: style, types, all tests
-	@$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+test: lint  ## what a change must pass: style, types, the tests that are quick (ten minutes)
+	@$(BIN)/python -m pytest -q $(PYTEST_ARGS) -m 'not slow and not rest and not browser'
+
+test-slow: setup  ## the tests that take seconds each, which run at every push, too (five minutes)
+	@$(BIN)/python -m pytest -q $(PYTEST_ARGS) -m 'slow and not rest and not browser'
 
 test-fast: setup  ## the tests without those that are slow or compile with inductor
 	@$(BIN)/python -m pytest -q $(PYTEST_ARGS) -m 'not slow and not inductor and not rest and not browser'

@@ -20,6 +20,7 @@ from psg_fx.program.call import Call
 from psg_fx.program.observe import observed_later
 from psg_fx.program.program import Program
 from psg_fx.quantities.base import Quantity
+from psg_fx.torch_private.tracer import traced_quickly
 
 from .alone import Alone
 from .beside import beside
@@ -65,6 +66,7 @@ class Asked:
 
 
 @without_collection()
+@traced_quickly()
 def run_pipeline(
     program: Program, call: Call, tracked: dict[str, str], asked: Asked, history: History,
     slices: Slices | None = None, stored: bool = False,

@@ -44,7 +44,7 @@ def plan(
         found = list(map(Memberships(axes, batch, size).gradient, gradients)) if axes else gradients
         if budget is None:
             return plan_step(found, asks, device, batch, size)
-        return plan_within(gm, found, asks, device, batch, size, budget, samples / size)
+        return plan_within(gm, found, asks, device, batch, size, budget, samples / max(size, 1))
 
     made = planned(rows)
     if any(largest is not None for _, largest in rows):

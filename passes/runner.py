@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 
 from psg_fx.graph.history import History, PassRecord
 from psg_fx.graph.stages import Stage, verify
-from psg_fx.torch_private.remembered import remembered_results
+from psg_fx.torch_private.tracer import traced_quickly
 
 from . import promises  # noqa: F401  (it says what each stage promises)
 
@@ -37,7 +37,7 @@ def run(step: GraphPass, gm: GraphModule, history: History, **arguments: object)
     if history.verified != (gm, step.before):
         verify(gm, step.before)
     start, before = time.perf_counter(), len(gm.graph.nodes)
-    with history.passing(step.name), remembered_results():
+    with history.passing(step.name), traced_quickly():
         result = step.call(gm, **arguments)
         result.graph.lint()
         result.recompile()

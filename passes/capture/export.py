@@ -27,15 +27,13 @@ from psg_fx.program.effects import Written, require_same_places
 from psg_fx.program.observed import Observed
 from psg_fx.program.program import Program
 from psg_fx.program.state import IN_PLACE
-from psg_fx.torch_private.export import own_attributes, user_stack_traces
+from psg_fx.torch_private.export import own_attributes, questions_unseen, user_stack_traces
 from psg_fx.torch_private.fakes import UnsupportedOperatorException
 from psg_fx.torch_private.functional import Functional, functional
 from psg_fx.torch_private.graphs import traced_without_code
 from psg_fx.torch_private.ops import core_decompositions
 from psg_fx.torch_private.quiet import quiet
-from psg_fx.torch_private.recorded import quickly_recorded
-from psg_fx.torch_private.remembered import remembered_results
-from psg_fx.torch_private.tracer import without_tensor_meta
+from psg_fx.torch_private.tracer import traced_quickly
 
 from . import losses, parts, quantised, recurrent_layers, rewrites, solves, under_vmap  # noqa: F401  (they say what ops are written as)
 from .constants import constants_that_follow
@@ -149,13 +147,13 @@ def _functional(
     """`program(examples)` as functional ATen, differentiable, losses and recurrent layers written out."""
     shapes = (dynamic,) if dynamic else None
     with (
-        torch.enable_grad(), _quiet(), user_stack_traces(_CALLER), without_tensor_meta(), traced_without_code(),
+        torch.enable_grad(), _quiet(), user_stack_traces(_CALLER), traced_quickly(), traced_without_code(),
         hooks.recorded(),
     ):  # fmt: skip
         try:
             with (
-                rewritten(_has_rows(program)) as padding, seen_by_autograd(), own_attributes(), remembered_results(),
-                quickly_recorded(), IN_PLACE, functional_derivatives(), _own(program),
+                rewritten(_has_rows(program)) as padding, seen_by_autograd(), own_attributes(), IN_PLACE,
+                functional_derivatives(), _own(program), questions_unseen(),
             ):  # fmt: skip
                 exported = torch.export.export(program, (list(examples),), dynamic_shapes=shapes, strict=False)
             select_what_is_written(exported.graph_module)

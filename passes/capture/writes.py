@@ -49,49 +49,48 @@ class _Writes(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         if not self.watching:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         if func is torch.autograd.grad:
-            return own_gradients.recorded(*args, **(kwargs or {}))
-        if func in _BACKWARD:
-            raise _own_backward(func)
+            return own_gradients.recorded(*args, **kwargs)
         if func == _SET_DATA and _is_all_of(args[1], args[0]):  # as `module.to(x.dtype)` where that changes nothing
             return None
-        if func in _SWITCHES:
-            _refuse_switch(func, args, kwargs or {})
-        if func == _SET_DATA or (func in _DETACH and args[0].requires_grad):
-            raise _becomes_another(func)
+        _require_no_switch(func, args, kwargs)
         func = torch.Tensor.detach if func == _DATA else func
         with without_functions():
-            given = _tensors((args, kwargs))
-            if outside := [t for t in given if _is_real(t) and t.grad_fn is not None and type(t) is torch.Tensor]:
-                raise computed_outside(outside[0])
-            if any(_is_real(t) for t in _targets(func, args, kwargs or {})):
-                raise _written_outside(func)
-            given = [t for t in given if not t.is_inference()]
+            given = [t for t in _given(func, args, kwargs) if not t.is_inference()]
             versions = [t._version for t in given]
         with contextlib.nullcontext() if torch.is_grad_enabled() else known_as_before():
-            result = func(*args, **(kwargs or {}))
+            result = func(*args, **kwargs)
         with without_functions():
-            written = [t for t, version in zip(given, versions, strict=True) if t._version != version]
-            target = args[0] if args and any(t is args[0] for t in written) else None
-            for tensor in written:
-                if target is not None and tensor is not target and _place(tensor) == _place(target):
-                    continue  # another tensor of the memory that is written, as in `q -= q.detach()`
-                hidden = not (torch.is_grad_enabled() and tensor.requires_grad)
-                own = id(_seen_through(tensor)) in self.detached
-                if hidden and own and not tensor.requires_grad:
-                    self.changed.setdefault(_place(tensor), _hidden_write(func))
-                elif own or (hidden and (tensor.requires_grad or _place(tensor) in self.learning)):
-                    raise _hidden_write(func)
-            if _tensors(result):
-                self.require_unchanged(given)
-            if func in (torch.Tensor.detach, torch.detach):
-                self.detached[id(result)] = result
-            for tensor in (*given, *_tensors(result)):
-                if tensor.requires_grad:
-                    self.learning.setdefault(_place(tensor), _memory(tensor))
+            self._note_writes(func, args, [t for t, v in zip(given, versions, strict=True) if t._version != v])
+            self._note_result(func, given, result)
         return result
+
+    def _note_writes(self, func: Any, args: Sequence[Any], written: Sequence[torch.Tensor]) -> None:
+        """Refuse a write that autograd does not see into memory of a tensor with a gradient, or note it."""
+        target = args[0] if args and any(t is args[0] for t in written) else None
+        for tensor in written:
+            if target is not None and tensor is not target and _place(tensor) == _place(target):
+                continue  # another tensor of the memory that is written, as in `q -= q.detach()`
+            hidden = not (torch.is_grad_enabled() and tensor.requires_grad)
+            own = id(_seen_through(tensor)) in self.detached
+            if hidden and own and not tensor.requires_grad:
+                self.changed.setdefault(_place(tensor), _hidden_write(func))
+            elif own or (hidden and (tensor.requires_grad or _place(tensor) in self.learning)):
+                raise _hidden_write(func)
+
+    def _note_result(self, func: Any, given: Sequence[torch.Tensor], result: Any) -> None:
+        """Where tensors with gradients lie, and what is detached."""
+        made = _tensors(result)
+        if made:
+            self.require_unchanged(given)
+        if func in (torch.Tensor.detach, torch.detach):
+            self.detached[id(result)] = result
+        for tensor in (*given, *made):
+            if tensor.requires_grad:
+                self.learning.setdefault(_place(tensor), _memory(tensor))
 
     def require_unchanged(self, given: Any) -> None:
         """Refuse to read a tensor whose value has changed and whose gradient has not."""
@@ -125,6 +124,16 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device})
+
+
+def _given(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors that a function reads or writes: none with a gradient from outside, and none from outside written."""
+    given = _tensors((args, kwargs))
+    if outside := [t for t in given if _is_real(t) and t.grad_fn is not None and type(t) is torch.Tensor]:
+        raise computed_outside(outside[0])
+    if any(_is_real(t) for t in _targets(func, args, kwargs)):
+        raise _written_outside(func)
+    return given
 
 
 def _is_real(tensor: torch.Tensor) -> bool:
@@ -202,8 +211,16 @@ def _hidden_write(func: Callable[..., Any]) -> NotYetSupported:
     )  # fmt: skip
 
 
-def _refuse_switch(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse to switch the gradient of a parameter, or of what depends on some, on or off."""
+def _require_no_switch(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse a backward pass, a tensor that becomes another, and to switch the gradient of a parameter, or of what
+    depends on some, on or off.
+    """
+    if func in _BACKWARD:
+        raise _own_backward(func)
+    if func == _SET_DATA or (func in _DETACH and args[0].requires_grad):
+        raise _becomes_another(func)
+    if func not in _SWITCHES:
+        return
     tensor, on = args[0], bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
     if on != tensor.requires_grad and (tensor.requires_grad or isinstance(tensor, nn.Parameter)):
         raise NotYetSupported(

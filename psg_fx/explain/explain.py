@@ -102,9 +102,12 @@ def _bound(gm: GraphModule, plan: Plan) -> list[str]:
         return []
     free, need = unbounded(gm, plan)
     told = f"A memory budget holds: {in_words(plan.need)} at once beside parameters and inputs, predicted"
-    if plan.part < plan.size or need > plan.need or free.seconds != plan.seconds:
+    if plan.cut or need > plan.need or free.seconds != plan.seconds:
         told += f" ({in_words(need)} without it)"
-    told = textwrap.fill(f"{told}; batches over {plan.part} samples run in parts of as many.", screen.WIDTH)
+    larger = f"batches over {plan.part} samples run in parts of as many"
+    if not plan.cut:
+        larger = f"batches over {plan.part} samples have a plan of their own"
+    told = textwrap.fill(f"{told}; {larger}.", screen.WIDTH)
     rows = chosen_otherwise(free, plan)
     if not rows:
         return [f"{told}\nNo tree is another one for its sake."]

@@ -58,7 +58,7 @@ def plan_within(
             plan = plan_step(gradients, asks, device, batch, count, price)
             need = memory_of(gm, plan, round(count * samples)) + (_found_before(plan) if count < size else 0)
             if need <= budget.limit:
-                return replace(plan, part=count, need=need)
+                return replace(plan, part=count, cut=count < size, need=need)
             least = min(least or need, need)
     raise BadArgument(
         f"a memory budget of {in_words(budget.limit)} is too small", where="transform(memory_budget=...)",
@@ -123,7 +123,7 @@ def _joint(gm: GraphModule, sources: set[Source], size: int) -> tuple[int, dict[
             sizes[node] = bytes_of(node, info.batch, size)
             live += sizes[node]
             peak = max(peak, live)
-        live -= sum(sizes.get(n, 0) for n in {owner[n] for n in node.all_input_nodes} - kept if last[n] == index)
+        live -= sum(sizes.get(n, 0) for n in {owner[n] for n in node.all_input_nodes} - kept if last.get(n) == index)
     return peak, {s: n for s, n in owners.items() if n in sizes}, sizes
 
 

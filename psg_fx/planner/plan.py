@@ -49,8 +49,8 @@ class ParameterPlan:
 class Plan:
     """The plan of a whole step for `size` samples.
 
-    part: if memory is bounded, larger batches run in parts of so many samples.  need: the bytes that one part
-    allocates, predicted.  grouping: of the samples; then the plan's samples are these groups.
+    part: if memory is bounded, so many samples run at once.  cut: whether the batch had more.  need: the bytes that one
+    part allocates, predicted.  grouping: of the samples; then the plan's samples are these groups.
     rows: of each axis of rows, how many there are, and how many the largest sample (or group) has if they may be put
     in order.
     """
@@ -62,6 +62,7 @@ class Plan:
     size: int
     seconds: float = field(default=0.0)
     part: int | None = None
+    cut: bool = False
     need: int = 0
     grouping: Grouping | None = None
     rows: tuple[tuple[int, int | None], ...] = ()

@@ -24,7 +24,7 @@ Key = tuple[Hashable, ...]
 """What can be compared at once of all that a captured step depends on, a part for each of KEY_PARTS."""
 
 KEY_PARTS = (
-    "what is asked of the quantities, or of how samples are grouped",
+    "what is asked of the quantities, how samples are grouped, or for how many there is to be room",
     "the modules, parameters or buffers",
     "which parameters are asked",
     "the shapes or types of the inputs, or a value among them that is no tensor",

@@ -51,7 +51,11 @@ def _brief(value: Any) -> str:
 
 
 class CompiledStep:
-    """A lowered and compiled graph with a loss."""
+    """A lowered and compiled graph with a loss.
+
+    part: how many samples its plan has room for within a memory budget.  is_cut: whether the batch had more.
+    larger: the batch size for which there is another plan, since this one has no room for it.
+    """
 
     def __init__(
         self, gm: GraphModule, history: History, model: nn.Module, loss_fn: Any, run: Callable[..., Sequence[Any]],
@@ -61,6 +65,8 @@ class CompiledStep:
         self.binding = Binding(gm, model, loss_fn)
         plan = PLAN.found(gm)
         self.part: int | None = None if plan is None else plan.part  # on disk are no plans within a budget
+        self.is_cut = plan is not None and plan.cut
+        self.larger: int | None = None
         self.statistics: tuple[str, ...] = facts.graph_facts(gm).statistics
         self.leaves_out: bool = facts.graph_facts(gm).leaves_out
 

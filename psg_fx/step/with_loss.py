@@ -104,11 +104,13 @@ class LossModule(PerSampleModule):
         grouping = None if members is None else members.grouping
         rows = rows_of(call, members)
         variant = (*[q.variant for q in quantities], self._variant(grouping), *[s is None for s in rows.largest])
-        step: CompiledStep = self._look_up(
-            call, tracked, lambda: self._build(tracked, call, quantities, grouping, rows=rows.largest), variant
-        )
-        if step.part is not None and members is None and call.batch_size() > step.part:
-            return self._said(self._in_parts(step, call, given, out))
+        build = functools.partial(self._build, tracked, call, quantities, grouping, rows=rows.largest)
+        step: CompiledStep = self._look_up(call, tracked, build, variant)
+        while step.part is not None and members is None and call.batch_size() > step.part:
+            if step.is_cut:
+                return self._said(self._in_parts(step, call, given, out))
+            step.larger = step.larger or call.batch_size()
+            step = self._look_up(call, tracked, build, (*variant, step.larger))
         extras = self._extras(call, given, tracked, step.binding.given, members)
         if call.axes:
             extras |= rows.inputs(step.binding.given)

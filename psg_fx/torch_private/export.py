@@ -10,12 +10,14 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorConverter
 from torch.fx.proxy import TracerBase
 from torch.nn.modules._functions import BackwardHookFunction as BackwardHookFunction
 from torch.utils import checkpoint as checkpointing
 
 from psg_fx.source import is_library
-from psg_fx.torch_private.patching import patched_here
+from psg_fx.torch_private.modes import without_functions
+from psg_fx.torch_private.patching import patched_here, wrapped_here
 
 
 @contextlib.contextmanager
@@ -30,6 +32,27 @@ def own_attributes() -> Iterator[None]:
         yield
         return
     with patched_here(_trace, name, lambda module: contextlib.nullcontext()):
+        yield
+
+
+@contextlib.contextmanager
+def questions_unseen() -> Iterator[None]:
+    """While open, what torch asks of tensors to make fake ones of them, and of graphs that it has recorded, passes no
+    mode of functions: every question would call Python for each of them, and of a hundred all but two are torch's own.
+    """
+    from torch.export import _trace
+
+    def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with without_functions():
+                return function(*args, **kwargs)
+
+        return run
+
+    with (
+        wrapped_here(FakeTensorConverter, "from_real_tensor", unseen),
+        wrapped_here(_trace, "_produce_aten_artifact", unseen),
+    ):
         yield
 
 

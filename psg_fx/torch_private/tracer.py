@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -58,9 +59,21 @@ def trace_fakes(function: Callable[..., Any], arguments: Sequence[Any], **option
 
 @contextlib.contextmanager
 def traced_quickly() -> Iterator[None]:
-    """While open, traces of this thread do without what nobody reads and what is known."""
-    with without_tensor_meta(), remembered_results(), quickly_recorded():
+    """While open, traces of this thread do without what nobody reads and what is known.  Opened around several traces,
+    so that torch is not changed for each of them.
+    """
+    if getattr(_open, "quickly", False):
         yield
+        return
+    _open.quickly = True
+    try:
+        with without_tensor_meta(), remembered_results(), quickly_recorded():
+            yield
+    finally:
+        _open.quickly = False
+
+
+_open = threading.local()
 
 
 def recorded_so_far() -> list[Node]:

@@ -68,6 +68,7 @@ def run(*patterns: str, quantities: tuple[str, ...] = ("grads",)) -> benchmark.B
     )
 
 
+@pytest.mark.slow
 def test_every_contender_answers_and_is_measured() -> None:
     report = run("ordinary*", "loop", "vmap", quantities=("grads", "norms", "clipped_sum"))
     assert [r.failure for r in report.rows] == [None] * 9

@@ -114,6 +114,7 @@ def kernels(place: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return kernels
 
 
+@pytest.mark.slow
 def test_the_part_of_kernels(kernels: ModuleType, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told(monkeypatch, "--tag", TAG, "--models", "mlp")
     with stand_in(monkeypatch, "cpu"):

@@ -179,12 +179,14 @@ def test_exact(names: tuple[str, ...]) -> None:
     check_together(BY_NAME, names, problem)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [_chunks, _lagrangian])
 @pytest.mark.filterwarnings("ignore:one graph for each batch size")  # of these torch's vmap reads it
 def test_for_one_size(function: Callable[[Any, Tensor], Tensor]) -> None:
     check(Program(function.__name__, lambda: problem(function)), with_loss)
 
 
+@pytest.mark.slow
 def test_third_derivatives_of_a_normalisation() -> None:
     """Those of torch are wrong: here they are compared with the formula, written out."""
 
@@ -203,6 +205,7 @@ def test_third_derivatives_of_a_normalisation() -> None:
     assert oracle.worst_error(found, truth(problem(trace_with(written)))) < 1e-11
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
 def test_compiled() -> None:
     program = Program("laplacian", lambda: problem(_laplacian))

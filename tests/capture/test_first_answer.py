@@ -171,6 +171,7 @@ print(found + [name for name in sys.modules if name.startswith("psg_fx.integrati
 """
 
 
+@pytest.mark.slow
 def test_an_eager_step_loads_no_compiler_no_kernels_and_no_other_library() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

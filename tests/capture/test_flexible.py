@@ -69,6 +69,7 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2)) + (lse * largest).sum(1).unsqueeze(-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "backend"),
     [

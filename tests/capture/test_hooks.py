@@ -173,6 +173,7 @@ def test_without_a_loss() -> None:
     check(Program("several", lambda: problem(_several)), drop_in)
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
 def test_compiled() -> None:
     program = Program("parts", lambda: problem(_parts))

@@ -74,6 +74,7 @@ def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remembered, "_RESULTS", {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", one_in(4, PROGRAMS))
 @pytest.mark.usefixtures("_nothing_known")
 def test_graphs_are_those_of_torch_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

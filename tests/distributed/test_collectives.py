@@ -153,6 +153,7 @@ def check_that_nothing_is_sent(rank: int, world: int, every: bool) -> dict[str, 
     return found | {loss.__name__: refusal(Block(), loss) for loss in (LOSSES if every else LOSSES[1:])}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.rest)])
 def test_a_model_that_communicates_is_refused_and_nothing_is_sent(processes: Processes, every: bool) -> None:
     found, _ = processes.run(check_that_nothing_is_sent, 2, every)

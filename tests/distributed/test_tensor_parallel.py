@@ -168,6 +168,7 @@ def check_frozen(rank: int, world: int) -> None:
     assert far(half, expected.norms) > 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", selected(WAYS, {"groups and budget"}))
 def test_further_ways_to_ask(processes: Processes, name: str) -> None:
     found = processes.run(check_ways, 2, name)
@@ -201,6 +202,7 @@ def check_products(rank: int, world: int) -> None:
     assert (q.placements, type(norm)) == ((Shard(1),), Tensor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.rest)])
 def test_products_and_gradients(processes: Processes, world: int) -> None:
     processes.run(check_products, world)
@@ -266,6 +268,7 @@ def check_two_meshes(rank: int, world: int) -> list[str]:
     return [*found, str(error.value)]
 
 
+@pytest.mark.slow
 def test_the_rest_of_a_step(processes: Processes) -> None:
     two, validated, exported, text, otherwise = processes.run(check_two_meshes, 4)[0]
     assert two.splitlines()[0] == "down is sliced over another mesh than the layers before"

@@ -130,6 +130,7 @@ def namespace(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 # Both are about Opacus: noise with a seed is for experiments, and images need no gradient.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Secure RNG turned off:UserWarning", "ignore:Full backward hook:UserWarning")
 @pytest.mark.parametrize("page", selected(PAGES, set(PAGES) - LONG))
 def test_python_runs_and_prints_what_is_shown(page: str, tmp_path: Path) -> None:
@@ -152,6 +153,7 @@ def write_files(page: str, folder: Path) -> None:
             (folder / name[1]).write_text(snippet.code, encoding="utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)])
 def test_commands_print_what_is_shown(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

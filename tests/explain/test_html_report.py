@@ -75,6 +75,7 @@ def evil() -> psg_fx.PerSampleModule:
     return made(Evil(), F.cross_entropy, torch.randn(2, 4), torch.tensor([0, 1]))
 
 
+@pytest.mark.slow
 def test_every_stage_has_every_node_and_edge(gpt: psg_fx.PerSampleModule) -> None:
     data = told(gpt)
     assert [stage["name"] for stage in data["stages"]] == list(gpt.graphs)

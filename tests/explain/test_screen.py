@@ -38,6 +38,7 @@ def gpt() -> psg_fx.PerSampleModule:
     return made("gpt", SMALL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", [None, "h100"])
 def test_it_fits(gpt: psg_fx.PerSampleModule, device: str | None) -> None:
     assert max(map(len, gpt.explain(device=device).splitlines())) <= WIDTH
@@ -80,6 +81,7 @@ def test_layers_that_differ_do_not() -> None:
     assert rows == ["{0,1}.weight", "2.weight"]
 
 
+@pytest.mark.slow
 def test_a_budget_says_what_it_did(gpt: psg_fx.PerSampleModule) -> None:
     assert "memory budget" not in gpt.explain()
     roomy = made("simplecnn", SMALL_CNN, memory_budget=10**9).explain()

@@ -62,6 +62,7 @@ def experts(kind: str, way: str, **options: Any) -> Any:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", one_in(len(GROUPED), GROUPED))
 def test_grouped_experts(kind: str) -> None:
     """They sort the tokens of all samples.  In float32, since the grouped product of torch has no float64 on a CPU."""

@@ -45,6 +45,7 @@ def test_proof(first: int) -> None:
     assert kinds.count("ok") >= CHUNK // 2, kinds
 
 
+@pytest.mark.slow
 def test_mixing() -> None:
     """Each way to mix is refused."""
     for made in mixing_programs(SEED):

@@ -57,6 +57,7 @@ def by_opacus(model: nn.Module, size: int = 5, epochs: int = 2, accountant: str 
     return engine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "part"), one_in(3, [(5, None), (5, 3), (1, None), (1, 3)]))
 def test_the_weights_and_epsilon_are_those_of_opacus_hooks(size: int, part: int | None) -> None:
     """With an expected batch of one sample, a third of the batches are empty."""

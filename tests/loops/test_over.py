@@ -56,6 +56,7 @@ def test_sums_are_those_of_the_loop_over_single_samples() -> None:
         assert oracle.relative_error(out.second_moment[name], each.var(0, correction=0)) < 1e-10
 
 
+@pytest.mark.slow
 def test_a_mean_of_many_small_float32_batches_loses_no_digits() -> None:
     """0.1, added up one after the other in float32, would be another number."""
     linear = nn.Linear(1, 1, bias=False)

@@ -58,6 +58,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.slow
 def test_another_process_finds_the_same() -> None:
     """Whatever addresses functions have there, and in whatever order it has sets."""
     found = set()

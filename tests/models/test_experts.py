@@ -155,11 +155,13 @@ def test_every_way_to_put_rows_back(kind: type[Experts]) -> None:
     check(made(kind), F.cross_entropy, [batch(3)], quantities=[Grads()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", one_in(2, [by_bincount, by_one_hot, by_comparison, by_adding]))
 def test_experts_counted_otherwise(count: Callable[[Tensor], Tensor]) -> None:
     check(made(Added, count), F.cross_entropy, [batch(3)], quantities=[Grads()])
 
 
+@pytest.mark.slow
 def test_one_token_and_experts_without_rows() -> None:
     model = made(Added)
     with torch.no_grad():
@@ -167,6 +169,7 @@ def test_one_token_and_experts_without_rows() -> None:
     check(model, F.cross_entropy, [batch(4, 1), batch(1, 1)], quantities=[Grads(), Norms()])
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
 def test_compiled() -> None:
     batches = [batch(4), batch(6)]
@@ -187,6 +190,7 @@ def test_single_precision() -> None:
         torch.testing.assert_close(out.norms[i], norm, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_rows_of_each_expert_alone() -> None:
     """Where matrices are wide, no product runs over the rows of other experts, and directions are pushed through."""
     asked = [Norms(), ClippedSum(0.1), Dots()]
@@ -218,6 +222,7 @@ def test_squares_of_products(rows: int, inputs: int, spread: int) -> None:
     torch.testing.assert_close(expert_squares(x, y, ids, 5), expected)
 
 
+@pytest.mark.slow
 def test_users_and_parts() -> None:
     """Groups of samples, and fewer samples at a time."""
     model, given = made(Added), batch(6)
@@ -250,6 +255,7 @@ def of_nodes(sizes: list[int]) -> Batch:
     return Batch(Part((x, ids, len(sizes)), (y,)), tuple(alone), ((row, row, 0), 0))
 
 
+@pytest.mark.slow
 def test_experts_of_rows_of_samples() -> None:
     sizes = [of_nodes([3, 0, 4, 1]), of_nodes([2, 5])]
     check(made(OfNodes), F.cross_entropy, sizes, quantities=[Grads(), Norms(), ClippedSum(0.1)])

@@ -125,6 +125,7 @@ class Logarithms(Loop):
         return out.index_put((hit,), expert(rows) * (rows[:, :1] - 0.1 * e).log() + out[hit])
 
 
+@pytest.mark.slow
 def test_rows_that_are_not_picked_leave_no_trace() -> None:
     """An expert is computed from rows that were sent to it alone, so nothing is infinite or no number."""
     check(made(Logarithms, 2), F.cross_entropy, [batch(5)], quantities=[Norms()])

@@ -57,6 +57,7 @@ def test_backend(backend: str, case: Case) -> None:
             assert oracle.relative_error(got[field], value) < tolerance_of(case), field
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 def test_more_steps_than_dynamo_compiles_of_one_function() -> None:
     """Its limit is for each function, and every step is one."""

@@ -50,6 +50,7 @@ def test_inductor_equals_eager(name: str) -> None:
     compare(got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.rest)])
 def test_two_batch_sizes_of_one_capture(backend: str) -> None:
     torch.manual_seed(0)
@@ -117,6 +118,7 @@ def test_one_compilation_serves_all_batch_sizes(dynamic: bool | None, allowed: i
     assert counts[5:] == counts[5:6] * len(counts[5:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", one_in(2, ["simplecnn", "gpt"]))
 def test_one_compilation_serves_all_batch_sizes_without_a_loss(name: str) -> None:
     """A forward and a backward from 2 samples on, and for 1."""
@@ -132,6 +134,7 @@ def test_one_compilation_serves_all_batch_sizes_without_a_loss(name: str) -> Non
     assert counts == [2, 4, 4, 4, 4, 4]
 
 
+@pytest.mark.slow
 def test_inductor_compiles_a_convolution_once_for_all_batch_sizes() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(16, 16, 3), nn.Tanh(), nn.AvgPool2d(30), nn.Flatten(), nn.Linear(16, 3))
@@ -144,6 +147,7 @@ def test_inductor_compiles_a_convolution_once_for_all_batch_sizes() -> None:
     assert "grouped-conv" in step.explain()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", one_in(2, ["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]))
 def test_modes(mode: str) -> None:
     torch.manual_seed(0)

@@ -61,6 +61,7 @@ def test_what_is_read_as_it_lies() -> None:
     assert clones(gm) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
 def test_a_step_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop of a recurrent layer, and norms by Gram matrices of what it has, whose steps come before samples."""

@@ -198,6 +198,7 @@ class Images(nn.Module):
         return self.third(self.second(self.first(x).relu()).tanh()).flatten(1)
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
 @pytest.mark.parametrize("last", one_in(2, [True, False]))
 def test_a_step(last: bool, any_size: None, monkeypatch: pytest.MonkeyPatch) -> None:

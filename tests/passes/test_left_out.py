@@ -102,6 +102,7 @@ def without_launches(monkeypatch: pytest.MonkeyPatch, for_cuda: None) -> None:
     monkeypatch.setattr(Settings, "compiles_kernels", lambda *_: True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"), one_in(2, itertools.product(SIZES, [{}, {"per": "parameter"}, {"style": "automatic"}]))
 )

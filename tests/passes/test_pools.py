@@ -85,6 +85,7 @@ def test_other_windows_are_left(name: str) -> None:
     assert aten.max_pool2d_with_indices.default in ops(rewritten(LEFT[name])[0])
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
 @pytest.mark.parametrize("layout", one_in(2, [torch.contiguous_format, torch.channels_last]))
 def test_a_compiled_step(layout: torch.memory_format) -> None:

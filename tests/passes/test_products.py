@@ -183,6 +183,7 @@ def test_measured_under_the_users_defaults() -> None:
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
 @pytest.mark.parametrize("by", one_in(3, [*WAYS, None]))
 def test_a_step(by: str | None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,6 +81,7 @@ def test_symbols(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [False, True, False, False]
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
 def test_an_index_of_which_nothing_is_known() -> None:
     """Torch 2.13 fails on the indices of this padding, in sizes that are numbers."""

@@ -159,6 +159,7 @@ def test_nothing_repeats() -> None:
     assert written_once(gm) is gm
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
 def test_compiled_for_any_batch_size() -> None:
     torch.manual_seed(0)

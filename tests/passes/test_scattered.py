@@ -39,6 +39,7 @@ def test_a_sum_by_number_in_tiles(dynamic: bool) -> None:
     torch.testing.assert_close(found, across(a, b, ids))
 
 
+@pytest.mark.slow
 def test_what_is_added_to_is_read_afterwards() -> None:
     """Gradients of an interpolation are added up from zeros, which are memory that is needed early."""
     torch.manual_seed(0)

@@ -132,6 +132,7 @@ def test_a_batch_of_another_size_is_served_by_what_was_read(on_disk: Path) -> No
     assert "read" in step.timings
 
 
+@pytest.mark.slow
 def test_groups_have_symbols_of_their_own(on_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
     """So their graphs are not kept."""
     for _ in range(2):
@@ -177,6 +178,7 @@ def captured_of(model: nn.Module | None = None, loss: Any = F.cross_entropy, siz
     return stages(model or small(), loss, batch(size))["captured"]
 
 
+@pytest.mark.slow
 def test_what_is_told_is_the_name(on_disk: Path) -> None:
     """The same program has the same name, whatever has another graph another one."""
     told = asked()
@@ -232,6 +234,7 @@ class Doubling(torch.autograd.Function):
         return g * 2
 
 
+@pytest.mark.slow
 def test_what_bytes_cannot_tell_is_not_kept(on_disk: Path) -> None:
     """Code of users that passes would run."""
     captured = captured_of()
@@ -325,6 +328,7 @@ print(json.dumps({"passes": list(step.timings), "norms": norms.tolist()}))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
 @pytest.mark.parametrize("name", ["mlp", pytest.param("gpt", marks=pytest.mark.rest)])
 def test_another_process_reads_it(name: str, tmp_path: Path) -> None:

@@ -184,6 +184,7 @@ def test_views_of_inputs(layout: str) -> None:
     assert oracle.worst_error(psg_fx.transform(views, loss_fn, backend="eager")(x).grads, want) < 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="this version traces FFTs with other strides than they have")
 def test_views_compiled() -> None:
@@ -302,6 +303,7 @@ def of_classes(out: Tensor, y: Tensor) -> Tensor:
     return nn.functional.nll_loss(out.log_softmax(1).transpose(1, 2).flatten(0, 1), y.flatten(), reduction="sum")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"backend": "eager"}, {"backend": "aot_eager"}, {"warm": "eager"}], ids=str)
 def test_what_fake_kernels_lay_out_otherwise(options: dict[str, Any]) -> None:
     """The gradient of a log-softmax is contiguous, and that of a fake one lies as its cotangent does."""

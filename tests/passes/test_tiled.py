@@ -36,6 +36,7 @@ def test_a_sum_within_tiles_that_lie_apart() -> None:
     torch.testing.assert_close(found, apart(x))
 
 
+@pytest.mark.slow
 def test_convolutions_whose_channels_lie_last() -> None:
     """Gradients of weights are summed within tiles of the channels, of which there are fewer than a vector holds."""
     torch.manual_seed(0)

@@ -158,6 +158,7 @@ def test_on_a_cpu_sums_of_stored_gradients_are_products(groups: torch.Tensor | N
     assert len(products) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("for_cuda")
 @pytest.mark.parametrize("dtype", one_in(2, [torch.bfloat16, torch.float16]))
 def test_half_precision_is_squared_in_float32(dtype: torch.dtype) -> None:
@@ -193,6 +194,7 @@ def test_dtypes_that_differ() -> None:
     assert not [n for n in step.graphs["tidied"].graph.nodes if n.meta.get("psg_fx_pass") == "totals"]
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled() -> None:
@@ -209,6 +211,7 @@ def test_compiled() -> None:
         assert oracle.worst_error(out.clipped_sum, oracle.clipped_sum(grads, BOUND)) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("for_cuda")
 def test_groups_of_samples() -> None:
     """The norms are of groups, whose number is no number of samples."""

@@ -66,6 +66,7 @@ def inputs_for(gm: Any) -> list[Any]:
 QUANTITIES = {q.field: q for q in (Norms(), ClippedSum(0.1), Grads())}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "field"), one_in(8, itertools.product(SIZES, QUANTITIES)))
 def test_same_numbers(name: str, field: str) -> None:
     quantity = QUANTITIES[field]

@@ -45,6 +45,7 @@ def test_the_prediction_is_near_the_truth(quantity: Any) -> None:
     assert 0.8 * measured < predicted < 2 * measured
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", one_in(2, [0.4, 0.6]))
 def test_a_budget_is_kept(share: float) -> None:
     ex, asked = example("gpt"), [ClippedSum(0.1), MeanGrad(), SecondMoment()]
@@ -61,20 +62,52 @@ def test_a_budget_is_kept(share: float) -> None:
     assert peak(bounded, ex) <= budget
 
 
-def test_larger_batches_run_in_parts_of_the_planned_size() -> None:
-    small, large = example(batch=4), example(batch=11)
-    step = step_of(small, ClippedSum(0.1), memory_budget=2**30)
-    step(small.inputs, small.targets)
-    first = step.graphs["tidied"]
-    got = step(large.inputs, large.targets)
-    want = psg_fx.transform(small.model, small.loss_fn, quantities=ClippedSum(0.1), backend="eager")(
-        large.inputs, large.targets
-    )
-    assert step.graphs["tidied"] is first
-    assert oracle.worst_error(got.clipped_sum, want.clipped_sum) < 1e-5
-    assert oracle.relative_error(got.norms, want.norms) < 1e-5
+def test_a_larger_batch_has_a_plan_of_its_own() -> None:
+    """However few samples the first call had; and all sizes up to the larger one share that plan."""
+    sizes = (4, 11, 7, 3)
+    batches = {size: example(batch=size) for size in sizes}
+    step = step_of(batches[4], ClippedSum(0.1), memory_budget=2**30)
+    want = psg_fx.transform(step.model, step.loss_fn, quantities=ClippedSum(0.1), backend="eager")
+    for size in sizes:
+        got, expected = (s(batches[size].inputs, batches[size].targets) for s in (step, want))
+        assert oracle.worst_error(got.clipped_sum, expected.clipped_sum) < 1e-5
+        assert oracle.relative_error(got.norms, expected.norms) < 1e-5
+    assert len(step.captures) == 2
 
 
+def test_after_a_small_batch_larger_ones_run_in_parts_that_fit() -> None:
+    whole, few = example(), example(batch=2)
+    free = step_of(whole, Norms(), memory_budget=2**40)
+    want = free(whole.inputs, whole.targets).norms
+    step = step_of(few, Norms(), memory_budget=int(0.7 * plan_of(free).need))
+    step(few.inputs, few.targets)
+    assert oracle.relative_error(step(whole.inputs, whole.targets).norms, want) < 1e-5
+    assert 2 < plan_of(step).part < B
+    assert "samples run in parts of as many" in " ".join(str(step.explain()).split())
+
+
+@pytest.mark.parametrize("quantity", [ClippedSum(0.1), Gram()], ids=str)
+def test_the_first_batch_may_be_empty_or_small(quantity: Any) -> None:
+    ex = zoo.example("mlp", batch=6)
+    step = step_of(ex, quantity, memory_budget=2**20)
+    want = step_of(ex, quantity)
+    for size in (0, 1, 6):
+        got, expected = (vars(s(ex.inputs[:size], ex.targets[:size])) for s in (step, want))
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("kind", [torch.nn.GRU, torch.nn.LSTM])
+def test_what_is_kept_for_parameters_that_are_not_asked(kind: type[torch.nn.Module]) -> None:
+    """The joint graph returns values that no network of these parameters reads."""
+    layer: Any = kind(4, 5)
+    step = psg_fx.transform(
+        layer, lambda out: out[0].square().sum(), quantities=Norms(), params="*bias*", batch_dim=1, backend="eager",
+        memory_budget=2**30,
+    )  # fmt: skip
+    assert step(torch.randn(3, 6, 4)).norms.shape == (6,)
+
+
+@pytest.mark.slow
 def test_too_little_says_what_would_do() -> None:
     ex = example()
     with pytest.raises(BadArgument, match="a memory budget of 10 kB is too small") as refusal:
@@ -92,6 +125,7 @@ def test_products_of_all_pairs_cannot_run_in_parts() -> None:
         step(ex.inputs, ex.targets)
 
 
+@pytest.mark.slow
 def test_a_plan_without_room_keeps_less() -> None:
     """Before the batch is cut, trees that hold less are taken."""
     ex = example("gpt")

@@ -110,6 +110,7 @@ def test_a_kernel_of_one_pixel_needs_no_patches(stride: int, padding: int, dense
     assert all(isinstance(form, Dense) for form in forms) is dense
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
 def test_compiled() -> None:
     """A norm by pixels, a depthwise gradient and a strided pixel-wise one, in one compiled step."""

@@ -152,6 +152,7 @@ def memory_is_dear(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "device", lambda kind, replayed=False: replace(rates.CPU, bandwidth=1e6))
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
 @pytest.mark.usefixtures("memory_is_dear")
 def test_a_compiled_step_on_a_cpu() -> None:

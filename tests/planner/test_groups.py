@@ -52,6 +52,7 @@ def stack(depth: int) -> nn.Module:
     return nn.Sequential(*(layer for _ in range(depth) for layer in (nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU())))
 
 
+@pytest.mark.slow
 def test_depth_costs_no_traces(traced: list[Any]) -> None:
     x = torch.randn(3, 5, 4)
     tidied(stack(2), x)
@@ -114,6 +115,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", selected(MODELS, {"convolutions", "both"}))
 def test_copies_are_what_tracing_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = MODELS[name]()
@@ -123,6 +125,7 @@ def test_copies_are_what_tracing_gives(name: str, monkeypatch: pytest.MonkeyPatc
     assert operations(copied) == operations(traced)
 
 
+@pytest.mark.slow
 def test_copies_of_a_transformer(traced: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     copied, few = gpt(), len(traced)
     traced.clear()

@@ -134,6 +134,7 @@ QUANTITIES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
 @pytest.mark.parametrize("name", one_in(2, QUANTITIES))
 def test_a_compiled_step(name: str) -> None:
@@ -165,6 +166,7 @@ class OnePosition(nn.Module):
         return found
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
 @pytest.mark.parametrize("quantity", one_in(2, [ClippedSum(0.5), Grads()]))
 def test_outer_products_that_no_cache_holds(quantity: psg_fx.Quantity, monkeypatch: pytest.MonkeyPatch) -> None:

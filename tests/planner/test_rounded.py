@@ -75,6 +75,7 @@ def bounded(got: Mapping[str, Tensor], grads: Mapping[str, Tensor], bound: float
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("waiting_is_dear")
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_clipped_sum(dynamic: bool) -> None:
@@ -91,6 +92,7 @@ def test_a_clipped_sum(dynamic: bool) -> None:
     assert "gradients are kept in bfloat16" in step.explain()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("waiting_is_dear")
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
 def test_no_sample_is_above_the_bound(backend: str) -> None:
@@ -199,6 +201,7 @@ def test_other_dtypes_are_refused(value: object) -> None:
         psg_fx.transform(Model(), F.cross_entropy, options={"psg_fx.kept_dtype": value})
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
 def test_a_compiled_step() -> None:
     """In C++, with more positions than features, so that products take less than Gram matrices."""

@@ -130,6 +130,7 @@ def test_devices_of_another_maker_count_as_an_h100(monkeypatch: pytest.MonkeyPat
     assert rates.device("cuda") is rates.H100
 
 
+@pytest.mark.slow
 def test_plans_differ_between_devices() -> None:
     """Slow memory and slower float32 products make another tree the cheaper one, and every time longer."""
     ex = zoo.example("gpt", batch=8, layers=1, width=256, heads=4, tokens=128, vocabulary=500)

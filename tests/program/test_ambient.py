@@ -114,6 +114,7 @@ def test_inputs_of_inference_mode() -> None:
     check(step(x, y), module)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
 def test_a_first_call_inside_a_compiled_function(backend: str) -> None:
     module = model()

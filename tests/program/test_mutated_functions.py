@@ -228,6 +228,7 @@ def test_a_chain_of_objects() -> None:
     seen((scaled(walked), change))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:captured for the third time")
 def test_one_search_for_functions_serves_all_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Functions that are reached in no way that is followed are looked for among all objects, which takes a while."""
@@ -249,6 +250,7 @@ def test_one_search_for_functions_serves_all_captures(monkeypatch: pytest.Monkey
     assert counts[3] == counts[4], "one more for each capture that is kept"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:captured for the third time")
 @pytest.mark.parametrize("size", [None, 8])
 def test_a_capture_leaves_what_a_cache_held(size: int | None) -> None:

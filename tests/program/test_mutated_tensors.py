@@ -88,6 +88,7 @@ def test_another_tensor_in_the_place_of_one(name: str) -> None:
     assert len(step.captures) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", one_in(2, [True, False]))
 def test_a_function_that_is_reached_in_no_way_that_is_followed(frozen: bool) -> None:
     """Also where `gc.freeze()` has hidden it, as servers and data loaders do before they fork; once more later, too."""

@@ -132,6 +132,7 @@ def ordinary(model: nn.Module) -> tuple[Tensor, list[Tensor], Tensor]:
     return loss, list(torch.autograd.grad(loss, list(model.parameters()))), torch.rand(1)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:one graph for each batch size")
 @pytest.mark.parametrize("name", one_in(2, MODELS, always=["steps", "steps-by-a-distribution", "concentrations"]))
 def test_the_step_draws_what_the_ordinary_step_draws(name: str) -> None:
@@ -146,6 +147,7 @@ def test_the_step_draws_what_the_ordinary_step_draws(name: str) -> None:
     torch.testing.assert_close(list(out.mean_grad.values()), gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", one_in(3, MODELS))
 def test_without_a_loss(name: str) -> None:
     model = MODELS[name]().double()

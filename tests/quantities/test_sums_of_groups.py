@@ -159,6 +159,7 @@ def test_sizes_and_numbers(number: int) -> None:
     compare_mlp(psg_fx.transform(model, F.cross_entropy, quantities=EVERYTHING, backend="eager"), model, ids, count)
 
 
+@pytest.mark.slow
 def test_one_capture_serves_all_sizes() -> None:
     """One graph for blocks, one for what is brought in order, one for what is not; none depends on a size."""
     model = same_mlp()

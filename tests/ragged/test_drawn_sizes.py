@@ -62,6 +62,7 @@ def test_groups_of_graphs(seed: int) -> None:
     check_groups(made(GIN), losses, [grouped(draw, drawn_graphs(draw)) for _ in range(BATCHES)], [*usual(), Gram()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_documents(seed: int) -> None:
     draw = random.Random(seed)

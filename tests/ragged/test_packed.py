@@ -210,6 +210,7 @@ def test_what_is_refused(kind: type[Packed]) -> None:
         step(one_layer(kind))(given.inputs, given.targets)
 
 
+@pytest.mark.slow
 def test_cumulated_lengths() -> None:
     """`cu_seqlens`, B + 1 numbers, say how many documents there are."""
 

@@ -104,6 +104,7 @@ def tagged(lengths: list[int]) -> Batch:
     return Batch(parts[0], tuple(parts[1:]), 0)
 
 
+@pytest.mark.slow
 def test_tokens_and_targets_that_are_packed() -> None:
     torch.manual_seed(0)
     check(Tagger().double(), of_tags, [tagged(n) for n in ([3, 2, 1], [2, 3, 1])], quantities=[psg_fx.Grads()])
@@ -148,6 +149,7 @@ def close(found: Any, expected: dict[str, Tensor]) -> None:
     torch.testing.assert_close(dict(found), expected, atol=1e-10, rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_parts_groups_and_loops_over_batches() -> None:
     model, steps, y = made(), sequences(LENGTHS[0]), torch.tensor([0, 1, 2, 0])
     want, x = alone(model, steps, y), packed(steps)

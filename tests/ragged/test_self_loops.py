@@ -25,6 +25,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", selected(LAYERS, {"both"}))
 def test_layers(name: str) -> None:
     """With graphs that have self-loops already, some twice, and with graphs that have no edges or no nodes.
@@ -123,6 +124,7 @@ ALL_OR_MASKED = [pytest.param(False, id="all", marks=pytest.mark.rest), pytest.p
 WAYS = [("index_add", "largest-and-own", "largest-of-none", "mean-without-own"), ("largest",)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masked", ALL_OR_MASKED)
 @pytest.mark.parametrize("names", at_once(WAYS, CUSTOM))
 def test_what_is_done_along_edges_and_loops(names: tuple[str, ...], masked: bool) -> None:
@@ -207,6 +209,7 @@ OF_EDGES = {
 DEMANDING = ("by_distance", "of_differences", "picked_twice", "filled")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", at_once([DEMANDING], OF_EDGES))
 def test_edges_that_a_mask_picks(names: tuple[str, ...]) -> None:
     check(made(Edges, *(OF_EDGES[name] for name in names)), losses, batches(), quantities=usual())

@@ -118,6 +118,7 @@ def test_num_samples() -> None:
     assert report.ok, report
 
 
+@pytest.mark.slow
 def test_a_mean_over_samples_whose_targets_are_rows() -> None:
     """The loss of one sample cannot be had from it: said, with the way out, which is taken."""
 

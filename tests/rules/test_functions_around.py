@@ -269,6 +269,7 @@ def _used() -> Any:
     return weakref.ref(model)
 
 
+@pytest.mark.slow
 def test_a_step_keeps_no_model_that_a_function_was_given() -> None:
     used = _used()
     gc.unfreeze()  # what was made while nothing looked for garbage

@@ -180,6 +180,7 @@ def step_of(model: nn.Module, dtype: torch.dtype = torch.float32, **options: Any
     return step(x, y), oracle.loop_grads(model.double(), F.cross_entropy, x.double(), y)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
 @pytest.mark.parametrize(
     ("kind", "options"), [(nn.LSTM, {}), (nn.GRU, {"bias": False}), (nn.RNN, {"nonlinearity": "relu"})],
@@ -196,6 +197,7 @@ def test_a_compiled_step_has_it(
     assert oracle.relative_error(out.norms, oracle.norms(want)) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
 @pytest.mark.parametrize(
     ("model", "options"),

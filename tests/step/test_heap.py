@@ -58,6 +58,7 @@ def clean(environment: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in environment.items() if not k.startswith("MALLOC_") and k != "GLIBC_TUNABLES"}
 
 
+@pytest.mark.slow
 def test_what_a_step_frees_stays() -> None:
     alone, some, more = kept()
     assert alone < 100
@@ -65,6 +66,7 @@ def test_what_a_step_frees_stays() -> None:
     assert some + more < 550  # of 960: more than 512 at the top goes back
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "said",
     one_in(2, [{"MALLOC_TRIM_THRESHOLD_": "1000000"}, {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=1000000"}]),

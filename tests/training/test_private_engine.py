@@ -64,6 +64,7 @@ def test_parts_of_batches_some_of_which_are_empty(seed: int, first: int, clippin
     same(mine, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accountant", one_in(2, ["rdp", "prv"]))
 @quietly
 def test_a_target_epsilon_is_met(accountant: str) -> None:
