@@ -34,6 +34,7 @@ from .networks import merge, networks
 from .picks import picks
 from .plan import plan
 from .runner import graph_pass, run
+from .separate import separate
 from .sites import find_sites
 from .statistics import statistics
 from .stored import Entry, entry_of
@@ -138,7 +139,8 @@ def _passes(gm: GraphModule, asked: Asked, history: History, alone: Alone | None
     gm = run(statistics, gm, history)
     gm = run(totals, gm, history, device=device, size=size)
     gm = run(widen, gm, history, device=device.name)
-    return run(beside, gm, history, device=device, size=size)
+    gm = run(beside, gm, history, device=device, size=size)
+    return run(separate, gm, history)
 
 
 def _spread(gm: GraphModule, slices: Slices, history: History) -> GraphModule:
