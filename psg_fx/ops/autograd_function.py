@@ -25,6 +25,7 @@ from psg_fx.graph.facts import is_differentiable
 from psg_fx.graph.same_op import draws
 from psg_fx.graph.strides import free_of_strides
 from psg_fx.graph.tracing import trace
+from psg_fx.ops.argument_objects import are_the_same, held_by
 from psg_fx.ops.argument_sizes import has_symbols, of_call, without_symbols
 from psg_fx.ops.define import define_function
 from psg_fx.tensors import SYMBOLS
@@ -57,10 +58,11 @@ class CustomCall:
     def result(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Its result as it returns it."""
         args = self._filled(tensors)
+        before = held_by(args)
         with autocast_unseen(self.casts):
             result = apply(self.function, *args)
-        if _flattened(args)[1] != self.spec:
-            raise self.refusal("it changes a list or dict among its arguments", "return what it finds")
+        if not are_the_same(before, held_by(args)):
+            raise self.refusal("it changes a list, a dict or an object among its arguments", "return what it finds")
         return result
 
     def under_autograd(self, *tensors: torch.Tensor) -> Any:

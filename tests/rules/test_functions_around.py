@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -185,6 +186,17 @@ class Grown(Function):
         return g, None
 
 
+class Counted(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, calls: SimpleNamespace) -> Tensor:
+        calls.n += 1 if isinstance(calls.n, int) else [1]
+        return x * (calls.n if isinstance(calls.n, int) else len(calls.n))
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g, None
+
+
 class Twice(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -239,7 +251,9 @@ def _closed_over(m: Any, x: Tensor) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
-    "a list that grows": (lambda m, x: Grown.apply(m.a(x), []), "changes a list or dict among its arguments"),
+    "a list that grows": (lambda m, x: Grown.apply(m.a(x), []), "changes a list, a dict or an object among"),
+    "an object that counts": (lambda m, x: Counted.apply(m.a(x), SimpleNamespace(n=0)), "or an object among its arg"),
+    "an object's list": (lambda m, x: Counted.apply(m.a(x), SimpleNamespace(n=[])), "or an object among its arguments"),
     "one tensor twice": (lambda m, x: Twice.apply(m.a(x))[0], "returns one tensor twice"),
     "a sparse gradient": (lambda m, x: x * Sparse.apply(m.a.weight), "its backward returns a sparse gradient"),
     "parameters beside the arguments": (
