@@ -28,11 +28,12 @@ def separate(gm: GraphModule) -> GraphModule:
     """After: no two losses or answers share memory."""
     results: list[Node | None] = []
     taken: set[Node] = set()
+    copies: dict[Node, Node] = {}  # the last one of each: of a copy, since no op is done twice
     for spec, node in facts.returned(gm):
         if node is not None and spec.kind in ("loss", "answer"):
             if _memory(node) in taken:
                 with gm.graph.inserting_before(gm.graph.output_node()):
-                    node = call(gm, aten.clone.default, node)
+                    node = copies[node] = call(gm, aten.clone.default, copies.get(node, node))
                 node._rename(re.sub(r"\W", "_", f"{spec.name}_{spec.label}"))
             taken.add(_memory(node))
         results.append(node)

@@ -5,7 +5,8 @@ A captured graph has no values, but a model's own buffers have some, and the bra
 long as they keep them: which the guard asks at every call, as it does of all values that Python has looked at.  So such
 questions are answered by what the buffer holds, until the code writes into one.  Numbers that are computed with
 (`.item()` of an integer; of bool and uint8 it is a switch) stay in the graph, where they may be others at each call.
-Tensors that the code makes of numbers (`torch.tensor([0, 2])`, `torch.arange(4) != 2`) have these for good.
+Tensors that the code makes of numbers (`torch.tensor([0, 2])`, `torch.arange(4) != 2`) have these for good.  Floats
+decide as they are, or compared (`(self.times[1:] > self.times[:-1]).all()`).
 """
 
 from __future__ import annotations
@@ -30,21 +31,24 @@ _SWITCHES = (torch.bool, torch.uint8)
 _WHOLE = (*_SWITCHES, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def _functions(names: str) -> frozenset[Any]:
-    return frozenset(getattr(torch.Tensor, name) for name in names.split())
+def _functions(names: str, *owners: Any) -> frozenset[Any]:
+    found = [(owner, name) for owner in owners or (torch.Tensor,) for name in names.split()]
+    return frozenset(getattr(owner, name) for owner, name in found if hasattr(owner, name))
 
 
-_OF_FLOATS = _functions("__bool__ tolist")
+_OF_FLOATS = _functions("__bool__ tolist equal allclose") | {torch.equal, torch.allclose}
 """Questions that are answered by floats, too."""
-_DECIDING = _functions("__bool__ __index__ tolist __format__ __repr__")
+_DECIDING = _functions("__bool__ __index__ tolist __format__ __repr__") | _OF_FLOATS
 _READING = _functions("item __int__ __float__")
 _COMPUTING = _functions(
-    "__eq__ __ne__ __lt__ __le__ __gt__ __ge__ eq ne lt le gt ge logical_not logical_and logical_or any all sum max "
-    "min add sub mul remainder __floordiv__ __and__ __or__ __xor__ __invert__ __getitem__"
-)
+    "__eq__ __ne__ __lt__ __le__ __gt__ __ge__ __floordiv__ __rsub__ __rdiv__ __neg__ __and__ __or__ __xor__ __invert__"
+) | _functions("__getitem__ to double float long int bool") | _functions(
+    "eq ne lt le gt ge logical_not logical_and logical_or any all sum max min add sub mul div remainder neg abs ceil "
+    "floor round diff flip cumsum cat stack unbind split chunk clone reshape unsqueeze squeeze", torch.Tensor, torch
+)  # fmt: skip
 """What is computed of such buffers to decide by; nothing that writes, or draws."""
 
-_MAKING = frozenset({torch.tensor, torch.arange, torch.zeros, torch.ones, torch.full, torch.eye})
+_MAKING = frozenset({torch.tensor, torch.arange, torch.linspace, torch.zeros, torch.ones, torch.full, torch.eye})
 """What makes tensors of numbers that the code has."""
 
 _IN_BULK = "_foreach_"
@@ -55,7 +59,7 @@ _Known = tuple[torch.Tensor, list[Same]]
 
 
 class Flags:
-    """What is known of small buffers, and of what is computed from those of whole numbers alone."""
+    """What is known of small buffers, and of what is computed from them alone."""
 
     def __init__(self, stand_ins: StandIns) -> None:
         buffers = [(own, other) for own, other in stand_ins.pairs() if not isinstance(own, nn.Parameter)]
@@ -71,11 +75,13 @@ class Flags:
         """What a question to one of them has for an answer, and the buffers that it follows from; None for others."""
         if func not in _DECIDING and func not in _READING:
             return None
-        found = self._known(args[0], of_floats=func in _OF_FLOATS)
-        if found is None or (func in _READING and found[0].dtype not in _SWITCHES):
+        if (found := self._filled(tuple(args))) is None:
+            return None
+        (values, same), kinds = found, _SWITCHES if func in _READING else _WHOLE
+        if func not in _OF_FLOATS and values[0].dtype not in kinds and (same or func not in _READING):
             return None
         with no_modes(), without_functions():
-            return func(found[0], *args[1:]), found[1]
+            return func(*values), same
 
     def values_of(self, tensor: torch.Tensor) -> _Known | None:
         """What is known of one that decides; None for others."""
@@ -88,36 +94,54 @@ class Flags:
     def computed(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
         """A function has been called on these, and has returned this."""
         self._in_bulk = self._in_bulk or _IN_BULK in getattr(func, "__name__", "")
-        if not isinstance(result, torch.Tensor) or result.dtype not in _WHOLE:
-            return
         if func not in _MAKING and (func not in _COMPUTING or not (self._own or self._made)):
             return
+        if "out" in kwargs:
+            return  # it writes
         leaves = pytree.tree_leaves((args, kwargs))
         numbers = [bound for v in leaves for bound in ((v.start, v.stop, v.step) if isinstance(v, slice) else (v,))]
         if any(isinstance(v, SYMBOLS) for v in numbers):
             return  # sizes that follow the batch
-        if func in _MAKING and result.numel() > LARGE_MASK:
+        if func in _MAKING and result.numel() > (LARGE_MASK if result.dtype in _WHOLE else _SMALL):
             return
-        known = [self._known(t) for t in leaves if isinstance(t, torch.Tensor)]
-        if any(found is None for found in known):
-            return
-        values = iter([found[0] for found in known if found is not None])
         named = {name: value for name, value in kwargs.items() if name != "device"}
-        real = pytree.tree_map_only(torch.Tensor, lambda _: next(values), (args, named))
+        if (found := self._filled((args, named))) is None:
+            return
+        (own, others), same = found
         with no_modes(), without_functions(), torch.no_grad():
-            value = func(*real[0], **real[1]).clone()
-            version = result._version
-        self._made[result] = version, (value, [same for found in known if found is not None for same in found[1]])
+            values = func(*own, **others)
+            for made, value in zip(_each(result), _each(values), strict=True):
+                self._made[made] = made._version, (value.clone(), same)
 
-    def _known(self, tensor: Any, of_floats: bool = False) -> _Known | None:
-        if not isinstance(tensor, torch.Tensor) or self._in_bulk or self._versions_now() != self._versions:
+    def _filled(self, tree: Any) -> tuple[Any, list[Same]] | None:
+        """A tree with the values of its tensors, and the buffers that these follow from; None if one is not known."""
+        known: list[_Known] = []
+        for leaf in pytree.tree_leaves(tree):
+            if isinstance(leaf, torch.Tensor):
+                if (found := self._known(leaf)) is None:
+                    return None
+                known.append(found)
+        values = iter([value for value, _ in known])
+        filled = pytree.tree_map_only(torch.Tensor, lambda _: next(values), tree)
+        return filled, [buffer for _, buffers in known for buffer in buffers]
+
+    def _known(self, tensor: torch.Tensor) -> _Known | None:
+        is_own = id(tensor) in self._own
+        if not is_own and tensor not in self._made:
+            return None
+        if self._in_bulk or self._versions_now() != self._versions:
             return None  # the code has written into some buffer, perhaps this one
-        if id(tensor) not in self._own:
-            version, made = self._made.get(tensor, (None, None))
-            with without_functions():
-                return made if version == tensor._version else None  # nor into this one
-        return (tensor, [Same(tensor)]) if tensor.dtype in _WHOLE or of_floats else None
+        if is_own:
+            return tensor, [Same(tensor)]
+        version, made = self._made[tensor]
+        with without_functions():
+            return made if version == tensor._version else None  # nor into this one
 
     def _versions_now(self) -> list[int]:
         with without_functions():
             return [other._version for other in self._others]
+
+
+def _each(result: Any) -> Sequence[torch.Tensor]:
+    found: Sequence[torch.Tensor] = result if isinstance(result, (tuple, list)) else (result,)
+    return found

@@ -45,6 +45,10 @@ class TorchCalls(TorchFunctionMode):
         try:
             if (decided := self.flags.answer(func, args)) is not None:
                 return self._followed(decided)
+            if (places := self._places(func, args, kwargs)) is not None:
+                return places
+            if func is torch.Tensor.__iter__ and args[0].ndim and self.flags.values_of(args[0]) is not None:
+                return iter(self.__torch_function__(torch.Tensor.unbind, types, args))
             if func in _INDEXING and len(args) > 1:
                 args = (args[0], self._indexed(args[1]), *args[2:])
             own = args, kwargs
@@ -87,14 +91,38 @@ class TorchCalls(TorchFunctionMode):
         """A part of an index; the places that a mask picks, dim for dim, where its values are known."""
         if not isinstance(part, torch.Tensor) or part.dtype is not torch.bool or not part.ndim:
             return (self._indexed(part),)
-        known = self.flags.values_of(part)
-        if known is None and type(part) in _FROM_OUTSIDE and not self.flags.has(part) and part.numel() <= LARGE_MASK:
-            known = part, [Same(part)]
+        known = self._mask(part)
         if known is None:
             return (part,)
         mask = self._followed(known)
         with no_modes(), without_functions():
             return tuple(places.tolist() for places in mask.nonzero(as_tuple=True))
+
+    def _mask(self, part: torch.Tensor) -> tuple[Any, list[Same]] | None:
+        """The values of a mask of the code's own."""
+        known = self.flags.values_of(part)
+        if known is None and type(part) in _FROM_OUTSIDE and not self.flags.has(part) and part.numel() <= LARGE_MASK:
+            known = part, [Same(part)]
+        return known
+
+    def _places(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """`mask.nonzero()` as a tensor of numbers, where the mask's values are known; None for everything else."""
+        if func not in _NONZERO or len(args) != 1 or not isinstance(args[0], torch.Tensor):
+            return None
+        if (known := self._mask(args[0])) is None:
+            return None
+        mask = self._followed(known)
+        with no_modes(), without_functions():
+            found = mask.nonzero()
+            columns, rows, shape = found.T.tolist(), found.tolist(), found.shape
+        if func is torch.where or kwargs.get("as_tuple"):
+            return tuple(self._numbers(column, args[0]) for column in columns)
+        return self._numbers(rows, args[0]).reshape(shape)
+
+    def _numbers(self, numbers: list[Any], like: torch.Tensor) -> torch.Tensor:
+        made = torch.tensor(numbers, dtype=torch.int64, device=like.device)
+        self.flags.computed(torch.tensor, (numbers,), {"dtype": torch.int64}, made)
+        return made
 
     def _bound(self, bound: Any) -> Any:
         if not isinstance(bound, torch.Tensor):
@@ -130,6 +158,7 @@ class TorchCalls(TorchFunctionMode):
 _FROM_OUTSIDE = (torch.Tensor, nn.Parameter)
 """What tensors are that no capture has made."""
 _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+_NONZERO = frozenset({torch.nonzero, torch.Tensor.nonzero, torch.argwhere, torch.Tensor.argwhere, torch.where})
 _CALLED = (FunctionType, MethodType, functools.partial, nn.Module)
 _LOOKS = {
     getattr(torch.Tensor, name)

@@ -77,6 +77,18 @@ def columns_written(m: Any, x: Tensor) -> Tensor:
     return (out.cumsum(1) + 1).flatten(1)
 
 
+def euler(m: Any, x: Tensor) -> Tensor:
+    """As solvers of differential equations do, which look for the steps around each time that is asked."""
+    grid, wanted, found = torch.linspace(0, 1, 5), torch.tensor([0.25, 1.0]), []
+    differences = grid[1:] > grid[:-1]
+    assert differences.all() or (~differences).all()
+    for start, end in zip(grid[:-1], grid[1:], strict=True):  # noqa: RUF007  (as they do)
+        x = x + (end - start) * m.layer(x).tanh() * start.cos()
+        if len(found) < len(wanted) and end >= wanted[len(found)]:
+            found.append(x)
+    return torch.cat(found, 1)
+
+
 def replaced(name: str, value: Any) -> Callable[[Any], object]:
     return lambda m: setattr(m, name, torch.as_tensor(value))
 
@@ -105,6 +117,21 @@ ROWS: dict[str, tuple[Callable[[Any, Tensor], Tensor], Change]] = {
     ),
     "other columns": (
         lambda m, x: m.layer(x[:, m.mask].repeat(1, 2)[:, :4])[:, m.mask | m.ready], lambda m: m.ready.fill_(True),
+    ),
+    "floats compared": (
+        lambda m, x: m.layer(x) if (m.scales[1:] > m.scales[:-1]).all() or (m.scales == 5).any() else 2 * m.layer(x),
+        lambda m: m.scales.fill_(1.0),
+    ),
+    "equal": (
+        lambda m, x: m.layer(x) if torch.equal(m.scales, m.sizes) else 2 * m.layer(x), replaced("scales", [1, 3]),
+    ),
+    "places": (
+        lambda m, x: torch.cat([m.layer(x)[:, m.mask.nonzero().squeeze(-1)], x[:, torch.where(~m.mask)[0]]], 1),
+        lambda m: m.mask.copy_(torch.tensor([False, True, True, True])),
+    ),
+    "places of floats": (
+        lambda m, x: torch.cat([m.layer(x)[:, (m.scales > 1).nonzero(as_tuple=True)[0]], x], 1),
+        lambda m: m.scales.fill_(2.0),
     ),
     "columns written": (columns_written, lambda m: m.plain.copy_(torch.tensor([[True, True], [False, False]]))),
     "list of floats": (lambda m, x: m.layer(x) * sum(m.scales.tolist()), lambda m: m.scales.fill_(1.0)),
@@ -173,6 +200,10 @@ LITERAL: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "columns": lambda m, x: m.layer(x)[:, torch.tensor([True, False, True, True])],
     "compared": lambda m, x: m.layer(x)[:, torch.arange(4) != 2],
     "no columns": lambda m, x: torch.cat([m.layer(x), x[:, torch.zeros(4, dtype=torch.bool)]], 1),
+    "places": lambda m, x: torch.cat([m.layer(x)[:, (torch.arange(4) % 2 == 1).nonzero()[:, 0]], x], 1),
+    "no places": lambda m, x: torch.cat([m.layer(x), x[:, torch.zeros(4, dtype=torch.bool).nonzero()[:, 0]]], 1),
+    "a grid of times": euler,
+    "number of a float": lambda m, x: m.layer(x) * len(range(int(torch.linspace(0, 4, 3)[1].item()))),
     "a list": lambda m, x: torch.cat([m.layer(x)[:, i] for i in torch.tensor([[0, 2], [1, 3]]).tolist()], 1),
 }
 
