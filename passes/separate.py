@@ -33,7 +33,8 @@ def separate(gm: GraphModule) -> GraphModule:
         if node is not None and spec.kind in ("loss", "answer"):
             if _memory(node) in taken:
                 with gm.graph.inserting_before(gm.graph.output_node()):
-                    node = copies[node] = call(gm, aten.clone.default, copies.get(node, node))
+                    copies[node] = call(gm, aten.clone.default, copies.get(node, node))
+                node = copies[node]
                 node._rename(re.sub(r"\W", "_", f"{spec.name}_{spec.label}"))
             taken.add(_memory(node))
         results.append(node)
