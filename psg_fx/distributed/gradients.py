@@ -32,7 +32,7 @@ def set_grad(model: nn.Module, values: Mapping[str, torch.Tensor], scale: float 
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, value in values.items():
         p = parameters.get(name)
-        if p is None or not isinstance(value, torch.Tensor) or _place(value) != _place(p):
+        if p is None or _place(value) != _place(p):
             raise BadArgument(
                 f"the value of {name} does not fit the model", where="psg_fx.distributed.set_grad(model, values)",
                 why="the model has no such parameter" if p is None else f"it is {_described(value)}, and the parameter "
@@ -43,11 +43,11 @@ def set_grad(model: nn.Module, values: Mapping[str, torch.Tensor], scale: float 
         p.grad = (value * scale if scale != 1.0 else value).to(p.dtype)
 
 
-def _place(value: torch.Tensor) -> tuple[bool, torch.Size]:
-    return is_sharded_tensor(value), value.shape
+def _place(value: Any) -> tuple[bool, torch.Size] | None:
+    return (is_sharded_tensor(value), value.shape) if isinstance(value, torch.Tensor) else None
 
 
 def _described(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
-        return f"a {type(value).__name__}"
+        return f"of type {type(value).__name__}"
     return f"{'sharded' if is_sharded_tensor(value) else 'plain'} {list(value.shape)}"

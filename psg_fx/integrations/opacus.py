@@ -91,7 +91,7 @@ class PrivateTraining:
 
 
 def _check_noise(noise_multiplier: Any) -> None:
-    if not isinstance(noise_multiplier, Real) or not 0 <= noise_multiplier < math.inf:
+    if not isinstance(noise_multiplier, Real) or not 0 <= float(noise_multiplier) < math.inf:
         raise BadArgument(
             f"noise_multiplier={noise_multiplier!r} is no standard deviation",
             where="PrivateTraining(noise_multiplier=...)",

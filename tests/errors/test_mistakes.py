@@ -180,7 +180,7 @@ ROWS: dict[str, Row] = {
     "a-number-for-a-gradient": (
         lambda: psg_fx.distributed.set_grad(mlp(), {"0.bias": 1}), BadArgument,  # type: ignore[dict-item]
         "the value of 0.bias does not fit the model", "psg_fx.distributed.set_grad(model, values)",
-        "it is a int, and the parameter is plain [5]", "pass sums of a step of this model, and the model itself",
+        "it is of type int, and the parameter is plain [5]", "pass sums of a step of this model, and the model itself",
     ),
     "sums-of-no-processes": (
         lambda: psg_fx.distributed.reduce(step()(X, Y)), BadArgument, "there is no group of processes",
