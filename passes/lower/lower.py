@@ -107,6 +107,7 @@ def _placeholder(gm: GraphModule, name: str, value: torch.Tensor, spec: InputSpe
     """A further input, after those there are."""
     with gm.graph.inserting_after(facts.placeholders(gm)[-1]):
         node = gm.graph.placeholder(re.sub(r"\W", "_", name))
+    node.target = node.name  # names of two parameters may differ in "." and "_" alone
     node.meta = {"val": value, "psg_fx_input": spec}
     return node
 

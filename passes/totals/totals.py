@@ -98,7 +98,8 @@ def _norm(last: Node) -> _Norm | None:
     every = tuple(range(1, squares.meta["val"].ndim))
     if squares.target is not aten.pow.Tensor_Scalar or squares.args[1] != 2 or _dims(reduction) != every:
         return None
-    if any(size.free_symbols for size in facts.shape(squares.meta["val"])[1:]):
+    sizes = facts.shape(squares.meta["val"])[1:]
+    if any(size.free_symbols for size in sizes) or not product(sizes):  # without elements there is no width
         return None
     return _Norm(last, reduction, squares, operands(squares)[0])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,12 +21,18 @@ def set_grad(model: nn.Module, values: Mapping[str, torch.Tensor], scale: float 
         scale: 1 / (expected number of samples), say.
 
     Raises:
-        BadArgument: a name that the model does not have, another shape, or a value that lies otherwise than p.
+        BadArgument: no mapping; a name that the model does not have, another shape, or a value that lies otherwise
+            than p.
     """
+    if not isinstance(values, Mapping):
+        raise BadArgument(
+            f"values is a {type(values).__name__}", where="psg_fx.distributed.set_grad(model, values)",
+            why="parameters are found by name", fix="pass a field of a step's output, such as out.clipped_sum",
+        )  # fmt: skip
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, value in values.items():
         p = parameters.get(name)
-        if p is None or p.shape != value.shape or is_sharded_tensor(p) != is_sharded_tensor(value):
+        if p is None or _place(value) != _place(p):
             raise BadArgument(
                 f"the value of {name} does not fit the model", where="psg_fx.distributed.set_grad(model, values)",
                 why="the model has no such parameter" if p is None else f"it is {_described(value)}, and the parameter "
@@ -36,5 +43,11 @@ def set_grad(model: nn.Module, values: Mapping[str, torch.Tensor], scale: float 
         p.grad = (value * scale if scale != 1.0 else value).to(p.dtype)
 
 
-def _described(value: torch.Tensor) -> str:
+def _place(value: Any) -> tuple[bool, torch.Size] | None:
+    return (is_sharded_tensor(value), value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return f"of type {type(value).__name__}"
     return f"{'sharded' if is_sharded_tensor(value) else 'plain'} {list(value.shape)}"

@@ -48,7 +48,8 @@ def reduce(out: StepOutput, group: dist.ProcessGroup | None = None) -> StepOutpu
         group: of processes, None for all.
 
     Raises:
-        BadArgument: the output is over all processes already, no step's, or a variance without its mean.
+        BadArgument: the output is over all processes already, no step's, or a variance without its mean; or
+            `torch.distributed.init_process_group` was not called.
     """
     if getattr(out, "joins", None) is None:
         known = type(out) is StepOutput
@@ -60,6 +61,12 @@ def reduce(out: StepOutput, group: dist.ProcessGroup | None = None) -> StepOutpu
             fix="pass what the step returned, once",
         )  # fmt: skip
     check_joins(out.joins or {}, "psg_fx.distributed.reduce(out)")
+    if not (dist.is_available() and dist.is_initialized()):
+        raise BadArgument(
+            "there is no group of processes", where="psg_fx.distributed.reduce(out)",
+            why="processes find one another by torch.distributed.init_process_group, which was not called",
+            fix="call it first; in a single process leave reduce out: its output is that of all samples",
+        )  # fmt: skip
     return over_processes(out, _Group(group))
 
 

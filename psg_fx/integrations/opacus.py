@@ -5,7 +5,9 @@ p.grad = (Σ_b min(1, C / ‖g_b‖) g_b  +  σ C N(0, 1)) / (q N)        (Abadi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from psg_fx.api import transform
 from psg_fx.distributed.gradients import set_grad
-from psg_fx.errors import NotYetSupported
+from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.quantities.clipped_sum import ClippedSum
 from psg_fx.step.compiled import StepOutput
 from psg_fx.step.microbatch import microbatch
@@ -46,7 +48,8 @@ class PrivateTraining:
         generator, secure_mode: of the noise, as in Opacus.
         options: of `psg_fx.transform`.
 
-    Raises NotYetSupported where several processes train the model together.
+    Raises BadArgument for noise or a bound that is no number or negative, and NotYetSupported where several processes
+    train the model together.
 
     loader: gives the batches.  optimizer: Opacus', which adds the noise.  accountant: has counted every step.
     transformed: the psg_fx step, for `explain()` and `validate(x, y)`.
@@ -58,6 +61,7 @@ class PrivateTraining:
         generator: torch.Generator | None = None, secure_mode: bool = False, **options: Any,
     ) -> None:  # fmt: skip
         _refuse_several_processes(model)
+        _check_noise(noise_multiplier)
         self.model = model
         self.loader = loader if isinstance(loader, DPDataLoader) else DPDataLoader.from_data_loader(loader)
         self.accountant = create_accountant(accountant) if isinstance(accountant, str) else accountant
@@ -80,8 +84,20 @@ class PrivateTraining:
         return out
 
     def epsilon(self, delta: float) -> float:
-        """What has been spent, at this δ."""
+        """What has been spent, at this δ; 0 before the first step."""
+        if not len(self.accountant):
+            return 0.0  # Opacus' "prv" divides by the number of steps
         return float(self.accountant.get_epsilon(delta))
+
+
+def _check_noise(noise_multiplier: Any) -> None:
+    if not isinstance(noise_multiplier, Real) or not 0 <= float(noise_multiplier) < math.inf:
+        raise BadArgument(
+            f"noise_multiplier={noise_multiplier!r} is no standard deviation",
+            where="PrivateTraining(noise_multiplier=...)",
+            why="noise of noise_multiplier times max_grad_norm is added to the sum",
+            fix="a float that is not negative, e.g. noise_multiplier=1.1",
+        )  # fmt: skip
 
 
 def _refuse_several_processes(model: nn.Module) -> None:

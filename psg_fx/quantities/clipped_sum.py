@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, ClassVar
@@ -27,7 +27,7 @@ class ClippedSum(Quantity):
 
     style="abadi": c = min(1, max_norm / ‖g‖) (Abadi et al. 2016, arXiv:1607.00133);
     style="automatic": c = max_norm / (‖g‖ + 0.01) (Bu et al. 2022, arXiv:2206.07136).
-    max_norm: a float or 0-d tensor, read at every call; with per="parameter" it holds for each parameter, or is a
+    max_norm: a number or 0-d tensor, read at every call; with per="parameter" it holds for each parameter, or is a
     mapping by name.  A negative one is refused; on CUDA, where to look at its value would be a synchronisation, factors
     and sum are NaN instead.
     Where ‖g‖ comes from Gram matrices, c does not take it for smaller than rounding lets one know: a part of the sum is
@@ -35,10 +35,10 @@ class ClippedSum(Quantity):
     weighted: the sum is Σ_b w_b c_b g_b with weights [B] given at the call, so that a 0 masks a padded sample:
     `step(x, y, weights=mask)`.
     nonfinite: "drop": a sample whose norm is NaN or inf (of per="parameter": one of its norms) has factor 0, of all
-    parameters, and no part in the sum.  `out.norms` shows which samples these are.  On CUDA all that is multiplied for
-    the sum has zeros in their places, and nothing waits; on a CPU, and on CUDA where samples are groups or rows or go
-    to experts, the step looks at the norms (a synchronisation), and computes the sum by a second run over the other
-    samples (with dropout, of other draws).
+    parameters, and no part in the sum, whatever its weight is.  `out.norms` shows which samples these are.  On CUDA all
+    that is multiplied for the sum has zeros in their places, and nothing waits; on a CPU, and on CUDA where samples are
+    groups or rows or go to experts, the step looks at the norms (a synchronisation), and computes the sum by a second
+    run over the other samples (with dropout, of other draws).
     "keep": the sum is what arithmetic makes of it, mostly NaN.
     """
 
@@ -69,37 +69,23 @@ class ClippedSum(Quantity):
         check_choice("ClippedSum", "nonfinite", self.nonfinite, ("drop", "keep"), why)
         check_flag("ClippedSum", "weighted", self.weighted)
         for value in self.max_norm.values() if isinstance(self.max_norm, Mapping) else [self.max_norm]:
-            check_max_norm(value, self.style)
+            _as_bound(value, self.style)
 
     def asks(self) -> tuple[Ask, ...]:
         return (SquaredNorm(), Weighted("clip", after_norms=True))
 
     def extras(self, gradients: Mapping[str, ParameterGradient]) -> dict[str, Extra]:
         found = {"max_norm": Extra(() if self.per == "model" else (len(gradients),))}
-        return found | {name: Extra((None,)) for name in self._scales()}
-
-    def _scales(self) -> list[str]:
-        """Further inputs that multiply the factors."""
-        return [COUNTED] * (self.nonfinite == "drop") + ["weights"] * self.weighted
+        scales = [COUNTED] * (self.nonfinite == "drop") + ["weights"] * self.weighted
+        return found | {name: Extra((None,)) for name in scales}
 
     def values(self, shapes: Shapes, given: Mapping[str, Any]) -> dict[str, Any]:
         return {"max_norm": self._bounds(shapes)} | (given_weights("ClippedSum", given) if self.weighted else {})
 
     def _bounds(self, shapes: Shapes) -> Any:
         if isinstance(self.max_norm, (float, int)) and self.per == "model":
-            return self.max_norm  # looked at when the quantity was made
-        for value in self.max_norm.values() if isinstance(self.max_norm, Mapping) else [self.max_norm]:
-            check_max_norm(value, self.style)
-        if self.per == "model":
-            if isinstance(self.max_norm, Mapping):
-                raise _bad_max_norm(self.max_norm, 'a mapping by parameter needs per="parameter"')
-            return self.max_norm
-        if not isinstance(self.max_norm, Mapping):
-            return [self.max_norm] * len(shapes)
-        if set(self.max_norm) != set(shapes):
-            odd = sorted(set(self.max_norm) ^ set(shapes))
-            raise _bad_max_norm(self.max_norm, f"its names are not those of the parameters: {', '.join(odd[:5])}")
-        return [self.max_norm[name] for name in shapes]
+            return float(self.max_norm)  # looked at when the quantity was made
+        return bounds_of(self.max_norm, None if self.per == "model" else list(shapes), self.style)
 
     def weights(self, r: Results, extras: Mapping[str, torch.Tensor]) -> dict[str, Mapping[str, torch.Tensor]]:
         sq_norms, floors, limit = r["sq_norms"], r[FLOORS], extras["max_norm"]
@@ -110,14 +96,19 @@ class ClippedSum(Quantity):
         else:
             norms = {name: _at_least(value, floors.get(name)).sqrt() for name, value in sq_norms.items()}
             factors = {name: self._factor(norm, limit[i], finite) for i, (name, norm) in enumerate(norms.items())}
-        scales = [extras[name] for name in self._scales()]
-        if not scales:
-            return {"factors": factors, "clip": factors}
-        scale = math.prod(scales[1:], start=scales[0])
         if self.per == "model":
-            some = next(iter(factors.values()))
-            return {"factors": factors, "clip": dict.fromkeys(factors, some * scale.to(some.dtype))}
-        return {"factors": factors, "clip": {n: c * scale.to(c.dtype) for n, c in factors.items()}}
+            scaled = self._scaled(next(iter(factors.values())), extras)
+            return {"factors": factors, "clip": dict.fromkeys(factors, scaled)}
+        return {"factors": factors, "clip": {name: self._scaled(factor, extras) for name, factor in factors.items()}}
+
+    def _scaled(self, factor: torch.Tensor, extras: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """What multiplies the gradients; 0 for a sample that is dropped, whatever its weight is."""
+        dropped = self.nonfinite == "drop"
+        counted = factor * extras[COUNTED].to(factor.dtype) if dropped else factor
+        if not self.weighted:
+            return counted
+        found = counted * extras["weights"].to(factor.dtype)
+        return torch.where(counted == 0, 0.0, found) if dropped else found
 
     def _factor(self, norm: torch.Tensor, limit: torch.Tensor, finite: torch.Tensor | None) -> torch.Tensor:
         limit = limit.to(norm.dtype)
@@ -149,19 +140,35 @@ def _at_least(sq_norm: torch.Tensor, lowest: torch.Tensor | None) -> torch.Tenso
     return torch.where(lowest > sq_norm, lowest.to(sq_norm.dtype), sq_norm)
 
 
-def check_max_norm(value: Any, style: str = "abadi") -> None:
-    """Refuse what is no bound on norms; on another device than the CPU a tensor is not looked into."""
+def bounds_of(max_norm: Any, names: Sequence[str] | None, style: str = "abadi") -> Any:
+    """The bound that a graph reads, or those of all the parameters named.  Raises BadArgument; on another device than
+    the CPU a tensor is not looked into.
+    """
+    if not isinstance(max_norm, Mapping):
+        bound = _as_bound(max_norm, style)
+        return bound if names is None else [bound] * len(names)
+    if names is None:
+        raise _bad_max_norm(max_norm, 'a mapping by parameter needs per="parameter"')
+    if odd := sorted(set(max_norm) ^ set(names)):
+        raise _bad_max_norm(max_norm, f"its names are not those of the parameters: {', '.join(odd[:5])}")
+    return [_as_bound(max_norm[name], style) for name in names]
+
+
+def _as_bound(value: Any, style: str) -> torch.Tensor | float:
+    """The value, as a float if it is a number."""
+    number = value
     if isinstance(value, torch.Tensor):
         if value.ndim != 0 or not value.is_floating_point():
             raise _bad_max_norm(value, "a tensor must be a 0-d floating-point one")
         if value.device.type != "cpu":
-            return
-        value = value.item()
-    bound = _as_float(value)
+            return value
+        number = value.item()
+    bound = _as_float(number)
     if not bound >= 0:
-        raise _bad_max_norm(value, "a norm's bound is a number that is not negative")
+        raise _bad_max_norm(number, "a norm's bound is a number that is not negative")
     if style == "automatic" and math.isinf(bound):
-        raise _bad_max_norm(value, 'style="automatic" divides it by the norm, so all factors would be infinite')
+        raise _bad_max_norm(number, 'style="automatic" divides it by the norm, so all factors would be infinite')
+    return value if isinstance(value, torch.Tensor) else bound
 
 
 def _as_float(value: Any) -> float:

@@ -83,7 +83,8 @@ def clip_factors_of(grads: ByName, max_norm: Any, per: str, style: str) -> ByNam
     finite = torch.stack([norm.isfinite() for norm in norms.values()]).all(0)
     for name, norm in norms.items():
         value = max_norm[name] if isinstance(max_norm, Mapping) else max_norm
-        limit = torch.as_tensor(value, dtype=norm.dtype, device=norm.device)
+        number = value if isinstance(value, Tensor) else float(value)
+        limit = torch.as_tensor(number, dtype=norm.dtype, device=norm.device)
         if style == "automatic":
             factors[name] = limit / (norm + 0.01)
         else:

@@ -110,6 +110,27 @@ class CompiledStep:
         return results
 
 
+def check_out(out: Any, keeps: bool) -> None:
+    """Refuse what results cannot be written into.  keeps: whether the step uses the memory of former results again."""
+    where = "step(inputs, targets, out=...)"
+    if not isinstance(out, StepOutput):
+        raise BadArgument(
+            f"out is a {type(out).__name__}", where=where, why="results are written into those of a former call",
+            fix="pass what the step has returned",
+        )  # fmt: skip
+    if not keeps:
+        raise BadArgument(
+            "out= needs a step that reuses its outputs", where=where,
+            why="the results would be written to fresh memory first", fix="transform(..., reuse_outputs=True)",
+        )  # fmt: skip
+    if not torch.is_inference_mode_enabled() and any(t.is_inference() for t in pytree.tree_leaves(vars(out))):
+        raise BadArgument(
+            "out was made under torch.inference_mode()", where=where,
+            why="outside of that mode torch does not write into its tensors",
+            fix="call the step inside of the mode, too; or leave out= out of the first call outside of it",
+        )  # fmt: skip
+
+
 def write_into(former: dict[str, Any], fields: Mapping[str, Any]) -> None:
     """Put the values of `fields` into the tensors of `former`; where a shape has changed, in their place."""
     values = dict(fields)

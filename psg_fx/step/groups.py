@@ -123,7 +123,7 @@ def groups_of(ids: Any, num_groups: Any, samples: int, former: Groups | None = N
     if least < -1 or most >= count:
         raise BadArgument(
             f"groups has the number {least if least < -1 else most}", where=_WHERE,
-            why=f"there are {count} groups, counted from 0, and -1 stands for none",
+            why=("they are" if given is None else f"there are {given} groups,") + " counted from 0, and -1 is for none",
             fix="number the groups from 0" if least < -1 else f"pass num_groups={most + 1} or more, or leave it out",
         )  # fmt: skip
     if given is None and count > _MOST:

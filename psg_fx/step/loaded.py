@@ -18,7 +18,7 @@ from psg_fx.program.conditions import require
 from psg_fx.program.packed import padded
 from psg_fx.program.rows import Place
 from psg_fx.program.values import Once
-from psg_fx.quantities.clipped_sum import check_max_norm
+from psg_fx.quantities.clipped_sum import bounds_of
 from psg_fx.saved.spec import Entry, OfRows, Spec, sizes
 from psg_fx.saved.write import SPEC
 from psg_fx.step.binding import failed_check
@@ -75,7 +75,8 @@ class LoadedStep:
         params: parameters and buffers by name, as in `model.state_dict()`; further names are not read.
         inputs, targets: arranged as those that the step was exported with, of any number of samples.
         given: what the quantities read at a call, as for the step: weights=, directions=; and max_norm=, for another
-            bound than that of the export; num_samples= where samples are rows and nothing else says how many there are.
+            bound than that of the export, or other bounds by name; num_samples= where samples are rows and nothing else
+            says how many there are.
 
         Returns the step's output.  Where the model writes buffers, `buffers` has their new values by name.
 
@@ -160,9 +161,10 @@ class LoadedStep:
                 fix="pass directions={name: tensor}" if entry.name.startswith("direction.") else f"pass {entry.name}=",
             )  # fmt: skip
         dtype = getattr(torch, entry.dtype)
-        if entry.name == "max_norm" and value is not None:
-            check_max_norm(value)
         given = entry.default if value is None else value
+        if entry.name == "max_norm" and value is not None:
+            by_parameter = [e.name for e in self.spec.outputs if e.field == "clip_factors" and e.name]
+            given = bounds_of(value, by_parameter or None)
         tensor = as_tensor(entry.name, given, dtype, torch.device(self.spec.device))
         if value is None or tensor.ndim == 0:
             tensor = tensor.expand(sizes(entry.shape, count))

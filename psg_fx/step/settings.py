@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib.util
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,28 +72,8 @@ class Settings:
                     f"warm has no effect with backend={self.backend!r}", where="transform(warm=...)",
                     why="it says what runs while inductor compiles", fix='use backend="inductor", or leave it out',
                 )  # fmt: skip
-        for name in self.options or {}:
-            if name.startswith(_OWN):
-                check_choice("transform", "options", name, (FUSED_KERNELS, KEPT_DTYPE))
-            elif self.backend == "inductor" and name.replace("-", "_") not in inductor_options():
-                near = " or ".join(map(repr, difflib.get_close_matches(name, inductor_options())))
-                raise BadArgument(
-                    f"options has {name!r}, which is unknown", where="transform(options={...})",
-                    why="inductor has no option of that name",
-                    fix=near or "torch._inductor.list_options() has the names",
-                )  # fmt: skip
-            elif self.backend == "eager":
-                raise BadArgument(
-                    f"options has {name!r}, which has no effect with backend='eager'", where="transform(options={...})",
-                    why="it is the compiler's, and none compiles", fix='use backend="inductor", or leave it out',
-                )  # fmt: skip
-        kept = (self.options or {}).get(KEPT_DTYPE)
-        if kept not in (None, torch.bfloat16):
-            raise BadArgument(
-                f"gradients cannot be kept in {kept!r}", where=f"transform(options={{{KEPT_DTYPE!r}: ...}})",
-                why="it is a dtype with the range of float32, so that no gradient overflows, and there is one",
-                fix=f"options={{{KEPT_DTYPE!r}: torch.bfloat16}}",
-            )  # fmt: skip
+        if self.options is not None:
+            _check_options(self.options, self.backend)
         if self.memory_budget is not None:
             in_bytes(self.memory_budget, 1)
 
@@ -203,6 +183,37 @@ def _check_backend(backend: str) -> None:
             f"backend={backend!r} is unknown", where="transform(backend=...)",
             why=f"known are {', '.join(dict.fromkeys(['inductor', 'eager', *usual]))}",
             fix=f'backend="{near[0]}"' if near else "use one of those",
+        )  # fmt: skip
+
+
+def _check_options(options: Any, backend: str) -> None:
+    """Refuse what is neither an option of psg_fx nor one that the backend reads."""
+    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+        raise BadArgument(
+            f"options is {options!r}", where="transform(options={...})", why="it has the values of options by name",
+            fix=f"a dict: options={{{FUSED_KERNELS!r}: True}}",
+        )  # fmt: skip
+    for name in options:
+        if name.startswith(_OWN):
+            check_choice("transform", "options", name, (FUSED_KERNELS, KEPT_DTYPE))
+        elif backend == "inductor" and name.replace("-", "_") not in inductor_options():
+            near = " or ".join(map(repr, difflib.get_close_matches(name, inductor_options())))
+            raise BadArgument(
+                f"options has {name!r}, which is unknown", where="transform(options={...})",
+                why="inductor has no option of that name",
+                fix=near or "torch._inductor.list_options() has the names",
+            )  # fmt: skip
+        elif backend == "eager":
+            raise BadArgument(
+                f"options has {name!r}, which has no effect with backend='eager'", where="transform(options={...})",
+                why="it is the compiler's, and none compiles", fix='use backend="inductor", or leave it out',
+            )  # fmt: skip
+    kept = options.get(KEPT_DTYPE)
+    if kept not in (None, torch.bfloat16):
+        raise BadArgument(
+            f"gradients cannot be kept in {kept!r}", where=f"transform(options={{{KEPT_DTYPE!r}: ...}})",
+            why="it is a dtype with the range of float32, so that no gradient overflows, and there is one",
+            fix=f"options={{{KEPT_DTYPE!r}: torch.bfloat16}}",
         )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ from psg_fx.quantities.own import no_extra
 from psg_fx.reference.definitions import definitions_for
 from psg_fx.reference.validate import ValidationReport, validate
 from psg_fx.step import mistakes
-from psg_fx.step.compiled import CompiledStep, StepOutput, write_into
+from psg_fx.step.compiled import CompiledStep, StepOutput, check_out, write_into
 from psg_fx.step.constants import Constants
 from psg_fx.step.finite import with_finite_sum
 from psg_fx.step.groups import Groups, factors_of_nothing, groups_of
@@ -85,16 +85,8 @@ class LossModule(PerSampleModule):
         if more:
             raise mistakes.too_many(2 + len(more))
         mistakes.check_keywords(given, self.settings.quantities)
-        if out is not None and not isinstance(out, StepOutput):
-            raise BadArgument(
-                f"out is a {type(out).__name__}", where="step(inputs, targets, out=...)",
-                why="results are written into those of a former call", fix="pass what the step has returned",
-            )  # fmt: skip
-        if out is not None and not self._memory.keep:
-            raise BadArgument(
-                "out= needs a step that reuses its outputs", where="step(inputs, targets, out=...)",
-                why="the results would be written to fresh memory first", fix="transform(..., reuse_outputs=True)",
-            )  # fmt: skip
+        if out is not None:
+            check_out(out, self._memory.keep)
         call = self._take_apart(inputs, targets, num_samples)
         if call.axes:
             mistakes.check_rows(self.settings.memory_budget, self._slices() is not None)

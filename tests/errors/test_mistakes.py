@@ -164,6 +164,30 @@ ROWS: dict[str, Row] = {
         "a step reads the model's own parameters, and torch.func.functional_call puts others there",
         "write the values into the parameters before the call, as model.load_state_dict(...) does",
     ),
+    "options-in-a-list": (
+        lambda: step(options=[1]), BadArgument, "options is [1]", "transform(options={...})",
+        "it has the values of options by name", "a dict: options={'psg_fx.fused_kernels': True}",
+    ),
+    "options-by-number": (
+        lambda: step(options={1: 2}), BadArgument, "options is {1: 2}", "transform(options={...})",
+        "it has the values of options by name", "a dict: options={'psg_fx.fused_kernels': True}",
+    ),
+    "gradients-in-a-list": (
+        lambda: psg_fx.distributed.set_grad(mlp(), [1]), BadArgument,  # type: ignore[arg-type]
+        "values is a list", "psg_fx.distributed.set_grad(model, values)", "parameters are found by name",
+        "pass a field of a step's output, such as out.clipped_sum",
+    ),
+    "a-number-for-a-gradient": (
+        lambda: psg_fx.distributed.set_grad(mlp(), {"0.bias": 1}), BadArgument,  # type: ignore[dict-item]
+        "the value of 0.bias does not fit the model", "psg_fx.distributed.set_grad(model, values)",
+        "it is of type int, and the parameter is plain [5]", "pass sums of a step of this model, and the model itself",
+    ),
+    "sums-of-no-processes": (
+        lambda: psg_fx.distributed.reduce(step()(X, Y)), BadArgument, "there is no group of processes",
+        "psg_fx.distributed.reduce(out)",
+        "processes find one another by torch.distributed.init_process_group, which was not called",
+        "call it first; in a single process leave reduce out: its output is that of all samples",
+    ),
     "nested": (
         lambda: step()(nested()), BadArgument, "input_0 is nested", "input_0, 2 samples",
         "its samples differ in size, and a graph is for one size",

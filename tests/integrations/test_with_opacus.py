@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from psg_fx import NotYetSupported
+from psg_fx import BadArgument, NotYetSupported
 from support import oracle
 from support.selection import one_in
 from support.small import mlp
@@ -38,8 +38,8 @@ def private(model: nn.Module, size: int = 5, **options: Any) -> Any:
     from psg_fx.integrations.opacus import PrivateTraining
 
     return PrivateTraining(
-        model, F.cross_entropy, optimizer(model), loader(size), noise_multiplier=0.8, max_grad_norm=0.5,
-        generator=torch.Generator().manual_seed(7), **{"backend": "eager"} | options,
+        model, F.cross_entropy, optimizer(model), loader(size), max_grad_norm=0.5,
+        generator=torch.Generator().manual_seed(7), **{"backend": "eager", "noise_multiplier": 0.8} | options,
     )  # fmt: skip
 
 
@@ -108,6 +108,17 @@ def test_the_bound_holds_for_each_sample() -> None:
     out = train.step(*DATA[:6])
     assert (out.norms * out.clip_factors <= 0.5 + 1e-6).all()
     assert train.transformed.validate(*DATA[:6]).ok
+
+
+@pytest.mark.parametrize("accountant", ["prv", "rdp"])
+def test_no_step_has_cost_nothing(accountant: str) -> None:
+    assert private(mlp(), accountant=accountant).epsilon(1e-5) == 0.0
+
+
+@pytest.mark.parametrize("noise", [-1.0, float("nan"), float("inf"), "1"])
+def test_noise_that_is_none(noise: Any) -> None:
+    with pytest.raises(BadArgument, match="is no standard deviation"):
+        private(mlp(), noise_multiplier=noise)
 
 
 def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,6 +120,15 @@ def test_models(name: str, options: dict[str, str], without_launches: None) -> N
     assert all(of[BAD] == 0 and (of[rest] > 0).all() for of in factors.values())
 
 
+def test_a_weight_that_is_not_finite(without_launches: None) -> None:
+    ex, rest = example("mlp"), [0, 2, 3, 4]
+    step = psg_fx.transform(ex.model, ex.loss_fn, quantities=ClippedSum(0.5, weighted=True), backend="eager")
+    weights = torch.tensor([1.0, torch.nan, 0.5, 2.0, 1.0])
+    found = step(ex.inputs, ex.targets, weights=weights).clipped_sum
+    want = step(ex.inputs[rest], ex.targets[rest], weights=weights[rest]).clipped_sum
+    assert oracle.worst_error(found, want) < 2e-5
+
+
 def test_other_sums_are_what_arithmetic_makes_of_them(without_launches: None) -> None:
     """A weight of 0 leaves a sample out of a clipped sum alone; sums of both kinds are written by the kernel's op."""
     ex = example("mlp")

@@ -88,6 +88,21 @@ def test_the_numbers_are_the_same(asked: str, sizes: tuple[int, ...]) -> None:
             assert all(g.is_contiguous() for g in grads.values())
 
 
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0, 3)], ids=str)
+def test_a_parameter_without_elements(shape: tuple[int, ...]) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.nothing, self.layer = nn.Parameter(torch.zeros(shape)), nn.Linear(6, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) + self.nothing.sum()
+
+    step = psg_fx.transform(Net(), F.cross_entropy, quantities=ClippedSum(BOUND), backend="eager")
+    report = step.validate(torch.randn(5, 6), torch.randint(3, (5,)))
+    assert report.ok, report
+
+
 @pytest.mark.usefixtures("for_cuda")
 def test_against_the_loop_in_float64() -> None:
     model, x, y = problem()

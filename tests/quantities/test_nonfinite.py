@@ -75,6 +75,17 @@ def test_weights_of_the_call_still_count() -> None:
         torch.testing.assert_close(value, expected.clipped_sum[name], rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_weight_that_is_not_finite_goes_with_its_sample(options: dict[str, str]) -> None:
+    model, x, y = batch(float("nan"))
+    weights = torch.tensor([1.0, 0.5, float("nan"), 2.0, 1.0], dtype=torch.float64)
+    step, rest = step_of(model, weighted=True, **options), torch.tensor([0, 1, 3, 4])
+    out, expected = step(x, y, weights=weights), step(x[rest], y[rest], weights=weights[rest])
+    for name, value in out.clipped_sum.items():
+        torch.testing.assert_close(value, expected.clipped_sum[name], rtol=1e-12, atol=1e-14)
+    assert step.validate(x, y, weights=weights).ok
+
+
 def test_other_quantities_and_buffers_are_those_of_one_run() -> None:
     model, x, y = batch(float("nan"))
     asked = [psg_fx.ClippedSum(0.5), psg_fx.Norms(per="parameter"), psg_fx.Grads(), psg_fx.MeanGrad()]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -179,3 +181,16 @@ def test_directions_may_lie_in_memory_as_they_like(backend: str) -> None:
     step = psg_fx.transform(model, lambda out: out.square().sum(1), quantities=Dots(count=5), backend=backend)
     flat_copies = {name: value.contiguous() for name, value in given.items()}
     torch.testing.assert_close(step(x, directions=given).dots, step(x, directions=flat_copies).dots, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("bound", "same"), [(Fraction(1, 8), 0.125), (10**30, 1e30), (1e300, math.inf)], ids=str)
+def test_a_bound_is_any_real_number(bound: Any, same: float) -> None:
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(3, 2), torch.randn(4, 3)
+    for per, given in (("model", bound), ("parameter", bound), ("parameter", {"weight": bound, "bias": bound})):
+        step, other = (
+            psg_fx.transform(model, lambda out: out.square().sum(1), quantities=ClippedSum(b, per), backend="eager")
+            for b in (given, same)
+        )
+        torch.testing.assert_close(step(x).clipped_sum, other(x).clipped_sum, rtol=0, atol=0)
+        assert step.validate(x).ok

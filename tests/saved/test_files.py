@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,13 @@ def test_another_bound_and_weights(made: Made) -> None:
     found = made.loaded(made.model.state_dict(), inputs, targets, max_norm=0.01, **extras)
     expected = other(inputs, targets, weights=extras["weights"]).clipped_sum
     torch.testing.assert_close(found.clipped_sum, expected, rtol=1e-4, atol=1e-6)
+    by_name = {name: 0.01 * (k + 1) for k, name in enumerate(reversed(expected))}
+    other = psg_fx.transform(made.model, Loss(), quantities=replace(bound, max_norm=by_name), backend="eager")
+    found = made.loaded(made.model.state_dict(), inputs, targets, max_norm=by_name, **extras)
+    expected = other(inputs, targets, weights=extras["weights"]).clipped_sum
+    torch.testing.assert_close(found.clipped_sum, expected, rtol=1e-4, atol=1e-6)
+    with pytest.raises(BadArgument, match=r"names are not those of the parameters: first\.bias"):
+        made.loaded(made.model.state_dict(), inputs, targets, max_norm={"first.weight": 0.01}, **extras)
 
 
 def test_what_does_not_fit_is_refused(made: Made) -> None:

@@ -66,6 +66,7 @@ def test_what_numbers_of_groups_may_be() -> None:
         ({"groups": torch.zeros(6, 1).long()}, r"of shape \(6, 1\)"), ({"groups": [True] * 6}, "groups is of bool"),
         ({"groups": "abcdef"}, "groups is a str"), ({"groups": {"a": 1}}, "groups is a dict"),
         ({"groups": [0, 0, 1, -2, 1, 1]}, "groups has the number -2"),
+        ({"groups": [-2] * 6}, "groups has the number -2(.|\n)*why    they are counted from 0"),
         ({"groups": [0, 0, 1, 7, 1, 1], "num_groups": 3}, "groups has the number 7(.|\n)*pass num_groups=8"),
         ({"groups": [0] * 6, "num_groups": 0}, "there are 0 groups"), ({"num_groups": 3}, "given without groups"),
         ({"groups": [10**12, 0, 1, 1, 1, 1]}, "results would have a row for each(.|\n)*return_inverse=True"),

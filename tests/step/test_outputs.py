@@ -199,5 +199,10 @@ def test_refusals() -> None:
     with pytest.raises(BadArgument, match="out= needs a step that reuses its outputs"):
         step(*batch(4), out=step(*batch(4)))
     reusing = make(reuse_outputs=True)
+    with torch.inference_mode():
+        inside = reusing(*batch(4))
+        assert reusing(*batch(4), out=inside) is inside
+    with pytest.raises(BadArgument, match=r"out was made under torch\.inference_mode"):
+        reusing(*batch(4), out=inside)
     with pytest.raises(BadArgument, match="out has the fields losses"):
         reusing(*batch(4), out=psg_fx.transform(reusing.model, F.cross_entropy, backend="eager")(*batch(4)))
