@@ -35,7 +35,9 @@ class _Writes(TorchFunctionMode):
 
     learning: the memory of such tensors, kept so that no other tensor takes its place.  detached: what was detached:
     a tensor of its own to autograd, in the memory of another one.  changed: memory that was written to through a
-    detached tensor, and the refusal of whatever reads the tensor with a gradient there from then on.
+    detached tensor, and the refusal of whatever reads the tensor with a gradient there from then on.  given_values:
+    detached tensors that values with gradients were written into, through which autograd would follow these; and the
+    refusal of whatever reads one.
     """
 
     watching = True
@@ -45,6 +47,7 @@ class _Writes(TorchFunctionMode):
         self.learning: dict[int, torch.UntypedStorage] = {}
         self.detached: dict[int, torch.Tensor] = {}
         self.changed: dict[int, NotYetSupported] = {}
+        self.given_values: dict[int, tuple[torch.Tensor, NotYetSupported]] = {}
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -58,6 +61,7 @@ class _Writes(TorchFunctionMode):
             return None
         _require_no_switch(func, args, kwargs)
         func = torch.Tensor.detach if func == _DATA else func
+        args, kwargs = self._values_alone(func, args, kwargs)
         with without_functions():
             given = [t for t in _given(func, args, kwargs) if not t.is_inference()]
             versions = [t._version for t in given]
@@ -67,6 +71,21 @@ class _Writes(TorchFunctionMode):
             self._note_writes(func, args, [t for t, v in zip(given, versions, strict=True) if t._version != v])
             self._note_result(func, given, result)
         return result
+
+    def _values_alone(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+        """The arguments, without gradients where a buffer is written through `.data` (`self.mean.data.lerp_(h, 0.1)`):
+        the buffer has none then either.  What was written, which has one, may be written again, and not read.
+        """
+        with without_functions():
+            target = next(iter(_targets(func, args, kwargs)), None)
+            read = [t for t in _tensors((args, kwargs)) if t is not target]
+            self.require_own_gradients(read)
+            if target is None or id(target) not in self.detached or target.requires_grad:
+                return args, kwargs
+            if _place(target) in self.learning or not any(t.requires_grad for t in read):
+                return args, kwargs
+            self.given_values[id(target)] = target, _hidden_write(func)
+        return pytree.tree_map_only(torch.Tensor, lambda t: t.detach() if t.requires_grad else t, (args, kwargs))  # type: ignore[no-any-return]
 
     def _note_writes(self, func: Any, args: Sequence[Any], written: Sequence[torch.Tensor]) -> None:
         """Refuse a write that autograd does not see into memory of a tensor with a gradient, or note it."""
@@ -91,6 +110,12 @@ class _Writes(TorchFunctionMode):
         for tensor in (*given, *made):
             if tensor.requires_grad:
                 self.learning.setdefault(_place(tensor), _memory(tensor))
+
+    def require_own_gradients(self, given: Any) -> None:
+        """Refuse to read a tensor that has taken a gradient with a value."""
+        for tensor in _tensors(given) if self.given_values else ():
+            if id(tensor) in self.given_values:
+                raise self.given_values[id(tensor)][1]
 
     def require_unchanged(self, given: Any) -> None:
         """Refuse to read a tensor whose value has changed and whose gradient has not."""
@@ -283,6 +308,7 @@ def seen_by_autograd() -> Iterator[None]:
         results = own(program, tensors)
         with without_functions():
             writes.require_unchanged(results)
+            writes.require_own_gradients(results)
         return results
 
     own = Program.forward

@@ -259,8 +259,11 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], type[Exception], str]]
     "a write into .detach() of zeros": (
         written(lambda t, h: t.detach()[:, 0].add_(h[:, 0]), grad=True), NotYetSupported, "does not see.*add_",
     ),
-    "a write into .data of zeros": (
-        written(lambda t, h: t.data.copy_(h), grad=True), NotYetSupported, "autograd does not see.*copy_",
+    "a read of what was written into .data with a gradient": (
+        lambda m, x: [t := torch.zeros_like(x).data, t.add_(m.a(x)), m.b(t)][2], NotYetSupported, "not see.*add_",
+    ),
+    "a result that was written into .data with a gradient": (
+        lambda m, x: [t := torch.zeros_like(x).data, t.add_(m.a(x))][0], NotYetSupported, "not see.*add_",
     ),
     "a backward that writes to .grad": (
         lambda m, x: _adding(m.b.weight, _by_assignment).apply(m.a(x)), NotYetSupported, r"writes to b\.weight\.grad",
