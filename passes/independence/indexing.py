@@ -216,4 +216,7 @@ def flat_places(op: Op) -> Placement:
         elements, tests = op.value("elements"), op.value("test_elements")
         if tests is None or tests.axis is None:
             return elements.axis if elements is not None else None
+    if op.name == "aten.masked_scatter" and op.need("mask").axis is None:
+        raise op.unsupported("it counts places through all samples: each has its own if it fills as many as it has",
+                             "write to places that are numbers: out[:, rows, columns] = source")  # fmt: skip
     raise op.refuse("it counts places through the rows of all samples", _PICK)

@@ -6,7 +6,6 @@ import collections
 import threading
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 from torch.fx import GraphModule
@@ -136,18 +135,22 @@ class Cache:
                     del self._found[oldest]
         return entry
 
-    def tell(self, key: Key, there: Functions) -> None:
-        """Warn, once, where something that the code reads is another at every call: each is another capture."""
+    def tell(self, key: Key, size: int, there: Functions) -> None:
+        """Warn, once, where something that the code reads is another at every call: each is another capture.
+
+        size: of the batch.  Captures for other sizes do not count.
+        """
         if self._told:
             return
         with self._lock:
-            known = tuple(self._found.get(key, ()))
-        changed = [*islice((name for entry in known if (name := entry.guard.changed(there))), 2)]
-        if len(changed) < 2:
+            known = [entry for entry in self._found.get(key, ()) if entry.batch_size in (None, size)]
+        names = collections.Counter(name for entry in known if (name := entry.guard.changed(there)))
+        name, times = next(iter(names.most_common(1)), ("", 0))
+        if times < 2:
             return
         self._told = True
         warn(
-            f"captured for the third time for inputs of the same shapes, because {changed[0]} has changed: the code of "
+            f"captured for the third time for inputs of the same shapes, because {name} has changed: the code of "
             "the model or the loss reads it, so it is part of the graph. A tensor (a buffer, or an input) may change "
-            "at no cost"
+            "at no cost, unless the code decides by its values"
         )

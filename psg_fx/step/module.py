@@ -223,7 +223,7 @@ class PerSampleModule(nn.Module):
     ) -> Captured:
         if self.settings.backend == "inductor" and self._device(call).type == "cpu":
             ask_ahead()
-        self._cache.tell(key, there)
+        self._cache.tell(key, call.batch_size(), there)
         why = self._cache.why(key, call.batch_size(), there)
         step, program = own_code.built(build, self.model, self.loss_fn, call)
         program.release()

@@ -68,6 +68,16 @@ def test_the_third_capture_says_why() -> None:
     assert [warning.filename for warning in told] == [__file__]
 
 
+@pytest.mark.filterwarnings("ignore:one graph for each batch size")
+def test_evaluation_at_another_size_is_no_third_time() -> None:
+    """Nothing has changed twice: warnings are errors here."""
+    step = step_of(lambda model, h: h * len(h) if model.training else h / len(h))
+    for training in (True, False):
+        step.model.train(training)
+        for rows in (4, 3):
+            step(X[:rows], Y[:rows])
+
+
 def test_captures_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psg_fx.program.captured.MOST", 2)
     step = psg_fx.transform(Model(lambda model, h: None), lambda out, k: k * out.sum(), backend="eager")
