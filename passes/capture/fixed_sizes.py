@@ -172,7 +172,7 @@ def _unlike(node: Node, sizes: Sequence[int]) -> NotYetSupported:
         why=f"captured with {listed} samples it gives graphs that differ here, and the loss of a sample is that of a "
         "batch of one",
         fix="write it to do the same for every batch size: no loop over samples, no branch on their number; a function "
-        "of a package that arranges dims of size 1 in its own way can be written with reshape, unsqueeze and torch's ops",
+        "of a package that arranges dims of size 1 in its own way can be written with reshape and torch's ops",
     )  # fmt: skip
 
 
