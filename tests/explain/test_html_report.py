@@ -146,7 +146,7 @@ def test_layers_that_are_alike_have_the_same_ops_in_the_backward() -> None:
 
 
 def test_results_are_counted_as_they_are_returned() -> None:
-    """Two parameters may have one gradient."""
+    """Two parameters may have one gradient, which is returned twice."""
 
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -159,7 +159,7 @@ def test_results_are_counted_as_they_are_returned() -> None:
     step = made(Twice(), lambda y: y.mean(), torch.randn(2, 3), quantities=psg_fx.Grads())
     outputs = {row["name"]: row for row in rows(told(step), "tidied") if row["role"] == "output"}
     assert outputs["grads"]["value"] == "2 values"
-    assert len(outputs["grads"]["inputs"]) == 1
+    assert len(outputs["grads"]["inputs"]) == 2
     assert outputs["loss"]["value"] == "result"
 
 

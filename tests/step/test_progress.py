@@ -98,7 +98,7 @@ def test_timings_have_every_pass_and_all_that_was_compiled() -> None:
     first = step.timings
     assert list(first) == [
         "capture", "batch", "unreduce", "sites", "differentiate", "networks", "merge", "plan", "lower", "tidy",
-        "picks", "statistics", "totals", "widen", "beside", "compile",
+        "picks", "statistics", "totals", "widen", "beside", "separate", "compile",
     ]  # fmt: skip
     assert all(seconds >= 0 for seconds in first.values())
     call(step)
