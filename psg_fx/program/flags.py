@@ -11,7 +11,9 @@ decide as they are, or compared (`(self.times[1:] > self.times[:-1]).all()`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
+from psg_fx.program.questions import Question
 from psg_fx.program.stand_ins import StandIns
 from psg_fx.program.values import Same
 from psg_fx.tensors import SYMBOLS
@@ -54,8 +57,17 @@ _MAKING = frozenset({torch.tensor, torch.arange, torch.linspace, torch.zeros, to
 _IN_BULK = "_foreach_"
 """Functions that write into many tensors at once, and do not count it."""
 
-_Known = tuple[torch.Tensor, list[Same]]
-"""The values of a tensor, and the buffers that they follow from."""
+Looks = list[tuple[Same, Question | None]]
+"""What an answer follows from: tensors, and what was asked of each (None: all that it holds)."""
+
+
+@dataclass(frozen=True)
+class _Known:
+    """The values of a tensor.  buffers: those that they follow from.  of: the same, of other values of the only one."""
+
+    value: torch.Tensor
+    buffers: frozenset[Same]
+    of: Callable[[torch.Tensor], torch.Tensor]
 
 
 class Flags:
@@ -71,21 +83,23 @@ class Flags:
         self._made = WeakIdKeyDictionary()
         self._in_bulk = False
 
-    def answer(self, func: Any, args: Sequence[Any]) -> tuple[Any, list[Same]] | None:
-        """What a question to one of them has for an answer, and the buffers that it follows from; None for others."""
+    def answer(self, func: Any, args: Sequence[Any]) -> tuple[Any, Looks] | None:
+        """What a question to one of them has for an answer, and what it follows from; None for others."""
         if func not in _DECIDING and func not in _READING:
             return None
         if (found := self._filled(tuple(args))) is None:
             return None
-        (values, same), kinds = found, _SWITCHES if func in _READING else _WHOLE
-        if func not in _OF_FLOATS and values[0].dtype not in kinds and (same or func not in _READING):
+        kinds = _SWITCHES if func in _READING else _WHOLE
+        if func not in _OF_FLOATS and args[0].dtype not in kinds and (found.buffers or func not in _READING):
             return None
         with no_modes(), without_functions():
-            return func(*values), same
+            answer = func(*found.tree)
+        return answer, _looks(found.buffers, lambda buffer: func(*found.of(buffer)), answer)
 
-    def values_of(self, tensor: torch.Tensor) -> _Known | None:
-        """What is known of one that decides; None for others."""
-        return self._known(tensor)
+    def values_of(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Looks] | None:
+        """What is known of one that decides, and what it follows from; None for others."""
+        known = self._known(tensor)
+        return None if known is None else (known.value, _looks(known.buffers, known.of, known.value))
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether it is one of the buffers."""
@@ -107,23 +121,26 @@ class Flags:
         named = {name: value for name, value in kwargs.items() if name != "device"}
         if (found := self._filled((args, named))) is None:
             return
-        (own, others), same = found
         with no_modes(), without_functions(), torch.no_grad():
-            values = func(*own, **others)
-            for made, value in zip(_each(result), _each(values), strict=True):
-                self._made[made] = made._version, (value.clone(), same)
+            for i, (made, value) in enumerate(zip(_each(result), _called(func, found.tree), strict=True)):
+                of = functools.partial(_part, func, found.of, i)
+                self._made[made] = made._version, _Known(value.clone(), found.buffers, of)
 
-    def _filled(self, tree: Any) -> tuple[Any, list[Same]] | None:
-        """A tree with the values of its tensors, and the buffers that these follow from; None if one is not known."""
-        known: list[_Known] = []
-        for leaf in pytree.tree_leaves(tree):
-            if isinstance(leaf, torch.Tensor):
-                if (found := self._known(leaf)) is None:
-                    return None
-                known.append(found)
-        values = iter([value for value, _ in known])
-        filled = pytree.tree_map_only(torch.Tensor, lambda _: next(values), tree)
-        return filled, [buffer for _, buffers in known for buffer in buffers]
+    def _filled(self, tree: Any) -> _Filled | None:
+        """A tree with the values of its tensors; None if one is not known."""
+        leaves, spec = pytree.tree_flatten(tree)
+        known: list[_Known | None] = []
+        for leaf in leaves:
+            known.append(self._known(leaf) if isinstance(leaf, torch.Tensor) else None)
+            if known[-1] is None and isinstance(leaf, torch.Tensor):
+                return None
+
+        def filled(value: Callable[[_Known], torch.Tensor]) -> Any:
+            pairs = zip(leaves, known, strict=True)
+            return pytree.tree_unflatten([leaf if k is None else value(k) for leaf, k in pairs], spec)
+
+        buffers = frozenset[Same]().union(*(k.buffers for k in known if k is not None))
+        return _Filled(filled(lambda k: k.value), buffers, lambda buffer: filled(lambda k: k.of(buffer)))
 
     def _known(self, tensor: torch.Tensor) -> _Known | None:
         is_own = id(tensor) in self._own
@@ -132,7 +149,7 @@ class Flags:
         if self._in_bulk or self._versions_now() != self._versions:
             return None  # the code has written into some buffer, perhaps this one
         if is_own:
-            return tensor, [Same(tensor)]
+            return _Known(tensor, frozenset([Same(tensor)]), lambda buffer: buffer)
         version, made = self._made[tensor]
         with without_functions():
             return made if version == tensor._version else None  # nor into this one
@@ -140,6 +157,29 @@ class Flags:
     def _versions_now(self) -> list[int]:
         with without_functions():
             return [other._version for other in self._others]
+
+
+@dataclass(frozen=True)
+class _Filled:
+    """Arguments with their values, as `_Known` is a tensor's."""
+
+    tree: Any
+    buffers: frozenset[Same]
+    of: Callable[[torch.Tensor], Any]
+
+
+def _looks(buffers: frozenset[Same], ask: Callable[[torch.Tensor], Any], answer: Any) -> Looks:
+    question = Question(ask, answer) if len(buffers) == 1 else None
+    return [(buffer, question) for buffer in buffers]
+
+
+def _part(func: Any, arguments: Callable[[torch.Tensor], Any], index: int, buffer: torch.Tensor) -> torch.Tensor:
+    return _called(func, arguments(buffer))[index]
+
+
+def _called(func: Any, arguments: Any) -> Sequence[torch.Tensor]:
+    args, kwargs = arguments
+    return _each(func(*args, **kwargs))
 
 
 def _each(result: Any) -> Sequence[torch.Tensor]:

@@ -21,7 +21,7 @@ from psg_fx.program.objects import MISSING, Functions, contents
 from psg_fx.program.observed import Observed
 from psg_fx.program.structure import Absent, Slots, Structure, Tensors
 from psg_fx.program.walk import HOOKS, Walk
-from psg_fx.tensors import place_of, same_values
+from psg_fx.tensors import place_of
 
 _CODE = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _HOOKS = operator.itemgetter(*HOOKS)
@@ -120,7 +120,7 @@ class Placed:
             (self.hookless, self._no_hooks), (self.objects, self._same_kinds),
             (self.cells, self._same_contents), (self.functions, self._same_codes),
             (self.named, self._same_names), (self.items, self._same_items), (self.holders, self._same_tensors),
-            (self.fixed, self._same_tensors), (self.arrays + self.looked, self._same_values),
+            (self.fixed, self._same_tensors), ([*self.arrays, *self.looked], self._same_values),
         )  # fmt: skip
         return list(dict.fromkeys(ask for places, ask in each if len(places)))
 
@@ -158,7 +158,7 @@ class Placed:
         return self.tensors.same([*map(dict.get, self.holders, self.keys), *self.fixed])
 
     def _same_values(self) -> bool:
-        return all(_equal(a, b) for a, b in self.arrays) and all(same_values(a, b) for a, b in self.looked)
+        return all(_equal(a, b) for a, b in self.arrays) and all(asked.is_answered_alike(t) for t, asked in self.looked)
 
 
 class Lying:

@@ -11,19 +11,20 @@ from torch import nn
 
 from psg_fx.errors import NotYetSupported
 from psg_fx.program.code import is_theirs, names_of, origin_of_code
+from psg_fx.program.questions import MOST, Question
 from psg_fx.program.values import Same
 
 
 @dataclass
 class Observed:
     """What was seen: attributes read of modules (by their identity); the code of the user or of packages that ran, with
-    its globals; tensors whose values Python looked at.  hidden: modules of psg_fx around the user's, which do not
-    count.
+    its globals; tensors whose values Python looked at, with what it asked (None: for the values themselves).  hidden:
+    modules of psg_fx around the user's, which do not count.
     """
 
     reads: dict[int, tuple[nn.Module, dict[str, None]]] = field(default_factory=dict)
     code: dict[CodeType, dict[str, Any]] = field(default_factory=dict)
-    values: dict[Same, None] = field(default_factory=dict)
+    values: dict[Same, list[Question] | None] = field(default_factory=dict)
     kept: dict[Same, tuple[Any, ...]] = field(default_factory=dict)
     """Caches of functions, and what they held for this capture."""
     cached: set[CodeType] = field(default_factory=set)
@@ -38,6 +39,14 @@ class Observed:
     """All attributes of modules that the code has set in this run."""
     born: dict[int, nn.Module] = field(default_factory=dict)
     """Modules that the code has made in this run, as `nn.NLLLoss(weight)(output, y)` does: nothing of them counts."""
+
+    def looks(self, tensor: Same, question: Question | None = None) -> None:
+        """Python looks at a tensor's value, or asks something of it."""
+        asked = self.values.setdefault(tensor, [])
+        if question is None or asked is None or len(asked) == MOST:
+            self.values[tensor] = None
+        else:
+            asked.append(question)
 
     def sets(self, module: nn.Module, name: str) -> None:
         """An attribute of a module is set."""

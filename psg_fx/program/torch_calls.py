@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from psg_fx.errors import NotYetSupported
 from psg_fx.program.code import Origin, origin, source
-from psg_fx.program.flags import LARGE_MASK, Flags
+from psg_fx.program.flags import LARGE_MASK, Flags, Looks
 from psg_fx.program.observed import Observed
 from psg_fx.program.stand_ins import StandIns
 from psg_fx.program.values import Same
@@ -55,7 +55,8 @@ class TorchCalls(TorchFunctionMode):
             args, kwargs = self.stand_ins.given(tuple(args)), self.stand_ins.given(kwargs)
             held = self._held((*args, *kwargs.values()))
             if func in _LOOKS:
-                self.found.values.update(dict.fromkeys(held))
+                for tensor in held:
+                    self.found.looks(tensor)
             result = func(*args, **kwargs)
             if held:
                 for made in result if isinstance(result, (tuple, list)) else (result,):
@@ -71,10 +72,12 @@ class TorchCalls(TorchFunctionMode):
         decided = self.flags.answer(torch.Tensor.tolist, (tensor,))
         return LIST_OF_FAKE(tensor) if decided is None else self._followed(decided)
 
-    def _followed(self, decided: tuple[Any, list[Same]]) -> Any:
-        """An answer, whose tensors the code has looked at."""
-        self.found.values.update(dict.fromkeys(decided[1]))
-        return decided[0]
+    def _followed(self, decided: tuple[Any, Looks]) -> Any:
+        """An answer, for which the code has looked at tensors."""
+        answer, looks = decided
+        for tensor, question in looks:
+            self.found.looks(tensor, question)
+        return answer
 
     def _indexed(self, index: Any) -> Any:
         """An index whose slices are bounded by numbers: torch reads those of tensors unseen; and, behind the first dim,
@@ -98,11 +101,11 @@ class TorchCalls(TorchFunctionMode):
         with no_modes(), without_functions():
             return tuple(places.tolist() for places in mask.nonzero(as_tuple=True))
 
-    def _mask(self, part: torch.Tensor) -> tuple[Any, list[Same]] | None:
+    def _mask(self, part: torch.Tensor) -> tuple[Any, Looks] | None:
         """The values of a mask of the code's own."""
         known = self.flags.values_of(part)
         if known is None and type(part) in _FROM_OUTSIDE and not self.flags.has(part) and part.numel() <= LARGE_MASK:
-            known = part, [Same(part)]
+            known = part, [(Same(part), None)]
         return known
 
     def _places(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -130,7 +133,7 @@ class TorchCalls(TorchFunctionMode):
         decided = self.flags.answer(torch.Tensor.__index__, (bound,))
         if decided is None and type(bound) in _FROM_OUTSIDE and not self.flags.has(bound):
             with no_modes(), without_functions():
-                decided = int(bound), [Same(bound)]
+                decided = int(bound), [(Same(bound), None)]
         return self.stand_ins.given(bound) if decided is None else self._followed(decided)
 
     def _refuse_gradient(self, tensor: Any, frame: FrameType) -> None:

@@ -47,6 +47,7 @@ from psg_fx.program.objects import (
     slots_of,
 )
 from psg_fx.program.observed import Observed
+from psg_fx.program.questions import FOR_ITS_VALUE
 from psg_fx.program.values import Same
 from psg_fx.program.walk_code import ASKING, CodeWalk, Place
 
@@ -128,9 +129,12 @@ class Walk(CodeWalk):
         self._alive.append(value)
         self.emit((index, describe(value)), label)
         self.tensors.append((value, place))
-        if Same(value) in self.observed.values:
-            self.emit(repr(value.detach().flatten().tolist()), f"the value of {label}")
-            self.looked.append((value, value.detach().clone()))
+        if (same := Same(value)) in self.observed.values:
+            asked = self.observed.values[same]
+            for question in [FOR_ITS_VALUE] if asked is None else asked:
+                answered = question.asked_of(value)
+                self.emit(str(answered), f"the value of {label}")
+                self.looked.append((value, answered))
 
     def of_tensors(self) -> None:
         """Attributes that the user gave to some tensors, of all tensors: those that code names; and where code may ask

@@ -15,6 +15,7 @@ from torch import nn
 from psg_fx.program.code import Origin, is_theirs, names_of, origin_of, origin_of_code, origin_of_module
 from psg_fx.program.objects import MISSING, contents, functions_of
 from psg_fx.program.observed import Observed
+from psg_fx.program.questions import Question
 from psg_fx.program.values import Same
 
 Place = tuple[dict[Any, Any], Any]
@@ -46,7 +47,7 @@ class CodeWalk:
         self.keys: list[tuple[Callable[[], Iterable[Any]], tuple[Any, ...]]] = []
         self.items: list[tuple[Callable[[], Iterable[Any]], tuple[Any, ...]]] = []
         self.arrays: list[tuple[Any, Any]] = []
-        self.looked: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.looked: list[tuple[torch.Tensor, Question]] = []
         self.tensors: list[tuple[torch.Tensor, Place | None]] = []
         self.hookless: list[dict[str, Any]] = []
         self.kinds: list[tuple[Any, type]] = []

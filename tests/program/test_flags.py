@@ -157,6 +157,47 @@ def test_a_decision_holds_as_long_as_its_buffer(name: str) -> None:
         change(model)
 
 
+def counts_on(m: Any, x: Tensor) -> Tensor:
+    out: Tensor = m.layer(x) if m.steps < 5 else 2 * m.layer(x)
+    m.steps.add_(1)
+    return out
+
+
+def warms_up(m: Any, x: Tensor) -> Tensor:
+    out: Tensor = 2 * m.layer(x) if (m.start / 4).clone() >= 1 and m.steps > 0 else m.layer(x)
+    m.start += 1.5
+    return out
+
+
+def every_third(m: Any, x: Tensor) -> Tensor:
+    out: Tensor = m.layer(x) if m.steps % 3 == 0 else 2 * m.layer(x)
+    m.steps += 1
+    return out
+
+
+@pytest.mark.parametrize("way", [counts_on, warms_up, every_third])
+def test_a_counter_counts_on_while_the_decision_stays(way: Callable[[Any, Tensor], Tensor]) -> None:
+    model, ordinary = Decides(way), Decides(way)
+    step = psg_fx.transform(model, F.cross_entropy, backend="eager")
+    for _ in range(7):
+        losses, grads = oracle.loop_grads(ordinary, F.cross_entropy, X, Y)
+        out = step(X, Y)
+        ordinary(X)
+        assert oracle.relative_error(out.losses, losses) < 1e-12
+        assert oracle.worst_error(out.grads, grads) < 1e-12
+        assert all(map(torch.equal, model.buffers(), ordinary.buffers()))
+    assert len(step.captures) == 2
+
+
+def test_of_many_questions_the_value_is_compared() -> None:
+    model = Decides(lambda m, x: m.layer(x) * sum(bool(m.steps < k) for k in range(40)))
+    step = psg_fx.transform(model, F.cross_entropy, backend="eager")
+    for steps in (60, 70):
+        model.steps.fill_(steps)  # type: ignore[operator]
+        assert oracle.worst_error(step(X, Y).grads, oracle.loop_grads(model, F.cross_entropy, X, Y)[1]) < 1e-12
+    assert len(step.captures) == 2
+
+
 def test_a_number_stays_in_the_graph() -> None:
     model = Decides(lambda m, x: m.layer(x) * m.steps.item())
     step = psg_fx.transform(model, F.cross_entropy, backend="eager")

@@ -1,0 +1,52 @@
+"""What code asks of a tensor to decide by: asked again at every call, so that a counter may count on while the answer
+(`self.step < 100`) stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from psg_fx.tensors import same_values
+from psg_fx.torch_private.modes import no_modes, without_functions
+
+MOST = 16
+"""Questions about one tensor; of more, its value is compared."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """ask: makes the answer of a tensor with the values of now.  answer: what it was."""
+
+    ask: Callable[[torch.Tensor], Any]
+    answer: Any
+
+    def asked_of(self, tensor: torch.Tensor) -> Question:
+        """The question with the answer of now."""
+        now = self._now(tensor)
+        return replace(self, answer=now.clone() if isinstance(now, torch.Tensor) else now)
+
+    def is_answered_alike(self, tensor: torch.Tensor) -> bool:
+        """Whether the answer is still the same; NaN equals itself."""
+        now = self._now(tensor)
+        if isinstance(now, torch.Tensor) and isinstance(self.answer, torch.Tensor):
+            return same_values(now, self.answer)
+        return type(now) is type(self.answer) and repr(now) == repr(self.answer)
+
+    def _now(self, tensor: torch.Tensor) -> Any:
+        try:
+            with no_modes(), without_functions(), torch.no_grad():
+                return self.ask(tensor)
+        except Exception as error:  # a tensor of another shape, in its place
+            return type(error)
+
+    def __str__(self) -> str:
+        found = self.answer
+        return repr(found.flatten().tolist() if isinstance(found, torch.Tensor) else found)
+
+
+FOR_ITS_VALUE = Question(torch.Tensor.detach, None)
+"""What Python has looked at in full."""
