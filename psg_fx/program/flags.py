@@ -2,8 +2,8 @@
 `x[:, self.mask]`.
 
 A captured graph has no values, but a model's own buffers have some, and the branch that they lead to is the model's as
-long as they keep them: which the guard asks at every call, as it does of all values that Python has looked at.  So such
-questions are answered by what the buffer holds, until the code writes into one.  Numbers that are computed with
+long as the answer is the same: which the guard asks at every call, as it does of all values that Python has looked at.
+So such questions are answered by what the buffer holds, until the code writes into one.  Numbers that are computed with
 (`.item()` of an integer; of bool and uint8 it is a switch) stay in the graph, where they may be others at each call.
 Tensors that the code makes of numbers (`torch.tensor([0, 2])`, `torch.arange(4) != 2`) have these for good.  Floats
 decide as they are, or compared (`(self.times[1:] > self.times[:-1]).all()`).
@@ -30,6 +30,8 @@ from psg_fx.torch_private.modes import no_modes, without_functions
 _SMALL = 64
 LARGE_MASK = 4096
 """Numbers of a mask that picks columns: an image's, say."""
+_MOST_STEPS = 32
+"""Of a question that is asked at every call."""
 _SWITCHES = (torch.bool, torch.uint8)
 _WHOLE = (*_SWITCHES, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -63,11 +65,14 @@ Looks = list[tuple[Same, Question | None]]
 
 @dataclass(frozen=True)
 class _Known:
-    """The values of a tensor.  buffers: those that they follow from.  of: the same, of other values of the only one."""
+    """The values of a tensor.  buffers: those that they follow from.  of: the same, of other values of the only one;
+    it takes so many steps.
+    """
 
     value: torch.Tensor
     buffers: frozenset[Same]
     of: Callable[[torch.Tensor], torch.Tensor]
+    steps: int
 
 
 class Flags:
@@ -94,12 +99,12 @@ class Flags:
             return None
         with no_modes(), without_functions():
             answer = func(*found.tree)
-        return answer, _looks(found.buffers, lambda buffer: func(*found.of(buffer)), answer)
+        return answer, _looks(found, lambda buffer: func(*found.of(buffer)), answer)
 
     def values_of(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Looks] | None:
         """What is known of one that decides, and what it follows from; None for others."""
         known = self._known(tensor)
-        return None if known is None else (known.value, _looks(known.buffers, known.of, known.value))
+        return None if known is None else (known.value, _looks(known, known.of, known.value))
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether it is one of the buffers."""
@@ -124,7 +129,7 @@ class Flags:
         with no_modes(), without_functions(), torch.no_grad():
             for i, (made, value) in enumerate(zip(_each(result), _called(func, found.tree), strict=True)):
                 of = functools.partial(_part, func, found.of, i)
-                self._made[made] = made._version, _Known(value.clone(), found.buffers, of)
+                self._made[made] = made._version, _Known(value.clone(), found.buffers, of, found.steps + 1)
 
     def _filled(self, tree: Any) -> _Filled | None:
         """A tree with the values of its tensors; None if one is not known."""
@@ -139,8 +144,9 @@ class Flags:
             pairs = zip(leaves, known, strict=True)
             return pytree.tree_unflatten([leaf if k is None else value(k) for leaf, k in pairs], spec)
 
-        buffers = frozenset[Same]().union(*(k.buffers for k in known if k is not None))
-        return _Filled(filled(lambda k: k.value), buffers, lambda buffer: filled(lambda k: k.of(buffer)))
+        tensors = [k for k in known if k is not None]
+        buffers, steps = frozenset[Same]().union(*(k.buffers for k in tensors)), sum(k.steps for k in tensors)
+        return _Filled(filled(lambda k: k.value), buffers, lambda buffer: filled(lambda k: k.of(buffer)), steps)
 
     def _known(self, tensor: torch.Tensor) -> _Known | None:
         is_own = id(tensor) in self._own
@@ -149,7 +155,7 @@ class Flags:
         if self._in_bulk or self._versions_now() != self._versions:
             return None  # the code has written into some buffer, perhaps this one
         if is_own:
-            return _Known(tensor, frozenset([Same(tensor)]), lambda buffer: buffer)
+            return _Known(tensor, frozenset([Same(tensor)]), lambda buffer: buffer, 0)
         version, made = self._made[tensor]
         with without_functions():
             return made if version == tensor._version else None  # nor into this one
@@ -166,11 +172,12 @@ class _Filled:
     tree: Any
     buffers: frozenset[Same]
     of: Callable[[torch.Tensor], Any]
+    steps: int
 
 
-def _looks(buffers: frozenset[Same], ask: Callable[[torch.Tensor], Any], answer: Any) -> Looks:
-    question = Question(ask, answer) if len(buffers) == 1 else None
-    return [(buffer, question) for buffer in buffers]
+def _looks(found: _Known | _Filled, ask: Callable[[torch.Tensor], Any], answer: Any) -> Looks:
+    question = Question(ask, answer) if len(found.buffers) == 1 and found.steps <= _MOST_STEPS else None
+    return [(buffer, question) for buffer in found.buffers]
 
 
 def _part(func: Any, arguments: Callable[[torch.Tensor], Any], index: int, buffer: torch.Tensor) -> torch.Tensor:

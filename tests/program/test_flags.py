@@ -189,8 +189,17 @@ def test_a_counter_counts_on_while_the_decision_stays(way: Callable[[Any, Tensor
     assert len(step.captures) == 2
 
 
-def test_of_many_questions_the_value_is_compared() -> None:
-    model = Decides(lambda m, x: m.layer(x) * sum(bool(m.steps < k) for k in range(40)))
+def doubled(m: Any, x: Tensor) -> Tensor:
+    count = m.steps
+    for _ in range(30):
+        count = count + count
+    out: Tensor = m.layer(x) if count > 0 else 2 * m.layer(x)
+    return out
+
+
+@pytest.mark.parametrize("way", [lambda m, x: m.layer(x) * sum(bool(m.steps < k) for k in range(40)), doubled])
+def test_where_questions_are_many_or_long_the_value_is_compared(way: Callable[[Any, Tensor], Tensor]) -> None:
+    model = Decides(way)
     step = psg_fx.transform(model, F.cross_entropy, backend="eager")
     for steps in (60, 70):
         model.steps.fill_(steps)  # type: ignore[operator]
