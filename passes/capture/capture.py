@@ -29,7 +29,7 @@ from psg_fx.torch_private.graphs import module_without_code
 
 from .export import Exported, export
 from .fills import write_fills
-from .writes import computed_outside
+from .unseen import computed_outside
 
 _HINTS = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43)
 

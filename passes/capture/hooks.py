@@ -36,7 +36,7 @@ from psg_fx.torch_private.patching import patched_here
 from psg_fx.torch_private.tracer import node_of
 
 from .own_gradients import way
-from .writes import line_of_call
+from .unseen import line_of_call
 
 _INSIDE = "the gradient is a value inside of a compiled graph"
 

@@ -7,8 +7,6 @@ see a write under `torch.no_grad()`, nor one through `h.detach()`: the value cha
 from __future__ import annotations
 
 import contextlib
-import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,16 +16,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from psg_fx.errors import NotYetSupported
-from psg_fx.program.code import line_of
+from psg_fx.program.flags import IN_BULK
 from psg_fx.program.objects import describe
 from psg_fx.program.program import Program
-from psg_fx.source import is_library
 from psg_fx.torch_private.export import without_checkpoints
 from psg_fx.torch_private.modes import is_transformed, untransformed, without_functions
 from psg_fx.torch_private.patching import patched_here
 from psg_fx.torch_private.tracer import known_as_before
 
 from . import own_gradients
+from .unseen import SET_DATA, computed_outside, hidden_write, require_no_switch, written_outside
 
 
 class _Writes(TorchFunctionMode):
@@ -37,7 +35,7 @@ class _Writes(TorchFunctionMode):
     a tensor of its own to autograd, in the memory of another one.  changed: memory that was written to through a
     detached tensor, and the refusal of whatever reads the tensor with a gradient there from then on.  given_values:
     detached tensors that values with gradients were written into, through which autograd would follow these; and the
-    refusal of whatever reads one.
+    refusal of whatever reads one.  read: detached tensors that were read.
     """
 
     watching = True
@@ -48,6 +46,7 @@ class _Writes(TorchFunctionMode):
         self.detached: dict[int, torch.Tensor] = {}
         self.changed: dict[int, NotYetSupported] = {}
         self.given_values: dict[int, tuple[torch.Tensor, NotYetSupported]] = {}
+        self.read: set[int] = set()
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -57,9 +56,9 @@ class _Writes(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is torch.autograd.grad:
             return own_gradients.recorded(*args, **kwargs)
-        if func == _SET_DATA and _is_all_of(args[1], args[0]):  # as `module.to(x.dtype)` where that changes nothing
+        if func == SET_DATA and _is_all_of(args[1], args[0]):  # as `module.to(x.dtype)` where that changes nothing
             return None
-        _require_no_switch(func, args, kwargs)
+        require_no_switch(func, args, kwargs)
         func = torch.Tensor.detach if func == _DATA else func
         args, kwargs = self._values_alone(func, args, kwargs)
         with without_functions():
@@ -68,37 +67,44 @@ class _Writes(TorchFunctionMode):
         with contextlib.nullcontext() if torch.is_grad_enabled() else known_as_before():
             result = func(*args, **kwargs)
         with without_functions():
-            self._note_writes(func, args, [t for t, v in zip(given, versions, strict=True) if t._version != v])
+            bulk = _targets(func, args, kwargs) if IN_BULK in getattr(func, "__name__", "") else ()
+            pairs = zip(given, versions, strict=True)
+            self._note_writes(func, args, [t for t, v in pairs if t._version != v or any(t is b for b in bulk)])
             self._note_result(func, given, result)
         return result
 
     def _values_alone(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
         """The arguments, without gradients where a buffer is written through `.data` (`self.mean.data.lerp_(h, 0.1)`):
-        the buffer has none then either.  What was written, which has one, may be written again, and not read.
+        the buffer has none then either.  What was written, which has one, may be written again, and not read; nor may
+        it have been read, since a view of it would have one, too.
         """
         with without_functions():
             target = next(iter(_targets(func, args, kwargs)), None)
             read = [t for t in _tensors((args, kwargs)) if t is not target]
             self.require_own_gradients(read)
-            if target is None or id(target) not in self.detached or target.requires_grad:
+            self.read |= {id(t) for t in read if id(t) in self.detached}
+            if target is None or id(target) not in self.detached.keys() - self.read or args[0] is not target:
                 return args, kwargs
-            if _place(target) in self.learning or not any(t.requires_grad for t in read):
+            if not torch.is_grad_enabled() or target.requires_grad or _place(target) in self.learning:
                 return args, kwargs
-            self.given_values[id(target)] = target, _hidden_write(func)
+            if not any(t.requires_grad for t in read):
+                return args, kwargs
+            self.given_values[id(target)] = target, hidden_write(func)
         return pytree.tree_map_only(torch.Tensor, lambda t: t.detach() if t.requires_grad else t, (args, kwargs))  # type: ignore[no-any-return]
 
     def _note_writes(self, func: Any, args: Sequence[Any], written: Sequence[torch.Tensor]) -> None:
         """Refuse a write that autograd does not see into memory of a tensor with a gradient, or note it."""
         target = args[0] if args and any(t is args[0] for t in written) else None
+        takes_gradients = target is None and torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(args))
         for tensor in written:
             if target is not None and tensor is not target and _place(tensor) == _place(target):
                 continue  # another tensor of the memory that is written, as in `q -= q.detach()`
             hidden = not (torch.is_grad_enabled() and tensor.requires_grad)
             own = id(_seen_through(tensor)) in self.detached
-            if hidden and own and not tensor.requires_grad:
-                self.changed.setdefault(_place(tensor), _hidden_write(func))
+            if hidden and own and not tensor.requires_grad and not takes_gradients:
+                self.changed.setdefault(_place(tensor), hidden_write(func))
             elif own or (hidden and (tensor.requires_grad or _place(tensor) in self.learning)):
-                raise _hidden_write(func)
+                raise hidden_write(func)
 
     def _note_result(self, func: Any, given: Sequence[torch.Tensor], result: Any) -> None:
         """Where tensors with gradients lie, and what is detached."""
@@ -126,11 +132,6 @@ class _Writes(TorchFunctionMode):
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 """`x.data` leaves no trace in a graph; `x.detach()` is the same value."""
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_DETACH = (torch.Tensor.detach_, torch.detach_)
-_INIT = nn.init.__file__
-_SWITCHES = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
-_BACKWARD = (torch.autograd.backward, torch.Tensor.backward)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -157,7 +158,7 @@ def _given(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
     if outside := [t for t in given if _is_real(t) and t.grad_fn is not None and type(t) is torch.Tensor]:
         raise computed_outside(outside[0])
     if any(_is_real(t) for t in _targets(func, args, kwargs)):
-        raise _written_outside(func)
+        raise written_outside(func)
     return given
 
 
@@ -201,85 +202,6 @@ def _place(tensor: torch.Tensor) -> int:
 
 def _memory(tensor: torch.Tensor) -> torch.UntypedStorage:
     return untransformed(tensor).untyped_storage()
-
-
-def computed_outside(value: torch.Tensor) -> NotYetSupported:
-    """The refusal of a tensor that is made of parameters before the program runs."""
-    return NotYetSupported(
-        "the loss or the model reads a tensor that was computed outside of it and requires gradients",
-        where=f"a tensor of shape {tuple(value.shape)}",
-        why="the way from the parameters to it is not part of the graph",
-        fix="compute it inside the model or the loss, or detach it if it is meant as a constant",
-    )
-
-
-def _written_outside(func: Callable[..., Any]) -> NotYetSupported:
-    return NotYetSupported(
-        "the code writes into a tensor that is no buffer of the model or the loss", where=line_of_call(func),
-        why="a step writes the buffers of modules and what lies in attributes, and this would be written once, now",
-        fix="register it: self.register_buffer(name, tensor); or put a new tensor in its place (self.x = self.x * 0.9)",
-    )  # fmt: skip
-
-
-def _hidden_write(func: Callable[..., Any]) -> NotYetSupported:
-    if any(frame.f_code.co_filename == _INIT for frame, _ in traceback.walk_stack(sys._getframe(1))):
-        return NotYetSupported(
-            "a layer with parameters is made while the model runs", where=line_of_call(func),
-            why="they are none of the model's, so that no step asks for their gradients, and drawn anew at every call",
-            fix="make it in __init__; a layer without parameters (elementwise_affine=False) may be made here",
-        )  # fmt: skip
-    return NotYetSupported(
-        "a tensor is written into where autograd does not see it",
-        where=line_of_call(func),
-        why="under torch.no_grad(), or through .detach() or .data, its value changes and its gradient does not",
-        fix="write into a clone, or say what is meant: h + (new - h).detach() has the value new and the gradient of h",
-    )  # fmt: skip
-
-
-def _require_no_switch(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse a backward pass, a tensor that becomes another, and to switch the gradient of a parameter, or of what
-    depends on some, on or off.
-    """
-    if func in _BACKWARD:
-        raise _own_backward(func)
-    if func == _SET_DATA or (func in _DETACH and args[0].requires_grad):
-        raise _becomes_another(func)
-    if func not in _SWITCHES:
-        return
-    tensor, on = args[0], bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
-    if on != tensor.requires_grad and (tensor.requires_grad or isinstance(tensor, nn.Parameter)):
-        raise NotYetSupported(
-            f"the code switches a gradient {'on' if on else 'off'}", where=line_of_call(func),
-            why="which parameters have gradients is known before a graph is made, and holds for all of it",
-            fix="where a module is to be frozen for some uses: torch.func.functional_call(module, {name: p.detach() "
-            "for name, p in module.named_parameters()}, x); switch it between calls, and the step follows",
-        )  # fmt: skip
-
-
-def _becomes_another(func: Callable[..., Any]) -> NotYetSupported:
-    detached = func in _DETACH
-    what = "detaches a tensor in place" if detached else "assigns to the .data of a tensor"
-    return NotYetSupported(
-        f"the code {what}", where=line_of_call(func),
-        why="a captured graph has values, and no tensors that become others",
-        fix="z = z.detach() instead of z.detach_()" if detached
-        else "use the new tensor instead; h + (new - h).detach() has the value new and the gradient of h",
-    )  # fmt: skip
-
-
-def _own_backward(func: Callable[..., Any]) -> NotYetSupported:
-    return NotYetSupported(
-        "the code runs a backward pass of its own", where=line_of_call(func),
-        why="it adds to the .grad of parameters and tensors, and a step leaves these alone",
-        fix="take the gradients by torch.autograd.grad(..., create_graph=True)",
-    )  # fmt: skip
-
-
-def line_of_call(func: Callable[..., Any]) -> str:
-    """The user's line that calls `func`."""
-    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(2)))
-    own = next((f for f in frames if not is_library(f.f_code.co_filename)), None)
-    return line_of(own) if own is not None else getattr(func, "__name__", str(func))
 
 
 @contextlib.contextmanager

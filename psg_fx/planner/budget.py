@@ -7,6 +7,7 @@ values than it has nodes, so the figure is an upper bound but for scratch space 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -48,7 +49,8 @@ def plan_within(
 ) -> Plan:  # fmt: skip
     """The fastest plan for `size` samples at once, or if none fits and parts may be put together, for fewer.
 
-    samples: of the joint graph, for each one that is planned for: those of a group.
+    samples: of the joint graph, for each one that is planned for: those of a group.  The plan serves so many times the
+    samples as even their square leaves room for, which is what the products of all pairs take.
     Raises BadArgument with the least budget that would do.
     """
     gradients, least = list(gradients), 0
@@ -58,7 +60,8 @@ def plan_within(
             plan = plan_step(gradients, asks, device, batch, count, price)
             need = memory_of(gm, plan, round(count * samples)) + (_found_before(plan) if count < size else 0)
             if need <= budget.limit:
-                return replace(plan, part=count, cut=count < size, need=need)
+                times = math.isqrt(budget.limit // need) if need and count == size else 1
+                return replace(plan, part=count * times, cut=count < size, need=need)
             least = min(least or need, need)
     raise BadArgument(
         f"a memory budget of {in_words(budget.limit)} is too small", where="transform(memory_budget=...)",

@@ -56,7 +56,7 @@ _COMPUTING = _functions(
 _MAKING = frozenset({torch.tensor, torch.arange, torch.linspace, torch.zeros, torch.ones, torch.full, torch.eye})
 """What makes tensors of numbers that the code has."""
 
-_IN_BULK = "_foreach_"
+IN_BULK = "_foreach_"
 """Functions that write into many tensors at once, and do not count it."""
 
 Looks = list[tuple[Same, Question | None]]
@@ -88,18 +88,20 @@ class Flags:
         self._made = WeakIdKeyDictionary()
         self._in_bulk = False
 
-    def answer(self, func: Any, args: Sequence[Any]) -> tuple[Any, Looks] | None:
+    def answer(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+    ) -> tuple[Any, Looks] | None:
         """What a question to one of them has for an answer, and what it follows from; None for others."""
         if func not in _DECIDING and func not in _READING:
             return None
-        if (found := self._filled(tuple(args))) is None:
+        if not args or (found := self._filled((tuple(args), kwargs or {}))) is None:
             return None
         kinds = _SWITCHES if func in _READING else _WHOLE
         if func not in _OF_FLOATS and args[0].dtype not in kinds and (found.buffers or func not in _READING):
             return None
         with no_modes(), without_functions():
-            answer = func(*found.tree)
-        return answer, _looks(found, lambda buffer: func(*found.of(buffer)), answer)
+            answer = _called(func, found.tree)
+        return answer, _looks(found, lambda buffer: _called(func, found.of(buffer)), answer)
 
     def values_of(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Looks] | None:
         """What is known of one that decides, and what it follows from; None for others."""
@@ -112,7 +114,7 @@ class Flags:
 
     def computed(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
         """A function has been called on these, and has returned this."""
-        self._in_bulk = self._in_bulk or _IN_BULK in getattr(func, "__name__", "")
+        self._in_bulk = self._in_bulk or IN_BULK in getattr(func, "__name__", "")
         if func not in _MAKING and (func not in _COMPUTING or not (self._own or self._made)):
             return
         if "out" in kwargs:
@@ -127,7 +129,7 @@ class Flags:
         if (found := self._filled((args, named))) is None:
             return
         with no_modes(), without_functions(), torch.no_grad():
-            for i, (made, value) in enumerate(zip(_each(result), _called(func, found.tree), strict=True)):
+            for i, (made, value) in enumerate(zip(_each(result), _each(_called(func, found.tree)), strict=True)):
                 of = functools.partial(_part, func, found.of, i)
                 self._made[made] = made._version, _Known(value.clone(), found.buffers, of, found.steps + 1)
 
@@ -181,12 +183,12 @@ def _looks(found: _Known | _Filled, ask: Callable[[torch.Tensor], Any], answer: 
 
 
 def _part(func: Any, arguments: Callable[[torch.Tensor], Any], index: int, buffer: torch.Tensor) -> torch.Tensor:
-    return _called(func, arguments(buffer))[index]
+    return _each(_called(func, arguments(buffer)))[index]
 
 
-def _called(func: Any, arguments: Any) -> Sequence[torch.Tensor]:
+def _called(func: Any, arguments: Any) -> Any:
     args, kwargs = arguments
-    return _each(func(*args, **kwargs))
+    return func(*args, **kwargs)
 
 
 def _each(result: Any) -> Sequence[torch.Tensor]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from psg_fx.tensors import same_values
 from psg_fx.torch_private.modes import no_modes, without_functions
 
 MOST = 16
@@ -30,10 +29,11 @@ class Question:
         return replace(self, answer=now.clone() if isinstance(now, torch.Tensor) else now)
 
     def is_answered_alike(self, tensor: torch.Tensor) -> bool:
-        """Whether the answer is still the same; NaN equals itself."""
+        """Whether the answer is still the same, bit for bit: 1 / -0.0 is not 1 / 0.0, and NaN equals itself."""
         now = self._now(tensor)
         if isinstance(now, torch.Tensor) and isinstance(self.answer, torch.Tensor):
-            return same_values(now, self.answer)
+            same = now.shape == self.answer.shape and now.dtype == self.answer.dtype
+            return same and torch.equal(_bits(now), _bits(self.answer))
         return type(now) is type(self.answer) and repr(now) == repr(self.answer)
 
     def _now(self, tensor: torch.Tensor) -> Any:
@@ -46,6 +46,10 @@ class Question:
     def __str__(self) -> str:
         found = self.answer
         return repr(found.flatten().tolist() if isinstance(found, torch.Tensor) else found)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
 
 
 FOR_ITS_VALUE = Question(torch.Tensor.detach, None)

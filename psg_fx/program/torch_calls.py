@@ -43,7 +43,7 @@ class TorchCalls(TorchFunctionMode):
         if not any(isinstance(v, _CALLED) for v in (*args, *kwargs.values())):
             sys.setprofile(None)  # else it calls a function of the user's, as a loss does with a distance
         try:
-            if (decided := self.flags.answer(func, args)) is not None:
+            if (decided := self.flags.answer(func, args, kwargs)) is not None:
                 return self._followed(decided)
             if (places := self._places(func, args, kwargs)) is not None:
                 return places
@@ -110,7 +110,9 @@ class TorchCalls(TorchFunctionMode):
 
     def _places(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """`mask.nonzero()` as a tensor of numbers, where the mask's values are known; None for everything else."""
-        if func not in _NONZERO or len(args) != 1 or not isinstance(args[0], torch.Tensor):
+        if func not in _NONZERO or len(args) != 1 or not isinstance(args[0], torch.Tensor) or not args[0].ndim:
+            return None
+        if kwargs.keys() - ({"as_tuple"} if func is not torch.where else ()):
             return None
         if (known := self._mask(args[0])) is None:
             return None

@@ -20,7 +20,7 @@ from psg_fx.program.conditions import Condition
 from psg_fx.program.rows import RowAxis, Rows
 from psg_fx.version import __version__
 
-FORMATS = (1, 2)
+FORMATS = (1, 2, 3)
 """Files of samples that have a dim of their own, and of samples that are rows."""
 
 BATCH = "B"
@@ -98,7 +98,7 @@ class Spec:
 
     call: the structure of `((inputs, keywords), (targets, keywords))`.  constants: its leaves that are no tensors, and
     their places.  drop: samples whose norm is not finite are to be left out of the clipped sum.  rows: None where
-    samples have a dim of their own.
+    samples have a dim of their own.  decided: buffers by whose values the code has decided, and these.
     """
 
     inputs: tuple[Entry, ...]
@@ -108,6 +108,7 @@ class Spec:
     constants: tuple[tuple[int, Any], ...]
     drop: bool = False
     rows: OfRows | None = None
+    decided: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     format: int = 1
     psg_fx: str = __version__
     torch: str = field(default_factory=lambda: str(torch.__version__))
@@ -117,6 +118,8 @@ class Spec:
         said = asdict(self)
         if self.rows is None:
             del said["rows"]
+        if not self.decided:
+            del said["decided"]
         return json.dumps(said, indent=1)
 
     @classmethod
@@ -141,7 +144,8 @@ class Spec:
 
 def describe(
     inputs: Sequence[tuple[InputSpec, Node]], outputs: Sequence[tuple[OutputSpec, Node | None]], call: Call,
-    known: facts.GraphFacts, defaults: Mapping[str, Any], drop: bool, conditions: tuple[Condition, ...] = (),
+    known: facts.GraphFacts, defaults: Mapping[str, Any], drop: bool, conditions: tuple[Condition, ...],
+    decided: Mapping[str, Sequence[Any]],
 ) -> Spec:  # fmt: skip
     """The Spec of a lowered graph.  inputs: those that are passed.  defaults: of what is given, where there is one."""
     names = {known.batch: sympy.Symbol(BATCH), **{s: sympy.Symbol(f"R{k}") for k, s in enumerate(known.rows)}}
@@ -159,7 +163,7 @@ def describe(
     rows = OfRows(tuple(map(Axis.of, call.axes)), call.counts, conditions) if call.axes else None
     return Spec(
         tuple(entries), tuple(results), call.tensors[0].device.type, structure, tuple(call.constants), drop, rows,
-        FORMATS[rows is not None],
+        decided, 3 if decided else FORMATS[rows is not None],
     )  # fmt: skip
 
 

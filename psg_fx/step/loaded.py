@@ -81,7 +81,8 @@ class LoadedStep:
         Returns the step's output.  Where the model writes buffers, `buffers` has their new values by name.
 
         Raises:
-            BadArgument: a parameter is missing, or something has another shape, dtype, device or structure.
+            BadArgument: a parameter is missing, something has another shape, dtype, device or structure, or a buffer by
+                which code decided at the export has other values.
             SamplesMixed: rows of several samples meet.
         """
         if not isinstance(params, Mapping):
@@ -94,6 +95,7 @@ class LoadedStep:
         call = self._take_apart(as_arguments(inputs), targets, number)
         extras = self._extras(given, call.batch_size())
         state = [self._checked(entry, params.get(entry.name), "params") for entry in self._state()]
+        self._require_as_decided(params)
         fields = self._fields(self._run(state, call, extras))
         if self.spec.drop:
 
@@ -102,6 +104,17 @@ class LoadedStep:
 
             fields = with_finite_sum(again, call, extras, fields) or fields
         return StepOutput(fields)
+
+    def _require_as_decided(self, params: Mapping[str, torch.Tensor]) -> None:
+        """Refuse other values of what the code has decided by: the file has the graph of that decision."""
+        for name, values in self.spec.decided.items():
+            now = params.get(name)
+            if isinstance(now, torch.Tensor) and repr(now.detach().flatten().tolist()) != repr(list(values)):
+                raise BadArgument(
+                    f"{name} has other values than at the export", where=f"{_CALL}: params",
+                    why="the code decides by them, and the file has the graph of what was decided",
+                    fix="export the step again, with these values",
+                )  # fmt: skip
 
     def _state(self) -> list[Entry]:
         return self.spec.of_kind("parameter", "buffer")

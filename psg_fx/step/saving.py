@@ -16,6 +16,7 @@ from psg_fx.interrupts import deferred
 from psg_fx.program.ambient import isolated
 from psg_fx.program.call import Call
 from psg_fx.program.conditions import CONDITIONS
+from psg_fx.program.values import Same
 from psg_fx.quantities.base import Quantity
 from psg_fx.quantities.clipped_sum import COUNTED
 from psg_fx.saved.refusals import is_passed, refuse
@@ -23,7 +24,6 @@ from psg_fx.saved.spec import describe
 from psg_fx.saved.write import write
 from psg_fx.step import own_code
 from psg_fx.step.binding import plain_mode
-from psg_fx.step.compiled import CompiledStep
 
 
 @with_room_for_frames
@@ -50,8 +50,9 @@ def export(
             why="the file is tried out on them before it is kept", fix="pass one sample or more",
         )  # fmt: skip
     with deferred(), isolated():
-        step: CompiledStep = own_code.built(build, model, loss_fn, call)[0]
-    gm = step.gm
+        step, program = own_code.built(build, model, loss_fn, call)
+    gm, looked = step.gm, program.observed.values
+    decided = {name: b.detach().flatten().tolist() for name, b in model.named_buffers() if Same(b) in looked}
     refuse(gm, call, step.part, sorted(step.binding.read_inside.values()))
     given = extras(step.binding.given)
     nodes = facts.placeholders(gm)
@@ -64,6 +65,7 @@ def export(
     spec = describe(
         [(spec, node) for spec, node in inputs if is_passed(spec)], list(facts.returned(gm)), call,
         facts.graph_facts(gm), defaults, drop, CONDITIONS.of(gm) if call.axes else (),
+        decided,
     )  # fmt: skip
     return write(target, gm, spec, arguments)
 

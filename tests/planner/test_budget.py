@@ -62,17 +62,27 @@ def test_a_budget_is_kept(share: float) -> None:
     assert peak(bounded, ex) <= budget
 
 
-def test_a_larger_batch_has_a_plan_of_its_own() -> None:
+def test_a_larger_batch_has_a_plan_of_its_own_where_the_first_one_has_no_room() -> None:
     """However few samples the first call had; and all sizes up to the larger one share that plan."""
     sizes = (4, 11, 7, 3)
     batches = {size: example(batch=size) for size in sizes}
-    step = step_of(batches[4], ClippedSum(0.1), memory_budget=2**30)
+    first = step_of(batches[4], ClippedSum(0.1), memory_budget=2**30)
+    first(batches[4].inputs, batches[4].targets)
+    step = step_of(batches[4], ClippedSum(0.1), memory_budget=int(3.9 * plan_of(first).need))
     want = psg_fx.transform(step.model, step.loss_fn, quantities=ClippedSum(0.1), backend="eager")
     for size in sizes:
         got, expected = (s(batches[size].inputs, batches[size].targets) for s in (step, want))
         assert oracle.worst_error(got.clipped_sum, expected.clipped_sum) < 1e-5
         assert oracle.relative_error(got.norms, expected.norms) < 1e-5
     assert len(step.captures) == 2
+
+
+def test_one_plan_serves_all_sizes_for_which_there_is_room() -> None:
+    ex = zoo.example("mlp", batch=20)
+    step = step_of(ex, [Norms(), Gram()], memory_budget=2**30)
+    for size in range(2, 21):
+        step(ex.inputs[:size], ex.targets[:size])
+    assert len(step.captures) == 1
 
 
 def test_after_a_small_batch_larger_ones_run_in_parts_that_fit() -> None:

@@ -125,6 +125,13 @@ ROWS: dict[str, tuple[Callable[[Any, Tensor], Tensor], Change]] = {
     "equal": (
         lambda m, x: m.layer(x) if torch.equal(m.scales, m.sizes) else 2 * m.layer(x), replaced("scales", [1, 3]),
     ),
+    "nearly equal": (
+        lambda m, x: m.layer(x) if torch.allclose(m.scales, m.sizes.double(), rtol=0, atol=1.5) else 2 * m.layer(x),
+        replaced("scales", [1.0, 9.0]),
+    ),
+    "a negative zero": (
+        lambda m, x: m.layer(x) if (1 / m.start > 0).all() else 2 * m.layer(x), lambda m: m.start.fill_(-0.0),
+    ),
     "places": (
         lambda m, x: torch.cat([m.layer(x)[:, m.mask.nonzero().squeeze(-1)], x[:, torch.where(~m.mask)[0]]], 1),
         lambda m: m.mask.copy_(torch.tensor([False, True, True, True])),
@@ -253,6 +260,7 @@ LITERAL: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "places": lambda m, x: torch.cat([m.layer(x)[:, (torch.arange(4) % 2 == 1).nonzero()[:, 0]], x], 1),
     "no places": lambda m, x: torch.cat([m.layer(x), x[:, torch.zeros(4, dtype=torch.bool).nonzero()[:, 0]]], 1),
     "a grid of times": euler,
+    "where of three": lambda m, x: torch.where(torch.arange(4) > 1, input=m.layer(x), other=x),
     "number of a float": lambda m, x: m.layer(x) * len(range(int(torch.linspace(0, 4, 3)[1].item()))),
     "a list": lambda m, x: torch.cat([m.layer(x)[:, i] for i in torch.tensor([[0, 2], [1, 3]]).tolist()], 1),
 }

@@ -262,6 +262,14 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], type[Exception], str]]
     "a read of what was written into .data with a gradient": (
         lambda m, x: [t := torch.zeros_like(x).data, t.add_(m.a(x)), m.b(t)][2], NotYetSupported, "not see.*add_",
     ),
+    "a view of what is written into .data with a gradient": (
+        lambda m, x: [t := torch.zeros_like(x).data, v := t[:, 1:], t.add_(m.a(x)), x[:, 1:] * v][3],
+        NotYetSupported, "not see.*add_",
+    ),
+    "many that are written into .data at once": (
+        lambda m, x: [t := torch.zeros_like(x).data, torch._foreach_add_([t], [m.a(x)]), t * x][2],
+        NotYetSupported, "not see.*_foreach_add_",
+    ),
     "a result that was written into .data with a gradient": (
         lambda m, x: [t := torch.zeros_like(x).data, t.add_(m.a(x))][0], NotYetSupported, "not see.*add_",
     ),

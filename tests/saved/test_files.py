@@ -292,3 +292,23 @@ def test_a_program_in_cpp_runs_it(compiled: Made, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == f"{len(compiled.loaded.spec.inputs)} inputs, {len(compiled.loaded.spec.outputs)} results\n"
     compare(compiled, list(torch.load(tmp_path / "out.pt")))
+
+
+def test_a_buffer_that_decided_stays_as_it_was(tmp_path: Path) -> None:
+    class Decides(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+            self.register_buffer("scales", torch.tensor([1.0, 2.0]))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.layer(x) * self.scales
+            return found if self.scales[0] < self.scales[1] else 2 * found
+
+    model, batch = Decides(), (torch.randn(4, 3), torch.tensor([0, 1, 1, 0]))
+    step = psg_fx.transform(model, nn.functional.cross_entropy, quantities=psg_fx.Norms())
+    loaded = psg_fx.load(step.export(tmp_path / "decides.pt2", *batch))
+    torch.testing.assert_close(loaded(model.state_dict(), *batch).norms, step(*batch).norms)
+    model.scales.fill_(1.0)
+    with pytest.raises(BadArgument, match="scales has other values than at the export"):
+        loaded(model.state_dict(), *batch)
