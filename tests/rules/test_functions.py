@@ -131,7 +131,7 @@ EXACT: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "a complex weight": lambda m, x: as_real(as_complex(m.b(x)) @ Turned.apply(as_complex(m.a.weight)[:2])),
     "data": lambda m, x: m.b(x) * m.a(x).data,
     "written into .data of zeros": written(lambda t, h: t.data.copy_(h), grad=True),
-    "written into .data and read under no_grad": written(lambda t, h: [d := t.data, d.copy_(h), d.div_(1 + d.square())]),
+    "written into .data and read under no_grad": written(lambda t, h: [d := t.data, d.copy_(h), d.div_(1 + d * d)]),
     "columns written under no_grad": written(_by_column),
     "parts written under no_grad": written(_by_parts),
     "views written under no_grad": written(_in_two_steps),
