@@ -83,7 +83,9 @@ class _Writes(TorchFunctionMode):
             read = [t for t in _tensors((args, kwargs)) if t is not target]
             self.require_own_gradients(read)
             self.read |= {id(t) for t in read if id(t) in self.detached}
-            if target is None or id(target) not in self.detached.keys() - self.read or args[0] is not target:
+            if target is None or not args or args[0] is not target:
+                return args, kwargs
+            if id(target) not in self.detached or id(target) in self.read:
                 return args, kwargs
             if not torch.is_grad_enabled() or target.requires_grad or _place(target) in self.learning:
                 return args, kwargs
