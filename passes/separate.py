@@ -7,14 +7,12 @@ added up: then one node stands for all of them.  What a step returns is the call
 
 from __future__ import annotations
 
-import re
-
 import torch
 from torch.fx import GraphModule, Node
 
 from psg_fx.graph import facts
 from psg_fx.graph.lifetimes import is_view
-from psg_fx.graph.nodes import call
+from psg_fx.graph.nodes import call, rename
 from psg_fx.graph.stages import Stage
 from psg_fx.tensors import product
 
@@ -35,7 +33,7 @@ def separate(gm: GraphModule) -> GraphModule:
                 with gm.graph.inserting_before(gm.graph.output_node()):
                     copies[node] = call(gm, aten.clone.default, copies.get(node, node))
                 node = copies[node]
-                node._rename(re.sub(r"\W", "_", f"{spec.name}_{spec.label}"))
+                rename(node, spec.title)
             taken.add(_memory(node))
         results.append(node)
     gm.graph.output_node().args = (tuple(results),)

@@ -60,26 +60,30 @@ class _Writes(TorchFunctionMode):
             return None
         require_no_switch(func, args, kwargs)
         func = torch.Tensor.detach if func == _DATA else func
-        args, kwargs = self._values_alone(func, args, kwargs)
         with without_functions():
-            given = [t for t in _given(func, args, kwargs) if not t.is_inference()]
+            targets = _targets(func, args, kwargs)
+        args, kwargs = self._values_alone(func, args, kwargs, targets)
+        with without_functions():
+            given = [t for t in _given(func, args, kwargs, targets) if not t.is_inference()]
             versions = [t._version for t in given]
         with contextlib.nullcontext() if torch.is_grad_enabled() else known_as_before():
             result = func(*args, **kwargs)
         with without_functions():
-            bulk = _targets(func, args, kwargs) if IN_BULK in getattr(func, "__name__", "") else ()
+            bulk = targets if IN_BULK in getattr(func, "__name__", "") else ()
             pairs = zip(given, versions, strict=True)
             self._note_writes(func, args, [t for t, v in pairs if t._version != v or any(t is b for b in bulk)])
             self._note_result(func, given, result)
         return result
 
-    def _values_alone(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    def _values_alone(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], targets: Sequence[torch.Tensor]
+    ) -> tuple[Any, Any]:
         """The arguments, without gradients where a buffer is written through `.data` (`self.mean.data.lerp_(h, 0.1)`):
         the buffer has none then either.  What was written, which has one, may be written again, and not read; nor may
         it have been read, since a view of it would have one, too.
         """
         with without_functions():
-            target = next(iter(_targets(func, args, kwargs)), None)
+            target = next(iter(targets), None)
             read = [t for t in _tensors((args, kwargs)) if t is not target]
             self.require_own_gradients(read)
             self.read |= {id(t) for t in read if id(t) in self.detached}
@@ -96,6 +100,8 @@ class _Writes(TorchFunctionMode):
 
     def _note_writes(self, func: Any, args: Sequence[Any], written: Sequence[torch.Tensor]) -> None:
         """Refuse a write that autograd does not see into memory of a tensor with a gradient, or note it."""
+        if not written:
+            return
         target = args[0] if args and any(t is args[0] for t in written) else None
         takes_gradients = target is None and torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(args))
         for tensor in written:
@@ -154,12 +160,14 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device})
 
 
-def _given(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+def _given(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], targets: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
     """The tensors that a function reads or writes: none with a gradient from outside, and none from outside written."""
     given = _tensors((args, kwargs))
     if outside := [t for t in given if _is_real(t) and t.grad_fn is not None and type(t) is torch.Tensor]:
         raise computed_outside(outside[0])
-    if any(_is_real(t) for t in _targets(func, args, kwargs)):
+    if any(map(_is_real, targets)):
         raise written_outside(func)
     return given
 

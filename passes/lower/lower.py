@@ -14,6 +14,7 @@ from psg_fx.algebra.network import Kind, Source
 from psg_fx.algebra.site import READ, read_by_networks
 from psg_fx.graph import facts
 from psg_fx.graph.facts import Holds, InputSpec, OutputSpec
+from psg_fx.graph.nodes import rename
 from psg_fx.graph.stages import Stage
 from psg_fx.planner.plan import PLAN
 from psg_fx.quantities.base import Extra, Quantity
@@ -22,7 +23,6 @@ from psg_fx.torch_private.fakes import with_own_sizes
 
 from ..runner import graph_pass
 from .absent import left_out
-from .pieces import rename
 from .writer import Writer
 
 aten = torch.ops.aten
@@ -153,7 +153,7 @@ def _indices(node: Node) -> Any:
 def _name(results: list[tuple[OutputSpec, Node]]) -> tuple[list[Node], list[OutputSpec]]:
     """Results named for what they hold."""
     for spec, node in results:
-        rename(node, f"{spec.name}_{spec.label}" if spec.name else spec.label)
+        rename(node, spec.title)
     return [node for _, node in results], [spec for spec, _ in results]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -116,9 +115,3 @@ def _metadata(value: torch.Tensor) -> Hashable:
     """What tracing can depend on."""
     strides = tuple(facts.expr(stride) for stride in value.stride())
     return (facts.shape(value), strides, facts.expr(value.storage_offset()), value.dtype, value.device)
-
-
-def rename(node: Node, name: str) -> None:
-    """Name an op for what it holds."""
-    if node.op == "call_function":
-        node._rename(re.sub(r"\W", "_", name))

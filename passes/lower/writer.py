@@ -16,6 +16,7 @@ from psg_fx.algebra.members import COUNT
 from psg_fx.algebra.network import Kind, Source
 from psg_fx.graph import facts
 from psg_fx.graph.facts import OutputSpec
+from psg_fx.graph.nodes import rename
 from psg_fx.graph.slices import Slices, slices_of
 from psg_fx.planner.evaluate import Evaluator
 from psg_fx.planner.groups import Group, groups
@@ -23,7 +24,7 @@ from psg_fx.planner.plan import Plan
 from psg_fx.quantities.base import Quantity, Results, Weights
 from psg_fx.quantities.own import finished, no_input, weights_of
 
-from .pieces import Pieces, rename
+from .pieces import Pieces
 
 NodesByName = Mapping[str, Mapping[str, Node]]
 """Ask or weights -> parameter -> node."""

@@ -96,6 +96,11 @@ class OutputSpec:
         """The field of an answer; else the kind."""
         return self.field or self.kind
 
+    @property
+    def title(self) -> str:
+        """Its label, behind the name of what it belongs to."""
+        return f"{self.name}_{self.label}" if self.name else self.label
+
 
 @dataclass(frozen=True)
 class Fact:

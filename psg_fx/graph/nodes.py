@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -98,3 +99,9 @@ def _place(node: Node, before: Node, placed: set[Node]) -> None:
             placed.add(ready)
             if ready is not before:
                 before.prepend(ready)
+
+
+def rename(node: Node, name: str) -> None:
+    """Name an op for what it holds."""
+    if node.op == "call_function":
+        node._rename(re.sub(r"\W", "_", name))
