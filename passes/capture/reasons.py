@@ -55,6 +55,9 @@ def capture_failed(error: Exception) -> CaptureFailed:
     elif "is mutated in the forward method" in text:
         why = "the code writes into a tensor that is no buffer of the model or the loss, by a view or inside of torch"
         fix = "register it by self.register_buffer(..), or put a new tensor in its place (self.x = self.x * 0.9)"
+    elif "expected compiled_fn to be GraphModule" in text:
+        why = "two buffers share memory (self.b = self.a, or a view of it), and the code writes into it"
+        fix = "register one of them, and read it in the place of both"
     elif "DynamicOutputShape" in kind:
         why = f"what shapes {first} returns goes by the values of a tensor, so there is no one graph for all batches"
         fix = "keep all entries, and mask some by torch.where; for least squares: torch.linalg.pinv(a) @ b"

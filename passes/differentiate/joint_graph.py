@@ -28,6 +28,7 @@ from psg_fx.source import locate
 
 from ..runner import graph_pass
 from .described import described
+from .kept import require_kept
 from .proof import carried, is_foreign, prove_cotangents
 
 
@@ -103,6 +104,7 @@ def differentiate(gm: GraphModule, input_gradients: tuple[bool, ...] = ()) -> Gr
     known = carried(traced, forward, len(layout))
     _describe(traced, nodes, [info.outputs[i].name for i in roots] if not with_loss else [])
     traced.meta[facts.KEY] = dataclasses.replace(info, outputs=tuple(layout), runs_code=theirs)
+    require_kept(traced)
     prove_cotangents(gm, traced, known)
     SITES.put(traced, described(gm, layout))
     return traced

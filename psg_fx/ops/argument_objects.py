@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -18,14 +18,19 @@ _PLAIN = frozenset({int, float, bool, str})
 _MOST = 10_000
 
 
-def held_by(arguments: Iterable[Any]) -> list[Any]:
-    """What containers and objects among the arguments hold, and these in turn, in an order that stays the same."""
+def held_by(arguments: Sequence[Any]) -> list[Any]:
+    """What containers and objects among the arguments hold, and these in turn, in an order that stays the same; of
+    the tensors that they hold, how often they were written.
+    """
     found: list[Any] = []
     seen: set[int] = set()
     waiting = list(arguments)
+    own = set(map(id, arguments))
     while waiting and len(found) < _MOST:
         value = waiting.pop()
         found.append(value)
+        if isinstance(value, torch.Tensor) and id(value) not in own and not value.is_inference():
+            found.append(value._version)
         if id(value) in seen or isinstance(value, _WHOLE):
             continue
         seen.add(id(value))

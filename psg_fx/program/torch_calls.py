@@ -50,7 +50,7 @@ class TorchCalls(TorchFunctionMode):
             if func is torch.Tensor.__iter__ and args[0].ndim and self.flags.values_of(args[0]) is not None:
                 return iter(self.__torch_function__(torch.Tensor.unbind, types, args))
             if func in _INDEXING and len(args) > 1:
-                args = (args[0], self._indexed(args[1]), *args[2:])
+                args = (args[0], self._indexed(args[1], args[0].shape), *args[2:])
             own = args, kwargs
             args, kwargs = self.stand_ins.given(tuple(args)), self.stand_ins.given(kwargs)
             held = self._held((*args, *kwargs.values()))
@@ -79,23 +79,27 @@ class TorchCalls(TorchFunctionMode):
             self.found.looks(tensor, question)
         return answer
 
-    def _indexed(self, index: Any) -> Any:
+    def _indexed(self, index: Any, shape: Sequence[Any] = ()) -> Any:
         """An index whose slices are bounded by numbers: torch reads those of tensors unseen; and, behind the first dim,
         the places that masks of the code's own pick.
+
+        shape: of what is indexed.
         """
         if isinstance(index, tuple):
-            parts = ((self._indexed(part),) if k == 0 else self._picked(part) for k, part in enumerate(index))
+            begins = _begins(index, len(shape))
+            parts = (self._picked(part, shape[begin:]) if k else (self._indexed(part),)
+                     for k, (part, begin) in enumerate(zip(index, begins, strict=True)))  # fmt: skip
             return tuple(part for several in parts for part in several)
         if isinstance(index, slice):
             return slice(*(self._bound(bound) for bound in (index.start, index.stop, index.step)))
         return index
 
-    def _picked(self, part: Any) -> tuple[Any, ...]:
-        """A part of an index; the places that a mask picks, dim for dim, where its values are known."""
+    def _picked(self, part: Any, shape: Sequence[Any]) -> tuple[Any, ...]:
+        """A part of an index; the places that a mask of this shape picks, dim for dim, where its values are known."""
         if not isinstance(part, torch.Tensor) or part.dtype is not torch.bool or not part.ndim:
             return (self._indexed(part),)
         known = self._mask(part)
-        if known is None:
+        if known is None or any(size != own for size, own in zip(shape, part.shape, strict=False) if type(size) is int):
             return (part,)
         mask = self._followed(known)
         with no_modes(), without_functions():
@@ -169,3 +173,17 @@ _LOOKS = {
     getattr(torch.Tensor, name)
     for name in ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "__complex__")
 }
+
+
+def _begins(index: Sequence[Any], ndim: int) -> list[int]:
+    """The dim of a tensor that each part of an index begins at."""
+    taken = [_dims(part) for part in index]
+    open_end = next((k for k, part in enumerate(index) if part is ...), len(index))
+    return [sum(taken[:k]) if k <= open_end else ndim - sum(taken[k:]) for k in range(len(index))]
+
+
+def _dims(part: Any) -> int:
+    """How many dims of a tensor a part of an index is for."""
+    if part is None or part is ... or isinstance(part, bool):
+        return 0
+    return part.ndim if isinstance(part, torch.Tensor) and part.dtype is torch.bool else 1

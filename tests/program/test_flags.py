@@ -253,9 +253,27 @@ def test_a_parameter_that_replaces_another_is_asked_anew() -> None:
     assert oracle.worst_error(step(X, Y).grads, oracle.loop_grads(model, F.cross_entropy, X, Y)[1]) < 1e-12
 
 
+MASKS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "too long": lambda m, x: m.layer(x)[:, torch.arange(5) != 2],
+    "behind an ellipsis": lambda m, x: m.layer(x)[..., torch.arange(3) != 2],
+    "of two dims": lambda m, x: m.layer(x).view(-1, 2, 2)[:, torch.ones(2, 1, dtype=torch.bool)],
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_of_another_shape_is_an_error(name: str) -> None:
+    """As in torch."""
+    model = Decides(MASKS[name])
+    with pytest.raises(IndexError, match="shape of the mask"):
+        model(X)
+    with pytest.raises(psg_fx.BadArgument, match="shape of the mask"):
+        psg_fx.transform(model, F.cross_entropy, backend="eager")(X, Y)
+
+
 LITERAL: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "columns": lambda m, x: m.layer(x)[:, torch.tensor([True, False, True, True])],
     "compared": lambda m, x: m.layer(x)[:, torch.arange(4) != 2],
+    "columns behind others": lambda m, x: m.layer(x).view(-1, 1, 4)[:, None, ..., torch.arange(4) != 2].flatten(1),
     "no columns": lambda m, x: torch.cat([m.layer(x), x[:, torch.zeros(4, dtype=torch.bool)]], 1),
     "places": lambda m, x: torch.cat([m.layer(x)[:, (torch.arange(4) % 2 == 1).nonzero()[:, 0]], x], 1),
     "no places": lambda m, x: torch.cat([m.layer(x), x[:, torch.zeros(4, dtype=torch.bool).nonzero()[:, 0]]], 1),

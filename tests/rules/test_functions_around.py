@@ -197,6 +197,16 @@ class Counted(Function):
         return g, None
 
 
+class Written(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, state: SimpleNamespace) -> Tensor:
+        return x * state.calls.add_(1)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g, None
+
+
 class Twice(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -250,10 +260,13 @@ def _closed_over(m: Any, x: Tensor) -> Tensor:
     return found
 
 
+STATE = SimpleNamespace(calls=torch.zeros(4))
+
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "a list that grows": (lambda m, x: Grown.apply(m.a(x), []), "changes a list, a dict or an object among"),
     "an object that counts": (lambda m, x: Counted.apply(m.a(x), SimpleNamespace(n=0)), "or an object among its arg"),
     "an object's list": (lambda m, x: Counted.apply(m.a(x), SimpleNamespace(n=[])), "or an object among its arguments"),
+    "an object's tensor": (lambda m, x: Written.apply(m.a(x), STATE), "or an object among its arguments"),
     "one tensor twice": (lambda m, x: Twice.apply(m.a(x))[0], "returns one tensor twice"),
     "a sparse gradient": (lambda m, x: x * Sparse.apply(m.a.weight), "its backward returns a sparse gradient"),
     "parameters beside the arguments": (
