@@ -13,6 +13,7 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_impls import register_op_impl
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import UnsupportedOperatorException as UnsupportedOperatorException
+from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 LIST_OF_FAKE: Callable[[FakeTensor], Any] = FakeTensor.tolist
@@ -89,6 +90,22 @@ def symbolic_inputs(tensors: Sequence[torch.Tensor], dims: Sequence[int | None])
     return made
 
 
+def empty_fake(
+    mode: Any, shape: Sequence[Any], strides: Sequence[Any] | None, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A fake tensor of memory of its own, made without asking what an op returns, and without guards.
+
+    strides: None for those of a tensor that lies in its memory in order.
+    """
+    env = mode.shape_env
+    with in_kernel_invocation_manager(mode), contextlib.nullcontext() if env is None else env.suppress_guards():
+        if strides is None:
+            empty = torch.empty(shape, dtype=dtype, device="meta")
+        else:
+            empty = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    return FakeTensor(mode, empty, device)
+
+
 class Values:
     """Makes fake tensors and sizes on the symbols of some that are there."""
 
@@ -99,18 +116,20 @@ class Values:
         self._mode = tensors[0].fake_mode
         sizes: list[Any] = [size for tensor in tensors for size in tensor.shape]
         self._hints = {size.node.expr: size.node.hint for size in sizes if isinstance(size, torch.SymInt)}
+        self._sizes: dict[sympy.Expr, torch.SymInt] = {}
 
     def size(self, value: sympy.Expr) -> int | torch.SymInt:
         """An expression of symbols as a size."""
         if value.is_number:
             return int(value)
-        env = self._mode.shape_env
-        assert env is not None
-        return env.create_symintnode(value, hint=int(value.xreplace(self._hints)))
+        if value not in self._sizes:
+            env = self._mode.shape_env
+            assert env is not None
+            self._sizes[value] = env.create_symintnode(value, hint=int(value.xreplace(self._hints)))
+        return self._sizes[value]
 
     def tensor(
         self, shape: Iterable[sympy.Expr], strides: Iterable[sympy.Expr], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """A fake tensor of memory of its own."""
-        with self._mode:
-            return torch.empty_strided([*map(self.size, shape)], [*map(self.size, strides)], dtype=dtype, device=device)
+        return empty_fake(self._mode, [*map(self.size, shape)], [*map(self.size, strides)], dtype, device)

@@ -36,6 +36,7 @@ from psg_fx.torch_private.fake_keys import (
     size_key,
     values_of,
 )
+from psg_fx.torch_private.fakes import empty_fake
 from psg_fx.torch_private.patching import patched_here
 
 _MOST = 20_000
@@ -80,14 +81,11 @@ class _Made:
         env = mode.shape_env
         shape = tuple([_number(s, operands, env) for s in self.shape])
         stride = tuple([_number(s, operands, env) for s in self.stride])
+        if self.view is None:  # in order: the strides are numbers, and those that follow from the shape
+            return empty_fake(mode, shape, None if self.in_order else stride, self.dtype, self.device)
         with in_kernel_invocation_manager(mode), contextlib.nullcontext() if env is None else env.suppress_guards():
-            if self.in_order:  # the strides are numbers, and those that follow from the shape
-                empty = torch.empty(shape, dtype=self.dtype, device="meta")
-            elif self.view is None:
-                empty = torch.empty_strided(shape, stride, dtype=self.dtype, device="meta")
-            else:
-                empty = operands[self.view].as_strided(shape, stride, _number(self.offset, operands, env))
-        return FakeTensor(mode, empty, self.device)
+            part = operands[self.view].as_strided(shape, stride, _number(self.offset, operands, env))
+        return FakeTensor(mode, part, self.device)
 
 
 def _number(recipe: Any, operands: Sequence[Any], env: Any) -> Any:
