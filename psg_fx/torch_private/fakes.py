@@ -116,7 +116,7 @@ class Values:
         self._mode = tensors[0].fake_mode
         sizes: list[Any] = [size for tensor in tensors for size in tensor.shape]
         self._hints = {size.node.expr: size.node.hint for size in sizes if isinstance(size, torch.SymInt)}
-        self._sizes: dict[sympy.Expr, torch.SymInt] = {}
+        self._sizes: dict[sympy.Expr, int | torch.SymInt] = {}
 
     def size(self, value: sympy.Expr) -> int | torch.SymInt:
         """An expression of symbols as a size."""
