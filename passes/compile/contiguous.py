@@ -9,10 +9,12 @@ from collections.abc import Iterator
 import torch
 from torch.fx import GraphModule, Node
 
+from psg_fx.graph import facts
 from psg_fx.graph.nodes import call, written_before
 from psg_fx.ops.define import layout_of
 
 aten = torch.ops.aten
+_PRODUCTS = (aten.bmm.default, aten.baddbmm.default)
 
 
 def with_contiguous_arguments(gm: GraphModule) -> None:
@@ -29,7 +31,20 @@ def with_contiguous_arguments(gm: GraphModule) -> None:
 def _copied(node: Node) -> Iterator[Node]:
     """The tensors that an op copies before it reads them."""
     if lies_as_read := layout_of(node.target):
-        for value in node.all_input_nodes:
-            tensor = value.meta["val"]
-            if isinstance(tensor, torch.Tensor) and not lies_as_read(tensor):
-                yield value
+        values = node.all_input_nodes
+    elif node.target in _PRODUCTS:
+        lies_as_read, values = _has_rows_or_columns, list(dict.fromkeys(node.args[-2:]))
+    else:
+        return
+    for value in values:
+        tensor = value.meta["val"]
+        if isinstance(tensor, torch.Tensor) and not lies_as_read(tensor):
+            yield value
+
+
+def _has_rows_or_columns(matrices: torch.Tensor) -> bool:
+    """Whether the BLAS reads the matrices `[B, m, n]` of a batched product as they lie.  A CPU copies others one by one:
+    such as those of a gradient that is the same for all positions (`h.mean(1)`), which are one row in memory.
+    """
+    (_, rows, columns), (_, down, along) = facts.shape(matrices), map(facts.expr, matrices.stride())
+    return (along == 1 and (down != 0 or rows == 1)) or (down == 1 and (along != 0 or columns == 1))

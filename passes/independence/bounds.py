@@ -36,27 +36,30 @@ def bounds(value: Any, depth: int = _DEPTH) -> Bounds:
     rule = known(value.target).bounds
     if rule is None:
         return _ANYTHING
-    found: Bounds = rule(bound(value), lambda v: bounds(v, depth - 1))
-    return found if isinstance(tensor, torch.Tensor) and _fits(found, tensor.dtype) else _ANYTHING
+    if not isinstance(tensor, torch.Tensor):
+        return _ANYTHING
+    return _held(rule(bound(value), lambda v: bounds(v, depth - 1)), tensor.dtype)
 
 
-def _fits(found: Bounds, dtype: torch.dtype) -> bool:
-    """Whether a dtype holds such values."""
+def _held(found: Bounds, dtype: torch.dtype) -> Bounds:
+    """The bounds of such values in a dtype: integers have no digits behind the point, and wrap around."""
     if dtype.is_floating_point:
-        return True
-    if dtype.is_complex:
-        return False
-    return torch.iinfo(dtype).min <= found[0] and found[1] <= torch.iinfo(dtype).max
+        return found
+    if dtype.is_complex or not (torch.iinfo(dtype).min <= found[0] and found[1] <= torch.iinfo(dtype).max):
+        return _ANYTHING
+    return (math.floor(found[0]), math.ceil(found[1]))
 
 
 def _of_a_part(value: Node, depth: int) -> Bounds:
-    """One of several outputs: the parts of a tensor, or the values and places of `max` and `sort`."""
+    """One of several outputs: a part of a tensor, or the values and places of `max` and `sort`."""
     source, index = value.args
     assert isinstance(source, Node)
+    if not isinstance(source.target, torch._ops.OpOverload):
+        return _ANYTHING
     if source.target in (torch.ops.aten.max.dim, torch.ops.aten.min.dim, torch.ops.aten.sort.default,
                          torch.ops.aten.topk.default):  # fmt: skip
         return bounds(source.args[0], depth - 1) if index == 0 else _places(bound(source))
-    return bounds(source, depth - 1)
+    return bounds(source.args[0], depth - 1) if known(source.target).bounds is _moved else _ANYTHING
 
 
 def _places(given: dict[str, Any]) -> Bounds:
@@ -71,15 +74,20 @@ Given = dict[str, Any]
 Question = Callable[[Any], Bounds]
 _MOVING = """
     view reshape _unsafe_view flatten unflatten unsqueeze squeeze expand expand_as permute transpose t alias clone
-    contiguous detach lift_fresh lift_fresh_copy to _to_copy slice select index index_select gather repeat flip roll
+    contiguous detach lift_fresh lift_fresh_copy slice select index index_select gather repeat flip roll
     unbind split chunk narrow movedim sort repeat_interleave
 """
 
 
 @bounded(*_MOVING.split())
 def _moved(given: Given, ask: Question) -> Bounds:
-    """Elements of the first argument, elsewhere."""
-    return ask(next(iter(given.values())))
+    """Elements of a tensor, elsewhere; not those of one that says how often others are there, or of its bytes."""
+    return ask(given["self"]) if "self" in given and "dtype" not in given else _ANYTHING
+
+
+@bounded("to", "_to_copy")
+def _converted(given: Given, ask: Question) -> Bounds:
+    return ask(given["self"])
 
 
 @bounded("arange")
@@ -96,17 +104,22 @@ def _arange(given: Given, ask: Question) -> Bounds:
 
 @bounded("clamp", "clip", "clamp_min", "clamp_max")
 def _clamp(given: Given, ask: Question) -> Bounds:
-    low, high = ask(given["self"])
-    least = -math.inf if given.get("min") is None else ask(given["min"])[0]
-    most = math.inf if given.get("max") is None else ask(given["max"])[1]
-    return (min(max(low, least), most), min(max(high, least), most))
+    """min(max(x, least), most) grows with each of the three."""
+    least = (-math.inf, -math.inf) if given.get("min") is None else ask(given["min"])
+    most = (math.inf, math.inf) if given.get("max") is None else ask(given["max"])
+    low, high = (min(max(end, a), b) for end, a, b in zip(ask(given["self"]), least, most, strict=True))
+    return (low, high)
 
 
 @bounded("remainder")
 def _remainder(given: Given, ask: Question) -> Bounds:
     low, high = ask(given["other"])
-    whole = not given["self"].meta["val"].is_floating_point()
+    whole = all(_is_whole(given[name]) for name in ("self", "other"))
     return (0, high - whole) if 0 < low == high < math.inf else _ANYTHING
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) or (isinstance(value, Node) and not value.meta["val"].is_floating_point())
 
 
 @bounded("add")
