@@ -64,7 +64,7 @@ def of_torchvision(name: str) -> nn.Module:
 
 
 def of_timm(name: str, **options: Any) -> nn.Module:
-    import external.torchvision_import  # noqa: F401  (timm imports it)
+    from external.torchvision_import import torchvision  # noqa: F401, I001  (timm imports it)
     import timm
 
     return timm.create_model(name, num_classes=CLASSES, **options)  # type: ignore[no-any-return]
@@ -82,7 +82,7 @@ class Logits(nn.Module):
 
 
 def of_transformers(kind: str, task: str, **sizes: Any) -> nn.Module:
-    import external.torchvision_import  # noqa: F401  (transformers imports it)
+    from external.torchvision_import import torchvision  # noqa: F401, I001  (transformers imports it)
     import transformers
 
     config = getattr(transformers, f"{kind}Config")(**TEXT | sizes)

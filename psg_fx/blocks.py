@@ -100,13 +100,13 @@ class Memory:
         self._blocks: list[Block] = []
         self._calls = 0
         self._lock = threading.Lock()
-        self._heap = _MAPPED if _settle_allocator() else 0
 
     def serving(self, places: Places) -> allocating:
         """A context in which this memory serves the compiled graph that runs in this thread.
 
         places: where the graph's values lay at its last call; they return there.
         """
+        heap = _heap()
         if not self.keep:
             return allocating(_fresh)
         values = itertools.count()
@@ -118,7 +118,7 @@ class Memory:
             value, count = next(values), math.prod(size) * dtype.itemsize
             if count < LARGE:
                 return empty_strided_cpu(size, stride, dtype)
-            if count < self._heap and places.results is not None and value not in places.results:
+            if count < heap and places.results is not None and value not in places.results:
                 return _fresh(size, stride, dtype)
             with self._lock:
                 block = places.blocks[value] = self._block(count, places.blocks.get(value))
@@ -129,13 +129,15 @@ class Memory:
         return allocating(take)
 
     def served(self, places: Places, results: Iterable[object]) -> None:
-        """The results of the graph's call: after the first one, blocks of values that are none are given back."""
-        if not self.keep or places.results is not None:
+        """The results of the graph's call: after the first one that had large values, blocks of those that are no
+        results are given back.
+        """
+        if not self.keep or places.results is not None or not places.blocks:
             return
         starts = {r.untyped_storage().data_ptr() for r in results if isinstance(r, torch.Tensor)}
         with self._lock:
             places.results = frozenset(n for n, block in places.blocks.items() if block.address in starts)
-            others = [b for n, b in places.blocks.items() if n not in places.results and b.size < self._heap]
+            others = [b for n, b in places.blocks.items() if n not in places.results and b.size < _heap()]
             self._blocks = [block for block in self._blocks if block not in others]
 
     def lent(self, tensors: Iterable[torch.Tensor]) -> ExitStack:
@@ -181,6 +183,11 @@ def _fresh(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> to
     if (count := value.nbytes) >= LARGE:
         _ask_for_huge_pages(value.data_ptr(), count)
     return value
+
+
+def _heap() -> int:
+    """Bytes below which the C library keeps what is freed."""
+    return _MAPPED if _settle_allocator() else 0
 
 
 @functools.cache

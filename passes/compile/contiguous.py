@@ -30,21 +30,18 @@ def with_contiguous_arguments(gm: GraphModule) -> None:
 
 def _copied(node: Node) -> Iterator[Node]:
     """The tensors that an op copies before it reads them."""
-    if lies_as_read := layout_of(node.target):
-        values = node.all_input_nodes
-    elif node.target in _PRODUCTS:
-        lies_as_read, values = _has_rows_or_columns, list(dict.fromkeys(node.args[-2:]))
-    else:
-        return
+    lies_as_read, values = layout_of(node.target), node.all_input_nodes
+    if node.target in _PRODUCTS:
+        lies_as_read, values = _has_rows_or_columns, values[-2:]  # behind the bias
     for value in values:
         tensor = value.meta["val"]
-        if isinstance(tensor, torch.Tensor) and not lies_as_read(tensor):
+        if lies_as_read and isinstance(tensor, torch.Tensor) and not lies_as_read(tensor):
             yield value
 
 
 def _has_rows_or_columns(matrices: torch.Tensor) -> bool:
-    """Whether the BLAS reads the matrices `[B, m, n]` of a batched product as they lie.  A CPU copies others one by one:
-    such as those of a gradient that is the same for all positions (`h.mean(1)`), which are one row in memory.
+    """Whether the BLAS reads the matrices `[B, m, n]` of a batched product as they lie.  On a CPU torch copies others
+    one by one, such as those of a gradient that is the same for all positions (`h.mean(1)`): one row in memory.
     """
     (_, rows, columns), (_, down, along) = facts.shape(matrices), map(facts.expr, matrices.stride())
-    return (along == 1 and (down != 0 or rows == 1)) or (down == 1 and (along != 0 or columns == 1))
+    return bool((along == 1 and (down != 0 or rows == 1)) or (down == 1 and (along != 0 or columns == 1)))

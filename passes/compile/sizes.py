@@ -57,23 +57,19 @@ class Background:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._failed: Exception | None = None
 
-    def begin(self, task: Callable[[], Any]) -> None:
-        """Begin the task, unless another one runs.  Raises what the last one has."""
-        if self._failed is not None:
-            failed, self._failed = self._failed, None
-            raise failed
+    def begin(self, task: Callable[[], Any], failed: Callable[[Exception], Any]) -> None:
+        """Begin the task, unless another one runs.  failed: is told what it raises."""
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._run, args=(task,), name="psg_fx compiles")
+            self._thread = threading.Thread(target=self._run, args=(task, failed), name="psg_fx compiles")
             self._thread.start()
 
-    def _run(self, task: Callable[[], Any]) -> None:
+    def _run(self, task: Callable[[], Any], failed: Callable[[Exception], Any]) -> None:
         try:
             with never_rewound():
                 task()
         except Exception as error:
-            self._failed = error
+            failed(error)
 
     def wait(self) -> None:
         """Until nothing runs."""
@@ -103,6 +99,7 @@ class Sized:
         self._codes: list[_Code] = []
         self._found: dict[Any, Flat] = {}
         self._lock = threading.Lock()
+        self._failures: list[Exception] = []
 
     @staticmethod
     def suits(gm: GraphModule) -> bool:
@@ -148,7 +145,9 @@ class Sized:
         if self._background is None:
             with without_collection():
                 return self._compile(inputs, sizes, layouts)
-        self._background.begin(lambda: self._compile(inputs, sizes, layouts))
+        if self._failures:  # of the task that the last call has begun
+            raise self._failures.pop()
+        self._background.begin(lambda: self._compile(inputs, sizes, layouts), self._failures.append)
         return self._meanwhile
 
     @with_room_for_frames

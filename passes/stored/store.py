@@ -87,8 +87,13 @@ def _put(path: Path, data: bytes) -> None:
     """Written as a whole or not at all, whoever else writes there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(hashlib.sha256(data).digest() + data)
-    os.replace(file.name, path)
+        try:
+            file.write(hashlib.sha256(data).digest() + data)
+            file.close()
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
 
 
 def _table_is_ours() -> bool:

@@ -163,7 +163,7 @@ def write(gm: GraphModule, captured: Captured) -> bytes:
 
 def read(data: bytes, captured: GraphModule) -> GraphModule:
     """The graph that was made of a captured one, with its symbols, constants, and what it says of the program."""
-    values, nodes = pickle.loads(data)
+    values, nodes = _Reader(data).load()
     make = Values(n.meta["val"] for n in facts.placeholders(captured) if isinstance(n.meta["val"], torch.Tensor))
     reader, graph = _Reader(nodes), Graph()
     for kind, *rest in _Reader(values).load():

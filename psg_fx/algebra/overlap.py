@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import sympy
 import torch
 
 from psg_fx.algebra.gradient import Term
-from psg_fx.tensors import product
 
 
 def why_not_direct(terms: tuple[Term, ...]) -> str:
@@ -36,26 +38,51 @@ def overlap(one: Term, two: Term) -> bool:
 
 def disjoint(one: Term, two: Term) -> bool:
     """Whether the two terms select different elements of the parameter: their inner product is zero."""
-    a, b = _selected(one), _selected(two)
-    return a is not None and b is not None and not bool(torch.isin(a, b).any())
+    if not (_is_selection(one) and _is_selection(two)):
+        return False
+    a, b = one.prefix.graph, two.prefix.graph
+    known = _DISJOINT.setdefault(a, WeakKeyDictionary())
+    if b not in known:
+        taken = torch.zeros(_elements(one), dtype=torch.bool)
+        taken[_selected(one)] = True
+        known[b] = not bool(taken[_selected(two)].any())
+        _DISJOINT.setdefault(b, WeakKeyDictionary())[a] = known[b]
+    return known[b]
+
+
+_DISJOINT: WeakKeyDictionary[Any, WeakKeyDictionary[Any, bool]] = WeakKeyDictionary()
+"""By the graphs of two prefixes; indices of a large parameter take long to compare, and every quantity asks."""
 
 
 def _same_selection(one: Term, two: Term) -> bool:
     return one.prefix.trivial and two.prefix.trivial
 
 
-def _selected(term: Term) -> torch.Tensor | None:
-    """Which elements of the parameter the prefix selects, found by running it on their indices."""
+def _is_selection(term: Term) -> bool:
     prefix = term.prefix
-    if prefix.trivial or prefix.graph is None or not prefix.selects:
-        return None
-    (node,) = [n for n in prefix.graph.graph.nodes if n.op == "placeholder"]
-    shape = tuple(int(s) for s in node.meta["val"].shape)
-    index = torch.arange(product(shape), dtype=torch.float64).reshape(shape)
-    if prefix.casts:
-        return None
-    selected: torch.Tensor = prefix.graph(index).flatten()
-    return selected
+    return not prefix.trivial and prefix.graph is not None and bool(prefix.selects) and not prefix.casts
+
+
+def _selected(term: Term) -> torch.Tensor:
+    """Which elements of the parameter the prefix selects, found by running it on their indices."""
+    graph = term.prefix.graph
+    assert graph is not None
+    count = _elements(term)
+    index = torch.arange(count, dtype=torch.int32 if count < 1 << 31 else torch.int64)
+    selected: torch.Tensor = graph(index.reshape(_shape(term)))
+    return selected.flatten().long()
+
+
+def _elements(term: Term) -> int:
+    return math.prod(_shape(term))
+
+
+def _shape(term: Term) -> tuple[int, ...]:
+    """That of the parameter."""
+    graph = term.prefix.graph
+    assert graph is not None
+    (node,) = [n for n in graph.graph.nodes if n.op == "placeholder"]
+    return tuple(int(s) for s in node.meta["val"].shape)
 
 
 def _out_sizes(term: Term) -> tuple[sympy.Expr, ...]:

@@ -17,7 +17,7 @@ def set_grad(model: nn.Module, values: Mapping[str, torch.Tensor], scale: float 
 
     Args:
         model: its parameters may be whole, or sharded as the values are.
-        values: by name, as in `out.clipped_sum`.
+        values: by name, as in `out.clipped_sum`.  With a scale of 1 and the dtype of p, p.grad is that tensor itself.
         scale: 1 / (expected number of samples), say.
 
     Raises:

@@ -19,6 +19,7 @@ from psg_fx.loops.over import over
 from psg_fx.quantities.base import Quantity
 from psg_fx.quantities.products import SecondMoment
 from psg_fx.quantities.sums import MeanGrad, Norms
+from psg_fx.reference.state import unchanged
 from psg_fx.step.compiled import StepOutput
 
 NOISE_SCALE: tuple[Quantity, ...] = (SecondMoment(centered=True), MeanGrad())
@@ -51,7 +52,7 @@ class Measure:
         """Numbers by name, and what has one for every sample."""
         if self._step is None or self._step.model is not model:
             self._step = transform(model, self._loss_fn, quantities=self._quantities, **self._options)
-        with _no_draws(next(model.parameters()).device):
+        with _no_draws(next(model.parameters()).device), unchanged(model):
             out = over(batches, self._step, prepare=self._prepare, progress=False)
         return summary(out), {f: v for f, v in vars(out).items() if isinstance(v, torch.Tensor) and v.ndim == 1}
 

@@ -6,6 +6,7 @@ Every rate is taken where a step spends its time: on shapes of middle size, in m
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Callable, Iterator
 from statistics import median
 
@@ -43,7 +44,9 @@ def calibrate(device: str | torch.device = "cpu") -> Device:
         )  # fmt: skip
     path = rates.table_path(where.type)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(rates.to_json(table), encoding="utf-8")
+    whole = path.with_suffix(f".{os.getpid()}")
+    whole.write_text(rates.to_json(table), encoding="utf-8")
+    os.replace(whole, path)  # others may read it now
     return table
 
 

@@ -14,6 +14,7 @@ from psg_fx.machine import cpu_model
 from psg_fx.planner import sheets
 from psg_fx.planner.cost import FILLED, OF_STEPS, REPLAYED, SIDE_BY_SIDE, Device
 from psg_fx.planner.sheets import Sheet
+from psg_fx.source import warn
 
 
 def _at(*dtypes: torch.dtype, **rates: float) -> dict[tuple[str, torch.dtype], float]:
@@ -160,9 +161,20 @@ def device(kind: str, replayed: bool = False) -> Device:
 
     replayed: kernels are replayed as a CUDA graph, not launched one by one.
     """
-    path = table_path(kind)
-    table = from_json(path.read_text(encoding="utf-8")) if path.exists() else shipped(kind)
+    table = measured(kind) or shipped(kind)
     return table.replaying() if replayed else table
+
+
+def measured(kind: str) -> Device | None:
+    """The table that was measured on this machine; None where there is none that can be read."""
+    path = table_path(kind)
+    if not path.exists():
+        return None
+    try:
+        return from_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        warn(f"{path} cannot be read, so the shipped rates are used (psg-fx calibrate writes it anew): {error!r}")
+        return None
 
 
 def fused_kernels_pay(device: torch.device) -> bool:

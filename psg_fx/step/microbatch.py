@@ -52,15 +52,15 @@ def microbatch(step: PerSampleModule, size: int, *, progress: Report = False) ->
     line = Progress(progress is True)
     report = progress if callable(progress) else lambda done, total: line.say(f"{done} of {total} parts")
 
-    def run(inputs: Any, *targets: Any, **given: Any) -> StepOutput:
-        """The output of the step for the whole batch."""
+    def run(inputs: Any, *targets: Any, out: StepOutput | None = None, **given: Any) -> StepOutput:
+        """The output of the step for the whole batch.  out: a former output, as the step takes it."""
         call = step._take_apart(inputs, *targets)
         refuse_rows(call, "parts", "microbatch(step, size)", "pass batches of fewer rows to the step itself")
         if call.batch_size() <= size:
-            whole: StepOutput = step(inputs, *targets, **given)
+            whole: StepOutput = step(inputs, *targets, out=out, **given)
             return whole
         try:
-            return step.in_parts(call, given, size, report)
+            return step.in_parts(call, given, size, out, report)
         finally:
             line.say("")
 

@@ -152,14 +152,17 @@ class LossModule(PerSampleModule):
                 why=f"{call.batch_size()} samples do not fit into the budget at once, and parts have other statistics",
                 fix="give more memory, or run smaller batches by psg_fx.microbatch",
             )  # fmt: skip
-        found = self.in_parts(call, given, step.part or 1)
-        return found if out is None else _into(out, vars(found))
+        return self.in_parts(call, given, step.part or 1, out)
 
     def in_parts(
-        self, call: Call, given: Mapping[str, Any], size: int, report: Callable[[int, int], Any] = lambda done, of: None
-    ) -> StepOutput:
+        self, call: Call, given: Mapping[str, Any], size: int, out: StepOutput | None = None,
+        report: Callable[[int, int], Any] = lambda done, of: None,
+    ) -> StepOutput:  # fmt: skip
         """The output for a call, from parts of at most `size` samples.  report: is told of parts done, and of all."""
-        return run_in_parts(self, self.settings, call, given, size, report)
+        if out is not None:
+            check_out(out, self._memory.keep)
+        found = run_in_parts(self, self.settings, call, given, size, report)
+        return found if out is None else _into(out, vars(found))
 
     def validate(
         self, inputs: Any, targets: Any = _ABSENT, *, tolerance: float | None = None, **given: Any

@@ -34,8 +34,15 @@ def surroundings() -> Any:
         cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled(),
         cuda.matmul.allow_tf32, cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32,
         torch.backends.mha.get_fastpath_enabled(), torch._C._get_mkldnn_enabled(),
-        [torch.cuda.get_device_capability(k) for k in range(torch.cuda.device_count())],
+        _capabilities(),
     )  # fmt: skip
+
+
+def _capabilities() -> list[tuple[int, int]]:
+    """Of the devices, if something uses them: asking makes the process one that does."""
+    if not torch.cuda.is_initialized():
+        return []
+    return [torch.cuda.get_device_capability(k) for k in range(torch.cuda.device_count())]
 
 
 def is_overridden() -> bool:

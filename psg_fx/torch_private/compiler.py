@@ -104,16 +104,28 @@ def allocated(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) ->
     return take(size, stride, dtype)
 
 
+@contextlib.contextmanager
+def code_that_asks() -> Iterator[None]:
+    """While open, what this thread has inductor load takes its buffers from `allocating` whenever that is open."""
+    _reach_generated_code()
+    before, _serving.loads = getattr(_serving, "loads", False), True
+    try:
+        yield
+    finally:
+        _serving.loads = before
+
+
 @functools.cache
 def _reach_generated_code() -> None:
-    """Give modules of generated code that are loaded while `allocating` is open our allocation: they call a global."""
+    """Give modules of generated code that are loaded for psg_fx our allocation: they call a global."""
     from torch._inductor.codecache import PyCodeCache  # what does not use inductor need not load it
 
     original = PyCodeCache.load_by_key_path
 
     def load(*args: Any, **kwargs: Any) -> Any:
         module: Any = original(*args, **kwargs)
-        if getattr(_serving, "take", None) is not None and hasattr(module, "empty_strided_cpu"):
+        ours = getattr(_serving, "loads", False) or getattr(_serving, "take", None) is not None
+        if ours and hasattr(module, "empty_strided_cpu"):
             module.empty_strided_cpu = allocated
         return module
 

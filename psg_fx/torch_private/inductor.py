@@ -23,6 +23,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from .compiler import code_that_asks
 from .kernel_files import few_kernel_files
 from .patching import patched_here
 from .repeated import without_repetition
@@ -104,7 +105,10 @@ def compiled(
             for like in inputs
         ]  # fmt: skip
     static = [place for place, like in enumerate(inputs) if like.stays]
-    with compile_lock, tracing(TracingContext(mode)), few_kernel_files(), without_repetition(), _in_place(static):
+    with (
+        compile_lock, tracing(TracingContext(mode)), few_kernel_files(), without_repetition(), _in_place(static),
+        code_that_asks(),
+    ):  # fmt: skip
         run = compiler(gm, fakes)
     conditions = [guard.expr.xreplace(names) for guard in env.guards]
 

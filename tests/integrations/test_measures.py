@@ -56,6 +56,25 @@ def test_other_quantities() -> None:
     assert set(rows) == {"losses", "clip_factors", "norms"}
 
 
+class Counting(nn.Module):
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+def test_what_the_model_counts_is_as_it_was() -> None:
+    model = Counting()
+    Measure(1, F.cross_entropy, options=EAGER).of(model, [samples(6), samples(6)])
+    assert float(model.calls) == 0
+
+
 def test_draws_are_undone() -> None:
     model = nn.Sequential(nn.Dropout(), nn.Linear(4, 3))
     measure = Measure(1, F.cross_entropy, [Norms()], options=EAGER)

@@ -61,6 +61,21 @@ def test_what_is_read_as_it_lies() -> None:
     assert clones(gm) == 0
 
 
+def products(x: Tensor, y: Tensor) -> Tensor:
+    """Of a row that stands for all, of columns, and of matrices with gaps in both dims."""
+    same = x[:, :1].expand(-1, 5, -1)
+    return torch.bmm(same, same.mT) + torch.bmm(x, x.mT) + torch.baddbmm(torch.ones(5, 5), x, y[:, ::2, ::2])
+
+
+def test_matrices_that_the_blas_would_be_given_one_by_one() -> None:
+    gm = trace_fakes(products, symbolic_inputs([torch.randn(3, 5, 4), torch.randn(3, 8, 10)], [0, 0]))
+    with_contiguous_arguments(gm)
+    gm.recompile()
+    assert clones(gm) == 3
+    inputs = [torch.randn(7, 5, 4), torch.randn(7, 8, 10)]
+    torch.testing.assert_close(gm(*inputs), products(*inputs))
+
+
 @pytest.mark.slow
 @pytest.mark.inductor
 def test_a_step_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,17 @@ def test_the_command(quick: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [row for row in rows if re.fullmatch(r"gemm float32 +[\d.e+]+ Gflop/s +170 Gflop/s", row.rstrip())]
     assert max(map(len, rows[:-1])) <= 120
     assert rates.table_path("cpu").exists()
+    assert [path.suffix for path in rates.folder().iterdir()] == [".json"]
+
+
+@pytest.mark.parametrize("text", ["", '{"name": "cpu", "flops', "[]", '{"name": "cpu", "flops": [], "what": 1}'])
+def test_a_table_that_cannot_be_read_is_named(text: str, quick: Path) -> None:
+    path = rates.table_path("cpu")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    step = psg_fx.transform(nn.Linear(4, 3), F.cross_entropy, backend="eager")
+    with pytest.warns(UserWarning, match=re.escape(f"{path} cannot be read, so the shipped rates are used")):
+        step(torch.randn(2, 4), torch.zeros(2, dtype=torch.int64))
 
 
 def test_a_step_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,13 +88,13 @@ def test_what_the_c_library_keeps_is_left_to_it(set_by_user: bool, monkeypatch: 
         monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "0")
     blocks._settle_allocator.cache_clear()
     step = make(reuse_outputs=True)
-    blocks._settle_allocator.cache_clear()
     out = step(*batch(4))
     held = len({t.untyped_storage().data_ptr() for t in pytree.tree_leaves(vars(out))})
     del out
     with blocks_used() as used:
         out = step(*batch(4, 1))
     assert (len(used) == held) is not set_by_user
+    blocks._settle_allocator.cache_clear()
     assert {place for place in starts(out) if place in used}
     compare(out, make("eager")(*batch(4, 1)))
 
@@ -206,3 +206,26 @@ def test_refusals() -> None:
         reusing(*batch(4), out=inside)
     with pytest.raises(BadArgument, match="out has the fields losses"):
         reusing(*batch(4), out=psg_fx.transform(reusing.model, F.cross_entropy, backend="eager")(*batch(4)))
+
+
+def test_memory_is_used_again_where_calls_do_not_wait_for_the_compiler() -> None:
+    step, want = make(reuse_outputs=True, warm="eager"), make("eager")
+    step(*batch(4))
+    step.wait()
+    first = starts(step(*batch(4, 1)))
+    out = step(*batch(4, 2))
+    assert starts(out) == first
+    compare(out, want(*batch(4, 2)))
+
+
+def test_parts_are_written_into_a_former_output() -> None:
+    step, want = make(reuse_outputs=True, dynamic=True), make("eager")
+    former = step(*batch(9))
+    places = starts(former)
+    for size in (2, 9):
+        out = psg_fx.microbatch(step, size)(*batch(9, 1), out=former)
+        assert out is former
+        assert starts(out) == places
+        compare(out, want(*batch(9, 1)))
+    with pytest.raises(BadArgument, match="out= needs a step that reuses its outputs"):
+        psg_fx.microbatch(want, 2)(*batch(9), out=former)
