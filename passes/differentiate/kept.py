@@ -8,7 +8,7 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.errors import NotYetSupported
 from psg_fx.graph import facts
-from psg_fx.graph.lifetimes import is_view
+from psg_fx.graph.lifetimes import is_view, memory_of
 from psg_fx.source import locate
 
 
@@ -26,29 +26,12 @@ def require_kept(traced: GraphModule) -> None:
     }  # fmt: skip
     if not buffers:
         return
-    forward = _behind([n for spec, n in returned if n and spec.kind not in ("cotangent", "input_gradient")])
+    forward = facts.ancestors(n for spec, n in returned if n and spec.kind not in ("cotangent", "input_gradient"))
     readers = [n for n in traced.graph.nodes if n.op != "output" and not is_view(n)]
     for buffer, name in buffers.items():
-        reads = [n for n in readers if any(_memory(read) is buffer for read in n.all_input_nodes)]
+        reads = [n for n in readers if any(memory_of(read) is buffer for read in n.all_input_nodes)]
         if not forward.issuperset(reads):
             raise _overwritten(name, reads[0])
-
-
-def _behind(nodes: list[Node]) -> set[Node]:
-    """The nodes, and all that they are computed from."""
-    found: set[Node] = set()
-    while nodes:
-        node = nodes.pop()
-        if node not in found:
-            found.add(node)
-            nodes += node.all_input_nodes
-    return found
-
-
-def _memory(node: Node) -> Node:
-    while is_view(node):
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _overwritten(name: str, reader: Node) -> NotYetSupported:

@@ -47,11 +47,8 @@ def _fix(op: Op, short: str) -> str:
     return FIX
 
 
-def along(name: str, default: int | None, *, flat: bool = False) -> Callable[[Op], Placement]:
-    """A rule maker: the op runs along the dim(s) in argument `name`; without it, along `default` or (None) all.
-
-    flat: an empty list of dims means the flattened input.
-    """
+def along(name: str, default: int | None) -> Callable[[Op], Placement]:
+    """A rule maker: the op runs along the dim(s) in argument `name`; without it, along `default` or (None) all."""
 
     def apply(op: Op) -> Placement:
         x = _alone(op)
@@ -59,7 +56,7 @@ def along(name: str, default: int | None, *, flat: bool = False) -> Callable[[Op
             return None
         dims = op.dims(name, x.ndim)
         if dims is None:
-            dims = list(range(x.ndim)) if default is None or flat else [positive(default, x.ndim)]
+            dims = list(range(x.ndim)) if default is None else [positive(default, x.ndim)]
         if x.axis.dim in dims:
             raise _refuse_along(op, x.axis.dim)
         return x.axis

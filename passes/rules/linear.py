@@ -107,7 +107,7 @@ def matmul_letters(a_dims: int, b_dims: int) -> tuple[str, str, str]:
 def _both_sides(site: Site, equation: tuple[str, str, str], a: Value, b: Value) -> dict[str, Network | None]:
     left, right, out = equation
     return {
-        "a": _side(site, b, right, left, out, site.input(0) if a is b else a),
+        "a": _side(site, b, right, left, out, a),
         "b": _side(site, a, left, right, out, b),
     }
 

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import os
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,12 +111,17 @@ def _is_ours(cell: Any) -> bool:
     return not callable(function) or (getattr(function, "__module__", None) or "torch").partition(".")[0] in _OURS
 
 
+_LOADED = time.time()
+
+
 @functools.cache
 def _files_of_psg_fx() -> str:
-    """A digest of all files of this package."""
+    """A digest of all files of this package.  Raises Unwritable where they are not those that this process runs."""
     found = hashlib.sha256()
     for root in (Path(version.__file__).parent, Path(__file__).parents[1]):
         for path in sorted(root.rglob("*")):
             if path.suffix in (".py", ".cpp", ".h") and path.is_file():
+                if path.stat().st_mtime > _LOADED:
+                    raise Unwritable(f"{path} has changed since it was loaded")
                 found.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
     return found.hexdigest()

@@ -1,4 +1,4 @@
-"""Rules of gradients, and the words they are written in.
+"""Rules of gradients; the words that they are written in are in `arrange.py`.
 
 A rule says what the gradient of one sample is, as a network for each parameter operand of a site.  It does not know
 what is asked, emits no node and picks no order.  An operand that no rule covers gets the fallback: a dense network.
@@ -81,6 +81,3 @@ def _by_class(site: Site, position: int) -> tuple[Network | None, str]:
         if network is not None:
             return network, of_class.function.__name__
     return None, "fallback"
-
-
-# --- the words of rules -------------------------------------------------------------------------------------------

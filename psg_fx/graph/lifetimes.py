@@ -30,6 +30,13 @@ def is_view(node: Node) -> bool:
     return schema is None or any(value.alias_info is not None for value in schema.returns)
 
 
+def memory_of(node: Node) -> Node:
+    """The node that makes the memory in which the value of this one lies."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
 def bytes_of(node: Node, batch: sympy.Symbol, size: int, others: Mapping[sympy.Symbol, int] | None = None) -> int:
     """Bytes of a node's tensors for `size` samples.  others: further symbols in their sizes."""
     known = {**(others or {}), batch: size}

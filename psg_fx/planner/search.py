@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import sympy
@@ -35,7 +35,7 @@ class _Option:
     """A tree with the time of each of its nodes."""
 
     tree: Expr
-    nodes: dict[int, float]
+    nodes: dict[Hashable, float]
 
     @property
     def seconds(self) -> float:
@@ -183,7 +183,7 @@ def _rounds_gradients_alone(tree: Expr, network: Network) -> bool:
 def _choose(questions: list[_Question], device: Device) -> tuple[tuple[Part, ...], float]:
     """The trees that together take least time, equal nodes counted once."""
     each = [_priced(question, device) for question in questions]
-    union: dict[int, float] = {}
+    union: dict[Hashable, float] = {}
     parts = []
     for question, options, option in zip(questions, each, _search(each), strict=True):
         fresh = sum(seconds for key, seconds in option.nodes.items() if key not in union)
@@ -199,9 +199,9 @@ def _priced(question: _Question, device: Device) -> list[_Option]:
     for option in question.options:
         tree, nodes = option.tree, option.nodes
         if question.ask.phase is Phase.AFTER_NORMS and device.kept:
-            nodes = nodes | {-1 - key: size * device.kept for key, size in kept_until_norms(tree).items()}
+            nodes = nodes | {("kept", key): size * device.kept for key, size in kept_until_norms(tree).items()}
         if device.working:
-            nodes = nodes | {-(1 << 40) - tree.key: peak_bytes(tree) * device.working}
+            nodes = nodes | {("working", tree.key): peak_bytes(tree) * device.working}
         found.append(_Option(tree, nodes))
     return sorted(found, key=lambda option: option.seconds)
 
@@ -217,7 +217,7 @@ def _search(questions: list[list[_Option]]) -> list[_Option]:
 
 
 def _together(options: Iterable[_Option]) -> float:
-    union: dict[int, float] = {}
+    union: dict[Hashable, float] = {}
     for option in options:
         union.update(option.nodes)
     return sum(union.values())
@@ -235,7 +235,7 @@ def _promising(options: list[_Option], questions: list[list[_Option]], own: int)
 def _starts(questions: list[list[_Option]]) -> list[list[_Option]]:
     """Every question's own best; and its best if each node's time is split among all who could use it."""
     best = [options[0] for options in questions]
-    pooled: dict[int, int] = {}
+    pooled: dict[Hashable, int] = {}
     for options in questions:
         for key in {k for o in options for k, s in o.nodes.items() if s > 0}:
             pooled[key] = pooled.get(key, 0) + 1
@@ -250,7 +250,7 @@ def _descend(questions: list[list[_Option]], start: list[_Option]) -> list[_Opti
     for _ in range(4):
         before = list(chosen)
         for k, options in enumerate(questions):
-            rest: dict[int, float] = {}
+            rest: dict[Hashable, float] = {}
             for other in chosen[:k] + chosen[k + 1 :]:
                 rest.update(other.nodes)
             chosen[k] = min(options, key=lambda o: sum(s for key, s in o.nodes.items() if key not in rest))

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-UNITS = ("fp32", "tf32", "bf16", "fp64", "bandwidth", "cycles")
-
 
 @dataclass(frozen=True)
 class Sheet:

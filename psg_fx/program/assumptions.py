@@ -122,8 +122,23 @@ def _handlers(code: CodeType) -> list[tuple[int, int, bool]]:
         while place is not None and at[place].opname not in ends:
             place = following.get(place)
         harmless = place is not None and at[place].opname in ends[:2]
-        found.append((entry.start, entry.end, harmless))
+        found.append((entry.start, entry.end, harmless and not _suppresses(at, entry.start)))
     return found
+
+
+def _suppresses(at: dict[int, dis.Instruction], inside: int) -> bool:
+    """Whether the block that begins there is one of `with contextlib.suppress(..)`: others do not end exceptions."""
+    entered = max((i for i in at.values() if i.offset < inside), key=lambda i: i.offset, default=None)
+    if entered is None or entered.opname != "BEFORE_WITH":
+        return False
+    before = (i for i in at.values() if i.offset < entered.offset and _begin(i) >= _begin(entered))
+    return any(i.argval == "suppress" for i in before)
+
+
+def _begin(instruction: dis.Instruction) -> tuple[int, int]:
+    """Line and column of its code; (-1, -1) where nothing is known."""
+    place = instruction.positions
+    return (-1, -1) if place is None else (place.lineno or -1, place.col_offset or 0)
 
 
 def _only_raises(code: CodeType, place: int, outcome: bool) -> bool:

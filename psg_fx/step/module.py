@@ -114,7 +114,7 @@ class PerSampleModule(nn.Module):
 
     @property
     def graphs(self) -> Mapping[str, GraphModule]:
-        """The graph after each pass of the last capture, by stage name."""
+        """The graphs of the last capture by stage: of passes that lead to one stage, that of the last."""
         return self._history("graphs").whole().graphs
 
     @property

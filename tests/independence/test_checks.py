@@ -94,6 +94,12 @@ def caught(y: Tensor) -> Tensor:
     return y
 
 
+def suppressed(y: Tensor) -> None:
+    with torch.no_grad(), contextlib.suppress(ValueError):
+        if y.max() > 1:
+            raise ValueError
+
+
 def caught_outside(y: Tensor) -> None:
     with contextlib.suppress(TypeError):
         try:
@@ -114,6 +120,9 @@ REFUSED: dict[str, Refused] = {
     ),
     "an error that is caught": (
         lambda: Checked(caught), itself, labelled, CaptureFailed, "branches on values of a tensor",
+    ),
+    "an error that is suppressed": (
+        lambda: Checked(suppressed), itself, labelled, CaptureFailed, "branches on values of a tensor",
     ),
     "an error that is caught outside": (
         lambda: Checked(caught_outside), itself, labelled, CaptureFailed, "branches on values of a tensor",

@@ -281,6 +281,19 @@ def test_nothing_is_kept_where_an_op_of_torch_is_computed_by_another_package(on_
     assert store.entry_of(captured, None) is not None
 
 
+def test_nothing_is_kept_by_a_process_whose_code_has_been_edited(
+    on_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """What it runs is not what the name would say."""
+    store._files_of_psg_fx.cache_clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "_LOADED", 0.0)
+        psg_fx.transform(small(), F.cross_entropy)(*batch())
+    assert not list(on_disk.rglob("*.graph"))
+    psg_fx.transform(small(), F.cross_entropy)(*batch())
+    assert list(on_disk.rglob("*.graph"))
+
+
 def test_a_folder_that_cannot_be_written(on_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (on_disk / "psg_fx").write_text("a file where the folder would be")
     step = psg_fx.transform(small(), F.cross_entropy, quantities=Norms())

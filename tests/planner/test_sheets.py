@@ -26,6 +26,8 @@ PROPERTIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """What `torch.cuda.get_device_properties` says of them, clocks in kHz."""
 
+UNITS = ("fp32", "tf32", "bf16", "fp64", "bandwidth", "cycles")
+
 
 def properties(of: str, **changed: Any) -> SimpleNamespace:
     return SimpleNamespace(**{"name": of} | PROPERTIES[of] | changed)
@@ -83,7 +85,7 @@ def test_no_rate_is_above_its_sheet(name: str) -> None:
         peak = sheet.tf32 if (kind, dtype) == ("conv", torch.float32) else peaks.get(dtype, sheet.bf16)
         assert rate < peak
     assert table.bandwidth < sheet.bandwidth
-    assert all(sheet.attains(unit) <= getattr(sheet, unit) for unit in sheets.UNITS)
+    assert all(sheet.attains(unit) <= getattr(sheet, unit) for unit in UNITS)
 
 
 @pytest.mark.parametrize("name", PROPERTIES)
@@ -91,7 +93,7 @@ def test_a_device_says_by_its_properties_what_its_sheet_says(name: str) -> None:
     """Matrix units of the H100 run at a lower clock than the one it names."""
     found = sheets.of_properties(properties(name))
     assert found is not None
-    for unit in sheets.UNITS:
+    for unit in UNITS:
         assert getattr(found, unit) == pytest.approx(getattr(sheets.SHEETS[name], unit), rel=0.09)
 
 
