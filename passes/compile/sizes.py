@@ -35,17 +35,22 @@ MOST = 4096
 
 @dataclass(frozen=True)
 class _Code:
-    """Compiled for the numbers of `fixed`, and for all values of other symbols that `serves` accepts."""
+    """Compiled for the numbers of `fixed`, and for all values of other symbols that `serves` accepts.
+
+    threads: at most so many run it: what each of them sums has a place of its own.
+    """
 
     fixed: Sizes
     layouts: tuple[Layout, ...]
+    threads: int
     serves: Callable[[Sizes], bool]
     run: Flat
 
-    def fits(self, sizes: Sizes, layouts: tuple[Layout, ...]) -> bool:
+    def fits(self, sizes: Sizes, layouts: tuple[Layout, ...], threads: int) -> bool:
         free = [value for symbol, value in sizes.items() if symbol not in self.fixed]
         return (
             self.layouts == layouts
+            and threads <= self.threads
             and all(sizes[symbol] == value for symbol, value in self.fixed.items())
             and all(value > 1 for value in free)
             and self.serves(sizes)
@@ -94,6 +99,7 @@ class Sized:
         self._replayed, self._background, self._meanwhile = replayed, background, meanwhile or gm
         nodes = facts.placeholders(gm)
         self._shapes = [facts.shape(node.meta["val"]) for node in nodes]
+        self._on_cpu = any(t.device.type == "cpu" for n in nodes for t in facts.tensors(n.meta["val"]))
         self._asked = [i for i, node in enumerate(nodes) if not _is_state(node)]
         self._places = _places(self._shapes)
         self._codes: list[_Code] = []
@@ -117,7 +123,7 @@ class Sized:
         how = stance()
         if how not in ("default", "fail_on_recompile"):
             return self._otherwise(*tensors)
-        key = tuple([(tensors[i].shape, tensors[i].stride()) for i in self._asked])
+        key = (torch.get_num_threads(), *[(tensors[i].shape, tensors[i].stride()) for i in self._asked])
         run = self._found.get(key)
         if run is None:
             with self._lock:
@@ -133,8 +139,9 @@ class Sized:
         if None in layouts:
             return self._otherwise
         sizes = {symbol: int(tensors[i].shape[dim]) for symbol, (i, dim) in self._places.items()}
+        threads = torch.get_num_threads() if self._on_cpu else 0
         for code in self._codes:
-            if code.fits(sizes, layouts):
+            if code.fits(sizes, layouts, threads):
                 return code.run
         if self._codes and how == "fail_on_recompile":
             raise RuntimeError(f"a step would be compiled anew for the sizes {sizes} (torch.compiler.set_stance)")
@@ -144,16 +151,16 @@ class Sized:
         ]
         if self._background is None:
             with without_collection():
-                return self._compile(inputs, sizes, layouts)
+                return self._compile(inputs, sizes, layouts, threads)
         if self._failures:  # of the task that the last call has begun
             raise self._failures.pop()
-        self._background.begin(lambda: self._compile(inputs, sizes, layouts), self._failures.append)
+        self._background.begin(lambda: self._compile(inputs, sizes, layouts, threads), self._failures.append)
         return self._meanwhile
 
     @with_room_for_frames
-    def _compile(self, inputs: Sequence[Like], sizes: Sizes, layouts: tuple[Layout, ...]) -> Flat:
+    def _compile(self, inputs: Sequence[Like], sizes: Sizes, layouts: tuple[Layout, ...], threads: int) -> Flat:
         fixed = {symbol: value for symbol, value in sizes.items() if self._stays(symbol, value)}
-        if any(code.layouts == layouts and code.fixed == fixed for code in self._codes):
+        if any((code.layouts, code.fixed) == (layouts, fixed) and threads <= code.threads for code in self._codes):
             fixed = dict(sizes)  # what was compiled for symbols does not serve these values
         free = {symbol: value for symbol, value in sizes.items() if symbol not in fixed}
         try:
@@ -163,10 +170,10 @@ class Sized:
             if not free:
                 raise
             self._dynamic = False
-            run = self._compile(inputs, sizes, layouts)  # raises again where symbols are not what it refuses
+            run = self._compile(inputs, sizes, layouts, threads)  # raises again where symbols are not what it refuses
             warn(f"compiled for each batch size by itself: {refusal.why}")
             return run
-        self._codes.append(_Code(fixed, layouts, serves, run))
+        self._codes.append(_Code(fixed, layouts, threads, serves, run))
         return run
 
     def _stays(self, symbol: sympy.Symbol, value: int) -> bool:

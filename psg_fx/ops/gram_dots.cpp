@@ -91,15 +91,15 @@ static int64_t tiles_of(int64_t first, int64_t end) {
 }
 
 struct Sums {
-  float dots, roots;
+  double dots, roots;
 };
 
 static Sums band(const Rows& x, const Rows& y, int64_t first) {
-  Register below = {};
-  float on = 0, roots = 0;
+  double below = 0, on = 0, roots = 0;  // thousands of entries, which may all round the same way
   const int64_t end = least(first + BAND, x.count), tiles = tiles_of(first, end);
   Ahead next_x(x, first, end, tiles), next_y(y, first, end, tiles);
   for (int64_t j = 0; j < end; j += EDGE) {  // these rows are in the nearest cache for all i but the first
+    Register column = {};
     const float *right_x[EDGE], *right_y[EDGE];
     x.at<EDGE>(j, right_x), y.at<EDGE>(j, right_y);
     for (int64_t i = first; i < end; i += HEIGHT) {
@@ -111,18 +111,19 @@ static Sums band(const Rows& x, const Rows& y, int64_t first) {
       const Places of_y = products(left_y, right_y, y.size);
       for (int part = 0; part < PARTS; ++part) dots.parts[part] *= of_y.parts[part];
       if (i >= j + EDGE) {
-        for (int part = 0; part < PARTS; ++part) below += dots.parts[part];
+        for (int part = 0; part < PARTS; ++part) column += dots.parts[part];
         continue;
       }
       for (int row = 0; row < HEIGHT; ++row)
-        for (int column = 0; column < EDGE; ++column) {
-          const float dot = dots.at(row, column);
-          if (i + row == j + column) roots += __builtin_sqrtf(dot), on += dot;
-          else if (i + row > j + column) on += 2 * dot;
+        for (int k = 0; k < EDGE; ++k) {
+          const float dot = dots.at(row, k);
+          if (i + row == j + k) roots += __builtin_sqrtf(dot), on += dot;
+          else if (i + row > j + k) on += 2 * dot;
         }
     }
+    below += sum_of(column);
   }
-  return {on + 2 * sum_of(below), roots};
+  return {on + 2 * below, roots};
 }
 
 // x[n, t, i], y[n, t, o] -> out[2, n]: the products, and the sums of the roots of those on the diagonals.  strides: of
@@ -138,10 +139,11 @@ extern "C" void gram_dots(const float* x, const float* y, float* out, const int6
     const Rows of_x = {x + s * strides[0], zeros.values, t, i, strides[1], strides[0], s + 1 == n};
     const Rows of_y = {y + s * strides[2], zeros.values, t, o, strides[3], strides[2], s + 1 == n};
     const Sums found = band(of_x, of_y, task % bands * BAND);
-    dots.values[task] = found.dots, roots.values[task] = found.roots;
+    dots.values[task] = float(found.dots), roots.values[task] = float(found.roots);
   }
   for (int64_t s = 0; s < n; ++s) {
-    out[s] = out[n + s] = 0;
-    for (int64_t k = s * bands; k < (s + 1) * bands; ++k) out[s] += dots.values[k], out[n + s] += roots.values[k];
+    double dot = 0, root = 0;
+    for (int64_t k = s * bands; k < (s + 1) * bands; ++k) dot += dots.values[k], root += roots.values[k];
+    out[s] = float(dot), out[n + s] = float(root);
   }
 }

@@ -13,6 +13,7 @@ constexpr int TALL = 6, WIDE = 2;  // 12 accumulators in 16 registers
 constexpr int PANEL = WIDE * LANES;
 constexpr int64_t BAND = 256;  // columns, a multiple of PANEL
 constexpr int64_t HIGH = 8 * TALL;  // rows that are packed at once
+constexpr int64_t STRETCH = 256;  // places; a sum of sums rounds less than one long sum
 constexpr int64_t BEYOND_CACHES = 4 << 20;  // bytes
 
 typedef uint16_t Halves __attribute__((vector_size(LANES * sizeof(float))));
@@ -102,11 +103,16 @@ struct Tile {
   Register sums[TALL][WIDE] = {};
 
   void add(const float* left, int64_t of_place, int64_t of_entry, const float* right, int64_t places) {
-    for (int64_t k = 0; k < places; ++k, left += of_place, right += PANEL) {
-      Register columns[WIDE];
-      for (int j = 0; j < WIDE; ++j) columns[j] = read(right + j * LANES);
+    for (int64_t from = 0; from < places; from += STRETCH) {
+      Register part[TALL][WIDE] = {};
+      for (int64_t k = from; k < least(from + STRETCH, places); ++k, left += of_place, right += PANEL) {
+        Register columns[WIDE];
+        for (int j = 0; j < WIDE; ++j) columns[j] = read(right + j * LANES);
+        for (int i = 0; i < TALL; ++i)
+          for (int j = 0; j < WIDE; ++j) part[i][j] += left[i * of_entry] * columns[j];
+      }
       for (int i = 0; i < TALL; ++i)
-        for (int j = 0; j < WIDE; ++j) sums[i][j] += left[i * of_entry] * columns[j];
+        for (int j = 0; j < WIDE; ++j) sums[i][j] += part[i][j];
     }
   }
 

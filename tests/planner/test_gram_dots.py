@@ -40,6 +40,50 @@ def test_the_op(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     assert oracle.relative_error(diagonals, want.diagonal(0, 1, 2).sqrt().sum(1)) < 1e-5
 
 
+EPSILON = torch.finfo(torch.float32).eps
+LEAST = 8 * EPSILON
+"""What a clipped sum takes no squared norm for smaller than, in units of S² (docs/design/rounding.md)."""
+
+
+def repeated(positions: int, width: int, cancelling: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Equal rows of a sample, with equal gradients or such that nearly cancel; the squared norm, and S."""
+    torch.manual_seed(0)
+    n = 4
+    x = torch.randn(n, 1, width).expand(n, positions, width).contiguous()
+    some = torch.arange(positions)[None, :, None] < torch.tensor([1, 9, positions // 2, positions - 1])[:, None, None]
+    scale = 1 + torch.rand(n, 1, 1)
+    count = some.sum(1, keepdim=True)
+    other = -scale * count / (positions - count) * 1.001 if cancelling else scale
+    y = (torch.where(some, scale, other) * torch.randn(n, 1, width)).contiguous()
+    squares = torch.einsum("nti,nto->nio", x.double(), y.double()).square().sum((1, 2))
+    return x, y, squares, (x.double().norm(dim=2) * y.double().norm(dim=2)).sum(1)
+
+
+@pytest.mark.parametrize("cancelling", [False, True])
+@pytest.mark.parametrize("positions", [64, 1024])
+def test_rows_that_repeat_round_no_more(positions: int, cancelling: bool) -> None:
+    """All of their entries round the same way."""
+    x, y, squares, scale = repeated(positions, 512, cancelling)
+    error = (gram_products.gram_dots(x, y).double() - squares).abs() / scale.square()
+    assert error.max() < LEAST / 2
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_bound_of_a_sample_whose_rows_repeat_holds(fused: bool) -> None:
+    x, y, squares, scale = repeated(128, 2048, cancelling=True)
+    model, bound = nn.Linear(2048, 2048, bias=False), 1e-3
+    step = psg_fx.transform(
+        model, lambda out, y: (out * y).sum(), quantities=ClippedSum(bound),
+        options={"psg_fx.fused_kernels": fused},
+    )  # fmt: skip
+    out = step(x, y)
+    assert "(ȳ·ȳ)" in step.explain()
+    error = (out.norms.double().square() - squares).abs() / scale.square()
+    assert error.max() < LEAST / 2
+    assert (out.clip_factors.double() * squares.sqrt()).max() < bound * 2**0.5
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _compiled() -> None:
     native.begin("gram_dots")

@@ -45,6 +45,14 @@ def _compiled() -> None:
     native.finish()
 
 
+def test_many_places_round_no_more_than_the_blas() -> None:
+    """A long sum is a sum of sums."""
+    torch.manual_seed(0)
+    x, y = torch.rand(1, 100_000, 8), torch.rand(1, 100_000, 32)
+    want = x.double().mT @ y.double()
+    assert oracle.relative_error(products_here.products(x, y)[0], want) < 2e-6
+
+
 @pytest.mark.parametrize("turned", range(4))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_ops(shape: tuple[int, int, int, int], turned: int) -> None:
