@@ -56,10 +56,14 @@ def _of_a_part(value: Node, depth: int) -> Bounds:
     assert isinstance(source, Node)
     if not isinstance(source.target, torch._ops.OpOverload):
         return _ANYTHING
-    if source.target in (torch.ops.aten.max.dim, torch.ops.aten.min.dim, torch.ops.aten.sort.default,
-                         torch.ops.aten.topk.default):  # fmt: skip
+    op = source.target.overloadpacket
+    if op in _WITH_PLACES:
         return bounds(source.args[0], depth - 1) if index == 0 else _places(bound(source))
-    return bounds(source.args[0], depth - 1) if known(source.target).bounds is _moved else _ANYTHING
+    return bounds(source.args[0], depth - 1) if op in _PARTS else _ANYTHING
+
+
+_WITH_PLACES = (torch.ops.aten.max, torch.ops.aten.min, torch.ops.aten.sort, torch.ops.aten.topk)
+_PARTS = (torch.ops.aten.unbind, torch.ops.aten.split, torch.ops.aten.split_with_sizes, torch.ops.aten.chunk)
 
 
 def _places(given: dict[str, Any]) -> Bounds:
@@ -75,7 +79,7 @@ Question = Callable[[Any], Bounds]
 _MOVING = """
     view reshape _unsafe_view flatten unflatten unsqueeze squeeze expand expand_as permute transpose t alias clone
     contiguous detach lift_fresh lift_fresh_copy slice select index index_select gather repeat flip roll
-    unbind split chunk narrow movedim sort repeat_interleave
+    narrow movedim repeat_interleave
 """
 
 

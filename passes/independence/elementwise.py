@@ -7,7 +7,7 @@ from torch.fx import Node
 from psg_fx.graph.same_op import draws
 
 from .table import sample_rule
-from .values import NUMBERS, NUMBERS_FIX, Argument, Op, Result, broadcast
+from .values import NUMBERING, NUMBERS, NUMBERS_FIX, Argument, Op, Result, broadcast
 
 _UNTAGGED = """
     __and__ __or__ __xor__ _conj _conj_copy conj _neg_view _neg_view_copy _masked_scale _prelu_kernel absolute
@@ -31,7 +31,10 @@ def elementwise(op: Op) -> Result:
     if draws(op.node):
         return Result(found.axes)
     kept = op.name.removeprefix("aten.") in _KEEPS_INDEX.split()
-    return Result(found.axes, found.uniform, index=max((v.found.index for v in values), default=0) if kept else 0)
+    index = max((v.found.index for v in values), default=0) if kept else 0
+    if index and op.node.meta["val"].dtype not in NUMBERING:
+        raise op.refuse(NUMBERS, NUMBERS_FIX)
+    return Result(found.axes, found.uniform, index=index)
 
 
 sample_rule("<pointwise>", proof="elementwise")(elementwise)

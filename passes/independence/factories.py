@@ -5,7 +5,7 @@ from __future__ import annotations
 from psg_fx.graph.facts import SampleAxis
 
 from .table import Placement, sample_rule
-from .values import Op, Result
+from .values import NUMBERING, Op, Result, broadcast
 
 _FILLS = """
     zeros ones full empty empty_permuted empty_strided new_zeros new_ones new_full new_empty new_empty_strided
@@ -31,6 +31,12 @@ def draw(op: Op) -> Result:
     return Result(fill(op).axes)
 
 
+@sample_rule("normal.Tensor_Tensor", "normal.Tensor_float", "normal.float_Tensor", proof="drawn per element")
+def draw_around(op: Op) -> Result:
+    """Independent draws, each with the mean and the deviation at its own place."""
+    return Result(broadcast(op, op.values(), len(op.out().shape)).axes)
+
+
 @sample_rule("arange", "range", proof="number of the sample", sizes=True)
 def arange(op: Op) -> Result:
     """`arange(B)` numbers the samples, `arange(B * T)` the T rows of each: usable to pick each sample's own rows, as in
@@ -39,7 +45,7 @@ def arange(op: Op) -> Result:
     out = op.out()
     if out.dim is None:
         return Result()
-    if op.raw("start", 0) == 0 and op.raw("step", 1) == 1:
+    if op.raw("start", 0) == 0 and op.raw("step", 1) == 1 and op.node.meta["val"].dtype in NUMBERING:
         return Result(SampleAxis(0, 1, out.factor), index=out.factor)
     raise op.refuse(
         "its numbers run through all samples, so they differ from those of one sample",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import GraphModule, Node
 
@@ -17,7 +18,7 @@ from psg_fx.program.observe import observing_backward
 from psg_fx.source import locate
 
 from .table import Placement, sample_rule
-from .values import Op, Result, op_name, symbolic_values
+from .values import Op, Result, op_name, symbolic_sizes, symbolic_values
 
 _FUNCTION = "a custom autograd.Function"
 
@@ -80,12 +81,23 @@ def _require_sizes_alone(
                 why=f"its {method} has it from outside, where the model computes it; torch gives it no gradient",
                 fix="pass it as an argument",
             )  # fmt: skip
-        if symbolic_values(node, op.batch):
+        if symbolic_values(node, op.batch) or _is_sized_unseen(node, op.batch):
             raise NotYetSupported(
                 f"{call.title} computes with the batch size", where=locate(op.node),
                 why=f"{op_name(node)} in its {method} takes it as a value, and it is 1 for the loss of one sample",
                 fix="use x.shape[0] for shapes alone, and average in the loss",
             )  # fmt: skip
+
+
+def _is_sized_unseen(node: Node, batch: sympy.Symbol) -> bool:
+    """Whether the batch size decides what a value holds, and does not show in its sizes: where `arange` begins."""
+    value = node.meta.get("val")
+    sizes = symbolic_sizes(node, batch)
+    if not sizes or not isinstance(value, torch.Tensor):
+        return False
+    if node.target in (torch.ops.aten.arange.start, torch.ops.aten.arange.start_step) and node.args[0] in sizes:
+        return True
+    return not any(batch in size.free_symbols for size in facts.shape(value))
 
 
 def proven(op: Op, graph: GraphModule, known: Sequence[Result], inside: str) -> list[Result]:

@@ -107,9 +107,10 @@ def index_put(op: Op) -> Placement:
     width = rows + x.ndim - len(used)
     before = sum(1 for d in range(x.axis.dim) if d not in used)
     place = first + picked.dim if picked is not None else before + (rows if before >= first else 0)
+    order = picked or x.axis  # row p of the values goes where the picks have row p
     if values.axis is not None and (
         values.axis.dim + width - values.ndim != place
-        or (not values.found.uniform and (values.axis.outer, values.axis.inner) != (x.axis.outer, x.axis.inner))
+        or (not values.found.uniform and (values.axis.outer, values.axis.inner) != (order.outer, order.inner))
     ):
         raise op.refuse(f"%{values.node.name} does not hold the samples where they are written")
     return x.axis

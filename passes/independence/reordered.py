@@ -29,7 +29,7 @@ from .picked import asserts
 from .region import Unfit
 from .row_numbers import Number, divisor, number_of, remainder
 from .row_rewriting import RowRewriting
-from .values import bound, op_name
+from .values import NUMBERING, bound, op_name
 
 _SORTS = ("aten.sort", "aten.argsort")
 _GROUPED = ("aten._grouped_mm", "psg_fx.grouped_mm", "transformers.grouped_mm_fallback")
@@ -124,7 +124,7 @@ class Reordering(RowRewriting):
             or op_name(node) in ("aten.unsqueeze", "aten.expand")
             or (op_name(node) == "aten.slice" and _same_shape(node, source))
         )
-        if same and source in self.numbers and self.has_rows_first(node) and not node.meta["val"].is_floating_point():
+        if same and source in self.numbers and self.has_rows_first(node) and node.meta["val"].dtype in NUMBERING:
             self.numbers[node] = self.numbers[source]
             return True
         for found, within in ((divisor(node), False), (remainder(node), True)):
@@ -144,6 +144,7 @@ class Reordering(RowRewriting):
         at = given["indices"] if "indices" in given else [given["index"]]
         values = given.get("values") or given.get("src") or given.get("source")
         whole = len(at) == 1 and self.numbers.get(at[0]) == Number(1) and not given.get("accumulate", False)
+        whole = whole and given.get("reduce") is None
         whole = whole and facts.shape(node.meta["val"]) == (self.count,)
         if whole and isinstance(values, Node) and number_of(values, self.count) == Number(1):
             self.inverse.add(node)
@@ -206,6 +207,8 @@ class Reordering(RowRewriting):
         number = self.numbers.get(at[0]) if len(at) == 1 else None
         if values not in self.twins or number is None or number.within or given.get("dim", 0) != 0:
             return False
+        if given.get("reduce") is not None:  # scatter(.., reduce="add")
+            return False
         shape, written = facts.shape(onto.meta["val"]), facts.shape(values.meta["val"])
         if shape[0] * number.k != self.count or written[0] != self.count or shape[1:] != written[1:]:
             return False
@@ -241,6 +244,8 @@ class Reordering(RowRewriting):
         if x not in self.twins or not isinstance(w, Node) or self.is_ordered(w) or not plain:
             return False
         experts, own = w.meta["val"].shape[0], {n for n, twin in self.twins.items() if twin in self.keys}
+        if bounds(self.key)[0] < 0:  # such rows would come first, and what is counted begins elsewhere
+            return False
         if w.meta["val"].ndim != 3 or not ends_of_experts(offs, self.keys, own, experts):  # type: ignore[arg-type]
             return False
         self.counted.append(offs)  # type: ignore[arg-type]

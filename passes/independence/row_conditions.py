@@ -127,14 +127,13 @@ class Conditions:
 
     def of_link(self, link: Link) -> list[Check]:
         """ids_S[p[t]] == ids_T[t]; a mask is closed wherever the ids of its two rows differ."""
-        kind: Any = "mask" if link.kind == "weights" else link.kind
+        kind: Any = "mask" if link.kind in _PIECES else link.kind
         condition = Condition(kind, op_name(link.node), locate(link.node), self.label(link.own), self.label(link.other))
         if link.kind != "pointer":
             for count in (link.own, link.other):
                 if count not in self.ids and count != self.info.batch:
                     raise self.unknown(replace(link, other=count))
-            piece = _open if link.kind == "mask" else _weighs
-            return [Check(condition, piece, (link.by, self.of(link.own), self.of(link.other)))]
+            return [Check(condition, _PIECES[link.kind], (link.by, self.of(link.own), self.of(link.other)))]
         own, other = self.ids.get(link.own), self.ids.get(link.other)
         if own is None and link.own != self.info.batch:
             return self.define(link, condition)
@@ -263,6 +262,14 @@ def _open(mask: Tensor, own: Tensor, other: Tensor) -> Tensor:
         sees = mask.amax(-1, keepdim=True) > low / 2  # else softmax gives every row the same
         reached = (mask > low) | ((mask != -torch.inf) & ~sees)
     return _crossing(reached, own, other)
+
+
+def _filled(mask: Tensor, own: Tensor, other: Tensor) -> Tensor:
+    """The first query in which a row of another sample is not filled."""
+    return _crossing(mask == 0, _ids(own), _ids(other))
+
+
+_PIECES: dict[str, Piece] = {"mask": _open, "weights": _weighs, "filled": _filled}
 
 
 __all__ = ["add_conditions", "first_row"]

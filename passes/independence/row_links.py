@@ -20,24 +20,24 @@ from psg_fx.graph.facts import SampleAxis
 from psg_fx.graph.order import is_reshaped, is_same
 from psg_fx.ops.last_rows import last_rows
 
-from .values import Op, Result
+from .values import NUMBERING, Op, Result
 
 aten = torch.ops.aten
 
-_WIDE = (torch.int32, torch.int64)
+Kind = Literal["pointer", "mask", "weights", "filled"]
 
 
 @dataclass(frozen=True)
 class Link:
     """Rows that an op joins.
 
-    kind: by a pointer, by an attention mask, or by weights of pairs of rows.  node: the op.  by: the pointer, mask or
-    weights, `dim` of it the rows of `own` (of a mask and of weights: the last two dims are rows of `own` and of
-    `other`).
+    kind: by a pointer, by an attention mask, by weights of pairs of rows, or where a mask does not fill these with 0.
+    node: the op.  by: the pointer, mask or weights, `dim` of it the rows of `own` (of masks and weights: the last two
+    dims are rows of `own` and of `other`).
     own, other: the symbols of the numbers of rows of both axes.  counts_back: a negative pointer counts from the end.
     """
 
-    kind: Literal["pointer", "mask", "weights"]
+    kind: Kind
     node: Node
     by: Node
     dim: int
@@ -70,11 +70,11 @@ def row_axis(op: Op, node: Any) -> tuple[SampleAxis, sympy.Symbol] | None:
 
 def _link(op: Op, pointer: Node, x: tuple[SampleAxis, sympy.Symbol]) -> Link | None:
     own = row_axis(op, pointer)
-    if own is None or pointer.meta["val"].dtype not in _WIDE:
+    if own is None or pointer.meta["val"].dtype not in NUMBERING:
         return None
     root, axis = pointer, own[0]
     while _same_numbers(root) and (above := row_axis(op, root.args[0])) and above[1] == own[1]:
-        if root.args[0].meta["val"].dtype not in _WIDE:  # type: ignore[union-attr]
+        if root.args[0].meta["val"].dtype not in NUMBERING:  # type: ignore[union-attr]
             break
         root, axis = root.args[0], above[0]  # type: ignore[assignment]
     return Link("pointer", op.node, root, axis.dim, own[1], x[1], op.node.target in _COUNTING_BACK)

@@ -12,7 +12,7 @@ from psg_fx.graph import facts
 from psg_fx.graph.order import is_reshaped, is_same
 from psg_fx.tensors import product
 
-from .values import bound
+from .values import NUMBERING, bound
 
 aten = torch.ops.aten
 
@@ -43,6 +43,8 @@ def number_of(node: Node, count: sympy.Expr) -> Number | None:
         return Number(k) if number_of(source, count) == Number(1) else None
     source, k = node, 1
     while is_same(source) or is_reshaped(source) or source.target is aten.repeat_interleave.self_int:
+        if source.meta["val"].dtype not in NUMBERING:
+            return None
         given = bound(source)
         if source.target is aten.repeat_interleave.self_int:
             if not isinstance(given["repeats"], int) or source.args[0].meta["val"].ndim != 1:  # type: ignore[union-attr]
@@ -87,12 +89,12 @@ def _counted(node: object) -> _Counted | None:
     given = bound(node) if isinstance(node.target, torch._ops.OpOverload) else {}
     if getattr(node.target, "overloadpacket", None) is aten.arange:
         whole = given.get("start", 0) == 0 and given.get("step", 1) == 1
-        return _Counted(shape, 1) if whole and not node.meta["val"].is_floating_point() else None
+        return _Counted(shape, 1) if whole and node.meta["val"].dtype in NUMBERING else None
     before = _counted(node.args[0]) if node.args else None
     if before is None:
         return None
     if is_same(node):
-        return before
+        return before if node.meta["val"].dtype in NUMBERING else None
     if node.target is aten.unsqueeze.default:
         return _Counted(shape, before.dims) if given["dim"] % len(shape) >= before.dims else None
     if node.target is aten.expand.default:

@@ -6,6 +6,9 @@ over s, the entries of two samples must be zero, which is checked at the call.
 
 from __future__ import annotations
 
+import operator
+from typing import Any
+
 import torch
 from torch.fx import Node
 
@@ -13,7 +16,7 @@ from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxis
 from psg_fx.graph.order import is_reshaped, is_same
 
-from .row_links import Link, row_axis
+from .row_links import Kind, Link, row_axis
 from .values import Op, Result
 
 aten = torch.ops.aten
@@ -81,9 +84,56 @@ def _weighted(op: Op) -> tuple[Result, list[Link]]:
     assert isinstance(weights, Node)
     assert isinstance(values, Node)
     v = row_axis(op, values)
+    mask = _zeros_of(op, weights)
     if not op.known[weights].pairs or v is None or not _is_plain(op, values) or v[0].dim != values.meta["val"].ndim - 2:
         raise op.unsupported(f"%{weights.name} has a value for each pair of rows", _WAYS)
-    return Result(SampleAxis(op.node.meta["val"].ndim - 2)), [_closed(op, weights)]
+    if mask is None:
+        raise op.unsupported(
+            f"%{weights.name} has a weight for each pair of rows, and no mask of the ids makes it 0 for two samples",
+            _WAYS,
+        )
+    return Result(SampleAxis(op.node.meta["val"].ndim - 2)), [_closed(op, *mask)]
+
+
+def _zeros_of(op: Op, weights: Node) -> tuple[Node, Kind] | None:
+    """What says which weights are 0 and have no gradient: what a softmax returns, or a mask that they are multiplied or
+    filled by.  A weight that is 0 otherwise, as of projections that begin with zeros, has one.
+    """
+    node: Any = weights
+    while isinstance(node, Node) and op.known[node].pairs:
+        packet = getattr(node.target, "overloadpacket", None)
+        if node.target in _SOFTMAX:
+            return node, "weights"
+        masks = [n for n in node.all_input_nodes if _is_mask(op, n, node)]
+        behind = next((n for n in node.all_input_nodes if op.known[n].pairs), None)
+        if packet is aten.mul and masks and behind is not None and (found := _zeros_of(op, behind)) is not None:
+            return found
+        if packet in (aten.mul, aten.where, aten.masked_fill) and masks:
+            filled = node.args[2] if packet is not aten.mul else 0
+            return (masks[0], "filled" if packet is aten.masked_fill else "weights") if _is_zero(filled) else None
+        rest = [n for n in node.all_input_nodes if n is not node.args[0] and op.known[n].pairs]
+        if rest or not (packet in _KEEP_ZEROS or is_same(node) or is_reshaped(node) or node.target is operator.getitem):
+            return None
+        node = node.args[0]
+    return None
+
+
+_KEEP_ZEROS = (aten.mul, aten.div, aten.neg, aten.expand, aten.native_dropout, aten.dropout, aten.relu)
+
+
+def _is_mask(op: Op, node: Node, pairs: Node) -> bool:
+    """Whether it is structure with an entry for each pair."""
+    value, shape = node.meta.get("val"), facts.shape(pairs.meta["val"])[-2:]
+    return isinstance(value, torch.Tensor) and op.known[node].structure and facts.shape(value)[-2:] == shape
+
+
+def _is_zero(value: object) -> bool:
+    """Whether it is the number 0, or a tensor made of it."""
+    if isinstance(value, Node):
+        fill = value.args[0] if value.target is aten.scalar_tensor.default else None
+        fill = value.args[1] if getattr(value.target, "overloadpacket", None) in (aten.full, aten.full_like) else fill
+        return value.target is aten.zeros_like.default or _is_zero(fill)
+    return isinstance(value, (int, float)) and value == 0
 
 
 def _softmax(op: Op, scores: Node) -> tuple[Result, list[Link]]:
@@ -93,9 +143,9 @@ def _softmax(op: Op, scores: Node) -> tuple[Result, list[Link]]:
     return _pairs(op), [_closed(op, op.node)]
 
 
-def _closed(op: Op, weights: Node) -> Link:
+def _closed(op: Op, weights: Node, kind: Kind = "weights") -> Link:
     own, other = facts.shape(weights.meta["val"])[-2:]
-    return Link("weights", op.node, weights, weights.meta["val"].ndim - 2, own, other)
+    return Link(kind, op.node, weights, weights.meta["val"].ndim - 2, own, other)
 
 
 def _fits(op: Op, node: Node) -> bool:

@@ -25,7 +25,7 @@ from psg_fx.graph import facts
 from .picked import asserts
 from .region import Unfit
 from .row_rewriting import RowRewriting
-from .values import bound, op_name
+from .values import NUMBERING, bound, op_name
 
 aten = torch.ops.aten
 _WHERE = (aten.nonzero.default, aten.where.default, aten.nonzero_numpy.default)
@@ -112,7 +112,7 @@ class Selection(RowRewriting):
         name = op_name(node)
         if source in self.columns and name in ("aten.squeeze", "aten.alias", "aten.slice", "aten._to_copy"):
             same = facts.shape(node.meta["val"])[:1] == facts.shape(source.meta["val"])[:1]
-            if node.meta["val"].ndim == 1 and same and not node.meta["val"].is_floating_point():
+            if node.meta["val"].ndim == 1 and same and node.meta["val"].dtype in NUMBERING:
                 self.columns[node] = self.columns[source]
                 return True
         if source not in self.listed:

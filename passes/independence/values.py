@@ -20,6 +20,8 @@ from psg_fx.ops.autograd_function import custom_call
 from psg_fx.source import locate
 from psg_fx.tensors import SYMBOLS
 
+NUMBERING = (torch.int64, torch.int32)
+"""Dtypes in which rows are numbered: others end, wrap around or round where a batch is large."""
 NUMBERS = "it computes with the numbers of the samples (arange over the batch), which one sample alone lacks"
 NUMBERS_FIX = "use arange(B) only to pick each sample's row: x[torch.arange(B), ids]"
 FIX = "write it so that every sample is computed from its own rows alone"

@@ -37,6 +37,7 @@ PROGRAMS: dict[str, Callable[[Tensor], Tensor]] = {
     "a part of several": lambda t: t.remainder(5).split(2)[1] - t.remainder(3).chunk(3)[0] + t.remainder(2).unbind()[1],
     "the largest": lambda t: t.remainder(5).view(2, 3).max(1).values + t.view(2, 3).max(1).indices,
     "sorted": lambda t: t.remainder(5).sort().values + t.sort().indices,
+    "sorted stably": lambda t: t.remainder(5).sort(stable=True).values + t.sort(stable=True).indices,
     "places": lambda t: t.argmax() + t.view(2, 3).argmin(1) + t.argsort()[:2],
     "numbers": lambda t: torch.arange(3, 15, 2) + t.remainder(2),
     "without digits": lambda t: torch.full((6,), 0.7).long() - (t.remainder(2) - 0.5).long(),

@@ -127,6 +127,7 @@ def _others() -> dict[str, list[tuple[Any, ...]]]:
         "_autocast_to_reduced_precision": [(x.float(), False, True, torch.half, torch.bfloat16)],
         "rrelu_with_noise_functional": [(x, x.abs(), 0.1, 0.3, False)],
         "hann_window": [(5,)],
+        "normal": [(0.5, x.abs())],
         "hamming_window": [(5,)],
         "fft_fftfreq": [(5,)],
         "fft_rfftfreq": [(5,)],
