@@ -149,23 +149,6 @@ class Translation(nn.Module):
         return self.last(self.model(self.words(ids), self.words(ids)))  # type: ignore[no-any-return]
 
 
-class Attending(nn.Module):
-    """A bidirectional GRU, a GRU, and attention of the second to the first."""
-
-    def __init__(self, width: int = 128) -> None:
-        super().__init__()
-        self.words = nn.Embedding(WORDS, width)
-        self.encoder = nn.GRU(width, width, 2, batch_first=True, bidirectional=True)
-        self.decoder = nn.GRU(width, width, batch_first=True)
-        self.query, self.last = nn.Linear(width, 2 * width), nn.Linear(3 * width, WORDS)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        words = self.words(ids)
-        memory, state = self.encoder(words)[0], self.decoder(words)[0]
-        attention = torch.softmax(self.query(state) @ memory.transpose(1, 2), -1)
-        return self.last(torch.cat([state, attention @ memory], -1))  # type: ignore[no-any-return]
-
-
 class Bags(nn.Module):
     """A recommender: large embedding bags, products of their sums, dense layers (a DLRM without dense features)."""
 
@@ -206,7 +189,6 @@ EXAMPLES = {
     "llama": text("Llama", "CausalLM", 4, 128, intermediate_size=688, num_key_value_heads=2),
     "neox": text("GPTNeoX", "CausalLM", 4, 128, intermediate_size=1024),
     "translation": Example("nn.Transformer 3+3×192, T=64, B=8", Translation, 8, (64,), token_cross_entropy),
-    "attending": Example("GRUs with attention 128, T=48, B=32", Attending, 32, (48,), token_cross_entropy),
     "bags": Example("8 embedding bags of 20,000×32, B=256", Bags, 256, (32,)),
 }
 
