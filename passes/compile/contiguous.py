@@ -34,7 +34,7 @@ def _copied(node: Node) -> Iterator[Node]:
     if node.target in _PRODUCTS:
         lies_as_read, values = _has_rows_or_columns, values[-2:]  # behind the bias
     for value in values:
-        tensor = value.meta["val"]
+        tensor = value.meta.get("val")
         if lies_as_read and isinstance(tensor, torch.Tensor) and not lies_as_read(tensor):
             yield value
 

@@ -6,7 +6,7 @@ must add one to its own count alone.  So ops are not recognised one by one, but 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,10 +23,12 @@ from .values import bound, op_name
 _FILLS = ("aten.ones", "aten.ones_like", "aten.new_ones", "aten.full", "aten.full_like", "aten.new_full")
 
 
-def ends_of_experts(offs: Node, ids: set[Node], sorted_ids: set[Node], experts: int) -> bool:
-    """Whether offs[e] is the number of rows whose id is at most e, for ids 0..experts - 1.
+def ends_of_experts(
+    offs: Node, ids: set[Node], sorted_ids: set[Node], experts: int, beyond: Sequence[int]
+) -> bool:  # fmt: skip
+    """Whether offs[e] is the number of rows whose id is at most e, for ids 0..experts - 1, and others do not count.
 
-    ids: nodes with these ids.  sorted_ids: nodes with the same in order.
+    ids: nodes with these ids.  sorted_ids: nodes with the same in order.  beyond: others that there may be.
     """
     counts = _through(offs)
     if op_name(counts) != "aten.cumsum" or counts.meta["val"].ndim != 1:
@@ -37,10 +39,16 @@ def ends_of_experts(offs: Node, ids: set[Node], sorted_ids: set[Node], experts: 
         return False
     like = next(iter(ids)).meta["val"]
     length = facts.at_one(facts.shape(like)[0])
-    for expert in range(experts):
+    for expert in (*range(experts), *beyond):
         each = torch.full((length,), expert, dtype=like.dtype)
-        found = _value(offs, dict.fromkeys(given, each))
-        if not isinstance(found, Tensor) or found.tolist() != [length if e >= expert else 0 for e in range(experts)]:
+        try:
+            found = _value(offs, dict.fromkeys(given, each))
+        except (RuntimeError, IndexError):  # as it is for the program
+            if expert not in beyond:
+                raise
+            continue
+        counted = length if expert in range(experts) else 0
+        if not isinstance(found, Tensor) or found.tolist() != [counted * (e >= expert) for e in range(experts)]:
             return False
     return True
 

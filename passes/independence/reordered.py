@@ -244,16 +244,18 @@ class Reordering(RowRewriting):
         if x not in self.twins or not isinstance(w, Node) or self.is_ordered(w) or not plain:
             return False
         experts, own = w.meta["val"].shape[0], {n for n, twin in self.twins.items() if twin in self.keys}
-        if bounds(self.key)[0] < 0:  # such rows would come first, and what is counted begins elsewhere
-            return False
-        if w.meta["val"].ndim != 3 or not ends_of_experts(offs, self.keys, own, experts):  # type: ignore[arg-type]
+        low, high = bounds(self.key)
+        beyond = [*([-1] if low < 0 else []), *([experts] if high >= experts else [])]
+        if w.meta["val"].ndim != 3 or not ends_of_experts(offs, self.keys, own, experts, beyond):  # type: ignore[arg-type]
             return False
         self.counted.append(offs)  # type: ignore[arg-type]
         self.twins[node] = self.multiplied(node, self.twins[x], w)  # type: ignore[index]
         return True
 
     def multiplied(self, node: Node, x: Node, w: Node) -> Node:
-        """The product of rows in their own order; of ids that are no expert's, which come last, it is zero."""
+        """The product of rows in their own order; of ids that are no expert's, which come last, it is zero, and of
+        negative ones, which come first and move what is counted, NaN.
+        """
         experts = w.meta["val"].shape[0]
         low, high = bounds(self.key)
         known = low >= 0 and high < experts
@@ -262,7 +264,8 @@ class Reordering(RowRewriting):
             if known:
                 return expert_mm(x, w, ids)  # type: ignore[no-any-return]
             y = expert_mm(x, w, ids.clamp(0, experts - 1))
-            return torch.where(((ids >= 0) & (ids < experts)).unsqueeze(1), y, 0.0)
+            y = torch.where((ids < experts).unsqueeze(1), y, 0.0)
+            return torch.where((ids < 0).unsqueeze(1), torch.nan, y)
 
         before = set(self.gm.graph.nodes)
         found = self.spliced(node, run, x, w, self.key)

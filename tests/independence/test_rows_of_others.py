@@ -140,25 +140,36 @@ def test_rows_that_are_written_as_they_lie(turned: bool) -> None:
 
 
 class Experts(nn.Module):
-    """Ids that are no expert's count for the first or the last one."""
+    """Ids that are no expert's count for the first or the last one, or for none."""
 
-    def __init__(self) -> None:
+    def __init__(self, clamped: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.weight = nn.Parameter(torch.randn(3, 8, 8))
+        self.weight, self.clamped = nn.Parameter(torch.randn(3, 8, 8)), clamped
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
         rows, each = x.reshape(-1, 8), ids.reshape(-1)
         order = torch.argsort(each, stable=True)
-        counts = (each.clamp(0, 2)[:, None] == torch.arange(3)).sum(0)
+        counts = ((each.clamp(0, 2) if self.clamped else each)[:, None] == torch.arange(3)).sum(0)
         out = torch._grouped_mm(rows[order], self.weight, offs=counts.cumsum(0).to(torch.int32))
         return out[torch.argsort(order)].view(x.shape[0], -1).sum(1)  # type: ignore[no-any-return]
 
 
-def test_ids_that_may_be_no_experts_are_refused() -> None:
+def test_ids_that_may_count_for_another_expert_are_refused() -> None:
     x, ids = torch.randn(3, 4, 8), torch.randint(0, 3, (3, 4))
     with pytest.raises(NotYetSupported):
-        psg_fx.transform(Experts(), loss, backend="eager")((x, ids), torch.ones(3))
+        psg_fx.transform(Experts(clamped=True), loss, backend="eager")((x, ids), torch.ones(3))
+
+
+def test_negative_ids_which_move_the_rows_of_others_make_nan() -> None:
+    model, x, ids = Experts(clamped=False), torch.randn(3, 4, 8), torch.randint(0, 3, (3, 4))
+    step = psg_fx.transform(model, loss, backend="eager")
+    step((x, ids), torch.ones(3))
+    ids[1, 2] = -1
+    losses = step((x, ids), torch.ones(3)).losses
+    assert losses[1].isnan()
+    for b in (0, 2):
+        torch.testing.assert_close(losses[b], model(x[b : b + 1], ids[b : b + 1]).sum())
 
 
 ALL, SAME = (lambda w, ids: w), (lambda w, ids: w * (ids[:, None] == ids[None, :]))
