@@ -1,4 +1,4 @@
-"""What the C library keeps of freed memory once a step has been made: enough for the next call, and not all."""
+"""What the C library keeps of freed memory once a compiled step runs: enough for the next call, not all."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="asks 
 PROGRAM = """
 import ctypes, resource, sys
 import torch
-import psg_fx
-from torch.nn.functional import mse_loss
+from psg_fx import blocks
 
 def resident():
     with open("/proc/self/statm") as file:
@@ -39,13 +38,14 @@ def kept(count):
     return resident() - before
 
 print(kept(12))
-psg_fx.transform(torch.nn.Linear(1, 1), mse_loss)
+with blocks.Memory(keep=False).serving(blocks.Places()):  # as around each call
+    pass
 print(kept(12), kept(60))
 """
 
 
 def kept(**environment: str) -> list[int]:
-    """MiB that a process holds more than before when 192 have been freed in pieces below 32, before a step is made and
+    """MiB that a process holds more than before when 192 have been freed in pieces below 32, before a step runs and
     then; and when 960 have been.
     """
     told = {**clean(os.environ), **environment}
