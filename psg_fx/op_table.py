@@ -121,7 +121,7 @@ class Known:
         "differentiation runs the op itself",
     ))  # fmt: skip
     over_kept_rows: Function | None = field(default=None, metadata=_says(
-        "the same where a mask picks rows", "@over_kept_rows in passes/independence/row_sums.py",
+        "the same where a mask picks rows", "@over_kept_rows in passes/independence/rewriting/sums.py",
         "refused on rows that a mask has picked out of the samples, if it joins them",
     ))  # fmt: skip
     bounds: Function | None = field(default=None, metadata=_says(

@@ -2,7 +2,7 @@
 
 from .joint import prove_joint
 from .prove import prove
-from .row_conditions import add_conditions
+from .ragged.conditions import add_conditions
 from .values import Result, symbolic_values
 
 __all__ = ["Result", "add_conditions", "prove", "prove_joint", "symbolic_values"]

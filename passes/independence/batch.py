@@ -11,11 +11,11 @@ from psg_fx.graph import facts
 from psg_fx.graph.sample_axis import positive
 from psg_fx.graph.strides import free_of_strides
 
-from .concatenated import take_rows_apart
-from .masked import pad_masked_rows
 from .prove import prove
-from .reordered import undo_orders
-from .selected import put_selected_back
+from .rewriting.concatenated import take_rows_apart
+from .rewriting.masked import pad_masked_rows
+from .rewriting.reordered import undo_orders
+from .rewriting.selected import put_selected_back
 
 aten = torch.ops.aten
 _SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)

@@ -11,7 +11,7 @@ from psg_fx.errors import PsgError
 from psg_fx.graph import facts
 from psg_fx.program.effects import WRITTEN
 
-from .row_links import Link
+from .ragged.links import Link
 from .unruled import refuse_effects
 from .values import NUMBERS, mixed
 from .walk import Prover

@@ -18,8 +18,8 @@ from psg_fx.ops.trusted import is_trusted
 from psg_fx.source import locate
 from psg_fx.torch_private.ops import has_effect, python_decomposition
 
-from .functions import proven
 from .probe import probe
+from .rules.functions import proven
 from .values import Op, Result, not_shown, op_name
 
 _TORCH = ("aten", "prims", "prim", "_operator", "math")

@@ -16,7 +16,9 @@ from psg_fx.graph.facts import SampleAxis
 from psg_fx.graph.sample_axis import Misfit, single
 from psg_fx.source import locate, source_line
 
-from . import (  # noqa: F401  (they fill the table)
+from .logged import logged
+from .ragged.row_values import RowValues
+from .rules import (  # noqa: F401  (they fill the table)
     across,
     along,
     contractions,
@@ -32,8 +34,6 @@ from . import (  # noqa: F401  (they fill the table)
     views,
     windows,
 )
-from .logged import logged
-from .row_values import RowValues
 from .table import SampleRule, find
 from .unruled import no_graph_inside, refuse_effects, without_rule
 from .values import (

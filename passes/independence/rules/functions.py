@@ -1,0 +1,115 @@
+"""Custom autograd functions: forward and backward are written out as graphs, and each is proven op by op."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import GraphModule, Node
+
+from psg_fx.errors import NotYetSupported, PsgError
+from psg_fx.graph import facts
+from psg_fx.graph.facts import InputSpec, SampleAxes, SampleAxis
+from psg_fx.ops.autograd_function import CustomCall, backward_graph, custom_call, forward_graph
+from psg_fx.program.branches import no_plain_batch_size
+from psg_fx.program.observe import observing_backward
+from psg_fx.source import locate
+
+from ..table import Placement, sample_rule
+from ..values import Op, Result, op_name, symbolic_sizes, symbolic_values
+
+_FUNCTION = "a custom autograd.Function"
+
+
+@sample_rule("<custom>", proof="written out")
+def custom(op: Op) -> Placement:
+    """The outputs of forward; backward must give each input with samples a gradient with the same samples."""
+    call = custom_call(op.node.target)
+    assert call is not None
+    inputs: list[Node] = list(op.node.args)  # type: ignore[arg-type]
+    values = [n.meta["val"] for n in inputs]
+    known = [op.known[n] for n in inputs]
+    with no_plain_batch_size():
+        graph = forward_graph(call, values)
+    _require_sizes_alone(op, call, graph, "forward", values, known)
+    found = [r.axes for r in proven(op, graph, known, _FUNCTION)]
+    outputs = list(facts.tensors(op.node.meta["val"]))
+    _check_backward(op, call, known, values, outputs, found)
+    return found[0] if isinstance(op.node.meta["val"], torch.Tensor) else tuple(found)  # type: ignore[arg-type]
+
+
+def _check_backward(
+    op: Op, call: CustomCall, known: Sequence[Result], values: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor], axes: Sequence[SampleAxes],
+) -> None:  # fmt: skip
+    cotangents = [torch.empty_like(t) for t in outputs]
+    data = [i for i, need in enumerate(call.needs) if need and known[i].axes is not None]
+    if not data:
+        return
+    with no_plain_batch_size(), observing_backward():
+        graph = backward_graph(call, values, cotangents, data)
+    _require_sizes_alone(op, call, graph, "backward", values, known)
+    gradients = proven(op, graph, [*known, *(Result(a) for a in axes)], _FUNCTION)
+    for i, gradient in zip(data, gradients, strict=True):
+        if gradient.axes != known[i].axes:
+            raise op.refuse(
+                f"its backward gives a gradient whose samples lie in {gradient.axes or 'no dim'}, not in "
+                f"{known[i].axes}",
+                "write its backward so that a sample's gradient is computed from that sample alone",
+            )
+
+
+def _require_sizes_alone(
+    op: Op, call: CustomCall, graph: GraphModule, method: str, values: Sequence[torch.Tensor], known: Sequence[Result]
+) -> None:
+    """Refuse a function that computes with the batch size: that of a sample is 1, which such a graph does not know; and
+    one that makes torch take it for a number, as a loop over the samples does.
+    """
+    for value, found in zip(values, known, strict=True):
+        if isinstance(found.axes, SampleAxis) and not facts.shape(value)[found.axes.dim].free_symbols:
+            raise NotYetSupported(
+                f"{call.title} fixes the batch size", where=locate(op.node),
+                why=f"something in its {method} asks for the number of samples itself: a loop over them, or a split",
+                fix="write it with ops on all samples at once",
+            )  # fmt: skip
+    for node in graph.graph.nodes:
+        if node.op == "get_attr" and isinstance(getattr(graph, str(node.target)), type(values[0])):
+            raise NotYetSupported(
+                f"{call.title} reads a tensor that is no argument", where=locate(op.node),
+                why=f"its {method} has it from outside, where the model computes it; torch gives it no gradient",
+                fix="pass it as an argument",
+            )  # fmt: skip
+        if symbolic_values(node, op.batch) or _is_sized_unseen(node, op.batch):
+            raise NotYetSupported(
+                f"{call.title} computes with the batch size", where=locate(op.node),
+                why=f"{op_name(node)} in its {method} takes it as a value, and it is 1 for the loss of one sample",
+                fix="use x.shape[0] for shapes alone, and average in the loss",
+            )  # fmt: skip
+
+
+def _is_sized_unseen(node: Node, batch: sympy.Symbol) -> bool:
+    """Whether the batch size decides what a value holds, and does not show in its sizes: where `arange` begins."""
+    value = node.meta.get("val")
+    sizes = symbolic_sizes(node, batch)
+    if not sizes or not isinstance(value, torch.Tensor):
+        return False
+    if node.target in (torch.ops.aten.arange.start, torch.ops.aten.arange.start_step) and node.args[0] in sizes:
+        return True
+    return not any(batch in size.free_symbols for size in facts.shape(value))
+
+
+def proven(op: Op, graph: GraphModule, known: Sequence[Result], inside: str) -> list[Result]:
+    """What is known of the outputs of a graph of this op; `inside` is said in a refusal."""
+    placeholders = facts.placeholders(graph)
+    for i, placeholder in enumerate(placeholders):
+        count = len(op.node.args)
+        placeholder._rename(f"input_{i}" if i < count else f"cotangent_{i - count}")
+        placeholder.meta["psg_fx_input"] = InputSpec("input", placeholder.name)
+    graph.meta[facts.KEY] = facts.GraphFacts(op.batch)
+    try:
+        return op.prove(graph, dict(zip(placeholders, known, strict=True)))
+    except PsgError as error:
+        at: dict[str, Any] = {"where": locate(op.node), "why": error.why, "fix": error.fix}
+        raise type(error)(f"in {inside}: {error.what}", **at) from None
