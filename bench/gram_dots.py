@@ -17,7 +17,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from psg_fx.measure.calibrate import seconds
-from psg_fx.ops.gram_products import gram_dots
+from psg_fx.ops.products.gram_products import gram_dots
 
 SHAPES = (
     (16, 128, 768, 768), (16, 128, 768, 3072), (16, 197, 768, 768), (16, 197, 768, 2304), (16, 197, 768, 3072),

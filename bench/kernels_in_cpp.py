@@ -7,7 +7,7 @@ Gradients x[n, t, i]ᵀ ȳ[n, t, o] of samples by `bmm`, and with the sums of th
 in one (`tile-matmul`), rounded (`tile-matmul-bf16`), and the sums alone (`tile-squares`); of one position also by a
 broadcast multiplication (`multiply`). Inner products of Gram matrices of positions by two `bmm` and a dot, and by the
 kernel (`gram-dot`). Linear layers of [rows, in] and their two gradients by `addmm` and `mm`, by oneDNN
-(`psg_fx/ops/by_onednn.py`), which copies what is transposed for the weight's gradient, and, where there is one, by a
+(`ops/products/by_onednn.py`), which copies what is transposed for the weight's gradient, and, where there is one, by a
 matrix unit (`in_parts.py`). With one, also convolutions of step one and their gradients, those of weights for each
 sample and summed, by torch (oneDNN) and by the unit (`convolutions_in_parts.py`). Medians, in turns; answers are
 compared with float64 first.  What is kept is written to memory that has been used before.
@@ -27,9 +27,9 @@ from tabulate import tabulate
 from torch import Tensor
 
 from psg_fx.blocks import Memory
-from psg_fx.ops import by_onednn, convolutions_in_parts, gram_products, in_parts, products_here
 from psg_fx.ops.define import of_torch_alone
-from psg_fx.ops.matrix_product import by_torch
+from psg_fx.ops.products import by_onednn, convolutions_in_parts, gram_products, in_parts, products_here
+from psg_fx.ops.products.matrix_product import by_torch
 from psg_fx.torch_private import native
 from psg_fx.torch_private.compiler import allocating
 from psg_fx.torch_private.matrix_unit import has_matrix_unit

@@ -20,7 +20,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from psg_fx.measure.calibrate import seconds
-from psg_fx.ops.weighted_sums import weighted_sums
+from psg_fx.ops.products.weighted_sums import weighted_sums
 
 SHAPES = (
     (16, 768 * 3072, 3, torch.bfloat16), (16, 768 * 2304, 3, torch.bfloat16), (8, 256 * 1024, 8, torch.float32),
@@ -83,7 +83,7 @@ def measured(samples: int, elements: int, tensors: int, dtype: torch.dtype, scan
 
 def scanned(weights: Tensor, values: Sequence[Tensor], dtype: torch.dtype) -> dict[str, float]:
     """Constants of the kernel -> microseconds."""
-    from psg_fx.ops import weighted_sum_kernels as kernels  # needs Triton
+    from psg_fx.ops.products import weighted_sum_kernels as kernels  # needs Triton
 
     found = {}
     sums = [torch.empty(value.shape[1], device="cuda") for value in values]

@@ -24,7 +24,7 @@ from psg_fx.graph.nodes import call, in_order, output, put_in_place, written_bef
 from psg_fx.graph.order import is_reshaped
 from psg_fx.graph.same_op import merge_equal
 from psg_fx.graph.stages import Stage
-from psg_fx.ops.tile_products import is_tiled
+from psg_fx.ops.products.tile_products import is_tiled
 from psg_fx.planner.cost import SIDE_BY_SIDE, Device
 from psg_fx.planner.plan import PLAN
 from psg_fx.tensors import is_contiguous, product

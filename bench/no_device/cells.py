@@ -1,4 +1,4 @@
-"""The kernels of recurrent cells (`psg_fx/ops/cell_kernels.py`) without a device: what `tiles.py` does with the others.
+"""The kernels of recurrent cells (`psg_fx/ops/recurrent/cell_kernels.py`) without a device, as in `tiles.py`.
 
 Executed by the interpreter they are held against the cells of torch's calls in float64, in units of the dtype that is
 stored, of the largest element.
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from psg_fx.ops import recurrent_cells
+from psg_fx.ops.recurrent import cells as recurrent_cells
 
 SHAPES = ((3, 5), (1, 1), (7, 64), (2, 300))
 """Rows and units: most do not divide a block."""
@@ -20,7 +20,7 @@ SHAPES = ((3, 5), (1, 1), (7, 64), (2, 300))
 
 def executed(named: Callable[[torch.dtype], str]) -> dict[str, dict[str, float]]:
     """Cell, rows x units and dtype -> the worst error of what it writes, in units of the dtype."""
-    from psg_fx.ops import cell_kernels
+    from psg_fx.ops.recurrent import cell_kernels
 
     found = {}
     for shape in SHAPES:
@@ -68,7 +68,7 @@ def _cells(shape: tuple[int, int]) -> dict[str, tuple[str, list[Tensor], tuple[i
 
 def signatures(pointer: str) -> dict[str, tuple[Any, dict[str, str], dict[str, Any]]]:
     """Kernel -> itself, the types of its pointers, and what is compiled into it."""
-    from psg_fx.ops import cell_kernels
+    from psg_fx.ops.recurrent import cell_kernels
 
     sizes, meta = ("count", "units"), {"BLOCK": cell_kernels.BLOCK, "num_warps": 4, "num_stages": 1}
     found = {}

@@ -1,5 +1,5 @@
 """What an op of psg_fx's own launches: recurrent layers are loops of ATen calls, the same on every device, inside an op
-that inductor does not look into (`psg_fx/ops/recurrent.py`).
+that inductor does not look into (`psg_fx/ops/recurrent/layers.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from psg_fx.ops import recurrent, recurrent_cells
+from psg_fx.ops.recurrent import cells as recurrent_cells
+from psg_fx.ops.recurrent import layers as recurrent
 from psg_fx.planner.cost import Work
 
 

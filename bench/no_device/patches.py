@@ -1,4 +1,4 @@
-"""The kernel of gradients of convolutions (`psg_fx/ops/patch_kernels.py`) without a device: what `tiles.py` does with
+"""The kernel of gradients of convolutions (`ops/products/patch_kernels.py`) without a device: what `tiles.py` does with
 the others.
 """
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from psg_fx.ops import patch_products, tile_products
-from psg_fx.ops.window import Window
+from psg_fx.ops.products import patch_products, tile_products
+from psg_fx.ops.products.window import Window
 
 WINDOWS = {
     "3x3": ((2, 6, 9, 8), 70, Window(1, [3, 3], [1, 1], [1, 1], [1, 1])),
@@ -25,7 +25,7 @@ WINDOWS = {
 
 def executed(named: Callable[[torch.dtype], str]) -> dict[str, dict[str, float]]:
     """Window and dtype -> relative errors: of the squared norm, and of the product in units of its dtype."""
-    from psg_fx.ops import patch_kernels, tile_kernels
+    from psg_fx.ops.products import patch_kernels, tile_kernels
 
     found = {}
     for name, (sizes, outputs, window) in WINDOWS.items():
@@ -63,7 +63,7 @@ def _kinds() -> Iterator[tuple[torch.dtype, bool, bool]]:
 
 def signatures(pointer: str, dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
     """For 3x3 a name, and the kernel, the types of its pointers, what is compiled into it, and strides of 1."""
-    from psg_fx.ops import patch_kernels
+    from psg_fx.ops.products import patch_kernels
 
     pointers = dict.fromkeys(("y", "x", "product"), pointer) | {"squares": "*fp32"}
     for tile in dict.fromkeys(patch_products.tile_of(size, size, dtype) for size in (64, 128)):

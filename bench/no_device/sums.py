@@ -1,4 +1,4 @@
-"""The kernel of `psg_fx/ops/weighted_sum_kernels.py` without a device: compiled, and executed by the interpreter."""
+"""The kernel of `ops/products/weighted_sum_kernels.py` without a device: compiled, and executed by the interpreter."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from psg_fx.ops import weighted_sums
+from psg_fx.ops.products import weighted_sums
 
 SHAPES = ((1, 5, 1), (3, 1000, 3), (16, 4100, 8))
 """Samples, elements, tensors."""
@@ -15,7 +15,7 @@ SHAPES = ((1, 5, 1), (3, 1000, 3), (16, 4100, 8))
 
 def signatures(pointer: str, dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, dict[str, str], dict[str, Any]]]]:
     """Name -> kernel, types of its pointers, and what is compiled into it."""
-    from psg_fx.ops import weighted_sum_kernels as kernels
+    from psg_fx.ops.products import weighted_sum_kernels as kernels
 
     pointers = {"weights": "*fp32"}
     pointers |= {f"x{k}": pointer for k in range(kernels.AT_ONCE)} | {f"y{k}": "*fp32" for k in range(kernels.AT_ONCE)}
@@ -25,7 +25,7 @@ def signatures(pointer: str, dtype: torch.dtype) -> Iterator[tuple[str, tuple[An
 
 def executed(named: Callable[[torch.dtype], str]) -> dict[str, dict[str, float]]:
     """What was summed -> the largest error, relative to the largest sum; rows that are left out are NaN."""
-    from psg_fx.ops import weighted_sum_kernels as kernels
+    from psg_fx.ops.products import weighted_sum_kernels as kernels
 
     found = {}
     for samples, elements, tensors in SHAPES:

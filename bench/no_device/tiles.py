@@ -1,4 +1,4 @@
-"""The kernels of psg_fx (`psg_fx/ops/tile_kernels.py`, `patch_kernels.py`, `gram_kernels.py`,
+"""The kernels of psg_fx (`psg_fx/ops/products/tile_kernels.py`, `patch_kernels.py`, `gram_kernels.py`,
 `cell_kernels.py`, `weighted_sum_kernels.py`) without a device.
 
     python -m no_device.tiles compiled
@@ -24,7 +24,7 @@ from unittest import mock
 import torch
 
 from no_device import cells, patches, sums
-from psg_fx.ops import gram_products, tile_products
+from psg_fx.ops.products import gram_products, tile_products
 from psg_fx.planner import rates
 
 SHAPES = ((3, 70, 50, 90), (2, 130, 33, 200), (1, 1, 1, 1), (2, 64, 64, 64), (1, 256, 40, 128), (2, 3, 200, 5))
@@ -40,7 +40,7 @@ def executed() -> dict[str, dict[str, float]]:
     """What was multiplied -> relative errors: of the squared norms, those of the product if it is kept, and of the
     product in units of its dtype.
     """
-    from psg_fx.ops import tile_kernels
+    from psg_fx.ops.products import tile_kernels
 
     found = {}
     for shape, dtype, keep, layout in _cases():
@@ -65,7 +65,7 @@ def executed() -> dict[str, dict[str, float]]:
 
 def _grams_executed() -> dict[str, dict[str, float]]:
     """Samples x elements x positions x elements -> relative errors of the inner products of Gram matrices."""
-    from psg_fx.ops import gram_kernels
+    from psg_fx.ops.products import gram_kernels
 
     found = {}
     for shape in SHAPES:
@@ -147,7 +147,7 @@ def _told(made: Any) -> dict[str, Any]:
 
 def _binary(architecture: int, dtype: torch.dtype, tile: tuple[int, int], keep: torch.dtype | None) -> Any:
     """For operands [b, t, i] and [b, t, o] whose sizes are multiples of 16."""
-    from psg_fx.ops import tile_kernels
+    from psg_fx.ops.products import tile_kernels
 
     pointers = {"a": POINTERS[dtype], "b": POINTERS[dtype], "product": POINTERS[keep or dtype], "squares": "*fp32"}
     meta = tile_kernels.meta(dtype, tile, keep is not None)
@@ -156,7 +156,7 @@ def _binary(architecture: int, dtype: torch.dtype, tile: tuple[int, int], keep: 
 
 def _gram_binary(architecture: int) -> Any:
     """For operands [b, t, i] and [b, t, o] in bfloat16 whose sizes are multiples of 16."""
-    from psg_fx.ops import gram_kernels
+    from psg_fx.ops.products import gram_kernels
 
     pointers = dict.fromkeys(("x", "y"), POINTERS[torch.bfloat16]) | {"sums": "*fp32"}
     meta = gram_kernels.meta(gram_products.SIDE)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from psg_fx.errors import NotYetSupported
-from psg_fx.ops.autograd_function import as_one_op
+from psg_fx.ops.of_users.autograd_function import as_one_op
 from psg_fx.program.code import names_of
 from psg_fx.program.observed import Observed
 from psg_fx.torch_private.custom_functions import forward_replaced_here

@@ -3,7 +3,7 @@
 A hook sees the whole gradient of a value, wherever in the code it is registered: what was computed of the value before
 goes through it, too.  So the value is marked where it is registered, and at the end of the forward pass, where a hook's
 variables are what they are in the backward pass, the hook is recorded as a custom function that returns its argument
-(`psg_fx/ops/autograd_function.py`).  Once the graph is functional, all that reads the value reads what that returns.
+(`ops/of_users/autograd_function.py`).  Once the graph is functional, all that reads the value reads what that returns.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch.utils.hooks import RemovableHandle
 from psg_fx.errors import NotYetSupported
 from psg_fx.graph import facts
 from psg_fx.graph.same_op import draws
-from psg_fx.ops.autograd_function import as_one_op
-from psg_fx.ops.own_gradient import own_gradient
+from psg_fx.ops.of_users.autograd_function import as_one_op
+from psg_fx.ops.of_users.own_gradient import own_gradient
 from psg_fx.program.closures import Closure, changes_state
 from psg_fx.program.observed import Observed
 from psg_fx.program.program import Program

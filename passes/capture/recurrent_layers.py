@@ -1,4 +1,4 @@
-"""Recurrent layers over all time steps at once: linear layers, and one op with a loop inside (`ops/recurrent.py`).
+"""Recurrent layers over all time steps at once: linear layers, and an op with the loop inside (`ops/recurrent/`).
 
 x: `[T, B, I]`, h and c: `[B, H]`.  Every weight is used once, by a linear layer over all T; a single cell, as
 `nn.LSTMCell`, is written out.  Torch's own table leaves out the dropout between layers (2.11 to 2.15).
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from psg_fx.op_table import at_capture, decomposition
-from psg_fx.ops.recurrent import attach, gru, lstm, rnn
+from psg_fx.ops.recurrent.layers import attach, gru, lstm, rnn
 
 aten = torch.ops.aten
 State = tuple[Tensor, ...]

@@ -20,7 +20,7 @@ from psg_fx.graph.history import History, PassRecord, copy_graph, log
 from psg_fx.graph.stages import Stage
 from psg_fx.graph.strides import free_of_strides, laid_out_as_read
 from psg_fx.ops.define import libraries_of
-from psg_fx.ops.elsewhere import elsewhere
+from psg_fx.ops.products.elsewhere import elsewhere
 from psg_fx.torch_private import native
 from psg_fx.torch_private.ahead import ask_ahead
 from psg_fx.torch_private.compiler import compilations, inductor_modes, marked_dynamic, with_own_code

@@ -20,10 +20,10 @@ from torch.fx import GraphModule, Node
 from psg_fx.graph import facts
 from psg_fx.graph.history import copy_graph
 from psg_fx.graph.nodes import call, value_of, written_before
-from psg_fx.ops import in_parts
-from psg_fx.ops.convolutions_in_parts import convolution_in_parts, weight_gradients_in_parts
 from psg_fx.ops.define import libraries_of
-from psg_fx.ops.grouped_convolution import grouped_weight_gradient
+from psg_fx.ops.products import in_parts
+from psg_fx.ops.products.convolutions_in_parts import convolution_in_parts, weight_gradients_in_parts
+from psg_fx.ops.products.grouped_convolution import grouped_weight_gradient
 from psg_fx.torch_private import native
 
 from .contiguous import with_contiguous_arguments

@@ -1,6 +1,6 @@
 """Products of float32 on a CPU by a matrix unit, or by oneDNN and in C++, where these are faster than the BLAS.
 
-Which of them is, `psg_fx/ops/elsewhere.py` says; it is the same for forward, backward and gradients of samples.
+Which of them is, `ops/products/elsewhere.py` says; it is the same for forward, backward and gradients of samples.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.fx import GraphModule, Node
 from psg_fx.graph import facts
 from psg_fx.graph.history import copy_graph
 from psg_fx.graph.nodes import call, output, value_of
-from psg_fx.ops import by_onednn, in_parts
 from psg_fx.ops.define import libraries_of
+from psg_fx.ops.products import by_onednn, in_parts
 from psg_fx.tensors import hint, product
 from psg_fx.torch_private import native
 

@@ -1,5 +1,5 @@
-"""Recurrent layers: their loops over time in C++ on a CPU (`psg_fx/ops/steps.h`), on CUDA with kernels for
-what is elementwise in a step (`psg_fx/ops/recurrent_cells.py`).
+"""Recurrent layers: their loops over time in C++ on a CPU (`psg_fx/ops/cpp/steps.h`), on CUDA with kernels for
+what is elementwise in a step (`psg_fx/ops/recurrent/cells.py`).
 
 A step of the loop of torch's ops is eight calls there and six back, of which one is the product with W.  In C++ it is
 one parallel loop, and W, packed once, stays in the caches; on CUDA it is two launches there and two back.
@@ -13,8 +13,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from psg_fx.graph.nodes import value_of
-from psg_fx.ops.recurrent_cells import DTYPES, IN_CELLS
-from psg_fx.ops.recurrent_here import HERE, LIBRARIES
+from psg_fx.ops.recurrent.cells import DTYPES, IN_CELLS
+from psg_fx.ops.recurrent.here import HERE, LIBRARIES
 from psg_fx.planner.cost import Device
 from psg_fx.torch_private import native
 

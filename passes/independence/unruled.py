@@ -14,7 +14,7 @@ from psg_fx.errors import NotYetSupported
 from psg_fx.graph import facts
 from psg_fx.graph.same_op import draws
 from psg_fx.graph.tracing import trace
-from psg_fx.ops.trusted import is_trusted
+from psg_fx.ops.of_users.trusted import is_trusted
 from psg_fx.source import locate
 from psg_fx.torch_private.ops import has_effect, python_decomposition
 

@@ -6,7 +6,7 @@ A reduction of `[B, n]` to `[B]` is a kernel of its own, two where n is large, a
 parameters.  In their place small gradients (of biases, of scales of norms) lie side by side, where the kernels that
 make them write them; and so do the sums of the rows of large ones.  On a CUDA device the weighted sums of small
 gradients are one product with what lies there, too, and the results are slices of it; those of large ones that are
-stored anyway are written by a kernel of psg_fx, several of one size at once (`psg_fx/ops/weighted_sums.py`).
+stored anyway are written by a kernel of psg_fx, several of one size at once (`psg_fx/ops/products/weighted_sums.py`).
 
 Norms that are wanted by parameter, and those that are no sums of squares (of Gram matrices), are left as they are.
 """
@@ -25,8 +25,8 @@ from psg_fx.graph import facts
 from psg_fx.graph.nodes import in_order
 from psg_fx.graph.same_op import merge_equal
 from psg_fx.graph.stages import Stage
-from psg_fx.ops import patch_products
-from psg_fx.ops.tile_products import is_tiled
+from psg_fx.ops.products import patch_products
+from psg_fx.ops.products.tile_products import is_tiled
 from psg_fx.planner.cost import Device
 from psg_fx.planner.plan import PLAN
 from psg_fx.tensors import product

@@ -16,8 +16,8 @@ from psg_fx.graph import facts
 from psg_fx.graph.lifetimes import is_view
 from psg_fx.graph.nodes import call, output, put_in_place
 from psg_fx.graph.order import is_reshaped, is_same
-from psg_fx.ops import weighted_sums
 from psg_fx.ops.experts import expert_outer
+from psg_fx.ops.products import weighted_sums
 from psg_fx.tensors import product
 
 aten = torch.ops.aten

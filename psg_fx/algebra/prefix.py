@@ -11,7 +11,7 @@ from psg_fx.algebra.gradient import Term
 from psg_fx.algebra.network import Kind, Source
 from psg_fx.algebra.site import Prefix
 from psg_fx.ops.in_other_ops import Gathered
-from psg_fx.ops.per_sample import for_each_sample
+from psg_fx.ops.of_users.per_sample import for_each_sample
 
 
 def pull_back(

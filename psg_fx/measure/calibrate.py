@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from psg_fx.measure.clock import median_seconds
-from psg_fx.ops import convolutions_in_parts, in_parts, products_here
-from psg_fx.ops.elsewhere import elsewhere
+from psg_fx.ops.products import convolutions_in_parts, in_parts, products_here
+from psg_fx.ops.products.elsewhere import elsewhere
 from psg_fx.planner import rates
 from psg_fx.planner.cost import FILLED, REPLAYED, SIDE_BY_SIDE, Device
 from psg_fx.progress import Progress

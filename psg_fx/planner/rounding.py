@@ -19,7 +19,7 @@ import torch
 from psg_fx.algebra.asks import SquaredNorm
 from psg_fx.algebra.gradient import ParameterGradient, Term
 from psg_fx.algebra.network import BATCH, ROWS, Axes, Leaf, Members, Network, OneHot, Symmetric, Unformed
-from psg_fx.ops.gram_products import gram_diagonals
+from psg_fx.ops.products.gram_products import gram_diagonals
 from psg_fx.planner.expr import ContractExpr, DenseExpr, Expr, LeafExpr, dense
 from psg_fx.planner.methods.base import expand_to
 from psg_fx.planner.plan import ParameterPlan

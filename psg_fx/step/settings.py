@@ -22,7 +22,7 @@ from psg_fx.quantities.own import check_asks
 from psg_fx.torch_private.compiler import inductor_modes, inductor_options
 
 FUSED_KERNELS = "psg_fx.fused_kernels"
-"""The option that offers the kernels of psg_fx (`psg_fx/ops/tile_kernels.py`) to plans for a CUDA device."""
+"""The option that offers the kernels of psg_fx (`psg_fx/ops/products/tile_kernels.py`) to plans for a CUDA device."""
 
 KEPT_DTYPE = "psg_fx.kept_dtype"
 """The option that keeps gradients in bfloat16 until the norms are known."""

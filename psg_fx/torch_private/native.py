@@ -33,7 +33,7 @@ _INCLUDE = re.compile(r'^#include "(.*)"$', re.MULTILINE)
 
 
 def begin(name: str) -> None:
-    """Compile the file of that name in `psg_fx/ops`, in a thread, once in a process."""
+    """Compile the file of that name in `psg_fx/ops/cpp`, in a thread, once in a process."""
     with _BEGINNING:
         if name not in _BEGUN:
             thread = ThreadPoolExecutor(1, thread_name_prefix=f"psg_fx compiles {name}")
@@ -72,7 +72,7 @@ def _text(file: str, seen: set[str]) -> str:
     if file in seen:
         return ""
     seen.add(file)
-    text = (importlib.resources.files("psg_fx.ops") / file).read_text(encoding="utf-8")
+    text = (importlib.resources.files("psg_fx.ops") / "cpp" / file).read_text(encoding="utf-8")
     return _INCLUDE.sub(lambda line: _text(line[1], seen), text)
 
 

@@ -164,7 +164,7 @@ import sys, torch, psg_fx, psg_fx.planner.methods.fused
 model = torch.nn.Linear(4, 3)
 psg_fx.transform(model, torch.nn.functional.cross_entropy, backend="eager")(torch.randn(5, 4), torch.zeros(5).long())
 unwanted = ("torch.utils.benchmark", "torch.utils.cpp_extension", "torch._dynamo.backends.inductor",
-            "torch._inductor.compile_fx", "torch._inductor.scheduler", "psg_fx.ops.tile_kernels")
+            "torch._inductor.compile_fx", "torch._inductor.scheduler", "psg_fx.ops.products.tile_kernels")
 others = ("transformers", "lightning", "opacus", "trak", "dattri", "tensorboard")  # of which psg_fx.integrations knows
 found = [name for name in (*unwanted, *others) if name in sys.modules]
 print(found + [name for name in sys.modules if name.startswith("psg_fx.integrations")])

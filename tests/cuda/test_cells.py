@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import psg_fx
 from psg_fx import ClippedSum, Grads
-from psg_fx.ops.recurrent_cells import DTYPES, IN_CELLS
+from psg_fx.ops.recurrent.cells import DTYPES, IN_CELLS
 from support import oracle
 from support.device import CUDA
 

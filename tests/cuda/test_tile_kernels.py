@@ -10,8 +10,8 @@ import torch
 
 import psg_fx
 from psg_fx import ClippedSum, Grads, Norms, Quantity, zoo
-from psg_fx.ops import gram_products, patch_products, tile_products
-from psg_fx.ops.window import Window
+from psg_fx.ops.products import gram_products, patch_products, tile_products
+from psg_fx.ops.products.window import Window
 from psg_fx.planner import rates
 from support import oracle
 from support.device import CUDA

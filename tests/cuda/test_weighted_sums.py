@@ -7,7 +7,7 @@ import torch
 
 import psg_fx
 from psg_fx import ClippedSum, zoo
-from psg_fx.ops import weighted_sums
+from psg_fx.ops.products import weighted_sums
 from support import oracle
 from support.device import CUDA
 

@@ -9,8 +9,8 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import psg_fx
-from psg_fx.ops import gram_products
 from psg_fx.ops.define import layout_of
+from psg_fx.ops.products import gram_products
 from psg_fx.passes.compile import compile as compiling
 from psg_fx.passes.compile.contiguous import with_contiguous_arguments
 from psg_fx.torch_private.fakes import symbolic_inputs

@@ -12,11 +12,11 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import psg_fx
-from psg_fx.ops import by_onednn as onednn
-from psg_fx.ops import convolutions_in_parts as parts
-from psg_fx.ops import in_parts
-from psg_fx.ops.convolutions_in_parts import convolution_in_parts, weight_gradients_in_parts
-from psg_fx.ops.grouped_convolution import grouped_weight_gradient
+from psg_fx.ops.products import by_onednn as onednn
+from psg_fx.ops.products import convolutions_in_parts as parts
+from psg_fx.ops.products import in_parts
+from psg_fx.ops.products.convolutions_in_parts import convolution_in_parts, weight_gradients_in_parts
+from psg_fx.ops.products.grouped_convolution import grouped_weight_gradient
 from psg_fx.passes.compile import compile as compiling
 from psg_fx.passes.compile import convolutions
 from psg_fx.passes.compile.convolutions import convolve_elsewhere

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import psg_fx
 from psg_fx import ClippedSum, WeightedSum, zoo
-from psg_fx.ops import weighted_sums
+from psg_fx.ops.products import weighted_sums
 from psg_fx.planner import rates
 from psg_fx.step import with_loss
 from psg_fx.step.settings import Settings

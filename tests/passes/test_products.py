@@ -13,8 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import psg_fx
 from psg_fx import zoo
-from psg_fx.ops import by_onednn as onednn
-from psg_fx.ops import elsewhere, in_parts, products_here
+from psg_fx.ops.products import by_onednn as onednn
+from psg_fx.ops.products import elsewhere, in_parts, products_here
 from psg_fx.passes.compile import compile as compiling
 from psg_fx.passes.compile import products
 from psg_fx.passes.compile.products import LEAST, multiply_elsewhere

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psg_fx.ops import convolutions_in_parts as parts
-from psg_fx.ops.convolutions_in_parts import convolution_in_parts, weight_gradients_in_parts
+from psg_fx.ops.products import convolutions_in_parts as parts
+from psg_fx.ops.products.convolutions_in_parts import convolution_in_parts, weight_gradients_in_parts
 from psg_fx.torch_private import native
 from psg_fx.torch_private.matrix_unit import has_matrix_unit
 

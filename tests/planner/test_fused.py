@@ -18,8 +18,8 @@ from torch.nn.grad import conv2d_weight
 
 import psg_fx
 from psg_fx import ClippedSum, Grads, MeanGrad, Norms, Quantity, SecondMoment, WeightedSum
-from psg_fx.ops import patch_products, tile_products
-from psg_fx.ops.window import Window
+from psg_fx.ops.products import patch_products, tile_products
+from psg_fx.ops.products.window import Window
 from psg_fx.planner import rates
 from psg_fx.planner.cost import Fused
 from psg_fx.planner.methods import FUSED

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import psg_fx
 from psg_fx import ClippedSum, Norms, Quantity
-from psg_fx.ops import gram_products
+from psg_fx.ops.products import gram_products
 from psg_fx.passes import widen
 from psg_fx.planner import rates
 from psg_fx.torch_private import native

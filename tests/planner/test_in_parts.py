@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from psg_fx.ops import in_parts as parts
-from psg_fx.ops.in_parts import in_parts
+from psg_fx.ops.products import in_parts as parts
+from psg_fx.ops.products.in_parts import in_parts
 from psg_fx.torch_private import native
 from psg_fx.torch_private.matrix_unit import has_matrix_unit
 

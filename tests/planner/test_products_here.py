@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import psg_fx
 from psg_fx import ClippedSum, Grads, Norms
-from psg_fx.ops import products_here
+from psg_fx.ops.products import products_here
 from psg_fx.planner import rates
 from psg_fx.planner.methods import fused
 from psg_fx.torch_private import native

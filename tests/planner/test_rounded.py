@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import psg_fx
 from psg_fx import ClippedSum, Grads, Gram, MeanGrad, Norms, Quantity, WeightedSum
 from psg_fx.errors import BadArgument
-from psg_fx.ops import products_here, tile_products
+from psg_fx.ops.products import products_here, tile_products
 from psg_fx.planner import rates, search
 from psg_fx.planner.expr import rounds
 from psg_fx.planner.plan import PLAN, Plan, kept_until_norms

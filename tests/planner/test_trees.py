@@ -30,7 +30,7 @@ from psg_fx.algebra.gradient import GRADIENTS, ParameterGradient
 from psg_fx.algebra.network import BATCH, Form, Kind, Leaf, Network, Patches, Source
 from psg_fx.algebra.site import READ
 from psg_fx.graph import facts
-from psg_fx.ops import tile_products
+from psg_fx.ops.products import tile_products
 from psg_fx.planner import rates
 from psg_fx.planner.evaluate import Evaluator, compute
 from psg_fx.planner.expr import Expr, LeafExpr, dense

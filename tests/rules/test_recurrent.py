@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import psg_fx
 from psg_fx.algebra.gradient import GRADIENTS
 from psg_fx.errors import SamplesMixed
-from psg_fx.ops import recurrent
+from psg_fx.ops.recurrent import layers as recurrent
 from support import oracle
 from support.selection import one_in, selected
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import psg_fx
 from psg_fx.graph.history import copy_graph
-from psg_fx.ops.recurrent_cells import IN_CELLS
+from psg_fx.ops.recurrent.cells import IN_CELLS
 from psg_fx.passes.compile.recurrences import with_own_loops
 from psg_fx.torch_private.fakes import symbolic_inputs
 from support import oracle

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import psg_fx
-from psg_fx.ops import recurrent, recurrent_here
-from psg_fx.ops.recurrent_here import HERE
+from psg_fx.ops.recurrent import here as recurrent_here
+from psg_fx.ops.recurrent import layers as recurrent
+from psg_fx.ops.recurrent.here import HERE
 from psg_fx.passes.compile import recurrences
 from psg_fx.torch_private import native
 from support import oracle

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from psg_fx.errors import NotYetSupported, PsgError
 from psg_fx.graph import facts
 from psg_fx.graph.facts import InputSpec, SampleAxes, SampleAxis
-from psg_fx.ops.autograd_function import CustomCall, backward_graph, custom_call, forward_graph
+from psg_fx.ops.of_users.autograd_function import CustomCall, backward_graph, custom_call, forward_graph
 from psg_fx.program.branches import no_plain_batch_size
 from psg_fx.program.observe import observing_backward
 from psg_fx.source import locate

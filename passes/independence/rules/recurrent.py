@@ -1,4 +1,4 @@
-"""Recurrent layers (`ops/recurrent.py`): x `[T, B, ..]`, states `[B, ..]`; a step of a sample reads that sample."""
+"""Recurrent layers (`ops/recurrent/`): x `[T, B, ..]`, states `[B, ..]`; a step of a sample reads that sample."""
 
 from __future__ import annotations
 

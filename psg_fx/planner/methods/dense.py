@@ -8,7 +8,7 @@ import sympy
 import torch
 
 from psg_fx.algebra.network import BATCH, Axes
-from psg_fx.ops.rounded import rounded
+from psg_fx.ops.products.rounded import rounded
 from psg_fx.planner.cost import Device, Work
 from psg_fx.planner.methods.base import Method, Pair, arrange, expand_to
 from psg_fx.tensors import ALIGNED, HALF, Size, accumulation_dtype, hint, memory_order, product, reshape

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from psg_fx.algebra.network import BATCH, Axes, Form, TileSums, WithTileSums
-from psg_fx.ops import products_here, tile_products
+from psg_fx.ops.products import products_here, tile_products
 from psg_fx.planner.cost import BEYOND_CACHES, Device, Work
 from psg_fx.planner.methods.base import Method, Pair
 from psg_fx.planner.methods.dense import MatMul, is_gram

@@ -10,8 +10,8 @@ import math
 import torch
 
 from psg_fx.algebra.network import BATCH, Axes
-from psg_fx.ops import patch_products, tile_products
-from psg_fx.ops.window import Window
+from psg_fx.ops.products import patch_products, tile_products
+from psg_fx.ops.products.window import Window
 from psg_fx.planner.cost import Device, Work
 from psg_fx.planner.methods.base import Pair
 from psg_fx.planner.methods.fused import OF_CUBLAS, TILE, TileProduct, TileSquares

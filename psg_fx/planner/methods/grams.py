@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 
 from psg_fx.algebra.network import BATCH, ROWS, Axes, Form, Unformed
-from psg_fx.ops import gram_products
+from psg_fx.ops.products import gram_products
 from psg_fx.planner.cost import Device, Work
 from psg_fx.planner.methods.base import Method, Pair, arrange
 from psg_fx.tensors import Size

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from psg_fx.algebra.network import Axes, Patches
-from psg_fx.ops.grouped_convolution import grouped_weight_gradient, weight_gradient
+from psg_fx.ops.products.grouped_convolution import grouped_weight_gradient, weight_gradient
 from psg_fx.planner.cost import Device, Work
 from psg_fx.planner.methods.base import Method, Pair
 from psg_fx.tensors import Size, accumulation_dtype, permute

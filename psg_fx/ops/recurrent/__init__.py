@@ -1,0 +1,1 @@
+"""Recurrent layers as ops, and who computes them: torch, C++ on a CPU, Triton on CUDA."""
