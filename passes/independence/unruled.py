@@ -19,7 +19,7 @@ from psg_fx.source import locate
 from psg_fx.torch_private.ops import has_effect, python_decomposition
 
 from .probe import probe
-from .rules.functions import proven
+from .rules.functions import axes_of, proven, without_batch_size
 from .values import Op, Result, not_shown, op_name
 
 _TORCH = ("aten", "prims", "prim", "_operator", "math")
@@ -40,14 +40,16 @@ def without_rule(op: Op, notes: list[str]) -> tuple[Result, str]:
         raise not_shown(node, "it is not an operator")
     if (graph := _written_out(node)) is not None:
         inputs = [known.get(n, Result()) for n in node.all_input_nodes]
+        without_batch_size(op, graph, op.name, "what it is made of")
         try:
             found = proven(op, graph, inputs, op.name)
         except NotYetSupported as error:
             if target.namespace not in _TORCH:
                 raise
             raise not_shown(node, "it has no rule that says how it treats the samples") from error
-        axes = tuple(r.axes for r in found)
-        return found[0] if isinstance(node.meta["val"], torch.Tensor) else Result(axes), "written out"  # type: ignore[arg-type]
+        if isinstance(node.meta["val"], torch.Tensor):
+            return found[0], "written out"
+        return Result(tuple(axes_of(op, found))), "written out"  # type: ignore[arg-type]
     if draws(node):
         raise not_shown(node, "it draws at random, and has no rule that says how")
     if target.namespace in _TORCH:

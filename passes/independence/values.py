@@ -153,7 +153,8 @@ def value_arguments(node: Node) -> list[str]:
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.overloadpacket is torch.ops.aten.arange:
         return []  # where arange ends is its size
     types = {a.name: str(a.real_type) for a in node.target._schema.arguments}
-    return [name for name, kind in types.items() if "SymInt" not in kind and "int" not in kind]
+    drawn = ("low", "high") if op_name(node).startswith("aten.randint") else ()  # between which numbers, as ints
+    return [name for name, kind in types.items() if name in drawn or ("SymInt" not in kind and "int" not in kind)]
 
 
 def symbolic_sizes(node: Node, batch: sympy.Symbol) -> list[Node]:
@@ -162,6 +163,19 @@ def symbolic_sizes(node: Node, batch: sympy.Symbol) -> list[Node]:
     given = bound(node) if is_op else dict(enumerate((*node.args, *node.kwargs.values())))
     found = [n for name, argument in given.items() if name not in values for n in flat_nodes(argument)]
     return [n for n in found if is_symbolic(n, batch)]
+
+
+def unseen_size(node: Node, batch: sympy.Symbol) -> Node | None:
+    """A number that depends on B, decides what a value holds, and does not show in its sizes: where `arange` begins,
+    by how much `roll` shifts.
+    """
+    value = node.meta.get("val")
+    sizes = symbolic_sizes(node, batch)
+    if not sizes or not isinstance(value, torch.Tensor):
+        return None
+    if node.target in (torch.ops.aten.arange.start, torch.ops.aten.arange.start_step) and node.args[0] in sizes:
+        return sizes[0]
+    return None if any(batch in size.free_symbols for size in facts.shape(value)) else sizes[0]
 
 
 ProvePart = Callable[[GraphModule, Mapping[Node, Result]], list[Result]]

@@ -42,7 +42,7 @@ def fallback(site: Site, operand: Operand) -> Network:
         def one(*own: torch.Tensor) -> torch.Tensor:
             inputs, seeds = dict(zip(values, own[: len(values)], strict=True)), own[len(values) :]
             if numbers is not None:
-                inputs[numbers] = torch.zeros_like(inputs[numbers])
+                inputs[numbers] = inputs[numbers] % site.input(0).samples.inner  # type: ignore[union-attr]
             filled = [inputs[v] if isinstance(v, Value) else _at_one(v, site.batch) for v in flat]
 
             def call(p: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -82,7 +82,7 @@ def _target(site: Site) -> Any:
 
 
 def _numbers_of_samples(site: Site) -> Value | None:
-    """The indices along the samples of an op that writes rows: arange(B), which is 0 in a batch of one."""
+    """The indices along the samples of an op that writes rows, T·i + c of sample i with T rows: c in a batch of one."""
     if site.target not in (aten.index_put.default, aten._unsafe_index_put.default):
         return None
     x, picks = site.input(0), site.args[1]

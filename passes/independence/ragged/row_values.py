@@ -20,7 +20,7 @@ from psg_fx.graph.same_op import draws
 from psg_fx.ops.last_rows import last_rows
 
 from ..table import find
-from ..values import Op, Result, bound, mixed, op_name, symbolic_values, tensors
+from ..values import Op, Result, bound, mixed, op_name, symbolic_values, tensors, unseen_size
 from .links import Link, attending, pointing
 from .pairs import of_pairs
 
@@ -71,7 +71,7 @@ class RowValues:
                 self.move(op)
             return self.structure(node), "structure"
         for count in self.rows:
-            if numbers := symbolic_values(node, count):
+            if numbers := symbolic_values(node, count) or [n for n in [unseen_size(node, count)] if n]:
                 raise mixed(node, f"%{numbers[0].name} is the number of rows of all samples", _POOL)
         found = pointing(op) or attending(op) or of_pairs(op)
         if found is not None and any({link.own, link.other} & set(self.rows) for link in found[1]):
@@ -104,13 +104,17 @@ class RowValues:
         return len(counts) > 1 or (op_name(node) == "aten.arange" and bool(counts & set(self.rows))) or _is_square(node)
 
     def picks_the_same(self, op: Op) -> Result | None:
-        """Rows picked out of rows that are all the same, as out of `ones(B, 1)`: they do not tell who picked them."""
+        """Rows picked out of rows that are all the same, as out of `ones(B, 1)`: they do not tell who picked them.  Not
+        of floats that have a gradient: it would be that of the row which is picked.
+        """
         if op_name(op.node) not in ("aten.index_select", "aten.index"):
             return None
         source, *rest = op.node.args
         dim = rest[0] if len(rest) == 2 else 0 if len(rest[0]) == 1 else None  # type: ignore[arg-type]
         known = op.known[source]  # type: ignore[index]
+        floats = source.meta["val"].is_floating_point() or source.meta["val"].is_complex()  # type: ignore[union-attr]
         same = known.uniform and isinstance(dim, int) and known.axes == SampleAxis(dim)
+        same = same and (source in self.plain or not floats)
         return self.made(op.node, "same rows") if same else None
 
     def structure(self, node: Node) -> Result:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
-import sympy
 import torch
 from torch.fx import GraphModule, Node
 
@@ -18,9 +18,10 @@ from psg_fx.program.observe import observing_backward
 from psg_fx.source import locate
 
 from ..table import Placement, sample_rule
-from ..values import Op, Result, op_name, symbolic_sizes, symbolic_values
+from ..values import NUMBERS, NUMBERS_FIX, Op, Result, op_name, symbolic_values, tensors, unseen_size
 
 _FUNCTION = "a custom autograd.Function"
+_STATISTIC = "return it from the model as a value of each sample, and take what is over the batch in the loss"
 
 
 @sample_rule("<custom>", proof="written out")
@@ -34,8 +35,8 @@ def custom(op: Op) -> Placement:
     with no_plain_batch_size():
         graph = forward_graph(call, values)
     _require_sizes_alone(op, call, graph, "forward", values, known)
-    found = [r.axes for r in proven(op, graph, known, _FUNCTION)]
-    outputs = list(facts.tensors(op.node.meta["val"]))
+    found = axes_of(op, proven(op, graph, known, _FUNCTION))
+    outputs = tensors(op.node.meta["val"])
     _check_backward(op, call, known, values, outputs, found)
     return found[0] if isinstance(op.node.meta["val"], torch.Tensor) else tuple(found)  # type: ignore[arg-type]
 
@@ -81,23 +82,32 @@ def _require_sizes_alone(
                 why=f"its {method} has it from outside, where the model computes it; torch gives it no gradient",
                 fix="pass it as an argument",
             )  # fmt: skip
-        if symbolic_values(node, op.batch) or _is_sized_unseen(node, op.batch):
+    without_batch_size(op, graph, call.title, f"its {method}")
+
+
+def without_batch_size(op: Op, graph: GraphModule, title: str, where: str) -> None:
+    """Refuse a graph inside of an op that computes with the batch size."""
+    for node in graph.graph.nodes:
+        if symbolic_values(node, op.batch) or unseen_size(node, op.batch) is not None:
             raise NotYetSupported(
-                f"{call.title} computes with the batch size", where=locate(op.node),
-                why=f"{op_name(node)} in its {method} takes it as a value, and it is 1 for the loss of one sample",
+                f"{title} computes with the batch size", where=locate(op.node),
+                why=f"{op_name(node)} in {where} takes it as a value, and it is 1 for the loss of one sample",
                 fix="use x.shape[0] for shapes alone, and average in the loss",
             )  # fmt: skip
 
 
-def _is_sized_unseen(node: Node, batch: sympy.Symbol) -> bool:
-    """Whether the batch size decides what a value holds, and does not show in its sizes: where `arange` begins."""
-    value = node.meta.get("val")
-    sizes = symbolic_sizes(node, batch)
-    if not sizes or not isinstance(value, torch.Tensor):
-        return False
-    if node.target in (torch.ops.aten.arange.start, torch.ops.aten.arange.start_step) and node.args[0] in sizes:
-        return True
-    return not any(batch in size.free_symbols for size in facts.shape(value))
+def axes_of(op: Op, found: Sequence[Result]) -> list[SampleAxes]:
+    """Where the samples lie in each of several outputs, of which nothing else is known; what is read of them must not
+    be a statistic of the batch or number the samples.
+    """
+    read = {n.args[1] for n in op.node.users if n.target is operator.getitem}
+    for k, result in enumerate(found):
+        if isinstance(op.node.meta["val"], torch.Tensor) or k in read:
+            if result.reduced:
+                raise op.refuse(f"its output {k} is taken over all samples", _STATISTIC)
+            if result.index or result.structure:
+                raise op.refuse(f"its output {k} numbers the samples: {NUMBERS}", NUMBERS_FIX)
+    return [r.axes for r in found]
 
 
 def proven(op: Op, graph: GraphModule, known: Sequence[Result], inside: str) -> list[Result]:

@@ -136,7 +136,7 @@ def index_select(op: Op) -> Placement:
     if x.axis is not None and ids.found.index and x.axis.dim == dim:
         require_own_rows(op, x, ids)
         assert ids.axis is not None
-        return SampleAxis(dim, ids.axis.outer, ids.axis.inner)
+        return Result(SampleAxis(dim, ids.axis.outer, ids.axis.inner), index=x.found.index)
     if x.found.index or ids.found.index:
         raise op.refuse(NUMBERS, NUMBERS_FIX)
     if x.axis is None:

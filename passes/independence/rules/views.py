@@ -182,7 +182,7 @@ def part(op: Op) -> Result:
     if (step := op.raw("step", 1)) != 1:
         if not every(op, step, x.axis.inner):
             raise op.refuse(f"it takes one row in {step} of dim {dim}, the sample dim", _ONE)
-        return Result(replace(x.axis, inner=x.axis.inner // step), x.found.uniform)
+        return same_kind(x, replace(x.axis, inner=x.axis.inner // step))
     start, stop = _range(op, x, dim)
     if stop <= start:
         raise op.refuse(f"it takes no row of dim {dim}, the sample dim", _ONE)

@@ -8,7 +8,7 @@ from psg_fx.graph import sample_axis
 from psg_fx.graph.facts import SampleAxis
 
 from ..table import Placement, sample_rule
-from ..values import NUMBERS, NUMBERS_FIX, Argument, Op, broadcast, symbolic_sizes, tensors
+from ..values import NUMBERS, NUMBERS_FIX, Argument, Op, Result, broadcast, symbolic_sizes, tensors
 from .along import trailing
 from .indexing import require_own_rows
 
@@ -237,7 +237,7 @@ def embedding(op: Op) -> Placement:
     weight, ids = op.need("weight"), op.need("indices")
     if weight.axis is not None and weight.axis.dim == 0 and ids.found.index and op.raw("padding_idx", -1) == -1:
         require_own_rows(op, weight, ids)
-        return ids.axis
+        return Result(ids.axis, index=weight.found.index)
     if weight.found.index or ids.found.index:
         raise op.refuse(NUMBERS, NUMBERS_FIX)
     if weight.axis is not None:
