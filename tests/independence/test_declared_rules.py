@@ -36,6 +36,7 @@ RULES = sample_rules()
 PARTS = 8
 
 UNTRIED = {
+    "a row of any sample, for places of which nothing is read": "psg_fx::some_row",
     "only on other devices": """
         _fused_rms_norm_backward
         _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention

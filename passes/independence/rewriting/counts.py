@@ -6,7 +6,7 @@ must add one to its own count alone.  So ops are not recognised one by one, but 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,18 +39,32 @@ def ends_of_experts(
         return False
     like = next(iter(ids)).meta["val"]
     length = facts.at_one(facts.shape(like)[0])
-    for expert in (*range(experts), *beyond):
-        each = torch.full((length,), expert, dtype=like.dtype)
-        try:
-            found = _value(offs, dict.fromkeys(given, each))
-        except (RuntimeError, IndexError):  # as it is for the program
-            if expert not in beyond:
-                raise
-            continue
-        counted = length if expert in range(experts) else 0
-        if not isinstance(found, Tensor) or found.tolist() != [counted * (e >= expert) for e in range(experts)]:
+
+    def counted(ids: Tensor) -> Any:
+        found = _value(offs, dict.fromkeys(given, ids))
+        return found.tolist() if isinstance(found, Tensor) else None
+
+    for expert in range(experts):
+        if counted(torch.full((length,), expert, dtype=like.dtype)) != [length * (e >= expert) for e in range(experts)]:
             return False
-    return True
+    others = [n for n in beyond if n <= torch.iinfo(like.dtype).max]
+    others += others[-1:] * (-len(others) % length)
+    return all(_count_nothing(counted, ids) for ids in torch.tensor(others, dtype=like.dtype).view(-1, length))
+
+
+def _count_nothing(counted: Callable[[Tensor], Any], ids: Tensor) -> bool:
+    """Whether these ids count nowhere, or the program fails with them."""
+    try:
+        return not any(counted(ids) or [1])
+    except (RuntimeError, IndexError):
+        return ids.unique().numel() == 1 or all(_count_nothing(counted, i.expand(ids.shape)) for i in ids)
+
+
+def no_experts(experts: int) -> list[int]:
+    """Ids that are no expert's, among them those that a narrower dtype or a remainder takes for one."""
+    near = range(experts, experts + 1024)
+    far = [2**k + j for k in (15, 16, 24, 31, 32, 48, 62) for j in range(-1, experts + 1)]
+    return [-1, *near, *(n for n in far if n >= experts + 1024)]
 
 
 def _through(node: Any) -> Any:

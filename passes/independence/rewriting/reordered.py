@@ -14,6 +14,7 @@ import contextlib
 import operator
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
@@ -25,7 +26,7 @@ from psg_fx.ops.experts import expert_mm
 
 from ..bounds import bounds
 from ..values import NUMBERING, bound, op_name
-from .counts import ends_of_experts
+from .counts import ends_of_experts, no_experts
 from .numbers import Number, divisor, number_of, remainder
 from .picked import asserts
 from .region import Unfit
@@ -245,7 +246,9 @@ class Reordering(RowRewriting):
             return False
         experts, own = w.meta["val"].shape[0], {n for n, twin in self.twins.items() if twin in self.keys}
         low, high = bounds(self.key)
-        beyond = [*([-1] if low < 0 else []), *([experts] if high >= experts else [])]
+        beyond = [n for n in no_experts(experts) if low <= n <= high]
+        if low < 0 and not sympy.cancel(self.count / facts.graph_facts(self.gm).batch).is_Integer:
+            return False
         if w.meta["val"].ndim != 3 or not ends_of_experts(offs, self.keys, own, experts, beyond):  # type: ignore[arg-type]
             return False
         self.counted.append(offs)  # type: ignore[arg-type]
@@ -253,22 +256,31 @@ class Reordering(RowRewriting):
         return True
 
     def multiplied(self, node: Node, x: Node, w: Node) -> Node:
-        """The product of rows in their own order; of ids that are no expert's, which come last, it is zero, and of
-        negative ones, which come first and move what is counted, NaN.
+        """The product of rows in their own order; of ids that are no expert's, which come last, it is zero, and NaN for
+        a sample that has negative ones: these come first and move all its rows to others' places.
         """
         experts = w.meta["val"].shape[0]
         low, high = bounds(self.key)
         known = low >= 0 and high < experts
 
-        def run(x: Tensor, w: Tensor, ids: Tensor) -> Tensor:
+        def moved(ids: Tensor) -> Tensor:
+            each = (ids < 0).unflatten(0, (-1, own))
+            return each.any(1, keepdim=True).expand(each.shape).flatten()
+
+        def run(x: Tensor, w: Tensor, ids: Tensor, moved: Tensor | None = None) -> Tensor:
             if known:
                 return expert_mm(x, w, ids)  # type: ignore[no-any-return]
             y = expert_mm(x, w, ids.clamp(0, experts - 1))
             y = torch.where((ids < experts).unsqueeze(1), y, 0.0)
-            return torch.where((ids < 0).unsqueeze(1), torch.nan, y)
+            return y if moved is None else torch.where(moved.unsqueeze(1), torch.nan, y)  # type: ignore[no-any-return]
 
+        given = [x, w, self.key]
+        if low < 0:
+            own = int(sympy.cancel(self.count / facts.graph_facts(self.gm).batch))
+            given.append(self.spliced(node, moved, self.key))
+            self.entries[given[-1]] = 0
         before = set(self.gm.graph.nodes)
-        found = self.spliced(node, run, x, w, self.key)
+        found = self.spliced(node, run, *given)
         self.inside += [n for n in self.gm.graph.nodes if n not in before]
         return found
 

@@ -128,6 +128,12 @@ def _masked_put(op: Op, x: Argument, picks: Sequence[Argument | None], values: A
     return x.axis
 
 
+@sample_rule("psg_fx::some_row", proof="stands where nothing counts")
+def some_row(op: Op) -> Result:
+    """A row of any sample, for places of which nothing is read (`psg_fx/ops/some_row.py`)."""
+    return Result(uniform=True)
+
+
 @sample_rule("index_select", proof="indexing", index=True)
 def index_select(op: Op) -> Placement:
     """y[.., j, ..] = x[.., ids[j], ..]."""
