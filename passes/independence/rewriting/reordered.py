@@ -268,11 +268,11 @@ class Reordering(RowRewriting):
             return each.any(1, keepdim=True).expand(each.shape).flatten()
 
         def run(x: Tensor, w: Tensor, ids: Tensor, moved: Tensor | None = None) -> Tensor:
-            if known:
-                return expert_mm(x, w, ids)  # type: ignore[no-any-return]
-            y = expert_mm(x, w, ids.clamp(0, experts - 1))
-            y = torch.where((ids < experts).unsqueeze(1), y, 0.0)
-            return y if moved is None else torch.where(moved.unsqueeze(1), torch.nan, y)  # type: ignore[no-any-return]
+            y = expert_mm(x, w, ids if known else ids.clamp(0, experts - 1))
+            if not known:
+                y = torch.where((ids < experts).unsqueeze(1), y, 0.0)
+            found: Tensor = y if moved is None else torch.where(moved.unsqueeze(1), torch.nan, y)
+            return found
 
         given = [x, w, self.key]
         if low < 0:
