@@ -12,6 +12,7 @@ from psg_fx.graph import facts
 from psg_fx.program.effects import WRITTEN
 
 from .ragged.links import Link
+from .ragged.trial import try_structure
 from .unruled import refuse_effects
 from .values import NUMBERS, mixed
 from .walk import Prover
@@ -34,7 +35,10 @@ def prove(gm: GraphModule, refusals: Mapping[Node, PsgError] | None = None) -> l
     info = facts.graph_facts(gm)
     notes = [*prover.notes, *(f"{name} keeps a statistic of the whole batch" for name in statistics)]
     facts.update_graph(gm, notes=tuple(dict.fromkeys((*info.notes, *notes))), statistics=statistics)
-    return [] if prover.rows is None else prover.rows.links
+    if prover.rows is None:
+        return []
+    try_structure(gm, prover.known, prover.rows.links, prover.logged)
+    return prover.rows.links
 
 
 def _check_model(prover: Prover) -> None:

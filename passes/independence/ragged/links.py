@@ -55,7 +55,7 @@ def symbol(node: Node, axis: SampleAxis) -> sympy.Symbol | None:
 def pointing(op: Op) -> tuple[Result, list[Link]] | None:
     """What an op gives that joins rows by a pointer, and what must hold for that; None for any other op."""
     target: Any = op.node.target
-    found = _READS.get(target) or _WRITES.get(target)
+    found = READS.get(target) or WRITES.get(target)
     return None if found is None else found(op)
 
 
@@ -186,11 +186,11 @@ def _numbers(op: Op, *nodes: Any) -> bool:
 _COUNTING_BACK = (
     aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_put.default, aten._unsafe_index_put.default, last_rows,
 )  # fmt: skip
-_READS = {
+READS = {
     aten.index.Tensor: _index, aten._unsafe_index.Tensor: _index, aten.index_select.default: _index_select,
     aten.gather.default: _gather, last_rows: _last,
 }  # fmt: skip
-_WRITES = {
+WRITES = {
     **dict.fromkeys((aten.index_add.default, aten.index_reduce.default), _write),
     **dict.fromkeys((aten.scatter_add.default, aten.scatter_reduce.two, aten.scatter.src, aten.scatter.reduce), _write),
     **dict.fromkeys((aten.index_put.default, aten._unsafe_index_put.default), _put),

@@ -264,15 +264,14 @@ class Reordering(RowRewriting):
         known = low >= 0 and high < experts
 
         def moved(ids: Tensor) -> Tensor:
-            each = (ids < 0).unflatten(0, (-1, own))
-            return each.any(1, keepdim=True).expand(each.shape).flatten()
+            each = (ids < 0).view(-1, own)
+            return each.any(1, keepdim=True).expand(each.shape).reshape(-1)
 
         def run(x: Tensor, w: Tensor, ids: Tensor, moved: Tensor | None = None) -> Tensor:
-            y = expert_mm(x, w, ids if known else ids.clamp(0, experts - 1))
+            y: Tensor = expert_mm(x, w, ids if known else ids.clamp(0, experts - 1))
             if not known:
-                y = torch.where((ids < experts).unsqueeze(1), y, 0.0)
-            found: Tensor = y if moved is None else torch.where(moved.unsqueeze(1), torch.nan, y)
-            return found
+                y = y.where((ids < experts).unsqueeze(1), 0.0)
+            return y if moved is None else y.where(~moved.unsqueeze(1), torch.nan)
 
         given = [x, w, self.key]
         if low < 0:

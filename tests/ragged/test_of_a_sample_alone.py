@@ -1,0 +1,165 @@
+"""What one sample alone lacks: the rows of others in masks and pointers made of ids, and the number of all rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import psg_fx
+from psg_fx import NotYetSupported, PsgError, Rows, SamplesMixed
+
+Rowwise = Callable[[Any, Tensor, Tensor], Tensor]
+IDS = torch.tensor([0, 1, 1, 1, 1, 2, 2])
+
+
+class Pooled(nn.Module):
+    """`f(model, x, ids)` `[R, 4]`, summed for each sample."""
+
+    def __init__(self, run: Rowwise) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.weight, self.run = nn.Linear(4, 4).double(), nn.Parameter(torch.rand(4).double()), run
+
+    def forward(self, x: Tensor, ids: Tensor, count: int) -> Tensor:
+        return x.new_zeros(count, 4).index_add(0, ids, self.run(self, x, ids))
+
+
+def loss(out: Tensor, y: Tensor) -> Tensor:
+    return out.sum(1) * y
+
+
+def same(ids: Tensor) -> Tensor:
+    return ids[:, None] == ids[None, :]
+
+
+def places(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[0])
+
+
+def attended(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(x[None], x[None], model.linear(x)[None], attn_mask=mask[None])[0]
+
+
+def diagonal(x: Tensor) -> Tensor:
+    return torch.eye(x.shape[0], dtype=torch.bool)
+
+
+def causal(x: Tensor) -> Tensor:
+    return places(x)[:, None] >= places(x)[None, :]
+
+
+def weighed(model: Any, x: Tensor, weights: Tensor) -> Tensor:
+    return weights @ model.linear(x)
+
+
+def roots(model: Any, x: Tensor) -> Tensor:
+    return ((x * model.weight.square()) @ x.t()).sqrt()
+
+
+def answer(run: Rowwise, x: Tensor, ids: Tensor) -> tuple[Any, Tensor, list[dict[str, Tensor]]]:
+    """The step's result; and what a loop over the samples gives."""
+    model, count = Pooled(run), int(ids.max()) + 1
+    axis = Rows(1)
+    step = psg_fx.transform(
+        model, loss, batch_dim=((axis, axis, 0), 0), quantities=psg_fx.Grads(), backend="eager"
+    )  # fmt: skip
+    out = step((x, ids, count), torch.ones(count, dtype=torch.float64))
+    losses = [model(x[ids == b], torch.zeros_like(ids[ids == b]), 1).sum() for b in range(count)]
+    named = dict(model.named_parameters())
+    grads = [torch.autograd.grad(value, [*named.values()], allow_unused=True) for value in losses]
+    return out, torch.stack(losses), [dict(zip(named, g, strict=True)) for g in grads]
+
+
+EXACT: dict[str, Rowwise] = {
+    "causal": lambda m, x, i: attended(m, x, same(i) & causal(x)),
+    "the row before, by distance": lambda m, x, i: attended(
+        m, x, same(i) & ((places(x)[:, None] - places(x)[None, :]) % 3 < 2)
+    ),
+    "roots of what is masked before": lambda m, x, i: weighed(
+        m, x, ((x * m.weight.square()) @ x.t()).masked_fill(~same(i), 1.0).sqrt() * same(i)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_what_a_sample_alone_has(name: str) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(len(IDS), 4, dtype=torch.float64)
+    if "roots" in name:
+        x = x.abs() * torch.where(IDS % 2 == 0, 1, -1)[:, None]
+    out, losses, grads = answer(EXACT[name], x, IDS)
+    torch.testing.assert_close(out.losses, losses)
+    for b, own in enumerate(grads):
+        for key, value in own.items():
+            if key in out.grads and value is not None:
+                torch.testing.assert_close(out.grads[key][b], value)
+
+
+OTHERS: dict[str, tuple[Rowwise, type[PsgError], str]] = {
+    "numbers of samples": (
+        lambda m, x, i: weighed(m, x, (x @ x.t()) * (same(i) * (1 + i)[:, None])), SamplesMixed, "mul .*sample alone"),
+    "odd samples": (
+        lambda m, x, i: attended(m, x, same(i) & ((i % 2 == 0)[:, None] | causal(x))), SamplesMixed, "sample alone"),
+    "even places": (
+        lambda m, x, i: attended(m, x, same(i) & ((places(x) % 2 == 0)[None] | diagonal(x))),
+        SamplesMixed, "sample alone"),
+    "half of all rows": (
+        lambda m, x, i: attended(
+            m, x, same(i) & ((2 * places(x) < x.shape[0])[None] | diagonal(x))),
+        SamplesMixed, "sample alone"),
+    "a pointer of odd samples": (
+        lambda m, x, i: m.linear(x) * x[torch.where((i == i.roll(1)) & (i % 2 == 1), places(x) - 1, places(x))],
+        SamplesMixed, "aten.index .*sample alone"),
+    "a weight's rows": (
+        lambda m, x, i: m.weight.expand(3, 4)[i * 0] * x, SamplesMixed, "aten.index"),
+    "rolled by their number": (
+        lambda m, x, i: m.linear(x) * torch.arange(4.0).roll(x.shape[0], 0), SamplesMixed, "roll .*number of rows"),
+    "triangles by their number": (
+        lambda m, x, i: m.linear(x) * torch.ones(4, 4).tril(x.shape[0] - 6)[0], SamplesMixed, "tril .*number of rows"),
+    "from their number on": (
+        lambda m, x, i: m.linear(x) * torch.arange(x.shape[0], x.shape[0] + 4), SamplesMixed, "arange .*of rows"),
+    "drawn below their number": (
+        lambda m, x, i: m.linear(x) * torch.randint(0, x.shape[0], (4,)), SamplesMixed, "randint .*number of rows"),
+    "roots, masked": (
+        lambda m, x, i: weighed(m, x, roots(m, x) * same(i)), NotYetSupported, "sqrt .*not be finite"),
+    "roots, chosen": (
+        lambda m, x, i: weighed(m, x, torch.where(same(i), roots(m, x), 0.0)), NotYetSupported, "sqrt .*not be finite"),
+    "roots, filled": (
+        lambda m, x, i: weighed(m, x, roots(m, x).masked_fill(~same(i), -torch.inf).softmax(-1)),
+        NotYetSupported, "sqrt .*not be finite"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_it_lacks(name: str) -> None:
+    run, kind, words = OTHERS[name]
+    with pytest.raises(kind, match=f"(?s){words}"):
+        answer(run, torch.rand(len(IDS), 4, dtype=torch.float64), IDS)
+
+
+def test_an_edge_between_nodes_that_start_alike() -> None:
+    """Losses do not tell it, gradients would: the edge is refused."""
+
+    class Alike(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, source: Tensor, target: Tensor, ids: Tensor, count: int) -> Tensor:
+            nodes = self.linear(torch.ones(x.shape[0], 4))
+            received = x.new_zeros(x.shape[0], 4).index_add(0, target, nodes[source])
+            return x.new_zeros(count, 4).index_add(0, ids, received * x)
+
+    nodes, edges = Rows(3), Rows(None)
+    step = psg_fx.transform(
+        Alike(), loss, batch_dim=((nodes, edges, edges, nodes, 0), 0), quantities=psg_fx.Norms(), backend="eager"
+    )  # fmt: skip
+    ids, target, x = torch.tensor([0, 0, 1, 1, 1, 2]), torch.tensor([1, 0, 3, 4]), torch.rand(6, 4)
+    step((x, torch.tensor([0, 1, 2, 3]), target, ids, 3), torch.ones(3))
+    with pytest.raises(SamplesMixed):
+        step((x, torch.tensor([2, 1, 2, 3]), target, ids, 3), torch.ones(3))
