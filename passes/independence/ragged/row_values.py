@@ -70,15 +70,9 @@ class RowValues:
             if any(n in self.moved for n in about):
                 self.move(op)
             return self.structure(node), "structure"
-        for count in self.rows:
-            if numbers := symbolic_values(node, count) or [n for n in [unseen_size(node, count)] if n]:
-                raise mixed(node, f"%{numbers[0].name} is the number of rows of all samples", _POOL)
-        found = pointing(op) or attending(op) or of_pairs(op)
-        if found is not None and any({link.own, link.other} & set(self.rows) for link in found[1]):
-            self.links += found[1]
-            return found[0], found[1][0].kind
-        if found is not None and found[0].pairs:
-            return found[0], "pairs of rows"
+        self.refuse_counts(node)
+        if (joined := self.joining(op)) is not None:
+            return joined
         rule = find(node.target)
         if rule is not None and rule.shapes_only and len(self.symbols([node, *inputs])) > 1:
             return self.made(node, rule.proof), rule.proof
@@ -86,6 +80,23 @@ class RowValues:
         if about and not own and (rule is None or not rule.shapes_only):
             return self.beside_data(op, about), "pointer"
         return None
+
+    def joining(self, op: Op) -> tuple[Result, str] | None:
+        """What an op makes that joins rows, or has a value for each pair of them; its links are noted."""
+        found = pointing(op) or attending(op) or of_pairs(op)
+        if found is None:
+            return None
+        result, links = found
+        if any({link.own, link.other} & set(self.rows) for link in links):
+            self.links += links
+            return result, links[0].kind
+        return (result, "pairs of rows") if result.pairs else None
+
+    def refuse_counts(self, node: Node) -> None:
+        """The number of rows of all samples is a size, and no value."""
+        for count in self.rows:
+            if numbers := symbolic_values(node, count) or [n for n in [unseen_size(node, count)] if n]:
+                raise mixed(node, f"%{numbers[0].name} is the number of rows of all samples", _POOL)
 
     def note_plain(self, node: Node, inputs: Sequence[Node]) -> None:
         """Whether a value is made of numbers in the code alone."""
