@@ -190,8 +190,8 @@ def _track(out: Any, proxy: Proxy, tracer: Any) -> None:
 
 
 def _has_new_symbols(tensor: Any, tracer: Any) -> bool:
-    """Whether a size that may be read of a tensor is not known yet: also how many elements it has, where that is not a
-    multiple of one size.
+    """Whether a size that may be read of a tensor is not known yet: also where it begins in memory, and how many elements
+    it has, where that is not a multiple of one size.
     """
     env = tensor.fake_mode.shape_env
     if env is None:
@@ -199,6 +199,7 @@ def _has_new_symbols(tensor: Any, tracer: Any) -> bool:
     if env.pending_fresh_unbacked_symbols or tensor.layout is not torch.strided:
         return True
     sizes = [size for size in (*tensor.shape, *tensor.stride()) if type(size) is not int]
-    if any(size not in tracer.symnode_tracker for size in sizes):
+    offset = tensor.storage_offset()
+    if any(size not in tracer.symnode_tracker for size in (*sizes, *([offset] if type(offset) is not int else []))):
         return True
     return len({symbol for size in sizes for symbol in size.node.expr.free_symbols}) > 1
