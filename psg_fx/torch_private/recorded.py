@@ -190,8 +190,8 @@ def _track(out: Any, proxy: Proxy, tracer: Any) -> None:
 
 
 def _has_new_symbols(tensor: Any, tracer: Any) -> bool:
-    """Whether a size that may be read of a tensor is not known yet: also where it begins in memory, and how many elements
-    it has, where that is not a multiple of one size.
+    """Whether a size that may be read of a tensor is not known yet: also where it begins in memory, and how many
+    elements it has, where that is not a multiple of one size.
     """
     env = tensor.fake_mode.shape_env
     if env is None:

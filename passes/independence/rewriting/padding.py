@@ -1,7 +1,7 @@
 """As many rows for every sample in place of those that a mask picks.
 
-A row that the mask does not pick is replaced by the first one of its sample that it picks, or by one of another sample
-where it picks none; where rows are summed, such rows count zero.
+A row that the mask does not pick is replaced by the first one of its sample that it picks; where it picks none, by a
+number, or of integers by a row of another sample.  Where rows are summed, such rows count zero.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxis
 from psg_fx.graph.splicing import splice
 from psg_fx.op_table import known
@@ -72,7 +73,7 @@ class Padding:
         """`[.., B·S, ..]`: the rows that the mask picks, and copies of them."""
         rows, at, shape = self.rows, pick_place(pick), self.rows.shape
         width = len(shape) if shape is not None else rows.mask.meta["val"].ndim
-        fill = 0.3 + 0.07 * self.number + 0.11 * rows.picks.index(pick)  # if no sample has any
+        fill = 0.3 + 0.07 * self.number + 0.11 * rows.picks.index(pick)  # where a sample has no row: no special value
 
         def function(x: Tensor, place: Tensor) -> Tensor:
             x = x.expand(shape) if shape is not None else x
@@ -81,8 +82,11 @@ class Padding:
             moved = together(x, rows.axis, at, width)  # [B, L, S, R]
             index = place.clamp(min=0)[:, None, :, None].expand(moved.shape)
             taken = moved.gather(2, index)
-            other = some_row(moved.detach().transpose(1, 2), place, fill if x.is_floating_point() else 0)
-            taken = torch.where((place >= 0)[:, None, :, None], taken, other[:, None])
+            if facts.is_differentiable(x):
+                other = torch.full((), fill, dtype=x.dtype, device=x.device)
+            else:
+                other = some_row(moved.transpose(1, 2), place)[:, None]
+            taken = torch.where((place >= 0)[:, None, :, None], taken, other)
             return taken.transpose(0, 1).reshape(*lead, count * place.shape[1], *trail)
 
         found: Node = splice(self.gm, pick, function, [pick.args[0], place])  # type: ignore[list-item]

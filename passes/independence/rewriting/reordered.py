@@ -271,7 +271,7 @@ class Reordering(RowRewriting):
             y: Tensor = expert_mm(x, w, ids if known else ids.clamp(0, experts - 1))
             if not known:
                 y = y.where((ids < experts).unsqueeze(1), 0.0)
-            return y if moved is None else y.where(~moved.unsqueeze(1), torch.nan)
+            return y if moved is None else y * torch.where(moved, torch.nan, 1.0).to(y.dtype).unsqueeze(1)
 
         given = [x, w, self.key]
         if low < 0:

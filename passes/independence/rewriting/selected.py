@@ -3,9 +3,10 @@
     t, c = torch.where(ids == e);  out.index_add_(0, t, f(x[t]) * w[t, c])
 
 How many rows a mask picks depends on the data.  So f is computed of all rows that it could pick, and those that it does
-not pick count nothing where rows are put back.  In their place f sees the first row of their sample that is picked, or
-one of another sample where it has none, so that it is computed from values that the program itself computes with.  That
-f treats each row by itself is proven (`region.py`).  Rows that are summed instead are for `masked.py`.
+not pick count nothing where rows are put back.  In their place f sees the first row of their sample that is picked, so
+that it is computed from values that the program itself computes with; where a sample has none, a number, or of integers
+a row of another sample.  That f treats each row by itself is proven (`region.py`).  Rows that are summed are for
+`masked.py`.
 """
 
 from __future__ import annotations
@@ -157,7 +158,8 @@ class Selection(RowRewriting):
         shape, own = facts.shape(x.meta["val"]), facts.shape(self.mask.meta["val"])
         if any(shape[at + d] != own[dim] for d, dim in enumerate(dims)) or self.dim not in dims:
             return False
-        fill, k, each, own_dim = 0.3 + 0.07 * len(self.entries), self.k, self.each, self.dim  # if none is picked at all
+        fill, k, each, own_dim = 0.3 + 0.07 * len(self.entries), self.k, self.each, self.dim
+        floats = facts.is_differentiable(x.meta["val"])
 
         def run(x: Tensor, place: Tensor) -> Tensor:
             front = list(range(len(dims)))
@@ -169,7 +171,7 @@ class Selection(RowRewriting):
             rows = moved.flatten(0, 1).unflatten(0, (-1, each * k))
             index = place.clamp(min=0).view(*place.shape, *[1] * (rows.ndim - 2)).expand(rows.shape)
             taken = rows.gather(1, index)
-            other = some_row(rows.detach(), place, fill if x.is_floating_point() else 0)
+            other = torch.full((), fill, dtype=x.dtype, device=x.device) if floats else some_row(rows, place)
             taken = torch.where((place >= 0).view(*place.shape, *[1] * (rows.ndim - 2)), taken, other)
             return taken.flatten(0, 1).movedim(0, at)
 
