@@ -81,8 +81,8 @@ def _check_group(together: Sequence[int], group: dist.ProcessGroup | None) -> No
         raise BadArgument(
             "the group has processes that have computed the same samples",
             where=f"psg_fx.distributed.reduce(out{'' if group is None else ', group'})",
-            why=f"parallelize_module has sliced the model over the processes {', '.join(map(str, together))}: different "
-            "slices would be added up, and samples counted several times",
+            why=f"parallelize_module has sliced the model over the processes {', '.join(map(str, together))}: "
+            "different slices would be added up, and samples counted several times",
             fix="give the group of the mesh's other dim, that of different samples: reduce(out, "
             'mesh.get_group("samples")); where there is none, the output is that of all samples already',
         )  # fmt: skip
