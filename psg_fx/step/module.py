@@ -33,6 +33,7 @@ from psg_fx.program.objects import Functions
 from psg_fx.program.program import Program
 from psg_fx.program.state import IN_PLACE, Tracked, refuse_hooks, tracked_parameters
 from psg_fx.program.structure import Structure
+from psg_fx.quantities.own import is_own
 from psg_fx.source import warn
 from psg_fx.step import copies, own_code
 from psg_fx.step.mistakes import check_tensors
@@ -227,7 +228,9 @@ class PerSampleModule(nn.Module):
         why = self._cache.why(key, call.batch_size(), there)
         step, program = own_code.built(build, self.model, self.loss_fn, call)
         program.release()
-        guard = Guard(program.observed, [("the loss", self.loss_fn)], structure, step.binding.follow)
+        own = [(type(q).__name__, q) for q in self.settings.quantities if is_own(q)]
+        program.observed.functions([type(q).asks for _, q in own])
+        guard = Guard(program.observed, [("the loss", self.loss_fn), *own], structure, step.binding.follow)
         known = facts.graph_facts(step.gm)
         if known.one_size and not self._cache.knows(key):
             warn(known.notes[0])
