@@ -56,7 +56,8 @@ def microbatch(step: PerSampleModule, size: int, *, progress: Report = False) ->
             **given: Any) -> StepOutput:  # fmt: skip
         """The output of the step for the whole batch.  out: a former output, as the step takes it."""
         if inputs is ABSENT or more:
-            return step(inputs, targets, *more, **given)  # which says what is wrong
+            wrong: StepOutput = step(inputs, targets, *more, **given)  # which says what is wrong
+            return wrong
         call = step._take_apart(inputs, targets)
         refuse_rows(call, "parts", "microbatch(step, size)", "pass batches of fewer rows to the step itself")
         if call.batch_size() <= size:

@@ -174,6 +174,11 @@ class LossModule(PerSampleModule):
         Returns a report that prints as a table (parameter, max error, worst sample, verdict); `report.ok` says whether
         all is well.
         """
+        if "out" in given:
+            raise BadArgument(
+                "validate() got out", where="step.validate(inputs, targets, out=...)",
+                why="it compares results, and keeps none", fix="leave it out",
+            )  # fmt: skip
         calls = ("num_samples", "groups", "num_groups")
         mistakes.check_keywords({k: v for k, v in given.items() if k not in calls}, self.settings.quantities)
         if self._take_apart(inputs, targets, given.get("num_samples")).batch_size() == 0:

@@ -289,7 +289,7 @@ ROWS: dict[str, Row] = {
         "step({name: value, ...}, targets)",
     ),
     "not-captured-yet": (
-        lambda: step().print_graph(), BadArgument, "nothing has been captured yet", "step.graphs",
+        lambda: step().print_graph(), BadArgument, "nothing has been captured yet", "step.print_graph()",
         "a step is captured at its first call", "call the step once on a batch",
     ),
     "unknown-reduction": (

@@ -117,6 +117,22 @@ ROWS: dict[str, Row] = {
         lambda: step(None, None, loss_reduction=""), BadArgument, "loss_reduction='' is unknown",
         "transform(loss_reduction=...)", "known are sum, mean", "use one of those",
     ),
+    "nothing-to-explain-yet": (
+        lambda: step().explain(), BadArgument, "nothing has been captured yet", "step.explain()",
+        "a step is captured at its first call", "call the step once on a batch",
+    ),
+    "results-to-compare-and-keep": (
+        lambda: step().validate(X, Y, out=None), BadArgument, "validate() got out",
+        "step.validate(inputs, targets, out=...)", "it compares results, and keeps none", "leave it out",
+    ),
+    "a-report-in-no-folder": (
+        lambda: step().report("no/folder/a.html"), BadArgument, "there is no folder no/folder", "step.report(path)",
+        "a file is written into it", "make it first: os.makedirs; or name another file",
+    ),
+    "rates-of-no-device": (
+        lambda: psg_fx.calibrate("meta"), BadArgument, "the device 'meta' cannot be measured",
+        "psg_fx.calibrate(device)", "rates of meta are not measured", '"cpu", or "cuda" where there is one',
+    ),
     "a-model-with-a-loss-of-its-own": (
         lambda: step(OwnLoss(), None)(X, Y), SamplesMixed,
         "aten.sum mixes samples, so per-sample gradients do not exist",
