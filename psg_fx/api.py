@@ -118,8 +118,9 @@ def transform(
     if not sharded:
         mistakes.check_model(model)
     settings = Settings(
-        (Grads(),) if quantities is None else as_sequence(quantities), params, batch_dim, loss_reduction or "sum",
-        backend, mode, options, dynamic, reuse_outputs, memory_budget, progress, accumulate, warm,
+        (Grads(),) if quantities is None else as_sequence(quantities), params, batch_dim,
+        "sum" if loss_reduction is None else loss_reduction, backend, mode, options, dynamic,
+        reuse_outputs, memory_budget, progress, accumulate, warm,
     )  # fmt: skip
     if loss_fn is not None:
         mistakes.check_loss(loss_fn)

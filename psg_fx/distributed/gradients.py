@@ -43,11 +43,19 @@ def set_grad(model: nn.Module, values: Mapping[str, torch.Tensor], scale: float 
         p.grad = (value * scale if scale != 1.0 else value).to(p.dtype)
 
 
-def _place(value: Any) -> tuple[bool, torch.Size] | None:
-    return (is_sharded_tensor(value), value.shape) if isinstance(value, torch.Tensor) else None
+def _place(value: Any) -> tuple[Any, ...] | None:
+    """Shape, device and, of a DTensor, how it is spread."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    spread = (value.device_mesh, value.placements) if is_sharded_tensor(value) else None  # type: ignore[attr-defined]
+    return value.shape, value.device, spread
 
 
 def _described(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return f"of type {type(value).__name__}"
-    return f"{'sharded' if is_sharded_tensor(value) else 'plain'} {list(value.shape)}"
+    where = f"{list(value.shape)} on {value.device}"
+    if not is_sharded_tensor(value):
+        return f"plain {where}"
+    mesh, placements = value.device_mesh, value.placements  # type: ignore[attr-defined]
+    return f"sharded {where}, as {', '.join(map(str, placements))} over {list(mesh.shape)} processes"

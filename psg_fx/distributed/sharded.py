@@ -86,6 +86,7 @@ class ShardedModule(LossModule):
         placed = Placed(self.model, self._parallel)
         if self._parallel.group is not None:
             out = placed.of_slices(out)
+            out.together = self._parallel.ranks()
         return over_processes(out, placed) if placed.ways else out
 
     def _slices(self) -> Slices | None:

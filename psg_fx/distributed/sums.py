@@ -41,15 +41,18 @@ def reduce(out: StepOutput, group: dist.ProcessGroup | None = None) -> StepOutpu
     shares of any size, also empty ones, count as they should.  `second_moment` of `SecondMoment(centered=True)` needs
     `MeanGrad()` beside it.  Losses, norms, factors and whatever else has a row for every sample remain those of this
     process's samples, and so does `gram`.  Every process must call it, with outputs of the same step.  Where the step
-    was called with `groups=`, all samples of a group must have been in one process.
+    was called with `groups=`, all samples of a group must have been in one process.  Processes that share a model by
+    `parallelize_module` compute the same samples, so the group has one process of each mesh of these: that of the
+    mesh's other dim, `mesh.get_group("samples")`.
 
     Args:
         out: what a step (or `microbatch`) returned; its tensors are not changed.
         group: of processes, None for all.
 
     Raises:
-        BadArgument: the output is over all processes already, no step's, or a variance without its mean; or
-            `torch.distributed.init_process_group` was not called.
+        BadArgument: the output is over all processes already, no step's, or a variance without its mean; a quantity
+            without `joins()`; a second moment of groups; a group with processes that have computed the output together,
+            by slices of the model; or `torch.distributed.init_process_group` was not called.
     """
     if getattr(out, "joins", None) is None:
         known = type(out) is StepOutput
@@ -67,7 +70,22 @@ def reduce(out: StepOutput, group: dist.ProcessGroup | None = None) -> StepOutpu
             why="processes find one another by torch.distributed.init_process_group, which was not called",
             fix="call it first; in a single process leave reduce out: its output is that of all samples",
         )  # fmt: skip
+    _check_group(out.together, group)
     return over_processes(out, _Group(group))
+
+
+def _check_group(together: Sequence[int], group: dist.ProcessGroup | None) -> None:
+    """Refuse a group that would add up slices of a model.  together: processes that have computed an output so."""
+    ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+    if len(set(together) & set(ranks)) > 1:
+        raise BadArgument(
+            "the group has processes that have computed the same samples",
+            where=f"psg_fx.distributed.reduce(out{'' if group is None else ', group'})",
+            why=f"parallelize_module has sliced the model over the processes {', '.join(map(str, together))}: "
+            "different slices would be added up, and samples counted several times",
+            fix="give the group of the mesh's other dim, that of different samples: reduce(out, "
+            'mesh.get_group("samples")); where there is none, the output is that of all samples already',
+        )  # fmt: skip
 
 
 def check_joins(joins: Mapping[str, Join], where: str) -> None:

@@ -111,6 +111,10 @@ class TensorParallel:
         dist.all_gather_object(found, said, group=self.mesh.get_group())
         return [all(k < len(other) and other[k] == one for other in found) for k, one in enumerate(said)]
 
+    def ranks(self) -> tuple[int, ...]:
+        """The processes that compute the same samples together."""
+        return () if self.mesh is None else tuple(_ranks(self.mesh, 0))
+
     def slices(self) -> Slices | None:
         """What is sliced, while the model is local."""
         if self.group is None:

@@ -142,10 +142,11 @@ def summary(gm: GraphModule, plan: Plan, sites: tuple[Site, ...]) -> str:
         size = f"G={g.groups} groups of up to {g.largest} samples, {g.samples} in all,"
     if plan.rows:
         size = f"{size.removesuffix(',')} with {' and '.join(str(rows) for rows, _ in plan.rows)} rows"
+    asked_for = f"asked: {asked}; predicted beside forward and backward: {time_text(plan.seconds)}"
     return (
         f"{len(plan.parameters)} parameters at {len(sites)} sites; joint graph of {count} ops\n"
         f"planned for {size} on {plan.device.name} with {plan.device.origin}\n"
-        f"asked: {asked}; predicted beside forward and backward: {time_text(plan.seconds)}"
+        + textwrap.fill(asked_for, 120, subsequent_indent=" " * len("asked: "), break_on_hyphens=False)
     )
 
 

@@ -31,7 +31,8 @@ class GradientStatistics(Callback):  # type: ignore[misc]
 
     def __init__(
         self, loss_fn: Callable[..., Any], every: int = 100, *, model: str = "",
-        prepare: Callable[[Any], Any] | None = None, quantities: Sequence[Quantity] | None = None, **options: Any,
+        prepare: Callable[[Any], Any] | None = None, quantities: Quantity | Sequence[Quantity] | None = None,
+        **options: Any,
     ) -> None:  # fmt: skip
         self.measure = Measure(every, loss_fn, quantities, prepare, options)
         self._model, self._seen = model, 0

@@ -32,11 +32,11 @@ class Measure:
     """Measures every n steps: quantities of batches of a model.
 
     every: steps.  loss_fn, options: as in `psg_fx.transform`.  quantities: norms and the noise scale by default.
-    prepare: as in `psg_fx.over`.
+    prepare: as in `psg_fx.over`.  Options and quantities that mean nothing are refused here, not at the first measure.
     """
 
     def __init__(
-        self, every: int, loss_fn: Callable[..., Any], quantities: Sequence[Quantity] | None = None,
+        self, every: int, loss_fn: Callable[..., Any], quantities: Quantity | Sequence[Quantity] | None = None,
         prepare: Callable[[Any], Any] | None = None, options: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         if type(every) is not int or every < 1:
@@ -45,8 +45,10 @@ class Measure:
                 why="it says after how many steps gradients are measured again", fix="a positive int",
             )  # fmt: skip
         self.every, self._loss_fn, self._prepare, self._options = every, loss_fn, prepare, options or {}
-        self._quantities = (Norms(), *NOISE_SCALE) if quantities is None else tuple(quantities)
+        several = (quantities,) if isinstance(quantities, Quantity) else quantities
+        self._quantities = (Norms(), *NOISE_SCALE) if several is None else tuple(several)
         self._step: Any = None
+        transform(nn.Linear(1, 1), loss_fn, quantities=self._quantities, **{**self._options, "params": None})
 
     def of(self, model: nn.Module, batches: Iterable[Any]) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
         """Numbers by name, and what has one for every sample."""

@@ -6,7 +6,7 @@ p.grad = (Σ_b min(1, C / ‖g_b‖) g_b  +  σ C N(0, 1)) / (q N)        (Abadi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from psg_fx.api import transform
 from psg_fx.distributed.gradients import set_grad
-from psg_fx.errors import BadArgument, NotYetSupported
+from psg_fx.errors import BadArgument, NotYetSupported, first_line
 from psg_fx.quantities.clipped_sum import ClippedSum
 from psg_fx.step.compiled import StepOutput
 from psg_fx.step.microbatch import microbatch
@@ -36,20 +36,22 @@ class PrivateTraining:
         print(private.epsilon(delta=1e-5))
 
     Gradients of samples are not formed, unless that is cheaper.  Every sample joins a batch by itself, with probability
-    q = 1 / len(loader), as accountants assume; a batch may be empty.
+    q = 1 / len(loader), as accountants assume; a batch may be empty.  Sums are divided by q N, for N samples, where
+    Opacus' own engine divides by the whole number below.
 
     Args:
         model, loss_fn: as in `psg_fx.transform`; the bound is on the gradient of each sample's own loss.
         optimizer: torch's, over the model's parameters; a scheduler may be built on it.
-        loader: a `DataLoader`, whose batch size is the expected one, or Opacus' `DPDataLoader`.
-        noise_multiplier: σ.  max_grad_norm: C.
+        loader: a `DataLoader`, or Opacus' `DPDataLoader`.  q N samples are expected in a batch, which is the loader's
+            batch size where that divides N.
+        noise_multiplier: σ.  max_grad_norm: C, which is finite.
         accountant: "prv", "rdp" or "gdp", or an accountant of Opacus, which may have a history.
         part: run batches in parts of at most so many samples.
         generator, secure_mode: of the noise, as in Opacus.
-        options: of `psg_fx.transform`.
+        options: of `psg_fx.transform`, but `quantities` and `params`.
 
-    Raises BadArgument for noise or a bound that is no number or negative, and NotYetSupported where several processes
-    train the model together.
+    Raises BadArgument for noise or a bound that is no number, negative or infinite, and for an optimizer, a loader, an
+    accountant or options that do not fit; NotYetSupported where several processes train the model together.
 
     loader: gives the batches.  optimizer: Opacus', which adds the noise.  accountant: has counted every step.
     transformed: the psg_fx step, for `explain()` and `validate(x, y)`.
@@ -62,16 +64,17 @@ class PrivateTraining:
     ) -> None:  # fmt: skip
         _refuse_several_processes(model)
         _check_noise(noise_multiplier)
+        _check_parts(model, optimizer, loader, options)
+        clipped = _clipped(max_grad_norm)
         self.model = model
         self.loader = loader if isinstance(loader, DPDataLoader) else DPDataLoader.from_data_loader(loader)
-        self.accountant = create_accountant(accountant) if isinstance(accountant, str) else accountant
+        self.accountant = _accountant(accountant)
         rate = self.loader.sample_rate
         self.optimizer = DPOptimizerFastGradientClipping(
             optimizer, noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm, generator=generator,
-            expected_batch_size=int(len(self.loader.dataset) * rate), secure_mode=secure_mode,
+            expected_batch_size=len(self.loader.dataset) * rate, secure_mode=secure_mode,
         )  # fmt: skip
         self.optimizer.attach_step_hook(self.accountant.get_optimizer_hook_fn(rate))
-        clipped = ClippedSum(max_norm=max_grad_norm)
         self.transformed = transform(model, loss_fn, quantities=clipped, **{"dynamic": True} | options)
         self._call = self.transformed if part is None else microbatch(self.transformed, part)
 
@@ -97,6 +100,51 @@ def _check_noise(noise_multiplier: Any) -> None:
             where="PrivateTraining(noise_multiplier=...)",
             why="noise of noise_multiplier times max_grad_norm is added to the sum",
             fix="a float that is not negative, e.g. noise_multiplier=1.1",
+        )  # fmt: skip
+
+
+def _clipped(bound: Any) -> ClippedSum:
+    clipped = ClippedSum(max_norm=bound)
+    if isinstance(bound, Mapping) or math.isinf(float(bound)):
+        raise BadArgument(
+            f"max_grad_norm={bound!r} is not one finite number", where="PrivateTraining(max_grad_norm=...)",
+            why="noise of noise_multiplier times max_grad_norm is added to the sum",
+            fix="a float that is larger than all norms leaves gradients as they are, where noise_multiplier is 0",
+        )  # fmt: skip
+    return clipped
+
+
+def _accountant(accountant: Any) -> Any:
+    try:
+        return create_accountant(accountant) if isinstance(accountant, str) else accountant
+    except ValueError as error:
+        raise BadArgument(
+            f"accountant={accountant!r} is unknown", where="PrivateTraining(accountant=...)",
+            why=f"Opacus says: {first_line(error)}", fix='"prv", "rdp", "gdp", or an accountant of Opacus',
+        ) from error  # fmt: skip
+
+
+def _check_parts(model: nn.Module, optimizer: Any, loader: Any, options: Mapping[str, Any]) -> None:
+    """Refuse an optimizer of other parameters, what gives no samples, and options that are not free."""
+    if not isinstance(loader, DataLoader):
+        raise BadArgument(
+            f"the loader is a {type(loader).__name__}", where="PrivateTraining(loader)",
+            why="batches are drawn anew from its data set", fix="pass a torch.utils.data.DataLoader",
+        )  # fmt: skip
+    own = set(model.parameters())
+    if not all(p in own for group in optimizer.param_groups for p in group["params"]):
+        raise BadArgument(
+            "the optimizer has parameters that the model does not have", where="PrivateTraining(optimizer)",
+            why="they have no clipped sum", fix="make it over model.parameters(), or over some of them",
+        )  # fmt: skip
+    fixes = {
+        "quantities": "leave it out; transform(model, loss_fn, quantities=[...]) measures others beside the training",
+        "params": "freeze the others: parameter.requires_grad_(False)",
+    }
+    for name in (name for name in fixes if options.get(name) is not None):
+        raise BadArgument(
+            f"{name}= is not an option of private training", where=f"PrivateTraining({name}=...)",
+            why="it trains by the clipped sum of all parameters that require gradients", fix=fixes[name],
         )  # fmt: skip
 
 

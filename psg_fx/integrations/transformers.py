@@ -41,7 +41,7 @@ class GradientStatistics(TrainerCallback):  # type: ignore[misc]
     def __init__(
         self, every: int = 100, *, samples: int = 64, batch: int = 16, data: Any = None, seed: int = 0,
         loss_fn: Callable[..., Any] = own_loss, prepare: Callable[[Any], Any] | None = None,
-        quantities: Sequence[Quantity] | None = None, **options: Any,
+        quantities: Quantity | Sequence[Quantity] | None = None, **options: Any,
     ) -> None:  # fmt: skip
         self.measure = Measure(every, loss_fn, quantities, prepare, options)
         self._samples, self._batch, self._data = samples, batch, data

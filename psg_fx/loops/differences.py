@@ -9,9 +9,9 @@ from psg_fx.errors import BadArgument
 from psg_fx.loops.made_of import RECORD
 
 _NAMES = {
-    "quantities": "other quantities", "loss": "another loss", "batch_dim": "another batch_dim",
-    "asked": "other parameters asked for", "samples in all": "another number of samples",
-    "arithmetic": "another arithmetic",
+    "quantities": "other quantities", "loss": "another loss", "prepare": "another prepare=",
+    "batch_dim": "another batch_dim", "asked": "other parameters asked for",
+    "samples in all": "another number of samples", "arithmetic": "another arithmetic",
 }  # fmt: skip
 _SHOWN = 3
 

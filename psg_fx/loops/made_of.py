@@ -14,17 +14,18 @@ from psg_fx.loops.written import Texts
 from psg_fx.program.ambient import ambient_key
 from psg_fx.step.with_loss import LossModule
 
-RECORD = 2
+RECORD = 3
 """How it is written down here: what was written otherwise cannot be compared."""
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def made_of(
-    step: LossModule, given: Mapping[str, Any], expected: int | None, indices: bool, device: str
+    step: LossModule, given: Mapping[str, Any], expected: int | None, indices: bool, device: str, prepare: Any = None
 ) -> dict[str, Any]:
     """The step, its parameters and what every call is given, as JSON has it.
 
-    expected: number of samples.  indices: whether samples have places.  device: the type of the step's.
+    expected: number of samples.  indices: whether samples have places.  device: the type of the step's.  prepare: what
+    makes calls of batches.
     """
     s, owners = step.settings, [("", step.model)]
     if isinstance(step.loss_fn, nn.Module):
@@ -43,6 +44,7 @@ def made_of(
         "batch_dim": texts.text(s.batch_dim),
         "asked": list(step._tracked().names),
         "training": [name for name, m in modules if m.training],
+        "prepare": "nothing" if prepare is None else texts.text(prepare),
         "given": {name: _given(value, texts) for name, value in given.items()},
         "code": texts.code,
         "arithmetic": _arithmetic(device),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,8 @@ def over(
         store: a folder for the results, made where it is not there.  An interrupted run goes on there where it
             stopped: the same call again skips what is done, and a longer loader adds to what a shorter one that did
             not say its length has left there.  Needs a loader that gives the same order each time, or `indices`.
-        prepare: a function from the loader's batch to one as above.
+        prepare: a function from the loader's batch to one as above.  A store notes its code and what it holds, as
+            those of the loss, and goes on with the same alone.
         indices: where a batch has the places of its samples in the data set: a key or a position of the batch, which
             is then taken out of it, or a function of the batch that returns `[B]` ints.  They become the field
             `indices`, are what `top` returns, and let a store go on under a shuffled loader, or with further samples.
@@ -72,8 +73,8 @@ def over(
 
     Raises:
         BadArgument: a step without a loss, a batch that is not as above, a quantity that does not follow from
-            batches, such as norms of groups, or a store of other parameters, another step, or another data set, or one
-            whose files are damaged.
+            batches, such as norms of groups, parameters that are frozen or unfrozen between batches, or a store of
+            other parameters, another step, or another data set, or one whose files are damaged.
         NotYetSupported: a sharded model.
     """
     check_step(step)
@@ -98,13 +99,14 @@ def over(
         return _in_memory(loader, step, call, progress, joins)
     if indices is None:
         check_order(loader)
-    return _in_folder(loader, step, call, progress, folder_of(store), given, indices is not None)
+    return _in_folder(loader, step, call, progress, folder_of(store), given, indices is not None, prepare)
 
 
 def _in_memory(loader: Any, step: LossModule, call: Callable[[Any], Batch], progress: bool, joins: Joins) -> Results:
-    rows, totals = InMemory(samples_of(loader)), Totals(joins)
+    rows, totals, first = InMemory(samples_of(loader)), Totals(joins), None
     for found in shown(loader, batches_of(loader), 0, progress):
-        out, own = _run(step, call(found), joins)
+        batch, first = call(found), first or step._tracked().names
+        out, own = _run(step, batch, joins, first)
         if len(out.losses):
             rows.add(own, len(out.losses))
             totals.add(out)
@@ -115,18 +117,20 @@ def _in_memory(loader: Any, step: LossModule, call: Callable[[Any], Batch], prog
 
 def _in_folder(
     loader: Any, step: LossModule, call: Callable[[Any], Batch], progress: bool, path: Path, given: Mapping[str, Any],
-    places: bool,
+    places: bool, prepare: Prepare | None,
 ) -> Store:  # fmt: skip
     """The store of a folder, filled.  places: samples have places, so that the folder may have others already."""
     joins, device = step.settings.joins_of_processes, device_of(step)
-    made = made_of(step, given, None if places else samples_of(loader), places, device.type)
+    made = made_of(step, given, None if places else samples_of(loader), places, device.type, prepare)
     with filling(path, made, joins, device) as writer:
         if not writer.has_all():
-            _fill(writer, loader, step, call, progress)
+            _fill(writer, loader, step, call, progress, tuple(made["asked"]))
     return Store(path)
 
 
-def _fill(writer: Writer, loader: Any, step: LossModule, call: Callable[[Any], Batch], progress: bool) -> None:
+def _fill(
+    writer: Writer, loader: Any, step: LossModule, call: Callable[[Any], Batch], progress: bool, asked: Sequence[str]
+) -> None:
     """Run what is not in the store: batches after those that are, or samples whose places are not.  A store that is
     complete may lack some, too: nobody knows how many samples an iterable has.
     """
@@ -143,7 +147,7 @@ def _fill(writer: Writer, loader: Any, step: LossModule, call: Callable[[Any], B
         whole = call(found)
         batch = whole if whole.indices is None else _new(whole, step, before, now)
         if batch is not None:
-            out, own = _run(step, batch, step.settings.joins_of_processes)
+            out, own = _run(step, batch, step.settings.joins_of_processes, asked)
             writer.add(own, out, len(out.losses))
     if not writer.count:
         raise _empty()
@@ -170,21 +174,38 @@ def _new(batch: Batch, step: LossModule, before: set[int], now: set[int]) -> Bat
     return batch if len(rows) == len(places) else batch.of_rows(step, torch.tensor(rows, device="cpu"))
 
 
-def _run(step: LossModule, batch: Batch, joins: Joins) -> tuple[StepOutput, dict[Key, torch.Tensor]]:
-    """The output for a batch, and what of it has a row for every sample."""
+def _run(
+    step: LossModule, batch: Batch, joins: Joins, asked: Sequence[str]
+) -> tuple[StepOutput, dict[Key, torch.Tensor]]:
+    """The output for a batch, and what of it has a row for every sample.  asked: the parameters of all batches."""
+    _check_asked(asked, step._tracked().names)
     out = batch.run(step)
     count = len(out.losses)
     rows = dict(leaves({field: value for field, value in vars(out).items() if joins[field] == "cat"}))
     if batch.indices is not None:
         rows["indices", None] = batch.indices
     for (field, _), value in rows.items():
-        if len(value) != count:
-            raise _bad_rows(field, len(value), count)
+        if value.shape[:1] != (count,):
+            raise _bad_rows(field, len(value) if value.ndim else None, count)
     return out, rows
 
 
-def _bad_rows(field: str, rows: int, count: int) -> BadArgument:
+def _check_asked(before: Sequence[str], now: Sequence[str]) -> None:
+    """Refuse a batch for other parameters than those of the batches before."""
+    if set(before) != set(now):
+        odd = sorted(set(before) ^ set(now))
+        raise BadArgument(
+            f"{', '.join(odd[:3])}{', ...' * (len(odd) > 3)} {'is' if len(odd) == 1 else 'are'} asked for in some "
+            "batches only", where="over(loader, step)",
+            why="rows and sums of all batches are of the same parameters; requires_grad or what params= says has "
+            "changed in between", fix="freeze parameters before over() or after it, and call it once for each set",
+        )  # fmt: skip
+
+
+def _bad_rows(field: str, rows: int | None, count: int) -> BadArgument:
+    """rows: None for a scalar."""
     return BadArgument(
+        f"{field} has no rows, and there are {count} samples" if rows is None else
         f"{field} has {rows} rows for {count} samples", where="over(loader, step)",
         why="it is to have a row for every sample",
         fix="return [B] indices" if field == "indices" else 'say otherwise in joins() of its quantity, such as "sum"',

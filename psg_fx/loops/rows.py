@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from psg_fx.errors import BadArgument
 from psg_fx.loops.leaves import Key, nested
+
+
+def row_changed(key: Key, rows: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], where: str) -> BadArgument:
+    """The rows of a field are not of the dtype and shape that those of former batches have."""
+    return BadArgument(
+        f"a row of {key[1] or key[0]} is {rows.dtype} {list(rows.shape[1:])} now", where=where,
+        why=f"it was {dtype} {list(shape)} before", fix="run all batches in the same way",
+    )  # fmt: skip
 
 
 class InMemory:
@@ -22,7 +31,10 @@ class InMemory:
         """Take in the rows of `count` samples."""
         end = self.count + count
         for key, value in rows.items():
-            self._room(key, value, end)[self.count : end] = value
+            block = self._room(key, value, end)
+            if block.shape[1:] != value.shape[1:] or block.dtype != value.dtype:
+                raise row_changed(key, value, block.dtype, block.shape[1:], "over(loader, step)")
+            block[self.count : end] = value
         self.count = end
 
     def _room(self, key: Key, like: torch.Tensor, end: int) -> torch.Tensor:

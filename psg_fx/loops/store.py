@@ -28,6 +28,7 @@ from psg_fx.loops.differences import check_same
 from psg_fx.loops.files import mapped, put, replaced, settle
 from psg_fx.loops.leaves import Key, nested
 from psg_fx.loops.results import Results
+from psg_fx.loops.rows import row_changed
 from psg_fx.loops.totals import Totals
 from psg_fx.quantities.base import Joins
 
@@ -133,10 +134,7 @@ class Writer:
             (self.path / name).parent.mkdir(exist_ok=True)
         file, dtype, shape = self._kept[key]
         if (dtype, shape) != like:
-            raise BadArgument(
-                f"a row of {key[1] or key[0]} is {like[0]} {list(like[1])} now", where=f"the store {self.path}",
-                why=f"it was {dtype} {list(shape)} before", fix="run all batches in the same way",
-            )  # fmt: skip
+            raise row_changed(key, rows, dtype, shape, f"the store {self.path}")
         return file
 
     def commit(self, complete: bool = False) -> None:

@@ -9,10 +9,12 @@ import datetime
 import os
 from collections.abc import Callable, Iterator
 from statistics import median
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from psg_fx.errors import BadArgument, first_line
 from psg_fx.measure.clock import median_seconds
 from psg_fx.ops.products import convolutions_in_parts, in_parts, products_here
 from psg_fx.ops.products.elsewhere import elsewhere
@@ -28,8 +30,9 @@ Rates = dict[tuple[str, torch.dtype], float]
 def calibrate(device: str | torch.device = "cpu") -> Device:
     """Measure a device's table in some seconds, and keep it for all steps that are built from now on, in this process
     and others: for this hardware, version of torch and number of threads.  The machine should be otherwise idle.
+    Raises BadArgument for a device that is not here, or is neither a CPU nor one of CUDA.
     """
-    where = torch.device(device)
+    where = _device(device)
     shipped = rates.shipped(where.type)
     line = Progress(True)
     with line.doing("measuring products and convolutions"):
@@ -48,6 +51,22 @@ def calibrate(device: str | torch.device = "cpu") -> Device:
     whole.write_text(rates.to_json(table), encoding="utf-8")
     os.replace(whole, path)  # others may read it now
     return table
+
+
+def _device(device: Any) -> torch.device:
+    """A device that is here, and whose times can be taken."""
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+        why = f"rates of {found.type} are not measured"
+    except (RuntimeError, TypeError, ValueError, AssertionError, NotImplementedError) as error:
+        found, why = torch.device("meta"), f"{type(error).__name__}: {first_line(error)}"
+    if found.type not in ("cpu", "cuda"):
+        raise BadArgument(
+            f"the device {device!r} cannot be measured", where="psg_fx.calibrate(device)", why=why,
+            fix='"cpu", or "cuda" where there is one',
+        )  # fmt: skip
+    return found
 
 
 def seconds(run: Callable[[], object], device: torch.device, total: float = 0.08) -> float:

@@ -83,6 +83,10 @@ class Change:
 class Unsettled(NotYetSupported):
     """The code reads numbers that it changes: it may count, or know the numbers after its first run."""
 
+    def as_known(self) -> NotYetSupported:
+        """The error as users know it."""
+        return NotYetSupported(self.what, where=self.where, why=self.why, fix=self.fix)
+
 
 @contextlib.contextmanager
 def made(changes: Sequence[Change]) -> Iterator[None]:

@@ -11,10 +11,14 @@ from torch.utils import _pytree as pytree
 
 from psg_fx.algebra.gradient import ParameterGradient
 from psg_fx.errors import BadArgument, PsgError, first_line
+from psg_fx.program.observe import observing_backward
 from psg_fx.quantities.base import Extra, Quantity, Results, Weights
+from psg_fx.quantities.names import KINDS
 
 _EVERY_STEP = ("losses",)
 """Fields that each step has."""
+_OF_PSG_FX = frozenset({*KINDS, "clip_factors"})
+"""Fields that quantities of psg_fx fill."""
 _FIX = "write it with torch's ops on the tensors it is given: no branch on values, nothing written in place"
 
 
@@ -53,9 +57,9 @@ def extras_of(quantities: Sequence[Quantity], gradients: Mapping[str, ParameterG
         with _its_own(quantity, "extras"):
             made = quantity.extras(gradients)
         taken = found.keys() & made.keys()
-        if taken and (_is_own(quantity) or taken & of_own):
+        if taken and (is_own(quantity) or taken & of_own):
             raise _shared(quantity, "extras", min(taken))
-        of_own.update(made if _is_own(quantity) else ())
+        of_own.update(made if is_own(quantity) else ())
         found.update(made)
     return found
 
@@ -86,9 +90,14 @@ def no_extra(quantity: Quantity, name: str) -> BadArgument:
     )  # fmt: skip
 
 
-def _is_own(quantity: Quantity) -> bool:
+def is_own(quantity: Quantity) -> bool:
     """Whether it is the user's, and none of psg_fx."""
     return not type(quantity).__module__.startswith("psg_fx.")
+
+
+def _is_new(quantity: Quantity) -> bool:
+    """Whether it is the user's, and not derived from one of psg_fx."""
+    return all(k is Quantity or not k.__module__.startswith("psg_fx.") for k in type(quantity).__mro__)
 
 
 def finished(quantity: Quantity, results: Results, weights: Weights, count: Any) -> Mapping[str, Any]:
@@ -107,19 +116,23 @@ def finished(quantity: Quantity, results: Results, weights: Weights, count: Any)
                      f"{quantity.field!r}", f'return {{"{quantity.field}": ..}}')  # fmt: skip
     if taken := [field for field in fields if field in _EVERY_STEP]:
         raise _fails(quantity, "finish", f"it fills {taken[0]}, which every step has", "give the field another name")
+    if _is_new(quantity) and (taken := [f for f in fields if f in _OF_PSG_FX and f != quantity.field]):
+        why = f"it fills {taken[0]!r} as well, which is a field of psg_fx's own: one would take the other's place"
+        raise _fails(quantity, "finish", why, "give the field another name")
     return fields
 
 
 @contextlib.contextmanager
 def _its_own(quantity: Quantity, method: str, *given: Any) -> Iterator[None]:
     """While open, a method of the quantity runs; those of psg_fx are not looked after."""
-    if not _is_own(quantity):
+    if not is_own(quantity):
         yield
         return
     tensors = [t for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor)]
     versions = [t._version for t in tensors]
     try:
-        yield
+        with observing_backward():  # what it reads is compared at every call, as what the loss reads
+            yield
     except PsgError:
         raise
     except Exception as error:

@@ -35,7 +35,8 @@ class Dots(Quantity):
     """⟨g_b, v⟩, the change of each loss along a direction: `out.dots` is [B].
 
     v is given at the call, one tensor for each parameter: `step(x, y, directions=v)`.  With a leading K on every tensor
-    there are K directions and `out.dots` is [B, K]; another K compiles another graph.  Kept in float32 or better.
+    there are K directions and `out.dots` is [B, K]; another K compiles another graph.  count: K, which every call says
+    anew, whatever is given here.  Kept in float32 or better.
 
     Directions are read in the dtype of the parameter, those of float16 in float32: a direction such as H⁻¹ḡ leaves the
     range of float16.

@@ -83,8 +83,9 @@ class ValidationReport:
         ]
         headers = ["asked", "parameter", "error", "rounding", "sample", "verdict"]
         table = tabulate(rows, headers, missingval="-", disable_numparse=True)
+        bound = f"tolerance {self.tolerance:g}, or {NOISE_FACTOR:g} times the rounding"
         lines = [
-            f"{head} with a float64 loop over samples (tolerance {self.tolerance:g})",
+            f"{head} with a float64 loop over samples ({bound})",
             f"worst: {worst.asked} {worst.parameter}, relative error {worst.max_error:.1e}",
             table,
             f"vmap: {self.vmap}",

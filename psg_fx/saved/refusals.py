@@ -21,15 +21,16 @@ OWN = ("psg_fx", "psg_fx_functions")
 _WHERE = "step.export(path, inputs, targets)"
 
 
-def refuse(gm: GraphModule, call: Call, part: int | None, inside: Sequence[str]) -> None:
+def refuse(gm: GraphModule, call: Call, cut: bool, inside: Sequence[str]) -> None:
     """Refuse a lowered graph that a file does not stand for.
 
-    part: so many samples fit into the memory budget.  inside: parameters and buffers that code reads by itself.
+    cut: whether the batch runs in parts within the memory budget.  inside: parameters and buffers that code
+    reads by itself.
     """
     known = facts.graph_facts(gm)
     if known.one_size:
         raise _refusal("the graph serves one batch size only", known.notes[0], "take sizes from the input (x.shape[0])")
-    if part is not None:
+    if cut:
         raise _refusal(
             "the step runs in parts within its memory budget", "a file holds one graph, for the whole batch",
             "leave memory_budget out, and pass the file batches that fit",

@@ -25,15 +25,16 @@ from psg_fx.step.groups import Groups
 class StepOutput:
     """What a step returns: `losses` [B], and a field for every quantity asked.
 
-    joins: how each field follows from those of several processes; None where they have been put together.  It is no
-    field.
+    joins: how each field follows from those of several processes; None where they have been put together.  together:
+    ranks of the processes that have computed it together, each with its slices of the model.  Both are no fields.
     """
 
-    __slots__ = ("__dict__", "joins")
+    __slots__ = ("__dict__", "joins", "together")
 
     def __init__(self, fields: dict[str, Any], joins: Joins | None = None) -> None:
         self.__dict__.update(fields)
         self.joins = joins
+        self.together: tuple[int, ...] = ()
 
     def __getattr__(self, name: str) -> Any:
         meant = get_close_matches(name, self.__dict__, 1)

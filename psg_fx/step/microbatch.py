@@ -12,7 +12,7 @@ from psg_fx.step.compiled import StepOutput
 from psg_fx.step.mistakes import refuse_rows
 from psg_fx.step.module import PerSampleModule
 from psg_fx.step.parts import joins
-from psg_fx.step.with_loss import LossModule
+from psg_fx.step.with_loss import ABSENT, LossModule
 
 Report = bool | Callable[[int, int], None]
 
@@ -52,12 +52,16 @@ def microbatch(step: PerSampleModule, size: int, *, progress: Report = False) ->
     line = Progress(progress is True)
     report = progress if callable(progress) else lambda done, total: line.say(f"{done} of {total} parts")
 
-    def run(inputs: Any, *targets: Any, out: StepOutput | None = None, **given: Any) -> StepOutput:
+    def run(inputs: Any = ABSENT, targets: Any = ABSENT, *more: Any, out: StepOutput | None = None,
+            **given: Any) -> StepOutput:  # fmt: skip
         """The output of the step for the whole batch.  out: a former output, as the step takes it."""
-        call = step._take_apart(inputs, *targets)
+        if inputs is ABSENT or more:
+            wrong: StepOutput = step(inputs, targets, *more, **given)  # which says what is wrong
+            return wrong
+        call = step._take_apart(inputs, targets)
         refuse_rows(call, "parts", "microbatch(step, size)", "pass batches of fewer rows to the step itself")
         if call.batch_size() <= size:
-            whole: StepOutput = step(inputs, *targets, out=out, **given)
+            whole: StepOutput = step(inputs, targets, out=out, **given)
             return whole
         try:
             return step.in_parts(call, given, size, out, report)

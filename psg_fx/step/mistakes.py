@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -224,3 +225,13 @@ def too_many(count: int) -> BadArgument:
         why="the first are the inputs, the second the targets",
         fix="put several into a tuple or a dict: step((x1, x2), y), step(x, (y1, y2)), step({name: x, ...}, y)",
     )  # fmt: skip
+
+
+def check_folder(path: Any, where: str) -> None:
+    """Refuse a file in a folder that is not there."""
+    folder = Path(path).parent
+    if not folder.is_dir():
+        raise BadArgument(
+            f"there is no folder {folder}", where=where, why="a file is written into it",
+            fix="make it first: os.makedirs; or name another file",
+        )  # fmt: skip

@@ -27,15 +27,16 @@ from psg_fx.program.ambient import ambient_key, isolated
 from psg_fx.program.apart import Apart
 from psg_fx.program.call import Call
 from psg_fx.program.captured import Cache, Captured, Key
+from psg_fx.program.effects import Unsettled
 from psg_fx.program.guard import Guard
 from psg_fx.program.key import call_key
 from psg_fx.program.objects import Functions
 from psg_fx.program.program import Program
 from psg_fx.program.state import IN_PLACE, Tracked, refuse_hooks, tracked_parameters
 from psg_fx.program.structure import Structure
+from psg_fx.quantities.own import is_own
 from psg_fx.source import warn
-from psg_fx.step import copies, own_code
-from psg_fx.step.mistakes import check_tensors
+from psg_fx.step import copies, mistakes, own_code
 from psg_fx.step.settings import Settings
 from psg_fx.torch_private.ahead import ask_ahead
 
@@ -132,7 +133,7 @@ class PerSampleModule(nn.Module):
 
     def print_graph(self, stage: str = "tidied") -> str:
         """Print (and return) a stage's graph as readable Python."""
-        graphs = self.graphs
+        graphs = self._history("print_graph()").whole().graphs
         if stage not in graphs:
             raise BadArgument(
                 f"there is no stage {stage!r}", where="print_graph(stage)", why=f"stages are {', '.join(graphs)}",
@@ -151,14 +152,15 @@ class PerSampleModule(nn.Module):
         wide: a row for each site and parameter, with formulas, flops and bytes, instead of 120 columns in which layers
         that are alike share one.
         """
-        return explain(self.graphs, measure, device, wide)
+        return explain(self._history("explain()").whole().graphs, measure, device, wide)
 
     def report(self, path: str | PathLike[str], *, measure: bool = False) -> Path:
         """Write one HTML file that opens in any browser and needs nothing else: the graph after every pass with what
         is known of each node, the plan, time per site and memory over the step.
 
-        path: of the file.  measure: as in `explain`.  Returns the path.
+        path: of the file, in a folder that is there.  measure: as in `explain`.  Returns the path.
         """
+        mistakes.check_folder(path, "step.report(path)")
         return write_report(path, self.model, self.loss_fn, self._history("report").whole(), measure)
 
     def _history(self, what: str) -> History:
@@ -188,7 +190,7 @@ class PerSampleModule(nn.Module):
                 found = self._structure
                 if found is None or not found[0].holds():
                     roots = [m for m in (self.model, self.loss_fn) if isinstance(m, nn.Module)]
-                    check_tensors(self.model)
+                    mistakes.check_tensors(self.model)
                     found = Structure(roots), tracked_parameters(self.model, self.settings.params)
                     self._structure = found
         structure, tracked = found
@@ -225,9 +227,14 @@ class PerSampleModule(nn.Module):
             ask_ahead()
         self._cache.tell(key, call.batch_size(), there)
         why = self._cache.why(key, call.batch_size(), there)
-        step, program = own_code.built(build, self.model, self.loss_fn, call)
+        try:
+            step, program = own_code.built(build, self.model, self.loss_fn, call)
+        except Unsettled as error:  # a kind that captures tell apart, and users need not
+            raise error.as_known().with_traceback(error.__traceback__) from None
         program.release()
-        guard = Guard(program.observed, [("the loss", self.loss_fn)], structure, step.binding.follow)
+        own = [(type(q).__name__, q) for q in self.settings.quantities if is_own(q)]
+        program.observed.functions([type(q).asks for _, q in own])
+        guard = Guard(program.observed, [("the loss", self.loss_fn), *own], structure, step.binding.follow)
         known = facts.graph_facts(step.gm)
         if known.one_size and not self._cache.knows(key):
             warn(known.notes[0])

@@ -99,7 +99,7 @@ def _check_each(settings: Settings, given: Mapping[str, Any], count: int) -> Non
         shape = tuple(torch.as_tensor(given[name]).shape)
         if shape != (count,):
             raise BadArgument(
-                f"{name} have shape {shape}", where=f"microbatch(step, size)(inputs, targets, {name}=...)",
+                f"{name} have shape {shape}", where=f"step(inputs, targets, {name}=...)",
                 why=f"there is one for each of the {count} samples", fix="pass a [B] tensor",
             )  # fmt: skip
 

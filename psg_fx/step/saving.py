@@ -53,7 +53,7 @@ def export(
         step, program = own_code.built(build, model, loss_fn, call)
     gm, looked = step.gm, program.observed.values
     decided = {name: b.detach().flatten().tolist() for name, b in model.named_buffers() if Same(b) in looked}
-    refuse(gm, call, step.part, sorted(step.binding.read_inside.values()))
+    refuse(gm, call, step.is_cut, sorted(step.binding.read_inside.values()))
     given = extras(step.binding.given)
     nodes = facts.placeholders(gm)
     inputs = [(facts.input_spec(node), node) for node in nodes]

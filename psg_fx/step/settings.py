@@ -57,9 +57,10 @@ class Settings:
             _check_backend(self.backend)
         if self.dynamic is not None:
             check_flag("transform", "dynamic", self.dynamic)
+        for name in ("reuse_outputs", "progress", "accumulate"):
+            check_flag("transform", name, getattr(self, name))
         check_choice("transform", "loss_reduction", self.loss_reduction, ("sum", "mean"))
-        if self.backend == "inductor":
-            check_choice("transform", "mode", self.mode or "default", tuple(inductor_modes()))
+        _check_mode(self.mode, self.backend)
         if self.reuse_outputs and self.backend != "inductor":
             raise BadArgument(
                 f"reuse_outputs has no effect with backend={self.backend!r}", where="transform(reuse_outputs=True)",
@@ -186,6 +187,19 @@ def _check_backend(backend: str) -> None:
         )  # fmt: skip
 
 
+def _check_mode(mode: Any, backend: str) -> None:
+    """Refuse what is no mode of inductor, and a mode where none is read."""
+    if mode is None:
+        return
+    if backend in ("inductor", "eager"):
+        check_choice("transform", "mode", mode, tuple(inductor_modes()))
+    if backend == "eager":
+        raise BadArgument(
+            f"mode={mode!r} has no effect with backend='eager'", where="transform(mode=...)",
+            why="it is the compiler's, and none compiles", fix='use backend="inductor", or leave it out',
+        )  # fmt: skip
+
+
 def _check_options(options: Any, backend: str) -> None:
     """Refuse what is neither an option of psg_fx nor one that the backend reads."""
     if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
@@ -208,6 +222,12 @@ def _check_options(options: Any, backend: str) -> None:
                 f"options has {name!r}, which has no effect with backend='eager'", where="transform(options={...})",
                 why="it is the compiler's, and none compiles", fix='use backend="inductor", or leave it out',
             )  # fmt: skip
+    if options.get(FUSED_KERNELS) is not None and not isinstance(options[FUSED_KERNELS], bool):
+        raise BadArgument(
+            f"{FUSED_KERNELS}={options[FUSED_KERNELS]!r} is neither True nor False",
+            where=f"transform(options={{{FUSED_KERNELS!r}: ...}})", why="it is a switch",
+            fix=f"options={{{FUSED_KERNELS!r}: True}} or False, or leave it out",
+        )  # fmt: skip
     kept = options.get(KEPT_DTYPE)
     if kept not in (None, torch.bfloat16):
         raise BadArgument(

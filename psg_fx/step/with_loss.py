@@ -43,7 +43,8 @@ from psg_fx.step.rows import rows_of
 from psg_fx.step.saving import export
 from psg_fx.step.settings import Settings
 
-_ABSENT: Any = object()
+ABSENT: Any = object()
+"""What stands for an argument that was not given."""
 
 
 class LossModule(PerSampleModule):
@@ -63,7 +64,7 @@ class LossModule(PerSampleModule):
     @not_taken_apart
     @first_without_collection
     def forward(
-        self, inputs: Any = _ABSENT, targets: Any = _ABSENT, *more: Any, out: StepOutput | None = None,
+        self, inputs: Any = ABSENT, targets: Any = ABSENT, *more: Any, out: StepOutput | None = None,
         groups: Any = None, num_groups: int | None = None, num_samples: int | None = None, **given: Any,
     ) -> StepOutput:  # fmt: skip
         """Run the step.
@@ -80,7 +81,7 @@ class LossModule(PerSampleModule):
         it is returned.
         """
         mistakes.check_outside()
-        if inputs is _ABSENT:
+        if inputs is ABSENT:
             raise mistakes.no_inputs(given)
         if more:
             raise mistakes.too_many(2 + len(more))
@@ -165,7 +166,7 @@ class LossModule(PerSampleModule):
         return found if out is None else _into(out, vars(found))
 
     def validate(
-        self, inputs: Any, targets: Any = _ABSENT, *, tolerance: float | None = None, **given: Any
+        self, inputs: Any, targets: Any = ABSENT, *, tolerance: float | None = None, **given: Any
     ) -> ValidationReport:
         """Compare the per-sample gradients with a float64 loop over single samples, and with `vmap(grad)`; or where
         samples are rows, with the gradient of each of the losses of the whole batch.
@@ -173,6 +174,11 @@ class LossModule(PerSampleModule):
         Returns a report that prints as a table (parameter, max error, worst sample, verdict); `report.ok` says whether
         all is well.
         """
+        if "out" in given:
+            raise BadArgument(
+                "validate() got out", where="step.validate(inputs, targets, out=...)",
+                why="it compares results, and keeps none", fix="leave it out",
+            )  # fmt: skip
         calls = ("num_samples", "groups", "num_groups")
         mistakes.check_keywords({k: v for k, v in given.items() if k not in calls}, self.settings.quantities)
         if self._take_apart(inputs, targets, given.get("num_samples")).batch_size() == 0:
@@ -185,18 +191,18 @@ class LossModule(PerSampleModule):
             quantity.resolved(shapes, given).values(shapes, given)  # which names what is missing
         checks, notes = definitions_for(self.settings.quantities, given)
         names = tracked_parameters(self.model, self.settings.params).names
-        targets = None if targets is _ABSENT else targets
+        targets = None if targets is ABSENT else targets
         return validate(
             lambda *batch: self(*batch, **given), self.model, self.loss_fn, inputs, targets,
             batch_dim=self.settings.batch_dim, params=names, checks=checks, tolerance=tolerance, notes=notes,
             groups=given.get("groups"), num_groups=given.get("num_groups"),
         )  # fmt: skip
 
-    def _take_apart(self, inputs: Any, targets: Any = _ABSENT, num_samples: int | None = None) -> Call:
-        given = ((), {}) if targets is _ABSENT else as_arguments(targets)
+    def _take_apart(self, inputs: Any, targets: Any = ABSENT, num_samples: int | None = None) -> Call:
+        given = ((), {}) if targets is ABSENT else as_arguments(targets)
         return self._apart(as_arguments(inputs), given, num_samples)
 
-    def export(self, path: str | PathLike[str], inputs: Any, targets: Any = _ABSENT, **given: Any) -> Path:
+    def export(self, path: str | PathLike[str], inputs: Any, targets: Any = ABSENT, **given: Any) -> Path:
         """Write the step as one file (an AOTInductor package, `.pt2`) for batches of any size, in a minute or so.
 
         The file holds the compiled step, its lowered graph and, as JSON, what goes in and comes out; parameters and

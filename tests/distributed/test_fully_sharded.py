@@ -244,7 +244,7 @@ def test_the_rest_of_a_step(processes: Processes) -> None:
         "  where  transform(quantities=...)",
     ]
     assert "it is over all processes already" in twice
-    assert "it is sharded [11, 8], and the parameter is plain [11, 8]" in other
+    assert "it is sharded [11, 8] on cpu, as S(0) over [2] processes, and the parameter is plain [11, 8]" in other
     assert "Sharded: the step is one graph of the whole model" in text
     assert "1.1 KiB on each process, beside its own 0.6 KiB" in text  # 275 parameters, 146 here
     assert "whole until they are scattered: 0.8 KiB more" in text  # 203 are asked

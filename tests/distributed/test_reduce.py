@@ -134,7 +134,7 @@ def check_refusals(rank: int, world: int) -> list[str]:
     with pytest.raises(BadArgument) as error:
         psg_fx.distributed.reduce(transformed(model, Silent())(x, y))
     found.append(str(error.value))
-    for values in ({"weight": y}, {"0.weight": y}):
+    for values in ({"weight": y}, {"0.weight": y}, {"0.weight": torch.ones(4, 1, 3, 3, device="meta")}):
         with pytest.raises(BadArgument) as error:
             psg_fx.distributed.set_grad(model, values)
         found.append(str(error.value))
@@ -142,7 +142,7 @@ def check_refusals(rank: int, world: int) -> list[str]:
 
 
 def test_what_cannot_be_added_up_is_refused(processes: Processes) -> None:
-    variance, twice, unknown, other, silent, name, shape = processes.run(check_refusals, 2)[0]
+    variance, twice, unknown, other, silent, name, shape, device = processes.run(check_refusals, 2)[0]
     assert variance == (
         "SecondMoment(centered=True) of all processes does not follow from those of each\n"
         "  where  psg_fx.distributed.reduce(out)\n"
@@ -158,4 +158,5 @@ def test_what_cannot_be_added_up_is_refused(processes: Processes) -> None:
     assert other.startswith("out is a dict\n")
     assert silent.startswith("it is not known how mean_grad of all processes follows from those of each\n")
     assert "the model has no such parameter" in name
-    assert "it is plain [4], and the parameter is plain [4, 1, 3, 3]" in shape
+    assert "it is plain [4] on cpu, and the parameter is plain [4, 1, 3, 3] on cpu" in shape
+    assert "it is plain [4, 1, 3, 3] on meta, and the parameter is plain [4, 1, 3, 3] on cpu" in device

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import psg_fx
-from psg_fx.errors import NotYetSupported
+from psg_fx.errors import BadArgument, NotYetSupported
 from support.by_loop import ByLoop
 from support.processes import Processes
 from support.selection import selected
@@ -228,6 +228,43 @@ def check_replicas(rank: int, world: int) -> None:
             for field in ("clipped_sum", "mean_grad", "second_moment"):
                 assert far(getattr(out, field)[name], getattr(expected, field)[name]) < 1e-9, (field, name)
             assert far(out.grads[name], expected.grads[name][mine]) < 1e-10
+
+
+def check_groups_of_slices(rank: int, world: int) -> list[str]:
+    """Groups that hold processes with other slices of the same samples, and the right one."""
+    model, loss_fn, inputs, targets = perceptron()
+    model.double()
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("samples", "slices"))
+    parallelize_module(model, mesh["slices"], of_perceptron())
+    found = []
+    for params in (None, "norm.*"):  # whole parameters alone would be counted twice
+        step = psg_fx.transform(model, loss_fn, quantities=psg_fx.ClippedSum(0.3), params=params, backend="eager")
+        out = step(inputs, targets)
+        for group in (None, mesh.get_group("slices")):
+            with pytest.raises(BadArgument) as error:
+                psg_fx.distributed.reduce(psg_fx.microbatch(step, 2)(inputs, targets), group)
+            found.append(str(error.value))
+        if params is None:
+            turned = distribute_tensor(model.up.weight.full_tensor().detach(), mesh["slices"], [Shard(1)])
+            with pytest.raises(BadArgument, match=r"it is sharded .*, as S\(1\) over .*is sharded .*, as S\(0\)"):
+                psg_fx.distributed.set_grad(model, {"up.weight": turned})
+        again = psg_fx.distributed.reduce(out, mesh.get_group("samples"))
+        for name, value in again.clipped_sum.items():
+            assert torch.equal(*(getattr(t, "to_local", t.clone)() for t in (value, out.clipped_sum[name])))
+    return found
+
+
+def test_slices_are_not_added_to_one_another(processes: Processes) -> None:
+    found = processes.run(check_groups_of_slices, 2)[0]
+    assert len(found) == 4
+    assert found[0] == found[2] == (
+        "the group has processes that have computed the same samples\n"
+        "  where  psg_fx.distributed.reduce(out)\n"
+        "  why    parallelize_module has sliced the model over the processes 0, 1: different slices would be "
+        "added up, and samples counted several times\n"
+        "  fix    give the group of the mesh's other dim, that of different samples: "
+        'reduce(out, mesh.get_group("samples")); where there is none, the output is that of all samples already'
+    )  # fmt: skip
 
 
 @pytest.mark.rest

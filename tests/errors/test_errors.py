@@ -197,7 +197,7 @@ ROWS: dict[str, Row] = {
     ),
     "weights-for-other-samples": (
         lambda: psg_fx.microbatch(step(quantities=WeightedSum()), 1)(X, Y, weights=torch.ones(9)), BadArgument,
-        "weights have shape (9,)", "microbatch(step, size)(inputs, targets, weights=...)",
+        "weights have shape (9,)", "step(inputs, targets, weights=...)",
         f"there is one for each of the {len(X)} samples", "pass a [B] tensor",
     ),
     "bound-of-many": (
@@ -289,7 +289,7 @@ ROWS: dict[str, Row] = {
         "step({name: value, ...}, targets)",
     ),
     "not-captured-yet": (
-        lambda: step().print_graph(), BadArgument, "nothing has been captured yet", "step.graphs",
+        lambda: step().print_graph(), BadArgument, "nothing has been captured yet", "step.print_graph()",
         "a step is captured at its first call", "call the step once on a batch",
     ),
     "unknown-reduction": (

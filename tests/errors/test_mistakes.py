@@ -94,6 +94,45 @@ ROWS: dict[str, Row] = {
         "transform(model, loss_fn, accumulate=...)", "with a loss nothing is left on the parameters",
         "leave accumulate out, or leave loss_fn out",
     ),
+    "a-mode-of-no-compiler": (
+        lambda: psg_fx.transform(nn.Linear(4, 3), backend="eager", mode="max-autotune"), BadArgument,
+        "mode='max-autotune' has no effect with backend='eager'", "transform(mode=...)",
+        "it is the compiler's, and none compiles", 'use backend="inductor", or leave it out',
+    ),
+    "an-unknown-mode": (
+        lambda: step(mode="none"), BadArgument, "mode='none' is unknown", "transform(mode=...)",
+        "known are default, lite, reduce-overhead, max-autotune-no-cudagraphs, max-autotune", "use one of those",
+    ),
+    "a-switch-that-is-text": (
+        lambda: psg_fx.transform(nn.Linear(4, 3), accumulate="no"), BadArgument,  # type: ignore[arg-type]
+        "accumulate='no' is neither True nor False", "transform(accumulate=...)", "it is a switch",
+        "accumulate=True or accumulate=False",
+    ),
+    "kernels-that-are-text": (
+        lambda: step(options={"psg_fx.fused_kernels": "off"}), BadArgument,
+        "psg_fx.fused_kernels='off' is neither True nor False", "transform(options={'psg_fx.fused_kernels': ...})",
+        "it is a switch", "options={'psg_fx.fused_kernels': True} or False, or leave it out",
+    ),
+    "an-empty-reduction": (
+        lambda: step(None, None, loss_reduction=""), BadArgument, "loss_reduction='' is unknown",
+        "transform(loss_reduction=...)", "known are sum, mean", "use one of those",
+    ),
+    "nothing-to-explain-yet": (
+        lambda: step().explain(), BadArgument, "nothing has been captured yet", "step.explain()",
+        "a step is captured at its first call", "call the step once on a batch",
+    ),
+    "results-to-compare-and-keep": (
+        lambda: step().validate(X, Y, out=None), BadArgument, "validate() got out",
+        "step.validate(inputs, targets, out=...)", "it compares results, and keeps none", "leave it out",
+    ),
+    "a-report-in-no-folder": (
+        lambda: step().report("no/folder/a.html"), BadArgument, "there is no folder no/folder", "step.report(path)",
+        "a file is written into it", "make it first: os.makedirs; or name another file",
+    ),
+    "rates-of-no-device": (
+        lambda: psg_fx.calibrate("meta"), BadArgument, "the device 'meta' cannot be measured",
+        "psg_fx.calibrate(device)", "rates of meta are not measured", '"cpu", or "cuda" where there is one',
+    ),
     "a-model-with-a-loss-of-its-own": (
         lambda: step(OwnLoss(), None)(X, Y), SamplesMixed,
         "aten.sum mixes samples, so per-sample gradients do not exist",
@@ -180,7 +219,8 @@ ROWS: dict[str, Row] = {
     "a-number-for-a-gradient": (
         lambda: psg_fx.distributed.set_grad(mlp(), {"0.bias": 1}), BadArgument,  # type: ignore[dict-item]
         "the value of 0.bias does not fit the model", "psg_fx.distributed.set_grad(model, values)",
-        "it is of type int, and the parameter is plain [5]", "pass sums of a step of this model, and the model itself",
+        "it is of type int, and the parameter is plain [5] on cpu",
+        "pass sums of a step of this model, and the model itself",
     ),
     "sums-of-no-processes": (
         lambda: psg_fx.distributed.reduce(step()(X, Y)), BadArgument, "there is no group of processes",

@@ -225,3 +225,21 @@ def test_a_full_folder_of_kernels_is_named() -> None:
     assert isinstance(error, BadArgument)
     assert (error.where, error.why) == ("TORCHINDUCTOR_CACHE_DIR", "OSError: [Errno 28] No space left on device")
     assert isinstance(_not_compiled(InductorError(AssertionError("of its own"), None)), NotYetSupported)
+
+
+class Counts(nn.Module):
+    """Counts its calls in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(4, 3), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+def test_a_count_in_python_is_refused_by_a_class_that_is_known() -> None:
+    with pytest.raises(psg_fx.NotYetSupported, match="reads the number that it changes") as error:
+        psg_fx.transform(Counts(), F.cross_entropy, backend="eager")(torch.zeros(2, 4), torch.tensor([0, 1]))
+    assert type(error.value) is psg_fx.NotYetSupported

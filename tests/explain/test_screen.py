@@ -104,3 +104,16 @@ def test_a_faster_way_that_was_not_taken_is_explained(gpt: psg_fx.PerSampleModul
     step = psg_fx.transform(nn.Linear(4, 3), F.cross_entropy, quantities=psg_fx.Norms(), backend="eager")
     step(torch.randn(2, 4), torch.tensor([0, 1]))
     assert told not in step.explain()
+
+
+def test_what_is_asked_stays_within_120_columns() -> None:
+    quantities = [
+        psg_fx.ClippedSum(1.0), psg_fx.Gram(), psg_fx.Projection(2), psg_fx.SecondMoment(centered=True),
+        psg_fx.Grads(), psg_fx.Norms(), psg_fx.MeanGrad(), psg_fx.WeightedSum(),
+    ]  # fmt: skip
+    step = psg_fx.transform(nn.Linear(4, 3), F.cross_entropy, quantities=quantities, backend="eager")
+    step(torch.zeros(5, 4), torch.tensor([0, 1, 2, 1, 0]), weights=torch.ones(5))
+    lines = step.explain().splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("asked: "))
+    assert lines[first + 1].startswith(" " * 7)
+    assert max(map(len, lines)) <= 120

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import psg_fx
 from psg_fx import ClippedSum, Norms
 from psg_fx.errors import BadArgument
 from psg_fx.integrations.measures import NOISE_SCALE, Measure
@@ -89,3 +90,12 @@ def test_draws_are_undone() -> None:
 def test_what_is_no_number_of_steps_is_refused(every: int) -> None:
     with pytest.raises(BadArgument, match="not a number of steps"):
         Measure(every, F.cross_entropy)
+
+
+def test_one_quantity_and_what_means_nothing() -> None:
+    x, y = samples(6)
+    numbers, _ = Measure(1, F.cross_entropy, Norms(), options=EAGER).of(same_mlp().float(), [(x, y)])
+    assert "norms_median" in numbers
+    for quantities, options in (([psg_fx.Norms], EAGER), (None, {"backend": "indctor"})):
+        with pytest.raises(BadArgument, match=r"is not a quantity|is unknown"):
+            Measure(1, F.cross_entropy, quantities, options=options)  # type: ignore[arg-type]

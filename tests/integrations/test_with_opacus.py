@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from psg_fx import BadArgument, NotYetSupported
+from psg_fx import BadArgument, Norms, NotYetSupported
 from support import oracle
 from support.selection import one_in
 from support.small import mlp
@@ -37,9 +37,10 @@ def optimizer(model: nn.Module) -> Any:
 def private(model: nn.Module, size: int = 5, **options: Any) -> Any:
     from psg_fx.integrations.opacus import PrivateTraining
 
+    usual = {"backend": "eager", "noise_multiplier": 0.8, "max_grad_norm": 0.5}
     return PrivateTraining(
-        model, F.cross_entropy, optimizer(model), loader(size), max_grad_norm=0.5,
-        generator=torch.Generator().manual_seed(7), **{"backend": "eager", "noise_multiplier": 0.8} | options,
+        model, F.cross_entropy, options.pop("optimizer", optimizer(model)), options.pop("loader", loader(size)),
+        generator=torch.Generator().manual_seed(7), **usual | options,
     )  # fmt: skip
 
 
@@ -119,6 +120,39 @@ def test_no_step_has_cost_nothing(accountant: str) -> None:
 def test_noise_that_is_none(noise: Any) -> None:
     with pytest.raises(BadArgument, match="is no standard deviation"):
         private(mlp(), noise_multiplier=noise)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"max_grad_norm": float("inf")}, "max_grad_norm=inf is not one finite number"),
+        ({"max_grad_norm": float("inf"), "noise_multiplier": 0.0}, r"one finite number[^\0]*larger than all norms"),
+        ({"max_grad_norm": torch.tensor(float("inf"))}, "is not one finite number"),
+        ({"max_grad_norm": -1.0}, "max_norm=-1.0 is not a bound on norms"),
+        ({"params": "2.*"}, r"params= is not an option[^\0]*requires_grad_\(False\)"),
+        ({"quantities": Norms()}, "quantities= is not an option"),
+        ({"accountant": "none"}, "accountant='none' is unknown"),
+        ({"loader": [DATA[:3]]}, "the loader is a list"),
+        ({"optimizer": optimizer(mlp())}, "the optimizer has parameters that the model does not have"),
+    ],
+)  # fmt: skip
+def test_arguments_that_do_not_fit_are_refused(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(BadArgument, match=text):
+        private(mlp(), **given)
+
+
+@pytest.mark.parametrize(("samples", "size", "expected"), [(30, 4, 3.75), (49, 1, 1.0), (30, 5, 5.0)])
+def test_sums_are_divided_by_the_expected_number_of_samples(samples: int, size: int, expected: float) -> None:
+    """49 times 1 / 49 is less than 1 in floats."""
+    model, data = mlp(), TensorDataset(torch.randn(samples, 4), torch.randint(3, (samples,)))
+    before = copy.deepcopy(model.state_dict())
+    train = private(
+        model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), loader=DataLoader(data, size),
+        noise_multiplier=0.0,
+    )  # fmt: skip
+    total = train.step(*data[:6]).clipped_sum
+    for name, value in model.state_dict().items():
+        assert torch.allclose(before[name] - value, total[name] / expected, atol=1e-6), name
 
 
 def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,25 @@ def test_another_loss_of_the_same_name_is_refused(tmp_path: Path) -> None:
     psg_fx.over(loader(11, 3), own_step(loss=weighted(0)), store=tmp_path, progress=False)
 
 
+def prepared(factor: float | None) -> Any:
+    """Functions of one name and other code, or with other values around them."""
+    if factor is None:
+        return lambda batch: (batch[0] * 3.0, batch[1])
+    return lambda batch: (batch[0] * factor, batch[1])
+
+
+def test_another_prepare_is_refused(tmp_path: Path) -> None:
+    own = own_step()
+    interrupted(tmp_path, own, prepare=prepared(2.0))
+    for prepare, text in (
+        (prepared(3.0), r"another prepare=\n.*\n.*factor=2\.0 there, .*factor=3\.0 here"),
+        (prepared(None), "another prepare=|other code"), (None, r"another prepare=\n.*\n.*nothing here"),
+    ):  # fmt: skip
+        with pytest.raises(BadArgument, match=text):
+            psg_fx.over(loader(11, 3), own, store=tmp_path, prepare=prepare, progress=False)
+    psg_fx.over(loader(11, 3), own_step(), store=tmp_path, prepare=prepared(2.0), progress=False)
+
+
 def test_a_loss_that_has_no_hash(tmp_path: Path) -> None:
     @dataclass
     class Scaled:

@@ -236,8 +236,14 @@ def test_a_quantity_that_claims_rows_has_one_for_every_sample() -> None:
         def finish(self, *args: Any) -> dict[str, Any]:
             return {"norms": super().finish(*args)["norms"][:1]}
 
+    class Scalar(Norms):
+        def finish(self, *args: Any) -> dict[str, Any]:
+            return {"norms": super().finish(*args)["norms"].sum()}
+
     with pytest.raises(BadArgument, match="norms has 1 rows for 2 samples"):
         psg_fx.over(loader(4, 2), step(quantities=Wrong()), progress=False)
+    with pytest.raises(BadArgument, match="norms has no rows, and there are 2 samples"):
+        psg_fx.over(loader(4, 2), step(quantities=Scalar()), progress=False)
 
 
 def test_top_is_that_of_all_inner_products() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import psg_fx
 from psg_fx import Dots, Grads, MeanGrad, Norms, Projection, WeightedSum
 from psg_fx.errors import BadArgument
 from support.batches import compare, loader, samples
-from support.small import same_mlp, step
+from support.small import mlp, same_mlp, step
 from support.stores import own_step
 
 
@@ -151,3 +152,36 @@ def test_the_keyword_that_differs_is_named(tmp_path: Path) -> None:
             psg_fx.over(loader(4, 2), own, store=tmp_path, directions=other, progress=False)
     with pytest.raises(BadArgument, match=r"made with directions=\n.*\n.*directions= is given there alone"):
         psg_fx.over(loader(4, 2), own, store=tmp_path, progress=False)
+
+
+class Freezing:
+    """A loader after whose first batch something is done."""
+
+    def __init__(self, then: Callable[[], Any]) -> None:
+        self._then = then
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, batch in enumerate(loader(6, 2)):
+            if number == 1:
+                self._then()
+            yield batch
+
+
+@pytest.mark.parametrize("quantity", [Grads(), MeanGrad(), Norms()])
+@pytest.mark.parametrize("kind", ["frozen", "unfrozen", "predicate"])
+@pytest.mark.parametrize("stored", [False, True])
+def test_other_parameters_in_later_batches_are_refused(tmp_path: Path, quantity: Any, kind: str, stored: bool) -> None:
+    model, options, wanted = mlp(), dict[str, Any](), ["0.*"]
+    if kind == "predicate":
+        options["params"] = lambda name, p: name.startswith("0.") or wanted == ["0.*"]
+        batches = Freezing(wanted.clear)
+    else:
+        model[0].requires_grad_(kind == "frozen")
+        batches = Freezing(lambda: model[0].requires_grad_(kind != "frozen"))
+    odd = r"2\.bias, 2\.weight" if kind == "predicate" else r"0\.bias, 0\.weight"
+    with pytest.raises(
+        BadArgument, match=rf"^{odd} are asked for in some batches only\n[^\0]*call it once for each set"
+    ):
+        psg_fx.over(batches, step(model, quantities=quantity, **options), store=tmp_path if stored else None)
+    if stored:
+        assert len(psg_fx.Store(tmp_path)) == 2

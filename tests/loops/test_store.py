@@ -253,7 +253,8 @@ def test_what_is_written_into_the_rows_stays_out_of_the_files(tmp_path: Path) ->
     assert torch.equal(psg_fx.Store(tmp_path).losses, before)  # type: ignore[attr-defined]
 
 
-def test_a_row_of_another_dtype_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_row_of_another_dtype_is_refused(tmp_path: Path, stored: bool) -> None:
     own = own_step([Norms(), Grads()])
 
     def turning(batch: Any) -> Any:
@@ -263,4 +264,4 @@ def test_a_row_of_another_dtype_is_refused(tmp_path: Path) -> None:
         return batch
 
     with pytest.raises(BadArgument, match=r"float64 \[\] now"):
-        psg_fx.over(loader(5, 4), own, store=tmp_path, prepare=turning, progress=False)
+        psg_fx.over(loader(5, 4), own, store=tmp_path if stored else None, prepare=turning, progress=False)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -12,13 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import psg_fx
+from psg_fx import NotYetSupported
 from psg_fx.algebra.asks import Along, SquaredNorm, Weighted, direction
 from psg_fx.quantities.base import Extra, Shapes
 
 X, Y = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 1, 0])
 
 
-def weighing(field: str, name: str, weight: Callable[[Tensor], Tensor]) -> psg_fx.Quantity:
+def weighing(filled: str, name: str, weight: Callable[[Tensor], Tensor]) -> psg_fx.Quantity:
     """A sum whose weights, of this name, follow from the norms."""
 
     @dataclass(frozen=True)
@@ -31,9 +33,9 @@ def weighing(field: str, name: str, weight: Callable[[Tensor], Tensor]) -> psg_f
             return {name: dict.fromkeys(r["sq_norms"], weight(norms))}
 
         def finish(self, r: Any, weights: Any, batch: int) -> dict[str, Any]:
-            return {field: dict(r[f"weighted:{name}"])}
+            return {filled: dict(r[f"weighted:{name}"])}
 
-    Sum.field = field
+    Sum.field = filled
     return Sum()
 
 
@@ -112,3 +114,79 @@ def test_beside_others() -> None:
         assert not out.none[name].any()
     torch.testing.assert_close(out.entries, sum(grads.flatten(1).sum(1) for grads in out.grads.values()))
     assert torch.cat([g.flatten() for g in out.clipped_sum.values()]).norm() <= 0.1 * 5
+
+
+FACTOR = 2.0
+
+
+def doubled(value: Tensor) -> Tensor:
+    return value * FACTOR
+
+
+@dataclass(frozen=True)
+class Scaled(psg_fx.Quantity):
+    """Squared norms times numbers that lie in different places."""
+
+    kind: str
+    own: float = 2.0
+    around: Any = field(default=None, compare=False)
+    field = "scaled"
+
+    def asks(self) -> tuple[Any, ...]:
+        return (SquaredNorm(),)
+
+    def finish(self, r: Any, weights: Any, batch: int) -> dict[str, Any]:
+        found = torch.stack(list(r["sq_norms"].values())).sum(0)
+        of = {
+            "attribute": lambda: found * self.own,
+            "global": lambda: doubled(found),
+            "held": lambda: self.around(found),
+        }
+        return {"scaled": of[self.kind]()}
+
+
+@pytest.mark.parametrize("kind", ["attribute", "global", "held"])
+def test_what_it_reads_is_compared_at_every_call(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    factors = {"factor": 2.0}
+    quantity = Scaled(kind, around=lambda found: found * factors["factor"])
+    step = psg_fx.transform(nn.Linear(4, 3), F.cross_entropy, quantities=quantity, backend="eager")
+    before = step(X, Y).scaled
+
+    def changed(to: float) -> None:
+        if kind == "attribute":
+            object.__setattr__(quantity, "own", to)
+        elif kind == "global":
+            monkeypatch.setitem(globals(), "FACTOR", to)
+        else:
+            factors["factor"] = to
+
+    for factor, captures in ((6.0, 2), (2.0, 2)):
+        changed(factor)
+        assert torch.allclose(step(X, Y).scaled, before * factor / 2)
+        assert len(step.captures) == captures
+    changed(6.0)
+    assert step.validate(X, Y).ok
+
+
+def test_what_is_another_number_at_every_call_is_refused() -> None:
+    drawn = Scaled("held", around=lambda found: found * random.random())
+    with pytest.raises(NotYetSupported, match=r"random"):
+        psg_fx.transform(nn.Linear(4, 3), F.cross_entropy, quantities=drawn, backend="eager")(X, Y)
+
+
+class Norms(psg_fx.Norms):
+    """Derived from one of psg_fx: it fills what that fills."""
+
+
+def test_a_field_of_another_quantity_is_refused() -> None:
+    class Both(Scaled):
+        def finish(self, r: Any, weights: Any, batch: int) -> dict[str, Any]:
+            found = super().finish(r, weights, batch)
+            return found | {"norms": found["scaled"]}
+
+    for quantities in ([Both("attribute")], [psg_fx.ClippedSum(1.0), Both("attribute")]):
+        step = psg_fx.transform(nn.Linear(4, 3), F.cross_entropy, quantities=quantities, backend="eager")
+        with pytest.raises(psg_fx.BadArgument, match=r"it fills 'norms' as well[^\0]*give the field another name"):
+            step(X, Y)
+    step = psg_fx.transform(nn.Linear(4, 3), F.cross_entropy, quantities=Norms(), backend="eager")
+    assert step(X, Y).norms.shape == (5,)

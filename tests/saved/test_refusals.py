@@ -132,6 +132,13 @@ def test_a_memory_budget_with_parts(tmp_path: Path) -> None:
         step.export(tmp_path / "step.pt2", X.repeat(100, 1), Y.repeat(100))
 
 
+def test_a_memory_budget_into_which_the_batch_fits(tmp_path: Path) -> None:
+    step = psg_fx.transform(nn.Linear(4, 3), F.cross_entropy, memory_budget=10**9, backend="eager", progress=False)
+    with pytest.raises(PsgError, match="could not make a file") as error:
+        step.export(tmp_path / "step.pt2", X, Y)
+    assert error.value.why == "AssertionError: compiled"
+
+
 class Softened(psg_fx.WeightedSum):
     """Makes weights of what a call gives, in Python."""
 

@@ -146,3 +146,15 @@ def test_refusals() -> None:
                 psg_fx.microbatch(make(quantities=[WeightedSum()]), part)(*batch(6), weights=weights)
     with pytest.raises(BadArgument, match="DropInModule is not a step with a loss"):
         psg_fx.microbatch(psg_fx.transform(nn.Linear(4, 3), backend="eager"), 2)
+
+
+def test_inputs_and_targets_may_be_given_by_name() -> None:
+    """A step takes them so, too, and what it says of others is said here."""
+    own, (x, y) = make(quantities=[Grads(), Norms()]), batch(5)
+    whole, run = own(x, y), psg_fx.microbatch(own, 2)
+    for out in (run(x, targets=y), run(inputs=x, targets=y), psg_fx.microbatch(own, 8)(x, targets=y)):
+        assert torch.allclose(out.norms, whole.norms)
+        assert torch.allclose(out.losses, whole.losses)
+    for wrong in (lambda: run(), lambda: run(x, y, y)):
+        with pytest.raises(BadArgument, match=r"step\(\) got (no inputs|3 positional arguments)"):
+            wrong()
