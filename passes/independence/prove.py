@@ -37,8 +37,8 @@ def prove(gm: GraphModule, refusals: Mapping[Node, PsgError] | None = None) -> l
     facts.update_graph(gm, notes=tuple(dict.fromkeys((*info.notes, *notes))), statistics=statistics)
     if prover.rows is None:
         return []
-    try_structure(gm, prover.known, prover.rows.links, prover.logged)
-    return prover.rows.links
+    links = prover.rows.links
+    return [*links, *try_structure(gm, prover.known, links, prover.logged)]
 
 
 def _check_model(prover: Prover) -> None:

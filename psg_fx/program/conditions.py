@@ -24,11 +24,11 @@ class Condition:
     """One way in which samples could mix, or ids be no numbers of samples.
 
     kind: "ids" or "offsets" of an axis that are out of range; "pointer": an op joins row r of one axis with a row of
-    another sample; "mask": a row attends to one of another sample.
+    another sample; "mask": a row attends to one of another sample; "order": a row comes behind one of a later sample.
     op, where: the first op that depends on it.  rows: which axis the row is counted in.  to: the axis pointed to.
     """
 
-    kind: Literal["ids", "offsets", "pointer", "mask"]
+    kind: Literal["ids", "offsets", "pointer", "mask", "order"]
     op: str
     where: str
     rows: str
@@ -48,6 +48,12 @@ class Condition:
                 why=f"entry {row} breaks it: they start at 0, never fall, and end at the number of rows",
                 fix="pass the cumulated sizes of the samples: torch.cumsum of the sizes, with a 0 in front",
             )  # fmt: skip
+        if self.kind == "order":
+            return SamplesMixed(
+                f"{self.op} goes by the places of rows, which lie otherwise where a sample is alone", where=self.where,
+                why=f"row {row} of the {self.rows} comes behind one of a later sample",
+                fix="give the rows in the order of their samples: x[ids.argsort(stable=True)]",
+            )  # fmt: skip
         why = f"row {row} of the {self.rows} is joined with one of the {self.to} that belongs to another sample"
         fix = "let rows point to rows of their own sample alone; drop edges between graphs"
         if self.kind == "mask":
@@ -62,6 +68,7 @@ class Condition:
             "offsets": f"the offsets of the {self.rows} are in order",
             "pointer": f"{self.op}: {self.rows} point to {self.to} of their own sample",
             "mask": f"{self.op}: the mask keeps {self.rows} to their own sample",
+            "order": f"{self.op}: {self.rows} are in the order of their samples",
         }
         return f"{said[self.kind]} ({self.where})"
 

@@ -49,6 +49,11 @@ def diagonal(x: Tensor) -> Tensor:
     return torch.eye(x.shape[0], dtype=torch.bool)
 
 
+def first(x: Tensor, ids: Tensor) -> Tensor:
+    """Where the first row of each row's sample is."""
+    return torch.full((3,), 10**6).scatter_reduce(0, ids, places(x), "amin")[ids]
+
+
 def causal(x: Tensor) -> Tensor:
     return places(x)[:, None] >= places(x)[None, :]
 
@@ -112,6 +117,12 @@ OTHERS: dict[str, tuple[Rowwise, type[PsgError], str]] = {
         lambda m, x, i: attended(
             m, x, same(i) & ((2 * places(x) < x.shape[0])[None] | diagonal(x))),
         SamplesMixed, "sample alone"),
+    "the first nine places": (
+        lambda m, x, i: attended(m, x, same(i) & ((places(x) < 9)[None] | diagonal(x))), SamplesMixed, "sample alone"),
+    "the first four samples": (
+        lambda m, x, i: attended(m, x, same(i) & ((i < 4)[:, None] | diagonal(x))), SamplesMixed, "sample alone"),
+    "places from the first one of a sample on": (
+        lambda m, x, i: m.linear(x) * x[torch.maximum(first(x, i), places(x) // 2)], SamplesMixed, "sample alone"),
     "a pointer of odd samples": (
         lambda m, x, i: m.linear(x) * x[torch.where((i == i.roll(1)) & (i % 2 == 1), places(x) - 1, places(x))],
         SamplesMixed, "aten.index .*sample alone"),
@@ -126,12 +137,12 @@ OTHERS: dict[str, tuple[Rowwise, type[PsgError], str]] = {
     "drawn below their number": (
         lambda m, x, i: m.linear(x) * torch.randint(0, x.shape[0], (4,)), SamplesMixed, "randint .*number of rows"),
     "roots, masked": (
-        lambda m, x, i: weighed(m, x, roots(m, x) * same(i)), NotYetSupported, "sqrt .*not be finite"),
+        lambda m, x, i: weighed(m, x, roots(m, x) * same(i)), NotYetSupported, "sqrt .*be no number"),
     "roots, chosen": (
-        lambda m, x, i: weighed(m, x, torch.where(same(i), roots(m, x), 0.0)), NotYetSupported, "sqrt .*not be finite"),
+        lambda m, x, i: weighed(m, x, torch.where(same(i), roots(m, x), 0.0)), NotYetSupported, "sqrt .*be no number"),
     "roots, filled": (
         lambda m, x, i: weighed(m, x, roots(m, x).masked_fill(~same(i), -torch.inf).softmax(-1)),
-        NotYetSupported, "sqrt .*not be finite"),
+        NotYetSupported, "sqrt .*be no number"),
 }  # fmt: skip
 
 
@@ -140,6 +151,26 @@ def test_what_it_lacks(name: str) -> None:
     run, kind, words = OTHERS[name]
     with pytest.raises(kind, match=f"(?s){words}"):
         answer(run, torch.rand(len(IDS), 4, dtype=torch.float64), IDS)
+
+
+@pytest.mark.parametrize("lowered", [False, True])
+def test_places_of_rows_that_lie_apart(lowered: bool) -> None:
+    """What goes by how far rows are from one another needs them in the order of their samples; what goes by which comes
+    first does not.
+    """
+
+    def near(m: Any, x: Tensor, ids: Tensor) -> Tensor:
+        far = (places(x)[:, None] - places(x)[None, :]).abs()
+        lower = torch.where(same(ids), -0.5 * far, -torch.inf).to(x.dtype)
+        return attended(m, x, lower if lowered else same(ids) & (far < 2))
+
+    x, apart = torch.randn(7, 4, dtype=torch.float64), torch.tensor([0, 1, 0, 2, 1, 0, 1])
+    out, losses, _ = answer(near, x, IDS)
+    torch.testing.assert_close(out.losses, losses)
+    with pytest.raises(SamplesMixed, match="comes behind one of a later sample"):
+        answer(near, x, apart)
+    out, losses, _ = answer(EXACT["causal"], x, apart)
+    torch.testing.assert_close(out.losses, losses)
 
 
 def test_an_edge_between_nodes_that_start_alike() -> None:

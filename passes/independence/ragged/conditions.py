@@ -129,6 +129,9 @@ class Conditions:
         """ids_S[p[t]] == ids_T[t]; a mask is closed wherever the ids of its two rows differ."""
         kind: Any = "mask" if link.kind in _PIECES else link.kind
         condition = Condition(kind, op_name(link.node), locate(link.node), self.label(link.own), self.label(link.other))
+        if link.kind == "order":
+            own = self.ids.get(link.own)
+            return [] if own is None else [Check(condition, _turned, (own,))]
         if link.kind != "pointer":
             for count in (link.own, link.other):
                 if count not in self.ids and count != self.info.batch:
@@ -238,6 +241,11 @@ def _elsewhere(pointer: Tensor, own: Tensor, other: Tensor, counts_back: bool) -
     inside = (pointer >= (-other.shape[0] if counts_back else 0)) & (pointer < other.shape[0])
     wrong = (_at(other, pointer) != own.reshape(-1, *[1] * (pointer.ndim - 1))) | ~inside
     return first_row(wrong.flatten(1).any(1) if wrong.ndim > 1 else wrong)
+
+
+def _turned(ids: Tensor) -> Tensor:
+    """The first row that comes behind one of a later sample."""
+    return first_row(ids < ids.cummax(0).values)
 
 
 def _weighs(weights: Tensor, own: Tensor, other: Tensor) -> Tensor:

@@ -24,14 +24,15 @@ from ..values import NUMBERING, Op, Result
 
 aten = torch.ops.aten
 
-Kind = Literal["pointer", "mask", "weights", "filled"]
+Kind = Literal["pointer", "mask", "weights", "filled", "order"]
 
 
 @dataclass(frozen=True)
 class Link:
     """Rows that an op joins.
 
-    kind: by a pointer, by an attention mask, by weights of pairs of rows, or where a mask does not fill these with 0.
+    kind: by a pointer, by an attention mask, by weights of pairs of rows, or where a mask does not fill these with 0;
+    "order": none, but the op needs the rows of `own` in the order of their samples.
     node: the op.  by: the pointer, mask or weights, `dim` of it the rows of `own` (of masks and weights: the last two
     dims are rows of `own` and of `other`).
     own, other: the symbols of the numbers of rows of both axes.  counts_back: a negative pointer counts from the end.

@@ -24,12 +24,12 @@ aten = torch.ops.aten
 _PRODUCTS = (aten.matmul.default, aten.bmm.default, aten.baddbmm.default)
 _SOFTMAX = (aten.softmax.int, aten._softmax.default, aten._safe_softmax.default)
 _BY_ENTRY = (aten.masked_fill, aten.where, aten.native_dropout, aten.dropout)
-_FINITE_SOMEWHERE = (
-    aten.sqrt, aten.rsqrt, aten.reciprocal, aten.pow, aten.log, aten.log2, aten.log10, aten.log1p, aten.exp, aten.exp2,
-    aten.expm1, aten.sinh, aten.cosh, aten.tan, aten.acos, aten.asin, aten.acosh, aten.atanh, aten.erfinv, aten.logit,
-    aten.lgamma, aten.digamma, aten.div, aten.fmod, aten.remainder, aten.xlogy,
+_PARTLY_DEFINED = (
+    aten.sqrt, aten.rsqrt, aten.pow, aten.float_power, aten.log, aten.log2, aten.log10, aten.log1p, aten.acos,
+    aten.asin, aten.acosh, aten.atanh, aten.erfinv, aten.logit, aten.lgamma, aten.digamma, aten.special_ndtri,
+    aten.special_entr, aten.xlogy,
 )  # fmt: skip
-"""Functions that are not finite everywhere: of two samples too, where 0 times that is NaN."""
+"""Functions that are not numbers everywhere: of two samples neither, where 0 times that is NaN."""
 _WAYS = (
     "scores q @ k.transpose(-1, -2) may be scaled, masked by what is made of the ids, go through a softmax over their "
     "last dim and be multiplied with values; F.scaled_dot_product_attention does all of it"
@@ -49,42 +49,35 @@ def of_pairs(op: Op) -> tuple[Result, list[Link]] | None:
     by_entry = torch.Tag.pointwise in getattr(target, "tags", ()) or is_same(op.node)
     by_entry = by_entry or getattr(target, "overloadpacket", None) in _BY_ENTRY
     seen_otherwise = is_reshaped(op.node) or target is aten.expand.default
-    if getattr(target, "overloadpacket", None) in _FINITE_SOMEWHERE and not _is_finite(op):
+    if getattr(target, "overloadpacket", None) in _PARTLY_DEFINED and not _is_defined(op):
         raise op.unsupported(
-            f"it may not be finite where the rows of two samples meet in %{pairs[0].name}, and 0 times that is NaN",
-            "mask what it is taken of: scores.masked_fill(~same, 1.0).sqrt(), scores.masked_fill(~same, -inf).exp()",
+            f"it may be no number where the rows of two samples meet in %{pairs[0].name}, and 0 times that is NaN",
+            "mask what it is taken of, as in scores.masked_fill(~same, 1.0).sqrt()",
         )
     if (by_entry and all(_fits(op, n) for n in op.node.all_input_nodes)) or (seen_otherwise and _keeps(op, pairs[0])):
         return _pairs(op), []
     raise op.unsupported(f"%{pairs[0].name} has a value for each pair of rows, also those of two samples", _WAYS)
 
 
-def _is_finite(op: Op) -> bool:
-    """Whether what a function is taken of is a number for pairs of rows of two samples: one that a mask has put there;
-    or it is scaled by a number.
+def _is_defined(op: Op) -> bool:
+    """Whether a function and its derivative are numbers for pairs of rows of two samples: it is a power, or a mask has
+    put a number there.
     """
-    packet, pairs = op.node.target.overloadpacket, [n for n in op.node.all_input_nodes if op.known[n].pairs]  # type: ignore[union-attr]
-    if packet is aten.div and op.node.args[1] not in pairs:
+    packet, arguments = op.node.target.overloadpacket, list(op.node.args)  # type: ignore[union-attr]
+    source, *rest = arguments
+    exponent: Any = rest[0] if packet in (aten.pow, aten.float_power) and rest else None
+    if isinstance(exponent, (int, float)) and exponent >= 0 and exponent == int(exponent):
         return True
-    exponent = op.node.args[1] if packet is aten.pow else None
-    if isinstance(exponent, int) and exponent >= 0:
-        return True
-    return all(_is_filled(op, n) for n in pairs)
-
-
-def _is_filled(op: Op, node: Node) -> bool:
-    """Whether a mask has put numbers where two samples meet, and nothing but a row's own numbers were added since."""
-    while op.known[node].pairs:
-        packet = getattr(node.target, "overloadpacket", None)
-        if packet in (aten.where, aten.masked_fill):
-            return any(_is_mask(op, n, node) for n in node.all_input_nodes)
-        if packet not in (aten.add, aten.sub, aten.mul) and not (is_same(node) or is_reshaped(node)):
-            return False
-        behind = [n for n in node.all_input_nodes if op.known[n].pairs]
-        if len(behind) != 1:
-            return False
-        node = behind[0]
-    return False
+    while isinstance(source, Node) and (is_same(source) or is_reshaped(source)):
+        source = source.args[0]
+    fill = source.args[2] if isinstance(source, Node) and len(source.args) > 2 else None
+    if getattr(source, "target", None) is not aten.masked_fill.Scalar or not isinstance(fill, (int, float)):
+        return False
+    if not _is_mask(op, source.args[1], source) or any(isinstance(r, Node) for r in rest):  # type: ignore[arg-type, union-attr]
+        return False
+    x = torch.tensor(float(fill), dtype=torch.float64, requires_grad=True)
+    y = packet(x, *rest, **op.node.kwargs)
+    return bool(y.isfinite()) and bool(torch.autograd.grad(y, x)[0].isfinite())
 
 
 def _pairs(op: Op) -> Result:

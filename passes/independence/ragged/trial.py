@@ -2,7 +2,8 @@
 
 Structure is computed from ids, offsets, and numbers in the code, by any op.  That rows of two samples do not meet is
 checked at every call; but `ids % 2`, or the number of all rows, would still be other numbers where a sample is alone.
-So what meets values of samples is computed for batches of some sizes, and for each of their samples by itself.
+So what meets values of samples is computed for some batches, and for each of their samples by itself.  What is the same
+where the rows of a sample follow one another, and not where they lie apart, becomes a condition: they do.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from psg_fx.graph import facts
+from psg_fx.graph.same_op import draws
 from psg_fx.program.conditions import ROW_AXES
 
 from ..table import find
@@ -26,6 +28,8 @@ from .links import READS, WRITES, Link
 
 _LENGTHS = ((2, 1, 4), (3, 5), (1, 1, 2, 3))
 """How many rows the samples of a batch have; along further axes, the same in another order."""
+_LARGEST = 256
+"""Up to this, batches have more samples, and samples more rows, than numbers in the code."""
 _FIX = (
     "compare ids with ids and places with places: ids[:, None] == ids[None, :], arange(R)[:, None] >= arange(R); the "
     "place of a row within its sample, and the number of its rows, are inputs"
@@ -34,16 +38,24 @@ _FIX = (
 
 def try_structure(
     gm: GraphModule, known: Mapping[Node, Result], links: Sequence[Link], logged: Set[Node]
-) -> None:  # fmt: skip
-    """Refuse an op for which a batch has other masks or pointers than its samples have.  logged: nodes of which no loss
-    is made, such as the ids themselves.
+) -> list[Link]:  # fmt: skip
+    """Refuse an op for which a batch has other masks or pointers than its samples have.  Returns axes whose rows must
+    be in the order of their samples, as links.  logged: nodes of which no loss is made, such as the ids themselves.
     """
     tried = [(node, n, None) for node in gm.graph.nodes if node not in logged for n in _meets(node, known)]
     tried += [(link.node, link.by, link.other) for link in links if link.kind == "pointer" and known[link.by].structure]
-    batches = [_batch(gm, lengths) for lengths in _LENGTHS]
+    made = _made(gm, known)
+    ordered: dict[sympy.Symbol, Link] = {}
     for node, n, to in tried:
-        if any(_differs(gm, known, batch, n, to) for batch in batches):
-            raise mixed(node, f"what %{n.name} says of a sample's rows is not what it says of that sample alone", _FIX)
+        for lengths in (*_LENGTHS, *_beyond(n, made)):
+            if _differs(gm, made, _batch(gm, lengths), n, to):
+                why = f"what %{n.name} says of a sample's rows is not what it says of that sample alone"
+                raise mixed(node, why, _FIX)
+        if any(_differs(gm, made, _batch(gm, lengths, apart=True), n, to) for lengths in _LENGTHS):
+            counts = [s for s in facts.shape(n.meta["val"]) if s in facts.graph_facts(gm).rows]
+            for count in [*counts, *([to] if to in facts.graph_facts(gm).rows else [])]:
+                ordered.setdefault(count, Link("order", node, n, 0, count, count))
+    return list(ordered.values())
 
 
 def _meets(node: Node, known: Mapping[Node, Result]) -> Iterator[Node]:
@@ -55,73 +67,117 @@ def _meets(node: Node, known: Mapping[Node, Result]) -> Iterator[Node]:
         yield from (n for n in node.all_input_nodes if known[n].structure and not known[n].index)
 
 
+def _made(gm: GraphModule, known: Mapping[Node, Result]) -> set[Node]:
+    """What is made of structure, of sizes, and of numbers in the code."""
+    made: set[Node] = set()
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or draws(node):
+            continue
+        rule = find(node.target)
+        tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
+        shapes = not isinstance(node.meta.get("val"), Tensor) or (rule is not None and rule.shapes_only)
+        if shapes or known[node].structure or all(n in made or known[n].structure for n in tensors):
+            made.add(node)
+    return made
+
+
+def _beyond(node: Node, made: Set[Node]) -> Iterator[Sequence[int]]:
+    """Batches with more samples, and samples with more rows, than the numbers that a value is made with."""
+    above = facts.ancestors([node], through=made.__contains__) & made
+    numbers = [abs(a) for n in above for a in (*n.args, *n.kwargs.values()) if isinstance(a, (int, float))]
+    if most := max((int(n) for n in numbers if 2 <= n <= _LARGEST), default=0):
+        yield 2, most + 2
+        yield [1 + k % 2 for k in range(most + 2)]
+
+
 @dataclass(frozen=True)
 class _Batch:
-    """lengths: how many rows each sample has along an axis, by the symbol of that (of the samples, 1 each).  inputs:
-    the ids and offsets by the names of their placeholders.
+    """ids: whose each row is, by the symbol of the axis (of the samples, their numbers).  inputs: the ids and offsets
+    by the names of their placeholders.
     """
 
-    lengths: dict[sympy.Symbol, list[int]]
+    count: int
+    ids: dict[sympy.Symbol, Tensor]
     inputs: dict[str, Tensor]
 
     def size(self, given: Any) -> int | None:
         """A size in numbers; None if it is one of anything else."""
-        found = given.subs({symbol: sum(own) for symbol, own in self.lengths.items()})
+        found = given.subs({symbol: len(own) for symbol, own in self.ids.items()})
         return None if found.free_symbols else int(found)
 
-    def rows(self, symbol: sympy.Symbol, sample: int) -> slice:
-        """Where the rows of a sample lie."""
-        start = sum(self.lengths[symbol][:sample])
-        return slice(start, start + self.lengths[symbol][sample])
+    def rows(self, symbol: sympy.Symbol, sample: int) -> Tensor:
+        """The places of the rows of a sample."""
+        return (self.ids[symbol] == sample).nonzero().flatten()
+
+    def alone(self, gm: GraphModule, sample: int) -> _Batch:
+        """One of its samples by itself."""
+        return _with_inputs(gm, 1, {s: torch.zeros_like(own[own == sample]) for s, own in self.ids.items()})
 
 
-def _batch(gm: GraphModule, lengths: Sequence[int], sample: int | None = None) -> _Batch:
-    """A batch of samples with these lengths, or one of its samples by itself."""
-    info = facts.graph_facts(gm)
-    names = [s.name for s in map(facts.input_spec, facts.placeholders(gm)) if s.kind in ("input", "target")]
-    found = _Batch({info.batch: [1] * (len(lengths) if sample is None else 1)}, {})
+def _batch(gm: GraphModule, lengths: Sequence[int], apart: bool = False) -> _Batch:
+    """A batch of samples with these lengths.  apart: the rows of a sample do not follow one another."""
+    info, count = facts.graph_facts(gm), len(lengths)
+    ids = {info.batch: torch.arange(count)}
     for number, (symbol, axis) in enumerate(zip(info.rows, ROW_AXES.of(gm), strict=True)):
-        every = [*lengths[number % len(lengths) :], *lengths[: number % len(lengths)]]
-        own = found.lengths[symbol] = every if sample is None else [every[sample]]
+        own = [*lengths[number % count :], *lengths[: number % count]]
+        found = torch.arange(count).repeat_interleave(torch.tensor(own))
+        if apart and axis.tensor is not None and not axis.rows.offsets:
+            found = torch.cat([found[k::3] for k in range(3)])
+        ids[symbol] = found
+    return _with_inputs(gm, count, ids)
+
+
+def _with_inputs(gm: GraphModule, count: int, ids: dict[sympy.Symbol, Tensor]) -> _Batch:
+    info, found = facts.graph_facts(gm), _Batch(count, ids, {})
+    names = [s.name for s in map(facts.input_spec, facts.placeholders(gm)) if s.kind in ("input", "target")]
+    for symbol, axis in zip(info.rows, ROW_AXES.of(gm), strict=True):
         if axis.tensor is not None:
-            ids = [s for s, n in enumerate(own) for _ in range(n)]
-            offsets = [0, *accumulate(own)][: len(own) + axis.closed]
-            found.inputs[names[axis.tensor]] = torch.tensor(offsets if axis.rows.offsets else ids)
+            offsets = [0, *accumulate(ids[symbol].bincount(minlength=count).tolist())][: count + axis.closed]
+            found.inputs[names[axis.tensor]] = torch.tensor(offsets) if axis.rows.offsets else ids[symbol]
     return found
 
 
-def _differs(gm: GraphModule, known: Mapping[Node, Result], batch: _Batch, node: Node, to: Any) -> bool:
+def _differs(gm: GraphModule, made: Set[Node], batch: _Batch, node: Node, to: Any) -> bool:
     """Whether the part of a sample is another one than what that sample has alone.  to: which rows it points to."""
-    whole, shape = _value(gm, known, batch, node), facts.shape(node.meta["val"])
-    if whole is None or any(size.free_symbols and size not in batch.lengths for size in shape):
+    whole, shape = _value(gm, made, batch, node), facts.shape(node.meta["val"])
+    if whole is None or any(size.free_symbols and size not in batch.ids for size in shape):
         return False  # rows of several axes, one behind the other, are pointed to by data
-    symbols = [size if size.free_symbols else None for size in shape]
-    lengths = next(iter(batch.lengths[s] for s in facts.graph_facts(gm).rows))
-    for sample in range(len(lengths)):
-        alone = _value(gm, known, _batch(gm, lengths, sample), node)
+    for sample in range(batch.count):
+        alone, part = _value(gm, made, batch.alone(gm, sample), node), whole
         if alone is None:
             return False
-        part = whole[tuple(slice(None) if s is None else batch.rows(s, sample) for s in symbols)]
+        for d, size in enumerate(shape):
+            if size.free_symbols:
+                part = part.index_select(d, batch.rows(size, sample))
         if to is not None:
-            count, rows = sum(batch.lengths[to]), batch.rows(to, sample)
-            part = part.where(part >= 0, part + count) - rows.start
-            alone = alone.where(alone >= 0, alone + rows.stop - rows.start)
+            part, alone = (
+                _own_places(part, batch, to, sample),
+                alone.where(alone >= 0, alone + len(batch.rows(to, sample))),
+            )
         if part.shape != alone.shape or not torch.equal(part, alone):
             return True
     return False
 
 
-def _value(gm: GraphModule, known: Mapping[Node, Result], batch: _Batch, node: Node) -> Tensor | None:
+def _own_places(pointer: Tensor, batch: _Batch, to: sympy.Symbol, sample: int) -> Tensor:
+    """A pointer into all rows as one into those of a sample; -1 for those of others."""
+    rows, count = batch.rows(to, sample), len(batch.ids[to])
+    places = torch.full((count + 1,), -1).index_put((rows,), torch.arange(len(rows)))
+    found = pointer.where(pointer >= 0, pointer + count)
+    return places[found.where((found >= 0) & (found < count), count)].to(pointer.dtype)
+
+
+def _value(gm: GraphModule, made: Set[Node], batch: _Batch, node: Node) -> Tensor | None:
     """Structure as it is for a batch; numbers of the samples are zero.  None: it does not run, has other sizes, or is
     made of pointers that are data.
     """
     values: dict[Node, Any] = {}
-    above = facts.ancestors([node], through=lambda n: _is_computed(n, known))
+    above = facts.ancestors([node], through=made.__contains__)
     for n in gm.graph.nodes:
         if n not in above:
             continue
         value = n.meta.get("val")
-        if not _is_computed(n, known) and isinstance(value, Tensor):
+        if n not in made and isinstance(value, Tensor):
             given = batch.inputs.get(facts.input_spec(n).name) if n.op == "placeholder" else None
             sizes = [size for s in facts.shape(value) if (size := batch.size(s)) is not None]
             if len(sizes) < value.ndim or (given is None and _points(n, above)):
@@ -137,15 +193,7 @@ def _value(gm: GraphModule, known: Mapping[Node, Result], batch: _Batch, node: N
     return found if isinstance(found, Tensor) else None
 
 
-def _is_computed(node: Node, known: Mapping[Node, Result]) -> bool:
-    """Whether a value is made of structure, or of numbers in the code: not of values of the samples."""
-    if node.op != "call_function":
-        return False
-    plain = not isinstance(node.meta.get("val"), Tensor)
-    return plain or known[node].structure or known[node].axes is None
-
-
 def _points(node: Node, above: Set[Node]) -> bool:
     """Whether integers of the samples are read for more than their shape."""
-    floats = facts.is_differentiable(node.meta["val"])
-    return not floats and any(isinstance(n.meta.get("val"), Tensor) for n in node.users if n in above)
+    rules = [find(n.target) for n in node.users if n in above and isinstance(n.meta.get("val"), Tensor)]
+    return not facts.is_differentiable(node.meta["val"]) and not all(r is not None and r.shapes_only for r in rules)
