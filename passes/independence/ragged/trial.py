@@ -42,18 +42,18 @@ def try_structure(
     """Refuse an op for which a batch has other masks or pointers than its samples have.  Returns axes whose rows must
     be in the order of their samples, as links.  logged: nodes of which no loss is made, such as the ids themselves.
     """
-    tried = [(node, n, None) for node in gm.graph.nodes if node not in logged for n in _meets(node, known)]
-    tried += [(link.node, link.by, link.other) for link in links if link.kind == "pointer" and known[link.by].structure]
+    met = [(node, n, None) for node in gm.graph.nodes if node not in logged for n in _meets(node, known)]
+    met += [(link.node, link.by, link.other) for link in links if link.kind == "pointer" and known[link.by].structure]
     made = _made(gm, known)
     ordered: dict[sympy.Symbol, Link] = {}
-    for node, n, to in tried:
-        for lengths in (*_LENGTHS, *_beyond(n, made)):
-            if _differs(gm, made, _batch(gm, lengths), n, to):
-                why = f"what %{n.name} says of a sample's rows is not what it says of that sample alone"
-                raise mixed(node, why, _FIX)
-        if any(_differs(gm, made, _batch(gm, lengths, apart=True), n, to) for lengths in _LENGTHS):
-            counts = [s for s in facts.shape(n.meta["val"]) if s in facts.graph_facts(gm).rows]
-            for count in [*counts, *([to] if to in facts.graph_facts(gm).rows else [])]:
+    for (n, to), node in {(n, to): node for node, n, to in reversed(met)}.items():
+        tried = _Tried(gm, n, to, made)
+        if any(tried.differs(_batch(gm, lengths)) for lengths in (*_LENGTHS, *tried.beyond())):
+            why = f"what %{n.name} says of a sample's rows is not what it says of that sample alone"
+            raise mixed(node, why, _FIX)
+        if any(tried.differs(_batch(gm, lengths, apart=True)) for lengths in _LENGTHS):
+            counts = [s for s in (*facts.shape(n.meta["val"]), to) if s in facts.graph_facts(gm).rows]
+            for count in counts:
                 ordered.setdefault(count, Link("order", node, n, 0, count, count))
     return list(ordered.values())
 
@@ -79,15 +79,6 @@ def _made(gm: GraphModule, known: Mapping[Node, Result]) -> set[Node]:
         if shapes or known[node].structure or all(n in made or known[n].structure for n in tensors):
             made.add(node)
     return made
-
-
-def _beyond(node: Node, made: Set[Node]) -> Iterator[Sequence[int]]:
-    """Batches with more samples, and samples with more rows, than the numbers that a value is made with."""
-    above = facts.ancestors([node], through=made.__contains__) & made
-    numbers = [abs(a) for n in above for a in (*n.args, *n.kwargs.values()) if isinstance(a, (int, float))]
-    if most := max((int(n) for n in numbers if 2 <= n <= _LARGEST), default=0):
-        yield 2, most + 2
-        yield [1 + k % 2 for k in range(most + 2)]
 
 
 @dataclass(frozen=True)
@@ -137,26 +128,74 @@ def _with_inputs(gm: GraphModule, count: int, ids: dict[sympy.Symbol, Tensor]) -
     return found
 
 
-def _differs(gm: GraphModule, made: Set[Node], batch: _Batch, node: Node, to: Any) -> bool:
-    """Whether the part of a sample is another one than what that sample has alone.  to: which rows it points to."""
-    whole, shape = _value(gm, made, batch, node), facts.shape(node.meta["val"])
-    if whole is None or any(size.free_symbols and size not in batch.ids for size in shape):
-        return False  # rows of several axes, one behind the other, are pointed to by data
-    for sample in range(batch.count):
-        alone, part = _value(gm, made, batch.alone(gm, sample), node), whole
-        if alone is None:
-            return False
-        for d, size in enumerate(shape):
-            if size.free_symbols:
-                part = part.index_select(d, batch.rows(size, sample))
-        if to is not None:
-            part, alone = (
-                _own_places(part, batch, to, sample),
-                alone.where(alone >= 0, alone + len(batch.rows(to, sample))),
-            )
-        if part.shape != alone.shape or not torch.equal(part, alone):
-            return True
-    return False
+class _Tried:
+    """A mask, or a pointer `to` rows of an axis, as it is for batches and for their samples."""
+
+    def __init__(self, gm: GraphModule, node: Node, to: Any, made: Set[Node]) -> None:
+        self.gm, self.node, self.to, self.made = gm, node, to, made
+        self.shape = facts.shape(node.meta["val"])
+        self.above = facts.ancestors([node], through=made.__contains__)
+        self.order = [n for n in gm.graph.nodes if n in self.above]
+        self.of_one: dict[tuple[int, ...], Tensor | None] = {}
+
+    def beyond(self) -> Iterator[Sequence[int]]:
+        """Batches with more samples, and samples with more rows, than the numbers that the value is made with."""
+        above = self.above & self.made
+        numbers = [abs(a) for n in above for a in (*n.args, *n.kwargs.values()) if isinstance(a, (int, float))]
+        if most := max((int(n) for n in numbers if 2 <= n <= _LARGEST), default=0):
+            yield 2, most + 2
+            yield [1 + k % 2 for k in range(most + 2)]
+
+    def differs(self, batch: _Batch) -> bool:
+        """Whether the part of a sample is another one than what that sample has alone."""
+        whole = self.value(batch)
+        if whole is None or any(size.free_symbols and size not in batch.ids for size in self.shape):
+            return False  # rows of several axes, one behind the other, are pointed to by data
+        for sample in range(batch.count):
+            alone, part = self.alone(batch, sample), whole
+            if alone is None:
+                return False
+            for d, size in enumerate(self.shape):
+                if size.free_symbols:
+                    part = part.index_select(d, batch.rows(size, sample))
+            if self.to is not None:
+                part = _own_places(part, batch, self.to, sample)
+            if part.shape != alone.shape or not torch.equal(part, alone):
+                return True
+        return False
+
+    def alone(self, batch: _Batch, sample: int) -> Tensor | None:
+        """What one of its samples has by itself; of a pointer from 0 on."""
+        lengths = tuple(len(batch.rows(symbol, sample)) for symbol in batch.ids)
+        if lengths not in self.of_one:
+            one = batch.alone(self.gm, sample)
+            found = self.value(one)
+            if found is not None and self.to is not None:
+                found = found.where(found >= 0, found + len(one.ids[self.to]))
+            self.of_one[lengths] = found
+        return self.of_one[lengths]
+
+    def value(self, batch: _Batch) -> Tensor | None:
+        """Structure as it is for a batch; numbers of the samples are zero.  None: it does not run, has other sizes, or
+        is made of pointers that are data.
+        """
+        values: dict[Node, Any] = {}
+        for n in self.order:
+            value = n.meta.get("val")
+            if n not in self.made and isinstance(value, Tensor):
+                given = batch.inputs.get(facts.input_spec(n).name) if n.op == "placeholder" else None
+                sizes = [size for s in facts.shape(value) if (size := batch.size(s)) is not None]
+                if len(sizes) < value.ndim or (given is None and _points(n, self.above)):
+                    return None
+                values[n] = (torch.zeros(sizes) if given is None else given.view(sizes)).to(value.dtype)
+                continue
+            args, kwargs = torch.fx.map_arg((n.args, n.kwargs), values.__getitem__)
+            try:
+                values[n] = n.target(*args, **({**kwargs, "device": "cpu"} if "device" in kwargs else kwargs))
+            except (RuntimeError, IndexError, ValueError):
+                return None
+        found = values[self.node]
+        return found if isinstance(found, Tensor) else None
 
 
 def _own_places(pointer: Tensor, batch: _Batch, to: sympy.Symbol, sample: int) -> Tensor:
@@ -165,32 +204,6 @@ def _own_places(pointer: Tensor, batch: _Batch, to: sympy.Symbol, sample: int) -
     places = torch.full((count + 1,), -1).index_put((rows,), torch.arange(len(rows)))
     found = pointer.where(pointer >= 0, pointer + count)
     return places[found.where((found >= 0) & (found < count), count)].to(pointer.dtype)
-
-
-def _value(gm: GraphModule, made: Set[Node], batch: _Batch, node: Node) -> Tensor | None:
-    """Structure as it is for a batch; numbers of the samples are zero.  None: it does not run, has other sizes, or is
-    made of pointers that are data.
-    """
-    values: dict[Node, Any] = {}
-    above = facts.ancestors([node], through=made.__contains__)
-    for n in gm.graph.nodes:
-        if n not in above:
-            continue
-        value = n.meta.get("val")
-        if n not in made and isinstance(value, Tensor):
-            given = batch.inputs.get(facts.input_spec(n).name) if n.op == "placeholder" else None
-            sizes = [size for s in facts.shape(value) if (size := batch.size(s)) is not None]
-            if len(sizes) < value.ndim or (given is None and _points(n, above)):
-                return None
-            values[n] = (torch.zeros(sizes) if given is None else given.view(sizes)).to(value.dtype)
-            continue
-        args, kwargs = torch.fx.map_arg((n.args, n.kwargs), values.__getitem__)
-        try:
-            values[n] = n.target(*args, **({**kwargs, "device": "cpu"} if "device" in kwargs else kwargs))
-        except (RuntimeError, IndexError, ValueError):
-            return None
-    found = values[node]
-    return found if isinstance(found, Tensor) else None
 
 
 def _points(node: Node, above: Set[Node]) -> bool:
