@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -78,6 +80,8 @@ def bench(args: argparse.Namespace) -> Printed:
 
 def report(args: argparse.Namespace) -> Printed:
     """The page of one step, as a file."""
+    if not Path(args.out).absolute().parent.is_dir():
+        raise UsageError(f"--out {args.out}: {os.strerror(errno.ENOENT)}")
     step = called(args)
     try:
         step.report(args.out, measure=args.measure)
