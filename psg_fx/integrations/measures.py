@@ -48,7 +48,9 @@ class Measure:
         several = (quantities,) if isinstance(quantities, Quantity) else quantities
         self._quantities = (Norms(), *NOISE_SCALE) if several is None else tuple(several)
         self._step: Any = None
-        transform(nn.Linear(1, 1), loss_fn, quantities=self._quantities, **{**self._options, "params": None})
+        transform(
+            nn.Linear(1, 1, device="meta"), loss_fn, quantities=self._quantities, **{**self._options, "params": None}
+        )
 
     def of(self, model: nn.Module, batches: Iterable[Any]) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
         """Numbers by name, and what has one for every sample."""

@@ -194,3 +194,24 @@ def test_an_edge_between_nodes_that_start_alike() -> None:
     step((x, torch.tensor([0, 1, 2, 3]), target, ids, 3), torch.ones(3))
     with pytest.raises(SamplesMixed):
         step((x, torch.tensor([2, 1, 2, 3]), target, ids, 3), torch.ones(3))
+
+
+def test_ids_of_what_data_point_to() -> None:
+    """Pairs are pooled by the ids of the rows that they point to: that is for their own sample, whatever they are."""
+
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, pairs: Tensor, ids: Tensor, count: int) -> Tensor:
+            i, j = pairs
+            return x.new_zeros(count, 4).index_add(0, ids[i], self.linear(x[i] * x[j]))
+
+    model, nodes = Pairs(), Rows(2)
+    step = psg_fx.transform(
+        model, loss, batch_dim=((nodes, Rows(None, 1), nodes, 0), 0), quantities=psg_fx.Norms(), backend="eager"
+    )  # fmt: skip
+    x, pairs, ids = torch.rand(6, 4), torch.tensor([[0, 1, 3, 5], [1, 0, 4, 5]]), torch.tensor([0, 0, 1, 1, 1, 2])
+    losses = step((x, pairs, ids, 3), torch.ones(3)).losses
+    torch.testing.assert_close(losses, model(x, pairs, ids, 3).sum(1))

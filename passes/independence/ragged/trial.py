@@ -23,7 +23,7 @@ from psg_fx.graph.same_op import draws
 from psg_fx.program.conditions import ROW_AXES
 
 from ..table import find
-from ..values import Result, mixed
+from ..values import Result, mixed, tensors
 from .links import READS, WRITES, Link
 
 _LENGTHS = ((2, 1, 4), (3, 5), (1, 1, 2, 3))
@@ -74,9 +74,9 @@ def _made(gm: GraphModule, known: Mapping[Node, Result]) -> set[Node]:
         if node.op != "call_function" or draws(node):
             continue
         rule = find(node.target)
-        tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
-        shapes = not isinstance(node.meta.get("val"), Tensor) or (rule is not None and rule.shapes_only)
-        if shapes or known[node].structure or all(n in made or known[n].structure for n in tensors):
+        given = [n for n in node.all_input_nodes if tensors(n.meta.get("val"))]
+        shapes = not tensors(node.meta.get("val")) or (rule is not None and rule.shapes_only)
+        if shapes or known[node].structure or all(n in made or known[n].structure for n in given):
             made.add(node)
     return made
 
@@ -208,5 +208,5 @@ def _own_places(pointer: Tensor, batch: _Batch, to: sympy.Symbol, sample: int) -
 
 def _points(node: Node, above: Set[Node]) -> bool:
     """Whether integers of the samples are read for more than their shape."""
-    rules = [find(n.target) for n in node.users if n in above and isinstance(n.meta.get("val"), Tensor)]
+    rules = [find(n.target) for n in node.users if n in above and tensors(n.meta.get("val"))]
     return not facts.is_differentiable(node.meta["val"]) and not all(r is not None and r.shapes_only for r in rules)
