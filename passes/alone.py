@@ -25,10 +25,10 @@ from torch.utils import _pytree as pytree
 from psg_fx.errors import NotYetSupported
 from psg_fx.graph import facts
 from psg_fx.graph.strides import laid_out_as_read
-from psg_fx.program.call import Call
-from psg_fx.program.observed import Observed
-from psg_fx.program.packed import kept_in
+from psg_fx.program.arguments.call import Call
+from psg_fx.program.arguments.packed import kept_in
 from psg_fx.program.program import Program
+from psg_fx.program.reads.observed import Observed
 from psg_fx.source import locate
 from psg_fx.torch_private.modes import autocast_now
 

@@ -16,16 +16,16 @@ from psg_fx.graph.stages import Stage, verify
 from psg_fx.planner.budget import Budget
 from psg_fx.planner.cost import Device
 from psg_fx.program.ambient import ambient_key, isolated, without_defaults
-from psg_fx.program.call import Call
-from psg_fx.program.observe import observed_later
+from psg_fx.program.arguments.call import Call
 from psg_fx.program.program import Program
+from psg_fx.program.reads.observe import observed_later
 from psg_fx.quantities.base import Quantity
 from psg_fx.torch_private.tracer import traced_quickly
 
 from .alone import Alone
 from .beside import beside
 from .capture.capture import capture
-from .capture.packed import packed_as_padded
+from .capture.functions.packed import packed_as_padded
 from .compile.recurrences import begin_own_loops
 from .differentiate import differentiate
 from .independence.batch import batch

@@ -10,7 +10,7 @@ from psg_fx.loops.over import over
 from psg_fx.loops.store import Store
 from psg_fx.measure.calibrate import calibrate
 from psg_fx.ops.of_users.trusted import trust
-from psg_fx.program.rows import Rows
+from psg_fx.program.arguments.rows import Rows
 from psg_fx.quantities.base import Quantity
 from psg_fx.quantities.clipped_sum import ClippedSum
 from psg_fx.quantities.products import Dots, Gram, Projection, SecondMoment

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from psg_fx.errors import BadArgument
-from psg_fx.program.batch_dim import BatchDim
+from psg_fx.program.arguments.batch_dim import BatchDim
 from psg_fx.program.state import ParamFilter
 from psg_fx.quantities.base import Quantity
 from psg_fx.quantities.sums import Grads

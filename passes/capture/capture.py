@@ -20,9 +20,9 @@ from psg_fx.errors import NotYetSupported
 from psg_fx.graph import facts
 from psg_fx.graph.facts import GraphFacts, Holds, InputSpec, OutputSpec, Returns
 from psg_fx.graph.strides import free_of_strides
-from psg_fx.program.call import Call
-from psg_fx.program.conditions import ROW_AXES
-from psg_fx.program.effects import WRITTEN, Unsettled, made
+from psg_fx.program.arguments.call import Call
+from psg_fx.program.arguments.conditions import ROW_AXES
+from psg_fx.program.changes.effects import WRITTEN, Unsettled, made
 from psg_fx.program.program import Program
 from psg_fx.tensors import memory_order
 from psg_fx.torch_private.graphs import module_without_code

@@ -22,10 +22,10 @@ from psg_fx.errors import CaptureFailed, PsgError
 from psg_fx.graph import facts
 from psg_fx.graph.strides import free_of_strides, refuse_strides
 from psg_fx.op_table import decomposition, decompositions
-from psg_fx.program.branches import Readings, watch_the_batch_size
-from psg_fx.program.effects import Written, require_same_places
-from psg_fx.program.observed import Observed
+from psg_fx.program.changes.effects import Written, require_same_places
+from psg_fx.program.decisions.branches import Readings, watch_the_batch_size
 from psg_fx.program.program import Program
+from psg_fx.program.reads.observed import Observed
 from psg_fx.program.state import IN_PLACE
 from psg_fx.torch_private.export import own_attributes, questions_unseen, user_stack_traces
 from psg_fx.torch_private.fakes import UnsupportedOperatorException
@@ -35,19 +35,19 @@ from psg_fx.torch_private.ops import core_decompositions
 from psg_fx.torch_private.quiet import quiet
 from psg_fx.torch_private.tracer import traced_quickly
 
-from . import losses, parts, quantised, recurrent_layers, rewrites, solves, under_vmap  # noqa: F401  (they say what ops are written as)
 from .constants import constants_that_follow
 from .copies import writes_a_copy
-from .custom_backward import keep_custom_backward
-from .derivatives import functional_derivatives
 from .fixed_sizes import join, values_of
-from .hooks import Hooks
-from .no_grad import detach_no_grad_regions
-from .own_gradients import write_out
+from .functions import losses, parts, quantised, recurrent_layers, rewrites, solves, under_vmap  # noqa: F401  (they say what ops are written as)
+from .functions.rewrites import rewritten
+from .gradients.custom_backward import keep_custom_backward
+from .gradients.derivatives import functional_derivatives
+from .gradients.hooks import Hooks
+from .gradients.no_grad import detach_no_grad_regions
+from .gradients.own_gradients import write_out
+from .gradients.writes import seen_by_autograd
 from .reasons import NOT_ONE_GRAPH, capture_failed, failure_at, without_shapes
-from .rewrites import rewritten
 from .unbound import select_what_is_written
-from .writes import seen_by_autograd
 
 aten = torch.ops.aten
 MakeExample = Callable[[int], Sequence[torch.Tensor]]

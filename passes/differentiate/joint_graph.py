@@ -22,8 +22,8 @@ from psg_fx.graph.stages import Stage
 from psg_fx.graph.tracing import trace
 from psg_fx.op_table import known
 from psg_fx.ops.of_users.autograd_function import custom_call
-from psg_fx.program.branches import no_plain_batch_size
-from psg_fx.program.observe import observing_backward
+from psg_fx.program.decisions.branches import no_plain_batch_size
+from psg_fx.program.reads.observe import observing_backward
 from psg_fx.source import locate
 
 from ..runner import graph_pass

@@ -14,7 +14,7 @@ from psg_fx.algebra.site import Operand, Site, Value
 from psg_fx.op_table import known
 from psg_fx.ops.of_users.autograd_function import custom_call, differentiable
 from psg_fx.ops.of_users.per_sample import for_each_sample
-from psg_fx.program.observe import observing_backward
+from psg_fx.program.reads.observe import observing_backward
 from psg_fx.tensors import product
 
 aten = torch.ops.aten

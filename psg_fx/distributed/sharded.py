@@ -30,7 +30,7 @@ from psg_fx.distributed.tensor_parallel import TensorParallel, said_of_slices
 from psg_fx.errors import NotYetSupported
 from psg_fx.graph import facts
 from psg_fx.graph.slices import Slices
-from psg_fx.program.call import Call
+from psg_fx.program.arguments.call import Call
 from psg_fx.program.program import Program
 from psg_fx.program.state import Tracked
 from psg_fx.reference.validate import ValidationReport

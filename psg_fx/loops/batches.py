@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from psg_fx.errors import BadArgument
-from psg_fx.program.packed import is_packed
+from psg_fx.program.arguments.packed import is_packed
 from psg_fx.step.compiled import StepOutput
 from psg_fx.step.mistakes import refuse_rows
 from psg_fx.step.with_loss import LossModule

@@ -13,7 +13,7 @@ from torch import nn
 
 from psg_fx.program.code import Origin, nested, origin_of_module
 from psg_fx.program.objects import contents, functions_of
-from psg_fx.program.walk import HOOKS
+from psg_fx.program.reads.walk import HOOKS
 
 _OF_BASE = frozenset(vars(nn.Module()))
 

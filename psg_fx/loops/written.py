@@ -19,7 +19,7 @@ from psg_fx.digests import digest, fingerprint
 from psg_fx.loops.code import is_followed, settings_of, stored_by, written_code
 from psg_fx.program.code import Origin, names_of, origin_of_module
 from psg_fx.program.objects import MISSING, contents, functions_of, is_array, slots_of
-from psg_fx.program.walk import HOOKS
+from psg_fx.program.reads.walk import HOOKS
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.Size, range,
           type(Ellipsis))  # fmt: skip

@@ -18,9 +18,9 @@ import torch
 
 from psg_fx.errors import NotYetSupported
 from psg_fx.program.objects import MISSING, Functions, contents
-from psg_fx.program.observed import Observed
+from psg_fx.program.reads.observed import Observed
+from psg_fx.program.reads.walk import HOOKS, Walk
 from psg_fx.program.structure import Absent, Slots, Structure, Tensors
-from psg_fx.program.walk import HOOKS, Walk
 from psg_fx.tensors import place_of
 
 _CODE = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")

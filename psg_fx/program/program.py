@@ -12,12 +12,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from psg_fx.errors import BadArgument, NotYetSupported
-from psg_fx.program.assumptions import Assumption, assuming
-from psg_fx.program.call import Call
-from psg_fx.program.effects import Change, Effects, Written
-from psg_fx.program.observe import observing
-from psg_fx.program.observed import Observed
-from psg_fx.program.packed import is_packed
+from psg_fx.program.arguments.call import Call
+from psg_fx.program.arguments.packed import is_packed
+from psg_fx.program.changes.effects import Change, Effects, Written
+from psg_fx.program.decisions.assumptions import Assumption, assuming
+from psg_fx.program.reads.observe import observing
+from psg_fx.program.reads.observed import Observed
 from psg_fx.program.stand_ins import StandIns
 
 

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from psg_fx.algebra.gradient import ParameterGradient
 from psg_fx.errors import BadArgument, PsgError, first_line
-from psg_fx.program.observe import observing_backward
+from psg_fx.program.reads.observe import observing_backward
 from psg_fx.quantities.base import Extra, Quantity, Results, Weights
 from psg_fx.quantities.names import KINDS
 

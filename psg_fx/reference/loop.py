@@ -1,7 +1,7 @@
 """Per-sample gradients by definition: a loop over single samples.
 
-Slow, obvious and independent of the compiler, whose way to take a batch apart (`program/call.py`) is not shared either:
-`psg_fx.reference.validate` holds compiled steps against it, `psg_fx.benchmarking` times it beside them.
+Slow, obvious and independent of the compiler, whose way to take a batch apart (`program/arguments/call.py`) is not
+shared either: `psg_fx.reference.validate` holds compiled steps against it, `psg_fx.benchmarking` times it beside them.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from psg_fx.errors import InternalError, NotYetSupported, first_line
 from psg_fx.graph import facts
 from psg_fx.graph.facts import InputSpec
 from psg_fx.graph.same_op import draws
-from psg_fx.program.call import Call
+from psg_fx.program.arguments.call import Call
 from psg_fx.source import locate
 
 _TORCH = ("aten", "prims", "_operator", "math", "builtins")

@@ -15,9 +15,9 @@ from torch.utils import _pytree as pytree
 from psg_fx.errors import BadArgument
 from psg_fx.graph import facts
 from psg_fx.graph.facts import InputSpec, OutputSpec
-from psg_fx.program.call import Call
-from psg_fx.program.conditions import Condition
-from psg_fx.program.rows import RowAxis, Rows
+from psg_fx.program.arguments.call import Call
+from psg_fx.program.arguments.conditions import Condition
+from psg_fx.program.arguments.rows import RowAxis, Rows
 from psg_fx.version import __version__
 
 FORMATS = (1, 2, 3)

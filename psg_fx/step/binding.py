@@ -16,9 +16,9 @@ from psg_fx.errors import BadArgument
 from psg_fx.graph import facts
 from psg_fx.graph.facts import InputSpec, OutputSpec
 from psg_fx.program.ambient import without_autocast
-from psg_fx.program.call import Call
-from psg_fx.program.conditions import CONDITIONS, require
-from psg_fx.program.effects import WRITTEN
+from psg_fx.program.arguments.call import Call
+from psg_fx.program.arguments.conditions import CONDITIONS, require
+from psg_fx.program.changes.effects import WRITTEN
 from psg_fx.program.guard import Lying
 from psg_fx.program.state import IN_PLACE, holder
 from psg_fx.step.groups import Groups

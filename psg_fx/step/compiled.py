@@ -16,7 +16,7 @@ from psg_fx.errors import BadArgument
 from psg_fx.graph import facts
 from psg_fx.graph.history import History
 from psg_fx.planner.plan import PLAN
-from psg_fx.program.call import Call
+from psg_fx.program.arguments.call import Call
 from psg_fx.quantities.base import Joins
 from psg_fx.step.binding import Binding, failed_check, no_samples, plain_mode
 from psg_fx.step.groups import Groups

@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from psg_fx.errors import NotYetSupported
-from psg_fx.program.call import Call
+from psg_fx.program.arguments.call import Call
 from psg_fx.quantities.clipped_sum import COUNTED
 from psg_fx.step.compiled import StepOutput
 from psg_fx.step.groups import Groups

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from psg_fx.errors import CaptureFailed, PsgError, SamplesMixed
-from psg_fx.program.call import Call
+from psg_fx.program.arguments.call import Call
 from psg_fx.program.program import holds_tensors
 
 _ABOUT_MASKS = re.compile(r"mask|pad_token|padding")

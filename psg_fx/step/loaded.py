@@ -13,10 +13,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from psg_fx.errors import BadArgument, first_line
-from psg_fx.program.call import SAMPLES, Call
-from psg_fx.program.conditions import require
-from psg_fx.program.packed import padded
-from psg_fx.program.rows import Place
+from psg_fx.program.arguments.call import SAMPLES, Call
+from psg_fx.program.arguments.conditions import require
+from psg_fx.program.arguments.packed import padded
+from psg_fx.program.arguments.rows import Place
 from psg_fx.program.values import Once
 from psg_fx.quantities.clipped_sum import bounds_of
 from psg_fx.saved.spec import Entry, OfRows, Spec, sizes

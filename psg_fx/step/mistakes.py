@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.planner.plan import Plan
 from psg_fx.program.ambient import captures_here
-from psg_fx.program.call import Call
+from psg_fx.program.arguments.call import Call
 from psg_fx.program.code import users_line
 from psg_fx.program.objects import has_own_functions
 from psg_fx.quantities.base import Quantity

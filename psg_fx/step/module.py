@@ -24,12 +24,12 @@ from psg_fx.interrupts import deferred
 from psg_fx.passes.compile.compile import compile_graph
 from psg_fx.passes.compile.sizes import Background
 from psg_fx.program.ambient import ambient_key, isolated
-from psg_fx.program.apart import Apart
-from psg_fx.program.call import Call
+from psg_fx.program.arguments.apart import Apart
+from psg_fx.program.arguments.call import Call
+from psg_fx.program.arguments.key import call_key
 from psg_fx.program.captured import Cache, Captured, Key
-from psg_fx.program.effects import Unsettled
+from psg_fx.program.changes.effects import Unsettled
 from psg_fx.program.guard import Guard
-from psg_fx.program.key import call_key
 from psg_fx.program.objects import Functions
 from psg_fx.program.program import Program
 from psg_fx.program.state import IN_PLACE, Tracked, refuse_hooks, tracked_parameters

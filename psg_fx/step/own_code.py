@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from psg_fx.errors import BadArgument, CaptureFailed, NotYetSupported, PsgError, SamplesMixed, first_line
-from psg_fx.passes.capture.flexible import attention_as_formula
+from psg_fx.passes.capture.functions.flexible import attention_as_formula
 from psg_fx.passes.capture.reasons import NOT_ONE_GRAPH, user_line
-from psg_fx.program.call import Call
-from psg_fx.program.effects import nothing_left
-from psg_fx.program.packed import is_packed, packed
-from psg_fx.program.untouched import untouched
+from psg_fx.program.arguments.call import Call
+from psg_fx.program.arguments.packed import is_packed, packed
+from psg_fx.program.changes.effects import nothing_left
+from psg_fx.program.changes.untouched import untouched
 from psg_fx.step.hints import function_of, parameters_of, with_hint
 from psg_fx.step.mistakes import check_model, check_values
 from psg_fx.torch_private.quiet import quiet

@@ -9,7 +9,7 @@ import torch
 
 from psg_fx.algebra.ask import Quadratic
 from psg_fx.errors import BadArgument
-from psg_fx.program.call import Call
+from psg_fx.program.arguments.call import Call
 from psg_fx.quantities.base import Join, Quantity
 from psg_fx.step.compiled import StepOutput
 from psg_fx.step.groups import Groups, groups_of

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from psg_fx.algebra.members import members_of
-from psg_fx.program.call import Call
+from psg_fx.program.arguments.call import Call
 from psg_fx.step.groups import Groups, in_order
 
 _SPARSE, _FEW = 4, 16

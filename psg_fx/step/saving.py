@@ -14,8 +14,8 @@ from psg_fx.frames import with_room_for_frames
 from psg_fx.graph import facts
 from psg_fx.interrupts import deferred
 from psg_fx.program.ambient import isolated
-from psg_fx.program.call import Call
-from psg_fx.program.conditions import CONDITIONS
+from psg_fx.program.arguments.call import Call
+from psg_fx.program.arguments.conditions import CONDITIONS
 from psg_fx.program.values import Same
 from psg_fx.quantities.base import Quantity
 from psg_fx.quantities.clipped_sum import COUNTED

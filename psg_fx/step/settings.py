@@ -15,7 +15,7 @@ from psg_fx.errors import BadArgument
 from psg_fx.planner import rates
 from psg_fx.planner.budget import in_bytes
 from psg_fx.planner.cost import Device, Fused
-from psg_fx.program.batch_dim import BatchDim
+from psg_fx.program.arguments.batch_dim import BatchDim
 from psg_fx.program.state import ParamFilter
 from psg_fx.quantities.base import Join, Joins, Quantity, check_choice, check_flag
 from psg_fx.quantities.own import check_asks

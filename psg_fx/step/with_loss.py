@@ -21,8 +21,8 @@ from psg_fx.passes.pipeline import Asked, run_pipeline
 from psg_fx.planner.budget import Budget, in_bytes, memory_size
 from psg_fx.planner.plan import PLAN
 from psg_fx.program.ambient import not_taken_apart
-from psg_fx.program.call import Call
-from psg_fx.program.packed import is_packed
+from psg_fx.program.arguments.call import Call
+from psg_fx.program.arguments.packed import is_packed
 from psg_fx.program.program import Program
 from psg_fx.program.state import Tracked, tracked_parameters
 from psg_fx.progress import Progress

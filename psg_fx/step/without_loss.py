@@ -21,7 +21,7 @@ from psg_fx.graph.facts import LEFT_BEHIND, OutputSpec
 from psg_fx.graph.history import History, copy_graph
 from psg_fx.passes.pipeline import Asked, run_pipeline
 from psg_fx.program.ambient import not_taken_apart
-from psg_fx.program.call import Call
+from psg_fx.program.arguments.call import Call
 from psg_fx.program.program import Program
 from psg_fx.program.state import IN_PLACE, Tracked, holder
 from psg_fx.progress import Progress

@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 import psg_fx
 from psg_fx.graph.tracing import trace
 from psg_fx.op_table import decompositions
-from psg_fx.passes.capture import losses  # noqa: F401  (fills the table)
+from psg_fx.passes.capture.functions import losses  # noqa: F401  (fills the table)
 from psg_fx.torch_private.fakes import symbolic_inputs
 from psg_fx.torch_private.functional import functional
 

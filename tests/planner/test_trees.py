@@ -37,7 +37,7 @@ from psg_fx.planner.expr import Expr, LeafExpr, dense
 from psg_fx.planner.methods import FUSED, METHODS, symmetric
 from psg_fx.planner.plan import ParameterPlan, Part, Plan
 from psg_fx.planner.trees import trees
-from psg_fx.program.apart import take_apart
+from psg_fx.program.arguments.apart import take_apart
 from psg_fx.step.binding import Binding, plain_mode
 from psg_fx.tensors import product
 from support import oracle

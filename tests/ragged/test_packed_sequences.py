@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 import psg_fx
 from psg_fx.errors import NotYetSupported, PsgError
-from psg_fx.passes.capture.packed import packed_as_padded
+from psg_fx.passes.capture.functions.packed import packed_as_padded
 from support.rows_of_samples import Batch, Part, check, usual
 from support.selection import one_in, selected
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import psg_fx
 from psg_fx.errors import BadArgument
-from psg_fx.program.apart import Apart
-from psg_fx.program.key import call_key
+from psg_fx.program.arguments.apart import Apart
+from psg_fx.program.arguments.key import call_key
 
 X, Y = torch.randn(4, 3, dtype=torch.float64), torch.arange(4) % 2
 

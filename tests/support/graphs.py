@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from psg_fx.graph import facts
 from psg_fx.graph.facts import GraphFacts, InputSpec, OutputSpec
 from psg_fx.op_table import decompositions
-from psg_fx.passes.capture import losses, recurrent_layers  # noqa: F401  (they fill the table)
+from psg_fx.passes.capture.functions import losses, recurrent_layers  # noqa: F401  (they fill the table)
 from psg_fx.torch_private.functional import Functional, functional
 from psg_fx.torch_private.remembered import remembered_results
 from psg_fx.torch_private.tracer import without_tensor_meta

@@ -20,8 +20,8 @@ from psg_fx.graph import facts
 from psg_fx.graph.facts import OutputSpec
 from psg_fx.graph.same_op import alike
 from psg_fx.graph.splicing import splice
-from psg_fx.program.call import SAMPLES
-from psg_fx.program.conditions import CONDITIONS, ROW_AXES, Condition
+from psg_fx.program.arguments.call import SAMPLES
+from psg_fx.program.arguments.conditions import CONDITIONS, ROW_AXES, Condition
 from psg_fx.source import locate
 
 from ..values import op_name

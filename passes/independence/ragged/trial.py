@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.graph import facts
 from psg_fx.graph.same_op import draws
-from psg_fx.program.conditions import ROW_AXES
+from psg_fx.program.arguments.conditions import ROW_AXES
 
 from ..table import find
 from ..values import Result, mixed, tensors

@@ -13,8 +13,8 @@ from psg_fx.errors import NotYetSupported, PsgError
 from psg_fx.graph import facts
 from psg_fx.graph.facts import InputSpec, SampleAxes, SampleAxis
 from psg_fx.ops.of_users.autograd_function import CustomCall, backward_graph, custom_call, forward_graph
-from psg_fx.program.branches import no_plain_batch_size
-from psg_fx.program.observe import observing_backward
+from psg_fx.program.decisions.branches import no_plain_batch_size
+from psg_fx.program.reads.observe import observing_backward
 from psg_fx.source import locate
 
 from ..table import Placement, sample_rule

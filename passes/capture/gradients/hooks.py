@@ -26,17 +26,17 @@ from psg_fx.graph import facts
 from psg_fx.graph.same_op import draws
 from psg_fx.ops.of_users.autograd_function import as_one_op
 from psg_fx.ops.of_users.own_gradient import own_gradient
-from psg_fx.program.closures import Closure, changes_state
-from psg_fx.program.observed import Observed
+from psg_fx.program.changes.closures import Closure, changes_state
 from psg_fx.program.program import Program
+from psg_fx.program.reads.observed import Observed
 from psg_fx.source import locate
 from psg_fx.torch_private.graphs import unread_ops
 from psg_fx.torch_private.modes import is_transformed, without_functions
 from psg_fx.torch_private.patching import patched_here
 from psg_fx.torch_private.tracer import node_of
 
+from ..unseen import line_of_call
 from .own_gradients import way
-from .unseen import line_of_call
 
 _INSIDE = "the gradient is a value inside of a compiled graph"
 

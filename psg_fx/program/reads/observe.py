@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from psg_fx.program.asked import RANDOM, asked_of, asked_of_python, changing, hands_on
 from psg_fx.program.code import Origin, is_theirs, origin_of_code, source
-from psg_fx.program.observed import Observed
+from psg_fx.program.reads.asked import RANDOM, asked_of, asked_of_python, changing, hands_on
+from psg_fx.program.reads.observed import Observed
+from psg_fx.program.reads.torch_calls import TorchCalls
 from psg_fx.program.stand_ins import StandIns
-from psg_fx.program.torch_calls import TorchCalls
 from psg_fx.torch_private.fakes import FakeTensor
 from psg_fx.torch_private.patching import patched_here, seen_here
 

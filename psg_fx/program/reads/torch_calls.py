@@ -15,8 +15,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from psg_fx.errors import NotYetSupported
 from psg_fx.program.code import Origin, origin, source
-from psg_fx.program.flags import LARGE_MASK, Flags, Looks
-from psg_fx.program.observed import Observed
+from psg_fx.program.decisions.flags import LARGE_MASK, Flags, Looks
+from psg_fx.program.reads.observed import Observed
 from psg_fx.program.stand_ins import StandIns
 from psg_fx.program.values import Same
 from psg_fx.torch_private.fakes import LIST_OF_FAKE, FakeTensor

@@ -1,7 +1,7 @@
 """Packed sequences, as `nn.utils.rnn` makes them of padded ones, and recurrent layers over them.
 
 Torch packs the steps of all samples into one dim, in an order that depends on their lengths.  Here they stay padded:
-`pack_padded_sequence` returns a `Kept` (`program/packed.py`), as inputs are, which recurrent layers and
+`pack_padded_sequence` returns a `Kept` (`program/arguments/packed.py`), as inputs are, which recurrent layers and
 `pad_packed_sequence` know.  What it is computed from beyond the length of a sample is never read: not even a NaN there
 has a part in a result.
 """
@@ -21,8 +21,8 @@ from torch.nn.utils import rnn
 from torch.nn.utils.rnn import PackedSequence
 
 from psg_fx.errors import NotYetSupported
+from psg_fx.program.arguments.packed import Kept, inside
 from psg_fx.program.code import users_line
-from psg_fx.program.packed import Kept, inside
 from psg_fx.torch_private.patching import code_replaced_here, patched_here
 
 from .recurrent_layers import LAYERS, Steps, recurrent

@@ -11,12 +11,12 @@ import torch
 from torch.utils import _pytree as pytree
 
 from psg_fx.errors import BadArgument, NotYetSupported
-from psg_fx.program.batch_dim import BatchDim, dims_of
-from psg_fx.program.call import SAMPLES, Call, check_rows, samples_of
-from psg_fx.program.key import call_key
+from psg_fx.program.arguments.batch_dim import BatchDim, dims_of
+from psg_fx.program.arguments.call import SAMPLES, Call, check_rows, samples_of
+from psg_fx.program.arguments.key import call_key
+from psg_fx.program.arguments.packed import Member, padded
+from psg_fx.program.arguments.rows import Rows, row_axes
 from psg_fx.program.objects import describe, has_own_functions
-from psg_fx.program.packed import Member, padded
-from psg_fx.program.rows import Rows, row_axes
 from psg_fx.program.values import Once
 from psg_fx.torch_private.modes import is_transformed
 

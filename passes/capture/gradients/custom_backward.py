@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from psg_fx.errors import NotYetSupported
 from psg_fx.ops.of_users.autograd_function import as_one_op
 from psg_fx.program.code import names_of
-from psg_fx.program.observed import Observed
+from psg_fx.program.reads.observed import Observed
 from psg_fx.torch_private.custom_functions import forward_replaced_here
 from psg_fx.torch_private.export import BackwardHookFunction
 from psg_fx.torch_private.patching import patched_here

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from psg_fx.program.code import Origin, is_theirs, names_of, origin_of, origin_of_code, origin_of_module
+from psg_fx.program.decisions.questions import Question
 from psg_fx.program.objects import MISSING, contents, functions_of
-from psg_fx.program.observed import Observed
-from psg_fx.program.questions import Question
+from psg_fx.program.reads.observed import Observed
 from psg_fx.program.values import Same
 
 Place = tuple[dict[Any, Any], Any]

@@ -34,6 +34,7 @@ from torch import nn
 from torch.nn.modules import module as of_modules
 
 from psg_fx.program.code import is_theirs, nested, origin_of_module
+from psg_fx.program.decisions.questions import FOR_ITS_VALUE
 from psg_fx.program.objects import (
     MISSING,
     Functions,
@@ -46,10 +47,9 @@ from psg_fx.program.objects import (
     slot,
     slots_of,
 )
-from psg_fx.program.observed import Observed
-from psg_fx.program.questions import FOR_ITS_VALUE
+from psg_fx.program.reads.observed import Observed
+from psg_fx.program.reads.walk_code import ASKING, CodeWalk, Place
 from psg_fx.program.values import Same
-from psg_fx.program.walk_code import ASKING, CodeWalk, Place
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")

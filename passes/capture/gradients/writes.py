@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from psg_fx.errors import NotYetSupported
-from psg_fx.program.flags import IN_BULK
+from psg_fx.program.decisions.flags import IN_BULK
 from psg_fx.program.objects import describe
 from psg_fx.program.program import Program
 from psg_fx.torch_private.export import without_checkpoints
@@ -24,8 +24,8 @@ from psg_fx.torch_private.modes import is_transformed, untransformed, without_fu
 from psg_fx.torch_private.patching import patched_here
 from psg_fx.torch_private.tracer import known_as_before
 
+from ..unseen import SET_DATA, computed_outside, hidden_write, require_no_switch, written_outside
 from . import own_gradients
-from .unseen import SET_DATA, computed_outside, hidden_write, require_no_switch, written_outside
 
 
 class _Writes(TorchFunctionMode):

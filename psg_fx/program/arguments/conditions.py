@@ -13,7 +13,7 @@ import torch
 
 from psg_fx.errors import BadArgument, PsgError, SamplesMixed
 from psg_fx.graph.facts import Entry
-from psg_fx.program.rows import RowAxis
+from psg_fx.program.arguments.rows import RowAxis
 
 ROW_AXES = Entry[tuple[RowAxis, ...]]("row axes")
 """The axes of rows, in the order of their symbols (set by capture)."""

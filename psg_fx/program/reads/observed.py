@@ -11,7 +11,7 @@ from torch import nn
 
 from psg_fx.errors import NotYetSupported
 from psg_fx.program.code import is_theirs, names_of, origin_of_code
-from psg_fx.program.questions import MOST, Question
+from psg_fx.program.decisions.questions import MOST, Question
 from psg_fx.program.values import Same
 
 

@@ -7,8 +7,8 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from psg_fx.errors import BadArgument
-from psg_fx.program.packed import Pair
-from psg_fx.program.rows import Rows
+from psg_fx.program.arguments.packed import Pair
+from psg_fx.program.arguments.rows import Rows
 
 BatchDim = Any
 """An int, None or `Rows`, or a prefix pytree of those."""

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from psg_fx.program.questions import Question
+from psg_fx.program.decisions.questions import Question
 from psg_fx.program.stand_ins import StandIns
 from psg_fx.program.values import Same
 from psg_fx.tensors import SYMBOLS

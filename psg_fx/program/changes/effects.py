@@ -21,12 +21,12 @@ from torch.utils import _pytree as pytree
 
 from psg_fx.errors import NotYetSupported
 from psg_fx.graph.facts import Entry, at, expr
-from psg_fx.program.asked import changing
+from psg_fx.program.arguments.packed import is_packed
+from psg_fx.program.changes.holders import Holder, Reached, drawn
 from psg_fx.program.code import line_naming, names_of
-from psg_fx.program.holders import Holder, Reached, drawn
 from psg_fx.program.objects import MISSING, put_into_cache, take_tensors_from_cache
-from psg_fx.program.observed import Observed
-from psg_fx.program.packed import is_packed
+from psg_fx.program.reads.asked import changing
+from psg_fx.program.reads.observed import Observed
 
 _RESULT = object()
 _REPEATED = (torch.Tensor, bool, int, float, str, bytes, type(None), torch.SymInt, torch.dtype, torch.device,

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 
 import torch
 
-from psg_fx.program.call import Call
+from psg_fx.program.arguments.call import Call
 from psg_fx.program.values import Once, argument
 from psg_fx.tensors import memory_order
 

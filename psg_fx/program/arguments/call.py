@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from psg_fx.errors import BadArgument
-from psg_fx.program.rows import Place, RowAxis, counted
+from psg_fx.program.arguments.rows import Place, RowAxis, counted
 from psg_fx.program.values import Once
 
 SAMPLES = "samples"

@@ -1,0 +1,1 @@
+"""What code decides by while it is captured: the batch size, small buffers, values that only an error depends on."""
