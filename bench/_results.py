@@ -110,12 +110,14 @@ def require_same(found: Mapping[str, Tensor], wanted: Sequence[Tensor], what: st
 
 
 def device_tag(device: str) -> str:
-    """`cpu-amd-epyc-2-threads` or `cuda-nvidia-...`."""
+    """`cpu-amd-epyc-avx2-2-threads` or `cuda-nvidia-...`."""
     import torch
 
     from psg_fx.machine import cpu_model
 
-    name = torch.cuda.get_device_name() if device == "cuda" else f"{cpu_model()} {torch.get_num_threads()} threads"
+    vectors = torch.backends.cpu.get_cpu_capability()  # a virtual machine may not have those of its processor
+    cpu = f"{cpu_model()} {vectors} {torch.get_num_threads()} threads"
+    name = torch.cuda.get_device_name() if device == "cuda" else cpu
     return f"{device}-{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}"
 
 
@@ -156,6 +158,13 @@ def keep(name: str, data: Any, *paragraphs: str) -> Path:
     if paragraphs:
         path.with_suffix(".md").write_text("\n\n".join(paragraphs) + "\n", encoding="utf-8")
     return path.with_suffix("")
+
+
+def kept(name: str) -> dict[str, Any]:
+    """The data of `results/<name>.json`; none where there is no such file."""
+    path = RESULTS / f"{name}.json"
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return found
 
 
 def written_by(command: Sequence[str], out: Path) -> dict[str, Any]:

@@ -5,8 +5,8 @@
 Image classifiers of torchvision and timm, text models of transformers, and layers of torch put together: none is in
 psg_fx, in `compare.py`, or among what the planner's rates were fitted on. Random weights, `eval()` mode: batch norm on
 its running statistics, no dropout. Every model has a process of its own, where answers are compared first, and all
-contenders run in interleaved rounds. Writes `bench/results/others-<tag>.json` and `.md`. Half an hour; keep the machine
-otherwise idle.
+contenders run in interleaved rounds. Writes `bench/results/others-<tag>.json` and `.md`, where other models that the
+same machine and versions have measured stay. An hour; keep the machine otherwise idle.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import torch
 import torch.nn.functional as F
-from _results import about, bullets, device_tag, keep, options, written_by
+from _results import about, bullets, device_tag, keep, kept, options, written_by
 from compare import ORDINARY, fastest, read
 from tabulate import tabulate
 from torch import Tensor, nn
@@ -202,15 +202,18 @@ def main() -> None:
     if args.one:
         run_one(args.one[0], Path(args.one[1]), args.seconds)
         return
-    found: dict[str, Any] = {}
+    result = f"others-{args.tag or device_tag('cpu')}"
+    found = {name: r for name, r in kept(result).get("results", {}).items() if r.get("environment") == about()}
     for name in args.models.split(","):
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "result.json"
             found[name] = written_by([__file__, "--one", name, str(out), "--seconds", str(args.seconds)], out)
-        table = tabulate([row(n, r) for n, r in found.items()], HEADERS, tablefmt="github", disable_numparse=True)
+        table = tabulate(
+            [row(n, found[n]) for n in EXAMPLES if n in found], HEADERS, tablefmt="github", disable_numparse=True
+        )
         made = "Made by `bench/others.py`. *Ordinary* is the fastest of three ordinary training steps of that model."
         facts = bullets(about())
-        path = keep(f"others-{args.tag or device_tag('cpu')}", {"results": found}, "# Other models", made, facts, table)
+        path = keep(result, {"results": found}, "# Other models", made, facts, table)
     print(f"\n{table}\nwrote {path}.json and .md")
 
 

@@ -14,7 +14,7 @@ from psg_fx.program.changes.effects import WRITTEN
 from .ragged.links import Link
 from .ragged.trial import try_structure
 from .unruled import refuse_effects
-from .values import NUMBERS, mixed
+from .values import NUMBERS, mixed, symbolic_values
 from .walk import Prover
 
 
@@ -32,6 +32,7 @@ def prove(gm: GraphModule, refusals: Mapping[Node, PsgError] | None = None) -> l
     prover.walk()
     _check_model(prover)
     statistics = tuple(_check_outputs(prover))
+    _check_numbers(prover)
     info = facts.graph_facts(gm)
     notes = [*prover.notes, *(f"{name} keeps a statistic of the whole batch" for name in statistics)]
     facts.update_graph(gm, notes=tuple(dict.fromkeys((*info.notes, *notes))), statistics=statistics)
@@ -90,6 +91,20 @@ def _check_outputs(prover: Prover) -> list[str]:
             raise mixed(entry, f"the buffer {spec.name!r} takes the values of the samples of this batch",
                         "model.eval(), or keep a value whose shape does not depend on the batch")  # fmt: skip
     return statistics
+
+
+def _check_numbers(prover: Prover) -> None:
+    """Without a loss, outputs must not know how many samples there are; in losses, that number becomes that of one."""
+    returned = facts.returned(prover.gm)
+    if any(spec.kind == "loss" for spec, _ in returned):
+        return
+    above = facts.ancestors(n for spec, n in returned if spec.kind == "output" and isinstance(n, Node))
+    for node in prover.gm.graph.nodes:
+        if node in above and node.op == "call_function" and symbolic_values(node, prover.batch):
+            raise mixed(
+                node, "the number of samples is among its values: the output of one sample alone is another one",
+                "divide in the loss: transform(model, loss_fn)",
+            )  # fmt: skip
 
 
 def _in_model(node: Node) -> bool:

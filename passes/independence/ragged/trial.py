@@ -22,6 +22,7 @@ from psg_fx.graph import facts
 from psg_fx.graph.same_op import draws
 from psg_fx.program.arguments.conditions import ROW_AXES
 
+from ..run import run_on_cpu
 from ..table import find
 from ..values import Result, mixed, tensors
 from .links import READS, WRITES, Link
@@ -189,9 +190,8 @@ class _Tried:
                     return None
                 values[n] = (torch.zeros(sizes) if given is None else given.view(sizes)).to(value.dtype)
                 continue
-            args, kwargs = torch.fx.map_arg((n.args, n.kwargs), values.__getitem__)
             try:
-                values[n] = n.target(*args, **({**kwargs, "device": "cpu"} if "device" in kwargs else kwargs))
+                values[n] = run_on_cpu(n, values)
             except (RuntimeError, IndexError, ValueError):
                 return None
         found = values[self.node]

@@ -17,6 +17,7 @@ from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxis
 from psg_fx.graph.order import is_same
 
+from ..run import run_on_cpu
 from ..values import bound, op_name
 from .region import ROWS, Unfit, row_by_row
 
@@ -126,6 +127,5 @@ def _value(node: Node, known: Mapping[Node, Any]) -> Any:
             continue
         if n.op != "call_function" or any(values.get(m) is None for m in n.all_input_nodes):
             return None
-        args, kwargs = torch.fx.map_arg((n.args, n.kwargs), values.__getitem__)
-        values[n] = n.target(*args, **({**kwargs, "device": "cpu"} if "device" in kwargs else kwargs))
+        values[n] = run_on_cpu(n, values)
     return values[node]

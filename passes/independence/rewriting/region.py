@@ -20,6 +20,7 @@ from psg_fx.torch_private.fakes import symbolic_inputs
 from psg_fx.torch_private.graphs import module_without_code
 from psg_fx.torch_private.modes import enable_python_dispatcher
 
+from ..run import run_node
 from ..values import Result, symbolic_values, unseen_size
 from ..walk import Prover
 
@@ -96,9 +97,3 @@ def _run_or_unfit(node: Node) -> Any:
         return run_node(node)
     except Exception as error:
         raise Unfit from error
-
-
-def run_node(node: Node) -> Any:
-    """The value of a node from those of its inputs."""
-    fill = lambda n: n.meta["val"]  # noqa: E731
-    return node.target(*torch.fx.map_arg(node.args, fill), **torch.fx.map_arg(node.kwargs, fill))  # type: ignore[operator]

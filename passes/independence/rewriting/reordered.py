@@ -68,12 +68,14 @@ class Reordering(RowRewriting):
     """What one sort orders, by the ids `key`.
 
     keys: nodes that compute the same.  numbers: a node that holds numbers of rows, in that order -> which.  inverse:
-    argsort of the order.  counted: where experts' rows end.
+    argsort of the order.  counted: where experts' rows end.  each: how many rows a sample has; 0 if that is data.
     """
 
     def __init__(self, gm: GraphModule, sort: Node) -> None:
         self.sort, self.key = sort, bound(sort)["self"]
         super().__init__(gm, [sort], facts.shape(self.key.meta["val"])[0])
+        each = sympy.cancel(self.count / facts.graph_facts(gm).batch)
+        self.each = int(each) if each.is_Integer else 0
         numbers = alike(gm)
         self.keys = {n for n in gm.graph.nodes if numbers[n] == numbers[self.key]}
         self.numbers: dict[Node, Number] = {}
@@ -247,7 +249,7 @@ class Reordering(RowRewriting):
         experts, own = w.meta["val"].shape[0], {n for n, twin in self.twins.items() if twin in self.keys}
         low, high = bounds(self.key)
         beyond = [n for n in no_experts(experts) if low <= n <= high]
-        if low < 0 and not sympy.cancel(self.count / facts.graph_facts(self.gm).batch).is_Integer:
+        if low < 0 and not self.each:
             return False
         if w.meta["val"].ndim != 3 or not ends_of_experts(offs, self.keys, own, experts, beyond):  # type: ignore[arg-type]
             return False
@@ -264,7 +266,7 @@ class Reordering(RowRewriting):
         known = low >= 0 and high < experts
 
         def moved(ids: Tensor) -> Tensor:
-            each = (ids < 0).view(-1, own)
+            each = (ids < 0).view(-1, self.each)
             return each.any(1, keepdim=True).expand(each.shape).reshape(-1)
 
         def run(x: Tensor, w: Tensor, ids: Tensor, moved: Tensor | None = None) -> Tensor:
@@ -275,7 +277,6 @@ class Reordering(RowRewriting):
 
         given = [x, w, self.key]
         if low < 0:
-            own = int(sympy.cancel(self.count / facts.graph_facts(self.gm).batch))
             given.append(self.spliced(node, moved, self.key))
             self.entries[given[-1]] = 0
         before = set(self.gm.graph.nodes)

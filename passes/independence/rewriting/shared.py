@@ -18,8 +18,9 @@ from psg_fx.graph.splicing import splice
 from psg_fx.source import provenance
 from psg_fx.torch_private.modes import enable_python_dispatcher
 
+from ..run import run_node
 from ..values import Result
-from .region import ROWS, TimesRows, Unfit, row_by_row, run_node
+from .region import ROWS, TimesRows, Unfit, row_by_row
 
 
 class RowRewriting:
