@@ -126,7 +126,7 @@ def test_numbers_that_one_sample_alone_lacks(name: str) -> None:
 
 def test_how_many_samples_without_a_loss() -> None:
     """A loss divided by B is that of one sample alone with B = 1; outputs are what they are."""
-    step = psg_fx.transform(Model(lambda m, x: m.linear(x) / x.shape[0]), quantities=psg_fx.Norms(), backend="eager")
+    step = psg_fx.transform(Model(lambda m, x: m.linear(x) / x.shape[0]), backend="eager")
     with pytest.raises(SamplesMixed, match="number of samples is among its values"):
         step(torch.randn(4, 3, dtype=torch.float64))
 
