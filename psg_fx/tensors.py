@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
 from operator import mul
 from typing import Any
@@ -100,3 +100,19 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors have one shape and hold the same values; NaN equals itself here."""
     return a.shape == b.shape and (torch.equal(a, b) or torch.allclose(a, b, 0, 0, equal_nan=True))
+
+
+def leaves_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The leaves of autograd's graph that a tensor is computed from; itself if it is one."""
+    if tensor.grad_fn is None:
+        yield tensor
+        return
+    waiting: list[Any] = [tensor.grad_fn]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if (leaf := getattr(node, "variable", None)) is not None and not node.next_functions:
+            yield leaf
+        new = [after for after, _ in node.next_functions if after is not None and after not in seen]
+        seen.update(new)
+        waiting += new

@@ -83,6 +83,34 @@ def index_put(
     return torch.where(places, x + values if accumulate else values, x)
 
 
+@formula(aten.max.default)
+def largest(x: torch.Tensor) -> torch.Tensor:
+    """Of all elements.  As there, those that are equal share the gradient."""
+    return x.amax(tuple(range(x.ndim)))
+
+
+@formula(aten.min.default)
+def least(x: torch.Tensor) -> torch.Tensor:
+    """The same."""
+    return x.amin(tuple(range(x.ndim)))
+
+
+def _shared(target: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """An op that takes one element of x, whose gradient all share that are equal to it."""
+
+    def taken(x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = target(x.detach())
+        same = x.detach() == found
+        share = torch.where(same & x.detach().isfinite(), x - x.detach(), 0).sum() / same.sum()
+        return found + share
+
+    return taken
+
+
+for _op in (aten.median.default, aten.nanmedian.default):
+    formula(_op)(_shared(_op))
+
+
 def _at_places(target: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """An op that returns values of x and their places along `dim`, as a look-up at places found without gradients."""
     names = [argument.name for argument in target._schema.arguments]

@@ -18,7 +18,9 @@ from psg_fx.program.ambient import captures_here
 from psg_fx.program.arguments.call import Call
 from psg_fx.program.code import users_line
 from psg_fx.program.objects import has_own_functions
+from psg_fx.program.state import IN_PLACE, Tracked
 from psg_fx.quantities.base import Quantity
+from psg_fx.tensors import leaves_of
 from psg_fx.torch_private import sharded
 
 _QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")
@@ -108,6 +110,23 @@ def check_rows(memory_budget: Any, sliced: bool) -> None:
             "rows of samples with a model that is sliced over processes", where=where,
             why="what is cut and added up is proven of samples in a dim of their own", fix="run it on one process",
         )  # fmt: skip
+
+
+def check_graphs(call: Call, model: nn.Module, tracked: Tracked) -> None:
+    """Refuse inputs and targets that are computed from parameters that are asked."""
+    carrying = [(name, t) for name, t in zip(call.names, call.tensors, strict=False) if t.requires_grad]
+    if not carrying:
+        return
+    with IN_PLACE:
+        own = {id(p): name for name, p in model.named_parameters(remove_duplicate=False) if tracked.aliases[name]}
+    for name, tensor in carrying:
+        parameter = next((own[id(leaf)] for leaf in leaves_of(tensor) if id(leaf) in own), None)
+        if parameter is not None:
+            raise NotYetSupported(
+                f"{name} is computed from the parameter {parameter}, outside of the model", where="step(...)",
+                why="the gradient has a part that goes through it, and the way there is not in the graph",
+                fix="compute it inside the model or the loss, or detach it if it is meant as data",
+            )  # fmt: skip
 
 
 def check_loss(loss_fn: Any) -> None:

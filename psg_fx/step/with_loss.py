@@ -92,6 +92,7 @@ class LossModule(PerSampleModule):
         if call.axes:
             mistakes.check_rows(self.settings.memory_budget, self._slices() is not None)
         tracked = self._tracked()
+        mistakes.check_graphs(call, self.model, tracked)
         quantities = [q.resolved(tracked.shapes, given) for q in self.settings.quantities]
         members = None if groups is None and num_groups is None else self._groups(call, groups, num_groups)
         grouping = None if members is None else members.grouping

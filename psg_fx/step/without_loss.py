@@ -57,6 +57,7 @@ class DropInModule(PerSampleModule):
         step: SplitStep = self._look_up(call, tracked, lambda: self._build(tracked, call))
         ticket = None
         if torch.is_grad_enabled():
+            mistakes.check_graphs(call, self.model, tracked)
             ticket = begin(dict(step.parameters()), self.settings.accumulate, self.settings.loss_reduction == "mean")
         with blamed(self.model, None, call):
             flat = step.run(call, ticket)
