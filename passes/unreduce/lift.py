@@ -15,7 +15,7 @@ from psg_fx.op_table import Batching, enter, known
 
 from ..independence.values import bound
 
-enter("cat", "concat", "gather", batching=Batching.NEXT_DIM)
+enter("cat", "concat", "gather", "sort", "topk", "kthvalue", batching=Batching.NEXT_DIM)
 enter("layer_norm", "rms_norm", "native_layer_norm", batching=Batching.LEADING)
 
 
@@ -28,7 +28,8 @@ def lifted(
     number: the value of a SymInt argument in the program of one sample.
     """
     axes = [facts.fact(n).samples for n in spread]
-    ndim = node.meta["val"].ndim if isinstance(node.meta["val"], Tensor) else 0
+    value = node.meta["val"]
+    ndim = (value if isinstance(value, Tensor) else value[0]).ndim
     batching = known(node.target).batching
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) and all(a is None for a in axes)
 
@@ -43,7 +44,7 @@ def lifted(
 
     def along(*values: Tensor) -> Any:
         named: dict[str, Any] = dict(torch.fx.map_arg(bound(node), filled(values)))
-        named["dim"] = named["dim"] % ndim + 1
+        named["dim"] = named["dim"] % max(ndim, 1) + 1
         assert callable(node.target)
         return node.target(**named)
 

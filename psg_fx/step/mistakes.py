@@ -176,6 +176,12 @@ def check_tensors(model: nn.Module) -> None:
                 why="a lazy layer has its shape from the first inputs that it sees",
                 fix="call the model once on a batch before the step",
             )  # fmt: skip
+        if name in parameters and tensor.is_inference():
+            raise BadArgument(
+                f"{name} was made under torch.inference_mode()", where="transform(model)",
+                why="torch lets no tensor of that mode have a gradient",
+                fix="make the model outside of the mode (a copy by copy.deepcopy has tensors of its own)",
+            )  # fmt: skip
         if name in parameters and not isinstance(tensor, nn.Parameter):
             raise NotYetSupported(
                 f"in the place of the parameter {name} is a plain tensor", where=name,

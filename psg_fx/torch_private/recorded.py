@@ -131,7 +131,9 @@ def _decomposed(mode: Any) -> Mapping[Any, Any]:
 
 
 _NAMES: dict[tuple[Any, bool], str | None] = {}
-_LEFT = {"lift_fresh", "lift_fresh_copy", "is_nonzero", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset"}
+_LEFT = {
+    "lift_fresh", "lift_fresh_copy", "is_nonzero", "size", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset",
+}  # fmt: skip
 
 
 def _name(func: Any, pre_dispatch: bool) -> str | None:

@@ -181,6 +181,11 @@ ROWS: dict[str, Row] = {
         "it has a shape and no values",
         "take off what offloads the model; or model.to_empty(device=...), and load its state",
     ),
+    "a-model-of-inference-mode": (
+        lambda: step(under_inference_mode())(X, Y), BadArgument, "0.weight was made under torch.inference_mode()",
+        "transform(model)", "torch lets no tensor of that mode have a gradient",
+        "make the model outside of the mode (a copy by copy.deepcopy has tensors of its own)",
+    ),
     "an-input-without-values": (
         lambda: step()(X.to("meta"), Y), BadArgument, "input_0 is on the meta device", "input_0, of shape (3, 4)",
         "it has a shape and no values", "pass a tensor on a device that computes",
@@ -295,3 +300,8 @@ def test_detect_anomaly_changes_nothing(loss: Any) -> None:
     for name, parameter in model.named_parameters():
         found = parameter.grad_sample if loss is None else out.grads[name]
         torch.testing.assert_close(found, want[name])
+
+
+def under_inference_mode() -> nn.Module:
+    with torch.inference_mode():
+        return mlp()

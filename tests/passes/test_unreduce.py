@@ -239,6 +239,8 @@ REDUCTIONS: dict[str, Loss] = {
     "folded": lambda o, y: (o - y).square().reshape(-1).mean(),
     "maximum": lambda o, y: (o - y).amax(),
     "max with indices": lambda o, y: (o - y).max(0)[0].sum(),
+    "sorted mean": lambda o, y: ((o - y).mean(0).sort(descending=True).values * WEIGHT).sum(),
+    "largest of a mean": lambda o, y: (o - y).mean(0).topk(2).values.prod() + (o - y).mean(0).kthvalue(2).values,
     "norm": lambda o, y: (o - y).norm(),
     "einsum": lambda o, y: torch.einsum("bd,bd->", o - y, o),
     "root": lambda o, y: F.mse_loss(o, y).sqrt(),

@@ -38,6 +38,13 @@ class Dropped(nn.Module):
         return self.dropout(F.relu(self.layer(self.dropout(x))))
 
 
+class Everything(nn.Module):
+    """Drops all, for which torch draws nothing, and then some."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x + F.dropout(x, 1.0), 0.3) + F.dropout(x * 1, 1.0, inplace=True) + nn.Dropout(1.0)(x)
+
+
 class Channels(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -111,6 +118,7 @@ def _recurrent(kind: type[nn.RNNBase], **options: Any) -> Callable[[], nn.Module
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "dropout": lambda: Head(Dropped(), 12),
+    "everything": lambda: Head(Everything(), 12),
     "channels": lambda: Head(Channels(), 12),
     "noise": lambda: Head(Noise(), 12),
     "weights": lambda: Head(Weights(), 12),
@@ -134,7 +142,9 @@ def ordinary(model: nn.Module) -> tuple[Tensor, list[Tensor], Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:one graph for each batch size")
-@pytest.mark.parametrize("name", one_in(2, MODELS, always=["steps", "steps-by-a-distribution", "concentrations"]))
+@pytest.mark.parametrize(
+    "name", one_in(2, MODELS, always=["everything", "steps", "steps-by-a-distribution", "concentrations"])
+)
 def test_the_step_draws_what_the_ordinary_step_draws(name: str) -> None:
     model = MODELS[name]().double()
     step = psg_fx.transform(model, F.cross_entropy, quantities=psg_fx.MeanGrad(), backend="eager")

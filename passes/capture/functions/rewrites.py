@@ -117,14 +117,18 @@ def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Te
 
 @at_capture(F.dropout)
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """The input itself where nothing is dropped: under `torch.no_grad()` an op of it would have no gradient."""
+    """The input itself where nothing is dropped: under `torch.no_grad()` an op of it would have no gradient.  Where all
+    is, nothing is drawn, as in torch.
+    """
+    if training and p == 1:
+        return input.mul_(0.0) if inplace else input * 0.0
     return F.dropout(input, p, training, inplace) if training and p else input
 
 
 @at_capture(torch.dropout)
 def plain_dropout(input: Tensor, p: float, train: bool) -> Tensor:
     """The same."""
-    return torch.dropout(input, p, train) if train and p else input
+    return dropout(input, p, train)
 
 
 @at_capture(torch.cdist)
