@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
@@ -118,8 +119,24 @@ def _compare(column: Sequence[Node], place: Sequence[dict[Node, int]], sizes: Se
         raise _unlike(first, sizes)
     flat = [pytree.tree_leaves((n.args, n.kwargs)) for n in column]
     if len({len(f) for f in flat}) > 1:
+        for node in column:
+            _with_defaults(node)
+        flat = [pytree.tree_leaves((n.args, n.kwargs)) for n in column]
+    if len({len(f) for f in flat}) > 1:
         raise _unlike(first, sizes)
     return [_argument(first, values, place, sizes) for values in zip(*flat, strict=True)]
+
+
+def _with_defaults(node: Node) -> None:
+    """All arguments of an op: export leaves out those that are the default, as one group for one sample."""
+    if isinstance(node.target, OpOverload):
+        given = {
+            a.name: value for a, value in zip(node.target._schema.arguments, node.args, strict=False)
+        } | node.kwargs
+        full = {a.name: given.get(a.name, a.default_value) for a in node.target._schema.arguments}
+        only = [a.name for a in node.target._schema.arguments if a.kwarg_only]
+        node.args = tuple(value for name, value in full.items() if name not in only)
+        node.kwargs = {name: full[name] for name in only}
 
 
 def _one_target(targets: Sequence[Any]) -> bool:

@@ -16,6 +16,7 @@ from psg_fx.op_table import Batching, enter, known
 from ..independence.values import bound
 
 enter("cat", "concat", "gather", "sort", "topk", "kthvalue", batching=Batching.NEXT_DIM)
+enter("slice_scatter", "select_scatter", batching=Batching.NEXT_DIM)
 enter("layer_norm", "rms_norm", "native_layer_norm", batching=Batching.LEADING)
 
 

@@ -19,7 +19,7 @@ from psg_fx.errors import BadArgument, InternalError, NotYetSupported
 from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxis
 from psg_fx.graph.same_op import draws
-from psg_fx.graph.sample_axis import single
+from psg_fx.graph.sample_axis import Misfit, single
 from psg_fx.graph.strides import free_of_strides
 from psg_fx.source import locate, provenance
 from psg_fx.torch_private.graphs import traced_without_code
@@ -254,7 +254,11 @@ class Unreduction:
                 raise _not_yet(node, "batching it over samples fixes the batch size")
         result = traced.graph.output_node().args[0]
         for n in flat_nodes(result):
-            if single(facts.shape(n.meta["val"]), self.batch).dim != 0:
+            try:
+                keeps = single(facts.shape(n.meta["val"]), self.batch).dim == 0
+            except Misfit as misfit:
+                raise _not_yet(node, str(misfit)) from None
+            if not keeps:
                 raise _not_yet(node, "batching it over samples fixes the batch size")
 
 

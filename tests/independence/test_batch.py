@@ -99,6 +99,8 @@ APART: dict[str, Program] = {
     "einsum of a sample": lambda x: torch.einsum("bi,bj->bij", x, x),
     "einsum with dots": lambda x: torch.einsum("...i,ji->...j", x, TABLE),
     "tensordot": lambda x: torch.tensordot(x, TABLE, dims=([1], [1])),
+    "inner": lambda x: torch.inner(TABLE, x.view(-1, 1, 6)).movedim(1, 0),
+    "inner with a number": lambda x: torch.inner(torch.inner(x, TABLE[0]), torch.tensor(3.0)),
     "addmm": lambda x: torch.addmm(torch.zeros(10), x, TABLE.t()),
     "normalised rows": lambda x: F.normalize(x, dim=1),
     "masked": lambda x: x.masked_fill(x > 0, 0),

@@ -74,11 +74,57 @@ FLAT = {
     "embedding": Row(rows_of(lambda h, n, c: F.embedding(n[:, None] * T + c[:, None], h)), square, tokens),
 }
 
-ROWS = TAKEN | FLAT
+
+def time_first(rows: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[], nn.Module]:
+    """`rows(h, mask, layer)`: of h `[T·B, 4]`, as sequences without `batch_first` are flattened."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        h = x.transpose(0, 1).reshape(-1, 4)
+        return rows(h, h[:, 0] > 0, w).view(T, -1, C).transpose(0, 1)
+
+    return program(function, w=(4, C))
+
+
+def _written(h: Tensor, mask: Tensor, w: Tensor) -> Tensor:
+    out = h.new_zeros(h.shape[0], C)
+    out[mask] = (h[mask] @ w).sin()
+    return out
+
+
+def _added(h: Tensor, mask: Tensor, w: Tensor) -> Tensor:
+    places = mask.nonzero().squeeze(1)
+    return h.new_zeros(h.shape[0], C).index_add(0, places, (h[places] @ w).sin())
+
+
+TIME_FIRST = {
+    "rows of steps, written": Row(time_first(_written), square, tokens),
+    "rows of steps, added": Row(time_first(_added), square, tokens),
+}
+
+STACKED = {
+    "stacks of matrices": Row(
+        program(lambda x, w: torch.hstack([torch.dstack([x @ w, x.sin() @ w]), torch.dstack([x, x])]), w=(4, 4)),
+        square, tokens,
+    ),
+    "stacks of vectors": Row(
+        program(lambda i, p: torch.column_stack([p[i], p[i].sin()]).flatten(1), p=(7, 3)), square, ids(),
+    ),
+    "stacks under vmap": Row(
+        program(
+            lambda x, w: torch.vmap(
+                lambda r: torch.hstack([torch.vstack([r @ w, r[0] @ w]).sum(1), torch.dstack([r[0], r[1]]).flatten()])
+            )(x),
+            w=(4, C),
+        ),
+        square, tokens,
+    ),
+}  # fmt: skip
+
+ROWS = TAKEN | FLAT | TIME_FIRST | STACKED
 
 
 @pytest.mark.filterwarnings("ignore:one graph for each batch size")
-@pytest.mark.parametrize("name", one_in(3, ROWS))
+@pytest.mark.parametrize("name", one_in(3, ROWS, always=[*TIME_FIRST, *STACKED]))
 def test_equals_the_loop(name: str) -> None:
     check_answer(ROWS[name])
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from psg_fx.errors import BadArgument
+from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxis
 from psg_fx.passes.independence.batch import batch
@@ -230,6 +230,12 @@ def test_losses_without_reduction_pass_through(name: str) -> None:
     losses_agree(model(), loss, draw)
 
 
+def _with_a_part(v: Tensor, other: Tensor) -> Tensor:
+    v[1:] = 2 * v[:-1]
+    v[0] = other[1]
+    return v
+
+
 REDUCTIONS: dict[str, Loss] = {
     "sum over the batch size": lambda o, y: (o - y).square().sum() / o.shape[0],
     "mean over a computed size": lambda o, y: (o - y).square().sum() / (2.0 * o.shape[0]),
@@ -241,6 +247,7 @@ REDUCTIONS: dict[str, Loss] = {
     "max with indices": lambda o, y: (o - y).max(0)[0].sum(),
     "sorted mean": lambda o, y: ((o - y).mean(0).sort(descending=True).values * WEIGHT).sum(),
     "largest of a mean": lambda o, y: (o - y).mean(0).topk(2).values.prod() + (o - y).mean(0).kthvalue(2).values,
+    "written into a mean": lambda o, y: _with_a_part((o - y).mean(0), o.sum(0)).square().sum(),
     "norm": lambda o, y: (o - y).norm(),
     "einsum": lambda o, y: torch.einsum("bd,bd->", o - y, o),
     "root": lambda o, y: F.mse_loss(o, y).sqrt(),
@@ -388,6 +395,12 @@ def refused(loss: Any) -> str:
     with pytest.raises(BadArgument) as error:
         unreduce(batch(captured(model(), loss, *[(t,) for t in real(4)])))
     return str(error.value)
+
+
+def test_elements_of_a_mean_by_a_mask_are_refused_in_words() -> None:
+    mask = torch.arange(CLASSES) != 1
+    with pytest.raises(NotYetSupported, match="depends on the data"):
+        unreduce(batch(captured(model(), lambda o, y: (o - y).mean(0)[mask].prod(), *[(t,) for t in real(4)])))
 
 
 def test_a_loss_of_the_wrong_shape_is_refused() -> None:

@@ -113,3 +113,21 @@ def test_users_folders_may_have_any_name(tmp_path: Path, folder: str) -> None:
     exec(compile(MODEL, str(place / "users_model.py"), "exec"), space)
     with pytest.raises(psg_fx.SamplesMixed, match=r"users_model.py:14: return h.flip\(0\)"):
         psg_fx.transform(space["Mixing"](), F.cross_entropy, backend="eager")(X, Y)
+
+
+def test_a_number_of_samples_that_is_a_default_for_one() -> None:
+    """`len(x)` is a plain number, and an argument that is the default is not in the graph of one sample."""
+
+    class Grouped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kernels = nn.Parameter(torch.randn(2, 3, 2, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            found = F.conv1d(x.reshape(1, -1, 6), self.kernels.repeat(len(x), 1, 1), groups=len(x))
+            return found.view(len(x), 2, -1)
+
+    model, x = Grouped(), torch.randn(4, 3, 6, dtype=torch.float64)
+    step = psg_fx.transform(model, lambda o: o.square().mean(), backend="eager")
+    with pytest.warns(UserWarning, match="one graph for each batch size"):
+        assert step.validate(x).ok

@@ -21,10 +21,13 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from psg_fx.errors import PsgError
 from psg_fx.graph import facts
+from psg_fx.graph.facts import SampleAxes, SampleAxis
 from psg_fx.ops.some_row import some_row
 
-from ..values import NUMBERING, bound, op_name
+from ..values import NUMBERING, Result, bound, op_name
+from ..walk import Prover
 from .picked import asserts
 from .region import Unfit
 from .shared import RowRewriting
@@ -38,13 +41,17 @@ _PUT = ("aten.index_put", "aten._unsafe_index_put")
 def put_selected_back(gm: GraphModule) -> None:
     """Rewrite what is computed from rows that a mask picks, where it is put back.  All else stays as it is."""
     masks = [n for n in gm.graph.nodes if _is_mask(n) and any(_picks(user, n) for user in n.users)]
+    if not masks:
+        return
+    prover = Prover(gm)
+    with contextlib.suppress(PsgError):  # of what other rewritings are for; what is known by then is known
+        prover.walk(skip=facts.descendants(user for n in masks for user in n.users if _picks(user, n)))
     for mask in masks:
         if not mask._erased:
             with contextlib.suppress(Unfit):
-                Selection(gm, mask).run()
+                Selection(gm, mask, prover.known.get(mask, Result()).axes).run()
             gm.graph.eliminate_dead_code()
-    if masks:
-        gm.recompile()
+    gm.recompile()
 
 
 def _is_mask(node: Node) -> bool:
@@ -62,11 +69,13 @@ def _picks(node: Node, mask: Node) -> bool:
 class Selection(RowRewriting):
     """What is computed from the rows of one mask, `[N]`, or of N rows with k choices each, `[N, k]` or `[k, N]`.
 
-    N is the number of rows of all samples, `each` that of one sample.  columns: a node with the picked places along a
-    dim of the mask -> the dim.  listed: all columns at once.
+    N is the number of rows of all samples, `each` that of one sample, in `outer` blocks that lie apart (the steps of
+    sequences with the time first).  columns: a node with the picked places along a dim of the mask -> the dim.  listed:
+    all columns at once.
     """
 
-    def __init__(self, gm: GraphModule, mask: Node) -> None:
+    def __init__(self, gm: GraphModule, mask: Node, axis: SampleAxes = None) -> None:
+        """axis: where the samples lie in the mask, if that is known."""
         self.mask = mask
         shape, batch = facts.shape(mask.meta["val"]), facts.graph_facts(gm).batch
         dims = [d for d, size in enumerate(shape) if size.free_symbols]
@@ -74,6 +83,7 @@ class Selection(RowRewriting):
             raise Unfit
         (self.dim,) = dims
         self.each = int(sympy.cancel(shape[self.dim] / batch))
+        self.outer = axis.outer if isinstance(axis, SampleAxis) and axis.dim == self.dim else 1
         self.k = int(shape[1 - self.dim]) if len(shape) == 2 else 1
         super().__init__(gm, [n for n in mask.users if _picks(n, mask)], shape[self.dim] * self.k)
         self.listed: set[Node] = set()
@@ -158,7 +168,7 @@ class Selection(RowRewriting):
         shape, own = facts.shape(x.meta["val"]), facts.shape(self.mask.meta["val"])
         if any(shape[at + d] != own[dim] for d, dim in enumerate(dims)) or self.dim not in dims:
             return False
-        fill, k, each, own_dim = 0.3 + 0.07 * len(self.entries), self.k, self.each, self.dim
+        fill, k, own_dim = 0.3 + 0.07 * len(self.entries), self.k, self.dim
         floats = facts.is_differentiable(x.meta["val"])
 
         def run(x: Tensor, place: Tensor) -> Tensor:
@@ -168,12 +178,12 @@ class Selection(RowRewriting):
                 moved = moved.unsqueeze(1).expand(-1, k, *moved.shape[1:])
             elif dims[0] != own_dim:
                 moved = moved.transpose(0, 1)
-            rows = moved.flatten(0, 1).unflatten(0, (-1, each * k))
+            rows = self.by_sample(moved.flatten(0, 1))
             index = place.clamp(min=0).view(*place.shape, *[1] * (rows.ndim - 2)).expand(rows.shape)
             taken = rows.gather(1, index)
             other = torch.full((), fill, dtype=x.dtype, device=x.device) if floats else some_row(rows, place)
             taken = torch.where((place >= 0).view(*place.shape, *[1] * (rows.ndim - 2)), taken, other)
-            return taken.flatten(0, 1).movedim(0, at)
+            return self.in_order(taken).movedim(0, at)
 
         twin = self.spliced(node, run, x, self.place())
         self.twins[node] = twin
@@ -187,7 +197,7 @@ class Selection(RowRewriting):
         if self._place is None:
 
             def run(mask: Tensor) -> Tensor:
-                each = self.all_rows(mask).unflatten(0, (-1, self.each * self.k))
+                each = self.by_sample(self.all_rows(mask))
                 own = torch.arange(each.shape[1], device=mask.device)
                 first = each.to(torch.int64).argmax(1, keepdim=True)
                 return torch.where(each.any(1, keepdim=True), torch.where(each, own, first), -1)
@@ -200,6 +210,16 @@ class Selection(RowRewriting):
         """`[N·k]`, the k of a row side by side."""
         picked = mask if mask.dtype is torch.bool else mask != 0
         return picked if mask.ndim == 1 else (picked if self.dim == 0 else picked.t()).reshape(-1)
+
+    def by_sample(self, rows: Tensor) -> Tensor:
+        """`[N·k, ..]` -> `[B, each·k, ..]`."""
+        found: Tensor = rows.unflatten(0, (self.outer, -1, self.each * self.k // self.outer))
+        return found.squeeze(0) if self.outer == 1 else found.transpose(0, 1).flatten(1, 2)
+
+    def in_order(self, rows: Tensor) -> Tensor:
+        """`[B, each·k, ..]` -> `[N·k, ..]`."""
+        found: Tensor = rows.unflatten(1, (self.outer, self.each * self.k // self.outer))
+        return found.transpose(0, 1).flatten(0, 2)
 
     def putting_back(self, node: Node) -> bool:
         """Rows added or written to where they came from."""

@@ -60,20 +60,28 @@ def _with_addend(op: Op, found: SampleAxis | None, ndim: int) -> Placement:
     return broadcast(op, [product, addend], ndim).axes
 
 
-@sample_rule("matmul", "linalg_matmul", "mm", "bmm", "mv", "_int_mm", "inner", proof="contraction")
+@sample_rule("matmul", "linalg_matmul", "mm", "bmm", "mv", "_int_mm", proof="contraction")
 def matmul(op: Op) -> Placement:
     """y[n.., i, j] = Σ_k a[n.., i, k] b[n.., k, j]; one-dim factors lose i or j."""
     a = op.value("self") or op.need("input")
     b = op.value("other") or op.value("mat2") or op.need("vec")
-    return _product(op, a, b, transposed=op.name == "aten.inner")
+    return _product(op, a, b)
 
 
-def _product(op: Op, a: Argument, b: Argument, transposed: bool = False) -> SampleAxis | None:
+def _product(op: Op, a: Argument, b: Argument) -> SampleAxis | None:
     lead_a, lead_b = batch_labels([max(a.ndim - 2, 0), max(b.ndim - 2, 0)])
     rows, columns = (["i"] if a.ndim > 1 else []), (["j"] if b.ndim > 1 else [])
-    right = lead_b + ([*columns, "k"] if transposed else ["k", *columns])
     longest = lead_a if len(lead_a) >= len(lead_b) else lead_b
-    return contraction(op, [a, b], [[*lead_a, *rows, "k"], right], longest + rows + columns)
+    return contraction(op, [a, b], [[*lead_a, *rows, "k"], [*lead_b, "k", *columns]], longest + rows + columns)
+
+
+@sample_rule("inner", proof="contraction")
+def inner(op: Op) -> Placement:
+    """y[i.., j..] = Σ_k a[i.., k] b[j.., k]; with a number it is a product, element by element."""
+    a, b = op.need("self"), op.need("other")
+    last = ["k"] if a.ndim and b.ndim else []
+    rows, columns = ([f"{letter}{d}" for d in range(x.ndim - len(last))] for letter, x in (("i", a), ("j", b)))
+    return contraction(op, [a, b], [rows + last, columns + last], rows + columns)
 
 
 @sample_rule("addmm", "_addmm_activation", "baddbmm", "addmv", proof="contraction")

@@ -51,17 +51,6 @@ def stack(op: Op) -> Placement:
     return None if axis is None else sample_axis.through_unsqueeze(axis, values[0].ndim, op.raw("dim", 0))
 
 
-@sample_rule("hstack", "vstack", "dstack", "column_stack", "row_stack", proof="joined")
-def named_stacks(op: Op) -> Placement:
-    """Along dim 1 (hstack), 0 (vstack), 2 (dstack), for values with enough dims."""
-    values = op.values_of("tensors")
-    short = op.name.removeprefix("aten.")
-    dim = {"hstack": 1, "column_stack": 1, "dstack": 2}.get(short, 0)
-    if min(v.ndim for v in values) <= max(dim, 1):
-        raise op.unsupported("its values have too few dims", "use cat or stack with a dim")
-    return joined(op, values, dim)
-
-
 @sample_rule("meshgrid", proof="joined")
 def meshgrid(op: Op) -> Placement:
     """y_k[i_0, i_1, ..] = x_k[i_k]."""
