@@ -6,6 +6,7 @@ import dis
 import functools
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -39,30 +40,53 @@ def _constant(value: Any) -> str:
     return written_code(value) if isinstance(value, CodeType) else repr(value)
 
 
+@dataclass(frozen=True)
+class _Names:
+    """The attributes that code stores or deletes (elsewhere: of others than its first argument), and those it reads."""
+
+    stored: frozenset[str]
+    elsewhere: frozenset[str]
+    read: frozenset[str]
+
+
 @functools.cache
-def _names(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """The attributes that code stores or deletes, and those that it reads."""
-    stored, read = set(), set()
+def _names(code: CodeType) -> _Names:
+    stored, elsewhere, read = set(), set(), set()
     for inner in nested(code):
+        before: Any = None
         for instruction in dis.get_instructions(inner):
             if instruction.opname in ("STORE_ATTR", "DELETE_ATTR"):
                 stored.add(instruction.argval)
+                if not _is_first_argument(before, inner):
+                    elsewhere.add(instruction.argval)
             elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
                 read.add(instruction.argval)
-    return frozenset(stored), frozenset(read)
+            before = instruction
+    return _Names(frozenset(stored), frozenset(elsewhere), frozenset(read))
 
 
-def stored_by(functions: Iterable[FunctionType], kind: type) -> set[str]:
-    """The attributes that functions store, and the methods of a class that they name, and so on."""
+def _is_first_argument(instruction: dis.Instruction | None, code: CodeType) -> bool:
+    """Whether an instruction loads, last of all, the first argument of the code: `self`."""
+    if instruction is None or not instruction.opname.startswith("LOAD_FAST") or not code.co_varnames:
+        return False
+    loaded: Any = instruction.argval
+    last: str = loaded[-1] if isinstance(loaded, tuple) else loaded
+    return last == code.co_varnames[0]
+
+
+def stored_by(functions: Iterable[FunctionType], kind: type, elsewhere: bool = False) -> set[str]:
+    """The attributes that functions store, and the methods of a class that they name, and so on.  elsewhere: those of
+    other objects alone, as in `self.config.kind = ..`.
+    """
     todo, met, found = list(functions), set[CodeType](), set[str]()
     while todo:
         function = todo.pop()
         if function.__code__ in met:
             continue
         met.add(function.__code__)
-        stored, read = _names(function.__code__)
-        found |= stored
-        todo += [f for name in read for f in _methods(kind, name)]
+        names = _names(function.__code__)
+        found |= names.elsewhere if elsewhere else names.stored
+        todo += [f for name in names.read for f in _methods(kind, name)]
         todo += [f for cell in function.__closure__ or () for f in functions_of(contents(cell))]  # what it decorates
     return found
 
@@ -79,11 +103,17 @@ def settings_of(value: Any, calls: str) -> dict[str, Any]:
     they name store, and cached properties.
     """
     kind, own = type(value), vars(value)
-    hooks = [hook for name in HOOKS for hook in own.get(name, {}).values()] if isinstance(value, nn.Module) else []
-    roots = [getattr(f, "__func__", f) for f in (*hooks, own.get(calls))]
-    changed = stored_by([*_methods(kind, calls), *(f for f in roots if isinstance(f, FunctionType))], kind)
+    changed = changed_by(value, calls)
     return {
         name: held for name, held in own.items()
         if name not in changed and not (isinstance(value, nn.Module) and name in _OF_BASE)
         and not any(isinstance(vars(owner).get(name), functools.cached_property) for owner in kind.__mro__)
     }  # fmt: skip
+
+
+def changed_by(value: Any, calls: str, elsewhere: bool = False) -> set[str]:
+    """The attributes that the method `calls` of an object stores, its hooks, or methods that they name."""
+    kind, own = type(value), vars(value)
+    hooks = [hook for name in HOOKS for hook in own.get(name, {}).values()] if isinstance(value, nn.Module) else []
+    roots = [getattr(f, "__func__", f) for f in (*hooks, own.get(calls))]
+    return stored_by([*_methods(kind, calls), *(f for f in roots if isinstance(f, FunctionType))], kind, elsewhere)

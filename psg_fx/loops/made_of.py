@@ -14,7 +14,7 @@ from psg_fx.loops.written import Texts
 from psg_fx.program.ambient import ambient_key
 from psg_fx.step.with_loss import LossModule
 
-RECORD = 3
+RECORD = 4
 """How it is written down here: what was written otherwise cannot be compared."""
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
@@ -40,7 +40,9 @@ def made_of(
         "quantities": [texts.text(q) for q in s.quantities],
         "model": _ADDRESS.sub("", repr(step.model)),
         "loss": printed,
-        "settings": {f"{name}.{n}".removeprefix("."): v for name, m in modules for n, v in texts.attributes(m).items()},
+        "settings": {
+            f"{name}.{n}".removeprefix("."): v for name, m in modules for n, v in texts.attributes(m, name).items()
+        },
         "batch_dim": texts.text(s.batch_dim),
         "asked": list(step._tracked().names),
         "training": [name for name, m in modules if m.training],

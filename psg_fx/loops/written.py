@@ -16,7 +16,7 @@ from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
 
 from psg_fx.digests import digest, fingerprint
-from psg_fx.loops.code import is_followed, settings_of, stored_by, written_code
+from psg_fx.loops.code import changed_by, is_followed, settings_of, stored_by, written_code
 from psg_fx.program.code import Origin, names_of, origin_of_module
 from psg_fx.program.objects import MISSING, contents, functions_of, is_array, slots_of
 from psg_fx.program.reads.walk import HOOKS
@@ -41,6 +41,8 @@ class Texts:
 
     def __init__(self, known: Mapping[nn.Module, str]) -> None:
         self._known = {id(module): name for module, name in known.items()}
+        self._stored = {name for module in known for name in changed_by(module, "forward", elsewhere=True)}
+        self._apart: dict[int, str] = {}
         self._digests: dict[str, list[str]] = {}
         self._met: dict[tuple[int, bool], str] = {}
         self._alive: list[Any] = []
@@ -172,12 +174,28 @@ class Texts:
                  *_BUILTIN)  # fmt: skip
         return isinstance(value, kinds) or dataclasses.is_dataclass(value) or is_array(value)
 
-    def attributes(self, module: nn.Module) -> dict[str, str]:
-        """What a module holds besides parameters, buffers and modules, and does not change itself; its hooks."""
+    def attributes(self, module: nn.Module, name: str = "") -> dict[str, str]:
+        """What a module holds besides parameters, buffers and modules, and no forward changes; its hooks.  Of a
+        dataclass, such as the settings of a whole model, each field; where it comes up again, the first of its names.
+        """
+        found: dict[str, str] = {}
         with self._at(0):
-            found = {n: self.text(v) for n, v in settings_of(module, "forward").items() if self._is_settled(v)}
-            hooks = [f"{name}: {self.text(hook)}" for name in HOOKS for hook in vars(module).get(name, {}).values()]
+            for own, value in settings_of(module, "forward").items():
+                if dataclasses.is_dataclass(value) and not isinstance(value, type):
+                    found |= self._fields_apart(value, own, f"{name}.{own}".removeprefix("."))
+                elif self._is_settled(value):
+                    found[own] = self.text(value)
+            hooks = [f"{kind}: {self.text(hook)}" for kind in HOOKS for hook in vars(module).get(kind, {}).values()]
         return found | ({"hooks": ", ".join(hooks)} if hooks else {})
+
+    def _fields_apart(self, value: Any, own: str, name: str) -> dict[str, str]:
+        """Each field of a dataclass for itself."""
+        first = self._apart.setdefault(id(value), name)
+        if first != name:
+            return {own: f"as {first}"}
+        self._alive.append(value)
+        kept = {n: held for n, held in _fields(value).items() if n not in self._stored}
+        return {own: self.text(type(value))} | {f"{own}.{n}": self.text(held) for n, held in kept.items()}
 
     def _module(self, module: nn.Module) -> str:
         """A module that is not written down elsewhere."""
@@ -205,7 +223,7 @@ class Texts:
             return str(value)
         kind, own = self.text(type(value)), {}
         if dataclasses.is_dataclass(value):
-            own = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
+            own = _fields(value)
         elif self._deep:
             own = settings_of(value, "__call__") if hasattr(value, "__dict__") else {}
             own |= {name: getattr(value, name) for name in slots_of(type(value)) if hasattr(value, name)}
@@ -218,6 +236,11 @@ class Texts:
         owner = getattr(value, "__self__", None)
         name = f"{getattr(value, '__module__', None) or 'builtins'}.{value.__qualname__}"
         return name if owner is None or isinstance(owner, types.ModuleType) else f"{name} of {self.text(owner)}"
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass by name."""
+    return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
 
 
 _LOOKS: tuple[tuple[Any, Callable[[Texts, Any], str]], ...] = (

@@ -76,7 +76,8 @@ class Guard:
         index = next((i for i, (before, now) in enumerate(pairs) if before != now), None)
         if index is None:
             return walk.labels[-1] if len(walk.meaning) != len(self.meaning) else ""
-        return self.labels[index]
+        added = walk.labels[index]
+        return added if added not in self.labels else self.labels[index]
 
 
 class Placed:

@@ -278,3 +278,53 @@ def own_quantity(rooted: bool) -> Any:
 
 def test_the_code_of_a_quantity_belongs_to_it(tmp_path: Path) -> None:
     refused(tmp_path, own_step(own_quantity(True)), own_step(own_quantity(False)), r"the code of .*own_quantity.*Own")
+
+
+@dataclass
+class Config:
+    """The settings of a whole model, which its parts share."""
+
+    scale: float = 2.0
+    kind: str | None = None
+    factor: float = 1.0
+
+
+class Part(WithLayer):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.config.scale * self.layer(x)
+
+
+class Configured(nn.Module):
+    """Decides at its first call of what kind it is, and keeps a factor of its own."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.config = Config(**settings)
+        self.part = Part(self.config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.config.kind is None:
+            self.config.kind = "floats" if x.is_floating_point() else "ints"
+        self.factor = 3.0
+        return self.config.factor * self.factor * self.part(x)
+
+
+def test_what_the_forward_stores_in_shared_settings_does_not_count(tmp_path: Path) -> None:
+    first = own_step(model=Configured())
+    interrupted(tmp_path, first)
+    assert first.model.config.kind == "floats"
+    assert len(psg_fx.over(loader(11, 3), first, store=tmp_path, progress=False)) == 11
+
+
+@pytest.mark.parametrize("name", ["scale", "factor"])
+def test_of_settings_that_parts_share_the_field_is_named(tmp_path: Path, name: str) -> None:
+    """Once: the parts' are the model's."""
+    refused(
+        tmp_path, own_step(model=Configured(kind="floats")), own_step(model=Configured(**{name: 5.0})),
+        rf"other settings of config.{name}\n.*\n  why    config.{name}: [12].0 there, 5.0 here\n",
+    )  # fmt: skip

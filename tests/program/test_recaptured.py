@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -131,3 +133,34 @@ def test_a_number_of_samples_that_is_a_default_for_one() -> None:
     step = psg_fx.transform(model, lambda o: o.square().mean(), backend="eager")
     with pytest.warns(UserWarning, match="one graph for each batch size"):
         assert step.validate(x).ok
+
+
+class Scaled:
+    def __init__(self) -> None:
+        self.scale = 2.0
+
+
+class Asking(nn.Module):
+    """Asks for what may not be there, so that all that its classes hold is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings, self.layer = Scaled(), nn.Linear(4, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * getattr(self.settings, "extra", 1.0) * self.settings.scale
+
+
+def test_copies_of_a_model_are_nothing_new() -> None:
+    """Copying and pickling leave notes of Python's on its classes."""
+    model, x = Asking(), torch.randn(3, 4, dtype=torch.float64)
+    step = psg_fx.transform(model, lambda o: o.square().mean(), quantities=psg_fx.Norms(), backend="eager")
+    step(x)
+    copy.deepcopy(model)
+    pickle.dumps(model)
+    step(x)
+    assert [captured.why for captured in step.captures] == ["first call"]
+    Scaled.extra = 3.0  # type: ignore[attr-defined]
+    step(x)
+    assert step.captures[-1].why == "changed: Scaled"
+    del Scaled.extra  # type: ignore[attr-defined]

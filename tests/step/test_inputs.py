@@ -398,3 +398,10 @@ def test_without_a_loss_such_inputs_are_taken_where_nothing_is_differentiated() 
         step(first)
     with torch.no_grad():
         torch.testing.assert_close(step(first), model(first))
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, lambda o, y: F.nll_loss(o.log_softmax(1), y)])
+def test_labels_of_kinds_that_the_loss_does_not_take(loss: Callable[..., Tensor]) -> None:
+    check(mlp(), loss, x(B, 4), labels().to(torch.uint8))
+    with pytest.raises(psg_fx.BadArgument, match="the loss does not run on a batch of one sample"):
+        psg_fx.transform(mlp(), loss, backend="eager")(x(B, 4), labels().int())

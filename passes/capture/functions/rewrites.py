@@ -79,7 +79,10 @@ def nll_loss(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor
 
 
 def _labels(target: Tensor) -> Tensor:
-    """Labels of 8 bits as those that torch's shapes are known for."""
+    """Labels of 8 bits as those that torch's shapes are known for.  Of other integers it refuses values alone."""
+    if target.dtype in (torch.int8, torch.int16, torch.int32):
+        message = f"expected labels of int64 or uint8, got {target.dtype}"
+        raise TypeError(message)
     return target.long() if target.dtype is torch.uint8 else target
 
 

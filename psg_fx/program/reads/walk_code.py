@@ -215,7 +215,7 @@ _OF_PYTHON = frozenset({
     *vars(ModuleType("")), *vars(type("", (), {})), *dir(object), *dir(type), "__builtins__", "__file__", "__cached__",
     "__path__", "__annotations__", "__all__", "__slots__", "__dataclass_params__", "__match_args__", "__orig_bases__",
     "__parameters__", "__static_attributes__", "__firstlineno__", "__getattr__", "__dir__", "__getstate__",
-    "__post_init__",
+    "__post_init__", "__slotnames__", "__abstractmethods__", "_abc_impl",
 })  # fmt: skip
 """Names that Python has for something of its own in modules and classes."""
 _BUILTINS: dict[str, Any] = vars(sys.modules["builtins"])
