@@ -81,6 +81,9 @@ def imported(name: str) -> Any:
     module_name, _, attribute = name.partition(":")
     if not (module_name and attribute):
         raise UsageError(f"{name!r} is not of the form MODULE:FACTORY, as in my_package.models:tiny")
+    if module_name.endswith(".py") or not all(map(str.isidentifier, module_name.split("."))):
+        meant = f"{Path(module_name.removesuffix('.py')).name}:{attribute}"
+        raise UsageError(f"{module_name!r} is no name of a module: of a file in the current folder, give {meant}")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:

@@ -100,6 +100,8 @@ def _shared(target: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
     def taken(x: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = target(x.detach())
+        if not x.is_floating_point():
+            return found
         same = x.detach() == found
         share = torch.where(same & x.detach().isfinite(), x - x.detach(), 0).sum() / same.sum()
         return found + share

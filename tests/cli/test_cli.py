@@ -237,6 +237,7 @@ def test_a_refusal_is_printed_whole(factories: str, capsys: pytest.CaptureFixtur
         (["explain", "json.nowhere.at_all:make"], "there is no module 'json.nowhere'"),
         (["explain", "json:dumsp"], "module json has no 'dumsp'; did you mean dump?"),
         (["explain", ":make"], "is not of the form MODULE:FACTORY"),
+        (["explain", "./my_models.py:tiny"], "of a file in the current folder, give my_models:tiny"),
         (["explain", "json:dumps"], "must be callable with no arguments"),
         (["explain", "sys:maxsize"], "is no function, but of type int"),
         (

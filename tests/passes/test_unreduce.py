@@ -247,6 +247,7 @@ REDUCTIONS: dict[str, Loss] = {
     "max with indices": lambda o, y: (o - y).max(0)[0].sum(),
     "sorted mean": lambda o, y: ((o - y).mean(0).sort(descending=True).values * WEIGHT).sum(),
     "largest of a mean": lambda o, y: (o - y).mean(0).topk(2).values.prod() + (o - y).mean(0).kthvalue(2).values,
+    "median of whole numbers": lambda o, y: o.mean() * (y > 0).sum(0).median() * (y * 9).long().max(),
     "written into a mean": lambda o, y: _with_a_part((o - y).mean(0), o.sum(0)).square().sum(),
     "norm": lambda o, y: (o - y).norm(),
     "einsum": lambda o, y: torch.einsum("bd,bd->", o - y, o),
