@@ -158,6 +158,7 @@ def test_the_step_draws_what_the_ordinary_step_draws(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:one graph for each batch size")
 @pytest.mark.parametrize("name", one_in(3, MODELS))
 def test_without_a_loss(name: str) -> None:
     model = MODELS[name]().double()
