@@ -26,6 +26,7 @@ from psg_fx.torch_private.fakes import symbolic_inputs
 from psg_fx.torch_private.functional import Functional
 from psg_fx.torch_private.modes import enable_python_dispatcher
 
+from ..independence.values import bound
 from .constants import Elements, Share, alike, compute, number, share
 
 aten = torch.ops.aten
@@ -130,10 +131,7 @@ def _compare(column: Sequence[Node], place: Sequence[dict[Node, int]], sizes: Se
 def _with_defaults(node: Node) -> None:
     """All arguments of an op: export leaves out those that are the default, as one group for one sample."""
     if isinstance(node.target, OpOverload):
-        given = {
-            a.name: value for a, value in zip(node.target._schema.arguments, node.args, strict=False)
-        } | node.kwargs
-        full = {a.name: given.get(a.name, a.default_value) for a in node.target._schema.arguments}
+        full = bound(node)
         only = [a.name for a in node.target._schema.arguments if a.kwarg_only]
         node.args = tuple(value for name, value in full.items() if name not in only)
         node.kwargs = {name: full[name] for name in only}
