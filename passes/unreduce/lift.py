@@ -29,8 +29,7 @@ def lifted(
     number: the value of a SymInt argument in the program of one sample.
     """
     axes = [facts.fact(n).samples for n in spread]
-    value = node.meta["val"]
-    ndim = (value if isinstance(value, Tensor) else value[0]).ndim
+    ndim = next(facts.tensors(node.meta["val"])).ndim
     batching = known(node.target).batching
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) and all(a is None for a in axes)
 
