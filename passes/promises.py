@@ -21,11 +21,11 @@ from psg_fx.graph.facts import fact
 from psg_fx.graph.same_op import computation
 from psg_fx.graph.stages import Stage, broken, promise
 from psg_fx.graph.strides import reads_strides
-from psg_fx.graph.tracing import mutates
 from psg_fx.op_table import known
 from psg_fx.planner.expr import LeafExpr
 from psg_fx.planner.plan import PLAN, ParameterPlan, Part, Plan
 from psg_fx.tensors import product
+from psg_fx.torch_private.ops import writes
 
 aten = torch.ops.aten
 
@@ -44,7 +44,7 @@ def described(gm: GraphModule) -> None:
 def functional(gm: GraphModule) -> None:
     """No op writes into a tensor."""
     for node in gm.graph.nodes:
-        if mutates(node):
+        if writes(node.target):
             raise broken("no op writes into a tensor", gm, node)
 
 

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Interpreter
 
 from psg_fx.graph.strides import free_of_strides
 from psg_fx.torch_private.graphs import traced_without_code
+from psg_fx.torch_private.ops import writes
 from psg_fx.torch_private.tracer import trace_fakes
 
 
@@ -27,14 +28,8 @@ def trace(
         traced = trace_fakes(function, arguments, **options)
         if corrected is not None:
             corrected(traced)
-        if any(mutates(node) for node in traced.graph.nodes):
+        if any(writes(node.target) for node in traced.graph.nodes):
             again = torch.func.functionalize(Interpreter(free_of_strides(traced)).run)
             with torch.no_grad():  # what was differentiated is there
                 traced = trace_fakes(again, arguments, **options)
     return traced
-
-
-def mutates(node: Node) -> bool:
-    """Whether the op writes into a tensor."""
-    schema = getattr(node.target, "_schema", None)
-    return node.op == "call_function" and schema is not None and bool(schema.is_mutable)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import operator
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +32,7 @@ from torch.utils import _pytree as pytree
 
 from psg_fx.errors import PsgError
 from psg_fx.torch_private.composites import remembered_composites
+from psg_fx.torch_private.ops import is_of_numbers, writes
 from psg_fx.torch_private.patching import patched_here
 from psg_fx.torch_private.recorded import Copied
 from psg_fx.torch_private.tracer import trace_fakes
@@ -111,13 +111,12 @@ def _is_plain_op(node: Node) -> bool:
         return False
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target.namespace in _NAMESPACES
-    return getattr(node.target, "__module__", None) in (operator.getitem.__module__, "math", "torch")
+    return is_of_numbers(node.target)
 
 
 def _writes(exported: ExportedProgram | Functional) -> bool:
     """Whether an op of the program writes into an argument."""
-    targets = {node.target for node in exported.graph_module.graph.nodes if node.op == "call_function"}
-    return any(isinstance(t, torch._ops.OpOverload) and t._schema.is_mutable for t in targets)
+    return any(writes(node.target) for node in exported.graph_module.graph.nodes)
 
 
 def _in_one_trace(exported: ExportedProgram, table: Decompositions) -> Functional | None:

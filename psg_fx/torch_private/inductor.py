@@ -24,6 +24,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from .compiler import code_that_asks
+from .functional_already import functional_already
 from .kernel_files import few_kernel_files
 from .patching import patched_here
 from .repeated import without_repetition
@@ -107,7 +108,7 @@ def compiled(
     static = [place for place, like in enumerate(inputs) if like.stays]
     with (
         compile_lock, tracing(TracingContext(mode)), few_kernel_files(), without_repetition(), _in_place(static),
-        code_that_asks(),
+        code_that_asks(), functional_already(),
     ):  # fmt: skip
         run = compiler(gm, fakes)
     conditions = [guard.expr.xreplace(names) for guard in env.guards]

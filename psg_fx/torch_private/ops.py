@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,6 +34,16 @@ def python_decomposition(op: OpOverload) -> Callable[..., Any] | None:
         return op.decompose
     found: Callable[..., Any] | None = decomposition_table.get(op)
     return found
+
+
+def writes(op: object) -> bool:
+    """Whether an op writes into an argument."""
+    return isinstance(op, OpOverload) and bool(op._schema.is_mutable)
+
+
+def is_of_numbers(function: object) -> bool:
+    """Whether a node that calls the function computes with sizes, or takes one of several results."""
+    return getattr(function, "__module__", None) in (operator.getitem.__module__, "math", "torch")
 
 
 def custom_op_name(op: object) -> str | None:

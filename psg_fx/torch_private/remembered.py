@@ -131,6 +131,8 @@ class _Dispatch:
     ) -> Any:  # fmt: skip
         if self.inside:
             return self.original(mode, func, types, args, kwargs)
+        if func is torch.ops.higher_order.invoke_subgraph:
+            return self._called(mode, func, types, args, kwargs)
         if not is_function(func):
             return self._compute(mode, func, types, args, kwargs)
         operands = Operands(mode)
@@ -158,6 +160,14 @@ class _Dispatch:
             return self.original(mode, *call)
         finally:
             self.inside = False
+
+    def _called(self, mode: Any, *call: Any) -> Any:
+        """A call of a graph: torch remembers the results of calls; the ops inside are asked for at the first."""
+        mode.cache_enabled = True
+        try:
+            return self.original(mode, *call)
+        finally:
+            mode.cache_enabled = False
 
     def _knowledge(self, mode: Any) -> Knowledge:
         env = mode.shape_env

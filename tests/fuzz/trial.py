@@ -24,8 +24,9 @@ from fuzz.program import Misfit, Program
 from fuzz.source import Built, build
 from psg_fx.graph import facts
 from psg_fx.graph.facts import GraphFacts, InputSpec, OutputSpec, SampleAxis
-from psg_fx.graph.tracing import mutates, trace
+from psg_fx.graph.tracing import trace
 from psg_fx.passes.independence.batch import batch
+from psg_fx.torch_private.ops import writes
 
 HINT = 101
 SIZES = (3, 2)
@@ -124,7 +125,7 @@ def traced(built: Built) -> GraphModule | None:
         return whole(built)(values[:first], values[first:second], values[second:])
 
     gm = make_fx(flat, tracing_mode="symbolic", pre_dispatch=True)(*leaves) if composite(built.program) else None
-    if gm is None or any(mutates(node) for node in gm.graph.nodes):
+    if gm is None or any(writes(node.target) for node in gm.graph.nodes):
         gm = trace(flat, leaves)
     nodes = facts.placeholders(gm)
     for node, dim in zip(nodes, places, strict=True):

@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from psg_fx.graph.tracing import mutates
+from psg_fx.torch_private.ops import writes
 
 aten = torch.ops.aten
 
@@ -53,7 +53,7 @@ def _write_detached(node: torch.fx.Node) -> None:
     """What a node of such a region writes has no gradient either, and not only what the region returns: in
     `with torch.no_grad(): target[:, 0] = h`, the target is a tensor from outside.
     """
-    if not mutates(node):
+    if not writes(node.target):
         return
     op: Any = node.target
     arguments = op._schema.arguments

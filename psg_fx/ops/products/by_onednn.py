@@ -21,7 +21,7 @@ from psg_fx.torch_private import onednn
 CLEARLY = 1.2
 """How many times as fast it must be: no two libraries that are alike change places by chance."""
 
-_ROUNDS = 20
+_ROUNDS = 12
 """Of which the shortest counts: compilers may run beside it."""
 
 
@@ -32,13 +32,13 @@ def is_faster() -> bool:
 
 @functools.cache
 def times_as_fast() -> float:
-    """The BLAS's time in oneDNN's, each the shortest of some for a product of middle size: 40 ms in all, once.
+    """The BLAS's time in oneDNN's, each the shortest of some for a product of middle size: 10 to 25 ms in all, once.
 
     With one thread: it tells how wide vectors are as well as several do, which wait for each other where compilers run
     beside them, so that one library or the other would win by chance.
     """
     # Random ones would be taken from the user's generator; defaults are the user's, too.
-    a, b = (torch.ones(rows, 512, dtype=torch.float32, device="cpu") for rows in (256, 512))
+    a, b = (torch.ones(rows, 512, dtype=torch.float32, device="cpu") for rows in (128, 512))
     found: dict[Callable[..., Tensor], list[float]] = {torch.mm: [], onednn.product: []}
     with _one_thread():
         for _ in range(1 + _ROUNDS):
