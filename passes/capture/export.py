@@ -38,7 +38,17 @@ from psg_fx.torch_private.tracer import traced_quickly
 from .constants import constants_that_follow
 from .copies import writes_a_copy
 from .fixed_sizes import join, values_of
-from .functions import losses, parts, quantised, recurrent_layers, rewrites, solves, stacks, under_vmap  # noqa: F401  (they say what ops are written as)
+from .functions import (  # noqa: F401  (they say what ops are written as)
+    formulas,
+    losses,
+    parts,
+    quantised,
+    recurrent_layers,
+    rewrites,
+    solves,
+    stacks,
+    under_vmap,
+)
 from .functions.rewrites import rewritten
 from .gradients.custom_backward import keep_custom_backward
 from .gradients.derivatives import functional_derivatives

@@ -1,0 +1,79 @@
+"""Functions that are captured as their formulas: the same as torch's, and apart for each sample."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from psg_fx import SamplesMixed
+from psg_fx.passes.capture.functions import formulas
+from support.programs import Refused, Row, check_answer, check_refusal, head, program, square, tokens
+
+EYE = torch.eye(2).double()
+ROWS = {
+    "kron with a constant": Row(program(lambda x, w: torch.kron(x @ w, EYE), w=(4, 3)), square, tokens),
+    "kron with a parameter": Row(program(lambda x, w, p: torch.kron(p, x @ w), w=(4, 3), p=(2, 2)), square, tokens),
+    "gradient": Row(program(lambda x, w: torch.gradient(x @ w, spacing=0.5, dim=1)[0], w=(4, 3)), square, tokens),
+    "gradient in two dims": Row(
+        program(lambda x, w: sum(torch.gradient(x @ w, dim=(1, 2), edge_order=2)), w=(4, 3)), square, tokens
+    ),
+    "cov under vmap": Row(program(lambda x, w: torch.vmap(torch.cov)(x @ w), w=(4, 3)), square, tokens),
+    "corrcoef under vmap": Row(program(lambda x, w: torch.vmap(torch.corrcoef)(x @ w), w=(4, 3)), square, tokens),
+}
+
+
+def labelled(size: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, 4).double(), torch.zeros(size).double()
+
+
+MIXED: dict[str, Refused] = {
+    name: (head, loss, labelled, SamplesMixed, "mixes samples")
+    for name, loss in {
+        "kron": lambda o, y: torch.kron(o, o).square().mean(),
+        "cov": lambda o, y: torch.cov(o.T).square().mean(),
+        "corrcoef": lambda o, y: torch.corrcoef(o).square().mean(),
+    }.items()
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_equals_the_loop(name: str) -> None:
+    check_answer(ROWS[name])
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_of_the_batch_is_refused(name: str) -> None:
+    check_refusal(MIXED[name])
+
+
+@pytest.mark.parametrize(("shape", "other"), [((3, 4), (2, 3)), ((4,), (2, 2)), ((2, 3, 2), (3,)), ((2, 2), ())])
+def test_kron_is_torchs(shape: tuple[int, ...], other: tuple[int, ...]) -> None:
+    a, b = torch.randn(shape), torch.randn(other)
+    torch.testing.assert_close(formulas.kron(a, b), torch.kron(a, b))
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {},
+        {"dim": 1},
+        {"dim": (0, 2), "spacing": (0.5, 2.0)},
+        {"spacing": 3.0, "edge_order": 2},
+        {"dim": [-1], "spacing": [2.0]},
+    ],
+)
+def test_gradient_is_torchs(named: dict[str, Any]) -> None:
+    x = torch.randn(3, 5, 4).double()
+    for found, expected in zip(formulas.gradient(x, **named), torch.gradient(x, **named), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("shape", [(3, 7), (7,)])
+def test_cov_and_corrcoef_are_torchs(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape)
+    for correction in (0, 1, 2):
+        torch.testing.assert_close(formulas.cov(x, correction=correction), torch.cov(x, correction=correction))
+    torch.testing.assert_close(formulas.corrcoef(x), torch.corrcoef(x))
