@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -24,7 +26,6 @@ from psg_fx.graph.strides import reads_strides
 from psg_fx.op_table import known
 from psg_fx.planner.expr import LeafExpr
 from psg_fx.planner.plan import PLAN, ParameterPlan, Part, Plan
-from psg_fx.tensors import product
 from psg_fx.torch_private.ops import writes
 
 aten = torch.ops.aten
@@ -174,7 +175,8 @@ def networked(gm: GraphModule) -> None:
             if not known.issuperset(source for leaf in term.network.leaves for source in leaf.sources):
                 raise broken(f"the networks of {name} read values of the graph", gm)
             if not _fits(term):
-                raise broken(f"the networks of {name} have its use's shape for each sample", gm)
+                by = f"what the rule {term.rule} says of {term.op} at {' and '.join(term.sites)}"
+                raise broken(f"the networks of {name} have its use's shape for each sample; {by} has not", gm)
 
 
 def _uses(sites: Iterable[Site]) -> dict[str, Counter[str]]:
@@ -189,9 +191,29 @@ def _uses(sites: Iterable[Site]) -> dict[str, Counter[str]]:
 
 
 def _fits(term: Term) -> bool:
-    sizes, out = term.network.sizes, term.network.out
-    elements = product(int(sizes[axis]) for axis in out if axis != BATCH)
-    return BATCH in out and elements == product(int(size) for size in term.shape)
+    """Whether the axes of the result are those of the use, some of them perhaps as one: in that order, as far as sizes
+    tell.
+    """
+    network = term.network
+    ours = [int(network.sizes[axis]) for axis in network.out if axis != BATCH]
+    return BATCH in network.out and same_axes(ours, [int(size) for size in term.shape])
+
+
+def same_axes(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether both are sizes of the same axes in order, where an axis of one may stand for several of the other.
+
+    (6, 4) and (2, 3, 4) are; (6, 4) and (4, 6) are not: up to each end of an axis that both have, one has one axis.
+    """
+    if 0 in (*one, *other):
+        return 0 in one and 0 in other
+    ends = [list(itertools.accumulate((s for s in sizes if s != 1), operator.mul)) for sizes in (one, other)]
+    if ends[0][-1:] != ends[1][-1:]:
+        return False
+    common = sorted({*ends[0]} & {*ends[1]})
+    between = [
+        [sum(low < end <= high for end in each) for each in ends] for low, high in itertools.pairwise([0, *common])
+    ]
+    return all(min(counts) <= 1 for counts in between)
 
 
 @promise(Stage.MERGED, Stage.PLANNED)

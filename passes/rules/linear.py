@@ -23,10 +23,18 @@ def linear(site: Site) -> dict[str, Network | None]:
     """y[b,t,o] = Σ_i x[b,t,i] W[o,i] + bias[o]; t stands for any middle axes.
 
     weight: x[b,t,i] ȳ[b,t,o] -> [b,o,i]        (Goodfellow 2015, arXiv:1510.01799)
-    bias:   ȳ[b,t,o] -> [b,o]
+    bias:   ȳ[b,t,o] -> [b,o]; one of another shape broadcasts from the right
     """
     x, ybar = site.input(0), site.cotangent
-    return {"weight": network("b t* i, b t* o -> b o i", x, ybar), "bias": network("b t* o -> b o", ybar)}
+    return {"weight": network("b t* i, b t* o -> b o i", x, ybar), "bias": _bias(site)}
+
+
+def _bias(site: Site) -> Network | None:
+    """The gradient of a bias, if there is one: ȳ[b,t,o] -> [b,o], or summed over whatever it broadcasts along."""
+    ybar, given = site.cotangent, site.arg(2, "bias", None)
+    if not isinstance(given, Value) or given.shape == ybar.shape[-1:]:
+        return network("b t* o -> b o", ybar)
+    return broadcast_network(site, given.shape, "ȳ", "ȳ", (ybar,), lambda g: g)
 
 
 @rule(

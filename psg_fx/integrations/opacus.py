@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from opacus.accountants import create_accountant
 from opacus.data_loader import DPDataLoader
-from opacus.optimizers import DPOptimizerFastGradientClipping
+from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from psg_fx.api import transform
 from psg_fx.distributed.gradients import set_grad
@@ -42,9 +42,9 @@ class PrivateTraining:
     Args:
         model, loss_fn: as in `psg_fx.transform`; the bound is on the gradient of each sample's own loss.
         optimizer: torch's, over the model's parameters; a scheduler may be built on it.
-        loader: a `DataLoader`, or Opacus' `DPDataLoader`.  q N samples are expected in a batch, which is the loader's
-            batch size where that divides N.
-        noise_multiplier: σ.  max_grad_norm: C, which is finite.
+        loader: a `DataLoader` of a whole data set, or Opacus' `DPDataLoader`.  q N samples are expected in a batch,
+            which is the loader's batch size where that divides N.
+        noise_multiplier: σ.  max_grad_norm: C, which is finite; `private.optimizer.max_grad_norm` may change.
         accountant: "prv", "rdp" or "gdp", or an accountant of Opacus, which may have a history.
         part: run batches in parts of at most so many samples.
         generator, secure_mode: of the noise, as in Opacus.
@@ -64,8 +64,9 @@ class PrivateTraining:
     ) -> None:  # fmt: skip
         _refuse_several_processes(model)
         _check_noise(noise_multiplier)
-        _check_parts(model, optimizer, loader, options)
-        clipped = _clipped(max_grad_norm)
+        _check_loader(loader)
+        _check_parts(model, optimizer, options)
+        _check_bound(max_grad_norm)
         self.model = model
         self.loader = loader if isinstance(loader, DPDataLoader) else DPDataLoader.from_data_loader(loader)
         self.accountant = _accountant(accountant)
@@ -75,16 +76,28 @@ class PrivateTraining:
             expected_batch_size=len(self.loader.dataset) * rate, secure_mode=secure_mode,
         )  # fmt: skip
         self.optimizer.attach_step_hook(self.accountant.get_optimizer_hook_fn(rate))
+        self._bound = torch.tensor(float(max_grad_norm), dtype=torch.float64)
+        clipped = ClippedSum(max_norm=self._bound)
         self.transformed = transform(model, loss_fn, quantities=clipped, **{"dynamic": True} | options)
         self._call = self.transformed if part is None else microbatch(self.transformed, part)
 
     def step(self, inputs: Any, *targets: Any) -> StepOutput:
-        """One step of the optimizer on a batch; the losses, norms and clip factors of its samples are not private."""
+        """One step of the optimizer on a batch; the losses, norms and clip factors of its samples are not private.
+
+        Sums are clipped to the optimizer's `max_grad_norm` of now, as its noise is, which a scheduler may change.
+        """
+        _check_bound(self.optimizer.max_grad_norm)
+        self._bound.fill_(self.optimizer.max_grad_norm)
         out: StepOutput = self._call(inputs, *targets)
         self.optimizer.zero_grad()
-        set_grad(self.model, out.clipped_sum)
+        set_grad(self.model, self._of_the_optimizer(out.clipped_sum))
         self.optimizer.step()
         return out
+
+    def _of_the_optimizer(self, sums: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Those that get noise; others would lie in `p.grad` without."""
+        own, parameters = {*self.optimizer.params}, dict(self.model.named_parameters(remove_duplicate=False))
+        return {name: value for name, value in sums.items() if parameters.get(name) in own}
 
     def epsilon(self, delta: float) -> float:
         """What has been spent, at this δ; 0 before the first step."""
@@ -103,15 +116,14 @@ def _check_noise(noise_multiplier: Any) -> None:
         )  # fmt: skip
 
 
-def _clipped(bound: Any) -> ClippedSum:
-    clipped = ClippedSum(max_norm=bound)
+def _check_bound(bound: Any) -> None:
+    ClippedSum(max_norm=bound)
     if isinstance(bound, Mapping) or math.isinf(float(bound)):
         raise BadArgument(
             f"max_grad_norm={bound!r} is not one finite number", where="PrivateTraining(max_grad_norm=...)",
             why="noise of noise_multiplier times max_grad_norm is added to the sum",
             fix="a float that is larger than all norms leaves gradients as they are, where noise_multiplier is 0",
         )  # fmt: skip
-    return clipped
 
 
 def _accountant(accountant: Any) -> Any:
@@ -124,12 +136,45 @@ def _accountant(accountant: Any) -> Any:
         ) from error  # fmt: skip
 
 
-def _check_parts(model: nn.Module, optimizer: Any, loader: Any, options: Mapping[str, Any]) -> None:
-    """Refuse an optimizer of other parameters, what gives no samples, and options that are not free."""
-    if not isinstance(loader, DataLoader):
+def _check_loader(loader: Any) -> None:
+    """Refuse what does not give every sample of a data set once: batches are drawn from all of them."""
+    if isinstance(loader, DPDataLoader):
+        return
+    why = "batches are drawn anew from its data set"
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        found = loader.dataset if isinstance(loader, DataLoader) else loader
         raise BadArgument(
-            f"the loader is a {type(loader).__name__}", where="PrivateTraining(loader)",
-            why="batches are drawn anew from its data set", fix="pass a torch.utils.data.DataLoader",
+            f"the loader is a {type(loader).__name__}" if found is loader else "the loader's data set is a stream",
+            where="PrivateTraining(loader)", why=why, fix="pass a torch.utils.data.DataLoader of a data set with "
+            "a length",
+        )  # fmt: skip
+    sampler = loader.sampler
+    whole = type(sampler) is SequentialSampler or (
+        type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(loader.dataset)
+    )
+    if not whole or type(loader.batch_sampler) is not BatchSampler:
+        odd = loader.batch_sampler if whole else sampler
+        raise BadArgument(
+            f"the loader has a {type(odd).__name__}", where="PrivateTraining(loader)",
+            why=f"{why}, all of whose samples join with one probability; a sampler's choice would be lost",
+            fix="pass DataLoader(torch.utils.data.Subset(dataset, indices), batch_size=...) of the samples to train on",
+        )  # fmt: skip
+    if not len(loader):
+        raise BadArgument(
+            "the loader has no batches", where="PrivateTraining(loader)",
+            why="a sample joins a batch with probability 1 / len(loader)", fix="choose a smaller batch size",
+        )  # fmt: skip
+
+
+def _check_parts(model: nn.Module, optimizer: Any, options: Mapping[str, Any]) -> None:
+    """Refuse an optimizer of other parameters, or that cannot be given noise, and options that are not free."""
+    if isinstance(optimizer, (DPOptimizer, torch.optim.LBFGS)):
+        with_noise = isinstance(optimizer, DPOptimizer)
+        raise BadArgument(
+            f"the optimizer is {'already' if with_noise else 'a'} {type(optimizer).__name__}",
+            where="PrivateTraining(optimizer)",
+            why="noise would be added twice" if with_noise else "it computes gradients several times in a step",
+            fix="pass the optimizer of torch that it was made of" if with_noise else "torch.optim.SGD or Adam, say",
         )  # fmt: skip
     own = set(model.parameters())
     if not all(p in own for group in optimizer.param_groups for p in group["params"]):

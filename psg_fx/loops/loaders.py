@@ -32,7 +32,11 @@ def samples_of(loader: Any) -> int | None:
 
 
 def order_is_drawn(loader: Any) -> str | None:
-    """The sampler that draws an order at random, by its name; None where none is known."""
+    """The sampler that draws an order at random, by its name, or what lets workers decide it; None where nothing is
+    known to.
+    """
+    if getattr(loader, "num_workers", 0) and getattr(loader, "in_order", True) is False:
+        return "in_order=False"
     batch_sampler = getattr(loader, "batch_sampler", None)
     for sampler in (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
         name = type(sampler).__name__

@@ -103,6 +103,8 @@ class LoadedStep:
                 return StepOutput(self._fields(self._run(state, call, extras)))
 
             fields = with_finite_sum(again, call, extras, fields) or fields
+        if call.batch_size() == 0 and "buffers" in fields:  # no forward ran that would write them
+            fields["buffers"] = {name: params[name].clone() for name in fields["buffers"] if name in params}
         return StepOutput(fields)
 
     def _require_as_decided(self, params: Mapping[str, torch.Tensor]) -> None:
@@ -156,8 +158,13 @@ class LoadedStep:
     def _extras(self, given: Mapping[str, Any], count: int) -> dict[str, torch.Tensor]:
         """The further inputs by name; directions are one for each parameter."""
         flat = dict(given)
-        for name, value in flat.pop("directions", {}).items():
-            flat[f"direction.{name}"] = value
+        directions = flat.pop("directions", {})
+        if not isinstance(directions, Mapping):
+            raise BadArgument(
+                f"directions is a {type(directions).__name__}", where=_CALL, why="there is one for each parameter",
+                fix="pass directions={name: tensor}",
+            )  # fmt: skip
+        flat |= {f"direction.{name}": value for name, value in directions.items()}
         entries = self.spec.of_kind("given")
         if unknown := set(flat) - {entry.name for entry in entries}:
             known = ", ".join(entry.name for entry in entries) or "nothing beside inputs and targets"

@@ -9,7 +9,6 @@ step of a ResNet18 (two cores of an AMD EPYC, torch 2.13) the two took 4.3 s, an
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch._subclasses import functional_tensor
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils._pytree import tree_map
 
 from psg_fx.torch_private.fake_keys import OF_VALUES
 from psg_fx.torch_private.ops import has_effect, is_of_numbers, writes
@@ -26,6 +26,7 @@ from psg_fx.torch_private.patching import patched_here
 from psg_fx.torch_private.recorded import quickly_recorded
 from psg_fx.torch_private.remembered import remembered_results
 
+aten = torch.ops.aten
 _RUNS = "PropagateUnbackedSymInts"
 """What AOTAutograd runs a graph with, both times."""
 
@@ -63,24 +64,15 @@ class _Run(Interpreter):
         return tuple([to_fun(value) for value in found])
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not (isinstance(target, OpOverload) and target._can_decompose()):
+        composite = isinstance(target, OpOverload) and target._can_decompose()
+        if not composite or target in (aten.reshape.default, aten.sym_size.int):
             return super().call_function(target, args, kwargs)
-        mode: Any = get_proxy_mode()
-        nodes = mode.tracer.graph.nodes
-        last = next(iter(reversed(nodes)))
-        found = super().call_function(target, args, kwargs)
-        made = list(itertools.takewhile(lambda node: node is not last, reversed(nodes)))
-        if not any(writes(node.target) for node in made):
-            return found
-        for node in made:  # some composite kernels write into what they have just made
-            mode.tracer.graph.erase_node(node)
         return _functional(target, args, kwargs)
 
 
 def _functional(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The op, recorded as ops that do not write."""
+    """A composite op, recorded as ops that do not write: some kernels write into what they have just made."""
     from torch._functorch._aot_autograd.functional_utils import from_fun, to_fun
-    from torch.utils._pytree import tree_map
 
     with functional_tensor.FunctionalTensorMode():
         return tree_map(from_fun, op(*tree_map(to_fun, args), **tree_map(to_fun, kwargs)))

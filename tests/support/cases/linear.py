@@ -49,6 +49,8 @@ LINEAR = [
          batch_dim=2),
     Case("linear/folded", _folded_linear, x=(B, 5, 4), params={"w": (6, 4), "bias": (6,)}),
     Case("linear/folded-time-major", _time_major_fold, x=(5, B, 4), params={"w": (6, 4)}, batch_dim=1, out_dim=1),
+    Case("linear/one-bias", F.linear, x=(B, 5, 4), params={"weight": (6, 4), "bias": (1,)}),
+    Case("linear/bias-of-positions", F.linear, x=(B, 5, 4), params={"weight": (6, 4), "bias": (5, 6)}),
     Case("linear/bias-only", F.linear, params=_W, frozen=("weight",)),
     Case("linear/frozen-bias", F.linear, params=_W, frozen=("bias",)),
     Case("linear/relu-stack", lambda x, w, v: F.linear(F.linear(x, w).relu(), v), params={"w": (6, 4), "v": (2, 6)}),
