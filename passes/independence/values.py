@@ -25,7 +25,7 @@ NUMBERING = (torch.int64, torch.int32)
 NUMBERS = "it computes with the numbers of the samples (arange over the batch), which one sample alone lacks"
 NUMBERS_FIX = "use arange(B) only to pick each sample's row: x[torch.arange(B), ids]"
 FIX = "write it so that every sample is computed from its own rows alone"
-REWRITE = "rewrite this line with other ops, or ask for a rule for this op"
+REWRITE = "rewrite this line with other ops, or write a rule for this op (docs/add-an-op.md)"
 GATHER = "gather what each row needs (of experts: their weights[ids], then bmm), or compute all and multiply by a mask"
 
 

@@ -150,7 +150,7 @@ def _check_loader(loader: Any) -> None:
         )  # fmt: skip
     sampler = loader.sampler
     whole = type(sampler) is SequentialSampler or (
-        type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(loader.dataset)
+        type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source)
     )
     if not whole or type(loader.batch_sampler) is not BatchSampler:
         odd = loader.batch_sampler if whole else sampler
@@ -171,7 +171,7 @@ def _check_parts(model: nn.Module, optimizer: Any, options: Mapping[str, Any]) -
     if isinstance(optimizer, (DPOptimizer, torch.optim.LBFGS)):
         with_noise = isinstance(optimizer, DPOptimizer)
         raise BadArgument(
-            f"the optimizer is {'already' if with_noise else 'a'} {type(optimizer).__name__}",
+            f"the optimizer is {'already a' if with_noise else 'a'} {type(optimizer).__name__}",
             where="PrivateTraining(optimizer)",
             why="noise would be added twice" if with_noise else "it computes gradients several times in a step",
             fix="pass the optimizer of torch that it was made of" if with_noise else "torch.optim.SGD or Adam, say",

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
 from psg_fx import BadArgument, Norms, NotYetSupported
 from support import oracle
@@ -42,6 +42,17 @@ def private(model: nn.Module, size: int = 5, **options: Any) -> Any:
         model, F.cross_entropy, options.pop("optimizer", optimizer(model)), options.pop("loader", loader(size)),
         generator=torch.Generator().manual_seed(7), **usual | options,
     )  # fmt: skip
+
+
+class Stream(IterableDataset[Any]):
+    """Samples without a number."""
+
+    def __iter__(self) -> Any:
+        return iter(DATA)
+
+
+class Batches(BatchSampler):
+    """A choice of the user's."""
 
 
 def by_opacus(model: nn.Module, size: int = 5, epochs: int = 2, accountant: str = "prv") -> Any:
@@ -111,6 +122,26 @@ def test_the_bound_holds_for_each_sample() -> None:
     assert train.transformed.validate(*DATA[:6]).ok
 
 
+def test_the_bound_is_the_one_that_noise_follows() -> None:
+    train = private(mlp())
+    schedule = opacus.schedulers.ExponentialGradClip(train.optimizer, gamma=0.1)
+    for bound in (0.5, 0.05, 0.005):
+        out = train.step(*DATA[:6])
+        assert float((out.norms * out.clip_factors).max()) == pytest.approx(bound, rel=1e-4)
+        schedule.step()
+    train.optimizer.max_grad_norm = float("inf")
+    with pytest.raises(BadArgument, match="is not one finite number"):
+        train.step(*DATA[:6])
+
+
+def test_no_sum_lies_in_grad_without_noise() -> None:
+    model = mlp()
+    train = private(model, optimizer=torch.optim.SGD(model[0].parameters(), lr=0.1))
+    train.step(*DATA[:6])
+    assert all(p.grad is not None for p in model[0].parameters())
+    assert all(p.grad is None for p in model[2].parameters())
+
+
 @pytest.mark.parametrize("accountant", ["prv", "rdp"])
 def test_no_step_has_cost_nothing(accountant: str) -> None:
     assert private(mlp(), accountant=accountant).epsilon(1e-5) == 0.0
@@ -133,6 +164,12 @@ def test_noise_that_is_none(noise: Any) -> None:
         ({"quantities": Norms()}, "quantities= is not an option"),
         ({"accountant": "none"}, "accountant='none' is unknown"),
         ({"loader": [DATA[:3]]}, "the loader is a list"),
+        ({"loader": DataLoader(Stream(), 3)}, "the loader's data set is a stream"),
+        ({"loader": DataLoader(DATA, 40, drop_last=True)}, "the loader has no batches"),
+        ({"loader": DataLoader(DATA, 5, sampler=SubsetRandomSampler(range(9)))}, r"SubsetRandomSampler[^\0]*Subset\("),
+        ({"loader": DataLoader(DATA, batch_sampler=Batches(range(30), 5, False))}, "the loader has a Batches"),
+        ({"optimizer": torch.optim.LBFGS(mlp().parameters())}, "the optimizer is a LBFGS"),
+        ({"optimizer": private(mlp()).optimizer}, "the optimizer is already a DPOptimizerFastGradientClipping"),
         ({"optimizer": optimizer(mlp())}, "the optimizer has parameters that the model does not have"),
     ],
 )  # fmt: skip

@@ -172,11 +172,12 @@ def test_an_interruption_in_the_middle_of_a_batch_keeps_whole_batches(
     compare(psg_fx.over(loader(11, 3), own, store=tmp_path, progress=False), own(*samples(11)))
 
 
-@pytest.mark.parametrize("kind", ["shuffle", "sampler", "batch_sampler"])
+@pytest.mark.parametrize("kind", ["shuffle", "sampler", "batch_sampler", "in_order"])
 def test_a_random_order_is_refused(tmp_path: Path, kind: str) -> None:
     data = TensorDataset(*samples(11))
     options: dict[str, Any] = {
         "shuffle": {"batch_size": 3, "shuffle": True},
+        "in_order": {"batch_size": 3, "num_workers": 2, "in_order": False},
         "sampler": {"batch_size": 3, "sampler": torch.utils.data.WeightedRandomSampler([1.0] * 11, 11)},
         "batch_sampler": {"batch_sampler": torch.utils.data.BatchSampler(RandomSampler(data), 3, False)},
     }[kind]

@@ -177,6 +177,7 @@ def test_what_does_not_fit_is_refused(made: Made) -> None:
     assert text(state, inputs, targets, weights=None).startswith("weights is missing\n")
     assert text(state, inputs, targets, weights=torch.ones(3)).startswith("weights is [3]\n")
     assert text(state, inputs, targets, sizes=1).startswith("loaded() got sizes\n")
+    assert text(state, inputs, targets, directions=[]).startswith("directions is a list\n")
     too_large = inputs | {"x": 1e7 * inputs["x"]}
     assert "if x.abs().max() > 1e6" in text(state, too_large, targets)
 
@@ -312,3 +313,24 @@ def test_a_buffer_that_decided_stays_as_it_was(tmp_path: Path) -> None:
     model.scales.fill_(1.0)
     with pytest.raises(BadArgument, match="scales has other values than at the export"):
         loaded(model.state_dict(), *batch)
+
+
+def test_no_samples_leave_buffers_as_they_were(tmp_path: Path) -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+            self.register_buffer("seen", torch.tensor(41.0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen += 1
+            return self.layer(x)  # type: ignore[no-any-return]
+
+    model, (x, y) = Counts(), (torch.randn(4, 3), torch.tensor([0, 1, 1, 0]))
+    step = psg_fx.transform(model, nn.functional.cross_entropy, quantities=psg_fx.Norms(), dynamic=True)
+    loaded = psg_fx.load(step.export(tmp_path / "counts.pt2", x, y))
+    state = model.state_dict()
+    assert float(loaded(state, x, y).buffers["seen"]) == 42
+    none = loaded(state, x[:0], y[:0]).buffers["seen"]
+    assert float(none) == 41
+    assert none.data_ptr() != state["seen"].data_ptr()

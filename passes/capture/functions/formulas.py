@@ -53,7 +53,7 @@ def cov(
         return torch.cov(input, correction=correction, fweights=fweights, aweights=aweights)
     x = input.reshape(1, -1) if input.dim() < 2 else input
     x = x - x.mean(1, keepdim=True)
-    found = x @ x.T / torch.sym_max(x.shape[1] - correction, 0)
+    found: Tensor = x @ x.T / torch.sym_max(x.shape[1] - correction, 0)
     return found.squeeze() if input.dim() < 2 else found
 
 
