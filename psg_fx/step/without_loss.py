@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.fx import GraphModule, Node
 
-from psg_fx.errors import BadArgument
+from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.garbage import first_without_collection
 from psg_fx.graph import facts
 from psg_fx.graph.facts import LEFT_BEHIND, OutputSpec
@@ -172,8 +171,16 @@ class _Joined(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        with torch.no_grad():
+            found = _Joined._computed(ctx, gradients)
+        if not torch.is_grad_enabled():
+            return found
+        once: Callable[..., torch.Tensor] = _Once.apply
+        return tuple([None if value is None else once(value, *gradients) for value in found])
+
+    @staticmethod
+    def _computed(ctx: Any, gradients: Sequence[Any]) -> tuple[Any, ...]:
         step: SplitStep = ctx.step
         rest, others = (tensor.detach() for tensor in ctx.saved_tensors), iter(ctx.others)
         saved = [next(rest) if is_tensor else next(others) for is_tensor in ctx.tensors]
@@ -181,6 +188,23 @@ class _Joined(torch.autograd.Function):
         tangents = [_laid_out(g, like, device) for g, (like, device) in zip(floating, ctx.like, strict=True)]
         found = step.backward_results([*saved, *tangents], ctx.call)
         return (None, None, None, None, None, *_deliver(ctx, step, found))
+
+
+class _Once(torch.autograd.Function):
+    """A value computed from these tensors; only its gradient is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, *tensors: Any) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise NotYetSupported(
+            "gradients of gradients of a step without a loss", where="transform(model)",
+            why="what its backward computes has no backward of its own",
+            fix="take inner gradients in the model's own forward, by torch.autograd.grad(..., create_graph=True) "
+            "(docs/guides/derivatives.md)",
+        )  # fmt: skip
 
 
 def _laid_out(gradient: torch.Tensor | None, like: torch.Tensor, device: torch.device) -> torch.Tensor:

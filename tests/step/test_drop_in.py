@@ -16,6 +16,7 @@ from psg_fx import BadArgument, NotYetSupported, zoo
 from psg_fx.step.without_loss import _laid_out
 from support import oracle
 from support.selection import one_in
+from support.small import mlp
 
 SMALL: dict[str, dict[str, Any]] = {
     "mlp": {},
@@ -265,3 +266,15 @@ def test_outputs_whose_gradient_would_be_lost_are_refused(name: str) -> None:
     function, text = OUTPUTS[name]
     with pytest.raises(NotYetSupported, match=text):
         psg_fx.transform(Returns(function), backend="eager")(torch.randn(3, 4))
+
+
+def test_the_gradient_of_an_input_is_there_and_has_none_of_its_own() -> None:
+    """`create_graph=True` is no mistake where nothing is differentiated again."""
+    torch.manual_seed(0)
+    model, x, y = mlp(), torch.randn(3, 4, requires_grad=True), torch.tensor([0, 1, 2])
+    made = psg_fx.transform(model, backend="eager")
+    (found,) = torch.autograd.grad(F.cross_entropy(made(x), y), x, create_graph=True)
+    (want,) = torch.autograd.grad(F.cross_entropy(model(x), y), x)
+    torch.testing.assert_close(found, want)
+    with pytest.raises(NotYetSupported, match=r"gradients of gradients[^\0]*derivatives\.md"):
+        found.square().sum().backward()
