@@ -21,6 +21,7 @@ from psg_fx.algebra.site import PREFIXES
 from psg_fx.graph import facts
 from psg_fx.graph.history import History, Snapshot, copy_graph
 from psg_fx.graph.stages import Stage, broken, checks, verify
+from psg_fx.passes.promises import same_axes
 from psg_fx.passes.runner import graph_pass, run
 from psg_fx.planner.plan import PLAN
 
@@ -379,3 +380,15 @@ def test_error_names_the_node() -> None:
     gm = graph(Stage.CAPTURED)
     error = broken("nothing", gm, last_op(gm))
     assert str(error).startswith("a pass broke the promise: nothing\n  where  %")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ((6, 4), (6, 4), True), ((6, 4), (4, 6), False), ((24,), (4, 6), True), ((6, 4), (2, 3, 4), True),
+        ((3, 2, 4), (2, 12), False), ((1, 6, 4), (6, 1, 4), True), ((), (1,), True), ((2,), (), False),
+        ((2, 3, 20), (6, 4, 5), True), ((0, 3), (3, 0), True), ((0, 3), (3,), False), ((5, 2, 3), (5, 3, 2), False),
+    ],
+)  # fmt: skip
+def test_axes_of_a_gradient_are_its_parameters(one: tuple[int, ...], other: tuple[int, ...], same: bool) -> None:
+    assert same_axes(one, other) == same
