@@ -79,26 +79,26 @@ def _functional(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _writes_nowhere(gm: GraphModule) -> bool:
-    """Whether the graph is ops, and calls of such graphs, that neither write nor have other effects, and gives tensors;
+    """Whether the graph, and those that it calls, are ops that neither write nor have other effects, and give tensors;
     no size depends on values.
     """
-    (results,) = gm.graph.output_node().args
-    if not isinstance(results, (tuple, list)) or not all(r is None or _is_tensor(r) for r in results):
-        return False
-    return all(_is_plain(node, gm) for node in gm.graph.nodes)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Node) and isinstance(value.meta.get("val"), torch.Tensor)
+    parts = [part for part in gm.modules() if isinstance(part, GraphModule)]
+    return all(_is_plain(node, part) for part in parts for node in part.graph.nodes)
 
 
 def _is_plain(node: Node, gm: GraphModule) -> bool:
     op = node.target
+    if node.op == "output":
+        (results,) = node.args
+        return isinstance(results, (tuple, list)) and all(r is None or _is_tensor(r) for r in results)
     if node.op == "get_attr":
-        found = getattr(gm, str(op), None)
-        return isinstance(found, GraphModule) and _writes_nowhere(found)
+        return isinstance(getattr(gm, str(op), None), GraphModule)
     if node.op != "call_function" or op is torch.ops.higher_order.invoke_subgraph:
-        return node.op in ("call_function", "placeholder", "output")
+        return node.op in ("call_function", "placeholder")
     if isinstance(op, OpOverload):
         return not (writes(op) or OF_VALUES.intersection(op.tags) or has_effect(op))
     return is_of_numbers(op)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Node) and isinstance(value.meta.get("val"), torch.Tensor)

@@ -53,7 +53,9 @@ def custom_op_name(op: object) -> str | None:
 
 def has_effect(op: OpOverload) -> bool:
     """Whether an op is registered as one that does something beside computing its result."""
-    arguments: tuple[Any, ...] = (op, (), {})[
-        : len(inspect.signature(has_effects).parameters)
-    ]  # of the op alone since torch 2.10
+    arguments: tuple[Any, ...] = (op, (), {})[:_READ]
     return bool(has_effects(*arguments))
+
+
+_READ = len(inspect.signature(has_effects).parameters)
+"""How many arguments torch asks for: the op alone since torch 2.10."""
