@@ -17,16 +17,31 @@ from typing import Any, TypeVar, cast
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+_WAITING: list[None] = []
+"""One for each that holds the search back at the moment, none where that was off before."""
+
+
 @contextmanager
 def without_collection() -> Iterator[None]:
     """While open, nothing looks for garbage.  (Also a decorator.)"""
     enabled = gc.isenabled()
     gc.disable()
+    if enabled:
+        _WAITING.append(None)
     try:
         yield
     finally:
         if enabled:
+            _WAITING.pop()
             gc.enable()
+
+
+def collect_while_waiting() -> None:
+    """Look for garbage among what has been made since the search was held back: for whom waits for another process,
+    instead of afterwards.
+    """
+    if _WAITING:
+        gc.collect(0)
 
 
 def first_without_collection(method: F) -> F:

@@ -38,7 +38,7 @@ from psg_fx.quantities.own import is_own
 from psg_fx.source import warn
 from psg_fx.step import copies, mistakes, own_code
 from psg_fx.step.settings import Settings
-from psg_fx.torch_private.ahead import ask_ahead
+from psg_fx.torch_private.kernel_files import begin_calls
 
 _STATE = ("_parameters", "_buffers", "_modules")
 _FOR_GOOD = ("model", "loss_fn", "settings")
@@ -224,7 +224,7 @@ class PerSampleModule(nn.Module):
         self, key: Key, call: Call, build: Callable[[], tuple[Any, Program]], structure: Structure, there: Functions
     ) -> Captured:
         if self.settings.backend == "inductor" and self._device(call).type == "cpu":
-            ask_ahead()
+            begin_calls()
         self._cache.tell(key, call.batch_size(), there)
         why = self._cache.why(key, call.batch_size(), there)
         try:

@@ -1,20 +1,19 @@
 """C++ kernels of one graph in few files: inductor gives each a file of its own.
 
 Of the time that g++ takes for such a file, most is the same for every file: reading headers (precompiled ones, too),
-and linking.  Kernels that follow one another in a file, each in a namespace of its own, pay that once.  What is called
-from Python is as inductor writes it, a module for each kernel; a library can hold many.
+and linking.  Kernels that follow one another in a file, each in a namespace of its own, pay that once.  Inductor writes
+a module of Python behind every kernel, for which g++ reads Python's headers again; here one library calls them all
+(`psg_fx/ops/cpp/kernel_calls.cpp`), which a machine compiles once.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import os
+import ctypes
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,7 +22,13 @@ from torch._inductor.codecache import CodeCacheFuture, CppPythonBindingsCodeCach
 from torch._inductor.exc import CppCompileError
 from torch._inductor.utils import clear_on_fresh_cache
 
+from psg_fx.garbage import collect_while_waiting
+
+from . import native
 from .patching import patched_here
+
+CALLS = "kernel_calls"
+"""The library that calls kernels from Python."""
 
 LEAST = 16_384
 """Characters of code that are worth a file of their own: as long as g++ takes for no code at all."""
@@ -32,8 +37,15 @@ _PLAIN = re.compile(r'\s*(#include <[^>]+>)\n\s*extern "C"\s+(void\s+kernel\()')
 """How the code of a kernel begins that stands for itself."""
 _OF_ALL = re.compile(r"^\s*#(include|define|undef)\b|\bextern \"C\"", re.MULTILINE)
 """What means something outside of a namespace."""
-_PREAMBLE = re.compile(r"(\s*(//|#)[^\n]*\n|\s*\n)*")
-"""What must stand outside of a namespace: headers and macros, and comments among them."""
+_WHOLE = "int64_t"
+"""The type of arguments that are numbers; of all others, tensors' data is passed."""
+
+
+def begin_calls() -> None:
+    """Begin to compile what calls kernels, and to ask what compiling needs to know: passes come first, and leave a core
+    idle.
+    """
+    native.begin(CALLS)
 
 
 @contextlib.contextmanager
@@ -43,7 +55,7 @@ def few_kernel_files() -> Iterator[None]:
 
     def later(self: Any, argtypes: list[str], source: str) -> Any:
         """The kernel once all are known, as `wait` asks for it."""
-        parts = _parts(source)
+        parts = _parts(source) if all(t.endswith("*") or _plain(t) == _WHOLE for t in argtypes) else None
         if parts is None:
             return alone(self, argtypes, source)
         kernel_code_log.info("CPP+Bindings Kernel:\n%s", source)
@@ -97,6 +109,8 @@ class _Kernels:
             try:
                 self._found = _compiled(self._kernels)
             except CppCompileError:  # the error of a kernel by itself says more
+                self._found = None
+            if self._found is None:
                 self._found = [_now(kernel.alone()) for kernel in self._kernels]
         return self._found
 
@@ -105,15 +119,20 @@ def _now(kernel: Any) -> Any:
     return kernel.result() if isinstance(kernel, CodeCacheFuture) else kernel
 
 
-def _compiled(kernels: Sequence[_Kernel]) -> list[Callable[..., None]]:
-    """The kernels as functions of Python."""
+def _compiled(kernels: Sequence[_Kernel]) -> list[Callable[..., None]] | None:
+    """The kernels as functions of Python; None where the library that calls them does not compile."""
+    begin_calls()
     found: dict[int, Callable[..., None]] = {}
     files = _files(kernels, get_compile_threads())
     with _submitting() as submit:
         pending = [_Library.load_async(_code([kernels[i] for i in file]), "cpu", submit_fn=submit) for file in files]
+    collect_while_waiting()
+    calls = native.finished(CALLS)
+    if calls is None:
+        return None
     for file, get in zip(files, pending, strict=True):
         library = get()
-        found |= {i: _function(library, place) for place, i in enumerate(file)}
+        found |= {i: _function(calls, library[_name(place)], kernels[i]) for place, i in enumerate(file)}
     return [found[i] for i in range(len(kernels))]
 
 
@@ -146,32 +165,32 @@ def _files(kernels: Sequence[_Kernel], threads: int) -> list[list[int]]:
 
 
 def _code(kernels: Sequence[_Kernel]) -> str:
-    """One file: each kernel in a namespace of its own, and behind them what inductor binds them to Python by."""
-    bindings = [_PREAMBLE.match(_binding(kernel, f"kernel_{i}")) for i, kernel in enumerate(kernels)]
-    found = [(binding.group(), binding.string[binding.end() :]) for binding in bindings if binding is not None]
+    """One file: each kernel in a namespace of its own, and behind it a function of all its arguments in an array."""
     parts = [kernels[0].header]
-    parts += [_within(i, kernel.code) for i, kernel in enumerate(kernels)]
-    parts += [found[0][0]]
-    parts += [_within(i, binding) for i, (_, binding) in enumerate(found)]
+    for place, kernel in enumerate(kernels):
+        passed = ", ".join(_argument(n, argtype) for n, argtype in enumerate(kernel.argtypes))
+        parts.append(f"namespace of_{_name(place)} {{\n{kernel.code}}}\n")
+        parts.append(f'extern "C" void {_name(place)}(void* const* of) {{ of_{_name(place)}::kernel({passed}); }}\n')
     return "\n" + "\n".join(parts)
 
 
-def _within(place: int, code: str) -> str:
-    return f"namespace of_kernel_{place} {{\n{code}}}\n"
+def _name(place: int) -> str:
+    return f"kernel_{place}"
 
 
-def _binding(kernel: _Kernel, name: str) -> str:
-    """What makes a module of this name, with a function of this name."""
-    parsed = (f"parse_arg<{t.replace('const ', '')}>(args, {n})" for n, t in enumerate(kernel.argtypes))
-    return CppPythonBindingsCodeCache.suffix_template.format(
-        arg_len=len(kernel.argtypes), entry_func=name, extra_parse_arg="",
-        call_entry_func=CppPythonBindingsCodeCache.call_entry_function.format(", ".join(parsed)),
-    )  # fmt: skip
+def _plain(argtype: str) -> str:
+    return argtype.replace("const ", "").strip()
+
+
+def _argument(place: int, argtype: str) -> str:
+    """An element of the array as what the kernel wants: `load` in `kernel_calls.cpp` has written it."""
+    cast = "reinterpret_cast" if _plain(argtype) == _WHOLE else "static_cast"
+    return f"{cast}<{_plain(argtype)}>(of[{place}])"
 
 
 @clear_on_fresh_cache
 class _Library(CppPythonBindingsCodeCache):
-    """A file of several kernels, compiled."""
+    """A file of several kernels, compiled with the flags and precompiled headers of those that are compiled alone."""
 
     cache: dict[str, Callable[[], Any]] = {}  # noqa: RUF012 (as in the class that it is like)
 
@@ -181,18 +200,13 @@ class _Library(CppPythonBindingsCodeCache):
 
     @classmethod
     def _load_library_inner(cls, path: str, key: str) -> Any:
-        return SimpleNamespace(path=path, key=key)
+        return ctypes.CDLL(path)
 
 
-def _function(library: Any, place: int) -> Callable[..., None]:
-    name = f"kernel_{place}"
-    os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(
-        torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
-    )
-    spec = importlib.util.spec_from_file_location(f"{library.key}.{name}", library.path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    found: Callable[..., None] = getattr(module, name)
-    return found
+def _function(calls: ctypes.CDLL, found: Any, kernel: _Kernel) -> Callable[..., None]:
+    """A kernel of a library as a function of Python."""
+    make = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(("function", calls))
+    kinds = "".join("n" if _plain(argtype) == _WHOLE else "t" for argtype in kernel.argtypes)
+    data = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
+    made: Callable[..., None] = make(ctypes.cast(found, ctypes.c_void_p), data, kinds.encode())
+    return made

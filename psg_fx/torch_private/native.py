@@ -53,6 +53,12 @@ def library(name: str) -> CDLL | None:
     return future.result() if future is not None and future.done() else None
 
 
+def finished(name: str) -> CDLL | None:
+    """The library, waited for; None where it does not compile."""
+    begin(name)
+    return _BEGUN[name].result()
+
+
 def passed(value: torch.Tensor | str | int | None) -> Any:
     """An argument of a function of a library: where the first element of a contiguous tensor lies, or none."""
     if isinstance(value, str):

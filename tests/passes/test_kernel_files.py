@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch._inductor import codecache, config, cpu_vec_isa
+from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.exc import CppCompileError
 
-from psg_fx.torch_private import ahead, kernel_files
+from psg_fx.torch_private import ahead, kernel_files, native
 from psg_fx.torch_private.kernel_files import few_kernel_files
 
 pytestmark = pytest.mark.inductor
@@ -109,9 +112,61 @@ def test_the_code_of_a_kernel() -> None:
     assert kernel_files._parts(code) == ("#include <a.h>", "void  kernel(float* x)\n{\n    #pragma omp for\n}\n")
 
 
-def test_outside_nothing_is_changed() -> None:
-    from torch._inductor.async_compile import AsyncCompile
+KERNEL = """
+#include <torch/csrc/inductor/cpp_prefix.h>
+extern "C"  void  kernel(const float* x, float* y, const TYPE k)
+{
+    TORCH_CHECK(k < 7, "too many");
+    y[0] = x[0] + k;
+}
+"""
 
+
+def made(argtype: str) -> Any:
+    """The kernel as a graph's code asks for it."""
+    compiling = AsyncCompile()
+    with few_kernel_files():
+        source = KERNEL.replace("TYPE", argtype)
+        scope = {"kernel": compiling.cpp_pybinding(["const float*", "float*", f"const {argtype}"], source)}
+        compiling.wait(scope)
+    return scope["kernel"]
+
+
+@pytest.mark.parametrize("argtype", ["int64_t", "float"])  # the second is called as inductor does
+def test_calls(argtype: str) -> None:
+    kernel, x, y = made(argtype), torch.rand(1), torch.zeros(1)
+    kernel(x, y, 2)
+    torch.testing.assert_close(y, x + 2)
+    with pytest.raises(RuntimeError, match="too many"):
+        kernel(x, y, 9)
+    for wrong in ((x, y), (x, 2, 3), (x, y, "2")):
+        with pytest.raises((RuntimeError, TypeError)):
+            kernel(*wrong)
+    torch.testing.assert_close(y, x + 2)
+
+
+def test_sizes_below_zero_and_large() -> None:
+    kernel, x, y = made("int64_t"), torch.zeros(1), torch.zeros(1)
+    for k in (-1, -(2**40)):
+        kernel(x, y, k)
+        assert y.item() == k
+
+
+def test_where_what_calls_them_does_not_compile(files: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "finished", lambda name: None)
+    compiled(11)
+    assert files
+
+
+def test_a_kernel_lets_go_of_what_it_was_made_of() -> None:
+    kernel = made("int64_t")
+    held = weakref.ref(kernel)
+    del kernel
+    gc.collect()
+    assert held() is None
+
+
+def test_outside_nothing_is_changed() -> None:
     before = vars(AsyncCompile)["cpp_pybinding"], vars(AsyncCompile)["wait"]
     with few_kernel_files():
         assert vars(AsyncCompile)["cpp_pybinding"] is not before[0]

@@ -13,6 +13,7 @@ from torch import nn
 
 import psg_fx
 from psg_fx.errors import PsgError
+from psg_fx.garbage import collect_while_waiting, without_collection
 
 
 @pytest.fixture
@@ -64,3 +65,21 @@ def test_whoever_has_turned_it_off_finds_it_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_who_waits_collects_what_is_new(searches: list[int]) -> None:
+    searches[0] = 0
+    with without_collection():
+        collect_while_waiting()
+    assert searches[0] >= 1
+    gc.disable()
+    try:
+        with without_collection():
+            searches[0] = 0
+            collect_while_waiting()  # the user has turned it off
+            assert searches[0] == 0
+    finally:
+        gc.enable()
+    searches[0] = 0
+    collect_while_waiting()
+    assert searches[0] <= 1  # only of Python's own accord
