@@ -17,6 +17,7 @@ from psg_fx.algebra.ask import Ask, Contraction, Phase, ThroughTotal
 from psg_fx.algebra.asks import Materialized, SquaredNorm, whole
 from psg_fx.algebra.gradient import ParameterGradient
 from psg_fx.algebra.network import Network
+from psg_fx.planner.alike import LeavesOf, likeness
 from psg_fx.planner.cost import Device
 from psg_fx.planner.expr import Expr, dense, peak_bytes, rounds
 from psg_fx.planner.methods import OFFERED, ROUNDED
@@ -78,8 +79,8 @@ def plan_step(
     if price is not None:
         device = replace(device, kept=price, working=price)
     free = device if price is not None else replace(device, kept=0.0)
-    concrete = _concrete(batch, size)
-    ways = [_ways(gradient, asks, device, batch, concrete) for gradient in gradients]
+    concrete, searched = _concrete(batch, size), dict[Hashable, _Searched]()
+    ways = [_ways(gradient, asks, device, batch, concrete, searched) for gradient in gradients]
     found = tuple(_plan_parameter(each, free) for each in ways)
     if price is None and device.kept and sum(_kept(p) for p in found) > _LITTLE:
         found = tuple(_plan_parameter(each, device) for each in ways)
@@ -111,12 +112,15 @@ def _concrete(batch: sympy.Symbol, size: int) -> Concrete:
 # --- what must be contracted ---------------------------------------------------------------------------------------
 
 _Open = list[tuple[Ask, Contraction]]
+_Searched = tuple[list[Network], list[list[_Option]]]
+"""The networks of one parameter, and the trees that were found for each."""
 
 
 def _ways(
-    gradient: ParameterGradient, asks: Sequence[Ask], device: Device, batch: sympy.Symbol, concrete: Concrete
-) -> _Ways:
-    """The sum of one term is that term."""
+    gradient: ParameterGradient, asks: Sequence[Ask], device: Device, batch: sympy.Symbol, concrete: Concrete,
+    searched: dict[Hashable, _Searched],
+) -> _Ways:  # fmt: skip
+    """The sum of one term is that term.  searched: of parameters so far, by what those alike have in common."""
     if not gradient.terms:
         return _Ways(gradient, [], "")
     asked: list[tuple[bool, _Open]] = []
@@ -126,13 +130,27 @@ def _ways(
     if direct is None or len(gradient.terms) > 1:
         asked.append((True, _through_total(gradient, asks, batch)))
     rounding = device.rounded and any(ask.phase is Phase.AFTER_NORMS for ask in asks)
-
-    def question(ask: Ask, contraction: Contraction) -> _Question:
-        rounded = rounding and (ask.phase is Phase.AFTER_NORMS or isinstance(ask, SquaredNorm))
-        return _Question(ask, contraction, _trees(contraction.network, concrete, device, rounded))
-
-    each = [(total, list(itertools.starmap(question, questions))) for total, questions in asked]
+    questions = [question for _, questions in asked for question in questions]
+    rounded = [rounding and (a.phase is Phase.AFTER_NORMS or isinstance(a, SquaredNorm)) for a, _ in questions]
+    networks = [contraction.network for _, contraction in questions]
+    key = (likeness(networks, concrete), tuple(rounded))
+    if key not in searched:
+        searched[key] = networks, [_trees(n, concrete, device, r) for n, r in zip(networks, rounded, strict=True)]
+    options = iter(_of_alike(*searched[key], networks))
+    each = [(total, [_Question(*question, next(options)) for question in questions]) for total, questions in asked]
     return _Ways(gradient, each, reason)
+
+
+def _of_alike(searched: list[Network], options: list[list[_Option]], networks: list[Network]) -> list[list[_Option]]:
+    """The trees of these networks, from those of others that are alike."""
+    if networks is searched:
+        return options
+    moved = LeavesOf(searched, networks)
+    return [[_moved(option, moved(option.tree)) for option in each] for each in options]
+
+
+def _moved(option: _Option, tree: Expr) -> _Option:
+    return _Option(tree, dict(zip(tree.nodes, option.nodes.values(), strict=True)))
 
 
 def _direct(gradient: ParameterGradient, asks: Sequence[Ask]) -> tuple[_Open | None, str]:
