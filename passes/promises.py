@@ -296,7 +296,7 @@ def lowered(gm: GraphModule) -> None:
 @promise(Stage.TIDIED)
 def tidied(gm: GraphModule) -> None:
     """No op is done twice, none for nothing; one node computes the batch size."""
-    seen: set[Any] = set()
+    seen: dict[Any, Node] = {}
     batch, counts = facts.graph_facts(gm).batch, 0
     for node in gm.graph.nodes:
         if node.op != "call_function":
@@ -304,9 +304,8 @@ def tidied(gm: GraphModule) -> None:
         if not node.users and not node.is_impure():
             raise broken("every value is read", gm, node)
         key = computation(node)
-        if key is not None and key in seen:
+        if key is not None and seen.setdefault(key, node) is not node:
             raise broken("no op is done twice", gm, node)
-        seen.add(key)
         value = node.meta.get("val")
         counts += isinstance(value, torch.SymInt) and facts.expr(value) == batch
         if counts > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable
 from typing import Any
 
@@ -15,7 +16,8 @@ def computation(node: Node) -> Hashable | None:
     """
     if node.op != "call_function" or draws(node):
         return None
-    key = (node.target, _typed(node.args), tuple((k, _typed(v)) for k, v in sorted(node.kwargs.items())))
+    given = node.kwargs
+    key = (node.target, _typed(node.args), tuple([(k, _typed(given[k])) for k in sorted(given)]) if given else ())
     try:
         hash(key)
     except TypeError:
@@ -24,11 +26,14 @@ def computation(node: Node) -> Hashable | None:
 
 
 def _typed(value: Any) -> Any:
+    kind = type(value)
+    if kind is Node:
+        return value
     if isinstance(value, (list, tuple)):
-        return tuple(_typed(v) for v in value)
-    if isinstance(value, slice):
-        return ("slice", _typed(value.start), _typed(value.stop), _typed(value.step))
-    return (type(value), repr(value) if isinstance(value, (float, complex)) else value)  # 0.0 == -0.0
+        return tuple([_typed(v) for v in value])
+    if kind is slice:
+        return (kind, _typed(value.start), _typed(value.stop), _typed(value.step))
+    return (kind, repr(value) if kind is float or kind is complex else value)  # 0.0 == -0.0
 
 
 def merge_equal(gm: GraphModule) -> None:
@@ -36,13 +41,10 @@ def merge_equal(gm: GraphModule) -> None:
     seen: dict[Any, Node] = {}
     for node in list(gm.graph.nodes):
         key = computation(node)
-        if key is None:
-            continue
-        if key in seen:
-            node.replace_all_uses_with(seen[key])
+        first = node if key is None else seen.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
             gm.graph.erase_node(node)
-        else:
-            seen[key] = node
 
 
 def alike(gm: GraphModule) -> dict[Node, int]:
@@ -61,8 +63,13 @@ def alike(gm: GraphModule) -> dict[Node, int]:
 
 def draws(node: Node) -> bool:
     """Whether an op draws at random.  Attention is said to, also where its dropout is 0."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+    if not _may_draw(node.target):
         return False
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
     return not ("dropout_p" in names and given.get("dropout_p", 0.0) == 0.0)
+
+
+@functools.lru_cache(1024)
+def _may_draw(target: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
