@@ -208,4 +208,11 @@ def _is_size(node: Node) -> bool:
 
 
 def _at_one(gm: GraphModule, size: Node) -> int:
-    return facts.at(facts.expr(size.meta["val"]), facts.graph_facts(gm).batch, 1)
+    said, batch = facts.expr(size.meta["val"]), facts.graph_facts(gm).batch
+    if said.free_symbols - {batch}:
+        raise NotYetSupported(
+            "a number that is read off a tensor has a part in how a parameter is used", where=locate(size),
+            why="what is computed of parameters alone has the same sizes and places at every call",
+            fix="index with a tensor of one dim (`p[i.view(1)].squeeze(0)`), or make the number one of Python's",
+        )  # fmt: skip
+    return facts.at(said, batch, 1)

@@ -105,7 +105,7 @@ class Known:
     ))  # fmt: skip
     prefix_formula: Function | None = field(default=None, metadata=_says(
         "formula between a parameter and its use",
-        "@prefix_formula in psg_fx/ops/in_other_ops.py, psg_fx/ops/across.py",
+        "@prefix_formula in psg_fx/ops/in_other_ops.py, psg_fx/ops/across.py, psg_fx/ops/recurrent/of_parameters.py",
         "there, too, the op itself is run (or its formula)",
     ))  # fmt: skip
     decomposition: Function | None = field(default=None, metadata=_says(

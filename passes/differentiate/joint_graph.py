@@ -146,6 +146,14 @@ def _same_shape(node: Node, result: Any) -> None:
     if not (isinstance(known, torch.Tensor) and isinstance(result, torch.Tensor)):
         return
     if facts.shape(known) != facts.shape(result):
+        said = {s for size in facts.shape(known) for s in size.free_symbols}
+        if any(size.free_symbols - said for size in facts.shape(result)):
+            raise NotYetSupported(
+                f"how many values {node.target} gives depends on values", where=locate(node),
+                why="these are computed where the graph runs, and the model was captured with one size",
+                fix="keep the mask as a buffer of the model, index with numbers (`mask.nonzero()` of before), or write "
+                "torch.where",
+            )  # fmt: skip
         raise InternalError(
             f"{node.target} has shape {facts.shape(result)}, and the graph says {facts.shape(known)}",
             where=locate(node),

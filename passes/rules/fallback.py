@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from psg_fx.algebra.arrange import samples_first
 from psg_fx.algebra.network import BATCH, Leaf, Network
 from psg_fx.algebra.site import Operand, Site, Value
-from psg_fx.op_table import known
+from psg_fx.ops.in_other_ops import differentiated
 from psg_fx.ops.of_users.autograd_function import custom_call, differentiable
 from psg_fx.ops.of_users.per_sample import for_each_sample
 from psg_fx.program.reads.observe import observing_backward
@@ -70,10 +70,10 @@ def fallback(site: Site, operand: Operand) -> Network:
 
 
 def _target(site: Site) -> Any:
-    """The op (by its formula, where it has one), or the custom function as it acts on a batch of one."""
+    """What is differentiated in place of the op, or the custom function as it acts on a batch of one."""
     call = custom_call(site.target)
     if call is None:
-        return known(site.target).formula or site.target
+        return differentiated(site.target)
     shapes = [tuple(int(s.subs(site.batch, 1)) for s in v.shape) for v in site.args]
     asked = [any(o.value is v for o in site.operands) for v in site.args]
     used = [k for k, cotangent in enumerate(site.cotangents) if cotangent is not None]

@@ -20,13 +20,14 @@ aten = torch.ops.aten
 
 @rule(aten.linear.default, params={"weight": 1, "bias": 2})
 def linear(site: Site) -> dict[str, Network | None]:
-    """y[b,t,o] = Σ_i x[b,t,i] W[o,i] + bias[o]; t stands for any middle axes.
+    """y[b,t,o] = Σ_i x[b,t,i] W[o,i] + bias[o]; t stands for any middle axes.  A vector for W leaves no o.
 
     weight: x[b,t,i] ȳ[b,t,o] -> [b,o,i]        (Goodfellow 2015, arXiv:1510.01799)
     bias:   ȳ[b,t,o] -> [b,o]; one of another shape broadcasts from the right
     """
-    x, ybar = site.input(0), site.cotangent
-    return {"weight": network("b t* i, b t* o -> b o i", x, ybar), "bias": _bias(site)}
+    x, weight, ybar = site.input(0), site.input(1), site.cotangent
+    equation = "b t* i, b t* o -> b o i" if weight.ndim == 2 else "b t* i, b t* -> b i"
+    return {"weight": network(equation, x, ybar), "bias": _bias(site)}
 
 
 def _bias(site: Site) -> Network | None:

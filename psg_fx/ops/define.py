@@ -44,6 +44,11 @@ def define_op(
     return op
 
 
+def is_own(op: Any) -> bool:
+    """Whether it is an op of psg_fx: autograd takes what it returns for constants."""
+    return op in _OF_TORCH
+
+
 def layout_of(op: Any) -> Callable[[torch.Tensor], bool] | None:
     """Whether a tensor lies as the op reads it; None: it reads all."""
     return _LAYOUTS.get(op)

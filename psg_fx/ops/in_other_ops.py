@@ -6,27 +6,39 @@ Used where the fallback runs an op that has no rule, and for ops on the way of a
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
+from psg_fx.errors import NotYetSupported
 from psg_fx.op_table import formula, known, prefix_formula
+from psg_fx.ops.define import is_own
 
 aten = torch.ops.aten
 
 
 @formula(aten.cdist.default)
 def cdist(a: torch.Tensor, b: torch.Tensor, p: float = 2.0, compute_mode: int | None = None) -> torch.Tensor:
-    """d[.., i, j] = ‖a[.., i, :] - b[.., j, :]‖_p."""
-    distance: torch.Tensor = torch.linalg.vector_norm(a.unsqueeze(-2) - b.unsqueeze(-3), p, -1)
-    return distance
+    """d[.., i, j] = ‖a[.., i, :] - b[.., j, :]‖_p.  As there, of several largest differences each has the gradient
+    (p = ∞), which the norm of a vector shares among them.
+    """
+    difference = a.unsqueeze(-2) - b.unsqueeze(-3)
+    distance: torch.Tensor = torch.linalg.vector_norm(difference, p, -1)
+    if p != math.inf:
+        return distance
+    distance = distance.detach()
+    change = difference.sgn().detach() * (difference - difference.detach())
+    return distance + torch.where(difference.detach().abs() == distance.unsqueeze(-1), change, 0).sum(-1)
 
 
 @formula(aten.cosine_similarity.default)
 def cosine_similarity(a: torch.Tensor, b: torch.Tensor, dim: int = 1, eps: float = 1e-8) -> torch.Tensor:
     """a·b / (max(‖a‖, ε) max(‖b‖, ε)), whose gradient is that of the norms also where they are less than ε."""
     dtype = torch.promote_types(a.dtype, b.dtype)
+    a, b = torch.broadcast_tensors(a, b)
     similarity: torch.Tensor = (_normed(a.to(dtype), dim, eps) * _normed(b.to(dtype), dim, eps)).sum(dim)
     return similarity
 
@@ -136,8 +148,28 @@ class Gathered(torch.fx.Interpreter):
     """
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        said = known(target)
-        return super().call_function(said.prefix_formula or said.formula or target, args, kwargs)
+        return super().call_function(known(target).prefix_formula or differentiated(target), args, kwargs)
+
+
+def differentiated(target: Any) -> Any:
+    """What is run where vmap differentiates an op: its formula, or what autograd runs in its place, or the op."""
+    said = known(target)
+    return said.formula or said.under_autograd or (_of_constants(target) if is_own(target) else target)
+
+
+def _of_constants(op: Any) -> Callable[..., Any]:
+    """An op of psg_fx's own, through which no gradient is taken: autograd would find none."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(v, torch.Tensor) and v.requires_grad for v in pytree.tree_leaves((args, kwargs))):
+            raise NotYetSupported(
+                f"a gradient is taken through {op}", where=str(op),
+                why="it is an op of psg_fx without a derivative here",
+                fix="write what it stands for with other ops, or freeze the parameters that it reads",
+            )  # fmt: skip
+        return op(*args, **kwargs)
+
+    return call
 
 
 def _taken(target: Any) -> Callable[..., torch.Tensor]:
@@ -199,6 +231,8 @@ def _convolved(
     dilation: Any = 1, groups: int = 1,
 ) -> torch.Tensor:  # fmt: skip
     """y[n,go,p] = Σ_ck patches[n,g,p,ck] W[go,ck] + bias[go]."""
+    if x.ndim < weight.ndim:
+        return _convolved(x.unsqueeze(0), weight, bias, stride, padding, dilation, groups).squeeze(0)
     kernel = weight.shape[2:]
     stride, padding, dilation = (list(v) * (len(kernel) // len(v)) if isinstance(v, (list, tuple)) else
                                  [v] * len(kernel) for v in (stride, padding, dilation))  # fmt: skip

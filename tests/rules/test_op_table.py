@@ -33,6 +33,7 @@ OTHER_TABLES = {
     "psg_fx/ops/define.py:_LIBRARIES": "libraries in C++ that ops of psg_fx call, said where they are defined",
     "psg_fx/ops/recurrent/layers.py:_NONLINEAR": "kinds of cells",
     "psg_fx/ops/recurrent/layers.py:_GRADIENTS": "kinds of cells",
+    "psg_fx/ops/recurrent/of_parameters.py:_STATES": "kinds of cells",
     "passes/independence/rules/windows.py:_TRANSPOSED": "ops of one rule, which it tells apart",
     "passes/independence/rules/along.py:_DONE": "words for refusals",
     "passes/independence/rewriting/counts.py:_FILLS": "what rows are counted by",

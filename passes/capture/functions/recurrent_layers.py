@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from psg_fx.op_table import at_capture, decomposition
+from psg_fx.ops.recurrent import of_parameters as of_parameters
 from psg_fx.ops.recurrent.layers import attach, gru, lstm, rnn
 
 aten = torch.ops.aten

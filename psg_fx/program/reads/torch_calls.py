@@ -80,14 +80,18 @@ class TorchCalls(TorchFunctionMode):
         return answer
 
     def _indexed(self, index: Any, shape: Sequence[Any] = ()) -> Any:
-        """An index whose slices are bounded by numbers: torch reads those of tensors unseen; and, behind the first dim,
+        """An index whose slices are bounded by numbers: torch reads those of tensors unseen; and, where no samples lie,
         the places that masks of the code's own pick.
 
         shape: of what is indexed.
         """
+        if isinstance(index, torch.Tensor) and index.dtype is torch.bool and shape:
+            found = self._indexed((index,), shape)
+            return index if found[0] is index else found
         if isinstance(index, tuple):
             begins = _begins(index, len(shape))
-            parts = (self._picked(part, shape[begin:]) if k else (self._indexed(part),)
+            fixed = bool(shape) and type(shape[0]) is int
+            parts = (self._picked(part, shape[begin:]) if k or fixed else (self._indexed(part),)
                      for k, (part, begin) in enumerate(zip(index, begins, strict=True)))  # fmt: skip
             return tuple(part for several in parts for part in several)
         if isinstance(index, slice):

@@ -40,6 +40,7 @@ _W = {"weight": (6, 4), "bias": (6,)}
 LINEAR = [
     Case("linear/2d", F.linear, params=_W),
     Case("linear/no-bias", F.linear, params={"weight": (6, 4)}, loss="sum"),
+    Case("linear/vector", F.linear, x=(B, 5, 4), params={"weight": (4,)}),
     Case("linear/seq", F.linear, x=(B, 5, 4), params=_W),
     Case("linear/two-middle-dims", F.linear, x=(B, 2, 5, 4), params=_W, loss="none"),
     Case("linear/one-in-one-out", F.linear, x=(B, 5, 1), params={"weight": (1, 1), "bias": (1,)}),

@@ -64,6 +64,33 @@ def _orthogonal_like() -> nn.Module:
     return layer
 
 
+class PromptLoop(nn.Module):
+    """Tokens of a prompt that a recurrent layer computes, before the sample's own."""
+
+    def __init__(self, layer: nn.RNNBase) -> None:
+        super().__init__()
+        self.tokens, self.layer = nn.Parameter(torch.randn(1, 2, 2)), layer
+        self.mix = nn.Linear(self.layer(self.tokens.detach().to(self.layer.weight_hh_l0.dtype))[0].shape[-1], 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        prompt, last = self.layer(self.tokens)
+        scale = last[1].sum() if isinstance(last, tuple) else last.sum()
+        return torch.cat([self.mix(prompt).expand(x.shape[0], -1, -1), x * scale], 1)
+
+
+class MaskedEntries(nn.Module):
+    """The entries of a parameter that a mask of the model's picks, along one dim and two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.square = nn.Parameter(torch.randn(7)), nn.Parameter(torch.randn(3, 4))
+        self.register_buffer("mask", torch.arange(7) % 2 == 0)
+        self.register_buffer("upper", torch.ones(3, 4).triu(1) > 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.w[self.mask] + x.sum(-1, keepdim=True) * self.square[self.upper].sum()
+
+
 class TwiceUsed(nn.Module):
     """One layer used twice in a row, and its weight once more transposed."""
 
@@ -108,6 +135,15 @@ PREFIX = [
          x=(B, 5, 4), params={"w": (7, 4)}),
     Case("prefix/expanded-row", lambda x, w: F.linear(x, w.expand(6, 4)), x=(B, 5, 4), params={"w": (1, 4)}),
     Case("prefix/functional-weight-norm", _functional_weight_norm, x=(B, 5, 4), params={"v": (6, 4), "g": (6, 1)}),
+    Case("prefix/lstm", x=(B, 5, 4), module=lambda: PromptLoop(nn.LSTM(2, 3, batch_first=True))),
+    Case("prefix/gru", x=(B, 5, 4), module=lambda: PromptLoop(nn.GRU(2, 3, batch_first=True))),
+    Case("prefix/relu-rnn", x=(B, 5, 4),
+         module=lambda: PromptLoop(nn.RNN(2, 3, batch_first=True, nonlinearity="relu"))),
+    Case("prefix/masked-entries", x=(B, 5, 4), module=MaskedEntries),
+    Case("prefix/unbatched-convolution", lambda x, a, w: x * F.conv1d(a, w).sin(), x=(B, 5, 4),
+         params={"a": (2, 6), "w": (5, 2, 3)}),
+    Case("prefix/cosine", lambda x, a, b: x * F.cosine_similarity(a, b, 1).sum(0), x=(B, 5, 4),
+         params={"a": (6, 4), "b": (2, 6, 4)}),
     Case("prefix/weight-norm", x=(B, 5, 4), module=_weight_norm),
     Case("prefix/symmetric", x=(B, 5, 4), module=_orthogonal_like),
     Case("prefix/orthogonal", x=(B, 5, 4), module=lambda: nn.utils.parametrizations.orthogonal(nn.Linear(4, 4))),
