@@ -22,14 +22,14 @@ from psg_fx.graph.facts import GraphFacts, Holds, InputSpec, OutputSpec, Returns
 from psg_fx.graph.strides import free_of_strides
 from psg_fx.program.arguments.call import Call
 from psg_fx.program.arguments.conditions import ROW_AXES
-from psg_fx.program.changes.effects import WRITTEN, Unsettled, made
+from psg_fx.program.changes.effects import WRITTEN, Unsettled, computed_before, made
 from psg_fx.program.program import Program
 from psg_fx.tensors import memory_order
 from psg_fx.torch_private.graphs import module_without_code
 
 from .export import Exported, export
 from .fills import write_fills
-from .unseen import computed_outside
+from .unseen import computed_outside, of_an_earlier_call
 
 _HINTS = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43)
 
@@ -160,6 +160,8 @@ def _flat(
             value = exported.constants[spec.target or ""]
             if value.requires_grad:
                 raise computed_outside(value)
+            if stored := computed_before(value):
+                raise of_an_earlier_call(stored)
             if value.numel() and _place(value) in held:
                 node.meta["psg_fx_input"] = _parameter(held[_place(value)], tracked)
                 continue

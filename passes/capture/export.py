@@ -23,7 +23,7 @@ from psg_fx.graph import facts
 from psg_fx.graph.strides import free_of_strides, refuse_strides
 from psg_fx.op_table import decomposition, decompositions
 from psg_fx.program.changes.effects import Written, require_same_places
-from psg_fx.program.decisions.branches import Readings, watch_the_batch_size
+from psg_fx.program.decisions.branches import OtherBranch, Readings, watch_the_batch_size
 from psg_fx.program.program import Program
 from psg_fx.program.reads.observed import Observed
 from psg_fx.program.state import IN_PLACE
@@ -100,9 +100,14 @@ def export(
             with watch_the_batch_size(readings):
                 return _functional(program, example(sizes[0]), dynamic, hooks)
         except CaptureFailed as failure:
-            if axes:  # two sizes that the code ties to one another, or one that it reads: no graph for all sizes
+            try:
+                if axes:  # two sizes that the code ties to one another, or one that it reads: no graph for all sizes
+                    raise
+                return _one_size(program, example, dims, sizes, failure, readings, hooks)
+            except PsgError as other:
+                if isinstance(failure, OtherBranch):
+                    raise failure.as_known() from (None if other is failure else other)
                 raise
-            return _one_size(program, example, dims, sizes, failure, readings, hooks)
 
 
 def _one_size(

@@ -44,6 +44,7 @@ def join(
     first = graphs[0]
     for gm in graphs:
         _without_copies(gm)
+        _without_expansions(gm)
         _with_all_sizes(gm)
         _with_leading_ones(gm)
     for node in first.graph.nodes:
@@ -68,6 +69,15 @@ def _without_copies(gm: GraphModule) -> None:
     for node in gm.graph.find_nodes(op="call_function", target=aten.clone.default):
         if not any(user.op == "output" for user in node.users):
             node.replace_all_uses_with(node.args[0])
+            gm.graph.erase_node(node)
+
+
+def _without_expansions(gm: GraphModule) -> None:
+    """To the same size: for one sample, code may expand what it has once for all."""
+    for node in gm.graph.find_nodes(op="call_function", target=aten.expand.default):
+        given: Any = node.args[0]
+        if given.meta["val"].shape == node.meta["val"].shape and not any(user.op == "output" for user in node.users):
+            node.replace_all_uses_with(given)
             gm.graph.erase_node(node)
 
 

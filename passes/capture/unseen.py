@@ -31,6 +31,16 @@ def computed_outside(value: torch.Tensor) -> NotYetSupported:
     )
 
 
+def of_an_earlier_call(label: str) -> NotYetSupported:
+    """The refusal of a tensor that a step has stored, as the code does, and that the code reads now."""
+    return NotYetSupported(
+        f"the code reads {label}, which an earlier call has computed of parameters", where=label,
+        why="its gradient belongs to that call, and would be missing in this one; an ordinary forward keeps the graph",
+        fix="compute it at every call (model.train(), where a model keeps it in evaluation only), or keep a detached "
+        "tensor, which is a constant",
+    )  # fmt: skip
+
+
 def written_outside(func: Callable[..., Any]) -> NotYetSupported:
     """The refusal of a write into what no step writes back."""
     return NotYetSupported(

@@ -42,7 +42,7 @@ def _mask(refusal: PsgError, model: nn.Module, call: Call) -> str:
 def _experts(refusal: PsgError, model: nn.Module) -> str:
     """Models of transformers loop over those experts that were hit, unless told otherwise."""
     loops = isinstance(refusal, CaptureFailed) and _ABOUT_EXPERTS.search(refusal.where)
-    offers = any(hasattr(m, "set_experts_implementation") for m in model.modules())
+    offers = any(getattr(m, "_can_set_experts_implementation", bool)() for m in model.modules())
     if not loops or not offers or not any("Expert" in type(m).__name__ for m in model.modules()):
         return ""
     return 'model.set_experts_implementation("grouped_mm"), which computes the same without a branch'

@@ -157,6 +157,36 @@ def test_without_a_loss() -> None:
     assert oracle.worst_error({n: p.grad_sample for n, p in model.named_parameters()}, grads) < 1e-12
 
 
+def repeated_for_one(layer: Layer, x: Tensor) -> Tensor:
+    noise = x[:, :1]
+    if noise.shape[0] == 1:
+        noise = noise.expand(x.shape[0], -1)
+    return layer(x) * noise
+
+
+def checked_beside_a_number(layer: Layer, x: Tensor) -> Tensor:
+    y = layer(x)
+    if int(x.shape[0]) != y.shape[0] or (y.shape[0] == 1 and x.shape[0] > 1):
+        raise ValueError("other samples")
+    return y
+
+
+def said_of_large_ones(layer: Layer, x: Tensor) -> Tensor:
+    assert x.shape[0] > 4 or x.ndim == 2
+    return layer(x)
+
+
+@pytest.mark.parametrize("function", [repeated_for_one, checked_beside_a_number, said_of_large_ones])
+def test_another_branch_for_one_sample_that_computes_the_same(function: Callable[[Layer, Tensor], Tensor]) -> None:
+    model = Model(function)
+    losses, grads = oracle.loop_grads(model, lambda out: out.sin().sum(), X)
+    step = psg_fx.transform(model, lambda out: out.sin().sum(), backend="eager")
+    with pytest.warns(UserWarning, match="one graph for each batch size"):
+        out = step(X)
+    assert oracle.worst_error(out.grads, grads) < 1e-12
+    torch.testing.assert_close(out.losses, losses)
+
+
 def one_sample_differs(layer: Layer, x: Tensor) -> Tensor:
     return layer(x) * 2 if x.shape[0] == 1 else layer(x)
 

@@ -311,3 +311,37 @@ def test_containers_of_the_model_stay_the_users() -> None:
     assert step.model.stats is stats
     config["k"] = 2.0
     assert not torch.allclose(step(X, Y).losses, first)
+
+
+class Keeps(nn.Module):
+    """Keeps what it makes of a parameter, and reads it from then on."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.layer, self.b, self.kept, self.make = nn.Linear(4, 3), nn.Parameter(torch.randn(3, 1)), None, make
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kept is None:
+            self.kept = self.make(self.b)
+        return self.layer(x) + self.kept
+
+
+@pytest.mark.parametrize("make", [lambda b: b.t(), lambda b: b.t().tanh(), lambda b: [b.t() + 1][0]])
+def test_what_was_made_of_parameters_is_not_read_as_a_constant(make: Any) -> None:
+    model, x = Keeps(make), torch.randn(3, 4)
+    step = psg_fx.transform(model, lambda out: out.sin().sum(1), backend="eager", progress=False)
+    first = step(x)
+    assert model.kept is not None
+    assert not model.kept.requires_grad
+    with pytest.raises(NotYetSupported, match=r"Keeps\.kept, which an earlier call has computed of parameters"):
+        step(x)
+    model.kept = None
+    torch.testing.assert_close(step(x).grads["b"], first.grads["b"])
+
+
+def test_what_was_detached_or_is_frozen_is_a_constant() -> None:
+    for make, frozen in ((lambda b: b.t().detach(), False), (lambda b: b.t() + 1, True)):
+        model, x = Keeps(make), torch.randn(3, 4)
+        model.b.requires_grad_(not frozen)
+        step = psg_fx.transform(model, lambda out: out.sin().sum(1), backend="eager", progress=False)
+        torch.testing.assert_close(step(x).grads["layer.weight"], step(x).grads["layer.weight"])

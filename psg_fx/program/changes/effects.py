@@ -28,7 +28,9 @@ from psg_fx.program.objects import MISSING, put_into_cache, take_tensors_from_ca
 from psg_fx.program.reads.asked import changing
 from psg_fx.program.reads.observed import Observed
 
-_RESULT = object()
+_RESULT, _WITH_GRADIENT = object(), object()
+"""Marks of the next result of the graph, a constant or one whose gradient an ordinary forward would keep with it."""
+_COMPUTED = "_psg_fx_computed"
 _REPEATED = (torch.Tensor, bool, int, float, str, bytes, type(None), torch.SymInt, torch.dtype, torch.device,
              torch.Size)  # fmt: skip
 
@@ -37,7 +39,7 @@ _REPEATED = (torch.Tensor, bool, int, float, str, bytes, type(None), torch.SymIn
 class Written:
     """What every step leaves in the Python around it: `put(key, value)`.
 
-    leaves: its parts, numbers as they are or by the batch size; a mark where the next result of the graph goes.
+    leaves: its parts, numbers as they are or by the batch size; marks where the next results of the graph go.
     """
 
     put: Callable[[Any, Any], None]
@@ -49,12 +51,23 @@ class Written:
     @property
     def tensors(self) -> int:
         """How many results of the graph it takes."""
-        return sum(leaf is _RESULT for leaf in self.leaves)
+        return sum(leaf is _RESULT or leaf is _WITH_GRADIENT for leaf in self.leaves)
 
     def store(self, results: Iterator[torch.Tensor], batch: sympy.Symbol, size: int) -> None:
         """Leave it there after one step."""
-        found = [next(results).detach() if leaf is _RESULT else _number(leaf, batch, size) for leaf in self.leaves]
+        found = [_number(leaf, batch, size) for leaf in self.leaves]
+        for k, leaf in enumerate(self.leaves):
+            if leaf is _RESULT or leaf is _WITH_GRADIENT:
+                found[k] = next(results).detach()
+            if leaf is _WITH_GRADIENT:
+                setattr(found[k], _COMPUTED, self.label)
         self.put(self.key, pytree.tree_unflatten(found, self.spec))
+
+
+def computed_before(value: torch.Tensor) -> str:
+    """Where a step has stored a tensor whose way from the parameters is lost; "" for any other tensor."""
+    found: str = getattr(value, _COMPUTED, "")
+    return found
 
 
 WRITTEN = Entry[tuple[Written, ...]]("values written to attributes")
@@ -207,8 +220,14 @@ def _repeated(change: Change, observed: Observed) -> tuple[Written, list[torch.T
     if change.now is MISSING or not all(isinstance(v, _REPEATED) for v in leaves):
         raise _refusal(change.label, change.name, observed)
     tensors = [v for v in leaves if isinstance(v, torch.Tensor)]
-    parts = tuple(_RESULT if isinstance(v, torch.Tensor) else _expression(v) for v in leaves)
+    parts = tuple(map(_part, leaves))
     return Written(holder.put, key, change.label, spec, parts), tensors
+
+
+def _part(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return _WITH_GRADIENT if leaf.requires_grad else _RESULT
+    return _expression(leaf)
 
 
 def _unsettled(change: Change, observed: Observed) -> Unsettled:

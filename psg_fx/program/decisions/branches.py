@@ -10,10 +10,18 @@ from typing import Any
 
 import sympy
 
-from psg_fx.errors import NotYetSupported
+from psg_fx.errors import CaptureFailed, NotYetSupported
 from psg_fx.program.code import line_of
 from psg_fx.source import is_library
 from psg_fx.torch_private.export import watching_symbols
+
+
+class OtherBranch(CaptureFailed):
+    """A batch of one sample takes another branch than larger batches, and may compute the same all the same."""
+
+    def as_known(self) -> NotYetSupported:
+        """The refusal, where it does not."""
+        return NotYetSupported(self.what, where=self.where, why=self.why, fix=self.fix)
 
 
 @dataclass
@@ -32,20 +40,26 @@ class Readings:
 
 @contextlib.contextmanager
 def watch_the_batch_size(found: Readings) -> Iterator[None]:
-    """Note every place; refuse one at which a batch of one sample takes another branch than larger batches.
+    """Note every place.
 
-    The loss of a sample is that of a batch of one: a graph of the other branch would compute something else.
+    Raises:
+        OtherBranch: where a batch of one sample takes another branch than larger batches.  The loss of a sample is that
+            of a batch of one: the graph of the other branch may compute something else.
     """
+
+    def differs(frame: FrameType) -> None:
+        raise _other_branch(frame)
+
     with _watching(
-        lambda frame: found.branches.append(line_of(frame)), lambda frame: found.numbers.append(line_of(frame))
+        lambda frame: found.branches.append(line_of(frame)), lambda frame: found.numbers.append(line_of(frame)), differs
     ):
         yield
 
 
 @contextlib.contextmanager
 def no_plain_batch_size() -> Iterator[None]:
-    """Refuse code that makes a plain number of the batch size, and the branches that `watch_the_batch_size` refuses:
-    for what a capture has not run, or has as one op (backward passes, custom functions).
+    """Refuse code that makes a plain number of the batch size, and branches that a batch of one does not take: for
+    what a capture has not run, or has as one op (backward passes, custom functions).
     """
 
     def refuse(frame: FrameType) -> None:
@@ -55,33 +69,43 @@ def no_plain_batch_size() -> Iterator[None]:
             fix="use x.shape[0] itself, without int(), float() or range(), and for shapes alone",
         )  # fmt: skip
 
-    with _watching(lambda frame: None, refuse):
+    def differs(frame: FrameType) -> None:
+        raise _other_branch(frame).as_known()
+
+    with _watching(lambda frame: None, refuse, differs):
         yield
 
 
+_Tell = Callable[[FrameType], None]
+
+
 @contextlib.contextmanager
-def _watching(branch: Callable[[FrameType], None], number: Callable[[FrameType], None]) -> Iterator[None]:
-    """Tell of the user's frames in which a size becomes a decision, the same for one sample, or a number."""
+def _watching(branch: _Tell, number: _Tell, differs: _Tell) -> Iterator[None]:
+    """Tell of the user's frames in which a size becomes a decision, the same for one sample or another, or a number."""
 
     def seen(expression: Any, result: Any, frame: FrameType) -> None:
         if is_library(frame.f_code.co_filename):
             return
-        if isinstance(result, bool):
-            _require_alike(expression, result, frame)
-            branch(frame)
-        else:
+        if not isinstance(result, bool):
             number(frame)
+        elif _is_another(expression, result):
+            differs(frame)
+        else:
+            branch(frame)
 
     with watching_symbols(seen):
         yield
 
 
-def _require_alike(expression: Any, result: bool, frame: FrameType) -> None:
-    """Refuse a decision that is another one for a batch of one."""
+def _is_another(expression: Any, result: bool) -> bool:
+    """Whether a decision is another one for a batch of one."""
     alone = expression.subs(dict.fromkeys(expression.free_symbols, 1))
-    if (alone in (sympy.true, sympy.false) or alone.is_number) and bool(alone) != result:
-        raise NotYetSupported(
-            "the code treats a batch of one sample differently", where=line_of(frame),
-            why="the loss of a sample is that of a batch of one, and one graph holds one branch only",
-            fix="write it without a branch on the batch size",
-        )  # fmt: skip
+    return (alone in (sympy.true, sympy.false) or alone.is_number) and bool(alone) != result
+
+
+def _other_branch(frame: FrameType) -> OtherBranch:
+    return OtherBranch(
+        "the code treats a batch of one sample differently", where=line_of(frame),
+        why="the loss of a sample is that of a batch of one, and one graph holds one branch only",
+        fix="write it without a branch on the batch size",
+    )  # fmt: skip
