@@ -4,9 +4,9 @@ what moves them, in place of torch's hooks on DTensors.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,32 +101,22 @@ class MoveOutputs:
         return found if bias is None else found + bias
 
 
-class RowwiseLinear(nn.Linear):
-    """y = Σ_r x_r W_rᵀ without the sum, and without the bias that comes after."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """[.., n_r] -> [.., m], a part of the sum."""
-        return F.linear(input, self.weight)
+def _rowwise_linear(self: Any, input: Tensor) -> Tensor:
+    """y = Σ_r x_r W_rᵀ without the sum, and without the bias that comes after: [.., n_r] -> [.., m]."""
+    return F.linear(input, self.weight)
 
 
-@functools.cache
-def rowwise_embedding(group: str) -> type[nn.Embedding]:
-    """Its class, for the processes of a group: one object for good."""
-
-    class RowwiseEmbedding(nn.Embedding):
-        """Rows of the vocabulary's slice, zero for ids of other processes."""
-
-        def forward(self, input: Tensor) -> Tensor:
-            """ids [..] -> [.., d], a part of a sum of which one term is not zero."""
-            count = self.weight.shape[0]
-            local = input - across.index(input, group) * count
-            here = (local >= 0) & (local < count)
-            rows = F.embedding(torch.where(here, local, 0), self.weight)
-            if self.padding_idx is not None:  # rows that take no part in the gradient
-                rows = torch.where((input == self.padding_idx).unsqueeze(-1), rows.detach(), rows)
-            return torch.where(here.unsqueeze(-1), rows, 0.0)
-
-    return RowwiseEmbedding
+def _rowwise_embedding(group: Group, self: Any, input: Tensor) -> Tensor:
+    """Rows of the vocabulary's slice, zero for ids of other processes: a part of a sum of which one term is not zero,
+    ids [..] -> [.., d].
+    """
+    count = self.num_embeddings // group.size
+    local = input - across.index(input, group.name) * count
+    here = (local >= 0) & (local < count)
+    rows = F.embedding(torch.where(here, local, 0), self.weight)
+    if self.padding_idx is not None:  # rows that take no part in the gradient
+        rows = torch.where((input == self.padding_idx).unsqueeze(-1), rows.detach(), rows)
+    return torch.where(here.unsqueeze(-1), rows, 0.0)
 
 
 _WEIGHTS: dict[tuple[str, type], tuple[dict[str, int | None], _Layout, _Layout]] = {
@@ -142,18 +132,39 @@ _WEIGHTS: dict[tuple[str, type], tuple[dict[str, int | None], _Layout, _Layout]]
 
 @dataclass
 class ParallelLayer:
-    """A parallel layer, and what it is while a step runs: its class, and hooks in place of torch's.
+    """A parallel layer, and what it is while a step runs: a forward of its own, and hooks in place of torch's.
 
-    cut: the dim along which each parameter is cut.  hooks: where each hook is, torch's, and the one of a step.
+    cut: the dim along which each parameter is cut.  forward: on the slices, where it is another one.  hooks: where each
+    hook is, torch's, and the one of a step.
     """
 
     module: Any
     name: str
     style: Style
     cut: Mapping[str, int | None]
-    kind: type
-    local: type | None
+    forward: Callable[[Tensor], Tensor] | None
     hooks: tuple[tuple[dict[int, Any], int, Any, Any], ...]
+
+    def undress(self) -> None:
+        """On slices from now on.  Refused where a hook of the user's would see slices, or a part of a sum."""
+        before, after = list(self.module._forward_pre_hooks), list(self.module._forward_hooks)
+        if before[-1] != self.style.before or after[0] != self.style.after:
+            raise refused(
+                self.name, self.module, f"a hook is between {self.name} and what torch's tensor parallelism does "
+                "around it", "there it would see slices, or a part of a sum",
+                "register pre-hooks before parallelize_module, and hooks after it",
+            )  # fmt: skip
+        if self.forward is not None:
+            self.module.__dict__["forward"] = self.forward
+        for hooks, key, _, moves in self.hooks:
+            hooks[key] = moves
+
+    def dress(self) -> None:
+        """As it was."""
+        if self.forward is not None:
+            self.module.__dict__.pop("forward", None)
+        for hooks, key, of_torch, _ in self.hooks:
+            hooks[key] = of_torch
 
 
 def parallel_layer(name: str, module: nn.Module) -> ParallelLayer:
@@ -186,10 +197,10 @@ def parallel_layer(name: str, module: nn.Module) -> ParallelLayer:
         (before, style.before, before[style.before], MoveInputs(given, wanted, group)),
         (after, style.after, after[style.after], MoveOutputs(made, result, group)),
     )
-    local: type | None = None
+    forward: Callable[[Tensor], Tensor] | None = None
     if style.kind == "RowwiseParallel":
-        local = RowwiseLinear if layer is nn.Linear else rowwise_embedding(group.name)
-    return ParallelLayer(module, name, style, cut, type(module), local, hooks)
+        forward = partial(_rowwise_linear if layer is nn.Linear else partial(_rowwise_embedding, group), module)
+    return ParallelLayer(module, name, style, cut, forward, hooks)
 
 
 def _layout(name: str, module: nn.Module, placement: Any) -> _Layout:

@@ -20,7 +20,7 @@ from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.graph import facts
 from psg_fx.graph.slices import Slices, slices_of
 from psg_fx.quantities.base import Quantity
-from psg_fx.torch_private.tensor_parallel import hook_name, local_part
+from psg_fx.torch_private.tensor_parallel import hook_name, local_part, slice_of
 
 
 @dataclass(frozen=True)
@@ -152,18 +152,13 @@ class TensorParallel:
         for own in self._own:
             own.place[own.key] = own.local
         for one in self._dressed:
-            one.kind = type(one.module)
-            one.module.__class__ = one.local or one.kind
-            for hooks, key, _, moves in one.hooks:
-                hooks[key] = moves
+            one.undress()
 
     def _dress(self) -> None:
         for own in self._own:
             own.place[own.key] = own.parameter
         for one in self._dressed:
-            one.module.__class__ = one.kind
-            for hooks, key, of_torch, _ in one.hooks:
-                hooks[key] = of_torch
+            one.dress()
 
     def _read(self) -> None:
         """The parameters as they lie now."""
@@ -179,7 +174,7 @@ class TensorParallel:
                 if isinstance(p, DTensor):
                     self._check(name, module, key, p, known.get(id(module)))
                     part: Any = local_part(p)
-                    local.setdefault(id(p), nn.Parameter(part, p.requires_grad))
+                    local.setdefault(id(p), slice_of(p))
                     found.append(_Own(module._parameters, key, p, part, local[id(p)]))
         self._own = found
 

@@ -8,13 +8,22 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+_WHOLE = "_psg_fx_whole_shape"
+_SIZES: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.shape.__get__: lambda shape: shape,  # type: ignore[attr-defined]
+    torch.Tensor.size: lambda shape, dim=None: shape if dim is None else shape[dim],
+    torch.Tensor.__len__: lambda shape: shape[0],
+    torch.Tensor.numel: lambda shape: shape.numel(),
+    torch.Tensor.nelement: lambda shape: shape.numel(),
+    torch.numel: lambda shape: shape.numel(),
+}
 _TENSOR, _STYLES = "torch.distributed.tensor", "torch.distributed.tensor.parallel.style"
 
 
@@ -105,6 +114,20 @@ def local_part(parameter: Any) -> torch.Tensor:
     """The tensor in which this process keeps its part of a DTensor."""
     found: torch.Tensor = parameter._local_tensor
     return found
+
+
+def slice_of(parameter: Any) -> nn.Parameter:
+    """This process's part of a DTensor, as a parameter that says to code which reads its sizes that it is whole."""
+    found = nn.Parameter(local_part(parameter), parameter.requires_grad)
+    setattr(found, _WHOLE, parameter.shape)
+    return found
+
+
+def size_of_whole(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What code that asks a slice of `slice_of` for its sizes is told; None for other calls, and other tensors."""
+    if func not in _SIZES or not (shape := getattr(args[0], _WHOLE, None)):
+        return None
+    return _SIZES[func](shape, *args[1:], **kwargs)
 
 
 def rank_in(group: str) -> int:

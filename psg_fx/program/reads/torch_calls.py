@@ -21,6 +21,7 @@ from psg_fx.program.stand_ins import StandIns
 from psg_fx.program.values import Same
 from psg_fx.torch_private.fakes import LIST_OF_FAKE, FakeTensor
 from psg_fx.torch_private.modes import GRAD_OF_TENSOR, no_modes, without_functions
+from psg_fx.torch_private.tensor_parallel import size_of_whole
 
 
 class TorchCalls(TorchFunctionMode):
@@ -47,6 +48,8 @@ class TorchCalls(TorchFunctionMode):
                 return self._followed(decided)
             if (places := self._places(func, args, kwargs)) is not None:
                 return places
+            if (size := size_of_whole(func, args, kwargs)) is not None:
+                return size
             if func is torch.Tensor.__iter__ and args[0].ndim and self.flags.values_of(args[0]) is not None:
                 return iter(self.__torch_function__(torch.Tensor.unbind, types, args))
             if func in _INDEXING and len(args) > 1:
