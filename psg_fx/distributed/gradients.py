@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from psg_fx.errors import BadArgument
-from psg_fx.torch_private.sharded import is_sharded_tensor
+from psg_fx.torch_private.sharded import is_sharded_tensor, reshard
 
 
 def set_grad(model: nn.Module, values: Mapping[str, torch.Tensor], scale: float = 1.0) -> None:
@@ -29,6 +29,7 @@ def set_grad(model: nn.Module, values: Mapping[str, torch.Tensor], scale: float 
             f"values is a {type(values).__name__}", where="psg_fx.distributed.set_grad(model, values)",
             why="parameters are found by name", fix="pass a field of a step's output, such as out.clipped_sum",
         )  # fmt: skip
+    reshard(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, value in values.items():
         p = parameters.get(name)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
@@ -35,6 +36,13 @@ def is_fully_sharded(module: nn.Module) -> bool:
 def is_sharded(model: object) -> bool:
     """Whether `fully_shard` was applied to a model, or to a part of it."""
     return isinstance(model, nn.Module) and any(map(is_fully_sharded, model.modules()))
+
+
+def reshard(model: nn.Module) -> None:
+    """Let go of the whole parameters that forward passes have left in a model under `fully_shard`."""
+    for module in model.modules():
+        if is_fully_sharded(module):
+            module.reshard()  # type: ignore[operator]
 
 
 def wrapper(module: nn.Module) -> str:
@@ -87,14 +95,14 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
 
 @dataclass
 class _Dressed:
-    """A module under fully_shard, and what it is without: its class, hooks that cast and do not gather, and no state of
-    fully_shard's among its attributes, which other code may read and which changes from call to call.
+    """A module under fully_shard, and what it is without: its class, hooks and methods that cast and do not gather, and
+    no state of fully_shard's among its attributes, which other code may read and which changes from call to call.
     """
 
     module: Any
     kind: type
     plain: type
-    hooks: list[tuple[dict[int, Any], int, Any, Any]] = field(default_factory=list)
+    called: list[tuple[dict[Any, Any], Any, Any, Any]] = field(default_factory=list)
     states: list[tuple[dict[Any, Any], Any, Any]] = field(default_factory=list)
 
 
@@ -125,20 +133,22 @@ class Sharding:
                 self._release()
 
     def _gather(self) -> None:
+        for one in self._dressed:  # what a forward pass has left gathered may be older than the shards
+            one.module.reshard()
         for one in self._dressed:
             one.module.unshard()
         for one in self._dressed:
             one.module.__class__ = one.plain
-            for hooks, key, _, cast in one.hooks:
-                hooks[key] = cast
+            for held, key, _, cast in one.called:
+                held[key] = cast
             for held, key, _ in one.states:
                 held.pop(key, None)
 
     def _release(self) -> None:
         for one in self._dressed:
             one.module.__class__ = one.kind
-            for hooks, key, own, _ in one.hooks:
-                hooks[key] = own
+            for held, key, own, _ in one.called:
+                held[key] = own
             for held, key, state in one.states:
                 held[key] = state
         for one in self._dressed:
@@ -154,7 +164,28 @@ def _dressed(module: Any) -> _Dressed:
     for hooks, cast in ((module._forward_pre_hooks, inputs), (module._forward_hooks, outputs)):
         for key, own in hooks.items():
             if _module_of(own).startswith(_FSDP):
-                found.hooks.append((hooks, key, own, cast))
+                found.called.append((hooks, key, own, cast))
+    for name, own in vars(module).items():
+        if (method := _registered(own)) is not None:
+            casting = functools.partial(_with_casts, module, method, inputs, outputs)
+            found.called.append((vars(module), name, own, casting))
     for held in (value for name, value in vars(module).items() if name.startswith("__composable_api_state_key")):
         found.states += [(held, key, s) for key, s in held.items() if type(s).__module__.startswith(_FSDP)]
     return found
+
+
+def _registered(method: Any) -> Any:
+    """What `register_fsdp_forward_method` has wrapped; None for anything else."""
+    if not isinstance(method, MethodType) or not method.__func__.__globals__["__name__"].startswith(_FSDP):
+        return None
+    return getattr(method, "__wrapped__", None)
+
+
+def _with_casts(
+    module: nn.Module, method: Callable[..., Any], before: CastInputs, after: CastOutputs, *args: Any, **kwargs: Any
+) -> Any:
+    if (given := before(module, args, kwargs)) is not None:
+        args, kwargs = given
+    output = method(*args, **kwargs)
+    cast = after(module, args, output)
+    return output if cast is None else cast

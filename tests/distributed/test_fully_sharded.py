@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 import psg_fx
@@ -187,6 +187,75 @@ def check_it_stays_as_it_is(rank: int, world: int) -> None:
 
 def test_the_model_stays_as_it_is(processes: Processes) -> None:
     processes.run(check_it_stays_as_it_is, 2)
+
+
+def check_after_evaluation(rank: int, world: int) -> None:
+    """A forward pass leaves the root's parameters gathered, which optimizers of shards do not change."""
+    model, loss_fn, inputs, targets = small()
+    whole, mine = copy.deepcopy(model), share(rank, world)
+    by_blocks(model)
+    step, one = transformed(model, loss_fn, QUANTITIES[0]), ByLoop(whole, loss_fn, QUANTITIES[0])
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, whole)]
+    for _ in range(3):
+        for m in (model, whole):
+            with torch.no_grad():
+                m(inputs[mine])
+        out, expected = step(inputs[mine], targets[mine]), one(inputs, targets)
+        close(out.norms, expected.norms[mine], rtol=1e-5, atol=1e-5)
+        for m, found in ((model, out), (whole, expected)):
+            with torch.no_grad():
+                m(inputs[mine])
+            psg_fx.distributed.set_grad(m, found.clipped_sum)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def test_a_forward_pass_before_a_step_leaves_nothing_old(processes: Processes) -> None:
+    processes.run(check_after_evaluation, 2)
+
+
+class Encoding(nn.Module):
+    """Its encoder is called by another method than forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = Encoder(), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.encoder.encode(x, scale=2.0).to(self.head.weight.dtype))
+        return out
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 8)
+
+    def encode(self, x: Tensor, scale: float) -> Tensor:
+        return self.inner(x).tanh() * scale
+
+
+def check_methods(rank: int, world: int, dtype: torch.dtype | None) -> bool:
+    """Methods that count as forward, with the casts of a policy and without."""
+    model = Encoding()
+    whole, x, y = copy.deepcopy(model), torch.randn(7, 6), torch.randint(3, (7,))
+    fully_shard(model.encoder, mp_policy=MixedPrecisionPolicy(param_dtype=dtype, output_dtype=dtype))
+    register_fsdp_forward_method(model.encoder, "encode")
+    fully_shard(model)
+    mine, registered = share(rank, world), model.encoder.encode
+    out = transformed(model, F.cross_entropy, QUANTITIES[0])(x[mine], y[mine])
+    expected = ByLoop(whole, F.cross_entropy, QUANTITIES[0])(x, y)
+    exact = 1e-5 if dtype is None else 0.05
+    close(out.norms, expected.norms[mine], rtol=exact, atol=1e-5)
+    assert max(far(out.clipped_sum[name], value) for name, value in expected.clipped_sum.items()) < exact
+    assert model.encoder.encode is registered
+    close(model(x[mine]), whole(x[mine]), rtol=exact, atol=exact)
+    return bool(torch.equal(out.losses, F.cross_entropy(model(x[mine]), y[mine], reduction="none")))
+
+
+@pytest.mark.parametrize("dtype", [None, pytest.param(torch.bfloat16, marks=pytest.mark.rest)])
+def test_methods_that_count_as_forward(processes: Processes, dtype: torch.dtype | None) -> None:
+    assert processes.run(check_methods, 2, dtype) == [True, True]
 
 
 def _trained(model: nn.Module) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""What code around layers that `parallelize_module` has sliced sees of them: their class, their sizes, its own hooks."""
+"""What code around layers that `parallelize_module` has sliced sees of them: their class, their sizes, hooks."""
 
 from __future__ import annotations
 

@@ -28,7 +28,6 @@ OTHER_TABLES = {
     "passes/independence/batch.py:_SQUEEZES": "overloads of one op, whose arguments a pass reads",
     "psg_fx/op_table.py:_ROWS": "the table",
     "psg_fx/torch_private/functional.py:_SIZES": "what a trace knows of a tensor without an op",
-    "psg_fx/torch_private/tensor_parallel.py:_SIZES": "questions of a tensor's sizes, none of them an op",
     "psg_fx/ops/define.py:_OF_TORCH": "what stands for ops of psg_fx in a file, said where they are defined",
     "psg_fx/ops/define.py:_LAYOUTS": "how arguments of ops of psg_fx lie, said where they are defined",
     "psg_fx/ops/define.py:_LIBRARIES": "libraries in C++ that ops of psg_fx call, said where they are defined",
