@@ -1,10 +1,11 @@
 """The first call of a step: with an empty cache of kernels, and in a second process that finds them.
 
-    python bench/first_call.py [--models simplecnn,gpt] [--device cpu|cuda] [--tag NAME]
+    python bench/first_call.py [--models simplecnn,gpt] [--rounds N] [--device cpu|cuda] [--tag NAME]
 
 For each model, a clipped sum and the ordinary step by `torch.compile`, each in a process of its own with a cache folder
 of its own (`TORCHINDUCTOR_CACHE_DIR`), twice. Something trivial is compiled before, so that nobody pays for starting
-the compiler. Then the same of GPTs of growing depth. Writes
+the compiler. Then the same of GPTs of growing depth. With `--rounds`, both are run so many times, the steps in
+turns, and the median counts. Writes
 `bench/results/first-call-<tag>.json` and `.md`. Minutes; keep the machine otherwise idle.
 """
 
@@ -14,6 +15,7 @@ import argparse
 import json
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ OF_DEPTH = {"layers": 1, "width": 256, "heads": 4, "tokens": 64, "vocabulary": 5
 DEEPER = {f"gpt-{n}": Run(f"GPT {n}×256, T=64, V=500, B=4", "gpt", 4, OF_DEPTH | {"layers": n}) for n in (2, 6, 12, 24)}
 EXAMPLES = RUNS | DEEPER
 MODELS = ",".join(["simplecnn", "resnet18gn", "gpt", "vit", "lstm", *DEEPER])
+STEPS = ("ordinary", "clipped")
 HEADERS = [
     "model", "ordinary, cold s", "clipped sum, cold s", "ratio", "capture s", "other passes s", "other passes, cold %",
     "ordinary, warm s", "clipped sum, warm s", "all passes, warm %",
@@ -40,14 +43,14 @@ HEADERS = [
 def main() -> None:
     parser = options(__doc__, device=True)
     parser.add_argument("--models", default=MODELS, help=f"separated by commas (default {MODELS})")
+    parser.add_argument("--rounds", type=int, default=1, help="runs of which the median counts (default 1)")
     parser.add_argument("--one", nargs=2, metavar=("MODEL", "STEP"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         print(json.dumps(first_call(*args.one, args.device)))
         return
-    found = {name: {step: both(name, step, args.device) for step in ("ordinary", "clipped")}
-             for name in args.models.split(",")}  # fmt: skip
-    machine = about(args.device)
+    found = {name: both(name, args.device, args.rounds) for name in args.models.split(",")}
+    machine = about(args.device) | {"rounds": args.rounds}
     rows = [row(name, runs) for name, runs in found.items()]
     text = tabulate(rows, HEADERS, tablefmt="github", disable_numparse=True)
     data = {"environment": machine, "results": found}
@@ -55,13 +58,26 @@ def main() -> None:
     print(f"{text}\nwrote {path}.json and .md")
 
 
-def both(name: str, step: str, device: str) -> dict[str, Any]:
-    """The first call in two processes, one after the other, that share a cache folder nobody else uses."""
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = ("--one", name, step, "--device", device)
-        runs = [printed_by(__file__, *arguments, TORCHINDUCTOR_CACHE_DIR=folder) for _ in range(2)]
-    print(f"{name} {step}: cold {runs[0]['seconds']:.1f} s, warm {runs[1]['seconds']:.1f} s", flush=True)
-    return {"cold": runs[0], "warm": runs[1]}
+def both(name: str, device: str, rounds: int) -> dict[str, dict[str, Any]]:
+    """Of either step, the first call in two processes, one after the other, that share a folder nobody else uses."""
+    found: dict[str, list[tuple[dict[str, Any], ...]]] = {step: [] for step in STEPS}
+    for _ in range(rounds):
+        for step, pairs in found.items():
+            with tempfile.TemporaryDirectory() as folder:
+                arguments = ("--one", name, step, "--device", device)
+                pair = tuple(printed_by(__file__, *arguments, TORCHINDUCTOR_CACHE_DIR=folder) for _ in range(2))
+            pairs.append(pair)
+            print(f"{name} {step}: cold {pair[0]['seconds']:.1f} s, warm {pair[1]['seconds']:.1f} s", flush=True)
+    return {
+        step: {when: median(runs) for when, runs in zip(("cold", "warm"), zip(*pairs, strict=True), strict=True)}
+        for step, pairs in found.items()
+    }
+
+
+def median(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The run in the middle, with the seconds of all."""
+    in_order = sorted(runs, key=lambda run: run["seconds"])
+    return in_order[len(runs) // 2] | {"all": [run["seconds"] for run in in_order]}
 
 
 def first_call(name: str, step: str, device: str) -> dict[str, Any]:
