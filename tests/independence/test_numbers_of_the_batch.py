@@ -86,6 +86,16 @@ def put_back(rows: Callable[[Any, Tensor], Tensor]) -> Forward:
     return forward
 
 
+def into_rows(places: Callable[[Tensor], Tensor], times: int = 1) -> Forward:
+    """Rows of all samples, several times one after the other, added to four rows of each."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        zeros = torch.zeros(x.shape[0] * 4, 3, dtype=x.dtype)
+        return zeros.index_add(0, places(x), m.linear(x).repeat(times, 1)).view(x.shape[0], 4, 3)
+
+    return forward
+
+
 def refused(forward: Forward, kind: type[PsgError], words: str, loss_fn: Any = loss) -> None:
     x, y = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
     step = psg_fx.transform(Model(forward), loss_fn, quantities=psg_fx.Norms(), backend="eager")
@@ -110,6 +120,21 @@ REFUSED: dict[str, tuple[Forward, type[PsgError], str]] = {
     "numbers as a table": (
         times(lambda x: F.embedding(torch.arange(x.shape[0]), torch.arange(x.shape[0])[:, None])[:, 0]),
         SamplesMixed, "numbers of the samples"),
+    "values that lie elsewhere than their rows": (
+        into_rows(lambda x: (torch.arange(x.shape[0])[:, None] * 4 + torch.arange(3)).flatten(), 3),
+        SamplesMixed, "does not hold the samples as the numbers"),
+    "rows of another sample": (
+        into_rows(lambda x: torch.arange(x.shape[0]) * 4 + x[:, 0].long()), SamplesMixed, "may lie outside of 0..3"),
+    "rows of other numbers": (
+        into_rows(lambda x: torch.arange(x.shape[0])), SamplesMixed, "does not number the rows"),
+    "numbers that are scattered": (
+        lambda m, x: m.linear(x) * torch.zeros_like(x, dtype=torch.int64).scatter(
+            1, torch.zeros_like(x[:, :1], dtype=torch.int64), torch.arange(x.shape[0])[:, None]),
+        SamplesMixed, "numbers of the samples"),
+    "numbers as places within a sample": (
+        lambda m, x: m.linear(x).scatter(1, torch.arange(x.shape[0])[:, None], 1.0), SamplesMixed, "numbers of the"),
+    "numbers as places to gather": (
+        lambda m, x: m.linear(x).gather(1, torch.arange(x.shape[0])[:, None]), SamplesMixed, "numbers of the samples"),
     "rows that are picked, divided by how many": (
         put_back(lambda m, rows: rows / rows.shape[0]), NotYetSupported, "index"),
     "rows that are picked, and an int of how many": (
@@ -162,7 +187,46 @@ def divided(m: Any, x: Tensor) -> Tensor:
     return out + m.linear(x)
 
 
-EXACT = {"written": written, "drawn": drawn, "divided": divided, "a mean that nobody reads": centre_alone}
+def rows_of(m: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Four rows a sample, as [4 B, 3]; the places of three values of each among all rows, and what goes there."""
+    rows = m.linear(x).repeat(1, 4).reshape(-1, 3) * torch.arange(1.0, 4, dtype=x.dtype)
+    places = (torch.arange(x.shape[0])[:, None] * 4 + x.abs().long().clamp(0, 3)).flatten()
+    return rows, places, (x @ m.linear.weight).flatten()[:, None] * m.vector
+
+
+def summed(rows: Tensor, x: Tensor) -> Tensor:
+    return rows.view(x.shape[0], 4, 3) * torch.arange(1.0, 5, dtype=x.dtype)[:, None]
+
+
+def added(m: Any, x: Tensor) -> Tensor:
+    rows, places, values = rows_of(m, x)
+    zeros = torch.zeros(x.shape[0] * 4, 3, dtype=x.dtype)
+    return summed(rows.index_add(0, places, values) + zeros.index_add_(0, places, values.square()), x)
+
+
+def scattered(m: Any, x: Tensor) -> Tensor:
+    rows, places, values = rows_of(m, x)
+    wide = places[:, None].expand(-1, 3)
+    rows = rows.scatter_add(0, wide, values).scatter_reduce(0, wide, values, "amax")
+    return summed(rows, x) + rows.gather(0, wide).view(x.shape[0], 3, 3).sum(1, keepdim=True)
+
+
+def copied(m: Any, x: Tensor) -> Tensor:
+    rows, _, values = rows_of(m, x)
+    places = torch.arange(x.shape[0]) * 4 + 2
+    rows = rows.index_copy(0, places, values.view(-1, 3, 3).sum(1)).index_fill(0, places + 1, 2.0)
+    return summed(rows.scatter(0, (places - 2)[:, None].expand(-1, 3), values.view(-1, 3, 3)[:, 0]), x)
+
+
+EXACT = {
+    "written": written,
+    "added": added,
+    "scattered": scattered,
+    "copied": copied,
+    "drawn": drawn,
+    "divided": divided,
+    "a mean that nobody reads": centre_alone,
+}
 
 
 @pytest.mark.parametrize("name", EXACT)

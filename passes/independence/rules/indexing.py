@@ -86,6 +86,26 @@ def require_own_rows(op: Op, x: Argument, picks: Argument) -> None:
         )
 
 
+def _at_own_rows(op: Op, x: Argument, ids: Argument, source: Argument | None, dim: int) -> bool:
+    """Whether an op picks or writes rows of the samples, along their dim, that are numbered i·T + c for sample i: what
+    is written must lie beside its number.  All other numbers are refused.
+    """
+    if x.found.index or (source is not None and source.found.index):
+        raise op.refuse(NUMBERS, NUMBERS_FIX)
+    if not ids.found.index:
+        return False
+    if x.axis is None or x.axis.dim != dim or ids.axis is None:
+        raise op.refuse(NUMBERS, NUMBERS_FIX)
+    require_own_rows(op, x, ids)
+    along = 0 if ids.ndim == 1 else dim
+    beside = source is None or not source.ndim or (source.axis is not None and source.axis.dim == dim and (
+        source.found.uniform or (source.axis.outer, source.axis.inner) == (ids.axis.outer, ids.axis.inner)
+    ))  # fmt: skip
+    if ids.axis.dim != along or not beside:
+        raise op.refuse("what it writes does not hold the samples as the numbers of its rows do", _PICK)
+    return True
+
+
 @sample_rule("index_put", "_unsafe_index_put", "_index_put_impl", proof="indexing", index=True)
 def index_put(op: Op) -> Placement:
     """Y = x with x[i_1[n..], ..] = (or +=) values."""
@@ -152,7 +172,7 @@ def index_select(op: Op) -> Placement:
     return x.axis
 
 
-@sample_rule("gather", "take_along_dim", proof="indexing")
+@sample_rule("gather", "take_along_dim", proof="indexing", index=True)
 def gather(op: Op) -> Placement:
     """y[i.., j, k..] = x[i.., ids[i.., j, k..], k..] along dim."""
     x = op.need("self")
@@ -160,6 +180,8 @@ def gather(op: Op) -> Placement:
     if op.args.get("dim") is None:
         raise op.unsupported("without dim it flattens its input", "give dim")
     dim = op.dim("dim", x.ndim)
+    if _at_own_rows(op, x, ids, None, dim):
+        return ids.axis
     if x.axis is None:
         if ids.axis is not None and ids.axis.dim != dim:
             raise op.refuse(f"sample i looks up row i of %{x.node.name}, which all samples share",
@@ -173,11 +195,13 @@ def gather(op: Op) -> Placement:
     return found if isinstance(found, SampleAxis) else None
 
 
-@sample_rule("scatter", "scatter_add", "scatter_reduce", proof="indexing")
+@sample_rule("scatter", "scatter_add", "scatter_reduce", proof="indexing", index=True)
 def scatter(op: Op) -> Placement:
     """Y = x with y[i.., ids[i.., j, k..], k..] = (or +=) src[i.., j, k..] along dim."""
     x, ids, source = op.need("self"), op.need("index"), op.value("src")
     dim = op.dim("dim", x.ndim)
+    if _at_own_rows(op, x, ids, source, dim):
+        return x.axis
     if x.axis is None:
         if any(v.axis is not None for v in op.values()):
             raise op.refuse(f"it writes the rows of all samples into %{x.node.name}, which all samples share",
@@ -192,10 +216,12 @@ def scatter(op: Op) -> Placement:
     return found if isinstance(found, SampleAxis) else None
 
 
-@sample_rule("index_add", "index_copy", "index_fill", "index_reduce", proof="indexing")
+@sample_rule("index_add", "index_copy", "index_fill", "index_reduce", proof="indexing", index=True)
 def index_write(op: Op) -> Placement:
     """Y = x with y[.., ids[j], ..] = (or +=) source[.., j, ..]."""
     x, ids, source = op.need("self"), op.need("index"), op.value("source")
+    if _at_own_rows(op, x, ids, source, op.dim("dim", x.ndim)):
+        return x.axis
     if x.axis is None and not op.sampled():
         return None
     if x.axis is None or x.axis.dim == op.dim("dim", x.ndim) or ids.axis is not None:
