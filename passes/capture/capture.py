@@ -23,6 +23,7 @@ from psg_fx.graph.strides import free_of_strides
 from psg_fx.program.arguments.call import Call
 from psg_fx.program.arguments.conditions import ROW_AXES
 from psg_fx.program.changes.effects import WRITTEN, Unsettled, computed_before, made
+from psg_fx.program.changes.set_up import Hooked
 from psg_fx.program.program import Program
 from psg_fx.tensors import memory_order
 from psg_fx.torch_private.graphs import module_without_code
@@ -52,12 +53,26 @@ def capture(program: Program, call: Call, tracked: dict[str, str]) -> GraphModul
     def exported_from(program: Program) -> Exported:
         return export(program, example, call.dims, (hints[0], call.batch_size()), program.observed, rows)
 
-    exported = _settled(program, exported_from)
+    exported = _set_up(program, exported_from)
     held: dict[int, str] = {}
     if closed_over := _aliases(exported, program):
         with _moved(closed_over) as held:
             exported = exported_from(program)
     return _flat(exported, call, tracked, program, held)
+
+
+def _set_up(program: Program, exported_from: Callable[[Program], Exported]) -> Exported:
+    """The program; where its first run sets something up, as it is afterwards."""
+    try:
+        return _settled(program, exported_from)
+    except Hooked:
+        first = program.set_up
+        first.keep()
+        try:
+            return _settled(program, exported_from)
+        except Hooked as refusal:
+            first.undo()
+            raise refusal.as_known().with_traceback(refusal.__traceback__) from None
 
 
 def _settled(program: Program, exported_from: Callable[[Program], Exported]) -> Exported:

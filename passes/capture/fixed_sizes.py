@@ -28,6 +28,7 @@ from psg_fx.torch_private.modes import enable_python_dispatcher
 
 from ..independence.values import bound
 from .constants import Elements, Share, alike, compute, number, share
+from .taken_apart import put_together
 
 aten = torch.ops.aten
 
@@ -43,6 +44,7 @@ def join(
     """
     first = graphs[0]
     for gm in graphs:
+        put_together(gm)
         _without_copies(gm)
         _without_expansions(gm)
         _with_all_sizes(gm)

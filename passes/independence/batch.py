@@ -14,6 +14,7 @@ from psg_fx.graph.strides import free_of_strides
 from .prove import prove
 from .rewriting.concatenated import take_rows_apart
 from .rewriting.masked import pad_masked_rows
+from .rewriting.placed import place_by_sample
 from .rewriting.reordered import undo_orders
 from .rewriting.selected import put_selected_back
 
@@ -31,6 +32,7 @@ def batch(gm: GraphModule, alone: Callable[[GraphModule, list[Node]], str] | Non
     drops it, where the code writes into what may be a copy, or trims a padding; returns a note, or refuses.
     """
     taken = keep_the_sample_dim(gm)
+    place_by_sample(gm)
     undo_orders(gm)
     put_selected_back(gm)
     whole = take_rows_apart(gm)

@@ -75,6 +75,10 @@ ABOUT_ROWS = ("ids", "mixing")
 """What says of which sample rows are, and whether rows of two samples meet."""
 
 
+PLACES = "places"
+"""The field of a check that each sample has as many places as values: else samples mix."""
+
+
 @dataclass(frozen=True)
 class OutputSpec:
     """What an entry of the (flat) output holds.

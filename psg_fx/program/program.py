@@ -15,6 +15,7 @@ from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.program.arguments.call import Call
 from psg_fx.program.arguments.packed import is_packed
 from psg_fx.program.changes.effects import Change, Effects, Written
+from psg_fx.program.changes.set_up import SetUp
 from psg_fx.program.decisions.assumptions import Assumption, assuming
 from psg_fx.program.reads.observe import observing
 from psg_fx.program.reads.observed import Observed
@@ -41,8 +42,8 @@ class Program(nn.Module):
     """The model followed by the loss, on a flat list of tensors.
 
     observed: what their code has read.  written: what it leaves in the Python around it, by tensors that are returned
-    after the loss or the outputs.  changes: the same, as it
-    was at the last run.  settled: labels of numbers that it reads, and changes once.  several_sizes: what it does at
+    after the loss or the outputs.  changes: the same, as it was at the last run.  set_up: what it did for good then.
+    settled: labels of numbers that it reads, and changes once.  several_sizes: what it does at
     several batch sizes is compared.
     """
 
@@ -57,6 +58,7 @@ class Program(nn.Module):
         self.settled: frozenset[str] = frozenset()
         self.several_sizes = False
         self.changes: list[Change] = []
+        self.set_up = SetUp()
         self.stand_ins = StandIns()
         self._ids: list[torch.Tensor | None] = []
 
@@ -86,7 +88,10 @@ class Program(nn.Module):
             effects.undo(self.observed)
             raise
         self.changes = effects.changes
-        self.written, kept = effects.settle(self.observed)
+        try:
+            self.written, kept = effects.settle(self.observed)
+        finally:
+            self.set_up = effects.set_up
         return (*self._results(output, loss), *kept)
 
     def _results(self, output: Any, loss: Any) -> tuple[torch.Tensor, ...]:

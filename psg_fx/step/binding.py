@@ -12,7 +12,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from psg_fx.algebra.members import MEMBERS
-from psg_fx.errors import BadArgument
+from psg_fx.errors import BadArgument, PsgError, SamplesMixed
 from psg_fx.graph import facts
 from psg_fx.graph.facts import InputSpec, OutputSpec
 from psg_fx.program.ambient import without_autocast
@@ -76,7 +76,7 @@ class Binding:
         self._fields = _fields(self.outputs)
         self._mixing = next((i for i, spec in enumerate(self.outputs) if spec.kind == "mixing"), None)
         self._conditions = () if self._mixing is None else CONDITIONS.of(gm)
-        self._checks = [(i, spec.name) for i, spec in enumerate(self.outputs) if spec.kind == "check"]
+        self._checks = [(i, spec) for i, spec in enumerate(self.outputs) if spec.kind == "check"]
         self._buffers = [
             (i, *holder(model, loss_fn, spec.name)) for i, spec in enumerate(self.outputs) if spec.kind == "buffer"
         ]
@@ -132,9 +132,9 @@ class Binding:
         """Raise where the model's own checks fail, or where rows of several samples meet."""
         if self._mixing is not None:
             require(self._conditions, results[self._mixing])
-        for index, line in self._checks:
+        for index, spec in self._checks:
             if results[index].any():
-                raise failed_check(line)
+                raise failed_check(spec.name, spec.field)
 
     def check_apart(self, gm: GraphModule, arguments: Sequence[Any]) -> None:
         """Raise where rows of several samples meet, or ids are out of range: found without the rest of the graph."""
@@ -150,12 +150,12 @@ class Binding:
             self._slots[index] = lying.at(number)
         self._arrange()
 
-    def failed_line(self, gm: GraphModule, arguments: Sequence[Any]) -> str:
-        """The line of the first check that these arguments fail, or "": found without the rest of the graph."""
-        for index, line in self._checks:
+    def failed(self, gm: GraphModule, arguments: Sequence[Any]) -> PsgError | None:
+        """What the first check says that these arguments fail: found without the rest of the graph."""
+        for index, spec in self._checks:
             if facts.value_of(gm, index, arguments).any():
-                return line
-        return ""
+                return failed_check(spec.name, spec.field)
+        return None
 
     def of_groups(self, results: Sequence[Any], groups: Groups) -> Sequence[Any]:
         """Results with all groups in place of those of the graph."""
@@ -208,8 +208,14 @@ def _counts_of_groups(gm: GraphModule) -> list[sympy.Expr]:
     return [facts.shape(given[MEMBERS.name].meta["val"])[0]] if MEMBERS.name in given else []
 
 
-def failed_check(line: str) -> BadArgument:
-    """The model's or loss's own code would have raised an error."""
+def failed_check(line: str, of: str = "") -> PsgError:
+    """The model's or loss's own code would have raised an error, or samples would meet.  of: the field of the check."""
+    if of == facts.PLACES:
+        return SamplesMixed(
+            "masked_scatter mixes samples in this batch, so per-sample gradients do not exist", where=line,
+            why="it counts places through all samples, and one of them has more or fewer places than values of its own",
+            fix="give every sample as many places as values: as many image tokens as features of its image",
+        )  # fmt: skip
     return BadArgument(
         "the code of the model or loss refuses these values", where=line,
         why="its branch that only raises an error is not in the graph; its condition is, and holds for this batch",

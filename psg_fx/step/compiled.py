@@ -18,7 +18,7 @@ from psg_fx.graph.history import History
 from psg_fx.planner.plan import PLAN
 from psg_fx.program.arguments.call import Call
 from psg_fx.quantities.base import Joins
-from psg_fx.step.binding import Binding, failed_check, no_samples, plain_mode
+from psg_fx.step.binding import Binding, no_samples, plain_mode
 from psg_fx.step.groups import Groups
 
 
@@ -101,8 +101,8 @@ class CompiledStep:
             results = self._run(*arguments)
         except Exception as error:
             self.binding.check_apart(self.gm, arguments)
-            if line := self.binding.failed_line(self.gm, arguments):  # perhaps what the check is there for
-                raise failed_check(line) from error
+            if failed := self.binding.failed(self.gm, arguments):  # perhaps what the check is there for
+                raise failed from error
             raise
         if not buffers:
             self.binding.check(results)

@@ -242,7 +242,7 @@ class LoadedStep:
                 require(self.spec.rows.conditions, value)
             elif entry.kind == "check":
                 if value.any():
-                    raise failed_check(entry.name)
+                    raise failed_check(entry.name, entry.field)
             elif entry.kind == "buffer":
                 found.setdefault("buffers", {})[entry.name.removeprefix("model.")] = value
             elif entry.kind == "answer" and entry.name:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -27,6 +28,10 @@ NO_FUNCTION: Any = torch._C._disabled_torch_function_impl
 
 GRAD_OF_TENSOR: Any = vars(torch._C.TensorBase)["grad"].__get__
 """What a mode of functions is told where `.grad` of a tensor is read."""
+
+IS_ALL_TRUE: Any = torch.Tensor._is_all_true
+CHECK_ALL: CodeType = torch._check_tensor_all_with.__code__
+"""What `torch._check_tensor_all` asks a tensor for, and the code that does."""
 
 FILE_OF_TENSORS: str = torch._tensor.__file__
 """Where the methods of tensors are that Python has."""
@@ -184,8 +189,10 @@ def tensor_guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 
 
 __all__ = [
+    "CHECK_ALL",
     "FILE_OF_TENSORS",
     "GRAD_OF_TENSOR",
+    "IS_ALL_TRUE",
     "NO_FUNCTION",
     "autocast_key",
     "below_autograd",

@@ -17,9 +17,12 @@ from external.program import Program, check, check_learns, drop_in, with_loss
 from psg_fx.errors import CaptureFailed, NotYetSupported, SamplesMixed
 from support.selection import one_in, selected
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated and will be removed in v6:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*deprecated and will be removed in v6:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:one graph for each batch size"),
+]
 
-CHOSEN = {"wav2vec2/ctc", "mixtral/eager", "bert/outside"}
+CHOSEN = {"wav2vec2/ctc", "mixtral/eager", "bert/outside", "llava/outside"}
 
 
 @pytest.mark.slow

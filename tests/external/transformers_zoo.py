@@ -305,6 +305,48 @@ def towers() -> list[Program]:
     ]  # fmt: skip
 
 
+def with_images(count: int) -> Inputs:
+    """Tokens of which so many of each sample stand for its image, in other places for each."""
+
+    def make() -> dict[str, Any]:
+        tokens = ids(T + count).clamp(max=IMAGE - 1)
+        for k, row in enumerate(tokens):
+            row[(torch.arange(count) + k) % len(row)] = IMAGE
+        return {"input_ids": tokens, **pixels()(), "attention_mask": torch.ones_like(tokens)}
+
+    return make
+
+
+IMAGE = V - 1
+
+
+def images_and_text() -> list[Program]:
+    """Features of images in place of the tokens that stand for them."""
+    image = {"image_size": 8, "patch_size": 4, "hidden_size": H, "intermediate_size": 24, "num_hidden_layers": 1,
+             "num_attention_heads": 2}  # fmt: skip
+    clip = {"model_type": "clip_vision_model", **image, "projection_dim": H}
+    siglip = {"model_type": "siglip_vision_model", **image, "vision_use_head": False}
+    llama = {"model_type": "llama", **GROUPED, "use_cache": False}
+    opt = {"model_type": "opt", "vocab_size": V, "hidden_size": H, "word_embed_proj_dim": H, "ffn_dim": 24,
+           "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 16, "dropout": 0.0,
+           "pad_token_id": 0, "use_cache": False}  # fmt: skip
+    queries = {**NARROW, **UNDROPPED, "encoder_hidden_size": H}
+    all_layers = {"text_config": llama, "image_token_index": IMAGE, "vision_feature_layer": -1}
+    one_of_four = {**all_layers, "vision_config": siglip, "downsample_factor": 2, "alignment_intermediate_size": 24}
+    qwen = {"model_type": "qwen2", **GROUPED, "use_cache": False}
+    internvl = {"vision_config": {**image, "image_size": [8, 8], "patch_size": [4, 4]}, "text_config": qwen,
+                "image_token_id": IMAGE, "downsample_ratio": 0.5}  # fmt: skip
+    return [
+        row("llava/outside", "LlavaForConditionalGeneration",
+            {**all_layers, "vision_config": clip}, with_images(4)),
+        row("blip2/outside", "Blip2ForConditionalGeneration",
+            {"vision_config": image, "qformer_config": queries, "text_config": opt, "num_query_tokens": 3,
+             "image_token_index": IMAGE}, with_images(3)),
+        row("aya-vision/outside", "AyaVisionForConditionalGeneration", one_of_four, with_images(1)),
+        row("internvl/outside", "InternVLForConditionalGeneration", internvl, with_images(1)),
+    ]  # fmt: skip
+
+
 def lora(**options: Any) -> Callable[[Any], nn.Module]:
     def prepare(model: Any) -> nn.Module:
         return peft.get_peft_model(model, peft.LoraConfig(r=2, lora_alpha=4, lora_dropout=0.0, **options))
@@ -363,4 +405,4 @@ def experts() -> list[Program]:
 
 def programs() -> list[Program]:
     """All of the family."""
-    return [*encoders(), *decoders(), *pairs(), *towers(), *adapted(), *experts()]
+    return [*encoders(), *decoders(), *pairs(), *towers(), *adapted(), *experts(), *images_and_text()]

@@ -59,6 +59,11 @@ def asserted(y: Tensor) -> None:
     torch._assert((y >= 0).all(), "labels must be positive")
 
 
+def checked_by_torch(y: Tensor) -> None:
+    torch._check_tensor_all(y < C)
+    torch._check_tensor_all((y >= 0).all(), lambda: "labels must be positive")
+
+
 def known(y: Tensor) -> None:
     """A condition that is known while the program is captured."""
     if torch.tensor(3.0) > 4:
@@ -73,7 +78,7 @@ def itself(o: Tensor) -> Tensor:
     return o
 
 
-CHECKS = {f.__name__: f for f in (in_helper, after_a_flag, asserted, known)}
+CHECKS = {f.__name__: f for f in (in_helper, after_a_flag, asserted, checked_by_torch, known)}
 
 
 CHECKED = {name: Row(lambda f=f: Checked(f), itself, labelled) for name, f in CHECKS.items()}
@@ -135,7 +140,7 @@ def test_stays_refused(name: str) -> None:
     check_refusal(REFUSED[name])
 
 
-@pytest.mark.parametrize("name", ["in_helper", "asserted"])
+@pytest.mark.parametrize("name", ["in_helper", "asserted", "checked_by_torch"])
 def test_a_check_is_looked_at_at_every_call(name: str) -> None:
     step = psg_fx.transform(Checked(CHECKS[name]).double(), itself, backend="eager")
     inputs, _ = labelled(B)
@@ -150,6 +155,9 @@ def test_a_check_is_looked_at_at_every_call(name: str) -> None:
     ]
     if name == "asserted":
         with pytest.raises(BadArgument, match=r"where  .*: torch\._assert"):
+            step((x, torch.full_like(y, -100)))
+    if name == "checked_by_torch":
+        with pytest.raises(BadArgument, match=r"where  .*: torch\._check_tensor_all\(\(y >= 0"):
             step((x, torch.full_like(y, -100)))
     step(inputs)
 

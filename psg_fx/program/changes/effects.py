@@ -23,6 +23,7 @@ from psg_fx.errors import NotYetSupported
 from psg_fx.graph.facts import Entry, at, expr
 from psg_fx.program.arguments.packed import is_packed
 from psg_fx.program.changes.holders import Holder, Reached, drawn
+from psg_fx.program.changes.set_up import SetUp, hooked, set_up
 from psg_fx.program.code import line_naming, names_of
 from psg_fx.program.objects import MISSING, put_into_cache, take_tensors_from_cache
 from psg_fx.program.reads.asked import changing
@@ -134,7 +135,7 @@ class Effects:
 
     settled: labels of numbers that the code reads, and changes once: there is a graph for each of their values.
     without_tensors: caches of functions have no tensors for a while, which some batch sizes would find, others not.
-    changes: what it has changed.
+    changes: what it has changed.  set_up: of that, what it has changed for good.
     """
 
     def __init__(self, roots: Sequence[Any], settled: Container[str] = (), without_tensors: bool = False) -> None:
@@ -143,6 +144,7 @@ class Effects:
         self._taken = [(cache, take_tensors_from_cache(cache)) for cache in caches]
         self._settled = settled
         self.changes: list[Change] = []
+        self.set_up = SetUp()
         self._draws = _numpy_state()
 
     def settle(self, observed: Observed) -> tuple[list[Written], list[torch.Tensor]]:
@@ -150,9 +152,13 @@ class Effects:
 
         Raises:
             NotYetSupported: a change that a step cannot repeat.
+            Hooked: it adds hooks to modules.
             Unsettled: numbers that the code reads, and changes.
         """
         changes = self.undo(observed)
+        self.set_up = set_up(changes)
+        if self.set_up.changes:
+            raise hooked(self.set_up, observed)
         if not _equal(self._draws, _numpy_state()) or any(drawn(g) != state for g, state in self._reached.generators):
             line = line_naming(iter(observed.code), "random")
             raise changing("a random number of numpy's", line or "the model or the loss")

@@ -30,6 +30,11 @@ from psg_fx.program.objects import (
 _MOST = 500_000
 _TORCHS_OWN = frozenset(nn.Module().__dict__) - {"training"}
 """Attributes of every module, which torch.export changes itself and puts back."""
+_HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_always_called", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
+REGISTER = "register_forward_hook"
 _MAY_HAVE_OWN = (list, dict, set, tuple, frozenset, collections.deque, functools.partial)
 """What has attributes where its class is the user's, or always."""
 _LARGE = 1 << 24
@@ -38,6 +43,10 @@ _NUMBERS = (bool, int, float, str, bytes, type(None))
 _ATOMS = (*_NUMBERS, torch.Tensor, nn.Parameter)
 _PLAIN_HOLDERS = (list, dict, set, FunctionType)
 _LOOKED_INTO = ("types", "argparse", "collections", "dataclasses", "enum", "configparser", "string")
+
+
+class Hooks:
+    """The kind of holders that have the hooks of a module."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +110,7 @@ class Reached:
         if isinstance(value, nn.Module):
             self._attributes(value, value.__dict__, type(value).__name__, skip=_TORCHS_OWN)
             self._keyed(value._buffers, type(value).__name__, type(value).__name__)
+            self._hooks(value)
             for group in ("_modules", "_forward_hooks", "_forward_pre_hooks"):
                 self._wait(value.__dict__.get(group, {}))
         elif isinstance(value, torch.Tensor):
@@ -150,6 +160,25 @@ class Reached:
             held.update(before)
 
         self.holders.append(Holder(read, write, held.__setitem__, read(), label, name))
+
+    def _hooks(self, value: nn.Module) -> None:
+        """Those of a module, by their kind and number."""
+        groups = [value.__dict__.get(name, {}) for name in _HOOKS]
+
+        def read() -> dict[Any, Any]:
+            return {(k, number): hook for k, held in enumerate(groups) if held for number, hook in held.items()}
+
+        def write(before: dict[Any, Any]) -> None:
+            for held in groups:
+                held.clear()
+            for key, hook in before.items():
+                put(key, hook)
+
+        def put(key: tuple[int, int], hook: Any) -> None:
+            groups[key[0]][key[1]] = hook
+
+        label = f"hooks of {type(value).__name__}"
+        self.holders.append(Holder(read, write, put, read(), label, REGISTER, kind=Hooks))
 
     def _attributes(self, value: Any, own: dict[str, Any], label: str, skip: frozenset[str] = frozenset()) -> None:
         def read() -> dict[Any, Any]:

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from psg_fx.program.code import users_line
 from psg_fx.source import is_library
 from psg_fx.torch_private.fakes import has_known_value
-from psg_fx.torch_private.modes import FILE_OF_TENSORS
+from psg_fx.torch_private.modes import CHECK_ALL, FILE_OF_TENSORS, IS_ALL_TRUE
 
 _LONGEST = 400
 """Instructions of an arm that are looked at."""
@@ -44,6 +44,14 @@ def assuming(found: list[Assumption], caller: CodeType) -> Iterator[None]:
         yield
 
 
+class _AllTrue:
+    """What `torch._check_tensor_all` asks for its value."""
+
+    def item(self) -> bool:
+        """It is assumed."""
+        return True
+
+
 class _Assuming(TorchFunctionMode):
     def __init__(self, found: list[Assumption], caller: CodeType) -> None:
         super().__init__()
@@ -60,6 +68,11 @@ class _Assuming(TorchFunctionMode):
         if func is torch._assert and isinstance(args[0], Tensor) and not has_known_value(args[0]):
             self.assume(args[0], True, _asking(sys._getframe(1)))
             return None
+        if func is IS_ALL_TRUE and not has_known_value(args[0]):
+            frame = _asking(sys._getframe(1))
+            if frame.f_code is CHECK_ALL:
+                self.assume(args[0].all(), True, frame)
+                return _AllTrue()
         return func(*args, **(kwargs or {}))
 
     def assume(self, condition: Tensor, outcome: bool, frame: FrameType) -> bool:

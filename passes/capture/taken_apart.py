@@ -1,0 +1,64 @@
+"""Values that code takes apart along a dim and puts together again, as `torch.cat(list(x))` does: what that is at once.
+
+How many parts there are follows the number of samples, so that captures at several batch sizes would differ.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from psg_fx.graph.nodes import call, written_before
+
+aten = torch.ops.aten
+_SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.tensor_split.sections)
+
+
+def put_together(gm: GraphModule) -> None:
+    """Rewrite each cat or stack of all parts of one value, in their order."""
+    for node in [n for n in gm.graph.nodes if n.target in (aten.cat.default, aten.stack.default)]:
+        parts, dim = node.args[0], _dim(node.args, 1, node.meta["val"].ndim)
+        whole = _whole(parts)
+        if whole is None:
+            continue
+        with written_before(node, node.meta):
+            found = _joined(gm, whole, node, dim)
+        if found is not None:
+            node.replace_all_uses_with(found)
+    gm.graph.eliminate_dead_code()
+
+
+def _whole(parts: Any) -> Node | None:
+    """What took a value apart, if these are all its parts in their order."""
+    if not all(isinstance(p, Node) and p.target is operator.getitem for p in parts):
+        return None
+    sources = {p.args[0] for p in parts}
+    source = sources.pop()
+    if sources or [p.args[1] for p in parts] != list(range(len(source.meta["val"]))):
+        return None
+    return source if source.target in (aten.unbind.int, *_SPLITS) else None
+
+
+def _joined(gm: GraphModule, source: Node, node: Node, dim: int) -> Node | None:
+    """The same of the value itself; None where the parts lie along one dim, and are put together along another."""
+    value: Any = source.args[0]
+    ndim = value.meta["val"].ndim
+    if source.target is not aten.unbind.int:
+        along = _dim(source.args, 2, ndim)
+        return value if node.target is aten.cat.default and along == dim else None
+    order = list(range(ndim))
+    order.insert(dim, order.pop(_dim(source.args, 1, ndim)))
+    moved = value if order == sorted(order) else call(gm, aten.permute.default, value, order)
+    if node.target is aten.stack.default:
+        return moved
+    return call(gm, aten.reshape.default, moved, list(node.meta["val"].shape))
+
+
+def _dim(args: Sequence[Any], place: int, ndim: int) -> int:
+    """An argument `dim`, from the front; the first one where it is left out."""
+    found: int = args[place] if len(args) > place else 0
+    return found % ndim

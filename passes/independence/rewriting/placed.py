@@ -1,0 +1,103 @@
+"""Values that a mask places, `x.masked_scatter(mask, values)`: features of images in place of the tokens that stand for
+them.
+
+Places are counted through all samples, so that a sample's values go where another one's belong as soon as one sample
+has more places than values.  Where each has as many of both, which is checked at every call, it is the same for each
+sample by itself: place k of a sample takes its value k.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from psg_fx.graph import facts
+from psg_fx.graph.facts import PLACES, OutputSpec
+from psg_fx.graph.splicing import splice
+from psg_fx.source import locate
+
+aten = torch.ops.aten
+
+
+def place_by_sample(gm: GraphModule) -> None:
+    """Rewrite masked_scatter of samples; rows of samples have no fixed number of places."""
+    info = facts.graph_facts(gm)
+    for node in list(gm.graph.find_nodes(op="call_function", target=aten.masked_scatter.default)):
+        sizes = _sizes(node, info.batch)
+        if sizes is None or info.rows:
+            continue
+        placed, wrong = splice(gm, node, sizes.placed, [node.args[0], _unexpanded(node.args[1]), node.args[2]])
+        node.replace_all_uses_with(placed)
+        gm.graph.erase_node(node)
+        _check(gm, wrong, node)
+    gm.graph.eliminate_dead_code()
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """lead: how many dims of x the mask has.  width: how many entries each of its places stands for.  places, values:
+    how many one sample has.
+    """
+
+    lead: int
+    width: int
+    places: int
+    values: int
+
+    def placed(self, x: Tensor, mask: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The result, and whether a sample has another number of places than values."""
+        mask = mask.reshape(mask.shape[: mask.ndim - (x.ndim - self.lead)]).expand(x.shape[: self.lead])
+        mask = mask.reshape(-1, self.places)
+        number = (mask.cumsum(1) - 1).clamp(0, self.values - 1)
+        each = values.reshape(-1, self.values, self.width)
+        taken = each.gather(1, number[:, :, None].expand(-1, -1, self.width))
+        found = torch.where(mask[:, :, None], taken, x.reshape(-1, self.places, self.width))
+        return found.reshape(x.shape), (mask.sum(1) != self.values).any()
+
+
+def _sizes(node: Node, batch: sympy.Symbol) -> _Sizes | None:
+    """None where samples have no fixed sizes, or lie elsewhere than in the first dim."""
+    x, mask, values = (facts.shape(_of(n).meta["val"]) for n in (node.args[0], _unexpanded(node.args[1]), node.args[2]))
+    if len(mask) > len(x) or not x or not x[0].has(batch):
+        return None
+    lead = len(x)
+    while lead > 1 and len(mask) - (len(x) - lead) > 0 and mask[lead - 1 - len(x)] == 1:
+        lead -= 1
+    width, places, own = (
+        math.prod(x[lead:]),
+        math.prod(x[:lead]) / batch,
+        math.prod(values) / batch / math.prod(x[lead:]),
+    )
+    if not all(isinstance(n, sympy.Integer) and n > 0 for n in (sympy.sympify(width), places, own)):
+        return None
+    return _Sizes(lead, int(width), int(places), int(own))
+
+
+def _of(node: Any) -> Node:
+    assert isinstance(node, Node)
+    return node
+
+
+def _unexpanded(mask: Any) -> Node:
+    """A mask before it is expanded, with as many dims."""
+    while mask.target is aten.expand.default and mask.args[0].meta["val"].ndim == mask.meta["val"].ndim:
+        mask = mask.args[0]
+    return _of(mask)
+
+
+def _check(gm: GraphModule, wrong: Node, node: Node) -> None:
+    """One more output, which is looked at at every call."""
+    outputs: Sequence[Any] = gm.graph.output_node().args[0]  # type: ignore[assignment]
+    gm.graph.output_node().args = ((*outputs, wrong),)
+    info = facts.graph_facts(gm)
+    facts.update_graph(
+        gm, outputs=(*info.outputs, OutputSpec("check", locate(node), PLACES)),
+        notes=(*info.notes, f"checked at every call: each sample has as many places as values ({locate(node)})"),
+    )  # fmt: skip

@@ -1,0 +1,136 @@
+"""Values that a mask places among those of a sample (`masked_scatter`), as features of images among tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import psg_fx
+from psg_fx import SamplesMixed
+from support import oracle
+from support.programs import B, Row, check_answer, square
+
+STEPS, WIDTH, PLACED, MARK = 5, 4, 2, 9
+
+
+class Placing(nn.Module):
+    """Tokens `[B, 5]`, of which two of each sample stand for features of its image, `[B, 2, 3]`."""
+
+    def __init__(self, place: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embedding, self.image, self.head = nn.Embedding(10, WIDTH), nn.Linear(3, WIDTH), nn.Linear(WIDTH, 2)
+        self.place = place
+
+    def forward(self, ids: Tensor, image: Tensor) -> Tensor:
+        h = self.place(self.embedding(ids), ids == MARK, self.image(image).tanh())
+        out: Tensor = self.head(h.cumsum(1).tanh())
+        return out
+
+
+def drawn(size: int) -> tuple[tuple[Tensor, Tensor], None]:
+    """Marks in other places for each sample."""
+    ids = torch.randint(MARK, (size, STEPS))
+    for row in ids:
+        row[torch.randperm(STEPS)[:PLACED]] = MARK
+    return (ids, torch.randn(size, PLACED, 3, dtype=torch.float64)), None
+
+
+def expanded(h: Tensor, mask: Tensor, values: Tensor) -> Tensor:
+    return h.masked_scatter(mask.unsqueeze(-1).expand_as(h), values)
+
+
+def broadcast(h: Tensor, mask: Tensor, values: Tensor) -> Tensor:
+    return h.masked_scatter(mask[..., None], values.flatten(0, 1))
+
+
+def entries(h: Tensor, mask: Tensor, values: Tensor) -> Tensor:
+    return h.masked_scatter(mask[..., None].repeat(1, 1, WIDTH), values.flatten())
+
+
+def shared(h: Tensor, mask: Tensor, values: Tensor) -> Tensor:
+    return h.masked_scatter(torch.tensor([0, 1, 0, 0, 1])[:, None].bool(), values)
+
+
+def in_place(h: Tensor, mask: Tensor, values: Tensor) -> Tensor:
+    h = h * 2
+    h.masked_scatter_(mask[..., None], values)
+    return h
+
+
+def numbers(h: Tensor, mask: Tensor, values: Tensor) -> Tensor:
+    return h + h[..., 0].masked_scatter(mask, values[..., 0]).unsqueeze(-1)
+
+
+def in_rows(h: Tensor, mask: Tensor, values: Tensor) -> Tensor:
+    rows = h.flatten(0, 1).masked_scatter(mask.flatten()[:, None], values.flatten(0, 1))
+    return rows.view(-1, STEPS, WIDTH)
+
+
+WAYS = (expanded, broadcast, entries, shared, in_place, numbers, in_rows)
+
+
+@pytest.mark.parametrize("place", WAYS)
+def test_equals_the_loop(place: Callable[..., Tensor]) -> None:
+    check_answer(Row(lambda: Placing(place), square, drawn))
+
+
+def test_other_counts_are_refused_at_the_call() -> None:
+    """Both samples together have as many places as values, which the code itself would take."""
+    (ids, image), _ = drawn(B)
+    wrong = ids.clone()
+    wrong[0], wrong[1] = MARK, 1
+    wrong[0, 4] = 1
+    model = Placing(broadcast).double()
+    assert model(wrong, image).isfinite().all()
+    step = psg_fx.transform(model, square, quantities=psg_fx.Norms(), backend="eager")
+    losses, _ = oracle.loop_grads(model, square, (ids, image), None)
+    torch.testing.assert_close(step((ids, image)).losses, losses)
+    with pytest.raises(SamplesMixed) as error:
+        step((wrong, image))
+    lines = str(error.value).splitlines()
+    assert lines[0] == "masked_scatter mixes samples in this batch, so per-sample gradients do not exist"
+    assert "test_placed_values.py:" in lines[1]
+    assert "one of them has more or fewer places than values" in lines[2]
+    assert "checked at every call: each sample has as many places as values (" in step.explain()
+    with pytest.raises(SamplesMixed, match="more or fewer places"):
+        psg_fx.microbatch(step, 2)((wrong, image))
+
+
+@pytest.mark.slow
+@pytest.mark.inductor
+def test_files_refuse_other_counts(tmp_path: Path) -> None:
+    (ids, image), _ = drawn(B)
+    wrong = ids.clone()
+    wrong[0, :3] = MARK
+    model = Placing(expanded)
+    step = psg_fx.transform(model, square, quantities=psg_fx.Norms())
+    image = image.float()
+    step.export(tmp_path / "step.pt2", (ids, image))
+    loaded = psg_fx.load(tmp_path / "step.pt2")
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    torch.testing.assert_close(loaded(state, (ids, image)).norms, step((ids, image)).norms)
+    with pytest.raises(SamplesMixed, match="more or fewer places"):
+        loaded(state, (wrong, image))
+
+
+def with_time_first(h: Tensor, mask: Tensor, values: Tensor) -> Tensor:
+    return h.transpose(0, 1).masked_scatter(mask.T[..., None], values.transpose(0, 1)).transpose(0, 1)
+
+
+def of_all(h: Tensor, mask: Tensor, values: Tensor) -> Tensor:
+    return h.masked_scatter(mask[..., None], values.mean(0, keepdim=True).expand_as(values))
+
+
+def turned(h: Tensor, mask: Tensor, values: Tensor) -> Tensor:
+    return h.masked_scatter(mask[..., None], values.transpose(0, 1).reshape(-1, WIDTH))
+
+
+@pytest.mark.parametrize("place", [with_time_first, of_all, turned])
+def test_refused(place: Callable[..., Tensor]) -> None:
+    step = psg_fx.transform(Placing(place).double(), square, quantities=psg_fx.Norms(), backend="eager")
+    with pytest.raises(SamplesMixed):
+        step(drawn(B)[0])
