@@ -125,7 +125,7 @@ def slice_of(parameter: Any) -> nn.Parameter:
 
 def size_of_whole(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What code that asks a slice of `slice_of` for its sizes is told; None for other calls, and other tensors."""
-    if func not in _SIZES or not (shape := getattr(args[0], _WHOLE, None)):
+    if func not in _SIZES or not (shape := args and getattr(args[0], _WHOLE, None)):
         return None
     return _SIZES[func](shape, *args[1:], **kwargs)
 

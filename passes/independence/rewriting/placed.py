@@ -70,14 +70,11 @@ def _sizes(node: Node, batch: sympy.Symbol) -> _Sizes | None:
     lead = len(x)
     while lead > 1 and len(mask) - (len(x) - lead) > 0 and mask[lead - 1 - len(x)] == 1:
         lead -= 1
-    width, places, own = (
-        math.prod(x[lead:]),
-        math.prod(x[:lead]) / batch,
-        math.prod(values) / batch / math.prod(x[lead:]),
-    )
-    if not all(isinstance(n, sympy.Integer) and n > 0 for n in (sympy.sympify(width), places, own)):
+    width = math.prod(x[lead:], start=sympy.Integer(1))
+    counts = [width, math.prod(x[:lead]) / batch, math.prod(values) / batch / width]
+    if not all(isinstance(n, sympy.Integer) and n > 0 for n in counts):
         return None
-    return _Sizes(lead, int(width), int(places), int(own))
+    return _Sizes(lead, *map(int, counts))
 
 
 def _of(node: Any) -> Node:
