@@ -14,6 +14,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing as not_recorded
 from torch.nn.modules import module as of_modules
 from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes as no_modes
 
 without_functions: Callable[[], contextlib.AbstractContextManager[None]] = torch._C.DisableTorchFunction
@@ -180,6 +181,13 @@ def autocast_unseen(dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
             torch.set_autocast_dtype(kind, dtype)
 
 
+def indexing_by_places() -> type[TorchFunctionMode]:
+    """The mode in which masks of attention index tensors by numbers of places under `torch.vmap`."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex  # slow to import
+
+    return TransformGetItemToIndex
+
+
 def tensor_guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     """A question in C++ to that many tensors: have they the types, dtypes, devices, sizes, strides and `requires_grad`
     of these?  Of modes it depends on inference mode, so each has a guard of its own.
@@ -198,6 +206,7 @@ __all__ = [
     "below_autograd",
     "default_device",
     "enable_python_dispatcher",
+    "indexing_by_places",
     "is_transformed",
     "no_cached_parametrizations",
     "no_function_modes",

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 import psg_fx
@@ -120,6 +121,36 @@ class Masked(nn.Module):
         q = self.layer(x).unsqueeze(1)
         blocks = create_block_mask(self.mask, None, None, self.size, self.size, device="cpu")
         return flex_attention(q, q, q, block_mask=self.use(blocks)).squeeze(1)
+
+
+class ByPlaces(nn.Module):
+    """Attention under a mask and with biases that functions of places make, in torch's mode for such functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.bias = nn.Linear(8, 24), nn.Parameter(torch.randn(9))
+
+    def forward(self, x: Tensor, documents: Tensor) -> Tensor:
+        def of_place(b: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            same = (documents[b, i] == documents[b, j]) | (documents[b, 0] == 5)
+            return torch.where(same, self.bias[j - i + 4], -math.inf)
+
+        each = torch.vmap(torch.vmap(torch.vmap(of_place, (None, None, 0)), (None, 0, None)), (0, None, None))
+        places = torch.arange(x.shape[1])
+        with TransformGetItemToIndex():
+            mask = each(torch.arange(x.shape[0]), places, places)
+        return F.scaled_dot_product_attention(*self.qkv(x).split(8, -1), attn_mask=mask)
+
+
+def test_functions_of_places_by_vmap() -> None:
+    torch.manual_seed(0)
+    model = ByPlaces().double()
+    step = psg_fx.transform(model, _loss, quantities=psg_fx.Grads(), backend="eager")
+    out = step((X, DOCUMENTS), Y)
+    losses, grads = loop_grads(model, _loss, (X, DOCUMENTS), Y)
+    torch.testing.assert_close(out.losses, losses)
+    for name, value in grads.items():
+        torch.testing.assert_close(out.grads[name], value)
 
 
 def test_a_mask_that_tells_samples_apart_is_refused() -> None:

@@ -320,6 +320,12 @@ def with_images(count: int) -> Inputs:
 IMAGE = V - 1
 
 
+def typed_images() -> dict[str, Any]:
+    """Four places for each image, which attend to one another in both directions."""
+    made = with_images(4)()
+    return {**made, "token_type_ids": (made["input_ids"] == IMAGE).long()}
+
+
 def images_and_text() -> list[Program]:
     """Features of images in place of the tokens that stand for them."""
     image = {"image_size": 8, "patch_size": 4, "hidden_size": H, "intermediate_size": 24, "num_hidden_layers": 1,
@@ -333,6 +339,8 @@ def images_and_text() -> list[Program]:
     queries = {**NARROW, **UNDROPPED, "encoder_hidden_size": H}
     all_layers = {"text_config": llama, "image_token_index": IMAGE, "vision_feature_layer": -1}
     one_of_four = {**all_layers, "vision_config": siglip, "downsample_factor": 2, "alignment_intermediate_size": 24}
+    gemma = {"vision_config": siglip, "text_config": {**GROUPED, "head_dim": 8, "use_cache": False},
+             "image_token_index": IMAGE, "mm_tokens_per_image": 4}  # fmt: skip
     qwen = {"model_type": "qwen2", **GROUPED, "use_cache": False}
     internvl = {"vision_config": {**image, "image_size": [8, 8], "patch_size": [4, 4]}, "text_config": qwen,
                 "image_token_id": IMAGE, "downsample_ratio": 0.5}  # fmt: skip
@@ -343,6 +351,7 @@ def images_and_text() -> list[Program]:
             {"vision_config": image, "qformer_config": queries, "text_config": opt, "num_query_tokens": 3,
              "image_token_index": IMAGE}, with_images(3)),
         row("aya-vision/outside", "AyaVisionForConditionalGeneration", one_of_four, with_images(1)),
+        row("gemma3/outside", "Gemma3ForConditionalGeneration", gemma, typed_images),
         row("internvl/outside", "InternVLForConditionalGeneration", internvl, with_images(1)),
     ]  # fmt: skip
 

@@ -18,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from psg_fx.errors import NotYetSupported
 from psg_fx.program.code import users_line
-from psg_fx.torch_private.patching import code_replaced_here
+from psg_fx.torch_private.modes import indexing_by_places
+from psg_fx.torch_private.patching import code_replaced_here, patched_here
 
 Mod = Callable[..., Tensor]
 
@@ -113,8 +114,11 @@ def create_block_mask(
 
 @contextlib.contextmanager
 def attention_as_formula() -> Iterator[None]:
-    """While open, `flex_attention` in this thread is what is written here, also inside `torch.compile`."""
+    """While open, `flex_attention` in this thread is what is written here, also inside `torch.compile`; and the mode of
+    torch in which other code makes such masks by `vmap` records plain ops.
+    """
     with (
+        patched_here(indexing_by_places(), "__torch_function__", _ByPlace.__torch_function__),
         code_replaced_here(flexible.flex_attention, lambda _: flex_attention),
         code_replaced_here(flexible.create_block_mask, lambda _: create_block_mask),
     ):
