@@ -23,13 +23,14 @@ from psg_fx.graph.strides import free_of_strides
 from psg_fx.program.arguments.call import Call
 from psg_fx.program.arguments.conditions import ROW_AXES
 from psg_fx.program.changes.effects import WRITTEN, Unsettled, computed_before, made
-from psg_fx.program.changes.set_up import Hooked
+from psg_fx.program.changes.set_up import ANOTHER, EVERY_CALL
 from psg_fx.program.program import Program
 from psg_fx.tensors import memory_order
 from psg_fx.torch_private.graphs import module_without_code
 
 from .export import Exported, export
 from .fills import write_fills
+from .fixed_sizes import same_graph
 from .unseen import computed_outside, of_an_earlier_call
 
 _HINTS = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43)
@@ -62,17 +63,22 @@ def capture(program: Program, call: Call, tracked: dict[str, str]) -> GraphModul
 
 
 def _set_up(program: Program, exported_from: Callable[[Program], Exported]) -> Exported:
-    """The program; where its first run sets something up, as it is afterwards."""
+    """The program; where its first run sets something up, as it is afterwards, which must be the same."""
+    exported = _settled(program, exported_from)
+    first = program.set_up
+    if not first.kept:
+        return exported
+    first.keep()
     try:
-        return _settled(program, exported_from)
-    except Hooked:
-        first = program.set_up
-        first.keep()
-        try:
-            return _settled(program, exported_from)
-        except Hooked as refusal:
-            first.undo()
-            raise refusal.as_known().with_traceback(refusal.__traceback__) from None
+        again = _settled(program, exported_from)
+        if program.set_up.kept:
+            raise first.refused(program.observed, EVERY_CALL)
+        if not same_graph(exported.graph_module, again.graph_module):
+            raise first.refused(program.observed, ANOTHER)
+    except BaseException:
+        first.undo()
+        raise
+    return again
 
 
 def _settled(program: Program, exported_from: Callable[[Program], Exported]) -> Exported:

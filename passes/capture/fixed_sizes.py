@@ -64,6 +64,20 @@ def join(
     return first
 
 
+def same_graph(one: GraphModule, other: GraphModule) -> bool:
+    """Whether two captures at one batch size are the same, node for node."""
+    nodes = [list(gm.graph.nodes) for gm in (one, other)]
+    if len(nodes[0]) != len(nodes[1]):
+        return False
+    place = [{n: i for i, n in enumerate(each)} for each in nodes]
+    try:
+        return not any(
+            isinstance(v, Share) for column in zip(*nodes, strict=True) for v in _compare(column, place, (1, 1))
+        )
+    except NotYetSupported:
+        return False
+
+
 def _without_copies(gm: GraphModule) -> None:
     """A copy has the values of what is copied, and nothing is written.  A `reshape` copies where it must, which for one
     sample is elsewhere.

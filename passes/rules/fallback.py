@@ -83,11 +83,27 @@ def _target(site: Site) -> Any:
 
 def _numbers_of_samples(site: Site) -> Value | None:
     """The indices along the samples of an op that writes rows, T·i + c of sample i with T rows: c in a batch of one."""
+    x = site.input(0)
+    if site.target in _ALONG:
+        along, index = site.args[1:3]
+        at_samples = x.samples is not None and along % len(x.shape) == x.samples.dim
+        return index if at_samples and isinstance(index, Value) else None
     if site.target not in (aten.index_put.default, aten._unsafe_index_put.default):
         return None
-    x, picks = site.input(0), site.args[1]
+    picks = site.args[1]
     at_samples = None if x.samples is None or x.samples.dim >= len(picks) else picks[x.samples.dim]
     return at_samples if isinstance(at_samples, Value) and at_samples.dtype is not torch.bool else None
+
+
+_ALONG = tuple(
+    getattr(packet, overload)
+    for packet in (
+        aten.index_fill, aten.index_add, aten.index_copy, aten.index_reduce, aten.scatter, aten.scatter_add,
+        aten.scatter_reduce, aten.gather,
+    )
+    for overload in packet.overloads()
+)  # fmt: skip
+"""Ops of `(x, dim, index, ..)`, whose index counts along a dim."""
 
 
 def _at_one(value: Any, batch: sympy.Symbol) -> Any:

@@ -177,9 +177,10 @@ def parallel_layer(name: str, module: nn.Module) -> ParallelLayer:
             PLANS,
         )  # fmt: skip
     layer: Any = next((k for kind, k in _WEIGHTS if kind == style.kind and isinstance(module, k)), None)
-    if layer is None or type(module).forward is not layer.forward:
-        raise refused(name, module, f"{name} is a {type(module).__name__}, in {style.kind}",
-                       "the forward of a class of its own may do anything with slices", PLANS)  # fmt: skip
+    if layer is None or type(module).forward is not layer.forward or "forward" in vars(module):
+        patched = ", with another forward," if "forward" in vars(module) else ","
+        raise refused(name, module, f"{name} is a {type(module).__name__}{patched} in {style.kind}",
+                       "a forward of its own may do anything with slices", PLANS)  # fmt: skip
     if not style.local_output:
         raise refused(name, module, f"{name} gives a DTensor (use_local_output=False)",
                        "a step computes with plain tensors", "say use_local_output=True")  # fmt: skip

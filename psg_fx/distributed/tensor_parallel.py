@@ -20,7 +20,7 @@ from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.graph import facts
 from psg_fx.graph.slices import Slices, slices_of
 from psg_fx.quantities.base import Quantity
-from psg_fx.torch_private.tensor_parallel import hook_name, local_part, slice_of
+from psg_fx.torch_private.tensor_parallel import has_hooks_of_all_modules, hook_name, local_part, slice_of
 
 
 @dataclass(frozen=True)
@@ -147,6 +147,12 @@ class TensorParallel:
         return next((dim for dim in range(mesh.ndim) if _ranks(mesh, dim) == own), None)
 
     def _undress(self) -> None:
+        if self._dressed and has_hooks_of_all_modules():
+            raise refused(
+                self._dressed[0].name, self._dressed[0].module, "forward hooks are on all modules there are",
+                "they come before those of a parallel layer, and would see slices, or a part of a sum",
+                "register hooks on the modules that they are for, after parallelize_module",
+            )  # fmt: skip
         if not self._own or not all(one.holds() for one in self._own):
             self._read()
         for own in self._own:

@@ -88,10 +88,8 @@ class Program(nn.Module):
             effects.undo(self.observed)
             raise
         self.changes = effects.changes
-        try:
-            self.written, kept = effects.settle(self.observed)
-        finally:
-            self.set_up = effects.set_up
+        self.written, kept = effects.settle(self.observed)
+        self.set_up = effects.set_up
         return (*self._results(output, loss), *kept)
 
     def _results(self, output: Any, loss: Any) -> tuple[torch.Tensor, ...]:

@@ -34,6 +34,9 @@ IS_ALL_TRUE: Any = torch.Tensor._is_all_true
 CHECK_ALL: CodeType = torch._check_tensor_all_with.__code__
 """What `torch._check_tensor_all` asks a tensor for, and the code that does."""
 
+ASSERT_LATER: Any = torch._assert_async
+"""An assertion that a device checks when it gets there."""
+
 FILE_OF_TENSORS: str = torch._tensor.__file__
 """Where the methods of tensors are that Python has."""
 
@@ -197,6 +200,7 @@ def tensor_guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 
 
 __all__ = [
+    "ASSERT_LATER",
     "CHECK_ALL",
     "FILE_OF_TENSORS",
     "GRAD_OF_TENSOR",

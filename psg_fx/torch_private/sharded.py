@@ -113,7 +113,9 @@ class Sharding:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self._dressed = [_dressed(m) for m in model.modules() if is_fully_sharded(m)]
+        self._saving: list[tuple[dict[int, Any], int, Any]] = []
         self._depth = 0
 
     def __bool__(self) -> bool:
@@ -143,8 +145,13 @@ class Sharding:
                 held[key] = cast
             for held, key, _ in one.states:
                 held.pop(key, None)
+        self._saving = [found for module in self._model.modules() for found in _saving(module)]
+        for held, key, _ in self._saving:
+            held[key] = _nothing
 
     def _release(self) -> None:
+        for held, key, hook in self._saving:
+            held[key] = hook
         for one in self._dressed:
             one.module.__class__ = one.kind
             for held, key, own, _ in one.called:
@@ -172,6 +179,16 @@ def _dressed(module: Any) -> _Dressed:
     for held in (value for name, value in vars(module).items() if name.startswith("__composable_api_state_key")):
         found.states += [(held, key, s) for key, s in held.items() if type(s).__module__.startswith(_FSDP)]
     return found
+
+
+def _saving(module: nn.Module) -> list[tuple[dict[int, Any], int, Any]]:
+    """Hooks that shard parameters where the code asks for a `state_dict`."""
+    held: Any = module._state_dict_pre_hooks
+    return [(held, key, hook) for key, hook in held.items() if _module_of(hook).startswith(_FSDP)]
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Parameters are whole for a while."""
 
 
 def _registered(method: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as of_modules
 
 _WHOLE = "_psg_fx_whole_shape"
 _SIZES: dict[Any, Callable[..., Any]] = {
@@ -110,6 +111,11 @@ def _calls(held: Any, function: Any, count: int) -> bool:
     return is_partial and len(held.args) == count and not held.keywords
 
 
+def has_hooks_of_all_modules() -> bool:
+    """Whether forward hooks are on all modules there are: they come before those of a layer."""
+    return bool(of_modules._global_forward_hooks)
+
+
 def local_part(parameter: Any) -> torch.Tensor:
     """The tensor in which this process keeps its part of a DTensor."""
     found: torch.Tensor = parameter._local_tensor
@@ -119,7 +125,8 @@ def local_part(parameter: Any) -> torch.Tensor:
 def slice_of(parameter: Any) -> nn.Parameter:
     """This process's part of a DTensor, as a parameter that says to code which reads its sizes that it is whole."""
     found = nn.Parameter(local_part(parameter), parameter.requires_grad)
-    setattr(found, _WHOLE, parameter.shape)
+    if found.shape != parameter.shape:
+        setattr(found, _WHOLE, parameter.shape)
     return found
 
 
@@ -128,6 +135,24 @@ def size_of_whole(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     if func not in _SIZES or not (shape := args and getattr(args[0], _WHOLE, None)):
         return None
     return _SIZES[func](shape, *args[1:], **kwargs)
+
+
+def computes_with_a_slice(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call asks a slice of `slice_of` for more than layers do, and than is the same of the whole."""
+    values = [*args, *kwargs.values()]
+    values += [v for held in values if isinstance(held, (tuple, list)) for v in held]
+    if not any(type(v) is nn.Parameter and hasattr(v, _WHOLE) for v in values):
+        return False
+    name = func.__self__.__name__ if getattr(func, "__name__", "") == "__get__" else getattr(func, "__name__", "")
+    return name not in _OF_LAYERS and name not in _SAME_OF_THE_WHOLE
+
+
+_OF_LAYERS = {"linear", "embedding"}
+_SAME_OF_THE_WHOLE = {
+    "dtype", "device", "layout", "requires_grad", "is_leaf", "grad", "grad_fn", "ndim", "dim", "is_floating_point",
+    "is_complex", "element_size", "itemsize", "get_device", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized",
+    "is_nested", "is_inference", "names", "_version", "_backward_hooks", "__hash__",
+}  # fmt: skip
 
 
 def rank_in(group: str) -> int:

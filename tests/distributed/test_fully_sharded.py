@@ -25,6 +25,7 @@ from support.sharded import (
     LEFT,
     QUANTITIES,
     SUMS,
+    Blocks,
     by_blocks,
     far,
     share,
@@ -256,6 +257,29 @@ def check_methods(rank: int, world: int, dtype: torch.dtype | None) -> bool:
 @pytest.mark.parametrize("dtype", [None, pytest.param(torch.bfloat16, marks=pytest.mark.rest)])
 def test_methods_that_count_as_forward(processes: Processes, dtype: torch.dtype | None) -> None:
     assert processes.run(check_methods, 2, dtype) == [True, True]
+
+
+class Saving(Blocks):
+    """Looks at what it would save."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * len(self.state_dict()) / len(self.head.state_dict())
+
+
+def check_saving(rank: int, world: int) -> None:
+    """FSDP shards parameters when they are saved, and a step needs them whole."""
+    _, loss_fn, inputs, targets = small()
+    model = Saving()
+    whole, mine = copy.deepcopy(model), share(rank, world)
+    by_blocks(model)
+    model(inputs[mine])  # torch registers its hooks
+    out = transformed(model, loss_fn, QUANTITIES[0])(inputs[mine], targets[mine])
+    close(out.norms, ByLoop(whole, loss_fn, QUANTITIES[0])(inputs, targets).norms[mine], rtol=1e-5, atol=1e-5)
+    assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+
+
+def test_a_forward_that_asks_what_would_be_saved(processes: Processes) -> None:
+    processes.run(check_saving, 2)
 
 
 def _trained(model: nn.Module) -> dict[str, Tensor]:

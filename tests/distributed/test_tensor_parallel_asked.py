@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.nn.modules.module import register_module_forward_hook
 
 import psg_fx
 from psg_fx.errors import NotYetSupported
@@ -79,6 +80,11 @@ def check_hooks(rank: int, world: int) -> list[str]:
     torch.testing.assert_close(out.norms, expected.norms, rtol=1e-10, atol=1e-12)
     for name, value in expected.clipped_sum.items():
         assert far(out.clipped_sum[name], value) < 1e-10, name
+    everywhere = register_module_forward_hook(lambda module, args, output: None)
+    with pytest.raises(NotYetSupported, match="forward hooks are on all modules there are"):
+        step(inputs, targets)
+    everywhere.remove()
+    assert torch.equal(step(inputs, targets).norms, out.norms)
     model.down.register_forward_pre_hook(twice)
     return [refusal(step, inputs, targets), refusal(*hooked_before(mesh, plan))]
 

@@ -103,6 +103,18 @@ def held() -> tuple[nn.Module, Any, Tensor, Tensor]:
     return model, lambda out, y: loss_fn(out, y) + model.up.weight.square().sum(), x, y
 
 
+def asked_of_a_view() -> tuple[nn.Module, Any, Tensor, Tensor]:
+    model, loss_fn, x, y = perceptron()
+    return model, lambda out, y: loss_fn(out, y) * model.up.weight.T.shape[1], x, y
+
+
+def patched() -> tuple[nn.Module, Any, Tensor, Tensor]:
+    """A layer whose forward was replaced, as adapters do it."""
+    model, *rest = perceptron()
+    model.down.forward = lambda x: 2 * nn.functional.linear(x, model.down.weight)
+    return model, *rest
+
+
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "another style": (perceptron, {"norm": NoParallel()}, "norm has the hook distribute_module."),
     "sequences as DTensors": (perceptron, {"norm": SequenceParallel()}, "norm gives a DTensor (use_local_output="),
@@ -138,7 +150,9 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         changed(head=nn.Linear(6, 4)), UP | DOWN | {"head": ColwiseParallel()},
         "the loss is not the same in all processes of the mesh",
     ),
-    "a penalty on a slice": (held, UP | DOWN, "the loss is not the same in all processes of the mesh"),
+    "a penalty on a slice": (held, UP | DOWN, "calls square of a parameter that parallelize_module has sliced"),
+    "sizes of what is made of a slice": (asked_of_a_view, UP | DOWN, "calls __get__ of a parameter that"),
+    "a forward of the layer's own": (patched, UP | DOWN, "down is a Linear, with another forward, in RowwiseParallel"),
     "random draws": (changed(norm=nn.Dropout(0.5)), UP | DOWN, "aten.native_dropout.default draws at random in each "),
     "cut, and said to be whole": (
         changed(down=nn.Linear(4, 6)), UP | {"down": RowwiseParallel(input_layouts=Replicate())},

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import psg_fx
-from psg_fx import BadArgument, CaptureFailed
+from psg_fx import BadArgument, CaptureFailed, NotYetSupported
 from support.programs import (
     B,
     C,
@@ -64,6 +64,11 @@ def checked_by_torch(y: Tensor) -> None:
     torch._check_tensor_all((y >= 0).all(), lambda: "labels must be positive")
 
 
+def asserted_later(y: Tensor) -> None:
+    torch._assert_async((y < C).all())
+    torch._assert_async((y >= 0).all(), "labels must be positive")
+
+
 def known(y: Tensor) -> None:
     """A condition that is known while the program is captured."""
     if torch.tensor(3.0) > 4:
@@ -78,7 +83,7 @@ def itself(o: Tensor) -> Tensor:
     return o
 
 
-CHECKS = {f.__name__: f for f in (in_helper, after_a_flag, asserted, checked_by_torch, known)}
+CHECKS = {f.__name__: f for f in (in_helper, after_a_flag, asserted, checked_by_torch, asserted_later, known)}
 
 
 CHECKED = {name: Row(lambda f=f: Checked(f), itself, labelled) for name, f in CHECKS.items()}
@@ -97,6 +102,13 @@ def caught(y: Tensor) -> Tensor:
     except ValueError:
         y = y + 1
     return y
+
+
+def caught_of_torch(y: Tensor) -> None:
+    try:
+        torch._check_tensor_all(y < 1)
+    except RuntimeError:
+        y.sum()
 
 
 def suppressed(y: Tensor) -> None:
@@ -126,6 +138,9 @@ REFUSED: dict[str, Refused] = {
     "an error that is caught": (
         lambda: Checked(caught), itself, labelled, CaptureFailed, "branches on values of a tensor",
     ),
+    "an error of torch that is caught": (
+        lambda: Checked(caught_of_torch), itself, labelled, NotYetSupported, "_is_all_true cannot be shown",
+    ),
     "an error that is suppressed": (
         lambda: Checked(suppressed), itself, labelled, CaptureFailed, "branches on values of a tensor",
     ),
@@ -140,7 +155,7 @@ def test_stays_refused(name: str) -> None:
     check_refusal(REFUSED[name])
 
 
-@pytest.mark.parametrize("name", ["in_helper", "asserted", "checked_by_torch"])
+@pytest.mark.parametrize("name", ["in_helper", "asserted", "checked_by_torch", "asserted_later"])
 def test_a_check_is_looked_at_at_every_call(name: str) -> None:
     step = psg_fx.transform(Checked(CHECKS[name]).double(), itself, backend="eager")
     inputs, _ = labelled(B)

@@ -218,7 +218,13 @@ def copied(m: Any, x: Tensor) -> Tensor:
     return summed(rows.scatter(0, (places - 2)[:, None].expand(-1, 3), values.view(-1, 3, 3)[:, 0]), x)
 
 
+def filled(m: Any, x: Tensor) -> Tensor:
+    rows, _, _ = rows_of(m, x)
+    return summed(rows.index_fill(0, torch.arange(x.shape[0]) * 4 + 1, m.scale), x)
+
+
 EXACT = {
+    "filled": filled,
     "written": written,
     "added": added,
     "scattered": scattered,

@@ -100,6 +100,21 @@ def test_other_counts_are_refused_at_the_call() -> None:
         psg_fx.microbatch(step, 2)((wrong, image))
 
 
+def test_values_of_one_sample_may_be_left_over() -> None:
+    """As torch has it; two samples would take each other's."""
+    (ids, image), _ = drawn(2)
+    ids[ids == MARK] = 1
+    ids[:, 2] = MARK
+    model = Placing(broadcast).double()
+    step = psg_fx.transform(model, square, quantities=psg_fx.Norms(), backend="eager")
+    losses, _ = oracle.loop_grads(model, square, (ids[:1], image[:1]), None)
+    torch.testing.assert_close(step((ids[:1], image[:1])).losses, losses)
+    with pytest.raises(SamplesMixed, match="more or fewer places"):
+        step((ids, image))
+    with pytest.raises(SamplesMixed, match="more or fewer places"):
+        step((torch.full_like(ids[:1], MARK), image[:1]))
+
+
 @pytest.mark.slow
 @pytest.mark.inductor
 def test_files_refuse_other_counts(tmp_path: Path) -> None:

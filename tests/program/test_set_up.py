@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,3 +80,76 @@ def test_a_step_that_is_refused_leaves_what_a_forward_leaves() -> None:
     assert hooks(model) == [1, 1]
     assert model.is_set_up
     assert model(torch.randn(2, 3)).shape == (2, 3)
+
+
+class Setting(nn.Module):
+    """`prepare(model)` in the first forward pass."""
+
+    def __init__(self, prepare: Callable[[Any], None]) -> None:
+        super().__init__()
+        self.layer, self.prepare, self.ready, self.factor = nn.Linear(3, 3), prepare, False, 1
+        self.held: Any = SimpleNamespace(factor=1)
+        self.old = self.layer.register_forward_hook(lambda m, args, out: out + 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            self.prepare(self)
+            self.ready = True
+        return self.layer(x) * self.factor * self.held.factor
+
+
+def tripled(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return 3 * output
+
+
+def prepended(model: Any) -> None:
+    model.layer.register_forward_hook(tripled, prepend=True)
+
+
+def with_a_number(model: Any) -> None:
+    model.layer.register_forward_hook(tripled)
+    model.factor = 5
+
+
+def with_an_object(model: Any) -> None:
+    model.layer.register_forward_hook(tripled)
+    model.held = SimpleNamespace(factor=7)
+
+
+def in_its_place(model: Any) -> None:
+    model.old.remove()
+    model.old = model.layer.register_forward_hook(tripled)
+
+
+@pytest.mark.parametrize("prepare", [prepended, with_a_number, with_an_object, in_its_place])
+def test_all_is_as_a_forward_leaves_it(prepare: Callable[[Any], None]) -> None:
+    model, x = Setting(prepare).double(), torch.randn(4, 3, dtype=torch.float64)
+    other = Setting(prepare).double()
+    other.load_state_dict(model.state_dict())
+    losses, grads = oracle.loop_grads(other, square, x, None)
+    out = psg_fx.transform(model, square, quantities=psg_fx.Grads(), backend="eager")(x)
+    torch.testing.assert_close(out.losses, losses)
+    assert oracle.worst_error(out.grads, grads) < 1e-12
+    torch.testing.assert_close(model(x), other(x))
+    assert model.ready
+    model.old.remove()
+    other.old.remove()
+    torch.testing.assert_close(model(x), other(x))
+
+
+class First(Setting):
+    """Its first forward pass is another one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if self.ready else 2 * x)
+
+
+def test_a_first_forward_of_its_own_is_refused() -> None:
+    model = First(with_an_object)
+    step = psg_fx.transform(model, square, quantities=psg_fx.Norms(), backend="eager")
+    with pytest.raises(NotYetSupported, match=r"first forward pass computes something else(.|\n)*call the model once"):
+        step(torch.randn(4, 3))
+    assert len(model.layer._forward_hooks) == 1
+    assert not model.ready
+    model(torch.randn(4, 3))
+    step(torch.randn(4, 3))

@@ -52,14 +52,16 @@ class _Sizes:
     values: int
 
     def placed(self, x: Tensor, mask: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The result, and whether a sample has another number of places than values."""
+        """The result, and whether a sample's values do not go to its own places."""
         mask = mask.reshape(mask.shape[: mask.ndim - (x.ndim - self.lead)]).expand(x.shape[: self.lead])
         mask = mask.reshape(-1, self.places)
         number = (mask.cumsum(1) - 1).clamp(0, self.values - 1)
         each = values.reshape(-1, self.values, self.width)
         taken = each.gather(1, number[:, :, None].expand(-1, -1, self.width))
         found = torch.where(mask[:, :, None], taken, x.reshape(-1, self.places, self.width))
-        return found.reshape(x.shape), (mask.sum(1) != self.values).any()
+        counts = mask.sum(1)
+        several = torch.ones_like(counts).sum() > 1  # of one sample, values may be left over
+        return found.reshape(x.shape), (counts > self.values).any() | ((counts < self.values).any() & several)
 
 
 def _sizes(node: Node, batch: sympy.Symbol) -> _Sizes | None:

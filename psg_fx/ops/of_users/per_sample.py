@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from psg_fx.errors import NotYetSupported
 from psg_fx.graph.same_op import draws
-from psg_fx.graph.strides import free_of_strides
+from psg_fx.graph.strides import free_of_strides, laid_out_as_read
 from psg_fx.ops.define import define_function
 from psg_fx.torch_private.fakes import fake_batch
 from psg_fx.torch_private.modes import no_modes
@@ -87,6 +87,7 @@ def _written_out(
 
 def _as_one_op(one: GraphModule, dims: Dims) -> Any:
     """A new op `psg_fx_functions::for_each_sample_k(Tensor, ..) -> Tensor` that runs the graph for every sample."""
+    one = laid_out_as_read(one)
     (result,) = one.graph.output_node().args
     value: torch.Tensor = result.meta["val"]  # type: ignore[union-attr]
     stacked = dims.index(0)

@@ -23,7 +23,7 @@ from psg_fx.errors import NotYetSupported
 from psg_fx.graph.facts import Entry, at, expr
 from psg_fx.program.arguments.packed import is_packed
 from psg_fx.program.changes.holders import Holder, Reached, drawn
-from psg_fx.program.changes.set_up import SetUp, hooked, set_up
+from psg_fx.program.changes.set_up import SetUp, set_up
 from psg_fx.program.code import line_naming, names_of
 from psg_fx.program.objects import MISSING, put_into_cache, take_tensors_from_cache
 from psg_fx.program.reads.asked import changing
@@ -152,23 +152,22 @@ class Effects:
 
         Raises:
             NotYetSupported: a change that a step cannot repeat.
-            Hooked: it adds hooks to modules.
             Unsettled: numbers that the code reads, and changes.
         """
         changes = self.undo(observed)
-        self.set_up = set_up(changes)
-        if self.set_up.changes:
-            raise hooked(self.set_up, observed)
+        self.set_up = set_up(changes, observed)
         if not _equal(self._draws, _numpy_state()) or any(drawn(g) != state for g, state in self._reached.generators):
             line = line_naming(iter(observed.code), "random")
             raise changing("a random number of numpy's", line or "the model or the loss")
         written, tensors = [], []
         for holder, now in changes:
+            if not holder.keyed and self.set_up.keeps(holder):
+                continue
             if not holder.keyed:
                 raise _refusal(holder.label, holder.name, observed)
             for key in dict.fromkeys((*holder.before, *now)):
                 old, new = holder.before.get(key, MISSING), now.get(key, MISSING)
-                if old is new:
+                if old is new or self.set_up.keeps(holder, key):
                     continue
                 if _kept_by_torch(holder, key, observed):
                     observed.forget(holder.owner, key)

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from psg_fx.program.code import users_line
 from psg_fx.source import is_library
 from psg_fx.torch_private.fakes import has_known_value
-from psg_fx.torch_private.modes import CHECK_ALL, FILE_OF_TENSORS, IS_ALL_TRUE
+from psg_fx.torch_private.modes import ASSERT_LATER, CHECK_ALL, FILE_OF_TENSORS, IS_ALL_TRUE
 
 _LONGEST = 400
 """Instructions of an arm that are looked at."""
@@ -42,6 +42,9 @@ def assuming(found: list[Assumption], caller: CodeType) -> Iterator[None]:
     """Take the arms that do not raise, and note what was assumed.  caller: the code that calls the user's."""
     with _Assuming(found, caller):
         yield
+
+
+_ASSERTS = (torch._assert, IS_ALL_TRUE, ASSERT_LATER)
 
 
 class _AllTrue:
@@ -65,14 +68,14 @@ class _Assuming(TorchFunctionMode):
             outcome = _outcome_that_stays(frame, self.caller)
             if outcome is not None:
                 return self.assume(args[0], outcome, frame)
-        if func is torch._assert and isinstance(args[0], Tensor) and not has_known_value(args[0]):
-            self.assume(args[0], True, _asking(sys._getframe(1)))
-            return None
-        if func is IS_ALL_TRUE and not has_known_value(args[0]):
+        if func in _ASSERTS and isinstance(args[0], Tensor) and not has_known_value(args[0]):
             frame = _asking(sys._getframe(1))
-            if frame.f_code is CHECK_ALL:
-                self.assume(args[0].all(), True, frame)
-                return _AllTrue()
+            asserted = func is not IS_ALL_TRUE or frame.f_code is CHECK_ALL
+            if asserted and not any(_is_caught(f) for f in _frames(frame, self.caller)):
+                self.assume(args[0].all() if func is IS_ALL_TRUE else args[0], True, frame)
+                return _AllTrue() if func is IS_ALL_TRUE else None
+            if func is ASSERT_LATER:  # what the code does then is another branch
+                func, kwargs = torch._assert, {"message": ""}
         return func(*args, **(kwargs or {}))
 
     def assume(self, condition: Tensor, outcome: bool, frame: FrameType) -> bool:

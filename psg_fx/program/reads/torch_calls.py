@@ -14,14 +14,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from psg_fx.errors import NotYetSupported
-from psg_fx.program.code import Origin, origin, source
+from psg_fx.program.code import Origin, origin, source, users_line
 from psg_fx.program.decisions.flags import LARGE_MASK, Flags, Looks
 from psg_fx.program.reads.observed import Observed
 from psg_fx.program.stand_ins import StandIns
 from psg_fx.program.values import Same
 from psg_fx.torch_private.fakes import LIST_OF_FAKE, FakeTensor
 from psg_fx.torch_private.modes import GRAD_OF_TENSOR, no_modes, without_functions
-from psg_fx.torch_private.tensor_parallel import size_of_whole
+from psg_fx.torch_private.tensor_parallel import computes_with_a_slice, size_of_whole
 
 
 class TorchCalls(TorchFunctionMode):
@@ -50,6 +50,8 @@ class TorchCalls(TorchFunctionMode):
                 return places
             if (size := size_of_whole(func, args, kwargs)) is not None:
                 return size
+            if computes_with_a_slice(func, args, kwargs):
+                self._refuse_slice(func, sys._getframe(1))
             if func is torch.Tensor.__iter__ and args[0].ndim and self.flags.values_of(args[0]) is not None:
                 return iter(self.__torch_function__(torch.Tensor.unbind, types, args))
             if func in _INDEXING and len(args) > 1:
@@ -156,6 +158,15 @@ class TorchCalls(TorchFunctionMode):
                 "the code reads .grad of a tensor", where=source(frame.f_code.co_filename, frame.f_lineno),
                 why="what lies there changes with every backward pass, and a graph would hold it for ever",
                 fix="pass it as an input, or keep a copy in a buffer",
+            )  # fmt: skip
+
+    def _refuse_slice(self, func: Any, frame: FrameType) -> None:
+        """What follows from a slice of a parameter, its sizes too, is another thing in each process."""
+        if self.found.refusal is None:
+            self.found.refusal = NotYetSupported(
+                f"the code calls {getattr(func, '__name__', func)} of a parameter that parallelize_module has sliced",
+                where=users_line(frame), why="this process has a slice of it, and layers alone are known to add up",
+                fix="ask the parameter itself for its shape, size() or numel(); or leave its layer out of the plan",
             )  # fmt: skip
 
     def _held(self, arguments: Iterable[Any]) -> dict[Same, None]:
