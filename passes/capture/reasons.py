@@ -52,6 +52,9 @@ def capture_failed(error: Exception) -> CaptureFailed:
                 "compute with tensors in place of their numbers (torch.exp(-0.1 * self.step)), use one mask for all "
                 "that it picks (m = t > 0; x[m], t[m]), or compute it outside the model"
             )
+    elif text.startswith("node: sym_"):
+        why = "how many rows a mask picks is compared with another size, which no graph records"
+        fix = "keep every row, and mask what is computed of them by torch.where"
     elif "is mutated in the forward method" in text:
         why = "the code writes into a tensor that is no buffer of the model or the loss, by a view or inside of torch"
         fix = "register it by self.register_buffer(..), or put a new tensor in its place (self.x = self.x * 0.9)"

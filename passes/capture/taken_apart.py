@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from psg_fx.graph.nodes import call, written_before
 
 aten = torch.ops.aten
-_SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.tensor_split.sections)
+_SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
 
 
 def put_together(gm: GraphModule) -> None:

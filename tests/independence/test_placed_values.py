@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import psg_fx
-from psg_fx import SamplesMixed
+from psg_fx import PsgError, SamplesMixed
 from support import oracle
 from support.programs import B, Row, check_answer, square
 
@@ -144,8 +144,15 @@ def turned(h: Tensor, mask: Tensor, values: Tensor) -> Tensor:
     return h.masked_scatter(mask[..., None], values.transpose(0, 1).reshape(-1, WIDTH))
 
 
-@pytest.mark.parametrize("place", [with_time_first, of_all, turned])
+def picked(h: Tensor, mask: Tensor, values: Tensor) -> Tensor:
+    """Values that another mask picks, beside rows that one picks of the result."""
+    kept = values[torch.ones(values.shape[:2], dtype=torch.bool)]
+    h = h.masked_scatter(mask[..., None], kept)
+    return h + h[mask].sum()
+
+
+@pytest.mark.parametrize("place", [with_time_first, of_all, turned, picked])
 def test_refused(place: Callable[..., Tensor]) -> None:
     step = psg_fx.transform(Placing(place).double(), square, quantities=psg_fx.Norms(), backend="eager")
-    with pytest.raises(SamplesMixed):
+    with pytest.raises(SamplesMixed if place is not picked else PsgError):
         step(drawn(B)[0])

@@ -23,6 +23,9 @@ DECORATORS = {"rule", "class_rule", "sample_rule"} | {
 
 OTHER_TABLES = {
     "passes/capture/fills.py:_FILLS": "ops that fill, and what fills by itself, asked by one rewriting",
+    "passes/capture/taken_apart.py:_SPLITS": "what takes a value apart, asked by one rewriting",
+    "passes/rules/fallback.py:_ALONG": "ops of one form of arguments, which the fallback reads",
+    "psg_fx/torch_private/tensor_parallel.py:_OF_LAYERS": "functions that parallel layers call",
     "passes/compile/convolutions.py:_WAYS": "the convolutions that a matrix unit may compute, a question of one pass",
     "passes/compile/joins.py:_JOINS": "the two ops that lay parts side by side, and those that do it by torch",
     "passes/independence/batch.py:_SQUEEZES": "overloads of one op, whose arguments a pass reads",

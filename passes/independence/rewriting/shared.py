@@ -10,6 +10,7 @@ import sympy
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import PendingUnbackedSymbolNotFound
 
 from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxis
@@ -121,5 +122,8 @@ class RowRewriting:
 
     def spliced(self, node: Node, function: Callable[..., Tensor], *arguments: Node) -> Node:
         """The function's nodes on these arguments, before a node."""
-        found: Node = splice(self.gm, node, function, arguments)
+        try:
+            found: Node = splice(self.gm, node, function, arguments)
+        except PendingUnbackedSymbolNotFound:  # the rows of another mask have met these
+            raise Unfit from None
         return found
