@@ -83,14 +83,13 @@ def _target(site: Site) -> Any:
 
 def _numbers_of_samples(site: Site) -> Value | None:
     """The indices along the samples of an op that writes rows, T·i + c of sample i with T rows: c in a batch of one."""
-    x = site.input(0)
     if site.target in _ALONG:
-        along, index = site.args[1:3]
+        x, (along, index) = site.input(0), site.args[1:3]
         at_samples = x.samples is not None and along % len(x.shape) == x.samples.dim
         return index if at_samples and isinstance(index, Value) else None
     if site.target not in (aten.index_put.default, aten._unsafe_index_put.default):
         return None
-    picks = site.args[1]
+    x, picks = site.input(0), site.args[1]
     at_samples = None if x.samples is None or x.samples.dim >= len(picks) else picks[x.samples.dim]
     return at_samples if isinstance(at_samples, Value) and at_samples.dtype is not torch.bool else None
 
