@@ -46,14 +46,16 @@ def join(
     for gm in graphs:
         put_together(gm)
         _without_copies(gm)
-        _without_expansions(gm)
         _with_all_sizes(gm)
         _with_leading_ones(gm)
+    if _are_longer(graphs):
+        for gm in graphs:
+            _without_expansions(gm)
     for node in first.graph.nodes:
         if any(isinstance(s, torch.SymInt) for t in facts.tensors(node.meta.get("val")) for s in t.shape):
             raise _by_values(node)
     columns = list(zip(*(g.graph.nodes for g in graphs), strict=False))
-    if len({len(g.graph.nodes) for g in graphs}) > 1:
+    if _are_longer(graphs):
         raise _unlike(next((c[0] for c in columns if len({n.target for n in c}) > 1), columns[-1][0]), sizes)
     place = [{n: i for i, n in enumerate(g.graph.nodes)} for g in graphs]
     shares = [_compare(column, place, sizes) for column in columns]
@@ -76,6 +78,11 @@ def same_graph(one: GraphModule, other: GraphModule) -> bool:
         )
     except NotYetSupported:
         return False
+
+
+def _are_longer(graphs: Sequence[GraphModule]) -> bool:
+    """Whether some graphs have more nodes than others."""
+    return len({len(gm.graph.nodes) for gm in graphs}) > 1
 
 
 def _without_copies(gm: GraphModule) -> None:
