@@ -68,9 +68,9 @@ def join(
 
 def same_graph(one: GraphModule, other: GraphModule) -> bool:
     """Whether two captures at one batch size are the same, node for node."""
-    nodes = [list(gm.graph.nodes) for gm in (one, other)]
-    if len(nodes[0]) != len(nodes[1]):
+    if _are_longer((one, other)):
         return False
+    nodes = [list(gm.graph.nodes) for gm in (one, other)]
     place = [{n: i for i, n in enumerate(each)} for each in nodes]
     try:
         return not any(

@@ -135,8 +135,7 @@ class Sharding:
                 self._release()
 
     def _gather(self) -> None:
-        for one in self._dressed:  # what a forward pass has left gathered may be older than the shards
-            one.module.reshard()
+        reshard(self._model)  # what a forward pass has left gathered may be older than the shards
         for one in self._dressed:
             one.module.unshard()
         for one in self._dressed:
