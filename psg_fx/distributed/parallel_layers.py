@@ -146,7 +146,9 @@ class ParallelLayer:
     hooks: tuple[tuple[dict[int, Any], int, Any, Any], ...]
 
     def undress(self) -> None:
-        """On slices from now on.  Refused where a hook of the user's would see slices, or a part of a sum."""
+        """On slices from now on.  Refused where a hook or forward would see slices, or a part of a sum."""
+        if "forward" in vars(self.module):
+            raise _has_a_forward(self.name, self.module, self.style)
         before, after = list(self.module._forward_pre_hooks), list(self.module._forward_hooks)
         if before[-1] != self.style.before or after[0] != self.style.after:
             raise refused(
@@ -161,8 +163,8 @@ class ParallelLayer:
 
     def dress(self) -> None:
         """As it was."""
-        if self.forward is not None:
-            self.module.__dict__.pop("forward", None)
+        if self.forward is not None and vars(self.module).get("forward") is self.forward:
+            del self.module.__dict__["forward"]
         for hooks, key, of_torch, _ in self.hooks:
             hooks[key] = of_torch
 
@@ -178,9 +180,7 @@ def parallel_layer(name: str, module: nn.Module) -> ParallelLayer:
         )  # fmt: skip
     layer: Any = next((k for kind, k in _WEIGHTS if kind == style.kind and isinstance(module, k)), None)
     if layer is None or type(module).forward is not layer.forward or "forward" in vars(module):
-        patched = ", with another forward," if "forward" in vars(module) else ","
-        raise refused(name, module, f"{name} is a {type(module).__name__}{patched} in {style.kind}",
-                       "a forward of its own may do anything with slices", PLANS)  # fmt: skip
+        raise _has_a_forward(name, module, style)
     if not style.local_output:
         raise refused(name, module, f"{name} gives a DTensor (use_local_output=False)",
                        "a step computes with plain tensors", "say use_local_output=True")  # fmt: skip
@@ -202,6 +202,12 @@ def parallel_layer(name: str, module: nn.Module) -> ParallelLayer:
     if style.kind == "RowwiseParallel":
         forward = partial(_rowwise_linear if layer is nn.Linear else partial(_rowwise_embedding, group), module)
     return ParallelLayer(module, name, style, cut, forward, hooks)
+
+
+def _has_a_forward(name: str, module: nn.Module, style: Style) -> NotYetSupported:
+    patched = ", with another forward," if "forward" in vars(module) else ","
+    return refused(name, module, f"{name} is a {type(module).__name__}{patched} in {style.kind}",
+                   "a forward of its own may do anything with slices", PLANS)  # fmt: skip
 
 
 def _layout(name: str, module: nn.Module, placement: Any) -> _Layout:

@@ -89,6 +89,20 @@ def check_hooks(rank: int, world: int) -> list[str]:
     return [refusal(step, inputs, targets), refusal(*hooked_before(mesh, plan))]
 
 
+def check_a_forward_put_on_later(rank: int, world: int) -> str:
+    """Refused, and still there after the refusal; without it the step is what it was."""
+    model, loss_fn, inputs, targets = perceptron()
+    parallelize_module(model.double(), init_device_mesh("cpu", (world,)), {"up": UP["up"], "down": DOWN["down"]})
+    step = transformed(model, loss_fn, QUANTITIES)
+    before = step(inputs, targets)
+    doubled = model.down.forward = lambda x: 2 * nn.functional.linear(x, model.down.weight)
+    text = refusal(step, inputs, targets)
+    assert vars(model.down)["forward"] is doubled
+    del model.down.forward
+    assert torch.equal(step(inputs, targets).norms, before.norms)
+    return text
+
+
 def hooked_before(mesh: Any, plan: dict[str, ParallelStyle]) -> Any:
     """A step, with its inputs, of a model whose layer has a hook that torch's comes after."""
     model, loss_fn, inputs, targets = perceptron()
@@ -107,3 +121,8 @@ def test_hooks_see_what_they_see_without_slices_or_are_refused(processes: Proces
     for text in found:
         assert text.splitlines()[0] == "a hook is between down and what torch's tensor parallelism does around it"
         assert "register pre-hooks before parallelize_module, and hooks after it" in text
+
+
+def test_a_forward_that_was_put_on_a_layer_after_transform_is_refused(processes: Processes) -> None:
+    for text in processes.run(check_a_forward_put_on_later, 2):
+        assert text.splitlines()[0] == "down is a Linear, with another forward, in RowwiseParallel"
