@@ -1,4 +1,4 @@
-"""calls: intervals of a graph that are alike as calls of one function, a subgraph (`repeats.py` finds them)."""
+"""calls: intervals of a graph that are alike (`psg_fx/graph/repeats.py`) as calls of one function, a subgraph."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from psg_fx.graph.lifetimes import is_view
+from psg_fx.graph.repeats import Item, Repeat, in_order, is_number, repeats, said, tokens_of
 from psg_fx.torch_private.graphs import module_without_code
-
-from .repeats import Item, Repeat, in_order, is_number, repeats, said, tokens_of
 
 invoke_subgraph = torch.ops.higher_order.invoke_subgraph
 FEWEST = 16

@@ -2,59 +2,35 @@
 
 The sited graph is interpreted with taps under autograd, inside `make_fx` on the capture's own fake tensors, so the
 batch size stays the one symbol.  Parameters do not require gradients here: no ordinary weight gradient is computed.
+Layers that are alike are interpreted once (`segments.py`, `chain.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Node
 from torch.fx.traceback import preserve_node_meta
 
 from psg_fx.algebra.site import PREFIXES, SITES
-from psg_fx.errors import InternalError, NotYetSupported, first_line
+from psg_fx.errors import NotYetSupported
 from psg_fx.graph import facts
-from psg_fx.graph.facts import InputSpec, OutputSpec, fact
+from psg_fx.graph.facts import OutputSpec, fact
 from psg_fx.graph.stages import Stage
-from psg_fx.graph.tracing import trace
-from psg_fx.op_table import known
 from psg_fx.ops.of_users.autograd_function import custom_call
 from psg_fx.program.decisions.branches import no_plain_batch_size
 from psg_fx.program.reads.observe import observing_backward
 from psg_fx.source import locate
 
 from ..runner import graph_pass
+from .chain import Chain
 from .described import described
 from .kept import require_kept
 from .proof import carried, is_foreign, prove_cotangents
-
-
-class _Tapped(Interpreter):
-    """Runs the graph, keeps every site's arguments, and makes its outputs differentiable."""
-
-    def __init__(self, gm: GraphModule) -> None:
-        super().__init__(gm, garbage_collect_values=False)
-        self.seen: dict[str, tuple[dict[str, torch.Tensor], list[torch.Tensor]]] = {}
-
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        own = custom_call(target)
-        with_backward = own.under_autograd if own else known(target).under_autograd
-        return super().call_function(with_backward or target, args, kwargs)
-
-    def run_node(self, n: Node) -> Any:
-        result = super().run_node(n)
-        _same_shape(n, result)
-        if fact(n).site:
-            arguments = {a.name: self.env[a] for a in n.all_input_nodes if isinstance(self.env[a], torch.Tensor)}
-            outputs = list(facts.tensors(result))
-            for output in outputs:
-                if facts.is_differentiable(output) and not output.requires_grad:
-                    output.requires_grad_()
-            self.seen[n.name] = (arguments, outputs)
-        return result
+from .written import Written
 
 
 @graph_pass("differentiate", before=Stage.SITED, after=Stage.JOINT)
@@ -66,48 +42,28 @@ def differentiate(gm: GraphModule, input_gradients: tuple[bool, ...] = ()) -> Gr
     cotangents of the model's outputs as further inputs ("tangent").
     """
     info = facts.graph_facts(gm)
-    nodes = facts.placeholders(gm)
-    values = [_plain(n.meta["val"]) for n in nodes]
-    roots = [i for i, spec in enumerate(info.outputs) if spec.kind in ("loss", "output")]
-    roots = [i for i in roots if _is_float(facts.outputs(gm)[i])]
+    roots = [(s, n) for s, n in facts.returned(gm) if n is not None and s.kind in ("loss", "output") and _is_float(n)]
     with_loss = any(spec.kind == "loss" for spec in info.outputs)
     if not with_loss:
         _require_sample_outputs(gm)
-    tangents = [] if with_loss else [_like(facts.outputs(gm)[i]) for i in roots]
-    inputs = [i for i, n in enumerate(nodes) if facts.input_spec(n).kind in ("input", "target")]
-    wanted = [i for i, asked in zip(inputs, input_gradients, strict=False) if asked]
-    layout: list[OutputSpec] = []
-    drawn = {name for prefix in PREFIXES.of(gm).values() for name in prefix.drawn}
-    forward: list[Node] = []
-
-    def joint(*args: Any) -> tuple[Any, ...]:
-        primals = list(args[: len(nodes)])
-        for i in wanted:
-            primals[i] = primals[i].requires_grad_()
-        with torch.enable_grad():
-            taps = _Tapped(gm)
-            results = taps.run(*primals)
-            heads = [results[i] for i in roots]
-            seeds = [torch.ones_like(h) for h in heads] if with_loss else list(args[len(nodes) :])
-            extra = [primals[i] for i in wanted]
-            gradients = _gradients(heads, seeds, [t for _, outs in taps.seen.values() for t in outs] + extra)
-        values_drawn = {n.name: v for n, v in taps.env.items() if n.name in drawn}
-        layout[:], flat = _layout(info.outputs, taps.seen, gradients, [nodes[i].name for i in wanted], values_drawn)
-        forward[:] = [n for n, v in taps.env.items() if n.op != "output" and isinstance(v, (torch.Tensor, tuple, list))]
-        return (*results, *flat, *facts.tensors([taps.env[n] for n in forward]))
-
+    inputs = [n for n in facts.placeholders(gm) if facts.input_spec(n).kind in ("input", "target")]
+    wanted = [node for node, asked in zip(inputs, input_gradients, strict=False) if asked]
+    ends = [node for _, node in roots]
+    seeds, tangents = [_like(node, with_loss) for node in ends], [] if with_loss else [spec.name for spec, _ in roots]
     theirs = any(custom_call(n.target) or is_foreign(n) for n in gm.graph.nodes)
     own = observing_backward() if theirs else contextlib.nullcontext()
     with preserve_node_meta(), no_plain_batch_size(), own:
-        traced = trace(joint, [*values, *tangents])
+        written = Chain(gm, wanted).joint(ends, seeds, tangents)
     _require_symbol(gm)
-    known = carried(traced, forward, len(layout))
-    _describe(traced, nodes, [info.outputs[i].name for i in roots] if not with_loss else [])
-    traced.meta[facts.KEY] = dataclasses.replace(info, outputs=tuple(layout), runs_code=theirs)
-    require_kept(traced)
-    prove_cotangents(gm, traced, known)
-    SITES.put(traced, described(gm, layout))
-    return traced
+    layout, found = _layout(gm, written, wanted)
+    joint = written.gm
+    joint.graph.output((*(n and written.made[n] for n in facts.outputs(gm)), *found))
+    joint.graph.eliminate_dead_code()
+    joint.meta[facts.KEY] = dataclasses.replace(info, outputs=tuple(layout), runs_code=theirs)
+    require_kept(joint)
+    prove_cotangents(gm, joint, carried(written.values))
+    SITES.put(joint, described(gm, layout))
+    return joint
 
 
 def _require_symbol(gm: GraphModule) -> None:
@@ -140,103 +96,34 @@ def _require_sample_outputs(gm: GraphModule) -> None:
             )  # fmt: skip
 
 
-def _same_shape(node: Node, result: Any) -> None:
-    """A pass that changed an op's arguments must have kept its facts true."""
-    known = node.meta.get("val")
-    if not (isinstance(known, torch.Tensor) and isinstance(result, torch.Tensor)):
-        return
-    if facts.shape(known) != facts.shape(result):
-        said = {s for size in facts.shape(known) for s in size.free_symbols}
-        if any(size.free_symbols - said for size in facts.shape(result)):
-            raise NotYetSupported(
-                f"how many values {node.target} gives depends on values", where=locate(node),
-                why="these are computed where the graph runs, and the model was captured with one size",
-                fix="keep the mask as a buffer of the model, index with numbers (`mask.nonzero()` of before), or write "
-                "torch.where",
-            )  # fmt: skip
-        raise InternalError(
-            f"{node.target} has shape {facts.shape(result)}, and the graph says {facts.shape(known)}",
-            where=locate(node),
-            why="a pass changed the op and not what is known of it",
-            fix="please report this with the model",
-        )
+def _is_float(node: Node) -> bool:
+    found: bool = node.meta["val"].is_floating_point()
+    return found
 
 
-def _plain(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
-
-
-def _is_float(node: Node | None) -> bool:
-    return node is not None and node.meta["val"].is_floating_point()
-
-
-def _like(node: Node | None) -> torch.Tensor:
-    assert node is not None
+def _like(node: Node, ones: bool) -> torch.Tensor:
     value: torch.Tensor = node.meta["val"].detach()
     with value.fake_mode:  # type: ignore[attr-defined]
-        return torch.empty_like(value)
+        return torch.ones_like(value) if ones else torch.empty_like(value)
 
 
-def _gradients(
-    heads: list[torch.Tensor], seeds: list[torch.Tensor], taps: list[torch.Tensor]
-) -> list[torch.Tensor | None]:
-    """∂(heads·seeds)/∂taps; None where no head depends on a tap."""
-    pairs = [(h, s) for h, s in zip(heads, seeds, strict=True) if h.requires_grad]
-    floating = [t for t in taps if t.requires_grad]
-    if not pairs or not floating:
-        return [None] * len(taps)
-    try:
-        found = torch.autograd.grad([h for h, _ in pairs], floating, [s for _, s in pairs], allow_unused=True)
-    except (RuntimeError, NotImplementedError) as error:
-        raise NotYetSupported(
-            "an op of the model or loss has a backward that torch does not run here", where="the backward pass",
-            why=first_line(error) or type(error).__name__,
-            fix="write that op with others: its backward must take a symbol for the batch size",
-        ) from error  # fmt: skip
-    by_tap = iter(found)
-    return [next(by_tap) if t.requires_grad else None for t in taps]
-
-
-def _layout(
-    outputs: tuple[OutputSpec, ...],
-    seen: dict[str, tuple[dict[str, torch.Tensor], list[torch.Tensor]]],
-    gradients: list[torch.Tensor | None],
-    inputs: list[str],
-    drawn: dict[str, torch.Tensor],
-) -> tuple[list[OutputSpec], list[torch.Tensor]]:
+def _layout(gm: GraphModule, written: Written, inputs: Sequence[Node]) -> tuple[list[OutputSpec], list[Node]]:
     """Name the extra outputs: activations, and what prefixes have drawn, by the node that makes them; cotangents
     `site.k`.
     """
-    specs, flat = list(outputs), []
-    kept: set[str] = set()
-    remaining = iter(gradients)
-    for site, (arguments, results) in seen.items():
-        for name, value in arguments.items():
-            if name not in kept:
-                kept.add(name)
-                specs.append(OutputSpec("activation", name))
-                flat.append(value)
-        for k, _ in enumerate(results):
-            gradient = next(remaining)
-            if gradient is not None:
-                specs.append(OutputSpec("cotangent", f"{site}.{k}"))
-                flat.append(gradient)
-    new = [name for name in drawn if name not in kept]
-    specs += [OutputSpec("activation", name) for name in new]
-    flat += [drawn[name] for name in new]
-    for name in inputs:
-        gradient = next(remaining)
-        if gradient is not None:
-            specs.append(OutputSpec("input_gradient", name))
-            flat.append(gradient)
-    return specs, flat
-
-
-def _describe(traced: GraphModule, nodes: list[Node], tangents: list[str]) -> None:
-    """Carry the input specs over and name the placeholders as before."""
-    for index, node in enumerate(facts.placeholders(traced)):
-        if index < len(nodes):
-            node.meta["psg_fx_input"] = facts.input_spec(nodes[index])
-            node.name = node.target = nodes[index].name
-        else:
-            node.meta["psg_fx_input"] = InputSpec("tangent", tangents[index - len(nodes)])
+    found: dict[OutputSpec, Node] = {}
+    for site in gm.graph.nodes:
+        if fact(site).site:
+            read = [n for n in site.all_input_nodes if isinstance(n.meta["val"], torch.Tensor)]
+            found.update({OutputSpec("activation", n.name): written.made[n] for n in read})
+            for k, _ in enumerate(facts.tensors(site.meta["val"])):
+                if (site, k) in written.cotangents:
+                    found[OutputSpec("cotangent", f"{site.name}.{k}")] = written.cotangents[site, k]
+    drawn = {name for prefix in PREFIXES.of(gm).values() for name in prefix.drawn}
+    for node in gm.graph.nodes:
+        if node.name in drawn:
+            found.setdefault(OutputSpec("activation", node.name), written.made[node])
+    for node in inputs:
+        if (node, 0) in written.cotangents:
+            found[OutputSpec("input_gradient", node.name)] = written.cotangents[node, 0]
+    return [*facts.graph_facts(gm).outputs, *found], [*found.values()]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -14,22 +16,18 @@ from psg_fx.graph.facts import SampleAxis, fact
 from ..independence import Result, prove_joint
 
 
-def carried(traced: GraphModule, forward: list[Node], count: int) -> dict[Node, Result]:
-    """What is known of the values of the forward, by the nodes that hold them: the outputs after the first `count`,
-    which are taken away.
+def carried(values: Mapping[Node, Sequence[Any]]) -> dict[Node, Result]:
+    """What is known of the values of the forward, by the nodes that hold them.
+
+    values: of each node of the forward, the nodes of its tensors.
     """
-    out = traced.graph.output_node()
     found: dict[Node, Result] = {}
-    rest = iter(facts.outputs(traced)[count:])
-    for node in forward:
+    for node, holders in values.items():
         of = fact(node)
         axes = of.samples if isinstance(of.samples, tuple) else itertools.repeat(of.samples)
-        values = node.meta["val"]
-        for value, axis in zip(values if isinstance(values, (tuple, list)) else [values], axes, strict=False):
-            if isinstance(value, torch.Tensor) and isinstance(holder := next(rest), Node):
+        for holder, axis in zip(holders, axes, strict=False):
+            if isinstance(holder, Node):
                 found.setdefault(holder, Result(axis, of.uniform, of.index, of.reduced, of.structure))
-    out.args = (tuple(facts.outputs(traced)[:count]),)
-    traced.graph.eliminate_dead_code()
     return found
 
 

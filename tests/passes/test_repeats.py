@@ -18,10 +18,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import psg_fx
 from psg_fx.graph import facts
 from psg_fx.graph.lifetimes import is_view
+from psg_fx.graph.repeats import Repeat, repeats
 from psg_fx.graph.same_op import draws
 from psg_fx.passes.compile.calls import invoke_subgraph, written_once
 from psg_fx.passes.compile.prepared import written_out
-from psg_fx.passes.compile.repeats import Repeat, repeats
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""repeats: parts of a graph that come again, which are to be compiled once (`calls.py` makes calls of them).
+"""Parts of a graph that come again, which are to be differentiated once, and compiled once.
 
 Layers that are alike have the same ops in the same order: in forward, in backward, and in what is computed of their
 gradients.  An interval of the order of nodes is convex, since all that it reads stands before it, and all who read it
@@ -110,16 +110,19 @@ def is_number(node: Node) -> bool:
     return isinstance(node.meta.get("val"), (torch.SymInt, int))
 
 
-def tokens_of(items: Sequence[Item]) -> list[Token]:
+def tokens_of(items: Sequence[Item], with_draws: bool = False) -> list[Token]:
     """Equal for ops that do the same with values of the same kind."""
     numbers: dict[Any, Token] = {}
-    return [numbers.setdefault(said(item), len(numbers)) for item in items]
+    return [numbers.setdefault(said(item, with_draws), len(numbers)) for item in items]
 
 
-def said(item: Item) -> Any:
-    """What an op does with which kinds of values; the op itself where it may not be moved, which is like no other."""
+def said(item: Item, with_draws: bool = False) -> Any:
+    """What an op does with which kinds of values; the op itself where it is like no other.
+
+    with_draws: ops that draw at random are alike, too.
+    """
     node = item[0]
-    if not _can_be_called(node):
+    if not _is_plain(node) or (draws(node) and not with_draws):
         return node
     found: Any = [node.target, len(item)]
     found += [part.args[1] for part in item[1:]]
@@ -129,18 +132,13 @@ def said(item: Item) -> Any:
     return tuple(found)
 
 
-def _can_be_called(node: Node) -> bool:
-    """Whether an op may be moved into a subgraph: it is of torch or of psg_fx, draws no numbers and writes nothing."""
+def _is_plain(node: Node) -> bool:
+    """Whether an op is of torch or of psg_fx, makes tensors, and writes nothing."""
     target: Any = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims", "psg_fx"):
         return False
     values = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
-    return (
-        not draws(node)
-        and not target._schema.is_mutable
-        and not is_number(node)
-        and all(value is not None for value in values)
-    )
+    return not target._schema.is_mutable and not is_number(node) and all(value is not None for value in values)
 
 
 def _kind(node: Node) -> Any:
