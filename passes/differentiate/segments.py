@@ -12,6 +12,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from psg_fx.graph import facts
 from psg_fx.graph.facts import fact
 from psg_fx.graph.repeats import Item, in_order, repeats, said, tokens_of
 from psg_fx.torch_private.fake_keys import OF_VALUES
@@ -35,10 +36,13 @@ class Segment:
 
     @cached_property
     def reads(self) -> tuple[Node, ...]:
-        """The tensors and sizes from outside, in the order of reading."""
+        """The tensors and sizes from outside, in the order of reading; an input where no tensor is read."""
         own = set(self.nodes)
         read = (n for node in self.nodes for n in node.all_input_nodes)
-        return tuple(dict.fromkeys(n for n in read if n not in own and n.op != "get_attr"))
+        found = tuple(dict.fromkeys(n for n in read if n not in own and n.op != "get_attr"))
+        return (
+            found if any(map(_is_tensor, found)) else (*found, next(filter(_is_tensor, facts.placeholders(self.root))))
+        )
 
     @cached_property
     def module(self) -> GraphModule:
@@ -86,9 +90,13 @@ def _borders(items: Sequence[Item]) -> set[tuple[int, int]]:
     return {(start, start + r.length) for r in found if len(r.starts) > 2 for start in r.starts}
 
 
+def _is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
 def _is_passed(node: Node) -> bool:
     """Whether a value can be handed from one segment to another."""
-    return isinstance(node.meta.get("val"), (torch.Tensor, torch.SymInt))
+    return _is_tensor(node) or isinstance(node.meta.get("val"), torch.SymInt)
 
 
 def _segment(gm: GraphModule, items: Sequence[Item], again: bool) -> Segment:

@@ -28,15 +28,17 @@ Tap = tuple[int, int]
 
 @dataclass(frozen=True)
 class Vjp:
-    """A segment with its backward pass as a graph of what the segment reads and the cotangents of some of its values.
+    """A segment with its backward pass as a graph of what the segment reads.
 
-    values: of each node of the segment, the nodes of its tensors, or of its size.  taps: cotangents of what sites make.
-    reads: cotangents of what is read, by place.
+    values: of each node of the segment, the nodes of its tensors, or of its size.  seeds: nodes that stand for the
+    cotangents of some of these, made after them, so that no size of the forward is written by one of theirs.
+    taps: cotangents of what sites make.  reads: cotangents of what is read, by place.
     """
 
     segment: Segment
     gm: GraphModule
     values: tuple[tuple[Any, ...], ...]
+    seeds: tuple[Node, ...]
     taps: dict[Tap, Node]
     reads: dict[int, Node]
 
@@ -49,7 +51,7 @@ class Vjp:
     @cached_property
     def backward(self) -> list[Node]:
         """The other ones."""
-        before = set(self.forward)
+        before = {*self.forward, *self.seeds}
         return [node for node in self._ops if node not in before]
 
     @cached_property
@@ -96,8 +98,8 @@ def vjp(
     taps: list[Tap] = []
     reads: list[int] = []
 
-    def joint(*arguments: Any) -> tuple[list[list[Tensor]], list[Tensor], list[Tensor]]:
-        values, after = list(arguments[: len(given)]), arguments[len(given) :]
+    def joint(*arguments: Any) -> tuple[list[list[Tensor]], list[Tensor], list[Tensor], list[Tensor]]:
+        values = list(arguments)
         for i, asked in enumerate(differentiable):
             if asked:
                 values[i] = values[i].requires_grad_()
@@ -109,19 +111,19 @@ def vjp(
                 for k, output in enumerate(facts.tensors(result))
             }  # fmt: skip
             wanted = {i: value for i, (value, asked) in enumerate(zip(values, differentiable, strict=True)) if asked}
-            heads = [found[place] for place in ends]
+            heads, after = [found[place] for place in ends], [_stand_in(seed) for seed in seeds]
             gradients = _gradients(heads, after, [*tapped.values(), *wanted.values()])
         at_taps = {tap: g for tap, g in zip(tapped, gradients, strict=False) if g is not None}
         at_reads = {i: g for i, g in zip(wanted, gradients[len(tapped) :], strict=True) if g is not None}
         taps[:], reads[:] = at_taps, at_reads
-        return [_leaves(result) for result in found], [*at_taps.values()], [*at_reads.values()]
+        return [_leaves(result) for result in found], after, [*at_taps.values()], [*at_reads.values()]
 
-    gm = trace(joint, [*given, *seeds])
+    gm = trace(joint, given)
     output: Any = gm.graph.output_node()
-    (made, at_taps, at_reads), output.args = output.args[0], ((*tree_leaves(output.args),),)
+    (made, after, at_taps, at_reads), output.args = output.args[0], ((*tree_leaves(output.args),),)
     gm.graph.eliminate_dead_code()
     by_tap, by_read = dict(zip(taps, at_taps, strict=True)), dict(zip(reads, at_reads, strict=True))
-    return Vjp(segment, gm, tuple(map(tuple, made)), by_tap, by_read)
+    return Vjp(segment, gm, tuple(map(tuple, made)), tuple(after), by_tap, by_read)
 
 
 def run(segment: Segment, given: Sequence[Any]) -> list[Any]:
@@ -129,6 +131,10 @@ def run(segment: Segment, given: Sequence[Any]) -> list[Any]:
     tapped = Tapped(segment.module)
     tapped.run(*given)
     return [tapped.env[node] for node in segment.copies]
+
+
+def _stand_in(seed: Tensor) -> Tensor:
+    return torch.empty_strided(seed.shape, seed.stride(), dtype=seed.dtype, device=seed.device)
 
 
 def _leaves(result: Any) -> list[Any]:

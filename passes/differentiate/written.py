@@ -52,8 +52,8 @@ class Written:
 
     def forward(self, segment: Segment, vjp: Vjp) -> None:
         """The forward of a segment."""
-        given = facts.placeholders(vjp.gm)[: len(segment.reads)]
-        there = self._copies[segment] = dict(zip(given, (self.made[n] for n in segment.reads), strict=True))
+        given = (self.made[n] for n in segment.reads)
+        there = self._copies[segment] = dict(zip(facts.placeholders(vjp.gm), given, strict=True))
         self._copy(vjp.forward, there)
         for node, values in zip(segment.nodes, vjp.values, strict=True):
             found = [there[value] if isinstance(value, Node) else value for value in values]
@@ -67,7 +67,7 @@ class Written:
     def backward(self, segment: Segment, vjp: Vjp, seeds: Sequence[Node]) -> Mapping[Node, Node]:
         """The backward of a segment whose forward is there: the cotangents of what it reads."""
         there = self._copies.pop(segment)
-        there.update(zip(facts.placeholders(vjp.gm)[len(segment.reads) :], seeds, strict=True))
+        there.update(zip(vjp.seeds, seeds, strict=True))
         self._copy(vjp.backward, there)
         self.cotangents.update({(segment.nodes[place], k): there[n] for (place, k), n in vjp.taps.items()})
         return {segment.reads[i]: there[n] for i, n in vjp.reads.items()}
