@@ -78,7 +78,7 @@ class Chain:
         """Of each node, whether autograd would take a cotangent there."""
 
         def asking() -> tuple[bool, ...]:
-            given = [_plain(n.meta["val"]) for n in segment.reads]
+            given = _given(segment)
             for value, asks in zip(given, self._flags(segment), strict=True):
                 if asks:
                     value.requires_grad_()
@@ -88,11 +88,10 @@ class Chain:
         return self._once(segment, (self._flags(segment),), asking)
 
     def _vjp(self, segment: Segment, ends: Sequence[Node], seeds: Sequence[Tensor]) -> Vjp:
-        given = [_plain(n.meta["val"]) for n in segment.reads]
         flags, places = self._flags(segment), tuple(map(segment.nodes.index, ends))
-        begin = (str(value.storage_offset()) for value in given if isinstance(value, Tensor))
+        begin = (str(v.storage_offset()) for n in segment.reads if isinstance(v := n.meta["val"], Tensor))
         about = (flags, places, *map(_layout, seeds), *begin)
-        return self._once(segment, about, lambda: vjp(segment, given, flags, places, seeds))
+        return self._once(segment, about, lambda: vjp(segment, _given(segment), flags, places, seeds))
 
     def _flags(self, segment: Segment) -> tuple[bool, ...]:
         return tuple(n in self._differentiable for n in segment.reads)
@@ -113,8 +112,10 @@ def _sum(one: Tensor, other: Tensor) -> Tensor:
         return one + other
 
 
-def _plain(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
+def _given(segment: Segment) -> list[Any]:
+    """What it reads, as fake tensors without gradients, and sizes."""
+    values = [n.meta["val"] for n in segment.reads]
+    return [value.detach() if isinstance(value, Tensor) else value for value in values]
 
 
 def _layout(value: Tensor) -> Any:

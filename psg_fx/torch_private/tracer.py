@@ -135,6 +135,6 @@ def _distinct(values: Sequence[Any]) -> list[Any]:
     found = []
     for value in values:
         again = isinstance(value, torch.Tensor) and id(value) in seen
-        found.append(value.detach() if again else value)
+        found.append(proxy_tensor.snapshot_fake(value) if again else value)  # detach(), without a dispatch
         seen.add(id(value))
     return found
