@@ -177,7 +177,13 @@ class Writer:
 @contextlib.contextmanager
 def filling(path: Path, made: dict[str, Any], joins: Joins, device: torch.device) -> Iterator[Writer]:
     """The writer of a store, alone in its folder; what is done when the block ends, however it ends, is kept."""
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadArgument(
+            f"{path} cannot be made", where=f"over(loader, step, store={str(path)!r})", why=str(error),
+            fix="pass the path of a folder that can be made and written",
+        ) from error  # fmt: skip
     with _alone(path):
         writer = Writer(path, made, joins, device)
         try:

@@ -154,6 +154,10 @@ def bounds_of(max_norm: Any, names: Sequence[str] | None, style: str = "abadi") 
     return [_as_bound(max_norm[name], style) for name in names]
 
 
+_LARGEST = 0.01 * torch.finfo(torch.float32).max
+"""Of bounds that are divided by the norm + 0.01."""
+
+
 def _as_bound(value: Any, style: str) -> torch.Tensor | float:
     """The value, as a float if it is a number."""
     number = value
@@ -166,7 +170,7 @@ def _as_bound(value: Any, style: str) -> torch.Tensor | float:
     bound = _as_float(number)
     if not bound >= 0:
         raise _bad_max_norm(number, "a norm's bound is a number that is not negative")
-    if style == "automatic" and math.isinf(bound):
+    if style == "automatic" and bound > _LARGEST:
         raise _bad_max_norm(number, 'style="automatic" divides it by the norm, so all factors would be infinite')
     return value if isinstance(value, torch.Tensor) else bound
 

@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule, Node
 
-from psg_fx.errors import PsgError
+from psg_fx.errors import BadArgument, PsgError
 from psg_fx.graph import facts
 from psg_fx.ops.define import of_torch_alone
 from psg_fx.passes.compile.compile import CPU_OPTIONS
@@ -93,7 +93,7 @@ def write(path: str | os.PathLike[str], gm: GraphModule, spec: Spec, arguments: 
     held = {i: a for i, (a, passed) in enumerate(zip(arguments, passes, strict=True)) if not passed}
     lowered = Lowered(gm, held)
     given = [(n, a.detach().contiguous()) for n, a, passed in zip(nodes, arguments, passes, strict=True) if passed]
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".psg_fx-") as folder:
+    with _beside(target) as folder:
         draft = str(Path(folder) / "step.pt2")
         try:
             with quiet(), torch.no_grad():
@@ -108,6 +108,17 @@ def write(path: str | os.PathLike[str], gm: GraphModule, spec: Spec, arguments: 
         try_out(gm, lowered, runner, given)
         os.replace(draft, target)
     return target
+
+
+def _beside(target: Path) -> tempfile.TemporaryDirectory[str]:
+    """A folder for a while, from which a file can be put in its place at once."""
+    try:
+        return tempfile.TemporaryDirectory(dir=target.parent, prefix=".psg_fx-")
+    except OSError as error:
+        raise BadArgument(
+            f"path={str(target)!r} is no place for a package", where="step.export(path, inputs, targets)",
+            why=f"{target.parent} cannot be written: {error}", fix="pass a path in a folder that can be written",
+        ) from error  # fmt: skip
 
 
 def _options(gm: GraphModule, spec: Spec) -> dict[str, Any]:

@@ -6,12 +6,14 @@ rows of two batches are other samples, and nothing is lost in silence, since `ba
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from psg_fx.errors import BadArgument
 
@@ -20,16 +22,23 @@ _events = itertools.count()
 Parameters = Mapping[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
+Version = tuple[int, int]
+
+
+@dataclass
 class Left:
-    """A mark on a `grad_sample`: when its backward ended, and the versions of the step's parameters then, by `id`."""
+    """A mark on a `grad_sample`: when its backward ended, and the versions of the step's parameters then, by `id`.
+
+    stepped: an optimizer has stepped since (kernels that update all parameters at once write without a new version).
+    """
 
     event: int
-    versions: dict[int, int]
+    versions: dict[int, Version]
+    stepped: bool = False
 
-    def is_stale(self, versions: Mapping[int, int]) -> bool:
+    def is_stale(self, versions: Mapping[int, Version]) -> bool:
         """Whether a parameter has been written since: the gradients are those of other values."""
-        return any(self.versions.get(key, version) != version for key, version in versions.items())
+        return self.stepped or any(self.versions.get(key, version) != version for key, version in versions.items())
 
 
 @dataclass(frozen=True)
@@ -82,6 +91,7 @@ def deliver(ticket: Ticket, parameters: Parameters, found: Mapping[str, torch.Te
                 fix="call the step once for each backward, and backward before the next call: a model that runs twice "
                 "in one loss is one module that runs it twice",
             )  # fmt: skip
+    _watch_optimizers()
     mark = Left(next(_events), _versions(parameters))
     for name, value in found.items():
         parameter = parameters[name]
@@ -105,8 +115,23 @@ def _mark(left: Any) -> Left | None:
     return found
 
 
-def _versions(parameters: Parameters) -> dict[int, int]:
-    return {id(p): p._version for p in parameters.values()}
+def _versions(parameters: Parameters) -> dict[int, Version]:
+    """How often each was written, and where it lies: `p.data = ...` is another place."""
+    return {id(p): (p._version, p.data_ptr()) for p in parameters.values()}
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """From now on, a step of an optimizer of torch marks the `grad_sample` of what it updates."""
+    register_optimizer_step_post_hook(_stepped)
+
+
+def _stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            mark = _mark(getattr(parameter, "grad_sample", None)) if parameter.grad is not None else None
+            if mark is not None:
+                mark.stepped = True
 
 
 __all__ = ["Ticket", "begin", "clear", "deliver"]

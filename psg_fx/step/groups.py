@@ -149,8 +149,8 @@ def unseen(ids: Tensor, count: int) -> Groups:
     """Groups by numbers that are not looked at, since that would wait for their device."""
     valid = (ids >= -1) & (ids < count)
     sound = torch.where(valid.all(), 1.0, math.nan)
-    kept = torch.zeros(1, dtype=torch.int64) if not count else None
-    slots = None if count else torch.zeros(0, dtype=torch.int64)
+    kept = torch.zeros(1, dtype=torch.int64, device=ids.device) if not count else None
+    slots = None if count else torch.zeros(0, dtype=torch.int64, device=ids.device)
     grouping = Grouping("scattered", max(count, 1), -(-len(ids) // max(count, 1)), len(ids))
     rows = torch.where(valid, ids, -1)
     return Groups(grouping, count, rows, None, kept, slots, rows, sound)
@@ -164,7 +164,8 @@ def _gathered(ids: Tensor, count: int, none: bool) -> Groups:
     kept, slots, rows = None, None, ids
     if not fewest:
         has = counts > 0
-        kept = torch.cat([(~has).nonzero()[:1, 0] if count else torch.zeros(1, dtype=torch.int64), has.nonzero()[:, 0]])
+        first = (~has).nonzero()[:1, 0] if count else counts.new_zeros(1)
+        kept = torch.cat([first, has.nonzero()[:, 0]])
         slots = torch.where(has, has.cumsum(0), 0)
         counts = counts[kept] if count else counts.new_zeros(1)
         rows = torch.where(ids < 0, -1, slots[ids.clamp(min=0)]) if count else ids
@@ -187,8 +188,9 @@ def in_order(ids: Tensor, counts: Tensor, largest: int) -> Tensor:
     moved = len(ids) > 0 and bool(ids[0] < 0 or (ids[1:] < ids[:-1]).any())
     order = ids.argsort(stable=True)[len(ids) - total :] if moved else None
     if total == len(counts) * largest:  # all have as many
-        return (torch.arange(total) if order is None else order).view(len(counts), largest).t().contiguous().t()
-    places = torch.arange(largest).unsqueeze(1)
+        rows = torch.arange(total, device=ids.device) if order is None else order
+        return rows.view(len(counts), largest).t().contiguous().t()
+    places = torch.arange(largest, device=ids.device).unsqueeze(1)
     found = torch.where(places < counts, (ends - counts) + places, -1)
     if order is not None and total:
         found = torch.where(found < 0, -1, order[found])
@@ -200,7 +202,7 @@ def _numbers(ids: Any, samples: int) -> Tensor:
     if type(ids) is Tensor and ids.dtype is torch.int64 and tuple(ids.shape) == (samples,):
         return ids
     try:
-        found = ids if isinstance(ids, Tensor) else torch.as_tensor(ids)
+        found = ids if isinstance(ids, Tensor) else torch.as_tensor(ids, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise _bad_ids(f"a {type(ids).__name__} that is no list of numbers", samples) from error
     is_number = not (found.dtype.is_floating_point or found.dtype.is_complex or found.dtype is torch.bool)

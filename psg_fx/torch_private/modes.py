@@ -11,6 +11,7 @@ import torch
 from torch._C._dynamo.guards import TensorGuards
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing as not_recorded
 from torch.nn.modules import module as of_modules
 from torch.nn.utils import parametrize
@@ -69,6 +70,11 @@ def grad_mode_unseen(enabled: bool) -> Iterator[None]:
 
 is_transformed: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 """Whether a tensor is one of a transformation of `torch.func`."""
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one of forward-mode AD (`torch.autograd.forward_ad.make_dual`)."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def untransformed(tensor: torch.Tensor) -> torch.Tensor:
@@ -210,6 +216,7 @@ __all__ = [
     "below_autograd",
     "default_device",
     "enable_python_dispatcher",
+    "has_tangent",
     "indexing_by_places",
     "is_transformed",
     "no_cached_parametrizations",

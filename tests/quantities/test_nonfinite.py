@@ -162,3 +162,5 @@ def test_a_bound_of_zero_holds_where_squares_underflow() -> None:
 def test_automatic_clipping_needs_a_bound() -> None:
     with pytest.raises(psg_fx.BadArgument, match="all factors would be infinite"):
         psg_fx.ClippedSum(float("inf"), style="automatic")
+    with pytest.raises(psg_fx.BadArgument):  # divided by 0.01 it is no float32
+        psg_fx.ClippedSum(1e37, style="automatic")

@@ -179,6 +179,15 @@ def test_places_and_batches(tmp_path: Path) -> None:
         bare.export(tmp_path / "step.pt2", X)
 
 
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="no folder in which nobody can write")
+def test_a_folder_in_which_nobody_can_write() -> None:
+    step = psg_fx.transform(nn.Linear(4, 3), F.cross_entropy, backend="eager", progress=False)
+    with pytest.raises(BadArgument, match=r"is no place for a package[^\0]*/proc cannot be written"):
+        step.export("/proc/step.pt2", X, Y)
+    with pytest.raises(BadArgument, match=r"/proc/store cannot be made"):
+        psg_fx.over([(X, Y)], step, store="/proc/store", progress=False)
+
+
 def test_what_is_no_file_of_a_step(tmp_path: Path) -> None:
     (tmp_path / "text.pt2").write_text("text")
     torch.save(X, tmp_path / "tensor.pt2")

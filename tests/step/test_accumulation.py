@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -104,6 +105,34 @@ def test_accumulation_makes_a_list_with_an_entry_for_each_call() -> None:
     step.zero_grad()
     backward(step, x[:2], y[:2])
     assert agrees(model, x[:2], y[:2])
+
+
+def fused(model: nn.Module) -> None:
+    """Its kernel writes without a new version."""
+    for p in model.parameters():
+        p.grad = p.grad_sample.mean(0)
+    torch.optim.SGD(model.parameters(), 0.1, fused=True).step()
+
+
+def other_memory(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data = p.data - 0.1 * p.grad_sample.mean(0)
+
+
+def from_a_vector(model: nn.Module) -> None:
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(model.parameters()).detach() * 0.9, model.parameters())
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("update", [fused, other_memory, from_a_vector], ids=lambda f: f.__name__)
+def test_parameters_that_change_without_a_version(update: Callable[[nn.Module], None], accumulate: bool) -> None:
+    """What was left belongs to other values: it is replaced, and no list of gradients at two places."""
+    model, x, y = small()
+    step = psg_fx.transform(model, backend="eager", accumulate=accumulate)
+    backward(step, x, y)
+    update(model)
+    backward(step, x[:3], y[:3])
+    assert agrees(model, x[:3], y[:3])
 
 
 @pytest.mark.parametrize("accumulate", [False, True])

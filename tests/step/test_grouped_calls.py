@@ -59,6 +59,17 @@ def test_what_numbers_of_groups_may_be() -> None:
         compare(made(*batch(6), groups=ids, **extra), expected)
 
 
+@of_one_step
+@pytest.mark.parametrize("ids", [[2, 0, 2, -1, 2, 2], [0, 2, 0, 1, 2, 2], [0, 0, 1, 1, 2, 2], [-1] * 6])
+def test_the_default_device_is_another_one(ids: list[int]) -> None:
+    made, extra = shared(), given(3)
+    calls = [functools.partial(made, *batch(6), groups=g, num_groups=3, **extra) for g in (ids, torch.tensor(ids))]
+    expected = calls[0]()
+    with torch.device("meta"):
+        for call in calls:
+            compare(call(), expected)
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import psg_fx
 from psg_fx.step.binding import in_one_block
@@ -343,6 +344,18 @@ def test_view_made_outside_is_refused() -> None:
     step = psg_fx.transform(model, lambda out: out.sum() + view.sum(), backend="eager")
     with pytest.raises(psg_fx.NotYetSupported, match="computed outside of it and requires gradients"):
         step(x(B, 4))
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["first", "later"])
+def test_inputs_of_forward_mode_are_refused(before: bool) -> None:
+    step = psg_fx.transform(mlp(), F.cross_entropy, quantities=psg_fx.Norms(), backend="eager")
+    plain, y = x(B, 4), labels()
+    expected = step(plain, y).norms if before else None
+    with forward_ad.dual_level():
+        with pytest.raises(psg_fx.NotYetSupported, match=r"a tensor of torch\.autograd\.forward_ad"):
+            step(forward_ad.make_dual(plain, torch.ones_like(plain)), y)
+        found = step(plain, y).norms
+    assert expected is None or torch.equal(found, expected)
 
 
 def test_a_loss_with_trainable_parameters_is_refused() -> None:

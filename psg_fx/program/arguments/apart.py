@@ -18,7 +18,7 @@ from psg_fx.program.arguments.packed import Member, padded
 from psg_fx.program.arguments.rows import Rows, row_axes
 from psg_fx.program.objects import describe, has_own_functions
 from psg_fx.program.values import Once
-from psg_fx.torch_private.modes import is_transformed
+from psg_fx.torch_private.modes import has_tangent, is_transformed
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -107,7 +107,7 @@ def _descriptions(given: Sequence[Any]) -> list[Any] | None:
     """All of tensors but their values; None where there is something else, or what has no shape or is not written."""
     found = []
     for t in given:
-        if not isinstance(t, torch.Tensor) or t.is_nested or t.is_conj() or is_transformed(t):
+        if not isinstance(t, torch.Tensor) or t.is_nested or t.is_conj() or is_transformed(t) or has_tangent(t):
             return None
         found.append(describe(t))
     return found
@@ -196,9 +196,10 @@ def _refuse_other_kinds(tensor: torch.Tensor, name: str) -> None:
         what = f"of the layout {kind}", "a graph reads strided tensors", f"pass {name}.to_dense()"
     elif tensor.is_quantized:
         what = "quantised", "a graph reads numbers that have gradients, or indices", f"pass {name}.dequantize()"
-    elif is_transformed(tensor):
+    elif is_transformed(tensor) or has_tangent(tensor):
+        of = "torch.func (vmap, grad, jvp)" if is_transformed(tensor) else "torch.autograd.forward_ad"
         raise NotYetSupported(
-            f"{name} is a tensor of torch.func (vmap, grad, jvp)", where=f"{name}, {_sizes(tensor)}",
+            f"{name} is a tensor of {of}", where=f"{name}, {_sizes(tensor)}",
             why="a step is compiled code, which a transformation does not look into",
             fix="call the step outside of it: it has the gradients of all samples at once; for derivatives of what the "
             "model itself returns, transform the model",
