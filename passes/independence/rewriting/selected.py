@@ -12,6 +12,7 @@ a row of another sample.  That f treats each row by itself is proven (`region.py
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from torch.fx import GraphModule, Node
 from psg_fx.errors import PsgError
 from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxes, SampleAxis
+from psg_fx.graph.same_op import alike
 from psg_fx.ops.some_row import some_row
 
 from ..values import NUMBERING, Result, bound, op_name
@@ -43,6 +45,7 @@ def put_selected_back(gm: GraphModule) -> None:
     masks = [n for n in gm.graph.nodes if _is_mask(n) and any(_picks(user, n) for user in n.users)]
     if not masks:
         return
+    masks = _said_once(gm, masks)
     prover = Prover(gm)
     with contextlib.suppress(PsgError):  # of what other rewritings are for; what is known by then is known
         prover.walk(skip=facts.descendants(user for n in masks for user in n.users if _picks(user, n)))
@@ -56,18 +59,32 @@ def put_selected_back(gm: GraphModule) -> None:
 
 def _is_mask(node: Node) -> bool:
     value = node.meta.get("val")
-    return isinstance(value, Tensor) and value.ndim in (1, 2)
+    return isinstance(value, Tensor) and value.ndim > 0
+
+
+def _said_once(gm: GraphModule, masks: Sequence[Node]) -> list[Node]:
+    """The masks, of those that are computed alike the first: `x[x < 0] = f(x[x < 0])`."""
+    numbers = alike(gm)
+    first: dict[int, Node] = {}
+    wanted = {numbers[mask] for mask in masks}
+    for node in gm.graph.nodes:
+        if numbers[node] in wanted and (mask := first.setdefault(numbers[node], node)) is not node:
+            node.replace_all_uses_with(mask)
+    return list(first.values())
 
 
 def _picks(node: Node, mask: Node) -> bool:
     """Whether a node holds rows that the mask picks, or the places where it is not zero."""
     if node.target in _WHERE:
         return True
+    if node.target is aten.masked_select.default:
+        return node.args[1] is mask and facts.shape(node.args[0].meta["val"]) == facts.shape(mask.meta["val"])  # type: ignore[union-attr]
     return mask.meta["val"].dtype is torch.bool and op_name(node) in _INDEX and mask in node.args[1]  # type: ignore[operator]
 
 
 class Selection(RowRewriting):
-    """What is computed from the rows of one mask, `[N]`, or of N rows with k choices each, `[N, k]` or `[k, N]`.
+    """What is computed from the rows of one mask, `[N]`, or of N rows with k choices each, `[N, k]`, `[k, N]` or of
+    more dims, of which one has the N.
 
     N is the number of rows of all samples, `each` that of one sample, in `outer` blocks that lie apart (the steps of
     sequences with the time first).  columns: a node with the picked places along a dim of the mask -> the dim.  listed:
@@ -84,7 +101,9 @@ class Selection(RowRewriting):
         (self.dim,) = dims
         self.each = int(sympy.cancel(shape[self.dim] / batch))
         self.outer = axis.outer if isinstance(axis, SampleAxis) and axis.dim == self.dim else 1
-        self.k = int(shape[1 - self.dim]) if len(shape) == 2 else 1
+        self.others = [int(size) for d, size in enumerate(shape) if d != self.dim]
+        self.k = math.prod(self.others)
+        self.dims = [self.dim, *(d for d in range(len(shape)) if d != self.dim)]
         super().__init__(gm, [n for n in mask.users if _picks(n, mask)], shape[self.dim] * self.k)
         self.listed: set[Node] = set()
         self.columns: dict[Node, int] = {}
@@ -153,31 +172,33 @@ class Selection(RowRewriting):
         if [given[d] for d in places] == [self.mask]:
             return places[0], list(range(self.mask.meta["val"].ndim))
         found = [self.columns.get(given[d]) for d in places]
-        if None in found or len(set(found)) != len(found):
+        if None in found or len(set(found)) != len(found) or len(found) not in (1, len(self.dims)):
             return None
         return places[0], found  # type: ignore[return-value]
 
     def picking(self, node: Node) -> bool:
         """Rows of x that the mask picks: all that it could."""
-        if op_name(node) not in _INDEX or self.is_picked(bound(node)["self"]):
+        if (not _picks(node, self.mask) and op_name(node) not in _INDEX) or self.is_picked(bound(node)["self"]):
             return False
-        found, x = self.looked_up(node), bound(node)["self"]
+        x = bound(node)["self"]
+        whole = node.target is aten.masked_select.default
+        found = (0, list(range(len(self.dims)))) if whole else self.looked_up(node)
         if found is None or x is self.mask:
             return False
         at, dims = found
         shape, own = facts.shape(x.meta["val"]), facts.shape(self.mask.meta["val"])
         if any(shape[at + d] != own[dim] for d, dim in enumerate(dims)) or self.dim not in dims:
             return False
-        fill, k, own_dim = 0.3 + 0.07 * len(self.entries), self.k, self.dim
+        fill, k, order = 0.3 + 0.07 * len(self.entries), self.k, self.dims
+        front = list(range(len(order)))
         floats = facts.is_differentiable(x.meta["val"])
 
         def run(x: Tensor, place: Tensor) -> Tensor:
-            front = list(range(len(dims)))
-            moved = x.movedim([at + d for d in front], front)
             if len(dims) == 1:
-                moved = moved.unsqueeze(1).expand(-1, k, *moved.shape[1:])
-            elif dims[0] != own_dim:
-                moved = moved.transpose(0, 1)
+                moved = x.movedim(at, 0).unsqueeze(1)
+                moved = moved.expand(-1, k, *moved.shape[2:])
+            else:
+                moved = x.movedim([at + dims.index(d) for d in order], front).flatten(1, len(order) - 1)
             rows = self.by_sample(moved.flatten(0, 1))
             index = place.clamp(min=0).view(*place.shape, *[1] * (rows.ndim - 2)).expand(rows.shape)
             taken = rows.gather(1, index)
@@ -209,7 +230,7 @@ class Selection(RowRewriting):
     def all_rows(self, mask: Tensor) -> Tensor:
         """`[N·k]`, the k of a row side by side."""
         picked = mask if mask.dtype is torch.bool else mask != 0
-        return picked if mask.ndim == 1 else (picked if self.dim == 0 else picked.t()).reshape(-1)
+        return picked.movedim(self.dim, 0).reshape(-1)
 
     def by_sample(self, rows: Tensor) -> Tensor:
         """`[N·k, ..]` -> `[B, each·k, ..]`."""
@@ -224,7 +245,7 @@ class Selection(RowRewriting):
     def putting_back(self, node: Node) -> bool:
         """Rows added or written to where they came from."""
         name = op_name(node)
-        if name not in ("aten.index_add", *_PUT):
+        if name not in ("aten.index_add", "aten.masked_scatter", *_PUT):
             return False
         given = bound(node)
         onto, values = given["self"], given.get("values", given.get("source"))
@@ -234,6 +255,10 @@ class Selection(RowRewriting):
             if given["dim"] != 0 or given["index"] not in self.columns:
                 return False
             at, dims = 0, [self.columns[given["index"]]]
+        elif name == "aten.masked_scatter":
+            if given["mask"] is not self.mask or facts.shape(onto.meta["val"]) != facts.shape(self.mask.meta["val"]):
+                return False
+            at, dims = 0, list(range(len(self.dims)))
         else:
             found = self.looked_up(node)
             if found is None:
@@ -251,20 +276,20 @@ class Selection(RowRewriting):
 
     def put(self, node: Node, onto: Node, twin: Node, dims: list[int], adds: bool, alpha: Any) -> Node:
         """Onto with the rows that are picked, or + α times their sums."""
+        there = [self.dims.index(d) for d in dims]
 
         def run(z: Tensor, x: Tensor, mask: Tensor) -> Tensor:
             kept = self.all_rows(mask)
             kept, rows = (t.unflatten(0, (-1, self.k)) for t in (kept, x))
             kept = kept.view(*kept.shape, *[1] * (x.ndim - 1))
-            if len(dims) == 2:
-                swapped = dims[0] != self.dim
-                kept, rows = ((t.transpose(0, 1) if swapped else t) for t in (kept, rows))
+            if len(dims) > 1:
+                kept, rows = (t.unflatten(1, self.others).movedim(there, list(range(len(dims)))) for t in (kept, rows))
             elif not adds:
                 kept, rows = kept.squeeze(1), rows.squeeze(1)
             if not adds:
                 return torch.where(kept, rows.to(z.dtype), z)
             added = torch.where(kept, rows, torch.zeros((), dtype=x.dtype, device=x.device))
-            return torch.add(z, added if len(dims) == 2 else added.sum(1), alpha=alpha)
+            return torch.add(z, added if len(dims) > 1 else added.sum(1), alpha=alpha)
 
         return self.spliced(node, run, onto, twin, self.mask)
 
