@@ -9,14 +9,18 @@ from typing import Any
 
 import torch
 from torch._C._dynamo.guards import TensorGuards
+from torch._C._functorch import TransformType
 from torch._dispatch.python import enable_python_dispatcher
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._functorch import vmap as _vmap
+from torch._functorch.pyfunctorch import VmapInterpreter, temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing as not_recorded
 from torch.nn.modules import module as of_modules
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes as no_modes
+
+_add_batch_dim: Any = _vmap._add_batch_dim  # type: ignore[attr-defined]
 
 without_functions: Callable[[], contextlib.AbstractContextManager[None]] = torch._C.DisableTorchFunction
 """While open, a question to a tensor (`t.requires_grad`) passes no mode of functions: each would call Python for it."""
@@ -81,6 +85,17 @@ def untransformed(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that all transformations of `torch.func` around this one hold: under `vmap`, all slices at once."""
     while is_transformed(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def sliced_by_vmaps(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as one that has a slice for each of those of the running `vmap`s that are as many as a symbol says."""
+    for level in torch._C._functorch.get_interpreter_stack() or ():
+        if level.key() == TransformType.Vmap and level.level() > torch._C._functorch.maybe_get_level(tensor):
+            count: Any = VmapInterpreter(level).batch_size()
+            if isinstance(count, torch.SymInt):
+                slices = tensor.unsqueeze(0).expand(count, *tensor.shape)
+                tensor = _add_batch_dim(slices, 0, level.level())
     return tensor
 
 
@@ -227,6 +242,7 @@ __all__ = [
     "no_module_tracker",
     "no_saved_tensor_hooks",
     "not_recorded",
+    "sliced_by_vmaps",
     "tensor_guards",
     "untransformed",
     "without_functions",

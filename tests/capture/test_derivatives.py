@@ -162,10 +162,38 @@ def _of_a_result_with_statistics(m: Net, x: Tensor) -> Tensor:
     return grad(lambda v: torch.native_layer_norm(m.first(v), (6,), None, None, 1e-5)[0].sin().sum())(x)
 
 
+def _adapted(m: Net, x: Tensor) -> Tensor:
+    """Finn et al. 2017, arXiv:1703.03400: two steps for each sample, from what all have in common."""
+    common = dict(m.first.named_parameters())
+
+    def task(v: Tensor) -> Tensor:
+        own = common
+        for _ in range(2):
+            by = grad(lambda p: functional_call(m.first, p, (v,)).square().mean())(own)
+            own = {name: p - 0.1 * by[name] for name, p in own.items()}
+        return m.last(functional_call(m.first, own, (v.sin(),)).tanh())
+
+    return vmap(task)(x)
+
+
+def _by_what_samples_share(m: Net, x: Tensor) -> Tensor:
+    """A vjp, a jvp and a Hessian by parameters, for each sample; a vmap in a vmap."""
+    w, b = m.last.weight[0, :3], m.last.bias
+
+    def each(v: Tensor) -> Tensor:
+        value, pull = vjp(lambda p: (v * p).sin(), w)
+        _, pushed = jvp(lambda p: (v * p).cos() * p, (w,), (v,))
+        bent = hessian(lambda p: (v * p).sum() ** 3)(w)
+        inner = vmap(lambda u: grad(lambda p: (p * v * u).sin().sum())(b))(v)
+        return pull(value)[0] + pushed + bent.sum(0) + inner[:, 0]
+
+    return vmap(each)(x)
+
+
 EXACT = [
     _kept, _trees, _what_is_read_besides, _of_a_derivative, _products, _constant, _hutchinson, _laplacian, _third,
     _jacobians, _axes, _counted_from_the_end, _pulled_outside, _normalised, _normalised_with_kept_statistics,
-    _of_a_result_with_statistics,
+    _of_a_result_with_statistics, _adapted, _by_what_samples_share,
 ]  # fmt: skip
 BY_NAME: dict[str, Callable[[Any, Tensor], Tensor]] = {function.__name__: function for function in EXACT}
 
@@ -212,7 +240,7 @@ def test_compiled() -> None:
     assert oracle.worst_error(with_loss(program.problem(), backend="inductor"), truth(program.problem())) < 1e-11
 
 
-@pytest.mark.parametrize("function", [_hutchinson, _laplacian])
+@pytest.mark.parametrize("function", [_hutchinson, _laplacian, _adapted])
 def test_one_graph_for_all_sizes(function: Callable[[Any, Tensor], Tensor]) -> None:
     step = psg_fx.transform(Net(function).double(), F.mse_loss, quantities=psg_fx.Norms(), backend="eager")
     whole = step(X, X[:, :1]).norms
@@ -239,10 +267,6 @@ def _without_gradients(m: Net, x: Tensor) -> Tensor:
 
 REFUSED: dict[str, tuple[Callable[[Net, Tensor], Tensor], type[Exception], str]] = {
     "by a parameter": (_learned_update, SamplesMixed, "the sample dim"),
-    "by a parameter, for each sample": (
-        lambda m, x: vmap(lambda v: grad(lambda w: F.linear(v, w).square().sum())(m.last.weight[:, :3])[0])(x),
-        NotYetSupported, "another one for another batch size",
-    ),
     "no gradients in forward mode": (_without_gradients, NotYetSupported, r"turns gradients off.*# a gate"),
     "written argument": (
         lambda m, x: jvp(lambda v: m.last(v.mul_(2)), (m.features(x),), (m.features(x),))[1],

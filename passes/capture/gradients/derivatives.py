@@ -24,7 +24,13 @@ from psg_fx.errors import NotYetSupported
 from psg_fx.program.code import users_line
 from psg_fx.source import is_library
 from psg_fx.torch_private.derivatives import SET_GRAD_ENABLED, chosen, derivatives_by, with_chosen
-from psg_fx.torch_private.modes import no_functorch_levels, not_recorded, untransformed, without_functions
+from psg_fx.torch_private.modes import (
+    no_functorch_levels,
+    not_recorded,
+    sliced_by_vmaps,
+    untransformed,
+    without_functions,
+)
 from psg_fx.torch_private.patching import patched_here
 
 from .own_gradients import gradients, ones
@@ -163,13 +169,14 @@ def _counted(argnums: Argnums, args: Sequence[Any]) -> Argnums:
 
 
 def _own(tensor: Any) -> Tensor:
-    """The same value, with a gradient of its own."""
+    """The same value, with a gradient of its own: of all samples, where a `vmap` runs over them, one each."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"torch.func differentiates by tensors, not by {type(tensor).__name__}")
-    if untransformed(tensor).requires_grad:
-        alias: Tensor = torch.ops.aten.alias.default(tensor)
+    each = sliced_by_vmaps(tensor)
+    if untransformed(each).requires_grad:
+        alias: Tensor = torch.ops.aten.alias.default(each)
         return alias
-    found = tensor.detach()
+    found = each.detach()
     with not_recorded(), no_functorch_levels(), without_functions():
         untransformed(found).requires_grad_()
     return found
