@@ -270,6 +270,11 @@ def test_a_mask_of_another_shape_is_an_error(name: str) -> None:
         psg_fx.transform(model, F.cross_entropy, backend="eager")(X, Y)
 
 
+def _pairs(m: Any, x: Tensor) -> Tensor:
+    h: Tensor = m.layer(x)
+    return h[:, :, None] * h[:, None]
+
+
 LITERAL: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "columns": lambda m, x: m.layer(x)[:, torch.tensor([True, False, True, True])],
     "compared": lambda m, x: m.layer(x)[:, torch.arange(4) != 2],
@@ -277,6 +282,9 @@ LITERAL: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "no columns": lambda m, x: torch.cat([m.layer(x), x[:, torch.zeros(4, dtype=torch.bool)]], 1),
     "places": lambda m, x: torch.cat([m.layer(x)[:, (torch.arange(4) % 2 == 1).nonzero()[:, 0]], x], 1),
     "no places": lambda m, x: torch.cat([m.layer(x), x[:, torch.zeros(4, dtype=torch.bool).nonzero()[:, 0]]], 1),
+    "a pair of each": lambda m, x: _pairs(m, x)[:, torch.eye(4, dtype=torch.bool).roll(2, 0)] + m.layer(x).sum(1, True),
+    "pairs below": lambda m, x: m.layer(x) + _pairs(m, x)[:, torch.ones(4, 4).tril(-1) == 1].logsumexp(1, True),
+    "pairs by numbers": lambda m, x: m.layer(x) * _pairs(m, x)[:, *torch.tril_indices(4, 4, -1)].amax(1, True),
     "a grid of times": euler,
     "where of three": lambda m, x: torch.where(torch.arange(4) > 1, input=m.layer(x), other=x),
     "number of a float": lambda m, x: m.layer(x) * len(range(int(torch.linspace(0, 4, 3)[1].item()))),

@@ -49,11 +49,16 @@ _COMPUTING = _functions(
     "__eq__ __ne__ __lt__ __le__ __gt__ __ge__ __floordiv__ __rsub__ __rdiv__ __neg__ __and__ __or__ __xor__ __invert__"
 ) | _functions("__getitem__ to double float long int bool") | _functions(
     "eq ne lt le gt ge logical_not logical_and logical_or any all sum max min add sub mul div remainder neg abs ceil "
-    "floor round diff flip cumsum cat stack unbind split chunk clone reshape unsqueeze squeeze", torch.Tensor, torch
+    "floor round diff flip cumsum cat stack unbind split chunk clone reshape unsqueeze squeeze tril triu roll rot90 "
+    "view transpose t permute movedim swapaxes flatten expand repeat repeat_interleave tile diagonal select narrow "
+    "where clamp", torch.Tensor, torch,
 )  # fmt: skip
 """What is computed of such buffers to decide by; nothing that writes, or draws."""
 
-_MAKING = frozenset({torch.tensor, torch.arange, torch.linspace, torch.zeros, torch.ones, torch.full, torch.eye})
+_MAKING = frozenset({
+    torch.tensor, torch.arange, torch.linspace, torch.zeros, torch.ones, torch.full, torch.eye, torch.tril_indices,
+    torch.triu_indices,
+})  # fmt: skip
 """What makes tensors of numbers that the code has."""
 
 IN_BULK = "_foreach_"
