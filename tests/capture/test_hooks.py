@@ -265,6 +265,30 @@ def _of_a_recurrent_layer(m: Net, x: Tensor) -> Tensor:
     return m.last(h)
 
 
+def _of_a_fixed_point(m: Net, x: Tensor, inside: bool = False) -> Tensor:
+    """Bai et al. 2019, arXiv:1909.01377: the gradient by iterations with the Jacobian at a fixed point."""
+    h = m.features(x)
+    point = h.detach().requires_grad_()
+    step = 0.3 * (m.last(point) @ m.last.weight).tanh()
+
+    def hook(g: Tensor) -> Tensor:
+        at, value, found = point, step, g
+        if inside:
+            with torch.enable_grad():
+                at = h.detach().requires_grad_()
+                value = 0.3 * (m.last(at) @ m.last.weight).tanh()
+        for _ in range(4):
+            found = g + grad(value, at, found, retain_graph=True)[0]
+        return found
+
+    h.register_hook(hook)
+    return m.last(h)
+
+
+def test_a_hook_that_computes_what_it_differentiates() -> None:
+    check(Program("fixed point", lambda: problem(partial(_of_a_fixed_point, inside=True))), with_loss)
+
+
 REFUSED: dict[str, tuple[Callable[[Net, Tensor], Tensor], type[Exception], str]] = {
     "keeps it": (_hooked(lambda m, g: setattr(m, "kept", g)), NotYetSupported, "that keeps a gradient.*hook\\(m, g\\)"),
     "keeps what it computes": (
@@ -285,6 +309,7 @@ REFUSED: dict[str, tuple[Callable[[Net, Tensor], Tensor], type[Exception], str]]
     "an attribute of the forward": (_of_an_attribute, NotYetSupported, "reads kept, which the forward pass sets"),
     "a recurrent layer": (_of_a_recurrent_layer, NotYetSupported, "what a recurrent layer returns"),
     "by what is drawn of it": (_by_what_is_drawn, NotYetSupported, "reads what is drawn"),
+    "differentiates the forward": (_of_a_fixed_point, NotYetSupported, "compute what is differentiated inside of it"),
     "of a parameter": (_of_a_parameter, NotYetSupported, "on the gradient of a parameter"),
 }  # fmt: skip
 

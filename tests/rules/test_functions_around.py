@@ -244,6 +244,18 @@ class Checkpointed(Function):
         return None, *torch.autograd.grad(out, [x, *parameters], g, allow_unused=True)
 
 
+class Strictly(Checkpointed):
+    """As it is written where every parameter has a gradient."""
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, *parameters = ctx.given
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            out = ctx.block(x)
+        return None, *torch.autograd.grad(out, [x, *parameters], g)
+
+
 def _closed_over(m: Any, x: Tensor) -> Tensor:
     other = m.b(x)
 
@@ -271,6 +283,9 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "a sparse gradient": (lambda m, x: x * Sparse.apply(m.a.weight), "its backward returns a sparse gradient"),
     "parameters beside the arguments": (
         lambda m, x: Checkpointed.apply(m.b, m.a(x), *m.b.parameters()), "reads a parameter that is no argument",
+    ),
+    "parameters beside the arguments, all of them used": (
+        lambda m, x: Strictly.apply(m.b, m.a(x), *m.b.parameters()), "is not the same tensor there",
     ),
     "an activation beside the arguments": (_closed_over, "reads a tensor that is no argument"),
 }  # fmt: skip

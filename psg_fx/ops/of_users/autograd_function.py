@@ -224,6 +224,21 @@ def _without_backward(call: CustomCall) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _own_gradients_told(call: CustomCall) -> Iterator[None]:
+    """Refuse a backward that differentiates what was computed outside of it, or by tensors that are others here."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(text in str(error) for text in ("does not require grad", "not have been used in the graph")):
+            raise
+        raise call.refusal(
+            "its backward calls torch.autograd.grad, and is recorded apart from the forward: a value that is "
+            "differentiated, or a parameter that it is differentiated by, is not the same tensor there",
+            "compute what is differentiated inside of it, under torch.enable_grad(), from its own arguments alone",
+        ) from error
+
+
 _BY_RETURN = "give it the parameters as arguments, and return their gradients (torch.autograd.grad computes some)"
 
 
@@ -242,7 +257,7 @@ def _backward(
         wanted = [t for t in inputs if t.requires_grad]
         if not pairs or not wanted:
             return [torch.zeros_like(t) for t in wanted]
-        with _without_backward(call):
+        with _without_backward(call), _own_gradients_told(call):
             found = torch.autograd.grad(*([o for o, _ in pairs], wanted, [g for _, g in pairs]), materialize_grads=True)
         return list(found)
 
