@@ -62,7 +62,8 @@ def hidden_write(func: Callable[..., Any]) -> NotYetSupported:
         "a tensor is written into where autograd does not see it",
         where=line_of_call(func),
         why="under torch.no_grad(), or through .detach() or .data, its value changes and its gradient does not",
-        fix="write into a clone, or say what is meant: h + (new - h).detach() has the value new and the gradient of h",
+        fix="write into a clone, or say what is meant: h + (new - h).detach() has the value new and the gradient of h; "
+        "what the first batch sets (data-dependent initialisation) is set by running the model once before the step",
     )  # fmt: skip
 
 
