@@ -120,4 +120,5 @@ def _given(segment: Segment) -> list[Any]:
 
 def _layout(value: Tensor) -> Any:
     """What a trace can depend on."""
-    return (*map(str, (*value.shape, *value.stride(), value.storage_offset())), value.dtype, value.device)
+    places = map(str, (*value.shape, *value.stride(), value.storage_offset()))
+    return (*places, value.dtype, value.device, value.is_conj(), value.is_neg())

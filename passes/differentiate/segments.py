@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -15,7 +15,6 @@ from torch.fx.node import map_arg
 from psg_fx.graph import facts
 from psg_fx.graph.facts import fact
 from psg_fx.graph.repeats import Item, in_order, repeats, said, tokens_of
-from psg_fx.torch_private.fake_keys import OF_VALUES
 from psg_fx.torch_private.graphs import module_without_code
 
 FEWEST = 12
@@ -72,7 +71,8 @@ def segments(gm: GraphModule) -> tuple[list[Node], list[Segment]]:
     """
     ops = [n for n in gm.graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
     whole: tuple[list[Node], list[Segment]] = [], [Segment(gm, tuple(ops))]
-    if len(ops) < 3 * FEWEST or any(OF_VALUES.intersection(getattr(n.target, "tags", ())) for n in ops):
+    known = facts.graph_facts(gm)
+    if len(ops) < 3 * FEWEST or not _symbols(ops) <= {known.batch, *known.rows}:
         return whole
     first, items = in_order(gm)
     sizes = [n for n in first if n.op == "call_function"]
@@ -88,6 +88,12 @@ def _borders(items: Sequence[Item]) -> set[tuple[int, int]]:
     """Where each part begins and ends that comes again, three times at least."""
     found = repeats(tokens_of(items, with_draws=True), FEWEST)
     return {(start, start + r.length) for r in found if len(r.starts) > 2 for start in r.starts}
+
+
+def _symbols(nodes: Iterable[Node]) -> set[Any]:
+    """Those in the shapes of values."""
+    values = (value for node in nodes for value in facts.tensors(node.meta.get("val")))
+    return set().union(*(facts.expr(size).free_symbols for value in values for size in value.shape))
 
 
 def _is_tensor(node: Node) -> bool:

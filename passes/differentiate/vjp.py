@@ -134,7 +134,9 @@ def run(segment: Segment, given: Sequence[Any]) -> list[Any]:
 
 
 def _stand_in(seed: Tensor) -> Tensor:
-    return torch.empty_strided(seed.shape, seed.stride(), dtype=seed.dtype, device=seed.device)
+    made = torch.empty_strided(seed.shape, seed.stride(), dtype=seed.dtype, device=seed.device)
+    made = torch._neg_view(made) if seed.is_neg() else made
+    return made.conj() if seed.is_conj() else made
 
 
 def _leaves(result: Any) -> list[Any]:

@@ -127,9 +127,13 @@ def said(item: Item, with_draws: bool = False) -> Any:
     found: Any = [node.target, len(item)]
     found += [part.args[1] for part in item[1:]]
     map_arg((node.args, node.kwargs), lambda n: found.append(_kind(n)))
-    found.append(repr(map_arg((node.args, node.kwargs), lambda n: None)))
+    found.append(repr(map_arg((node.args, node.kwargs), lambda n: _READ)))
     found += [_kind(part) for part in item]
     return tuple(found)
+
+
+_READ = ("read",)
+"""Stands for a value among an op's arguments, which is not the same as None in its place."""
 
 
 def _is_plain(node: Node) -> bool:
@@ -145,7 +149,8 @@ def _kind(node: Node) -> Any:
     """What a compiler knows of a value."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
-        return (tuple(map(str, value.shape)), tuple(map(str, value.stride())), value.dtype, value.device)
+        bits = value.is_conj(), value.is_neg()
+        return (tuple(map(str, value.shape)), tuple(map(str, value.stride())), value.dtype, value.device, bits)
     if isinstance(value, (list, tuple)):
         return len(value)
     return str(value)

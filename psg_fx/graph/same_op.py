@@ -55,7 +55,7 @@ def alike(gm: GraphModule) -> dict[Node, int]:
         key: Any = node
         if node.op == "call_function" and not draws(node):
             inputs = {n: i for i, n in enumerate(node.all_input_nodes)}
-            plain = torch.fx.map_arg((node.args, node.kwargs), inputs.__getitem__)
+            plain = torch.fx.map_arg((node.args, node.kwargs), lambda n: f"%{inputs[n]}")  # noqa: B023  (no number)
             key = (node.target, repr(plain), tuple(found[n] for n in inputs))
         found[node] = numbers.setdefault(key, len(numbers))
     return found

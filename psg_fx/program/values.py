@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -54,14 +52,3 @@ def constant_key(value: Any, depth: int = 3) -> Any:
     if isinstance(value, dict) and depth and len(value) <= _LONG:
         return type(value), tuple((constant_key(k, 0), constant_key(v, depth - 1)) for k, v in value.items())
     return Same(value)
-
-
-def argument(value: Any) -> Any:
-    """The same for an argument of a call that is not a tensor: an array or a record counts by all that it holds."""
-    known = constant_key(value)
-    if not isinstance(known, Same) or isinstance(value, (type, FunctionType)):
-        return known
-    try:
-        return type(value), pickle.dumps(value)
-    except Exception:  # whatever keeps an object from being pickled
-        return known

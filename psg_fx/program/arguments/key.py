@@ -7,7 +7,8 @@ from collections.abc import Hashable
 import torch
 
 from psg_fx.program.arguments.call import Call
-from psg_fx.program.values import Once, argument
+from psg_fx.program.arguments.state import argument
+from psg_fx.program.values import Once
 from psg_fx.tensors import memory_order
 
 _KNOWN = "_key"
