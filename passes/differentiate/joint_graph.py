@@ -20,6 +20,7 @@ from psg_fx.errors import NotYetSupported
 from psg_fx.graph import facts
 from psg_fx.graph.facts import OutputSpec, fact
 from psg_fx.graph.stages import Stage
+from psg_fx.op_table import known
 from psg_fx.ops.of_users.autograd_function import custom_call
 from psg_fx.program.decisions.branches import no_plain_batch_size
 from psg_fx.program.reads.observe import observing_backward
@@ -56,6 +57,7 @@ def differentiate(gm: GraphModule, input_gradients: tuple[bool, ...] = ()) -> Gr
         written = Chain(gm, wanted).joint(ends, seeds, tangents)
     _require_symbol(gm)
     layout, found = _layout(gm, written, wanted)
+    layout = layout if with_loss else _marked(gm, layout, wanted)
     joint = written.gm
     joint.graph.output((*(n and written.made[n] for n in facts.outputs(gm)), *found))
     joint.graph.eliminate_dead_code()
@@ -105,6 +107,23 @@ def _like(node: Node, ones: bool) -> torch.Tensor:
     value: torch.Tensor = node.meta["val"].detach()
     with value.fake_mode:  # type: ignore[attr-defined]
         return torch.ones_like(value) if ones else torch.empty_like(value)
+
+
+def _marked(gm: GraphModule, layout: list[OutputSpec], wanted: Sequence[Node]) -> list[OutputSpec]:
+    """The outputs to which no gradient comes back are said to be detached."""
+    reached = {n for n in facts.placeholders(gm) if facts.input_spec(n).kind == "parameter"} | set(wanted)
+    for node in gm.graph.nodes:
+        stops = node.op == "output" or node.target in _STOPS or known(node.target).undifferentiated
+        if not stops and not reached.isdisjoint(node.all_input_nodes):
+            reached.add(node)
+    values = [*facts.outputs(gm), *[None] * len(layout)]
+    return [
+        dataclasses.replace(spec, field=facts.DETACHED) if spec.kind == "output" and node not in reached else spec
+        for spec, node in zip(layout, values, strict=False)
+    ]
+
+
+_STOPS = (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
 
 
 def _layout(gm: GraphModule, written: Written, inputs: Sequence[Node]) -> tuple[list[OutputSpec], list[Node]]:

@@ -75,6 +75,8 @@ ABOUT_ROWS = ("ids", "mixing")
 """What says of which sample rows are, and whether rows of two samples meet."""
 
 
+DETACHED = "detached"
+"""The field of an output to which no gradient comes back (`return h.detach(), h`)."""
 PLACES = "places"
 """The field of a check that each sample has as many places as values: else samples mix."""
 

@@ -110,6 +110,7 @@ class SplitStep:
         forward, backward = partition(joint, len(self.outputs))
         history.graphs.keep("forward", forward)
         history.graphs.keep("backward", backward)
+        self.detached = [spec.field == facts.DETACHED for _, spec in self.outputs if spec.kind == "output"]
         self.order = _saved_order(forward, backward, joint)
         self.forward, self.backward = compiled(forward), compiled(backward)
         self._owners = self._find_owners()
@@ -161,11 +162,13 @@ class _Joined(torch.autograd.Function):
         ctx: Any, step: SplitStep, call: Call, ticket: Ticket, arguments: list[Any], anchor: Any, *inputs: Any
     ) -> tuple[torch.Tensor, ...]:
         outputs, saved = step.forward_results(arguments, call)
+        outputs = [v.detach() if apart else v for v, apart in zip(outputs, step.detached, strict=True)]
+        constant = [v for v, apart in zip(outputs, step.detached, strict=True) if apart or not v.is_floating_point()]
         ctx.step, ctx.call, ctx.ticket = step, call, ticket
         ctx.tensors = [isinstance(v, torch.Tensor) for v in saved]
         ctx.others = [v for v in saved if not isinstance(v, torch.Tensor)]
         ctx.save_for_backward(*(v for v in saved if isinstance(v, torch.Tensor)))
-        ctx.mark_non_differentiable(*(v for v in outputs if not v.is_floating_point()))
+        ctx.mark_non_differentiable(*constant)
         ctx.like = [(torch.empty_like(v, device="meta"), v.device) for v in outputs if v.is_floating_point()]
         ctx.floating = [v.is_floating_point() for v in outputs]
         return tuple(outputs)

@@ -183,6 +183,36 @@ def test_outputs_of_all_layers_without_a_loss_and_the_gradient_of_the_input() ->
             close(parameter.grad_sample[i], value)
 
 
+class Differing(nn.Module):
+    """Layers that are alike but for where an argument is None, or for a value that is conjugated lazily."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(6, 6, bias=k == 0) for k in range(LAYERS)])
+        self.scales = nn.ParameterList([nn.Parameter(torch.randn(6) + 2) for _ in range(LAYERS)])
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        for k, (layer, scale) in enumerate(zip(self.layers, self.scales, strict=True)):
+            x = layer(x).tanh().cos().exp().sin() * 1.5 + x.cos().sin().exp()
+            if self.kind == "none":
+                x = F.layer_norm(x, [6], *((None, scale) if k == 2 else (scale, None)))
+            else:
+                z = torch.view_as_complex((x * scale).unflatten(-1, (3, 2)).contiguous()).conj()
+                x = torch.stack([z.real.contiguous().sin(), z.imag.contiguous().cos()], -1).flatten(-2)
+        return x[..., :2]
+
+
+@pytest.mark.parametrize("kind", ["none", "conjugated"])
+def test_what_is_nearly_alike(kind: str) -> None:
+    model = Differing(kind).double()
+    step = psg_fx.transform(model, loss_fn, quantities=psg_fx.Grads(), backend="eager")
+    x, y = torch.randn(3, 4, 6).double(), torch.randn(3, 4, 2).double()
+    for name, value in oracle.loop_grads(model, loss_fn, x, y)[1].items():
+        close(step(x, y).grads[name], value)
+
+
 def joint(model: nn.Module) -> GraphModule:
     x, y = torch.randn(3, 4, 6), torch.randn(3, 4, 2)
     gm, history = free_of_strides(captured(model, loss_fn, (x,), (y,))), History()

@@ -198,6 +198,19 @@ def test_no_operand_is_another_one_too() -> None:
         assert torch.equal(traced_again(once, given)(*given)[0], chain(*given)[0])
 
 
+def test_a_value_is_not_none() -> None:
+    """An op with a weight is another one than an op with a bias in its place."""
+
+    def norms(x: Tensor, *scales: Tensor) -> tuple[Tensor]:
+        for k, scale in enumerate(scales):
+            x = F.layer_norm(x, [4], *((scale, None) if k % 2 else (None, scale))).sin()
+        return (x,)
+
+    given = [torch.rand(3, 4), *(torch.rand(4) + 1 for _ in range(4))]
+    once = written_once(make_fx(norms, tracing_mode="fake")(*given), fewest=2)
+    assert torch.allclose(traced_again(once, given)(*given)[0], norms(*given)[0])
+
+
 def test_views_of_other_sizes_are_made_outside() -> None:
     """A function is compiled for the operands of its first call."""
 

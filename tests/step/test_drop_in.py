@@ -169,6 +169,28 @@ def test_autocast() -> None:
         torch.testing.assert_close(p.grad_sample.sum(0), p.grad, rtol=0.05, atol=0.05)
 
 
+@pytest.mark.parametrize("order", ["first", "last", "alone"])
+def test_detached_outputs_have_no_gradient(order: str) -> None:
+    """Also where a value is returned detached and not: what is computed of the detached one leads nowhere."""
+
+    class Twice(nn.Sequential):
+        def forward(self, x: Tensor) -> list[Tensor]:
+            h = super().forward(x)
+            return {"first": [h.detach(), h], "last": [h, h.detach(), h], "alone": [2 * h.detach(), h]}[order]
+
+    torch.manual_seed(0)
+    model = Twice(nn.Linear(4, 3), nn.Tanh()).double()
+    x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    outs, plain = psg_fx.transform(model, backend="eager")(x), model(x)
+    assert [out.requires_grad for out in outs] == [out.requires_grad for out in plain]
+    sum((k + 1) * out.square().sum() for k, out in enumerate(outs)).backward()
+    found, x.grad = x.grad, None
+    sum((k + 1) * out.square().sum() for k, out in enumerate(plain)).backward()
+    torch.testing.assert_close(found, x.grad)
+    for p in model.parameters():
+        torch.testing.assert_close(p.grad_sample.sum(0), p.grad)
+
+
 def test_a_grad_sample_that_was_not_cleared_is_refused() -> None:
     model, x, y = small()
     step = psg_fx.transform(model, backend="eager")

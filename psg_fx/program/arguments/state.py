@@ -65,6 +65,8 @@ class _State:
         if isinstance(value, (list, tuple, deque, dict)) and len(value) <= _LONG:
             parts = [p for item in value.items() for p in item] if isinstance(value, dict) else value
             return tuple(self.of(part) for part in parts)
+        if plain := next((each for each in _PLAIN[2:] if isinstance(value, each)), None):
+            return plain.__repr__(value)  # type: ignore[call-arg]
         own = attribute_dict(value) is not None or any(True for _ in slots_of(type(value)))
         return None if own and not isinstance(value, _WITH_CONTENT) else _pickled(value)
 
@@ -73,7 +75,7 @@ class _State:
         return tuple((name, self.of(own)) for name, own in names.items())
 
 
-_WITH_CONTENT = (*_PLAIN[1:], list, tuple, deque, dict, set, frozenset, bytearray)
+_WITH_CONTENT = (list, tuple, deque, dict, set, frozenset, bytearray)
 
 
 def _of_class(kind: type) -> Any:
