@@ -33,6 +33,8 @@ from .kept import require_kept
 from .proof import carried, is_foreign, prove_cotangents
 from .written import Written
 
+aten = torch.ops.aten
+
 
 @graph_pass("differentiate", before=Stage.SITED, after=Stage.JOINT)
 def differentiate(gm: GraphModule, input_gradients: tuple[bool, ...] = ()) -> GraphModule:
@@ -113,7 +115,8 @@ def _marked(gm: GraphModule, layout: list[OutputSpec], wanted: Sequence[Node]) -
     """The outputs to which no gradient comes back are said to be detached."""
     reached = {n for n in facts.placeholders(gm) if facts.input_spec(n).kind == "parameter"} | set(wanted)
     for node in gm.graph.nodes:
-        stops = node.op == "output" or node.target in _STOPS or known(node.target).undifferentiated
+        stops = node.op == "output" or node.target in (aten.detach.default, aten.detach_.default)
+        stops = stops or known(node.target).undifferentiated
         if not stops and not reached.isdisjoint(node.all_input_nodes):
             reached.add(node)
     values = [*facts.outputs(gm), *[None] * len(layout)]
@@ -121,9 +124,6 @@ def _marked(gm: GraphModule, layout: list[OutputSpec], wanted: Sequence[Node]) -
         dataclasses.replace(spec, field=facts.DETACHED) if spec.kind == "output" and node not in reached else spec
         for spec, node in zip(layout, values, strict=False)
     ]
-
-
-_STOPS = (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
 
 
 def _layout(gm: GraphModule, written: Written, inputs: Sequence[Node]) -> tuple[list[OutputSpec], list[Node]]:

@@ -135,7 +135,7 @@ def run(segment: Segment, given: Sequence[Any]) -> list[Any]:
 
 def _stand_in(seed: Tensor) -> Tensor:
     made = torch.empty_strided(seed.shape, seed.stride(), dtype=seed.dtype, device=seed.device)
-    made = torch._neg_view(made) if seed.is_neg() else made
+    made = torch.ops.aten._neg_view.default(made) if seed.is_neg() else made
     return made.conj() if seed.is_conj() else made
 
 
