@@ -19,6 +19,7 @@ from psg_fx.graph.tracing import trace
 from psg_fx.op_table import known
 from psg_fx.ops.of_users.autograd_function import custom_call
 from psg_fx.source import locate
+from psg_fx.torch_private.fakes import empty_as
 
 from .segments import Segment
 
@@ -111,7 +112,7 @@ def vjp(
                 for k, output in enumerate(facts.tensors(result))
             }  # fmt: skip
             wanted = {i: value for i, (value, asked) in enumerate(zip(values, differentiable, strict=True)) if asked}
-            heads, after = [found[place] for place in ends], [_stand_in(seed) for seed in seeds]
+            heads, after = [found[place] for place in ends], [empty_as(seed) for seed in seeds]
             gradients = _gradients(heads, after, [*tapped.values(), *wanted.values()])
         at_taps = {tap: g for tap, g in zip(tapped, gradients, strict=False) if g is not None}
         at_reads = {i: g for i, g in zip(wanted, gradients[len(tapped) :], strict=True) if g is not None}
@@ -131,12 +132,6 @@ def run(segment: Segment, given: Sequence[Any]) -> list[Any]:
     tapped = Tapped(segment.module)
     tapped.run(*given)
     return [tapped.env[node] for node in segment.copies]
-
-
-def _stand_in(seed: Tensor) -> Tensor:
-    made = torch.empty_strided(seed.shape, seed.stride(), dtype=seed.dtype, device=seed.device)
-    made = torch.ops.aten._neg_view.default(made) if seed.is_neg() else made
-    return made.conj() if seed.is_conj() else made
 
 
 def _leaves(result: Any) -> list[Any]:

@@ -106,6 +106,13 @@ def empty_fake(
     return FakeTensor(mode, empty, device)
 
 
+def empty_as(like: torch.Tensor) -> torch.Tensor:
+    """A tensor without values that lies in memory as another, and is conjugated or negated lazily as that is."""
+    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    made = torch._neg_view(made) if like.is_neg() else made
+    return made.conj() if like.is_conj() else made
+
+
 class Values:
     """Makes fake tensors and sizes on the symbols of some that are there."""
 
