@@ -6,8 +6,7 @@ tr(Σ) ≈ N/(N−1) Σ second_moment,    |G|² ≈ |mean_grad|² − tr(Σ)/N
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import nn
 
 from psg_fx.api import transform
 from psg_fx.errors import BadArgument
+from psg_fx.generators import generators_kept
 from psg_fx.loops.over import over
 from psg_fx.quantities.base import Quantity
 from psg_fx.quantities.products import SecondMoment
@@ -56,7 +56,7 @@ class Measure:
         """Numbers by name, and what has one for every sample."""
         if self._step is None or self._step.model is not model:
             self._step = transform(model, self._loss_fn, quantities=self._quantities, **self._options)
-        with _no_draws(next(model.parameters()).device), unchanged(model):
+        with generators_kept(next(model.parameters()).device), unchanged(model):
             out = over(batches, self._step, prepare=self._prepare, progress=False)
         return summary(out), {f: v for f, v in vars(out).items() if isinstance(v, torch.Tensor) and v.ndim == 1}
 
@@ -76,10 +76,3 @@ def summary(out: StepOutput) -> dict[str, float]:
         if signal > 0:  # hidden in the noise otherwise: more samples would show it
             found["noise_scale"] = variance / signal
     return found
-
-
-@contextlib.contextmanager
-def _no_draws(device: torch.device) -> Iterator[None]:
-    """What is drawn inside (dropout) leaves the generators as they were."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        yield

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from psg_fx.errors import BadArgument, first_line
+from psg_fx.generators import generators_kept
 from psg_fx.measure.clock import median_seconds
 from psg_fx.ops.products import convolutions_in_parts, in_parts, products_here
 from psg_fx.ops.products.elsewhere import elsewhere
@@ -35,16 +36,17 @@ def calibrate(device: str | torch.device = "cpu") -> Device:
     where = _device(device)
     shipped = rates.shipped(where.type)
     line = Progress(True)
-    with line.doing("measuring products and convolutions"):
-        flops = dict(shipped.flops) | measured_rates(where)
-    with line.doing("measuring compiled kernels"):
-        flops |= _fused(where)
-    with line.doing("measuring memory and single ops"):
-        bandwidth = _bandwidth(where)
-        table = Device(
-            where.type, flops, bandwidth, _launch(where), shipped.kept, _extra(where, flops, bandwidth),
-            f"rates measured {datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
-        )  # fmt: skip
+    with generators_kept(where):
+        with line.doing("measuring products and convolutions"):
+            flops = dict(shipped.flops) | measured_rates(where)
+        with line.doing("measuring compiled kernels"):
+            flops |= _fused(where)
+        with line.doing("measuring memory and single ops"):
+            bandwidth = _bandwidth(where)
+            table = Device(
+                where.type, flops, bandwidth, _launch(where), shipped.kept, _extra(where, flops, bandwidth),
+                f"rates measured {datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
+            )  # fmt: skip
     path = rates.table_path(where.type)
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = path.with_suffix(f".{os.getpid()}")

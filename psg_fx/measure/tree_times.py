@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from psg_fx.algebra.network import OneHot, Patches
 from psg_fx.blocks import Memory
+from psg_fx.generators import generators_kept
 from psg_fx.graph.history import History
 from psg_fx.measure.clock import time_rounds
 from psg_fx.passes.compile.compile import compile_graph
@@ -38,7 +39,8 @@ def random_operand(expr: LeafExpr, device: str = "cpu") -> torch.Tensor:
 def random_operands(trees: Iterable[Expr], device: str = "cpu") -> Values:
     """A tensor for every leaf of the trees."""
     nodes = {key: node for tree in trees for key, node in tree.nodes.items()}
-    return {key: random_operand(node, device) for key, node in nodes.items() if isinstance(node, LeafExpr)}
+    with generators_kept(torch.device(device)):
+        return {key: random_operand(node, device) for key, node in nodes.items() if isinstance(node, LeafExpr)}
 
 
 def evaluate_tree(tree: Expr, values: Values) -> torch.Tensor:

@@ -46,6 +46,13 @@ class Dots(Quantity):
     field: ClassVar[str] = "dots"
     reads: ClassVar[tuple[str, ...]] = ("directions",)
 
+    def __post_init__(self) -> None:
+        if self.count is not None and (not _is_whole(self.count) or self.count < 1):
+            raise BadArgument(
+                f"count={self.count!r} is not a number of directions", where="Dots(count=...)",
+                why="out.dots has a column for each", fix="leave it out: directions= says it at each call",
+            )  # fmt: skip
+
     def resolved(self, shapes: Shapes, given: Mapping[str, Any]) -> Quantity:
         directions = given.get("directions")
         if not isinstance(directions, Mapping):
