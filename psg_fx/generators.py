@@ -15,9 +15,10 @@ import torch
 def generators_kept(device: torch.device) -> Iterator[None]:
     """What is drawn inside leaves torch's generators (of CPU and device), Python's and numpy's as they were."""
     numpy: Any = sys.modules.get("numpy")
+    devices = [device] if device.type == "cuda" and torch.backends.cuda.is_built() else []
     of_python, of_numpy = random.getstate(), None if numpy is None else numpy.random.get_state()
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with torch.random.fork_rng(devices):
             yield
     finally:
         random.setstate(of_python)

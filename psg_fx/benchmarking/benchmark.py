@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from psg_fx.benchmarking.contenders import field_of
 from psg_fx.benchmarking.judge import Judge
 from psg_fx.benchmarking.problem import ORDINARY, Asked, Computation, Contender, Problem, by_label
-from psg_fx.errors import first_line
+from psg_fx.errors import BadArgument, first_line
 from psg_fx.machine import environment
 from psg_fx.measure.clock import give_back, spread, synchronize, time_rounds
 from psg_fx.measure.device_work import Kernel, Pause, device_work
@@ -161,6 +161,11 @@ def benchmark(
     from that of vmap or the loop is a failure. `turn`: where several processes prepare their contenders side by
     side. Forgets what `torch.compile` has compiled in this process so far.
     """
+    if rounds < 1 or not min_run_time > 0:
+        raise BadArgument(
+            f"rounds={rounds!r}, min_run_time={min_run_time!r}", where="benchmark(rounds=..., min_run_time=...)",
+            why="times are medians over rounds of some seconds", fix="one round or more, of more than 0 seconds",
+        )  # fmt: skip
     torch.compiler.reset()
     problem = Problem(model, loss_fn, inputs, targets, batch_dim, backend)
     asked = by_label(quantities)

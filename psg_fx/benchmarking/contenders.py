@@ -192,6 +192,7 @@ def field_of(
     known = list(every(by_label(quantities)))
     if patterns is None:
         return [c for c in known if c.usual or (peers and c.peer)]
+    patterns = [patterns] if isinstance(patterns, str) else patterns
     for pattern in patterns:
         if not any(_matches(c, pattern) for c in known):
             raise BadArgument(

@@ -153,7 +153,7 @@ def by_label(quantities: Asked) -> dict[str, Quantity]:
     if isinstance(quantities, Mapping):
         return dict(quantities)
     found: dict[str, Quantity] = {}
-    for asked in quantities:
+    for asked in [quantities] if isinstance(quantities, (str, Quantity)) else quantities:
         if isinstance(asked, Quantity):
             found[spelled(asked)] = asked
         elif asked in USUAL:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import json
 import os
@@ -19,7 +20,7 @@ from psg_fx.benchmarking.problem import Problem
 from psg_fx.cli.load import load, require_device
 from psg_fx.cli.quantities import given, parsed
 from psg_fx.cli.usage import UsageError
-from psg_fx.errors import BadArgument
+from psg_fx.errors import BadArgument, CaptureFailed, NotYetSupported
 from psg_fx.explain import as_data
 from psg_fx.explain import ops as table_of_ops
 from psg_fx.explain.readable import readable
@@ -58,18 +59,21 @@ def bench(args: argparse.Namespace) -> Printed:
         field_of(asked, args.contenders, args.peers)
     except BadArgument as error:
         raise UsageError(f"{error.what}: {error.why}") from error
-    ex = load(args)
-    problem = Problem(ex.model, ex.loss_fn, ex.inputs, ex.targets, ex.batch_dim)
-    say(given(list(asked.values()), problem)[1])
+    step, problem, values = made(args, backend="inductor")
+    trial = transform(
+        problem.model, problem.loss_fn, quantities=list(asked.values()), batch_dim=problem.batch_dim, backend="eager"
+    )
+    with contextlib.suppress(NotYetSupported, CaptureFailed):  # of those a row tells, beside other contenders
+        trial(*problem.arguments, **values)
     found = benchmark(
-        ex.model,
-        ex.loss_fn,
-        ex.inputs,
-        ex.targets,
+        step.model,
+        step.loss_fn,
+        problem.inputs,
+        problem.targets,
         quantities=asked,
         contenders=args.contenders,
         peers=args.peers,
-        batch_dim=ex.batch_dim,
+        batch_dim=problem.batch_dim,
         backend=args.backend or "inductor",
         min_run_time=args.seconds,
         rounds=args.rounds,

@@ -71,7 +71,7 @@ def from_factory(name: str, batch: int | None = None) -> zoo.Example:
         raise UsageError(f"{name} must be callable {how}: {error}") from error
     try:
         made = factory(**given)
-    except Exception as error:  # whatever the user's code does
+    except (Exception, SystemExit) as error:  # whatever the user's code does
         raise UsageError(f"{name} {raised(error)}") from error
     return checked(name, made)
 
@@ -86,6 +86,7 @@ def imported(name: str) -> Any:
         raise UsageError(f"{module_name!r} is no name of a module: of a file in the current folder, give {meant}")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
+    arguments, sys.argv = sys.argv, [module_name]  # ours are not for what it parses
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -93,8 +94,10 @@ def imported(name: str) -> Any:
             text = f"there is no module {error.name!r} in the current folder or on Python's path"
             raise UsageError(text) from error
         raise UsageError(f"importing {module_name} {raised(error)}") from error
-    except Exception as error:  # whatever the user's code does
+    except (Exception, SystemExit) as error:  # whatever the user's code does
         raise UsageError(f"importing {module_name} {raised(error)}") from error
+    finally:
+        sys.argv = arguments
     try:
         return getattr(module, attribute)
     except AttributeError as error:

@@ -148,7 +148,7 @@ def positive(text: str) -> int:
         value = int(text)
     except ValueError:
         value = 0
-    if value < 1:
+    if not 1 <= value < 1 << 31:
         raise argparse.ArgumentTypeError(f"must be a whole number, at least 1, got {text}")
     return value
 

@@ -56,6 +56,15 @@ def no_model():
 def no_loss():
     return nn.Linear(3, 2), None, torch.randn(4, 3), None
 
+def exits():
+    raise SystemExit(3)
+
+def frozen():
+    return nn.Linear(3, 2).requires_grad_(False), F.cross_entropy, torch.randn(4, 3), torch.randint(2, (4,))
+
+def other_classes():
+    return nn.Linear(3, 2), F.cross_entropy, torch.randn(4, 3), torch.full((4,), 7)
+
 def mixes():
     return nn.BatchNorm1d(3), F.cross_entropy, torch.randn(4, 3), torch.randint(3, (4,))
 """
@@ -215,6 +224,20 @@ def test_a_refusal_is_printed_whole(factories: str, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("frozen", "no parameter is asked for"), ("other_classes", "Target 7 is out of bounds"),
+        ("mixes", "mixes samples, so per-sample gradients do not exist"),
+    ],
+)  # fmt: skip
+def test_bench_says_what_a_step_says(name: str, text: str, factories: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", f"{factories}:{name}", "--backend", "eager"]) == 1
+    printed = capsys.readouterr()
+    assert text in printed.err
+    assert printed.out == ""
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["explain", "nope"], "no example is called 'nope'"),
@@ -247,6 +270,7 @@ def test_a_refusal_is_printed_whole(factories: str, capsys: pytest.CaptureFixtur
         (["explain", "builtins:dict", "--set", "b=3"], "are for examples of the zoo"),
         (["explain", "cli_factories:plain", "--batch", "3"], "must be callable with batch=N"),
         (["explain", "cli_factories:raises"], "cli_factories:raises raised ValueError: no data (cli_factories.py:22)"),
+        (["bench", "cli_factories:exits"], "cli_factories:exits raised SystemExit: 3"),
         (["explain", "cli_factories:three"], "returned 3 values; it must return (model, loss_fn, inputs, targets"),
         (["explain", "cli_factories:nothing"], "returned a NoneType; it must return"),
         (["explain", "cli_factories:needs"], "must be callable with no arguments: missing a required argument"),

@@ -12,7 +12,19 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 FLOORS = (
-    {"digests", "errors", "frames", "garbage", "generators", "interrupts", "progress", "source", "tensors", "version", "zoo"},
+    {
+        "digests",
+        "errors",
+        "frames",
+        "garbage",
+        "generators",
+        "interrupts",
+        "progress",
+        "source",
+        "tensors",
+        "version",
+        "zoo",
+    },
     {"machine", "op_table", "reference", "torch_private"},
     {"blocks", "graph"},
     {"ops", "program"},
