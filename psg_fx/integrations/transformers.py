@@ -43,6 +43,13 @@ class GradientStatistics(TrainerCallback):  # type: ignore[misc]
         loss_fn: Callable[..., Any] = own_loss, prepare: Callable[[Any], Any] | None = None,
         quantities: Quantity | Sequence[Quantity] | None = None, **options: Any,
     ) -> None:  # fmt: skip
+        given: dict[str, Any] = {"samples": samples, "batch": batch}
+        for name, value in given.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise BadArgument(
+                    f"{name}={value!r} is not a number of samples", where=f"GradientStatistics({name}=...)",
+                    why="so many are drawn of the data", fix="pass an int, 1 or more",
+                )  # fmt: skip
         self.measure = Measure(every, loss_fn, quantities, prepare, options)
         self._samples, self._batch, self._data = samples, batch, data
         self._draw = torch.Generator().manual_seed(seed)
@@ -76,6 +83,11 @@ class GradientStatistics(TrainerCallback):  # type: ignore[misc]
             raise BadArgument(
                 "the Trainer's data set is a stream", where="GradientStatistics(data=...)",
                 why="samples are drawn from it by their places", fix="pass some samples as data=, a list of them",
+            )  # fmt: skip
+        if not len(data):
+            raise BadArgument(
+                "the data set has no samples", where="GradientStatistics(data=...)",
+                why="samples are drawn from it", fix="pass some samples as data=, a list of them",
             )  # fmt: skip
         rows = torch.randint(len(data), (self._samples,), generator=self._draw).tolist()
         for start in range(0, len(rows), self._batch):

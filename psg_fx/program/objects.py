@@ -36,6 +36,14 @@ def has_own_functions(tensor: torch.Tensor) -> bool:
     return getattr(own, "__func__", own) not in ordinary and not kind.__module__.startswith(_TRACED)
 
 
+def is_made_of_others(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a wrapper around others that a `__torch_dispatch__` of its class computes with: quantised
+    weights, for one.
+    """
+    kind = type(tensor)
+    return hasattr(kind, "__tensor_flatten__") and not kind.__module__.startswith(_TRACED)
+
+
 _TRACED = ("torch._subclasses", "torch.distributed", "torch.nn.parameter", "torchvision.tv_tensors")
 
 

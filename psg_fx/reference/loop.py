@@ -245,7 +245,8 @@ def gradients(loss: Tensor, params: Sequence[Tensor], kept: bool = False) -> lis
         return []
     if not loss.requires_grad:
         return [torch.zeros_like(p, requires_grad=False) for p in params]
-    return list(torch.autograd.grad(loss, params, materialize_grads=True, retain_graph=kept))
+    found = torch.autograd.grad(loss, params, materialize_grads=True, retain_graph=kept)
+    return [g.to_dense() if g.is_sparse else g for g in found]  # nn.Embedding(sparse=True)
 
 
 def draws_random_numbers(model: nn.Module, loss_fn: Loss, inputs: Any, targets: Any, batch_dim: Any = 0) -> bool:

@@ -17,7 +17,7 @@ from psg_fx.planner.plan import Plan
 from psg_fx.program.ambient import captures_here
 from psg_fx.program.arguments.call import Call
 from psg_fx.program.code import users_line
-from psg_fx.program.objects import has_own_functions
+from psg_fx.program.objects import has_own_functions, is_made_of_others
 from psg_fx.program.state import IN_PLACE, Tracked
 from psg_fx.quantities.base import Quantity
 from psg_fx.tensors import leaves_of
@@ -169,6 +169,13 @@ def check_tensors(model: nn.Module) -> None:
                 f"{name} is a {kind}, which has a __torch_function__ of its own", where=name,
                 why=f"a graph has torch's ops, and {kind} has others for some",
                 fix="use a plain nn.Parameter or tensor, and write what the class does in the forward pass",
+            )  # fmt: skip
+        if is_made_of_others(tensor):
+            raise NotYetSupported(
+                f"{name} is a {type(tensor).__name__}, a wrapper around other tensors", where=name,
+                why="a graph has torch's ops on plain tensors, and a wrapper has no memory of its own",
+                fix="keep the tensors that it wraps as parameters or buffers, and compute the weight of them in the "
+                "forward pass",
             )  # fmt: skip
         if is_lazy(tensor):
             raise BadArgument(

@@ -25,6 +25,36 @@ def scripted() -> Any:
         return torch.jit.script(nn.Linear(4, 3))
 
 
+class Halves(torch.Tensor):
+    """A wrapper around another tensor, as weights of few bits are."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> Halves:
+        made: Halves = torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=torch.float32)
+        made.held = held
+        return made
+
+    def __tensor_flatten__(self) -> Any:
+        return ["held"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], *_: Any) -> Halves:
+        return Halves(inner["held"])
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = op(*(a.held.float() if isinstance(a, Halves) else a for a in args), **(kwargs or {}))
+        return Halves(found) if op is torch.ops.aten.detach.default else found
+
+
+def with_a_wrapper() -> nn.Module:
+    model = mlp()
+    model[0].weight = nn.Parameter(Halves(torch.randn(*model[0].weight.shape).half()), requires_grad=False)
+    return model
+
+
 def quantised() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -170,6 +200,11 @@ ROWS: dict[str, Row] = {
         lambda: step(quantised()), NotYetSupported, "a part of the model is quantised", "0 (Linear)",
         "quantised layers have no gradients, and end those of what lies before them",
         "use the model before torch.ao.quantization.convert or quantize_dynamic",
+    ),
+    "a-weight-of-other-tensors": (
+        lambda: step(with_a_wrapper())(X, Y), NotYetSupported, "0.weight is a Halves, a wrapper around other tensors",
+        "0.weight", "a graph has torch's ops on plain tensors, and a wrapper has no memory of its own",
+        "keep the tensors that it wraps as parameters or buffers, and compute the weight of them in the forward pass",
     ),
     "a-lazy-layer": (
         lambda: step(nn.Sequential(nn.LazyLinear(3)))(X, Y), BadArgument, "0.weight is not initialised",

@@ -120,6 +120,12 @@ def test_streams_need_samples(tmp_path: Path) -> None:
     assert len(logged(watched)) == 2
 
 
+@pytest.mark.parametrize("options", [{"samples": -1}, {"samples": 2.5}, {"batch": 0}, {"batch": True}], ids=str)
+def test_numbers_of_samples_are_checked(options: dict[str, Any]) -> None:
+    with pytest.raises(BadArgument, match="is not a number of samples"):
+        statistics(**options)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed")
 def test_tensorboard_has_numbers_and_histograms(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

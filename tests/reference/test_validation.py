@@ -323,3 +323,9 @@ def test_a_loss_that_is_not_the_mean_of_its_samples_is_mentioned(name: str) -> N
     if not words and name != "runs-on-one-only":
         found = torch.autograd.grad(loss_fn(model(X), y).mean(), [model.weight])
         torch.testing.assert_close(found[0], out.mean_grad["weight"].float())
+
+
+def test_gradients_that_torch_has_sparse() -> None:
+    model = nn.Sequential(nn.Embedding(7, 4, sparse=True), nn.Flatten(), nn.Linear(12, 3))
+    step = psg_fx.transform(model, F.cross_entropy, quantities=psg_fx.Grads(), backend="eager")
+    assert step.validate(torch.randint(7, (4, 3)), torch.randint(3, (4,))).ok
