@@ -40,20 +40,20 @@ class Chain:
         """ends: of which `seeds` are the cotangents (fake).  tangents: of which outputs these are inputs of the graph;
         of none, they are ones.
         """
-        vjps: dict[int, tuple[list[Node], Vjp]] = {}
+        vjps: dict[int, Vjp] = {}
 
         def differentiate(i: int, ends: list[Node], seeds: list[Tensor]) -> Mapping[Node, Tensor]:
-            _, found = vjps[i] = ends, self._vjp(self._segments[i], ends, seeds)
-            return {self._segments[i].reads[k]: node.meta["val"] for k, node in found.reads.items()}
+            vjps[i] = self._vjp(self._segments[i], ends, seeds)
+            return {self._segments[i].reads[k]: node.meta["val"] for k, node in vjps[i].reads.items()}
 
         def write(i: int, ends: list[Node], seeds: list[Node]) -> Mapping[Node, Node]:
-            return written.backward(self._segments[i], vjps[i][1], seeds)
+            return written.backward(self._segments[i], vjps[i], seeds)
 
         self._backward(zip(ends, seeds, strict=True), differentiate, _sum)
         written = Written(self._gm, tangents, seeds)
         written.sizes(self._sizes)
         for i, segment in enumerate(self._segments):
-            written.forward(segment, vjps[i][1])
+            written.forward(segment, vjps[i])
         made = written.tangents or [call(written.gm, torch.ops.aten.ones_like.default, written.made[n]) for n in ends]
         found = self._backward(zip(ends, made, strict=True), write, written.add)
         written.cotangents.update({(n, 0): found[n] for n in self._wanted if n in found})
