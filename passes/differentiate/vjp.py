@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -45,8 +46,12 @@ class Vjp:
 
     @cached_property
     def forward(self) -> list[Node]:
-        """The nodes that the values of the segment are computed by."""
+        """The nodes that the values of the segment are computed by, and what the backward keeps of them: made beside
+        them, so that a tuple of results does not live until the backward takes one out of it.
+        """
         needed = facts.ancestors(value for values in self.values for value in values if isinstance(value, Node))
+        before = itertools.takewhile(lambda node: node not in self.seeds, self._ops)
+        needed.update(before)
         return [node for node in self._ops if node in needed]
 
     @cached_property
@@ -58,11 +63,14 @@ class Vjp:
     @cached_property
     def origins(self) -> dict[Node, int]:
         """Of the nodes of the forward, the place of the node of the segment that they are written for."""
-        made = {value: place for place, values in enumerate(self.values) for value in values}
-        found, origin = {}, len(self.values) - 1
-        for node in reversed(self.forward):
-            found[node] = origin = made.get(node, origin)
-        return found
+        found: dict[Node, int] = {}
+        for place, values in enumerate(self.values):
+            made = [value for value in values if isinstance(value, Node)]
+            for node in facts.ancestors(made, lambda n: n not in found):
+                found.setdefault(node, place)
+        for node in self.forward:  # what is kept for the backward alone
+            found.setdefault(node, max((found[n] for n in node.all_input_nodes if n in found), default=0))
+        return {node: found[node] for node in self.forward}
 
     @property
     def _ops(self) -> list[Node]:
