@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+import sympy
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -20,6 +21,7 @@ from psg_fx.program.decisions.assumptions import Assumption, assuming
 from psg_fx.program.reads.observe import observing
 from psg_fx.program.reads.observed import Observed
 from psg_fx.program.stand_ins import StandIns
+from psg_fx.tensors import SYMBOLS
 
 
 class Output:
@@ -29,13 +31,24 @@ class Output:
     constants: Mapping[int, Any] = MappingProxyType({})
     assumed: tuple[str, ...] = ()  # lines whose conditions are outputs, after the results
 
-    def rebuild(self, tensors: Sequence[Any]) -> Any:
-        """The structure around `tensors`."""
+    def rebuild(self, tensors: Sequence[Any], batch_size: int) -> Any:
+        """The structure around `tensors`, with numbers that follow the batch size as they are for this one."""
         assert self.spec is not None
         rest = iter(tensors)
         count = len(self.constants) + len(tensors)
-        leaves = [self.constants[i] if i in self.constants else next(rest) for i in range(count)]
+        constants = {i: _for(value, batch_size) for i, value in self.constants.items()}
+        leaves = [constants[i] if i in constants else next(rest) for i in range(count)]
         return pytree.tree_unflatten(leaves, self.spec)
+
+
+def _for(value: Any, batch_size: int) -> Any:
+    """A number that code has computed of the batch size, for one batch size; what is none as it is."""
+    if not isinstance(value, SYMBOLS):
+        return value
+    known = value.node.expr
+    found = known.xreplace(dict.fromkeys(known.free_symbols, sympy.Integer(batch_size)))
+    kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(value)]
+    return kind(found)
 
 
 class Program(nn.Module):

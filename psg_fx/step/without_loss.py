@@ -60,7 +60,7 @@ class DropInModule(PerSampleModule):
             ticket = begin(dict(step.parameters()), self.settings.accumulate, self.settings.loss_reduction == "mean")
         with blamed(self.model, None, call):
             flat = step.run(call, ticket)
-        return step.program.output.rebuild(flat)
+        return step.program.output.rebuild(flat, call.batch_size())
 
     def export(self, *args: Any, **kwargs: Any) -> Path:
         """Refused: a file has no parameters to leave anything on."""

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
+from torch.utils import _pytree as pytree
 
 import psg_fx
 from psg_fx import BadArgument, NotYetSupported, zoo
@@ -167,6 +168,22 @@ def test_autocast() -> None:
     for p in model.parameters():
         assert p.grad_sample.dtype == torch.float32
         torch.testing.assert_close(p.grad_sample.sum(0), p.grad, rtol=0.05, atol=0.05)
+
+
+def test_numbers_of_the_batch_among_the_outputs() -> None:
+    class Counting(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            count = x.shape[0]
+            return super().forward(x), count, {"more": (2 * count + x.shape[1], count / 2, count // 2, x.numel())}
+
+    model = Counting(4, 3)
+    step = psg_fx.transform(model, backend="eager")
+    for size in (5, 3, 1):
+        x = torch.randn(size, 4)
+        _, *numbers = step(x)
+        _, *expected = model(x)
+        assert numbers == expected
+        assert [type(n) for n in pytree.tree_leaves(numbers)] == [type(n) for n in pytree.tree_leaves(expected)]
 
 
 @pytest.mark.parametrize("order", ["first", "last", "alone"])
