@@ -20,6 +20,7 @@ from psg_fx.algebra.prefix import sources
 from psg_fx.algebra.site import PREFIXES, READ, SITES, Site, Value, read_by_networks
 from psg_fx.graph import facts
 from psg_fx.graph.facts import fact
+from psg_fx.graph.nodes import is_detach
 from psg_fx.graph.same_op import computation
 from psg_fx.graph.stages import Stage, broken, promise
 from psg_fx.graph.strides import reads_strides
@@ -118,7 +119,7 @@ def _tracked(node: Node, made_of: dict[Node, frozenset[str]]) -> frozenset[str]:
     if node.op == "placeholder":
         spec = facts.input_spec(node)
         return frozenset([spec.name] if spec.tracked else [])
-    stops = node.target in (aten.detach.default, aten.detach_.default) or fact(node).reduced
+    stops = is_detach(node) or fact(node).reduced
     stops = stops or known(node.target).undifferentiated
     if stops or not any(map(facts.is_differentiable, facts.tensors(node.meta.get("val")))):
         return frozenset()

@@ -22,6 +22,7 @@ from psg_fx.algebra.site import PREFIXES, Prefix
 from psg_fx.errors import NotYetSupported
 from psg_fx.graph import facts
 from psg_fx.graph.facts import fact
+from psg_fx.graph.nodes import is_detach
 from psg_fx.graph.same_op import draws
 from psg_fx.graph.stages import Stage
 from psg_fx.op_table import enter, known
@@ -70,7 +71,7 @@ def _operands(gm: GraphModule) -> dict[Node, None]:
 
 def _classify(node: Node) -> None:
     operands = [n for n in node.all_input_nodes if fact(n).params]
-    if not operands or node.target in (aten.detach.default, aten.detach_.default):
+    if not operands or is_detach(node):
         return
     if not any(map(facts.is_differentiable, facts.tensors(node.meta.get("val")))):
         return

@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.errors import NotYetSupported
 from psg_fx.graph import facts
+from psg_fx.graph.nodes import is_detach
 from psg_fx.graph.same_op import draws
 from psg_fx.graph.slices import SLICES, Slices
 from psg_fx.graph.stages import Stage
@@ -69,7 +70,7 @@ def _taken_out(gm: GraphModule, node: Node, own: dict[Node, str]) -> None:
 
 def _has_gradient(node: Node, graded: set[Node]) -> bool:
     """Whether a gradient passes through the node to a parameter that is asked."""
-    if node.target in (aten.detach.default, aten.detach_.default):
+    if is_detach(node):
         return False
     differentiable = any(map(facts.is_differentiable, facts.tensors(node.meta.get("val"))))
     return differentiable and any(n in graded for n in node.all_input_nodes)

@@ -19,6 +19,7 @@ from psg_fx.algebra.site import PREFIXES, SITES
 from psg_fx.errors import NotYetSupported
 from psg_fx.graph import facts
 from psg_fx.graph.facts import OutputSpec, fact
+from psg_fx.graph.nodes import is_detach
 from psg_fx.graph.stages import Stage
 from psg_fx.op_table import known
 from psg_fx.ops.of_users.autograd_function import custom_call
@@ -115,7 +116,7 @@ def _marked(gm: GraphModule, layout: list[OutputSpec], wanted: Sequence[Node]) -
     """The outputs to which no gradient comes back are said to be detached."""
     reached = {n for n in facts.placeholders(gm) if facts.input_spec(n).kind == "parameter"} | set(wanted)
     for node in gm.graph.nodes:
-        stops = node.op == "output" or node.target in (aten.detach.default, aten.detach_.default)
+        stops = node.op == "output" or is_detach(node)
         stops = stops or known(node.target).undifferentiated
         if not stops and not reached.isdisjoint(node.all_input_nodes):
             reached.add(node)

@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 
 from psg_fx.graph import facts
 from psg_fx.graph.facts import fact
-from psg_fx.graph.repeats import Item, in_order, repeats, said, tokens_of
+from psg_fx.graph.repeats import Item, Token, in_order, repeats, tokens_of
 from psg_fx.torch_private.graphs import module_without_code
 
 FEWEST = 12
@@ -39,9 +39,9 @@ class Segment:
         own = set(self.nodes)
         read = (n for node in self.nodes for n in node.all_input_nodes)
         found = tuple(dict.fromkeys(n for n in read if n not in own and n.op != "get_attr"))
-        return (
-            found if any(map(_is_tensor, found)) else (*found, next(filter(_is_tensor, facts.placeholders(self.root))))
-        )
+        if any(map(_is_tensor, found)):
+            return found
+        return (*found, next(filter(_is_tensor, facts.placeholders(self.root))))
 
     @cached_property
     def module(self) -> GraphModule:
@@ -76,18 +76,19 @@ def segments(gm: GraphModule) -> tuple[list[Node], list[Segment]]:
         return whole
     first, items = in_order(gm)
     sizes = [n for n in first if n.op == "call_function"]
-    borders = _borders(items)
+    tokens = tokens_of(items, with_draws=True)
+    borders = _borders(tokens)
     if not borders or len(sizes) + sum(map(len, items)) != len(ops):
         return whole
     cuts = sorted({0, *(place for pair in borders for place in pair), len(items)})
-    found = [_segment(gm, items[a:b], (a, b) in borders) for a, b in pairwise(cuts)]
+    found = [_segment(gm, items[a:b], tokens[a:b] if (a, b) in borders else None) for a, b in pairwise(cuts)]
     return (sizes, found) if all(_is_passed(n) for each in found for n in each.reads) else whole
 
 
-def _borders(items: Sequence[Item]) -> set[tuple[int, int]]:
+def _borders(tokens: Sequence[Token]) -> set[tuple[int, int]]:
     """Where each part begins and ends that comes again, three times at least."""
-    found = repeats(tokens_of(items, with_draws=True), FEWEST)
-    return {(start, start + r.length) for r in found if len(r.starts) > 2 for start in r.starts}
+    found = [repeat for repeat in repeats(tokens, FEWEST) if len(repeat.starts) > 2]
+    return {(start, start + repeat.length) for repeat in found for start in repeat.starts}
 
 
 def _symbols(nodes: Iterable[Node]) -> set[Any]:
@@ -105,17 +106,17 @@ def _is_passed(node: Node) -> bool:
     return _is_tensor(node) or isinstance(node.meta.get("val"), torch.SymInt)
 
 
-def _segment(gm: GraphModule, items: Sequence[Item], again: bool) -> Segment:
+def _segment(gm: GraphModule, items: Sequence[Item], tokens: Sequence[Token] | None) -> Segment:
     nodes = tuple(node for item in items for node in item)
-    return Segment(gm, nodes, tuple(_wired(items)) if again else None)
+    return Segment(gm, nodes, None if tokens is None else tuple(_wired(items, tokens)))
 
 
-def _wired(items: Sequence[Item]) -> Iterator[Any]:
+def _wired(items: Sequence[Item], tokens: Sequence[Token]) -> Iterator[Any]:
     """What the ops do, whether parameters meet the samples there, and which value each of them reads."""
     number: dict[Node, int] = {}
-    for item in items:
+    for item, token in zip(items, tokens, strict=True):
         read: list[int] = []
         map_arg((item[0].args, item[0].kwargs), lambda n: read.append(number.setdefault(n, len(number))))  # noqa: B023
-        yield said(item, with_draws=True), bool(fact(item[0]).site), tuple(read)
+        yield token, bool(fact(item[0]).site), tuple(read)
         for node in item:
             number[node] = len(number)

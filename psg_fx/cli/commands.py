@@ -59,15 +59,15 @@ def bench(args: argparse.Namespace) -> Printed:
         field_of(asked, args.contenders, args.peers)
     except BadArgument as error:
         raise UsageError(f"{error.what}: {error.why}") from error
-    step, problem, values = made(args, backend="inductor")
+    _, problem, values = made(args, backend="inductor")
     trial = transform(
         problem.model, problem.loss_fn, quantities=list(asked.values()), batch_dim=problem.batch_dim, backend="eager"
     )
     with contextlib.suppress(NotYetSupported, CaptureFailed):  # of those a row tells, beside other contenders
         trial(*problem.arguments, **values)
     found = benchmark(
-        step.model,
-        step.loss_fn,
+        problem.model,
+        problem.loss_fn,
         problem.inputs,
         problem.targets,
         quantities=asked,

@@ -23,6 +23,11 @@ def is_zeros(node: Node) -> bool:
     return node.target in _ZEROS
 
 
+def is_detach(node: Node) -> bool:
+    """Whether gradients end there."""
+    return node.target in (aten.detach.default, aten.detach_.default)
+
+
 def call(gm: GraphModule, op: Any, *arguments: Any, **named: Any) -> Node:
     """A node for an op on nodes and plain values, where the graph inserts, with its value."""
     made = gm.graph.call_function(op, arguments, named)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 _PLAIN = (type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.Size)
-_LONG = 64
+LONG = 64
 
 
 class Same:
@@ -47,8 +47,8 @@ def constant_key(value: Any, depth: int = 3) -> Any:
         return type(value), value
     if isinstance(value, (float, complex)):
         return type(value), repr(value)
-    if isinstance(value, (tuple, list)) and depth and len(value) <= _LONG:
+    if isinstance(value, (tuple, list)) and depth and len(value) <= LONG:
         return type(value), tuple(constant_key(v, depth - 1) for v in value)
-    if isinstance(value, dict) and depth and len(value) <= _LONG:
+    if isinstance(value, dict) and depth and len(value) <= LONG:
         return type(value), tuple((constant_key(k, 0), constant_key(v, depth - 1)) for k, v in value.items())
     return Same(value)

@@ -227,6 +227,14 @@ class Sparse(Function):
         return torch.sparse_coo_tensor(torch.tensor([[1]]), g[None], (4, 4), check_invariants=False)
 
 
+def _run_again(ctx: Any) -> tuple[Tensor, list[Tensor]]:
+    """The block's output, and what it is differentiated by."""
+    x, *parameters = ctx.given
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        return ctx.block(x), [x, *parameters]
+
+
 class Checkpointed(Function):
     """Parameters are arguments, and read by the block itself."""
 
@@ -237,11 +245,8 @@ class Checkpointed(Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, *parameters = ctx.given
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            out = ctx.block(x)
-        return None, *torch.autograd.grad(out, [x, *parameters], g, allow_unused=True)
+        out, given = _run_again(ctx)
+        return None, *torch.autograd.grad(out, given, g, allow_unused=True)
 
 
 class Strictly(Checkpointed):
@@ -249,11 +254,8 @@ class Strictly(Checkpointed):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, *parameters = ctx.given
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            out = ctx.block(x)
-        return None, *torch.autograd.grad(out, [x, *parameters], g)
+        out, given = _run_again(ctx)
+        return None, *torch.autograd.grad(out, given, g)
 
 
 def _closed_over(m: Any, x: Tensor) -> Tensor:

@@ -14,9 +14,8 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from psg_fx.program.objects import attribute_dict, slot, slots_of
-from psg_fx.program.values import Same, constant_key
+from psg_fx.program.values import LONG, Same, constant_key
 
-_LONG = 64
 _ITSELF = (type, FunctionType, BuiltinFunctionType, ModuleType)
 _PLAIN: tuple[type, ...] = (type(None), bool, int, str, bytes, float, complex)
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy"}
@@ -62,7 +61,7 @@ class _State:
             return Same(value.__func__), self.of(value.__self__)
         if isinstance(value, functools.partial):
             return tuple(self.of(part) for part in (value.func, value.args, value.keywords))
-        if isinstance(value, (list, tuple, deque, dict)) and len(value) <= _LONG:
+        if isinstance(value, (list, tuple, deque, dict)) and len(value) <= LONG:
             parts = [p for item in value.items() for p in item] if isinstance(value, dict) else value
             return tuple(self.of(part) for part in parts)
         if plain := next((each for each in _PLAIN[2:] if isinstance(value, each)), None):
