@@ -148,12 +148,13 @@ NAMED = {name: scaled(sheet) for name, sheet in sheets.SHEETS.items()} | MEASURE
 
 def named(name: str) -> Device:
     """The shipped table of a device that need not be here.  Raises BadArgument."""
-    if name.lower() not in NAMED:
+    found = NAMED.get(str(name).lower())
+    if found is None:
         raise BadArgument(
             f"no table of rates is called {name!r}", where="device", why=f"there are {', '.join(NAMED)}",
             fix="name one of these; psg-fx calibrate measures the device at hand",
         )  # fmt: skip
-    return NAMED[name.lower()]
+    return found
 
 
 def device(kind: str, replayed: bool = False) -> Device:

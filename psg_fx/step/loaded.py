@@ -38,18 +38,18 @@ def load(path: str | os.PathLike[str]) -> LoadedStep:
     Raises:
         BadArgument: there is no such file, it is no package of psg_fx, or one of another version's format.
     """
-    target = Path(path)
     try:
+        target = Path(path)
         text = text_in(str(target), SPEC)
-    except (OSError, BadZipFile) as error:
-        raise _no_step(target, f"{type(error).__name__}: {error}") from error
+    except (OSError, BadZipFile, TypeError) as error:
+        raise _no_step(path, f"{type(error).__name__}: {error}") from error
     if text is None:
         raise _no_step(target, f"it is an archive without {SPEC}")
     return LoadedStep(Spec.from_json(text), load_compiled(str(target)), target)
 
 
-def _no_step(path: Path, why: str) -> BadArgument:
-    return BadArgument(f"{path} is no file of a step", where="psg_fx.load(path)", why=why,
+def _no_step(path: Any, why: str) -> BadArgument:
+    return BadArgument(f"{path!s} is no file of a step", where="psg_fx.load(path)", why=why,
                        fix="pass what step.export has written")  # fmt: skip
 
 

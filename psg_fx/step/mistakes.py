@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -259,8 +260,14 @@ def too_many(count: int) -> BadArgument:
     )  # fmt: skip
 
 
-def check_folder(path: Any, where: str) -> None:
-    """Refuse a file in a folder that is not there."""
+def check_file(path: Any, where: str) -> None:
+    """Refuse what is not the path of a file that can be written: none at all, a folder, or one in a folder that is not
+    there.
+    """
+    if not isinstance(path, str | os.PathLike) or not str(path) or Path(path).is_dir():
+        raise BadArgument(
+            f"{path!r} is no file", where=where, why="one is written", fix='name one: "report.html"',
+        )  # fmt: skip
     folder = Path(path).parent
     if not folder.is_dir():
         raise BadArgument(

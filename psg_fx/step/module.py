@@ -20,7 +20,7 @@ from psg_fx.explain.readable import readable
 from psg_fx.frames import with_room_for_frames
 from psg_fx.graph import facts
 from psg_fx.graph.history import History
-from psg_fx.interrupts import deferred
+from psg_fx.interrupts import deferred, raised_as_it_is
 from psg_fx.passes.compile.compile import compile_graph
 from psg_fx.passes.compile.sizes import Background
 from psg_fx.program.ambient import ambient_key, isolated
@@ -134,7 +134,7 @@ class PerSampleModule(nn.Module):
     def print_graph(self, stage: str = "tidied") -> str:
         """Print (and return) a stage's graph as readable Python."""
         graphs = self._history("print_graph()").whole().graphs
-        if stage not in graphs:
+        if stage not in tuple(graphs):
             raise BadArgument(
                 f"there is no stage {stage!r}", where="print_graph(stage)", why=f"stages are {', '.join(graphs)}",
                 fix="use one of those",
@@ -160,7 +160,7 @@ class PerSampleModule(nn.Module):
 
         path: of the file, in a folder that is there.  measure: as in `explain`.  Returns the path.
         """
-        mistakes.check_folder(path, "step.report(path)")
+        mistakes.check_file(path, "step.report(path)")
         return write_report(path, self.model, self.loss_fn, self._history("report").whole(), measure)
 
     def _history(self, what: str) -> History:
@@ -211,7 +211,7 @@ class PerSampleModule(nn.Module):
         key = (variant, structure.meaning, tracked.key, call_key(call), ambient)  # the parts are named in KEY_PARTS
         found = self._cache.find(key, call.batch_size(), structure)
         if found is None:
-            with deferred(), isolated():
+            with deferred(), raised_as_it_is(), isolated():
                 there = Functions()  # anew: another thread may have captured meanwhile
                 found = self._cache.find(key, call.batch_size(), structure, there)
                 found = found or self._capture(key, call, build, structure, there)

@@ -36,7 +36,7 @@ def export(
     values: what every quantity makes of its settings and of the call's keywords.  extras: the step's further inputs,
     from the dtypes of those it has.
     """
-    target = Path(path)
+    target = Path(path if hasattr(path, "__fspath__") else str(path))
     read = _read_at_the_call(values)
     if target.suffix != ".pt2" or not target.parent.is_dir():
         raise BadArgument(

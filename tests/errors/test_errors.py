@@ -334,9 +334,10 @@ def test_unknown_backend_lists_what_there_is() -> None:
 def test_unknown_stage_lists_the_stages() -> None:
     made = step()
     made(X, Y)
-    text = r"there is no stage 'final'\n.*\n  why    stages are captured, batched, unreduced"
-    with pytest.raises(BadArgument, match=text):
-        made.print_graph("final")
+    for stage, called in (("final", "'final'"), (["tidied"], r"\['tidied'\]")):
+        text = rf"there is no stage {called}\n.*\n  why    stages are captured, batched, unreduced"
+        with pytest.raises(BadArgument, match=text):
+            made.print_graph(stage)
 
 
 def test_missing_field_says_how_to_ask_for_it() -> None:

@@ -159,6 +159,14 @@ ROWS: dict[str, Row] = {
         lambda: step().report("no/folder/a.html"), BadArgument, "there is no folder no/folder", "step.report(path)",
         "a file is written into it", "make it first: os.makedirs; or name another file",
     ),
+    "a-report-in-no-file": (
+        lambda: step().report(""), BadArgument, "'' is no file", "step.report(path)", "one is written",
+        'name one: "report.html"',
+    ),
+    "a-step-of-no-file": (
+        lambda: psg_fx.load(None), BadArgument, "None is no file of a step", "psg_fx.load(path)",
+        "TypeError: expected str, bytes or os.PathLike object, not NoneType", "pass what step.export has written",
+    ),
     "rates-of-no-device": (
         lambda: psg_fx.calibrate("meta"), BadArgument, "the device 'meta' cannot be measured",
         "psg_fx.calibrate(device)", "rates of meta are not measured", '"cpu", or "cuda" where there is one',

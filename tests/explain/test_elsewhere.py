@@ -47,8 +47,10 @@ def test_the_same_table_chooses_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_another_name_is_refused() -> None:
-    with pytest.raises(BadArgument, match="no table of rates is called 'tpu'"):
-        step_of("mlp").explain(device="tpu")
+    made = step_of("mlp")
+    for device, called in (("tpu", "'tpu'"), (5, "5")):
+        with pytest.raises(BadArgument, match=f"no table of rates is called {called}"):
+            made.explain(device=device)
 
 
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import psg_fx
-from psg_fx.interrupts import deferred
+from psg_fx.interrupts import deferred, raised_as_it_is
 from psg_fx.torch_private import patching
 from support import oracle
 
@@ -48,15 +48,59 @@ def test_an_interrupt_comes_at_the_end(times: int) -> None:
 class Interrupting(nn.Module):
     """A linear layer whose forward is interrupted, in the midst of the capture."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int = signal.SIGINT) -> None:
         super().__init__()
-        self.layer, self.interrupts = nn.Linear(3, 3).double(), [True]
+        self.layer, self.interrupts, self.number = nn.Linear(3, 3).double(), [True], number
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.interrupts[0]:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(self.number)
         out: torch.Tensor = self.layer(x)
         return out
+
+
+class TooLong(Exception):
+    """What a handler raises."""
+
+
+@pytest.fixture
+def timeouts_are_raised() -> Iterator[None]:
+    def handler(*_: object) -> None:
+        raise TooLong("no time is left")
+
+    before = signal.signal(signal.SIGALRM, handler)
+    yield
+    assert signal.getsignal(signal.SIGALRM) is handler
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("timeouts_are_raised")
+def test_a_first_call_that_takes_too_long() -> None:
+    """Not a refusal of the op whose capture it stopped."""
+    model = Interrupting(signal.SIGALRM)
+    step = psg_fx.transform(model, F.cross_entropy, backend="eager")
+    with pytest.raises(TooLong, match="no time"):
+        step(X, Y)
+    model.interrupts[0] = False
+    _, truth = oracle.loop_grads(model, F.cross_entropy, X, Y)
+    assert oracle.worst_error(step(X, Y).grads, truth) < 1e-12
+
+
+def timed_out(answers: bool) -> None:
+    with raised_as_it_is():
+        try:
+            signal.raise_signal(signal.SIGALRM)
+        except TooLong as error:
+            if not answers:
+                raise ValueError("another reason") from error
+
+
+@pytest.mark.usefixtures("timeouts_are_raised")
+@pytest.mark.parametrize("answers", [False, True])
+def test_what_a_handler_raises_is_not_lost(answers: bool) -> None:
+    """Whether code between has another error for it, or goes on."""
+    with pytest.raises(TooLong):
+        timed_out(answers)
 
 
 def test_a_first_call_that_is_interrupted() -> None:

@@ -170,7 +170,7 @@ def test_what_torch_refuses_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_places_and_batches(tmp_path: Path) -> None:
     step = psg_fx.transform(nn.Linear(4, 3), F.cross_entropy, backend="eager", progress=False)
-    arguments = itertools.product([tmp_path / "step.pt", tmp_path / "none" / "step.pt2"], [X])
+    arguments = itertools.product([tmp_path / "step.pt", tmp_path / "none" / "step.pt2", None], [X])
     for path, x in [*arguments, (tmp_path / "step.pt2", X[:0])]:
         with pytest.raises(BadArgument, match=r"is no place for a package|the batch has no samples"):
             step.export(path, x, Y[: len(x)])
