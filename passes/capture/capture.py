@@ -201,6 +201,7 @@ def _flat(
     gm.meta[facts.KEY] = GraphFacts(
         _batch_symbol(nodes), _outputs(exported, program), notes, constants, exported.one_size,
         frozenset(held.values()), exported.written_copy, exported.trims, rows=_row_symbols(nodes, call),
+        most=exported.most,
     )  # fmt: skip
     WRITTEN.put(gm, tuple(program.written))
     ROW_AXES.put(gm, call.axes)

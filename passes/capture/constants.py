@@ -95,6 +95,19 @@ def constants_that_follow(programs: Sequence[Functional], sizes: Sequence[int]) 
     return found
 
 
+def same_constants(programs: Sequence[Functional]) -> bool:
+    """Whether the placeholders of all hold the same."""
+    for specs in zip(*(p.graph_signature.input_specs for p in programs), strict=True):
+        values: list[Any] = [p.constants.get(s.target or "") for p, s in zip(programs, specs, strict=True)]
+        if len({(s.kind, s.target) for s in specs}) > 1:
+            return False
+        if specs[0].kind is InputKind.CONSTANT_TENSOR:
+            shapes = {v.shape if isinstance(v, torch.Tensor) else None for v in values}
+            if len(shapes) > 1 or None in shapes or not _same(values):
+                return False
+    return True
+
+
 _FEW = 64
 """A tensor of more elements is not taken apart."""
 

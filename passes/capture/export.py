@@ -27,7 +27,7 @@ from psg_fx.program.decisions.branches import OtherBranch, Readings, watch_the_b
 from psg_fx.program.program import Program
 from psg_fx.program.reads.observed import Observed
 from psg_fx.program.state import IN_PLACE
-from psg_fx.torch_private.export import own_attributes, questions_unseen, user_stack_traces
+from psg_fx.torch_private.export import calls_that_fail, own_attributes, questions_unseen, user_stack_traces
 from psg_fx.torch_private.fakes import UnsupportedOperatorException
 from psg_fx.torch_private.functional import Functional, functional
 from psg_fx.torch_private.graphs import traced_without_code
@@ -37,7 +37,7 @@ from psg_fx.torch_private.tracer import traced_quickly
 
 from .constants import constants_that_follow
 from .copies import writes_a_copy
-from .fixed_sizes import join, values_of
+from .fixed_sizes import join, same_program, values_of
 from .functions import (  # noqa: F401  (they say what ops are written as)
     formulas,
     losses,
@@ -70,13 +70,14 @@ class Exported(Functional):
 
     written_copy: the line that writes in place into what may be a copy or the value itself, "" for none.  trims: the
     line that pads packed sequences to the longest one.  note: what the user should know of how it was captured.
-    one_size: it serves only the batch size of the call.
+    one_size: it serves only the batch size of the call.  most: it serves up to so many samples (None: any number).
     """
 
     written_copy: str = ""
     trims: str = ""
     note: str = ""
     one_size: bool = False
+    most: int | None = None
 
 
 def export(
@@ -91,7 +92,7 @@ def export(
     """
     batch = Dim("batch", min=2)
     axes = {axis: batch + 1 if axis < 0 else Dim(f"rows_{axis}", min=2) for _, axis in filter(None, rows)}
-    dynamic: list[dict[int, Any]] = [{} if d is None else {d: batch} for d in dims]
+    dynamic = _dynamic(dims, batch)
     dynamic = [{place[0]: axes[place[1]]} if place else d for d, place in itertools.zip_longest(dynamic, rows)]
     readings = Readings()
     hooks = Hooks(observed)
@@ -103,11 +104,44 @@ def export(
             try:
                 if axes:  # two sizes that the code ties to one another, or one that it reads: no graph for all sizes
                     raise
-                return _one_size(program, example, dims, sizes, failure, readings, hooks)
+                found = _by_branches(program, example, dims, sizes, readings, hooks)
+                return found or _one_size(program, example, dims, sizes, failure, readings, hooks)
             except PsgError as other:
                 if isinstance(failure, OtherBranch):
                     raise failure.as_known() from (None if other is failure else other)
                 raise
+
+
+def _dynamic(dims: Sequence[int | None], batch: Any) -> list[dict[int, Any]]:
+    return [{} if d is None else {d: batch} for d in dims]
+
+
+def _by_branches(
+    program: nn.Module, example: MakeExample, dims: Sequence[int | None], sizes: tuple[int, int], readings: Readings,
+    hooks: Hooks,
+) -> Exported | None:  # fmt: skip
+    """The program up to the largest batch that takes the branches of a batch of one; for all, where larger ones compute
+    the same (`if x.shape[0] >= 64: x = x.contiguous()`) and the call is of one.  None: other reasons to fail.
+    """
+    most = readings.most()
+    if most is None or sizes[0] > most:
+        return None
+
+    def of_sizes(hint: int, **bounds: int) -> Exported:
+        return _functional(program, example(hint), _dynamic(dims, Dim("batch", **bounds)), hooks)
+
+    again = Readings()
+    try:
+        larger = of_sizes(sizes[0] + most, min=most + 1) if sizes[1] > most else None
+        with watch_the_batch_size(again):
+            found = of_sizes(sizes[0], min=2, max=most)
+    except CaptureFailed:
+        return None
+    if again.most() != most:
+        return None
+    if larger is None:
+        return replace(found, note=f"one graph for up to {most} samples: {readings.why()}", most=most)
+    return found if not _written(program) and same_program(found, larger) else None
 
 
 def _one_size(
@@ -168,7 +202,7 @@ def _functional(
         try:
             with (
                 rewritten(_has_rows(program)) as padding, seen_by_autograd(), own_attributes(), IN_PLACE,
-                functional_derivatives(), _own(program), questions_unseen(),
+                functional_derivatives(), _own(program), questions_unseen(), calls_that_fail(),
             ):  # fmt: skip
                 exported = torch.export.export(program, (list(examples),), dynamic_shapes=shapes, strict=False)
             select_what_is_written(exported.graph_module)

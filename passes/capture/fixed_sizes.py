@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from psg_fx.errors import NotYetSupported, PsgError
 from psg_fx.graph import facts
+from psg_fx.graph.history import copy_graph
 from psg_fx.graph.nodes import call, written_before
 from psg_fx.ops.of_users.autograd_function import custom_call
 from psg_fx.program.decisions.branches import no_plain_batch_size
@@ -27,7 +28,7 @@ from psg_fx.torch_private.functional import Functional
 from psg_fx.torch_private.modes import enable_python_dispatcher
 
 from ..independence.values import bound
-from .constants import Elements, Share, alike, compute, number, share
+from .constants import Elements, Share, alike, compute, number, same_constants, share
 from .taken_apart import put_together
 
 aten = torch.ops.aten
@@ -64,6 +65,14 @@ def join(
         compute(first, batch, node, constants[node.name])
     _describe(first, tensors, dims)
     return first
+
+
+def same_program(one: Functional, other: Functional) -> bool:
+    """Whether two captures compute the same, copies aside."""
+    both = [copy_graph(found.graph_module) for found in (one, other)]
+    for gm in both:
+        _without_copies(gm)
+    return same_graph(*both) and same_constants((one, other))
 
 
 def same_graph(one: GraphModule, other: GraphModule) -> bool:

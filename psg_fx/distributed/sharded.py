@@ -48,6 +48,10 @@ class ShardedModule(LossModule):
     processes, as DTensors placed like their parameters; what has a row for every sample is that of its own samples.
     """
 
+    _sharding: Sharding
+    _parallel: TensorParallel
+    _inside: bool
+
     def __init__(self, model: nn.Module, loss_fn: Any, settings: Settings) -> None:
         super().__init__(model, loss_fn, settings)
         if settings.reuse_outputs:

@@ -139,7 +139,7 @@ class GraphFacts:
 
     batch: the symbol of the batch size in all shapes.
     constants: tensors that placeholders hold, by name.
-    one_size: the graph is for the batch size of its capture only.
+    one_size: the graph is for the batch size of its capture only.  most: for up to so many samples (None: any number).
     held: names of parameters that the loss reaches through its closure.
     written_copy: the line that writes in place into what may be a copy or the value itself, "" for none.
     trims: the line that pads packed sequences to the longest one of the batch, "" for none.
@@ -162,6 +162,7 @@ class GraphFacts:
     rows: tuple[sympy.Symbol, ...] = ()
     runs_code: bool = False
     leaves_out: bool = False
+    most: int | None = None
     more: Mapping[Entry[Any], Any] = field(default_factory=dict)
 
 

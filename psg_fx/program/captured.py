@@ -36,14 +36,20 @@ class Captured:
     """One captured step.
 
     number: which capture of its `PerSampleModule` it was, from 1.  batch_size: the one that it serves (None: every
-    one).  why: it was made, against the captures before it.  guard: whether it still stands for the program.
+    one).  most: it serves up to so many samples (None: any number).  why: it was made, against the captures before it.
+    guard: whether it still stands for the program.
     """
 
     number: int
     batch_size: int | None
+    most: int | None
     why: str
     guard: Guard = field(repr=False)
     step: Any = field(repr=False)
+
+    def serves(self, size: int) -> bool:
+        """Whether it is for batches of this size."""
+        return self.batch_size in (None, size) and (self.most is None or size <= self.most)
 
     @property
     def graphs(self) -> Mapping[str, GraphModule]:
@@ -88,7 +94,7 @@ class Cache:
         with self._lock:
             recent = self._recent  # whose key is compared by the identities of its parts, and no hash taken
             known = recent[1] if recent is not None and recent[0] == key else self._found.get(key, [])
-            fitting = [entry for entry in known if entry.batch_size in (None, size)]
+            fitting = [entry for entry in known if entry.serves(size)]
             found = next((entry for entry in fitting if entry.guard.stands(structure)), None)
             if found is None:
                 there = there or Functions()
@@ -113,18 +119,20 @@ class Cache:
         if not keys:
             return "first call"
         if known:
-            last = next((entry for entry in known if entry.batch_size in (None, size)), None)
+            last = next((entry for entry in known if entry.serves(size)), None)
             what = "the batch size" if last is None else last.guard.changed(there) or "what the code reads"
             return f"changed: {what}"
         parts = [[a != b for a, b in zip(key, other, strict=True)] for other in keys]
         nearest = min(parts, key=sum)
         return "changed: " + "; ".join(name for name, other in zip(KEY_PARTS, nearest, strict=True) if other)
 
-    def add(self, key: Key, step: Any, guard: Guard, batch_size: int | None, why: str) -> Captured:
+    def add(
+        self, key: Key, step: Any, guard: Guard, batch_size: int | None, why: str, most: int | None = None
+    ) -> Captured:  # fmt: skip
         """Keep a step."""
         with self._lock:
             self._made += 1
-            entry = Captured(self._made, batch_size, why, guard, step)
+            entry = Captured(self._made, batch_size, most, why, guard, step)
             self._found.setdefault(key, []).insert(0, entry)
             self._found.move_to_end(key)
             self._recent = None
@@ -143,7 +151,7 @@ class Cache:
         if self._told:
             return
         with self._lock:
-            known = [entry for entry in self._found.get(key, ()) if entry.batch_size in (None, size)]
+            known = [entry for entry in self._found.get(key, ()) if entry.serves(size)]
         names = collections.Counter(name for entry in known if (name := entry.guard.changed(there)))
         name, times = next(iter(names.most_common(1)), ("", 0))
         if times < 2:

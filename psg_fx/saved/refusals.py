@@ -30,6 +30,8 @@ def refuse(gm: GraphModule, call: Call, cut: bool, inside: Sequence[str]) -> Non
     known = facts.graph_facts(gm)
     if known.one_size:
         raise _refusal("the graph serves one batch size only", known.notes[0], "take sizes from the input (x.shape[0])")
+    if known.most is not None:
+        raise _refusal(f"the graph serves up to {known.most} samples", known.notes[0], "leave the branch out")
     if cut:
         raise _refusal(
             "the step runs in parts within its memory budget", "a file holds one graph, for the whole batch",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from os import PathLike
@@ -45,18 +46,28 @@ _FOR_GOOD = ("model", "loss_fn", "settings")
 
 
 class PerSampleModule(nn.Module):
-    """What `transform` returns.  Its parameters, buffers and state_dict are the model's own."""
+    """What `transform` returns.  Its parameters, buffers and state_dict are the model's own.
 
-    # Set past nn.Module, so that neither becomes a submodule and renames the parameters.
+    What is declared here is the step's own, by whatever names the model calls its parts.
+    """
+
     model: nn.Module
     loss_fn: Any
+    settings: Settings
+    training: bool
+    _memory: Memory
+    _cache: Cache
+    _apart: Apart
+    _structure: tuple[Structure, Tracked] | None
+    _last: Any
+    _background: Background | None
 
     def __init__(self, model: nn.Module, loss_fn: Any, settings: Settings) -> None:
         super().__init__()
-        object.__setattr__(self, "model", model)
+        self.model = model
         for group in _STATE:
             object.__setattr__(self, group, getattr(model, group))
-        object.__setattr__(self, "loss_fn", loss_fn)
+        self.loss_fn = loss_fn
         self.training = model.training
         nn.Module.register_load_state_dict_post_hook(self, _after_loading)
         self.settings = settings
@@ -64,8 +75,8 @@ class PerSampleModule(nn.Module):
         self._cache = Cache()
         dims = settings.batch_dim if loss_fn is not None else (settings.batch_dim, None)
         self._apart = Apart(dims, self._arguments)
-        self._structure: tuple[Structure, Tracked] | None = None
-        self._last: Any = None
+        self._structure = None
+        self._last = None
         self._background = Background() if settings.warm else None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -75,7 +86,11 @@ class PerSampleModule(nn.Module):
                 why="its graphs and its modules are those of what it was made with",
                 fix=f"make another step, psg_fx.transform(model, loss_fn, ...); or change step.{name} itself",
             )  # fmt: skip
-        super().__setattr__(name, value)
+        kind: type = type(self)
+        if name in _declared(kind):  # nn.Module would take the model's part of that name away
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def _arguments(self) -> list[str]:
         """The names of the model's arguments by position."""
@@ -239,7 +254,14 @@ class PerSampleModule(nn.Module):
         if known.one_size and not self._cache.knows(key):
             warn(known.notes[0])
         size = call.batch_size() if self.settings.dynamic is False or known.one_size else None
-        return self._cache.add(key, step, guard, size, why)
+        return self._cache.add(key, step, guard, size, why, known.most)
+
+
+@functools.cache
+def _declared(kind: type) -> frozenset[str]:
+    """The fields of a kind of step."""
+    own = [k for k in kind.__mro__ if issubclass(k, PerSampleModule)]
+    return frozenset(name for k in own for name in k.__annotations__)
 
 
 def _after_loading(step: PerSampleModule, found: Any) -> None:

@@ -50,10 +50,14 @@ ABSENT: Any = object()
 class LossModule(PerSampleModule):
     """A step with a loss: `step(inputs, targets)` returns the losses and every quantity asked."""
 
+    _constants: Constants
+    _blocks: Groups | None
+    _drops: bool
+
     def __init__(self, model: nn.Module, loss_fn: Any, settings: Settings) -> None:
         super().__init__(model, loss_fn, settings)
         self._constants = Constants()
-        self._blocks: Groups | None = None
+        self._blocks = None
         self._drops = any(q.leaves_out for q in settings.quantities)
 
     @property

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorConverter
+from torch.fx import Tracer
 from torch.fx.proxy import TracerBase
 from torch.nn.modules._functions import BackwardHookFunction as BackwardHookFunction
 from torch.utils import checkpoint as checkpointing
@@ -32,6 +33,28 @@ def own_attributes() -> Iterator[None]:
         yield
         return
     with patched_here(_trace, name, lambda module: contextlib.nullcontext()):
+        yield
+
+
+@contextlib.contextmanager
+def calls_that_fail() -> Iterator[None]:
+    """While open, the tracer forgets which module it was in when a call of it raises: code that catches that
+    (`except TypeError: layer(x)`) goes on where it was.
+    """
+
+    def made(call_module: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            depth = len(self.module_stack)
+            try:
+                return call_module(self, *args, **kwargs)
+            except BaseException:
+                while len(self.module_stack) > depth:
+                    self.module_stack.popitem()
+                raise
+
+        return call
+
+    with wrapped_here(Tracer, "call_module", made):
         yield
 
 

@@ -49,7 +49,7 @@ def divided(layer: Layer, x: Tensor) -> Tensor:
 
 
 def harmless_branch(layer: Layer, x: Tensor) -> Tensor:
-    return layer(x) if x.shape[0] < 100 else layer(x).contiguous()
+    return layer(x) if x.shape[0] % 7 != 3 else layer(x).contiguous()
 
 
 def copied_for_several(layer: Layer, x: Tensor) -> Tensor:

@@ -75,3 +75,35 @@ def test_what_is_another_at_every_call(name: str) -> None:
 def test_an_iterator() -> None:
     with pytest.raises(NotYetSupported, match=r"the code reads an iterator"):
         step_of(lambda model, h: h * next(model.numbers))(X, Y)
+
+
+CHECKED = """
+def checked(function, values):
+    if not isinstance(values[random.getrandbits(32) % len(values)], float):
+        raise TypeError("no number")
+    return function(values)
+"""
+
+
+def test_what_a_check_of_types_draws() -> None:
+    """beartype writes such code around a function: which item of a list it looks at decides no value."""
+    names: dict[str, Any] = {"random": random}
+    exec(compile(CHECKED, "<@beartype(model.Model.forward) at 0x7faa700cbb00>", "exec"), names)
+    step = step_of(lambda model, h: h * names["checked"](sum, [1.0, 2.0]))
+    assert torch.allclose(step(X, Y).losses, step_of(lambda model, h: h * 3.0)(X, Y).losses)
+
+
+def test_the_gradient_of_a_buffer() -> None:
+    """There is none, and that is asked at every call; libraries that keep running means ask before they write."""
+
+    def effect(model: Any, h: torch.Tensor) -> torch.Tensor:
+        return h if model.mean.grad is None else 2 * h
+
+    step = step_of(effect)
+    step.model.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
+    for _ in range(2):
+        assert torch.allclose(step(X, Y).losses, step_of(lambda model, h: h)(X, Y).losses)
+    assert len(step.captures) == 1
+    step.model.mean.grad = torch.ones(3, dtype=torch.float64)
+    with pytest.raises(NotYetSupported, match=r"the code reads \.grad of a tensor"):
+        step(X, Y)

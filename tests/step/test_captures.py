@@ -44,7 +44,7 @@ def test_one_serves_every_batch_size() -> None:
     assert (capture.number, capture.batch_size, capture.why) == (1, None, "first call")
     assert list(capture.graphs) == list(step.graphs)
     assert capture.seconds == pytest.approx(sum(step.timings.values()))
-    assert repr(capture) == "Captured(number=1, batch_size=None, why='first call')"
+    assert repr(capture) == "Captured(number=1, batch_size=None, most=None, why='first call')"
     assert capture.guard.stands(capture.guard.structure)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
 import sympy
+from sympy.core.relational import Relational
 
 from psg_fx.errors import CaptureFailed, NotYetSupported
 from psg_fx.program.code import line_of
@@ -26,16 +28,32 @@ class OtherBranch(CaptureFailed):
 
 @dataclass
 class Readings:
-    """The places, as `model.py:17: if x.shape[0] > 4:`, and what the code does there."""
+    """The places, as `model.py:17: if x.shape[0] > 4:`, and what the code does there.
+
+    decisions: what is asked at the branches, and the answer.
+    """
 
     branches: list[str] = field(default_factory=list)
     numbers: list[str] = field(default_factory=list)
+    decisions: list[tuple[sympy.Basic, bool]] = field(default_factory=list)
 
     def why(self) -> str:
         """The first of them in words, or ""."""
         if self.branches:
             return f"the code branches on the batch size ({self.branches[0]})"
         return f"the code reads the batch size as a plain number ({self.numbers[0]})" if self.numbers else ""
+
+    def most(self) -> int | None:
+        """Up to how many samples every branch is the one that a batch of one takes; None: it is not known, or for ever.
+
+        A batch of one takes those that were noted: others are another branch (`OtherBranch`).
+        """
+        if self.numbers or not self.decisions:
+            return None
+        lasts = [_last(question, answer) for question, answer in self.decisions]
+        known = [last for last in lasts if last is not None]
+        found = min(known, default=math.inf)
+        return int(found) if len(known) == len(lasts) and found < math.inf else None
 
 
 @contextlib.contextmanager
@@ -50,9 +68,11 @@ def watch_the_batch_size(found: Readings) -> Iterator[None]:
     def differs(frame: FrameType) -> None:
         raise _other_branch(frame)
 
-    with _watching(
-        lambda frame: found.branches.append(line_of(frame)), lambda frame: found.numbers.append(line_of(frame)), differs
-    ):
+    def branch(frame: FrameType, question: Any, answer: bool) -> None:
+        found.branches.append(line_of(frame))
+        found.decisions.append((question, answer))
+
+    with _watching(branch, lambda frame: found.numbers.append(line_of(frame)), differs):
         yield
 
 
@@ -72,15 +92,16 @@ def no_plain_batch_size() -> Iterator[None]:
     def differs(frame: FrameType) -> None:
         raise _other_branch(frame).as_known()
 
-    with _watching(lambda frame: None, refuse, differs):
+    with _watching(lambda *decision: None, refuse, differs):
         yield
 
 
 _Tell = Callable[[FrameType], None]
+_Decided = Callable[[FrameType, Any, bool], None]
 
 
 @contextlib.contextmanager
-def _watching(branch: _Tell, number: _Tell, differs: _Tell) -> Iterator[None]:
+def _watching(branch: _Decided, number: _Tell, differs: _Tell) -> Iterator[None]:
     """Tell of the user's frames in which a size becomes a decision, the same for one sample or another, or a number."""
 
     def seen(expression: Any, result: Any, frame: FrameType) -> None:
@@ -91,7 +112,7 @@ def _watching(branch: _Tell, number: _Tell, differs: _Tell) -> Iterator[None]:
         elif _is_another(expression, result):
             differs(frame)
         else:
-            branch(frame)
+            branch(frame, expression, result)
 
     with watching_symbols(seen):
         yield
@@ -109,3 +130,19 @@ def _other_branch(frame: FrameType) -> OtherBranch:
         why="the loss of a sample is that of a batch of one, and one graph holds one branch only",
         fix="write it without a branch on the batch size",
     )  # fmt: skip
+
+
+def _last(question: sympy.Basic, answer: bool) -> float | None:
+    """The last number of samples up to which a comparison has the answer that it has for one, `inf` for ever; None: it
+    compares nothing that grows with the batch.
+    """
+    if not isinstance(question, Relational) or len(question.free_symbols) != 1:
+        return None
+    (batch,) = question.free_symbols
+    difference = question.lhs - question.rhs
+    slope = sympy.diff(difference, batch)
+    if not slope.is_number or slope == 0:
+        return None
+    edge = int(sympy.floor(-difference.subs(batch, 0) / slope))
+    near = (n for n in (edge, edge + 1) if n > 1)
+    return next((n - 1 for n in near if bool(question.subs(batch, n)) is not answer), math.inf)

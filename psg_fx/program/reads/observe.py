@@ -125,6 +125,8 @@ def _is_code_that_counts(frame: FrameType) -> bool:
 
 
 _LATER = threading.local()
+_TYPE_CHECKS = "<@beartype("
+"""What beartype calls the code that it writes around a function: it draws which item of a list it looks at."""
 _ANSWERING = (Origin.STANDARD, Origin.COMPILER)
 """Whose functions in Python say something of the world."""
 
@@ -166,7 +168,7 @@ class _Profile:
             self._judge(asked_of(what), frame)
 
     def _judge(self, asked: str, frame: FrameType) -> None:
-        if not asked or self.found.refusal is not None:
+        if not asked or self.found.refusal is not None or frame.f_code.co_filename.startswith(_TYPE_CHECKS):
             return
         owner = self.known.get(frame.f_code) or origin_of_code(frame.f_code, frame.f_globals)
         if owner is Origin.USER or (owner is Origin.PACKAGE and asked == RANDOM):

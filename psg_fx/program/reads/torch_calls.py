@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from psg_fx.errors import NotYetSupported
 from psg_fx.program.code import Origin, origin, source, users_line
 from psg_fx.program.decisions.flags import LARGE_MASK, Flags, Looks
+from psg_fx.program.decisions.questions import Question
 from psg_fx.program.reads.observed import Observed
 from psg_fx.program.stand_ins import StandIns
 from psg_fx.program.values import Same
@@ -152,8 +153,14 @@ class TorchCalls(TorchFunctionMode):
         return self.stand_ins.given(bound) if decided is None else self._followed(decided)
 
     def _refuse_gradient(self, tensor: Any, frame: FrameType) -> None:
-        """What lies in `.grad` of a tensor from outside is the value of one call."""
-        if self._held((tensor,)) and tensor.is_leaf and self.found.refusal is None:
+        """What lies in `.grad` of a tensor from outside is the value of one call; there is none for what needs none."""
+        held = self._held((tensor,))
+        with no_modes(), without_functions():
+            none = not tensor.requires_grad and _has_no_gradient(tensor)
+        if none:
+            for each in held:
+                self.found.looks(each, Question(_has_no_gradient, True))
+        elif held and tensor.is_leaf and self.found.refusal is None:
             self.found.refusal = NotYetSupported(
                 "the code reads .grad of a tensor", where=source(frame.f_code.co_filename, frame.f_lineno),
                 why="what lies there changes with every backward pass, and a graph would hold it for ever",
@@ -180,6 +187,10 @@ class TorchCalls(TorchFunctionMode):
             elif isinstance(value, (tuple, list)):
                 found.update(self._held(value))
         return found
+
+
+def _has_no_gradient(tensor: torch.Tensor) -> bool:
+    return tensor.grad is None
 
 
 _FROM_OUTSIDE = (torch.Tensor, nn.Parameter)
