@@ -40,6 +40,7 @@ from .copies import writes_a_copy
 from .fixed_sizes import join, same_program, values_of
 from .functions import (  # noqa: F401  (they say what ops are written as)
     formulas,
+    in_bulk,
     losses,
     parts,
     quantised,

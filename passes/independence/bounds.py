@@ -79,7 +79,7 @@ Question = Callable[[Any], Bounds]
 _MOVING = """
     view reshape _unsafe_view flatten unflatten unsqueeze squeeze expand expand_as permute transpose t alias clone
     contiguous detach lift_fresh lift_fresh_copy slice select index index_select gather repeat flip roll
-    narrow movedim repeat_interleave
+    narrow movedim repeat_interleave tile
 """
 
 

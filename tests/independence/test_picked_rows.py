@@ -71,6 +71,19 @@ FLAT = {
     "index_select": Row(rows_of(lambda h, n, c: h.index_select(0, n * T + (c - 1).clamp(min=0))), square, tokens),
     "all": Row(rows_of(lambda h, n, c: h[torch.arange(h.shape[0])]), square, tokens),
     "all, then some": Row(rows_of(lambda h, n, c: h[torch.arange(n.shape[0] * T).view(-1, T)[:, 2:]]), square, tokens),
+    "repeated": Row(rows_of(lambda h, n, c: h.view(-1, T, C)[n[:, None].repeat(1, 2), c[:, None]]), square, tokens),
+    "repeated, flat": Row(
+        rows_of(lambda h, n, c: h.view(-1, T, C)[n.view(-1, 1).repeat(1, 2).view(-1), c.repeat_interleave(2)]),
+        square,
+        tokens,
+    ),
+    "repeated in turn": Row(
+        rows_of(lambda h, n, c: h[(n * T + c).repeat_interleave(3)].view(-1, 3, C).cumsum(1)), square, tokens
+    ),
+    "repeated one after the other": Row(
+        rows_of(lambda h, n, c: h[(n * T + c).repeat(3)].view(3, -1, C).cumsum(0).sum(0)), square, tokens
+    ),
+    "tiled": Row(rows_of(lambda h, n, c: h[(n * T + c).tile(2)].view(2, -1, C).prod(0)), square, tokens),
     "embedding": Row(rows_of(lambda h, n, c: F.embedding(n[:, None] * T + c[:, None], h)), square, tokens),
 }
 

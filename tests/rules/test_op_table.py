@@ -22,6 +22,7 @@ DECORATORS = {"rule", "class_rule", "sample_rule"} | {
 }  # fmt: skip
 
 OTHER_TABLES = {
+    "passes/capture/functions/in_bulk.py:_CALLED": "what a function of lists does to each tensor, under another name",
     "passes/capture/fills.py:_FILLS": "ops that fill, and what fills by itself, asked by one rewriting",
     "passes/capture/taken_apart.py:_SPLITS": "what takes a value apart, asked by one rewriting",
     "passes/rules/fallback.py:_ALONG": "ops of one form of arguments, which the fallback reads",

@@ -121,7 +121,7 @@ def expand(op: Op) -> Result:
     return Result() if out.dim is None else Result(SampleAxis(out.dim, 1, out.factor), uniform=True)
 
 
-@sample_rule("repeat", "tile", proof="view", sizes=True)
+@sample_rule("repeat", "tile", proof="view", sizes=True, index=True)
 def repeat(op: Op) -> Result:
     """Tiles: y[.., k * n + j, ..] = x[.., j, ..]; copies of a dim lie outside of it."""
     x, out = op.need("self"), op.out()
@@ -133,10 +133,10 @@ def repeat(op: Op) -> Result:
     axis = sample_axis.through_broadcast(x.axis, x.ndim, len(out.shape))
     if out.dim != axis.dim:
         raise op.refuse("it repeats another dim B times")
-    return Result(sample_axis.fold(axis, out.factor // (axis.outer * axis.inner), outside=True), x.found.uniform)
+    return same_kind(x, sample_axis.fold(axis, out.factor // (axis.outer * axis.inner), outside=True))
 
 
-@sample_rule("repeat_interleave.self_int", proof="view", sizes=True)
+@sample_rule("repeat_interleave.self_int", proof="view", sizes=True, index=True)
 def repeat_interleave(op: Op) -> Result:
     """y[.., j * r + k, ..] = x[.., j, ..]; copies of a dim lie inside of it."""
     x, out = op.need("self"), op.out()
@@ -145,7 +145,7 @@ def repeat_interleave(op: Op) -> Result:
     if x.axis is None:
         return Result() if out.dim is None else Result(SampleAxis(out.dim, out.factor, 1))
     times = out.factor // (x.axis.outer * x.axis.inner)
-    return Result(sample_axis.fold(x.axis, times, outside=False), x.found.uniform)
+    return same_kind(x, sample_axis.fold(x.axis, times, outside=False))
 
 
 @sample_rule("select", "select_copy", proof="view")
