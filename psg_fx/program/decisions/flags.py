@@ -88,7 +88,7 @@ class Flags:
         limit = {torch.bool: LARGE_MASK}
         small = [(own, other) for own, other in buffers if own.numel() <= limit.get(own.dtype, _SMALL)]
         self._own = {id(own): own for own, _ in small}
-        self._others = [other for _, other in small]
+        self._others = [(_memory(own), other) for own, other in buffers]
         self._versions = self._versions_now()
         self._made = WeakIdKeyDictionary()
         self._in_bulk = False
@@ -159,17 +159,29 @@ class Flags:
         is_own = id(tensor) in self._own
         if not is_own and tensor not in self._made:
             return None
-        if self._in_bulk or self._versions_now() != self._versions:
-            return None  # the code has written into some buffer, perhaps this one
-        if is_own:
-            return _Known(tensor, frozenset([Same(tensor)]), lambda buffer: buffer, 0)
-        version, made = self._made[tensor]
+        version, known = 0, _Known(tensor, frozenset([Same(tensor)]), lambda buffer: buffer, 0)
+        if not is_own:
+            version, known = self._made[tensor]
+        if self._in_bulk or not self._written().isdisjoint(_memory(buffer.thing) for buffer in known.buffers):
+            return None  # the code has written into such a buffer
         with without_functions():
-            return made if version == tensor._version else None  # nor into this one
+            return known if is_own or version == tensor._version else None  # nor into this one
+
+    def _written(self) -> set[Any]:
+        """Where the buffers lie that the code has written into."""
+        pairs = zip(self._others, self._versions, self._versions_now(), strict=True)
+        return {memory for (memory, _), before, now in pairs if before != now}
 
     def _versions_now(self) -> list[int]:
         with without_functions():
-            return [other._version for other in self._others]
+            return [other._version for _, other in self._others]
+
+
+def _memory(tensor: torch.Tensor) -> Any:
+    """Where a tensor lies: several may share it."""
+    with no_modes(), without_functions():
+        strided = tensor.layout is torch.strided
+        return tensor.device, tensor.untyped_storage().data_ptr() if strided else id(tensor)
 
 
 @dataclass(frozen=True)
