@@ -276,6 +276,20 @@ def _pairs(m: Any, x: Tensor) -> Tensor:
     return h[:, :, None] * h[:, None]
 
 
+def far_apart(m: Any, x: Tensor) -> Tensor:
+    """As models that predict from all pairs of places list these."""
+    places = torch.arange(4)
+    pairs = torch.cartesian_prod(places, places)
+    i, j = pairs[pairs[:, 1] - pairs[:, 0] >= 2].unbind(-1)
+    h = m.layer(x)
+    return torch.cat([h, (h[:, i] - h[:, j]).sin()], 1)
+
+
+def on_a_grid(m: Any, x: Tensor) -> Tensor:
+    i, j = torch.meshgrid(torch.arange(4), torch.arange(4), indexing="ij")
+    return _pairs(m, x)[:, (i * j).square() > 3].cumsum(1)
+
+
 LITERAL: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "columns": lambda m, x: m.layer(x)[:, torch.tensor([True, False, True, True])],
     "compared": lambda m, x: m.layer(x)[:, torch.arange(4) != 2],
@@ -287,6 +301,8 @@ LITERAL: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "pairs below": lambda m, x: m.layer(x) + _pairs(m, x)[:, torch.ones(4, 4).tril(-1) == 1].logsumexp(1, True),
     "pairs by numbers": lambda m, x: m.layer(x) * _pairs(m, x)[:, *torch.tril_indices(4, 4, -1)].amax(1, True),
     "a grid of times": euler,
+    "pairs that are far apart": far_apart,
+    "a grid": on_a_grid,
     "where of three": lambda m, x: torch.where(torch.arange(4) > 1, input=m.layer(x), other=x),
     "number of a float": lambda m, x: m.layer(x) * len(range(int(torch.linspace(0, 4, 3)[1].item()))),
     "a list": lambda m, x: torch.cat([m.layer(x)[:, i] for i in torch.tensor([[0, 2], [1, 3]]).tolist()], 1),

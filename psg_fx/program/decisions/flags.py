@@ -51,7 +51,8 @@ _COMPUTING = _functions(
     "eq ne lt le gt ge logical_not logical_and logical_or any all sum max min add sub mul div remainder neg abs ceil "
     "floor round diff flip cumsum cat stack unbind split chunk clone reshape unsqueeze squeeze tril triu roll rot90 "
     "view transpose t permute movedim swapaxes flatten expand repeat repeat_interleave tile diagonal select narrow "
-    "where clamp", torch.Tensor, torch,
+    "where clamp square pow prod amax amin minimum maximum floor_divide fmod logical_xor isin masked_fill broadcast_to "
+    "hstack vstack outer meshgrid cartesian_prod combinations", torch.Tensor, torch,
 )  # fmt: skip
 """What is computed of such buffers to decide by; nothing that writes, or draws."""
 
