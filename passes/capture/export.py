@@ -31,6 +31,7 @@ from psg_fx.torch_private.export import calls_that_fail, own_attributes, questio
 from psg_fx.torch_private.fakes import UnsupportedOperatorException
 from psg_fx.torch_private.functional import Functional, functional
 from psg_fx.torch_private.graphs import traced_without_code
+from psg_fx.torch_private.modes import levels_left_as_found
 from psg_fx.torch_private.ops import core_decompositions
 from psg_fx.torch_private.quiet import quiet
 from psg_fx.torch_private.tracer import traced_quickly
@@ -198,7 +199,7 @@ def _functional(
     shapes = (dynamic,) if dynamic else None
     with (
         torch.enable_grad(), _quiet(), user_stack_traces(_CALLER), traced_quickly(), traced_without_code(),
-        hooks.recorded(),
+        levels_left_as_found(), hooks.recorded(),
     ):  # fmt: skip
         try:
             with (

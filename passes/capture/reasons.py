@@ -27,6 +27,7 @@ _WITH_GRAPHS = os.path.join(os.path.dirname(torch.__file__), "_higher_order_ops"
 _FUNCTORCH = os.path.join(os.path.dirname(torch.__file__), "_functorch", "")
 _TRANSFORMS = tuple(_FUNCTORCH + file for file in ("apis.py", "eager_transforms.py", "vmap.py"))
 _FIXED = ("Constraints violated", "specializ", "is invalid for input of size")
+_CONSTANTS = ("fake tensor in the exported program constant", "'Tensor' object has no attribute 'constant'")
 _BRANCHES = re.compile(r"\b(if|elif|while|assert|and|or|not)\b")
 """What decides, in a line of code."""
 
@@ -67,9 +68,9 @@ def capture_failed(error: Exception) -> CaptureFailed:
     elif any(file.startswith(_WITH_GRAPHS) for file in files):
         why = "torch.cond, while_loop, scan and map hold graphs of their own, which are not looked into"
         fix = "write a loop in Python, and a branch by torch.where, where both arms are finite"
-    elif "fake tensor in the exported program constant" in text:
+    elif any(words in text for words in _CONSTANTS):
         why = "torch takes a tensor that the code computes for a constant, as vmap with out_dims does"
-        fix = "move the dim behind the vmap: vmap(f)(x).movedim(0, 1)"
+        fix = "move the dim behind the vmap: vmap(f)(x).movedim(0, 1); compute of tensors that it holds before the vmap"
     elif any(file in _TRANSFORMS for file in files):
         why = f"a transformation of torch.func (vmap, grad, jvp) in the code fails on fake tensors: {kind}: {first}"
         fix = "write batched ops for vmap; for a derivative take torch.func.grad, vjp or jvp, or torch.autograd.grad"

@@ -110,6 +110,18 @@ def no_functorch_levels() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def levels_left_as_found() -> Iterator[None]:
+    """What raises meanwhile leaves no transformation of `torch.func` open, as a graph does that is run node by node."""
+    depth = torch._C._functorch.get_dynamic_layer_stack_depth()
+    try:
+        yield
+    except BaseException:
+        if torch._C._functorch.get_dynamic_layer_stack_depth() > depth:
+            torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        raise
+
+
+@contextlib.contextmanager
 def no_function_modes() -> Iterator[None]:
     """Outside of all modes that see torch's functions (`TorchFunctionMode`) for a while."""
     modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]

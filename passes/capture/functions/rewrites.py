@@ -66,6 +66,28 @@ if hasattr(F, "linear_cross_entropy"):  # since torch 2.13
     at_capture(F.linear_cross_entropy)(linear_cross_entropy)
 
 
+@at_capture(torch.where)
+def where(condition: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Of a condition in bytes, too, which torch's op takes and its graphs do not."""
+    return torch.where(condition.bool() if condition.dtype is torch.uint8 else condition, *args, **kwargs)
+
+
+@at_capture(Tensor.where)
+def where_of(input: Tensor, condition: Tensor, other: Any) -> Tensor:
+    """The same."""
+    found: Tensor = where(condition, input, other)
+    return found
+
+
+@at_capture(torch.equal, Tensor.equal)
+def equal(input: Tensor, other: Tensor) -> bool:
+    """Tensors with other numbers of dims, or fixed sizes, are never equal, whatever they hold."""
+    pairs = zip(input.shape, other.shape, strict=False)
+    if input.dim() != other.dim() or any(type(a) is type(b) is int and a != b for a, b in pairs):
+        return False
+    return torch.equal(input, other)
+
+
 @at_capture(F.cross_entropy)
 def cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Of labels of any whole numbers that torch takes."""

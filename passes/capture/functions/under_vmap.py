@@ -1,5 +1,6 @@
-"""Normalisations under `vmap`, by their formulas: torch's rules for them lay the samples among the channels, or read
-the number of samples.
+"""Functions under `vmap` whose rules in torch do not become a graph of samples: normalisations, by their formulas,
+since their samples are laid among the channels, or counted; and products with a matrix that all share on the left,
+A x = (xᵀ Aᵀ)ᵀ, since the matrix is turned where nothing knows it.
 """
 
 from __future__ import annotations
@@ -52,3 +53,11 @@ def _normalised(x: Tensor, mean: Tensor, var: Tensor, eps: float, weight: Tensor
     value = (x - mean) * (var + eps).rsqrt()
     value = value if weight is None else value * weight
     return value if bias is None else value + bias
+
+
+@at_capture(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.mv, Tensor.mv)
+def matmul(input: Tensor, other: Tensor) -> Tensor:
+    """A x of slices x, or of slices of columns."""
+    if is_transformed(input) or not is_transformed(other) or input.dim() != 2 or other.dim() not in (1, 2):
+        return torch.matmul(input, other)
+    return other @ input.mT if other.dim() == 1 else (other.mT @ input.mT).mT

@@ -174,7 +174,7 @@ class Walk(CodeWalk):
                 self.emit(_key(key), label)
                 self.visit(held, f"{label}[{key!r}]", (value, key) if isinstance(value, dict) else None)
             return
-        held = tuple(value)
+        held = tuple(tuple.__iter__(value) if isinstance(value, tuple) else value)  # a kind of tuple may have no length
         if not isinstance(value, (tuple, frozenset)):
             self.items.append((value.__iter__, held))
         if isinstance(value, (set, frozenset)):
