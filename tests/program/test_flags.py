@@ -285,6 +285,18 @@ def far_apart(m: Any, x: Tensor) -> Tensor:
     return torch.cat([h, (h[:, i] - h[:, j]).sin()], 1)
 
 
+def to_the_end(m: Any, x: Tensor) -> Tensor:
+    """As solvers with steps of one size do: the last time is the one that is asked."""
+    grid = torch.arange(0, 4) * 0.3
+    grid[-1] = torch.tensor([0.0, 1.0])[-1]
+    h = m.layer(x)
+    while grid[-1] < 1.5:
+        grid[torch.tensor([False, False, False, True])] = 2.0
+        h = h.sin()
+    grid[:2] = grid[:2] + 1
+    return h * grid.tolist()[1]
+
+
 def on_a_grid(m: Any, x: Tensor) -> Tensor:
     i, j = torch.meshgrid(torch.arange(4), torch.arange(4), indexing="ij")
     return _pairs(m, x)[:, (i * j).square() > 3].cumsum(1)
@@ -301,6 +313,7 @@ LITERAL: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "pairs below": lambda m, x: m.layer(x) + _pairs(m, x)[:, torch.ones(4, 4).tril(-1) == 1].logsumexp(1, True),
     "pairs by numbers": lambda m, x: m.layer(x) * _pairs(m, x)[:, *torch.tril_indices(4, 4, -1)].amax(1, True),
     "a grid of times": euler,
+    "a grid that is written": to_the_end,
     "pairs that are far apart": far_apart,
     "a grid": on_a_grid,
     "where of three": lambda m, x: torch.where(torch.arange(4) > 1, input=m.layer(x), other=x),
@@ -319,7 +332,18 @@ def test_what_is_made_of_numbers_is_known(name: str) -> None:
     assert len(step.captures) == 1
 
 
-@pytest.mark.parametrize("way", [counted, counted_by_a_view, bulk, made_and_written, literal_and_written])
+def written_by_a_view(m: Any, x: Tensor) -> Tensor:
+    grid = torch.zeros(3)
+    part = grid[:2]
+    grid[0] = 2.0
+    part[1] = 3.0
+    out: Tensor = m.layer(x) if grid.sum() > 4 else 2 * m.layer(x)
+    return out
+
+
+@pytest.mark.parametrize(
+    "way", [counted, counted_by_a_view, bulk, made_and_written, literal_and_written, written_by_a_view]
+)
 @pytest.mark.parametrize("first", [1, 4])
 def test_what_the_code_has_written_before_is_not_known(way: Callable[[Any, Tensor], Tensor], first: int) -> None:
     model = Decides(way)

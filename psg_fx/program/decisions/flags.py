@@ -139,6 +139,25 @@ class Flags:
                 of = functools.partial(_part, func, found.of, i)
                 self._made[made] = made._version, _Known(value.clone(), found.buffers, of, found.steps + 1)
 
+    def writing(self, func: Any, args: Sequence[Any]) -> Callable[[], None] | None:
+        """What notes that values which are known have been written into a tensor that the code has made, `t[-1] = x`;
+        None for all other calls.
+        """
+        if func is not torch.Tensor.__setitem__ or not isinstance(args[0], torch.Tensor) or args[0] not in self._made:
+            return None
+        if self.has(args[0]) or (found := self._filled(tuple(args))) is None or found.buffers:
+            return None
+        with no_modes(), without_functions(), torch.no_grad():
+            target, index, value = found.tree
+            target = target.clone()
+            target[index] = value
+
+        def written() -> None:
+            of = functools.partial(_itself, target)
+            self._made[args[0]] = args[0]._version, _Known(target, frozenset(), of, found.steps)
+
+        return written
+
     def _filled(self, tree: Any) -> _Filled | None:
         """A tree with the values of its tensors; None if one is not known."""
         leaves, spec = pytree.tree_flatten(tree)
@@ -198,6 +217,10 @@ class _Filled:
 def _looks(found: _Known | _Filled, ask: Callable[[torch.Tensor], Any], answer: Any) -> Looks:
     question = Question(ask, answer) if len(found.buffers) == 1 and found.steps <= _MOST_STEPS else None
     return [(buffer, question) for buffer in found.buffers]
+
+
+def _itself(value: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    return value
 
 
 def _part(func: Any, arguments: Callable[[torch.Tensor], Any], index: int, buffer: torch.Tensor) -> torch.Tensor:

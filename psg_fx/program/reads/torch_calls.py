@@ -57,7 +57,7 @@ class TorchCalls(TorchFunctionMode):
                 return iter(self.__torch_function__(torch.Tensor.unbind, types, args))
             if func in _INDEXING and len(args) > 1:
                 args = (args[0], self._indexed(args[1], args[0].shape), *args[2:])
-            own = args, kwargs
+            own, written = (args, kwargs), self.flags.writing(func, args)
             args, kwargs = self.stand_ins.given(tuple(args)), self.stand_ins.given(kwargs)
             held = self._held((*args, *kwargs.values()))
             if func in _LOOKS:
@@ -69,6 +69,8 @@ class TorchCalls(TorchFunctionMode):
                     if isinstance(made, torch.Tensor):
                         self.made_of[made] = held
             self.flags.computed(func, *own, result)
+            if written is not None:
+                written()
             return self.stand_ins.own(result)
         finally:
             sys.setprofile(self.profile)
