@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from psg_fx.errors import BadArgument, NotYetSupported
+from psg_fx.graph import facts
 from psg_fx.program.arguments.call import Call
 from psg_fx.program.arguments.packed import is_packed
 from psg_fx.program.changes.effects import Change, Effects, Written
@@ -90,7 +91,7 @@ class Program(nn.Module):
         """The loss, or the tensors of the model's output."""
         (args, kwargs), (targets, target_kwargs) = self.call.rebuild(tensors)
         effects = Effects((self.model, self.loss_fn), self.settled, without_tensors=self.several_sizes)
-        loss = None
+        loss, symbols = None, _symbols(tensors)  # of two that the code ties together, one is left
         try:
             with observing(self.observed, self.stand_ins):
                 output = self.model(*args, **kwargs)
@@ -101,7 +102,7 @@ class Program(nn.Module):
             effects.undo(self.observed)
             raise
         self.changes = effects.changes
-        self.written, kept = effects.settle(self.observed)
+        self.written, kept = effects.settle(self.observed, symbols | _symbols(tensors))
         self.set_up = effects.set_up
         return (*self._results(output, loss), *kept)
 
@@ -114,6 +115,11 @@ class Program(nn.Module):
         self.output.constants = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
         _require_no_tensors(self.output.constants.values())
         return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def _symbols(tensors: Sequence[torch.Tensor]) -> set[str]:
+    """The names of the sizes that have no number yet."""
+    return {str(symbol) for t in tensors for size in facts.shape(t) for symbol in size.free_symbols}
 
 
 def _require_loss(loss: Any) -> None:

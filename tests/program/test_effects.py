@@ -345,3 +345,26 @@ def test_what_was_detached_or_is_frozen_is_a_constant() -> None:
         model.b.requires_grad_(not frozen)
         step = psg_fx.transform(model, lambda out: out.sin().sum(1), backend="eager", progress=False)
         torch.testing.assert_close(step(x).grads["layer.weight"], step(x).grads["layer.weight"])
+
+
+class Plan:
+    """What a library has found out for some shapes."""
+
+
+PLANS: dict[Any, Any] = {}
+
+
+@pytest.mark.parametrize("key", [str, lambda shape: ("plan", f"{shape[0]}x{shape[1]}")])
+@pytest.mark.parametrize("made", [Plan, lambda: 2])
+def test_what_is_kept_by_shapes_is_of_the_capture(key: Callable[[Any], Any], made: Callable[[], Any]) -> None:
+    """Whose batch size is a symbol: an entry under its name would mean nothing."""
+    PLANS.clear()
+
+    def effect(model: Any, h: Tensor) -> Tensor:
+        kept = PLANS.setdefault(key(tuple(h.shape)), made())
+        return h if isinstance(kept, Plan) else h * kept
+
+    step = step_of(effect)
+    out, same = step(X, Y), step_of(lambda model, h: h if made is Plan else 2 * h)(X, Y)
+    assert torch.allclose(out.losses, same.losses)
+    assert not PLANS

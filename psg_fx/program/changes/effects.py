@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import sys
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,8 +148,11 @@ class Effects:
         self.set_up = SetUp()
         self._draws = _numpy_state()
 
-    def settle(self, observed: Observed) -> tuple[list[Written], list[torch.Tensor]]:
+    def settle(self, observed: Observed, symbols: Collection[str]) -> tuple[list[Written], list[torch.Tensor]]:
         """Put everything back.  Returns what every step must write, and the tensors of the capture among it.
+
+        symbols: the names of the sizes that have no number yet.  What is new under a key that names one (what a library
+        has found out for these shapes) is of this capture alone.
 
         Raises:
             NotYetSupported: a change that a step cannot repeat.
@@ -167,7 +171,7 @@ class Effects:
                 raise _refusal(holder.label, holder.name, observed)
             for key in dict.fromkeys((*holder.before, *now)):
                 old, new = holder.before.get(key, MISSING), now.get(key, MISSING)
-                if old is new or self.set_up.keeps(holder, key):
+                if old is new or self.set_up.keeps(holder, key) or (old is MISSING and _names_any(key, symbols)):
                     continue
                 if _kept_by_torch(holder, key, observed):
                     observed.forget(holder.owner, key)
@@ -216,6 +220,12 @@ _MOST_COPIED = 1 << 20
 def _is_copied(tensor: torch.Tensor) -> bool:
     ordinary = tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_inference()
     return ordinary and tensor.numel() <= _MOST_COPIED
+
+
+def _names_any(key: Any, symbols: Collection[str]) -> bool:
+    """Whether a key is a text that names a symbol, or has one."""
+    texts = [part for part in pytree.tree_leaves(key) if isinstance(part, str)]
+    return any(word in symbols for text in texts for word in re.findall(r"[a-z]\d+", text))
 
 
 def _repeated(change: Change, observed: Observed) -> tuple[Written, list[torch.Tensor]]:
