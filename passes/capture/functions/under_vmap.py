@@ -5,7 +5,7 @@ A x = (xᵀ Aᵀ)ᵀ, since the matrix is turned where nothing knows it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -55,9 +55,19 @@ def _normalised(x: Tensor, mean: Tensor, var: Tensor, eps: float, weight: Tensor
     return value if bias is None else value + bias
 
 
-@at_capture(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.mv, Tensor.mv)
-def matmul(input: Tensor, other: Tensor) -> Tensor:
-    """A x of slices x, or of slices of columns."""
-    if is_transformed(input) or not is_transformed(other) or input.dim() != 2 or other.dim() not in (1, 2):
-        return torch.matmul(input, other)
-    return other @ input.mT if other.dim() == 1 else (other.mT @ input.mT).mT
+def _turned(product: Callable[..., Any]) -> Callable[..., Any]:
+    """A x of slices x, or of slices of columns, for a matrix A that is not sliced."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if kwargs or len(args) != 2 or not all(isinstance(a, Tensor) for a in args):
+            return product(*args, **kwargs)
+        a, x = args
+        if is_transformed(a) or not is_transformed(x) or a.dim() != 2 or x.dim() not in (1, 2):
+            return product(a, x)
+        return x @ a.mT if x.dim() == 1 else (x.mT @ a.mT).mT
+
+    return run
+
+
+for _product in (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.mv, Tensor.mv):
+    at_capture(_product)(_turned(_product))

@@ -125,10 +125,8 @@ class Flags:
             return
         if "out" in kwargs:
             return  # it writes
-        leaves = pytree.tree_leaves((args, kwargs))
-        numbers = [bound for v in leaves for bound in ((v.start, v.stop, v.step) if isinstance(v, slice) else (v,))]
-        if any(isinstance(v, SYMBOLS) for v in numbers):
-            return  # sizes that follow the batch
+        if _follows_the_batch((args, kwargs)):
+            return
         if func in _MAKING and result.numel() > (LARGE_MASK if result.dtype in _WHOLE else _SMALL):
             return
         named = {name: value for name, value in kwargs.items() if name != "device"}
@@ -145,7 +143,7 @@ class Flags:
         """
         if func is not torch.Tensor.__setitem__ or not isinstance(args[0], torch.Tensor) or args[0] not in self._made:
             return None
-        if self.has(args[0]) or (found := self._filled(tuple(args))) is None or found.buffers:
+        if _follows_the_batch(args) or (found := self._filled(tuple(args))) is None or found.buffers:
             return None
         with no_modes(), without_functions(), torch.no_grad():
             target, index, value = found.tree
@@ -217,6 +215,13 @@ class _Filled:
 def _looks(found: _Known | _Filled, ask: Callable[[torch.Tensor], Any], answer: Any) -> Looks:
     question = Question(ask, answer) if len(found.buffers) == 1 and found.steps <= _MOST_STEPS else None
     return [(buffer, question) for buffer in found.buffers]
+
+
+def _follows_the_batch(arguments: Any) -> bool:
+    """Whether sizes are among them that follow the batch."""
+    leaves = pytree.tree_leaves(arguments)
+    numbers = (bound for v in leaves for bound in ((v.start, v.stop, v.step) if isinstance(v, slice) else (v,)))
+    return any(isinstance(v, SYMBOLS) for v in numbers)
 
 
 def _itself(value: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
