@@ -70,6 +70,22 @@ class Passed(Function):
         return g * (w.abs() < 0.3)
 
 
+class Padded(Function):
+    """As scans write, in place: a view of what has been padded is written and kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        view = F.pad(x, (0, 0, 0, 1)).transpose(1, 2)
+        view.mul_(2.0)
+        ctx.save_for_backward(view)
+        return view.transpose(1, 2)[:, :-1]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (view,) = ctx.saved_tensors
+        return g * view.transpose(1, 2)[:, :-1].cos()
+
+
 def _twice(function: type[Any], m: Any, x: Tensor) -> Tensor:
     """Of one weight: as a matrix, and as the sums of its rows."""
     weight = function.apply(m.a.weight)
@@ -194,6 +210,9 @@ def _sized(forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> C
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], type[Exception], str]] = {
     "mixing forward": (
         lambda m, x: CentredForward.apply(m.a(x)), SamplesMixed, "in a custom autograd.Function: aten.sub mixes",
+    ),
+    "a view that is written and kept": (
+        lambda m, x: Padded.apply(m.a(x)), NotYetSupported, r"writes into a view and keeps it[^$]*view\.clone\(\)",
     ),
     "a weight at two places": (
         lambda m, x: _twice(Clipped, m, x), NotYetSupported, "used at 2 places, and its backward is not linear",

@@ -226,10 +226,17 @@ def _without_backward(call: CustomCall) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_gradients_told(call: CustomCall) -> Iterator[None]:
-    """Refuse a backward that differentiates what was computed outside of it, or by tensors that are others here."""
+    """Refuse a backward that differentiates what was computed outside of it, or by tensors that are others here; or
+    that is kept what torch does not give back.
+    """
     try:
         yield
     except RuntimeError as error:
+        if "created in no_grad mode" in str(error):
+            raise call.refusal(
+                "its forward writes into a view and keeps it for the backward, which torch does not give back here",
+                "keep a copy: ctx.save_for_backward(view.clone())",
+            ) from error
         if not any(text in str(error) for text in ("does not require grad", "not have been used in the graph")):
             raise
         raise call.refusal(
