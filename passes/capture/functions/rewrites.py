@@ -32,6 +32,7 @@ from psg_fx.torch_private.patching import code_replaced_here, patched_here
 
 from . import draws
 from .bags import bags_of_rows
+from .contractions import orders_of_contractions
 from .flexible import attention_as_formula
 from .packed import Padding, packed_as_padded
 
@@ -308,8 +309,7 @@ def rewritten(rows: bool) -> Iterator[Padding]:
         patched_here(nn.TransformerEncoder, "forward", encoder),
         patched_here(torch.distributions.Distribution, "_validate_args", False),
         patched_here(torch.distributions.Gamma, "rsample", draws.gamma),
-        patched_here(torch.backends.opt_einsum.m, "is_available", lambda: False),  # type: ignore[attr-defined]
-        attention_as_formula(), packed_as_padded() as padding, _Rewritten(),
+        orders_of_contractions(), attention_as_formula(), packed_as_padded() as padding, _Rewritten(),
     ):  # fmt: skip
         for name in _NESTED:
             if isinstance(made := getattr(torch.nested, name, None), FunctionType):

@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import sympy
@@ -232,11 +233,25 @@ def _repeated(change: Change, observed: Observed) -> tuple[Written, list[torch.T
     """What every step has to write, and the tensors among it."""
     holder, key = change.holder, change.key
     leaves, spec = pytree.tree_flatten(change.now, is_leaf=is_packed)
-    if change.now is MISSING or not all(isinstance(v, _REPEATED) for v in leaves):
+    if change.now is MISSING or not all(isinstance(v, _REPEATED) or _holds_nothing(v) for v in leaves):
         raise _refusal(change.label, change.name, observed)
     tensors = [v for v in leaves if isinstance(v, torch.Tensor)]
     parts = tuple(map(_part, leaves))
     return Written(holder.put, key, change.label, spec, parts), tensors
+
+
+def _holds_nothing(value: Any) -> bool:
+    """Whether it is a module of Python, or a function that is the same whenever it is made: libraries keep what they
+    have looked up.
+    """
+    if isinstance(value, ModuleType):
+        return True
+    if isinstance(value, BuiltinFunctionType):
+        return isinstance(value.__self__, (ModuleType, type(None)))
+    if not isinstance(value, FunctionType) or value.__closure__ or vars(value):
+        return False
+    defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    return all(isinstance(v, (bool, int, float, str, bytes, type(None))) for v in defaults)
 
 
 def _part(leaf: Any) -> Any:
