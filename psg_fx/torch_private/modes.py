@@ -116,8 +116,8 @@ def levels_left_as_found() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if torch._C._functorch.get_dynamic_layer_stack_depth() > depth:
-            torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        while torch._C._functorch.get_dynamic_layer_stack_depth() > depth:
+            torch._C._functorch.pop_dynamic_layer_stack()
         raise
 
 
