@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 
@@ -18,8 +18,8 @@ def deferred() -> Iterator[None]:
     Python raises it between any two instructions of the main thread, also where a context manager has done half of what
     it undoes.
     """
-    handler = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
-    if not callable(handler):
+    handler = _handlers([signal.SIGINT]).get(signal.SIGINT)
+    if handler is None:
         yield
         return
     came: list[tuple[int, Any]] = []
@@ -55,7 +55,7 @@ def raised_as_it_is() -> Iterator[None]:
 
         return handle
 
-    of_python = _handlers()
+    of_python = _handlers(signal.valid_signals() - {signal.SIGINT})
     for number, handler in of_python.items():
         signal.signal(number, watched(handler))
     try:
@@ -72,9 +72,9 @@ def raised_as_it_is() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _handlers() -> dict[signal.Signals, Callable[[int, Any], Any]]:
-    """Those of Python's code, without Ctrl-C's; only the main thread runs them."""
+def _handlers(numbers: Iterable[signal.Signals]) -> dict[signal.Signals, Callable[[int, Any], Any]]:
+    """Those of Python's code; only the main thread runs them."""
     if threading.current_thread() is not threading.main_thread():
         return {}
-    found = {number: signal.getsignal(number) for number in signal.valid_signals() - {signal.SIGINT}}
+    found = {number: signal.getsignal(number) for number in numbers}
     return {number: handler for number, handler in found.items() if callable(handler)}

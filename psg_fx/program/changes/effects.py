@@ -34,8 +34,8 @@ from psg_fx.program.reads.observed import Observed
 _RESULT, _WITH_GRADIENT = object(), object()
 """Marks of the next result of the graph, a constant or one whose gradient an ordinary forward would keep with it."""
 _COMPUTED = "_psg_fx_computed"
-_REPEATED = (torch.Tensor, bool, int, float, str, bytes, type(None), torch.SymInt, torch.dtype, torch.device,
-             torch.Size)  # fmt: skip
+_PLAIN = (bool, int, float, str, bytes, type(None))
+_REPEATED = (*_PLAIN, torch.Tensor, torch.SymInt, torch.dtype, torch.device, torch.Size)
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ def _holds_nothing(value: Any) -> bool:
     if not isinstance(value, FunctionType) or value.__closure__ or vars(value):
         return False
     defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-    return all(isinstance(v, (bool, int, float, str, bytes, type(None))) for v in defaults)
+    return all(isinstance(v, _PLAIN) for v in defaults)
 
 
 def _part(leaf: Any) -> Any:
