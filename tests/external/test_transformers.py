@@ -12,6 +12,7 @@ import torch
 import transformers
 
 import psg_fx
+from external import transformers_rows as rows
 from external import transformers_zoo as zoo
 from external.program import Program, check, check_learns, drop_in, with_loss
 from psg_fx.errors import CaptureFailed, NotYetSupported, SamplesMixed
@@ -55,11 +56,11 @@ GROUPED = {
         "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
     },
 }  # fmt: skip
-"""Mixtures of experts of the library, and what their configs need beside `zoo.GROUPED`."""
+"""Mixtures of experts of the library, and what their configs need beside `rows.GROUPED`."""
 
 
 def experts(kind: str, way: str, **options: Any) -> Any:
-    config = {**zoo.GROUPED, "num_experts_per_tok": 2, **GROUPED[kind], **options}
+    config = {**rows.GROUPED, "num_experts_per_tok": 2, **GROUPED[kind], **options}
     model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**config))
     model.set_experts_implementation(way)
     return model
@@ -71,7 +72,7 @@ def test_grouped_experts(kind: str) -> None:
     """They sort the tokens of all samples.  In float32, since the grouped product of torch has no float64 on a CPU."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model, inputs = experts(kind, "grouped_mm"), zoo.labelled(zoo.padded, labels=zoo.token_labels)()
+        model, inputs = experts(kind, "grouped_mm"), rows.labelled(rows.padded, labels=rows.token_labels)()
     step = psg_fx.transform(model, lambda out: out.loss, quantities=psg_fx.Grads(), backend="eager")
     found = step(inputs).grads
     assert "psg_fx.expert_mm" in step.explain()
@@ -84,7 +85,7 @@ def test_grouped_experts(kind: str) -> None:
 
 
 def test_refusals_of_experts_name_the_way_out() -> None:
-    inputs = zoo.labelled(zoo.padded, labels=zoo.token_labels)()
+    inputs = rows.labelled(rows.padded, labels=rows.token_labels)()
     step = psg_fx.transform(experts("Mixtral", "eager"), lambda out: out.loss, backend="eager")
     with torch.random.fork_rng(devices=[]), pytest.raises(CaptureFailed, match=r"set_experts_implementation"):
         step(inputs)
