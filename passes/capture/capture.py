@@ -30,7 +30,7 @@ from psg_fx.torch_private.graphs import module_without_code
 
 from .export import Exported, export
 from .fills import write_fills
-from .fixed_sizes import same_graph
+from .fixed_sizes import same_program
 from .unseen import computed_outside, of_an_earlier_call
 
 _HINTS = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43)
@@ -73,7 +73,7 @@ def _set_up(program: Program, exported_from: Callable[[Program], Exported]) -> E
         again = _settled(program, exported_from)
         if program.set_up.kept:
             raise first.refused(program.observed, EVERY_CALL)
-        if not same_graph(exported.graph_module, again.graph_module):
+        if not same_program(exported, again):
             raise first.refused(program.observed, ANOTHER)
     except BaseException:
         first.undo()

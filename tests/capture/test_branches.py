@@ -15,7 +15,7 @@ from torch import nn
 
 import psg_fx
 from psg_fx.errors import PsgError
-from psg_fx.program.decisions.branches import Readings
+from psg_fx.program.decisions.branches import Branch, Readings
 from support import oracle
 
 
@@ -95,9 +95,10 @@ B = sympy.Symbol("B", integer=True)
         ([(B < 16, True), (B**2 < 50, True)], None), ([(B % 2 < 1, False)], None),
     ],
 )  # fmt: skip
-def test_the_most_samples(decisions: list[tuple[object, bool]], most: int | None) -> None:
-    assert Readings(decisions=decisions).most() == most
-    assert Readings(decisions=decisions, numbers=["a line"]).most() is None
+def test_the_most_samples(decisions: list[tuple[sympy.Basic, bool]], most: int | None) -> None:
+    branches = [Branch(*decision, "a line") for decision in decisions]
+    assert Readings(branches).most() == most
+    assert Readings(branches, numbers=["a line"]).most() is None
 
 
 class Tolerant(nn.Module):

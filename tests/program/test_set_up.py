@@ -140,12 +140,19 @@ def test_all_is_as_a_forward_leaves_it(prepare: Callable[[Any], None]) -> None:
 class First(Setting):
     """Its first forward pass is another one."""
 
+    def __init__(self, factor: Callable[[bool], Any]) -> None:
+        super().__init__(with_an_object)
+        self.first = factor
+
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x if self.ready else 2 * x)
+        return super().forward(self.first(self.ready) * x)
 
 
-def test_a_first_forward_of_its_own_is_refused() -> None:
-    model = First(with_an_object)
+@pytest.mark.parametrize(
+    "factor", [lambda ready: 2 - ready, lambda ready: torch.tensor([2.0 - ready, 1.0, 1.0])], ids=["number", "tensor"]
+)
+def test_a_first_forward_of_its_own_is_refused(factor: Callable[[bool], Any]) -> None:
+    model = First(factor)
     step = psg_fx.transform(model, square, quantities=psg_fx.Norms(), backend="eager")
     with pytest.raises(NotYetSupported, match=r"first forward pass computes something else(.|\n)*call the model once"):
         step(torch.randn(4, 3))

@@ -26,21 +26,26 @@ class OtherBranch(CaptureFailed):
         return NotYetSupported(self.what, where=self.where, why=self.why, fix=self.fix)
 
 
+@dataclass(frozen=True)
+class Branch:
+    """What is asked of the batch size, the answer, and the place: `model.py:17: if x.shape[0] > 4:`."""
+
+    question: sympy.Basic
+    answer: bool
+    line: str
+
+
 @dataclass
 class Readings:
-    """The places, as `model.py:17: if x.shape[0] > 4:`, and what the code does there.
+    """Where the code branches on the batch size, and the lines that make a number of it."""
 
-    decisions: what is asked at the branches, and the answer.
-    """
-
-    branches: list[str] = field(default_factory=list)
+    branches: list[Branch] = field(default_factory=list)
     numbers: list[str] = field(default_factory=list)
-    decisions: list[tuple[sympy.Basic, bool]] = field(default_factory=list)
 
     def why(self) -> str:
         """The first of them in words, or ""."""
         if self.branches:
-            return f"the code branches on the batch size ({self.branches[0]})"
+            return f"the code branches on the batch size ({self.branches[0].line})"
         return f"the code reads the batch size as a plain number ({self.numbers[0]})" if self.numbers else ""
 
     def most(self) -> int | None:
@@ -48,9 +53,9 @@ class Readings:
 
         A batch of one takes those that were noted: others are another branch (`OtherBranch`).
         """
-        if self.numbers or not self.decisions:
+        if self.numbers or not self.branches:
             return None
-        lasts = [_last(question, answer) for question, answer in self.decisions]
+        lasts = [_last(branch.question, branch.answer) for branch in self.branches]
         known = [last for last in lasts if last is not None]
         found = min(known, default=math.inf)
         return int(found) if len(known) == len(lasts) and found < math.inf else None
@@ -69,8 +74,7 @@ def watch_the_batch_size(found: Readings) -> Iterator[None]:
         raise _other_branch(frame)
 
     def branch(frame: FrameType, question: Any, answer: bool) -> None:
-        found.branches.append(line_of(frame))
-        found.decisions.append((question, answer))
+        found.branches.append(Branch(question, answer, line_of(frame)))
 
     with _watching(branch, lambda frame: found.numbers.append(line_of(frame)), differs):
         yield
