@@ -54,6 +54,12 @@ def after_a_flag(y: Tensor, strict: bool = True) -> None:
         raise ValueError
 
 
+def before_a_flag(y: Tensor, strict: bool = True, also: Any = None) -> None:
+    fine = (y >= 0).all()
+    if not fine and not also and strict:
+        raise ValueError
+
+
 def asserted(y: Tensor) -> None:
     assert (y < C).all(), f"labels must be below {C}"
     torch._assert((y >= 0).all(), "labels must be positive")
@@ -83,7 +89,9 @@ def itself(o: Tensor) -> Tensor:
     return o
 
 
-CHECKS = {f.__name__: f for f in (in_helper, after_a_flag, asserted, checked_by_torch, asserted_later, known)}
+CHECKS = {
+    f.__name__: f for f in (in_helper, after_a_flag, before_a_flag, asserted, checked_by_torch, asserted_later, known)
+}
 
 
 CHECKED = {name: Row(lambda f=f: Checked(f), itself, labelled) for name, f in CHECKS.items()}
@@ -92,6 +100,18 @@ CHECKED = {name: Row(lambda f=f: Checked(f), itself, labelled) for name, f in CH
 def two_arms(y: Tensor) -> Tensor:
     if y.max() > 1:
         return y + 1
+    return y
+
+
+def without_its_flag(y: Tensor, strict: bool = False) -> Tensor:
+    if y.max() > 1 and strict:
+        raise ValueError
+    return y
+
+
+def with_a_flag_of_its_own(y: Tensor, strict: bool = True) -> Tensor:
+    if y.max() > 1 and [strict := y.ndim > 1] and strict:
+        raise ValueError
     return y
 
 
@@ -134,6 +154,12 @@ def test_equals_the_loop(name: str) -> None:
 REFUSED: dict[str, Refused] = {
     "a branch of two arms": (
         lambda: Checked(two_arms), itself, labelled, CaptureFailed, "branches on values of a tensor",
+    ),
+    "an error that a switch turns off": (
+        lambda: Checked(without_its_flag), itself, labelled, CaptureFailed, "branches on values of a tensor",
+    ),
+    "an error by a switch that is written": (
+        lambda: Checked(with_a_flag_of_its_own), itself, labelled, CaptureFailed, "branches on values of a tensor",
     ),
     "an error that is caught": (
         lambda: Checked(caught), itself, labelled, CaptureFailed, "branches on values of a tensor",

@@ -13,7 +13,7 @@ import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import CodeType, FrameType
+from types import CodeType, FrameType, NoneType
 from typing import Any
 
 import torch
@@ -100,7 +100,8 @@ def _asking(frame: FrameType) -> FrameType:
 
 def _outcome_that_stays(frame: FrameType, caller: CodeType) -> bool | None:
     """The outcome whose opposite only raises; None where both arms or none of them do, or where somebody catches it."""
-    raises = [outcome for outcome in (True, False) if _only_raises(frame.f_code, frame.f_lasti, outcome)]
+    plain = _plain_locals(frame)
+    raises = [outcome for outcome in (True, False) if _only_raises(frame.f_code, frame.f_lasti, outcome, plain)]
     if len(raises) != 1 or any(_is_caught(f) for f in _frames(frame, caller)):
         return None
     return not raises[0]
@@ -157,10 +158,19 @@ def _begin(instruction: dis.Instruction) -> tuple[int, int]:
     return (-1, -1) if place is None else (place.lineno or -1, place.col_offset or 0)
 
 
-def _only_raises(code: CodeType, place: int, outcome: bool) -> bool:
+def _plain_locals(frame: FrameType) -> dict[str, bool]:
+    """The local variables that are true or false for good: switches (`if labels.max() >= n and strict:`)."""
+    at, _ = _instructions(frame.f_code)
+    written = {i.argval for i in at.values() if i.offset > frame.f_lasti and not i.opname.startswith("LOAD")}
+    plain = {name: value for name, value in frame.f_locals.items() if isinstance(value, (bool, int, str, NoneType))}
+    return {name: bool(value) for name, value in plain.items() if name not in written}
+
+
+def _only_raises(code: CodeType, place: int, outcome: bool, plain: Mapping[str, bool]) -> bool:
     """Whether, with this outcome of the condition that the instruction at `place` asks for, every way ends in a raise.
 
-    A stack of places yet to be looked at; each with what is known of the value that is tested next.
+    A stack of places yet to be looked at; each with what is known of the value that is tested next.  plain: what is
+    known of local variables.
     """
     at, following = _instructions(code)
     if place not in at or not _asks(at[place]):
@@ -175,7 +185,7 @@ def _only_raises(code: CodeType, place: int, outcome: bool) -> bool:
         instruction, after = at[here], following.get(here)
         if instruction.opname == "RAISE_VARARGS" and not _caught_at(code, here):
             continue
-        ways = _ways(instruction, after, known)
+        ways = _ways(instruction, after, known, plain)
         if ways is None or len(seen) > _LONGEST:
             return False
         waiting += ways
@@ -191,7 +201,9 @@ def _caught_at(code: CodeType, place: int) -> bool:
     return any(start <= place < end and not harmless for start, end, harmless in _handlers(code))
 
 
-def _ways(instruction: dis.Instruction, after: int | None, known: bool | None) -> list[tuple[int, bool | None]] | None:
+def _ways(
+    instruction: dis.Instruction, after: int | None, known: bool | None, plain: Mapping[str, bool]
+) -> list[tuple[int, bool | None]] | None:
     """Where the code goes on, and what is known of the next tested value; None where it leaves or goes back."""
     name = instruction.opname
     if name.startswith(("RETURN", "YIELD", "RAISE", "RERAISE", "JUMP_BACKWARD", "SEND", "FOR_ITER")) or after is None:
@@ -200,6 +212,8 @@ def _ways(instruction: dis.Instruction, after: int | None, known: bool | None) -
         return [(after, None if known is None else not known)]
     if name in ("TO_BOOL", "COPY", "NOP", "CACHE", "EXTENDED_ARG", "NOT_TAKEN"):
         return [(after, known)]
+    if name in ("LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW"):
+        return [(after, plain.get(instruction.argval))]
     if "JUMP" in name and ("IF_" in name):
         jumps = {"TRUE": True, "FALSE": False}.get(name.partition("IF_")[2].removesuffix("_OR_POP"))
         if jumps is None or known is None:  # also: whether something is None
