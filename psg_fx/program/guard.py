@@ -163,9 +163,13 @@ class Placed:
 
 
 class Lying:
-    """Where tensors lie that a graph holds as constants.  Walks of one meaning meet them in one order."""
+    """Where tensors lie that a graph holds as constants, and what is written to.  Walks of one meaning meet them alike.
+
+    containers: the lists, dicts and the like.
+    """
 
     def __init__(self, walk: Walk) -> None:
+        self.containers = walk.containers
         counts = collections.Counter(id(t) for t, _ in walk.tensors)
         self._known = [(t, place if counts[id(t)] == 1 else None) for t, place in walk.tensors]
 
@@ -175,6 +179,10 @@ class Lying:
         same = (i for i, tensor in enumerate(known) if tensor is constant)
         alike = (i for i, tensor in enumerate(known) if own is not None and place_of(tensor) == own)
         return next(chain(same, alike), None)
+
+    def number_of_container(self, held: Any) -> int | None:
+        """The number of a list or dict; None for what is none of the walk."""
+        return next((i for i, container in enumerate(self.containers) if container is held), None)
 
     def at(self, number: int) -> Any:
         """The place `(dict, key)` of a tensor by its number; the tensor itself where it lies in none, or in several."""

@@ -18,7 +18,7 @@ from psg_fx.graph.facts import InputSpec, OutputSpec
 from psg_fx.program.ambient import without_autocast
 from psg_fx.program.arguments.call import Call
 from psg_fx.program.arguments.conditions import CONDITIONS, require
-from psg_fx.program.changes.effects import WRITTEN
+from psg_fx.program.changes.effects import WRITTEN, Written
 from psg_fx.program.guard import Lying
 from psg_fx.program.state import IN_PLACE, holder
 from psg_fx.step.groups import Groups
@@ -63,7 +63,7 @@ class Binding:
         self.given = {s.name: n.meta["val"].dtype for s, n in zip(self.specs, nodes, strict=True) if s.kind == "given"}
         self.outputs = facts.graph_facts(gm).outputs
         constants = facts.graph_facts(gm).constants
-        self._written = WRITTEN.of(gm)
+        self._written: Sequence[Written] = WRITTEN.of(gm)
         self._batch = facts.graph_facts(gm).batch
         self._of_groups = _dims_of_groups(gm)
         self._constants = {i: constants[s.name] for i, s in enumerate(self.specs) if s.kind == "constant"}
@@ -72,6 +72,7 @@ class Binding:
         """Parameters and buffers that are constants of the graph: a custom function reads them by itself."""
         self._slots = [self._slot(i, spec, model, loss_fn) for i, spec in enumerate(self.specs)]
         self._numbers: dict[int, int] | None = None
+        self._containers: Sequence[int | None] = ()
         self._arrange()
         self._fields = _fields(self.outputs)
         self._mixing = next((i for i, spec in enumerate(self.outputs) if spec.kind == "mixing"), None)
@@ -142,12 +143,19 @@ class Binding:
             require(self._conditions, facts.value_of(gm, self._mixing, arguments))
 
     def follow(self, lying: Lying) -> None:
-        """Read constants where they lie, so that another tensor that comes to lie there is the one read."""
+        """Read constants where they lie, so that another tensor that comes to lie there is the one read; write into the
+        lists and dicts that are there.
+        """
         if self._numbers is None:
             numbers = {i: lying.number(constant) for i, constant in self._constants.items()}
             self._numbers = {i: number for i, number in numbers.items() if number is not None}
+            self._containers = [lying.number_of_container(entry.container) for entry in self._written]
         for index, number in self._numbers.items():
             self._slots[index] = lying.at(number)
+        self._written = [
+            entry if number is None else entry.into(lying.containers[number])
+            for entry, number in zip(self._written, self._containers, strict=True)
+        ]
         self._arrange()
 
     def failed(self, gm: GraphModule, arguments: Sequence[Any]) -> PsgError | None:

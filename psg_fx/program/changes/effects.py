@@ -13,7 +13,7 @@ import functools
 import re
 import sys
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -24,7 +24,8 @@ from torch.utils import _pytree as pytree
 from psg_fx.errors import NotYetSupported
 from psg_fx.graph.facts import Entry, at, expr
 from psg_fx.program.arguments.packed import is_packed
-from psg_fx.program.changes.holders import Holder, Reached, drawn
+from psg_fx.program.changes.holders import Holder
+from psg_fx.program.changes.reached import Reached, drawn
 from psg_fx.program.changes.set_up import SetUp, set_up
 from psg_fx.program.code import line_naming, names_of
 from psg_fx.program.objects import MISSING, put_into_cache, take_tensors_from_cache
@@ -43,6 +44,7 @@ class Written:
     """What every step leaves in the Python around it: `put(key, value)`.
 
     leaves: its parts, numbers as they are or by the batch size; marks where the next results of the graph go.
+    container: the list or dict that it is written into, if it is one.
     """
 
     put: Callable[[Any, Any], None]
@@ -50,6 +52,7 @@ class Written:
     label: str
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
+    container: Any = None
 
     @property
     def tensors(self) -> int:
@@ -65,6 +68,10 @@ class Written:
             if leaf is _WITH_GRADIENT:
                 setattr(found[k], _COMPUTED, self.label)
         self.put(self.key, pytree.tree_unflatten(found, self.spec))
+
+    def into(self, container: Any) -> Written:
+        """The same, where another list or dict has come in the place of that one."""
+        return replace(self, put=container.__setitem__, container=container)
 
 
 def computed_before(value: torch.Tensor) -> str:
@@ -166,9 +173,10 @@ class Effects:
             raise changing("a random number of numpy's", line or "the model or the loss")
         written, tensors = [], []
         for holder, now in changes:
-            if not holder.keyed and self.set_up.keeps(holder):
+            by_keys = isinstance(now, dict)
+            if not by_keys and self.set_up.keeps(holder):
                 continue
-            if not holder.keyed:
+            if not by_keys:
                 raise _refusal(holder.label, holder.name, observed)
             for key in dict.fromkeys((*holder.before, *now)):
                 old, new = holder.before.get(key, MISSING), now.get(key, MISSING)
@@ -188,7 +196,7 @@ class Effects:
                 raise _unsettled(change, observed)
         return written, tensors
 
-    def undo(self, observed: Observed) -> list[tuple[Holder, dict[Any, Any]]]:
+    def undo(self, observed: Observed) -> list[tuple[Holder, Any]]:
         """Put everything back.  Returns what had changed, and what it held."""
         answered = [cache for cache, info, _ in self._reached.caches if cache.cache_info().hits != info.hits]
         changes = self._reached.put_back()
@@ -237,7 +245,7 @@ def _repeated(change: Change, observed: Observed) -> tuple[Written, list[torch.T
         raise _refusal(change.label, change.name, observed)
     tensors = [v for v in leaves if isinstance(v, torch.Tensor)]
     parts = tuple(map(_part, leaves))
-    return Written(holder.put, key, change.label, spec, parts), tensors
+    return Written(holder.put, key, change.label, spec, parts, holder.container), tensors
 
 
 def _holds_nothing(value: Any) -> bool:

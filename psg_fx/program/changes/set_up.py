@@ -14,7 +14,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from psg_fx.errors import NotYetSupported
-from psg_fx.program.changes.holders import REGISTER, Holder, Hooks, Reached
+from psg_fx.program.changes.holders import REGISTER, Holder, Hooks
+from psg_fx.program.changes.reached import Reached
 from psg_fx.program.code import line_naming
 from psg_fx.program.objects import MISSING
 from psg_fx.program.reads.observed import Observed
@@ -49,7 +50,7 @@ class SetUp:
     def keeps(self, holder: Holder, key: Any = None) -> bool:
         """Whether a change stays: the one of a key, or of a list."""
         one = next((one for one in self.kept if one.holder is holder), None)
-        if one is None or not holder.keyed:
+        if one is None or not isinstance(one.now, dict):
             return one is not None
         return one.held.get(key, MISSING) is one.now.get(key, MISSING)
 
@@ -76,21 +77,21 @@ def set_up(changes: Sequence[tuple[Holder, Any]], observed: Observed) -> SetUp:
     """
     if not any(holder.kind is Hooks for holder, _ in changes):
         return SetUp()
-    kept = SetUp([Kept(holder, now, _without_tensors(holder, now)) for holder, now in changes if _stays(holder, now)])
+    kept = SetUp([Kept(holder, now, _without_tensors(holder, now)) for holder, now in changes if _stays(now)])
     objects = [value for one in kept.kept for value in _new(one)]
     if any(isinstance(t, FakeTensor) for t in Reached(objects, with_tensors=True).tensors):
         raise kept.refused(observed, _TENSORS)
     return kept
 
 
-def _stays(holder: Holder, now: Any) -> bool:
-    """A list with tensors of this call does not."""
-    return holder.keyed or not any(map(_has_tensors, now))
+def _stays(now: Any) -> bool:
+    """A list that grows by tensors of this call does not."""
+    return isinstance(now, dict) or not any(map(_has_tensors, now))
 
 
 def _without_tensors(holder: Holder, now: Any) -> Any:
     """What a holder has now, but values with tensors: in their place what was there before."""
-    if not holder.keyed:
+    if not isinstance(now, dict):
         return now
     before = holder.before
     found = {
@@ -102,7 +103,7 @@ def _without_tensors(holder: Holder, now: Any) -> Any:
 
 def _new(one: Kept) -> list[Any]:
     """The values that stay and were not there before."""
-    if not one.holder.keyed:
+    if not isinstance(one.held, dict):
         return list(one.held)
     return [value for key, value in one.held.items() if one.holder.before.get(key, MISSING) is not value]
 

@@ -151,6 +151,7 @@ class Walk(CodeWalk):
 
     def container(self, value: Any, label: str) -> None:
         """What holds others in an order, or by keys; and as an object of a class of its own, attributes."""
+        self.containers.append(value)
         self.held(value, label)
         if type(value) not in _CONTAINERS:
             self.own_class(value, label)

@@ -31,6 +31,7 @@ class CodeWalk:
     keys, items: what to iterate, and what that gave: names, and things.
     kinds: objects, and their classes.
     tensors: those met, and the dict in which they lie, if they lie in one.
+    containers: lists, dicts and the like, which others that hold the same may replace.
     """
 
     def __init__(self, observed: Observed) -> None:
@@ -49,6 +50,7 @@ class CodeWalk:
         self.arrays: list[tuple[Any, Any]] = []
         self.looked: list[tuple[torch.Tensor, Question]] = []
         self.tensors: list[tuple[torch.Tensor, Place | None]] = []
+        self.containers: list[Any] = []
         self.hookless: list[dict[str, Any]] = []
         self.kinds: list[tuple[Any, type]] = []
         self.iterators: list[str] = []
