@@ -1,15 +1,13 @@
-"""Where export is told otherwise: attributes, checkpoints, lines, symbols."""
+"""Where export is told otherwise: attributes, checkpoints, lines."""
 
 from __future__ import annotations
 
 import contextlib
-import sys
 import traceback
 from collections.abc import Callable, Iterator
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
-import torch
 from torch._subclasses.fake_tensor import FakeTensorConverter
 from torch.fx import Tracer
 from torch.fx.proxy import TracerBase
@@ -125,28 +123,4 @@ def user_stack_traces(caller: CodeType) -> Iterator[None]:
     name = "_filter_traceback_frames"
     patch = patched_here(TracerBase, name, inner_frames) if hasattr(TracerBase, name) else contextlib.nullcontext()
     with patch:
-        yield
-
-
-@contextlib.contextmanager
-def watching_symbols(seen: Callable[[Any, Any, FrameType], None]) -> Iterator[None]:
-    """Call `seen(expression, result, frame)` whenever Python code makes a symbolic size or condition a plain one.
-
-    `SymBool.__bool__` and `SymInt.__int__` have no hook; `frame` is that of the code that asked.
-    """
-    methods = [(torch.SymBool, "__bool__"), *((torch.SymInt, name) for name in ("__bool__", "__int__", "__index__"))]
-
-    def watched(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def read(self: Any) -> Any:
-            expression = self.node.expr
-            result = original(self)
-            if getattr(expression, "free_symbols", None):
-                seen(expression, result, sys._getframe(1))
-            return result
-
-        return read
-
-    with contextlib.ExitStack() as patches:
-        for kind, name in methods:
-            patches.enter_context(patched_here(kind, name, watched(getattr(kind, name))))
         yield

@@ -15,7 +15,7 @@ from sympy.core.relational import Relational
 from psg_fx.errors import CaptureFailed, NotYetSupported
 from psg_fx.program.code import line_of
 from psg_fx.source import is_library
-from psg_fx.torch_private.export import watching_symbols
+from psg_fx.torch_private.symbols import watching_symbols
 
 
 class OtherBranch(CaptureFailed):

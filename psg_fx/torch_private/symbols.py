@@ -1,0 +1,103 @@
+"""Symbols of export: sizes that follow the batch, numbers that code reads out of tensors; and what is asked of them."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+import sympy
+import torch
+from torch.utils._sympy.functions import IntTrueDiv
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+from psg_fx.torch_private.patching import patched_here
+
+
+@contextlib.contextmanager
+def watching_symbols(seen: Callable[[Any, Any, FrameType], None]) -> Iterator[None]:
+    """Call `seen(expression, result, frame)` whenever Python code makes a symbolic size or condition a plain one.
+
+    `SymBool.__bool__` and `SymInt.__int__` have no hook; `frame` is that of the code that asked.
+    """
+    methods = [(torch.SymBool, "__bool__"), *((torch.SymInt, name) for name in ("__bool__", "__int__", "__index__"))]
+
+    def watched(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def read(self: Any) -> Any:
+            expression = self.node.expr
+            result = original(self)
+            if getattr(expression, "free_symbols", None):
+                seen(expression, result, _asking())
+            return result
+
+        return read
+
+    with contextlib.ExitStack() as patches:
+        for kind, name in methods:
+            patches.enter_context(patched_here(kind, name, watched(getattr(kind, name))))
+        yield
+
+
+@contextlib.contextmanager
+def answering_symbols(answer: Callable[[Any, FrameType], bool | None]) -> Iterator[None]:
+    """Let `answer(expression, frame)` say what a symbolic condition is, where it can (else None): torch would have to
+    know its values.
+    """
+
+    def answered(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+        def ask(self: Any) -> bool:
+            found = answer(self.node.expr, _asking())
+            return original(self) if found is None else found
+
+        return ask
+
+    with patched_here(torch.SymBool, "__bool__", answered(torch.SymBool.__bool__)):
+        yield
+
+
+def _asking() -> FrameType:
+    """The frame that asked, which is none of those here."""
+    frame: FrameType = sys._getframe(1)
+    while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def computed_of(expression: Any, values: Mapping[Any, torch.Tensor]) -> torch.Tensor | None:
+    """A symbolic condition, of tensors in the places of its symbols; None where it has others, or is not computed."""
+    symbols = getattr(expression, "free_symbols", None)
+    if not symbols or not symbols <= set(values) or expression.has(IntTrueDiv):
+        return None
+    try:
+        found = sympy_interp(_OfTensors, dict(values), expression)
+    except (TypeError, NotImplementedError, AttributeError, KeyError):
+        return None
+    return found if isinstance(found, torch.Tensor) else None
+
+
+class _OfTensors(PythonReferenceAnalysis):
+    """Python's operators, which are those of tensors, too."""
+
+    @staticmethod
+    def constant(c: Any, dtype: torch.dtype) -> Any:
+        return bool(c) if c in (sympy.true, sympy.false) else int(c) if dtype is torch.int64 else float(c)
+
+    @staticmethod
+    def not_(a: Any) -> Any:
+        return a.logical_not()
+
+    @staticmethod
+    def minimum(a: Any, b: Any) -> Any:
+        return torch.minimum(*_both(a, b))
+
+    @staticmethod
+    def maximum(a: Any, b: Any) -> Any:
+        return torch.maximum(*_both(a, b))
+
+
+def _both(*values: Any) -> list[torch.Tensor]:
+    like = next(v for v in values if isinstance(v, torch.Tensor))
+    return [v if isinstance(v, torch.Tensor) else torch.full_like(like, v) for v in values]
