@@ -120,7 +120,8 @@ def vjp(
                 for k, output in enumerate(facts.tensors(result))
             }  # fmt: skip
             wanted = {i: value for i, (value, asked) in enumerate(zip(values, differentiable, strict=True)) if asked}
-            heads, after = [found[place] for place in ends], [empty_as(seed) for seed in seeds]
+            heads = [found[place] for place in ends]
+            after = [empty_as(seed, [head, *facts.tensors(arguments)]) for head, seed in zip(heads, seeds, strict=True)]
             gradients = _gradients(heads, after, [*tapped.values(), *wanted.values()])
         at_taps = {tap: g for tap, g in zip(tapped, gradients, strict=False) if g is not None}
         at_reads = {i: g for i, g in zip(wanted, gradients[len(tapped) :], strict=True) if g is not None}

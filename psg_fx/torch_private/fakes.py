@@ -106,9 +106,18 @@ def empty_fake(
     return FakeTensor(mode, empty, device)
 
 
-def empty_as(like: torch.Tensor) -> torch.Tensor:
-    """A tensor without values that lies in memory as another, and is conjugated or negated lazily as that is."""
-    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+def empty_as(like: torch.Tensor, among: Iterable[torch.Tensor] = ()) -> torch.Tensor:
+    """A tensor without values that lies in memory as another, and is conjugated or negated lazily as that is.
+
+    among: tensors of the trace that runs: an equal size of one of these is taken, since a trace knows sizes by object.
+    """
+    sizes: list[Any] = [size for t in among for size in (*t.shape, *t.stride())]
+    known = {size.node.expr: size for size in reversed(sizes) if isinstance(size, torch.SymInt)}
+    shape, strides = (
+        [known.get(size.node.expr, size) if isinstance(size, torch.SymInt) else size for size in part]
+        for part in (like.shape, like.stride())
+    )
+    made = torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device)
     made = torch._neg_view(made) if like.is_neg() else made
     return made.conj() if like.is_conj() else made
 

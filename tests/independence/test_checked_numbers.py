@@ -94,7 +94,8 @@ def equal(model: Any, x: Tensor) -> None:
 
 
 CHECKS = [
-    an_item, asserted, a_switch, of_a_helper, computed_with, a_chain, a_bool, an_int, a_float, equal_count, close, equal,
+    an_item, asserted, a_switch, of_a_helper, computed_with, a_chain, a_bool, an_int, a_float, equal_count, close,
+    equal,
 ]  # fmt: skip
 
 
