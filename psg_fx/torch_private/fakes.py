@@ -113,11 +113,12 @@ def empty_as(like: torch.Tensor, among: Iterable[torch.Tensor] = ()) -> torch.Te
     """
     sizes: list[Any] = [size for t in among for size in (*t.shape, *t.stride())]
     known = {size.node.expr: size for size in reversed(sizes) if isinstance(size, torch.SymInt)}
-    shape, strides = (
-        [known.get(size.node.expr, size) if isinstance(size, torch.SymInt) else size for size in part]
-        for part in (like.shape, like.stride())
-    )
-    made = torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device)
+
+    def of_the_trace(size: Any) -> Any:
+        return known.get(size.node.expr, size) if isinstance(size, torch.SymInt) else size
+
+    shape, strides = map(of_the_trace, like.shape), map(of_the_trace, like.stride())
+    made = torch.empty_strided(tuple(shape), tuple(strides), dtype=like.dtype, device=like.device)
     made = torch._neg_view(made) if like.is_neg() else made
     return made.conj() if like.is_conj() else made
 

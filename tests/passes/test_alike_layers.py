@@ -13,12 +13,15 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import psg_fx
+from psg_fx.graph import facts
 from psg_fx.graph.history import History
 from psg_fx.graph.strides import free_of_strides
+from psg_fx.graph.tracing import trace
 from psg_fx.passes.differentiate import chain, differentiate, segments
 from psg_fx.passes.pipeline import BATCH, UNREDUCE
 from psg_fx.passes.runner import run
 from psg_fx.passes.sites import find_sites
+from psg_fx.torch_private.fakes import empty_as, symbolic_inputs
 from support import oracle
 from support.by_loop import ByLoop, close
 from support.graphs import captured
@@ -235,3 +238,14 @@ def test_the_same_ops_as_of_the_graph_as_a_whole(
     ]
     assert counts[0] == counts[1]
     assert sum(traces[:-1]) < traces[-1], "nothing was copied"
+
+
+def test_a_cotangent_has_the_sizes_of_its_trace() -> None:
+    """Frames folded into the batch: 2 B rows, in a segment that reads nothing of B rows."""
+    (x,) = symbolic_inputs([torch.empty(7, 3)], [0])
+    with x.fake_mode:  # type: ignore[attr-defined]
+        read, seed = (torch.empty(2 * x.shape[0], 3) for _ in range(2))
+    gm = trace(lambda value: value + empty_as(seed, [value]), [read])
+    assert facts.shape(gm.graph.output_node().args[0].meta["val"]) == facts.shape(seed)
+    with pytest.raises(RuntimeError, match="is not tracked"):
+        trace(lambda value: value + empty_as(seed), [read])

@@ -25,7 +25,7 @@ from psg_fx.errors import NotYetSupported
 from psg_fx.graph.facts import Entry, at, expr
 from psg_fx.program.arguments.packed import is_packed
 from psg_fx.program.changes.holders import Holder
-from psg_fx.program.changes.reached import Reached, drawn
+from psg_fx.program.changes.reached import NUMBERS, Reached, drawn
 from psg_fx.program.changes.set_up import SetUp, set_up
 from psg_fx.program.code import line_naming, names_of
 from psg_fx.program.objects import MISSING, put_into_cache, take_tensors_from_cache
@@ -35,8 +35,7 @@ from psg_fx.program.reads.observed import Observed
 _RESULT, _WITH_GRADIENT = object(), object()
 """Marks of the next result of the graph, a constant or one whose gradient an ordinary forward would keep with it."""
 _COMPUTED = "_psg_fx_computed"
-_PLAIN = (bool, int, float, str, bytes, type(None))
-_REPEATED = (*_PLAIN, torch.Tensor, torch.SymInt, torch.dtype, torch.device, torch.Size)
+_REPEATED = (*NUMBERS, torch.Tensor, torch.SymInt, torch.dtype, torch.device, torch.Size)
 
 
 @dataclass(frozen=True)
@@ -173,10 +172,9 @@ class Effects:
             raise changing("a random number of numpy's", line or "the model or the loss")
         written, tensors = [], []
         for holder, now in changes:
-            by_keys = isinstance(now, dict)
-            if not by_keys and self.set_up.keeps(holder):
-                continue
-            if not by_keys:
+            if not isinstance(now, dict):
+                if self.set_up.keeps(holder):
+                    continue
                 raise _refusal(holder.label, holder.name, observed)
             for key in dict.fromkeys((*holder.before, *now)):
                 old, new = holder.before.get(key, MISSING), now.get(key, MISSING)
@@ -259,7 +257,7 @@ def _holds_nothing(value: Any) -> bool:
     if not isinstance(value, FunctionType) or value.__closure__ or vars(value):
         return False
     defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-    return all(isinstance(v, _PLAIN) for v in defaults)
+    return all(isinstance(v, NUMBERS) for v in defaults)
 
 
 def _part(leaf: Any) -> Any:

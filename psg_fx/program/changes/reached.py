@@ -42,8 +42,9 @@ _MAY_HAVE_OWN = (list, dict, set, tuple, frozenset, collections.deque, functools
 """What has attributes where its class is the user's, or always."""
 _LARGE = 1 << 24
 """Bytes of an array that is not copied to see whether the code writes to it."""
-_NUMBERS = (bool, int, float, str, bytes, type(None))
-_ATOMS = (*_NUMBERS, torch.Tensor, nn.Parameter)
+NUMBERS = (bool, int, float, str, bytes, type(None))
+"""Types of plain values, which hold nothing."""
+_ATOMS = (*NUMBERS, torch.Tensor, nn.Parameter)
 _PLAIN_HOLDERS = (list, dict, set, FunctionType)
 _LOOKED_INTO = ("types", "argparse", "collections", "dataclasses", "enum", "configparser", "string")
 
@@ -56,7 +57,7 @@ class Reached:
     """
 
     def __init__(self, roots: Sequence[Any], with_tensors: bool = False) -> None:
-        self._atoms = _NUMBERS if with_tensors else _ATOMS
+        self._atoms = NUMBERS if with_tensors else _ATOMS
         self.tensors: list[torch.Tensor] = []
         self.holders: list[Holder] = []
         self.generators: list[tuple[Any, str]] = []

@@ -97,8 +97,7 @@ class _Assuming(TorchFunctionMode):
         wide, kind = tensor.detach().to(torch.float64 if tensor.is_floating_point() else torch.int64), _NUMBERS[func]
         if kind is not None:
             found = comparison_that_stays(frame, self.caller, kind.__name__)
-            number = None if found is None else found.number(kind)
-            if found is None or number is None:
+            if found is None or (number := found.number(kind)) is None:
                 return func(tensor)
             self.assume(found.compare(wide.trunc() if kind is int else wide, found.other), found.outcome, frame)
             return number
@@ -112,8 +111,9 @@ class _Assuming(TorchFunctionMode):
         """What a condition on such numbers is; None for other conditions, and where both arms do something."""
         with torch.no_grad():
             value = computed_of(condition, self.read)
-        outcome = None if value is None else outcome_that_stays(frame, self.caller)
-        return None if value is None or outcome is None else self.assume(value, outcome, frame)
+        if value is None or (outcome := outcome_that_stays(frame, self.caller)) is None:
+            return None
+        return self.assume(value, outcome, frame)
 
     def assume(self, condition: Tensor, outcome: bool, frame: FrameType) -> bool:
         """Note that the condition has this outcome."""
