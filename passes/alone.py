@@ -29,6 +29,7 @@ from psg_fx.program.arguments.call import Call
 from psg_fx.program.arguments.packed import kept_in
 from psg_fx.program.program import Program
 from psg_fx.program.reads.observed import Observed
+from psg_fx.reference.state import called_with
 from psg_fx.source import locate
 from psg_fx.torch_private.modes import autocast_now
 
@@ -179,7 +180,7 @@ class Alone:
                 stack.enter_context(program.stand_ins.expected(program))
                 for kind, dtype in self.casts.items():
                     stack.enter_context(torch.autocast(kind, dtype))
-                found = torch.func.functional_call(program, state, given, tie_weights=False)
+                found = called_with(program, state, given, tie_weights=False)
         finally:
             program.observed, program.written = kept
         return [t for t in pytree.tree_leaves(found) if isinstance(t, Tensor)]
@@ -200,8 +201,10 @@ def _perturbed(gm: GraphModule, program: nn.Module, seed: int = 0) -> dict[str, 
         moves = p.is_floating_point() and name.removeprefix("model.") not in held
         with torch.no_grad():
             made.setdefault(id(p), moved(p) if moves else p)
-    found = {name: made[id(p)] for name, p in program.named_parameters(remove_duplicate=False)}
-    return found | {name: b.clone() for name, b in program.named_buffers(remove_duplicate=False)}
+    for _, b in program.named_buffers():
+        made[id(b)] = b.clone()
+    named = (program.named_parameters, program.named_buffers)
+    return {name: made[id(t)] for tensors in named for name, t in tensors(remove_duplicate=False)}
 
 
 def _generator(seed: int = 0) -> torch.Generator:

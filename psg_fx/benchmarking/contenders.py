@@ -33,6 +33,7 @@ from psg_fx.quantities.sums import Grads
 from psg_fx.reference.by_vmap import vmap_step
 from psg_fx.reference.definitions import Answer, ByName
 from psg_fx.reference.loop import gradients
+from psg_fx.reference.state import called_with
 from psg_fx.step.settings import FUSED_KERNELS, KEPT_DTYPE
 
 __all__ = ["Answer", "Computation", "Contender", "Problem", "field_of", "ordinary_compiled", "ordinary_eager"]
@@ -87,7 +88,7 @@ def ordinary_one_graph(problem: Problem) -> Computation:
         filled = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         named = {f"model.{name}": p for name, p in zip(problem.wanted, params, strict=True)}
         with torch.enable_grad():
-            loss = _mean(torch.func.functional_call(program, named, tuple(tree_unflatten(filled, spec))))
+            loss = _mean(called_with(program, named, tuple(tree_unflatten(filled, spec))))
             return gradients(loss, params)
 
     args = [*(p.detach() for p in problem.wanted.values()), *tensors]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from psg_fx.api import transform
 from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.quantities.sums import Grads
+from psg_fx.reference.state import called_with
 
 
 class Task(AttributionTask):  # type: ignore[misc]
@@ -76,7 +77,7 @@ def _functional(fn: Callable[..., Tensor], model: nn.Module) -> Callable[..., Te
 
     def of_one(params: Any, data: Any) -> Tensor:
         inputs, *targets = data
-        output = torch.func.functional_call(model, params, (inputs.unsqueeze(0),))
+        output = called_with(model, params, (inputs.unsqueeze(0),))
         return fn(output, *(t.unsqueeze(0) for t in targets))
 
     return of_one

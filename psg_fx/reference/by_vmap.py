@@ -14,6 +14,7 @@ from psg_fx.errors import NotYetSupported
 from psg_fx.reference.batch import Batch, has_rows, is_packed
 from psg_fx.reference.definitions import ByName
 from psg_fx.reference.loop import Loss, WithLoss, tracked
+from psg_fx.reference.state import called_with
 
 
 def vmap_step(
@@ -49,7 +50,7 @@ def vmap_step(
         leaves = list(batch.leaves)
         for (k, dim), part in zip(places.items(), sample, strict=True):
             leaves[k] = part.unsqueeze(dim)
-        loss: Tensor = torch.func.functional_call(program, named, batch.tree(leaves))
+        loss: Tensor = called_with(program, named, batch.tree(leaves))
         return loss.reshape(())
 
     each = torch.func.grad_and_value(sample_loss)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -64,3 +64,20 @@ def unchanged(*roots: Any) -> Iterator[Callable[[], None]]:
         yield state.restore
     finally:
         state.restore()
+
+
+def called_with(
+    module: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any, ...], tie_weights: bool = True
+) -> Any:
+    """`torch.func.functional_call`, after which the module holds its own tensors again.
+
+    Torch swaps those of a module that has two names twice, and then leaves what it had put there (torch 2.13).
+    """
+    lent = {id(t) for t in tensors.values()}
+    kinds: list[dict[str, Any]] = [kept for m in modules_of(module) for kept in (m._parameters, m._buffers)]
+    held = [(kept, dict(kept)) for kept in kinds]
+    try:
+        return torch.func.functional_call(module, dict(tensors), args, tie_weights=tie_weights)
+    finally:
+        for kept, own in held:
+            kept.update({name: t for name, t in own.items() if id(kept.get(name)) in lent})

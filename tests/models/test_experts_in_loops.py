@@ -70,6 +70,22 @@ class Numbered(Loop):
         return out
 
 
+class Written(Loop):
+    """Rows of choices are written back with what was there."""
+
+    def add(self, out, e, expert, flat, weights, ids):  # type: ignore[no-untyped-def]
+        token, choice = torch.where(ids == e)
+        out[token] += expert(flat[token]) * weights[token, choice, None]
+        return out
+
+
+class Twice(Written):
+    """Tokens are sent to the same expert twice: the last choice stands, and each has the gradient."""
+
+    def add(self, out, e, expert, flat, weights, ids):  # type: ignore[no-untyped-def]
+        return super().add(out, e, expert, flat, weights, ids // 2)
+
+
 class EachInOneWay(Loop):
     """Three experts, three ways."""
 
@@ -107,10 +123,10 @@ def made(kind: type[nn.Module], *given: int) -> nn.Module:
     return kind(*given).double()
 
 
-KINDS = [Loop, OneHot, Masked, Numbered, EachInOneWay, Replaced, OfImages]
+KINDS = [Loop, OneHot, Masked, Numbered, Written, Twice, EachInOneWay, Replaced, OfImages]
 
 
-@pytest.mark.parametrize("kind", selected(KINDS, {"EachInOneWay", "Replaced", "OfImages"}))
+@pytest.mark.parametrize("kind", selected(KINDS, {"Twice", "EachInOneWay", "Replaced", "OfImages"}))
 def test_norms_and_sums(kind: type[nn.Module]) -> None:
     """One step for all batch sizes."""
     check(made(kind), F.cross_entropy, [batch(4), batch(1)], quantities=[Norms(), ClippedSum(0.1)])

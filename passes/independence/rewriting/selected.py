@@ -268,7 +268,7 @@ class Selection(RowRewriting):
         rest = facts.shape(values.meta["val"])[1:]
         fits = at == 0 and self.dim in dims and all(shape[d] == own[dim] for d, dim in enumerate(dims))
         adds = name == "aten.index_add" or given.get("accumulate", False)
-        if not fits or shape[len(dims) :] != rest or (not adds and len(dims) == 1 and self.k > 1):
+        if not fits or shape[len(dims) :] != rest:
             return False
         twin = self.twins[values]
         self.ends[node] = self.put(node, onto, twin, dims, adds, given.get("alpha", 1)), twin
@@ -285,7 +285,7 @@ class Selection(RowRewriting):
             if len(dims) > 1:
                 kept, rows = (t.unflatten(1, self.others).movedim(there, list(range(len(dims)))) for t in (kept, rows))
             elif not adds:
-                kept, rows = kept.squeeze(1), rows.squeeze(1)
+                kept, rows = _last_choice(kept, rows)
             if not adds:
                 return torch.where(kept, rows.to(z.dtype), z)
             added = torch.where(kept, rows, torch.zeros((), dtype=x.dtype, device=x.device))
@@ -297,3 +297,18 @@ class Selection(RowRewriting):
         """The op on all rows."""
         places = any(n in self.columns or n in self.listed or n is self.mask for n in node.all_input_nodes)
         return not places and self.copied(node)
+
+
+def _last_choice(kept: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether a row is written, and with what: the last of its choices that is picked.  `[N, k, ..]` -> `[N, ..]`.
+
+    Those that do not stand have the derivative of the place too, as in torch.
+    """
+    if kept.shape[1] == 1:
+        return kept.squeeze(1), rows.squeeze(1)
+    last = kept & (kept.to(torch.int64).flip(1).cumsum(1).flip(1) == 1)
+    zero = torch.zeros((), dtype=rows.dtype, device=rows.device)
+    found = torch.where(last, rows, zero).sum(1, dtype=rows.dtype)
+    if rows.is_floating_point():
+        found = found + torch.where(kept & ~last & rows.isfinite(), rows - rows.detach(), zero).sum(1)
+    return kept.any(1), found

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -25,7 +24,7 @@ from psg_fx.program.decisions.questions import Question
 from psg_fx.program.stand_ins import StandIns
 from psg_fx.program.values import Same
 from psg_fx.tensors import SYMBOLS
-from psg_fx.torch_private.modes import no_modes, without_functions
+from psg_fx.torch_private.modes import is_transformed, no_modes, without_functions
 
 _SMALL = 64
 LARGE_MASK = 4096
@@ -52,7 +51,8 @@ _COMPUTING = _functions(
     "floor round diff flip cumsum cat stack unbind split chunk clone reshape unsqueeze squeeze tril triu roll rot90 "
     "view transpose t permute movedim swapaxes flatten expand repeat repeat_interleave tile diagonal select narrow "
     "where clamp square pow prod amax amin minimum maximum floor_divide fmod logical_xor isin masked_fill broadcast_to "
-    "hstack vstack outer meshgrid cartesian_prod combinations", torch.Tensor, torch,
+    "hstack vstack outer meshgrid cartesian_prod combinations isclose new_tensor "
+    "sign sqrt exp log softplus", torch.Tensor, torch, torch.nn.functional,
 )  # fmt: skip
 """What is computed of such buffers to decide by; nothing that writes, or draws."""
 
@@ -85,7 +85,7 @@ class Flags:
     """What is known of small buffers, and of what is computed from them alone."""
 
     def __init__(self, stand_ins: StandIns) -> None:
-        buffers = [(own, other) for own, other in stand_ins.pairs() if not isinstance(own, nn.Parameter)]
+        buffers = [(own, other) for own, other in stand_ins.pairs() if not own.requires_grad]
         limit = {torch.bool: LARGE_MASK}
         small = [(own, other) for own, other in buffers if own.numel() <= limit.get(own.dtype, _SMALL)]
         self._own = {id(own): own for own, _ in small}
@@ -114,6 +114,12 @@ class Flags:
         known = self._known(tensor)
         return None if known is None else (known.value, _looks(known, known.of, known.value))
 
+    def is_from_outside(self, tensor: Any) -> bool:
+        """Whether it is a small tensor of the code's own that is no buffer; what writes into such a one is refused."""
+        if type(tensor) is not torch.Tensor or is_transformed(tensor):
+            return False
+        return tensor.numel() <= _SMALL and not tensor.requires_grad and tensor.layout is torch.strided
+
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether it is one of the buffers."""
         return id(tensor) in self._own
@@ -121,7 +127,8 @@ class Flags:
     def computed(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
         """A function has been called on these, and has returned this."""
         self._in_bulk = self._in_bulk or IN_BULK in getattr(func, "__name__", "")
-        if func not in _MAKING and (func not in _COMPUTING or not (self._own or self._made)):
+        some = self._own or self._made or any(map(self.is_from_outside, args))
+        if func not in _MAKING and (func not in _COMPUTING or not some):
             return
         if "out" in kwargs:
             return  # it writes
@@ -174,7 +181,7 @@ class Flags:
         return _Filled(filled(lambda k: k.value), buffers, lambda buffer: filled(lambda k: k.of(buffer)), steps)
 
     def _known(self, tensor: torch.Tensor) -> _Known | None:
-        is_own = id(tensor) in self._own
+        is_own = id(tensor) in self._own or self.is_from_outside(tensor)
         if not is_own and tensor not in self._made:
             return None
         version, known = 0, _Known(tensor, frozenset([Same(tensor)]), lambda buffer: buffer, 0)
