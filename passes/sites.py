@@ -27,7 +27,8 @@ from psg_fx.graph.same_op import draws
 from psg_fx.graph.stages import Stage
 from psg_fx.op_table import enter, known
 from psg_fx.ops.of_users.additive import is_additive
-from psg_fx.ops.of_users.autograd_function import CustomCall, custom_call, differentiable
+from psg_fx.ops.of_users.autograd_function import differentiable
+from psg_fx.ops.of_users.custom_call import CustomCall, custom_call
 from psg_fx.program.reads.observe import observing_backward
 from psg_fx.source import locate
 from psg_fx.torch_private.graphs import module_without_code

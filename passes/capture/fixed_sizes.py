@@ -20,7 +20,7 @@ from psg_fx.errors import NotYetSupported, PsgError
 from psg_fx.graph import facts
 from psg_fx.graph.history import copy_graph
 from psg_fx.graph.nodes import call, written_before
-from psg_fx.ops.of_users.autograd_function import custom_call
+from psg_fx.ops.of_users.custom_call import custom_call
 from psg_fx.program.decisions.branches import no_plain_batch_size
 from psg_fx.source import locate
 from psg_fx.torch_private.fakes import symbolic_inputs

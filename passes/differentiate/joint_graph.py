@@ -22,7 +22,7 @@ from psg_fx.graph.facts import OutputSpec, fact
 from psg_fx.graph.nodes import is_detach
 from psg_fx.graph.stages import Stage
 from psg_fx.op_table import known
-from psg_fx.ops.of_users.autograd_function import custom_call
+from psg_fx.ops.of_users.custom_call import custom_call
 from psg_fx.program.decisions.branches import no_plain_batch_size
 from psg_fx.program.reads.observe import observing_backward
 from psg_fx.source import locate

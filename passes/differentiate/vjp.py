@@ -18,7 +18,7 @@ from psg_fx.graph import facts
 from psg_fx.graph.facts import fact
 from psg_fx.graph.tracing import trace
 from psg_fx.op_table import known
-from psg_fx.ops.of_users.autograd_function import custom_call
+from psg_fx.ops.of_users.custom_call import custom_call
 from psg_fx.source import locate
 from psg_fx.torch_private.fakes import empty_as
 

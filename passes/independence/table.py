@@ -10,7 +10,7 @@ import torch
 from psg_fx import op_table
 from psg_fx.graph.facts import SampleAxis
 from psg_fx.op_table import SampleRule
-from psg_fx.ops.of_users.autograd_function import custom_call
+from psg_fx.ops.of_users.custom_call import custom_call
 
 from .values import Op, Result
 

@@ -16,7 +16,7 @@ from psg_fx.errors import NotYetSupported, PsgError, SamplesMixed
 from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxes, SampleAxis
 from psg_fx.graph.sample_axis import Misfit, Ragged, Single, positive, single
-from psg_fx.ops.of_users.autograd_function import custom_call
+from psg_fx.ops.of_users.custom_call import custom_call
 from psg_fx.source import locate
 from psg_fx.tensors import SYMBOLS
 

@@ -12,7 +12,8 @@ from psg_fx.algebra.arrange import samples_first
 from psg_fx.algebra.network import BATCH, Leaf, Network
 from psg_fx.algebra.site import Operand, Site, Value
 from psg_fx.ops.in_other_ops import differentiated
-from psg_fx.ops.of_users.autograd_function import custom_call, differentiable
+from psg_fx.ops.of_users.autograd_function import differentiable
+from psg_fx.ops.of_users.custom_call import custom_call
 from psg_fx.ops.of_users.per_sample import for_each_sample
 from psg_fx.program.reads.observe import observing_backward
 from psg_fx.tensors import product

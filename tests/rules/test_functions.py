@@ -25,6 +25,7 @@ from support.autograd_functions import (
     Reshaped,
     Reversed,
     Scaled,
+    Shifted,
     Sized,
     SumAndProduct,
     Turned,
@@ -122,6 +123,9 @@ EXACT: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "folded rows": lambda m, x: Scaled.apply(m.a(x.reshape(-1, 4))).view(x.shape),
     "integers": lambda m, x: Looked.apply(m.a(x), m.b(x).detach().argsort(-1)),
     "the input itself": lambda m, x: m.b(Reversed.apply(m.a(x))),
+    "an intermediate value that it writes into": lambda m, x: (
+        Shifted.apply(m.a(x)) * m.b(Shifted.apply(m.b(x)[..., :4]))
+    ),
     "twice": lambda m, x: Scaled.apply(m.b(Scaled.apply(m.a(x)))),
     "under no_grad": lambda m, x: m.b(x) + Scaled.apply(m.a(x).detach()),
     "checkpointed": lambda m, x: checkpoint(lambda v: Scaled.apply(m.a(v)), m.b(x), use_reentrant=False),  # type: ignore[no-any-return]

@@ -18,6 +18,7 @@ from support.autograd_functions import (
     Function,
     Model,
     Scaled,
+    Shifted,
     Sized,
     SumAndProduct,
     X,
@@ -252,6 +253,16 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], type[Exception], str]]
         lambda m, x: SumAndProduct.apply(m.a(x), m.b(x), int(x.shape[0]))[1], NotYetSupported, "is another one for ano",
     ),
     "in place": (lambda m, x: InPlace.apply(m.a(x)), NotYetSupported, "InPlace is not supported.*writes into its"),
+    "a value that it has written into": (
+        lambda m, x: [h := m.a(x), Shifted.apply(h) + h][1], NotYetSupported, "Shifted is not.*_functions.py:.*read ag",
+    ),
+    "what was detached of it before": (
+        lambda m, x: [h := m.a(x), d := h.detach(), Shifted.apply(h) + d][2], NotYetSupported, "is read again afterwar",
+    ),
+    "another function of it": (
+        lambda m, x: [h := m.a(x), Shifted.apply(h[:, :1]).sum() + Shifted.apply(h)][1], NotYetSupported, "read again",
+    ),
+    "a parameter that it writes into": (lambda m, x: m.a(x) * Shifted.apply(m.b.bias), NotYetSupported, "writes into"),
     "a backward in place": (
         lambda m, x: InPlaceBackward.apply(m.a(x)), NotYetSupported, "writes into a tensor that it is given",
     ),

@@ -42,6 +42,23 @@ class SumAndProduct(Function):
         return g + h, ctx.scale * g - h, None
 
 
+class Shifted(Function):
+    """Writes into its argument and does not say so, as the sparsemax of TabNet does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x -= x.amax(-1, keepdim=True).detach()
+        y = x.exp()
+        ctx.save_for_backward(x, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        x, y = ctx.saved_tensors
+        found: Tensor = g * y + 0.1 * x
+        return found
+
+
 class Looked(Function):
     """An integer input."""
 

@@ -12,13 +12,14 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from psg_fx.errors import NotYetSupported
-from psg_fx.ops.of_users.autograd_function import as_one_op
+from psg_fx.ops.of_users.custom_call import as_one_op
 from psg_fx.program.code import names_of
 from psg_fx.program.reads.observed import Observed
 from psg_fx.torch_private.custom_functions import forward_replaced_here
 from psg_fx.torch_private.export import BackwardHookFunction
 from psg_fx.torch_private.patching import patched_here
 
+from ..unseen import line_of_call
 from .writes import unwatched
 
 
@@ -29,8 +30,8 @@ def keep_custom_backward(observed: Observed) -> Iterator[None]:
     def forward(cls: type[torch.autograd.Function], given: tuple[Any, ...]) -> Any:
         _require_plain(cls, given)
         observed.functions([cls.forward, cls.backward, cls.setup_context])
-        with unwatched():
-            return as_one_op(cls, given, observed.calls.append)
+        with unwatched(given) as wrote:
+            return as_one_op(cls, given, observed.calls.append, wrote, line_of_call(cls.apply))
 
     def checkpointed(cls: Any, block: Any, preserve: bool, *given: Any) -> Any:
         return block(*given)  # what is recomputed is decided after differentiation

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from psg_fx.errors import NotYetSupported
 from psg_fx.graph import facts
 from psg_fx.graph.same_op import draws
-from psg_fx.ops.of_users.autograd_function import as_one_op
+from psg_fx.ops.of_users.custom_call import as_one_op
 from psg_fx.ops.of_users.own_gradient import own_gradient
 from psg_fx.program.changes.closures import Closure, changes_state
 from psg_fx.program.program import Program

@@ -25,7 +25,7 @@ from psg_fx.graph.same_op import draws
 from psg_fx.graph.strides import free_of_strides
 from psg_fx.graph.tracing import trace
 from psg_fx.op_table import known
-from psg_fx.ops.of_users.autograd_function import custom_call
+from psg_fx.ops.of_users.custom_call import custom_call
 from psg_fx.ops.of_users.own_gradient import own_gradient
 from psg_fx.source import locate
 from psg_fx.torch_private.modes import no_functorch_levels, not_recorded, untransformed, without_functions

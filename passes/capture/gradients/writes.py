@@ -35,10 +35,12 @@ class _Writes(TorchFunctionMode):
     a tensor of its own to autograd, in the memory of another one.  changed: memory that was written to through a
     detached tensor, and the refusal of whatever reads the tensor with a gradient there from then on.  given_values:
     detached tensors that values with gradients were written into, through which autograd would follow these; and the
-    refusal of whatever reads one.  read: detached tensors that were read.
+    refusal of whatever reads one.  read: detached tensors that were read.  lost: memory whose values the graph does not
+    have, and the refusal of whatever reads it.
     """
 
     watching = True
+    now: _Writes | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,6 +49,7 @@ class _Writes(TorchFunctionMode):
         self.changed: dict[int, NotYetSupported] = {}
         self.given_values: dict[int, tuple[torch.Tensor, NotYetSupported]] = {}
         self.read: set[int] = set()
+        self.lost: dict[int, tuple[torch.Tensor, NotYetSupported]] = {}
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -132,10 +135,12 @@ class _Writes(TorchFunctionMode):
                 raise self.given_values[id(tensor)][1]
 
     def require_unchanged(self, given: Any) -> None:
-        """Refuse to read a tensor whose value has changed and whose gradient has not."""
-        for tensor in _tensors(given) if self.changed else ():
+        """Refuse to read a tensor whose value has changed and whose gradient has not, or the graph's value has not."""
+        for tensor in _tensors(given) if self.changed or self.lost else ():
             if tensor.requires_grad and _place(tensor) in self.changed:
                 raise self.changed[_place(tensor)]
+            if _place(tensor) in self.lost:
+                raise self.lost[_place(tensor)][1]
 
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
@@ -215,10 +220,22 @@ def _memory(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 
 @contextlib.contextmanager
-def unwatched() -> Iterator[None]:
-    """For code whose backward is known otherwise: a custom function's own forward."""
+def unwatched(given: Sequence[Any]) -> Iterator[Callable[[torch.Tensor, NotYetSupported], None]]:
+    """For code whose backward is known otherwise: a custom function's own forward.  Yields what is to be told of a
+    tensor that it has written into, with the refusal of whatever reads it afterwards.
+    """
+    writes = _Writes.now
+
+    def wrote(tensor: torch.Tensor, refusal: NotYetSupported) -> None:
+        if writes is None:
+            raise refusal
+        writes.lost[_place(tensor)] = tensor, refusal
+
+    if writes is not None:
+        with without_functions():
+            writes.require_unchanged(given)
     with patched_here(_Writes, "watching", False):
-        yield
+        yield wrote
 
 
 def _enter_inference(self: Any) -> None:
@@ -247,6 +264,6 @@ def seen_by_autograd() -> Iterator[None]:
     with (
         patched_here(inference, "__enter__", _enter_inference),
         patched_here(inference, "__exit__", _leave_inference), patched_here(Program, "forward", forward),
-        without_checkpoints(), writes,
+        patched_here(_Writes, "now", writes), without_checkpoints(), writes,
     ):  # fmt: skip
         yield

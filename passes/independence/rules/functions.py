@@ -12,7 +12,8 @@ from torch.fx import GraphModule, Node
 from psg_fx.errors import NotYetSupported, PsgError
 from psg_fx.graph import facts
 from psg_fx.graph.facts import InputSpec, SampleAxes, SampleAxis
-from psg_fx.ops.of_users.autograd_function import CustomCall, backward_graph, custom_call, forward_graph
+from psg_fx.ops.of_users.autograd_function import backward_graph, forward_graph
+from psg_fx.ops.of_users.custom_call import CustomCall, custom_call
 from psg_fx.program.decisions.branches import no_plain_batch_size
 from psg_fx.program.reads.observe import observing_backward
 from psg_fx.source import locate

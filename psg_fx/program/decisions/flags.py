@@ -118,7 +118,9 @@ class Flags:
         """Whether it is a small tensor of the code's own that is no buffer; what writes into such a one is refused."""
         if type(tensor) is not torch.Tensor or is_transformed(tensor):
             return False
-        return tensor.numel() <= _SMALL and not tensor.requires_grad and tensor.layout is torch.strided
+        with without_functions():
+            has_values = not tensor.is_meta and tensor.layout is torch.strided and not tensor.requires_grad
+            return has_values and tensor.numel() <= _SMALL
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether it is one of the buffers."""
