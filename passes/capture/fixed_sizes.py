@@ -23,7 +23,7 @@ from psg_fx.graph.nodes import call, written_before
 from psg_fx.ops.of_users.custom_call import custom_call
 from psg_fx.program.decisions.branches import no_plain_batch_size
 from psg_fx.source import locate
-from psg_fx.torch_private.fakes import symbolic_inputs
+from psg_fx.torch_private.fakes import sizes_made, symbolic_inputs
 from psg_fx.torch_private.functional import Functional
 from psg_fx.torch_private.modes import enable_python_dispatcher
 
@@ -49,12 +49,13 @@ def join(
         _without_copies(gm)
         _with_all_sizes(gm)
         _with_leading_ones(gm)
+        _without_words(gm)
     if _are_longer(graphs):
         for gm in graphs:
             _without_expansions(gm)
-    for node in first.graph.nodes:
-        if any(isinstance(s, torch.SymInt) for t in facts.tensors(node.meta.get("val")) for s in t.shape):
-            raise _by_values(node)
+        several = next((gm for gm, size in zip(graphs, sizes, strict=True) if size > 1), first)
+        for gm in (gm for gm, size in zip(graphs, sizes, strict=True) if size == 1):
+            _with_expansions(gm, several)
     columns = list(zip(*(g.graph.nodes for g in graphs), strict=False))
     if _are_longer(graphs):
         raise _unlike(next((c[0] for c in columns if len({n.target for n in c}) > 1), columns[-1][0]), sizes)
@@ -113,10 +114,36 @@ def _without_expansions(gm: GraphModule) -> None:
             gm.graph.erase_node(node)
 
 
+def _with_expansions(gm: GraphModule, several: GraphModule) -> None:
+    """To the same size, of one sample, where of several what they have in common is expanded to all of them."""
+    nodes, own, made = iter(list(gm.graph.nodes)), dict[Node, Node](), dict[Node, Node]()
+    node = next(nodes)
+    for other in several.graph.nodes:
+        if other.target is aten.expand.default and node.target is not aten.expand.default and other.args[0] in own:
+            given = own[other.args[0]]
+            with written_before(node, given.meta):
+                own[other] = made[other] = call(gm, aten.expand.default, given, list(given.meta["val"].shape))
+            continue
+        own[other] = node
+        for theirs, mine in zip(other.all_input_nodes, node.all_input_nodes, strict=False):
+            if theirs in made and mine is made[theirs].args[0]:
+                node.replace_input_with(mine, made[theirs])
+        node = next(nodes, node)
+
+
+def _without_words(gm: GraphModule) -> None:
+    """A check of a size that depends on values of a tensor says what that is."""
+    for node in gm.graph.find_nodes(op="call_function", target=aten._assert_scalar.default):
+        node.args = (node.args[0], "")
+
+
 def _with_all_sizes(gm: GraphModule) -> None:
-    """A `reshape` that copies has found out what -1 is."""
-    for node in gm.graph.find_nodes(op="call_function", target=aten.reshape.default):
-        node.args = (node.args[0], list(node.meta["val"].shape))
+    """A `reshape` that copies has found out what -1 is; an `expand` is given what stays by its size or by -1."""
+    for target in (aten.reshape.default, aten.expand.default):
+        for node in gm.graph.find_nodes(op="call_function", target=target):
+            shape = list(node.meta["val"].shape)
+            if all(isinstance(size, int) for size in shape):
+                node.args = (node.args[0], shape)
 
 
 def _with_leading_ones(gm: GraphModule) -> None:
@@ -207,14 +234,6 @@ def _argument(node: Node, values: Sequence[Any], place: Sequence[dict[Node, int]
     )  # fmt: skip
 
 
-def _by_values(node: Node) -> NotYetSupported:
-    return NotYetSupported(
-        f"the size of what {node.target} makes depends on values of a tensor", where=locate(node),
-        why="a compiled graph has sizes that are known before it runs",
-        fix="keep every row and multiply by a mask, or use torch.where",
-    )  # fmt: skip
-
-
 def _one_number(node: Node) -> NotYetSupported:
     return NotYetSupported(
         f"{node.target} takes no symbol for the batch size", where=locate(node),
@@ -263,6 +282,8 @@ class _Described(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
+        if made := sizes_made(self.carrier, result):
+            n.meta["unbacked_bindings"] = made
         if self.fixed is None and not any(size.free_symbols for size in facts.shape(self.carrier)):
             self.fixed = n
         if n.op != "output":

@@ -53,6 +53,9 @@ def capture_failed(error: Exception) -> CaptureFailed:
                 "compute with tensors in place of their numbers (torch.exp(-0.1 * self.step)), use one mask for all "
                 "that it picks (m = t > 0; x[m], t[m]), or compute it outside the model"
             )
+    elif ".numpy() is not supported" in text:
+        why = "the code takes the values of a tensor out of torch, as a NumPy array, where no graph follows"
+        fix = "compute with torch's own functions, or outside the model"
     elif text.startswith("node: sym_"):
         why = "how many rows a mask picks is compared with another size, which no graph records"
         fix = "keep every row, and mask what is computed of them by torch.where"

@@ -14,7 +14,12 @@ from torch._subclasses.fake_impls import register_op_impl
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import UnsupportedOperatorException as UnsupportedOperatorException
 from torch._subclasses.fake_tensor import in_kernel_invocation_manager
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+    compute_unbacked_bindings,
+)
 
 LIST_OF_FAKE: Callable[[FakeTensor], Any] = FakeTensor.tolist
 """A method of its own, which no mode of functions sees."""
@@ -88,6 +93,13 @@ def symbolic_inputs(tensors: Sequence[torch.Tensor], dims: Sequence[int | None])
         context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
         made.append(mode.from_tensor(tensor, symbolic_context=context, source=ConstantSource(f"value_{index}")))
     return made
+
+
+def sizes_made(fake: torch.Tensor, result: Any) -> dict[Any, Any]:
+    """The sizes that an op on fake tensors has made, which depend on values, and where they are in its result.  Until
+    somebody asks, the next trace with these tensors misses them.
+    """
+    return compute_unbacked_bindings(fake.fake_mode.shape_env, result) or {}  # type: ignore[attr-defined]
 
 
 def empty_fake(

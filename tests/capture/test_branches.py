@@ -132,3 +132,36 @@ def test_code_that_catches_what_a_layer_raises() -> None:
     step = psg_fx.transform(model, F.cross_entropy, backend="eager")
     for size in (4, 1):
         right(step, model, size)
+
+
+class Shared(nn.Module):
+    """One row for all samples, expanded where there are several."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layer, self.row, self.way = nn.Linear(3, 3).double(), nn.Parameter(torch.randn(1, 3).double()), way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        row = self.layer(self.row)
+        if row.shape[0] == 1 and x.shape[0] > 1:
+            row = row.expand(x.shape[0], -1)
+            row = row if self.way != "twice as much" else 2 * row
+        if self.way == "added":
+            return self.layer(x) * self.row + row
+        return torch.cat([self.row.expand(len(x), 3), row, self.layer(x)], 1)[:, 2:5] + self.layer(x)
+
+
+@pytest.mark.filterwarnings("ignore:one graph for each batch size")
+@pytest.mark.parametrize("way", ["added", "joined"])
+@pytest.mark.parametrize("sizes", [(3, 1, 4), (1, 3)])
+def test_a_row_that_is_expanded_for_several(way: str, sizes: tuple[int, ...]) -> None:
+    model = Shared(way)
+    step = psg_fx.transform(model, F.cross_entropy, quantities=psg_fx.Grads(), backend="eager")
+    for size in sizes:
+        right(step, model, size)
+
+
+def test_a_row_that_is_another_one_for_several() -> None:
+    step = psg_fx.transform(Shared("twice as much"), F.cross_entropy, backend="eager")
+    with pytest.raises(PsgError, match="treats a batch of one sample differently"):
+        step(torch.randn(3, 3, dtype=torch.float64), torch.tensor([0, 1, 2]))
