@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils._pytree import tree_leaves
 
-from psg_fx.errors import InternalError, NotYetSupported, first_line
+from psg_fx.errors import InternalError, NotYetSupported, PsgError, first_line
 from psg_fx.graph import facts
 from psg_fx.graph.facts import fact
 from psg_fx.graph.tracing import trace
@@ -139,7 +139,10 @@ def vjp(
 def run(segment: Segment, given: Sequence[Any]) -> list[Any]:
     """The values of its nodes, where sites make what is differentiable."""
     tapped = Tapped(segment.module)
-    tapped.run(*given)
+    try:
+        tapped.run(*given)
+    except PsgError as error:  # torch.fx writes the graph's own traceback into its text
+        raise error.alone() from None
     return [tapped.env[node] for node in segment.copies]
 
 

@@ -410,3 +410,32 @@ def test_a_tensor_that_is_no_buffer_is_another() -> None:
     for some in ([True, False], [False, True]):
         model.some = torch.tensor(some)
         assert oracle.worst_error(step(X, Y).grads, oracle.loop_grads(model, F.cross_entropy, X, Y)[1]) < 1e-12
+
+
+class Masked(nn.Module):
+    """A mask of numbers picks entries of a weight, as autoregressive blocks do."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(size, size, dtype=torch.float64))
+        self.register_buffer("mask", torch.eye(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        picked = self.weight[self.mask.bool()].view(len(self.weight))
+        return x * picked[:4] + picked[4:].sum()
+
+
+def test_a_mask_of_numbers_picks() -> None:
+    model = Masked(12)
+    step = psg_fx.transform(model, F.cross_entropy, quantities=psg_fx.Grads(), backend="eager")
+    for mask in (torch.eye(12), torch.eye(12).flip(0)):
+        model.mask.copy_(mask)
+        assert oracle.worst_error(step(X, Y).grads, oracle.loop_grads(model, F.cross_entropy, X, Y)[1]) < 1e-12
+
+
+def test_a_mask_that_is_too_large_is_refused_in_psg_fx_own_words() -> None:
+    step = psg_fx.transform(Masked(65), F.cross_entropy, quantities=psg_fx.Grads(), backend="eager")
+    with pytest.raises(psg_fx.NotYetSupported, match=r"depends on values") as caught:
+        step(X, Y)
+    assert "While executing" not in str(caught.value)

@@ -86,8 +86,7 @@ class Flags:
 
     def __init__(self, stand_ins: StandIns) -> None:
         buffers = [(own, other) for own, other in stand_ins.pairs() if not own.requires_grad]
-        limit = {torch.bool: LARGE_MASK}
-        small = [(own, other) for own, other in buffers if own.numel() <= limit.get(own.dtype, _SMALL)]
+        small = [(own, other) for own, other in buffers if own.numel() <= LARGE_MASK]
         self._own = {id(own): own for own, _ in small}
         self._others = [(_memory(own), other) for own, other in buffers]
         self._versions = self._versions_now()
