@@ -132,7 +132,7 @@ def _with_expansions(gm: GraphModule, several: GraphModule) -> None:
 
 
 def _without_words(gm: GraphModule) -> None:
-    """A check of a size that depends on values of a tensor says what that is."""
+    """Checks of sizes that depend on values are told apart by their words, which name the batch size."""
     for node in gm.graph.find_nodes(op="call_function", target=aten._assert_scalar.default):
         node.args = (node.args[0], "")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import weakref
@@ -100,7 +101,62 @@ class AsItComes(Function):
         return sum((7 * t for t in (g, h) if t is not None), torch.tensor(0.0))
 
 
+class Quadrature(Function):
+    """Differentiates a function by what it closes over, which are arguments, too: zuko's `GaussLegendre`."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[[Tensor], Tensor], x: Tensor, *phi: Tensor) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(x, *phi)
+        return function(x / 2) * x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, *phi = ctx.saved_tensors
+        with torch.enable_grad():
+            area = ctx.function(x.detach() / 2) * x.detach()
+        return None, g * ctx.function(x), *torch.autograd.grad(area, phi, g)
+
+
+class Held:
+    """A function of an object."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.values = [value]
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return self.values[0].exp() * x
+
+
+def _closed_over(m: Any, x: Tensor) -> Tensor:
+    w = m.a(x)
+    found: Tensor = Quadrature.apply(lambda t: w.exp() * t * m.b.bias, m.b(x), w, m.b.bias)
+    return found
+
+
+def _by_a_method(m: Any, x: Tensor) -> Tensor:
+    w = m.a(x)
+    found: Tensor = m.b(Quadrature.apply(Held(w).scaled, x, w))
+    return found
+
+
+def _by_a_part(m: Any, x: Tensor) -> Tensor:
+    w = m.a(x)
+    found: Tensor = m.b(Quadrature.apply(functools.partial(torch.mul, w), x, w))
+    return found
+
+
+def _another_than_the_argument(m: Any, x: Tensor) -> Tensor:
+    w = m.a(x)
+    q = w.exp()
+    found: Tensor = Quadrature.apply(lambda t: (w + q) * t, m.b(x), w)
+    return found
+
+
 EXACT: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "an argument that a function closes over": _closed_over,
+    "an argument that an object holds": _by_a_method,
+    "an argument of a partial function": _by_a_part,
     "no backward where no gradient comes": lambda m, x: (
         m.b(x) * WithoutBackward.apply(m.a(x).detach()) + WithoutBackward.apply(x)
     ),
@@ -277,6 +333,7 @@ def _closed_over(m: Any, x: Tensor) -> Tensor:
 STATE = SimpleNamespace(calls=torch.zeros(4))
 
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
+    "another tensor than the argument": (_another_than_the_argument, "reads a tensor that is no argument"),
     "a list that grows": (lambda m, x: Grown.apply(m.a(x), []), "changes a list, a dict or an object among"),
     "an object that counts": (lambda m, x: Counted.apply(m.a(x), SimpleNamespace(n=0)), "or an object among its arg"),
     "an object's list": (lambda m, x: Counted.apply(m.a(x), SimpleNamespace(n=[])), "or an object among its arguments"),

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from psg_fx.errors import NotYetSupported
 from psg_fx.graph.facts import is_differentiable
 from psg_fx.ops.define import define_function
+from psg_fx.ops.of_users.argument_closures import reading
 from psg_fx.ops.of_users.argument_objects import are_the_same, held_by
 from psg_fx.ops.of_users.argument_sizes import has_symbols, of_call, without_symbols
 from psg_fx.tensors import SYMBOLS
@@ -33,7 +34,8 @@ class CustomCall:
     """A call of a custom function: arguments that are no tensors are fixed, `call(*tensors)` fills in the others.
 
     needs: which of the tensors require a gradient in the program (`ctx.needs_input_grad`).  casts: its autocast.
-    writes: the tensors that it writes into; it is given copies of them.  line: the user's, that calls it.
+    writes: the tensors that it writes into; it is given copies of them.  line: the user's, that calls it.  originals:
+    the tensors of the capture, which a function among the arguments may close over.
     """
 
     function: type[Function]
@@ -43,6 +45,7 @@ class CustomCall:
     casts: Mapping[str, torch.dtype]
     writes: tuple[int, ...] = ()
     line: str = ""
+    originals: tuple[torch.Tensor, ...] = ()
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         """Its result: a tensor, or a tuple of several."""
@@ -65,7 +68,8 @@ class CustomCall:
                       for n, t in zip(self.needs, tensors, strict=True)))  # fmt: skip
 
     def _filled(self, tensors: Sequence[Any]) -> list[Any]:
-        fixed = {i: of_call(kept, tensors) for i, kept in self.constants}
+        others = {id(own): t for own, t in zip(self.originals, tensors, strict=True)}
+        fixed = {i: reading(of_call(kept, tensors), others) for i, kept in self.constants}
         rest = iter(tensors)
         count = len(fixed) + len(self.needs)
         args: list[Any] = pytree.tree_unflatten(
@@ -126,7 +130,7 @@ def as_one_op(
     others = ((i, v) for i, v in enumerate(flat) if not isinstance(v, torch.Tensor))
     constants = tuple((i, without_symbols(v, inputs)) for i, v in others)
     needs = tuple(t.requires_grad and is_differentiable(t) for t in inputs)
-    call = CustomCall(function, constants, spec, needs, autocast_now(), line=line)
+    call = CustomCall(function, constants, spec, needs, autocast_now(), line=line, originals=tuple(inputs))
     if any(has_symbols(kept) for _, kept in constants):
         raise call.refusal(
             "a number made of the batch size is among its arguments", "let it read the size of a tensor: x.shape[0]"
@@ -192,8 +196,8 @@ _BY_NEW = "let it make a new tensor: x = x - m in place of x -= m"
 def _lies_in(tensor: torch.Tensor, results: Sequence[Any]) -> bool:
     """Whether one of the results is made of the tensor's memory."""
     with without_functions():
-        own = tensor.untyped_storage()._cdata
-        return any(isinstance(t, torch.Tensor) and t.untyped_storage()._cdata == own for t in results)
+        made = [t for t in results if isinstance(t, torch.Tensor) and t.layout is torch.strided]
+        return any(t.untyped_storage()._cdata == tensor.untyped_storage()._cdata for t in made)
 
 
 def _is_intermediate(tensor: torch.Tensor) -> bool:
