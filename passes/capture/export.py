@@ -171,7 +171,8 @@ def _one_size(
     places = [next(samples) if s.kind is InputKind.USER_INPUT else None for s in first.graph_signature.input_specs]
     follow = constants_that_follow(found, each)
     gm = join([f.graph_module for f in found], each, tensors, places, follow)
-    why = readings.why() or failure.why
+    branch = f"{failure.what} ({failure.where})" if isinstance(failure, OtherBranch) else failure.why
+    why = readings.why() or branch
     note = f"one graph for each batch size: {why}"
     return replace(first, graph_module=gm, note=note, one_size=True)
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -14,8 +15,8 @@ import transformers
 import psg_fx
 from external import transformers_rows as rows
 from external import transformers_zoo as zoo
-from external.program import Program, check, check_learns, drop_in, with_loss
-from psg_fx.errors import CaptureFailed, NotYetSupported, SamplesMixed
+from external.program import Problem, Program, check, check_learns, drop_in, with_loss
+from psg_fx.errors import CaptureFailed, SamplesMixed
 from support.selection import one_in, selected
 
 pytestmark = [
@@ -95,12 +96,14 @@ def test_refusals_of_experts_name_the_way_out() -> None:
         step(inputs)
 
 
-def test_a_mask_that_the_model_makes_itself_is_named() -> None:
-    """And the model is answered once the mask is passed."""
-    problem = next(p for p in zoo.programs() if p.name == "gpt2/checkpointed").problem()
-    step = psg_fx.transform(problem.model, problem.loss, backend="eager")
-    inputs = {name: value for name, value in problem.inputs.items() if name != "attention_mask"}
-    with pytest.raises(NotYetSupported) as error:
-        step(inputs)
-    assert error.value.fix.startswith("pass attention_mask, which the model makes itself where none is given; or ")
-    step({**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])})
+@pytest.mark.filterwarnings("ignore:one graph for each batch size")
+def test_a_mask_that_the_model_makes_itself() -> None:
+    """It expands the positions where there are several samples, which is the same for one."""
+    program = next(p for p in zoo.programs() if p.name == "gpt2/checkpointed")
+
+    def without_mask() -> Problem:
+        problem = program.problem()
+        inputs = {name: value for name, value in problem.inputs.items() if name != "attention_mask"}
+        return dataclasses.replace(problem, inputs=inputs)
+
+    check(Program("gpt2/its own mask", without_mask), with_loss)
