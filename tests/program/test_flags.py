@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -352,90 +351,3 @@ def test_what_the_code_has_written_before_is_not_known(way: Callable[[Any, Tenso
     with pytest.raises(psg_fx.CaptureFailed, match="branches on values of a tensor"):
         psg_fx.transform(model, F.cross_entropy, backend="eager")(X, Y)
     assert int(model.steps) == int(model.sizes[0]) == first  # type: ignore[arg-type, index]
-
-
-class Curved(nn.Module):
-    """Decides by a number that a frozen parameter holds, as hyperbolic layers do by their curvature."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(4, 4).double()
-        self.curvature = nn.Parameter(torch.tensor(1.0, dtype=torch.float64), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        k = -F.softplus(self.curvature) + 1
-        h = self.layer(x)
-        return h if torch.all(k.isclose(k.new_tensor(0.0))) else h.tanh() * k.sign()
-
-
-def test_a_frozen_parameter_decides() -> None:
-    model = Curved()
-    step = psg_fx.transform(model, F.cross_entropy, quantities=psg_fx.Grads(), backend="eager")
-    for value in (1.0, math.log(math.expm1(1.0)), -1.0):
-        model.curvature.data.fill_(value)
-        assert oracle.worst_error(step(X, Y).grads, oracle.loop_grads(model, F.cross_entropy, X, Y)[1]) < 1e-12
-
-
-class Listed(nn.Module):
-    """Decides by a tensor that is no buffer, as TabNet does by which columns are continuous."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer, self.some = nn.Linear(4, 4).double(), torch.tensor([True, False])
-
-    def forward(self, x: Tensor) -> Tensor:
-        h: Tensor = self.layer(x)
-        return h if self.some[1] else 2 * h
-
-
-def test_a_tensor_that_is_no_buffer_decides() -> None:
-    model = Listed()
-    step = psg_fx.transform(model, F.cross_entropy, quantities=psg_fx.Grads(), backend="eager")
-
-    def check() -> None:
-        assert oracle.worst_error(step(X, Y).grads, oracle.loop_grads(model, F.cross_entropy, X, Y)[1]) < 1e-12
-
-    check()
-    model.some[1] = True
-    check()
-    model.some.numpy()[1] = False
-    check()
-
-
-def test_a_tensor_that_is_no_buffer_is_another() -> None:
-    model = Listed()
-    step = psg_fx.transform(model, F.cross_entropy, quantities=psg_fx.Grads(), backend="eager")
-    for some in ([True, False], [False, True]):
-        model.some = torch.tensor(some)
-        assert oracle.worst_error(step(X, Y).grads, oracle.loop_grads(model, F.cross_entropy, X, Y)[1]) < 1e-12
-
-
-class Masked(nn.Module):
-    """A mask of numbers picks entries of a weight, as autoregressive blocks do."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.weight = nn.Parameter(torch.randn(size, size, dtype=torch.float64))
-        self.register_buffer("mask", torch.eye(size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        picked = self.weight[self.mask.bool()].view(len(self.weight))
-        return x * picked[:4] + picked[4:].sum()
-
-
-def test_a_mask_of_numbers_picks() -> None:
-    model = Masked(12)
-    step = psg_fx.transform(model, F.cross_entropy, quantities=psg_fx.Grads(), backend="eager")
-    for mask in (torch.eye(12), torch.eye(12).flip(0)):
-        model.mask.copy_(mask)
-        assert oracle.worst_error(step(X, Y).grads, oracle.loop_grads(model, F.cross_entropy, X, Y)[1]) < 1e-12
-
-
-def test_a_mask_that_is_too_large_is_refused_in_psg_fx_own_words() -> None:
-    step = psg_fx.transform(Masked(65), F.cross_entropy, quantities=psg_fx.Grads(), backend="eager")
-    with pytest.raises(psg_fx.NotYetSupported, match=r"depends on values") as caught:
-        step(X, Y)
-    assert "While executing" not in str(caught.value)

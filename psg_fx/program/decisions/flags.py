@@ -128,8 +128,7 @@ class Flags:
     def computed(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
         """A function has been called on these, and has returned this."""
         self._in_bulk = self._in_bulk or IN_BULK in getattr(func, "__name__", "")
-        some = self._own or self._made or any(map(self.is_from_outside, args))
-        if func not in _MAKING and (func not in _COMPUTING or not some):
+        if func not in _MAKING and (func not in _COMPUTING or not self._may_know(args)):
             return
         if "out" in kwargs:
             return  # it writes
@@ -144,6 +143,9 @@ class Flags:
             for i, (made, value) in enumerate(zip(_each(result), _each(_called(func, found.tree)), strict=True)):
                 of = functools.partial(_part, func, found.of, i)
                 self._made[made] = made._version, _Known(value.clone(), found.buffers, of, found.steps + 1)
+
+    def _may_know(self, args: Any) -> bool:
+        return bool(self._own or self._made or any(map(self.is_from_outside, args)))
 
     def writing(self, func: Any, args: Sequence[Any]) -> Callable[[], None] | None:
         """What notes that values which are known have been written into a tensor that the code has made, `t[-1] = x`;
