@@ -101,7 +101,9 @@ class _Assuming(TorchFunctionMode):
                 return func(tensor)
             self.assume(found.compare(wide.trunc() if kind is int else wide, found.other), found.outcome, frame)
             return number
-        is_switch = tensor.dtype is torch.bool and not asks_which_one(frame.f_code)
+        is_switch = tensor.dtype is torch.bool
+        if is_switch and asks_which_one(frame.f_code):
+            return bool(tensor)  # torch says that this is a branch; of a symbol the code would be told the wrong arm
         symbol = func(wide if is_switch else tensor)
         if (node := getattr(symbol, "node", None)) is not None and node.expr.is_Symbol:
             self.read[node.expr] = wide
