@@ -58,6 +58,7 @@ from .gradients.hooks import Hooks
 from .gradients.no_grad import detach_no_grad_regions
 from .gradients.own_gradients import write_out
 from .gradients.writes import seen_by_autograd
+from .nothing_picked import arm_fails, require_same_without
 from .reasons import NOT_ONE_GRAPH, capture_failed, failure_at, without_shapes
 from .unbound import select_what_is_written
 
@@ -196,6 +197,16 @@ def _written(program: nn.Module) -> list[Written]:
 def _functional(
     program: nn.Module, examples: Sequence[torch.Tensor], dynamic: list[dict[int, Any]], hooks: Hooks
 ) -> Exported:
+    """`program(examples)` as functional ATen, also where masks that it branches on pick nothing."""
+    found = _as_it_runs(program, examples, dynamic, hooks)
+    if isinstance(program, Program) and program.branches.found:
+        return require_same_without(found, program, lambda other: _as_it_runs(other, examples, dynamic, hooks))
+    return found
+
+
+def _as_it_runs(
+    program: nn.Module, examples: Sequence[torch.Tensor], dynamic: list[dict[int, Any]], hooks: Hooks
+) -> Exported:
     """`program(examples)` as functional ATen, differentiable, losses and recurrent layers written out."""
     shapes = (dynamic,) if dynamic else None
     with (
@@ -222,7 +233,7 @@ def _functional(
         except (MemoryError, torch.OutOfMemoryError):  # those who look for a batch size that fits wait for it
             raise
         except Exception as error:
-            raise capture_failed(error) from error
+            raise arm_fails(program, error) or capture_failed(error) from error
     refuse_strides(found.graph_module)
     free_of_strides(found.graph_module)
     return found

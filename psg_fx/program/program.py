@@ -19,6 +19,7 @@ from psg_fx.program.arguments.packed import is_packed
 from psg_fx.program.changes.effects import Change, Effects, Written
 from psg_fx.program.changes.set_up import SetUp
 from psg_fx.program.decisions.assumptions import Assumption, assuming
+from psg_fx.program.decisions.emptiness import Branches
 from psg_fx.program.reads.observe import observing
 from psg_fx.program.reads.observed import Observed
 from psg_fx.program.stand_ins import StandIns
@@ -58,7 +59,8 @@ class Program(nn.Module):
     observed: what their code has read.  written: what it leaves in the Python around it, by tensors that are returned
     after the loss or the outputs.  changes: the same, as it was at the last run.  set_up: what it did for good then.
     settled: labels of numbers that it reads, and changes once.  several_sizes: what it does at
-    several batch sizes is compared.
+    several batch sizes is compared.  branches: where it asks whether masks pick anything; these are its last outputs,
+    which a capture takes off.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, call: Call) -> None:
@@ -74,7 +76,14 @@ class Program(nn.Module):
         self.changes: list[Change] = []
         self.set_up = SetUp()
         self.stand_ins = StandIns()
+        self.branches = Branches()
         self._ids: list[torch.Tensor | None] = []
+
+    def like(self) -> Program:
+        """The same, not run yet."""
+        found = Program(self.model, self.loss_fn, self.call)
+        found.settled, found.several_sizes = self.settled, self.several_sizes
+        return found
 
     def release(self) -> None:
         """It is captured: the tensors of the call that it was captured with are not needed any more."""
@@ -82,10 +91,12 @@ class Program(nn.Module):
 
     def forward(self, tensors: list[torch.Tensor]) -> Any:
         assumed: list[Assumption] = []
-        with assuming(assumed, Program.results.__code__), self.stand_ins.own_in_place():
+        caller = Program.results.__code__
+        with self.branches.answered(), assuming(assumed, caller), self.stand_ins.own_in_place():
             results = self.results(tensors)
         self.output.assumed = tuple(a.line for a in assumed)
-        return (*results, *(a.violated for a in assumed), *(ids for ids in self._ids if ids is not None))
+        ids = [ids for ids in self._ids if ids is not None]
+        return (*results, *(a.violated for a in assumed), *ids, *(branch.mask for branch in self.branches.found))
 
     def results(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The loss, or the tensors of the model's output."""

@@ -19,7 +19,8 @@ from psg_fx.torch_private.patching import patched_here
 
 @contextlib.contextmanager
 def watching_symbols(seen: Callable[[Any, Any, FrameType], None]) -> Iterator[None]:
-    """Call `seen(expression, result, frame)` whenever Python code makes a symbolic size or condition a plain one.
+    """Call `seen(expression, result, frame)` whenever Python code makes a symbolic size or condition a plain one, but
+    for those that depend on values.
 
     `SymBool.__bool__` and `SymInt.__int__` have no hook; `frame` is that of the code that asked.
     """
@@ -29,7 +30,7 @@ def watching_symbols(seen: Callable[[Any, Any, FrameType], None]) -> Iterator[No
         def read(self: Any) -> Any:
             expression = self.node.expr
             result = original(self)
-            if getattr(expression, "free_symbols", None):
+            if getattr(expression, "free_symbols", None) and self.node.has_hint():
                 seen(expression, result, _asking())
             return result
 
@@ -59,11 +60,17 @@ def answering_symbols(answer: Callable[[Any, FrameType], bool | None]) -> Iterat
 
 
 def _asking() -> FrameType:
-    """The frame that asked, which is none of those here."""
+    """The frame that asked, which is none of those here or of the methods of symbols."""
     frame: FrameType = sys._getframe(1)
-    while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+    while frame.f_code.co_filename in (__file__, torch.__file__) and frame.f_back is not None:
         frame = frame.f_back
     return frame
+
+
+def size_of_values(size: Any) -> Any:
+    """The symbol of a size that depends on values, such as the number of rows that a mask picks; None for others."""
+    node = getattr(size, "node", None)
+    return node.expr if node is not None and node.expr.is_Symbol and not node.has_hint() else None
 
 
 def computed_of(expression: Any, values: Mapping[Any, torch.Tensor]) -> torch.Tensor | None:

@@ -25,6 +25,7 @@ from psg_fx.torch_private.modes import enable_python_dispatcher
 from ..run import run_node
 from ..values import Result, bound
 from .picked import Picked, asserts, pick_place
+from .spare import count_nothing
 from .sums import apart, together
 
 
@@ -51,6 +52,10 @@ class Padding:
                 self.new[node] = self.copied(node)
             elif node in sinks:
                 node.replace_all_uses_with(self.summed(node, axes, valid))
+        rows = {
+            self.new[n]: found.axes for n, found in axes.items() if n in self.new and isinstance(found.axes, SampleAxis)
+        }
+        count_nothing(self.gm, rows, splice(self.gm, place.next, lambda place: (place >= 0).reshape(-1), [place]))
         self.erase()
 
     def valid_rows(self) -> tuple[Node, Node]:

@@ -33,10 +33,12 @@ from ..walk import Prover
 from .picked import asserts
 from .region import Unfit
 from .shared import RowRewriting
+from .spare import count_nothing
 
 aten = torch.ops.aten
 _WHERE = (aten.nonzero.default, aten.where.default, aten.nonzero_numpy.default)
 _INDEX = ("aten.index", "aten._unsafe_index")
+_FLAT = ("aten.squeeze", "aten.view", "aten.reshape", "aten.flatten")
 _PUT = ("aten.index_put", "aten._unsafe_index_put")
 
 
@@ -116,7 +118,9 @@ class Selection(RowRewriting):
                 _ = self.listing(node) or self.picking(node) or self.putting_back(node) or self.by_row(node)
         if not self.ends:
             raise Unfit
-        self.prove()
+        rows = self.prove()
+        if self._place is not None:
+            count_nothing(self.gm, rows, self.spliced(self._place.next, self.has_rows, self._place))
         ragged = {*self.twins, *self.columns, *self.listed}
         for node, (end, _) in self.ends.items():
             node.replace_all_uses_with(end)
@@ -155,7 +159,7 @@ class Selection(RowRewriting):
             self.listed.add(node)
         elif name == "aten.select" and bound(node)["dim"] in (1, -1):
             self.columns[node] = int(bound(node)["index"]) % self.mask.meta["val"].ndim
-        elif name == "aten.squeeze" and self.mask.meta["val"].ndim == 1 and node.meta["val"].ndim == 1:
+        elif name in _FLAT and self.mask.meta["val"].ndim == 1 and node.meta["val"].ndim == 1:
             self.columns[node] = 0
         elif name == "aten.slice" and facts.shape(node.meta["val"]) == facts.shape(source.meta["val"]):
             self.listed.add(node)
@@ -226,6 +230,10 @@ class Selection(RowRewriting):
             self._place = self.spliced(self.order[0], run, self.mask)
         assert self._place is not None
         return self._place
+
+    def has_rows(self, place: Tensor) -> Tensor:
+        """`[N·k]`: whether a row of its sample is picked."""
+        return self.in_order(place >= 0)
 
     def all_rows(self, mask: Tensor) -> Tensor:
         """`[N·k]`, the k of a row side by side."""

@@ -77,11 +77,13 @@ class RowRewriting:
             return not any(size.free_symbols for size in facts.shape(value))
         return isinstance(value, (int, float, torch.SymInt))
 
-    def prove(self) -> None:
-        """Each row is treated by itself on the way to the ends, and lies in dim 0 there; or `Unfit`."""
-        self.prove_places({source: 0 for _, source in self.ends.values()})
+    def prove(self) -> dict[Node, SampleAxis]:
+        """Each row is treated by itself on the way to the ends, and lies in dim 0 there; or `Unfit`.  Where the rows
+        lie in each value on the way.
+        """
+        return self.prove_places({source: 0 for _, source in self.ends.values()})
 
-    def prove_places(self, sources: Mapping[Node, int]) -> None:
+    def prove_places(self, sources: Mapping[Node, int]) -> dict[Node, SampleAxis]:
         """Each row is treated by itself on the way to these twins, and lies in this dim of them; or `Unfit`."""
         above = facts.ancestors(sources, through=lambda n: n not in self.entries)
         own = dict.fromkeys(n for n in self.inside if n in above)
@@ -100,6 +102,7 @@ class RowRewriting:
             axis = found[source].axes if source in found else SampleAxis(self.entries.get(source, -1))
             if axis != SampleAxis(dim) or (source in found and found[source].reduced):
                 raise Unfit
+        return {n: result.axes for n, result in found.items() if isinstance(result.axes, SampleAxis)}
 
     def _example(self, node: Node, value: Tensor) -> tuple[Tensor, int | None]:
         shape, place = list(facts.shape(value)), self.entries.get(node)

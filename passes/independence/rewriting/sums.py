@@ -66,3 +66,20 @@ def _any(x: Tensor, kept: Tensor) -> Tensor:
 @over_kept_rows(aten.all.default)
 def _all(x: Tensor, kept: Tensor) -> Tensor:
     return (x.ne(0) | ~kept).all()
+
+
+@over_kept_rows(aten.min.default, aten.amin.default)
+def _min(x: Tensor, kept: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
+    return torch.where(kept, x, _extreme(x.dtype, "max")).amin(dim, keepdim)
+
+
+@over_kept_rows(aten.max.default, aten.amax.default)
+def _max(x: Tensor, kept: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
+    return torch.where(kept, x, _extreme(x.dtype, "min")).amax(dim, keepdim)
+
+
+def _extreme(dtype: torch.dtype, which: str) -> Any:
+    """What no other number of a dtype is above, or below."""
+    if dtype.is_floating_point:
+        return float("inf") if which == "max" else -float("inf")
+    return which == "max" if dtype is torch.bool else getattr(torch.iinfo(dtype), which)

@@ -39,6 +39,28 @@ def _stays(frame: FrameType, place: int, caller: CodeType) -> bool | None:
 
 def comparison_that_stays(frame: FrameType, caller: CodeType, called: str) -> Comparison | None:
     """What the number that a call gives is compared with at once (`float(x.max()) > 5`), if one outcome only raises."""
+    found = _compared_at_once(frame, called)
+    if found is None:
+        return None
+    compare, other, tested = found
+    outcome = _stays(frame, tested, caller)
+    return None if outcome is None else Comparison(compare, other, outcome)
+
+
+def question_of_a_number(frame: FrameType, called: str) -> Callable[[Any], Any] | None:
+    """What is asked at once of the number that a call gives: `len(t) == 0`, or whether it is zero; None for what is
+    computed with.
+    """
+    tested = _after_a_call(frame.f_code, frame.f_lasti, called)
+    at, _ = _instructions(frame.f_code)
+    if tested is not None and _asks(at[tested]):
+        return bool
+    found = _compared_at_once(frame, called)
+    return None if found is None else lambda number: found[0](number, found[1])
+
+
+def _compared_at_once(frame: FrameType, called: str) -> tuple[Callable[[Any, Any], Any], float, int] | None:
+    """How the number that a call gives is compared, with which other one, and where the outcome is tested."""
     place = _after_a_call(frame.f_code, frame.f_lasti, called)
     at, following = _instructions(frame.f_code)
     known: Any = MISSING
@@ -48,10 +70,7 @@ def comparison_that_stays(frame: FrameType, caller: CodeType, called: str) -> Co
     if place is None or not isinstance(known, (int, float)):
         return None
     compare, tested = _COMPARED.get(at[place].argval), following.get(place)
-    if compare is None or tested is None:
-        return None
-    outcome = _stays(frame, tested, caller)
-    return None if outcome is None else Comparison(compare, known, outcome)
+    return None if compare is None or tested is None else (compare, known, tested)
 
 
 @dataclass(frozen=True)

@@ -68,12 +68,12 @@ class _Assuming(TorchFunctionMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is torch.Tensor.__bool__ and not has_known_value(args[0]):
-            frame = _asking(sys._getframe(1))
+            frame = asking(sys._getframe(1))
             outcome = outcome_that_stays(frame, self.caller)
             if outcome is not None:
                 return self.assume(args[0], outcome, frame)
         if func in _ASSERTS and isinstance(args[0], Tensor) and not has_known_value(args[0]):
-            frame = _asking(sys._getframe(1))
+            frame = asking(sys._getframe(1))
             asserted = func is not IS_ALL_TRUE or frame.f_code is CHECK_ALL
             if asserted and not any(is_caught(f) for f in users_frames(frame, self.caller)):
                 self.assume(args[0].all() if func is IS_ALL_TRUE else args[0], True, frame)
@@ -81,10 +81,10 @@ class _Assuming(TorchFunctionMode):
             if func is ASSERT_LATER:  # what the code does then is another branch
                 func, kwargs = torch._assert, {"message": ""}
         if func in _NUMBERS and _is_unknown_number(args[0]):
-            frame = _asking(sys._getframe(1))
+            frame = asking(sys._getframe(1))
             return self.number(func, args[0], frame)
         if func in _ASKED:
-            frame = _asking(sys._getframe(1))
+            frame = asking(sys._getframe(1))
             outcome = outcome_that_stays(frame, self.caller, func.__name__)
             if outcome is not None:
                 return self.assume(_ASKED[func](*args, **(kwargs or {})), outcome, frame)
@@ -147,10 +147,10 @@ _ASKED: dict[Any, Callable[..., Tensor]] = {
 }  # fmt: skip
 """What is asked by functions whose answer is a bool of Python's."""
 
-_BETWEEN = (torch.overrides.__file__, FILE_OF_TENSORS)
+_BETWEEN = (torch.overrides.__file__, FILE_OF_TENSORS, __file__)
 
 
-def _asking(frame: FrameType) -> FrameType:
+def asking(frame: FrameType) -> FrameType:
     """The frame that asked, under those of the function modes."""
     code = frame.f_code
     while frame.f_back is not None and (code.co_name == "__torch_function__" or code.co_filename in _BETWEEN):

@@ -1,0 +1,166 @@
+"""A graph as it is where some masks pick nothing: what they read has no rows, and what they write leaves all as it was.
+
+Each value is followed from the masks on: it has no rows, is zero everywhere, or true everywhere.  What is computed of
+all rows and dropped afterwards (`torch.where(m, f(x), out)`) is not taken for nothing: where f is not finite, neither
+is its derivative times zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from psg_fx.graph import facts
+from psg_fx.graph.history import copy_graph
+from psg_fx.graph.lifetimes import is_view
+from psg_fx.graph.nodes import is_detach
+from psg_fx.graph.same_op import alike
+
+from ..independence.values import bound, op_name
+
+aten = torch.ops.aten
+_LISTING = ("aten.nonzero", "aten.nonzero_numpy", "aten.where", "aten.argwhere")
+_PICKS = ("aten.index", "aten._unsafe_index", "aten.masked_select")
+_PUTS = ("aten.index_put", "aten._unsafe_index_put")
+_PUTS_BY_NUMBER = ("aten.index_add", "aten.index_copy", "aten.index_fill", "aten.scatter", "aten.scatter_add")
+_NOT = ("aten.bitwise_not", "aten.logical_not")
+_AND = ("aten.bitwise_and", "aten.logical_and", "aten.__and__")
+_KEEP_ZERO = ("aten._to_copy", "aten.clone", "aten.reshape", "aten.neg", "aten.sum", "aten.any")
+_CONSTANT = ("aten.full", "aten.full_like", "aten.zeros", "aten.zeros_like", "aten.ones_like", "aten.scalar_tensor")
+
+
+class Emptied:
+    """A copy of a graph, as it is if these masks pick nothing.
+
+    masks: nodes that say of each place whether it is picked, `m != 0`; of all places but those of m, `m == 0`.
+    What changes nothing is left out, also if there are no masks.  no_rows, zero, ones: nodes whose values then have no
+    elements, are all zero, or all true.
+    """
+
+    def __init__(self, gm: GraphModule, masks: Sequence[Node]) -> None:
+        self.gm = copy_graph(gm)
+        self.of = dict(zip(gm.graph.nodes, self.gm.graph.nodes, strict=True))
+        self.zero, self.ones, self.no_rows = set[Node](), set[Node](), set[Node]()
+        self._numbers_of_rows: set[Any] = set()
+        inputs = [t for node in facts.placeholders(gm) for t in facts.tensors(node.meta.get("val"))]
+        self._sizes = {s for t in inputs for size in facts.shape(t) for s in size.free_symbols}
+        numbers = alike(self.gm)
+        known = [pair for mask in masks for pair in self._said_by(mask)]
+        zero, ones = ({numbers[n] for n, value in known if value is each} for each in (False, True))
+        for node in list(self.gm.graph.nodes):
+            if numbers[node] in zero | ones:
+                (self.zero if numbers[node] in zero else self.ones).add(node)
+            elif node.op == "call_function":
+                self._visit(node)
+
+    def depends(self, node: Node) -> bool:
+        """Whether a node of the graph itself is computed from rows that a mask picks."""
+        return not self.no_rows.isdisjoint(facts.ancestors([self.of[node]]))
+
+    def _said_by(self, mask: Node) -> Iterator[tuple[Node, bool]]:
+        """What is zero, or true, everywhere: the comparison, what it compares, and what that is the opposite of."""
+        node, value = self.of[mask], False
+        yield node, value
+        value = node.target is aten.eq.Scalar
+        node = node.all_input_nodes[0]
+        while not value or _is_bool(node):
+            yield node, value
+            if op_name(node) not in _NOT or not _is_bool(node.all_input_nodes[0]):
+                break
+            node, value = node.all_input_nodes[0], not value
+
+    def _visit(self, node: Node) -> None:
+        """Leave a node out, or note what it is."""
+        name, value = op_name(node), node.meta.get("val")
+        kept = self._left_alone(node, name)
+        if isinstance(kept, Node) and _are_of_one_kind(kept.meta["val"], value):
+            node.replace_all_uses_with(kept)
+            return
+        first = node.all_input_nodes[0] if node.all_input_nodes else node
+        if (name in _LISTING and first in self.zero) or (name in _PICKS and self._picks_nothing(node)):
+            self.no_rows.add(node)
+            for t in facts.tensors(value):
+                self._numbers_of_rows |= {s for size in facts.shape(t) for s in size.free_symbols} - self._sizes
+        elif any(map(self._has_no_rows, facts.tensors(value))):
+            self.no_rows.add(node)
+        elif self._is_zero(node, name, first):
+            self.zero.add(node)
+        elif (first in self.ones and is_view(node)) or (first in self.zero and name in _NOT and _is_bool(first)):
+            self.ones.add(node)
+
+    def _is_zero(self, node: Node, name: str, first: Node) -> bool:
+        if name in _AND:
+            return not self.zero.isdisjoint(node.all_input_nodes)
+        if first in self.zero:
+            return is_view(node) or name in _KEEP_ZERO
+        return (first in self.no_rows and name == "aten.sum") or (first in self.ones and name in _NOT)
+
+    def _has_no_rows(self, value: torch.Tensor) -> bool:
+        none = dict.fromkeys(self._numbers_of_rows, 0)
+        return bool(none) and any(size.subs(none) == 0 for size in facts.shape(value))
+
+    def _picks_nothing(self, node: Node) -> bool:
+        """Whether an op reads or writes by a mask that picks nothing, or by numbers that are none."""
+        given = bound(node)
+        picks = given["indices"] if "indices" in given else [given["mask"]]
+        return any(n is not None and (n in self.no_rows or (n in self.zero and _is_bool(n))) for n in picks)
+
+    def _left_alone(self, node: Node, name: str) -> Any:
+        """The operand that a node is, if it has its shape and dtype."""
+        if name in _PUTS:
+            return bound(node)["self"] if self._picks_nothing(node) else None
+        if name in _PUTS_BY_NUMBER:
+            return bound(node)["self"] if bound(node)["index"] in self.no_rows else None
+        given = bound(node) if name in _DENSE else {}
+        if name == "aten.masked_fill":
+            return given["self"] if given["mask"] in self.zero and _is_constant(given["value"]) else None
+        if name == "aten.masked_scatter":
+            return given["self"] if given["mask"] in self.zero and given["source"] in self.no_rows else None
+        if name in ("aten.expand", "aten.slice", "aten.clone"):
+            return given["self"]
+        if name == "aten.where" and "other" in given:
+            for kept, dropped, known in (("other", "self", self.zero), ("self", "other", self.ones)):
+                if given["condition"] in known and _is_constant(given[dropped]):
+                    return given[kept]
+        if name == "aten.add" and not self.zero.isdisjoint(node.all_input_nodes):
+            return given["self"] if given["other"] in self.zero else given["other"]
+        return None
+
+
+_DENSE = (
+    "aten.masked_fill",
+    "aten.masked_scatter",
+    "aten.expand",
+    "aten.slice",
+    "aten.clone",
+    "aten.where",
+    "aten.add",
+)
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether it is a number, or a tensor that is one everywhere."""
+    while isinstance(value, Node) and (is_view(value) or op_name(value) in ("aten._to_copy", "aten.clone")):
+        value = value.all_input_nodes[0]
+    return not isinstance(value, Node) or op_name(value) in _CONSTANT
+
+
+def said(mask: Node) -> Node:
+    """The comparison with zero that says where a mask picks."""
+    while is_detach(mask) or mask.target is aten.clone.default:
+        mask = mask.all_input_nodes[0]
+    return mask
+
+
+def _are_of_one_kind(one: Any, other: Any) -> bool:
+    both = one, other
+    if not all(isinstance(value, torch.Tensor) for value in both):
+        return False
+    return facts.shape(one) == facts.shape(other) and one.dtype == other.dtype
+
+
+def _is_bool(node: Node) -> bool:
+    return getattr(node.meta.get("val"), "dtype", None) is torch.bool

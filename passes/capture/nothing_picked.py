@@ -1,0 +1,204 @@
+"""Arms that run only where a mask picks something: `if m.any(): out[m] = f(x[m])`, experts that nobody has chosen.
+
+A graph holds what the program computes if every mask picks something (`program/decisions/emptiness.py`).  It serves
+where some pick nothing, too, if the arms that are then left out change nothing.  To see that, the program is captured
+again with some of the masks picking nothing, and compared with the graph as it then is (`emptied.py`).  The masks are
+taken in groups, so that of any two either, both and none pick nothing in some capture: an arm may prepare for another.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch.export.graph_signature import InputKind
+from torch.fx import GraphModule, Node
+
+from psg_fx.errors import CaptureFailed, PsgError
+from psg_fx.graph import facts
+from psg_fx.graph.nodes import call, written_before
+from psg_fx.graph.same_op import draws
+from psg_fx.ops.of_users.custom_call import custom_call
+from psg_fx.program.code import is_theirs, origin
+from psg_fx.program.decisions.emptiness import Branch, Branches
+from psg_fx.program.program import Program
+from psg_fx.tensors import same_values
+from psg_fx.torch_private.functional import Functional
+
+from .emptied import Emptied, said
+from .reasons import NOT_ONE_GRAPH
+
+aten = torch.ops.aten
+MOST = 64
+"""Branches that are looked at: each group of them is a capture."""
+
+Found = TypeVar("Found", bound=Functional)
+
+
+def require_same_without(found: Found, program: Program, capture: Callable[[Program], Found]) -> Found:
+    """The program without its masks among the outputs, once it is shown that it serves where some pick nothing."""
+    branches = program.branches.found
+    found, masks = _without_masks(found, len(branches))
+    if len(branches) > MOST:
+        raise _refused(branches)
+    of_arms: set[int] = set()
+    for group in _groups(len(branches)):
+        other = program.like()
+        other.branches = Branches(branches, group)
+        try:
+            again, _ = _without_masks(capture(other), len(other.branches.found))
+        except PsgError as error:
+            raise _refused([branches[k] for k in sorted(group)]) from error
+        empty = Emptied(found.graph_module, [masks[k] for k in group])
+        left_out = _checks_left_out(empty, found.graph_module, program, other)
+        if left_out is None or not _same(empty.gm, found, again):
+            raise _refused([branches[k] for k in sorted(group)])
+        of_arms |= left_out
+    _only_where_picked(found.graph_module, program, masks, of_arms)
+    _without_unread_numbers(found.graph_module)
+    return found
+
+
+def arm_fails(program: Any, error: Exception) -> CaptureFailed | None:
+    """The user's code raises, after it has been told that masks pick something: `if x.isnan().any(): return None`."""
+    branches = program.branches.found if isinstance(program, Program) else []
+    frames = traceback.extract_tb(error.__traceback__)
+    if not branches or not frames or not is_theirs(origin(frames[-1].filename)):
+        return None
+    return _refused(branches[-1:])
+
+
+def _groups(count: int) -> Iterator[frozenset[int]]:
+    """Of any two numbers below this, both, either and none are in some group."""
+    every = frozenset(range(count))
+    halves = [frozenset(k for k in every if k >> bit & 1) for bit in range(max(count - 1, 0).bit_length())]
+    yield from dict.fromkeys(group for half in halves for group in (half, every - half) if group)
+    yield every
+
+
+def _refused(branches: Sequence[Branch]) -> CaptureFailed:
+    return CaptureFailed(
+        NOT_ONE_GRAPH, where="; ".join(dict.fromkeys(branch.line for branch in branches)),
+        why="the code branches on whether a mask picks anything, and it cannot be shown that the arm changes nothing "
+        "where it does not",
+        fix="leave the branch out: what is read by a mask that picks nothing has no rows; or replace it by torch.where",
+    )  # fmt: skip
+
+
+def _without_masks(found: Found, count: int) -> tuple[Found, list[Node]]:
+    """Without the last outputs, and what these say."""
+    if not count:
+        return found, []
+    (output,) = found.graph_module.graph.find_nodes(op="output")
+    results: Any = output.args[0]
+    output.args = (tuple(results[:-count]),)
+    signature = replace(found.graph_signature, output_specs=list(found.graph_signature.output_specs[:-count]))
+    return replace(found, graph_signature=signature), [said(mask) for mask in results[-count:]]
+
+
+def _checks(gm: GraphModule, program: Program) -> dict[int, Node]:
+    """The outputs that are checks of the code, by their places."""
+    (output,) = gm.graph.find_nodes(op="output")
+    results: Any = output.args[0]
+    end = len(results) - sum(axis.rows.ids is not None for axis in program.call.axes)
+    return {k: results[k] for k in range(end - len(program.output.assumed), end)}
+
+
+def _checks_left_out(empty: Emptied, gm: GraphModule, program: Program, other: Program) -> set[int] | None:
+    """Take the checks out that are made of rows that nothing picks, if the other run has not made them; their places,
+    or None where it has made others.
+    """
+    lacking = len(program.output.assumed) - len(other.output.assumed)
+    found = {k for k, check in _checks(gm, program).items() if empty.depends(check)} if lacking else set()
+    if len(found) != lacking or _left_behind(program) != _left_behind(other):
+        return None
+    (output,) = empty.gm.graph.find_nodes(op="output")
+    results: Any = output.args[0]
+    output.args = (tuple(result for k, result in enumerate(results) if k not in found),)
+    return found
+
+
+def _left_behind(program: Program) -> Any:
+    """What a run leaves in the Python around it, and what its output has beside tensors."""
+    written = [(entry.label, str(entry.leaves)) for entry in program.written]
+    return written, program.output.spec, str(dict(program.output.constants))
+
+
+def _same(empty: GraphModule, found: Functional, again: Functional) -> bool:
+    """Whether a capture computes what is left of another one."""
+    both = (empty, found), (Emptied(again.graph_module, ()).gm, again)
+    for gm, _ in both:
+        for node in reversed(list(gm.graph.nodes)):
+            if node.target is aten._assert_scalar.default or "sym_constrain_range" in str(node.target):
+                gm.graph.erase_node(node)  # numbers of rows, which are not the same
+        gm.graph.eliminate_dead_code()
+    held = [_held(gm, program) for gm, program in both]
+    numbers: dict[Any, int] = {}
+    same = len(held[0]) == len(held[1]) and all(map(_hold_the_same, *held))
+    return same and _computed(empty, numbers) == _computed(both[1][0], numbers)
+
+
+def _held(gm: GraphModule, program: Functional) -> list[tuple[InputKind, Any]]:
+    """What the placeholders hold; constants that nothing reads are taken out."""
+    held = []
+    for node, spec in zip(facts.placeholders(gm), program.graph_signature.input_specs, strict=True):
+        constant = spec.kind is InputKind.CONSTANT_TENSOR
+        if constant and not node.users:
+            gm.graph.erase_node(node)
+        else:
+            held.append((spec.kind, program.constants[spec.target or ""] if constant else spec.target))
+    return held
+
+
+def _hold_the_same(one: tuple[InputKind, Any], other: tuple[InputKind, Any]) -> bool:
+    tensors = [value for _, value in (one, other) if isinstance(value, torch.Tensor)]
+    if len(tensors) < 2:
+        return one == other
+    return tensors[0].shape == tensors[1].shape and same_values(*tensors)
+
+
+def _computed(gm: GraphModule, numbers: dict[Any, int]) -> list[int]:
+    """What the outputs are, and what has effects, in their order: the same numbers for the same."""
+    found: dict[Node, int] = {}
+    told, drawn = [], 0
+    for place, node in enumerate(gm.graph.nodes):
+        plain = torch.fx.map_arg((node.args, node.kwargs), lambda n: f"%{found[n]}")
+        custom = custom_call(node.target)
+        key: tuple[Any, ...] = (node.op, repr(custom.fixed) if custom else node.target, repr(plain))
+        if node.op == "placeholder":
+            key = (node.op, place)
+        elif draws(node):
+            key, drawn = (*key, drawn), drawn + 1
+        found[node] = numbers.setdefault(key, len(numbers))
+        if not node.users:
+            told.append(found[node])
+    return told
+
+
+def _only_where_picked(gm: GraphModule, program: Program, masks: Sequence[Node], of_arms: set[int]) -> None:
+    """Checks of arms count only where the masks pick something whose rows they look at."""
+    (output,) = gm.graph.find_nodes(op="output")
+    checks = _checks(gm, program)
+    for mask in masks if of_arms else ():
+        empty = Emptied(gm, [mask])
+        for k in (k for k in sorted(of_arms) if empty.depends(checks[k])):
+            with written_before(output, checks[k].meta):
+                picks = call(gm, aten.any.default, mask)
+                both = call(gm, aten.logical_and.default, checks[k], picks)
+            output.replace_input_with(checks[k], both)
+
+
+def _without_unread_numbers(gm: GraphModule) -> None:
+    """Take out the numbers that only told which arm to take."""
+    gm.graph.eliminate_dead_code()
+    for node in reversed(list(gm.graph.nodes)):
+        if node.target not in (aten._local_scalar_dense.default, aten.item.default):
+            continue
+        after = facts.descendants([node])
+        if not any(n.op == "output" or (n is not node and isinstance(n.meta.get("val"), torch.Tensor)) for n in after):
+            for unread in reversed([n for n in gm.graph.nodes if n in after | {node}]):
+                gm.graph.erase_node(unread)
+    gm.graph.eliminate_dead_code()

@@ -1,0 +1,315 @@
+"""Branches on whether a mask picks anything: `if m.any(): out[m] = f(x[m])`, `if idx.numel() == 0: continue`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import psg_fx
+from psg_fx import BadArgument, Grads, PsgError
+from support import oracle
+from support.programs import square
+
+EXPERTS = 2
+
+
+class Experts(nn.Module):
+    """Each sample goes to one expert, as `arm(m, x, out, expert)` writes it into out; m: whose samples go there."""
+
+    def __init__(self, arm: Callable[..., Any]) -> None:
+        super().__init__()
+        self.arm, self.gate = arm, nn.Linear(4, EXPERTS)
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(EXPERTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen, out = self.gate(x).argmax(-1), torch.zeros_like(x)
+        for k, expert in enumerate(self.experts):
+            self.arm(chosen == k, x, out, expert)
+        return out * self.gate(x).amax(-1, keepdim=True)  # type: ignore[no-any-return]
+
+
+def any_of_it(m: Tensor, x: Tensor, out: Tensor, f: Any) -> None:
+    if m.any():
+        out[m] = out[m] + f(x[m])
+
+
+def none_of_it(m: Tensor, x: Tensor, out: Tensor, f: Any) -> None:
+    if not torch.any(m).item():
+        return
+    out[m] += f(x[m])
+
+
+def summed(m: Tensor, x: Tensor, out: Tensor, f: Any) -> None:
+    if m.sum() > 0:
+        out[m] += f(x[m])
+
+
+def counted(m: Tensor, x: Tensor, out: Tensor, f: Any) -> None:
+    if m.sum().item() == 0:
+        return
+    out[m] = f(x[m])
+
+
+def as_a_number(m: Tensor, x: Tensor, out: Tensor, f: Any) -> None:
+    if int(m.sum()):
+        out[m] = f(x[m])
+
+
+def all_others(m: Tensor, x: Tensor, out: Tensor, f: Any) -> None:
+    if not (~m).all():
+        out[m] = f(x[m])
+
+
+def places(m: Tensor, x: Tensor, out: Tensor, f: Any) -> None:
+    rows = m.nonzero(as_tuple=True)[0]
+    if rows.numel() == 0:
+        return
+    out.index_add_(0, rows, f(x[rows]))
+
+
+def length(m: Tensor, x: Tensor, out: Tensor, f: Any) -> None:
+    (rows,) = torch.where(m)
+    if len(rows) == 0:
+        return
+    out[rows] = f(x[rows])
+
+
+def size(m: Tensor, x: Tensor, out: Tensor, f: Any) -> None:
+    rows = m.nonzero().flatten()
+    if rows.shape[0]:
+        out[rows] += f(x[rows])
+
+
+def rows_themselves(m: Tensor, x: Tensor, out: Tensor, f: Any) -> None:
+    rows = x[m]
+    if rows.shape[0] > 0:
+        out[m] = f(rows)
+
+
+def one_in_another(m: Tensor, x: Tensor, out: Tensor, f: Any) -> None:
+    if m.any():
+        out[m] = f(x[m])
+        also = m & (x[:, 0] > 0)
+        if also.any():
+            out[also] = out[also] + f(x[also])
+
+
+def checked(m: Tensor, x: Tensor, out: Tensor, f: Any) -> None:
+    if m.any():
+        rows = x[m]
+        if rows.min() < -100 or torch.max(rows) > 100:
+            raise ValueError
+        out[m] = f(rows)
+
+
+ARMS = [
+    any_of_it, none_of_it, summed, counted, as_a_number, all_others, places, length, size, rows_themselves,
+    one_in_another, checked,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arm", ARMS, ids=lambda f: f.__name__)
+def test_gradients(arm: Any) -> None:
+    torch.manual_seed(0)
+    model = Experts(arm).double()
+    step = psg_fx.transform(model, square, quantities=Grads(), backend="eager")
+    for count in (5, 1, 2):
+        x = torch.randn(count, 4, dtype=torch.float64)
+        assert_as_alone(step, model, x)
+    assert len(step.captures) == 1
+
+
+def assert_as_alone(step: Any, model: nn.Module, x: Tensor) -> None:
+    found = step(x)
+    losses, grads = oracle.loop_grads(model, square, x, None, dtype=None)
+    torch.testing.assert_close(found.losses, losses)
+    for name, want in grads.items():
+        torch.testing.assert_close(found.grads[name], want)
+
+
+def test_a_check_in_an_arm_counts_where_it_runs() -> None:
+    model = Experts(checked).double()
+    with torch.no_grad():
+        model.gate.weight.zero_()
+        model.gate.bias.copy_(torch.tensor([1.0, 0.0]))
+    step = psg_fx.transform(model, square, quantities=Grads(), backend="eager")
+    x = torch.randn(5, 4, dtype=torch.float64)
+    assert_as_alone(step, model, x)  # the other expert looks at no rows at all
+    x[3, 1] = 101
+    with pytest.raises(BadArgument, match=r"test_nothing_picked\.py"):
+        step(x)
+
+
+class Masked(nn.Module):
+    """`change(model, h)` of a layer's outputs."""
+
+    def __init__(self, change: Callable[..., Any]) -> None:
+        super().__init__()
+        self.layer, self.other, self.change = nn.Linear(4, 3), nn.Linear(3, 3), change
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.change(self, self.layer(x))  # type: ignore[no-any-return]
+
+
+def not_a_number(model: Any, h: Tensor) -> Tensor:
+    wrong = torch.isnan(h)
+    return h.masked_fill(wrong, 0.0) if wrong.any() else h
+
+
+def by_where(model: Any, h: Tensor) -> Tensor:
+    if torch.isnan(h).any():
+        h = torch.where(torch.isnan(h), torch.zeros_like(h), h)
+    return h
+
+
+def the_rest(model: Any, h: Tensor) -> Tensor:
+    out, inside = h.clone(), h.abs() < 1
+    if not inside.all():
+        out[~inside] = torch.sign(h[~inside]) * model.scale
+    return out
+
+
+def nothing_done(model: Any, h: Tensor) -> Tensor:
+    if (h > 1e6).any():
+        pass
+    return h
+
+
+@pytest.mark.parametrize("change", [not_a_number, by_where, the_rest, nothing_done], ids=lambda f: f.__name__)
+def test_masked(change: Any) -> None:
+    torch.manual_seed(0)
+    model = Masked(change).double()
+    step = psg_fx.transform(model, square, quantities=Grads(), backend="eager")
+    for count in (5, 1):
+        assert_as_alone(step, model, torch.randn(count, 4, dtype=torch.float64))
+
+
+def log_of_some(model: Any, h: Tensor) -> Tensor:
+    out, m = torch.zeros_like(h), h > 1
+    out[m] = torch.log(h[m] - 1) * model.scale
+    return out
+
+
+def root_of_some(model: Any, h: Tensor) -> Tensor:
+    out, m = torch.zeros_like(h), h > 1
+    out[m] = torch.sqrt(h[m] * model.scale - 1)
+    return out
+
+
+def sum_of_some(model: Any, h: Tensor) -> Tensor:
+    m = h > 1
+    return h.sum(-1) + torch.zeros_like(h).masked_scatter(m, torch.log(h[m] - 1) * model.scale).sum(-1)
+
+
+@pytest.mark.parametrize("change", [log_of_some, root_of_some, sum_of_some], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3], [0], [0, 1]], ids=["some", "alone", "none"])
+def test_samples_without_rows_where_nothing_is_finite(change: Any, rows: list[int]) -> None:
+    model = Masked(change).double()
+    with torch.no_grad():
+        model.layer.weight.copy_(torch.eye(3, 4))
+        model.layer.bias.zero_()
+    x = torch.tensor([[0.2, 0.1, 0, 0], [-1, -2, 0.5, 0], [2.5, 0, 3, 1], [0, 4, 0, 1]], dtype=torch.float64)[rows]
+    step = psg_fx.transform(model, square, quantities=Grads(), backend="eager")
+    assert_as_alone(step, model, x)
+
+
+def prepared(model: Any, h: Tensor) -> Tensor:
+    out, first = torch.zeros_like(h), True
+    for k in range(3):
+        m = h[:, k] > 0
+        if m.any():
+            out[m] = out[m] + (model.other(h[m]) if first else h[m])
+            first = False
+    return out
+
+
+def counting(model: Any, h: Tensor) -> Tensor:
+    out, arms = h.clone(), 0
+    for k in range(3):
+        m = h[:, k] > 0
+        if m.any():
+            out[m] = model.other(h[m])
+            arms += 1
+    return out / max(arms, 1)
+
+
+def otherwise(model: Any, h: Tensor) -> Tensor:
+    m = h[:, 0] > 0
+    return h.masked_fill(m[:, None], 0.0) if m.any() else model.other(h)
+
+
+def of_another_mask(model: Any, h: Tensor) -> Tensor:
+    out, m = h.clone(), h[:, 0] > 0
+    if m.any():
+        out[~m] = model.other(h[~m])
+    return out
+
+
+def two_at_least(model: Any, h: Tensor) -> Tensor:
+    out, m = h.clone(), h[:, 0] > 0
+    if m.sum() > 1:
+        out[m] = model.other(h[m])
+    return out
+
+
+def written_since(model: Any, h: Tensor) -> Tensor:
+    out, m = h.clone(), h[:, 0] > 0
+    picks = m.any()
+    m[0] = True
+    if picks:
+        out[m] = model.other(h[m])
+    return out
+
+
+def left_in_a_buffer(model: Any, h: Tensor) -> Tensor:
+    if (h > 0).any():
+        model.total = model.total + 1
+    return h
+
+
+def all_rows_computed(model: Any, h: Tensor) -> Tensor:
+    m = h > 0
+    return torch.where(m, torch.log(h), h) if m.any() else h
+
+
+def divided(model: Any, h: Tensor) -> Tensor:
+    m = h > 0
+    return h + h[m].sum() / m.sum() if m.any() else h
+
+
+def nothing_returned(model: Any, h: Tensor) -> Any:
+    if torch.isnan(h).any():
+        return None
+    return h * 2
+
+
+def raised_elsewhere(model: Any, h: Tensor) -> Tensor:
+    if torch.isnan(h).any():
+        fail()
+    return h
+
+
+def fail() -> None:
+    raise ValueError("no numbers")
+
+
+REFUSED = [
+    prepared, counting, otherwise, of_another_mask, two_at_least, written_since, left_in_a_buffer, all_rows_computed,
+    divided, nothing_returned, raised_elsewhere,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", REFUSED, ids=lambda f: f.__name__)
+def test_refused(change: Any) -> None:
+    step = psg_fx.transform(Masked(change).double(), square, quantities=Grads(), backend="eager")
+    with pytest.raises(PsgError) as error:
+        step(torch.randn(5, 4, dtype=torch.float64))
+    assert "test_nothing_picked.py" in error.value.where
+    assert " if " in error.value.where
+    assert "branches on" in error.value.why
