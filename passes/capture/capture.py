@@ -250,6 +250,24 @@ def _batch_symbol(nodes: Sequence[torch.fx.Node]) -> Any:
     raise AssertionError("no input carries samples")
 
 
+def _value_at(exported: Exported, index: int) -> Any:
+    """What an output of the program is."""
+    results: Any = exported.graph_module.graph.output_node().args[0]
+    return results[index].meta.get("val")
+
+
+def _require_one_shape(program: Program, target: str, value: Any) -> None:
+    """Refuse a buffer that the forward pass makes larger or smaller."""
+    shape = program.get_buffer(target).shape
+    if isinstance(value, torch.Tensor) and tuple(map(str, value.shape)) != tuple(map(str, shape)):
+        name = target.removeprefix("model.")
+        raise NotYetSupported(
+            f"the forward pass resizes the buffer {name}", where=name,
+            why=f"it has the shape {list(shape)} before, and {list(value.shape)} afterwards",
+            fix="register it with the shape that it comes to have; one forward pass before the first step may give it",
+        )  # fmt: skip
+
+
 def _outputs(exported: Exported, program: Program) -> tuple[OutputSpec, ...]:
     found = []
     result: Returns = "output" if program.loss_fn is None else "loss"
@@ -259,6 +277,7 @@ def _outputs(exported: Exported, program: Program) -> tuple[OutputSpec, ...]:
     last = end - len(checks)
     for index, spec in enumerate(exported.graph_signature.output_specs):
         if spec.kind is OutputKind.BUFFER_MUTATION:
+            _require_one_shape(program, spec.target or "", _value_at(exported, index))
             found.append(OutputSpec("buffer", spec.target or ""))
         elif spec.kind is OutputKind.USER_OUTPUT:
             if index >= end:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd import Function
 from torch.autograd.function import FunctionMeta
 
@@ -20,6 +21,13 @@ from .patching import patched_here
 
 _APPLY: Any = vars(Function)["apply"]
 _WITHOUT_SETUP = Function.setup_context
+
+
+def without_tracer(value: Any) -> Any:
+    """A module among a function's arguments without what a tracer puts around one that has several names: the function
+    is called under other tracers, too.
+    """
+    return value.get_base() if isinstance(value, nn.Module) and hasattr(value, "get_base") else value
 
 
 def apply(function: type[Function], *args: Any, **named: Any) -> Any:

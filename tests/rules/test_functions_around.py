@@ -341,7 +341,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "one tensor twice": (lambda m, x: Twice.apply(m.a(x))[0], "returns one tensor twice"),
     "a sparse gradient": (lambda m, x: x * Sparse.apply(m.a.weight), "its backward returns a sparse gradient"),
     "parameters beside the arguments": (
-        lambda m, x: Checkpointed.apply(m.b, m.a(x), *m.b.parameters()), "reads a parameter that is no argument",
+        lambda m, x: Checkpointed.apply(m.b, m.a(x), *m.b.parameters()), "reads a parameter by a module or a closure",
     ),
     "parameters beside the arguments, all of them used": (
         lambda m, x: Strictly.apply(m.b, m.a(x), *m.b.parameters()), "is not the same tensor there",

@@ -215,15 +215,12 @@ def ctc_loss(
     log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0,
     reduction: str = "mean", zero_infinity: bool = False,
 ) -> Tensor:  # fmt: skip
-    """L[b] = -log p(target[b]), its mean that of L[b] / max(1, length of target b); an op that knows the samples."""
+    """L[b] = -log p(target[b]), its mean that of L[b] / max(1, length of target b); an op that knows the samples.
+    Targets of all samples in one dim are padded later.
+    """
     given = (log_probs, targets, input_lengths, target_lengths)
     if log_probs.dim() != 3:
         return F.ctc_loss(*given, blank, reduction, zero_infinity)
-    if targets.dim() != 2:
-        raise NotYetSupported(
-            "ctc_loss with the targets of all samples in one dim", where="F.ctc_loss",
-            why="where a sample's target begins depends on the others' lengths", fix="pass padded targets, [B, S]",
-        )  # fmt: skip
     lengths = [_lengths(v, log_probs) for v in (input_lengths, target_lengths)]
     losses: Tensor = ctc(log_probs, targets, *lengths, blank, zero_infinity)
     if reduction == "mean":

@@ -66,8 +66,9 @@ def _write_detached(node: torch.fx.Node) -> None:
 
 
 def _detached(graph: torch.fx.Graph, value: torch.fx.Node) -> torch.fx.Node:
-    if not isinstance(value.meta.get("val"), torch.Tensor):
-        return value
+    held = value.meta.get("val")
+    if not isinstance(held, torch.Tensor) or not (held.is_floating_point() or held.is_complex()):
+        return value  # nothing to detach: a mask stays the one that others are compared with
     node = graph.call_function(aten.detach.default, (value,))
     node.meta = {key: said for key, said in value.meta.items() if key != "unbacked_bindings"}
     return node

@@ -62,7 +62,7 @@ def meshgrid(op: Op) -> Placement:
 
 @sample_rule("select_scatter", "slice_scatter", "diagonal_scatter", proof="joined")
 def scatter_part(op: Op) -> Placement:
-    """A copy of x in which one place, range or diagonal of a dim is src."""
+    """A copy of x in which one place, range or diagonal of a dim is src; all rows of a uniform x are anybody's."""
     x, source = op.need("self"), op.need("src")
     dims = [op.dim("dim", x.ndim)] if "dim" in op.args else [op.dim("dim1", x.ndim), op.dim("dim2", x.ndim, 1)]
     if x.axis is None:
@@ -70,11 +70,14 @@ def scatter_part(op: Op) -> Placement:
             raise op.refuse(f"it writes samples into %{x.node.name}, which carries none")
         return None
     if x.axis.dim in dims:
-        if op.name == "aten.slice_scatter" and source.layout == x.layout and source.axis == x.axis:
-            return x.axis
+        if op.name == "aten.slice_scatter" and source.layout == x.layout:  # all of it
+            if source.axis == x.axis or (source.axis is not None and source.axis.dim in dims and x.found.uniform):
+                return source.axis
         raise op.refuse(f"it writes to a part of dim {x.axis.dim}, the sample dim")
     if source.axis is not None:
         wanted = x.axis if op.name == "aten.slice_scatter" else sample_axis.without_dims(x.axis, dims)
+        if source.axis.dim == wanted.dim and x.found.uniform:
+            return sample_axis.moved(source.axis, x.axis.dim)
         anywhere = source.found.uniform and source.axis.dim == wanted.dim
         if not anywhere and not sample_axis.same_places(source.axis, wanted):
             raise op.refuse(f"%{source.node.name} does not hold the samples where %{x.node.name} does")

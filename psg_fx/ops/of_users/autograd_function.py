@@ -127,8 +127,8 @@ def _check_gradients(call: CustomCall, *graphs: GraphModule) -> None:
         for node in graph.graph.find_nodes(op="get_attr"):
             if getattr(getattr(graph, str(node.target)), "requires_grad", False):
                 raise call.refusal(
-                    "it reads a parameter that is no argument, and its gradient may be that of one",
-                    "read parameters from the arguments",
+                    "it reads a parameter by a module or a closure, and not from its arguments, where gradients go",
+                    "compute with the arguments: torch.func.functional_call(module, dict(zip(names, params)), x)",
                 )
     for value in _values_of_outputs(graphs[-1]):
         if value.layout is not torch.strided:

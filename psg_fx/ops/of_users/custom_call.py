@@ -22,7 +22,7 @@ from psg_fx.ops.of_users.argument_closures import reading
 from psg_fx.ops.of_users.argument_objects import are_the_same, held_by
 from psg_fx.ops.of_users.argument_sizes import has_symbols, of_call, without_symbols
 from psg_fx.tensors import SYMBOLS
-from psg_fx.torch_private.custom_functions import apply
+from psg_fx.torch_private.custom_functions import apply, without_tracer
 from psg_fx.torch_private.modes import autocast_now, autocast_unseen, not_recorded, without_functions
 
 _CALLS: WeakValueDictionary[Any, CustomCall] = WeakValueDictionary()
@@ -127,7 +127,7 @@ def as_one_op(
     """
     flat, spec = _flattened(list(args))
     inputs = [v for v in flat if isinstance(v, torch.Tensor)]
-    others = ((i, v) for i, v in enumerate(flat) if not isinstance(v, torch.Tensor))
+    others = ((i, without_tracer(v)) for i, v in enumerate(flat) if not isinstance(v, torch.Tensor))
     constants = tuple((i, without_symbols(v, inputs)) for i, v in others)
     needs = tuple(t.requires_grad and is_differentiable(t) for t in inputs)
     call = CustomCall(function, constants, spec, needs, autocast_now(), line=line, originals=tuple(inputs))
