@@ -27,7 +27,8 @@ def without_tracer(value: Any) -> Any:
     """A module among a function's arguments without what a tracer puts around one that has several names: the function
     is called under other tracers, too.
     """
-    return value.get_base() if isinstance(value, nn.Module) and hasattr(value, "get_base") else value
+    base: Any = getattr(value, "get_base", None) if isinstance(value, nn.Module) else None
+    return value if base is None else base()
 
 
 def apply(function: type[Function], *args: Any, **named: Any) -> Any:

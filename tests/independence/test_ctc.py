@@ -42,7 +42,21 @@ def ctc_of_all_steps(o: Tensor, y: Tensor, steps: Tensor, lengths: Tensor) -> Te
     return nn.CTCLoss(zero_infinity=True)(o.log_softmax(-1).transpose(0, 1), y, [6] * size, [3] * size)
 
 
+def ctc_of_picked(o: Tensor, y: Tensor, steps: Tensor, lengths: Tensor) -> Tensor:
+    """Padded labels are picked by a mask, not all of them at the front."""
+    y = torch.where(torch.arange(3, device=y.device) >= 3 - lengths[:, None], y, -100)
+    mask = y >= 0
+    return ctc("mean")(o, y.masked_select(mask), steps, mask.sum(-1))
+
+
+def ctc_of_indexed(o: Tensor, y: Tensor, steps: Tensor, lengths: Tensor) -> Tensor:
+    mask = y != 1
+    return ctc("sum", zero_infinity=True)(o, y[mask], steps, mask.long().sum(dim=1))
+
+
 CTC = {
+    "picked by a mask": Row(head, ctc_of_picked, spoken),
+    "indexed by a mask": Row(head, ctc_of_indexed, spoken),
     "mean": Row(head, ctc("mean"), spoken),
     "sum": Row(head, ctc("sum", blank=2 - 2), spoken),
     "none": Row(head, ctc("none"), spoken),
@@ -72,6 +86,10 @@ def test_compiled() -> None:
 REFUSED: dict[str, Refused] = {
     "targets of all samples in one dim": (
         head, lambda o, y, s, n: ctc("sum")(o, y[:, :2].reshape(-1), s, torch.full_like(n, 2)), spoken, NotYetSupported,
+        "pass padded targets",
+    ),
+    "picked by a mask, with other lengths": (
+        head, lambda o, y, s, n: ctc("sum")(o, y[y > 1], s, (y > 0).sum(-1) - 1), spoken, NotYetSupported,
         "pass padded targets",
     ),
     "lengths as different numbers": (

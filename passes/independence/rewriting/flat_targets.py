@@ -30,7 +30,7 @@ aten = torch.ops.aten
 def pad_flat_targets(gm: GraphModule) -> None:
     """Give each `ctc_loss` its targets as `[B, S]`, or refuse it."""
     for node in gm.graph.find_nodes(op="call_function", target=torch.ops.psg_fx.ctc.default):
-        targets: Node = node.args[1]  # type: ignore[assignment]
+        targets: Node = node.args[1]
         if targets.meta["val"].ndim == 1:
             labels, mask = _labels(gm, node, targets)
             padded: Node = splice(gm, node, _in_front, [labels, mask])
@@ -59,12 +59,11 @@ def _labels(gm: GraphModule, node: Node, targets: Node) -> tuple[Node, Node]:
 
 
 def _picked(pick: Node) -> tuple[Any, Any]:
-    if pick.target is aten.masked_select.default:
-        return pick.args
-    if pick.target is aten.index.Tensor and len(pick.args[1]) == 1:  # type: ignore[arg-type]
-        mask = pick.args[1][0]  # type: ignore[index]
-        return pick.args[0], mask if mask.meta["val"].dtype is torch.bool else None
-    return None, None
+    """What rows are picked of, and by which mask."""
+    given = bound(pick) if pick.target in (aten.masked_select.default, aten.index.Tensor) else {"self": None}
+    masks = given.get("indices") or [given.get("mask")]
+    fits = len(masks) == 1 and isinstance(masks[0], Node) and masks[0].meta["val"].dtype is torch.bool
+    return given["self"], masks[0] if fits else None
 
 
 def _itself(node: Any) -> Node:

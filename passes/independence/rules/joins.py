@@ -70,9 +70,9 @@ def scatter_part(op: Op) -> Placement:
             raise op.refuse(f"it writes samples into %{x.node.name}, which carries none")
         return None
     if x.axis.dim in dims:
-        if op.name == "aten.slice_scatter" and source.layout == x.layout:  # all of it
-            if source.axis == x.axis or (source.axis is not None and source.axis.dim in dims and x.found.uniform):
-                return source.axis
+        own = source.axis if op.name == "aten.slice_scatter" and source.layout == x.layout else None
+        if own is not None and (own == x.axis or (x.found.uniform and own.dim in dims)):
+            return own
         raise op.refuse(f"it writes to a part of dim {x.axis.dim}, the sample dim")
     if source.axis is not None:
         wanted = x.axis if op.name == "aten.slice_scatter" else sample_axis.without_dims(x.axis, dims)
