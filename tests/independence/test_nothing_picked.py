@@ -48,6 +48,11 @@ def summed(m: Tensor, x: Tensor, out: Tensor, f: Any) -> None:
         out[m] += f(x[m])
 
 
+def cast(m: Tensor, x: Tensor, out: Tensor, f: Any) -> None:
+    if m.float().sum() > 0.5:
+        out[m] = f(x[m])
+
+
 def counted(m: Tensor, x: Tensor, out: Tensor, f: Any) -> None:
     if m.sum().item() == 0:
         return
@@ -107,7 +112,7 @@ def checked(m: Tensor, x: Tensor, out: Tensor, f: Any) -> None:
 
 
 ARMS = [
-    any_of_it, none_of_it, summed, counted, as_a_number, all_others, places, length, size, rows_themselves,
+    any_of_it, none_of_it, summed, cast, counted, as_a_number, all_others, places, length, size, rows_themselves,
     one_in_another, checked,
 ]  # fmt: skip
 
@@ -267,6 +272,24 @@ def written_since(model: Any, h: Tensor) -> Tensor:
     return out
 
 
+def number_written_since(model: Any, h: Tensor) -> Tensor:
+    out, m = h.clone(), h[:, 0] > 0
+    count = m.sum()
+    count -= 1
+    if count > 0:
+        out[m] = model.other(h[m])
+    return out
+
+
+def mask_in_floats_written_since(model: Any, h: Tensor) -> Tensor:
+    out, m = h.clone(), h[:, 0] > 0
+    numbers = m.float()
+    numbers[0] = 1
+    if numbers.sum() > 0:
+        out[m] = model.other(h[m])
+    return out
+
+
 def left_in_a_buffer(model: Any, h: Tensor) -> Tensor:
     if (h > 0).any():
         model.total = model.total + 1
@@ -300,7 +323,8 @@ def fail() -> None:
 
 
 REFUSED = [
-    prepared, counting, otherwise, of_another_mask, two_at_least, written_since, left_in_a_buffer, all_rows_computed,
+    prepared, counting, otherwise, of_another_mask, two_at_least, written_since, number_written_since,
+    mask_in_floats_written_since, left_in_a_buffer, all_rows_computed,
     divided, nothing_returned, raised_elsewhere,
 ]  # fmt: skip
 

@@ -100,7 +100,9 @@ class _Answering(TorchFunctionMode):
     def __init__(self, branches: Branches) -> None:
         super().__init__()
         self.branches = branches
-        self.tensors: dict[int, tuple[Tensor, _Known]] = {}
+        self.tensors: dict[int, tuple[Tensor, int, _Known]] = {}
+        self.masks: dict[int, tuple[Tensor, int, Tensor]] = {}
+        """Numbers that a mask is cast to."""
         self.symbols: dict[Any, _Known] = {}
 
     def __torch_function__(
@@ -145,7 +147,13 @@ class _Answering(TorchFunctionMode):
             return None
         if func is torch.Tensor.__len__:
             return self.of_size(tensor.shape[0]) if tensor.ndim else None
-        return self.tensors.get(id(tensor), (None, None))[1]
+        found: _Known | None = self.found(self.tensors, tensor)
+        return found
+
+    def found(self, kept: Mapping[int, tuple[Tensor, int, Any]], tensor: Tensor) -> Any:
+        """What is noted of a tensor that has not been written to since."""
+        _, version, found = kept.get(id(tensor), (None, -1, None))
+        return found if version == tensor._version else None
 
     def of_size(self, size: Any) -> _Known | None:
         node = getattr(size, "node", None)
@@ -155,47 +163,60 @@ class _Answering(TorchFunctionMode):
         """What a result tells of a mask."""
         tensor, rest = args[0], [*args[1:], *kwargs.values()]
         if name in _LISTING:
-            mask = rest[0] if name in ("__getitem__", "masked_select") and rest else tensor
-            masks = [m for m in (mask if isinstance(mask, tuple) else (mask,)) if isinstance(m, Tensor)]
-            results = result if isinstance(result, (tuple, list)) else (result,)
-            if len(masks) == 1 and (name in _PLACES or masks[0].dtype is torch.bool) and isinstance(results[0], Tensor):
-                self.note_sizes(masks[0], results[0])
+            self.note_rows(name, tensor, rest, result)
             return
-        known = self.tensors.get(id(tensor), (None, None))[1]
-        if name in _ASKED_OF_MASKS and not rest and known is None:
-            if tensor.dtype is torch.bool or name != "sum":
-                known = _Known(tensor, tensor._version, False, *_ASKED_OF_MASKS[name])
-        elif name == "all" and not rest and known is None and tensor.dtype is torch.bool:
-            known = _Known(tensor, tensor._version, True, True, (False,))
-        elif known is not None and name in _COMPARED and len(rest) == 1 and isinstance(rest[0], (int, float)):
-            known = known.after(lambda number: _COMPARED[name](number, rest[0]))
-        elif known is not None and (name == "logical_not" or (name in _INVERTED and tensor.dtype is torch.bool)):
-            known = known.after(operator.not_)
-        elif name not in _SAME:
-            return
+        known = self.told(name, tensor, rest)
+        if isinstance(result, Tensor) and name in _SAME and tensor.dtype is torch.bool and tensor.ndim:
+            self.masks[id(result)] = result, result._version, tensor
         if known is None:
             return
         if isinstance(result, Tensor):
-            self.tensors[id(result)] = result, known
+            self.tensors[id(result)] = result, result._version, known
         elif (node := getattr(result, "node", None)) is not None and node.expr.is_Symbol:
             self.symbols[node.expr] = known.after(int)
 
-    def note_sizes(self, mask: Tensor, result: Tensor) -> None:
+    def told(self, name: str, tensor: Tensor, rest: Sequence[Any]) -> _Known | None:
+        """What is known of what a function gives for a tensor."""
+        known: _Known | None = self.found(self.tensors, tensor)
+        if known is None:
+            cast = self.found(self.masks, tensor)
+            mask = tensor if cast is None else cast
+            if rest or name not in _ASKED_OF_MASKS or (mask.dtype is not torch.bool and name in _OF_BOOLS):
+                return None
+            return _Known(mask, mask._version, name == "all", *_ASKED_OF_MASKS[name])
+        if name in _COMPARED and len(rest) == 1 and isinstance(rest[0], (int, float)):
+            return known.after(lambda number: _COMPARED[name](number, rest[0]))
+        if name == "logical_not" or (name in _INVERTED and tensor.dtype is torch.bool):
+            return known.after(operator.not_)
+        return known if name in _SAME else None
+
+    def note_rows(self, name: str, tensor: Tensor, rest: Sequence[Any], result: Any) -> None:
         """The number of rows that a mask picks has a symbol."""
-        for symbol in filter(None, map(size_of_values, result.shape)):
-            self.symbols.setdefault(symbol, _Known(mask, mask._version, False, 0, (1, _MANY)))
+        if (name == "where" and rest) or (name in _PICKS and not rest):
+            return
+        mask = rest[0] if name in _PICKS else tensor
+        masks = [m for m in (mask if isinstance(mask, tuple) else (mask,)) if isinstance(m, Tensor)]
+        first = result[0] if isinstance(result, (tuple, list)) else result
+        if len(masks) != 1 or not isinstance(first, Tensor) or (name in _PICKS and masks[0].dtype is not torch.bool):
+            return
+        before = {size_of_values(size) for given in (tensor, *masks) for size in given.shape}
+        for symbol in {*map(size_of_values, first.shape)} - before - {None}:
+            self.symbols.setdefault(symbol, _Known(masks[0], masks[0]._version, False, 0, (1, _MANY)))
 
 
-_ASKED_OF_MASKS = {"any": (False, (True,)), "sum": (0, (1, _MANY)), "count_nonzero": (0, (1, _MANY))}
-_PLACES = {"nonzero", "argwhere", "where"}
-_LISTING = {*_PLACES, "masked_select", "__getitem__"}
+_ASKED_OF_MASKS = {
+    "any": (False, (True,)), "all": (True, (False,)), "sum": (0, (1, _MANY)), "count_nonzero": (0, (1, _MANY)),
+}  # fmt: skip
+_OF_BOOLS = {"all", "sum"}
+_PICKS = {"masked_select", "__getitem__"}
+_LISTING = {*_PICKS, "nonzero", "argwhere", "where"}
 _COMPARED: dict[str, Callable[[Any, Any], Any]] = {
     "gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operator.le, "eq": operator.eq, "ne": operator.ne,
     "__gt__": operator.gt, "__ge__": operator.ge, "__lt__": operator.lt, "__le__": operator.le,
     "__eq__": operator.eq, "__ne__": operator.ne, "greater": operator.gt, "less": operator.lt,
 }  # fmt: skip
 _INVERTED = {"bitwise_not", "__invert__"}
-_SAME = {"detach", "to", "item", "long", "int", "bool", "cpu", "clone", "squeeze", "view", "reshape"}
-_TOLD_BY = {*_ASKED_OF_MASKS, "all", "logical_not", *_LISTING, *_COMPARED, *_INVERTED, *_SAME}
+_SAME = {"detach", "to", "item", "float", "double", "long", "int", "bool", "cpu", "clone", "squeeze", "view", "reshape"}
+_TOLD_BY = {*_ASKED_OF_MASKS, "logical_not", *_LISTING, *_COMPARED, *_INVERTED, *_SAME}
 _AS_NUMBERS = {"__bool__": "bool", "__len__": "len", "__int__": "int"}
 """What makes a number of Python's own of a tensor, and what the code calls for that."""
