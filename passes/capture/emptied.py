@@ -1,8 +1,8 @@
 """A graph as it is where some masks pick nothing: what they read has no rows, and what they write leaves all as it was.
 
 Each value is followed from the masks on: it has no rows, is zero everywhere, or true everywhere.  What is computed of
-all rows and dropped afterwards (`torch.where(m, f(x), out)`) is not taken for nothing: where f is not finite, neither
-is its derivative times zero.
+all rows and dropped afterwards (`torch.where(m, f(x), out)`) is nothing if f is finite everywhere: else its derivative
+times zero is not zero.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import torch
 from torch.fx import GraphModule, Node
 
 from psg_fx.graph import facts
+from psg_fx.graph.finite import stays_finite
 from psg_fx.graph.history import copy_graph
 from psg_fx.graph.lifetimes import is_view
 from psg_fx.graph.nodes import is_detach
-from psg_fx.graph.same_op import alike
+from psg_fx.graph.same_op import alike, computation
 
 from ..independence.values import bound, op_name
 
@@ -28,8 +29,8 @@ _PUTS = ("aten.index_put", "aten._unsafe_index_put")
 _PUTS_BY_NUMBER = ("aten.index_add", "aten.index_copy", "aten.index_fill", "aten.scatter", "aten.scatter_add")
 _NOT = ("aten.bitwise_not", "aten.logical_not")
 _AND = ("aten.bitwise_and", "aten.logical_and", "aten.__and__")
-_KEEP_ZERO = ("aten._to_copy", "aten.clone", "aten.reshape", "aten.neg", "aten.sum", "aten.any")
-_CONSTANT = ("aten.full", "aten.full_like", "aten.zeros", "aten.zeros_like", "aten.ones_like", "aten.scalar_tensor")
+_KEEP_ZERO = ("aten._to_copy", "aten.clone", "aten.reshape", "aten.neg", "aten.sum", "aten.any", "aten.cumsum")
+_OR = ("aten.bitwise_or", "aten.logical_or", "aten.__or__")
 
 
 class Emptied:
@@ -50,11 +51,17 @@ class Emptied:
         numbers = alike(self.gm)
         known = [pair for mask in masks for pair in self._said_by(mask)]
         zero, ones = ({numbers[n] for n, value in known if value is each} for each in (False, True))
+        found: dict[Any, Node] = {}  # what becomes of each computation: with some masks empty, more are the same
         for node in list(self.gm.graph.nodes):
+            key = computation(node)
+            kept = found.get(key) if key is not None else None
             if numbers[node] in zero | ones:
                 (self.zero if numbers[node] in zero else self.ones).add(node)
-            elif node.op == "call_function":
-                self._visit(node)
+            elif kept is None and node.op == "call_function":
+                kept = self._kept(node)
+            if kept is not None:
+                node.replace_all_uses_with(kept)
+            found[key] = kept or node
 
     def depends(self, node: Node) -> bool:
         """Whether a node of the graph itself is computed from rows that a mask picks."""
@@ -72,13 +79,12 @@ class Emptied:
                 break
             node, value = node.all_input_nodes[0], not value
 
-    def _visit(self, node: Node) -> None:
-        """Leave a node out, or note what it is."""
+    def _kept(self, node: Node) -> Node | None:
+        """The operand that a node is; for others, note what they are."""
         name, value = op_name(node), node.meta.get("val")
         kept = self._left_alone(node, name)
         if isinstance(kept, Node) and _are_of_one_kind(kept.meta["val"], value):
-            node.replace_all_uses_with(kept)
-            return
+            return kept
         first = node.all_input_nodes[0] if node.all_input_nodes else node
         if (name in _LISTING and first in self.zero) or (name in _PICKS and self._picks_nothing(node)):
             self.no_rows.add(node)
@@ -90,13 +96,25 @@ class Emptied:
             self.zero.add(node)
         elif (first in self.ones and is_view(node)) or (first in self.zero and name in _NOT and _is_bool(first)):
             self.ones.add(node)
+        return None
 
     def _is_zero(self, node: Node, name: str, first: Node) -> bool:
         if name in _AND:
             return not self.zero.isdisjoint(node.all_input_nodes)
+        if name == "aten.mul":
+            return any(n in self.zero and self._is_harmless(_other(node, n)) for n in node.all_input_nodes)
         if first in self.zero:
             return is_view(node) or name in _KEEP_ZERO
         return (first in self.no_rows and name == "aten.sum") or (first in self.ones and name in _NOT)
+
+    def _is_harmless(self, value: Any, kept: Any = None) -> bool:
+        """Whether a value that counts nothing is finite if what is kept is, and its derivatives are."""
+        if not isinstance(value, Node):
+            return True
+        above = facts.ancestors([value]) | {value}
+        if isinstance(kept, Node):
+            above -= facts.ancestors([kept]) | {kept}
+        return self.no_rows.isdisjoint(above) and all(map(stays_finite, above))
 
     def _has_no_rows(self, value: torch.Tensor) -> bool:
         none = dict.fromkeys(self._numbers_of_rows, 0)
@@ -116,36 +134,30 @@ class Emptied:
             return bound(node)["self"] if bound(node)["index"] in self.no_rows else None
         given = bound(node) if name in _DENSE else {}
         if name == "aten.masked_fill":
-            return given["self"] if given["mask"] in self.zero and _is_constant(given["value"]) else None
+            return given["self"] if given["mask"] in self.zero and self._is_harmless(given["value"]) else None
         if name == "aten.masked_scatter":
             return given["self"] if given["mask"] in self.zero and given["source"] in self.no_rows else None
         if name in ("aten.expand", "aten.slice", "aten.clone"):
             return given["self"]
         if name == "aten.where" and "other" in given:
             for kept, dropped, known in (("other", "self", self.zero), ("self", "other", self.ones)):
-                if given["condition"] in known and _is_constant(given[dropped]):
+                if given["condition"] in known and self._is_harmless(given[dropped], given[kept]):
                     return given[kept]
-        if name == "aten.add" and not self.zero.isdisjoint(node.all_input_nodes):
-            return given["self"] if given["other"] in self.zero else given["other"]
+        known = self.ones if name in _AND else self.zero
+        if name in (*_AND, *_OR) or given.get("alpha") == 1:
+            return next((_other(node, n) for n in node.all_input_nodes if n in known), None)
         return None
 
 
 _DENSE = (
-    "aten.masked_fill",
-    "aten.masked_scatter",
-    "aten.expand",
-    "aten.slice",
-    "aten.clone",
-    "aten.where",
-    "aten.add",
-)
+    "aten.masked_fill", "aten.masked_scatter", "aten.expand", "aten.slice", "aten.clone", "aten.where", "aten.add",
+)  # fmt: skip
 
 
-def _is_constant(value: Any) -> bool:
-    """Whether it is a number, or a tensor that is one everywhere."""
-    while isinstance(value, Node) and (is_view(value) or op_name(value) in ("aten._to_copy", "aten.clone")):
-        value = value.all_input_nodes[0]
-    return not isinstance(value, Node) or op_name(value) in _CONSTANT
+def _other(node: Node, one: Node) -> Any:
+    """The other one of two operands."""
+    given = bound(node)
+    return given["other"] if given["self"] is one else given["self"]
 
 
 def said(mask: Node) -> Node:

@@ -111,9 +111,19 @@ def checked(m: Tensor, x: Tensor, out: Tensor, f: Any) -> None:
         out[m] = f(rows)
 
 
+def weighted(m: Tensor, x: Tensor, out: Tensor, f: Any) -> None:
+    if m.any():
+        out += m[:, None].to(x.dtype) * f(x)
+
+
+def all_rows(m: Tensor, x: Tensor, out: Tensor, f: Any) -> None:
+    if m.any():
+        out.copy_(torch.where(m[:, None], f(x), out))
+
+
 ARMS = [
     any_of_it, none_of_it, summed, cast, counted, as_a_number, all_others, places, length, size, rows_themselves,
-    one_in_another, checked,
+    one_in_another, checked, weighted, all_rows,
 ]  # fmt: skip
 
 
@@ -186,7 +196,41 @@ def nothing_done(model: Any, h: Tensor) -> Tensor:
     return h
 
 
-@pytest.mark.parametrize("change", [not_a_number, by_where, the_rest, nothing_done], ids=lambda f: f.__name__)
+def repeated(model: Any, h: Tensor) -> Tensor:
+    """Until nothing is left to do: what comes after is then the same as before."""
+    for _ in range(3):
+        m = h.norm(dim=-1) > 1
+        if not m.any():
+            break
+        h = torch.where(m[:, None], h * 0.5, h)
+    return h
+
+
+def halting(model: Any, h: Tensor) -> Tensor:
+    active = h[:, 0] < 9
+    for _ in range(3):
+        if not active.any():
+            break
+        new = h.clone()
+        new[active] = torch.tanh(model.other(h[active]))
+        h, active = new, active & (h[:, 0] > 0)
+    return h
+
+
+def one_after_another(model: Any, h: Tensor) -> Tensor:
+    out, left = torch.zeros_like(h), h[:, 0] > -9
+    for k in range(3):
+        m = left & (h[:, k] > 0)
+        if m.any():
+            out[m] = (k + 1) * model.other(h[m])
+            left = left & ~m
+    return out
+
+
+MASKED = [not_a_number, by_where, the_rest, nothing_done, repeated, halting, one_after_another]
+
+
+@pytest.mark.parametrize("change", MASKED, ids=lambda f: f.__name__)
 def test_masked(change: Any) -> None:
     torch.manual_seed(0)
     model = Masked(change).double()

@@ -15,19 +15,8 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxis
-from psg_fx.graph.lifetimes import is_view
+from psg_fx.graph.finite import stays_finite
 from psg_fx.graph.splicing import splice
-
-from ..values import op_name
-
-_FINITE = {
-    "linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "conv1d", "conv2d", "conv3d", "convolution", "embedding",
-    "add", "sub", "rsub", "mul", "neg", "abs", "square", "sin", "cos", "clamp", "sum", "mean", "where", "masked_fill",
-    "relu", "leaky_relu", "gelu", "silu", "tanh", "sigmoid", "softplus", "elu", "mish", "hardtanh", "hardswish",
-    "softmax", "log_softmax", "logsigmoid", "layer_norm", "native_layer_norm", "rms_norm", "group_norm", "dropout",
-    "scaled_dot_product_attention", "cat", "stack", "_to_copy", "clone", "reshape", "repeat", "index", "gather",
-}  # fmt: skip
-"""Ops that are finite, with their derivatives, for numbers such as 0.3."""
 
 
 def count_nothing(gm: GraphModule, rows: Mapping[Node, SampleAxis], has: Node) -> None:
@@ -35,9 +24,7 @@ def count_nothing(gm: GraphModule, rows: Mapping[Node, SampleAxis], has: Node) -
 
     rows: the values of all rows -> where these lie in them.  has: `[N]`, whether the sample of each row has any.
     """
-    if all(
-        is_view(node) or op_name(node).removeprefix("aten.") in _FINITE for node in rows if node.op == "call_function"
-    ):
+    if all(map(stays_finite, rows)):
         return
     parameters = [node for node in facts.placeholders(gm) if facts.input_spec(node).kind == "parameter"]
     learned = facts.descendants(parameters) | {*parameters}
