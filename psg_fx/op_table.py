@@ -148,6 +148,10 @@ class Known:
         "only selects elements", "enter(.., selects=) in passes/sites.py",
         "what it makes of a parameter is differentiated by autograd, back to the parameter",
     ))  # fmt: skip
+    finite: bool = field(default=False, metadata=_says(
+        "finite for finite numbers", "enter(.., finite=) in psg_fx/graph/finite.py",
+        "what it computes of rows that count nothing is kept from parameters, and is not taken for nothing",
+    ))  # fmt: skip
     writes: bool = field(default=False, metadata=_says(
         "writes into its first argument", "enter(.., writes=) in passes/compile/prepared.py",
         "its first argument need not be a copy before inductor sees it",

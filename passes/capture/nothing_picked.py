@@ -82,9 +82,10 @@ def _groups(count: int) -> Iterator[frozenset[int]]:
 def _refused(branches: Sequence[Branch]) -> CaptureFailed:
     return CaptureFailed(
         NOT_ONE_GRAPH, where="; ".join(dict.fromkeys(branch.line for branch in branches)),
-        why="the code branches on whether a mask picks anything, and it cannot be shown that the arm changes nothing "
-        "where it does not",
-        fix="leave the branch out: what is read by a mask that picks nothing has no rows; or replace it by torch.where",
+        why="the code branches on values of a tensor, whether a mask picks anything, and it is not seen that the arm "
+        "changes nothing where it does not",
+        fix="leave the branch out (what is read by a mask that picks nothing has no rows), replace it by torch.where, "
+        "or decide it outside the model",
     )  # fmt: skip
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import operator
 
-import torch
 from torch.fx import Node
 
 from psg_fx.graph.lifetimes import is_view
+from psg_fx.op_table import enter, known
 
-_FINITE = {
+enter(
     "linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "conv1d", "conv2d", "conv3d", "convolution", "embedding",
     "add", "sub", "rsub", "mul", "neg", "abs", "square", "sin", "cos", "clamp", "sum", "mean", "where", "masked_fill",
     "relu", "leaky_relu", "gelu", "silu", "tanh", "sigmoid", "softplus", "elu", "mish", "hardtanh", "hardswish",
@@ -17,14 +17,11 @@ _FINITE = {
     "scaled_dot_product_attention", "cat", "stack", "_to_copy", "clone", "reshape", "repeat", "index", "gather",
     "index_put", "index_add", "full_like", "zeros_like", "ones_like", "zeros", "ones", "full", "arange", "one_hot",
     "argmax", "argmin", "topk", "eq", "ne", "gt", "ge", "lt", "le", "bitwise_not", "bitwise_and", "logical_not",
-    "logical_and", "sym_size",
-}  # fmt: skip
+    "logical_and", "sym_size", finite=True,
+)  # fmt: skip
 
 
 def stays_finite(node: Node) -> bool:
     """Whether an op gives finite numbers of finite ones, and has finite derivatives there."""
-    if node.op != "call_function" or node.target is operator.getitem or is_view(node):
-        return True
-    target = node.target
-    name = target._schema.name if isinstance(target, torch._ops.OpOverload) else ""
-    return name.removeprefix("aten::") in _FINITE
+    others = node.op != "call_function" or node.target is operator.getitem or is_view(node)
+    return others or known(node.target).finite

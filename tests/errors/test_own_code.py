@@ -137,9 +137,10 @@ ROWS: dict[str, Row] = {
         lambda: step(Masked())(torch.tensor([[1, 2], [3, 0], [1, 1]]), Y), CaptureFailed,
         "the model and loss could not be captured as one graph",
         "test_own_code.py:<line>: if attention_mask is None and (ids == 0).any():",
-        "the code branches on values of a tensor, so there is no one graph for all batches",
-        "pass attention_mask, which the model makes itself where none is given; or replace the branch by torch.where, "
-        "or decide it outside the model",
+        "the code branches on values of a tensor, whether a mask picks anything, and it is not seen that the arm "
+        "changes nothing where it does not",
+        "pass attention_mask, which the model makes itself where none is given; or leave the branch out (what is read "
+        "by a mask that picks nothing has no rows), replace it by torch.where, or decide it outside the model",
     ),
     "a-list-that-is-one-argument": (
         lambda: step(Several())([X, X], Y), BadArgument, "the model does not take these inputs", "Several.forward(xs)",

@@ -75,6 +75,9 @@ MASKED = {
     "columns that all samples share": Row(
         head, lambda o, y, m: o[:, torch.tensor([True, False, True, True, False])].square().mean(), padded
     ),
+    "the largest and the least": Row(
+        head, lambda o, y, m: o[m | (y < 3)].max() - 2 * o[m | (y < 3)].amin() + 0 * o.sum(), padded
+    ),
     "any": Row(head, lambda o, y, m: o.square().sum() * (o[m] > 0.5).any() * (o[m] > -9).all(), padded),
 }  # fmt: skip
 
@@ -107,9 +110,6 @@ REFUSED: dict[str, Refused] = {
     ),
     "rows less their mean": (
         head, lambda o, y, m: (o[m] - o[m].mean(0)).square().mean(), padded, PsgError, "",
-    ),
-    "the largest row": (
-        head, lambda o, y, m: o[m].max(), padded, PsgError, "a mask picks",
     ),
     "rows of one mask with those of another": (
         head, lambda o, y, m: (o[m] - o[~m]).sum(), padded, PsgError, "",

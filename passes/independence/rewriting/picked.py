@@ -128,7 +128,7 @@ class Picked:
 
 
 def _is_sum(node: Node) -> bool:
-    """Whether rows of zeros leave the result as it is, and no rows at all give one."""
+    """Whether there is a result of the rows that count, without the others."""
     order = bound(node)["ord"] if node.target is aten.linalg_vector_norm.default else 1
     return known(node.target).over_kept_rows is not None and 0 < order < float("inf")
 

@@ -70,12 +70,12 @@ def _all(x: Tensor, kept: Tensor) -> Tensor:
 
 @over_kept_rows(aten.min.default, aten.amin.default)
 def _min(x: Tensor, kept: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
-    return torch.where(kept, x, _extreme(x.dtype, "max")).amin(dim, keepdim)
+    return _of_some(torch.where(kept, x, _extreme(x.dtype, "max")).amin(dim, keepdim), kept)
 
 
 @over_kept_rows(aten.max.default, aten.amax.default)
 def _max(x: Tensor, kept: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
-    return torch.where(kept, x, _extreme(x.dtype, "min")).amax(dim, keepdim)
+    return _of_some(torch.where(kept, x, _extreme(x.dtype, "min")).amax(dim, keepdim), kept)
 
 
 def _extreme(dtype: torch.dtype, which: str) -> Any:
@@ -83,3 +83,8 @@ def _extreme(dtype: torch.dtype, which: str) -> Any:
     if dtype.is_floating_point:
         return float("inf") if which == "max" else -float("inf")
     return which == "max" if dtype is torch.bool else getattr(torch.iinfo(dtype), which)
+
+
+def _of_some(found: Tensor, kept: Tensor) -> Tensor:
+    """NaN where there are no rows at all, of which torch knows no extreme."""
+    return torch.where(kept.any(), found, float("nan")) if found.is_floating_point() else found
