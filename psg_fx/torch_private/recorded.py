@@ -189,6 +189,7 @@ def _track(out: Any, proxy: Proxy, tracer: Any) -> None:
     if out not in tracer.tensor_tracker or not proxy_tensor._is_proxy_tensor_update_tensor_tracker_disabled():
         tracer.tensor_tracker[out] = proxy_tensor._ProxyTensor(proxy, None)
     proxy.node.meta["val"] = proxy_tensor.snapshot_fake(out)
+    proxy.node.meta["tensor_meta"] = None  # without content, but there: inductor's patterns of torch 2.11 look for it
 
 
 def _has_new_symbols(tensor: Any, tracer: Any) -> bool:
