@@ -120,7 +120,7 @@ REFUSED: dict[Callable[..., Tensor], tuple[type[Exception], str, str]] = {
     loop_over_samples: (NotYetSupported, "the program is another one for another batch size", "for row in x"),
     fixed_size: (CaptureFailed, "run on 6 samples and not on 7", "layer(x).view(6, 3)"),
     rows_by_mask: (SamplesMixed, "is reduced over them", "x[:, 0] > 0"),
-    fewer_rows: (psg_fx.PsgError, FEWER, "layer(x)[x[:, 0] > 0]"),
+    fewer_rows: (psg_fx.PsgError, FEWER, "in the loss" if torch.__version__ < "2.12" else "layer(x)[x[:, 0] > 0]"),
     branch_on_values: (CaptureFailed, "branches on values of a tensor", "if x.sum() > 0"),
     number_from_values: (SamplesMixed, "it reads one number out of the samples", "x.sum().item()"),
     two_graphs: (CaptureFailed, "hold graphs of their own", "torch.cond(x.sum() > 0"),

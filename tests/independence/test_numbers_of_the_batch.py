@@ -247,6 +247,7 @@ def test_what_is_exact(name: str) -> None:
     assert oracle.worst_error(out.grads, grads) < 1e-12
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="its cross_entropy compares the rows of two masks")
 def test_a_sample_without_a_label() -> None:
     """Classes from 1 on, 0 for none: what stands for a label of a sample that has none is a class."""
     x, y = torch.randn(3, 3, dtype=torch.float64), torch.tensor([[1, 0, 2], [0, 0, 0], [3, 1, 0]])
