@@ -229,8 +229,9 @@ def _argument(node: Node, values: Sequence[Any], place: Sequence[dict[Node, int]
     raise NotYetSupported(
         f"{node.target} has a number that follows the batch size in no simple way", where=locate(node),
         why=f"it is {', '.join(f'{v} at B = {s}' for v, s in zip(values, sizes, strict=True))}",
-        fix="use x.shape[0] itself, without //, int(), min() or max(); what samples have in common (draws for pairs of "
-        "them, times spread over the batch) is made outside, and passed in",
+        fix="use x.shape[0] itself, without //, int(), min() or max(), and torch.arange(x.shape[0]) * n to number "
+        "rows; what samples have in common (draws for pairs of them, times spread over the batch) is made outside, and "
+        "passed in",
     )  # fmt: skip
 
 

@@ -69,6 +69,7 @@ FLAT = {
     "argmax": Row(rows_of(lambda h, n, c: h[n * T + h.view(-1, T, C).sum(-1).argmax(-1)]), square, tokens),
     "elements": Row(rows_of(lambda h, n, c: h.view(-1)[(n * T + c) * C + 1]), square, tokens),
     "index_select": Row(rows_of(lambda h, n, c: h.index_select(0, n * T + (c - 1).clamp(min=0))), square, tokens),
+    "by a step": Row(rows_of(lambda h, n, c: h[torch.arange(0, len(n) * T, T) + c]), square, tokens),
     "all": Row(rows_of(lambda h, n, c: h[torch.arange(h.shape[0])]), square, tokens),
     "all, then some": Row(rows_of(lambda h, n, c: h[torch.arange(n.shape[0] * T).view(-1, T)[:, 2:]]), square, tokens),
     "repeated": Row(rows_of(lambda h, n, c: h.view(-1, T, C)[n[:, None].repeat(1, 2), c[:, None]]), square, tokens),
@@ -170,6 +171,9 @@ REFUSED: dict[str, Refused] = {
     ),
     "the numbers of all rows, from the other end": (
         rows_of(lambda h, n, c: h[torch.arange(h.shape[0]).flip(0)]), square, tokens, SamplesMixed, "the numbers of",
+    ),
+    "numbers by a step that is not a sample's": (
+        rows_of(lambda h, n, c: h[torch.arange(0, len(n) * (T - 1), T - 1)]), square, tokens, SamplesMixed, "",
     ),
     "numbers taken from numbers": (
         rows_of(lambda h, n, c: h[c * T - n]), square, tokens, SamplesMixed, "",

@@ -40,13 +40,14 @@ def draw_around(op: Op) -> Result:
 @sample_rule("arange", "range", proof="number of the sample", sizes=True)
 def arange(op: Op) -> Result:
     """`arange(B)` numbers the samples, `arange(B * T)` the T rows of each: usable to pick each sample's own rows, as in
-    `x[arange(B), ids]`.
+    `x[arange(B), ids]`; `arange(0, B * T, T)` is `arange(B) * T`.
     """
     out = op.out()
     if out.dim is None:
         return Result()
-    if op.raw("start", 0) == 0 and op.raw("step", 1) == 1 and op.node.meta["val"].dtype in NUMBERING:
-        return Result(SampleAxis(0, 1, out.factor), index=out.factor)
+    step = op.raw("step", 1)
+    if op.raw("start", 0) == 0 and type(step) is int and step > 0 and op.node.meta["val"].dtype in NUMBERING:
+        return Result(SampleAxis(0, 1, out.factor), index=out.factor * step)
     raise op.refuse(
         "its numbers run through all samples, so they differ from those of one sample",
         "number the places within a sample: arange(T), expanded to the batch",
