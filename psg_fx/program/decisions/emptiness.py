@@ -129,10 +129,12 @@ class _Answering(TorchFunctionMode):
         return next(number for number in (known.empty, *known.others) if bool(question(number)) is outcome)
 
     def of_symbols(self, expression: Any, frame: FrameType) -> bool | None:
-        """What a condition on the number of picked rows is; None for other conditions."""
+        """What a comparison of the number of picked rows, or of some for each row, is; None for other conditions."""
         if len(symbols := expression.free_symbols) != 1 or (known := self.symbols.get(*symbols)) is None:
             return None
         (symbol,) = symbols
+        if not expression.is_Relational or not (expression.lhs - expression.rhs).diff(symbol).is_number:
+            return None
         return self.outcome(known.after(lambda number: expression.subs(symbol, number)), frame)
 
     def outcome(self, known: _Known, frame: FrameType) -> bool | None:
