@@ -111,6 +111,8 @@ class _Assuming(TorchFunctionMode):
 
     def answer(self, condition: Any, frame: FrameType) -> bool | None:
         """What a condition on such numbers is; None for other conditions, and where both arms do something."""
+        if not self.read:
+            return None
         with torch.no_grad():
             value = computed_of(condition, self.read)
         if value is None or (outcome := outcome_that_stays(frame, self.caller)) is None:

@@ -130,6 +130,8 @@ class _Answering(TorchFunctionMode):
 
     def of_symbols(self, expression: Any, frame: FrameType) -> bool | None:
         """What a comparison of the number of picked rows, or of some for each row, is; None for other conditions."""
+        if not self.symbols:
+            return None
         if len(symbols := expression.free_symbols) != 1 or (known := self.symbols.get(*symbols)) is None:
             return None
         (symbol,) = symbols
