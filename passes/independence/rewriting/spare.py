@@ -7,6 +7,7 @@ is computed with.  So there such rows are ones, and so is what comes of them.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 
 import torch
@@ -32,11 +33,12 @@ def count_nothing(gm: GraphModule, rows: Mapping[Node, SampleAxis], has: Node) -
     for node in meeting:
         for given in [n for n in node.all_input_nodes if n in rows and _has_derivative(n)]:
             node.replace_input_with(given, _ones_elsewhere(gm, node, given, rows[given], has))
-        if _has_derivative(node):
-            users = list(node.users)
-            kept = _ones_elsewhere(gm, node.next, node, rows[node], has)
-            for user in users:
-                user.replace_input_with(node, kept)
+        for made in [n for n in (node, *node.users) if n in rows and (n is node or n.target is operator.getitem)]:
+            if _has_derivative(made):
+                users = list(made.users)
+                kept = _ones_elsewhere(gm, made.next, made, rows[made], has)
+                for user in users:
+                    user.replace_input_with(made, kept)
 
 
 def _has_derivative(node: Node) -> bool:
