@@ -2,8 +2,8 @@
 
 A graph holds what the program computes if every mask picks something (`program/decisions/emptiness.py`).  It serves
 where some pick nothing, too, if the arms that are then left out change nothing.  To see that, the program is captured
-again with some of the masks picking nothing, and compared with the graph as it then is (`emptied.py`).  The masks are
-taken in groups, so that of any two either, both and none pick nothing in some capture: an arm may prepare for another.
+again with some of the masks picking nothing, and compared with the graph as it then is (`emptied.py`).  An arm may
+prepare for another one, or count; so masks are taken in groups, of any two either, both and none, and of many sizes.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from .reasons import NOT_ONE_GRAPH
 aten = torch.ops.aten
 MOST = 64
 """Branches that are looked at: each group of them is a capture."""
+FEW = 8
+"""Of so many, groups of every size."""
 
 Found = TypeVar("Found", bound=Functional)
 
@@ -72,10 +74,14 @@ def arm_fails(program: Any, error: Exception) -> CaptureFailed | None:
 
 
 def _groups(count: int) -> Iterator[frozenset[int]]:
-    """Of any two numbers below this, both, either and none are in some group."""
+    """Of any two numbers below this, both, either and none are in some group; and groups of few and of nearly all, for
+    code that counts arms.
+    """
     every = frozenset(range(count))
     halves = [frozenset(k for k in every if k >> bit & 1) for bit in range(max(count - 1, 0).bit_length())]
-    yield from dict.fromkeys(group for half in halves for group in (half, every - half) if group)
+    sizes = range(1, count) if count <= FEW else (1, 2, count - 2, count - 1)
+    groups = [*(group for half in halves for group in (half, every - half)), *(frozenset(range(n)) for n in sizes)]
+    yield from dict.fromkeys(group for group in groups if group)
     yield every
 
 

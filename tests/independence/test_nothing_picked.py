@@ -296,6 +296,16 @@ def counting(model: Any, h: Tensor) -> Tensor:
     return out / max(arms, 1)
 
 
+def only_one(model: Any, h: Tensor) -> Tensor:
+    out, arms = h.clone(), 0
+    for k in range(4):
+        m = h[:, k % 3] > k
+        if m.any():
+            out[m] = model.other(h[m])
+            arms += 1
+    return out * 2 if arms == 1 else out
+
+
 def otherwise(model: Any, h: Tensor) -> Tensor:
     m = h[:, 0] > 0
     return h.masked_fill(m[:, None], 0.0) if m.any() else model.other(h)
@@ -375,7 +385,7 @@ def fail() -> None:
 
 
 REFUSED = [
-    prepared, counting, otherwise, of_another_mask, two_at_least, written_since, number_written_since,
+    prepared, counting, only_one, otherwise, of_another_mask, two_at_least, written_since, number_written_since,
     mask_in_floats_written_since, left_in_a_buffer, all_rows_computed,
     divided, nothing_returned, raised_elsewhere,
 ]  # fmt: skip
