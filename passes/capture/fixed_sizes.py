@@ -46,7 +46,7 @@ def join(
     first = graphs[0]
     for gm in graphs:
         put_together(gm)
-        without_copies(gm)
+        _without_copies(gm)
         _with_all_sizes(gm)
         _with_leading_ones(gm)
         _without_words(gm)
@@ -72,7 +72,7 @@ def same_program(one: Functional, other: Functional) -> bool:
     """Whether two captures compute the same, copies aside."""
     both = [copy_graph(found.graph_module) for found in (one, other)]
     for gm in both:
-        without_copies(gm)
+        _without_copies(gm)
     return same_graph(*both) and same_constants((one, other))
 
 
@@ -95,7 +95,7 @@ def _are_longer(graphs: Sequence[GraphModule]) -> bool:
     return len({len(gm.graph.nodes) for gm in graphs}) > 1
 
 
-def without_copies(gm: GraphModule) -> None:
+def _without_copies(gm: GraphModule) -> None:
     """A copy has the values of what is copied, and nothing is written.  A `reshape` copies where it must, which for one
     sample is elsewhere.
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.fx import Node
 
 from psg_fx.op_table import Order, enter, known
@@ -16,6 +18,13 @@ enter(
 def is_same(node: Node) -> bool:
     """Whether it has the elements of its first argument, each in its place, in whatever dtype."""
     return known(node.target).order is Order.SAME
+
+
+def itself(node: Any) -> Any:
+    """The node of which another one is a copy, in what dtype; anything else as it is."""
+    while isinstance(node, Node) and is_same(node):
+        node = node.args[0]
+    return node
 
 
 def is_reshaped(node: Node) -> bool:

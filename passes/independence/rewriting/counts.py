@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxis
-from psg_fx.graph.order import is_same
+from psg_fx.graph.order import itself
 
 from ..run import run_on_cpu
 from ..values import bound, op_name
@@ -31,10 +31,10 @@ def ends_of_experts(
 
     ids: nodes with these ids.  sorted_ids: nodes with the same in order.  beyond: others that there may be.
     """
-    counts = _through(offs)
+    counts = itself(offs)
     if op_name(counts) != "aten.cumsum" or counts.meta["val"].ndim != 1:
         return False
-    rows = _summed(_through(counts.args[0]))
+    rows = _summed(itself(counts.args[0]))
     given = ids | sorted_ids
     if rows is None or not _row_by_row(rows, given):
         return False
@@ -66,13 +66,6 @@ def no_experts(experts: int) -> list[int]:
     near = range(experts, experts + 1024)
     far = [2**k + j for k in (15, 16, 24, 31, 32, 48, 62) for j in range(-1, experts + 1)]
     return [-1, *near, *(n for n in far if n >= experts + 1024)]
-
-
-def _through(node: Any) -> Any:
-    """The node of which another one is a copy, in what dtype."""
-    while isinstance(node, Node) and is_same(node):
-        node = node.args[0]
-    return node
 
 
 def _summed(counts: Any) -> Node | None:

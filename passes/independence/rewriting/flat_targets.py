@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.errors import NotYetSupported
 from psg_fx.graph import facts
-from psg_fx.graph.order import is_same
+from psg_fx.graph.order import itself
 from psg_fx.graph.same_op import alike
 from psg_fx.graph.splicing import splice
 from psg_fx.source import locate
@@ -36,7 +36,7 @@ def pad_flat_targets(gm: GraphModule) -> None:
             padded: Node = splice(gm, node, _in_front, [labels, mask])
             node.replace_input_with(targets, padded)
             _erase(gm, targets)
-    gm.graph.eliminate_dead_code()
+            gm.graph.eliminate_dead_code()
 
 
 def _in_front(labels: Tensor, mask: Tensor) -> Tensor:
@@ -48,12 +48,12 @@ def _in_front(labels: Tensor, mask: Tensor) -> Tensor:
 
 def _labels(gm: GraphModule, node: Node, targets: Node) -> tuple[Node, Node]:
     """The padded labels `[B, S]` and the mask that picks them, of which the lengths are the sums."""
-    numbers, pick, lengths = alike(gm), _itself(targets), _itself(node.args[3])
+    numbers, pick, lengths = alike(gm), itself(targets), itself(node.args[3])
     labels, mask = _picked(pick)
     if mask is None or labels.meta["val"].ndim != 2 or facts.shape(labels.meta["val"]) != facts.shape(mask.meta["val"]):
         raise _refused(node, "where a sample's target begins depends on the others' lengths")
-    counted = _itself(lengths.args[0]) if op_name(lengths) == "aten.sum" else None
-    if counted is None or bound(lengths).get("dim") not in ([1], [-1]) or numbers[counted] != numbers[_itself(mask)]:
+    counted = itself(lengths.args[0]) if op_name(lengths) == "aten.sum" else None
+    if counted is None or bound(lengths).get("dim") not in ([1], [-1]) or numbers[counted] != numbers[itself(mask)]:
         raise _refused(node, "that their lengths are the sums of the mask that picks them is not seen in the graph")
     return labels, mask
 
@@ -66,17 +66,9 @@ def _picked(pick: Node) -> tuple[Any, Any]:
     return given["self"], masks[0] if fits else None
 
 
-def _itself(node: Any) -> Node:
-    """The node of which another one is a copy, in what dtype."""
-    while is_same(node):
-        node = node.args[0]
-    found: Node = node
-    return found
-
-
 def _erase(gm: GraphModule, targets: Node) -> None:
     """Drop targets that nothing reads, and what export asserts of their number."""
-    above = {targets, _itself(targets)}
+    above = {targets, itself(targets)}
     after = facts.descendants(above) | above
     if all(n in above or asserts(n) or not isinstance(n.meta.get("val"), Tensor) for n in after):
         for node in reversed([n for n in gm.graph.nodes if n in after]):

@@ -55,7 +55,7 @@ class Padding:
         rows = {
             self.new[n]: found.axes for n, found in axes.items() if n in self.new and isinstance(found.axes, SampleAxis)
         }
-        count_nothing(self.gm, rows, splice(self.gm, place.next, lambda place: (place >= 0).reshape(-1), [place]))
+        count_nothing(self.gm, rows, lambda: splice(self.gm, place.next, _has_rows, [place]))
         self.erase()
 
     def valid_rows(self) -> tuple[Node, Node]:
@@ -153,3 +153,8 @@ class Padding:
                 if asserts(node) and not any(self.picked.knows(n) for n in node.all_input_nodes):
                     continue
                 self.gm.graph.erase_node(node)
+
+
+def _has_rows(place: Tensor) -> Tensor:
+    """`[B·S]`: whether the sample of a row has any."""
+    return (place >= 0).reshape(-1)

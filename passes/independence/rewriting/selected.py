@@ -119,8 +119,8 @@ class Selection(RowRewriting):
         if not self.ends:
             raise Unfit
         rows = self.prove()
-        if self._place is not None:
-            count_nothing(self.gm, rows, self.spliced(self._place.next, self.has_rows, self._place))
+        if (place := self._place) is not None:
+            count_nothing(self.gm, rows, lambda: self.spliced(place.next, self.has_rows, place))
         ragged = {*self.twins, *self.columns, *self.listed}
         for node, (end, _) in self.ends.items():
             node.replace_all_uses_with(end)

@@ -8,7 +8,7 @@ is computed with.  So there such rows are ones, and so is what comes of them.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -20,13 +20,15 @@ from psg_fx.graph.finite import stays_finite
 from psg_fx.graph.splicing import splice
 
 
-def count_nothing(gm: GraphModule, rows: Mapping[Node, SampleAxis], has: Node) -> None:
+def count_nothing(gm: GraphModule, rows: Mapping[Node, SampleAxis], has_rows: Callable[[], Node]) -> None:
     """Have rows of samples that have none, if something may not be finite there, met no parameter but as ones.
 
-    rows: the values of all rows -> where these lie in them.  has: `[N]`, whether the sample of each row has any.
+    rows: the values of all rows -> where these lie in them.  has_rows: writes `[N]`, whether the sample of each row has
+    any.
     """
     if all(map(stays_finite, rows)):
         return
+    has = has_rows()
     parameters = [node for node in facts.placeholders(gm) if facts.input_spec(node).kind == "parameter"]
     learned = facts.descendants(parameters) | {*parameters}
     meeting = [node for node in rows if any(n in learned and n not in rows for n in node.all_input_nodes)]

@@ -150,7 +150,7 @@ class _Answering(TorchFunctionMode):
         if not isinstance(tensor, Tensor) or has_known_value(tensor):
             return None
         if func is torch.Tensor.__len__:
-            return self.of_size(tensor.shape[0]) if tensor.ndim else None
+            return self.symbols.get(size_of_values(tensor.shape[0])) if tensor.ndim else None
         found: _Known | None = self.found(self.tensors, tensor)
         return found
 
@@ -158,10 +158,6 @@ class _Answering(TorchFunctionMode):
         """What is noted of a tensor that has not been written to since."""
         _, version, found = kept.get(id(tensor), (None, -1, None))
         return found if version == tensor._version else None
-
-    def of_size(self, size: Any) -> _Known | None:
-        node = getattr(size, "node", None)
-        return None if node is None else self.symbols.get(node.expr)
 
     def note(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """What a result tells of a mask."""
