@@ -28,12 +28,13 @@ from psg_fx.program.program import Program
 from psg_fx.tensors import same_values
 from psg_fx.torch_private.functional import Functional
 
-from .emptied import Emptied, said
+from ..independence.values import op_name
+from .emptied import LISTING, Emptied, said
 from .reasons import NOT_ONE_GRAPH
 
 aten = torch.ops.aten
 MOST = 64
-"""Branches that are looked at: each group of them is a capture."""
+"""Branches that are looked at: each group of them is a capture, 17 for so many."""
 FEW = 8
 """Of so many, groups of every size."""
 
@@ -45,7 +46,7 @@ def require_same_without(found: Found, program: Program, capture: Callable[[Prog
     branches = program.branches.found
     found, masks = _without_masks(found, len(branches))
     if len(branches) > MOST:
-        raise _refused(branches)
+        raise _refused(branches, f"{len(branches)} times, of which {MOST} would be looked at")
     of_arms: set[int] = set()
     for group in _groups(len(branches)):
         other = program.like()
@@ -85,11 +86,13 @@ def _groups(count: int) -> Iterator[frozenset[int]]:
     yield every
 
 
-def _refused(branches: Sequence[Branch]) -> CaptureFailed:
+_NOT_SEEN = "and it is not seen that the arm changes nothing where it does not"
+
+
+def _refused(branches: Sequence[Branch], reason: str = _NOT_SEEN) -> CaptureFailed:
     return CaptureFailed(
         NOT_ONE_GRAPH, where="; ".join(dict.fromkeys(branch.line for branch in branches)),
-        why="the code branches on values of a tensor, whether a mask picks anything, and it is not seen that the arm "
-        "changes nothing where it does not",
+        why=f"the code branches on values of a tensor, whether a mask picks anything, {reason}",
         fix="leave the branch out (what is read by a mask that picks nothing has no rows), replace it by torch.where, "
         "or decide it outside the model",
     )  # fmt: skip
@@ -138,9 +141,8 @@ def _same(empty: GraphModule, found: Functional, again: Functional) -> bool:
     """Whether a capture computes what is left of another one."""
     both = (empty, found), (Emptied(again.graph_module, ()).gm, again)
     for gm, _ in both:
-        for node in reversed(list(gm.graph.nodes)):
-            if node.target is aten._assert_scalar.default or "sym_constrain_range" in str(node.target):
-                gm.graph.erase_node(node)  # numbers of rows, which are not the same
+        for node in _checks_of_sizes(gm):
+            gm.graph.erase_node(node)  # numbers of rows, which are not the same
         gm.graph.eliminate_dead_code()
     held = [_held(gm, program) for gm, program in both]
     numbers: dict[Any, int] = {}
@@ -199,13 +201,25 @@ def _only_where_picked(gm: GraphModule, program: Program, masks: Sequence[Node],
 
 
 def _without_unread_numbers(gm: GraphModule) -> None:
-    """Take out the numbers that only told which arm to take."""
+    """Take out the numbers that only told which arm to take, and the lists that only told what to go through."""
     gm.graph.eliminate_dead_code()
     for node in reversed(list(gm.graph.nodes)):
-        if node.target not in (aten._local_scalar_dense.default, aten.item.default):
+        lists = op_name(node) in LISTING
+        if not lists and node.target not in (aten._local_scalar_dense.default, aten.item.default):
             continue
         after = facts.descendants([node])
-        if not any(n.op == "output" or (n is not node and isinstance(n.meta.get("val"), torch.Tensor)) for n in after):
+        read = after - {node, *_checks_of_sizes(gm)}
+        if not any(n.op == "output" or n.is_impure() or not (lists or _is_number(n)) for n in read):
             for unread in reversed([n for n in gm.graph.nodes if n in after | {node}]):
                 gm.graph.erase_node(unread)
     gm.graph.eliminate_dead_code()
+
+
+def _checks_of_sizes(gm: GraphModule) -> list[Node]:
+    """What export has checked of numbers of rows."""
+    checks = ("aten._assert_scalar", "aten.sym_constrain_range", "aten.sym_constrain_range_for_size")
+    return [node for node in gm.graph.nodes if op_name(node) in checks]
+
+
+def _is_number(node: Node) -> bool:
+    return not isinstance(node.meta.get("val"), torch.Tensor)

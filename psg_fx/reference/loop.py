@@ -265,6 +265,32 @@ def draws_random_numbers(model: nn.Module, loss_fn: Loss, inputs: Any, targets: 
     return not _equal_but_for_rounding(*losses)
 
 
+class _InSingle(TorchFunctionMode):
+    """Whether something that depends on a parameter is computed in float32: `x.float()` inside a model in float64."""
+
+    found: bool = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for each in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(each, Tensor) and each.dtype is torch.float32 and each.requires_grad:
+                self.found = True
+        return result
+
+
+def computes_in_single(model: nn.Module, loss_fn: Loss, inputs: Any, targets: Any, batch_dim: Any = 0) -> bool:
+    """Whether a model in float64 computes something in float32, the first sample (all, where they are rows)."""
+    if not any(p.dtype is torch.float64 for p in model.parameters()):
+        return False
+    rows = has_rows(batch_dim)
+    sample = _whole(inputs, targets, None) if rows else Batch.of(inputs, targets, batch_dim).sample(0)
+    single = _InSingle()
+    with borrowed(model, None, loss_fn) as reset, own_random_state(model), torch.enable_grad(), single:
+        reset()
+        WithLoss(model, loss_fn)(*sample)
+    return single.found
+
+
 def _equal_but_for_rounding(a: Tensor, b: Tensor) -> bool:
     """Of two runs on a CPU the last bits may differ."""
     off = 16 * torch.finfo(a.dtype).eps if a.is_floating_point() else 0.0

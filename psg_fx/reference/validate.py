@@ -20,7 +20,13 @@ from psg_fx.errors import BadArgument, first_line
 from psg_fx.reference.batch import has_rows
 from psg_fx.reference.by_vmap import vmap_reference
 from psg_fx.reference.definitions import GRADS, LOSSES, Answer, ByName, Definition, of_groups
-from psg_fx.reference.loop import Loss, draws_random_numbers, loss_of_the_batch, reference_grads
+from psg_fx.reference.loop import (
+    Loss,
+    computes_in_single,
+    draws_random_numbers,
+    loss_of_the_batch,
+    reference_grads,
+)
 from psg_fx.reference.state import unchanged
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
@@ -36,7 +42,8 @@ SAME_LOSS = 1e-9
 """Losses in float64 that differ by less, relatively, are the same."""
 
 NOISE_FACTOR = 10.0
-"""An error is also accepted when the loop in the model's own dtype is wrong by a tenth of it."""
+"""An error is also accepted when the loop in the model's own dtype is wrong by a tenth of it; in float32, if a model in
+float64 computes in that inside."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +140,8 @@ def validate(
         out = step(inputs) if targets is None else step(inputs, targets)
         restore()  # what the step has written is not what it has read
         losses, grads = reference_grads(model, loss_fn, inputs, targets, batch_dim=batch_dim, params=params)
-        rough = reference_grads(model, loss_fn, inputs, targets, batch_dim=batch_dim, params=params, dtype=None)
+        coarse = torch.float32 if computes_in_single(model, loss_fn, inputs, targets, batch_dim) else None
+        rough = reference_grads(model, loss_fn, inputs, targets, batch_dim=batch_dim, params=params, dtype=coarse)
         note = _second_opinion(model, loss_fn, inputs, targets, batch_dim, params, grads)
         restore()
         whole = loss_of_the_batch(model, loss_fn, inputs, targets)

@@ -85,7 +85,8 @@ def test_grouped_experts(kind: str) -> None:
             torch.testing.assert_close(found[name][i], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_refusals_of_experts_name_the_way_out() -> None:
+def test_refusals_of_experts_name_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psg_fx.passes.capture.nothing_picked.MOST", 3)
     inputs = rows.labelled(rows.padded, labels=rows.token_labels)()
     step = psg_fx.transform(experts("Mixtral", "eager"), lambda out: out.loss, backend="eager")
     with torch.random.fork_rng(devices=[]), pytest.raises(CaptureFailed, match=r"set_experts_implementation"):

@@ -329,3 +329,31 @@ def test_gradients_that_torch_has_sparse() -> None:
     model = nn.Sequential(nn.Embedding(7, 4, sparse=True), nn.Flatten(), nn.Linear(12, 3))
     step = psg_fx.transform(model, F.cross_entropy, quantities=psg_fx.Grads(), backend="eager")
     assert step.validate(torch.randint(7, (4, 3)), torch.randint(3, (4,))).ok
+
+
+class SingleInside(nn.Module):
+    """Normalises in float32, as many language models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.last(h.to(x.dtype))  # type: ignore[no-any-return]
+
+
+def test_a_model_in_float64_that_computes_in_float32_inside_is_held_to_that() -> None:
+    torch.manual_seed(0)
+    model, x, y = SingleInside().double(), torch.randn(7, 8, dtype=torch.float64), torch.randint(4, (7,))
+    step = psg_fx.transform(model, F.cross_entropy, backend="eager")
+    assert step.validate(x, y).ok
+    ex = SimpleNamespace(model=model, loss_fn=F.cross_entropy, inputs=x, targets=y, batch_dim=0)
+
+    class Wrong(Honest):
+        def spoil(self, grads: oracle.Grads) -> None:
+            grads["last.weight"][3] *= 1 + 1e-4
+
+    report = validate(Wrong(ex), model, F.cross_entropy, x, y)
+    assert [(row.parameter, row.worst_sample) for row in report.rows if row.verdict == "WRONG"] == [("last.weight", 3)]

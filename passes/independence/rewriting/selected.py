@@ -182,9 +182,11 @@ class Selection(RowRewriting):
 
     def picking(self, node: Node) -> bool:
         """Rows of x that the mask picks: all that it could."""
-        if (not _picks(node, self.mask) and op_name(node) not in _INDEX) or self.is_picked(bound(node)["self"]):
+        if not (_picks(node, self.mask) or op_name(node) in _INDEX):
             return False
-        x = bound(node)["self"]
+        x = bound(node).get("self")  # not of `torch.where(other_mask)`
+        if x is None or self.is_picked(x):
+            return False
         whole = node.target is aten.masked_select.default
         found = (0, list(range(len(self.dims)))) if whole else self.looked_up(node)
         if found is None or x is self.mask:
