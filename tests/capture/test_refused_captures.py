@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -107,6 +108,17 @@ def cut_off(layer: Layer, x: Tensor) -> Tensor:
     return layer(x).detach() + x.sum(1, keepdim=True)
 
 
+def as_many_as_the_longest(layer: Layer, x: Tensor) -> Tensor:
+    lengths = (x > 0).sum(1)
+    longest = lengths.max().item()
+    mask = torch.arange(longest)[None] < lengths[:, None]
+    return (layer(x)[:, :longest] * mask).sum(1, keepdim=True)  # type: ignore[misc]
+
+
+def copied_deeply(layer: Layer, x: Tensor) -> Tensor:
+    return layer(x) + copy.deepcopy(layer.weight.data).mean()
+
+
 # torch 2.11 exports it with a number of rows that is not known, so that only its run on one sample says what is wrong
 FEWER = "cannot be shown to keep" if torch.__version__ >= "2.12" else "does not run on a batch of one sample"
 REFUSED: dict[Callable[..., Tensor], tuple[type[Exception], str, str]] = {
@@ -123,6 +135,8 @@ REFUSED: dict[Callable[..., Tensor], tuple[type[Exception], str, str]] = {
     fewer_rows: (psg_fx.PsgError, FEWER, "in the loss" if torch.__version__ < "2.12" else "layer(x)[x[:, 0] > 0]"),
     branch_on_values: (CaptureFailed, "branches on values of a tensor", "if x.sum() > 0"),
     number_from_values: (SamplesMixed, "it reads one number out of the samples", "x.sum().item()"),
+    as_many_as_the_longest: (CaptureFailed, "read out of a tensor and another one is a size", "lengths.max()"),
+    copied_deeply: (CaptureFailed, "the code reads the memory of a tensor", "copy.deepcopy(layer.weight.data)"),
     two_graphs: (CaptureFailed, "hold graphs of their own", "torch.cond(x.sum() > 0"),
     function_under_vmap: (CaptureFailed, "a transformation of torch.func (vmap, grad, jvp)", "torch.func.vmap("),
     without_shapes: (NotYetSupported, "is known to torch by its kernels alone", "_learnable_per_tensor_affine(x,"),
