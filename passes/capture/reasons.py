@@ -57,9 +57,7 @@ def capture_failed(error: Exception) -> CaptureFailed:
         why = "the code takes the values of a tensor out of torch, as a NumPy array, where no graph follows"
         fix = "compute with torch's own functions, or outside the model"
     elif "Cannot access data pointer of Tensor" in text:
-        why = (
-            "the code reads the memory of a tensor, as copy.deepcopy and kernels do, where no graph follows"
-        )
+        why = "the code reads the memory of a tensor, as copy.deepcopy and kernels do, where no graph follows"
         fix = "copy a tensor by .detach().clone(); make an op of a kernel by torch.library.custom_op"
     elif "torch.fx.proxy.Proxy" in text:
         why = "the smaller or the larger of a number that is read out of a tensor and another one is a size"

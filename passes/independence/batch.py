@@ -14,6 +14,7 @@ from psg_fx.graph.strides import free_of_strides
 from .prove import prove
 from .rewriting.concatenated import take_rows_apart
 from .rewriting.flat_targets import pad_flat_targets
+from .rewriting.grids import look_up_by_sample
 from .rewriting.masked import pad_masked_rows
 from .rewriting.placed import place_by_sample
 from .rewriting.reordered import undo_orders
@@ -36,6 +37,7 @@ def batch(gm: GraphModule, alone: Callable[[GraphModule, list[Node]], str] | Non
     place_by_sample(gm)
     undo_orders(gm)
     pad_flat_targets(gm)
+    look_up_by_sample(gm)
     put_selected_back(gm)
     whole = take_rows_apart(gm)
     if not _picks_of_rows(gm):
