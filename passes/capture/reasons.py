@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -26,72 +28,136 @@ _SIZES = (
 _WITH_GRAPHS = os.path.join(os.path.dirname(torch.__file__), "_higher_order_ops", "")
 _FUNCTORCH = os.path.join(os.path.dirname(torch.__file__), "_functorch", "")
 _TRANSFORMS = tuple(_FUNCTORCH + file for file in ("apis.py", "eager_transforms.py", "vmap.py"))
-_FIXED = ("Constraints violated", "specializ", "is invalid for input of size")
-_CONSTANTS = ("fake tensor in the exported program constant", "'Tensor' object has no attribute 'constant'")
 _BRANCHES = re.compile(r"\b(if|elif|while|assert|and|or|not)\b")
 """What decides, in a line of code."""
 
 
+@dataclass(frozen=True)
+class _Failure:
+    """An exception of export's.  first: the first line of its text.  line: the user's.  files: that it came through."""
+
+    kind: str
+    text: str
+    first: str
+    line: str
+    files: tuple[str, ...]
+
+    @classmethod
+    def of(cls, error: Exception) -> _Failure:
+        kind, files = type(error).__name__, tuple(f.filename for f in traceback.extract_tb(error.__traceback__))
+        return cls(kind, str(error), first_line(error) or kind, user_line(error), files)
+
+    def says(self, *words: str) -> bool:
+        return any(each in self.text for each in words)
+
+    def passed(self, *paths: str) -> bool:
+        return any(file.startswith(paths) for file in self.files)
+
+    def goes_by_values(self) -> bool:
+        asks = "data-dependent" in self.text.lower() or "DataDependent" in self.kind
+        return asks or re.search(r"\bu\d+\b", self.first) is not None
+
+    def constraint(self) -> str:
+        """The sentence of export's report that says what was fixed."""
+        for line in self.text.splitlines():
+            if "specialized it to be a constant" in line or "satisfy the generated guard" in line:
+                return line.strip(" -").rstrip(".")
+        return self.first
+
+
+_REASONS: Sequence[tuple[Callable[[_Failure], bool], str, str]] = (
+    (
+        lambda failure: failure.goes_by_values() and bool(failure.line) and not _BRANCHES.search(failure.line),
+        "what is computed goes by the values of a tensor, so there is no one graph for all batches",
+        "compute with tensors in place of their numbers (torch.exp(-0.1 * self.step)), use one mask for all that it "
+        "picks (m = t > 0; x[m], t[m]), or compute it outside the model",
+    ),
+    (
+        _Failure.goes_by_values, "the code branches on values of a tensor, so there is no one graph for all batches",
+        "replace the branch by torch.where, or decide it outside the model",
+    ),
+    (
+        lambda failure: failure.says(".numpy() is not supported"),
+        "the code takes the values of a tensor out of torch, as a NumPy array, where no graph follows",
+        "compute with torch's own functions, or outside the model",
+    ),
+    (
+        lambda failure: failure.says("Cannot access data pointer of Tensor"),
+        "the code reads the memory of a tensor, as copy.deepcopy and kernels do, where no graph follows",
+        "copy a tensor by .detach().clone(); make an op of a kernel by torch.library.custom_op",
+    ),
+    (
+        lambda failure: failure.says("torch.fx.proxy.Proxy"),
+        "the smaller or the larger of a number that is read out of a tensor and another one is a size",
+        "keep every place (x[:, :lengths.max().item()] is x), and mask those that do not count by torch.where",
+    ),
+    (
+        lambda failure: failure.text.startswith("node: sym_"),
+        "how many rows a mask picks is compared with another size, which no graph records",
+        "keep every row, and mask what is computed of them by torch.where",
+    ),
+    (
+        lambda failure: failure.says("is mutated in the forward method"),
+        "the code writes into a tensor that is no buffer of the model or the loss, by a view or inside of torch",
+        "register it by self.register_buffer(..), or put a new tensor in its place (self.x = self.x * 0.9)",
+    ),
+    (
+        lambda failure: failure.says("expected compiled_fn to be GraphModule"),
+        "two buffers share memory (self.b = self.a, or a view of it), and the code writes into it",
+        "register one of them, and read it in the place of both",
+    ),
+    (
+        lambda failure: "DynamicOutputShape" in failure.kind,
+        "what shapes {first} returns goes by the values of a tensor, so there is no one graph for all batches",
+        "keep all entries, and mask some by torch.where; for least squares: torch.linalg.pinv(a) @ b",
+    ),
+    (
+        lambda failure: failure.passed(_WITH_GRAPHS),
+        "torch.cond, while_loop, scan and map hold graphs of their own, which are not looked into",
+        "write a loop in Python, and a branch by torch.where, where both arms are finite",
+    ),
+    (
+        lambda failure: failure.says(
+            "fake tensor in the exported program constant", "'Tensor' object has no attribute 'constant'"
+        ),
+        "torch takes a tensor that the code computes for a constant, as vmap with out_dims does",
+        "move the dim behind the vmap: vmap(f)(x).movedim(0, 1); compute of tensors that it holds before the vmap",
+    ),
+    (
+        lambda failure: failure.passed(*_TRANSFORMS),
+        "a transformation of torch.func (vmap, grad, jvp) in the code fails on fake tensors: {kind}: {first}",
+        "write batched ops for vmap; for a derivative take torch.func.grad, vjp or jvp, or torch.autograd.grad",
+    ),
+    (
+        lambda failure: failure.says("Constraints violated", "specializ", "is invalid for input of size"),
+        "the code ties the batch size to a fixed number: {constraint}", _SIZES,
+    ),
+    (
+        lambda failure: bool(failure.line), "{kind}: {first}",
+        "make the forward pass and loss run under torch.export.export(strict=False)",
+    ),
+    (
+        lambda _: True, "{kind}: {first}",
+        "make the forward pass and loss run under torch.export.export(strict=False); if another thread used the model "
+        "meanwhile: let it wait for the first call",
+    ),
+)  # fmt: skip
+"""Which failures, why, and the way out; the first that fits."""
+
+
 def capture_failed(error: Exception) -> CaptureFailed:
     """Export's failure in plain words, with the user's line."""
-    text = str(error)
-    kind, line = type(error).__name__, user_line(error)
-    first = first_line(error) or kind
-    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    if "c10d" in text or any(file.startswith(_PROCESSES) for file in files):
+    failure = _Failure.of(error)
+    where = failure.line or "the model or loss"
+    if failure.says("c10d") or failure.passed(_PROCESSES):
         return CaptureFailed(
-            COMMUNICATES, where=line or "the model or loss", why=f"{kind}: {first}",
+            COMMUNICATES, where=where, why=f"{failure.kind}: {failure.first}",
             fix="leave that out of the model and loss; a step reads whole parameters: shard the model by "
             "torch.distributed.fsdp.fully_shard, and add up over processes afterwards, by psg_fx.distributed.reduce",
         )  # fmt: skip
-    if "data-dependent" in text.lower() or "DataDependent" in kind or re.search(r"\bu\d+\b", first):
-        why = "the code branches on values of a tensor, so there is no one graph for all batches"
-        fix = "replace the branch by torch.where, or decide it outside the model"
-        if line and not _BRANCHES.search(line):
-            why = "what is computed goes by the values of a tensor, so there is no one graph for all batches"
-            fix = (
-                "compute with tensors in place of their numbers (torch.exp(-0.1 * self.step)), use one mask for all "
-                "that it picks (m = t > 0; x[m], t[m]), or compute it outside the model"
-            )
-    elif ".numpy() is not supported" in text:
-        why = "the code takes the values of a tensor out of torch, as a NumPy array, where no graph follows"
-        fix = "compute with torch's own functions, or outside the model"
-    elif "Cannot access data pointer of Tensor" in text:
-        why = "the code reads the memory of a tensor, as copy.deepcopy and kernels do, where no graph follows"
-        fix = "copy a tensor by .detach().clone(); make an op of a kernel by torch.library.custom_op"
-    elif "torch.fx.proxy.Proxy" in text:
-        why = "the smaller or the larger of a number that is read out of a tensor and another one is a size"
-        fix = "keep every place (x[:, :lengths.max().item()] is x), and mask those that do not count by torch.where"
-    elif text.startswith("node: sym_"):
-        why = "how many rows a mask picks is compared with another size, which no graph records"
-        fix = "keep every row, and mask what is computed of them by torch.where"
-    elif "is mutated in the forward method" in text:
-        why = "the code writes into a tensor that is no buffer of the model or the loss, by a view or inside of torch"
-        fix = "register it by self.register_buffer(..), or put a new tensor in its place (self.x = self.x * 0.9)"
-    elif "expected compiled_fn to be GraphModule" in text:
-        why = "two buffers share memory (self.b = self.a, or a view of it), and the code writes into it"
-        fix = "register one of them, and read it in the place of both"
-    elif "DynamicOutputShape" in kind:
-        why = f"what shapes {first} returns goes by the values of a tensor, so there is no one graph for all batches"
-        fix = "keep all entries, and mask some by torch.where; for least squares: torch.linalg.pinv(a) @ b"
-    elif any(file.startswith(_WITH_GRAPHS) for file in files):
-        why = "torch.cond, while_loop, scan and map hold graphs of their own, which are not looked into"
-        fix = "write a loop in Python, and a branch by torch.where, where both arms are finite"
-    elif any(words in text for words in _CONSTANTS):
-        why = "torch takes a tensor that the code computes for a constant, as vmap with out_dims does"
-        fix = "move the dim behind the vmap: vmap(f)(x).movedim(0, 1); compute of tensors that it holds before the vmap"
-    elif any(file in _TRANSFORMS for file in files):
-        why = f"a transformation of torch.func (vmap, grad, jvp) in the code fails on fake tensors: {kind}: {first}"
-        fix = "write batched ops for vmap; for a derivative take torch.func.grad, vjp or jvp, or torch.autograd.grad"
-    elif any(words in text for words in _FIXED):
-        why = "the code ties the batch size to a fixed number: " + _constraint(text, first)
-        fix = _SIZES
-    else:
-        why = f"{kind}: {first}"
-        fix = "make the forward pass and loss run under torch.export.export(strict=False)"
-        if not line:
-            fix += "; if another thread used the model meanwhile: let it wait for the first call"
-    return CaptureFailed(NOT_ONE_GRAPH, where=line or "the model or loss", why=why, fix=fix)
+    why, fix = next((why, fix) for fits, why, fix in _REASONS if fits(failure))
+    why = why.format(kind=failure.kind, first=failure.first, constraint=failure.constraint())
+    return CaptureFailed(NOT_ONE_GRAPH, where=where, why=why, fix=fix)
 
 
 def without_shapes(error: UnsupportedOperatorException) -> NotYetSupported:
@@ -119,11 +185,3 @@ def user_line(error: Exception) -> str:
     if not frames:
         return ""
     return f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}: {frames[-1].line}"
-
-
-def _constraint(text: str, first: str) -> str:
-    """The sentence of export's report that says what was fixed."""
-    for line in text.splitlines():
-        if "specialized it to be a constant" in line or "satisfy the generated guard" in line:
-            return line.strip(" -").rstrip(".")
-    return first
