@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.export.graph_signature import InputKind, OutputKind
+from torch.export.graph_signature import InputSpec as Spec
 from torch.fx import GraphModule
 
 from psg_fx.errors import NotYetSupported
@@ -165,38 +166,14 @@ def _flat(
     nodes = facts.placeholders(gm)
     constants: dict[str, torch.Tensor] = {}
     inputs = iter(range(len(call.tensors)))
-    of_model = {id(p): f"model.{name}" for name, p in program.model.named_parameters()}
     for node, spec in zip(nodes, exported.graph_signature.input_specs, strict=True):
-        target = (spec.target or "").removeprefix("model.")
-        if spec.kind is InputKind.PARAMETER:
-            where = spec.target or ""
-            if target == where:  # of the loss, which may hold the model
-                where = of_model.get(id(program.get_parameter(where)), where)
-                if target == where and exported.state_dict[target].requires_grad:
-                    raise _of_the_loss(target)
-            node.meta["psg_fx_input"] = _parameter(where, tracked)
-        elif spec.kind is InputKind.BUFFER:
-            node.meta["psg_fx_input"] = InputSpec("buffer", target, target=spec.target or "")
-        elif spec.kind is InputKind.CONSTANT_TENSOR:
-            value = exported.constants[spec.target or ""]
-            if value.requires_grad:
-                raise computed_outside(value)
-            if stored := computed_before(value):
-                raise of_an_earlier_call(stored)
-            if value.numel() and _place(value) in held:
-                node.meta["psg_fx_input"] = _parameter(held[_place(value)], tracked)
-                continue
-            constants[target] = value
-            node.meta["psg_fx_input"] = InputSpec("constant", target)
-        elif spec.kind is InputKind.USER_INPUT:
+        if spec.kind is InputKind.USER_INPUT:
             index = next(inputs)
-            kind: Holds = "input" if index < call.inputs else "target"
-            node.meta["psg_fx_input"] = _input(call, index, kind)
-        else:
-            raise NotYetSupported(
-                f"the model uses a {spec.kind.name.lower()}", where=str(spec.target),
-                why="only tensors can be inputs of a compiled step", fix="replace it by tensors",
-            )  # fmt: skip
+            node.meta["psg_fx_input"] = _input(call, index, "input" if index < call.inputs else "target")
+            continue
+        node.meta["psg_fx_input"] = own = _own(spec, exported, tracked, program, held)
+        if own.kind == "constant":
+            constants[own.name] = exported.constants[spec.target or ""]
     notes = (exported.note,) if exported.note else ()
     gm.meta[facts.KEY] = GraphFacts(
         _batch_symbol(nodes), _outputs(exported, program), notes, constants, exported.one_size,
@@ -206,6 +183,33 @@ def _flat(
     WRITTEN.put(gm, tuple(program.written))
     ROW_AXES.put(gm, call.axes)
     return free_of_strides(gm)
+
+
+def _own(given: Spec, exported: Exported, tracked: dict[str, str], program: Program, held: dict[int, str]) -> InputSpec:
+    """What a placeholder holds that is none of the call's tensors.  held: as in `_flat`."""
+    where = given.target or ""
+    target = where.removeprefix("model.")
+    if given.kind is InputKind.PARAMETER:
+        if target == where:  # of the loss, which may hold the model
+            of_model = {id(p): f"model.{name}" for name, p in program.model.named_parameters()}
+            where = of_model.get(id(program.get_parameter(where)), where)
+            if target == where and exported.state_dict[target].requires_grad:
+                raise _of_the_loss(target)
+        return _parameter(where, tracked)
+    if given.kind is InputKind.BUFFER:
+        return InputSpec("buffer", target, target=where)
+    if given.kind is not InputKind.CONSTANT_TENSOR:
+        raise NotYetSupported(
+            f"the model uses a {given.kind.name.lower()}", where=where,
+            why="only tensors can be inputs of a compiled step", fix="replace it by tensors",
+        )  # fmt: skip
+    value = exported.constants[where]
+    if value.requires_grad:
+        raise computed_outside(value)
+    if stored := computed_before(value):
+        raise of_an_earlier_call(stored)
+    shared = value.numel() and _place(value) in held
+    return _parameter(held[_place(value)], tracked) if shared else InputSpec("constant", target)
 
 
 def _of_the_loss(target: str) -> NotYetSupported:

@@ -195,19 +195,31 @@ def benchmark(
         notes.append("or from the loop over samples in float64, where that is less: rounding passes kinks")
     judge = None
     gc.collect()
-    failed: dict[str, Exception] = {}
     with quiet_vmap(), turn.alone() if turn else contextlib.nullcontext():
-        times = time_rounds(steps, rounds=rounds, min_run_time=min_run_time, note=note, failed=failed)
-        if problem.device.type == "cuda":
-            record_work(steps, rows, failed)
+        _timed(steps, rows, rounds, min_run_time, note, on_cuda=problem.device.type == "cuda")
     note("")
+    return _beside_ordinary(BenchmarkReport(list(rows.values()), _sizes(problem), environment(problem.device), notes))
+
+
+def _timed(
+    steps: Mapping[str, Computation], rows: Mapping[str, BenchmarkRow], rounds: int, min_run_time: float,
+    note: Callable[[str], None], on_cuda: bool,
+) -> None:  # fmt: skip
+    """Time the steps in turns, and write into their rows what came of it."""
+    failed: dict[str, Exception] = {}
+    times = time_rounds(steps, rounds=rounds, min_run_time=min_run_time, note=note, failed=failed)
+    if on_cuda:
+        record_work(steps, rows, failed)
     for label, seconds in times.items():
         if label in failed:
             rows[label].failure = failure(failed[label])
             continue
         rows[label].median_s, rows[label].iqr_s = spread(seconds)
         rows[label].blocks = len(seconds)
-    report = BenchmarkReport(list(rows.values()), _sizes(problem), environment(problem.device), notes)
+
+
+def _beside_ordinary(report: BenchmarkReport) -> BenchmarkReport:
+    """With each median relative to that of the fastest ordinary step."""
     if (base := report.fastest_ordinary()) and base.median_s:
         for row in report.rows:
             row.ratio = None if row.median_s is None else row.median_s / base.median_s
