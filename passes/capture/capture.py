@@ -289,7 +289,7 @@ def _outputs(exported: Exported, program: Program) -> tuple[OutputSpec, ...]:
                 continue
             kind: Returns = result if index < last - kept else "written"
             found.append(
-                OutputSpec(kind, f"{kind}_{index}") if index < last else OutputSpec("check", checks[index - last])
+                OutputSpec(kind, f"{kind}_{index}") if index < last else OutputSpec("check", *checks[index - last])
             )
         else:
             into_parameter = spec.kind is OutputKind.PARAMETER_MUTATION

@@ -24,7 +24,7 @@ from ..independence.values import bound, op_name
 
 aten = torch.ops.aten
 LISTING = ("aten.nonzero", "aten.nonzero_numpy", "aten.where", "aten.argwhere")
-_PICKS = ("aten.index", "aten._unsafe_index", "aten.masked_select")
+PICKS = ("aten.index", "aten._unsafe_index", "aten.masked_select")
 _PUTS = ("aten.index_put", "aten._unsafe_index_put")
 _PUTS_BY_NUMBER = ("aten.index_add", "aten.index_copy", "aten.index_fill", "aten.scatter", "aten.scatter_add")
 _NOT = ("aten.bitwise_not", "aten.logical_not")
@@ -86,7 +86,7 @@ class Emptied:
         if isinstance(kept, Node) and _are_of_one_kind(kept.meta["val"], value):
             return kept
         first = node.all_input_nodes[0] if node.all_input_nodes else node
-        if (name in LISTING and first in self.zero) or (name in _PICKS and self._picks_nothing(node)):
+        if (name in LISTING and first in self.zero) or (name in PICKS and self._picks_nothing(node)):
             self.no_rows.add(node)
             for t in facts.tensors(value):
                 self._numbers_of_rows |= {s for size in facts.shape(t) for s in size.free_symbols} - self._sizes

@@ -58,7 +58,7 @@ from .gradients.hooks import Hooks
 from .gradients.no_grad import detach_no_grad_regions
 from .gradients.own_gradients import write_out
 from .gradients.writes import seen_by_autograd
-from .nothing_picked import arm_fails, require_same_without
+from .nothing_picked import arm_fails, require_same_without, without_unread_numbers
 from .reasons import NOT_ONE_GRAPH, capture_failed, failure_at, without_shapes
 from .unbound import select_what_is_written
 
@@ -201,6 +201,8 @@ def _functional(
     found = _as_it_runs(program, examples, dynamic, hooks)
     if isinstance(program, Program) and program.branches.found:
         return require_same_without(found, program, lambda other: _as_it_runs(other, examples, dynamic, hooks))
+    if isinstance(program, Program) and program.puts_picks:
+        without_unread_numbers(found.graph_module)
     return found
 
 

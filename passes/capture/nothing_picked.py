@@ -29,7 +29,7 @@ from psg_fx.tensors import same_values
 from psg_fx.torch_private.functional import Functional
 
 from ..independence.values import op_name
-from .emptied import LISTING, Emptied, said
+from .emptied import LISTING, PICKS, Emptied, said
 from .reasons import NOT_ONE_GRAPH
 
 aten = torch.ops.aten
@@ -61,7 +61,7 @@ def require_same_without(found: Found, program: Program, capture: Callable[[Prog
             raise _refused([branches[k] for k in sorted(group)])
         of_arms |= left_out
     _only_where_picked(found.graph_module, program, masks, of_arms)
-    _without_unread_numbers(found.graph_module)
+    without_unread_numbers(found.graph_module)
     return found
 
 
@@ -200,11 +200,11 @@ def _only_where_picked(gm: GraphModule, program: Program, masks: Sequence[Node],
             output.replace_input_with(checks[k], both)
 
 
-def _without_unread_numbers(gm: GraphModule) -> None:
+def without_unread_numbers(gm: GraphModule) -> None:
     """Take out the numbers that only told which arm to take, and the lists that only told what to go through."""
     gm.graph.eliminate_dead_code()
     for node in reversed(list(gm.graph.nodes)):
-        lists = op_name(node) in LISTING
+        lists = op_name(node) in (*LISTING, *PICKS)
         if not lists and node.target not in (aten._local_scalar_dense.default, aten.item.default):
             continue
         after = facts.descendants([node])

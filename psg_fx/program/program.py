@@ -20,6 +20,7 @@ from psg_fx.program.changes.effects import Change, Effects, Written
 from psg_fx.program.changes.set_up import SetUp
 from psg_fx.program.decisions.assumptions import Assumption, assuming
 from psg_fx.program.decisions.emptiness import Branches
+from psg_fx.program.decisions.equal_picks import EqualPicks
 from psg_fx.program.reads.observe import observing
 from psg_fx.program.reads.observed import Observed
 from psg_fx.program.stand_ins import StandIns
@@ -31,7 +32,7 @@ class Output:
 
     spec: pytree.TreeSpec | None = None
     constants: Mapping[int, Any] = MappingProxyType({})
-    assumed: tuple[str, ...] = ()  # lines whose conditions are outputs, after the results
+    assumed: tuple[tuple[str, str], ...] = ()  # lines whose conditions are outputs, after the results, and what of
 
     def rebuild(self, tensors: Sequence[Any], batch_size: int) -> Any:
         """The structure around `tensors`, with numbers that follow the batch size as they are for this one."""
@@ -60,7 +61,7 @@ class Program(nn.Module):
     after the loss or the outputs.  changes: the same, as it was at the last run.  set_up: what it did for good then.
     settled: labels of numbers that it reads, and changes once.  several_sizes: what it does at
     several batch sizes is compared.  branches: where it asks whether masks pick anything; these are its last outputs,
-    which a capture takes off.
+    which a capture takes off.  puts_picks: whether rows that masks pick were put into samples again.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, call: Call) -> None:
@@ -77,6 +78,7 @@ class Program(nn.Module):
         self.set_up = SetUp()
         self.stand_ins = StandIns()
         self.branches = Branches()
+        self.puts_picks = False
         self._ids: list[torch.Tensor | None] = []
 
     def like(self) -> Program:
@@ -92,9 +94,11 @@ class Program(nn.Module):
     def forward(self, tensors: list[torch.Tensor]) -> Any:
         assumed: list[Assumption] = []
         caller = Program.results.__code__
-        with self.branches.answered(), assuming(assumed, caller), self.stand_ins.own_in_place():
+        equal = EqualPicks(assumed, tensors, self.call.tensors)
+        with self.branches.answered(), assuming(assumed, caller), equal, self.stand_ins.own_in_place():
             results = self.results(tensors)
-        self.output.assumed = tuple(a.line for a in assumed)
+        self.puts_picks = equal.put
+        self.output.assumed = tuple((a.line, a.of) for a in assumed)
         ids = [ids for ids in self._ids if ids is not None]
         return (*results, *(a.violated for a in assumed), *ids, *(branch.mask for branch in self.branches.found))
 

@@ -224,6 +224,12 @@ def failed_check(line: str, of: str = "") -> PsgError:
             why="it counts places through all samples, and one of them has more or fewer places than values of its own",
             fix="give every sample as many places as values: as many image tokens as features of its image",
         )  # fmt: skip
+    if of == facts.PICKS:
+        return BadArgument(
+            "a mask picks other numbers of places than in the call that was captured", where=line,
+            why="rows that it picks are put into samples, so the graph holds how many each sample has",
+            fix="give masks that pick as many places of each sample; for another number make another step",
+        )  # fmt: skip
     return BadArgument(
         "the code of the model or loss refuses these values", where=line,
         why="its branch that only raises an error is not in the graph; its condition is, and holds for this batch",

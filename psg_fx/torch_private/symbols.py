@@ -73,6 +73,12 @@ def size_of_values(size: Any) -> Any:
     return node.expr if node is not None and node.expr.is_Symbol and not node.has_hint() else None
 
 
+def depends_on_values(size: Any) -> bool:
+    """Whether a size is computed from one that depends on values."""
+    node = getattr(size, "node", None)
+    return node is not None and bool(node.expr.free_symbols) and not node.has_hint()
+
+
 def computed_of(expression: Any, values: Mapping[Any, torch.Tensor]) -> torch.Tensor | None:
     """A symbolic condition, of tensors in the places of its symbols; None where it has others, or is not computed."""
     symbols = getattr(expression, "free_symbols", None)

@@ -32,10 +32,13 @@ from psg_fx.torch_private.symbols import answering_symbols, computed_of
 
 @dataclass(frozen=True)
 class Assumption:
-    """violated: a bool tensor of shape (), true where the code would raise.  line: `model.py:17: if y.max() > 4:`."""
+    """violated: a bool tensor of shape (), true where the code would raise.  line: `model.py:17: if y.max() > 4:`.
+    of: another thing that is assumed, the field of its check.
+    """
 
     violated: Tensor
     line: str
+    of: str = ""
 
 
 @contextlib.contextmanager
