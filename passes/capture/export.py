@@ -27,7 +27,13 @@ from psg_fx.program.decisions.branches import OtherBranch, Readings, watch_the_b
 from psg_fx.program.program import Program
 from psg_fx.program.reads.observed import Observed
 from psg_fx.program.state import IN_PLACE
-from psg_fx.torch_private.export import calls_that_fail, own_attributes, questions_unseen, user_stack_traces
+from psg_fx.torch_private.export import (
+    calls_that_fail,
+    modules_named_once,
+    own_attributes,
+    questions_unseen,
+    user_stack_traces,
+)
 from psg_fx.torch_private.fakes import UnsupportedOperatorException
 from psg_fx.torch_private.functional import Functional, functional
 from psg_fx.torch_private.graphs import traced_without_code
@@ -218,7 +224,7 @@ def _as_it_runs(
         try:
             with (
                 rewritten(_has_rows(program)) as padding, seen_by_autograd(), own_attributes(), IN_PLACE,
-                functional_derivatives(), _own(program), questions_unseen(), calls_that_fail(),
+                functional_derivatives(), _own(program), questions_unseen(), calls_that_fail(), modules_named_once(),
             ):  # fmt: skip
                 exported = torch.export.export(program, (list(examples),), dynamic_shapes=shapes, strict=False)
             select_what_is_written(exported.graph_module)

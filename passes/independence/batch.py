@@ -85,7 +85,8 @@ def keep_the_sample_dim(gm: GraphModule) -> dict[Node, list[int]]:
         assert isinstance(source, Node)
         sizes = source.meta["val"].shape
         given = node.args[1] if len(node.args) > 1 else range(len(sizes))
-        dims = [positive(d, len(sizes)) for d in ([given] if isinstance(given, int) else given)]
+        named = [given] if isinstance(given, int) else given
+        dims = [positive(d, len(sizes)) for d in named if sizes]  # a number has none, and may be asked for its last
         found[node] = dims
         taken = [d for d in dims if isinstance(sizes[d], int) and sizes[d] == 1]
         if node.target is not aten.squeeze.dim or not taken:

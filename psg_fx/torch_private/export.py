@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorConverter
 from torch.fx import Tracer
 from torch.fx.proxy import TracerBase
@@ -31,6 +32,25 @@ def own_attributes() -> Iterator[None]:
         yield
         return
     with patched_here(_trace, name, lambda module: contextlib.nullcontext()):
+        yield
+
+
+@contextlib.contextmanager
+def modules_named_once() -> Iterator[None]:
+    """While open, the buffers of a module that has two names have the first: export would take them for two that share
+    memory, into which it cannot write.
+    """
+
+    def named(self: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
+        modules = self.named_modules(prefix=prefix) if recurse else [(prefix, self)]
+        found = ((f"{at}.{name}" if at else name, t) for at, m in modules for name, t in m._buffers.items())
+        seen: set[int] = set()
+        for name, tensor in found:
+            if tensor is not None and not (remove_duplicate and id(tensor) in seen):
+                seen.add(id(tensor))
+                yield name, tensor
+
+    with patched_here(nn.Module, "named_buffers", named):
         yield
 
 

@@ -37,6 +37,7 @@ HARMLESS: dict[str, tuple[tuple[int, ...], Loss]] = {
     "mean of all": (VECTOR, lambda o, y: o.squeeze().square().mean()),
     "from the right": (VECTOR, lambda o, y: o.squeeze().softmax(-1).square().sum()),
     "flat": (VECTOR, lambda o, y: o.squeeze().view(-1).square().sum()),
+    "of a number": (VECTOR, lambda o, y: o.square().mean().squeeze(-1) * torch.tensor(2.0).squeeze(0).squeeze()),
     "against targets": ((1,), lambda o, y: F.mse_loss(o.squeeze(), y)),
     "last of two dims": (SQUARE, lambda o, y: o.squeeze().cumsum(-1).sin().sum()),
     "by its number": (SQUARE, lambda o, y: o.squeeze(1).cumsum(1).sin().sum()),

@@ -56,3 +56,46 @@ def test_the_model_keeps_its_parameters(use: Callable[[nn.Module, Tensor, Tensor
     now = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     assert list(now) == list(tensors)
     assert all(now[name] is t and torch.equal(t, values[name]) for name, t in tensors.items())
+
+
+class Counting(nn.Module):
+    """Writes buffers at every call, as spectral norms and codebooks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+def both(module: nn.Module) -> nn.Module:
+    return nn.Sequential(module, nn.Tanh(), module)
+
+
+class OneOfTwo(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.first, self.again = module, module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.again(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("named", [both, OneOfTwo])
+def test_buffers_of_a_module_with_two_names_are_written(named: Callable[[nn.Module], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, x, y = named(Counting()).double(), *torch.randn(2, 3, 4, dtype=torch.float64)
+    other = named(Counting()).double()
+    other.load_state_dict(model.state_dict())
+    step = psg_fx.transform(model, distance, quantities=Grads(), backend="eager")
+    for count in (3, 1):
+        losses, grads = oracle.loop_grads(model, distance, x[:count], y[:count], dtype=None)
+        found = step(x[:count], y[:count])
+        torch.testing.assert_close(found.losses, losses)
+        assert oracle.worst_error(found.grads, grads) < 1e-12
+        other(x[:count])
+        for own, want in zip(model.buffers(), other.buffers(), strict=True):
+            torch.testing.assert_close(own, want)
