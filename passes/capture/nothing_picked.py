@@ -44,7 +44,7 @@ Found = TypeVar("Found", bound=Functional)
 def require_same_without(found: Found, program: Program, capture: Callable[[Program], Found]) -> Found:
     """The program without its masks among the outputs, once it is shown that it serves where some pick nothing."""
     branches = program.branches.found
-    found, masks = _without_masks(found, len(branches))
+    found, masks = _without_masks(found, branches)
     if len(branches) > MOST:
         raise _refused(branches, f"{len(branches)} times, of which {MOST} would be looked at")
     of_arms: set[int] = set()
@@ -52,10 +52,10 @@ def require_same_without(found: Found, program: Program, capture: Callable[[Prog
         other = program.like()
         other.branches = Branches(branches, group)
         try:
-            again, _ = _without_masks(capture(other), len(other.branches.found))
+            again, _ = _without_masks(capture(other), other.branches.found)
         except PsgError as error:
             raise _refused([branches[k] for k in sorted(group)]) from error
-        empty = Emptied(found.graph_module, [masks[k] for k in group])
+        empty = Emptied(found.graph_module, [mask for k in group for mask in masks[k]])
         left_out = _checks_left_out(empty, found.graph_module, program, other)
         if left_out is None or not _same(empty.gm, found, again):
             raise _refused([branches[k] for k in sorted(group)])
@@ -93,20 +93,22 @@ def _refused(branches: Sequence[Branch], reason: str = _NOT_SEEN) -> CaptureFail
     return CaptureFailed(
         NOT_ONE_GRAPH, where="; ".join(dict.fromkeys(branch.line for branch in branches)),
         why=f"the code branches on values of a tensor, whether a mask picks anything, {reason}",
-        fix="leave the branch out (what is read by a mask that picks nothing has no rows), replace it by torch.where, "
-        "or decide it outside the model",
+        fix="leave the branch out, and loop over all (what is read by a mask that picks nothing has no rows), replace "
+        "it by torch.where, or decide it outside the model",
     )  # fmt: skip
 
 
-def _without_masks(found: Found, count: int) -> tuple[Found, list[Node]]:
-    """Without the last outputs, and what these say."""
-    if not count:
+def _without_masks(found: Found, branches: Sequence[Branch]) -> tuple[Found, list[list[Node]]]:
+    """Without the last outputs, the masks, and what these say of each branch."""
+    if not branches:
         return found, []
+    count = sum(len(branch.masks) for branch in branches)
     (output,) = found.graph_module.graph.find_nodes(op="output")
     results: Any = output.args[0]
     output.args = (tuple(results[:-count]),)
     signature = replace(found.graph_signature, output_specs=list(found.graph_signature.output_specs[:-count]))
-    return replace(found, graph_signature=signature), [said(mask) for mask in results[-count:]]
+    masks = map(said, results[-count:])
+    return replace(found, graph_signature=signature), [[next(masks) for _ in branch.masks] for branch in branches]
 
 
 def _checks(gm: GraphModule, program: Program) -> dict[int, Node]:
@@ -187,15 +189,15 @@ def _computed(gm: GraphModule, numbers: dict[Any, int]) -> list[int]:
     return told
 
 
-def _only_where_picked(gm: GraphModule, program: Program, masks: Sequence[Node], of_arms: set[int]) -> None:
+def _only_where_picked(gm: GraphModule, program: Program, masks: Sequence[list[Node]], of_arms: set[int]) -> None:
     """Checks of arms count only where the masks pick something whose rows they look at."""
     (output,) = gm.graph.find_nodes(op="output")
     checks = _checks(gm, program)
-    for mask in masks if of_arms else ():
-        empty = Emptied(gm, [mask])
+    for of_branch in masks if of_arms else ():
+        empty = Emptied(gm, of_branch)
         for k in (k for k in sorted(of_arms) if empty.depends(checks[k])):
             with written_before(output, checks[k].meta):
-                picks = call(gm, aten.any.default, mask)
+                picks = call(gm, aten.any.default, of_branch[0])
                 both = call(gm, aten.logical_and.default, checks[k], picks)
             output.replace_input_with(checks[k], both)
 

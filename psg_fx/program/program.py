@@ -100,7 +100,12 @@ class Program(nn.Module):
         self.puts_picks = equal.put
         self.output.assumed = tuple((a.line, a.of) for a in assumed)
         ids = [ids for ids in self._ids if ids is not None]
-        return (*results, *(a.violated for a in assumed), *ids, *(branch.mask for branch in self.branches.found))
+        return (
+            *results,
+            *(a.violated for a in assumed),
+            *ids,
+            *(mask for branch in self.branches.found for mask in branch.masks),
+        )
 
     def results(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The loss, or the tensors of the model's output."""

@@ -89,7 +89,24 @@ def counts(model: Any, chosen: Tensor, weights: Tensor, x: Tensor) -> Tensor:
     return out
 
 
-LOOPS = [in_a_column, by_modules, as_python_has_it, of_one_mask, counts]
+def by_their_numbers(model: Any, chosen: Tensor, weights: Tensor, x: Tensor) -> Tensor:
+    first, out = chosen[:, 0], torch.zeros_like(x)
+    for k in (F.one_hot(first, EXPERTS).sum(0) > 0).nonzero():
+        k = k[0]
+        (rows,) = torch.where(first == k)
+        out.index_add_(0, rows, model.experts[k](x[rows]))
+    return out
+
+
+def turned(model: Any, chosen: Tensor, weights: Tensor, x: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for k in one_hot(chosen).any((-1, -2)).nonzero().flatten().tolist():
+        rows, place = torch.where(chosen == k)
+        out.index_add_(0, rows, model.experts[k](x[rows]) * weights[rows, place, None])
+    return out
+
+
+LOOPS = [by_their_numbers, turned, in_a_column, by_modules, as_python_has_it, of_one_mask, counts]
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda f: f.__name__)
@@ -140,6 +157,24 @@ def another_shape(model: Any, chosen: Tensor, weights: Tensor, x: Tensor) -> Ten
     return out
 
 
+def numbers_written_since(model: Any, chosen: Tensor, weights: Tensor, x: Tensor) -> Tensor:
+    first, out = chosen[:, 0].clone(), torch.zeros_like(x)
+    hit = (F.one_hot(first, EXPERTS).sum(0) > 0).nonzero().flatten()
+    first.clamp_(max=1)
+    for k in hit:
+        (rows,) = torch.where(first == k)
+        out.index_add_(0, rows, model.experts[k](x[rows]))
+    return out
+
+
+def of_another_class(model: Any, chosen: Tensor, weights: Tensor, x: Tensor) -> Tensor:
+    first, out = chosen[:, 0], torch.zeros_like(x)
+    for k in (F.one_hot(first, EXPERTS).sum(0) > 0).nonzero().flatten():
+        (rows,) = torch.where(first == EXPERTS - 1 - k)
+        out.index_add_(0, rows, model.experts[k](x[rows]))
+    return out
+
+
 def written_since(model: Any, chosen: Tensor, weights: Tensor, x: Tensor) -> Tensor:
     out, mask = torch.zeros_like(x), one_hot(chosen)
     hit = (mask.sum((1, 2)) > 0).nonzero().squeeze(-1)
@@ -157,7 +192,16 @@ def samples(model: Any, chosen: Tensor, weights: Tensor, x: Tensor) -> Tensor:
     return out
 
 
-REFUSED = [how_many, not_chosen, of_numbers_that_may_cancel, another_shape, written_since, samples]
+REFUSED = [
+    numbers_written_since,
+    of_another_class,
+    how_many,
+    not_chosen,
+    of_numbers_that_may_cancel,
+    another_shape,
+    written_since,
+    samples,
+]
 
 
 @pytest.mark.parametrize("loop", REFUSED, ids=lambda f: f.__name__)

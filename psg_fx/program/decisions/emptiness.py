@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from psg_fx.program.code import users_line
 from psg_fx.program.decisions.arms import question_of_a_number
 from psg_fx.program.decisions.assumptions import asking
-from psg_fx.program.decisions.told import Known, Told
+from psg_fx.program.decisions.told import COMPARED, Known, Told
 from psg_fx.source import is_library
 from psg_fx.torch_private.fakes import has_known_value
 from psg_fx.torch_private.symbols import answering_symbols, size_of_values
@@ -28,9 +28,11 @@ from psg_fx.torch_private.symbols import answering_symbols, size_of_values
 
 @dataclass(frozen=True)
 class Branch:
-    """mask: what picks, a copy of its own.  place: the code that asks, and where in it.  line: `model.py:17: if ..`."""
+    """masks: what picks, a copy of its own, and others that pick nothing if that does not.
+    place: the code that asks, and where in it.  line: `model.py:17: if ..`.
+    """
 
-    mask: Tensor
+    masks: tuple[Tensor, ...]
     place: tuple[CodeType, int]
     line: str
 
@@ -82,6 +84,8 @@ class _Answering(TorchFunctionMode):
             return self.as_number(func, name, args[0], known, asking(sys._getframe(1)))
         if name == "unbind" and not kwargs and (rows := self.rows(args, _looping(sys._getframe(1)))) is not None:
             return rows
+        if self.told.lists and name in COMPARED and len(args) == 2 and _is_known_integer(args[1]):
+            args = (args[0], int(args[1]))
         result = func(*args, **(kwargs or {}))
         self.told.note(name, args, kwargs or {}, result)
         return result
@@ -142,6 +146,11 @@ class _Answering(TorchFunctionMode):
 
 _AS_NUMBERS = {"__bool__": "bool", "__len__": "len", "__int__": "int"}
 """What makes a number of Python's own of a tensor, and what the code calls for that."""
+
+
+def _is_known_integer(value: Any) -> bool:
+    """Whether it is an integer that the code goes through, or another constant, as a tensor."""
+    return isinstance(value, Tensor) and value.dtype is torch.int64 and not value.ndim and has_known_value(value)
 
 
 def _looping(frame: FrameType) -> FrameType:

@@ -24,7 +24,8 @@ class Known:
 
     mask: the tensor.  version: how often it had been written to.  rest: the mask is all the others.  empty: the number
     if it picks nothing.  others: numbers that it may be if it picks something.  dim: of the mask, if each of several
-    numbers is of an index of it.  index: which one is meant.
+    numbers is of an index of it.  index: which one is meant.  numbered: of a one-hot mask with the classes in that dim,
+    the classes, and how often they had been written to.
     """
 
     mask: Tensor
@@ -34,6 +35,7 @@ class Known:
     others: tuple[Any, ...]
     dim: int | None = None
     index: int | None = None
+    numbered: tuple[Tensor, int] | None = None
 
     @property
     def of_each(self) -> bool:
@@ -47,17 +49,23 @@ class Known:
         empty, others = bool(self.empty), set(map(bool, self.others))
         return (not empty if picks else empty) if others == {not empty} else None
 
-    def says(self) -> Tensor:
-        """Where it picks, a copy of its own."""
-        mask = self.mask if self.dim is None or self.index is None else self.mask.select(self.dim, self.index)
-        return (mask == 0 if self.rest else mask != 0).detach()
+    def says(self) -> tuple[Tensor, ...]:
+        """Where it picks, a copy of its own; and other masks that pick nothing if it picks nothing."""
+        if self.dim is None or self.index is None:
+            return ((self.mask == 0 if self.rest else self.mask != 0).detach(),)
+        mask = self.mask.select(self.dim, self.index)
+        says = (mask == 0 if self.rest else mask != 0).detach()
+        if self.numbered is None or self.rest or self.numbered[0]._version != self.numbered[1]:
+            return (says,)
+        return says, (self.numbered[0] == self.index).detach()
 
 
 class Told:
     """Of the tensors of a run that have not been written to since.
 
     numbers: what tensors say.  masks: the mask that a tensor is as a number, and whether it has that one's shape.
-    symbols: numbers of rows.  lists: of the indexes at which a mask picks something.
+    symbols: numbers of rows.  lists: of the indexes at which a mask picks something.  classes: of one-hot masks, and
+    the dim in which they are.
     """
 
     def __init__(self) -> None:
@@ -65,6 +73,7 @@ class Told:
         self.masks: dict[int, tuple[Tensor, int, tuple[Tensor, bool]]] = {}
         self.symbols: dict[Any, Known] = {}
         self.lists: dict[int, tuple[Tensor, int, Known]] = {}
+        self.classes: dict[int, tuple[Tensor, int, tuple[Tensor, int, int]]] = {}
 
     def known(self, tensor: Tensor) -> Known | None:
         """What a tensor of one number says, or a tensor of one for each index."""
@@ -85,6 +94,7 @@ class Told:
             self._note_rows(name, tensor, rest, result)
             self._note_list(name, tensor, rest, result)
         if isinstance(result, Tensor):
+            self._note_classes(name, tensor, rest, result)
             self._note_mask(name, tensor, result)
             if name in _SAME_LIST and (listed := self.listed(tensor)) is not None and _lists_the_same(tensor, result):
                 self.lists[id(result)] = result, result._version, listed
@@ -99,6 +109,16 @@ class Told:
     def _found(self, kept: Mapping[int, tuple[Tensor, int, Any]], tensor: Tensor) -> Any:
         _, version, found = kept.get(id(tensor), (None, -1, None))
         return found if version == tensor._version else None
+
+    def _note_classes(self, name: str, tensor: Tensor, rest: Sequence[Any], result: Tensor) -> None:
+        """A one-hot mask, or one with its dims in another order."""
+        if name == "one_hot":
+            self.classes[id(result)] = result, result._version, (tensor, tensor._version, tensor.ndim)
+        classes = self._found(self.classes, tensor)
+        dims = rest[0] if len(rest) == 1 and isinstance(rest[0], Sequence) else rest
+        if name == "permute" and classes is not None:
+            dim = [d % tensor.ndim for d in dims].index(classes[2])
+            self.classes[id(result)] = result, result._version, (*classes[:2], dim)
 
     def _note_mask(self, name: str, tensor: Tensor, result: Tensor) -> None:
         """A mask in other numbers, in another shape, or with dims in another order."""
@@ -125,8 +145,8 @@ class Told:
         if known is None:
             return None
         given = [*rest, *kwargs.values()]
-        if name in _COMPARED and len(given) == 1 and isinstance(given[0], (int, float)):
-            return known.after(lambda number: _COMPARED[name](number, given[0]))
+        if name in COMPARED and len(given) == 1 and isinstance(given[0], (int, float)):
+            return known.after(lambda number: COMPARED[name](number, given[0]))
         if name == "logical_not" or (name in _INVERTED and tensor.dtype is torch.bool):
             return known.after(operator.not_)
         if name == "__getitem__" and known.of_each and type(given[0]) is int:
@@ -142,7 +162,9 @@ class Told:
         dim = _dim_that_stays(tensor.ndim, rest, kwargs) if (rest or kwargs) and same else None
         if (rest or kwargs) and dim is None:
             return None
-        return Known(mask, mask._version, name == "all", *_ASKED_OF_MASKS[name], dim)
+        numbered, version, of_classes = self._found(self.classes, mask) or (None, 0, None)
+        classes = (numbered, version) if numbered is not None and of_classes == dim else None
+        return Known(mask, mask._version, name == "all", *_ASKED_OF_MASKS[name], dim, numbered=classes)
 
     def _note_rows(self, name: str, tensor: Tensor, rest: Sequence[Any], result: Any) -> None:
         """The number of rows that a mask picks has a symbol."""
@@ -198,7 +220,7 @@ _ASKED_OF_MASKS = {
 _OF_BOOLS = {"all", "sum"}
 _PICKS = {"masked_select", "__getitem__"}
 _LISTING = {*_PICKS, "nonzero", "argwhere", "where"}
-_COMPARED: dict[str, Callable[[Any, Any], Any]] = {
+COMPARED: dict[str, Callable[[Any, Any], Any]] = {
     "gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operator.le, "eq": operator.eq, "ne": operator.ne,
     "__gt__": operator.gt, "__ge__": operator.ge, "__lt__": operator.lt, "__le__": operator.le,
     "__eq__": operator.eq, "__ne__": operator.ne, "greater": operator.gt, "less": operator.lt,
@@ -209,5 +231,5 @@ _OF_SAME_SHAPE = {"detach", "to", "float", "double", "long", "int", "bool", "cpu
 _SAME = {*_OF_SAME_SHAPE, "item", "squeeze", "view", "reshape"}
 _SAME_LIST = {*_OF_SAME_SHAPE, "squeeze", "view", "reshape", "flatten"}
 _TOLD_BY = {
-    *_ASKED_OF_MASKS, "logical_not", *_LISTING, *_COMPARED, *_INVERTED, *_SAME, *_SAME_LIST, *_TURNED, "one_hot",
+    *_ASKED_OF_MASKS, "logical_not", *_LISTING, *COMPARED, *_INVERTED, *_SAME, *_SAME_LIST, *_TURNED, "one_hot",
 }  # fmt: skip
