@@ -130,19 +130,19 @@ def nested(code: CodeType) -> Iterator[CodeType]:
 
 
 def line_naming(codes: Iterator[CodeType], name: str) -> str:
-    """The first line of these that mentions a name: `model.py:17: self.calls += 1`, those that store it first."""
-    found = ""
+    """The first line of these that mentions a name: `model.py:17: self.calls += 1`; first those that store an attribute
+    of this name, then others that store it.
+    """
+    found: dict[int, str] = {}
     for code in codes:
         line = code.co_firstlineno
         for instruction in dis.get_instructions(code):
             line = instruction.starts_line or line if not isinstance(instruction.starts_line, bool) else line
             if instruction.argval != name:
                 continue
-            text = source(code.co_filename, line)
-            if instruction.opname.startswith("STORE"):
-                return text
-            found = found or text
-    return found
+            kind = 0 if instruction.opname == "STORE_ATTR" else 1 if instruction.opname.startswith("STORE") else 2
+            found.setdefault(kind, source(code.co_filename, line))
+    return found[min(found)] if found else ""
 
 
 def source(file: str, line: int) -> str:

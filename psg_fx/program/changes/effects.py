@@ -28,6 +28,7 @@ from psg_fx.program.changes.holders import Holder
 from psg_fx.program.changes.reached import NUMBERS, Reached, drawn
 from psg_fx.program.changes.set_up import SetUp, set_up
 from psg_fx.program.code import line_naming, names_of
+from psg_fx.program.made_objects import opened
 from psg_fx.program.objects import MISSING, put_into_cache, take_tensors_from_cache
 from psg_fx.program.reads.asked import changing
 from psg_fx.program.reads.observed import Observed
@@ -185,7 +186,7 @@ class Effects:
                     continue
                 known = getattr(holder.kind, key, MISSING) if old is MISSING and isinstance(key, str) else old
                 counts = _counts(known, new) and observed.may_read(holder.owner, key)
-                self.changes.append(Change(holder, key, new, counts))
+                self.changes.append(Change(holder, key, opened(new), counts))
                 entry, found = _repeated(self.changes[-1], observed)
                 written.append(entry)
                 tensors += found

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from psg_fx.graph.facts import PICKS
 from psg_fx.program.code import users_line
 from psg_fx.program.decisions.assumptions import Assumption, asking
-from psg_fx.torch_private.modes import no_modes
+from psg_fx.torch_private.modes import no_modes, without_functions
 from psg_fx.torch_private.symbols import depends_on_values
 
 
@@ -63,10 +63,11 @@ class EqualPicks(TorchFunctionMode):
         self.masks: dict[int, tuple[Tensor, int, Tensor]] = {}
         self.picked: dict[int, _Picked] = {}
         self.counted: set[int] = set()
-        for tensor, own in zip(tensors, given, strict=False):
-            kind = own.dtype in (torch.bool, torch.int64, torch.uint8)
-            if type(own) is Tensor and kind and own.ndim > 1 and own.numel():
-                self.masks[id(tensor)] = tensor, tensor._version, own
+        with without_functions():  # those that trace would take a tensor of the call for a constant
+            for tensor, own in zip(tensors, given, strict=False):
+                kind = own.dtype in (torch.bool, torch.int64, torch.uint8)
+                if type(own) is Tensor and kind and own.ndim > 1 and own.numel():
+                    self.masks[id(tensor)] = tensor, tensor._version, own
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -81,9 +82,9 @@ class EqualPicks(TorchFunctionMode):
         result = func(*args)
         if name in _OF_MASKS and all(type(arg) in (int, float, bool) for arg in args[1:]):
             if (mask := self.mask(args[0])) is not None:
-                with no_modes():
+                with without_functions(), no_modes():
                     self.masks[id(result)] = result, result._version, func(mask, *args[1:])
-        elif name == "__getitem__" and (mask := self.mask(args[1])) is not None and mask.dtype is torch.bool:
+        elif name == "__getitem__" and (mask := self.mask(args[1])) is not None and args[1].dtype is torch.bool:
             self.note(args[0], args[1], mask, result)
         return result
 
@@ -93,7 +94,7 @@ class EqualPicks(TorchFunctionMode):
         return own if found is not None and version == tensor._version else None
 
     def note(self, x: Tensor, mask: Tensor, own: Tensor, result: Tensor) -> None:
-        with no_modes():
+        with without_functions(), no_modes():
             counts = own.flatten(1).sum(1).tolist()
         if x.ndim > mask.ndim and all(map(_are_equal, x.shape, mask.shape)) and set(counts) == {counts[0]} != {0}:
             picked = _Picked(x, mask, counts[0], result)

@@ -35,6 +35,7 @@ from torch.nn.modules import module as of_modules
 
 from psg_fx.program.code import is_theirs, nested, origin_of_module
 from psg_fx.program.decisions.questions import FOR_ITS_VALUE
+from psg_fx.program.made_objects import is_made
 from psg_fx.program.objects import (
     MISSING,
     Functions,
@@ -243,13 +244,14 @@ class Walk(CodeWalk):
             for i, held in enumerate(value.flat):
                 self.visit(held, f"{label}[{i}]")
             return
-        self.emit((Same(value), Same(kind)), label)
+        own_kind = is_made(value)
+        self.emit(("made" if own_kind else Same(value), Same(kind)), label)
         self.kinds.append((value, kind))
-        if str(kind.__module__).partition(".")[0] in _UNLOOKED:
+        if str(kind.__module__).partition(".")[0] in _UNLOOKED and not own_kind:
             return
         if hasattr(kind, "__next__"):
             self.iterators.append(label)
-        every = self.open or not all(_has_names_only(k) for k in kind.__mro__[:-1])
+        every = self.open or own_kind or not all(_has_names_only(k) for k in kind.__mro__[:-1])
         if (own := attribute_dict(value)) is not None:
             self.attributes_of(own, label, every)
         for name in slots_of(kind):

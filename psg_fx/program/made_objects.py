@@ -1,0 +1,83 @@
+"""Objects that the code makes of tensors, and keeps: `self.distribution = Categorical(logits=h)`.
+
+They are taken apart like lists and dicts, by their attributes; what a step leaves is a new object of the same class.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from psg_fx.program.arguments.packed import is_packed
+from psg_fx.torch_private.fakes import FakeTensor
+
+
+class _Opened:
+    """An object, or sizes, that pytrees look into; put together again it is the object itself."""
+
+    def __init__(self, kind: type, parts: dict[str, Any] | list[Any]) -> None:
+        self.kind, self.parts = kind, parts
+
+
+def _flatten(opened: _Opened) -> tuple[list[Any], Any]:
+    if isinstance(opened.parts, list):
+        return opened.parts, (opened.kind, None)
+    return list(opened.parts.values()), (opened.kind, tuple(opened.parts))
+
+
+def _unflatten(values: Any, context: Any) -> Any:
+    kind, names = context
+    if names is None:
+        return kind(values)
+    made = object.__new__(kind)
+    vars(made).update(zip(names, values, strict=True))
+    place = id(made)
+    _MADE[place] = weakref.ref(made, lambda _: _MADE.pop(place, None))
+    return made
+
+
+_MADE: dict[int, weakref.ref[Any]] = {}
+"""Objects that steps have made, by where they lie."""
+
+
+def is_made(value: Any) -> bool:
+    """Whether a step has made an object: every step makes another one, and what it holds is all that it is."""
+    found = _MADE.get(id(value))
+    return found is not None and found() is value
+
+
+pytree.register_pytree_node(_Opened, _flatten, _unflatten)
+
+
+def opened(value: Any) -> Any:
+    """A value in which pytrees find the tensors of the objects that the code has made, and the numbers of sizes."""
+    return _open(value, frozenset())
+
+
+def _open(value: Any, inside: frozenset[int]) -> Any:
+    def part(leaf: Any) -> Any:
+        if type(leaf) is torch.Size:
+            return _Opened(torch.Size, list(leaf))
+        if id(leaf) in inside or not _is_plain(leaf):
+            return leaf
+        parts = {name: _open(each, inside | {id(leaf)}) for name, each in vars(leaf).items()}
+        found = pytree.tree_leaves(parts, is_leaf=is_packed)
+        tensors = [each for each in found if isinstance(each, torch.Tensor)]
+        made = tensors and all(isinstance(each, FakeTensor) for each in tensors)
+        return _Opened(type(leaf), parts) if made else leaf
+
+    return pytree.tree_map(part, value, is_leaf=lambda each: is_packed(each) or type(each) is torch.Size)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether an object is what its attributes are."""
+    kind: Any = type(value)
+    if isinstance(value, (nn.Module, type)) or not hasattr(value, "__dict__") or callable(value):
+        return False
+    if issubclass(kind, (tuple, list, dict, set, torch.Tensor)) or any(vars(k).get("__slots__") for k in kind.__mro__):
+        return False
+    return kind.__new__ is object.__new__ and kind.__reduce_ex__ is object.__reduce_ex__
