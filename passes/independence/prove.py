@@ -43,11 +43,13 @@ def prove(gm: GraphModule, refusals: Mapping[Node, PsgError] | None = None) -> l
 
 
 def _check_model(prover: Prover) -> None:
-    """In the model, a reduction over the samples may only lead to a scalar loss."""
+    """In the model, a reduction over the samples may only lead to losses, which are numbers, side by side or not."""
     kept = _kept(prover.gm)
     for node, found in prover.known.items():
         value = node.meta.get("val")
         if not found.reduced or not isinstance(value, torch.Tensor) or not value.ndim or not _in_model(node):
+            continue
+        if not prover.origin[node].meta["val"].ndim:
             continue
         for user in node.users:
             if (user.op == "output" and node not in kept) or (user.op != "output" and not _in_model(user)):
