@@ -32,7 +32,7 @@ class TwoLosses(nn.Module):
 ASIDE: list[Aside] = [
     lambda a, b: a[None],
     lambda a, b: torch.stack([a, b]),
-    lambda a, b: torch.zeros(1) + a,
+    lambda a, b: torch.zeros(1, dtype=a.dtype) + a,
     lambda a, b: torch.cat([a.view(1), 2 * b.view(1)]).expand(3, 2),
 ]
 
