@@ -29,6 +29,7 @@ from psg_fx.program.reads.observed import Observed
 from psg_fx.program.state import IN_PLACE
 from psg_fx.torch_private.export import (
     calls_that_fail,
+    dims_of_vmap,
     modules_named_once,
     own_attributes,
     questions_unseen,
@@ -224,7 +225,8 @@ def _as_it_runs(
         try:
             with (
                 rewritten(_has_rows(program)) as padding, seen_by_autograd(), own_attributes(), IN_PLACE,
-                functional_derivatives(), _own(program), questions_unseen(), calls_that_fail(), modules_named_once(),
+                functional_derivatives(), _own(program), questions_unseen(), calls_that_fail(),
+                modules_named_once(), dims_of_vmap(),
             ):  # fmt: skip
                 exported = torch.export.export(program, (list(examples),), dynamic_shapes=shapes, strict=False)
             select_what_is_written(exported.graph_module)

@@ -9,6 +9,7 @@ from types import CodeType
 from typing import Any
 
 from torch import nn
+from torch._functorch import vmap as batching
 from torch._subclasses.fake_tensor import FakeTensorConverter
 from torch.fx import Tracer
 from torch.fx.proxy import TracerBase
@@ -51,6 +52,22 @@ def modules_named_once() -> Iterator[None]:
                 yield name, tensor
 
     with patched_here(nn.Module, "named_buffers", named):
+        yield
+
+
+@contextlib.contextmanager
+def dims_of_vmap() -> Iterator[None]:
+    """While open, `vmap(out_dims=d)` moves the dim by an op that a tracer sees: it takes what torch's own gives for a
+    constant.
+    """
+    name = "_remove_batch_dim"
+    remove = getattr(batching, name, None)
+
+    def removed(tensor: Any, level: int, size: Any, dim: int) -> Any:
+        assert remove is not None
+        return remove(tensor, level, size, 0).movedim(0, dim) if dim else remove(tensor, level, size, dim)
+
+    with patched_here(batching, name, removed) if remove is not None else contextlib.nullcontext():
         yield
 
 
