@@ -94,7 +94,8 @@ def _becomes_another(func: Callable[..., Any]) -> NotYetSupported:
         f"the code {what}", where=line_of_call(func),
         why="a captured graph has values, and no tensors that become others",
         fix="z = z.detach() instead of z.detach_()" if detached
-        else "use the new tensor instead; h + (new - h).detach() has the value new and the gradient of h",
+        else "use the new tensor instead; h + (new - h).detach() has the value new and the gradient of h; write into a "
+        "frozen parameter (an average of others) after the step",
     )  # fmt: skip
 
 

@@ -115,6 +115,28 @@ TIME_FIRST = {
     "rows of steps, added": Row(time_first(_added), square, tokens),
 }
 
+
+def sums_of_picked(numbers: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], nn.Module]:
+    """Rows that a mask `[B, T]` picks, added to the sample of their `numbers(mask, x)`."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        mask = x[..., 0] > 0
+        return x.new_zeros(x.shape[0], C).index_add(0, numbers(mask, x), (x[mask] @ w).sin())
+
+    return program(function, w=(4, C))
+
+
+NUMBERED = {
+    "samples of picked rows": Row(sums_of_picked(lambda m, x: torch.where(m)[0]), square, tokens),
+    "samples of picked rows, as numbers": Row(
+        sums_of_picked(lambda m, x: torch.arange(x.shape[0])[:, None].expand(-1, T)[m]), square, tokens,
+    ),
+    "samples of picked rows, as numbers of their own": Row(
+        sums_of_picked(lambda m, x: torch.arange(x.shape[0]).unsqueeze(1).expand(x.shape[0], T).masked_select(m)),
+        square, tokens,
+    ),
+}  # fmt: skip
+
 STACKED = {
     "stacks of matrices": Row(
         program(lambda x, w: torch.hstack([torch.dstack([x @ w, x.sin() @ w]), torch.dstack([x, x])]), w=(4, 4)),
@@ -134,11 +156,11 @@ STACKED = {
     ),
 }  # fmt: skip
 
-ROWS = TAKEN | FLAT | TIME_FIRST | STACKED
+ROWS = TAKEN | FLAT | TIME_FIRST | NUMBERED | STACKED
 
 
 @pytest.mark.filterwarnings("ignore:one graph for each batch size")
-@pytest.mark.parametrize("name", one_in(3, ROWS, always=[*TIME_FIRST, *STACKED]))
+@pytest.mark.parametrize("name", one_in(3, ROWS, always=[*TIME_FIRST, *NUMBERED, *STACKED]))
 def test_equals_the_loop(name: str) -> None:
     check_answer(ROWS[name])
 
@@ -174,6 +196,18 @@ REFUSED: dict[str, Refused] = {
     ),
     "numbers by a step that is not a sample's": (
         rows_of(lambda h, n, c: h[torch.arange(0, len(n) * (T - 1), T - 1)]), square, tokens, SamplesMixed, "",
+    ),
+    "picked rows, added to the next sample": (
+        sums_of_picked(lambda m, x: (torch.arange(x.shape[0])[:, None].expand(-1, T)[m] + 1) % x.shape[0]), square,
+        tokens, PsgError, "",
+    ),
+    "picked rows, added to samples counted down": (
+        sums_of_picked(lambda m, x: torch.arange(x.shape[0] - 1, -1, -1)[:, None].expand(-1, T)[m]), square, tokens,
+        PsgError, "",
+    ),
+    "picked rows, added by their places": (
+        sums_of_picked(lambda m, x: torch.arange(T).expand(x.shape[0], T)[m] % x.shape[0]), square, tokens,
+        PsgError, "",
     ),
     "numbers taken from numbers": (
         rows_of(lambda h, n, c: h[c * T - n]), square, tokens, SamplesMixed, "",

@@ -57,6 +57,12 @@ def number_of(node: Node, count: sympy.Expr) -> Number | None:
     return None if found is None else _flattened(found, k)
 
 
+def counts_rows(node: Node) -> bool:
+    """Whether each value is its place along the first dim, wherever it stands along the others."""
+    found = _counted(node)
+    return found is not None and found.dims == 1
+
+
 def divisor(node: Node) -> tuple[Node, int] | None:
     """The source and the number by which a node divides integers that are not negative, rounding down."""
     if node.target in (aten.floor_divide.default, aten.div.Tensor_mode, aten.div.Scalar_mode):
@@ -93,7 +99,7 @@ def _counted(node: object) -> _Counted | None:
     before = _counted(node.args[0]) if node.args else None
     if before is None:
         return None
-    if is_same(node):
+    if is_same(node) or (node.target is aten.slice.Tensor and shape == before.shape):
         return before if node.meta["val"].dtype in NUMBERING else None
     if node.target is aten.unsqueeze.default:
         return _Counted(shape, before.dims) if given["dim"] % len(shape) >= before.dims else None

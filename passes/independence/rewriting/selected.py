@@ -30,6 +30,7 @@ from psg_fx.ops.some_row import some_row
 
 from ..values import NUMBERING, Result, bound, op_name
 from ..walk import Prover
+from .numbers import counts_rows
 from .picked import asserts
 from .region import Unfit
 from .shared import RowRewriting
@@ -115,7 +116,8 @@ class Selection(RowRewriting):
         """Put the ends in the place of what the mask picked, once it is proven that each row is treated by itself."""
         for node in self.order:
             if node.op == "call_function" and not asserts(node) and self.touched(node):
-                _ = self.listing(node) or self.picking(node) or self.putting_back(node) or self.by_row(node)
+                known = self.listing(node) or self.numbering(node) or self.picking(node)
+                _ = known or self.putting_back(node) or self.by_row(node)
         if not self.ends:
             raise Unfit
         rows = self.prove()
@@ -165,6 +167,16 @@ class Selection(RowRewriting):
             self.listed.add(node)
         else:
             return False
+        return True
+
+    def numbering(self, node: Node) -> bool:
+        """The numbers of the samples whose rows are picked, `arange(B)[:, None].expand(B, N)[mask]`: a column."""
+        if self.each != 1 or node.target in _WHERE or not _picks(node, self.mask):
+            return False
+        x = bound(node)["self"]
+        if self.dim or not counts_rows(x) or facts.shape(x.meta["val"]) != facts.shape(self.mask.meta["val"]):
+            return False
+        self.columns[node] = self.dim
         return True
 
     def looked_up(self, node: Node) -> tuple[int, list[int]] | None:
