@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxis
+from psg_fx.graph.same_op import alike
 from psg_fx.op_table import known
 
 from ..values import Result, bound
@@ -145,3 +146,14 @@ def asserts(node: Node) -> bool:
     """Whether a node only checks something, as export has it check sizes."""
     names = ("_assert", "sym_constrain_range")
     return node.op == "call_function" and any(word in str(node.target) for word in names)
+
+
+def said_once(gm: GraphModule, masks: Sequence[Node]) -> list[Node]:
+    """The masks, of those that are computed alike the first: `x[x < 0] = f(x[x < 0])`."""
+    numbers = alike(gm)
+    first: dict[int, Node] = {}
+    wanted = {numbers[mask] for mask in masks}
+    for node in gm.graph.nodes:
+        if numbers[node] in wanted and (mask := first.setdefault(numbers[node], node)) is not node:
+            node.replace_all_uses_with(mask)
+    return list(first.values())

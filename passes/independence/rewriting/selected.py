@@ -25,13 +25,12 @@ from torch.fx import GraphModule, Node
 from psg_fx.errors import PsgError
 from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxes, SampleAxis
-from psg_fx.graph.same_op import alike
 from psg_fx.ops.some_row import some_row
 
 from ..values import NUMBERING, Result, bound, op_name
 from ..walk import Prover
 from .numbers import counts_rows
-from .picked import asserts
+from .picked import asserts, said_once
 from .region import Unfit
 from .shared import RowRewriting
 from .spare import count_nothing
@@ -48,7 +47,7 @@ def put_selected_back(gm: GraphModule) -> None:
     masks = [n for n in gm.graph.nodes if _is_mask(n) and any(_picks(user, n) for user in n.users)]
     if not masks:
         return
-    masks = _said_once(gm, masks)
+    masks = said_once(gm, masks)
     prover = Prover(gm)
     with contextlib.suppress(PsgError):  # of what other rewritings are for; what is known by then is known
         prover.walk(skip=facts.descendants(user for n in masks for user in n.users if _picks(user, n)))
@@ -63,17 +62,6 @@ def put_selected_back(gm: GraphModule) -> None:
 def _is_mask(node: Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, Tensor) and value.ndim > 0
-
-
-def _said_once(gm: GraphModule, masks: Sequence[Node]) -> list[Node]:
-    """The masks, of those that are computed alike the first: `x[x < 0] = f(x[x < 0])`."""
-    numbers = alike(gm)
-    first: dict[int, Node] = {}
-    wanted = {numbers[mask] for mask in masks}
-    for node in gm.graph.nodes:
-        if numbers[node] in wanted and (mask := first.setdefault(numbers[node], node)) is not node:
-            node.replace_all_uses_with(mask)
-    return list(first.values())
 
 
 def _picks(node: Node, mask: Node) -> bool:
