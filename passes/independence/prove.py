@@ -49,8 +49,8 @@ def _check_model(prover: Prover) -> None:
         value = node.meta.get("val")
         if not found.reduced or not isinstance(value, torch.Tensor) or not value.ndim or not _in_model(node):
             continue
-        if not prover.origin[node].meta["val"].ndim:
-            continue
+        if not any(t.ndim for t in facts.tensors(prover.origin[node].meta["val"])):
+            continue  # made of numbers
         for user in node.users:
             if (user.op == "output" and node not in kept) or (user.op != "output" and not _in_model(user)):
                 raise mixed(

@@ -56,3 +56,17 @@ def test_gradients(aside: Aside) -> None:
 def test_without_a_loss_they_are_of_no_sample() -> None:
     with pytest.raises(SamplesMixed, match=r"test_losses_side_by_side\.py"):
         psg_fx.transform(TwoLosses(ASIDE[1]), backend="eager")(torch.randn(3, 4))
+
+
+def test_a_value_of_all_samples_is_none() -> None:
+    class Largest(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = self.layer(x)
+            return h, h.max(0).values
+
+    with pytest.raises(SamplesMixed, match=r"leaves the model with shape \(4,\)"):
+        psg_fx.transform(Largest(), loss_fn, backend="eager")(torch.randn(3, 4), torch.randn(3, 4))
