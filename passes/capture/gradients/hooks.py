@@ -181,10 +181,10 @@ class Hooks:
                 yield
 
     def _recorded(
-        self, keep: Callable[[Any], None], function: type[torch.autograd.Function], *given: Any
+        self, keep: Callable[[Any], None], function: type[torch.autograd.Function], *given: Any, line: str = ""
     ) -> tuple[torch.Tensor, Any]:
         """What a custom function returns, and the op that it is."""
-        made = as_one_op(function, given, self.observed.calls.append)
+        made = as_one_op(function, given, self.observed.calls.append, line=line)
         node = node_of(made)
         assert node is not None, "an op that is not recorded"
         keep(node.target)
@@ -202,7 +202,7 @@ class Hooks:
         except ValueError:  # an empty cell
             raise _refused("that reads a variable which has no value", found.line, "torch would fail, too") from None
         read = [tensor.detach() for tensor in closure.read]
-        return [self._recorded(keep, Hook, found.mark, closure, found.line, *read)[1]]
+        return [self._recorded(keep, Hook, found.mark, closure, found.line, *read, line=found.line)[1]]
 
     def put_in_place(self, gm: GraphModule) -> None:
         """All that reads a value reads it behind its hooks, of which the one that was registered first is the last."""

@@ -92,7 +92,8 @@ def _own_gradients_told(call: CustomCall) -> Iterator[None]:
         raise call.refusal(
             "its backward calls torch.autograd.grad, and is recorded apart from the forward: a value that is "
             "differentiated, or a parameter that it is differentiated by, is not the same tensor there",
-            "compute what is differentiated inside of it, under torch.enable_grad(), from its own arguments alone",
+            "compute what is differentiated inside of it, under torch.enable_grad(), from its own arguments; in a hook "
+            "from detached tensors that it closes over",
         ) from error
 
 
