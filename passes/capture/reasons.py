@@ -120,8 +120,8 @@ _REASONS: Sequence[tuple[Callable[[_Failure], bool], str, str]] = (
         lambda failure: failure.says(
             "fake tensor in the exported program constant", "'Tensor' object has no attribute 'constant'"
         ),
-        "torch takes a tensor that the code computes for a constant, as vmap with out_dims does",
-        "move the dim behind the vmap: vmap(f)(x).movedim(0, 1); compute of tensors that it holds before the vmap",
+        "torch takes a tensor that the code computes for a constant",
+        "compute in front of a vmap what all its calls share; slice by no number that is read out of a tensor (n.max())",
     ),
     (
         lambda failure: failure.passed(*_TRANSFORMS),

@@ -121,6 +121,7 @@ def copied_deeply(layer: Layer, x: Tensor) -> Tensor:
 
 # torch 2.11 exports it with a number of rows that is not known, so that only its run on one sample says what is wrong
 FEWER = "cannot be shown to keep" if torch.__version__ >= "2.12" else "does not run on a batch of one sample"
+LONGEST = "read out of a tensor and another one is a size" if torch.__version__ >= "2.12" else "for a constant"
 REFUSED: dict[Callable[..., Tensor], tuple[type[Exception], str, str]] = {
     one_sample_differs: (
         NotYetSupported, "the code treats a batch of one sample differently", "if x.shape[0] == 1 else",
@@ -135,7 +136,7 @@ REFUSED: dict[Callable[..., Tensor], tuple[type[Exception], str, str]] = {
     fewer_rows: (psg_fx.PsgError, FEWER, "in the loss" if torch.__version__ < "2.12" else "layer(x)[x[:, 0] > 0]"),
     branch_on_values: (CaptureFailed, "branches on values of a tensor", "if x.sum() > 0"),
     number_from_values: (SamplesMixed, "it reads one number out of the samples", "x.sum().item()"),
-    as_many_as_the_longest: (CaptureFailed, "read out of a tensor and another one is a size", "lengths.max()"),
+    as_many_as_the_longest: (CaptureFailed, LONGEST, ".max()"),
     copied_deeply: (CaptureFailed, "the code reads the memory of a tensor", "copy.deepcopy(layer.weight.data)"),
     two_graphs: (CaptureFailed, "hold graphs of their own", "torch.cond(x.sum() > 0"),
     function_under_vmap: (CaptureFailed, "a transformation of torch.func (vmap, grad, jvp)", "torch.func.vmap("),
