@@ -121,7 +121,7 @@ _REASONS: Sequence[tuple[Callable[[_Failure], bool], str, str]] = (
             "fake tensor in the exported program constant", "'Tensor' object has no attribute 'constant'"
         ),
         "torch takes a tensor that the code computes for a constant",
-        "compute in front of a vmap what all its calls share; slice by no number that is read out of a tensor (n.max())",
+        "compute in front of a vmap what all its calls share; slice by no number that a tensor gives (n.max())",
     ),
     (
         lambda failure: failure.passed(*_TRANSFORMS),
