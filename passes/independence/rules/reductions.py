@@ -94,11 +94,12 @@ def pair_reduction(op: Op) -> Placement:
     return reduced_over(op, found.axes, [dim])
 
 
-@sample_rule("trace", "histc", "bincount", "cov", "corrcoef", "unique_consecutive", "_unique2", "unique_dim", "nonzero",
-      "nonzero_static", "masked_select", "argwhere", "pdist", "_pdist_forward", proof="reduction")  # fmt: skip
+@sample_rule("trace", "histc", "bincount", "cov", "corrcoef", "unique_consecutive", "_unique2", "unique_dim",
+      "nonzero", "nonzero_numpy", "nonzero_static", "masked_select", "argwhere", "pdist", "_pdist_forward",
+      proof="reduction")  # fmt: skip
 def pooled(op: Op) -> Placement:
     """One answer from the rows of all samples."""
-    if op.name.split(".")[-1] in ("masked_select", "nonzero", "argwhere"):
+    if op.name.split(".")[-1] in ("masked_select", "nonzero", "nonzero_numpy", "argwhere"):
         raise op.unsupported("how many rows it returns depends on the samples, so they have no fixed place",
                              "use torch.where or a mask that is multiplied")  # fmt: skip
     raise op.refuse("it computes one answer from the rows of all samples")
