@@ -66,7 +66,7 @@ from .gradients.no_grad import detach_no_grad_regions
 from .gradients.own_gradients import write_out
 from .gradients.writes import seen_by_autograd
 from .nothing_picked import arm_fails, require_same_without, without_unread_numbers
-from .reasons import NOT_ONE_GRAPH, capture_failed, failure_at, without_shapes
+from .reasons import NOT_ONE_GRAPH, TAKEN_FOR_A_CONSTANT, capture_failed, failure_at, without_shapes
 from .unbound import select_what_is_written
 
 aten = torch.ops.aten
@@ -205,7 +205,13 @@ def _functional(
     program: nn.Module, examples: Sequence[torch.Tensor], dynamic: list[dict[int, Any]], hooks: Hooks
 ) -> Exported:
     """`program(examples)` as functional ATen, also where masks that it branches on pick nothing."""
-    found = _as_it_runs(program, examples, dynamic, hooks)
+    try:
+        found = _as_it_runs(program, examples, dynamic, hooks)
+    except CaptureFailed as failure:
+        if failure.why != TAKEN_FOR_A_CONSTANT:
+            raise
+        with dims_of_vmap():
+            found = _as_it_runs(program, examples, dynamic, hooks)
     if isinstance(program, Program) and program.branches.found:
         return require_same_without(found, program, lambda other: _as_it_runs(other, examples, dynamic, hooks))
     if isinstance(program, Program) and program.puts_picks:
@@ -226,7 +232,7 @@ def _as_it_runs(
             with (
                 rewritten(_has_rows(program)) as padding, seen_by_autograd(), own_attributes(), IN_PLACE,
                 functional_derivatives(), _own(program), questions_unseen(), calls_that_fail(),
-                modules_named_once(), dims_of_vmap(),
+                modules_named_once(),
             ):  # fmt: skip
                 exported = torch.export.export(program, (list(examples),), dynamic_shapes=shapes, strict=False)
             select_what_is_written(exported.graph_module)

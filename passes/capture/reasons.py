@@ -17,6 +17,9 @@ from psg_fx.torch_private.fakes import UnsupportedOperatorException
 NOT_ONE_GRAPH = "the model and loss could not be captured as one graph"
 """What is wrong, where nothing more is known than that a capture failed."""
 
+TAKEN_FOR_A_CONSTANT = "torch takes a tensor that the code computes for a constant"
+"""Why a capture failed, where `vmap(out_dims=d)` may be the reason."""
+
 COMMUNICATES = "the code communicates with other processes"
 """Then it must not be run to see why it fails: the others would not take part."""
 
@@ -120,7 +123,7 @@ _REASONS: Sequence[tuple[Callable[[_Failure], bool], str, str]] = (
         lambda failure: failure.says(
             "fake tensor in the exported program constant", "'Tensor' object has no attribute 'constant'"
         ),
-        "torch takes a tensor that the code computes for a constant",
+        TAKEN_FOR_A_CONSTANT,
         "compute in front of a vmap what all its calls share; slice by no number that a tensor gives (n.max())",
     ),
     (

@@ -57,15 +57,17 @@ def modules_named_once() -> Iterator[None]:
 
 @contextlib.contextmanager
 def dims_of_vmap() -> Iterator[None]:
-    """While open, `vmap(out_dims=d)` moves the dim by an op that a tracer sees: it takes what torch's own gives for a
-    constant.
+    """While open, `vmap(out_dims=d)` moves the dim by an op of its own: what torch's does in one, export takes for a
+    constant, unless its inputs have their dim elsewhere, too.
     """
     name = "_remove_batch_dim"
     remove = getattr(batching, name, None)
 
     def removed(tensor: Any, level: int, size: Any, dim: int) -> Any:
         assert remove is not None
-        return remove(tensor, level, size, 0).movedim(0, dim) if dim else remove(tensor, level, size, dim)
+        found = remove(tensor, level, size, 0)
+        with without_functions():
+            return found.movedim(0, dim) if dim else found
 
     with patched_here(batching, name, removed) if remove is not None else contextlib.nullcontext():
         yield
