@@ -114,8 +114,8 @@ class _Answering(TorchFunctionMode):
         picked = [self.outcome(replace(known, index=k), frame) for k in range(count)]
         if None in picked:
             return None
-        kept = (k for k in range(count) if picked[k])
-        return tuple(torch.tensor(k if tensor.ndim == 1 else [k], device=tensor.device) for k in kept)
+        kept = (k if tensor.ndim == 1 else [k] for k in range(count) if picked[k])
+        return tuple(torch.tensor(k, dtype=tensor.dtype, device=tensor.device) for k in kept)
 
     def of_symbols(self, expression: Any, frame: FrameType) -> bool | None:
         """What a comparison of the number of picked rows, or of some for each row, is; None for other conditions."""
