@@ -315,6 +315,14 @@ def mask_in_floats_written_since(model: Any, h: Tensor) -> Tensor:
     return out
 
 
+def in_a_byte(model: Any, h: Tensor) -> Tensor:
+    """Where 256 are picked, it is zero."""
+    out, m = h.clone(), h[:, 0] > 0
+    if m.sum().to(torch.uint8) > 0:
+        out[m] = model.other(h[m])
+    return out
+
+
 def left_in_a_buffer(model: Any, h: Tensor) -> Tensor:
     if (h > 0).any():
         model.total = model.total + 1
@@ -349,7 +357,7 @@ def fail() -> None:
 
 REFUSED = [
     prepared, counting, only_one, otherwise, of_another_mask, two_at_least, written_since, number_written_since,
-    mask_in_floats_written_since, left_in_a_buffer, all_rows_computed,
+    mask_in_floats_written_since, in_a_byte, left_in_a_buffer, all_rows_computed,
     divided, nothing_returned, raised_elsewhere,
 ]  # fmt: skip
 

@@ -151,6 +151,8 @@ class Told:
             return known.after(operator.not_)
         if name == "__getitem__" and known.of_each and type(given[0]) is int:
             return replace(known, index=given[0])
+        if isinstance(result, Tensor) and result.dtype in _NARROW and tensor.dtype is not torch.bool:
+            return None  # 256 is 0
         return known if name in (_OF_SAME_SHAPE if known.of_each else _SAME) else None
 
     def _asked(self, name: str, tensor: Tensor, rest: Sequence[Any], kwargs: Mapping[str, Any]) -> Known | None:
@@ -225,6 +227,7 @@ COMPARED: dict[str, Callable[[Any, Any], Any]] = {
     "__gt__": operator.gt, "__ge__": operator.ge, "__lt__": operator.lt, "__le__": operator.le,
     "__eq__": operator.eq, "__ne__": operator.ne, "greater": operator.gt, "less": operator.lt,
 }  # fmt: skip
+_NARROW = (torch.uint8, torch.int8, torch.int16)
 _INVERTED = {"bitwise_not", "__invert__"}
 _TURNED = {"permute", "transpose", "swapaxes", "movedim", "t"}
 _OF_SAME_SHAPE = {"detach", "to", "float", "double", "long", "int", "bool", "cpu", "clone"}
