@@ -61,8 +61,4 @@ def test_samples_without_rows_where_nothing_is_finite(change: Any, rows: list[in
         model.layer.bias.zero_()
     x = torch.tensor([[0.2, 0.1, 0, 0], [-1, -2, 0.5, 0], [2.5, 0, 3, 1], [0, 4, 0, 1]], dtype=torch.float64)[rows]
     step = psg_fx.transform(model, square, quantities=Grads(), backend="eager")
-    found = step(x)
-    losses, grads = oracle.loop_grads(model, square, x, None, dtype=None)
-    torch.testing.assert_close(found.losses, losses)
-    for name, want in grads.items():
-        torch.testing.assert_close(found.grads[name], want)
+    oracle.check_call(step, model, square, x)

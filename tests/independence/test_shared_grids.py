@@ -84,10 +84,6 @@ def test_gradients(look_up: Any) -> None:
     step = psg_fx.transform(model, square, quantities=[Grads(), Norms()], backend="eager")
     for count in (3, 1, 4):
         x = torch.randn(count, 2, 3, dtype=torch.float64)
-        found = step(x)
-        losses, grads = oracle.loop_grads(model, square, x, None, dtype=None)
-        torch.testing.assert_close(found.losses, losses)
+        found, grads = oracle.check_call(step, model, square, x)
         torch.testing.assert_close(found.norms, oracle.norms(grads))
-        for name, want in grads.items():
-            torch.testing.assert_close(found.grads[name], want)
     assert len(step.captures) == 1

@@ -215,6 +215,20 @@ def worst_error(got: Mapping[str, Tensor], want: Mapping[str, Tensor], floor: fl
     return max((relative_error(got[name], w, floor * largest) for name, w in want.items()), default=0.0)
 
 
+def check_call(
+    step: Callable[..., Any], model: nn.Module, loss_fn: Loss, inputs: Any, targets: Any = None
+) -> tuple[Any, Grads]:
+    """Hold the losses and gradients that a step returns against the loop in the model's own dtype, which runs before.
+    Returns what the step does, and the loop's gradients.
+    """
+    losses, grads = loop_grads(model, loss_fn, inputs, targets, dtype=None)
+    found = step(inputs) if targets is None else step(inputs, targets)
+    torch.testing.assert_close(found.losses, losses)
+    for name, want in grads.items():
+        torch.testing.assert_close(found.grads[name], want)
+    return found, grads
+
+
 def norms(grads: Grads) -> Tensor:
     """2-norm of each sample's whole gradient, `[B]`."""
     return torch.stack(list(parameter_norms(grads).values())).pow(2).sum(0).sqrt()
