@@ -116,3 +116,8 @@ def leaves_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         new = [after for after, _ in node.next_functions if after is not None and after not in seen]
         seen.update(new)
         waiting += new
+
+
+def picked_first(mask: torch.Tensor) -> torch.Tensor:
+    """Of each row of a mask `[B, N]` the places that it picks, in their order, and behind them the others."""
+    return torch.sort((~mask).to(torch.int8), dim=1, stable=True).indices

@@ -205,12 +205,13 @@ def _only_where_picked(gm: GraphModule, program: Program, masks: Sequence[list[N
 def without_unread_numbers(gm: GraphModule) -> None:
     """Take out the numbers that only told which arm to take, and the lists that only told what to go through."""
     gm.graph.eliminate_dead_code()
+    checks = _checks_of_sizes(gm)
     for node in reversed(list(gm.graph.nodes)):
         lists = op_name(node) in (*LISTING, *PICKS)
         if not lists and node.target not in (aten._local_scalar_dense.default, aten.item.default):
             continue
         after = facts.descendants([node])
-        read = after - {node, *_checks_of_sizes(gm)}
+        read = after - {node, *checks}
         if not any(n.op == "output" or n.is_impure() or not (lists or _is_number(n)) for n in read):
             for unread in reversed([n for n in gm.graph.nodes if n in after | {node}]):
                 gm.graph.erase_node(unread)

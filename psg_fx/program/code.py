@@ -150,9 +150,14 @@ def source(file: str, line: int) -> str:
     return f"{os.path.basename(file)}:{line}: {linecache.getline(file, line).strip()}"
 
 
+def users_frame(frame: FrameType) -> FrameType:
+    """The frame of the user's code that one of torch or psg_fx was reached from."""
+    return next((f for f, _ in traceback.walk_stack(frame) if not is_library(f.f_code.co_filename)), frame)
+
+
 def users_line(frame: FrameType) -> str:
     """The line of the user's code that a frame of torch or psg_fx was reached from."""
-    return line_of(next((f for f, _ in traceback.walk_stack(frame) if not is_library(f.f_code.co_filename)), frame))
+    return line_of(users_frame(frame))
 
 
 def line_of(frame: FrameType) -> str:

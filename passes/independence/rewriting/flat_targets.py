@@ -20,6 +20,7 @@ from psg_fx.graph.order import itself
 from psg_fx.graph.same_op import alike
 from psg_fx.graph.splicing import splice
 from psg_fx.source import locate
+from psg_fx.tensors import picked_first
 
 from ..values import bound, op_name
 from .picked import asserts
@@ -41,9 +42,8 @@ def pad_flat_targets(gm: GraphModule) -> None:
 
 def _in_front(labels: Tensor, mask: Tensor) -> Tensor:
     """Of each row the picked labels first, in their order, and zeros behind."""
-    order = torch.sort((~mask).to(torch.int8), dim=1, stable=True).indices
     picked = torch.where(mask, labels, torch.zeros((), dtype=labels.dtype, device=labels.device))
-    return picked.gather(1, order)
+    return picked.gather(1, picked_first(mask))
 
 
 def _labels(gm: GraphModule, node: Node, targets: Node) -> tuple[Node, Node]:

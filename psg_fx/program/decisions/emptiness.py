@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from psg_fx.program.code import users_line
+from psg_fx.program.code import users_frame, users_line
 from psg_fx.program.decisions.arms import question_of_a_number
 from psg_fx.program.decisions.assumptions import asking
 from psg_fx.program.decisions.told import COMPARED, Known, Told
@@ -82,7 +82,7 @@ class _Answering(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _AS_NUMBERS and (known := self.known(func, args[0])) is not None:
             return self.as_number(func, name, args[0], known, asking(sys._getframe(1)))
-        if name == "unbind" and not kwargs and (rows := self.rows(args, _looping(sys._getframe(1)))) is not None:
+        if name == "unbind" and not kwargs and (rows := self.rows(args, users_frame(sys._getframe(1)))) is not None:
             return rows
         if self.told.lists and name in COMPARED and len(args) == 2 and _is_known_integer(args[1]):
             args = (args[0], int(args[1]))
@@ -151,10 +151,3 @@ _AS_NUMBERS = {"__bool__": "bool", "__len__": "len", "__int__": "int"}
 def _is_known_integer(value: Any) -> bool:
     """Whether it is an integer that the code goes through, or another constant, as a tensor."""
     return isinstance(value, Tensor) and value.dtype is torch.int64 and not value.ndim and has_known_value(value)
-
-
-def _looping(frame: FrameType) -> FrameType:
-    """The frame of the user's code that goes through a tensor, or has a list made of it."""
-    while is_library(frame.f_code.co_filename) and frame.f_back is not None:
-        frame = frame.f_back
-    return frame

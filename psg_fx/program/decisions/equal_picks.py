@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from psg_fx.graph.facts import PICKS
 from psg_fx.program.code import users_line
 from psg_fx.program.decisions.assumptions import Assumption, asking
+from psg_fx.tensors import picked_first
 from psg_fx.torch_private.modes import no_modes, without_functions
 from psg_fx.torch_private.symbols import depends_on_values
 
@@ -41,9 +42,8 @@ class _Picked:
 
     def rows(self) -> Tensor:
         """`[B·each, *rest]`, in their order."""
-        mask = self.mask.flatten(1)
         x = self.x.flatten(1, self.mask.ndim - 1)
-        places = torch.sort((~mask).to(torch.int8), dim=1, stable=True).indices[:, : self.each]
+        places = picked_first(self.mask.flatten(1))[:, : self.each]
         index = places.reshape(*places.shape, *[1] * (x.ndim - 2)).expand(*places.shape, *x.shape[2:])
         return x.gather(1, index).flatten(0, 1)
 
