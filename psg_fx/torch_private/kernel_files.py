@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,16 @@ CALLS = "kernel_calls"
 
 LEAST = 16_384
 """Characters of code that are worth a file of their own: as long as g++ takes for no code at all."""
+
+_EACH = 3_000
+"""Characters of code that take as long as what each kernel adds by itself."""
+
+_TRANSPOSE = 10_000
+"""Characters that take as long as a transposition in registers, which is unrolled."""
+_TRANSPOSES = re.compile(r"\btranspose_mxn<[^(]*\(")
+
+_STARTING = 0.01
+"""Seconds in which threads start their compilers, before something keeps Python busy."""
 
 _PLAIN = re.compile(r'\s*(#include <[^>]+>)\n\s*extern "C"\s+(void\s+kernel\()')
 """How the code of a kernel begins that stands for itself."""
@@ -91,6 +102,11 @@ class _Kernel:
     argtypes: Sequence[str]
     alone: Callable[[], Any]
 
+    @property
+    def work(self) -> int:
+        """What g++ has to do for it, in characters of code: kernels of one file follow this to a tenth or so."""
+        return len(self.code) + _EACH + _TRANSPOSE * len(set(_TRANSPOSES.findall(self.code)))
+
 
 class _Kernels:
     """Those of one graph; compiled when the first of them is asked for."""
@@ -126,6 +142,7 @@ def _compiled(kernels: Sequence[_Kernel]) -> list[Callable[..., None]] | None:
     files = _files(kernels, get_compile_threads())
     with _submitting() as submit:
         pending = [_Library.load_async(_code([kernels[i] for i in file]), "cpu", submit_fn=submit) for file in files]
+    time.sleep(_STARTING)
     collect_while_waiting()
     calls = native.finished(CALLS)
     if calls is None:
@@ -155,11 +172,11 @@ def _files(kernels: Sequence[_Kernel], threads: int) -> list[list[int]]:
         own = [i for i, kernel in enumerate(kernels) if kernel.header == header]
         length = sum(len(kernels[i].code) for i in own)
         files: list[list[int]] = [[] for _ in range(min(threads, length // LEAST + 1, len(own)))]
-        lengths = [0] * len(files)
-        for i in sorted(own, key=lambda i: (-len(kernels[i].code), kernels[i].code)):
-            shortest = lengths.index(min(lengths))
-            files[shortest].append(i)
-            lengths[shortest] += len(kernels[i].code)
+        work = [0] * len(files)
+        for i in sorted(own, key=lambda i: (-kernels[i].work, kernels[i].code)):
+            least = work.index(min(work))
+            files[least].append(i)
+            work[least] += kernels[i].work
         found += files
     return found
 

@@ -44,6 +44,12 @@ def test_what_is_asked_ahead_is_what_kernels_ask() -> None:
     assert codecache._precompile_header.cache_info().hits
 
 
+def test_a_transposition_is_as_much_work_as_the_code_it_unrolls_to() -> None:
+    transposed = "z" * 4_000 + "transpose_mxn<float,16,16>(" * 2
+    kernels = [kernel_files._Kernel("", code, [], lambda: None) for code in ("x" * 12_000, "y" * 11_000, transposed)]
+    assert kernel_files._files(kernels, 2) == [[2], [0, 1]]  # by length: [[0], [1, 2]]
+
+
 @pytest.fixture
 def files(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Which kernels shared a file, of all that is compiled."""
