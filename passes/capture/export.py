@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.export import Dim
 from torch.export.graph_signature import InputKind
+from torch.fx import GraphModule
 
 from psg_fx.errors import CaptureFailed, PsgError
 from psg_fx.graph import facts
@@ -111,15 +112,10 @@ def export(
             with watch_the_batch_size(readings):
                 return _functional(program, example(sizes[0]), dynamic, hooks)
         except CaptureFailed as failure:
-            try:
-                if axes:  # two sizes that the code ties to one another, or one that it reads: no graph for all sizes
-                    raise
-                found = _by_branches(program, example, dims, sizes, readings, hooks)
-                return found or _one_size(program, example, dims, sizes, failure, readings, hooks)
-            except PsgError as other:
-                if isinstance(failure, OtherBranch):
-                    raise failure.as_known() from (None if other is failure else other)
-                raise
+            if axes:  # two sizes that the code ties to one another, or one that it reads: no graph for all sizes
+                raise _told(failure, failure) from None
+            found = _by_branches(program, example, dims, sizes, readings, hooks)
+            return found or _one_size(program, example, dims, sizes, failure, readings, hooks)
 
 
 def _dynamic(dims: Sequence[int | None], batch: Any) -> list[dict[int, Any]]:
@@ -159,30 +155,43 @@ def _one_size(
     failure: CaptureFailed, readings: Readings, hooks: Hooks,
 ) -> Exported:  # fmt: skip
     """The program at the batch size of the call, its numbers that follow the batch size found by other sizes."""
-    hint, size = sizes[0], sizes[1] or sizes[0]  # for no samples, a graph says what is empty, and does not run
-    each = list(dict.fromkeys((size, hint, 1)))
+    size = sizes[1] or sizes[0]  # for no samples, a graph says what is empty, and does not run
     if isinstance(program, Program):
         program.several_sizes = True
-    found = [_functional(program, example(size), [], hooks)]  # what fails here does not fail for the batch size
-    written = _written(program)
+    found = _functional(program, example(size), [], hooks)  # what fails here does not fail for the batch size
+    try:
+        gm = _by_other_sizes(program, found, example, dims, (size, sizes[0], 1), hooks)
+    except PsgError as other:
+        raise _told(failure, other) from failure
+    branch = f"{failure.what} ({failure.where})" if isinstance(failure, OtherBranch) else failure.why
+    note = f"one graph for each batch size: {readings.why() or branch}"
+    return replace(found, graph_module=gm, note=note, one_size=True)
+
+
+def _told(failure: CaptureFailed, other: PsgError) -> PsgError:
+    """What to say where one graph for all sizes fails, and one for a size, too: the branch that another batch takes."""
+    return failure.as_known() if isinstance(failure, OtherBranch) else other
+
+
+def _by_other_sizes(
+    program: nn.Module, first: Functional, example: MakeExample, dims: Sequence[int | None],
+    sizes: tuple[int, int, int], hooks: Hooks,
+) -> GraphModule:  # fmt: skip
+    """What was captured at the first size, its numbers that follow the batch size found by the others: one that nothing
+    else equals, and one.
+    """
+    found, written, each = [first], _written(program), list(dict.fromkeys(sizes))
     for n in each[1:]:
         try:
             found.append(_functional(program, example(n), [], hooks))
-        except CaptureFailed as other:
-            raise failure_at(other, n, size) from failure
+        except CaptureFailed as failure:
+            raise failure_at(failure, n, sizes[0]) from failure
         require_same_places(written, _written(program))
     if isinstance(program, Program):
         program.written = written
-    first = found[0]
-    tensors = values_of(first, example(hint))
-    samples = iter(dims)
+    tensors, samples = values_of(first, example(sizes[1])), iter(dims)
     places = [next(samples) if s.kind is InputKind.USER_INPUT else None for s in first.graph_signature.input_specs]
-    follow = constants_that_follow(found, each)
-    gm = join([f.graph_module for f in found], each, tensors, places, follow)
-    branch = f"{failure.what} ({failure.where})" if isinstance(failure, OtherBranch) else failure.why
-    why = readings.why() or branch
-    note = f"one graph for each batch size: {why}"
-    return replace(first, graph_module=gm, note=note, one_size=True)
+    return join([f.graph_module for f in found], each, tensors, places, constants_that_follow(found, each))
 
 
 _CALLER = Program.results.__code__

@@ -30,6 +30,11 @@ def truth_of_the_rest(layer: Layer, x: Tensor) -> Tensor:
     return layer(x) * (x[1:].shape[0] and 2.0)
 
 
+def another_reason_behind_a_branch(layer: Layer, x: Tensor) -> Tensor:
+    h = layer(x) if x.shape[0] == 1 else layer(x) + 0
+    return h * int(h.sum().item())
+
+
 def large_batches_differ(layer: Layer, x: Tensor) -> Tensor:
     return layer(x) if x.shape[0] > 4 else layer(x) * 2
 
@@ -128,6 +133,7 @@ REFUSED: dict[Callable[..., Tensor], tuple[type[Exception], str, str]] = {
     ),
     truth_of_a_size: (NotYetSupported, "the code treats a batch of one sample differently", "if x.shape[0] - 1 else"),
     truth_of_the_rest: (NotYetSupported, "the code treats a batch of one sample differently", "x[1:].shape[0] and 2.0"),
+    another_reason_behind_a_branch: (CaptureFailed, "goes by the values of a tensor", "h.sum().item()"),
     large_batches_differ: (NotYetSupported, "the code treats a batch of one sample differently", "if x.shape[0] > 4"),
     at_least_four: (NotYetSupported, "follows the batch size in no simple way", "6 at B = 6, 7 at B = 7, 4 at B = 1"),
     loop_over_samples: (NotYetSupported, "the program is another one for another batch size", "for row in x"),
