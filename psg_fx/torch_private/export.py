@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
+import torch
 from torch import nn
 from torch._functorch import vmap as batching
 from torch._subclasses.fake_tensor import FakeTensorConverter
@@ -47,7 +48,9 @@ def modules_named_once() -> Iterator[None]:
         found = ((f"{at}.{name}" if at else name, t) for at, m in modules for name, t in m._buffers.items())
         seen: set[int] = set()
         for name, tensor in found:
-            if tensor is not None and not (remove_duplicate and id(tensor) in seen):
+            if tensor is None or tensor.layout is not torch.strided:
+                continue
+            if not (remove_duplicate and id(tensor) in seen):
                 seen.add(id(tensor))
                 yield name, tensor
 

@@ -10,10 +10,13 @@ from typing import Any
 
 import torch
 
+from psg_fx.digests import fingerprint
 from psg_fx.torch_private.modes import no_modes, without_functions
 
 MOST = 16
 """Questions about one tensor; of more, its value is compared."""
+_FEW = 1_000
+"""Numbers that are written out."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class Question:
 
     def __str__(self) -> str:
         found = self.answer
+        if isinstance(found, torch.Tensor) and found.numel() > _FEW:
+            return fingerprint(found)
         return repr(found.flatten().tolist() if isinstance(found, torch.Tensor) else found)
 
 
@@ -52,5 +57,20 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
 
 
-FOR_ITS_VALUE = Question(torch.Tensor.detach, None)
+def entries(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a sparse matrix: places `[2, entries]` and values `[entries]`; those of one place add up."""
+    matrix = matrix.detach().to_sparse_coo()
+    return matrix._indices(), matrix._values()
+
+
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """All that it holds, of a sparse one in a matrix of places and values."""
+    if tensor.layout is torch.strided:
+        return tensor.detach()
+    places, values = entries(tensor)
+    dtype = torch.promote_types(values.dtype, torch.float64)
+    return torch.cat([places.to(dtype), values.to(dtype)[None]])
+
+
+FOR_ITS_VALUE = Question(_numbers, None)
 """What Python has looked at in full."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType, FunctionType, MethodType
 from typing import Any
 
@@ -18,6 +18,7 @@ from psg_fx.program.code import Origin, origin, source, users_line
 from psg_fx.program.decisions.flags import LARGE_MASK, Flags, Looks
 from psg_fx.program.decisions.questions import Question
 from psg_fx.program.reads.observed import Observed
+from psg_fx.program.reads.sparse_matrices import sparse
 from psg_fx.program.stand_ins import StandIns
 from psg_fx.program.values import Same
 from psg_fx.torch_private.fakes import LIST_OF_FAKE, FakeTensor
@@ -51,6 +52,8 @@ class TorchCalls(TorchFunctionMode):
                 return places
             if (size := size_of_whole(func, args, kwargs)) is not None:
                 return size
+            if (found := sparse(func, args, kwargs)) is not None:
+                return self._of_sparse(*found)
             if computes_with_a_slice(func, args, kwargs):
                 self._refuse_slice(func, sys._getframe(1))
             if func is torch.Tensor.__iter__ and args[0].ndim and self.flags.values_of(args[0]) is not None:
@@ -79,6 +82,16 @@ class TorchCalls(TorchFunctionMode):
         """`tensor.tolist()`, which a fake tensor answers by itself, number by number."""
         decided = self.flags.answer(torch.Tensor.tolist, (tensor,))
         return LIST_OF_FAKE(tensor) if decided is None else self._followed(decided)
+
+    def _of_sparse(self, fixed: Sequence[torch.Tensor], compute: Callable[[], Any]) -> Any:
+        """A function of sparse tensors, of which the numbers of some are those of this capture."""
+        held = self._held(fixed)
+        for tensor in held:
+            self.found.looks(tensor)
+        result = compute()
+        if isinstance(result, torch.Tensor):
+            self.made_of[result] = held
+        return result
 
     def _followed(self, decided: tuple[Any, Looks]) -> Any:
         """An answer, for which the code has looked at tensors."""
