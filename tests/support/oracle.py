@@ -6,8 +6,8 @@ in float64. `vmap_grads` is a second opinion where vmap can run. From per-sample
 the references of the other quantities, written as plainly as possible.
 
 The model is turned to float64 in place and put back exactly as it was, rather than copied: a loss whose closure holds
-a parameter (an L2 term) would not see a copy. Buffers are reset before every sample, so each starts from the state at
-the call.
+a parameter (an L2 term) would not see a copy. Buffers and attributes of modules are reset before every sample, so each
+starts from the state at the call.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ def tracked(model: nn.Module, params: Sequence[str] | None) -> dict[str, nn.Para
 
 @contextmanager
 def lent(model: nn.Module, dtype: torch.dtype | None) -> Iterator[Callable[[], None]]:
-    """The model in `dtype` (None: as it is), then exactly as before; yields a function that resets its buffers."""
+    """The model in `dtype` (None: as it is), then exactly as before; yields a function that resets its buffers and
+    attributes, except for what has changed inside of those.
+    """
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
@@ -91,8 +93,16 @@ def lent(model: nn.Module, dtype: torch.dtype | None) -> Iterator[Callable[[], N
     wanted = {p: p.requires_grad for p in data}
     grads = {p: p.grad for p in data}
     buffers = [(m, key, b) for m in model.modules() for key, b in m._buffers.items() if b is not None]
+    attributes = [(m, dict(vars(m))) for m in model.modules()]
+
+    def put_back() -> None:
+        for module, held in attributes:
+            for key in vars(module).keys() - held.keys():
+                del vars(module)[key]
+            vars(module).update(held)
 
     def reset() -> None:
+        put_back()
         fresh: dict[Tensor, Tensor] = {}
         for module, key, buffer in buffers:
             if buffer not in fresh:
@@ -111,6 +121,7 @@ def lent(model: nn.Module, dtype: torch.dtype | None) -> Iterator[Callable[[], N
             p.requires_grad_(wanted[p])
         for module, key, buffer in buffers:
             module._buffers[key] = buffer
+        put_back()
 
 
 def loop_grads(
