@@ -16,6 +16,7 @@ from .rewriting.concatenated import take_rows_apart
 from .rewriting.flat_targets import pad_flat_targets
 from .rewriting.grids import look_up_by_sample
 from .rewriting.masked import pad_masked_rows
+from .rewriting.nested import pick_once
 from .rewriting.placed import place_by_sample
 from .rewriting.reordered import undo_orders
 from .rewriting.selected import put_selected_back
@@ -38,6 +39,7 @@ def batch(gm: GraphModule, alone: Callable[[GraphModule, list[Node]], str] | Non
     undo_orders(gm)
     pad_flat_targets(gm)
     look_up_by_sample(gm)
+    pick_once(gm)
     put_selected_back(gm)
     whole = take_rows_apart(gm)
     if not _picks_of_rows(gm):

@@ -82,8 +82,8 @@ def tracked(model: nn.Module, params: Sequence[str] | None) -> dict[str, nn.Para
 
 @contextmanager
 def lent(model: nn.Module, dtype: torch.dtype | None) -> Iterator[Callable[[], None]]:
-    """The model in `dtype` (None: as it is), then exactly as before; yields a function that resets its buffers and
-    attributes, except for what has changed inside of those.
+    """The model in `dtype` (None: as it is), then exactly as before; yields a function that resets its buffers, and its
+    attributes to the objects that they were.  New ones stay: code may have said there what it has set up elsewhere.
     """
 
     def cast(tensor: Tensor) -> Tensor:
@@ -97,8 +97,6 @@ def lent(model: nn.Module, dtype: torch.dtype | None) -> Iterator[Callable[[], N
 
     def put_back() -> None:
         for module, held in attributes:
-            for key in vars(module).keys() - held.keys():
-                del vars(module)[key]
             vars(module).update(held)
 
     def reset() -> None:

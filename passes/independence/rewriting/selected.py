@@ -44,19 +44,20 @@ _PUT = ("aten.index_put", "aten._unsafe_index_put")
 
 def put_selected_back(gm: GraphModule) -> None:
     """Rewrite what is computed from rows that a mask picks, where it is put back.  All else stays as it is."""
-    masks = [n for n in gm.graph.nodes if _is_mask(n) and any(_picks(user, n) for user in n.users)]
-    if not masks:
-        return
-    masks = said_once(gm, masks)
-    prover = Prover(gm)
-    with contextlib.suppress(PsgError):  # of what other rewritings are for; what is known by then is known
-        prover.walk(skip=facts.descendants(user for n in masks for user in n.users if _picks(user, n)))
-    for mask in masks:
-        if not mask._erased:
-            with contextlib.suppress(Unfit):
-                Selection(gm, mask, prover.known.get(mask, Result()).axes).run()
-            gm.graph.eliminate_dead_code()
-    gm.recompile()
+    tried: set[Node] = set()
+    while masks := [n for n in gm.graph.nodes if n not in tried and _is_mask(n) and any(_picks(u, n) for u in n.users)]:
+        masks = said_once(gm, masks)
+        prover = Prover(gm)
+        with contextlib.suppress(PsgError):  # of what other rewritings are for; what is known by then is known
+            prover.walk(skip=facts.descendants(user for n in masks for user in n.users if _picks(user, n)))
+        for mask in masks:
+            tried.add(mask)
+            if not mask._erased:  # as one that was put back: another node is in its place
+                with contextlib.suppress(Unfit):
+                    Selection(gm, mask, prover.known.get(mask, Result()).axes).run()
+                gm.graph.eliminate_dead_code()
+    if tried:
+        gm.recompile()
 
 
 def _is_mask(node: Node) -> bool:
