@@ -27,6 +27,7 @@ from torch.export.graph_signature import (
     TensorArgument,
 )
 from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 
@@ -107,11 +108,16 @@ def _is_plain(exported: ExportedProgram) -> bool:
 
 
 def _is_plain_op(node: Node) -> bool:
-    if node.op != "call_function" or node.meta.get("unbacked_bindings"):
+    if node.op != "call_function":
         return False
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target.namespace in _NAMESPACES
     return is_of_numbers(node.target)
+
+
+def _has_unknown_sizes(exported: ExportedProgram) -> bool:
+    """Whether values decide about the sizes of some: what they are is asked again as it is traced."""
+    return any(node.meta.get("unbacked_bindings") for node in exported.graph_module.graph.nodes)
 
 
 def _writes(exported: ExportedProgram | Functional) -> bool:
@@ -122,7 +128,7 @@ def _writes(exported: ExportedProgram | Functional) -> bool:
 def _in_one_trace(exported: ExportedProgram, table: Decompositions) -> Functional | None:
     """None: torch must do it."""
     found = None
-    if not (_writes(exported) or torch._C._is_any_autocast_enabled()):  # which casts what composite ops read
+    if not (_writes(exported) or _has_unknown_sizes(exported) or torch._C._is_any_autocast_enabled()):  # which casts what composite ops read
         found = _written_out(exported, table)
     return _traced(exported, table) if found is None else found
 
@@ -195,7 +201,7 @@ def _traced(exported: ExportedProgram, table: Decompositions) -> Functional | No
     def program(*args: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)):
             inputs = [to_fun(a) for a in args]
-            outputs = Interpreter(old).run(*inputs, enable_io_processing=False)
+            outputs = PropagateUnbackedSymInts(old).run(*inputs, enable_io_processing=False)
         written[:] = [i for i, value in enumerate(inputs) if has_data_mutation(value)]
         pairs = enumerate(zip(inputs, args, strict=True))
         reshaped[:] = [i for i, (new, a) in pairs if has_metadata_mutation(new, a, check_only_storage_mutation=False)]
