@@ -21,7 +21,7 @@ _FEW = 1_000
 
 @dataclass(frozen=True)
 class Question:
-    """ask: makes the answer of a tensor with the values of now.  answer: what it was."""
+    """ask: makes the answer of a tensor with the values of now, which may be tensors.  answer: what it was."""
 
     ask: Callable[[torch.Tensor], Any]
     answer: Any
@@ -29,28 +29,38 @@ class Question:
     def asked_of(self, tensor: torch.Tensor) -> Question:
         """The question with the answer of now."""
         now = self._now(tensor)
-        return replace(self, answer=now.clone() if isinstance(now, torch.Tensor) else now)
+        return replace(self, answer=tuple(t.clone() for t in now) if _is_tensors(now) else now)
 
     def is_answered_alike(self, tensor: torch.Tensor) -> bool:
         """Whether the answer is still the same, bit for bit: 1 / -0.0 is not 1 / 0.0, and NaN equals itself."""
         now = self._now(tensor)
-        if isinstance(now, torch.Tensor) and isinstance(self.answer, torch.Tensor):
-            same = now.shape == self.answer.shape and now.dtype == self.answer.dtype
-            return same and torch.equal(_bits(now), _bits(self.answer))
+        if _is_tensors(now) and _is_tensors(self.answer):
+            return len(now) == len(self.answer) and all(map(_are_alike, now, self.answer))
         return type(now) is type(self.answer) and repr(now) == repr(self.answer)
 
     def _now(self, tensor: torch.Tensor) -> Any:
         try:
             with no_modes(), without_functions(), torch.no_grad():
-                return self.ask(tensor)
+                found = self.ask(tensor)
         except Exception as error:  # a tensor of another shape, in its place
             return type(error)
+        return (found,) if isinstance(found, torch.Tensor) else found
 
     def __str__(self) -> str:
-        found = self.answer
-        if isinstance(found, torch.Tensor) and found.numel() > _FEW:
-            return fingerprint(found)
-        return repr(found.flatten().tolist() if isinstance(found, torch.Tensor) else found)
+        return ", ".join(map(_written, self.answer)) if _is_tensors(self.answer) else repr(self.answer)
+
+
+def _is_tensors(answer: Any) -> bool:
+    return isinstance(answer, tuple) and all(isinstance(t, torch.Tensor) for t in answer)
+
+
+def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    same = one.shape == other.shape and one.dtype == other.dtype
+    return same and torch.equal(_bits(one), _bits(other))
+
+
+def _written(answer: torch.Tensor) -> str:
+    return fingerprint(answer) if answer.numel() > _FEW else repr(answer.flatten().tolist())
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -63,13 +73,9 @@ def entries(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return matrix._indices(), matrix._values()
 
 
-def _numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """All that it holds, of a sparse one in a matrix of places and values."""
-    if tensor.layout is torch.strided:
-        return tensor.detach()
-    places, values = entries(tensor)
-    dtype = torch.promote_types(values.dtype, torch.float64)
-    return torch.cat([places.to(dtype), values.to(dtype)[None]])
+def _numbers(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """All that it holds."""
+    return (tensor.detach(),) if tensor.layout is torch.strided else entries(tensor)
 
 
 FOR_ITS_VALUE = Question(_numbers, None)
