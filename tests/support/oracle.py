@@ -80,10 +80,16 @@ def tracked(model: nn.Module, params: Sequence[str] | None) -> dict[str, nn.Para
     return {name: known[name] for name in params}
 
 
+def _dicts(module: nn.Module) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
+    """The dicts that a module holds beside its parameters, buffers and modules, and their entries."""
+    own = (value for key, value in vars(module).items() if key not in ("_parameters", "_buffers", "_modules"))
+    return [(value, dict(value)) for value in own if isinstance(value, dict)]
+
+
 @contextmanager
 def lent(model: nn.Module, dtype: torch.dtype | None) -> Iterator[Callable[[], None]]:
-    """The model in `dtype` (None: as it is), then exactly as before; yields a function that resets its buffers, and its
-    attributes to the objects that they were.  New ones stay: code may have said there what it has set up elsewhere.
+    """The model in `dtype` (None: as it is), then exactly as before; yields a function that resets its buffers,
+    attributes, and what dicts in these hold, such as hooks.
     """
 
     def cast(tensor: Tensor) -> Tensor:
@@ -93,11 +99,16 @@ def lent(model: nn.Module, dtype: torch.dtype | None) -> Iterator[Callable[[], N
     wanted = {p: p.requires_grad for p in data}
     grads = {p: p.grad for p in data}
     buffers = [(m, key, b) for m in model.modules() for key, b in m._buffers.items() if b is not None]
-    attributes = [(m, dict(vars(m))) for m in model.modules()]
+    attributes = [(m, dict(vars(m)), _dicts(m)) for m in model.modules()]
 
     def put_back() -> None:
-        for module, held in attributes:
+        for module, held, dicts in attributes:
+            for key in vars(module).keys() - held.keys():
+                del vars(module)[key]
             vars(module).update(held)
+            for own, entries in dicts:
+                own.clear()
+                own.update(entries)
 
     def reset() -> None:
         put_back()
