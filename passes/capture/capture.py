@@ -28,6 +28,7 @@ from psg_fx.program.changes.set_up import ANOTHER, EVERY_CALL
 from psg_fx.program.program import Program
 from psg_fx.tensors import memory_order
 from psg_fx.torch_private.graphs import module_without_code
+from psg_fx.torch_private.symbols import known_by
 
 from .export import Exported, export
 from .fills import write_fills
@@ -180,7 +181,8 @@ def _flat(
         frozenset(held.values()), exported.written_copy, exported.trims, rows=_row_symbols(nodes, call),
         most=exported.most,
     )  # fmt: skip
-    WRITTEN.put(gm, tuple(program.written))
+    known = known_by(nodes[0].meta["val"])
+    WRITTEN.put(gm, tuple(entry.of_graph(known) for entry in program.written))
     ROW_AXES.put(gm, call.axes)
     return free_of_strides(gm)
 

@@ -64,7 +64,7 @@ class Binding:
         self.outputs = facts.graph_facts(gm).outputs
         constants = facts.graph_facts(gm).constants
         self._written: Sequence[Written] = WRITTEN.of(gm)
-        self._batch = facts.graph_facts(gm).batch
+        self._sizes = (facts.graph_facts(gm).batch, *facts.graph_facts(gm).rows)
         self._of_groups = _dims_of_groups(gm)
         self._constants = {i: constants[s.name] for i, s in enumerate(self.specs) if s.kind == "constant"}
         own = _by_place(model, loss_fn) if facts.graph_facts(gm).runs_code else {}
@@ -113,7 +113,7 @@ class Binding:
             found[i] = in_one_block(tensor)
         return found
 
-    def write_back(self, results: Sequence[Any], size: int) -> None:
+    def write_back(self, results: Sequence[Any], call: Call) -> None:
         """Leave in the model's buffers, and in the Python around it, what an ordinary forward would; which raises where
         its own checks fail.
         """
@@ -126,8 +126,9 @@ class Binding:
         for buffer, index in buffers:
             buffer.copy_(results[index])
         kept = (v for v, spec in zip(results, self.outputs, strict=True) if spec.kind == "written")
+        sizes = dict(zip(self._sizes, (call.batch_size(), *call.row_sizes), strict=True)) if self._written else {}
         for entry in self._written:
-            entry.store(kept, self._batch, size)
+            entry.store(kept, sizes)
 
     def check(self, results: Sequence[Any]) -> None:
         """Raise where the model's own checks fail, or where rows of several samples meet."""

@@ -107,7 +107,7 @@ class CompiledStep:
         if not buffers:
             self.binding.check(results)
         else:
-            self.binding.write_back(results, call.batch_size())
+            self.binding.write_back(results, call)
         return results
 
 

@@ -141,7 +141,7 @@ class SplitStep:
             ordered: list[Any] = [None] * len(self.binding.outputs)
             for (index, _), value in zip(self.outputs, results, strict=False):
                 ordered[index] = value
-            self.binding.write_back(ordered, call.batch_size())
+            self.binding.write_back(ordered, call)
         kept = [v for (_, spec), v in zip(self.outputs, results, strict=False) if spec.kind == "output"]
         return kept, [results[i] for i in self.order]
 

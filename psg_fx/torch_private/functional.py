@@ -128,7 +128,9 @@ def _writes(exported: ExportedProgram | Functional) -> bool:
 def _in_one_trace(exported: ExportedProgram, table: Decompositions) -> Functional | None:
     """None: torch must do it."""
     found = None
-    if not (_writes(exported) or _has_unknown_sizes(exported) or torch._C._is_any_autocast_enabled()):  # which casts what composite ops read
+    if not (
+        _writes(exported) or _has_unknown_sizes(exported) or torch._C._is_any_autocast_enabled()
+    ):  # which casts what composite ops read
         found = _written_out(exported, table)
     return _traced(exported, table) if found is None else found
 

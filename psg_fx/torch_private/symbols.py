@@ -79,6 +79,12 @@ def depends_on_values(size: Any) -> bool:
     return node is not None and bool(node.expr.free_symbols) and not node.has_hint()
 
 
+def known_by(fake: torch.Tensor) -> Callable[[Any], Any]:
+    """Says a size by the symbols that are left: of inputs whose sizes a capture has found to be one, one is."""
+    env = fake.fake_mode.shape_env  # type: ignore[attr-defined]
+    return (lambda size: size) if env is None else env.replace
+
+
 def computed_of(expression: Any, values: Mapping[Any, torch.Tensor]) -> torch.Tensor | None:
     """A symbolic condition, of tensors in the places of its symbols; None where it has others, or is not computed."""
     symbols = getattr(expression, "free_symbols", None)

@@ -345,3 +345,39 @@ def test_what_was_detached_or_is_frozen_is_a_constant() -> None:
         model.b.requires_grad_(not frozen)
         step = psg_fx.transform(model, lambda out: out.sin().sum(1), backend="eager", progress=False)
         torch.testing.assert_close(step(x).grads["layer.weight"], step(x).grads["layer.weight"])
+
+
+class SizesOfTwo(nn.Module):
+    """Keeps the sizes of two inputs, one of which it computes nothing with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(X.shape[1], 3)
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        self.sizes = [x.shape[0], 2 * other.shape[0]]
+        return self.layer(x).view(x.shape[0], 3)
+
+
+def test_sizes_of_an_input_that_is_not_read() -> None:
+    model = SizesOfTwo().double()
+    step = psg_fx.transform(model, F.cross_entropy, backend="eager")
+    for size in (4, 6, 1):
+        step((X[:size], torch.zeros(len(X[:size]))), Y[:size])
+        assert model.sizes == [len(X[:size]), 2 * len(X[:size])]
+
+
+class SizesOfRows(SizesOfTwo):
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+        self.sizes = [x.shape[0], offsets.shape[0]]
+        samples = torch.bucketize(torch.arange(x.shape[0]), offsets, right=True) - 1
+        return x.new_zeros(offsets.shape[0] - 1, 3).index_add(0, samples, self.layer(x))
+
+
+def test_numbers_of_rows() -> None:
+    model = SizesOfRows()
+    rows = ((psg_fx.Rows.from_offsets(1), None), 0)
+    step = psg_fx.transform(model, lambda o: o.square().sum(1), backend="eager", batch_dim=rows)
+    for offsets in ([0, 3, 5, 7], [0, 1, 9]):
+        step((torch.randn(offsets[-1], X.shape[1]), torch.tensor(offsets)))
+        assert model.sizes == [offsets[-1], len(offsets)]

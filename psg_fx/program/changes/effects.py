@@ -12,7 +12,7 @@ import contextlib
 import functools
 import re
 import sys
-from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from psg_fx.errors import NotYetSupported
-from psg_fx.graph.facts import Entry, at, expr
+from psg_fx.graph.facts import Entry, expr
 from psg_fx.program.arguments.packed import is_packed
 from psg_fx.program.changes.holders import Holder
 from psg_fx.program.changes.reached import NUMBERS, Reached, drawn
@@ -43,7 +43,7 @@ _REPEATED = (*NUMBERS, torch.Tensor, torch.SymInt, torch.dtype, torch.device, to
 class Written:
     """What every step leaves in the Python around it: `put(key, value)`.
 
-    leaves: its parts, numbers as they are or by the batch size; marks where the next results of the graph go.
+    leaves: its parts, numbers as they are or by the sizes of the call; marks where the next results of the graph go.
     container: the list or dict that it is written into, if it is one.
     """
 
@@ -59,15 +59,19 @@ class Written:
         """How many results of the graph it takes."""
         return sum(leaf is _RESULT or leaf is _WITH_GRADIENT for leaf in self.leaves)
 
-    def store(self, results: Iterator[torch.Tensor], batch: sympy.Symbol, size: int) -> None:
-        """Leave it there after one step."""
-        found = [_number(leaf, batch, size) for leaf in self.leaves]
+    def store(self, results: Iterator[torch.Tensor], sizes: Mapping[sympy.Symbol, int]) -> None:
+        """Leave it there after one step.  sizes: how many samples the call has, and rows of each axis."""
+        found = [int(leaf.subs(sizes)) if isinstance(leaf, sympy.Expr) else leaf for leaf in self.leaves]
         for k, leaf in enumerate(self.leaves):
             if leaf is _RESULT or leaf is _WITH_GRADIENT:
                 found[k] = next(results).detach()
             if leaf is _WITH_GRADIENT:
                 setattr(found[k], _COMPUTED, self.label)
         self.put(self.key, pytree.tree_unflatten(found, self.spec))
+
+    def of_graph(self, known: Callable[[sympy.Expr], sympy.Expr]) -> Written:
+        """The same, by the sizes of a graph.  known: says sizes of the code's run by those."""
+        return replace(self, leaves=tuple(known(v) if isinstance(v, sympy.Expr) else v for v in self.leaves))
 
     def into(self, container: Any) -> Written:
         """The same, where another list or dict has come in the place of that one."""
@@ -304,10 +308,6 @@ def _counts(old: Any, new: Any) -> bool:
 
 def _expression(value: Any) -> Any:
     return expr(value) if isinstance(value, torch.SymInt) else value
-
-
-def _number(leaf: Any, batch: sympy.Symbol, size: int) -> Any:
-    return at(leaf, batch, size) if isinstance(leaf, sympy.Expr) else leaf
 
 
 def _numpy_state() -> Any:
