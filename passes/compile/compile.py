@@ -57,7 +57,7 @@ def compile_graph(
     that are not part of the plan may be there, too.
     """
     if backend == "eager":
-        return laid_out_as_read(free_of_strides(copy_graph(gm)))
+        return laid_out_as_read(free_of_strides(copy_graph(gm))).forward  # without hooks of all modules
     gm = written_out(gm, backend, device)
     if own_kernels:
         with_own_loops(gm, device)

@@ -16,6 +16,7 @@ from psg_fx.torch_private.modes import (
     no_cached_parametrizations,
     no_function_modes,
     no_functorch_levels,
+    no_hooks_of_ours,
     no_modes,
     no_module_tracker,
     no_saved_tensor_hooks,
@@ -61,6 +62,7 @@ def isolated() -> Iterator[None]:
         stack.enter_context(no_function_modes())
         stack.enter_context(no_modes())
         stack.enter_context(no_module_tracker())
+        stack.enter_context(no_hooks_of_ours())
         stack.enter_context(no_saved_tensor_hooks())
         stack.enter_context(no_cached_parametrizations())
         stack.enter_context(torch.inference_mode(False))

@@ -25,6 +25,7 @@ from psg_fx.program.reads.observe import observing
 from psg_fx.program.reads.observed import Observed
 from psg_fx.program.stand_ins import StandIns
 from psg_fx.tensors import SYMBOLS
+from psg_fx.torch_private.modes import hooks_of_all_modules
 
 
 class Output:
@@ -110,7 +111,8 @@ class Program(nn.Module):
     def results(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The loss, or the tensors of the model's output."""
         (args, kwargs), (targets, target_kwargs) = self.call.rebuild(tensors)
-        effects = Effects((self.model, self.loss_fn), self.settled, without_tensors=self.several_sizes)
+        roots = (self.model, self.loss_fn, *hooks_of_all_modules())
+        effects = Effects(roots, self.settled, without_tensors=self.several_sizes)
         loss, symbols = None, _symbols(tensors)  # of two that the code ties together, one is left
         try:
             with observing(self.observed, self.stand_ins):

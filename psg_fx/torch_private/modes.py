@@ -8,6 +8,7 @@ from types import CodeType
 from typing import Any
 
 import torch
+from torch import nn
 from torch._C._dynamo.guards import TensorGuards
 from torch._C._functorch import TransformType
 from torch._dispatch.python import enable_python_dispatcher
@@ -19,6 +20,8 @@ from torch.nn.modules import module as of_modules
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes as no_modes
+
+from psg_fx.torch_private.patching import patched_here, seen_here
 
 _add_batch_dim: Any = _vmap._add_batch_dim  # type: ignore[attr-defined]
 
@@ -179,6 +182,31 @@ def no_module_tracker() -> Iterator[None]:
 _TRACKER = "torch.utils.module_tracker"
 
 
+def hooks_of_all_modules() -> list[Any]:
+    """Those of `register_module_forward_hook` and the like."""
+    groups = (of_modules._global_forward_pre_hooks, of_modules._global_forward_hooks)
+    return [hook for hooks in groups for hook in hooks.values()]
+
+
+@contextlib.contextmanager
+def no_hooks_of_ours() -> Iterator[None]:
+    """While open, hooks of all modules run for the user's, and not for those that a capture puts around them."""
+    if not hooks_of_all_modules():
+        yield
+        return
+    own = seen_here(nn.Module, "_call_impl")
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        ours = type(self).__module__.startswith(_OURS)
+        return self.forward(*args, **kwargs) if ours else own(self, *args, **kwargs)
+
+    with patched_here(nn.Module, "_call_impl", call):
+        yield
+
+
+_OURS = ("psg_fx.program", "torch.export", "torch.fx", "torch._functorch")
+
+
 def default_device() -> torch.device:
     """`torch.get_default_device()`, which a mode of functions says if it is another than the CPU."""
     return torch.get_default_device() if torch._C._len_torch_function_stack() else _CPU
@@ -244,12 +272,14 @@ __all__ = [
     "default_device",
     "enable_python_dispatcher",
     "has_tangent",
+    "hooks_of_all_modules",
     "indexing_by_places",
     "is_transformed",
     "no_cached_parametrizations",
     "no_function_modes",
     "no_functorch_levels",
     "no_grad",
+    "no_hooks_of_ours",
     "no_modes",
     "no_module_tracker",
     "no_saved_tensor_hooks",

@@ -148,7 +148,8 @@ class Effects:
 
     settled: labels of numbers that the code reads, and changes once: there is a graph for each of their values.
     without_tensors: caches of functions have no tensors for a while, which some batch sizes would find, others not.
-    changes: what it has changed.  set_up: of that, what it has changed for good.
+    changes: what it has changed.  set_up: of that, what it has changed for good.  made: the first parameter, or module
+    with tensors, that it has made.
     """
 
     def __init__(self, roots: Sequence[Any], settled: Container[str] = (), without_tensors: bool = False) -> None:
@@ -158,6 +159,7 @@ class Effects:
         self._settled = settled
         self.changes: list[Change] = []
         self.set_up = SetUp()
+        self.made = ""
         self._draws = _numpy_state()
 
     def settle(self, observed: Observed, symbols: Collection[str]) -> tuple[list[Written], list[torch.Tensor]]:
@@ -171,6 +173,13 @@ class Effects:
             Unsettled: numbers that the code reads, and changes.
         """
         changes = self.undo(observed)
+        if made := self.made:
+            raise NotYetSupported(
+                f"the code makes {made} as it runs",
+                where=line_naming(iter(observed.code), made.rpartition(".")[2]) or made,
+                why="a step has the parameters and modules that are there when it is captured",
+                fix="make it in __init__, or call the model once before the first call of the step",
+            )  # fmt: skip
         self.set_up = set_up(changes, observed)
         if not _equal(self._draws, _numpy_state()) or any(drawn(g) != state for g, state in self._reached.generators):
             line = line_naming(iter(observed.code), "random")
@@ -202,6 +211,7 @@ class Effects:
     def undo(self, observed: Observed) -> list[tuple[Holder, Any]]:
         """Put everything back.  Returns what had changed, and what it held."""
         answered = [cache for cache, info, _ in self._reached.caches if cache.cache_info().hits != info.hits]
+        self.made = self._reached.take_out()
         changes = self._reached.put_back()
         for cache in answered:  # what it gave was computed before, and may be computed anew
             observed.answered(cache.__wrapped__)

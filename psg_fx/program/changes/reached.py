@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -34,6 +35,7 @@ from psg_fx.program.objects import (
     objects_of_cache,
     slots_of,
 )
+from psg_fx.torch_private.fakes import FakeTensor
 
 _MOST = 500_000
 _TORCHS_OWN = frozenset(nn.Module().__dict__) - {"training"}
@@ -53,12 +55,13 @@ class Reached:
     """All that code can reach from the roots, as it is before the code runs.
 
     generators: those of numpy's, and their states.  caches: of functions (`functools.lru_cache`), and how often they
-    were asked, and for what.  tensors: where they are looked for.
+    were asked, and for what.  tensors: where they are looked for.  modules: with their parameters and modules.
     """
 
     def __init__(self, roots: Sequence[Any], with_tensors: bool = False) -> None:
         self._atoms = NUMBERS if with_tensors else _ATOMS
         self.tensors: list[torch.Tensor] = []
+        self.modules: list[tuple[nn.Module, Mapping[str, Any], Mapping[str, Any]]] = []
         self.holders: list[Holder] = []
         self.generators: list[tuple[Any, str]] = []
         self.caches: list[tuple[Any, Any, frozenset[Any]]] = []
@@ -86,6 +89,19 @@ class Reached:
             if cache.cache_info().misses != info.misses:
                 keep_in_cache(cache, keys)
         return changes
+
+    def take_out(self) -> str:
+        """Parameters and modules with tensors that the code has made are none of the model's any more.  The name of the
+        first: `Net.weight`; "" for none.
+        """
+        found = []
+        for module, parameters, modules in self.modules:
+            for held, known in ((module._parameters, parameters), (module._modules, modules)):
+                made = [n for n, new in held.items() if n not in known and _of_a_capture(new)]
+                found += [f"{type(module).__name__}.{name}" for name in made]
+                for name in made:
+                    del held[name]
+        return found[0] if found else ""
 
     def _look(self, value: Any, name: str) -> None:
         if isinstance(value, nn.Module):
@@ -140,6 +156,7 @@ class Reached:
 
     def _of_module(self, value: nn.Module) -> None:
         label = type(value).__name__
+        self.modules.append((value, dict(value._parameters), dict(value._modules)))
         self._of_attributes(value, value.__dict__, label, skip=_TORCHS_OWN)
         self.holders += [of_dict(value._buffers, label, label), of_hooks(value)]
         for group in ("_modules", "_forward_hooks", "_forward_pre_hooks"):
@@ -155,10 +172,21 @@ class Reached:
         self._waiting.extend((v, value.__name__) for v in (value.__defaults__, value.__kwdefaults__))
         self._of_attributes(value, value.__dict__, value.__name__)
         if owner is Origin.USER:
-            known = value.__globals__
-            names = {name for code in nested(value.__code__) for name in code.co_names if name in known}
-            self.holders.append(of_dict(known, "global", "global", sorted(names)))
-            self._wait({name: known[name] for name in names})
+            self._of_globals(value)
+
+    def _of_globals(self, value: FunctionType) -> None:
+        """What a function's code names: of its globals, and of the user's modules, which it may import as it runs."""
+        known = value.__globals__
+        named = {name for code in nested(value.__code__) for name in code.co_names}
+        texts = {text for code in nested(value.__code__) for text in code.co_consts if isinstance(text, str)}
+        found = {name: known[name] for name in sorted((named | texts) & known.keys())}
+        self.holders.append(of_dict(known, "global", "global", sorted(found)))
+        self._wait(found)
+        imported = [m for name in named | texts if (m := _module(name, known.get("__package__"))) is not None]
+        for module in (*imported, *(v for v in found.values() if isinstance(v, ModuleType))):
+            if origin_of(module) is Origin.USER:
+                self._waiting.append((module, module.__name__))
+                self._wait({name: vars(module)[name] for name in sorted(named & vars(module).keys())})
 
     def _of_class(self, value: type) -> None:
         if not is_theirs(origin_of_module(value.__module__)):
@@ -186,6 +214,20 @@ class Reached:
         if is_theirs(owner) and any(slots_of(kind)):
             self.holders.append(of_slots(value, kind.__name__))
             self._wait(self.holders[-1].before)
+
+
+def _of_a_capture(made: Any) -> bool:
+    """Whether it is a parameter or module that holds tensors of a capture."""
+    tensors: Iterable[Any] = [made]
+    if isinstance(made, nn.Module):
+        tensors = [*made.parameters(), *made.buffers(), *Reached([made], with_tensors=True).tensors]
+    return any(isinstance(t, FakeTensor) for t in tensors)
+
+
+def _module(name: str, package: str | None) -> ModuleType | None:
+    """The module that code means by a name, if somebody has imported it."""
+    found = sys.modules.get(name) or (sys.modules.get(f"{package}.{name}") if package else None)
+    return found if isinstance(found, ModuleType) else None
 
 
 def drawn(generator: Any) -> str:
