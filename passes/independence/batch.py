@@ -10,13 +10,16 @@ from torch.fx import GraphModule, Node
 from psg_fx.graph import facts
 from psg_fx.graph.sample_axis import positive
 from psg_fx.graph.strides import free_of_strides
+from psg_fx.torch_private.symbols import depends_on_values
 
 from .prove import prove
 from .rewriting.concatenated import take_rows_apart
 from .rewriting.flat_targets import pad_flat_targets
 from .rewriting.grids import look_up_by_sample
+from .rewriting.listed import pick_by_masks
 from .rewriting.masked import pad_masked_rows
 from .rewriting.nested import pick_once
+from .rewriting.picked import ONE_ROW
 from .rewriting.placed import place_by_sample
 from .rewriting.reordered import undo_orders
 from .rewriting.selected import put_selected_back
@@ -39,6 +42,7 @@ def batch(gm: GraphModule, alone: Callable[[GraphModule, list[Node]], str] | Non
     undo_orders(gm)
     pad_flat_targets(gm)
     look_up_by_sample(gm)
+    pick_by_masks(gm)
     pick_once(gm)
     put_selected_back(gm)
     whole = take_rows_apart(gm)
@@ -90,6 +94,7 @@ def keep_the_sample_dim(gm: GraphModule) -> dict[Node, list[int]]:
         named = [given] if isinstance(given, int) else given
         dims = [positive(d, len(sizes)) for d in named if sizes]  # a number has none, and may be asked for its last
         found[node] = dims
+        node.meta[ONE_ROW] = any(depends_on_values(sizes[d]) for d in dims)
         taken = [d for d in dims if isinstance(sizes[d], int) and sizes[d] == 1]
         if node.target is not aten.squeeze.dim or not taken:
             node.target = aten.squeeze.dims

@@ -56,6 +56,12 @@ PRODUCTS: dict[str, Callable[[Graph, Tensor], Tensor]] = {
     "twice": lambda m, x: torch.sparse.mm(m.A, torch.sparse.mm(m.A, x)),
     "scaled": lambda m, x: (m.A * 2).coalesce() @ x,
     "dense": lambda m, x: m.A.to_dense() @ x,
+    "its entries": lambda m, x: torch.zeros_like(x).index_add(
+        0,
+        m.A.to_sparse_coo().coalesce().indices()[0],
+        m.A.to_sparse_coo().coalesce().values()[:, None] * x[m.A.to_sparse_coo().coalesce().indices()[1]],
+    ),
+    "sums of rows": lambda m, x: m.A.to_sparse_coo().sum(1).to_dense()[:, None] * x,
     "a vector": lambda m, x: (m.A @ x.sum(1)).unsqueeze(1),
 }
 LOSS = F.binary_cross_entropy_with_logits
@@ -123,11 +129,21 @@ def values_with_gradients(m: Graph, x: Tensor) -> Tensor:
     return torch.sparse_coo_tensor(m.places, m.nodes.weight[:, 0].clone(), (N, N)) @ x
 
 
+def of_another_size(m: Graph, x: Tensor) -> Tensor:
+    return m.A @ torch.cat([x, x])
+
+
+def of_another_dtype(m: Graph, x: Tensor) -> Tensor:
+    return (m.A.double() @ x).to(x.dtype)
+
+
 def parameter(m: Graph, x: Tensor) -> Tensor:
-    return torch.sparse.mm(nn.Parameter(m.A), x)
+    return torch.sparse.mm(nn.Parameter(m.A, True), x)
 
 
-@pytest.mark.parametrize("spread", [draw, write, on_the_right, values_with_gradients, parameter])
+@pytest.mark.parametrize(
+    "spread", [draw, write, on_the_right, values_with_gradients, parameter, of_another_size, of_another_dtype]
+)
 def test_refused_with_the_line(spread: Callable[[Graph, Tensor], Tensor]) -> None:
     step = psg_fx.transform(Graph(spread), LOSS, backend="eager")
     with pytest.raises(NotYetSupported, match=r"sparse tensor|what the graph computes") as caught:

@@ -19,6 +19,10 @@ from ..values import Result, bound
 from .region import ROWS, Unfit, row_by_row
 
 aten = torch.ops.aten
+LISTS = (aten.nonzero.default, aten.where.default, aten.nonzero_numpy.default)
+"""The ops that list where a mask is true."""
+ONE_ROW = "psg_fx_one_row"
+"""In the meta of a squeeze: whether it drops the rows that a mask picks where there is one."""
 _OTHERS = 7
 """The number of samples beside the rows with which ops are tried."""
 
@@ -101,8 +105,10 @@ class Picked:
         return made, [self.place_of(n) for n in nodes]
 
     def sinks(self, axes: Mapping[Node, Result]) -> set[Node]:
-        """The nodes that sum rows, or count them; anything else at which the rows end is unfit."""
-        found = set()
+        """The nodes that sum rows, or count them; anything else at which the rows end is unfit.  So is what goes by
+        dims, or counts, where one row may have lost its dim: `x[mask].squeeze().sum(0)`.
+        """
+        found, dropped = set(), any(node.meta.get(ONE_ROW) for node in self.ragged)
         for node in self.order:
             if node in self.ragged or asserts(node) or not any(n in self.ragged for n in node.all_input_nodes):
                 continue
@@ -110,6 +116,8 @@ class Picked:
             tensors = [n for n in node.all_input_nodes if n in self.ragged and n not in numbers]
             counted = bool(numbers) and not tensors and self.counts(node, numbers)
             if not counted and (numbers or len(tensors) != 1 or not _is_sum(node) or not axes[node].reduced):
+                raise Unfit
+            if dropped and (numbers or facts.shape(node.meta["val"])):
                 raise Unfit
             found.add(node)
         return found

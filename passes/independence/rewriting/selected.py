@@ -30,13 +30,12 @@ from psg_fx.ops.some_row import some_row
 from ..values import NUMBERING, Result, bound, op_name
 from ..walk import Prover
 from .numbers import counts_rows
-from .picked import asserts, said_once
+from .picked import LISTS, asserts, said_once
 from .region import Unfit
 from .shared import RowRewriting
 from .spare import count_nothing
 
 aten = torch.ops.aten
-_WHERE = (aten.nonzero.default, aten.where.default, aten.nonzero_numpy.default)
 _INDEX = ("aten.index", "aten._unsafe_index")
 _FLAT = ("aten.squeeze", "aten.view", "aten.reshape", "aten.flatten")
 _PUT = ("aten.index_put", "aten._unsafe_index_put")
@@ -67,7 +66,7 @@ def _is_mask(node: Node) -> bool:
 
 def _picks(node: Node, mask: Node) -> bool:
     """Whether a node holds rows that the mask picks, or the places where it is not zero."""
-    if node.target in _WHERE:
+    if node.target in LISTS:
         return True
     if node.target is aten.masked_select.default:
         return node.args[1] is mask and facts.shape(node.args[0].meta["val"]) == facts.shape(mask.meta["val"])  # type: ignore[union-attr]
@@ -130,7 +129,7 @@ class Selection(RowRewriting):
     def listing(self, node: Node) -> bool:
         """The places that the mask picks: all columns, or one."""
         source: Any = node.args[0] if node.args else None
-        if node.target in _WHERE and source is self.mask:
+        if node.target in LISTS and source is self.mask:
             self.listed.add(node)
             return True
         if source not in self.listed and source not in self.columns:
@@ -160,7 +159,7 @@ class Selection(RowRewriting):
 
     def numbering(self, node: Node) -> bool:
         """The numbers of the samples whose rows are picked, `arange(B)[:, None].expand(B, N)[mask]`: a column."""
-        if self.each != 1 or node.target in _WHERE or not _picks(node, self.mask):
+        if self.each != 1 or node.target in LISTS or not _picks(node, self.mask):
             return False
         x = bound(node)["self"]
         if self.dim or not counts_rows(x) or facts.shape(x.meta["val"]) != facts.shape(self.mask.meta["val"]):

@@ -36,15 +36,27 @@ def sparse(
     name = getattr(func, "__name__", str(func))
     if name not in _MAKE and not any(map(_is_sparse, given)):
         return None
-    if name in _OF_ONE and all(map(_is_fixed, given)):
+    parts = name in ("indices", "values")
+    if name in _OF_ONE and all(map(_is_fixed, given)) and not (parts and args[0].layout is not torch.sparse_coo):
+        if parts and _outside(Tensor.is_coalesced, args, {}):
+            return given, lambda: _outside(entries, args, kwargs)[name == "values"]  # no views of a sparse one
         return given, lambda: _outside(func, args, kwargs)
-    if name in _PRODUCTS and len(args) == 2 and not kwargs and not _is_sparse(args[1]) and _is_fixed(args[0]):
+    if name in _PRODUCTS and len(args) == 2 and not kwargs and _is_product(*args):
         return args[:1], lambda: _product(*args)
     of = "what the graph computes" if name in _MAKE else "a sparse tensor"
     raise NotYetSupported(
         f"{name} of {of}", where=users_line(sys._getframe(2)),
         why="a graph has dense tensors; a fixed sparse matrix is known as the left factor of a product, A @ x",
         fix="write it with such products, or with gather and index_add over the entries; or make A dense: A.to_dense()",
+    )  # fmt: skip
+
+
+def _is_product(matrix: Tensor, x: Tensor) -> bool:
+    """Whether torch multiplies them, too."""
+    fits = _is_fixed(matrix) and matrix.dim() == 2 and matrix.layout in (torch.sparse_coo, torch.sparse_csr)
+    return (
+        fits and not _is_sparse(x) and x.dim() in (1, 2) and x.dtype == matrix.dtype and x.is_floating_point()
+        and bool(x.shape[0] == matrix.shape[1])
     )  # fmt: skip
 
 
@@ -75,16 +87,17 @@ def _is_sparse(value: Tensor) -> bool:
 
 
 def _is_fixed(value: Tensor) -> bool:
-    """Whether it is the code's own, and no parameter."""
-    return type(value) is Tensor and not value.requires_grad
+    """Whether it is the code's own, and not learned."""
+    return type(value) in (Tensor, nn.Parameter) and not value.requires_grad
 
 
 _MAKE = frozenset({"sparse_coo_tensor", "sparse_csr_tensor", "sparse_csc_tensor"})
 _PRODUCTS = frozenset({"mm", "_sparse_mm", "spmm", "matmul", "__matmul__", "mv"})
 _OF_ONE = _MAKE | {
     "__get__", "size", "dim", "stride", "numel", "_nnz", "is_coalesced", "is_floating_point", "clone", "coalesce",
-    "indices", "_indices", "values", "_values", "crow_indices", "col_indices", "to_dense", "to_sparse",
-    "to_sparse_coo", "to_sparse_csr", "t", "transpose", "detach", "to", "float", "double", "mul", "div", "__mul__",
-    "__rmul__", "__truediv__", "neg", "add", "sub", "__add__", "__sub__", "sum",
+    "indices", "_indices", "values", "_values", "to_dense", "to_sparse", "to_sparse_coo", "cpu",
+    "to_sparse_csr", "t", "transpose", "detach", "to", "float", "double", "mul", "div", "__mul__",
+    "__rmul__", "__truediv__", "neg", "add", "sub", "__add__", "__sub__", "sum", "_sparse_sum",
+    "__len__", "type", "pow", "abs", "sqrt", "element_size",
 }  # fmt: skip
-"""Functions without a draw or a write, whose results are computed at capture where all they are given is fixed."""
+"""Functions without a draw or a write: computed at capture where all that they are given is fixed."""

@@ -1,0 +1,107 @@
+"""Rows picked by the places that a mask lists are rows that it picks: `x[torch.where(m)]` is `x[m]`.
+
+i, j = torch.where(m);  x[i, j] = x[m]        i = m.nonzero().squeeze(1);  x[i] = x.index_select(0, i) = x[m]
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from psg_fx.graph import facts
+from psg_fx.graph.nodes import call, written_before
+
+from ..values import bound, op_name
+from .picked import LISTS, ONE_ROW, asserts
+
+aten = torch.ops.aten
+_SAME = ("aten.squeeze", "aten.view", "aten.reshape", "aten.flatten", "aten.alias", "aten._to_copy")
+"""What gives the places in one dim again."""
+
+
+def pick_by_masks(gm: GraphModule) -> None:
+    """Rewrite picks by all the places of a mask.  Those by some of its dims, and writes, stay as they are."""
+    lists = [node for node in gm.graph.nodes if node.target in LISTS]
+    for node in lists:
+        columns = _columns(node)
+        for user in [u for column in columns for u in column.users if _is_by_all(u, columns, node.args[0])]:
+            _by_mask(gm, user, node)
+        _without_checks(gm, node)
+    if lists:
+        gm.graph.eliminate_dead_code()
+        gm.recompile()
+
+
+def _columns(listed: Node) -> dict[Node, int]:
+    """The places along each dim of the mask that nodes hold."""
+    mask: Any = listed.args[0]
+    ndim = mask.meta["val"].ndim
+    found: dict[Node, int] = {}
+    whole, waiting = {listed}, [listed]
+    while waiting:
+        node = waiting.pop()
+        for user in node.users:
+            name, place = op_name(user), found.get(node)
+            if place is None and user.target is operator.getitem:
+                place = int(user.args[1])  # type: ignore[arg-type]
+            elif place is None and name == "aten.select" and bound(user)["dim"] in (1, -1):
+                place = int(bound(user)["index"]) % ndim
+            elif place is None and name == "aten.unbind" and bound(user)["dim"] in (1, -1):
+                whole.add(user)
+                waiting.append(user)
+            elif name in _SAME and _is_flat(user, node) and (place is not None or ndim == 1):
+                place = place or 0
+            else:
+                place = None
+            if place is not None and user not in found and not user.meta.get(ONE_ROW):  # a number, if there is one
+                found[user] = place
+                waiting.append(user)
+    return found
+
+
+def _is_flat(node: Node, listed: Node) -> bool:
+    value = node.meta["val"]
+    return value.ndim == 1 and bool(facts.shape(value)[0] == facts.shape(listed.meta["val"])[0])
+
+
+def _is_by_all(node: Node, columns: dict[Node, int], mask: Any) -> bool:
+    """Whether a node picks by all dims of the mask, from dims of its sizes."""
+    x: Any = node.args[0]
+    given: Any = []
+    if node.target is aten.index.Tensor:
+        given = node.args[1]
+    elif node.target is aten.index_select.default and node.args[1] == 0:
+        given = [node.args[2]]
+    shape, own = (facts.shape(n.meta["val"]) for n in (x, mask))
+    return [columns.get(n) for n in given] == list(range(len(own))) and bool(shape[: len(own)] == own)
+
+
+def _by_mask(gm: GraphModule, node: Node, listed: Node) -> None:
+    mask: Any = listed.args[0]
+    with written_before(node, node.meta):
+        if mask.meta["val"].dtype is not torch.bool:
+            mask = call(gm, aten.ne.Scalar, mask, 0)
+        made = gm.graph.call_function(aten.index.Tensor, (node.args[0], [mask]))
+    made.meta["val"] = node.meta["val"]
+    node.replace_all_uses_with(made)
+
+
+def _without_checks(gm: GraphModule, listed: Node) -> None:
+    """Checks of how many places there are, where nothing else reads them."""
+    after = facts.descendants([listed])
+    if any(node.users and not _is_number(node) for node in after if not _is_place(node, listed)):
+        return
+    for node in reversed([n for n in gm.graph.nodes if n in after and asserts(n)]):
+        gm.graph.erase_node(node)
+
+
+def _is_number(node: Node) -> bool:
+    return not isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _is_place(node: Node, listed: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype is torch.int64 and value.ndim <= 2
