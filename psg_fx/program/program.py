@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, MappingView, Sequence, Set
 from dataclasses import replace
-from types import MappingProxyType
+from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
 import sympy
@@ -21,6 +22,8 @@ from psg_fx.program.changes.set_up import SetUp
 from psg_fx.program.decisions.assumptions import Assumption, assuming
 from psg_fx.program.decisions.emptiness import Branches
 from psg_fx.program.decisions.equal_picks import EqualPicks
+from psg_fx.program.made_objects import opened
+from psg_fx.program.objects import MISSING, contents, slot, slots_of
 from psg_fx.program.reads.observe import observing
 from psg_fx.program.reads.observed import Observed
 from psg_fx.program.stand_ins import StandIns
@@ -132,7 +135,7 @@ class Program(nn.Module):
         if self.loss_fn is not None:
             _require_loss(loss)
             return (loss,)
-        leaves, self.output.spec = pytree.tree_flatten(output, is_leaf=is_packed)
+        leaves, self.output.spec = pytree.tree_flatten(opened(output), is_leaf=is_packed)
         _require_none_packed(leaves)
         self.output.constants = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
         _require_no_tensors(self.output.constants.values())
@@ -176,14 +179,43 @@ def _require_none_packed(leaves: Iterable[Any]) -> None:
 
 
 def holds_tensors(leaf: Any) -> bool:
-    """Whether an object that pytrees do not look into has attributes with tensors."""
-    held = list(getattr(leaf, "__dict__", {}).values())
-    return any(isinstance(v, torch.Tensor) for v in pytree.tree_leaves(held))
+    """Whether an object that pytrees do not look into has tensors, in attributes of its own or of what these hold."""
+    seen: set[int] = set()
+    waiting = [leaf]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            return True
+        if id(value) in seen or isinstance(value, (nn.Module, type, ModuleType, str, bytes, *SYMBOLS)):
+            continue
+        seen.add(id(value))
+        waiting += pytree.tree_leaves(_held_by(value))
+    return False
+
+
+def _held_by(value: Any) -> list[Any]:
+    """What an object holds: attributes, elements, what a function closes over."""
+    held = [*getattr(value, "__dict__", {}).values(), *(slot(value, name) for name in slots_of(type(value)))]
+    if isinstance(value, Set | MappingView):
+        held.extend(value)  # type: ignore[arg-type]
+    elif isinstance(value, Mapping):
+        held += value.values()
+    elif isinstance(value, functools.partial):
+        held += [value.func, value.args, value.keywords]
+    elif isinstance(value, FunctionType):
+        held += map(contents, value.__closure__ or ())
+    return [each for each in held if each is not MISSING]
 
 
 def _require_no_tensors(leaves: Iterable[Any]) -> None:
     """Refuse objects that `pytree` does not look into and that hold tensors: those of the capture, not of a call."""
     for leaf in leaves:
+        if isinstance(leaf, Iterator):
+            raise NotYetSupported(
+                f"the model returns a {type(leaf).__name__}, an iterator", where="the model's output",
+                why="what comes out of it is computed after the model has returned",
+                fix="return a list or a tuple of what it gives",
+            )  # fmt: skip
         if holds_tensors(leaf):
             raise NotYetSupported(
                 f"the model returns a {type(leaf).__name__} that holds tensors", where="the model's output",

@@ -138,6 +138,12 @@ def check_loss(loss_fn: Any) -> None:
             why="it is called as loss_fn(output, *targets), and a class then makes an object, not a loss",
             fix=f"make one: transform(model, {loss_fn.__name__}())",
         )  # fmt: skip
+    if isinstance(loss_fn, torch.jit.ScriptModule):
+        raise NotYetSupported(
+            "the loss is TorchScript", where="transform(model, loss_fn)",
+            why="torch.export follows Python code, and TorchScript has none",
+            fix="give the module that it was made of",
+        )  # fmt: skip
     if not callable(loss_fn):
         raise BadArgument(
             f"loss_fn is a {type(loss_fn).__name__}", where="transform(model, loss_fn)",

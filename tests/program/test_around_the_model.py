@@ -143,3 +143,15 @@ def test_what_forward_makes_is_refused_and_taken_out(make: Callable[[Any], None]
     assert "test_around_the_model.py" in str(caught.value)
     assert not hasattr(model, "made")
     assert type(model(X)) is Tensor
+
+
+def test_numbers_of_a_call_in_a_line_of_text(capsys: pytest.CaptureFixture[str]) -> None:
+    """They are not known where the line is written, at the capture."""
+
+    def log(h: Tensor) -> None:
+        print(f"mean {h.mean().item():.3f} of {h.shape[0]:3d}")
+
+    model = Model(log)
+    out = psg_fx.transform(model, lambda o: o.sum(), backend="eager")(X)
+    torch.testing.assert_close(out.losses, model.layer(X).sum(1))
+    assert "mean" in capsys.readouterr().out

@@ -83,13 +83,20 @@ def observing(found: Observed, stand_ins: StandIns) -> Iterator[None]:
         with (
             _reading(found.read, lambda frame: not _is_machinery(frame.f_code.co_filename)),
             patched_here(nn.Module, "__setattr__", write), patched_here(nn.Module, "__init__", make),
-            patched_here(FakeTensor, "tolist", lambda tensor: calls.as_list(tensor)), calls, profile,
+            patched_here(FakeTensor, "tolist", lambda tensor: calls.as_list(tensor)),
+            patched_here(torch.SymFloat, "__format__", _as_text), patched_here(torch.SymInt, "__format__", _as_text),
+            calls, profile,
         ):  # fmt: skip
             yield
     finally:
         found.born.clear()
     if found.refusal is not None:
         raise found.refusal
+
+
+def _as_text(number: Any, how: str) -> str:
+    """A number that is not known yet as `print` shows it: in a line of a log, how it is to be written says nothing."""
+    return str(number)
 
 
 @contextlib.contextmanager
