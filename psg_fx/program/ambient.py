@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ from psg_fx.torch_private.modes import (
 
 _CAPTURING = threading.RLock()
 _HERE = threading.local()
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -86,6 +88,17 @@ def _in_this_thread() -> Iterator[None]:
 def captures_here() -> bool:
     """Whether this thread captures a program, or runs passes."""
     return getattr(_HERE, "capturing", False)
+
+
+def _in_a_forked_child() -> None:
+    """A thread that captured is not there, and would hold the lock for ever."""
+    global _CAPTURING
+    if not captures_here():
+        _CAPTURING = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_a_forked_child)
 
 
 @contextlib.contextmanager
