@@ -14,6 +14,7 @@ from psg_fx.torch_private.symbols import depends_on_values
 
 from .prove import prove
 from .rewriting.concatenated import take_rows_apart
+from .rewriting.filled import write_one_after_the_other
 from .rewriting.flat_targets import pad_flat_targets
 from .rewriting.grids import look_up_by_sample
 from .rewriting.listed import pick_by_masks
@@ -38,6 +39,7 @@ def batch(gm: GraphModule, alone: Callable[[GraphModule, list[Node]], str] | Non
     drops it, where the code writes into what may be a copy, or trims a padding; returns a note, or refuses.
     """
     taken = keep_the_sample_dim(gm)
+    write_one_after_the_other(gm)
     place_by_sample(gm)
     undo_orders(gm)
     pad_flat_targets(gm)
