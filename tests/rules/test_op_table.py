@@ -45,6 +45,7 @@ OTHER_TABLES = {
     "passes/independence/rewriting/reordered.py:_WRITES": "the ops that put rows back",
     "passes/independence/rewriting/reordered.py:_ADDS": "the ops that put rows back",
     "passes/independence/rewriting/reordered.py:_SYMMETRIC": "the ops that do not know the order of rows",
+    "passes/independence/rewriting/filled.py:_FILLS": "the ops that make a fill",
     "passes/independence/rewriting/listed.py:_SAME": "the ops that give a list of places in one dim again",
     "passes/independence/rewriting/selected.py:_FLAT": "the ops that make one column of a list of places",
     "passes/capture/emptied.py:LISTING": "the ops that list where a mask is true, asked by two readings of a graph",
