@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,7 +43,11 @@ class Otherwise(Interpreter):
 def test_row(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(gm: GraphModule) -> Any:
         laid = laid_out_as_read(gm)
-        return lambda *tensors: [v if v is None else v.contiguous() for v in Otherwise(laid).run(*tensors)]
+
+        def forward(*tensors: Tensor) -> list[Any]:
+            return [v if v is None else v.contiguous() for v in Otherwise(laid).run(*tensors)]
+
+        return SimpleNamespace(forward=forward)
 
     monkeypatch.setattr(compile, "laid_out_as_read", run)
     answered.cache_clear()

@@ -286,9 +286,9 @@ class Returns(nn.Module):
         return self.function(self.layer, x)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Record:
-    """A class that pytree does not know."""
+    """A class that pytree does not know, and that has no attributes to take apart."""
 
     h: Tensor
 
