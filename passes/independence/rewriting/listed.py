@@ -40,7 +40,7 @@ def _columns(listed: Node) -> dict[Node, int]:
     mask: Any = listed.args[0]
     ndim = mask.meta["val"].ndim
     found: dict[Node, int] = {}
-    whole, waiting = {listed}, [listed]
+    waiting = [listed]
     while waiting:
         node = waiting.pop()
         for user in node.users:
@@ -50,7 +50,6 @@ def _columns(listed: Node) -> dict[Node, int]:
             elif place is None and name == "aten.select" and bound(user)["dim"] in (1, -1):
                 place = int(bound(user)["index"]) % ndim
             elif place is None and name == "aten.unbind" and bound(user)["dim"] in (1, -1):
-                whole.add(user)
                 waiting.append(user)
             elif name in _SAME and _is_flat(user, node) and (place is not None or ndim == 1):
                 place = place or 0
@@ -90,18 +89,13 @@ def _by_mask(gm: GraphModule, node: Node, listed: Node) -> None:
 
 
 def _without_checks(gm: GraphModule, listed: Node) -> None:
-    """Checks of how many places there are, where nothing else reads them."""
+    """Checks of how many places there are, where nothing but numbers and places is made of these."""
     after = facts.descendants([listed])
-    if any(node.users and not _is_number(node) for node in after if not _is_place(node, listed)):
-        return
-    for node in reversed([n for n in gm.graph.nodes if n in after and asserts(n)]):
-        gm.graph.erase_node(node)
+    if all(not node.users or _is_number_or_place(node) for node in after):
+        for node in reversed([n for n in gm.graph.nodes if n in after and asserts(n)]):
+            gm.graph.erase_node(node)
 
 
-def _is_number(node: Node) -> bool:
-    return not isinstance(node.meta.get("val"), torch.Tensor)
-
-
-def _is_place(node: Node, listed: Node) -> bool:
+def _is_number_or_place(node: Node) -> bool:
     value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.dtype is torch.int64 and value.ndim <= 2
+    return not isinstance(value, torch.Tensor) or (value.dtype is torch.int64 and value.ndim <= 2)
