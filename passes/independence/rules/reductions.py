@@ -101,7 +101,7 @@ def pooled(op: Op) -> Placement:
     """One answer from the rows of all samples."""
     if op.name.split(".")[-1] in ("masked_select", "nonzero", "nonzero_numpy", "argwhere"):
         raise op.unsupported("how many rows it returns depends on the samples, so they have no fixed place",
-                             "use torch.where or a mask that is multiplied")  # fmt: skip
+                             "pick by the mask itself, x[mask], or compute all: torch.where(mask, a, b)")  # fmt: skip
     raise op.refuse("it computes one answer from the rows of all samples")
 
 
