@@ -47,8 +47,8 @@ def sparse(
     raise NotYetSupported(
         f"{name} of {of}", where=users_line(sys._getframe(2)),
         why="a graph has dense tensors; a fixed sparse matrix is known as the left factor of a product, A @ x",
-        fix="write it with such products, or with gather and index_add over A.coalesce().indices() and .values(); or make "
-        "A dense: A.to_dense()",
+        fix="write it with such products, or with gather and index_add over A.coalesce().indices() and .values(); or "
+        "make A dense: A.to_dense()",
     )  # fmt: skip
 
 
