@@ -11,13 +11,14 @@ They are constants of the graph: a step looks at every call whether the tensors 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from psg_fx.errors import NotYetSupported
+from psg_fx.graph import facts
 from psg_fx.program.code import users_line
 from psg_fx.program.decisions.questions import entries
 from psg_fx.torch_private.modes import no_modes, without_functions
@@ -32,7 +33,7 @@ def sparse(
     Raises:
         NotYetSupported: where they follow what a graph computes, or are no left factor of a product with it.
     """
-    given = list(_tensors((*args, *kwargs.values())))
+    given = list(facts.tensors((*args, *kwargs.values())))
     name = getattr(func, "__name__", str(func))
     if name not in _MAKE and not any(map(_is_sparse, given)):
         return None
@@ -72,14 +73,6 @@ def _outside(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What it gives where nothing is captured."""
     with no_modes(), without_functions():
         return func(*args, **kwargs)
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from _tensors(value)
 
 
 def _is_sparse(value: Tensor) -> bool:
