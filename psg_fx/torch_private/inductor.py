@@ -28,6 +28,7 @@ from .functional_already import functional_already
 from .kernel_files import few_kernel_files
 from .patching import patched_here
 from .repeated import without_repetition
+from .written_once import written_once
 
 __all__ = [
     "Compiler",
@@ -108,7 +109,7 @@ def compiled(
     static = [place for place, like in enumerate(inputs) if like.stays]
     with (
         compile_lock, tracing(TracingContext(mode)), few_kernel_files(), without_repetition(), _in_place(static),
-        code_that_asks(), functional_already(),
+        code_that_asks(), functional_already(), written_once(),
     ):  # fmt: skip
         run = compiler(gm, fakes)
     conditions = [guard.expr.xreplace(names) for guard in env.guards]
