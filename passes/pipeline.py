@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 from psg_fx.algebra.members import Grouping
 from psg_fx.garbage import without_collection
 from psg_fx.graph.history import History, PassRecord, log
+from psg_fx.graph.nodes import value_of
 from psg_fx.graph.slices import Slices
 from psg_fx.graph.stages import Stage, verify
 from psg_fx.planner.budget import Budget
@@ -20,6 +21,7 @@ from psg_fx.program.arguments.call import Call
 from psg_fx.program.program import Program
 from psg_fx.program.reads.observe import observed_later
 from psg_fx.quantities.base import Quantity
+from psg_fx.torch_private.fakes import forget_real_tensors
 from psg_fx.torch_private.tracer import traced_quickly
 
 from .alone import Alone
@@ -88,6 +90,7 @@ def run_pipeline(
             lowered = _made(gm, asked, history, alone, slices)
         if entry is not None and not alone.asked:
             entry.write(lowered)
+    forget_real_tensors(value_of(next(iter(gm.graph.nodes))))
     name, seconds = type(program.model).__name__, sum(step.seconds for step in history.passes)
     log.info("%s: captured, planned and lowered in %.1f s, %d nodes", name, seconds, len(lowered.graph.nodes))
     return lowered

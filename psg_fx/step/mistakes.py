@@ -23,6 +23,7 @@ from psg_fx.program.state import IN_PLACE, Tracked
 from psg_fx.quantities.base import Quantity
 from psg_fx.tensors import leaves_of
 from psg_fx.torch_private import sharded
+from psg_fx.torch_private.fakes import FakeTensor
 
 _QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")
 
@@ -211,6 +212,11 @@ def check_values(model: nn.Module) -> None:
             raise BadArgument(
                 f"{name} is on the meta device", where="transform(model)", why="it has a shape and no values",
                 fix="take off what offloads the model; or model.to_empty(device=...), and load its state",
+            )  # fmt: skip
+        if isinstance(tensor, FakeTensor):
+            raise BadArgument(
+                f"{name} is a fake tensor", where="transform(model)", why="it has a shape and no values",
+                fix="make the model outside of FakeTensorMode",
             )  # fmt: skip
 
 

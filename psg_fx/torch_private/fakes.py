@@ -95,6 +95,14 @@ def symbolic_inputs(tensors: Sequence[torch.Tensor], dims: Sequence[int | None])
     return made
 
 
+def forget_real_tensors(fake: torch.Tensor) -> None:
+    """Fake tensors no longer tell which real ones of these they were made of: torch keeps weak references to those, and
+    does not swap a tensor that has any (`torch.utils.swap_tensors`, by which modules may convert their parameters).
+    """
+    assert isinstance(fake, FakeTensor)
+    fake.fake_mode.fake_tensor_converter.meta_converter.describer.lookup_tensor.clear()
+
+
 def sizes_made(fake: torch.Tensor, result: Any) -> dict[Any, Any]:
     """The sizes that an op on fake tensors has made, which depend on values, and where they are in its result.  Until
     somebody asks, the next trace with these tensors misses them.

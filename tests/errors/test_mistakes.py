@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 import psg_fx
 from psg_fx import BadArgument, CaptureFailed, NotYetSupported, SamplesMixed
@@ -237,6 +238,14 @@ ROWS: dict[str, Row] = {
         lambda: step()(X, Y.to("meta")), BadArgument, "target_0 is on the meta device", "target_0, of shape (3,)",
         "it has a shape and no values", "pass a tensor on a device that computes",
     ),
+    "a-fake-input": (
+        lambda: step()(FakeTensorMode().from_tensor(X), Y), BadArgument, "input_0 is a fake tensor",
+        "input_0, of shape (3, 4)", "it has a shape and no values", "make it outside of FakeTensorMode",
+    ),
+    "a-fake-model": (
+        lambda: step(fake_mlp())(X, Y), BadArgument, "0.weight is a fake tensor", "transform(model)",
+        "it has a shape and no values", "make the model outside of FakeTensorMode",
+    ),
     "sparse": (
         lambda: step()(X.to_sparse(), Y), BadArgument, "input_0 is of the layout sparse coo",
         "input_0, of shape (3, 4)", NO_BLOCK, "pass input_0.to_dense()",
@@ -343,6 +352,11 @@ def test_detect_anomaly_changes_nothing(loss: Any) -> None:
     for name, parameter in model.named_parameters():
         found = parameter.grad_sample if loss is None else out.grads[name]
         torch.testing.assert_close(found, want[name])
+
+
+def fake_mlp() -> nn.Module:
+    with FakeTensorMode():
+        return mlp()
 
 
 def under_inference_mode() -> nn.Module:

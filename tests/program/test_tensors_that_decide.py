@@ -101,3 +101,39 @@ def test_a_mask_that_is_too_large_is_refused_in_psg_fx_own_words() -> None:
     with pytest.raises(psg_fx.NotYetSupported, match=r"depends on values") as caught:
         step(X, Y)
     assert "While executing" not in str(caught.value)
+
+
+class LeftOut(nn.Module):
+    """Leaves a layer out with a probability, as encoders do in training."""
+
+    def __init__(self, probability: float, keeps: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.probability, self.keeps = nn.Linear(4, 4).double(), probability, keeps
+
+    def forward(self, x: Tensor) -> Tensor:
+        drawn = torch.rand(1)
+        is_left_out = not drawn >= self.probability if self.keeps else drawn.lt(self.probability).any()
+        return x * self.layer.bias if is_left_out else self.layer(x)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("probability", [0.0, 1.0, 0])
+def test_a_random_number_decides_where_all_decide_alike(probability: float, keeps: bool) -> None:
+    model = LeftOut(probability, keeps)
+    step = psg_fx.transform(model, F.cross_entropy, quantities=psg_fx.Grads(), backend="eager")
+    for _ in range(2):
+        torch.manual_seed(3)
+        found = step(X, Y).grads
+        after = torch.rand(1)
+        torch.manual_seed(3)
+        model(X)
+        assert torch.equal(after, torch.rand(1))
+        assert oracle.worst_error(found, oracle.loop_grads(model, F.cross_entropy, X, Y)[1]) < 1e-12
+
+
+@pytest.mark.parametrize("probability", [0.1, 5e-324])
+def test_a_random_number_that_decides_is_refused(probability: float) -> None:
+    step = psg_fx.transform(LeftOut(probability, False), F.cross_entropy, backend="eager")
+    with pytest.raises(psg_fx.CaptureFailed, match="the code branches on values of a tensor"):
+        step(X, Y)

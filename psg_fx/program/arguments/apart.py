@@ -18,6 +18,7 @@ from psg_fx.program.arguments.packed import Member, padded
 from psg_fx.program.arguments.rows import Rows, row_axes
 from psg_fx.program.objects import describe, has_own_functions
 from psg_fx.program.values import Once
+from psg_fx.torch_private.fakes import FakeTensor
 from psg_fx.torch_private.modes import has_tangent, is_transformed
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -210,6 +211,8 @@ def _refuse_other_kinds(tensor: torch.Tensor, name: str) -> None:
         what = f"a {kind}", why, f"pass {name}.as_subclass(torch.Tensor)"
     elif tensor.is_meta:
         what = "on the meta device", "it has a shape and no values", "pass a tensor on a device that computes"
+    elif isinstance(tensor, FakeTensor):
+        what = "a fake tensor", "it has a shape and no values", "make it outside of FakeTensorMode"
     else:
         return
     raise BadArgument(f"{name} is {what[0]}", where=f"{name}, {_sizes(tensor)}", why=what[1], fix=what[2])

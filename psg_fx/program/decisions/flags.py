@@ -20,6 +20,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
+from psg_fx.program.decisions.draws import Draws
 from psg_fx.program.decisions.questions import Question
 from psg_fx.program.stand_ins import StandIns
 from psg_fx.program.values import Same
@@ -91,6 +92,7 @@ class Flags:
         self._others = [(_memory(own), other) for own, other in buffers]
         self._versions = self._versions_now()
         self._made = WeakIdKeyDictionary()
+        self._draws = Draws()
         self._in_bulk = False
 
     def answer(
@@ -128,6 +130,13 @@ class Flags:
     def computed(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
         """A function has been called on these, and has returned this."""
         self._in_bulk = self._in_bulk or IN_BULK in getattr(func, "__name__", "")
+        if self._draws.drawn(func, result):
+            return
+        if (outcome := self._draws.outcome(func, args)) is not None:
+            if not _follows_the_batch(tuple(result.shape)) and result.numel() <= _SMALL:
+                with no_modes(), without_functions():
+                    self._note(result, torch.full(result.shape, outcome))
+            return
         if func not in _MAKING and (func not in _COMPUTING or not self._may_know(args)):
             return
         if "out" in kwargs:
@@ -160,11 +169,11 @@ class Flags:
             target = target.clone()
             target[index] = value
 
-        def written() -> None:
-            of = functools.partial(_itself, target)
-            self._made[args[0]] = args[0]._version, _Known(target, frozenset(), of, found.steps)
+        return lambda: self._note(args[0], target, found.steps)
 
-        return written
+    def _note(self, made: torch.Tensor, value: torch.Tensor, steps: int = 0) -> None:
+        """A tensor that the code has made has this value, whatever buffers hold."""
+        self._made[made] = made._version, _Known(value, frozenset(), functools.partial(_itself, value), steps)
 
     def _filled(self, tree: Any) -> _Filled | None:
         """A tree with the values of its tensors; None if one is not known."""
