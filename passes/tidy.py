@@ -14,6 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from psg_fx.graph import facts
+from psg_fx.graph.nodes import batch_size
 from psg_fx.graph.same_op import merge_equal
 from psg_fx.graph.stages import Stage
 
@@ -35,13 +36,10 @@ def tidy(gm: GraphModule) -> GraphModule:
 def _one_batch_size(gm: GraphModule) -> None:
     """Write every size that is linear in B with the one node that reads B."""
     batch = facts.graph_facts(gm).batch
-    carrier = next((n for n in facts.placeholders(gm) if facts.input_spec(n).samples is not None), None)
-    if carrier is None:
+    with gm.graph.inserting_after(facts.placeholders(gm)[-1]):
+        size = batch_size(gm)
+    if size is None:
         return
-    last = facts.placeholders(gm)[-1]
-    with gm.graph.inserting_after(last):
-        size = gm.graph.call_function(aten.sym_size.int, (carrier, facts.input_spec(carrier).samples))
-    size.meta["val"] = carrier.meta["val"].shape[facts.input_spec(carrier).samples]
     size._rename("batch_size")
     made: dict[Any, Node] = {batch: size}
     for node in list(gm.graph.nodes):

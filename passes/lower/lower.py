@@ -14,7 +14,7 @@ from psg_fx.algebra.network import Kind, Source
 from psg_fx.algebra.site import READ, read_by_networks
 from psg_fx.graph import facts
 from psg_fx.graph.facts import Holds, InputSpec, OutputSpec
-from psg_fx.graph.nodes import rename
+from psg_fx.graph.nodes import rename, size_of
 from psg_fx.graph.stages import Stage
 from psg_fx.planner.plan import PLAN
 from psg_fx.quantities.base import Extra, Quantity
@@ -141,8 +141,7 @@ def _as_views(gm: GraphModule, members: Node) -> None:
             continue
         with gm.graph.inserting_after(members):
             for dim in (1, 0) if not sizes else ():
-                sizes.insert(0, gm.graph.call_function(aten.sym_size.int, (members, dim)))
-                sizes[0].meta["val"] = members.meta["val"].shape[dim]
+                sizes.insert(0, size_of(gm.graph, members, dim))
         node.target, node.args = aten.reshape.default, (node.args[0], [*sizes, *node.meta["val"].shape[2:]])
 
 

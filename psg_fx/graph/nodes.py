@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
-from psg_fx.graph.facts import KEY
+from psg_fx.graph.facts import KEY, input_spec, placeholders
 
 aten = torch.ops.aten
 
@@ -35,6 +35,30 @@ def call(gm: GraphModule, op: Any, *arguments: Any, **named: Any) -> Node:
     first: Any = next(n.meta["val"] for n in made.all_input_nodes if isinstance(n.meta["val"], torch.Tensor))
     with first.fake_mode:
         made.meta["val"] = op(*values, **named)
+    return made
+
+
+def size_of(graph: Graph, node: Node, dim: int, times: int = 1) -> Node:
+    """A node for the size of a dim of a node's value, or for so many times that, where the graph inserts, with its
+    value.
+    """
+    size = graph.call_function(aten.sym_size.int, (node, dim))
+    size.meta["val"] = value_of(node).shape[dim]
+    return size if times == 1 else multiple(graph, size, times)
+
+
+def batch_size(gm: GraphModule, times: int = 1) -> Node | None:
+    """A node for the batch size, or for so many times that, where the graph inserts; None without an input that has
+    samples.
+    """
+    dims = ((node, input_spec(node).samples) for node in placeholders(gm))
+    return next((size_of(gm.graph, node, dim, times) for node, dim in dims if dim is not None), None)
+
+
+def multiple(graph: Graph, size: Node, times: int) -> Node:
+    """A node for so many times a size, where the graph inserts, with its value."""
+    made = graph.call_function(operator.mul, (size, times))
+    made.meta["val"] = size.meta["val"] * times
     return made
 
 

@@ -6,7 +6,6 @@ before: then it is one part after the other, `torch.cat([ones(B), zeros(B)])`, i
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from psg_fx.graph import facts
-from psg_fx.graph.nodes import call, written_before
+from psg_fx.graph.nodes import batch_size, call, written_before
 
 from ..values import bound
 
@@ -107,13 +106,9 @@ class _Written:
 
     def rows(self, each: int) -> Node:
         """The number of rows of all samples."""
-        carrier = next(n for n in facts.placeholders(self.gm) if facts.input_spec(n).samples is not None)
-        dim = facts.input_spec(carrier).samples
-        size = self.gm.graph.call_function(aten.sym_size.int, (carrier, dim))
-        size.meta["val"] = carrier.meta["val"].shape[dim]
-        made = self.gm.graph.call_function(operator.mul, (each, size))
-        made.meta["val"] = each * size.meta["val"]
-        return made
+        found = batch_size(self.gm, each)
+        assert found is not None
+        return found
 
     def multiple(self, size: Any) -> int | None:
         """How many rows of each sample a number of rows is; 0 for None, as many as there are for the largest number."""

@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.errors import PsgError
 from psg_fx.graph import facts
+from psg_fx.graph.nodes import multiple, size_of
 from psg_fx.graph.same_op import draws
 from psg_fx.source import provenance
 
@@ -57,13 +58,11 @@ class Sizes:
         if times == 1:
             source, dim = self.source(count)
             with graph.inserting_after(facts.placeholders(self.gm)[-1]):
-                made = graph.call_function(aten.sym_size.int, (source, dim))
-            made.meta["val"] = source.meta["val"].shape[dim]
+                made = size_of(graph, source, dim)
         else:
             one = self.of(count)
             with graph.inserting_after(one):
-                made = graph.call_function(operator.mul, (one, times))
-            made.meta["val"] = one.meta["val"] * times
+                made = multiple(graph, one, times)
         self.made[count * times] = made
         return made
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from torch.fx import Graph, Node
 from psg_fx.errors import PsgError
 from psg_fx.graph import facts
 from psg_fx.graph.facts import GraphFacts, InputSpec
+from psg_fx.graph.nodes import size_of
 from psg_fx.source import provenance
 from psg_fx.torch_private.fakes import symbolic_inputs
 from psg_fx.torch_private.graphs import module_without_code
@@ -82,13 +82,7 @@ def _number(graph: Graph, carrier: Node, dim: int, value: Any) -> Any:
     """A number in the graph of rows."""
     if not isinstance(value, TimesRows):
         return value
-    size = graph.call_function(torch.ops.aten.sym_size.int, (carrier, dim))
-    size.meta["val"] = carrier.meta["val"].shape[dim]
-    if value.each == 1:
-        return size
-    found = graph.call_function(operator.mul, (size, value.each))
-    found.meta["val"] = size.meta["val"] * value.each
-    return found
+    return size_of(graph, carrier, dim, value.each)
 
 
 def _run_or_unfit(node: Node) -> Any:
