@@ -24,9 +24,9 @@ _FILLS = {
 
 
 def write_fills(gm: GraphModule) -> None:
-    """Write those by themselves whose size does not follow the batch."""
+    """Write those by themselves whose size does not follow the batch, in front of what reads them first."""
     for node in list(gm.graph.nodes):
-        if node.op != "call_function" or node.target not in _FILLS:
+        if not is_fill(node):
             continue
         op: Any = node.target
         value = node.meta["val"]
@@ -35,11 +35,16 @@ def write_fills(gm: GraphModule) -> None:
         given = {a.name: v for a, v in zip(op._schema.arguments, node.args, strict=False)} | node.kwargs
         fill = [given["fill_value"]] if "fill_value" in given else []
         options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
-        with gm.graph.inserting_before(node):
+        with gm.graph.inserting_before(min(node.users, default=node)):
             new = gm.graph.call_function(_FILLS[op], ([int(s) for s in value.shape], *fill), options)
         new.meta = provenance(node) | {"val": value}
         node.replace_all_uses_with(new)
         _erase(node)
+
+
+def is_fill(node: Node) -> bool:
+    """Whether it is one that another tensor lends its dtype and device, or its sizes, too."""
+    return node.op == "call_function" and node.target in _FILLS
 
 
 def _erase(node: Node) -> None:

@@ -29,6 +29,7 @@ from psg_fx.torch_private.modes import enable_python_dispatcher
 
 from ..independence.values import bound
 from .constants import Elements, Share, alike, compute, number, same_constants, share
+from .fills import is_fill, write_fills
 from .taken_apart import put_together
 
 aten = torch.ops.aten
@@ -50,6 +51,9 @@ def join(
         _with_all_sizes(gm)
         _with_leading_ones(gm)
         _without_words(gm)
+    if _are_longer(graphs) or _fills_differ(graphs):
+        for gm in graphs:
+            write_fills(gm)
     if _are_longer(graphs):
         for gm in graphs:
             _without_expansions(gm)
@@ -95,6 +99,15 @@ def _are_longer(graphs: Sequence[GraphModule]) -> bool:
     return len({len(gm.graph.nodes) for gm in graphs}) > 1
 
 
+def _fills_differ(graphs: Sequence[GraphModule]) -> bool:
+    """Whether some fill is like another tensor in one graph than in the next: code that keeps a state keeps its sizes,
+    and makes it anew for a batch of others.
+    """
+    places = [{node: place for place, node in enumerate(gm.graph.nodes)} for gm in graphs]
+    like = {tuple((p[n], p[n.all_input_nodes[0]]) for n in p if is_fill(n)) for p in places}
+    return len(like) > 1
+
+
 def _without_copies(gm: GraphModule) -> None:
     """A copy has the values of what is copied, and nothing is written.  A `reshape` copies where it must, which for one
     sample is elsewhere.
@@ -124,6 +137,8 @@ def _with_expansions(gm: GraphModule, several: GraphModule) -> None:
             with written_before(node, given.meta):
                 own[other] = made[other] = call(gm, aten.expand.default, given, list(given.meta["val"].shape))
             continue
+        if node.op != other.op:
+            return  # these are two programs
         own[other] = node
         for theirs, mine in zip(other.all_input_nodes, node.all_input_nodes, strict=False):
             if theirs in made and mine is made[theirs].args[0]:

@@ -47,6 +47,13 @@ def loop_over_samples(layer: Layer, x: Tensor) -> Tensor:
     return torch.stack([layer(row) for row in x])
 
 
+def gradients_in_a_loop(layer: Layer, x: Tensor) -> Tensor:
+    def gradient(row: Tensor) -> Tensor:
+        return torch.autograd.grad(layer(row).square().mean(), layer.weight, create_graph=True)[0]
+
+    return torch.stack([layer(row) + gradient(row).sum(1) for row in x])
+
+
 def fixed_size(layer: Layer, x: Tensor) -> Tensor:
     return layer(x).view(6, 3)
 
@@ -137,6 +144,7 @@ REFUSED: dict[Callable[..., Tensor], tuple[type[Exception], str, str]] = {
     large_batches_differ: (NotYetSupported, "the code treats a batch of one sample differently", "if x.shape[0] > 4"),
     at_least_four: (NotYetSupported, "follows the batch size in no simple way", "6 at B = 6, 7 at B = 7, 4 at B = 1"),
     loop_over_samples: (NotYetSupported, "the program is another one for another batch size", "for row in x"),
+    gradients_in_a_loop: (NotYetSupported, "the program is another one for another batch size", "layer(row)"),
     fixed_size: (CaptureFailed, "run on 6 samples and not on 7", "layer(x).view(6, 3)"),
     rows_by_mask: (SamplesMixed, "is reduced over them", "x[:, 0] > 0"),
     fewer_rows: (psg_fx.PsgError, FEWER, "in the loss" if torch.__version__ < "2.12" else "layer(x)[x[:, 0] > 0]"),
