@@ -194,7 +194,7 @@ class Effects:
                 old, new = holder.before.get(key, MISSING), now.get(key, MISSING)
                 if old is new or self.set_up.keeps(holder, key) or (old is MISSING and _names_any(key, symbols)):
                     continue
-                if _kept_by_torch(holder, key, observed):
+                if not isinstance(new, torch.Tensor) and _kept_by_torch(holder, key, observed):
                     observed.forget(holder.owner, key)
                     continue
                 known = getattr(holder.kind, key, MISSING) if old is MISSING and isinstance(key, str) else old
