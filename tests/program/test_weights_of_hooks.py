@@ -1,4 +1,4 @@
-"""Weights that hooks of torch compute before a layer runs, and leave with it: after a step they are those of its call."""
+"""Weights that hooks of torch compute before a layer runs, and leave with it: a step leaves those of its call."""
 
 from __future__ import annotations
 
