@@ -61,6 +61,10 @@ class Strides(enum.Enum):
 
     RESHAPE = "possible for some strides alone: captured as a reshape"
     ROW = "needs neighbours of the last dim side by side: captured with a contiguous copy of its input"
+    DERIVATIVE = (
+        "it factorizes the transpose of a matrix that lies in order, and so does its derivative, which is traced for "
+        "several samples: a slice of one sample may lie in order, too, so that it is captured with a contiguous copy"
+    )
     MEANING = "what it means depends on strides: refused"
     CONTIGUOUS = (
         "its kernel takes tensors for contiguous without a look, or refuses others: they are made so where it runs"

@@ -12,6 +12,7 @@ and no node, where the fake tensor is.  In a graph that torch runs op by op they
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,8 @@ aten = torch.ops.aten
 
 enter(aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, strides=Strides.RESHAPE)
 enter(aten.view.dtype, aten.view_as_complex.default, strides=Strides.ROW)
+enter("det", "linalg_det", "slogdet", "linalg_slogdet", "logdet", strides=Strides.DERIVATIVE)
+enter("_linalg_det", "_linalg_slogdet", strides=Strides.DERIVATIVE)
 enter("as_strided.default", "as_strided_copy.default", "as_strided_scatter.default", strides=Strides.MEANING)
 enter(
     "native_group_norm", "native_group_norm_backward", "native_layer_norm_backward", "nll_loss2d_backward",
@@ -35,6 +38,8 @@ enter(
     "_embedding_bag_per_sample_weights_backward", "_pdist_forward", "_pdist_backward", "_weight_norm_interface",
     "_weight_norm_interface_backward", "_linalg_check_errors", strides=Strides.CONTIGUOUS,
 )  # fmt: skip
+_FACTORS: dict[Any, tuple[int, ...]] = {aten._linalg_det.default: (1, 2), aten._linalg_slogdet.default: (2, 3)}
+"""Where the factors of the matrix are among the results."""
 _ATTENTIONS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
 enter(
     *(f"_scaled_dot_product_{kind}{way}" for kind in _ATTENTIONS for way in ("", "_backward")), strides=Strides.LAST_DIM
@@ -49,7 +54,7 @@ def free_of_strides(gm: GraphModule) -> GraphModule:
         strides = known(node.target).strides
         if strides is Strides.RESHAPE:  # the arguments after (self, size) say how self lies in memory
             node.target, node.args = aten.reshape.default, node.args[:2]
-        elif strides is Strides.ROW and _needs_a_row(node):
+        elif _needs_a_copy(node):
             node.replace_input_with(node.args[0], _contiguous(gm, node))
     gm.recompile()
     return gm
@@ -125,14 +130,24 @@ def refuse_strides(gm: GraphModule) -> None:
 def reads_strides(node: Node) -> bool:
     """Whether the op is impossible, or means something else, for other strides of its input."""
     strides = known(node.target).strides
-    return strides in (Strides.RESHAPE, Strides.MEANING) or (strides is Strides.ROW and _needs_a_row(node))
+    return strides in (Strides.RESHAPE, Strides.MEANING) or _needs_a_copy(node)
 
 
-def _needs_a_row(node: Node) -> bool:
-    """Unless it is a view as numbers of the same size, the first of neighbours must lie at an even place."""
+def _needs_a_copy(node: Node) -> bool:
+    """Whether its input must be a contiguous one, and is not known to be.
+
+    Unless it is a view as numbers of the same size, the first of neighbours must lie at an even place.  A derivative
+    that is there already reads the factors of the matrix as it lies.
+    """
+    strides = known(node.target).strides
+    if strides not in (Strides.ROW, Strides.DERIVATIVE):
+        return False
     source = node.args[0]
     assert isinstance(source, Node)
     if source.target is aten.clone.default and source.kwargs.get("memory_format") is torch.contiguous_format:
         return False
+    if strides is Strides.DERIVATIVE:
+        factors = _FACTORS.get(node.target, ())
+        return not any(user.target is operator.getitem and user.args[1] in factors for user in node.users)
     other = node.args[1] if node.target is aten.view.dtype else None
     return not (isinstance(other, torch.dtype) and other.itemsize == source.meta["val"].dtype.itemsize)
