@@ -46,7 +46,7 @@ from psg_fx.torch_private.tracer import traced_quickly
 
 from .constants import constants_that_follow
 from .copies import writes_a_copy
-from .fixed_sizes import join, same_program, values_of
+from .fixed_sizes import LOOP, join, same_program, values_of
 from .functions import (  # noqa: F401  (they say what ops are written as)
     formulas,
     in_bulk,
@@ -164,7 +164,8 @@ def _one_size(
     except PsgError as other:
         raise _told(failure, other) from failure
     branch = f"{failure.what} ({failure.where})" if isinstance(failure, OtherBranch) else failure.why
-    note = f"one graph for each batch size: {readings.why() or branch}"
+    loop = f"the code loops over the samples ({line})" if (line := gm.meta.get(LOOP)) else ""
+    note = f"one graph for each batch size: {loop or readings.why() or branch}"
     return replace(found, graph_module=gm, note=note, one_size=True)
 
 

@@ -30,9 +30,13 @@ from psg_fx.torch_private.modes import enable_python_dispatcher
 from ..independence.values import bound
 from .constants import Elements, Share, alike, compute, number, same_constants, share
 from .fills import is_fill, write_fills
+from .rolled import roll
 from .taken_apart import put_together
 
 aten = torch.ops.aten
+
+LOOP = "psg_fx_loop"
+"""In the meta of a graph: the line of a loop over the samples, if there was one."""
 
 
 def join(
@@ -47,6 +51,10 @@ def join(
     first = graphs[0]
     for gm in graphs:
         put_together(gm)
+        _without_copies(gm)
+    if _are_longer(graphs):
+        first.meta[LOOP], *_ = [roll(gm, size) for gm, size in zip(graphs, sizes, strict=True)]
+    for gm in graphs:
         _without_copies(gm)
         _with_all_sizes(gm)
         _with_leading_ones(gm)
@@ -264,8 +272,9 @@ def _unlike(node: Node, sizes: Sequence[int]) -> NotYetSupported:
         "the program is another one for another batch size", where=locate(node),
         why=f"captured with {listed} samples it gives graphs that differ here, and the loss of a sample is that of a "
         "batch of one",
-        fix="write it to do the same for every batch size: no loop over samples, no branch on their number; a function "
-        "of a package that arranges dims of size 1 in its own way can be written with reshape and torch's ops",
+        fix="write it to do the same for every batch size, without a branch on it; in a loop over samples let every "
+        "turn do the same with its own row, and put all together (torch.stack), or call torch.vmap; a function of a "
+        "package that arranges dims of size 1 in its own way can be written with reshape and torch's ops",
     )  # fmt: skip
 
 

@@ -113,10 +113,11 @@ def in_order(gm: GraphModule) -> None:
     """Every node after its operands: the others stay where they are."""
     placed: set[Node] = set()
     for node in list(gm.graph.nodes):
-        _place(node, node, placed)
+        place(node, node, placed)
 
 
-def _place(node: Node, before: Node, placed: set[Node]) -> None:
+def place(node: Node, before: Node, placed: set[Node]) -> None:
+    """Put a node in front of another one, and in front of it what it reads and is not `placed` yet."""
     waiting = [node]
     while waiting:
         lacking = [operand for operand in waiting[-1].all_input_nodes if operand not in placed]

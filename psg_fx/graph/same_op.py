@@ -70,6 +70,11 @@ def draws(node: Node) -> bool:
     return not ("dropout_p" in names and given.get("dropout_p", 0.0) == 0.0)
 
 
+def without_unread(gm: GraphModule) -> None:
+    """Remove what nobody reads, attention too, of which torch says that it draws."""
+    gm.graph.eliminate_dead_code(lambda node: node.is_impure() and (draws(node) or not _may_draw(node.target)))
+
+
 @functools.lru_cache(1024)
 def _may_draw(target: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())

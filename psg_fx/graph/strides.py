@@ -38,8 +38,6 @@ enter(
     "_embedding_bag_per_sample_weights_backward", "_pdist_forward", "_pdist_backward", "_weight_norm_interface",
     "_weight_norm_interface_backward", "_linalg_check_errors", strides=Strides.CONTIGUOUS,
 )  # fmt: skip
-_FACTORS: dict[Any, tuple[int, ...]] = {aten._linalg_det.default: (1, 2), aten._linalg_slogdet.default: (2, 3)}
-"""Where the factors of the matrix are among the results."""
 _ATTENTIONS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
 enter(
     *(f"_scaled_dot_product_{kind}{way}" for kind in _ATTENTIONS for way in ("", "_backward")), strides=Strides.LAST_DIM
@@ -147,7 +145,8 @@ def _needs_a_copy(node: Node) -> bool:
     if source.target is aten.clone.default and source.kwargs.get("memory_format") is torch.contiguous_format:
         return False
     if strides is Strides.DERIVATIVE:
-        factors = _FACTORS.get(node.target, ())
-        return not any(user.target is operator.getitem and user.args[1] in factors for user in node.users)
+        returns = node.target._schema.returns  # type: ignore[union-attr]
+        read = (returns[user.args[1]].name for user in node.users if user.target is operator.getitem)
+        return not any(name in ("LU", "pivots") for name in read)
     other = node.args[1] if node.target is aten.view.dtype else None
     return not (isinstance(other, torch.dtype) and other.itemsize == source.meta["val"].dtype.itemsize)

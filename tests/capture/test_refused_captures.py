@@ -44,14 +44,14 @@ def at_least_four(layer: Layer, x: Tensor) -> Tensor:
 
 
 def loop_over_samples(layer: Layer, x: Tensor) -> Tensor:
-    return torch.stack([layer(row) for row in x])
+    return torch.stack([layer(row) * n for n, row in enumerate(x, 1)])
 
 
 def gradients_in_a_loop(layer: Layer, x: Tensor) -> Tensor:
     def gradient(row: Tensor) -> Tensor:
         return torch.autograd.grad(layer(row).square().mean(), layer.weight, create_graph=True)[0]
 
-    return torch.stack([layer(row) + gradient(row).sum(1) for row in x])
+    return torch.stack([layer(row) + n * gradient(row).sum(1) for n, row in enumerate(x)])
 
 
 def fixed_size(layer: Layer, x: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ REFUSED: dict[Callable[..., Tensor], tuple[type[Exception], str, str]] = {
     another_reason_behind_a_branch: (CaptureFailed, "goes by the values of a tensor", "h.sum().item()"),
     large_batches_differ: (NotYetSupported, "the code treats a batch of one sample differently", "if x.shape[0] > 4"),
     at_least_four: (NotYetSupported, "follows the batch size in no simple way", "6 at B = 6, 7 at B = 7, 4 at B = 1"),
-    loop_over_samples: (NotYetSupported, "the program is another one for another batch size", "for row in x"),
+    loop_over_samples: (NotYetSupported, "the program is another one for another batch size", "for n, row in"),
     gradients_in_a_loop: (NotYetSupported, "the program is another one for another batch size", "layer(row)"),
     fixed_size: (CaptureFailed, "run on 6 samples and not on 7", "layer(x).view(6, 3)"),
     rows_by_mask: (SamplesMixed, "is reduced over them", "x[:, 0] > 0"),

@@ -24,6 +24,8 @@ DECORATORS = {"rule", "class_rule", "sample_rule"} | {
 OTHER_TABLES = {
     "passes/capture/functions/in_bulk.py:_CALLED": "what a function of lists does to each tensor, under another name",
     "passes/capture/fills.py:_FILLS": "ops that fill, and what fills by itself, asked by one rewriting",
+    "passes/capture/rolled.py:_BY_FORMULA": "what vmap would call once for each turn of a loop",
+    "passes/capture/rolled.py:_JOINING": "what puts the turns of a loop together, asked by one rewriting",
     "passes/capture/taken_apart.py:_SPLITS": "what takes a value apart, asked by one rewriting",
     "passes/rules/fallback.py:_ALONG": "ops of one form of arguments, which the fallback reads",
     "psg_fx/torch_private/tensor_parallel.py:_OF_LAYERS": "functions that parallel layers call",
