@@ -19,7 +19,6 @@ from torch.utils import _pytree as pytree
 from psg_fx.errors import NotYetSupported, PsgError
 from psg_fx.graph import facts
 from psg_fx.graph.history import copy_graph
-from psg_fx.graph.nodes import call, written_before
 from psg_fx.ops.of_users.custom_call import custom_call
 from psg_fx.program.decisions.branches import no_plain_batch_size
 from psg_fx.source import locate
@@ -29,9 +28,7 @@ from psg_fx.torch_private.modes import enable_python_dispatcher
 
 from ..independence.values import bound
 from .constants import Elements, Share, alike, compute, number, same_constants, share
-from .fills import is_fill, write_fills
-from .rolled import roll
-from .taken_apart import put_together
+from .one_form import are_longer, in_one_form, without_copies
 
 aten = torch.ops.aten
 
@@ -49,27 +46,9 @@ def join(
     samples lie in them, None where there are none.  constants: those of `constants_that_follow`.
     """
     first = graphs[0]
-    for gm in graphs:
-        put_together(gm)
-        _without_copies(gm)
-    if _are_longer(graphs):
-        first.meta[LOOP], *_ = [roll(gm, size) for gm, size in zip(graphs, sizes, strict=True)]
-    for gm in graphs:
-        _without_copies(gm)
-        _with_all_sizes(gm)
-        _with_leading_ones(gm)
-        _without_words(gm)
-    if _are_longer(graphs) or _fills_differ(graphs):
-        for gm in graphs:
-            write_fills(gm)
-    if _are_longer(graphs):
-        for gm in graphs:
-            _without_expansions(gm)
-        several = next((gm for gm, size in zip(graphs, sizes, strict=True) if size > 1), first)
-        for gm in (gm for gm, size in zip(graphs, sizes, strict=True) if size == 1):
-            _with_expansions(gm, several)
+    first.meta[LOOP] = in_one_form(graphs, sizes)
     columns = list(zip(*(g.graph.nodes for g in graphs), strict=False))
-    if _are_longer(graphs):
+    if are_longer(graphs):
         raise _unlike(next((c[0] for c in columns if len({n.target for n in c}) > 1), columns[-1][0]), sizes)
     place = [{n: i for i, n in enumerate(g.graph.nodes)} for g in graphs]
     shares = [_compare(column, place, sizes) for column in columns]
@@ -84,13 +63,13 @@ def same_program(one: Functional, other: Functional) -> bool:
     """Whether two captures compute the same, copies aside."""
     both = [copy_graph(found.graph_module) for found in (one, other)]
     for gm in both:
-        _without_copies(gm)
+        without_copies(gm)
     return same_graph(*both) and same_constants((one, other))
 
 
 def same_graph(one: GraphModule, other: GraphModule) -> bool:
     """Whether two captures at one batch size are the same, node for node."""
-    if _are_longer((one, other)):
+    if are_longer((one, other)):
         return False
     nodes = [list(gm.graph.nodes) for gm in (one, other)]
     place = [{n: i for i, n in enumerate(each)} for each in nodes]
@@ -100,95 +79,6 @@ def same_graph(one: GraphModule, other: GraphModule) -> bool:
         )
     except NotYetSupported:
         return False
-
-
-def _are_longer(graphs: Sequence[GraphModule]) -> bool:
-    """Whether some graphs have more nodes than others."""
-    return len({len(gm.graph.nodes) for gm in graphs}) > 1
-
-
-def _fills_differ(graphs: Sequence[GraphModule]) -> bool:
-    """Whether some fill is like another tensor in one graph than in the next: code that keeps a state keeps its sizes,
-    and makes it anew for a batch of others.
-    """
-    places = [{node: place for place, node in enumerate(gm.graph.nodes)} for gm in graphs]
-    like = {tuple((p[n], p[n.all_input_nodes[0]]) for n in p if is_fill(n)) for p in places}
-    return len(like) > 1
-
-
-def _without_copies(gm: GraphModule) -> None:
-    """A copy has the values of what is copied, and nothing is written.  A `reshape` copies where it must, which for one
-    sample is elsewhere.
-    """
-    for node in gm.graph.find_nodes(op="call_function", target=aten.clone.default):
-        if not any(user.op == "output" for user in node.users):
-            node.replace_all_uses_with(node.args[0])
-            gm.graph.erase_node(node)
-
-
-def _without_expansions(gm: GraphModule) -> None:
-    """To the same size: for one sample, code may expand what it has once for all."""
-    for node in gm.graph.find_nodes(op="call_function", target=aten.expand.default):
-        given: Any = node.args[0]
-        if given.meta["val"].shape == node.meta["val"].shape and not any(user.op == "output" for user in node.users):
-            node.replace_all_uses_with(given)
-            gm.graph.erase_node(node)
-
-
-def _with_expansions(gm: GraphModule, several: GraphModule) -> None:
-    """To the same size, of one sample, where of several what they have in common is expanded to all of them."""
-    nodes, own, made = iter(list(gm.graph.nodes)), dict[Node, Node](), dict[Node, Node]()
-    node = next(nodes)
-    for other in several.graph.nodes:
-        if other.target is aten.expand.default and node.target is not aten.expand.default and other.args[0] in own:
-            given = own[other.args[0]]
-            with written_before(node, given.meta):
-                own[other] = made[other] = call(gm, aten.expand.default, given, list(given.meta["val"].shape))
-            continue
-        if node.op != other.op:
-            return  # these are two programs
-        own[other] = node
-        for theirs, mine in zip(other.all_input_nodes, node.all_input_nodes, strict=False):
-            if theirs in made and mine is made[theirs].args[0]:
-                node.replace_input_with(mine, made[theirs])
-        node = next(nodes, node)
-
-
-def _without_words(gm: GraphModule) -> None:
-    """Checks of sizes that depend on values are told apart by their words, which name the batch size."""
-    for node in gm.graph.find_nodes(op="call_function", target=aten._assert_scalar.default):
-        node.args = (node.args[0], "")
-
-
-def _with_all_sizes(gm: GraphModule) -> None:
-    """A `reshape` that copies has found out what -1 is; an `expand` is given what stays by its size or by -1."""
-    for target in (aten.reshape.default, aten.expand.default):
-        for node in gm.graph.find_nodes(op="call_function", target=target):
-            shape = list(node.meta["val"].shape)
-            if all(isinstance(size, int) for size in shape):
-                node.args = (node.args[0], shape)
-
-
-def _with_leading_ones(gm: GraphModule) -> None:
-    """What `x[i] = value` writes has lost its leading dims of size 1, and of one sample that of the samples, too."""
-    for node in gm.graph.find_nodes(op="call_function", target=aten.index_put.default):
-        given: Any = node.args[:3]
-        target, indices, value = given
-        picks = [pick and pick.meta["val"] for pick in indices]
-        if value.target is not aten.reshape.default or any(p is not None and p.dtype in _MASKS for p in picks):
-            continue
-        stripped, shape = (list(n.meta["val"].shape) for n in (value, value.args[0]))
-        lost = len(shape) - len(stripped)
-        if lost > 0 and shape == [1] * lost + stripped:
-            lost = max(0, len(shape) - aten.index.Tensor(target.meta["val"], picks).ndim)
-            with written_before(node, value.meta):
-                kept = call(gm, aten.reshape.default, value.args[0], shape[lost:]) if lost else value.args[0]
-            node.replace_input_with(value, kept)
-            if not value.users:
-                gm.graph.erase_node(value)
-
-
-_MASKS = (torch.bool, torch.uint8)
 
 
 def values_of(exported: Functional, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

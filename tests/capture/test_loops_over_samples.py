@@ -138,6 +138,17 @@ def test_compiled_with_all_that_is_asked() -> None:
     torch.testing.assert_close(found.clipped_sum, want, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.filterwarnings(ONE_SIZE)
+@pytest.mark.parametrize("rows", [lambda x: x, lambda x: x.flatten(0, 1)], ids=["samples", "rows of samples"])
+def test_all_rows_in_one_chunk(rows: Callable[[Tensor], Tensor]) -> None:
+    def in_chunks(model: Model, x: Tensor) -> Tensor:
+        h = rows(x)
+        h = torch.cat([model.last(model.first(h[i : i + 64])) for i in range(0, len(h), 64)])
+        return h.reshape(len(x), 5, 3).sum(1)
+
+    right(Model(in_chunks), F.cross_entropy)
+
+
 REFUSED: dict[str, Callable[[Model, Tensor], Tensor]] = {
     "the number of a turn": lambda m, x: torch.stack([m.one(x[i]) * (i + 1) for i in range(len(x))]),
     "a neighbour": lambda m, x: torch.stack([m.one(x[i] - x[i - 1]) for i in range(len(x))]),
