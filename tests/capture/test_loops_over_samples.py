@@ -149,6 +149,16 @@ def test_all_rows_in_one_chunk(rows: Callable[[Tensor], Tensor]) -> None:
     right(Model(in_chunks), F.cross_entropy)
 
 
+@pytest.mark.filterwarnings(ONE_SIZE)
+@pytest.mark.parametrize("joined", [torch.cat, torch.stack])
+def test_one_value_for_each_sample(joined: Callable[..., Tensor]) -> None:
+    def repeated(model: Model, x: Tensor) -> Tensor:
+        first = model.first.bias[None] if joined is torch.cat else model.first.bias
+        return model.last(model.first(x.sum(1)) * joined([first] * len(x), 0))
+
+    right(Model(repeated), F.cross_entropy)
+
+
 REFUSED: dict[str, Callable[[Model, Tensor], Tensor]] = {
     "the number of a turn": lambda m, x: torch.stack([m.one(x[i]) * (i + 1) for i in range(len(x))]),
     "a neighbour": lambda m, x: torch.stack([m.one(x[i] - x[i - 1]) for i in range(len(x))]),

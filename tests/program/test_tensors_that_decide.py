@@ -137,3 +137,35 @@ def test_a_random_number_that_decides_is_refused(probability: float) -> None:
     step = psg_fx.transform(LeftOut(probability, False), F.cross_entropy, backend="eager")
     with pytest.raises(psg_fx.CaptureFailed, match="the code branches on values of a tensor"):
         step(X, Y)
+
+
+class Counted(nn.Module):
+    """Decides by whole numbers that it reads out of buffers, as libraries do by `self.initialised.item()`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 4).double()
+        self.register_buffer("initialised", torch.tensor(0))
+        self.register_buffer("step", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        if not self.initialised.item():
+            h = h * 2
+        if self.step.item() + 1 > 3 and self.step.item() % 2 == 1:
+            h = h.tanh()
+        return h
+
+
+@pytest.mark.filterwarnings("ignore:captured for the third time")
+def test_numbers_of_buffers_decide() -> None:
+    model = Counted()
+    step = psg_fx.transform(model, F.cross_entropy, quantities=psg_fx.Grads(), backend="eager")
+    captures = []
+    for initialised, number in ((0, 0), (1, 0), (1, 2), (1, 3), (1, 5), (1, 4)):
+        model.initialised.fill_(initialised)
+        model.step.fill_(number)
+        assert oracle.worst_error(step(X, Y).grads, oracle.loop_grads(model, F.cross_entropy, X, Y)[1]) < 1e-12
+        captures.append(len(step.captures))
+    assert captures == [1, 2, 2, 3, 3, 4]

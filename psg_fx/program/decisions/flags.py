@@ -93,6 +93,7 @@ class Flags:
         self._versions = self._versions_now()
         self._made = WeakIdKeyDictionary()
         self._draws = Draws()
+        self._numbers: dict[Any, torch.Tensor] = {}
         self._in_bulk = False
 
     def answer(
@@ -109,6 +110,27 @@ class Flags:
         with no_modes(), without_functions():
             answer = _called(func, found.tree)
         return answer, _looks(found, lambda buffer: _called(func, found.of(buffer)), answer)
+
+    def read(self, func: Any, args: Sequence[Any], number: Any) -> None:
+        """A number has been read out of a tensor, and computes on as this symbol."""
+        if func in _READING and isinstance(number, torch.SymInt) and number.node.expr.is_Symbol:
+            self._numbers[number.node.expr] = args[0]
+
+    def decides(self, condition: Any) -> tuple[bool, Looks] | None:
+        """What a condition on such numbers is, and what it follows from; None for others."""
+        symbols = getattr(condition, "free_symbols", None)
+        if not symbols or not symbols <= self._numbers.keys():
+            return None
+        found = self._filled(tuple(self._numbers[symbol] for symbol in symbols))
+        if found is None or not found.buffers:
+            return None
+
+        def holds(values: Sequence[torch.Tensor]) -> bool:
+            return bool(condition.xreplace({s: int(v) for s, v in zip(symbols, values, strict=True)}))
+
+        with no_modes(), without_functions():
+            answer = holds(found.tree)
+        return answer, _looks(found, lambda buffer: holds(found.of(buffer)), answer)
 
     def values_of(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Looks] | None:
         """What is known of one that decides, and what it follows from; None for others."""

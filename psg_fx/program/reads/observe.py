@@ -26,6 +26,7 @@ from psg_fx.program.reads.torch_calls import TorchCalls
 from psg_fx.program.stand_ins import StandIns
 from psg_fx.torch_private.fakes import FakeTensor
 from psg_fx.torch_private.patching import patched_here, seen_here
+from psg_fx.torch_private.symbols import answering_symbols
 
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training", "_parameters", "_buffers", "_modules"}
 _UNREAD = _OF_EVERY_MODULE | {"_flat_weights", "_flat_weight_refs"}
@@ -85,7 +86,7 @@ def observing(found: Observed, stand_ins: StandIns) -> Iterator[None]:
             patched_here(nn.Module, "__setattr__", write), patched_here(nn.Module, "__init__", make),
             patched_here(FakeTensor, "tolist", lambda tensor: calls.as_list(tensor)),
             patched_here(torch.SymFloat, "__format__", _as_text), patched_here(torch.SymInt, "__format__", _as_text),
-            calls, profile,
+            answering_symbols(calls.decides), calls, profile,
         ):  # fmt: skip
             yield
     finally:

@@ -72,6 +72,7 @@ class TorchCalls(TorchFunctionMode):
                     if isinstance(made, torch.Tensor):
                         self.made_of[made] = held
             self.flags.computed(func, *own, result)
+            self.flags.read(func, own[0], result)
             if written is not None:
                 written()
             return self.stand_ins.own(result)
@@ -82,6 +83,11 @@ class TorchCalls(TorchFunctionMode):
         """`tensor.tolist()`, which a fake tensor answers by itself, number by number."""
         decided = self.flags.answer(torch.Tensor.tolist, (tensor,))
         return LIST_OF_FAKE(tensor) if decided is None else self._followed(decided)
+
+    def decides(self, condition: Any, frame: FrameType) -> bool | None:
+        """What a condition on numbers that were read out of small buffers is; None for others."""
+        decided = self.flags.decides(condition)
+        return None if decided is None else bool(self._followed(decided))
 
     def _of_sparse(self, fixed: Sequence[torch.Tensor], compute: Callable[[], Any]) -> Any:
         """A function of sparse tensors, of which the numbers of some are those of this capture."""
