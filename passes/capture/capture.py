@@ -172,6 +172,10 @@ def _flat(
             index = next(inputs)
             node.meta["psg_fx_input"] = _input(call, index, "input" if index < call.inputs else "target")
             continue
+        if spec.kind is InputKind.CONSTANT_TENSOR and not node.users:  # what made it reads its sizes alone
+            constants[spec.target or ""] = exported.constants[spec.target or ""].detach()
+            node.meta["psg_fx_input"] = InputSpec("constant", spec.target or "")
+            continue
         node.meta["psg_fx_input"] = own = _own(spec, exported, tracked, program, held)
         if own.kind == "constant":
             constants[own.name] = exported.constants[spec.target or ""]

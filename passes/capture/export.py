@@ -301,5 +301,7 @@ def _quiet() -> Iterator[None]:
     """Keep export's own remarks from the user: recurrent layers make it warn of attributes that it restores."""
     with quiet(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export", UserWarning)
+        for kept in ("A model attribute .* requires gradient", "The .grad attribute of a Tensor that is not a leaf"):
+            warnings.filterwarnings("ignore", kept, UserWarning)  # whoever reads what it holds is refused
         warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec.` is deprecated", FutureWarning)
         yield

@@ -62,6 +62,18 @@ def test_whatever_batch_was_the_last(sizes: tuple[int, ...]) -> None:
         torch.testing.assert_close(model.neuron.mem, plain.neuron.mem.detach())
 
 
+@pytest.mark.filterwarnings("ignore:one graph for each batch size")
+@pytest.mark.parametrize("size", [4, 1])
+def test_after_an_ordinary_call(size: int) -> None:
+    """The state that is there has a gradient then, and nothing but its sizes is read."""
+    model = Spiking()
+    model(X[:size])
+    assert model.neuron.mem.requires_grad
+    found = psg_fx.transform(model, F.cross_entropy, quantities=psg_fx.Grads(), backend="eager")(X, Y)
+    losses, grads = oracle.loop_grads(Spiking(), F.cross_entropy, X, Y)
+    torch.testing.assert_close((found.losses, found.grads), (losses, grads))
+
+
 def test_no_more_captures_once_the_batch_stays() -> None:
     step = psg_fx.transform(Spiking(), F.cross_entropy, backend="eager")
     step(X, Y)

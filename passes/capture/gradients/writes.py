@@ -64,6 +64,8 @@ class _Writes(TorchFunctionMode):
         require_no_switch(func, args, kwargs)
         func = torch.Tensor.detach if func == _DATA else func
         with without_functions():
+            if func in _FILLING and args and _is_outside(args[0]):  # of which it takes the sizes
+                args = (args[0].detach(), *args[1:])
             targets = _targets(func, args, kwargs)
         args, kwargs = self._values_alone(func, args, kwargs, targets)
         with without_functions():
@@ -143,6 +145,19 @@ class _Writes(TorchFunctionMode):
                 raise self.lost[_place(tensor)][1]
 
 
+_FILLING = {
+    torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like, torch.rand_like, torch.randn_like,
+    torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_full, torch.Tensor.new_empty,
+}  # fmt: skip
+"""What makes a tensor like another one, whatever that holds."""
+
+_FACTS = ("layout", "shape", "dtype", "device", "requires_grad", "ndim")
+_ASKING = {
+    *(vars(torch._C.TensorBase)[name].__get__ for name in _FACTS),
+    torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point,
+}  # fmt: skip
+"""What asks of a tensor no number that it holds."""
+
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 """`x.data` leaves no trace in a graph; `x.detach()` is the same value."""
 
@@ -170,11 +185,17 @@ def _given(
 ) -> list[torch.Tensor]:
     """The tensors that a function reads or writes: none with a gradient from outside, and none from outside written."""
     given = _tensors((args, kwargs))
-    if outside := [t for t in given if _is_real(t) and t.grad_fn is not None and type(t) is torch.Tensor]:
+    outside = [t for t in given if _is_outside(t)]
+    if outside and func not in _ASKING:
         raise computed_outside(outside[0])
     if any(map(_is_real, targets)):
         raise written_outside(func)
     return given
+
+
+def _is_outside(tensor: torch.Tensor) -> bool:
+    """Whether it was computed of something before the program runs."""
+    return _is_real(tensor) and tensor.grad_fn is not None and type(tensor) is torch.Tensor
 
 
 def _is_real(tensor: torch.Tensor) -> bool:
