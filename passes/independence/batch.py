@@ -13,6 +13,7 @@ from psg_fx.graph.strides import free_of_strides
 from psg_fx.torch_private.symbols import depends_on_values
 
 from .prove import prove
+from .rewriting.at_places import look_up_at_picked_places
 from .rewriting.concatenated import take_rows_apart
 from .rewriting.filled import write_one_after_the_other
 from .rewriting.flat_targets import pad_flat_targets
@@ -45,6 +46,7 @@ def batch(gm: GraphModule, alone: Callable[[GraphModule, list[Node]], str] | Non
     pad_flat_targets(gm)
     look_up_by_sample(gm)
     pick_by_masks(gm)
+    look_up_at_picked_places(gm)
     pick_once(gm)
     put_selected_back(gm)
     whole = take_rows_apart(gm)
