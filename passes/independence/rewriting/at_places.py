@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from psg_fx.graph import facts
 from psg_fx.graph.splicing import splice
 
 from ..values import bound
@@ -63,7 +62,7 @@ def _picked(node: Node) -> tuple[Any, Node | None]:
     """A value and the mask that picks rows of it; None for all else."""
     if node.target is not aten.index.Tensor:
         return None, None
-    value, (mask, *others) = node.args[0], node.args[1]  # type: ignore[misc]
+    value, (mask, *others) = bound(node)["self"], bound(node)["indices"]
     is_mask = not others and isinstance(mask, Node) and mask.meta["val"].dtype is torch.bool
     return (value, mask) if is_mask else (None, None)
 
@@ -85,7 +84,7 @@ def _read(gm: GraphModule, node: Node, tables: Sequence[Node | int], mask: Node)
         first, *others = _places(tables, given, mask)
         return x[(first, *(torch.where(mask, other, 0) for other in others))]
 
-    whole = splice(gm, node, read, [node.args[0], mask, *_nodes(tables)])
+    whole = splice(gm, node, read, [bound(node)["self"], mask, *_nodes(tables)])
     with gm.graph.inserting_before(node):
         made = gm.graph.call_function(aten.index.Tensor, (whole, [mask]))
     made.meta = dict(node.meta)
@@ -115,4 +114,4 @@ def _write(gm: GraphModule, node: Node, tables: Sequence[Node | int], mask: Node
         wider = torch.cat([x, x.narrow(dim, 0, 1)], dim)
         return wider.index_put((*places, last), value).narrow(dim, 0, size)
 
-    return splice(gm, node, write, [node.args[0], given, mask, *_nodes(tables)])
+    return splice(gm, node, write, [bound(node)["self"], given, mask, *_nodes(tables)])
