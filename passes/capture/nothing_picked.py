@@ -93,8 +93,8 @@ def _refused(branches: Sequence[Branch], reason: str = _NOT_SEEN) -> CaptureFail
     return CaptureFailed(
         NOT_ONE_GRAPH, where="; ".join(dict.fromkeys(branch.line for branch in branches)),
         why=f"the code branches on values of a tensor, whether a mask picks anything, {reason}",
-        fix="leave the branch out, and loop over all (what is read by a mask that picks nothing has no rows), replace "
-        "it by torch.where, or decide it outside the model",
+        fix="leave the branch out, and loop over all (what is read by a mask that picks nothing has no rows; a mean is "
+        "x[m].sum() / m.sum().clamp(min=1)), replace it by torch.where, or decide it outside the model",
     )  # fmt: skip
 
 

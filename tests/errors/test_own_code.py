@@ -140,8 +140,8 @@ ROWS: dict[str, Row] = {
         "the code branches on values of a tensor, whether a mask picks anything, and it is not seen that the arm "
         "changes nothing where it does not",
         "pass attention_mask, which the model makes itself where none is given; or leave the branch out, and loop over "
-        "all (what is read by a mask that picks nothing has no rows), replace it by torch.where, or decide it outside "
-        "the model",
+        "all (what is read by a mask that picks nothing has no rows; a mean is x[m].sum() / m.sum().clamp(min=1)), "
+        "replace it by torch.where, or decide it outside the model",
     ),
     "a-list-that-is-one-argument": (
         lambda: step(Several())([X, X], Y), BadArgument, "the model does not take these inputs", "Several.forward(xs)",
