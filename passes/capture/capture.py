@@ -172,13 +172,12 @@ def _flat(
             index = next(inputs)
             node.meta["psg_fx_input"] = _input(call, index, "input" if index < call.inputs else "target")
             continue
-        if spec.kind is InputKind.CONSTANT_TENSOR and not node.users:  # what made it reads its sizes alone
-            constants[spec.target or ""] = exported.constants[spec.target or ""].detach()
-            node.meta["psg_fx_input"] = InputSpec("constant", spec.target or "")
-            continue
-        node.meta["psg_fx_input"] = own = _own(spec, exported, tracked, program, held)
+        unread = spec.kind is InputKind.CONSTANT_TENSOR and not node.users  # but for its sizes, which are numbers
+        own = _constant(spec) if unread else _own(spec, exported, tracked, program, held)
+        node.meta["psg_fx_input"] = own
         if own.kind == "constant":
-            constants[own.name] = exported.constants[spec.target or ""]
+            value = exported.constants[spec.target or ""]
+            constants[own.name] = value.detach() if unread else value
     notes = (exported.note,) if exported.note else ()
     gm.meta[facts.KEY] = GraphFacts(
         _batch_symbol(nodes), _outputs(exported, program), notes, constants, exported.one_size,
@@ -215,7 +214,11 @@ def _own(given: Spec, exported: Exported, tracked: dict[str, str], program: Prog
     if stored := computed_before(value):
         raise of_an_earlier_call(stored)
     shared = value.numel() and _place(value) in held
-    return _parameter(held[_place(value)], tracked) if shared else InputSpec("constant", target)
+    return _parameter(held[_place(value)], tracked) if shared else _constant(given)
+
+
+def _constant(given: Spec) -> InputSpec:
+    return InputSpec("constant", (given.target or "").removeprefix("model."))
 
 
 def _of_the_loss(target: str) -> NotYetSupported:

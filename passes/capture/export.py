@@ -46,7 +46,7 @@ from psg_fx.torch_private.tracer import traced_quickly
 
 from .constants import constants_that_follow
 from .copies import writes_a_copy
-from .fixed_sizes import LOOP, join, same_program, values_of
+from .fixed_sizes import join, same_program, values_of
 from .functions import (  # noqa: F401  (they say what ops are written as)
     formulas,
     in_bulk,
@@ -160,11 +160,11 @@ def _one_size(
         program.several_sizes = True
     found = _functional(program, example(size), [], hooks)  # what fails here does not fail for the batch size
     try:
-        gm = _by_other_sizes(program, found, example, dims, (size, sizes[0], 1), hooks)
+        gm, line = _by_other_sizes(program, found, example, dims, (size, sizes[0], 1), hooks)
     except PsgError as other:
         raise _told(failure, other) from failure
     branch = f"{failure.what} ({failure.where})" if isinstance(failure, OtherBranch) else failure.why
-    loop = f"the code loops over the samples ({line})" if (line := gm.meta.get(LOOP)) else ""
+    loop = f"the code loops over the samples ({line})" if line else ""
     note = f"one graph for each batch size: {loop or readings.why() or branch}"
     return replace(found, graph_module=gm, note=note, one_size=True)
 
@@ -177,9 +177,9 @@ def _told(failure: CaptureFailed, other: PsgError) -> PsgError:
 def _by_other_sizes(
     program: nn.Module, first: Functional, example: MakeExample, dims: Sequence[int | None],
     sizes: tuple[int, int, int], hooks: Hooks,
-) -> GraphModule:  # fmt: skip
+) -> tuple[GraphModule, str]:  # fmt: skip
     """What was captured at the first size, its numbers that follow the batch size found by the others: one that nothing
-    else equals, and one.
+    else equals, and one; and the line of a loop over the samples.
     """
     found, written, each = [first], _written(program), list(dict.fromkeys(sizes))
     for n in each[1:]:

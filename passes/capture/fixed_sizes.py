@@ -32,21 +32,19 @@ from .one_form import are_longer, in_one_form, without_copies
 
 aten = torch.ops.aten
 
-LOOP = "psg_fx_loop"
-"""In the meta of a graph: the line of a loop over the samples, if there was one."""
-
 
 def join(
     graphs: Sequence[GraphModule], sizes: Sequence[int], tensors: Sequence[torch.Tensor], dims: Sequence[int | None],
     constants: Mapping[str, Elements],
-) -> GraphModule:  # fmt: skip
-    """The first graph, its numbers that go with the batch size replaced by a symbol.
+) -> tuple[GraphModule, str]:  # fmt: skip
+    """The first graph, its numbers that go with the batch size replaced by a symbol; and the line of a loop over the
+    samples, if there was one.
 
     graphs: captures of one program at `sizes`.  tensors: what the placeholders of the first hold.  dims: where the
     samples lie in them, None where there are none.  constants: those of `constants_that_follow`.
     """
     first = graphs[0]
-    first.meta[LOOP] = in_one_form(graphs, sizes)
+    loop = in_one_form(graphs, sizes)
     columns = list(zip(*(g.graph.nodes for g in graphs), strict=False))
     if are_longer(graphs):
         raise _unlike(next((c[0] for c in columns if len({n.target for n in c}) > 1), columns[-1][0]), sizes)
@@ -56,7 +54,7 @@ def join(
     for node in [n for n in first.graph.nodes if n.op == "placeholder" and n.name in constants]:
         compute(first, batch, node, constants[node.name])
     _describe(first, tensors, dims)
-    return first
+    return first, loop
 
 
 def same_program(one: Functional, other: Functional) -> bool:

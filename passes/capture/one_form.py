@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.graph.nodes import call, written_before
 
-from ..independence.values import bound
+from ..independence.values import dim_of
 from .fills import is_fill, write_fills
 from .rolled import roll
 from .taken_apart import put_together
@@ -46,7 +46,7 @@ def in_one_form(graphs: Sequence[GraphModule], sizes: Sequence[int]) -> str:
     if not are_longer(graphs):
         for column in zip(*(list(g.graph.nodes) for g in graphs), strict=True):
             _with_open_ends(column)
-            _once(column, sizes)
+            _once(column, graphs, sizes)
     return loop
 
 
@@ -62,27 +62,21 @@ def _with_open_ends(column: Sequence[Node]) -> None:
             node.args = (*node.args[:2], 0, sys.maxsize)
 
 
-def _once(column: Sequence[Node], sizes: Sequence[int]) -> None:
+def _once(column: Sequence[Node], graphs: Sequence[GraphModule], sizes: Sequence[int]) -> None:
     """One value put together as many times as there are samples, `torch.cat([w] * len(x))`, is repeated."""
     if column[0].target not in (aten.cat.default, aten.stack.default):
         return
     parts: list[Any] = [node.args[0] if node.target is column[0].target else [] for node in column]
     if not all(len(p) == size and len(set(p)) == 1 for p, size in zip(parts, sizes, strict=True)):
         return
-    for node, (first, *_), size in zip(column, parts, sizes, strict=True):
-        dim = bound(node)["dim"] % node.meta["val"].ndim
+    for node, gm, (first, *_), size in zip(column, graphs, parts, sizes, strict=True):
         times = [1] * node.meta["val"].ndim
+        dim = dim_of(node, len(times))
         times[dim] = size
         with written_before(node, node.meta):
-            one = first if node.target is aten.cat.default else call(_of(node), aten.unsqueeze.default, first, dim)
-            node.replace_all_uses_with(call(_of(node), aten.repeat.default, one, times))
-        node.graph.erase_node(node)
-
-
-def _of(node: Node) -> GraphModule:
-    found = node.graph.owning_module
-    assert found is not None
-    return found
+            one = first if node.target is aten.cat.default else call(gm, aten.unsqueeze.default, first, dim)
+            node.replace_all_uses_with(call(gm, aten.repeat.default, one, times))
+        gm.graph.erase_node(node)
 
 
 def _fills_differ(graphs: Sequence[GraphModule]) -> bool:

@@ -23,7 +23,7 @@ from psg_fx.graph.same_op import draws, without_unread
 from psg_fx.graph.splicing import splice
 from psg_fx.source import source_line
 
-from ..independence.values import bound
+from ..independence.values import bound, dim_of
 from .constants import alike
 from .functions.under_vmap import batch_norm
 
@@ -266,9 +266,9 @@ def _at(node: Node, keeps: bool) -> tuple[_Row, int] | None:
 
 def _along(node: Node, keeps: bool) -> _Row | None:
     """A row of the first operand along the dim that an op has; None where nobody knows how many there are."""
-    value, dim = bound(node)["self"], bound(node)["dim"]
+    value = bound(node)["self"]
     shape = value.meta["val"].shape
-    dim %= len(shape)
+    dim = dim_of(node, len(shape))
     return _Row(value, dim, shape[dim], keeps) if isinstance(shape[dim], int) else None
 
 
@@ -285,5 +285,4 @@ def _dim(node: Node) -> int:
     """Where the turns lie in what puts them together."""
     if _is_sum(node):
         return 0
-    dim: int = bound(node)["dim"] % node.meta["val"].ndim
-    return dim
+    return dim_of(node, node.meta["val"].ndim)

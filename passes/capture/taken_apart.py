@@ -6,13 +6,14 @@ How many parts there are follows the number of samples, so that captures at seve
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from psg_fx.graph.nodes import call, written_before
+
+from ..independence.values import dim_of
 
 aten = torch.ops.aten
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
@@ -21,7 +22,7 @@ _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
 def put_together(gm: GraphModule) -> None:
     """Rewrite each cat or stack of all parts of one value, in their order."""
     for node in [n for n in gm.graph.nodes if n.target in (aten.cat.default, aten.stack.default)]:
-        parts, dim = node.args[0], _dim(node.args, 1, node.meta["val"].ndim)
+        parts, dim = node.args[0], dim_of(node, node.meta["val"].ndim)
         whole = _whole(parts)
         if whole is None:
             continue
@@ -48,17 +49,11 @@ def _joined(gm: GraphModule, source: Node, node: Node, dim: int) -> Node | None:
     value: Any = source.args[0]
     ndim = value.meta["val"].ndim
     if source.target is not aten.unbind.int:
-        along = _dim(source.args, 2, ndim)
+        along = dim_of(source, ndim)
         return value if node.target is aten.cat.default and along == dim else None
     order = list(range(ndim))
-    order.insert(dim, order.pop(_dim(source.args, 1, ndim)))
+    order.insert(dim, order.pop(dim_of(source, ndim)))
     moved = value if order == sorted(order) else call(gm, aten.permute.default, value, order)
     if node.target is aten.stack.default:
         return moved
     return call(gm, aten.reshape.default, moved, list(node.meta["val"].shape))
-
-
-def _dim(args: Sequence[Any], place: int, ndim: int) -> int:
-    """An argument `dim`, from the front; the first one where it is left out."""
-    found: int = args[place] if len(args) > place else 0
-    return found % ndim

@@ -124,6 +124,12 @@ def bound(node: Node) -> dict[str, Any]:
     return given
 
 
+def dim_of(node: Node, ndim: int) -> int:
+    """The argument `dim` of an op, from the front."""
+    dim: int = bound(node)["dim"] % ndim
+    return dim
+
+
 def flat_nodes(argument: object) -> Iterator[Node]:
     """The nodes in an argument, nested lists included."""
     if isinstance(argument, Node):

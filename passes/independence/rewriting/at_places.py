@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 from psg_fx.graph.splicing import splice
 
 from ..values import bound
+from .nested import mask_by
 
 aten = torch.ops.aten
 
@@ -60,11 +61,8 @@ def _pick(node: Any) -> tuple[Any, Node | None]:
 
 def _picked(node: Node) -> tuple[Any, Node | None]:
     """A value and the mask that picks rows of it; None for all else."""
-    if node.target is not aten.index.Tensor:
-        return None, None
-    value, (mask, *others) = bound(node)["self"], bound(node)["indices"]
-    is_mask = not others and isinstance(mask, Node) and mask.meta["val"].dtype is torch.bool
-    return (value, mask) if is_mask else (None, None)
+    mask = mask_by(node) if node.target is aten.index.Tensor else None
+    return (None, None) if mask is None else (bound(node)["self"], mask)
 
 
 def _places(tables: Sequence[Node | int], given: Sequence[Tensor], mask: Tensor) -> list[Tensor]:

@@ -25,13 +25,13 @@ aten = torch.ops.aten
 
 def pick_once(gm: GraphModule) -> None:
     """Rewrite every pick from picked rows, and every write into such rows of what was picked from them."""
-    masks = [mask for node in gm.graph.nodes if (mask := _mask(node)) is not None]
+    masks = [mask for node in gm.graph.nodes if (mask := mask_by(node)) is not None]
     if len(set(masks)) < 2:
         return
     said_once(gm, masks)
     nested = _Nested(gm)
     for node in list(gm.graph.nodes):
-        if (mask := _mask(node)) is not None:
+        if (mask := mask_by(node)) is not None:
             nested.see(node, mask)
     if nested.whole:
         gm.graph.eliminate_dead_code()
@@ -92,7 +92,7 @@ def _has_known_rest(node: Any) -> bool:
     return all(size.is_number for size in facts.shape(node.meta["val"])[1:])
 
 
-def _mask(node: Node) -> Node | None:
+def mask_by(node: Node) -> Node | None:
     """The mask by whose values a node picks rows of the first dims of a tensor, or writes them."""
     if node.op != "call_function":
         return None
