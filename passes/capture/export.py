@@ -42,6 +42,7 @@ from psg_fx.torch_private.graphs import traced_without_code
 from psg_fx.torch_private.modes import levels_left_as_found
 from psg_fx.torch_private.ops import core_decompositions
 from psg_fx.torch_private.quiet import quiet
+from psg_fx.torch_private.symbols import rows_for_ops
 from psg_fx.torch_private.tracer import traced_quickly
 
 from .constants import constants_that_follow
@@ -236,7 +237,7 @@ def _as_it_runs(
     shapes = (dynamic,) if dynamic else None
     with (
         torch.enable_grad(), _quiet(), user_stack_traces(_CALLER), traced_quickly(), traced_without_code(),
-        levels_left_as_found(), hooks.recorded(),
+        levels_left_as_found(), hooks.recorded(), rows_for_ops(),
     ):  # fmt: skip
         try:
             with (

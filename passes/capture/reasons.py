@@ -70,6 +70,11 @@ class _Failure:
 
 _REASONS: Sequence[tuple[Callable[[_Failure], bool], str, str]] = (
     (
+        lambda failure: failure.goes_by_values() and "len(" in failure.line and not _BRANCHES.search(failure.line),
+        "len() makes an integer of Python of how many rows there are, which depends on values",
+        "x.shape[0] in place of len(x), which a graph follows",
+    ),
+    (
         lambda failure: failure.goes_by_values() and bool(failure.line) and not _BRANCHES.search(failure.line),
         "what is computed goes by the values of a tensor, so there is no one graph for all batches",
         "compute with tensors in place of their numbers (torch.exp(-0.1 * self.step)), use one mask for all that it "

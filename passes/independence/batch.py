@@ -25,6 +25,7 @@ from .rewriting.picked import ONE_ROW
 from .rewriting.placed import place_by_sample
 from .rewriting.reordered import undo_orders
 from .rewriting.selected import put_selected_back
+from .rewriting.whole_rows import pick_whole_rows
 
 aten = torch.ops.aten
 _SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
@@ -46,6 +47,7 @@ def batch(gm: GraphModule, alone: Callable[[GraphModule, list[Node]], str] | Non
     pad_flat_targets(gm)
     look_up_by_sample(gm)
     pick_by_masks(gm)
+    pick_whole_rows(gm)
     look_up_at_picked_places(gm)
     pick_once(gm)
     put_selected_back(gm)

@@ -10,6 +10,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._sympy.functions import IntTrueDiv
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
@@ -57,6 +58,37 @@ def answering_symbols(answer: Callable[[Any, FrameType], bool | None]) -> Iterat
 
     with patched_here(torch.SymBool, "__bool__", answered(torch.SymBool.__bool__)):
         yield
+
+
+@contextlib.contextmanager
+def rows_for_ops() -> Iterator[None]:
+    """While open, torch's own code of an op that asks whether a size that depends on values is zero is told that it is
+    not: it gives nothing for nothing, either way.  And such a size is never a number that it cannot be.
+    """
+    with answering_symbols(_of_ops):
+        yield
+
+
+_OF_OPS = ("torch._refs", "torch._prims", "torch._decomp", "torch._meta_registrations", "torch._subclasses")
+"""Where torch computes the sizes of what ops give."""
+
+
+def _of_ops(expression: Any, frame: FrameType) -> bool | None:
+    if not isinstance(expression, (sympy.Eq, sympy.Ne)) or not free_unbacked_symbols(expression):
+        return None
+    of_op = frame.f_globals.get("__name__", "").startswith(_OF_OPS)
+    never = (of_op and 0 in expression.args) or _is_never(expression)
+    return isinstance(expression, sympy.Ne) if never else None
+
+
+def _is_never(expression: Any) -> bool:
+    """Whether a whole number that is not negative cannot make both sides equal."""
+    difference = sympy.expand(expression.lhs - expression.rhs)
+    (symbol,) = expression.free_symbols if len(expression.free_symbols) == 1 else (None,)
+    if symbol is None or not (slope := difference.diff(symbol)).is_number:
+        return False
+    asked = -difference.subs(symbol, 0) / slope
+    return not asked.is_integer or bool(asked.is_negative)
 
 
 def _asking() -> FrameType:

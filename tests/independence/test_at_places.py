@@ -65,11 +65,31 @@ def of_sums(out: Out, boxes: Tensor, places: Tensor, valid: Tensor) -> Tensor:
     return (out[1] - target).square().mean()
 
 
+def of_angles(out: Out, labels: Tensor) -> Tensor:
+    """As ArcFace's (Deng et al. 2019) in InsightFace: a margin for those that have a label."""
+    cosine, index = out[0].mean(1).tanh(), torch.where(labels != -1)[0]
+    angles = cosine[index, labels[index].view(-1)].acos() + 0.5
+    cosine = cosine.clone()
+    cosine[index, labels[index].view(-1)] = angles.cos()
+    return F.cross_entropy(cosine * 8, labels, ignore_index=-1, reduction="sum")
+
+
+def of_cosines(out: Out, labels: Tensor) -> Tensor:
+    """As CosFace's (Wang et al. 2018) there."""
+    cosine, index = out[0].mean(1).tanh(), torch.where(labels != -1)[0]
+    margins = torch.zeros(index.size()[0], CLASSES, dtype=cosine.dtype).scatter_(1, labels[index, None], 0.5)
+    cosine = cosine.clone()
+    cosine[index] -= margins
+    return F.cross_entropy(cosine * 8, labels, ignore_index=-1, reduction="sum")
+
+
 LOSSES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "a-set": (of_a_set, (LABELS, BOXES, torch.where(VALID, MATCHED, -1), VALID)),
     "from-the-end": (of_a_set, (LABELS, BOXES, torch.where(VALID, MATCHED - QUERIES, 7), VALID)),
     "ones": (of_ones, (OF_QUERIES, POSITIVE)),
     "chosen": (of_chosen, (OF_QUERIES, POSITIVE)),
+    "angles": (of_angles, (torch.tensor([1, -1, 3, 0]),)),
+    "cosines": (of_cosines, (torch.tensor([-1, 2, 3, 0]),)),
     "sums": (of_sums, (BOXES, torch.where(VALID, MATCHED % 2, 9), VALID)),
 }
 

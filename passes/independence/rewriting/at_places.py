@@ -8,27 +8,39 @@ anything, which nobody looks up.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from psg_fx.graph import facts
+from psg_fx.graph.nodes import written_before
+from psg_fx.graph.order import is_reshaped
 from psg_fx.graph.splicing import splice
 
 from ..values import bound
-from .nested import mask_by
+from .listed import columns_of
+from .nested import has_known_rest, mask_by, put_back
+from .picked import LISTS
 
 aten = torch.ops.aten
 
 
+Pick = tuple[tuple[Node | int, ...], Node | None]
+"""Tables of places and the mask that picks entries of them; a number stands for the places along a dim of the mask."""
+
+
 def look_up_at_picked_places(gm: GraphModule) -> None:
     """Rewrite these where all places are picked by one mask."""
+    listed: dict[Node, Pick] = {}
     for node in list(gm.graph.nodes):
+        if node.target in LISTS and node.args[0].meta["val"].dtype is torch.bool:
+            listed |= {column: ((dim,), node.args[0]) for column, dim in columns_of(node).items()}
         if node.target not in (aten.index.Tensor, aten.index_put.default):
             continue
-        tables, mask = _tables(bound(node)["indices"])
+        tables, mask = _tables(bound(node)["indices"], listed)
         if mask is None or not _nodes(tables) or len(tables) < 2:
             continue
         made = _read(gm, node, tables, mask) if node.target is aten.index.Tensor else _write(gm, node, tables, mask)
@@ -37,30 +49,30 @@ def look_up_at_picked_places(gm: GraphModule) -> None:
     gm.graph.eliminate_dead_code()
 
 
-def _tables(indices: Sequence[Any]) -> tuple[list[Node | int], Node | None]:
-    """The tables of places that one mask picks from, and the mask; None if it is not so.  Where the mask itself is an
-    index, it stands for its own places: along each dim, for which its number is here, they count on.
-    """
-    picks = [_pick(index) for index in indices]
+def _tables(indices: Sequence[Any], listed: Mapping[Node, Pick]) -> Pick:
+    """The tables of places that one mask picks from, and the mask; None if it is not so."""
+    picks = [listed.get(index) or _pick(index) for index in indices]
     masks = {mask for _, mask in picks}
     mask = masks.pop() if masks else None
     if masks or mask is None:
-        return [], None
-    return [t for table, _ in picks for t in (range(mask.meta["val"].ndim) if table is mask else (table,))], mask
+        return (), None
+    return tuple(table for tables, _ in picks for table in tables), mask
 
 
-def _pick(node: Any) -> tuple[Any, Node | None]:
-    """What a mask picks entries of, and the mask, which has all its dims; a mask itself; None for all else."""
+def _pick(node: Any) -> Pick:
+    """What a mask picks entries of, and the mask, which has all its dims; a mask itself stands for its own places."""
     if not isinstance(node, Node):
-        return None, None
+        return (), None
     if node.meta["val"].dtype is torch.bool:
-        return node, node
+        return tuple(range(node.meta["val"].ndim)), node
     table, mask = _picked(node)
-    return (table, mask) if mask is not None and table.meta["val"].ndim == mask.meta["val"].ndim else (None, None)
+    return ((table,), mask) if mask is not None and table.meta["val"].ndim == mask.meta["val"].ndim else ((), None)
 
 
 def _picked(node: Node) -> tuple[Any, Node | None]:
     """A value and the mask that picks rows of it; None for all else."""
+    if is_reshaped(node) and facts.shape(node.meta["val"]) == facts.shape(node.args[0].meta["val"]):  # type: ignore[union-attr]
+        return _picked(node.args[0])  # type: ignore[arg-type]
     mask = mask_by(node) if node.target is aten.index.Tensor else None
     return (None, None) if mask is None else (bound(node)["self"], mask)
 
@@ -89,6 +101,12 @@ def _read(gm: GraphModule, node: Node, tables: Sequence[Node | int], mask: Node)
     return made
 
 
+def _as_many(value: Node, indices: Sequence[Any]) -> bool:
+    """Whether a value has a row for each place that is picked."""
+    counts = [facts.shape(index.meta["val"]) for index in indices if index.meta["val"].dtype is not torch.bool]
+    return facts.shape(value.meta["val"])[:1] == counts[0] and has_known_rest(value)
+
+
 def _nodes(tables: Sequence[Node | int]) -> list[Node]:
     return [table for table in tables if isinstance(table, Node)]
 
@@ -97,7 +115,10 @@ def _write(gm: GraphModule, node: Node, tables: Sequence[Node | int], mask: Node
     value: Any = bound(node)["values"]
     given, of = (value, mask) if value.meta["val"].ndim == 0 else _picked(value)
     if of is not mask:
-        return None
+        if not _as_many(value, bound(node)["indices"]):
+            return None
+        with written_before(node, node.meta):
+            given = put_back(gm, value, mask)
     adds, dim = bound(node)["accumulate"], len(tables) - 1
 
     def write(x: Tensor, value: Tensor, mask: Tensor, *given: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ def pick_by_masks(gm: GraphModule) -> None:
     """Rewrite picks by all the places of a mask.  Those by some of its dims, and writes, stay as they are."""
     lists = [node for node in gm.graph.nodes if node.target in LISTS]
     for node in lists:
-        columns = _columns(node)
+        columns = columns_of(node)
         for user in [u for column in columns for u in column.users if _is_by_all(u, columns, node.args[0])]:
             _by_mask(gm, user, node)
         _without_checks(gm, node)
@@ -35,7 +35,7 @@ def pick_by_masks(gm: GraphModule) -> None:
         gm.recompile()
 
 
-def _columns(listed: Node) -> dict[Node, int]:
+def columns_of(listed: Node) -> dict[Node, int]:
     """The places along each dim of the mask that nodes hold."""
     mask: Any = listed.args[0]
     ndim = mask.meta["val"].ndim

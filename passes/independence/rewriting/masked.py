@@ -81,6 +81,8 @@ def _rows(pick: Node, known: Mapping[Node, Result], numbers: Mapping[Node, int])
         other = None if other is None else SampleAxis(other.dim + less, other.outer, other.inner)
         if own != other:
             return None
+        if shape == tuple(mask.meta["val"].shape) == tuple(x.meta["val"].shape):
+            shape = None  # `x[mask]`
     place, width = pick_place(pick), len(shape) if shape else mask.meta["val"].ndim
     if own is not None and other != SampleAxis(own.dim + place, own.outer, own.inner):
         return None

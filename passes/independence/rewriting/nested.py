@@ -50,18 +50,18 @@ class _Nested:
         x: Any = node.args[0]
         writes = node.target is aten.index_put.default
         outer = self.by(mask)
-        if outer is None or self.by(x) is not outer or not all(map(_has_known_rest, (x, mask))):
+        if outer is None or self.by(x) is not outer or not all(map(has_known_rest, (x, mask))):
             if not writes:
                 self.picked.setdefault(_rows(node), mask)
         elif not writes:
             with written_before(node, node.meta):
-                whole = self.whole.setdefault(mask, self.put(mask, outer))
-                made = self.pick(self.put(x, outer), whole, node)
+                whole = self.whole.setdefault(mask, put_back(self.gm, mask, outer))
+                made = self.pick(put_back(self.gm, x, outer), whole, node)
             self.picked.setdefault(_rows(node), whole)
             node.replace_all_uses_with(made)
         elif mask in self.whole and self.by(node.args[2]) is self.whole[mask]:
             with written_before(node, node.meta):
-                onto = self.put(x, outer)
+                onto = put_back(self.gm, x, outer)
                 onto = call(self.gm, aten.index_put.default, onto, [self.whole[mask]], *node.args[2:])
                 made = self.pick(onto, outer, node)
             node.replace_all_uses_with(made)
@@ -77,18 +77,20 @@ class _Nested:
         made.meta["val"] = like.meta["val"]
         return made
 
-    def put(self, rows: Node, outer: Node) -> Node:
-        """Zeros, with the rows where the mask has picked them."""
-        value = rows.meta["val"]
-        like = outer
-        for _ in value.shape[1:]:
-            like = call(self.gm, aten.unsqueeze.default, like, -1)
-        like = call(self.gm, aten.expand.default, like, [*[-1] * outer.meta["val"].ndim, *value.shape[1:]])
-        zeros = call(self.gm, aten.full_like.default, like, 0, dtype=value.dtype)
-        return call(self.gm, aten.index_put.default, zeros, [outer], rows)
+
+def put_back(gm: GraphModule, rows: Node, mask: Node) -> Node:
+    """Zeros, with the rows where the mask has picked them, where the graph inserts."""
+    value = rows.meta["val"]
+    like = mask
+    for _ in value.shape[1:]:
+        like = call(gm, aten.unsqueeze.default, like, -1)
+    like = call(gm, aten.expand.default, like, [*[-1] * mask.meta["val"].ndim, *value.shape[1:]])
+    zeros = call(gm, aten.full_like.default, like, 0, dtype=value.dtype)
+    return call(gm, aten.index_put.default, zeros, [mask], rows)
 
 
-def _has_known_rest(node: Any) -> bool:
+def has_known_rest(node: Any) -> bool:
+    """Whether the sizes of each row are numbers."""
     return all(size.is_number for size in facts.shape(node.meta["val"])[1:])
 
 

@@ -102,11 +102,8 @@ class Padding:
         with self.gm.graph.inserting_before(node):
             fresh = self.gm.graph.node_copy(node, lambda n: self.new.get(n, n))
         fresh.meta = provenance(node)
-        tensors = [n.meta["val"] for n in fresh.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
-        if not tensors:
-            fresh.meta["val"] = run_node(fresh)
-            return fresh
-        with tensors[0].fake_mode, enable_python_dispatcher(), torch.no_grad():
+        fakes = self.rows.picks[0].meta["val"].fake_mode  # some make tensors of numbers, as ones for all rows
+        with fakes, enable_python_dispatcher(), torch.no_grad():
             fresh.meta["val"] = run_node(fresh)
         return fresh
 

@@ -57,13 +57,13 @@ class Picked:
 
     def __init__(self, gm: GraphModule, rows: Rows, after: set[Node]) -> None:
         self.gm, self.rows = gm, rows
-        self.symbols = {s for pick in rows.picks for s in _symbols(pick)} - {facts.graph_facts(gm).batch}
+        self.symbols = {s for pick in rows.picks for s in symbols_of(pick)} - {facts.graph_facts(gm).batch}
         self.order = [n for n in gm.graph.nodes if n in after]
         self.ragged = {n for n in self.order if self.knows(n)}
 
     def knows(self, node: Node) -> bool:
         """Whether the number of rows is in the shape of the node, or in the number that it is."""
-        return bool(_symbols(node) & self.symbols)
+        return bool(symbols_of(node) & self.symbols)
 
     def proven(self) -> dict[Node, Result]:
         """Where the rows lie in each value; rows stand for samples in a graph of their own."""
@@ -142,7 +142,7 @@ def _is_sum(node: Node) -> bool:
     return known(node.target).over_kept_rows is not None and 0 < order < float("inf")
 
 
-def _symbols(node: Node) -> set[Any]:
+def symbols_of(node: Node) -> set[Any]:
     """The symbols in the shapes of a node, or in the number that it is."""
     value = node.meta.get("val")
     if isinstance(value, (torch.SymInt, torch.SymBool, torch.SymFloat)):

@@ -25,6 +25,7 @@ from torch.fx import GraphModule, Node
 from psg_fx.errors import PsgError
 from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxes, SampleAxis
+from psg_fx.graph.nodes import batch_size
 from psg_fx.ops.some_row import some_row
 
 from ..values import NUMBERING, Result, bound, op_name
@@ -34,6 +35,7 @@ from .picked import LISTS, asserts, said_once
 from .region import Unfit
 from .shared import RowRewriting
 from .spare import count_nothing
+from .sums import last_choice
 
 aten = torch.ops.aten
 _INDEX = ("aten.index", "aten._unsafe_index")
@@ -104,7 +106,7 @@ class Selection(RowRewriting):
         """Put the ends in the place of what the mask picked, once it is proven that each row is treated by itself."""
         for node in self.order:
             if node.op == "call_function" and not asserts(node) and self.touched(node):
-                known = self.listing(node) or self.numbering(node) or self.picking(node)
+                known = self.listing(node) or self.numbering(node) or self.counting(node) or self.picking(node)
                 _ = known or self.putting_back(node) or self.by_row(node)
         if not self.ends:
             raise Unfit
@@ -165,6 +167,16 @@ class Selection(RowRewriting):
         if self.dim or not counts_rows(x) or facts.shape(x.meta["val"]) != facts.shape(self.mask.meta["val"]):
             return False
         self.columns[node] = self.dim
+        return True
+
+    def counting(self, node: Node) -> bool:
+        """How many rows are picked, as the length of a column: as many as all."""
+        if node.target is not aten.sym_size.int or node.args[0] not in self.columns:
+            return False
+        with self.gm.graph.inserting_before(node):
+            if (count := batch_size(self.gm, self.each * self.k)) is None:
+                return False
+        self.twins[node] = count
         return True
 
     def looked_up(self, node: Node) -> tuple[int, list[int]] | None:
@@ -295,7 +307,7 @@ class Selection(RowRewriting):
             if len(dims) > 1:
                 kept, rows = (t.unflatten(1, self.others).movedim(there, list(range(len(dims)))) for t in (kept, rows))
             elif not adds:
-                kept, rows = _last_choice(kept, rows)
+                kept, rows = last_choice(kept, rows)
             if not adds:
                 return torch.where(kept, rows.to(z.dtype), z)
             added = torch.where(kept, rows, torch.zeros((), dtype=x.dtype, device=x.device))
@@ -307,18 +319,3 @@ class Selection(RowRewriting):
         """The op on all rows."""
         places = any(n in self.columns or n in self.listed or n is self.mask for n in node.all_input_nodes)
         return not places and self.copied(node)
-
-
-def _last_choice(kept: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether a row is written, and with what: the last of its choices that is picked.  `[N, k, ..]` -> `[N, ..]`.
-
-    Those that do not stand have the derivative of the place too, as in torch.
-    """
-    if kept.shape[1] == 1:
-        return kept.squeeze(1), rows.squeeze(1)
-    last = kept & (kept.to(torch.int64).flip(1).cumsum(1).flip(1) == 1)
-    zero = torch.zeros((), dtype=rows.dtype, device=rows.device)
-    found = torch.where(last, rows, zero).sum(1, dtype=rows.dtype)
-    if rows.is_floating_point():
-        found = found + torch.where(kept & ~last & rows.isfinite(), rows - rows.detach(), zero).sum(1)
-    return kept.any(1), found

@@ -1,4 +1,4 @@
-"""Plain functions on rows of which some do not count, traced where a mask has picked the others (`padding.py`)."""
+"""Plain functions on rows of which some do not count, traced where a mask picks the others."""
 
 from __future__ import annotations
 
@@ -88,3 +88,18 @@ def _extreme(dtype: torch.dtype, which: str) -> Any:
 def _of_some(found: Tensor, kept: Tensor) -> Tensor:
     """NaN where there are no rows at all, of which torch knows no extreme."""
     return torch.where(kept.any(), found, float("nan")) if found.is_floating_point() else found
+
+
+def last_choice(kept: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether a row is written, and with what: the last of its choices that is picked.  `[N, k, ..]` -> `[N, ..]`.
+
+    Those that do not stand have the derivative of the place too, as in torch.
+    """
+    if kept.shape[1] == 1:
+        return kept.squeeze(1), rows.squeeze(1)
+    last = kept & (kept.to(torch.int64).flip(1).cumsum(1).flip(1) == 1)
+    zero = torch.zeros((), dtype=rows.dtype, device=rows.device)
+    found = torch.where(last, rows, zero).sum(1, dtype=rows.dtype)
+    if rows.is_floating_point():
+        found = found + torch.where(kept & ~last & rows.isfinite(), rows - rows.detach(), zero).sum(1)
+    return kept.any(1), found
