@@ -59,12 +59,30 @@ def of_rows_flattened(o: Tensor, t: Tensor) -> Tensor:
     return o[torch.nonzero(t > 0).flatten()].square().sum()
 
 
+def of_numbered_rows(o: Tensor, t: Tensor) -> Tensor:
+    places = torch.arange(o.shape[0])[t > 0]
+    return F.nll_loss(o.log_softmax(1)[places], t[places], reduction="sum")
+
+
+def weighted(o: Tensor, t: Tensor) -> Tensor:
+    places = torch.where(t > 0)[0]
+    weights = torch.full((places.numel(),), 0.5, dtype=o.dtype)
+    return (F.cross_entropy(o[places], t[places], reduction="none") * weights).sum()
+
+
+def marked(o: Tensor, t: Tensor) -> Tensor:
+    places, marks = torch.where(t > 0)[0], torch.zeros_like(o)
+    marks[places, t[places]] = 1
+    return (marks * o.sigmoid()).sum()
+
+
 def row_squeezed(o: Tensor, t: Tensor) -> Tensor:
     return o[t > 0].squeeze().square().sum()
 
 
 ROWS = {f.__name__: Row(head, f, several) for f in (by_where, by_two_columns, by_nonzero, by_its_columns, flat)}
 ROWS |= {f.__name__: Row(head, f, whole) for f in (of_rows, of_rows_flattened, row_squeezed)}
+ROWS |= {f.__name__: Row(head, f, whole) for f in (of_numbered_rows, weighted, marked)}
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)

@@ -21,9 +21,8 @@ from psg_fx.graph.order import is_reshaped
 from psg_fx.graph.splicing import splice
 
 from ..values import bound
-from .listed import columns_of
+from .listed import columns_of, mask_of
 from .nested import has_known_rest, mask_by, put_back
-from .picked import LISTS
 
 aten = torch.ops.aten
 
@@ -36,8 +35,8 @@ def look_up_at_picked_places(gm: GraphModule) -> None:
     """Rewrite these where all places are picked by one mask."""
     listed: dict[Node, Pick] = {}
     for node in list(gm.graph.nodes):
-        if node.target in LISTS and node.args[0].meta["val"].dtype is torch.bool:
-            listed |= {column: ((dim,), node.args[0]) for column, dim in columns_of(node).items()}
+        if (mask := mask_of(node)) is not None and mask.meta["val"].dtype is torch.bool:
+            listed |= {column: ((dim,), mask) for column, dim in columns_of(node).items()}
         if node.target not in (aten.index.Tensor, aten.index_put.default):
             continue
         tables, mask = _tables(bound(node)["indices"], listed)

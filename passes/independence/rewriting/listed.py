@@ -1,6 +1,7 @@
 """Rows picked by the places that a mask lists are rows that it picks: `x[torch.where(m)]` is `x[m]`.
 
 i, j = torch.where(m);  x[i, j] = x[m]        i = m.nonzero().squeeze(1);  x[i] = x.index_select(0, i) = x[m]
+i = torch.arange(N)[m];  x[i] = x[m]
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from psg_fx.graph import facts
-from psg_fx.graph.nodes import call, written_before
+from psg_fx.graph.nodes import call, value_of, written_before
 
 from ..values import bound, op_name
+from .numbers import counts_rows
 from .picked import LISTS, ONE_ROW, asserts
 
 aten = torch.ops.aten
@@ -24,22 +26,34 @@ _SAME = ("aten.squeeze", "aten.view", "aten.reshape", "aten.flatten", "aten.alia
 
 def pick_by_masks(gm: GraphModule) -> None:
     """Rewrite picks by all the places of a mask.  Those by some of its dims, and writes, stay as they are."""
-    lists = [node for node in gm.graph.nodes if node.target in LISTS]
+    lists = [node for node in gm.graph.nodes if mask_of(node) is not None]
     for node in lists:
-        columns = columns_of(node)
-        for user in [u for column in columns for u in column.users if _is_by_all(u, columns, node.args[0])]:
-            _by_mask(gm, user, node)
+        columns, mask = columns_of(node), mask_of(node)
+        for user in [u for column in columns for u in column.users if _is_by_all(u, columns, mask)]:
+            _by_mask(gm, user, mask)
+        for column in columns:
+            _counted(gm, column, mask)
         _without_checks(gm, node)
     if lists:
         gm.graph.eliminate_dead_code()
         gm.recompile()
 
 
+def mask_of(node: Node) -> Any:
+    """The mask whose places a node lists; None for other nodes."""
+    if node.target in LISTS:
+        return node.args[0]
+    if node.target is aten.index.Tensor and counts_rows(node.args[0]):  # type: ignore[arg-type]
+        given: Any = node.args[1]
+        alone = len(given) == 1 and value_of(given[0]).dtype is torch.bool
+        return given[0] if alone and value_of(node.args[0]).ndim == value_of(given[0]).ndim == 1 else None
+    return None
+
+
 def columns_of(listed: Node) -> dict[Node, int]:
     """The places along each dim of the mask that nodes hold."""
-    mask: Any = listed.args[0]
-    ndim = mask.meta["val"].ndim
-    found: dict[Node, int] = {}
+    ndim = value_of(mask_of(listed)).ndim
+    found: dict[Node, int] = {} if listed.target in LISTS else {listed: 0}
     waiting = [listed]
     while waiting:
         node = waiting.pop()
@@ -78,14 +92,27 @@ def _is_by_all(node: Node, columns: dict[Node, int], mask: Any) -> bool:
     return [columns.get(n) for n in given] == list(range(len(own))) and bool(shape[: len(own)] == own)
 
 
-def _by_mask(gm: GraphModule, node: Node, listed: Node) -> None:
-    mask: Any = listed.args[0]
+def _by_mask(gm: GraphModule, node: Node, mask: Node) -> None:
     with written_before(node, node.meta):
-        if mask.meta["val"].dtype is not torch.bool:
-            mask = call(gm, aten.ne.Scalar, mask, 0)
-        made = gm.graph.call_function(aten.index.Tensor, (node.args[0], [mask]))
+        made = gm.graph.call_function(aten.index.Tensor, (node.args[0], [_bool(gm, mask)]))
     made.meta["val"] = node.meta["val"]
     node.replace_all_uses_with(made)
+
+
+def _counted(gm: GraphModule, column: Node, mask: Node) -> None:
+    """The length of a column, as that of what the mask picks."""
+    for number in [user for user in column.users if user.target is aten.sym_size.int]:
+        with written_before(number, number.meta):
+            mask = _bool(gm, mask)
+            made = gm.graph.call_function(aten.index.Tensor, (call(gm, aten.ones_like.default, mask), [mask]))
+            with value_of(mask).fake_mode:  # type: ignore[attr-defined]
+                made.meta["val"] = value_of(column).to(torch.bool)
+        number.args = (made, 0)
+
+
+def _bool(gm: GraphModule, mask: Node) -> Node:
+    """Where what is listed is not zero, where the graph inserts."""
+    return mask if value_of(mask).dtype is torch.bool else call(gm, aten.ne.Scalar, mask, 0)
 
 
 def _without_checks(gm: GraphModule, listed: Node) -> None:

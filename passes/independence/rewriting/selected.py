@@ -25,7 +25,6 @@ from torch.fx import GraphModule, Node
 from psg_fx.errors import PsgError
 from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxes, SampleAxis
-from psg_fx.graph.nodes import batch_size
 from psg_fx.ops.some_row import some_row
 
 from ..values import NUMBERING, Result, bound, op_name
@@ -106,7 +105,7 @@ class Selection(RowRewriting):
         """Put the ends in the place of what the mask picked, once it is proven that each row is treated by itself."""
         for node in self.order:
             if node.op == "call_function" and not asserts(node) and self.touched(node):
-                known = self.listing(node) or self.numbering(node) or self.counting(node) or self.picking(node)
+                known = self.listing(node) or self.numbering(node) or self.picking(node)
                 _ = known or self.putting_back(node) or self.by_row(node)
         if not self.ends:
             raise Unfit
@@ -167,16 +166,6 @@ class Selection(RowRewriting):
         if self.dim or not counts_rows(x) or facts.shape(x.meta["val"]) != facts.shape(self.mask.meta["val"]):
             return False
         self.columns[node] = self.dim
-        return True
-
-    def counting(self, node: Node) -> bool:
-        """How many rows are picked, as the length of a column: as many as all."""
-        if node.target is not aten.sym_size.int or node.args[0] not in self.columns:
-            return False
-        with self.gm.graph.inserting_before(node):
-            if (count := batch_size(self.gm, self.each * self.k)) is None:
-                return False
-        self.twins[node] = count
         return True
 
     def looked_up(self, node: Node) -> tuple[int, list[int]] | None:
