@@ -17,7 +17,7 @@ from psg_fx.graph import facts
 from psg_fx.graph.finite import stays_finite
 from psg_fx.graph.history import copy_graph
 from psg_fx.graph.lifetimes import is_view
-from psg_fx.graph.nodes import is_detach
+from psg_fx.graph.nodes import is_detach, is_zeros
 from psg_fx.graph.same_op import alike, computation
 
 from ..independence.values import bound, op_name
@@ -30,6 +30,7 @@ _PUTS_BY_NUMBER = ("aten.index_add", "aten.index_copy", "aten.index_fill", "aten
 _NOT = ("aten.bitwise_not", "aten.logical_not")
 _AND = ("aten.bitwise_and", "aten.logical_and", "aten.__and__")
 _KEEP_ZERO = ("aten._to_copy", "aten.clone", "aten.reshape", "aten.neg", "aten.sum", "aten.any", "aten.cumsum")
+_FULL = ("aten.full", "aten.full_like", "aten.new_full")
 _OR = ("aten.bitwise_or", "aten.logical_or", "aten.__or__")
 
 
@@ -41,10 +42,11 @@ class Emptied:
     elements, are all zero, or all true.
     """
 
-    def __init__(self, gm: GraphModule, masks: Sequence[Node]) -> None:
+    def __init__(self, gm: GraphModule, masks: Sequence[Node], zeros: Sequence[Node] = ()) -> None:
+        """zeros: constants that are all zero."""
         self.gm = copy_graph(gm)
         self.of = dict(zip(gm.graph.nodes, self.gm.graph.nodes, strict=True))
-        self.zero, self.ones, self.no_rows = set[Node](), set[Node](), set[Node]()
+        self.zero, self.ones, self.no_rows = {self.of[node] for node in zeros}, set[Node](), set[Node]()
         self._numbers_of_rows: set[Any] = set()
         inputs = [t for node in facts.placeholders(gm) for t in facts.tensors(node.meta.get("val"))]
         self._sizes = {s for t in inputs for size in facts.shape(t) for s in size.free_symbols}
@@ -102,10 +104,29 @@ class Emptied:
         if name in _AND:
             return not self.zero.isdisjoint(node.all_input_nodes)
         if name == "aten.mul":
+            if any(_is_number_zero(n) for n in node.args):
+                return self._is_harmless(first)
             return any(n in self.zero and self._is_harmless(_other(node, n)) for n in node.all_input_nodes)
+        if name == "aten.div":
+            return first in self.zero and self._is_never_zero(bound(node)["other"])
+        if is_zeros(node) or (name in _FULL and _is_number_zero(bound(node)["fill_value"])):
+            return True
         if first in self.zero:
             return is_view(node) or name in _KEEP_ZERO
         return (first in self.no_rows and name == "aten.sum") or (first in self.ones and name in _NOT)
+
+    def _is_never_zero(self, divisor: Any) -> bool:
+        """Whether what is zero stays so, divided by it: numbers, and what is added to zero, or no less than them."""
+        if not isinstance(divisor, Node):
+            return not _is_number_zero(divisor)
+        name, given = op_name(divisor), bound(divisor) if divisor.op == "call_function" else {}
+        if name in ("aten._to_copy", "aten.clone"):
+            return self._is_never_zero(given["self"])
+        if name in ("aten.clamp", "aten.clamp_min") and isinstance(given["min"], (int, float)):
+            return given["min"] > 0
+        if name == "aten.add":
+            return given["self"] in self.zero and not isinstance(given["other"], Node) and given["other"] != 0
+        return is_never_zero(divisor)
 
     def _is_harmless(self, value: Any, kept: Any = None) -> bool:
         """Whether a value that counts nothing is finite if what is kept is, and its derivatives are."""
@@ -143,6 +164,8 @@ class Emptied:
             for kept, dropped, known in (("other", "self", self.zero), ("self", "other", self.ones)):
                 if given["condition"] in known and self._is_harmless(given[dropped], given[kept]):
                     return given[kept]
+        if name == "aten.add" and _is_number_zero(given["other"]):
+            return given["self"]
         known = self.ones if name in _AND else self.zero
         if name in (*_AND, *_OR) or given.get("alpha") == 1:
             return next((_other(node, n) for n in node.all_input_nodes if n in known), None)
@@ -152,6 +175,19 @@ class Emptied:
 _DENSE = (
     "aten.masked_fill", "aten.masked_scatter", "aten.expand", "aten.slice", "aten.clone", "aten.where", "aten.add",
 )  # fmt: skip
+
+
+def is_never_zero(node: Node) -> bool:
+    """Whether it is a number of rows, or one in the place of none: `torch.where(n == 0, 1, n)`."""
+    if op_name(node) != "aten.where" or len(node.args) != 3:
+        return False
+    condition, one, value = node.args
+    asks = isinstance(condition, Node) and condition.target is aten.eq.Scalar and condition.args == (value, 0)
+    return asks and op_name(one) == "aten.ones_like"  # type: ignore[arg-type]
+
+
+def _is_number_zero(value: Any) -> bool:
+    return isinstance(value, (int, float)) and value == 0
 
 
 def _other(node: Node, one: Node) -> Any:

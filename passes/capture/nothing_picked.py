@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.errors import CaptureFailed, PsgError
 from psg_fx.graph import facts
-from psg_fx.graph.nodes import call, written_before
+from psg_fx.graph.nodes import call, value_of, written_before
 from psg_fx.graph.same_op import draws
 from psg_fx.ops.of_users.custom_call import custom_call
 from psg_fx.program.code import is_theirs, origin
@@ -31,6 +31,7 @@ from psg_fx.torch_private.functional import Functional
 from ..independence.values import op_name
 from .emptied import LISTING, PICKS, Emptied, said
 from .reasons import NOT_ONE_GRAPH
+from .safe_means import divide_by_one_for_none
 
 aten = torch.ops.aten
 MOST = 64
@@ -47,17 +48,23 @@ def require_same_without(found: Found, program: Program, capture: Callable[[Prog
     found, masks = _without_masks(found, branches)
     if len(branches) > MOST:
         raise _refused(branches, f"{len(branches)} times, of which {MOST} would be looked at")
+    divide_by_one_for_none(found.graph_module, [mask for each in masks for mask in each])
     of_arms: set[int] = set()
     for group in _groups(len(branches)):
         other = program.like()
         other.branches = Branches(branches, group)
         try:
-            again, _ = _without_masks(capture(other), other.branches.found)
+            again, met = _without_masks(capture(other), other.branches.found)
         except PsgError as error:
             raise _refused([branches[k] for k in sorted(group)]) from error
-        empty = Emptied(found.graph_module, [mask for k in group for mask in masks[k]])
+        empty = Emptied(found.graph_module, [mask for k in group for mask in masks[k]], _zeros(found))
         left_out = _checks_left_out(empty, found.graph_module, program, other)
-        if left_out is None or not _same(empty.gm, found, again):
+        met_by = list(zip(other.branches.numbers, met, strict=True))
+        divide_by_one_for_none(again.graph_module, [mask for k, each in met_by if k not in group for mask in each])
+        as_empty = Emptied(
+            again.graph_module, [mask for k, each in met_by if k in group for mask in each], _zeros(again)
+        )
+        if left_out is None or not _same((empty, found), (as_empty, again)):
             raise _refused([branches[k] for k in sorted(group)])
         of_arms |= left_out
     _only_where_picked(found.graph_module, program, masks, of_arms)
@@ -139,17 +146,35 @@ def _left_behind(program: Program) -> Any:
     return written, program.output.spec, str(dict(program.output.constants))
 
 
-def _same(empty: GraphModule, found: Functional, again: Functional) -> bool:
+def _same(*both: tuple[Emptied, Functional]) -> bool:
     """Whether a capture computes what is left of another one."""
-    both = (empty, found), (Emptied(again.graph_module, ()).gm, again)
-    for gm, _ in both:
-        for node in _checks_of_sizes(gm):
-            gm.graph.erase_node(node)  # numbers of rows, which are not the same
-        gm.graph.eliminate_dead_code()
-    held = [_held(gm, program) for gm, program in both]
+    for empty, _ in both:
+        _say_zeros_alike(empty)
+        for node in _checks_of_sizes(empty.gm):
+            empty.gm.graph.erase_node(node)  # numbers of rows, which are not the same
+        empty.gm.graph.eliminate_dead_code()
+    held = [_held(empty.gm, program) for empty, program in both]
     numbers: dict[Any, int] = {}
     same = len(held[0]) == len(held[1]) and all(map(_hold_the_same, *held))
-    return same and _computed(empty, numbers) == _computed(both[1][0], numbers)
+    computed = [_computed(empty.gm, numbers) for empty, _ in both] if same else [[], [0]]
+    return computed[0] == computed[1]
+
+
+def _say_zeros_alike(empty: Emptied) -> None:
+    """What is zero everywhere is, whatever it is computed from."""
+    first = next(node for node in empty.gm.graph.nodes if node.op != "placeholder")
+    for node in [n for n in empty.gm.graph.nodes if n in empty.zero and n.users]:
+        value = value_of(node)
+        with empty.gm.graph.inserting_before(first):  # only compared, never run
+            zeros = empty.gm.graph.call_function(aten.zeros.default, (str(value.shape),), {"dtype": value.dtype})
+        node.replace_all_uses_with(zeros)
+
+
+def _zeros(found: Functional) -> list[Node]:
+    """The constants that are zero everywhere."""
+    specs = zip(facts.placeholders(found.graph_module), found.graph_signature.input_specs, strict=True)
+    held = ((node, found.constants.get(spec.target or "")) for node, spec in specs)
+    return [node for node, value in held if isinstance(value, torch.Tensor) and not value.any()]
 
 
 def _held(gm: GraphModule, program: Functional) -> list[tuple[InputKind, Any]]:

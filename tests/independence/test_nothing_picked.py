@@ -326,11 +326,6 @@ def all_rows_computed(model: Any, h: Tensor) -> Tensor:
     return torch.where(m, torch.log(h), h) if m.any() else h
 
 
-def divided(model: Any, h: Tensor) -> Tensor:
-    m = h > 0
-    return h + h[m].sum() / m.sum() if m.any() else h
-
-
 def nothing_returned(model: Any, h: Tensor) -> Any:
     if torch.isnan(h).any():
         return None
@@ -349,8 +344,8 @@ def fail() -> None:
 
 REFUSED = [
     prepared, counting, only_one, otherwise, of_another_mask, two_at_least, written_since, number_written_since,
-    mask_in_floats_written_since, in_a_byte, left_in_a_buffer, all_rows_computed,
-    divided, nothing_returned, raised_elsewhere,
+    mask_in_floats_written_since, in_a_byte, left_in_a_buffer, all_rows_computed, nothing_returned,
+    raised_elsewhere,
 ]  # fmt: skip
 
 

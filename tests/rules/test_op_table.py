@@ -55,6 +55,7 @@ OTHER_TABLES = {
     "passes/independence/rewriting/selected.py:_FLAT": "the ops that make one column of a list of places",
     "passes/capture/emptied.py:LISTING": "the ops that list where a mask is true, asked by two readings of a graph",
     "passes/capture/emptied.py:PICKS": "the ops that pick rows",
+    "passes/capture/emptied.py:_FULL": "the ops that fill a tensor with a number",
     "passes/capture/emptied.py:_PUTS": "the ops that put rows back",
     "passes/capture/emptied.py:_PUTS_BY_NUMBER": "the ops that put rows back",
     "passes/capture/emptied.py:_NOT": "what makes zeros of ones",

@@ -1,0 +1,141 @@
+"""Means of what a mask picks, behind a branch on whether it picks anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import psg_fx
+from psg_fx.errors import CaptureFailed
+from support import oracle
+
+PLACES, CLASSES = 4, 5
+torch.manual_seed(0)
+X, LABELS = torch.randn(5, 3, dtype=torch.float64), torch.randint(0, 3, (5, PLACES))
+MASK = torch.tensor([[0, 0, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 1, 1], [0, 0, 0, 0]]).bool()
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = nn.Linear(3, PLACES * CLASSES).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).unflatten(1, (PLACES, CLASSES))
+
+
+def each(o: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(o.transpose(1, 2), y, reduction="none")
+
+
+def zero_instead(o: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    if m.sum() == 0:
+        return o.sum() * 0
+    return F.cross_entropy(o[m], y[m])
+
+
+def a_number_instead(o: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    return o.square().mean() + (each(o, y)[m].mean() if m.any() else torch.tensor(0.0, dtype=o.dtype))
+
+
+def zeros_instead(o: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    return o.square().mean() + (each(o, y)[m].mean() if m.any() else o.new_zeros(()))
+
+
+def added(o: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    loss = o.square().mean()
+    if m.any():
+        loss = loss + o[m].square().mean()
+    return loss
+
+
+def nothing_instead(o: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    loss = F.cross_entropy(o[m], y[m]) if m.any() else None
+    return o.exp().mean() if loss is None else loss + o.exp().mean()
+
+
+def divided(o: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    loss, n = (each(o, y) * m).sum(), m.sum()
+    if n > 0:
+        loss = loss / n
+    return loss
+
+
+def by_one_more(o: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    n = m.sum()
+    if n == 0:
+        n = n + 1
+    return (each(o, y) * m).sum() / n
+
+
+def of_classes(o: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    loss: Tensor | float = 0.0
+    for c in range(3):
+        own = y == c
+        if own.sum() > 0:
+            loss = loss + o[own].square().mean() * (c + 1)
+    return loss + o.mean()
+
+
+def counted_by_rows(o: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    picked = o[m]
+    if picked.numel() == 0:
+        return 0.0 * o.sum()
+    return F.mse_loss(picked, torch.zeros_like(picked))
+
+
+def listed(o: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    places = torch.where(m)
+    if len(places[0]) == 0:
+        return o.sum() * 0
+    return F.cross_entropy(o[places], y[places])
+
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+LOSSES: list[Loss] = [
+    zero_instead, a_number_instead, zeros_instead, added, nothing_instead, divided, by_one_more, of_classes,
+    counted_by_rows, listed,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_exact(loss: Loss, backend: str) -> None:
+    model = Heads()
+    step = psg_fx.transform(model, loss, quantities=psg_fx.Grads(), backend=backend)
+    for size in (5, 2, 1) if backend == "eager" else (5,):
+        targets = LABELS[:size], MASK[:size]
+        found = step(X[:size], targets)
+        torch.testing.assert_close((found.losses, found.grads), oracle.loop_grads(model, loss, X[:size], targets))
+
+
+def one_instead(o: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    return each(o, y)[m].mean() if m.any() else o.square().mean()
+
+
+def meant_all_the_same(o: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    """Not a number where the mask picks nothing, in both arms."""
+    loss = each(o, y)[m].mean()
+    return loss * 2 if m.any() else loss
+
+
+def of_another_mask(o: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    other = y == 1
+    return each(o, y)[other].mean() if m.any() else o.sum() * 0
+
+
+def not_finite(o: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    """The derivative of a logarithm of zero, times zero, is not a number."""
+    loss, n = (o.relu().log() * m[..., None]).sum(), m.sum()
+    return loss / n if n > 0 else o.sum() * 0
+
+
+@pytest.mark.parametrize("loss", [one_instead, meant_all_the_same, of_another_mask, not_finite])
+def test_refused(loss: Loss) -> None:
+    with pytest.raises(CaptureFailed, match="whether a mask picks anything"):
+        psg_fx.transform(Heads(), loss, quantities=psg_fx.Grads(), backend="eager")(X, (LABELS, MASK))
