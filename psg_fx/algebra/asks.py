@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import sympy
@@ -11,10 +11,10 @@ import torch
 
 from psg_fx.algebra.ask import Linear, Phase, Quadratic, ThroughTotal
 from psg_fx.algebra.gradient import ParameterGradient, Term
-from psg_fx.algebra.network import BATCH, Axes, Kind, Leaf, Network, Source, inner, weighted
+from psg_fx.algebra.network import BATCH, Axes, Dense, Kind, Leaf, Network, Source, inner, weighted
 from psg_fx.algebra.prefix import push_forward, sources
 from psg_fx.algebra.site import Prefix
-from psg_fx.tensors import product, reshape
+from psg_fx.tensors import accumulation_dtype, product, reshape
 
 OTHER = "b'"
 """The samples of the second gradient in a product of two."""
@@ -143,6 +143,35 @@ class Weighted(Linear):
 
     def __str__(self) -> str:
         return "Σ_b c[b] g[b]" if self.weights else "Σ_b g[b]"
+
+
+@dataclass(frozen=True)
+class Total(Linear):
+    """Σ_b g_b of every parameter: name -> shape, kept in float32 or better."""
+
+    like_parameter: ClassVar[bool] = True
+    per_sample: ClassVar[bool] = False
+    nameless: ClassVar[bool] = True
+    key: ClassVar[str] = "total"
+
+    def contract(self, term: Term, name: str) -> Network:
+        g = term.network
+        return weighted(replace(g, leaves=tuple(map(_accumulated, g.leaves))), None)
+
+    def shape(self, gradient: ParameterGradient, batch: Any) -> tuple[Any, ...]:
+        return gradient.shape
+
+    def __str__(self) -> str:
+        return "Σ_b g[b]"
+
+
+def _accumulated(leaf: Leaf) -> Leaf:
+    """A plain leaf in the dtype that its sums are kept in."""
+    dtype = accumulation_dtype(leaf.dtype)
+    if dtype is leaf.dtype or not isinstance(leaf.form, Dense):
+        return leaf
+    recipe = f"{leaf.recipe} in {dtype}"
+    return replace(leaf, recipe=recipe, dtype=dtype, build=lambda *values: leaf.build(*values).to(dtype), copied=True)
 
 
 def along_dtype(dtype: torch.dtype) -> torch.dtype:

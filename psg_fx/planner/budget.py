@@ -28,6 +28,7 @@ from psg_fx.planner.cost import Device
 from psg_fx.planner.expr import LeafExpr, peak_bytes
 from psg_fx.planner.plan import Part, Plan, kept_until_norms
 from psg_fx.planner.search import plan_step
+from psg_fx.tensors import accumulation_dtype
 
 _PRICES = (1.0, 10.0, 1e9)
 """Times the device's price of kept memory (at least `_LEAST`): the last one keeps as little as any tree can."""
@@ -100,9 +101,9 @@ def memory_of(gm: GraphModule, plan: Plan, size: int) -> int:
 
 
 def _found_before(plan: Plan) -> int:
-    """Bytes of the sums of earlier parts, which are there while a part is computed."""
-    parts = [part for parameter in plan.parameters for part in parameter.parts]
-    return sum(part.tree.bytes for part in parts if BATCH not in part.contraction.network.out)
+    """Bytes of the sums of earlier parts, which are there while a part is computed; of half precision, in float32."""
+    trees = [part.tree for p in plan.parameters for part in p.parts if BATCH not in part.contraction.network.out]
+    return sum(tree.bytes * accumulation_dtype(tree.dtype).itemsize // tree.dtype.itemsize for tree in trees)
 
 
 def _in_order(plan: Plan) -> list[Part]:

@@ -19,7 +19,7 @@ from psg_fx.algebra.asks import (
     InnerProducts,
     Projected,
     Squares,
-    Weighted,
+    Total,
     along_dtype,
     direction,
     projection,
@@ -142,7 +142,8 @@ class SecondMoment(Quantity):
 
     The variance is computed as the second moment less ḡ², so that its rounding error is relative to the second moment.
     The simple noise scale (McCandlish et al. 2018, arXiv:1812.06162) is `Σ second_moment / Σ mean_grad²` over all
-    elements, with `quantities=[SecondMoment(centered=True), MeanGrad()]`.
+    elements, with `quantities=[SecondMoment(centered=True), MeanGrad()]`.  The variance of several batches or processes
+    follows from those two, as exactly as `mean_grad` is kept, in the dtype of the parameters.
     """
 
     centered: bool = False
@@ -152,12 +153,12 @@ class SecondMoment(Quantity):
         check_flag("SecondMoment", "centered", self.centered)
 
     def asks(self) -> tuple[Ask, ...]:
-        return (Squares(), Weighted("")) if self.centered else (Squares(),)
+        return (Squares(), Total()) if self.centered else (Squares(),)
 
     def finish(self, r: Results, weights: Weights, batch: int) -> dict[str, Any]:
         found = {name: value / batch for name, value in r["squares"].items()}
         if self.centered:
-            means = {name: r["weighted:"][name].to(value.dtype) / batch for name, value in found.items()}
+            means = {name: r["total"][name] / batch for name, value in found.items()}
             found = {name: (value - means[name].square()).clamp(min=0) for name, value in found.items()}
         return {"second_moment": found}
 

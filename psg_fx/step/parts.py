@@ -14,6 +14,7 @@ from psg_fx.quantities.base import Join, Quantity
 from psg_fx.step.compiled import StepOutput
 from psg_fx.step.groups import Groups, groups_of
 from psg_fx.step.settings import Settings
+from psg_fx.tensors import accumulation_dtype
 
 
 def run_in_parts(
@@ -36,7 +37,7 @@ def run_in_parts(
         joined.add(step(*_cut(call, part), **_cut_given(settings, given, part)), part)
         report(done, len(starts))
     between = settings.joins_of_processes if groups is None else settings.joins_of_groups
-    return StepOutput(joined.fields, between)
+    return StepOutput(joined.fields(), between)
 
 
 def is_linear(quantity: Quantity) -> bool:
@@ -110,22 +111,39 @@ def _cut_given(settings: Settings, given: Mapping[str, Any], part: slice) -> dic
 
 
 class Joined:
-    """The fields of a batch, filled part by part.  overwritten: a part's tensors live only until the next part."""
+    """The fields of a batch, filled part by part; sums of half precision are held in float32 until all are there.
+
+    overwritten: a part's tensors live only until the next part.
+    """
 
     def __init__(self, joins: Mapping[str, Join], count: int, overwritten: bool) -> None:
         self._joins, self._count, self._overwritten = joins, count, overwritten
         self._own: set[int] = set()
-        self.fields: dict[str, Any] = {}
+        self._fields: dict[str, Any] = {}
+        self._dtypes: dict[tuple[str, ...], torch.dtype] = {}
+
+    def fields(self) -> dict[str, Any]:
+        """All fields, in the dtypes that the parts have."""
+        return {
+            field: {n: self._said(t, field, n) for n, t in total.items()} if isinstance(total, dict)
+            else self._said(total, field)
+            for field, total in self._fields.items()
+        }  # fmt: skip
+
+    def _said(self, total: torch.Tensor, *name: str) -> torch.Tensor:
+        return total.to(self._dtypes[name])
 
     def add(self, output: StepOutput, part: slice) -> None:
         """Take in the output of one part."""
         for field, value in vars(output).items():
             if isinstance(value, torch.Tensor):
-                self.fields[field] = self._joined_field(field, self.fields.get(field), value, part)
+                self._fields[field] = self._joined_field(field, self._fields.get(field), value, part)
+                self._dtypes[field,] = value.dtype
             else:
-                total = self.fields.setdefault(field, {})
+                total = self._fields.setdefault(field, {})
                 for name, tensor in value.items():
                     total[name] = self._joined_field(field, total.get(name), tensor, part)
+                    self._dtypes[field, name] = tensor.dtype
 
     def _joined(self, total: torch.Tensor | None, value: torch.Tensor, join: Join, part: slice) -> torch.Tensor:
         if join == "cat":
@@ -142,6 +160,7 @@ class Joined:
             return total
         share = (part.stop - part.start) / self._count if join == "mean" else 1.0
         if total is None:
+            value = value.to(accumulation_dtype(value.dtype))
             return self._owned(value) if join == "sum" else value * share
         return total.add_(value, alpha=share)
 
@@ -174,11 +193,11 @@ class OfGroups(Joined):
         if join != "cat":  # a mean over groups is over all of them, in every part
             return self._joined(total, value, "sum", part)
         if total is None:
-            return value.clone()
+            return value.to(accumulation_dtype(value.dtype), copy=True)
         before, own = self._ids[: part.start], self._ids[part]
         own = own[own >= 0].unique()
         again = torch.isin(own, before)
         new, again = own[~again].to(value.device), own[again].to(value.device)
-        total[new] = value[new]
+        total[new] = value[new].to(total.dtype)
         total[again] += value[again]
         return total

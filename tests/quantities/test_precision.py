@@ -65,6 +65,16 @@ def test_half_precision_model(dtype: torch.dtype) -> None:
     assert oracle.relative_error(out.norms, exact) < 2.0 * torch.finfo(dtype).eps
 
 
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_variance_far_below_the_mean_in_half_precision(backend: str) -> None:
+    """The mean is squared before it is rounded.  Gradients are the rows of x."""
+    model = nn.Linear(5, 1, bias=False).to(torch.bfloat16)
+    x = (1 + 0.03 * torch.randn(200, 5, generator=GENERATOR)).to(torch.bfloat16)
+    step = psg_fx.transform(model, lambda o: o.sum(), quantities=SecondMoment(centered=True), backend=backend)
+    found, exact = step(x).second_moment["weight"][0], x.double().var(0, unbiased=False)
+    assert (found - exact).abs().max() < 1e-2 * exact.max()
+
+
 @pytest.mark.parametrize("dtype", one_in(2, [torch.float16, torch.bfloat16]))
 def test_products_in_half_precision(dtype: torch.dtype) -> None:
     """Sums of products are kept in float32: their error is that of the gradients, relative to the largest products."""

@@ -158,3 +158,21 @@ def test_inputs_and_targets_may_be_given_by_name() -> None:
     for wrong in (lambda: run(), lambda: run(x, y, y)):
         with pytest.raises(BadArgument, match=r"step\(\) got (no inputs|3 positional arguments)"):
             wrong()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_in_half_precision_do_not_stop_growing(dtype: torch.dtype) -> None:
+    """The gradient of every sample is one: 512 + 1 is 512 in bfloat16, and 2048 + 1 is 2048 in float16."""
+    model, x, weights = nn.Linear(5, 1, bias=False).to(dtype), torch.ones(3000, 5, dtype=dtype), torch.ones(3000)
+    asked = [ClippedSum(1e3), WeightedSum(), MeanGrad()]
+    step = psg_fx.transform(model, lambda o: o.sum(), quantities=asked, backend="eager")
+    exact = torch.full((1, 5), 3000.0).to(dtype)
+    found = psg_fx.microbatch(step, 100)(x, weights=weights)
+    for value, wanted in ((found.clipped_sum, exact), (found.weighted_sum, exact), (found.mean_grad, exact / 3000)):
+        torch.testing.assert_close(value["weight"], wanted, rtol=0, atol=0)
+    groups = torch.arange(3000) % 2
+    of_groups = psg_fx.transform(model, lambda o: o.sum(), quantities=Grads(), backend="eager")
+    rows = psg_fx.microbatch(of_groups, 100)(x, groups=groups).grads["weight"]
+    torch.testing.assert_close(rows, torch.full((2, 1, 5), 1500.0).to(dtype), rtol=0, atol=0)
+    least = psg_fx.transform(model, lambda o: o.sum(), quantities=ClippedSum(1e3), backend="eager", memory_budget=150)
+    torch.testing.assert_close(least(x).clipped_sum["weight"], exact, rtol=0, atol=0)

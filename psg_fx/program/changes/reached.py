@@ -193,7 +193,7 @@ class Reached:
             return
         self.holders.append(of_class(value))
         for key, held in self.holders[-1].before.items():
-            self._waiting.append((getattr(held, "__func__", getattr(held, "fget", held)), key))
+            self._waiting.append((_function_of(held), key))
         self._waiting.extend((base, "") for base in value.__mro__[1:])
 
     def _of_object(self, value: Any) -> None:
@@ -222,6 +222,15 @@ def _of_a_capture(made: Any) -> bool:
     if isinstance(made, nn.Module):
         tensors = [*made.parameters(), *made.buffers(), *Reached([made], with_tensors=True).tensors]
     return any(isinstance(t, FakeTensor) for t in tensors)
+
+
+def _function_of(held: Any) -> Any:
+    """What a class runs for an attribute; attributes of other objects are not asked for: that may run their code."""
+    if isinstance(held, (staticmethod, classmethod, MethodType)):
+        return held.__func__
+    if isinstance(held, functools.cached_property):
+        return held.func
+    return held.fget if isinstance(held, property) else held
 
 
 def _module(name: str, package: str | None) -> ModuleType | None:

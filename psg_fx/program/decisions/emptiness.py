@@ -37,6 +37,10 @@ class Branch:
     line: str
 
 
+_ENDLESS = 100
+"""Branches after which it is a loop that runs while a mask picks something, which it would for ever."""
+
+
 class Branches:
     """Those of a program, in the order in which it asks.
 
@@ -66,6 +70,8 @@ class Branches:
             there = (k for k in range(first, len(self.before)) if self.before[k].place == place)
             if (number := next(there, -1)) < 0:
                 return None
+        elif number >= _ENDLESS:
+            return None
         self.found.append(Branch(known.says(), place, users_line(frame)))
         self.numbers.append(number)
         return number not in self.empty
