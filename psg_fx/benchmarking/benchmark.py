@@ -166,6 +166,12 @@ def benchmark(
             f"rounds={rounds!r}, min_run_time={min_run_time!r}", where="benchmark(rounds=..., min_run_time=...)",
             why="times are medians over rounds of some seconds", fix="one round or more, of more than 0 seconds",
         )  # fmt: skip
+    if not callable(loss_fn):
+        raise BadArgument(
+            f"loss_fn is {loss_fn!r}", where="benchmark(model, loss_fn, inputs, targets)",
+            why="the ordinary step, which all others are timed beside, is the gradient of a loss",
+            fix="pass the loss: benchmark(model, F.cross_entropy, x, y)",
+        )  # fmt: skip
     torch.compiler.reset()
     problem = Problem(model, loss_fn, inputs, targets, batch_dim, backend)
     asked = by_label(quantities)

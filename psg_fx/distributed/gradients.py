@@ -21,13 +21,18 @@ def set_grad(model: nn.Module, values: Mapping[str, torch.Tensor], scale: float 
         scale: 1 / (expected number of samples), say.
 
     Raises:
-        BadArgument: no mapping; a name that the model does not have, another shape, or a value that lies otherwise
-            than p.
+        BadArgument: no module or no mapping; a name that the model does not have, another shape, or a value that lies
+            otherwise than p.
     """
     if not isinstance(values, Mapping):
         raise BadArgument(
             f"values is a {type(values).__name__}", where="psg_fx.distributed.set_grad(model, values)",
             why="parameters are found by name", fix="pass a field of a step's output, such as out.clipped_sum",
+        )  # fmt: skip
+    if not isinstance(model, nn.Module):
+        raise BadArgument(
+            f"model is a {type(model).__name__}", where="psg_fx.distributed.set_grad(model, values)",
+            why="its parameters are found by name", fix="pass the module that the step was made of",
         )  # fmt: skip
     reshard(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))

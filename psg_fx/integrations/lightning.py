@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
 
+from psg_fx.errors import BadArgument
 from psg_fx.integrations.measures import Measure
 from psg_fx.quantities.base import Quantity
 
@@ -37,6 +39,21 @@ class GradientStatistics(Callback):  # type: ignore[misc]
         self.measure = Measure(every, loss_fn, quantities, prepare, options)
         self._model, self._seen = model, 0
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Before anything is trained: whether there is such a model."""
+        self._of(pl_module)
+
+    def _of(self, pl_module: LightningModule) -> nn.Module:
+        try:
+            found: nn.Module = pl_module.get_submodule(self._model)
+        except AttributeError as error:
+            names = ", ".join(name for name, _ in pl_module.named_children()) or "none"
+            raise BadArgument(
+                f"the LightningModule has no submodule {self._model!r}", where="GradientStatistics(model=...)",
+                why=f"its submodules are {names}", fix="name one of those, or leave model out",
+            ) from error  # fmt: skip
+        return found
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -45,7 +62,7 @@ class GradientStatistics(Callback):  # type: ignore[misc]
         if self._seen % self.measure.every or not trainer.is_global_zero:
             return
         with trainer.precision_plugin.train_step_context():
-            numbers, rows = self.measure.of(pl_module.get_submodule(self._model), [batch])
+            numbers, rows = self.measure.of(self._of(pl_module), [batch])
         logs = {f"gradients/{name}": value for name, value in numbers.items()}
         pl_module.log_dict(logs, logger=False)  # for callbacks that monitor them
         for logger in trainer.loggers:  # now, whatever log_every_n_steps is

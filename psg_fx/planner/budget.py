@@ -59,7 +59,7 @@ def plan_within(
         for factor in (0.0, *_PRICES):
             price = None if factor == 0 else max(device.kept, _LEAST) * factor
             plan = plan_step(gradients, asks, device, batch, count, price)
-            need = memory_of(gm, plan, round(count * samples)) + (_found_before(plan) if count < size else 0)
+            need = memory_of(gm, plan, round(count * samples)) + (_kept(plan, size - count) if count < size else 0)
             if need <= budget.limit:
                 times = math.isqrt(budget.limit // need) if need and count == size else 1
                 return replace(plan, part=count * times, cut=count < size, need=need)
@@ -100,10 +100,17 @@ def memory_of(gm: GraphModule, plan: Plan, size: int) -> int:
     return peak
 
 
-def _found_before(plan: Plan) -> int:
-    """Bytes of the sums of earlier parts, which are there while a part is computed; of half precision, in float32."""
-    trees = [part.tree for p in plan.parameters for part in p.parts if BATCH not in part.contraction.network.out]
-    return sum(tree.bytes * accumulation_dtype(tree.dtype).itemsize // tree.dtype.itemsize for tree in trees)
+def _kept(plan: Plan, others: int) -> int:
+    """Bytes of what is there while a part is computed: the sums of earlier ones, of half precision in float32, and the
+    rows of all other samples, if these are more than a number each.
+    """
+    total = 0
+    for part in (part for p in plan.parameters for part in p.parts if part.ask in plan.asks):
+        if BATCH in part.contraction.network.out:
+            total += part.tree.bytes * others // plan.size if len(part.tree.axes) > 1 else 0
+        else:
+            total += part.tree.bytes * accumulation_dtype(part.tree.dtype).itemsize // part.tree.dtype.itemsize
+    return total
 
 
 def _in_order(plan: Plan) -> list[Part]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from psg_fx.algebra.ask import Ask
 from psg_fx.algebra.gradient import ParameterGradient
 from psg_fx.errors import BadArgument, PsgError, first_line
 from psg_fx.program.reads.observe import observing_backward
@@ -25,7 +26,13 @@ _FIX = "write it with torch's ops on the tensors it is given: no branch on value
 def check_asks(quantity: Quantity) -> None:
     """Refuse a quantity that asks for nothing, or fills what every step has."""
     with _its_own(quantity, "asks"):
-        asks = () if type(quantity) is Quantity else quantity.asks()
+        asks = () if type(quantity).asks is Quantity.asks else quantity.asks()
+    if isinstance(asks, Ask) or not all(isinstance(ask, Ask) for ask in asks):
+        raise BadArgument(
+            f"{type(quantity).__name__}.asks() gives {asks}", where="transform(quantities=...)",
+            why="a quantity may ask for several contractions of the gradients",
+            fix="return a tuple of psg_fx.algebra.asks: (SquaredNorm(),)",
+        )  # fmt: skip
     if not asks or not quantity.field or quantity.field in _EVERY_STEP:
         what = "asks for nothing" if not asks else f"fills the field {quantity.field!r}"
         raise BadArgument(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 from torch import nn
@@ -58,13 +59,12 @@ def _balance(refusal: PsgError, model: nn.Module) -> str:
 
 def _objects(refusal: PsgError, call: Call) -> str:
     """Tensors in an object that pytrees do not look into are those of the capture, for every batch size."""
-    held = [type(value).__name__ for _, value in call.constants if holds_tensors(value)]
+    held = [type(value) for _, value in call.constants if holds_tensors(value)]
     if not held or not isinstance(refusal, CaptureFailed):
         return ""
-    return (
-        f"pass the tensors of the {held[0]} themselves, or say that it has some: "
-        f"torch.utils._pytree.register_dataclass({held[0]})"
-    )
+    name = held[0].__name__
+    how = f"dataclass({name})" if is_dataclass(held[0]) else f"pytree_node({name}, flatten, unflatten)"
+    return f"pass the tensors of the {name} themselves, or say that it has some: torch.utils._pytree.register_{how}"
 
 
 def _shared(refusal: PsgError, call: Call) -> str:

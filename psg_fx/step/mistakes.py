@@ -231,26 +231,36 @@ def check_outside() -> None:
         )  # fmt: skip
 
 
-def check_keywords(given: Mapping[str, Any], quantities: Sequence[Quantity]) -> None:
-    """Refuse keyword arguments of a call that nothing reads, such as a misspelt one."""
+def check_keywords(
+    given: Mapping[str, Any], quantities: Sequence[Quantity], call: str = "step(inputs, targets)",
+    known: Sequence[str] = ("inputs", "targets", "num_samples", "groups", "num_groups", "out"),
+) -> None:  # fmt: skip
+    """Refuse keyword arguments of a call that nothing reads, such as a misspelt one.  known: those of every call."""
     read = {name for quantity in quantities for name in quantity.reads}
     if not (unknown := sorted(set(given) - read)):
         return
-    meant = get_close_matches(unknown[0], [*_KEYWORDS, *read], 1, 0.7)
+    name = unknown[0]
+    meant = get_close_matches(name, [*known, *read], 1, 0.7) or [
+        k for k in known if len(name) > 2 and k.startswith(name)
+    ]
     raise BadArgument(
-        f"step() got {', '.join(unknown)}", where="step(inputs, targets, ...)",
+        f"{call.partition('(')[0]}() got {', '.join(unknown)}", where=_with_keyword(call, "..."),
         why="no quantity of this step reads it" if not meant else f"did you mean {meant[0]}?",
-        fix=_call_with(meant[0]) if meant else
-        "WeightedSum() reads weights=, Dots() reads directions=; what the model reads goes into a dict of inputs: "
-        "step({name: value, ...}, targets)",
+        fix=(call if meant[0] in ("inputs", "targets") else _with_keyword(call, f"{meant[0]}=...")) if meant else
+        _set_by(name, quantities) or
+        "WeightedSum() and ClippedSum(weighted=True) read weights=, Dots() reads directions=; what the model reads "
+        "goes into a dict of inputs: step({name: value, ...}, targets)",
     )  # fmt: skip
 
 
-def _call_with(name: str) -> str:
-    return "step(inputs, targets)" if name in _KEYWORDS[:2] else f"step(inputs, targets, {name}=...)"
+def _with_keyword(call: str, keyword: str) -> str:
+    return f"{call[:-1]}, {keyword})"
 
 
-_KEYWORDS = ("inputs", "targets", "num_samples", "groups", "num_groups", "out")
+def _set_by(name: str, quantities: Sequence[Quantity]) -> str:
+    """How what a quantity has, and no call gives, is set."""
+    owner = next((q for q in quantities if name in getattr(q, "__dataclass_fields__", ())), None)
+    return "" if owner is None else f"set it where the quantity is made: {type(owner).__name__}({name}=...)"
 
 
 def no_inputs(given: Mapping[str, Any]) -> BadArgument:

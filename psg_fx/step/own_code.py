@@ -199,7 +199,7 @@ def _not_taken(
     what: str, thing: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], text: str, has_loss: bool
 ) -> BadArgument:
     given = [f"{len(args)} positional argument{'s' * (len(args) != 1)}"] if args or not kwargs else []
-    given += [f"the keyword{'s' * (len(kwargs) != 1)} {', '.join(kwargs)}"] if kwargs else []
+    given += [f"the keyword{'s' * (len(kwargs) != 1)} {', '.join(map(str, kwargs))}"] if kwargs else []
     return BadArgument(
         f"the {what} does not take these {'inputs' if what == 'model' else 'targets'}", where=_signature(thing),
         why=f"it is called with {' and '.join(given)}: {text}",

@@ -185,7 +185,10 @@ class LossModule(PerSampleModule):
                 why="it compares results, and keeps none", fix="leave it out",
             )  # fmt: skip
         calls = ("num_samples", "groups", "num_groups")
-        mistakes.check_keywords({k: v for k, v in given.items() if k not in calls}, self.settings.quantities)
+        mistakes.check_keywords(
+            {k: v for k, v in given.items() if k not in calls}, self.settings.quantities,
+            "step.validate(inputs, targets)", ("inputs", "targets", "tolerance", *calls),
+        )  # fmt: skip
         if self._take_apart(inputs, targets, given.get("num_samples")).batch_size() == 0:
             raise BadArgument(
                 "there are no samples", where="step.validate(inputs, targets)",
@@ -227,7 +230,10 @@ class LossModule(PerSampleModule):
                 why="how its rows are laid out is chosen at each call, and a file has one graph",
                 fix="export the step of single samples, and sum its grads by groups",
             )  # fmt: skip
-        call, tracked = self._take_apart(inputs, targets, given.pop("num_samples", None)), self._tracked()
+        rows = given.pop("num_samples", None)
+        known = "path", "inputs", "targets", "num_samples"
+        mistakes.check_keywords(given, self.settings.quantities, "step.export(path, inputs, targets)", known)
+        call, tracked = self._take_apart(inputs, targets, rows), self._tracked()
         quantities = tuple(q.resolved(tracked.shapes, given) for q in self.settings.quantities)
         return export(
             path, self.model, self.loss_fn, lambda: self._build(tracked, call, quantities, own_ops=False), call,

@@ -140,7 +140,7 @@ ROWS: dict[str, Row] = {
     ),
     "batch-dim-too-many": (
         lambda: step(batch_dim=((0, 0), 0))(X, Y), BadArgument, "batch_dim=((0, 0), 0) does not fit the arguments",
-        "transform(batch_dim=...)", "it has 2 entries for 1 positional arguments", BATCH_DIM_FIX,
+        "transform(batch_dim=...)", "it has 2 entries for 1 positional argument", BATCH_DIM_FIX,
     ),
     "batch-dim-missing-name": (
         lambda: step(batch_dim=({"x": 0}, 0))({"input": X}, Y), BadArgument,
@@ -285,8 +285,8 @@ ROWS: dict[str, Row] = {
     "unread-argument": (
         lambda: step()(X, Y, weight=torch.ones(3)), BadArgument, "step() got weight", "step(inputs, targets, ...)",
         "no quantity of this step reads it",
-        "WeightedSum() reads weights=, Dots() reads directions=; what the model reads goes into a dict of inputs: "
-        "step({name: value, ...}, targets)",
+        "WeightedSum() and ClippedSum(weighted=True) read weights=, Dots() reads directions=; what the model reads "
+        "goes into a dict of inputs: step({name: value, ...}, targets)",
     ),
     "not-captured-yet": (
         lambda: step().print_graph(), BadArgument, "nothing has been captured yet", "step.print_graph()",

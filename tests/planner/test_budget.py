@@ -169,3 +169,12 @@ def test_what_is_asked_of_one_gradient_shares_it() -> None:
     formed = weight.parts[0].tree.key
     assert len(weight.parts) == 5
     assert all(formed in part.tree.nodes for part in weight.parts)
+
+
+def test_rows_of_all_samples_are_counted() -> None:
+    """Gradients of every sample do not fit into less than they are."""
+    model, x = torch.nn.Linear(64, 32), torch.randn(64, 64)
+    whole = 64 * sum(p.numel() for p in model.parameters()) * 4
+    step = psg_fx.transform(model, lambda o: o.square().sum(), memory_budget=whole - 1, backend="eager")
+    with pytest.raises(BadArgument, match="is too small"):
+        step(x)

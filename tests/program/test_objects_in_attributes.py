@@ -169,3 +169,35 @@ def test_an_object_without_tensors_is_refused() -> None:
     step = psg_fx.transform(Counted().double(), itself, quantities=Grads(), backend="eager")
     with pytest.raises(NotYetSupported, match=r"the code changes Counted\.note"):
         step(batch(3))
+
+
+class Late:
+    """Looks like anything, and runs code for it, as names that packages import late do."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError(f"no module for {name}")
+
+
+class Helper:
+    moved = Late()
+
+    def twice(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def test_objects_of_a_class_are_not_asked_for_attributes() -> None:
+    class Helped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.helper = nn.Linear(4, 3), Helper()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.helper.twice(self.layer(x))
+
+    model, x = Helped().double(), torch.randn(3, 4, dtype=torch.float64)
+    found = psg_fx.transform(model, itself_squared, quantities=Grads(), backend="eager")(x)
+    torch.testing.assert_close((found.losses, found.grads), oracle.loop_grads(model, itself_squared, x))
+
+
+def itself_squared(o: Tensor) -> Tensor:
+    return o.square().sum()

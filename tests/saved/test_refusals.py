@@ -127,7 +127,10 @@ def test_attention_without_dropout_draws_nothing(tmp_path: Path) -> None:
 
 def test_a_memory_budget_with_parts(tmp_path: Path) -> None:
     model = nn.Linear(4, 3)
-    step = psg_fx.transform(model, F.cross_entropy, memory_budget=4000, backend="eager", progress=False)
+    asked = psg_fx.MeanGrad()
+    step = psg_fx.transform(
+        model, F.cross_entropy, quantities=asked, memory_budget=4000, backend="eager", progress=False
+    )
     with pytest.raises(PsgError, match="the step runs in parts within its memory budget"):
         step.export(tmp_path / "step.pt2", X.repeat(100, 1), Y.repeat(100))
 

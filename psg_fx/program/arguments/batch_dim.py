@@ -45,13 +45,21 @@ def _side(args: tuple[Any, ...], kwargs: dict[str, Any], dims: Any, whole: Any) 
         if args:
             raise _bad_prefix(whole, "it names keyword arguments, and the inputs are positional")
     else:
-        if len(dims) != len(args) or kwargs:
-            raise _bad_prefix(whole, f"it has {len(dims)} entries for {len(args)} positional arguments")
-        pairs = list(zip(args, dims, strict=True))
+        named = [dims[-1]] if kwargs and len(dims) == len(args) + 1 and isinstance(dims[-1], dict) else []
+        if len(dims) != len(args) + bool(kwargs) or len(named) != bool(kwargs):
+            raise _bad_prefix(whole, _too_many(dims, args, kwargs), (*[0] * len(args), dict.fromkeys(kwargs)))
+        pairs = list(zip(args, dims, strict=False))
+        pairs += [(value, _get(each, key, whole)) for each in named for key, value in kwargs.items()]
     found: list[Any] = []
     for value, prefix in pairs:
         found += _expand(value, prefix, whole)
     return found
+
+
+def _too_many(dims: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    given = f"{len(args)} positional argument{'s' * (len(args) != 1)}"
+    given += f" and the keyword{'s' * (len(kwargs) != 1)} {', '.join(kwargs)}" if kwargs else ""
+    return f"it has {len(dims)} {'entry' if len(dims) == 1 else 'entries'} for {given}"
 
 
 def _get(dims: dict[str, Any], key: str, whole: Any) -> Any:
@@ -72,9 +80,10 @@ def _expand(value: Any, prefix: Any, whole: Any) -> list[Any]:
     return [dim for child, p in zip(children, prefixes, strict=True) for dim in _expand(child, p, whole)]
 
 
-def _bad_prefix(batch_dim: Any, why: str) -> BadArgument:
+def _bad_prefix(batch_dim: Any, why: str, like: tuple[Any, ...] = ()) -> BadArgument:
+    named = f"; of a call with keywords, their dims come last: {like}" if like and like[-1] else ""
     return BadArgument(
         f"batch_dim={batch_dim!r} does not fit the arguments", where="transform(batch_dim=...)", why=why,
         fix="give one int for everything, or (inputs_dims, targets_dims), each an int, None, or ints and Nones "
-        "arranged like the arguments",
+        "arranged like the arguments" + named,
     )  # fmt: skip
