@@ -68,6 +68,7 @@ from .gradients.no_grad import detach_no_grad_regions
 from .gradients.own_gradients import write_out
 from .gradients.writes import seen_by_autograd
 from .nothing_picked import arm_fails, require_same_without, without_unread_numbers
+from .read_numbers import keep_numbers_in_tensors
 from .reasons import NOT_ONE_GRAPH, TAKEN_FOR_A_CONSTANT, capture_failed, failure_at, without_shapes
 from .unbound import select_what_is_written
 
@@ -253,6 +254,7 @@ def _as_it_runs(
             _require_any_size(found, dynamic)
             hooks.put_in_place(found.graph_module)
             write_out(found.graph_module)
+            keep_numbers_in_tensors(found.graph_module)
         except PsgError as error:  # torch.fx writes the graph's own traceback into its text
             raise error.alone() from None
         except UnsupportedOperatorException as error:

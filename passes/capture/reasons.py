@@ -33,6 +33,8 @@ _FUNCTORCH = os.path.join(os.path.dirname(torch.__file__), "_functorch", "")
 _TRANSFORMS = tuple(_FUNCTORCH + file for file in ("apis.py", "eager_transforms.py", "vmap.py"))
 _BRANCHES = re.compile(r"\b(if|elif|while|assert|and|or|not)\b")
 """What decides, in a line of code."""
+_NUMBER = re.compile(r"\b(int|float)\(")
+"""What makes a number of Python."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,9 @@ class _Failure:
         asks = "data-dependent" in self.text.lower() or "DataDependent" in self.kind
         return asks or re.search(r"\bu\d+\b", self.first) is not None
 
+    def makes_a_number(self) -> bool:
+        return bool(_NUMBER.search(self.line)) and not _BRANCHES.search(self.line)
+
     def constraint(self) -> str:
         """The sentence of export's report that says what was fixed."""
         for line in self.text.splitlines():
@@ -73,6 +78,11 @@ _REASONS: Sequence[tuple[Callable[[_Failure], bool], str, str]] = (
         lambda failure: failure.goes_by_values() and "len(" in failure.line and not _BRANCHES.search(failure.line),
         "len() makes an integer of Python of how many rows there are, which depends on values",
         "x.shape[0] in place of len(x), which a graph follows",
+    ),
+    (
+        lambda failure: failure.goes_by_values() and failure.makes_a_number(),
+        "int() and float() make a number of Python of a value, so there is no one graph for all batches",
+        "the tensor itself, or .item() in place of int() and float(): a graph follows what is computed of it",
     ),
     (
         lambda failure: failure.goes_by_values() and bool(failure.line) and not _BRANCHES.search(failure.line),

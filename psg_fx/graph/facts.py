@@ -79,6 +79,8 @@ DETACHED = "detached"
 """The field of an output to which no gradient comes back (`return h.detach(), h`)."""
 PLACES = "places"
 """The field of a check that each sample has as many places as values: else samples mix."""
+DRAWN = "drawn"
+"""The field of a check that a random number is not zero."""
 PICKS = "picks"
 """The field of a check that a mask picks as many places of each sample as in the call that was captured."""
 

@@ -225,6 +225,12 @@ def failed_check(line: str, of: str = "") -> PsgError:
             why="it counts places through all samples, and one of them has more or fewer places than values of its own",
             fix="give every sample as many places as values: as many image tokens as features of its image",
         )  # fmt: skip
+    if of == facts.DRAWN:
+        return BadArgument(
+            "a random number is exactly zero", where=line,
+            why="the graph holds what the code does where it is not; one draw of 2^24 is",
+            fix="call the step again, which draws other numbers; or leave the draw out where its bound is 0",
+        )  # fmt: skip
     if of == facts.PICKS:
         return BadArgument(
             "a mask picks other numbers of places than in the call that was captured", where=line,

@@ -139,6 +139,35 @@ def test_a_random_number_that_decides_is_refused(probability: float) -> None:
         step(X, Y)
 
 
+class Adapted(nn.Module):
+    """Left out where a random number is zero, as adapters of rank-r products are: `torch.rand(1) > module_dropout`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.more = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.layer(x)
+        return h + self.more(x) if torch.rand(1, dtype=torch.float16) > 0 else h
+
+
+def test_a_random_number_is_not_zero() -> None:
+    """Of float16 there are 2^11, so that one of few seeds draws a zero."""
+    model = Adapted()
+    step = psg_fx.transform(model, F.cross_entropy, quantities=psg_fx.Grads(), backend="eager")
+    assert oracle.worst_error(step(X, Y).grads, oracle.loop_grads(model, F.cross_entropy, X, Y)[1]) < 1e-12
+
+    def drawn(seed: int) -> float:
+        torch.manual_seed(seed)
+        return torch.rand(1, dtype=torch.float16).item()
+
+    torch.manual_seed(next(seed for seed in range(100_000) if drawn(seed) == 0))
+    with pytest.raises(psg_fx.BadArgument, match=r"a random number is exactly zero(?s:.*)torch\.rand\(1"):
+        step(X, Y)
+    step(X, Y)
+
+
 class Counted(nn.Module):
     """Decides by whole numbers that it reads out of buffers, as libraries do by `self.initialised.item()`."""
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from psg_fx.graph.facts import DRAWN
 from psg_fx.program.code import users_line
 from psg_fx.program.decisions.arms import (
     asks_which_one,
@@ -25,6 +26,7 @@ from psg_fx.program.decisions.arms import (
     outcome_that_stays,
     users_frames,
 )
+from psg_fx.program.decisions.draws import Draws
 from psg_fx.torch_private.fakes import has_known_value
 from psg_fx.torch_private.modes import ASSERT_LATER, CHECK_ALL, FILE_OF_TENSORS, IS_ALL_TRUE
 from psg_fx.torch_private.symbols import answering_symbols, computed_of
@@ -64,6 +66,7 @@ class _Assuming(TorchFunctionMode):
     def __init__(self, found: list[Assumption], caller: CodeType) -> None:
         super().__init__()
         self.found, self.caller = found, caller
+        self.draws = Draws()
         self.read: dict[Any, Tensor] = {}
         """The tensors out of which numbers were read, by the symbols of these."""
 
@@ -91,7 +94,11 @@ class _Assuming(TorchFunctionMode):
             outcome = outcome_that_stays(frame, self.caller, func.__name__)
             if outcome is not None:
                 return self.assume(_ASKED[func](*args, **(kwargs or {})), outcome, frame)
-        return func(*args, **(kwargs or {}))
+        if self.draws.may_be_zero(func, args):
+            self.found.append(Assumption((args[0].detach() == 0).all(), users_line(asking(sys._getframe(1))), DRAWN))
+        result = func(*args, **(kwargs or {}))
+        self.draws.drawn(func, result)
+        return result
 
     def number(self, func: Callable[[Tensor], Any], tensor: Tensor, frame: FrameType) -> Any:
         """The number in a tensor, which the code may decide by: a symbol, or where Python must have one, any of those

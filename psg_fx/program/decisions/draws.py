@@ -1,5 +1,7 @@
 """Random numbers from [0, 1) that are compared with a bound which all of them pass, or none: `torch.rand([]) < 0.0`, as
 layers ask that are left out with a probability, where it is 0.
+
+`torch.rand(1) > 0.0` is true but for a draw that is zero, one of 2^24: a step looks at every call whether it is.
 """
 
 from __future__ import annotations
@@ -32,13 +34,24 @@ class Draws:
         return func in _DRAWING
 
     def outcome(self, func: Any, args: Sequence[Any]) -> bool | None:
-        """What a comparison says of each number that may have been drawn; None where they differ, and for all else."""
-        if func not in _COMPARING or len(args) != 2 or not isinstance(args[0], torch.Tensor):
+        """What a comparison says of each number that may have been drawn, or of one that is not zero; None where they
+        differ, and for all else.
+        """
+        if not self._compares(func, args):
             return None
-        drawn, bound = args
-        if type(bound) not in (int, float) or self._versions.get(drawn, None) != drawn._version:
-            return None
-        name = _COMPARING[func]
-        if bound >= 1 or bound < 0 or (bound == 0 and name in ("lt", "ge")):
+        name, bound = _COMPARING[func], args[1]
+        if bound >= 1 or bound < 0 or (bound == 0 and name in ("lt", "ge")) or self.may_be_zero(func, args):
             return (name in ("lt", "le")) is (bound >= 1)
         return None
+
+    def may_be_zero(self, func: Any, args: Sequence[Any]) -> bool:
+        """Whether the outcome is another one where the number that was drawn is zero."""
+        if not self._compares(func, args):
+            return False
+        return args[1] == 0 and _COMPARING[func] in ("gt", "le") and all(size == 1 for size in args[0].shape)
+
+    def _compares(self, func: Any, args: Sequence[Any]) -> bool:
+        if func not in _COMPARING or len(args) != 2 or not isinstance(args[0], torch.Tensor):
+            return False
+        drawn, bound = args
+        return type(bound) in (int, float) and self._versions.get(drawn, None) == drawn._version
