@@ -9,7 +9,7 @@ prepare for another one, or count; so masks are taken in groups, of any two eith
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -48,7 +48,8 @@ def require_same_without(found: Found, program: Program, capture: Callable[[Prog
     found, masks = _without_masks(found, branches)
     if len(branches) > MOST:
         raise _refused(branches, f"{len(branches)} times, of which {MOST} would be looked at")
-    divide_by_one_for_none(found.graph_module, [mask for each in masks for mask in each])
+    every = dict(enumerate(masks))
+    divide_by_one_for_none(found.graph_module, _of(every, every))
     of_arms: set[int] = set()
     for group in _groups(len(branches)):
         other = program.like()
@@ -57,14 +58,12 @@ def require_same_without(found: Found, program: Program, capture: Callable[[Prog
             again, met = _without_masks(capture(other), other.branches.found)
         except PsgError as error:
             raise _refused([branches[k] for k in sorted(group)]) from error
-        empty = Emptied(found.graph_module, [mask for k in group for mask in masks[k]], _zeros(found))
+        left = dict(zip(other.branches.numbers, met, strict=True))
+        divide_by_one_for_none(again.graph_module, _of(left, left.keys() - group))
+        empty = Emptied(found.graph_module, _of(every, group), _zeros(found))
         left_out = _checks_left_out(empty, found.graph_module, program, other)
-        met_by = list(zip(other.branches.numbers, met, strict=True))
-        divide_by_one_for_none(again.graph_module, [mask for k, each in met_by if k not in group for mask in each])
-        as_empty = Emptied(
-            again.graph_module, [mask for k, each in met_by if k in group for mask in each], _zeros(again)
-        )
-        if left_out is None or not _same((empty, found), (as_empty, again)):
+        rest = Emptied(again.graph_module, _of(left, left.keys() & group), _zeros(again))
+        if left_out is None or not _same((empty, found), (rest, again)):
             raise _refused([branches[k] for k in sorted(group)])
         of_arms |= left_out
     _only_where_picked(found.graph_module, program, masks, of_arms)
@@ -103,6 +102,11 @@ def _refused(branches: Sequence[Branch], reason: str = _NOT_SEEN) -> CaptureFail
         fix="leave the branch out, and loop over all (what is read by a mask that picks nothing has no rows; a mean is "
         "x[m].sum() / m.sum().clamp(min=1)), replace it by torch.where, or decide it outside the model",
     )  # fmt: skip
+
+
+def _of(masks: Mapping[int, list[Node]], numbers: Iterable[int]) -> list[Node]:
+    """The masks of these branches."""
+    return [mask for k in sorted(numbers) for mask in masks[k]]
 
 
 def _without_masks(found: Found, branches: Sequence[Branch]) -> tuple[Found, list[list[Node]]]:
