@@ -34,7 +34,8 @@ def joined(op: Op, values: Sequence[Argument], dim: int) -> SampleAxis | None:
     try:
         return sample_axis.join([samples_of(v) for v in carriers])
     except Misfit as misfit:
-        raise op.refuse(str(misfit)) from None
+        apart = "join what each sample has: torch.cat([a.reshape(B, -1), b.reshape(B, -1)], 1) in place of flat tensors"
+        raise op.unsupported(str(misfit), apart) from None
 
 
 def axis_of(op: Op, values: Sequence[Argument]) -> SampleAxis | None:
