@@ -30,7 +30,6 @@ _PUTS_BY_NUMBER = ("aten.index_add", "aten.index_copy", "aten.index_fill", "aten
 _NOT = ("aten.bitwise_not", "aten.logical_not")
 _AND = ("aten.bitwise_and", "aten.logical_and", "aten.__and__")
 _KEEP_ZERO = ("aten._to_copy", "aten.clone", "aten.reshape", "aten.neg", "aten.sum", "aten.any", "aten.cumsum")
-_FULL = ("aten.full", "aten.full_like", "aten.new_full")
 _OR = ("aten.bitwise_or", "aten.logical_or", "aten.__or__")
 
 
@@ -109,7 +108,7 @@ class Emptied:
             return any(n in self.zero and self._is_harmless(_other(node, n)) for n in node.all_input_nodes)
         if name == "aten.div":
             return first in self.zero and self._is_never_zero(bound(node)["other"])
-        if is_zeros(node) or (name in _FULL and _is_number_zero(bound(node)["fill_value"])):
+        if is_zeros(node):
             return True
         if first in self.zero:
             return is_view(node) or name in _KEEP_ZERO

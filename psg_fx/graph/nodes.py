@@ -15,12 +15,22 @@ from psg_fx.graph.facts import KEY, input_spec, placeholders
 
 aten = torch.ops.aten
 
-_ZEROS = (aten.new_zeros.default, aten.zeros_like.default, aten.zeros.default)
+_FILLS = {"zeros": 0.0, "ones": 1.0}
+
+
+def filled_with(node: Node) -> Any:
+    """The number that an op writes everywhere (or a node for it), None where it does something else."""
+    kind = getattr(node.target, "_opname", "").removeprefix("new_").removesuffix("_like")
+    if node.op != "call_function" or kind != "full":
+        return _FILLS.get(kind) if node.op == "call_function" else None
+    place = [argument.name for argument in node.target._schema.arguments].index("fill_value")  # type: ignore[union-attr]
+    return node.args[place] if place < len(node.args) else node.kwargs["fill_value"]
 
 
 def is_zeros(node: Node) -> bool:
     """Whether it makes zeros."""
-    return node.target in _ZEROS
+    number = filled_with(node)
+    return isinstance(number, (int, float)) and number == 0
 
 
 def is_detach(node: Node) -> bool:

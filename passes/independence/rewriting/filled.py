@@ -14,12 +14,11 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from psg_fx.graph import facts
-from psg_fx.graph.nodes import batch_size, call, written_before
+from psg_fx.graph.nodes import batch_size, call, filled_with, written_before
 
 from ..values import bound
 
 aten = torch.ops.aten
-_FILLS = ("zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
 
 
 @dataclass(frozen=True)
@@ -53,10 +52,10 @@ class _Written:
         value = node.meta.get("val")
         if node.op != "call_function" or not isinstance(value, Tensor) or not value.ndim:
             return
-        each, name = self.multiple(facts.shape(value)[0]), getattr(node.target, "_opname", "")
+        each = self.multiple(facts.shape(value)[0])
         if each is None or any(size.free_symbols for size in facts.shape(value)[1:]):
             return
-        if name in _FILLS:
+        if filled_with(node) is not None:
             self.parts[node] = [_Part(node, each, True)]
         elif node.target in (aten.slice.Tensor, aten.slice_scatter.default):
             self.written(node, each)
@@ -92,10 +91,7 @@ class _Written:
     def fill(self, part: _Part) -> Node:
         """As many rows of a fill."""
         value = part.node.meta["val"]
-        given = bound(part.node)
-        known = {"zeros": 0.0, "ones": 1.0}
-        name = part.node.target._opname  # type: ignore[union-attr]
-        number: Any = given.get("fill_value", next((v for k, v in known.items() if k in name), None))
+        number = filled_with(part.node)
         rows = self.rows(part.each)
         options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
         shape: list[Any] = [rows, *(int(size) for size in facts.shape(value)[1:])]
