@@ -17,7 +17,7 @@ from psg_fx.graph import facts
 from psg_fx.graph.finite import stays_finite
 from psg_fx.graph.history import copy_graph
 from psg_fx.graph.lifetimes import is_view
-from psg_fx.graph.nodes import is_detach, is_zeros
+from psg_fx.graph.nodes import filled_with, is_detach, is_zeros
 from psg_fx.graph.same_op import alike, computation
 
 from ..independence.values import bound, op_name
@@ -95,9 +95,16 @@ class Emptied:
             self.no_rows.add(node)
         elif self._is_zero(node, name, first):
             self.zero.add(node)
-        elif (first in self.ones and is_view(node)) or (first in self.zero and name in _NOT and _is_bool(first)):
+        elif self._is_true(node, name, first):
             self.ones.add(node)
         return None
+
+    def _is_true(self, node: Node, name: str, first: Node) -> bool:
+        if name in _OR:
+            return not self.ones.isdisjoint(node.all_input_nodes)
+        if first in self.zero:
+            return (name in _NOT and _is_bool(first)) or (name == "aten.eq" and node.args[1:] == (0,))
+        return first in self.ones and is_view(node)
 
     def _is_zero(self, node: Node, name: str, first: Node) -> bool:
         if name in _AND:
@@ -125,7 +132,8 @@ class Emptied:
             return given["min"] > 0
         if name == "aten.add":
             return given["self"] in self.zero and not isinstance(given["other"], Node) and given["other"] != 0
-        return is_never_zero(divisor)
+        number = filled_with(divisor)
+        return isinstance(number, (int, float)) and number != 0
 
     def _is_harmless(self, value: Any, kept: Any = None) -> bool:
         """Whether a value that counts nothing is finite if what is kept is, and its derivatives are."""
@@ -174,15 +182,6 @@ class Emptied:
 _DENSE = (
     "aten.masked_fill", "aten.masked_scatter", "aten.expand", "aten.slice", "aten.clone", "aten.where", "aten.add",
 )  # fmt: skip
-
-
-def is_never_zero(node: Node) -> bool:
-    """Whether it is a number of rows, or one in the place of none: `torch.where(n == 0, 1, n)`."""
-    if op_name(node) != "aten.where" or len(node.args) != 3:
-        return False
-    condition, one, value = node.args
-    asks = isinstance(condition, Node) and condition.target is aten.eq.Scalar and condition.args == (value, 0)
-    return asks and op_name(one) == "aten.ones_like"  # type: ignore[arg-type]
 
 
 def _is_number_zero(value: Any) -> bool:

@@ -36,6 +36,8 @@ from .safe_means import divide_by_one_for_none
 aten = torch.ops.aten
 MOST = 64
 """Branches that are looked at: each group of them is a capture, 17 for so many."""
+_ALL = 4
+"""Of so many, every group."""
 FEW = 8
 """Of so many, groups of every size."""
 
@@ -49,7 +51,7 @@ def require_same_without(found: Found, program: Program, capture: Callable[[Prog
     if len(branches) > MOST:
         raise _refused(branches, f"{len(branches)} times, of which {MOST} would be looked at")
     every = dict(enumerate(masks))
-    divide_by_one_for_none(found.graph_module, _of(every, every))
+    divide_by_one_for_none(found.graph_module, masks)
     of_arms: set[int] = set()
     for group in _groups(len(branches)):
         other = program.like()
@@ -59,7 +61,7 @@ def require_same_without(found: Found, program: Program, capture: Callable[[Prog
         except PsgError as error:
             raise _refused([branches[k] for k in sorted(group)]) from error
         left = dict(zip(other.branches.numbers, met, strict=True))
-        divide_by_one_for_none(again.graph_module, _of(left, left.keys() - group))
+        divide_by_one_for_none(again.graph_module, [left[k] for k in sorted(left.keys() - group)])
         empty = Emptied(found.graph_module, _of(every, group), _zeros(found))
         left_out = _checks_left_out(empty, found.graph_module, program, other)
         rest = Emptied(again.graph_module, _of(left, left.keys() & group), _zeros(again))
@@ -85,6 +87,9 @@ def _groups(count: int) -> Iterator[frozenset[int]]:
     code that counts arms.
     """
     every = frozenset(range(count))
+    if count <= _ALL:
+        yield from (frozenset(k for k in every if bits >> k & 1) for bits in range(1, 1 << count))
+        return
     halves = [frozenset(k for k in every if k >> bit & 1) for bit in range(max(count - 1, 0).bit_length())]
     sizes = range(1, count) if count <= FEW else (1, 2, count - 2, count - 1)
     groups = [*(group for half in halves for group in (half, every - half)), *(frozenset(range(n)) for n in sizes)]

@@ -46,6 +46,7 @@ def _computed_with(gm: GraphModule) -> list[Node]:
     for node in gm.graph.nodes:
         is_number = isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat))
         follows = node.target in _OF_NUMBERS and all(n in found or _is_plain(n) for n in node.args)
+        follows = follows and (node.target is not operator.truediv or _is_plain(node.args[1]))  # Python raises for zero
         if is_number and (node.target in _READS or follows):
             found[node] = None
     while unfit := [n for n in found if not all(u in found or _is_with_tensor(u, n) for u in n.users)]:
@@ -59,14 +60,15 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_with_tensor(user: Node, number: Node) -> bool:
-    """Whether an op has the number as its second operand, the first being a tensor."""
+    """Whether an op has the number as its second operand, the first being a tensor with a fraction."""
     if user.target not in _WITH_TENSORS or len(user.args) != 2 or user.kwargs or user.args[1] is not number:
         return False
-    return isinstance(user.args[0], Node) and isinstance(user.args[0].meta["val"], torch.Tensor)
+    value = user.args[0].meta["val"] if isinstance(user.args[0], Node) else None
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 class _Numbers:
-    """twins: the tensor of each number, of no dims, in int64 or float64 as Python's."""
+    """twins: the tensor of each number, of no dims, in float64: Python's integers have no largest one."""
 
     def __init__(self, gm: GraphModule) -> None:
         self.gm = gm
@@ -84,19 +86,15 @@ class _Numbers:
     def _read(self, number: Node) -> Node:
         tensor: Any = number.args[0]
         one = call(self.gm, aten.reshape.default, call(self.gm, aten.detach.default, tensor), [])
-        return self._cast(one, torch.float64 if value_of(tensor).is_floating_point() else torch.int64)
+        return self._cast(one, torch.float64)
 
     def _computed(self, number: Node) -> Node:
-        op = _OF_NUMBERS[number.target]  # type: ignore[index]
         like = self.twins[number.all_input_nodes[0]]
-        operands = [self.twins[n] if isinstance(n, Node) else self._plain(n, like) for n in number.args]
-        if isinstance(number.meta["val"], torch.SymFloat):
-            operands = [self._cast(n, torch.float64) for n in operands]
-        return call(self.gm, op, *operands)
-
-    def _plain(self, value: Any, like: Node) -> Node:
-        dtype = torch.float64 if isinstance(value, float) else torch.int64
-        return call(self.gm, aten.full_like.default, like, value, dtype=dtype)
+        operands = [
+            self.twins[n] if isinstance(n, Node) else call(self.gm, aten.full_like.default, like, float(n))  # type: ignore[arg-type]
+            for n in number.args
+        ]
+        return call(self.gm, _OF_NUMBERS[number.target], *operands)  # type: ignore[index]
 
     def _with_tensor(self, user: Node) -> None:
         """The op with the tensor, in the dtype that it has with the number."""

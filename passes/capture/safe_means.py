@@ -1,60 +1,72 @@
 """Means of what masks pick, which code takes only where there is something: `x[m].mean() if m.any() else 0`.
 
-    x[m].mean()  ->  x[m].sum() / n, n = torch.ones_like(x[m]).sum();  y / n  ->  y / torch.where(n == 0, 1, n)
+    x[m].mean()  ->  x[m].sum() / n, n = torch.ones_like(x[m]).sum();  y / n  ->  y / torch.where(m.any(), n, 1)
 
-Where the mask picks something, this is the same; where it picks nothing, it is a zero divided by one, with derivatives,
-where the code has another arm: a zero, mostly, or the rest of a loss.  That this is what the arm gives is seen as of
-other arms (`nothing_picked.py`).
+Where the mask of the branch picks something, this is the same, also if n is zero; where it picks nothing, it is a zero
+divided by one, with derivatives, where the code has another arm: a zero, mostly, or the rest of a loss.  That this is
+what the arm gives is seen as of other arms (`nothing_picked.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from psg_fx.graph.nodes import call, written_before
+from psg_fx.graph.nodes import call, value_of, written_before
+from psg_fx.tensors import accumulation_dtype
 
 from ..independence.values import bound, op_name
-from .emptied import Emptied, is_never_zero
+from .emptied import Emptied
 
 aten = torch.ops.aten
 
 
-def divide_by_one_for_none(gm: GraphModule, masks: Sequence[Node]) -> None:
-    """Rewrite the means, and divisors that are zero, of what these masks pick, if they pick nothing."""
-    if not masks:
-        return
-    empty = Emptied(gm, masks)
-    for node in list(gm.graph.nodes):
-        copy = empty.of[node]
-        if op_name(node) == "aten.mean" and bound(copy)["self"] in empty.no_rows:
-            _write_out_mean(gm, node)
-        elif op_name(node) == "aten.div" and bound(copy)["other"] in empty.zero:
-            _never_by_zero(gm, node)
+def divide_by_one_for_none(gm: GraphModule, branches: Iterable[Sequence[Node]]) -> None:
+    """Rewrite the means, and divisors that are zero, of what the masks of a branch pick, where they pick nothing."""
+    found: dict[Node, list[Node]] = {}
+    for masks in branches:
+        empty = Emptied(gm, masks)
+        for node in gm.graph.nodes:
+            if _is_of_none(node, empty) and masks[0].all_input_nodes[0] < node:
+                found.setdefault(node, []).append(masks[0])
+    for node, masks in found.items():
+        with written_before(node, node.meta):
+            if op_name(node) == "aten.mean":
+                made = _mean(gm, node, masks)
+            else:
+                made = call(gm, node.target, node.args[0], _one_for_none(gm, node.args[1], masks), **node.kwargs)
+        node.replace_all_uses_with(made)
 
 
-def _write_out_mean(gm: GraphModule, node: Node) -> None:
+def _is_of_none(node: Node, empty: Emptied) -> bool:
+    """Whether it is a mean of no rows there, or divides by zero."""
+    name, copy = op_name(node), empty.of[node]
+    if name == "aten.mean":
+        return bound(copy)["self"] in empty.no_rows
+    return name == "aten.div" and bound(copy)["other"] in empty.zero and len(node.args) == 2
+
+
+def _mean(gm: GraphModule, node: Node, masks: Sequence[Node]) -> Node:
+    """The mean as a sum and a count."""
     given: dict[str, Any] = bound(node)
     x, how = given["self"], (given.get("dim"), given.get("keepdim", False))
-    with written_before(node, node.meta):
-        total = call(gm, aten.sum.dim_IntList, x, *how, dtype=given["dtype"])
-        count = call(gm, aten.sum.dim_IntList, call(gm, aten.ones_like.default, x), *how, dtype=given["dtype"])
-        made = call(gm, aten.div.Tensor, total, _one_for_none(gm, count))
-    node.replace_all_uses_with(made)
+    wanted = value_of(node).dtype
+    dtype = accumulation_dtype(wanted)
+    total = call(gm, aten.sum.dim_IntList, x, *how, dtype=dtype)
+    count = call(gm, aten.sum.dim_IntList, call(gm, aten.ones_like.default, x), *how, dtype=dtype)
+    made = call(gm, aten.div.Tensor, total, _one_for_none(gm, count, masks))
+    return made if dtype is wanted else call(gm, aten._to_copy.default, made, dtype=wanted)
 
 
-def _never_by_zero(gm: GraphModule, node: Node) -> None:
-    divisor = node.args[1]
-    assert isinstance(divisor, Node)
-    if not is_never_zero(divisor):
-        with written_before(node, node.meta):
-            divisor = _one_for_none(gm, divisor)
-        node.args = (node.args[0], divisor, *node.args[2:])
-
-
-def _one_for_none(gm: GraphModule, count: Node) -> Node:
-    one = call(gm, aten.ones_like.default, count)
-    return call(gm, aten.where.self, call(gm, aten.eq.Scalar, count, 0), one, count)
+def _one_for_none(gm: GraphModule, count: Any, masks: Sequence[Node]) -> Node:
+    """The count, or one where one of the masks picks nothing."""
+    conditions = []
+    for mask in masks:
+        picks = call(gm, aten.sum.default, call(gm, mask.target, *mask.args))
+        conditions.append(call(gm, aten.eq.Scalar, picks, 0))
+    nothing = functools.reduce(lambda a, b: call(gm, aten.logical_or.default, a, b), conditions)
+    return call(gm, aten.where.self, nothing, call(gm, aten.ones_like.default, count), count)

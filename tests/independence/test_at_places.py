@@ -59,6 +59,11 @@ def of_chosen(out: Out, labels: Tensor, positive: Tensor) -> Tensor:
     return -out[0].log_softmax(-1)[positive, labels[positive]].sum() / QUERIES
 
 
+def of_flat_places(out: Out, labels: Tensor, positive: Tensor) -> Tensor:
+    b, q = of_samples(labels).flatten(), positive.flatten()
+    return out[0][b[q], labels.flatten()[q]].square().sum()
+
+
 def of_sums(out: Out, boxes: Tensor, places: Tensor, valid: Tensor) -> Tensor:
     target, b = torch.zeros_like(out[1]), of_samples(places)
     target = target.index_put((b[valid], places[valid]), boxes[valid], accumulate=True)
@@ -88,6 +93,7 @@ LOSSES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "from-the-end": (of_a_set, (LABELS, BOXES, torch.where(VALID, MATCHED - QUERIES, 7), VALID)),
     "ones": (of_ones, (OF_QUERIES, POSITIVE)),
     "chosen": (of_chosen, (OF_QUERIES, POSITIVE)),
+    "flat": (of_flat_places, (OF_QUERIES, POSITIVE)),
     "angles": (of_angles, (torch.tensor([1, -1, 3, 0]),)),
     "cosines": (of_cosines, (torch.tensor([-1, 2, 3, 0]),)),
     "sums": (of_sums, (BOXES, torch.where(VALID, MATCHED % 2, 9), VALID)),

@@ -114,6 +114,61 @@ def test_exact(loss: Loss, backend: str) -> None:
         torch.testing.assert_close((found.losses, found.grads), oracle.loop_grads(model, loss, X[:size], targets))
 
 
+def of_some(o: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    """Not a number where the mask picks something, of which nothing counts."""
+    return each(o, y)[m & (y == 2)].mean() if m.any() else o.sum() * 0
+
+
+def weighted(o: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    if m.sum() == 0:
+        return o.sum() * 0
+    return F.cross_entropy(o[m], y[m], weight=torch.tensor([0.0, 1.0, 2.0, 1.0, 1.0], dtype=o.dtype))
+
+
+def ignored(o: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    return F.cross_entropy(o[m], torch.where(y[m] == 0, -100, y[m])) if m.any() else o.sum() * 0
+
+
+def signed(o: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    w = m * (1 - y)
+    return (each(o, y) * w).sum() / w.sum() if w.any() else o.sum() * 0
+
+
+@pytest.mark.parametrize("loss", [of_some, weighted, ignored, signed])
+def test_what_is_not_a_number_stays_so(loss: Loss) -> None:
+    """Divisors that are zero also where the mask of the branch picks something."""
+    model, labels = Heads(), torch.tensor([[1] * 4, [0] * 4, [2, 0, 0, 0], [0, 0, 0, 2], [0] * 4])
+    found = psg_fx.transform(model, loss, quantities=psg_fx.Grads(), backend="eager")(X, (labels, MASK))
+    expected = oracle.loop_grads(model, loss, X, (labels, MASK))
+    assert not expected[0].isfinite().all()
+    torch.testing.assert_close(found.losses, expected[0], equal_nan=True)
+    finite = expected[0].isfinite()
+    grads = [{n: g[finite] for n, g in of.items()} for of in (found.grads, expected[1])]
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sums_of_half_precision_are_held_in_float32(dtype: torch.dtype) -> None:
+    """3000 values of 75 are more than float16 has."""
+
+    def loss(o: Tensor, m: Tensor) -> Tensor:
+        return o[m].mean() if m.any() else o.sum() * 0
+
+    model, x, m = nn.Linear(1, 3000).to(dtype), torch.ones(2, 1, dtype=dtype), torch.ones(2, 3000).bool()
+    with torch.no_grad():
+        model.weight.fill_(75.0)
+        model.bias.zero_()
+    found = psg_fx.transform(model, loss, quantities=psg_fx.Norms(), backend="eager")(x, m)
+    torch.testing.assert_close(found.losses, torch.full((2,), 75.0, dtype=dtype))
+
+
+def only_the_first(o: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    """Another loss where one of three masks picks something, and the others nothing."""
+    losses = {k: o[y == k].square().mean() for k in range(3) if (y == k).any()}
+    total = sum(losses.values(), o.mean())
+    return total * 0.1 if list(losses) == [0] else total
+
+
 def one_instead(o: Tensor, y: Tensor, m: Tensor) -> Tensor:
     return each(o, y)[m].mean() if m.any() else o.square().mean()
 
@@ -135,7 +190,7 @@ def not_finite(o: Tensor, y: Tensor, m: Tensor) -> Tensor:
     return loss / n if n > 0 else o.sum() * 0
 
 
-@pytest.mark.parametrize("loss", [one_instead, meant_all_the_same, of_another_mask, not_finite])
+@pytest.mark.parametrize("loss", [only_the_first, one_instead, meant_all_the_same, of_another_mask, not_finite])
 def test_refused(loss: Loss) -> None:
     with pytest.raises(CaptureFailed, match="whether a mask picks anything"):
         psg_fx.transform(Heads(), loss, quantities=psg_fx.Grads(), backend="eager")(X, (LABELS, MASK))

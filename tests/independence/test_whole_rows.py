@@ -60,13 +60,18 @@ def two_dims(o: Tensor, y: Tensor, t: Tensor, m: Tensor) -> Tensor:
     return parts[m[..., None, None].expand_as(parts)].view(-1, CLASSES).logsumexp(-1).sum()
 
 
+def of_samples(o: Tensor, y: Tensor, t: Tensor, m: Tensor) -> Tensor:
+    """A mask that is the same along more dims than the rows have."""
+    return o[m[:, :1, None].expand_as(o)].view(-1, CLASSES).softmax(1).square().sum()
+
+
 def by_their_own(o: Tensor, y: Tensor, t: Tensor, m: Tensor) -> Tensor:
     picked = ((o.sum(-1, keepdim=True) > 0) | m.unsqueeze(-1)).expand_as(o)
     return o[picked].view(-1, CLASSES).square().sum()
 
 
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-LOSSES: list[Loss] = [of_boxes, of_tokens, repeated, counted, meant, two_dims, by_their_own]
+LOSSES: list[Loss] = [of_boxes, of_tokens, repeated, counted, meant, two_dims, of_samples, by_their_own]
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])

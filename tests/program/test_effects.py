@@ -189,6 +189,10 @@ def count(model: Any, h: Tensor) -> None:
     model.calls += 1
 
 
+def read_a_number(model: Any, h: Tensor) -> None:
+    model.last = (h > 0).sum().item()
+
+
 def append(model: Any, h: Tensor) -> None:
     model.log.append(h.detach())
 
@@ -266,6 +270,9 @@ REFUSED: dict[Any, str] = {
     count: "the code changes Model.calls\n  where  test_effects.py:<line>: model.calls += 1\n"
     "  why    it reads the number that it changes, so every call would need another graph\n"
     "  fix    make it a buffer (torch.zeros(()), then add_), which every step writes",
+    read_a_number: "the code changes Model.last\n  where  test_effects.py:<line>: model.last = (h > 0).sum().item()\n"
+    "  why    a graph runs no Python, so this would happen once, while the model is captured\n"
+    "  fix    return the value from the model, keep it in an attribute as a tensor, or leave the line out",
     append: "the code changes log\n  where  test_effects.py:<line>: model.log.append(h.detach())\n"
     "  why    a graph runs no Python, so this would happen once, while the model is captured\n"
     "  fix    return the value from the model, keep it in an attribute as a tensor, or leave the line out",

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from psg_fx.graph.facts import SampleAxis
 from psg_fx.op_table import over_kept_rows
+from psg_fx.tensors import accumulation_dtype
 
 aten = torch.ops.aten
 
@@ -41,12 +42,13 @@ def _sum(x: Tensor, kept: Tensor, dim: Any = None, keepdim: bool = False, dtype:
 
 @over_kept_rows(aten.mean.default, aten.mean.dim)
 def _mean(x: Tensor, kept: Tensor, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> Tensor:
-    total = _sum(x, kept, dim, keepdim, dtype)
+    wanted = dtype or x.dtype
+    total = _sum(x, kept, dim, keepdim, accumulation_dtype(wanted))
     dims = range(x.ndim) if dim is None else [d % x.ndim for d in dim]
     others = 1
     for d in dims:
         others = others * (1 if kept.shape[d] != 1 else x.shape[d])
-    return total / (kept.sum() * others)
+    return (total / (kept.sum() * others)).to(wanted)
 
 
 @over_kept_rows(aten.linalg_vector_norm.default)

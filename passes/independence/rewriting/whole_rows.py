@@ -107,7 +107,8 @@ def _of_rows(gm: GraphModule, mask: Node, count: int) -> Node:
     if not count:
         return mask
     name, ndim = op_name(mask), value_of(mask).ndim
-    if name in _WIDER and value_of(mask.args[0]).ndim == ndim:
+    before = facts.shape(value_of(mask.args[0])) if name in _WIDER else ()
+    if len(before) == ndim and before[:-count] == facts.shape(value_of(mask))[:-count]:
         return _of_rows(gm, mask.args[0], count)  # type: ignore[arg-type]
     if name == "aten.unsqueeze" and bound(mask)["dim"] in (-1, ndim - 1):
         return _of_rows(gm, bound(mask)["self"], count - 1)

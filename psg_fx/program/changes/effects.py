@@ -32,6 +32,7 @@ from psg_fx.program.made_objects import opened
 from psg_fx.program.objects import MISSING, put_into_cache, take_tensors_from_cache
 from psg_fx.program.reads.asked import changing
 from psg_fx.program.reads.observed import Observed
+from psg_fx.torch_private.symbols import depends_on_values
 
 _RESULT, _WITH_GRADIENT = object(), object()
 """Marks of the next result of the graph, a constant or one whose gradient an ordinary forward would keep with it."""
@@ -254,11 +255,16 @@ def _repeated(change: Change, observed: Observed) -> tuple[Written, list[torch.T
     """What every step has to write, and the tensors among it."""
     holder, key = change.holder, change.key
     leaves, spec = pytree.tree_flatten(change.now, is_leaf=is_packed)
-    if change.now is MISSING or not all(isinstance(v, _REPEATED) or _holds_nothing(v) for v in leaves):
+    if change.now is MISSING or not all(_is_repeated(v) or _holds_nothing(v) for v in leaves):
         raise _refusal(change.label, change.name, observed)
     tensors = [v for v in leaves if isinstance(v, torch.Tensor)]
     parts = tuple(map(_part, leaves))
     return Written(holder.put, key, change.label, spec, parts, holder.container), tensors
+
+
+def _is_repeated(value: Any) -> bool:
+    """Whether every step can write such a value; a number that was read out of a tensor is another one each time."""
+    return isinstance(value, _REPEATED) and not depends_on_values(value)
 
 
 def _holds_nothing(value: Any) -> bool:

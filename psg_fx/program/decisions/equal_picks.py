@@ -94,6 +94,8 @@ class EqualPicks(TorchFunctionMode):
         return own if found is not None and version == tensor._version else None
 
     def note(self, x: Tensor, mask: Tensor, own: Tensor, result: Tensor) -> None:
+        if own.ndim < 2:  # of all samples one after the other
+            return
         with without_functions(), no_modes():
             counts = own.flatten(1).sum(1).tolist()
         if x.ndim > mask.ndim and all(map(_are_equal, x.shape, mask.shape)) and set(counts) == {counts[0]} != {0}:
