@@ -7,6 +7,7 @@ times zero is not zero.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -29,7 +30,17 @@ _PUTS = ("aten.index_put", "aten._unsafe_index_put")
 _PUTS_BY_NUMBER = ("aten.index_add", "aten.index_copy", "aten.index_fill", "aten.scatter", "aten.scatter_add")
 _NOT = ("aten.bitwise_not", "aten.logical_not")
 _AND = ("aten.bitwise_and", "aten.logical_and", "aten.__and__")
-_KEEP_ZERO = ("aten._to_copy", "aten.clone", "aten.reshape", "aten.neg", "aten.sum", "aten.any", "aten.cumsum")
+_KEEP_ZERO = (
+    "aten._to_copy",
+    "aten.clone",
+    "aten.reshape",
+    "aten.neg",
+    "aten.sum",
+    "aten.mean",
+    "aten.any",
+    "aten.cumsum",
+)
+_COMPARISONS = {f"aten.{name}": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 _OR = ("aten.bitwise_or", "aten.logical_or", "aten.__or__")
 
 
@@ -38,7 +49,7 @@ class Emptied:
 
     masks: nodes that say of each place whether it is picked, `m != 0`; of all places but those of m, `m == 0`.
     What changes nothing is left out, also if there are no masks.  no_rows, zero, ones: nodes whose values then have no
-    elements, are all zero, or all true.
+    elements, are all zero, or all true.  equal: nodes whose values are then one number.
     """
 
     def __init__(self, gm: GraphModule, masks: Sequence[Node], zeros: Sequence[Node] = ()) -> None:
@@ -46,16 +57,20 @@ class Emptied:
         self.gm = copy_graph(gm)
         self.of = dict(zip(gm.graph.nodes, self.gm.graph.nodes, strict=True))
         self.zero, self.ones, self.no_rows = {self.of[node] for node in zeros}, set[Node](), set[Node]()
+        self.equal: dict[Node, Any] = {}
         self._numbers_of_rows: set[Any] = set()
         inputs = [t for node in facts.placeholders(gm) for t in facts.tensors(node.meta.get("val"))]
         self._sizes = {s for t in inputs for size in facts.shape(t) for s in size.free_symbols}
         numbers = alike(self.gm)
         known = [pair for mask in masks for pair in self._said_by(mask)]
         zero, ones = ({numbers[n] for n, value in known if value is each} for each in (False, True))
+        equal = {numbers[n.all_input_nodes[0]]: n.args[1] for n, value in known if _says_equal(n, value)}
         found: dict[Any, Node] = {}  # what becomes of each computation: with some masks empty, more are the same
         for node in list(self.gm.graph.nodes):
             key = computation(node)
             kept = found.get(key) if key is not None else None
+            if numbers[node] in equal:
+                self.equal[node] = equal[numbers[node]]
             if numbers[node] in zero | ones:
                 (self.zero if numbers[node] in zero else self.ones).add(node)
             elif kept is None and node.op == "call_function":
@@ -93,11 +108,22 @@ class Emptied:
                 self._numbers_of_rows |= {s for size in facts.shape(t) for s in size.free_symbols} - self._sizes
         elif any(map(self._has_no_rows, facts.tensors(value))):
             self.no_rows.add(node)
+        elif first in self.equal and (outcome := self._compared(node, name, first)) is not None:
+            (self.ones if outcome else self.zero).add(node)
         elif self._is_zero(node, name, first):
             self.zero.add(node)
         elif self._is_true(node, name, first):
             self.ones.add(node)
         return None
+
+    def _compared(self, node: Node, name: str, first: Node) -> bool | None:
+        """What a comparison says of a value that is one number everywhere; None for other ops."""
+        if is_view(node) or name in ("aten.clone", "aten.reshape"):
+            self.equal[node] = self.equal[first]
+        number = node.args[1] if len(node.args) == 2 else None
+        if name not in _COMPARISONS or not isinstance(number, (int, float)):
+            return None
+        return bool(_COMPARISONS[name](self.equal[first], number))
 
     def _is_true(self, node: Node, name: str, first: Node) -> bool:
         if name in _OR:
@@ -182,6 +208,12 @@ class Emptied:
 _DENSE = (
     "aten.masked_fill", "aten.masked_scatter", "aten.expand", "aten.slice", "aten.clone", "aten.where", "aten.add",
 )  # fmt: skip
+
+
+def _says_equal(node: Node, value: bool) -> bool:
+    """Whether a comparison with a number, which comes out so everywhere, says that what it compares is that number."""
+    says = (node.target is aten.ne.Scalar and not value) or (node.target is aten.eq.Scalar and value)
+    return says and isinstance(node.args[0], Node) and not _is_bool(node.args[0])
 
 
 def _is_number_zero(value: Any) -> bool:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import operator
 
+import torch
 from torch.fx import Node
 
 from psg_fx.graph.lifetimes import is_view
 from psg_fx.op_table import enter, known
 
+aten = torch.ops.aten
+
 enter(
     "linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "conv1d", "conv2d", "conv3d", "convolution", "embedding",
     "add", "sub", "rsub", "mul", "neg", "abs", "square", "sin", "cos", "clamp", "sum", "mean", "where", "masked_fill",
     "relu", "leaky_relu", "gelu", "silu", "tanh", "sigmoid", "softplus", "elu", "mish", "hardtanh", "hardswish",
-    "softmax", "log_softmax", "logsigmoid", "layer_norm", "native_layer_norm", "rms_norm", "group_norm", "dropout",
-    "scaled_dot_product_attention", "cat", "stack", "_to_copy", "clone", "reshape", "repeat", "index", "gather",
-    "index_put", "index_add", "full_like", "zeros_like", "ones_like", "zeros", "ones", "full", "arange", "one_hot",
-    "argmax", "argmin", "topk", "eq", "ne", "gt", "ge", "lt", "le", "bitwise_not", "bitwise_and", "logical_not",
+    "softmax", "log_softmax", "logsigmoid", "log_sigmoid", "layer_norm", "native_layer_norm", "rms_norm", "group_norm",
+    "dropout", "scaled_dot_product_attention", "broadcast_tensors", "cat", "stack", "_to_copy", "clone", "reshape",
+    "repeat", "index", "gather", "index_put", "index_add", "full_like", "zeros_like", "ones_like", "zeros", "ones",
+    "full", "arange", "one_hot", "argmax", "argmin", "topk", "eq", "ne", "gt", "ge", "lt", "le", "bitwise_not",
+    "bitwise_and", "logical_not",
     "logical_and", "sym_size", finite=True,
 )  # fmt: skip
 
@@ -24,4 +28,14 @@ enter(
 def stays_finite(node: Node) -> bool:
     """Whether an op gives finite numbers of finite ones, and has finite derivatives there."""
     others = node.op != "call_function" or node.target is operator.getitem or is_view(node)
-    return others or known(node.target).finite
+    return others or known(node.target).finite or _stays_for_a_number(node)
+
+
+def _stays_for_a_number(node: Node) -> bool:
+    """Whether it is a power that has a derivative at zero, or a quotient by a number."""
+    number = node.args[1] if len(node.args) > 1 else None
+    if not isinstance(number, (int, float)):
+        return False
+    if node.target is aten.pow.Tensor_Scalar:
+        return number >= 1 and float(number).is_integer()
+    return node.target in (aten.div.Tensor, aten.div.Scalar) and number != 0
