@@ -124,7 +124,7 @@ class MeanGrad(Quantity):
     That is `p.grad` of a loss that is a mean over samples.  A loss that divides by something else (`ignore_index`,
     weights of classes, tokens that are not padding) divides by that of each sample here, and by that of the batch in
     `p.grad`: a loss with `reduction="sum"` and `WeightedSum`, with one over the batch's divisor as every weight, is
-    `p.grad` there.
+    `p.grad` there.  The sum over the samples comes first, and has to be in the range of the parameters' dtype.
     """
 
     field: ClassVar[str] = "mean_grad"

@@ -20,11 +20,12 @@ Report = bool | Callable[[int, int], None]
 def microbatch(step: PerSampleModule, size: int, *, progress: Report = False) -> Callable[..., StepOutput]:
     """A function that is called as the step is, runs it on parts of at most `size` samples, and joins the outputs.
 
-    Sums are accumulated in the result of the first part, and means in one tensor more, so the memory is that of one
-    part however large the batch is; what has a row for every sample grows with the batch.  Inputs are cut along
-    `batch_dim`, as are weights; what all samples share is not. Buffers that forward writes hold afterwards what
-    consecutive ordinary forwards on the parts leave there. If B is not a multiple of `size`, the last part is
-    smaller, and is another batch size to compile for, unless the step was made with `dynamic=True`.
+    Sums are accumulated in the result of the first part, and means (and sums of half precision, in float32) in one
+    tensor more, so the memory is that of one part however large the batch is; what has a row for every sample grows
+    with the batch.  Inputs are cut along `batch_dim`, as are weights; what all samples share is not. Buffers that
+    forward writes hold afterwards what consecutive ordinary forwards on the parts leave there. If B is not a multiple
+    of `size`, the last part is smaller, and is another batch size to compile for, unless the step was made with
+    `dynamic=True`.
     With `groups=`, rows of groups come from the part that has their samples; where several do, what is linear in the
     gradient is summed, and norms and what follows from them are refused.
 
