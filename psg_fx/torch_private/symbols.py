@@ -65,7 +65,15 @@ def rows_for_ops() -> Iterator[None]:
     """While open, torch's own code of an op that asks whether a size that depends on values is zero is told that it is
     not: it gives nothing for nothing, either way.  And such a size is never a number that it cannot be.
     """
-    with answering_symbols(_of_ops):
+
+    def answered(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+        def ask(self: Any) -> bool:
+            found = _of_sizes(self.node, _asking())
+            return original(self) if found is None else found
+
+        return ask
+
+    with patched_here(torch.SymBool, "__bool__", answered(torch.SymBool.__bool__)):
         yield
 
 
@@ -73,8 +81,11 @@ _OF_OPS = ("torch._refs", "torch._prims", "torch._decomp", "torch._meta_registra
 """Where torch computes the sizes of what ops give."""
 
 
-def _of_ops(expression: Any, frame: FrameType) -> bool | None:
-    if not isinstance(expression, (sympy.Eq, sympy.Ne)) or not free_unbacked_symbols(expression):
+def _of_sizes(condition: Any, frame: FrameType) -> bool | None:
+    """What a comparison is that has sizes which depend on values in it, where that is known."""
+    expression = condition.expr
+    symbols = free_unbacked_symbols(expression) if isinstance(expression, (sympy.Eq, sympy.Ne)) else set()
+    if not symbols or not symbols <= getattr(condition.shape_env, "size_like", set()):
         return None
     of_op = frame.f_globals.get("__name__", "").startswith(_OF_OPS)
     never = (of_op and 0 in expression.args) or _is_never(expression)
@@ -82,7 +93,7 @@ def _of_ops(expression: Any, frame: FrameType) -> bool | None:
 
 
 def _is_never(expression: Any) -> bool:
-    """Whether a whole number that is not negative cannot make both sides equal."""
+    """Whether no size makes both sides equal: it is a whole number, and not negative."""
     difference = sympy.expand(expression.lhs - expression.rhs)
     (symbol,) = expression.free_symbols if len(expression.free_symbols) == 1 else (None,)
     if symbol is None or not (slope := difference.diff(symbol)).is_number:

@@ -112,3 +112,15 @@ def test_numbers_of_python_name_the_way_out() -> None:
 
     with pytest.raises(CaptureFailed, match=r"float\(\) make a number of Python(?s:.*)\.item\(\) in place of"):
         psg_fx.transform(Heads(), loss, quantities=psg_fx.Grads(), backend="eager")(X, (LABELS, MASK))
+
+
+@pytest.mark.parametrize("number", [-1, 0.5])
+def test_numbers_that_decide_are_refused(number: float) -> None:
+    """They are no sizes, which are whole and not negative."""
+
+    def loss(o: Tensor, y: Tensor, m: Tensor) -> Tensor:
+        read = ((y - 3).sum() if number == -1 else o.detach().sum()).item()
+        return total(o, y, m) * (2 if read == number else 1)
+
+    with pytest.raises(CaptureFailed, match="branches on values of a tensor"):
+        psg_fx.transform(Heads(), loss, quantities=psg_fx.Grads(), backend="eager")(X, (LABELS, MASK))
