@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.errors import CaptureFailed, PsgError
 from psg_fx.graph import facts
-from psg_fx.graph.nodes import call, value_of, written_before
+from psg_fx.graph.nodes import call, written_before
 from psg_fx.graph.same_op import draws
 from psg_fx.ops.of_users.custom_call import custom_call
 from psg_fx.program.code import is_theirs, origin
@@ -173,7 +173,8 @@ def _say_zeros_alike(empty: Emptied) -> None:
     """What is zero everywhere is, whatever it is computed from."""
     first = next(node for node in empty.gm.graph.nodes if node.op != "placeholder")
     for node in [n for n in empty.gm.graph.nodes if n in empty.zero and n.users]:
-        value = value_of(node)
+        if not isinstance(value := node.meta["val"], torch.Tensor):
+            continue  # parts of one that is
         with empty.gm.graph.inserting_before(first):  # only compared, never run
             zeros = empty.gm.graph.call_function(aten.zeros.default, (str(value.shape),), {"dtype": value.dtype})
         node.replace_all_uses_with(zeros)

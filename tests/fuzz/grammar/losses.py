@@ -38,6 +38,11 @@ OWN = {
     "torch.dot(o.flatten(), t.flatten())": FLOAT, "torch.einsum('bi,bi->', o.flatten(1), t.flatten(1))": FLOAT,
     "((o - t) ** 2).nanmean()": FLOAT, "torch.linalg.vector_norm(o - t, 3)": FLOAT, "torch.dist(o, t)": FLOAT,
     "o.square().flatten(1).sum(1).max() * t.flatten(1).mean(1).sum()": FLOAT,
+    "(o - t)[t > 0.8].square().mean() if (t > 0.8).any() else o.sum() * 0": FLOAT,
+    "((o - t) ** 2 * (t > 0.8)).sum() / (t > 0.8).sum() if (t > 0.8).sum() > 0 else 0.0 * o.sum()": FLOAT,
+    "o.abs().mean() + (o[t > 0.8].square().mean() if (t > 0.8).any() else 0.0)": FLOAT,
+    "((o - t) ** 2 * (t > 0.8)).sum() / max((t > 0.8).sum().item(), 1)": FLOAT,
+    "(o - t)[torch.where(t > 0.8)].square().sum() / (1 + (t > 0.8).sum().item())": FLOAT,
 }  # fmt: skip
 OPTIONS = (
     "", ", weight=torch.linspace(0.5, 1.5, {c}, dtype=o.dtype)", ", ignore_index=1", ", label_smoothing=0.2",
