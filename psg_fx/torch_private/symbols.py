@@ -68,7 +68,7 @@ def rows_for_ops() -> Iterator[None]:
 
     def answered(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
         def ask(self: Any) -> bool:
-            found = _of_sizes(self.node, _asking())
+            found = _of_sizes(self.node)
             return original(self) if found is None else found
 
         return ask
@@ -81,13 +81,14 @@ _OF_OPS = ("torch._refs", "torch._prims", "torch._decomp", "torch._meta_registra
 """Where torch computes the sizes of what ops give."""
 
 
-def _of_sizes(condition: Any, frame: FrameType) -> bool | None:
+def _of_sizes(condition: Any) -> bool | None:
     """What a comparison is that has sizes which depend on values in it, where that is known."""
     expression = condition.expr
-    symbols = free_unbacked_symbols(expression) if isinstance(expression, (sympy.Eq, sympy.Ne)) else set()
-    if not symbols or not symbols <= getattr(condition.shape_env, "size_like", set()):
+    if not isinstance(expression, (sympy.Eq, sympy.Ne)) or not (symbols := free_unbacked_symbols(expression)):
         return None
-    of_op = frame.f_globals.get("__name__", "").startswith(_OF_OPS)
+    if not symbols <= getattr(condition.shape_env, "size_like", set()):
+        return None
+    of_op = _asking().f_globals.get("__name__", "").startswith(_OF_OPS)
     never = (of_op and 0 in expression.args) or _is_never(expression)
     return isinstance(expression, sympy.Ne) if never else None
 
