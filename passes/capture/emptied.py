@@ -31,15 +31,8 @@ _PUTS_BY_NUMBER = ("aten.index_add", "aten.index_copy", "aten.index_fill", "aten
 _NOT = ("aten.bitwise_not", "aten.logical_not")
 _AND = ("aten.bitwise_and", "aten.logical_and", "aten.__and__")
 _KEEP_ZERO = (
-    "aten._to_copy",
-    "aten.clone",
-    "aten.reshape",
-    "aten.neg",
-    "aten.sum",
-    "aten.mean",
-    "aten.any",
-    "aten.cumsum",
-)
+    "aten._to_copy", "aten.clone", "aten.reshape", "aten.neg", "aten.sum", "aten.mean", "aten.any", "aten.cumsum",
+)  # fmt: skip
 _COMPARISONS = {f"aten.{name}": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 _OR = ("aten.bitwise_or", "aten.logical_or", "aten.__or__")
 

@@ -146,23 +146,18 @@ class Weighted(Linear):
 
 
 @dataclass(frozen=True)
-class Total(Linear):
+class Total(Weighted):
     """Σ_b g_b of every parameter: name -> shape, kept in float32 or better."""
 
-    like_parameter: ClassVar[bool] = True
-    per_sample: ClassVar[bool] = False
+    accumulated: ClassVar[bool] = True
     nameless: ClassVar[bool] = True
-    key: ClassVar[str] = "total"
+
+    @property
+    def key(self) -> str:
+        return "total"
 
     def contract(self, term: Term, name: str) -> Network:
-        g = term.network
-        return weighted(replace(g, leaves=tuple(map(_accumulated, g.leaves))), None)
-
-    def shape(self, gradient: ParameterGradient, batch: Any) -> tuple[Any, ...]:
-        return gradient.shape
-
-    def __str__(self) -> str:
-        return "Σ_b g[b]"
+        return weighted(replace(term.network, leaves=tuple(map(_accumulated, term.network.leaves))), None)
 
 
 def _accumulated(leaf: Leaf) -> Leaf:

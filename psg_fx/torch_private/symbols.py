@@ -48,15 +48,7 @@ def answering_symbols(answer: Callable[[Any, FrameType], bool | None]) -> Iterat
     """Let `answer(expression, frame)` say what a symbolic condition is, where it can (else None): torch would have to
     know its values.
     """
-
-    def answered(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
-        def ask(self: Any) -> bool:
-            found = answer(self.node.expr, _asking())
-            return original(self) if found is None else found
-
-        return ask
-
-    with patched_here(torch.SymBool, "__bool__", answered(torch.SymBool.__bool__)):
+    with _answered(lambda condition: answer(condition.expr, _asking())):
         yield
 
 
@@ -65,16 +57,21 @@ def rows_for_ops() -> Iterator[None]:
     """While open, torch's own code of an op that asks whether a size that depends on values is zero is told that it is
     not: it gives nothing for nothing, either way.  And such a size is never a number that it cannot be.
     """
+    with _answered(_of_sizes):
+        yield
+
+
+def _answered(answer: Callable[[Any], bool | None]) -> contextlib.AbstractContextManager[None]:
+    """While open, this says what a symbolic condition is, where it can."""
 
     def answered(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
         def ask(self: Any) -> bool:
-            found = _of_sizes(self.node)
+            found = answer(self.node)
             return original(self) if found is None else found
 
         return ask
 
-    with patched_here(torch.SymBool, "__bool__", answered(torch.SymBool.__bool__)):
-        yield
+    return patched_here(torch.SymBool, "__bool__", answered(torch.SymBool.__bool__))
 
 
 _OF_OPS = ("torch._refs", "torch._prims", "torch._decomp", "torch._meta_registrations", "torch._subclasses")

@@ -124,9 +124,9 @@ def _picked(gm: GraphModule, pick: Node, rows: Node, counts: dict[Node, Any]) ->
     with written_before(rows, rows.meta):
         mask = _of_rows(gm, mask, count)
         made = call(gm, aten.index.Tensor, x, [mask])
-        if (number := counts.setdefault(mask, value_of(made).shape[0])) is not value_of(made).shape[0]:
-            with like.fake_mode:  # type: ignore[attr-defined]
-                made.meta["val"] = like.new_empty(number, *last)
+        number = counts.setdefault(mask, value_of(made).shape[0])
+        with like.fake_mode:  # type: ignore[attr-defined]
+            made.meta["val"] = like.new_empty(number, *last)
         return made if last == list(like.shape[1:]) else call(gm, aten.reshape.default, made, [-1, *like.shape[1:]])
 
 
