@@ -123,12 +123,10 @@ LOSSES: list[Loss] = [
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_exact(loss: Loss, backend: str) -> None:
+    sizes = (5, 2, 1) if backend == "eager" else (5,)
     model = Heads()
     step = psg_fx.transform(model, loss, quantities=psg_fx.Grads(), backend=backend)
-    for size in (5, 2, 1) if backend == "eager" else (5,):
-        targets = LABELS[:size], MASK[:size]
-        found = step(X[:size], targets)
-        torch.testing.assert_close((found.losses, found.grads), oracle.loop_grads(model, loss, X[:size], targets))
+    oracle.check_batches(step, model, loss, X, (LABELS, MASK), sizes)
 
 
 def of_some(o: Tensor, y: Tensor, m: Tensor) -> Tensor:

@@ -249,6 +249,18 @@ def check_call(
     return found, grads
 
 
+def check_batches(
+    step: Callable[..., Any], model: nn.Module, loss_fn: Loss, inputs: Tensor, targets: Sequence[Tensor],
+    sizes: Sequence[int],
+) -> None:  # fmt: skip
+    """Hold a step, on the first samples of a batch, so many in turn, against the loop in float64."""
+    for size in sizes:
+        x, given = inputs[:size], tuple(t[:size] for t in targets)
+        losses, grads = loop_grads(model, loss_fn, x, given)
+        found = step(x, given)
+        torch.testing.assert_close((found.losses, found.grads), (losses, grads))
+
+
 def norms(grads: Grads) -> Tensor:
     """2-norm of each sample's whole gradient, `[B]`."""
     return torch.stack(list(parameter_norms(grads).values())).pow(2).sum(0).sqrt()
