@@ -8,7 +8,7 @@ How many numbers are picked depends on the data, so that which of them are of on
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -31,20 +31,33 @@ _WIDER = ("aten.expand", "aten.repeat")
 _SAME = ("aten.alias", "aten.clone", "aten.detach", "aten._to_copy")
 
 
+@dataclass(frozen=True)
+class _Whole:
+    """Numbers that a mask picks, put in rows: those of the last dims, along which the mask is the same.
+
+    node: the rows.  dims: how many of the last dims make one.
+    """
+
+    node: Node
+    pick: Node
+    mask: Node
+    dims: int
+
+
 def pick_whole_rows(gm: GraphModule) -> None:
     """Rewrite these; numbers that are put in other shapes stay as they are."""
-    picks = {node: mask for node in gm.graph.nodes if (mask := _mask_by(node)) is not None}
-    found = [(rows, pick) for pick in picks for rows in pick.users if _are_rows(rows, pick)]
+    masks = {node: mask for node in gm.graph.nodes if (mask := _mask_by(node)) is not None}
+    found = [whole for pick, mask in masks.items() for node in pick.users if (whole := _whole(node, pick, mask))]
     if not found:
         return
-    counts = {mask: value_of(pick).shape[0] for pick, mask in picks.items() if value_of(pick).ndim == 1}
-    said, changed = set().union(*(symbols_of(rows) for rows, _ in found)), set()
-    for pick in {pick for _, pick in found}:
+    counts = {mask: value_of(pick).shape[0] for pick, mask in masks.items() if value_of(pick).ndim == 1}
+    said, changed = set().union(*(symbols_of(whole.node) for whole in found)), set()
+    for pick in {whole.pick for whole in found}:
         _without_checks(gm, pick)
-    for rows, pick in found:
-        made = _picked(gm, pick, rows, counts)
-        _count_by(gm, made, rows, pick)
-        rows.replace_all_uses_with(made)
+    for whole in found:
+        made = _picked(gm, whole, counts)
+        _count_by(gm, made, whole)
+        whole.node.replace_all_uses_with(made)
         changed.add(made)
     gm.graph.eliminate_dead_code()
     _count_alike(gm, changed, said)
@@ -63,26 +76,20 @@ def _mask_by(node: Node) -> Node | None:
     return mask if mask.meta["val"].ndim == node.args[0].meta["val"].ndim else None  # type: ignore[union-attr]
 
 
-def _are_rows(node: Node, pick: Node) -> bool:
-    """Whether a node is what is picked in rows, of as many numbers as the last dims, in which the mask is the same."""
+def _whole(node: Node, pick: Node, mask: Node) -> _Whole | None:
+    """What a node makes of the numbers that are picked, if it puts whole rows in rows again."""
     if op_name(node) not in _ROWS or node.args[0] is not pick:
-        return False
-    return _dims(facts.shape(node.meta["val"]), pick) > 0
-
-
-def _dims(rows: Sequence[Any], pick: Node) -> int:
-    """How many of the last dims make a row; 0 if none do."""
-    shape, mask = facts.shape(value_of(pick.args[0])), _mask_by(pick)
-    assert mask is not None
-    own = facts.shape(value_of(mask))
-    for count in range(1, len(shape)):
-        known = all(size.is_number for size in (*shape[-count:], *rows[1:]))
-        fits = shape[:-count] == own[:-count] and own[-count] in (1, shape[-count])
-        if not known or not fits or not _is_same_along(mask, count):
-            return 0
-        if len(rows) > 1 and math.prod(shape[-count:]) == math.prod(rows[1:]):
-            return count
-    return 0
+        return None
+    shape, own = facts.shape(value_of(pick.args[0])), facts.shape(value_of(mask))
+    rows = facts.shape(value_of(node))
+    for dims in range(1, len(shape)):
+        known = all(size.is_number for size in (*shape[-dims:], *rows[1:]))
+        fits = shape[:-dims] == own[:-dims] and own[-dims] in (1, shape[-dims])
+        if not known or not fits or not _is_same_along(mask, dims):
+            return None
+        if len(rows) > 1 and math.prod(shape[-dims:]) == math.prod(rows[1:]):
+            return _Whole(node, pick, mask, dims)
+    return None
 
 
 def _is_same_along(mask: Node, count: int) -> bool:
@@ -115,14 +122,12 @@ def _of_rows(gm: GraphModule, mask: Node, count: int) -> Node:
     return _of_rows(gm, call(gm, aten.select.int, mask, -1, 0), count - 1)
 
 
-def _picked(gm: GraphModule, pick: Node, rows: Node, counts: dict[Node, Any]) -> Node:
+def _picked(gm: GraphModule, whole: _Whole, counts: dict[Node, Any]) -> Node:
     """The rows by their mask, as many as others that it picks."""
-    x, mask, like = pick.args[0], _mask_by(pick), value_of(rows)
-    assert mask is not None
-    count = _dims(facts.shape(like), pick)
-    last = [int(size) for size in value_of(x).shape[-count:]]
-    with written_before(rows, rows.meta):
-        mask = _of_rows(gm, mask, count)
+    x, like = whole.pick.args[0], value_of(whole.node)
+    last = [int(size) for size in value_of(x).shape[-whole.dims :]]
+    with written_before(whole.node, whole.node.meta):
+        mask = _of_rows(gm, whole.mask, whole.dims)
         made = call(gm, aten.index.Tensor, x, [mask])
         number = counts.setdefault(mask, value_of(made).shape[0])
         with like.fake_mode:  # type: ignore[attr-defined]
@@ -130,14 +135,14 @@ def _picked(gm: GraphModule, pick: Node, rows: Node, counts: dict[Node, Any]) ->
         return made if last == list(like.shape[1:]) else call(gm, aten.reshape.default, made, [-1, *like.shape[1:]])
 
 
-def _count_by(gm: GraphModule, made: Node, rows: Node, pick: Node) -> None:
+def _count_by(gm: GraphModule, made: Node, whole: _Whole) -> None:
     """The number of rows as it is from here on, where it was computed from that of what is picked."""
-    count = facts.shape(value_of(rows))[0]
-    numbers = [n for n in _numbers(pick) if isinstance(n.meta.get("val"), torch.SymInt)]
+    count = facts.shape(value_of(whole.node))[0]
+    numbers = [n for n in _numbers(whole.pick) if isinstance(n.meta.get("val"), torch.SymInt)]
     for number in [n for n in numbers if facts.expr(n.meta["val"]) == count]:
         with gm.graph.inserting_after(made):
             size = size_of(gm.graph, made, 0)
-        number.replace_all_uses_with(size, lambda user: user > rows)
+        number.replace_all_uses_with(size, lambda user: user > whole.node)
 
 
 def _count_alike(gm: GraphModule, rows: set[Node], symbols: set[sympy.Symbol]) -> None:
