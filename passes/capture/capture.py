@@ -23,8 +23,9 @@ from psg_fx.graph.facts import GraphFacts, Holds, InputSpec, OutputSpec, Returns
 from psg_fx.graph.strides import free_of_strides
 from psg_fx.program.arguments.call import Call
 from psg_fx.program.arguments.conditions import ROW_AXES
-from psg_fx.program.changes.effects import WRITTEN, Unsettled, computed_before, made
+from psg_fx.program.changes.effects import Unsettled, made
 from psg_fx.program.changes.set_up import ANOTHER, EVERY_CALL
+from psg_fx.program.changes.written import WRITTEN, computed_before
 from psg_fx.program.program import Program
 from psg_fx.tensors import memory_order
 from psg_fx.torch_private.graphs import module_without_code

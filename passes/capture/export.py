@@ -23,7 +23,8 @@ from psg_fx.errors import CaptureFailed, PsgError
 from psg_fx.graph import facts
 from psg_fx.graph.strides import free_of_strides, refuse_strides
 from psg_fx.op_table import decomposition, decompositions
-from psg_fx.program.changes.effects import Written, require_same_places
+from psg_fx.program.changes.effects import require_same_places
+from psg_fx.program.changes.written import Written
 from psg_fx.program.decisions.branches import OtherBranch, Readings, watch_the_batch_size
 from psg_fx.program.program import Program
 from psg_fx.program.reads.observed import Observed

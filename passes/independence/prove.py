@@ -9,7 +9,7 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.errors import PsgError
 from psg_fx.graph import facts
-from psg_fx.program.changes.effects import WRITTEN
+from psg_fx.program.changes.written import WRITTEN
 
 from .ragged.links import Link
 from .ragged.trial import try_structure

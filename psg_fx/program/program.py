@@ -17,8 +17,9 @@ from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.graph import facts
 from psg_fx.program.arguments.call import Call
 from psg_fx.program.arguments.packed import is_packed
-from psg_fx.program.changes.effects import Change, Effects, Written
+from psg_fx.program.changes.effects import Change, Effects
 from psg_fx.program.changes.set_up import SetUp
+from psg_fx.program.changes.written import Written
 from psg_fx.program.decisions.assumptions import Assumption, assuming
 from psg_fx.program.decisions.emptiness import Branches
 from psg_fx.program.decisions.equal_picks import EqualPicks

@@ -18,7 +18,7 @@ from psg_fx.graph.facts import InputSpec, OutputSpec
 from psg_fx.program.ambient import without_autocast
 from psg_fx.program.arguments.call import Call
 from psg_fx.program.arguments.conditions import CONDITIONS, require
-from psg_fx.program.changes.effects import WRITTEN, Written
+from psg_fx.program.changes.written import WRITTEN, Written
 from psg_fx.program.guard import Lying
 from psg_fx.program.state import IN_PLACE, holder
 from psg_fx.step.groups import Groups

@@ -12,81 +12,23 @@ import contextlib
 import functools
 import re
 import sys
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from collections.abc import Collection, Container, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import sympy
 import torch
 from torch.utils import _pytree as pytree
 
 from psg_fx.errors import NotYetSupported
-from psg_fx.graph.facts import Entry, expr
-from psg_fx.program.arguments.packed import is_packed
 from psg_fx.program.changes.holders import Holder
-from psg_fx.program.changes.reached import NUMBERS, Reached, drawn
+from psg_fx.program.changes.reached import Reached, drawn
 from psg_fx.program.changes.set_up import SetUp, set_up
+from psg_fx.program.changes.written import Written, tensors_in, written_anew
 from psg_fx.program.code import line_naming, names_of
 from psg_fx.program.made_objects import opened
 from psg_fx.program.objects import MISSING, put_into_cache, take_tensors_from_cache
 from psg_fx.program.reads.asked import changing
 from psg_fx.program.reads.observed import Observed
-from psg_fx.torch_private.symbols import depends_on_values
-
-_RESULT, _WITH_GRADIENT = object(), object()
-"""Marks of the next result of the graph, a constant or one whose gradient an ordinary forward would keep with it."""
-_COMPUTED = "_psg_fx_computed"
-_REPEATED = (*NUMBERS, torch.Tensor, torch.SymInt, torch.dtype, torch.device, torch.Size)
-
-
-@dataclass(frozen=True)
-class Written:
-    """What every step leaves in the Python around it: `put(key, value)`.
-
-    leaves: its parts, numbers as they are or by the sizes of the call; marks where the next results of the graph go.
-    container: the list or dict that it is written into, if it is one.
-    """
-
-    put: Callable[[Any, Any], None]
-    key: Any
-    label: str
-    spec: pytree.TreeSpec
-    leaves: tuple[Any, ...]
-    container: Any = None
-
-    @property
-    def tensors(self) -> int:
-        """How many results of the graph it takes."""
-        return sum(leaf is _RESULT or leaf is _WITH_GRADIENT for leaf in self.leaves)
-
-    def store(self, results: Iterator[torch.Tensor], sizes: Mapping[sympy.Symbol, int]) -> None:
-        """Leave it there after one step.  sizes: how many samples the call has, and rows of each axis."""
-        found = [int(leaf.subs(sizes)) if isinstance(leaf, sympy.Expr) else leaf for leaf in self.leaves]
-        for k, leaf in enumerate(self.leaves):
-            if leaf is _RESULT or leaf is _WITH_GRADIENT:
-                found[k] = next(results).detach()
-            if leaf is _WITH_GRADIENT:
-                setattr(found[k], _COMPUTED, self.label)
-        self.put(self.key, pytree.tree_unflatten(found, self.spec))
-
-    def of_graph(self, known: Callable[[sympy.Expr], sympy.Expr]) -> Written:
-        """The same, by the sizes of a graph.  known: says sizes of the code's run by those."""
-        return replace(self, leaves=tuple(known(v) if isinstance(v, sympy.Expr) else v for v in self.leaves))
-
-    def into(self, container: Any) -> Written:
-        """The same, where another list or dict has come in the place of that one."""
-        return replace(self, put=container.__setitem__, container=container)
-
-
-def computed_before(value: torch.Tensor) -> str:
-    """Where a step has stored a tensor whose way from the parameters is lost; "" for any other tensor."""
-    found: str = getattr(value, _COMPUTED, "")
-    return found
-
-
-WRITTEN = Entry[tuple[Written, ...]]("values written to attributes")
-"""What the program leaves in the Python around it, in the order of the outputs (set by capture)."""
 
 
 @dataclass(frozen=True)
@@ -201,9 +143,8 @@ class Effects:
                 known = getattr(holder.kind, key, MISSING) if old is MISSING and isinstance(key, str) else old
                 counts = _counts(known, new) and observed.may_read(holder.owner, key)
                 self.changes.append(Change(holder, key, opened(new), counts))
-                entry, found = _repeated(self.changes[-1], observed)
-                written.append(entry)
-                tensors += found
+                written.append(_repeated(self.changes[-1], observed))
+                tensors += tensors_in(self.changes[-1].now)
         for change in self.changes:
             if change.counts and change.label not in self._settled:
                 raise _unsettled(change, observed)
@@ -251,40 +192,12 @@ def _names_any(key: Any, symbols: Collection[str]) -> bool:
     return any(word in symbols for text in texts for word in re.findall(r"[a-z]\d+", text))
 
 
-def _repeated(change: Change, observed: Observed) -> tuple[Written, list[torch.Tensor]]:
-    """What every step has to write, and the tensors among it."""
-    holder, key = change.holder, change.key
-    leaves, spec = pytree.tree_flatten(change.now, is_leaf=is_packed)
-    if change.now is MISSING or not all(_is_repeated(v) or _holds_nothing(v) for v in leaves):
+def _repeated(change: Change, observed: Observed) -> Written:
+    """What every step has to write."""
+    entry = written_anew(change.holder, change.key, change.label, change.now)
+    if entry is None:
         raise _refusal(change.label, change.name, observed)
-    tensors = [v for v in leaves if isinstance(v, torch.Tensor)]
-    parts = tuple(map(_part, leaves))
-    return Written(holder.put, key, change.label, spec, parts, holder.container), tensors
-
-
-def _is_repeated(value: Any) -> bool:
-    """Whether every step can write such a value; a number that was read out of a tensor is another one each time."""
-    return isinstance(value, _REPEATED) and not depends_on_values(value)
-
-
-def _holds_nothing(value: Any) -> bool:
-    """Whether it is a module of Python, or a function that is the same whenever it is made: libraries keep what they
-    have looked up.
-    """
-    if isinstance(value, ModuleType):
-        return True
-    if isinstance(value, BuiltinFunctionType):
-        return isinstance(value.__self__, (ModuleType, type(None)))
-    if not isinstance(value, FunctionType) or value.__closure__ or vars(value):
-        return False
-    defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-    return all(isinstance(v, NUMBERS) for v in defaults)
-
-
-def _part(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return _WITH_GRADIENT if leaf.requires_grad else _RESULT
-    return _expression(leaf)
+    return entry
 
 
 def _unsettled(change: Change, observed: Observed) -> Unsettled:
@@ -320,10 +233,6 @@ def _kept_by_torch(holder: Holder, key: Any, observed: Observed) -> bool:
 def _counts(old: Any, new: Any) -> bool:
     """Whether a number becomes another one."""
     return type(old) in (int, float) and type(new) in (int, float)
-
-
-def _expression(value: Any) -> Any:
-    return expr(value) if isinstance(value, torch.SymInt) else value
 
 
 def _numpy_state() -> Any:
