@@ -21,7 +21,7 @@ from psg_fx.graph.lifetimes import is_view
 from psg_fx.graph.nodes import filled_with, is_detach, is_zeros
 from psg_fx.graph.same_op import alike, computation
 
-from ..independence.values import bound, op_name
+from ..independence.arguments import bound, op_name
 
 aten = torch.ops.aten
 LISTING = ("aten.nonzero", "aten.nonzero_numpy", "aten.where", "aten.argwhere")

@@ -26,7 +26,7 @@ from psg_fx.torch_private.fakes import sizes_made, symbolic_inputs
 from psg_fx.torch_private.functional import Functional
 from psg_fx.torch_private.modes import enable_python_dispatcher
 
-from ..independence.values import bound
+from ..independence.arguments import bound
 from .constants import Elements, Share, alike, compute, number, same_constants, share
 from .one_form import are_longer, in_one_form, without_copies
 

@@ -28,7 +28,7 @@ from psg_fx.program.program import Program
 from psg_fx.tensors import same_values
 from psg_fx.torch_private.functional import Functional
 
-from ..independence.values import op_name
+from ..independence.arguments import op_name
 from .emptied import LISTING, PICKS, Emptied, said
 from .reasons import NOT_ONE_GRAPH
 from .safe_means import divide_by_one_for_none

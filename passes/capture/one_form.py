@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.graph.nodes import call, written_before
 
-from ..independence.values import dim_of
+from ..independence.arguments import dim_of
 from .fills import is_fill, write_fills
 from .rolled import roll
 from .taken_apart import put_together

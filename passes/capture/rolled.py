@@ -23,7 +23,7 @@ from psg_fx.graph.same_op import draws, without_unread
 from psg_fx.graph.splicing import splice
 from psg_fx.source import source_line
 
-from ..independence.values import bound, dim_of
+from ..independence.arguments import bound, dim_of
 from .constants import alike
 from .functions.under_vmap import batch_norm
 

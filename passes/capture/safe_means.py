@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 from psg_fx.graph.nodes import call, value_of, written_before
 from psg_fx.tensors import accumulation_dtype
 
-from ..independence.values import bound, op_name
+from ..independence.arguments import bound, op_name
 from .emptied import Emptied
 
 aten = torch.ops.aten

@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.graph.nodes import call, written_before
 
-from ..independence.values import dim_of
+from ..independence.arguments import dim_of
 
 aten = torch.ops.aten
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)

@@ -13,7 +13,7 @@ from torch.fx import Node
 from psg_fx.graph import facts
 from psg_fx.op_table import bounded, known
 
-from .values import bound
+from .arguments import bound
 
 Bounds = tuple[float, float]
 _DEPTH = 40

@@ -15,7 +15,9 @@ from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxis
 from psg_fx.source import locate
 
-from .values import Result, mixed, not_shown, symbolic_values
+from .arguments import symbolic_values
+from .refused import mixed, not_shown
+from .values import Result
 from .walk import Prover
 
 _FIX = "write the backward so that a sample's gradient is computed from that sample alone"

@@ -21,7 +21,9 @@ from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxes, SampleAxis
 from psg_fx.graph.sample_axis import Misfit, single
 
-from .values import FIX, Result, mixed, no_place, not_shown, op_name, tensors
+from .arguments import op_name
+from .refused import FIX, mixed, no_place, not_shown
+from .values import Result, tensors
 
 SIZES, SIZE, LARGEST, LONG = (64, 65, 130, 1031), 3, 2**24, 2**20
 USUAL_SIZES = ("normal", "normal, again")

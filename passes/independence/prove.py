@@ -11,10 +11,11 @@ from psg_fx.errors import PsgError
 from psg_fx.graph import facts
 from psg_fx.program.changes.written import WRITTEN
 
+from .arguments import symbolic_values
 from .ragged.links import Link
 from .ragged.trial import try_structure
+from .refused import NUMBERS, mixed
 from .unruled import refuse_effects
-from .values import NUMBERS, mixed, symbolic_values
 from .walk import Prover
 
 

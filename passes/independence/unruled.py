@@ -18,9 +18,11 @@ from psg_fx.ops.of_users.trusted import is_trusted
 from psg_fx.source import locate
 from psg_fx.torch_private.ops import has_effect, python_decomposition
 
+from .arguments import op_name
 from .probe import probe
+from .refused import not_shown
 from .rules.functions import axes_of, proven, without_batch_size
-from .values import Op, Result, not_shown, op_name
+from .values import Op, Result
 
 _TORCH = ("aten", "prims", "prim", "_operator", "math")
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,21 +11,16 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from psg_fx.errors import NotYetSupported, PsgError, SamplesMixed
+from psg_fx.errors import NotYetSupported, SamplesMixed
 from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxes, SampleAxis
-from psg_fx.graph.sample_axis import Misfit, Ragged, Single, positive, single
-from psg_fx.ops.of_users.custom_call import custom_call
-from psg_fx.source import locate
-from psg_fx.tensors import SYMBOLS
+from psg_fx.graph.sample_axis import Misfit, Single, positive, single
+
+from .arguments import bound, flat_nodes, op_name
+from .refused import FIX, REWRITE, mixed, no_place, not_shown
 
 NUMBERING = (torch.int64, torch.int32)
 """Dtypes in which rows are numbered: others end, wrap around or round where a batch is large."""
-NUMBERS = "it computes with the numbers of the samples (arange over the batch), which one sample alone lacks"
-NUMBERS_FIX = "use arange(B) only to pick each sample's row: x[torch.arange(B), ids]"
-FIX = "write it so that every sample is computed from its own rows alone"
-REWRITE = "rewrite this line with other ops, or write a rule for this op (docs/add-an-op.md)"
-GATHER = "gather what each row needs (of experts: their weights[ids], then bmm), or compute all and multiply by a mask"
 
 
 @dataclass(frozen=True)
@@ -97,91 +91,6 @@ def tensors(value: object) -> list[torch.Tensor]:
     if isinstance(value, (tuple, list)):
         return [v for v in value if isinstance(v, torch.Tensor)]
     return []
-
-
-def op_name(node: Node) -> str:
-    """`aten.mean` for the error texts; a custom function has its own name."""
-    target = node.target
-    if (call := custom_call(target)) is not None:
-        return call.name
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name.replace("::", ".")
-    return getattr(target, "__name__", str(target))
-
-
-def bound(node: Node) -> dict[str, Any]:
-    """The arguments of an op by the names of its schema, defaults included."""
-    target = node.target
-    if target is operator.getitem:
-        return {"self": node.args[0], "index": node.args[1]}
-    assert isinstance(target, torch._ops.OpOverload)
-    given: dict[str, Any] = {}
-    for position, argument in enumerate(target._schema.arguments):
-        if position < len(node.args) and not argument.kwarg_only:
-            given[argument.name] = node.args[position]
-        else:
-            given[argument.name] = node.kwargs.get(argument.name, argument.default_value)
-    return given
-
-
-def dim_of(node: Node, ndim: int) -> int:
-    """The argument `dim` of an op, from the front."""
-    dim: int = bound(node)["dim"] % ndim
-    return dim
-
-
-def flat_nodes(argument: object) -> Iterator[Node]:
-    """The nodes in an argument, nested lists included."""
-    if isinstance(argument, Node):
-        yield argument
-    elif isinstance(argument, (list, tuple)):
-        for part in argument:
-            yield from flat_nodes(part)
-
-
-def is_symbolic(node: Node, batch: sympy.Symbol) -> bool:
-    """Whether the node is a number (SymInt, SymFloat) that depends on B."""
-    value = node.meta.get("val")
-    if isinstance(value, SYMBOLS):
-        return batch in value.node.expr.free_symbols
-    return False
-
-
-def symbolic_values(node: Node, batch: sympy.Symbol) -> list[Node]:
-    """The numbers that depend on B and enter `node` as values rather than as sizes: `x / x.shape[0]`."""
-    values = value_arguments(node)
-    given = ((name, n) for name, argument in bound(node).items() for n in flat_nodes(argument)) if values else ()
-    return [n for name, n in given if name in values and is_symbolic(n, batch)]
-
-
-def value_arguments(node: Node) -> list[str]:
-    """The names of the arguments whose numbers are values rather than sizes."""
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target.overloadpacket is torch.ops.aten.arange:
-        return []  # where arange ends is its size
-    types = {a.name: str(a.real_type) for a in node.target._schema.arguments}
-    drawn = ("low", "high") if op_name(node).startswith("aten.randint") else ()  # between which numbers, as ints
-    return [name for name, kind in types.items() if name in drawn or ("SymInt" not in kind and "int" not in kind)]
-
-
-def symbolic_sizes(node: Node, batch: sympy.Symbol) -> list[Node]:
-    """The numbers that depend on B and enter `node` as sizes or positions."""
-    values, is_op = value_arguments(node), isinstance(node.target, torch._ops.OpOverload)
-    given = bound(node) if is_op else dict(enumerate((*node.args, *node.kwargs.values())))
-    found = [n for name, argument in given.items() if name not in values for n in flat_nodes(argument)]
-    return [n for n in found if is_symbolic(n, batch)]
-
-
-def unseen_size(node: Node, batch: sympy.Symbol) -> Node | None:
-    """A number that depends on B, decides what a value holds, and does not show in its sizes: where `arange` begins,
-    by how much `roll` shifts.
-    """
-    value = node.meta.get("val")
-    sizes = symbolic_sizes(node, batch)
-    if not sizes or not isinstance(value, torch.Tensor):
-        return None
-    if node.target in (torch.ops.aten.arange.start, torch.ops.aten.arange.start_step) and node.args[0] in sizes:
-        return sizes[0]
-    return None if any(batch in size.free_symbols for size in facts.shape(value)) else sizes[0]
 
 
 ProvePart = Callable[[GraphModule, Mapping[Node, Result]], list[Result]]
@@ -294,25 +203,6 @@ class Op:
         axes = [self.known[n].axes for a in self.args.values() for n in flat_nodes(a) if n in self.known]
         first = next((a for a in axes if isinstance(a, SampleAxis)), None)
         return f"sample {first}" if first else ""
-
-
-def mixed(node: Node, why: str, fix: str = FIX, detail: str = "") -> SamplesMixed:
-    """`SamplesMixed` at a node."""
-    what = f"{op_name(node)} mixes samples, so per-sample gradients do not exist"
-    return SamplesMixed(what, where=locate(node, detail), why=why, fix=fix)
-
-
-def not_shown(node: Node, why: str, fix: str = REWRITE, detail: str = "") -> NotYetSupported:
-    """The refusal of an op of which nothing shows what it does with samples."""
-    what = f"{op_name(node)} cannot be shown to keep samples apart"
-    return NotYetSupported(what, where=locate(node, detail), why=why, fix=fix)
-
-
-def no_place(node: Node, misfit: Misfit, detail: str = "") -> PsgError:
-    """The refusal of a shape in which the samples have no place: not yet, where it depends on the data."""
-    if not isinstance(misfit, Ragged):
-        return mixed(node, str(misfit), FIX, detail)
-    return not_shown(node, f"{misfit}, so no sample's rows have a place", GATHER, detail)
 
 
 def broadcast(op: Op, values: Sequence[Argument], out_ndim: int) -> Result:

@@ -16,8 +16,10 @@ from psg_fx.graph.facts import SampleAxis
 from psg_fx.graph.sample_axis import Misfit, single
 from psg_fx.source import locate, source_line
 
+from .arguments import op_name, symbolic_sizes
 from .logged import logged
 from .ragged.row_values import RowValues
+from .refused import NUMBERS, NUMBERS_FIX, mixed, no_place
 from .rules import (  # noqa: F401  (they fill the table)
     across,
     along,
@@ -36,18 +38,7 @@ from .rules import (  # noqa: F401  (they fill the table)
 )
 from .table import SampleRule, find
 from .unruled import no_graph_inside, refuse_effects, without_rule
-from .values import (
-    NUMBERS,
-    NUMBERS_FIX,
-    REDUCED,
-    Op,
-    Result,
-    mixed,
-    no_place,
-    op_name,
-    symbolic_sizes,
-    tensors,
-)
+from .values import REDUCED, Op, Result, tensors
 
 _ROW_BY_ROW = ("embedding", "contraction", "along another dim", "trailing dims")
 """Proofs of ops that make each row of the samples of one row of each input: rows that are the same give the same."""

@@ -13,7 +13,7 @@ from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxis
 from psg_fx.op_table import Batching, enter, known
 
-from ..independence.values import bound
+from ..independence.arguments import bound
 
 enter("cat", "concat", "gather", "sort", "topk", "kthvalue", batching=Batching.NEXT_DIM)
 enter("slice_scatter", "select_scatter", batching=Batching.NEXT_DIM)

@@ -26,7 +26,7 @@ from psg_fx.torch_private.graphs import traced_without_code
 from psg_fx.torch_private.tracer import trace_fakes
 
 from ..independence import add_conditions, prove, symbolic_values
-from ..independence.values import flat_nodes, is_symbolic, op_name, value_arguments
+from ..independence.arguments import flat_nodes, is_symbolic, op_name, value_arguments
 from .lift import lifted
 
 aten = torch.ops.aten

@@ -24,7 +24,7 @@ from psg_fx.program.arguments.call import SAMPLES
 from psg_fx.program.arguments.conditions import CONDITIONS, ROW_AXES, Condition
 from psg_fx.source import locate
 
-from ..values import op_name
+from ..arguments import op_name
 from .links import Link
 
 Piece = Callable[..., Tensor]

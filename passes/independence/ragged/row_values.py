@@ -19,8 +19,10 @@ from psg_fx.graph.facts import SampleAxis
 from psg_fx.graph.same_op import draws
 from psg_fx.ops.last_rows import last_rows
 
+from ..arguments import bound, op_name, symbolic_values, unseen_size
+from ..refused import mixed
 from ..table import find
-from ..values import Op, Result, bound, mixed, op_name, symbolic_values, tensors, unseen_size
+from ..values import Op, Result, tensors
 from .links import Link, attending, pointing
 from .pairs import of_pairs
 

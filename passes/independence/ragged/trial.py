@@ -22,9 +22,10 @@ from psg_fx.graph import facts
 from psg_fx.graph.same_op import draws
 from psg_fx.program.arguments.conditions import ROW_AXES
 
+from ..refused import mixed
 from ..run import run_on_cpu
 from ..table import find
-from ..values import Result, mixed, tensors
+from ..values import Result, tensors
 from .links import READS, WRITES, Link
 
 _LENGTHS = ((2, 1, 4), (3, 5), (1, 1, 2, 3))

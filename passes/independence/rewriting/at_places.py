@@ -20,7 +20,7 @@ from psg_fx.graph.nodes import written_before
 from psg_fx.graph.order import is_reshaped
 from psg_fx.graph.splicing import splice
 
-from ..values import bound
+from ..arguments import bound
 from .listed import columns_of, mask_of
 from .nested import has_known_rest, mask_by, put_back
 

@@ -24,7 +24,7 @@ from torch.fx import GraphModule, Node
 from psg_fx.errors import PsgError
 from psg_fx.graph import facts
 
-from ..values import bound, op_name
+from ..arguments import bound, op_name
 from .parts import NEW, Concatenation, Piece, Sizes
 from .picked import asserts
 from .region import Unfit

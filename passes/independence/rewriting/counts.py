@@ -17,8 +17,8 @@ from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxis
 from psg_fx.graph.order import itself
 
+from ..arguments import bound, op_name
 from ..run import run_on_cpu
-from ..values import bound, op_name
 from .region import ROWS, Unfit, row_by_row
 
 _FILLS = ("aten.ones", "aten.ones_like", "aten.new_ones", "aten.full", "aten.full_like", "aten.new_full")

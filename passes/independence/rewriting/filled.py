@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from psg_fx.graph import facts
 from psg_fx.graph.nodes import batch_size, call, filled_with, written_before
 
-from ..values import bound
+from ..arguments import bound
 
 aten = torch.ops.aten
 

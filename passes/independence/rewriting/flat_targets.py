@@ -22,7 +22,7 @@ from psg_fx.graph.splicing import splice
 from psg_fx.source import locate
 from psg_fx.tensors import picked_first
 
-from ..values import bound, op_name
+from ..arguments import bound, op_name
 from .picked import asserts
 
 aten = torch.ops.aten

@@ -18,7 +18,7 @@ from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxis
 from psg_fx.graph.splicing import splice
 
-from ..values import bound, op_name
+from ..arguments import bound, op_name
 from ..walk import Prover
 
 _LOOKUPS = ("aten.grid_sampler", "aten.grid_sampler_2d", "aten.grid_sampler_3d")

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from psg_fx.graph import facts
 from psg_fx.graph.nodes import call, value_of, written_before
 
-from ..values import bound, op_name
+from ..arguments import bound, op_name
 from .numbers import counts_rows
 from .picked import LISTS, ONE_ROW, asserts
 

@@ -12,7 +12,8 @@ from psg_fx.graph import facts
 from psg_fx.graph.order import is_reshaped, is_same
 from psg_fx.tensors import product
 
-from ..values import NUMBERING, bound
+from ..arguments import bound
+from ..values import NUMBERING
 
 aten = torch.ops.aten
 

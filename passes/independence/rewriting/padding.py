@@ -22,8 +22,9 @@ from psg_fx.ops.some_row import some_row
 from psg_fx.source import provenance
 from psg_fx.torch_private.modes import enable_python_dispatcher
 
+from ..arguments import bound
 from ..run import run_node
-from ..values import Result, bound
+from ..values import Result
 from .picked import Picked, asserts, pick_place
 from .spare import count_nothing
 from .sums import apart, together

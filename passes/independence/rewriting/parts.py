@@ -18,7 +18,8 @@ from psg_fx.graph.nodes import multiple, size_of
 from psg_fx.graph.same_op import draws
 from psg_fx.source import provenance
 
-from ..values import bound, not_shown, op_name, symbolic_values
+from ..arguments import bound, op_name, symbolic_values
+from ..refused import not_shown
 from .region import ROWS, TimesRows, Unfit
 from .shared import RowRewriting
 from .writes import Write, write_of, written

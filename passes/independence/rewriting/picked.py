@@ -15,7 +15,8 @@ from psg_fx.graph.facts import SampleAxis
 from psg_fx.graph.same_op import alike
 from psg_fx.op_table import known
 
-from ..values import Result, bound
+from ..arguments import bound
+from ..values import Result
 from .region import ROWS, Unfit, row_by_row
 
 aten = torch.ops.aten

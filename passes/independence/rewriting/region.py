@@ -20,8 +20,9 @@ from psg_fx.torch_private.fakes import symbolic_inputs
 from psg_fx.torch_private.graphs import module_without_code
 from psg_fx.torch_private.modes import enable_python_dispatcher
 
+from ..arguments import symbolic_values, unseen_size
 from ..run import run_node
-from ..values import Result, symbolic_values, unseen_size
+from ..values import Result
 from ..walk import Prover
 
 ROWS = 11

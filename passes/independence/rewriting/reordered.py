@@ -24,8 +24,9 @@ from psg_fx.graph.order import is_same
 from psg_fx.graph.same_op import alike
 from psg_fx.ops.experts import expert_mm
 
+from ..arguments import bound, op_name
 from ..bounds import bounds
-from ..values import NUMBERING, bound, op_name
+from ..values import NUMBERING
 from .counts import ends_of_experts, no_experts
 from .numbers import Number, divisor, number_of, remainder
 from .picked import asserts

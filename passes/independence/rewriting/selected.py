@@ -27,7 +27,8 @@ from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxes, SampleAxis
 from psg_fx.ops.some_row import some_row
 
-from ..values import NUMBERING, Result, bound, op_name
+from ..arguments import bound, op_name
+from ..values import NUMBERING, Result
 from ..walk import Prover
 from .numbers import counts_rows
 from .picked import LISTS, asserts, said_once

@@ -20,8 +20,8 @@ from psg_fx.graph.nodes import call, size_of, value_of, written_before
 from psg_fx.torch_private.modes import enable_python_dispatcher
 from psg_fx.torch_private.symbols import rows_for_ops
 
+from ..arguments import bound, op_name
 from ..run import run_node
-from ..values import bound, op_name
 from .picked import asserts, symbols_of
 
 aten = torch.ops.aten

@@ -20,7 +20,7 @@ from torch.fx import Node
 from psg_fx.graph import facts
 from psg_fx.ops.last_rows import last_rows
 
-from ..values import bound, op_name
+from ..arguments import bound, op_name
 
 aten = torch.ops.aten
 _PUTS = (aten.index_put.default, aten._unsafe_index_put.default)

@@ -8,8 +8,9 @@ from psg_fx.graph import sample_axis
 from psg_fx.graph.facts import SampleAxis
 from psg_fx.graph.sample_axis import positive
 
+from ..refused import FIX, GATHER
 from ..table import Placement, sample_rule
-from ..values import FIX, GATHER, Argument, Op, Result, broadcast, samples_of
+from ..values import Argument, Op, Result, broadcast, samples_of
 
 _DONE = {
     "softmax": "its sum runs",

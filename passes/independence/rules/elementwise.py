@@ -6,8 +6,9 @@ from torch.fx import Node
 
 from psg_fx.graph.same_op import draws
 
+from ..refused import NUMBERS, NUMBERS_FIX
 from ..table import sample_rule
-from ..values import NUMBERING, NUMBERS, NUMBERS_FIX, Argument, Op, Result, broadcast
+from ..values import NUMBERING, Argument, Op, Result, broadcast
 
 _UNTAGGED = """
     __and__ __or__ __xor__ _conj _conj_copy conj _neg_view _neg_view_copy _masked_scale _prelu_kernel absolute

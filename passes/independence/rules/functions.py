@@ -18,8 +18,10 @@ from psg_fx.program.decisions.branches import no_plain_batch_size
 from psg_fx.program.reads.observe import observing_backward
 from psg_fx.source import locate
 
+from ..arguments import op_name, symbolic_values, unseen_size
+from ..refused import NUMBERS, NUMBERS_FIX
 from ..table import Placement, sample_rule
-from ..values import NUMBERS, NUMBERS_FIX, Op, Result, op_name, symbolic_values, tensors, unseen_size
+from ..values import Op, Result, tensors
 
 _FUNCTION = "a custom autograd.Function"
 _STATISTIC = "return it from the model as a value of each sample, and take what is over the batch in the loss"

@@ -11,8 +11,9 @@ from dataclasses import replace
 from psg_fx.graph import sample_axis
 from psg_fx.graph.facts import SampleAxis
 
+from ..arguments import symbolic_sizes
 from ..table import Placement, sample_rule
-from ..values import Argument, Op, Result, broadcast, symbolic_sizes
+from ..values import Argument, Op, Result, broadcast
 from .contractions import contraction
 from .reductions import reduced_over
 from .views import cut_bound, every

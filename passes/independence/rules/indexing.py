@@ -10,8 +10,9 @@ from psg_fx.graph import sample_axis
 from psg_fx.graph.facts import SampleAxis
 
 from ..bounds import bounds
+from ..refused import NUMBERS, NUMBERS_FIX
 from ..table import Placement, sample_rule
-from ..values import NUMBERS, NUMBERS_FIX, Argument, Op, Result, broadcast
+from ..values import Argument, Op, Result, broadcast
 
 _PICK = "pick by x[torch.arange(B), ids], or gather along another dim"
 

@@ -12,8 +12,9 @@ from typing import Any
 from psg_fx.graph import sample_axis
 from psg_fx.graph.facts import SampleAxis
 
+from ..arguments import symbolic_sizes
 from ..table import Placement, sample_rule
-from ..values import Op, symbolic_sizes
+from ..values import Op
 from .gradients import OF_ALL, row_by_row
 from .windows import grouped_channels
 

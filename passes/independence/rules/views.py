@@ -10,8 +10,9 @@ from psg_fx.graph import facts, sample_axis
 from psg_fx.graph.facts import SampleAxis
 from psg_fx.graph.sample_axis import Misfit
 
+from ..arguments import symbolic_sizes
 from ..table import Placement, sample_rule
-from ..values import Argument, Op, Result, samples_of, symbolic_sizes
+from ..values import Argument, Op, Result, samples_of
 
 _FOLD = "fold the sample dim outermost or innermost consistently: permute it next to the dims it is folded with first"
 _ONE = "use the samples' rows all together; one sample's row must not reach the others"

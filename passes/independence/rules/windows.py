@@ -7,8 +7,10 @@ from collections.abc import Callable
 from psg_fx.graph import sample_axis
 from psg_fx.graph.facts import SampleAxis
 
+from ..arguments import symbolic_sizes
+from ..refused import NUMBERS, NUMBERS_FIX
 from ..table import Placement, sample_rule
-from ..values import NUMBERS, NUMBERS_FIX, Argument, Op, Result, broadcast, symbolic_sizes, tensors
+from ..values import Argument, Op, Result, broadcast, tensors
 from .along import trailing
 from .indexing import require_own_rows
 
