@@ -23,7 +23,7 @@ from psg_fx.graph.facts import GraphFacts, Holds, InputSpec, OutputSpec, Returns
 from psg_fx.graph.strides import free_of_strides
 from psg_fx.program.arguments.call import Call
 from psg_fx.program.arguments.conditions import ROW_AXES
-from psg_fx.program.changes.effects import Unsettled, made
+from psg_fx.program.changes.effects import Change, Unsettled, made
 from psg_fx.program.changes.set_up import ANOTHER, EVERY_CALL
 from psg_fx.program.changes.written import WRITTEN, computed_before
 from psg_fx.program.program import Program
@@ -86,19 +86,43 @@ def _set_up(program: Program, exported_from: Callable[[Program], Exported]) -> E
 
 def _settled(program: Program, exported_from: Callable[[Program], Exported]) -> Exported:
     """The program; if it changes numbers that it reads, it must leave them alone once they are changed: then each value
-    has a graph, and there are two.
+    has a graph, and there are two; or it must only count on with them.
     """
     try:
         return exported_from(program)
     except Unsettled as refusal:
-        changes = program.changes
-        with made(changes):
-            try:
-                exported_from(Program(program.model, program.loss_fn, program.call))
-            except Unsettled:
-                raise refusal from None
+        changes, again = program.changes, Program(program.model, program.loss_fn, program.call)
         program.settled = frozenset(change.label for change in changes if change.counts)
+        try:
+            with made(changes):
+                exported_from(again)
+        except Unsettled:
+            return _counted(program, exported_from, [c for c in again.changes if c.counts], refusal)
         return exported_from(program)
+
+
+def _counted(
+    program: Program, exported_from: Callable[[Program], Exported], changes: Sequence[Change], refusal: Unsettled
+) -> Exported:
+    """The program, if it does nothing with the numbers that it changes at every call but to count on.
+
+    If it reads them, each value of those that follow the batch size has a graph, and others are refused.
+    """
+    as_it_is, settled = exported_from(program), program.settled
+    program.counted = frozenset(change.label for change in changes)
+    program.settled = settled - program.counted
+    try:
+        found = exported_from(program)
+        if same_program(as_it_is, found):
+            return found
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception:  # whatever code does with something that is not quite a number
+        pass
+    if not all(change.by_size for change in changes):
+        raise refusal from None
+    program.settled, program.counted = settled, frozenset()
+    return exported_from(program)
 
 
 def example_like(tensor: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:

@@ -64,9 +64,10 @@ class Program(nn.Module):
 
     observed: what their code has read.  written: what it leaves in the Python around it, by tensors that are returned
     after the loss or the outputs.  changes: the same, as it was at the last run.  set_up: what it did for good then.
-    settled: labels of numbers that it reads, and changes once.  several_sizes: what it does at
-    several batch sizes is compared.  branches: where it asks whether masks pick anything; these are its last outputs,
-    which a capture takes off.  puts_picks: whether rows that masks pick were put into samples again.
+    settled: labels of numbers that it reads, and changes once.  counted: of those that it may only count on with.
+    several_sizes: what it does at several batch sizes is compared.  branches: where it asks whether masks pick
+    anything; these are its last outputs, which a capture takes off.  puts_picks: whether rows that masks pick were put
+    into samples again.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, call: Call) -> None:
@@ -78,6 +79,7 @@ class Program(nn.Module):
         self.observed = Observed(hidden=(self,))
         self.written: list[Written] = []
         self.settled: frozenset[str] = frozenset()
+        self.counted: frozenset[str] = frozenset()
         self.several_sizes = False
         self.changes: list[Change] = []
         self.set_up = SetUp()
@@ -89,7 +91,7 @@ class Program(nn.Module):
     def like(self) -> Program:
         """The same, not run yet."""
         found = Program(self.model, self.loss_fn, self.call)
-        found.settled, found.several_sizes = self.settled, self.several_sizes
+        found.settled, found.counted, found.several_sizes = self.settled, self.counted, self.several_sizes
         return found
 
     def release(self) -> None:
@@ -116,7 +118,7 @@ class Program(nn.Module):
         """The loss, or the tensors of the model's output."""
         (args, kwargs), (targets, target_kwargs) = self.call.rebuild(tensors)
         roots = (self.model, self.loss_fn, *hooks_of_all_modules())
-        effects = Effects(roots, self.settled, without_tensors=self.several_sizes)
+        effects = Effects(roots, self.settled, self.counted, without_tensors=self.several_sizes)
         loss, symbols = None, _symbols(tensors)  # of two that the code ties together, one is left
         try:
             with observing(self.observed, self.stand_ins):

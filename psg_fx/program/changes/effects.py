@@ -20,6 +20,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from psg_fx.errors import NotYetSupported
+from psg_fx.program.changes.counters import NumberRead, is_counter, stand_in
 from psg_fx.program.changes.holders import Holder
 from psg_fx.program.changes.reached import Reached, drawn
 from psg_fx.program.changes.set_up import SetUp, set_up
@@ -39,6 +40,11 @@ class Change:
     key: Any
     now: Any
     counts: bool
+
+    @property
+    def by_size(self) -> bool:
+        """Whether it is a number that follows the sizes of the call."""
+        return isinstance(self.now, torch.SymInt)
 
     @property
     def label(self) -> str:
@@ -62,7 +68,7 @@ class Unsettled(NotYetSupported):
 def made(changes: Sequence[Change]) -> Iterator[None]:
     """What the code has changed is as it left it, for a while; tensors have the same sizes."""
     for change in changes:
-        change.holder.put(change.key, pytree.tree_map_only(torch.Tensor, _alike, change.now))
+        change.holder.put(change.key, pytree.tree_map(_alike, change.now))
     try:
         yield
     finally:
@@ -70,7 +76,11 @@ def made(changes: Sequence[Change]) -> Iterator[None]:
             change.holder.write(change.holder.before)
 
 
-def _alike(value: torch.Tensor) -> torch.Tensor:
+def _alike(value: Any) -> Any:
+    if isinstance(value, torch.SymInt):
+        return value.node.hint if value.node.has_hint() else 0
+    if not isinstance(value, torch.Tensor):
+        return value
     return torch.zeros(list(map(int, value.shape)), dtype=value.dtype, device=value.device)
 
 
@@ -90,13 +100,19 @@ class Effects:
     """What the code that can be reached from the roots changes, from now on.
 
     settled: labels of numbers that the code reads, and changes once: there is a graph for each of their values.
+    counted: labels of those that it may only count on with, which is tried.
     without_tensors: caches of functions have no tensors for a while, which some batch sizes would find, others not.
     changes: what it has changed.  set_up: of that, what it has changed for good.  made: the first parameter, or module
     with tensors, that it has made.
     """
 
-    def __init__(self, roots: Sequence[Any], settled: Container[str] = (), without_tensors: bool = False) -> None:
+    def __init__(
+        self, roots: Sequence[Any], settled: Container[str] = (), counted: frozenset[str] = frozenset(),
+        without_tensors: bool = False,
+    ) -> None:  # fmt: skip
         self._reached = Reached(roots)
+        self._reads: list[str] = []
+        self._counters = [(h, stand_in(h, counted, self._reads)) for h in self._reached.holders if counted]
         caches = [cache for cache, _, _ in self._reached.caches] if without_tensors else []
         self._taken = [(cache, take_tensors_from_cache(cache)) for cache in caches]
         self._settled = settled
@@ -135,6 +151,8 @@ class Effects:
                 raise _refusal(holder.label, holder.name, observed)
             for key in dict.fromkeys((*holder.before, *now)):
                 old, new = holder.before.get(key, MISSING), now.get(key, MISSING)
+                if is_counter(new) and new.is_as_before():
+                    continue
                 if old is new or self.set_up.keeps(holder, key) or (old is MISSING and _names_any(key, symbols)):
                     continue
                 if not isinstance(new, torch.Tensor) and _kept_by_torch(holder, key, observed):
@@ -145,10 +163,18 @@ class Effects:
                 self.changes.append(Change(holder, key, opened(new), counts))
                 written.append(_repeated(self.changes[-1], observed))
                 tensors += tensors_in(self.changes[-1].now)
+        self._forget_counters(observed)
         for change in self.changes:
             if change.counts and change.label not in self._settled:
                 raise _unsettled(change, observed)
         return written, tensors
+
+    def _forget_counters(self, observed: Observed) -> None:
+        if self._reads:
+            raise NumberRead(self._reads[0])
+        for holder, names in self._counters:
+            for name in names:
+                observed.forget(holder.owner, name)
 
     def undo(self, observed: Observed) -> list[tuple[Holder, Any]]:
         """Put everything back.  Returns what had changed, and what it held."""
@@ -232,7 +258,7 @@ def _kept_by_torch(holder: Holder, key: Any, observed: Observed) -> bool:
 
 def _counts(old: Any, new: Any) -> bool:
     """Whether a number becomes another one."""
-    return type(old) in (int, float) and type(new) in (int, float)
+    return type(old) in (int, float) and type(new) in (int, float, torch.SymInt)
 
 
 def _numpy_state() -> Any:

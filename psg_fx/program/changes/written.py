@@ -9,10 +9,12 @@ from typing import Any
 
 import sympy
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from psg_fx.graph.facts import Entry, expr
 from psg_fx.program.arguments.packed import is_packed
+from psg_fx.program.changes.counters import Counted, is_counter
 from psg_fx.program.changes.holders import Holder
 from psg_fx.program.changes.reached import NUMBERS
 from psg_fx.program.objects import MISSING
@@ -29,7 +31,7 @@ class Written:
     """What every step leaves in the Python around it: `put(key, value)`.
 
     leaves: its parts, numbers as they are or by the sizes of the call; marks where the next results of the graph go.
-    container: the list or dict that it is written into, if it is one.
+    container: the list or dict that it is written into, if it is one.  owner: the module whose attribute it is.
     """
 
     put: Callable[[Any, Any], None]
@@ -38,6 +40,7 @@ class Written:
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
     container: Any = None
+    owner: nn.Module | None = None
 
     @property
     def tensors(self) -> int:
@@ -48,6 +51,8 @@ class Written:
         """Leave it there after one step.  sizes: how many samples the call has, and rows of each axis."""
         found = [int(leaf.subs(sizes)) if isinstance(leaf, sympy.Expr) else leaf for leaf in self.leaves]
         for k, leaf in enumerate(self.leaves):
+            if isinstance(leaf, Counted):
+                found[k] = leaf.after(vars(self.owner)[self.key], sizes)
             if leaf is _RESULT or leaf is _WITH_GRADIENT:
                 found[k] = next(results).detach()
             if leaf is _WITH_GRADIENT:
@@ -56,7 +61,8 @@ class Written:
 
     def of_graph(self, known: Callable[[sympy.Expr], sympy.Expr]) -> Written:
         """The same, by the sizes of a graph.  known: says sizes of the code's run by those."""
-        return replace(self, leaves=tuple(known(v) if isinstance(v, sympy.Expr) else v for v in self.leaves))
+        leaves = (v.of_graph(known) if isinstance(v, Counted) else v for v in self.leaves)
+        return replace(self, leaves=tuple(known(v) if isinstance(v, sympy.Expr) else v for v in leaves))
 
     def into(self, container: Any) -> Written:
         """The same, where another list or dict has come in the place of that one."""
@@ -76,6 +82,8 @@ WRITTEN = Entry[tuple[Written, ...]]("values written to attributes")
 def written_anew(holder: Holder, key: Any, label: str, value: Any) -> Written | None:
     """What every step has to write where code has left such a value; None if no step can make one."""
     leaves, spec = pytree.tree_flatten(value, is_leaf=is_packed)
+    if is_counter(value) and value.counts(holder.owner, key):
+        return Written(holder.put, key, label, spec, (value.counted,), owner=holder.owner)
     if value is MISSING or not all(_is_repeated(v) or _holds_nothing(v) for v in leaves):
         return None
     return Written(holder.put, key, label, spec, tuple(map(_part, leaves)), holder.container)
@@ -88,7 +96,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 def _is_repeated(value: Any) -> bool:
     """Whether every step can write such a value; a number that was read out of a tensor is another one each time."""
-    return isinstance(value, _REPEATED) and not depends_on_values(value)
+    return isinstance(value, _REPEATED) and not is_counter(value) and not depends_on_values(value)
 
 
 def _holds_nothing(value: Any) -> bool:
