@@ -91,10 +91,16 @@ def unseen_size(node: Node, batch: sympy.Symbol) -> Node | None:
     """A number that depends on B, decides what a value holds, and does not show in its sizes: where `arange` begins,
     by how much `roll` shifts.
     """
-    value = node.meta.get("val")
+    values = list(facts.tensors(node.meta.get("val")))
     sizes = symbolic_sizes(node, batch)
-    if not sizes or not isinstance(value, torch.Tensor):
+    if not sizes or not values:
         return None
     if node.target in (torch.ops.aten.arange.start, torch.ops.aten.arange.start_step) and node.args[0] in sizes:
         return sizes[0]
-    return None if any(batch in size.free_symbols for size in facts.shape(value)) else sizes[0]
+    return None if any(batch in size.free_symbols for v in values for size in facts.shape(v)) else sizes[0]
+
+
+def numbers_of_samples(node: Node, batch: sympy.Symbol) -> list[Node]:
+    """The numbers that depend on B and decide what `node` holds: those that are values, and sizes that do not show."""
+    unseen = unseen_size(node, batch)
+    return symbolic_values(node, batch) + ([] if unseen is None else [unseen])

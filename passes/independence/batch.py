@@ -8,10 +8,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 from psg_fx.graph import facts
-from psg_fx.graph.sample_axis import positive
+from psg_fx.graph.squeezes import may_take_samples, name_squeezed_dims
 from psg_fx.graph.strides import free_of_strides
+from psg_fx.source import locate
 from psg_fx.torch_private.symbols import depends_on_values
 
+from .logged import logged
 from .prove import prove
 from .rewriting.at_places import look_up_at_picked_places
 from .rewriting.concatenated import take_rows_apart
@@ -28,7 +30,6 @@ from .rewriting.selected import put_selected_back
 from .rewriting.whole_rows import pick_whole_rows
 
 aten = torch.ops.aten
-_SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 
 
 def batch(gm: GraphModule, alone: Callable[[GraphModule, list[Node]], str] | None = None) -> GraphModule:
@@ -57,6 +58,8 @@ def batch(gm: GraphModule, alone: Callable[[GraphModule, list[Node]], str] | Non
     free_of_strides(gm)
     prove(gm, whole)
     dropping = [node for node, dims in taken.items() if not node._erased and _is_sample_dim(node, dims)]
+    if kept := [node for node in logged(gm) if may_take_samples(node, facts.graph_facts(gm).batch)]:
+        facts.update_graph(gm, not_alone=locate(min(kept)))
     info = facts.graph_facts(gm)
     doubted = dropping or info.written_copy or info.trims
     if alone is not None and doubted and (note := alone(gm, dropping)):
@@ -89,21 +92,8 @@ def keep_the_sample_dim(gm: GraphModule) -> dict[Node, list[int]]:
 
     The squeezes, each with the dims that it may take.
     """
-    found: dict[Node, list[int]] = {}
-    for node in gm.graph.nodes:
-        if node.op != "call_function" or node.target not in _SQUEEZES:
-            continue
-        source = node.args[0]
-        assert isinstance(source, Node)
-        sizes = source.meta["val"].shape
-        given = node.args[1] if len(node.args) > 1 else range(len(sizes))
-        named = [given] if isinstance(given, int) else given
-        dims = [positive(d, len(sizes)) for d in named if sizes]  # a number has none, and may be asked for its last
-        found[node] = dims
+    found = name_squeezed_dims(gm)
+    for node, dims in found.items():
+        sizes = node.args[0].meta["val"].shape  # type: ignore[union-attr]
         node.meta[ONE_ROW] = any(depends_on_values(sizes[d]) for d in dims)
-        taken = [d for d in dims if isinstance(sizes[d], int) and sizes[d] == 1]
-        if node.target is not aten.squeeze.dim or not taken:
-            node.target = aten.squeeze.dims
-            node.args = (source, taken)
-    gm.recompile()
     return found

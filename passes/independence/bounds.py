@@ -42,12 +42,17 @@ def bounds(value: Any, depth: int = _DEPTH) -> Bounds:
 
 
 def _held(found: Bounds, dtype: torch.dtype) -> Bounds:
-    """The bounds of such values in a dtype: integers have no digits behind the point, and wrap around."""
-    if dtype.is_floating_point:
-        return found
-    if dtype.is_complex or not (torch.iinfo(dtype).min <= found[0] and found[1] <= torch.iinfo(dtype).max):
+    """The bounds of such values in a dtype: floats are rounded, integers have no digits behind the point, and wrap
+    around.
+    """
+    if dtype.is_complex:
         return _ANYTHING
-    return (math.floor(found[0]), math.ceil(found[1]))
+    if dtype.is_floating_point:
+        low, high = torch.tensor(found, dtype=torch.float64).to(dtype).tolist()
+        return (low, high)
+    least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    low, high = (least if found[0] == -math.inf else found[0]), (most if found[1] == math.inf else found[1])
+    return (math.floor(low), math.ceil(high)) if least <= low and high <= most else _ANYTHING
 
 
 def _of_a_part(value: Node, depth: int) -> Bounds:
@@ -123,7 +128,10 @@ def _remainder(given: Given, ask: Question) -> Bounds:
 
 
 def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) or (isinstance(value, Node) and not value.meta["val"].is_floating_point())
+    known = value.meta["val"] if isinstance(value, Node) else value
+    if isinstance(known, torch.Tensor):
+        return not facts.is_differentiable(known)
+    return isinstance(known, (int, torch.SymInt))
 
 
 @bounded("add")

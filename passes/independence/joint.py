@@ -15,7 +15,7 @@ from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxis
 from psg_fx.source import locate
 
-from .arguments import symbolic_values
+from .arguments import numbers_of_samples
 from .refused import mixed, not_shown
 from .values import Result
 from .walk import Prover
@@ -63,7 +63,7 @@ class JointProver(Prover):
     def step(self, node: Node) -> None:
         """One node; with a loss, a number that depends on the batch size has no part in the gradient of a sample."""
         self.settle(node)
-        numbers = symbolic_values(node, self.batch) if self.with_loss else []
+        numbers = numbers_of_samples(node, self.batch) if self.with_loss else []
         if numbers:
             raise mixed(node, f"%{numbers[0].name} depends on the batch size, which is 1 for the loss of one sample",
                         "do not divide by the batch size: the losses of the samples are summed")  # fmt: skip

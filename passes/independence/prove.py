@@ -11,7 +11,7 @@ from psg_fx.errors import PsgError
 from psg_fx.graph import facts
 from psg_fx.program.changes.written import WRITTEN
 
-from .arguments import symbolic_values
+from .arguments import numbers_of_samples
 from .ragged.links import Link
 from .ragged.trial import try_structure
 from .refused import NUMBERS, mixed
@@ -97,13 +97,13 @@ def _check_outputs(prover: Prover) -> list[str]:
 
 
 def _check_numbers(prover: Prover) -> None:
-    """Without a loss, outputs must not know how many samples there are; in losses, that number becomes that of one."""
+    """Without a loss, outputs must not depend on how many samples there are; losses have the number of one."""
     returned = facts.returned(prover.gm)
     if any(spec.kind == "loss" for spec, _ in returned):
         return
     above = facts.ancestors(n for spec, n in returned if spec.kind == "output" and isinstance(n, Node))
     for node in prover.gm.graph.nodes:
-        if node in above and node.op == "call_function" and symbolic_values(node, prover.batch):
+        if node in above and node.op == "call_function" and numbers_of_samples(node, prover.batch):
             raise mixed(
                 node, "the number of samples is among its values: the output of one sample alone is another one",
                 "divide in the loss: transform(model, loss_fn)",

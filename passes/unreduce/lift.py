@@ -31,7 +31,9 @@ def lifted(
     axes = [facts.fact(n).samples for n in spread]
     ndim = next(facts.tensors(node.meta["val"])).ndim
     batching = known(node.target).batching
+    given = [n.meta["val"] for n in (*spread, *kept)]
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) and all(a is None for a in axes)
+    pointwise = pointwise and len({v.dtype for v in given}) == 1  # a number gives way to other dtypes, `[B]` does not
 
     def filled(values: Sequence[Tensor]) -> Callable[[Node], Any]:
         place = dict(zip((*spread, *kept), values, strict=True))
@@ -44,7 +46,7 @@ def lifted(
 
     def along(*values: Tensor) -> Any:
         named: dict[str, Any] = dict(torch.fx.map_arg(bound(node), filled(values)))
-        named["dim"] = named["dim"] % max(ndim, 1) + 1
+        named["dim"] = named["dim"] % max(1, *(v.ndim for v in given)) + 1
         assert callable(node.target)
         return node.target(**named)
 

@@ -195,10 +195,11 @@ class Along(Linear):
         known = {**g.sizes, "K": sympy.Integer(self.count or 1)}
         sizes = tuple(known[a] for a in axes)
         if term.prefix.trivial:
-            given, recipe, build = [direction(name)], "direction", _shaped(sizes)
+            given, recipe, push = [direction(name)], "direction", None
         else:
             given, recipe = [direction(name), *sources(term.prefix)], f"direction of {term.prefix.operand}"
-            build = _shaped(sizes, push_forward(term, name, several))
+            push = push_forward(term, name, several)
+        recipe, build = _shaped(recipe, sizes, push)
         leaf = Leaf("v", tuple(given), recipe, axes, sizes, dtype=along_dtype(g.leaves[0].dtype), build=build)
         return Network((*g.leaves, leaf), (BATCH, *lead), g.scale, g.out)
 
@@ -214,9 +215,12 @@ def direction(name: str) -> Source:
     return Source(Kind.GIVEN, f"direction.{name}")
 
 
-def _shaped(sizes: tuple[sympy.Expr, ...], push: Callable[..., torch.Tensor] | None = None) -> Callable[..., Any]:
+def _shaped(
+    recipe: str, sizes: tuple[sympy.Expr, ...], push: Callable[..., torch.Tensor] | None = None
+) -> tuple[str, Callable[..., Any]]:
+    """A recipe of a leaf in these sizes, which it says: two ops may see one parameter in two shapes."""
     shape = [int(s) for s in sizes]
-    return lambda v, *inputs: reshape(push(v, *inputs) if push else v, shape)
+    return f"{recipe} as {shape}", lambda v, *inputs: reshape(push(v, *inputs) if push else v, shape)
 
 
 @dataclass(frozen=True)
@@ -241,10 +245,9 @@ class Projected(Linear):
                 out += axes
                 continue
             sizes = (*(g.sizes[a] for a in axes), sympy.Integer(columns))
+            recipe, build = _shaped("projection", sizes)
             given = (projection(name, new),)
-            leaves.append(
-                Leaf(new, given, "projection", (*axes, new), sizes, dtype=g.leaves[0].dtype, build=_shaped(sizes))
-            )
+            leaves.append(Leaf(new, given, recipe, (*axes, new), sizes, dtype=g.leaves[0].dtype, build=build))
             out.append(new)
         return Network(tuple(leaves), tuple(out), g.scale, g.out)
 

@@ -18,7 +18,7 @@ from psg_fx.quantities.clipped_sum import ClippedSum
 from psg_fx.quantities.names import USUAL, spelled
 from psg_fx.quantities.products import Dots
 from psg_fx.quantities.sums import Grads, Norms
-from psg_fx.reference.batch import Batch, as_dict, has_rows, is_packed
+from psg_fx.reference.batch import Batch, as_tree, has_rows, is_packed
 from psg_fx.reference.definitions import Answer, definitions_for
 from psg_fx.reference.loop import Loss, WithLoss, each_loss, tracked
 
@@ -55,7 +55,7 @@ class Problem:
     @cached_property
     def flat(self) -> tuple[list[Any], TreeSpec]:
         """The leaves of `(inputs, targets)`, and how these are made of them."""
-        return tree_flatten((as_dict(self.inputs), as_dict(self.targets)), is_leaf=is_packed)
+        return tree_flatten((as_tree(self.inputs), as_tree(self.targets)), is_leaf=is_packed)
 
     @cached_property
     def size(self) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from psg_fx.errors import BadArgument
+from psg_fx.plain_objects import looked_into
 from psg_fx.program.arguments.packed import is_packed
 from psg_fx.step.compiled import StepOutput
 from psg_fx.step.mistakes import refuse_rows
@@ -134,6 +135,7 @@ def _moved(tree: Any, device: torch.device) -> Any:
     """The tensors of tuples, lists and mappings on the device, and packed sequences, which move as torch moves them."""
     if isinstance(tree, Mapping) and type(tree) is not dict:  # a tokenizer's output, which pytrees take for a leaf
         tree = dict(tree)
+    tree = looked_into(tree)
     return pytree.tree_map(
         lambda leaf: leaf.to(device=device, non_blocking=device.type == "cuda")
         if isinstance(leaf, torch.Tensor) or is_packed(leaf)

@@ -91,19 +91,28 @@ class Evaluator:
         shape = ask.shape(gradient, self.count)
         if not parts:
             return torch.zeros(shape, dtype=dtype, device=self.device)
-        values = [self._pulled(part, gradient) if ask.like_parameter else self._value(part, gradient) for part in parts]
+        values = [self._part(part, gradient) for part in parts]
         found = reshape(ask.finish(sum(values[1:], start=values[0]), len(values)), shape).to(dtype)
         return contiguous(found) if ask.like_parameter else found
+
+    def _part(self, part: Part, gradient: ParameterGradient) -> torch.Tensor:
+        """The part, for the parameter if the ask is like it, by weights as they were given."""
+        largest = self._read_weights(part, gradient) if part.ask.reads else None
+        value = self._pulled(part, gradient) if part.ask.like_parameter else self._value(part, gradient)
+        return value if largest is None else value.to(torch.float32) * largest
+
+    def _read_weights(self, part: Part, gradient: ParameterGradient) -> torch.Tensor | None:
+        """Enter the weights of an ask.  Returns what its sum is to be multiplied by, if they are relative to that."""
+        chosen = self._weights[part.ask.reads][gradient.name]
+        weights, largest = _within(chosen, part.contraction.network.leaves[0].dtype)
+        self.env[Source(Kind.WEIGHTS, part.ask.reads)] = weights
+        self._absent = chosen == 0 if part.ask.reads in self.leaving_out else None
+        return largest
 
     def _value(self, part: Part, gradient: ParameterGradient) -> torch.Tensor:
         """The part's contraction with its axes in the network's order."""
         network = part.contraction.network
-        local = self.known
-        if part.ask.reads:  # weights differ between parameters, so what is made of them is not shared by key
-            chosen = self._weights[part.ask.reads][gradient.name]
-            self.env[Source(Kind.WEIGHTS, part.ask.reads)] = chosen.to(network.leaves[0].dtype)
-            self._absent = chosen == 0 if part.ask.reads in self.leaving_out else None
-            local = {}
+        local = {} if part.ask.reads else self.known  # weights differ between parameters, which then share nothing
         tensor = self._evaluate(part.tree, gradient, local)
         return _scaled(permuted(tensor, part.tree.axes, network.out), network.scale * part.contraction.scale)
 
@@ -182,6 +191,18 @@ def _counted(form: Form, sizes: Mapping[str, int], count: int | None) -> Form:
     if not isinstance(form, Members) and not (isinstance(form, Routed) and form.members):
         return form
     return replace(form, classes=sizes[BATCH] if count is None else count)
+
+
+def _within(weights: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weights in a dtype.  Of float16, which ends at 65504 and has few digits below 6e-5, relative to the largest one,
+    which is returned, too: sums are multiplied by it.
+    """
+    if dtype is not torch.float16:
+        return weights.to(dtype), None
+    weights = weights.to(torch.float32)
+    largest = torch.cat([weights.abs().reshape(-1), weights.new_zeros(1)]).amax()  # of no groups, too
+    largest = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
+    return (weights / largest).to(dtype), largest
 
 
 def _scaled(tensor: torch.Tensor, scale: float) -> torch.Tensor:

@@ -9,9 +9,9 @@ import weakref
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 
+from psg_fx.plain_objects import is_plain
 from psg_fx.program.arguments.packed import is_packed
 from psg_fx.torch_private.fakes import FakeTensor
 
@@ -33,7 +33,7 @@ def _unflatten(values: Any, context: Any) -> Any:
     kind, names = context
     if names is None:
         return kind(values)
-    made = object.__new__(kind)
+    made = kind.__new__(kind)
     vars(made).update(zip(names, values, strict=True))
     place = id(made)
     _MADE[place] = weakref.ref(made, lambda _: _MADE.pop(place, None))
@@ -62,7 +62,7 @@ def _open(value: Any, inside: frozenset[int]) -> Any:
     def part(leaf: Any) -> Any:
         if type(leaf) is torch.Size:
             return _Opened(torch.Size, list(leaf))
-        if id(leaf) in inside or not _is_plain(leaf):
+        if id(leaf) in inside or not is_plain(leaf):
             return leaf
         parts = {name: _open(each, inside | {id(leaf)}) for name, each in vars(leaf).items()}
         found = pytree.tree_leaves(parts, is_leaf=is_packed)
@@ -71,13 +71,3 @@ def _open(value: Any, inside: frozenset[int]) -> Any:
         return _Opened(type(leaf), parts) if made else leaf
 
     return pytree.tree_map(part, value, is_leaf=lambda each: is_packed(each) or type(each) is torch.Size)
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether an object is what its attributes are."""
-    kind: Any = type(value)
-    if isinstance(value, (nn.Module, type)) or not hasattr(value, "__dict__") or callable(value):
-        return False
-    if issubclass(kind, (tuple, list, dict, set, torch.Tensor)) or any(vars(k).get("__slots__") for k in kind.__mro__):
-        return False
-    return kind.__new__ is object.__new__ and kind.__reduce_ex__ is object.__reduce_ex__

@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from psg_fx.errors import BadArgument
+from psg_fx.plain_objects import looked_into
 
 _CALL = "step(inputs, targets)"
 
@@ -33,7 +34,7 @@ class Batch:
         whole = batch_dim if isinstance(batch_dim, tuple) else (batch_dim, batch_dim)
         if len(whole) != 2:
             raise _misfit(f"batch_dim has {len(whole)} parts", "pass an int or (inputs_dims, targets_dims)")
-        inputs, targets = as_dict(inputs), as_dict(targets)
+        inputs, targets = as_tree(inputs), as_tree(targets)
         leaves, spec = tree_flatten((inputs, targets), is_leaf=is_packed)
         said = [*spread(whole[0], inputs, "inputs"), *spread(whole[1], targets, "targets")]
         if any(map(is_rows, said)):
@@ -61,9 +62,9 @@ class Batch:
         return replace(self, leaves=tuple(cast(leaf, dtype) for leaf in self.leaves))
 
 
-def as_dict(value: Any) -> Any:
-    """Mappings of other classes (a tokenizer's output) are no trees."""
-    return dict(value) if isinstance(value, Mapping) else value
+def as_tree(value: Any) -> Any:
+    """Mappings of other classes (a tokenizer's output) are no trees, nor are objects that hold tensors."""
+    return looked_into(dict(value) if isinstance(value, Mapping) else value)
 
 
 def _misfit(why: str, fix: str) -> BadArgument:

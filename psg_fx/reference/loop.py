@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from psg_fx.errors import BadArgument
-from psg_fx.reference.batch import Batch, as_dict, cast, has_rows, is_packed, is_rows, spread
+from psg_fx.reference.batch import Batch, as_tree, cast, has_rows, is_packed, is_rows, spread
 from psg_fx.reference.definitions import ByName
 from psg_fx.reference.state import State, modules_of
 
@@ -192,6 +192,7 @@ def losses_of_rows(program: WithLoss, inputs: Any, targets: Any, batch_dim: Any)
         return
     parts, spec = tree_flatten(output)
     dims = batch_dim[1] if isinstance(batch_dim, (tuple, list)) else batch_dim
+    targets = as_tree(targets)
     said = zip(tree_leaves(targets, is_leaf=is_packed), spread(dims, targets, "targets"), strict=True)
     if any(is_rows(dim) or (dim == 0 and type(leaf) is int) for leaf, dim in said):
         raise BadArgument(
@@ -209,7 +210,7 @@ def losses_of_rows(program: WithLoss, inputs: Any, targets: Any, batch_dim: Any)
 def _whole(inputs: Any, targets: Any, dtype: torch.dtype | None) -> tuple[Any, Any]:
     """The whole batch with its floating-point tensors in `dtype`."""
     found: tuple[Any, Any] = tree_map(
-        lambda leaf: cast(leaf, dtype), (as_dict(inputs), as_dict(targets)), is_leaf=is_packed
+        lambda leaf: cast(leaf, dtype), (as_tree(inputs), as_tree(targets)), is_leaf=is_packed
     )
     return found
 

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from psg_fx.errors import BadArgument
+from psg_fx.errors import BadArgument, first_line
 from psg_fx.graph import facts
 from psg_fx.graph.facts import InputSpec, OutputSpec
 from psg_fx.program.arguments.call import Call
@@ -159,12 +159,24 @@ def describe(
         for spec, node in outputs
         if node is not None
     ]
-    structure = pytree.treespec_dumps(call.spec)
+    structure = _structure(call)
     rows = OfRows(tuple(map(Axis.of, call.axes)), call.counts, conditions) if call.axes else None
     return Spec(
         tuple(entries), tuple(results), call.tensors[0].device.type, structure, tuple(call.constants), drop, rows,
         decided, 3 if decided else FORMATS[rows is not None],
     )  # fmt: skip
+
+
+def _structure(call: Call) -> str:
+    """How the call's arguments are arranged, in JSON."""
+    try:
+        return pytree.treespec_dumps(call.spec)
+    except NotImplementedError as error:
+        raise BadArgument(
+            "an object among the inputs cannot be described in a file", where="step.export(path, inputs, targets)",
+            why=f"who loads the file may not have its class: {first_line(error)}",
+            fix="export with inputs in tuples, lists and dicts, for a model that takes those",
+        ) from error  # fmt: skip
 
 
 def _shape(node: Node, names: Mapping[sympy.Symbol, sympy.Symbol]) -> Shape:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from psg_fx.algebra.members import MEMBERS
-from psg_fx.errors import BadArgument, PsgError, SamplesMixed
+from psg_fx.errors import BadArgument, NotYetSupported, PsgError, SamplesMixed
 from psg_fx.graph import facts
 from psg_fx.graph.facts import InputSpec, OutputSpec
 from psg_fx.program.ambient import without_autocast
@@ -81,6 +81,7 @@ class Binding:
         self._buffers = [
             (i, *holder(model, loss_fn, spec.name)) for i, spec in enumerate(self.outputs) if spec.kind == "buffer"
         ]
+        self._not_alone = facts.graph_facts(gm).not_alone
         self._asks = self._mixing is not None or bool(self._checks)
         self._keeps = bool(self._buffers or self._written)
 
@@ -121,6 +122,8 @@ class Binding:
             self.check(results)
         if not self._keeps:
             return
+        if self._not_alone and call.batch_size() == 1:
+            raise squeezed_alone(self._not_alone)
         with IN_PLACE:
             buffers = [(group[name], index) for index, group, name in self._buffers]
         for buffer, index in buffers:
@@ -241,6 +244,15 @@ def failed_check(line: str, of: str = "") -> PsgError:
         "the code of the model or loss refuses these values", where=line,
         why="its branch that only raises an error is not in the graph; its condition is, and holds for this batch",
         fix="call model and loss on the batch themselves to see that error",
+    )  # fmt: skip
+
+
+def squeezed_alone(line: str) -> PsgError:
+    """The code keeps something in which a batch of one sample has fewer dims."""
+    return NotYetSupported(
+        "squeeze treats a batch of one sample differently", where=line,
+        why="it takes the sample dim, too, so what the code keeps from call to call would be another value",
+        fix="name the dim: x.squeeze(1), or x.flatten(1); or call the step on several samples",
     )  # fmt: skip
 
 

@@ -73,8 +73,9 @@ class LossModule(PerSampleModule):
     ) -> StepOutput:  # fmt: skip
         """Run the step.
 
-        inputs: a tensor, a tuple or list (positional) or a dict (keyword).  targets: the same, or absent.
-        weights: [B], for WeightedSum and a weighted ClippedSum.  directions: a mapping by parameter name, for Dots.
+        inputs: a tensor, a tuple or list (positional) or a dict (keyword); in them more of these, and objects.
+        targets: the same, or absent.  weights: [B], for WeightedSum and a weighted ClippedSum.  directions: a mapping
+        by parameter name, for Dots.
         groups: [B] ints from 0 to num_groups - 1, the group (a user, a document) of each sample, -1 for none.  Then
         every quantity is of groups, whose gradient is the sum of those of their samples, and has a row for each group
         where it had one for each sample, as have weights; losses and the mean gradient are those of samples.

@@ -302,6 +302,8 @@ def test_text(name: str) -> None:
 
 def test_samples_in_an_object_that_pytrees_do_not_know() -> None:
     class Batch:
+        __slots__ = ("x",)
+
         def __init__(self, x: Tensor) -> None:
             self.x = x
 

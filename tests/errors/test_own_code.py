@@ -230,7 +230,7 @@ def test_a_full_folder_of_kernels_is_named() -> None:
 
 
 class Counts(nn.Module):
-    """Counts its calls in Python."""
+    """Counts its calls in Python, and reads the number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ class Counts(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        return self.layer(x)  # type: ignore[no-any-return]
+        return self.layer(x) * self.calls  # type: ignore[no-any-return]
 
 
 def test_a_count_in_python_is_refused_by_a_class_that_is_known() -> None:

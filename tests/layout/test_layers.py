@@ -19,6 +19,7 @@ FLOORS = (
         "garbage",
         "generators",
         "interrupts",
+        "plain_objects",
         "progress",
         "source",
         "tensors",

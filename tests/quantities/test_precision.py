@@ -150,3 +150,27 @@ def test_autocast(inside: bool) -> None:
     mine, loops = errors(grads, {n.removeprefix("model."): g for n, g in rough.items()}, truth)
     assert 1e-4 < mine < 2 * loops, (mine, loops)
     assert all(g.dtype == torch.float32 for g in grads.values())
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_weights_beyond_the_range_of_float16(backend: str) -> None:
+    """And clip factors far below it: sums of numbers that float16 has are such numbers."""
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(6, 5).half(), torch.randn(4, 12, 6).half(), torch.randn(4, 1)
+
+    def small(output: Tensor, y: Tensor) -> Tensor:
+        return (output.float().flatten(1).sin() * y).sum() * 1e-4
+
+    step = psg_fx.transform(model, small, quantities=[psg_fx.WeightedSum(), Grads()], backend=backend)
+    out = step(x, y, weights=torch.full((4,), 1e5))
+    exactly = {name: g.double() for name, g in out.grads.items()}
+    assert oracle.worst_error(out.weighted_sum, oracle.weighted_sum(exactly, torch.full((4,), 1e5))) < 2e-3
+
+    def large(output: Tensor, y: Tensor) -> Tensor:
+        return small(output, y) * 2e6
+
+    step = psg_fx.transform(model, large, quantities=[ClippedSum(max_norm=1e-2), Grads()], backend=backend)
+    out = step(x, y)
+    assert out.clip_factors.max() < 1e-3
+    exactly = {name: g.double() for name, g in out.grads.items()}
+    assert oracle.worst_error(out.clipped_sum, oracle.weighted_sum(exactly, out.clip_factors)) < 2e-3

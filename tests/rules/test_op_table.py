@@ -31,7 +31,7 @@ OTHER_TABLES = {
     "psg_fx/torch_private/tensor_parallel.py:_OF_LAYERS": "functions that parallel layers call",
     "passes/compile/convolutions.py:_WAYS": "the convolutions that a matrix unit may compute, a question of one pass",
     "passes/compile/joins.py:_JOINS": "the two ops that lay parts side by side, and those that do it by torch",
-    "passes/independence/batch.py:_SQUEEZES": "overloads of one op, whose arguments a pass reads",
+    "psg_fx/graph/squeezes.py:_SQUEEZES": "an op and its copying form, whose arguments are read",
     "psg_fx/op_table.py:_ROWS": "the table",
     "psg_fx/torch_private/functional.py:_SIZES": "what a trace knows of a tensor without an op",
     "psg_fx/ops/define.py:_OF_TORCH": "what stands for ops of psg_fx in a file, said where they are defined",

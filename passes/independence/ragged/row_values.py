@@ -19,7 +19,7 @@ from psg_fx.graph.facts import SampleAxis
 from psg_fx.graph.same_op import draws
 from psg_fx.ops.last_rows import last_rows
 
-from ..arguments import bound, op_name, symbolic_values, unseen_size
+from ..arguments import bound, numbers_of_samples, op_name
 from ..refused import mixed
 from ..table import find
 from ..values import Op, Result, tensors
@@ -97,7 +97,7 @@ class RowValues:
     def refuse_counts(self, node: Node) -> None:
         """The number of rows of all samples is a size, and no value."""
         for count in self.rows:
-            if numbers := symbolic_values(node, count) or [n for n in [unseen_size(node, count)] if n]:
+            if numbers := numbers_of_samples(node, count):
                 raise mixed(node, f"%{numbers[0].name} is the number of rows of all samples", _POOL)
 
     def note_plain(self, node: Node, inputs: Sequence[Node]) -> None:

@@ -2,8 +2,8 @@
 
 x[b[m], s[m]]  ->  x[b, s][m]        x[b[m], s[m]] = v[m]  ->  x[b, where(m, s, spare)] = v, with a spare column of x
 
-b is the number of the sample as ever (`arange(B)`, expanded); where the mask picks nothing, a table of places may hold
-anything, which nobody looks up.
+b is the number of the sample as ever (`arange(B)`, expanded); where the mask picks nothing, other tables of places may
+hold anything, which nobody looks up.
 """
 
 from __future__ import annotations
@@ -88,10 +88,17 @@ def _counting(mask: Tensor, dim: int) -> Tensor:
     return torch.arange(mask.shape[dim], device=mask.device).view(shape).expand(mask.shape)
 
 
+def _numbers_samples(x: Any) -> bool:
+    """Whether the places in the first dim of a value are samples."""
+    return bool(facts.shape(x.meta["val"])[0].free_symbols)
+
+
 def _read(gm: GraphModule, node: Node, tables: Sequence[Node | int], mask: Node) -> Any:
+    as_it_is = int(_numbers_samples(bound(node)["self"]))
+
     def read(x: Tensor, mask: Tensor, *given: Tensor) -> Tensor:
-        first, *others = _places(tables, given, mask)
-        return x[(first, *(torch.where(mask, other, 0) for other in others))]
+        places = _places(tables, given, mask)
+        return x[(*places[:as_it_is], *(torch.where(mask, other, 0) for other in places[as_it_is:]))]
 
     whole = splice(gm, node, read, [bound(node)["self"], mask, *_nodes(tables)])
     with gm.graph.inserting_before(node):
@@ -119,10 +126,11 @@ def _write(gm: GraphModule, node: Node, tables: Sequence[Node | int], mask: Node
         with written_before(node, node.meta):
             given = put_back(gm, value, mask)
     adds, dim = bound(node)["accumulate"], len(tables) - 1
+    as_it_is = int(_numbers_samples(bound(node)["self"]))
 
     def write(x: Tensor, value: Tensor, mask: Tensor, *given: Tensor) -> Tensor:
-        first, *middle, last = _places(tables, given, mask)
-        places = (first, *(torch.where(mask, other, 0) for other in middle))
+        *before, last = _places(tables, given, mask)
+        places = (*before[:as_it_is], *(torch.where(mask, other, 0) for other in before[as_it_is:]))
         if adds:
             value = value.expand(*mask.shape, *x.shape[dim + 1 :]) if value.ndim == 0 else value
             value = torch.where(mask.reshape(*mask.shape, *[1] * (value.ndim - mask.ndim)), value, 0)

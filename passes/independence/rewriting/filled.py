@@ -53,7 +53,7 @@ class _Written:
         if node.op != "call_function" or not isinstance(value, Tensor) or not value.ndim:
             return
         each = self.multiple(facts.shape(value)[0])
-        if each is None or any(size.free_symbols for size in facts.shape(value)[1:]):
+        if not each or any(size.free_symbols for size in facts.shape(value)[1:]):
             return
         if filled_with(node) is not None:
             self.parts[node] = [_Part(node, each, True)]
@@ -63,20 +63,22 @@ class _Written:
     def written(self, node: Node, each: int) -> None:
         """A part that is taken, of a fill alone, or written."""
         given = bound(node)
-        x, ends = given["self"], [self.multiple(given[name]) for name in ("start", "end")]
-        if x not in self.parts or given["dim"] != 0 or given["step"] != 1 or None in ends:
+        parts = self.parts.get(given["self"])
+        if parts is None or given["dim"] not in (0, -node.meta["val"].ndim) or given["step"] != 1:
             return
-        parts, (start, end) = self.parts[x], ends
         whole = sum(part.each for part in parts)
-        start, end = start or 0, min(end, whole)  # type: ignore[type-var]
+        start, end = self.place(given["start"], whole, 0), self.place(given["end"], whole, whole)
+        if start is None or end is None:
+            return
         if node.target is aten.slice.Tensor:
-            if len(parts) == 1 and parts[0].is_fill and end - start == each:  # type: ignore[operator]
+            if len(parts) == 1 and parts[0].is_fill and end - start == each:
                 self.put(node, [replace(parts[0], each=each)])
             return
-        before, after = _until(parts, start), _from(parts, end)  # type: ignore[arg-type]
+        before, after = _until(parts, start), _from(parts, max(start, end))
         if before is None or after is None:
             return
-        middle = self.parts.get(given["src"]) or [_Part(given["src"], end - start, False)]  # type: ignore[operator]
+        source = self.cast(given["src"], node)
+        middle = self.parts.get(source) or [_Part(source, max(end - start, 0), False)]
         self.put(node, [part for part in (*before, *middle, *after) if part.each])
 
     def put(self, node: Node, parts: list[_Part]) -> None:
@@ -87,6 +89,14 @@ class _Written:
         self.parts[new] = parts
         node.replace_all_uses_with(new)
         self.found = True
+
+    def cast(self, rows: Node, onto: Node) -> Node:
+        """Rows as they are once they are written into a node."""
+        dtype = onto.meta["val"].dtype
+        if rows.meta["val"].dtype is dtype:
+            return rows
+        with written_before(onto, onto.meta):
+            return call(self.gm, aten._to_copy.default, rows, dtype=dtype)
 
     def fill(self, part: _Part) -> Node:
         """As many rows of a fill."""
@@ -107,12 +117,17 @@ class _Written:
         return found
 
     def multiple(self, size: Any) -> int | None:
-        """How many rows of each sample a number of rows is; 0 for None, as many as there are for the largest number."""
-        if size is None or (isinstance(size, int) and size in (0, _LAST)):
-            return size or 0
+        """How many rows of each sample a number of rows is."""
         value = size.meta["val"] if isinstance(size, Node) else size
         found = (facts.expr(value) if isinstance(value, (int, torch.SymInt)) else value) / self.batch
-        return int(found) if found.is_Integer and found > 0 else None
+        return int(found) if found.is_Integer else None
+
+    def place(self, given: Any, whole: int, default: int) -> int | None:
+        """Where a part begins or ends, in rows of each sample; whole: how many there are."""
+        if given is None or (isinstance(given, int) and given == _LAST):
+            return default
+        found = self.multiple(given)
+        return found if found is None else min(max(found + whole if found < 0 else found, 0), whole)
 
 
 _LAST = 2**63 - 1

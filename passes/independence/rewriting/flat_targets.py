@@ -34,7 +34,8 @@ def pad_flat_targets(gm: GraphModule) -> None:
         targets: Node = node.args[1]
         if targets.meta["val"].ndim == 1:
             labels, mask = _labels(gm, node, targets)
-            padded: Node = splice(gm, node, _in_front, [labels, mask])
+            dtype = targets.meta["val"].dtype
+            padded: Node = splice(gm, node, lambda *given, dtype=dtype: _in_front(*given).to(dtype), [labels, mask])
             node.replace_input_with(targets, padded)
             _erase(gm, targets)
             gm.graph.eliminate_dead_code()

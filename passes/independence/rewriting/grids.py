@@ -19,6 +19,7 @@ from psg_fx.graph.facts import SampleAxis
 from psg_fx.graph.splicing import splice
 
 from ..arguments import bound, op_name
+from ..values import Result
 from ..walk import Prover
 
 _LOOKUPS = ("aten.grid_sampler", "aten.grid_sampler_2d", "aten.grid_sampler_3d")
@@ -30,11 +31,11 @@ def look_up_by_sample(gm: GraphModule) -> None:
         prover = Prover(gm)
         with contextlib.suppress(PsgError):  # of what other rewritings are for; what is known by then is known
             prover.walk(skip=facts.descendants(left))
-        axes = {n: found.axes for n in left if (found := prover.known.get(bound(n)["grid"])) is not None}
+        known = {n: prover.known.get(bound(n)["grid"], Result()).axes for n in left}
+        axes = {n: axis for n, axis in known.items() if isinstance(axis, SampleAxis)}
         if not axes:
             return
         for node, axis in axes.items():
-            assert isinstance(axis, SampleAxis)
             _take_apart(gm, node, axis)
 
 

@@ -20,7 +20,7 @@ from psg_fx.torch_private.fakes import symbolic_inputs
 from psg_fx.torch_private.graphs import module_without_code
 from psg_fx.torch_private.modes import enable_python_dispatcher
 
-from ..arguments import symbolic_values, unseen_size
+from ..arguments import numbers_of_samples
 from ..run import run_node
 from ..values import Result
 from ..walk import Prover
@@ -68,7 +68,7 @@ def row_by_row(
     symbol = facts.expr(carrier.meta["val"].shape[dim])
     if not isinstance(symbol, sympy.Symbol):
         raise Unfit
-    if any(symbolic_values(node, symbol) or unseen_size(node, symbol) is not None for node in graph.nodes):
+    if any(numbers_of_samples(node, symbol) for node in graph.nodes):
         raise Unfit  # rows by themselves are not as many
     gm.meta[facts.KEY] = GraphFacts(symbol)
     prover = Prover(gm)

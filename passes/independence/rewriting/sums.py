@@ -44,7 +44,7 @@ def _sum(x: Tensor, kept: Tensor, dim: Any = None, keepdim: bool = False, dtype:
 def _mean(x: Tensor, kept: Tensor, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> Tensor:
     wanted = dtype or x.dtype
     total = _sum(x, kept, dim, keepdim, accumulation_dtype(wanted))
-    dims = range(x.ndim) if dim is None else [d % x.ndim for d in dim]
+    dims = range(x.ndim) if not dim else [d % x.ndim for d in dim]
     others = 1
     for d in dims:
         others = others * (1 if kept.shape[d] != 1 else x.shape[d])

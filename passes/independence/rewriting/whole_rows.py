@@ -102,7 +102,8 @@ def _is_same_along(mask: Node, count: int) -> bool:
     if op_name(mask) in _WIDER:
         source = value_of(mask.args[0])
         return source.ndim == value.ndim and all(size == 1 for size in source.shape[-count:])
-    return _is_by_entry(mask) and all(_is_same_along(node, count) for node in mask.all_input_nodes)
+    given = [node for node in mask.all_input_nodes if isinstance(node.meta["val"], torch.Tensor)]
+    return _is_by_entry(mask) and bool(given) and all(_is_same_along(node, count) for node in given)
 
 
 def _is_by_entry(node: Node) -> bool:

@@ -116,7 +116,7 @@ def cross(op: Op) -> Placement:
     found = broadcast(op, values, ndim)
     given = op.args.get("dim")
     if given is None:
-        given = next((d for d in range(ndim) if op.out().shape[d] == 3 and op.out().dim != d), -1)
+        given = next((d for d in range(ndim) if op.out().shape[d] == 3), -1)
     if isinstance(found.axes, SampleAxis) and found.axes.dim == positive(given, ndim):
         raise op.refuse(f"its products run along dim {found.axes.dim}, the sample dim")
     return found.axes

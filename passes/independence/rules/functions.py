@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from psg_fx.errors import NotYetSupported, PsgError
+from psg_fx.errors import NotYetSupported, PsgError, first_line
 from psg_fx.graph import facts
 from psg_fx.graph.facts import InputSpec, SampleAxes, SampleAxis
+from psg_fx.graph.squeezes import may_take_samples
 from psg_fx.ops.of_users.autograd_function import backward_graph, forward_graph
 from psg_fx.ops.of_users.custom_call import CustomCall, custom_call
 from psg_fx.program.decisions.branches import no_plain_batch_size
 from psg_fx.program.reads.observe import observing_backward
 from psg_fx.source import locate
 
-from ..arguments import op_name, symbolic_values, unseen_size
+from ..arguments import numbers_of_samples, op_name
 from ..refused import NUMBERS, NUMBERS_FIX
 from ..table import Placement, sample_rule
 from ..values import Op, Result, tensors
@@ -35,7 +37,7 @@ def custom(op: Op) -> Placement:
     inputs: list[Node] = list(op.node.args)  # type: ignore[arg-type]
     values = [n.meta["val"] for n in inputs]
     known = [op.known[n] for n in inputs]
-    with no_plain_batch_size():
+    with no_plain_batch_size(), _for_all_sizes(op, call, "forward"):
         graph = forward_graph(call, values)
     _require_sizes_alone(op, call, graph, "forward", values, known)
     found = axes_of(op, proven(op, graph, known, _FUNCTION))
@@ -52,7 +54,7 @@ def _check_backward(
     data = [i for i, need in enumerate(call.needs) if need and known[i].axes is not None]
     if not data:
         return
-    with no_plain_batch_size(), observing_backward():
+    with no_plain_batch_size(), observing_backward(), _for_all_sizes(op, call, "backward"):
         graph = backward_graph(call, values, cotangents, data)
     _require_sizes_alone(op, call, graph, "backward", values, known)
     gradients = proven(op, graph, [*known, *(Result(a) for a in axes)], _FUNCTION)
@@ -63,6 +65,20 @@ def _check_backward(
                 f"{known[i].axes}",
                 "write its backward so that a sample's gradient is computed from that sample alone",
             )
+
+
+@contextlib.contextmanager
+def _for_all_sizes(op: Op, call: CustomCall, method: str) -> Iterator[None]:
+    """Refuse a function that does not run for all batch sizes."""
+    try:
+        yield
+    except PsgError:
+        raise
+    except Exception as error:
+        raise NotYetSupported(
+            f"{call.title} does not run for all batch sizes", where=locate(op.node),
+            why=f"its {method} fails: {first_line(error)}", fix="take sizes from its arguments",
+        ) from error  # fmt: skip
 
 
 def _require_sizes_alone(
@@ -79,6 +95,12 @@ def _require_sizes_alone(
                 fix="write it with ops on all samples at once",
             )  # fmt: skip
     for node in graph.graph.nodes:
+        if may_take_samples(node, op.batch):
+            raise NotYetSupported(
+                f"squeeze in {call.title} treats a batch of one sample differently", where=locate(op.node),
+                why=f"its {method} would lose the sample dim there, and later dims have other numbers",
+                fix="name the dim: x.squeeze(1), or x.flatten(1)",
+            )  # fmt: skip
         if node.op == "get_attr" and isinstance(getattr(graph, str(node.target)), type(values[0])):
             raise NotYetSupported(
                 f"{call.title} reads a tensor that is no argument", where=locate(op.node),
@@ -91,7 +113,7 @@ def _require_sizes_alone(
 def without_batch_size(op: Op, graph: GraphModule, title: str, where: str) -> None:
     """Refuse a graph inside of an op that computes with the batch size."""
     for node in graph.graph.nodes:
-        if symbolic_values(node, op.batch) or unseen_size(node, op.batch) is not None:
+        if numbers_of_samples(node, op.batch):
             raise NotYetSupported(
                 f"{title} computes with the batch size", where=locate(op.node),
                 why=f"{op_name(node)} in {where} takes it as a value, and it is 1 for the loss of one sample",

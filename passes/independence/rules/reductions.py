@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from torch.fx import Node
+
 from psg_fx.graph import sample_axis
 from psg_fx.graph.facts import SampleAxis
 
@@ -46,6 +48,8 @@ def _require_a_spread(op: Op, x: Argument, dims: list[int] | None) -> None:
     """A variance over the samples alone is 0/0 for one sample, and so would be every loss."""
     elements = math.prod(x.shape[d] for d in (range(x.ndim) if dims is None else dims))
     correction = op.raw("correction", 1) if op.raw("unbiased", True) else 0
+    if isinstance(correction, Node):
+        raise op.unsupported("its correction depends on the batch size")
     if elements <= (1 if correction is None else correction):
         raise op.refuse("it is a statistic over the samples, which a batch of one does not have (0/0)")
 

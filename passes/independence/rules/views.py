@@ -206,6 +206,8 @@ def _is_integer(x: Argument) -> bool:
 def every(op: Op, step: int, inner: int) -> bool:
     """Whether one row in `step` of the whole sample dim takes the same of each sample's `inner` rows."""
     start, end = op.raw("start", 0) or 0, op.raw("end")
+    if not isinstance(start, int):
+        return False
     return inner % step == 0 and 0 <= start < step and (end is None or (isinstance(end, int) and end >= 2**31 - 1))
 
 

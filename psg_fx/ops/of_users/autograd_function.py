@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from psg_fx.graph.facts import is_differentiable
 from psg_fx.graph.same_op import draws
+from psg_fx.graph.squeezes import name_squeezed_dims
 from psg_fx.graph.strides import free_of_strides
 from psg_fx.graph.tracing import trace
 from psg_fx.ops.of_users.custom_call import CustomCall, listed
@@ -34,7 +35,9 @@ def forward_graph(call: CustomCall, values: Sequence[torch.Tensor]) -> GraphModu
         with torch.no_grad():
             return listed(call(*inputs))
 
-    return trace(forward, list(values))
+    traced = trace(forward, list(values))
+    name_squeezed_dims(traced)
+    return traced
 
 
 def backward_graph(
@@ -57,6 +60,7 @@ def backward_graph(
     traced.graph.eliminate_dead_code()
     if any(n.args[0].op == "placeholder" for n in traced.graph.find_nodes(op="call_function", target=_COPY)):
         raise call.refusal("its backward writes into a tensor that it is given", "let it return new ones")
+    name_squeezed_dims(traced)
     return traced
 
 

@@ -65,7 +65,7 @@ class TileSquares(Method):
         work, (rows, columns) = self.work(p), self._product.sides(p)
         height, width = tile_products.tile(rows, columns)
         down, across = tile_products.tiles(rows, columns)
-        computed = float(down * height * across * width) / (rows * columns)
+        computed = float(down * height * across * width) / max(rows * columns, 1)
         compute = computed * float(work.flops) / (OF_CUBLAS * device.rate(work.kind, p.dtype))
         moving = float(work.read + work.written) / device.bandwidth
         found: float = max(compute, moving) + work.calls * device.launch
@@ -134,8 +134,8 @@ class _Here(TileSquares):
 
     def seconds(self, p: Pair, device: Device) -> float:
         work, (rows, columns) = self.work(p), self._product.sides(p)
-        computed = _whole(rows, _TALL) * _whole(columns, _PANEL) / (rows * columns)
-        packed = p.count(p.everything) / rows * 4  # the second operand
+        computed = _whole(rows, _TALL) * _whole(columns, _PANEL) / max(rows * columns, 1)
+        packed = p.count(p.everything) / max(rows, 1) * 4  # the second operand
         compute = float(computed * work.flops) / device.rate("tile") + float(packed) / device.bandwidth
         moving = float(work.read + work.written) / device.bandwidth
         return max(compute, moving) + device.extra.get("product", 0.0) + work.calls * device.launch

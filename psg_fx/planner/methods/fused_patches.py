@@ -57,10 +57,10 @@ class PatchSquares(TileSquares):
         work, rows, columns = self.work(p), p.sizes[other_axis(p)], p.sizes[split(p)[2][3]]
         height, width = patch_products.tile_of(rows, columns, p.dtype)
         down, across = tile_products.tiles(rows, columns, (height, width))
-        computed = float(down * height * across * width) / (rows * columns)
+        computed = float(down * height * across * width) / max(rows * columns, 1)
         rate = _OF_CUBLAS.get(p.dtype, OF_CUBLAS) * device.rate(work.kind, p.dtype)
         compute = computed * float(work.flops) / rate
-        entries = float(p.count(split(p)[2]) * down) * width * across / columns
+        entries = float(p.count(split(p)[2]) * down) * width * across / max(columns, 1)
         compute += _OF_AN_ENTRY * entries / device.rate("pointwise", torch.float32)
         found: float = max(compute, float(work.read + work.written) / device.bandwidth) + work.calls * device.launch
         return found

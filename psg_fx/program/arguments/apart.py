@@ -11,6 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from psg_fx.errors import BadArgument, NotYetSupported
+from psg_fx.plain_objects import looked_into
 from psg_fx.program.arguments.batch_dim import BatchDim, dims_of
 from psg_fx.program.arguments.call import SAMPLES, Call, check_rows, samples_of
 from psg_fx.program.arguments.key import call_key
@@ -121,7 +122,7 @@ def take_apart(
 
     positions: the names of the model's arguments.  num_samples: as given to the call.
     """
-    structure = padded(structure)
+    structure = padded(looked_into(structure))
     paths, spec = pytree.tree_flatten_with_path(structure)
     dims = dims_of(structure, batch_dim, len(paths))
     tensors, names, kept, constants, counts = [], [], [], [], []

@@ -7,6 +7,7 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from psg_fx.errors import BadArgument
+from psg_fx.plain_objects import Given
 from psg_fx.program.arguments.packed import Pair
 from psg_fx.program.arguments.rows import Rows
 
@@ -73,6 +74,7 @@ def _expand(value: Any, prefix: Any, whole: Any) -> list[Any]:
         return [prefix] * len(pytree.tree_leaves(value))
     if isinstance(value, Pair):
         raise _bad_prefix(whole, "it has several entries for a PackedSequence, which needs one")
+    value = value.parts if isinstance(value, Given) else value
     children = list(value.values()) if isinstance(value, dict) else list(value)
     prefixes = [_get(prefix, k, whole) for k in value] if isinstance(value, dict) else list(prefix)
     if len(children) != len(prefixes):
