@@ -30,8 +30,8 @@ def environment(device: torch.device) -> dict[str, Any]:
             "gpu": torch.cuda.get_device_name(device),
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
-            "matmul_precision": torch.get_float32_matmul_precision(),
-            "cudnn_allow_tf32": torch.backends.cudnn.allow_tf32,
+            "matmul_precision": torch.backends.cuda.matmul.fp32_precision,
+            "convolution_precision": torch.backends.cudnn.conv.fp32_precision,
         }
     return found
 

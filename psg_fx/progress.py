@@ -5,6 +5,15 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from typing import Any
+
+
+def is_terminal(stream: Any) -> bool:
+    """Whether somebody watches: not what scripts put in the place of stderr, and no closed stream."""
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):
+        return False
 
 
 class Progress:
@@ -24,6 +33,6 @@ class Progress:
 
     def say(self, what: str) -> None:
         """Show `what` in place of what was shown; nothing for an empty text."""
-        if self.shown and sys.stderr.isatty():
+        if self.shown and is_terminal(sys.stderr):
             sys.stderr.write(f"\r\033[K{'psg_fx: ' * bool(what)}{what[:100]}")
             sys.stderr.flush()

@@ -35,8 +35,12 @@ _EXAMPLES = tuple(os.path.join(_HERE, name, "") for name in ("zoo", "demo"))
 @functools.cache
 def is_library(file: str) -> bool:
     """Whether a file is torch's or psg_fx's rather than the user's: by where these lie, not by what they are called."""
-    if file.startswith((_TORCH, *_GENERATED)):
-        return True
+    return file.startswith((_TORCH, *_GENERATED)) or is_own(file)
+
+
+@functools.cache
+def is_own(file: str) -> bool:
+    """Whether a file is psg_fx's, but for its examples."""
     return file.startswith(_own_folders()) and not file.startswith(_EXAMPLES)
 
 

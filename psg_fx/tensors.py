@@ -34,6 +34,24 @@ def place_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
+def written_out(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with the numbers in memory that it has: a view may be negated or conjugated by a bit alone, which
+    compiled code does not read.
+    """
+    return tensor.resolve_conj().resolve_neg()
+
+
+def apart_from(held: Iterable[torch.Tensor], values: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The values; copies of those that lie in the memory of tensors that are held."""
+    places = {t.untyped_storage()._cdata for t in held}
+    return [value.clone() if value.untyped_storage()._cdata in places else value for value in values]
+
+
+def has_bits(tensor: torch.Tensor) -> bool:
+    """Whether it is a view that is negated or conjugated by a bit."""
+    return tensor.layout is torch.strided and (tensor.is_neg() or tensor.is_conj())
+
+
 def permute(x: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
     """`x.permute(order)`, or x itself where that changes nothing."""
     order = list(order)

@@ -27,14 +27,14 @@ from psg_fx.program.changes.effects import Change, Unsettled, made
 from psg_fx.program.changes.set_up import ANOTHER, EVERY_CALL
 from psg_fx.program.changes.written import WRITTEN, computed_before
 from psg_fx.program.program import Program
-from psg_fx.tensors import memory_order
+from psg_fx.tensors import has_bits, memory_order
 from psg_fx.torch_private.graphs import module_without_code
 from psg_fx.torch_private.symbols import known_by
 
 from .export import Exported, export
 from .fills import write_fills
 from .fixed_sizes import same_program
-from .unseen import computed_outside, of_an_earlier_call
+from .unseen import computed_outside, of_an_earlier_call, view_by_a_bit
 
 _HINTS = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43)
 
@@ -234,6 +234,8 @@ def _own(given: Spec, exported: Exported, tracked: dict[str, str], program: Prog
             why="only tensors can be inputs of a compiled step", fix="replace it by tensors",
         )  # fmt: skip
     value = exported.constants[where]
+    if has_bits(value):
+        raise view_by_a_bit(where.removeprefix("model."))
     if value.requires_grad:
         raise computed_outside(value)
     if stored := computed_before(value):

@@ -113,7 +113,9 @@ def export(
     with keep_custom_backward(observed):
         try:
             with watch_the_batch_size(readings):
-                return _functional(program, example(sizes[0]), dynamic, hooks)
+                of_all = _functional(program, example(sizes[0]), dynamic, hooks)
+            readings.require_one_number()
+            return of_all
         except CaptureFailed as failure:
             if axes:  # two sizes that the code ties to one another, or one that it reads: no graph for all sizes
                 raise _told(failure, failure) from None

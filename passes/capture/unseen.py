@@ -41,6 +41,15 @@ def of_an_earlier_call(label: str) -> NotYetSupported:
     )  # fmt: skip
 
 
+def view_by_a_bit(name: str) -> NotYetSupported:
+    """The refusal of a tensor whose memory does not hold its numbers."""
+    return NotYetSupported(
+        f"{name} is a view that a bit negates or conjugates", where=name,
+        why="compiled code reads what lies in its memory: the numbers without the sign",
+        fix=f"make a tensor of its own: {name.rpartition('.')[2]} = z.conj().imag.resolve_neg().resolve_conj()",
+    )  # fmt: skip
+
+
 def written_outside(func: Callable[..., Any]) -> NotYetSupported:
     """The refusal of a write into what no step writes back."""
     return NotYetSupported(

@@ -23,7 +23,8 @@ MISSING = object()
 def describe(tensor: torch.Tensor) -> Any:
     """All of a tensor but its values."""
     strides = tensor.stride() if tensor.layout is torch.strided else tensor.layout
-    return type(tensor), tensor.shape, strides, tensor.dtype, tensor.device, tensor.requires_grad
+    bits = tensor.is_neg() or tensor.is_conj()
+    return type(tensor), tensor.shape, strides, tensor.dtype, tensor.device, tensor.requires_grad, bits
 
 
 def has_own_functions(tensor: torch.Tensor) -> bool:

@@ -22,7 +22,7 @@ from psg_fx.program.changes.written import WRITTEN, Written
 from psg_fx.program.guard import Lying
 from psg_fx.program.state import IN_PLACE, holder
 from psg_fx.step.groups import Groups
-from psg_fx.tensors import memory_order, place_of
+from psg_fx.tensors import apart_from, memory_order, place_of
 from psg_fx.torch_private.modes import no_grad
 
 
@@ -126,9 +126,14 @@ class Binding:
             raise squeezed_alone(self._not_alone)
         with IN_PLACE:
             buffers = [(group[name], index) for index, group, name in self._buffers]
-        for buffer, index in buffers:
-            buffer.copy_(results[index])
-        kept = (v for v, spec in zip(results, self.outputs, strict=True) if spec.kind == "written")
+        values = [results[index] for _, index in buffers]
+        left = [v for v, spec in zip(results, self.outputs, strict=True) if spec.kind == "written"]
+        if buffers:  # compiled code may return the old value of a buffer as the buffer itself
+            held = [buffer for buffer, _ in buffers]
+            values, left = apart_from(held, values), apart_from(held, left)
+        for (buffer, _), value in zip(buffers, values, strict=True):
+            buffer.copy_(value)
+        kept = iter(left)
         sizes = dict(zip(self._sizes, (call.batch_size(), *call.row_sizes), strict=True)) if self._written else {}
         for entry in self._written:
             entry.store(kept, sizes)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from psg_fx.errors import BadArgument, first_line
+from psg_fx.tensors import written_out
 
 _NUMBERS = (int, float)
 
@@ -66,7 +67,7 @@ def as_tensor(name: str, value: Any, dtype: torch.dtype, device: torch.device) -
             raise _no_numbers(name, kind, "a graph reads strided tensors that have values")
         if value.is_complex() and not dtype.is_complex:
             raise _no_numbers(name, "complex", f"it multiplies numbers of {str(dtype).removeprefix('torch.')}")
-        return value.to(device, dtype).contiguous()
+        return written_out(value.to(device, dtype)).contiguous()
     if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
         return torch.stack([as_tensor(name, v, dtype, device) for v in value])
     try:

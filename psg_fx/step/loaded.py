@@ -26,6 +26,7 @@ from psg_fx.step.compiled import StepOutput
 from psg_fx.step.constants import as_tensor
 from psg_fx.step.finite import with_finite_sum
 from psg_fx.step.with_loss import as_arguments
+from psg_fx.tensors import apart_from, written_out
 from psg_fx.torch_private.packages import Runner, load_compiled, text_in
 
 _ABSENT: Any = object()
@@ -202,7 +203,7 @@ class LoadedStep:
         elif value.dtype is not getattr(torch, entry.dtype) or value.device.type != self.spec.device:
             found = f"{str(value.dtype).removeprefix('torch.')} on {value.device}"
         else:
-            return value.detach().contiguous()
+            return written_out(value.detach()).contiguous()
         raise BadArgument(
             f"{entry.name} is {found}", where=f"{_CALL}: {where}",
             why=f"the file takes {entry.dtype} {shape} on {self.spec.device}",
@@ -232,7 +233,7 @@ class LoadedStep:
             if self.spec.rows is None:
                 raise
             raise _failed_on_rows(error) from error
-        return found
+        return apart_from(flat, found)
 
     def _fields(self, results: Sequence[torch.Tensor]) -> dict[str, Any]:
         found: dict[str, Any] = {}

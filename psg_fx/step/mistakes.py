@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from psg_fx.errors import BadArgument, NotYetSupported
+from psg_fx.passes.capture.unseen import view_by_a_bit
 from psg_fx.planner.plan import Plan
 from psg_fx.program.ambient import captures_here
 from psg_fx.program.arguments.call import Call
@@ -21,7 +22,7 @@ from psg_fx.program.code import users_line
 from psg_fx.program.objects import has_own_functions, is_made_of_others
 from psg_fx.program.state import IN_PLACE, Tracked
 from psg_fx.quantities.base import Quantity
-from psg_fx.tensors import leaves_of
+from psg_fx.tensors import has_bits, leaves_of
 from psg_fx.torch_private import sharded
 from psg_fx.torch_private.fakes import FakeTensor
 
@@ -185,6 +186,8 @@ def check_tensors(model: nn.Module) -> None:
                 fix="keep the tensors that it wraps as parameters or buffers, and compute the weight of them in the "
                 "forward pass",
             )  # fmt: skip
+        if not is_lazy(tensor) and has_bits(tensor):
+            raise view_by_a_bit(name)
         if is_lazy(tensor):
             raise BadArgument(
                 f"{name} is not initialised", where="transform(model)",

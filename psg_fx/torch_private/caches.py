@@ -30,12 +30,29 @@ def surroundings() -> Any:
     """Versions, and the flags by which torch chooses among implementations when it traces."""
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
     return (
-        sys.version, torch.__version__, torch.version.git_version, torch.get_float32_matmul_precision(),
+        sys.version, torch.__version__, torch.version.git_version, float32_products(),
         cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled(),
-        cuda.matmul.allow_tf32, cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32,
+        cudnn.enabled, cudnn.benchmark, cudnn.deterministic,
         torch.backends.mha.get_fastpath_enabled(), torch._C._get_mkldnn_enabled(),
         _capabilities(),
     )  # fmt: skip
+
+
+def float32_products() -> tuple[str, ...]:
+    """In which arithmetic products of float32 are taken, by the older way to say so ("mixed" where both are in use,
+    of which torch does not say it) and by the newer one, for each backend.
+    """
+    backends: Any = torch.backends
+    try:
+        older = f"{torch.get_float32_matmul_precision()} {backends.cudnn.allow_tf32}"
+    except RuntimeError:
+        older = "mixed"
+    asked = (
+        backends, backends.cuda.matmul, backends.cudnn, getattr(backends.cudnn, "conv", None),
+        getattr(backends.cudnn, "rnn", None), backends.mkldnn, getattr(backends.mkldnn, "matmul", None),
+        getattr(backends.mkldnn, "conv", None), getattr(backends.mkldnn, "rnn", None),
+    )  # fmt: skip
+    return older, *(str(getattr(one, "fp32_precision", "none")) for one in asked)
 
 
 def _capabilities() -> list[tuple[int, int]]:

@@ -10,22 +10,34 @@ from typing import Any
 
 import sympy
 import torch
+from torch._export import non_strict_utils
+from torch.fx.experimental import sym_node
+from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._sympy.functions import IntTrueDiv
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+from psg_fx.source import is_own
 from psg_fx.torch_private.patching import patched_here
+
+_MADE_PLAIN = (
+    (torch.SymBool, ("__bool__", "__int__")), (torch.SymInt, ("__bool__", "__int__", "__index__")),
+    (torch.SymFloat, ("__bool__", "__int__", "__float__")),
+)  # fmt: skip
+_EXTREMES = {"__sym_max__": max, "__sym_min__": min}
 
 
 @contextlib.contextmanager
-def watching_symbols(seen: Callable[[Any, Any, FrameType], None]) -> Iterator[None]:
-    """Call `seen(expression, result, frame)` whenever Python code makes a symbolic size or condition a plain one, but
-    for those that depend on values.
+def watching_symbols(
+    seen: Callable[[Any, Any, FrameType], None], unlike: Callable[[FrameType], None]
+) -> Iterator[None]:
+    """Call `seen(expression, result, frame)` whenever code makes a symbolic size or condition a plain one, but for
+    those that depend on values; and `unlike(frame)` where torch leaves out what the larger or smaller of two is where
+    all symbols are 1, since it knows that they are at least 2.
 
-    `SymBool.__bool__` and `SymInt.__int__` have no hook; `frame` is that of the code that asked.
+    These methods have no hook; `frame` is that of the code that asked.
     """
-    methods = [(torch.SymBool, "__bool__"), *((torch.SymInt, name) for name in ("__bool__", "__int__", "__index__"))]
 
     def watched(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def read(self: Any) -> Any:
@@ -37,10 +49,45 @@ def watching_symbols(seen: Callable[[Any, Any, FrameType], None]) -> Iterator[No
 
         return read
 
+    def in_cpp(original: Callable[..., Any]) -> Callable[..., Any]:
+        def guard(self: Any, file: str, line: int) -> Any:
+            result = original(self, file, line)
+            asking = sys._getframe(1)
+            if getattr(self.expr, "free_symbols", None) and self.has_hint() and not _is_of_symbols(asking):
+                seen(self.expr, result, _calling(asking))
+            return result
+
+        return guard
+
+    def extreme(original: Callable[[Any, Any], Any], of: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+        def choose(self: Any, other: Any) -> Any:
+            result = original(self, other)
+            alone = [_at_one(each) for each in (self, other, result)]
+            if None not in alone and of(alone[:2]) != alone[2]:
+                unlike(_asking())
+            return result
+
+        return choose
+
     with contextlib.ExitStack() as patches:
-        for kind, name in methods:
-            patches.enter_context(patched_here(kind, name, watched(getattr(kind, name))))
+        for kind, names in _MADE_PLAIN:
+            for name in names:
+                patches.enter_context(patched_here(kind, name, watched(getattr(kind, name))))
+        for kind in (torch.SymInt, torch.SymFloat):
+            for name, of in _EXTREMES.items():
+                patches.enter_context(patched_here(kind, name, extreme(getattr(kind, name), of)))
+        for name in ("guard_int", "guard_float"):
+            patches.enter_context(patched_here(SymNode, name, in_cpp(getattr(SymNode, name))))
         yield
+
+
+def _at_one(value: Any) -> Any:
+    """A number where all symbols are 1; None where it depends on values."""
+    node = getattr(value, "node", None)
+    if node is None:
+        return value
+    found = node.expr.subs(dict.fromkeys(node.expr.free_symbols, 1)) if node.has_hint() else None
+    return found if found is not None and found.is_number else None
 
 
 @contextlib.contextmanager
@@ -103,9 +150,29 @@ def _is_never(expression: Any) -> bool:
 def _asking() -> FrameType:
     """The frame that asked, which is none of those here or of the methods of symbols."""
     frame: FrameType = sys._getframe(1)
-    while frame.f_code.co_filename in (__file__, torch.__file__) and frame.f_back is not None:
+    while _is_of_symbols(frame) and frame.f_back is not None:
         frame = frame.f_back
     return frame
+
+
+_OF_SYMBOLS = (__file__, torch.__file__, sym_node.__file__, non_strict_utils.__file__)
+"""Where symbols are computed with; export calls them where code says `max` and `min`."""
+
+
+def _is_of_symbols(frame: FrameType) -> bool:
+    return frame.f_code.co_filename in _OF_SYMBOLS
+
+
+def _calling(frame: FrameType) -> FrameType:
+    """The frame that has called a function of torch's which is written in C++: not those that watch such calls."""
+    while frame.f_back is not None and _watches(frame):
+        frame = frame.f_back
+    return frame
+
+
+def _watches(frame: FrameType) -> bool:
+    code = frame.f_code
+    return code.co_name == "__torch_function__" or is_own(code.co_filename) or _is_of_symbols(frame)
 
 
 def size_of_values(size: Any) -> Any:

@@ -138,3 +138,22 @@ def _distinct(values: Sequence[Any]) -> list[Any]:
         found.append(proxy_tensor.snapshot_fake(value) if again else value)  # detach(), without a dispatch
         seen.add(id(value))
     return found
+
+
+@contextlib.contextmanager
+def watching_numbers(seen: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Call `seen(tensor)` whenever, while code is traced, torch itself reads a number out of a tensor, as of one that
+    is given in the place of a number: `F.leaky_relu(x, slope)`, `x[:, k]`.  No function mode is told.
+    """
+    dispatch = proxy_tensor.ProxyTorchDispatchMode.__torch_dispatch__
+
+    def watched(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READING:
+            seen(args[0])
+        return dispatch(self, func, types, args, kwargs)
+
+    with patched_here(proxy_tensor.ProxyTorchDispatchMode, "__torch_dispatch__", watched):
+        yield
+
+
+_READING = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)

@@ -75,7 +75,7 @@ def meta(dtype: torch.dtype, tile: tuple[int, int], keep: bool, depth: Any = Non
     depth: what is summed over, if it is a number.  Up to 16 (the least that `tl.dot` takes) no more is multiplied; for
     a few positions a step of 32 is mostly zeros, and takes registers that large tiles do not have.
     """
-    tf32 = dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    tf32 = dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     height, width = tile
     wide = height * width > 64 * 64
     step = 16 if isinstance(depth, int) and depth <= 16 else 64 if wide and dtype in HALF else 32

@@ -19,6 +19,7 @@ from psg_fx.program.arguments.packed import Member, padded
 from psg_fx.program.arguments.rows import Rows, row_axes
 from psg_fx.program.objects import describe, has_own_functions
 from psg_fx.program.values import Once
+from psg_fx.tensors import written_out
 from psg_fx.torch_private.fakes import FakeTensor
 from psg_fx.torch_private.modes import has_tangent, is_transformed
 
@@ -57,7 +58,7 @@ class Apart:
         given = (*inputs[0], *targets[0])
         if inputs[1] or targets[1] or not all(isinstance(t, torch.Tensor) for t in given):
             return self._with_numbers(given, inputs, targets, num_samples)
-        tensors = tuple(t.resolve_conj() for t in given)
+        tensors = tuple(map(written_out, given))
         shape = len(inputs[0]), tuple(t.ndim for t in tensors)
         former = self._known.get(shape)
         if former is None or num_samples is not None:
@@ -92,7 +93,7 @@ class Apart:
             if call.axes:
                 self._known[shape] = replace(call, tensors=())
             return call
-        tensors = [v.resolve_conj() for v in given if type(v) is not int]
+        tensors = [written_out(v) for v in given if type(v) is not int]
         for tensor, name in zip(tensors, former.names, strict=False):
             _refuse_other_kinds(tensor, name)
         numbers = [given[k] for k in former.counts]
@@ -109,7 +110,7 @@ def _descriptions(given: Sequence[Any]) -> list[Any] | None:
     """All of tensors but their values; None where there is something else, or what has no shape or is not written."""
     found = []
     for t in given:
-        if not isinstance(t, torch.Tensor) or t.is_nested or t.is_conj() or is_transformed(t) or has_tangent(t):
+        if not isinstance(t, torch.Tensor) or t.is_nested or t.is_conj() or t.is_neg() or is_transformed(t) or has_tangent(t):
             return None
         found.append(describe(t))
     return found
@@ -137,7 +138,7 @@ def take_apart(
         name = _name(path, is_input)
         inputs += is_input
         _refuse_other_kinds(leaf, name)
-        tensors.append(leaf.resolve_conj())
+        tensors.append(written_out(leaf))
         names.append(name)
         kept.append(_checked(path[-1].dim(dim) if isinstance(path[-1], Member) else dim, leaf, name))
     if any(isinstance(dim, Rows) for dim in kept):

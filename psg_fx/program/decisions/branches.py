@@ -13,8 +13,7 @@ import sympy
 from sympy.core.relational import Relational
 
 from psg_fx.errors import CaptureFailed, NotYetSupported
-from psg_fx.program.code import line_of
-from psg_fx.source import is_library
+from psg_fx.program.code import is_theirs, line_of, origin_of_code
 from psg_fx.torch_private.symbols import watching_symbols
 
 
@@ -37,10 +36,19 @@ class Branch:
 
 @dataclass
 class Readings:
-    """Where the code branches on the batch size, and the lines that make a number of it."""
+    """Where the code branches on the batch size, and the lines that make a number of it.
+
+    unlike: of those, where one sample has another number, which torch may not say: it knows that there are two or more.
+    """
 
     branches: list[Branch] = field(default_factory=list)
     numbers: list[str] = field(default_factory=list)
+    unlike: list[FrameType] = field(default_factory=list)
+
+    def require_one_number(self) -> None:
+        """Raises OtherBranch where one sample has another number than the graph."""
+        if self.unlike:
+            raise _other_branch(self.unlike[0])
 
     def why(self) -> str:
         """The first of them in words, or ""."""
@@ -76,7 +84,10 @@ def watch_the_batch_size(found: Readings) -> Iterator[None]:
     def branch(frame: FrameType, question: Any, answer: bool) -> None:
         found.branches.append(Branch(question, answer, line_of(frame)))
 
-    with _watching(branch, lambda frame: found.numbers.append(line_of(frame)), differs):
+    def number(frame: FrameType) -> None:
+        found.numbers.append(line_of(frame))
+
+    with _watching(branch, number, differs, found.unlike.append):
         yield
 
 
@@ -96,7 +107,7 @@ def no_plain_batch_size() -> Iterator[None]:
     def differs(frame: FrameType) -> None:
         raise _other_branch(frame).as_known()
 
-    with _watching(lambda *decision: None, refuse, differs):
+    with _watching(lambda *decision: None, refuse, differs, refuse):
         yield
 
 
@@ -105,27 +116,37 @@ _Decided = Callable[[FrameType, Any, bool], None]
 
 
 @contextlib.contextmanager
-def _watching(branch: _Decided, number: _Tell, differs: _Tell) -> Iterator[None]:
-    """Tell of the user's frames in which a size becomes a decision, the same for one sample or another, or a number."""
+def _watching(branch: _Decided, number: _Tell, differs: _Tell, unlike: _Tell) -> Iterator[None]:
+    """Tell of the user's frames in which a size becomes a decision, the same for one sample or another, or a number,
+    and of those in which it is another number for one sample.
+    """
 
     def seen(expression: Any, result: Any, frame: FrameType) -> None:
-        if is_library(frame.f_code.co_filename):
+        if not _is_theirs(frame):
             return
         if not isinstance(result, bool):
             number(frame)
+            if _is_another(expression, result):
+                unlike(frame)
         elif _is_another(expression, result):
             differs(frame)
         else:
             branch(frame, expression, result)
 
-    with watching_symbols(seen):
+    with watching_symbols(seen, lambda frame: unlike(frame) if _is_theirs(frame) else None):
         yield
 
 
-def _is_another(expression: Any, result: bool) -> bool:
-    """Whether a decision is another one for a batch of one."""
+def _is_theirs(frame: FrameType) -> bool:
+    return is_theirs(origin_of_code(frame.f_code, frame.f_globals))
+
+
+def _is_another(expression: Any, result: Any) -> bool:
+    """Whether a decision, or a number, is another one for a batch of one."""
     alone = expression.subs(dict.fromkeys(expression.free_symbols, 1))
-    return (alone in (sympy.true, sympy.false) or alone.is_number) and bool(alone) != result
+    if alone in (sympy.true, sympy.false) or isinstance(result, bool):
+        return (alone in (sympy.true, sympy.false) or alone.is_number) and bool(alone) != bool(result)
+    return bool(alone.is_number) and alone != result
 
 
 def _other_branch(frame: FrameType) -> OtherBranch:

@@ -27,6 +27,7 @@ from psg_fx.program.stand_ins import StandIns
 from psg_fx.torch_private.fakes import FakeTensor
 from psg_fx.torch_private.patching import patched_here, seen_here
 from psg_fx.torch_private.symbols import answering_symbols
+from psg_fx.torch_private.tracer import watching_numbers
 
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training", "_parameters", "_buffers", "_modules"}
 _UNREAD = _OF_EVERY_MODULE | {"_flat_weights", "_flat_weight_refs"}
@@ -86,7 +87,7 @@ def observing(found: Observed, stand_ins: StandIns) -> Iterator[None]:
             patched_here(nn.Module, "__setattr__", write), patched_here(nn.Module, "__init__", make),
             patched_here(FakeTensor, "tolist", lambda tensor: calls.as_list(tensor)),
             patched_here(torch.SymFloat, "__format__", _as_text), patched_here(torch.SymInt, "__format__", _as_text),
-            answering_symbols(calls.decides), calls, profile,
+            answering_symbols(calls.decides), watching_numbers(calls.read_number), calls, profile,
         ):  # fmt: skip
             yield
     finally:
@@ -118,7 +119,11 @@ def observing_backward() -> Iterator[None]:
         yield
         return
     try:
-        with _reading(found.read_behind, _is_code_that_counts), _Profile(found):
+        with (
+            _reading(found.read_behind, _is_code_that_counts),
+            watching_numbers(found.looks_at_number),
+            _Profile(found),
+        ):
             yield
     except Exception as error:
         if found.refusal is not None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
+import torch
 from torch import nn
 
 from psg_fx.errors import NotYetSupported
@@ -47,6 +48,11 @@ class Observed:
             self.values[tensor] = None
         else:
             asked.append(question)
+
+    def looks_at_number(self, tensor: Any) -> None:
+        """Torch reads a number out of a tensor in a backward pass."""
+        if type(tensor) in (torch.Tensor, nn.Parameter):
+            self.looks(Same(tensor))
 
     def sets(self, module: nn.Module, name: str) -> None:
         """An attribute of a module is set."""

@@ -63,7 +63,7 @@ class TorchCalls(TorchFunctionMode):
             own, written = (args, kwargs), self.flags.writing(func, args)
             args, kwargs = self.stand_ins.given(tuple(args)), self.stand_ins.given(kwargs)
             held = self._held((*args, *kwargs.values()))
-            if func in _LOOKS:
+            if func in _LOOKS or (func in _MADE_OF_NUMBERS and args and not isinstance(args[0], torch.Tensor)):
                 for tensor in held:
                     self.found.looks(tensor)
             result = func(*args, **kwargs)
@@ -88,6 +88,11 @@ class TorchCalls(TorchFunctionMode):
         """What a condition on numbers that were read out of small buffers is; None for others."""
         decided = self.flags.decides(condition)
         return None if decided is None else bool(self._followed(decided))
+
+    def read_number(self, tensor: torch.Tensor) -> None:
+        """Torch reads a number out of a tensor."""
+        for held in self._held((tensor,)):
+            self.found.looks(held)
 
     def _of_sparse(self, fixed: Sequence[torch.Tensor], compute: Callable[[], Any]) -> Any:
         """A function of sparse tensors, of which the numbers of some are those of this capture."""
@@ -221,8 +226,13 @@ _NONZERO = frozenset({torch.nonzero, torch.Tensor.nonzero, torch.argwhere, torch
 _CALLED = (FunctionType, MethodType, functools.partial, nn.Module)
 _LOOKS = {
     getattr(torch.Tensor, name)
-    for name in ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "__complex__")
-}
+    for name in (
+        "item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "__complex__",
+        "__repr__", "__str__", "__format__", "__dlpack__",
+    )
+}  # fmt: skip
+_MADE_OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray)
+"""Functions that read the numbers of tensors in a list."""
 
 
 def _begins(index: Sequence[Any], ndim: int) -> list[int]:
