@@ -56,10 +56,12 @@ class Block:
         _ask_for_huge_pages(self.address, self.size)
         self.last_call = 0
         self._free = sys.getrefcount(self.memory)
+        self._lent: tuple[int, int] | None = None  # to a thread, with what it holds
 
     def is_free(self) -> bool:
         """Whether no tensor lies in it: every storage over the memory holds a reference to it."""
-        return sys.getrefcount(self.memory) == self._free
+        held = sys.getrefcount(self.memory)
+        return held == self._free or self._lent == (threading.get_ident(), held)
 
     def serves(self, size: int) -> bool:
         """Whether a value of `size` bytes may lie here."""
@@ -72,12 +74,12 @@ class Block:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Counts as free although tensors lie in it."""
-        kept, self._free = self._free, sys.getrefcount(self.memory)
+        """Counts as free for this thread although tensors lie in it."""
+        self._lent = threading.get_ident(), sys.getrefcount(self.memory)
         try:
             yield
         finally:
-            self._free = kept
+            self._lent = None
 
 
 @dataclass

@@ -31,7 +31,7 @@ def environment(device: torch.device) -> dict[str, Any]:
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
             "matmul_precision": torch.backends.cuda.matmul.fp32_precision,
-            "convolution_precision": torch.backends.cudnn.conv.fp32_precision,
+            "convolution_precision": getattr(torch.backends.cudnn, "conv", torch.backends.cudnn).fp32_precision,
         }
     return found
 

@@ -146,6 +146,17 @@ class Weighted(Linear):
 
 
 @dataclass(frozen=True)
+class InFull(Weighted):
+    """The same, with all that is multiplied in float32 or better: the sum is rounded to that."""
+
+    accumulated: ClassVar[bool] = True
+
+    def contract(self, term: Term, name: str) -> Network:
+        found = super().contract(term, name)
+        return replace(found, leaves=tuple(map(_accumulated, found.leaves)))
+
+
+@dataclass(frozen=True)
 class Total(Weighted):
     """Σ_b g_b of every parameter: name -> shape, kept in float32 or better."""
 

@@ -12,6 +12,7 @@ from psg_fx.algebra.network import Kind, Source
 from psg_fx.algebra.site import Prefix
 from psg_fx.ops.in_other_ops import Gathered
 from psg_fx.ops.of_users.per_sample import for_each_sample
+from psg_fx.tensors import HALF
 
 
 def pull_back(
@@ -57,7 +58,7 @@ def _pull(prefix: Prefix, name: str) -> Callable[..., torch.Tensor]:
     def pull(cotangent: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
         def operand(*parameters: torch.Tensor) -> Any:
             replaced = dict(zip(own, parameters, strict=True))
-            return _run(prefix, [replaced.get(i, value) for i, value in enumerate(inputs)])
+            return _run(prefix, [replaced.get(i, value) for i, value in enumerate(inputs)], cotangent.dtype)
 
         result, back = torch.func.vjp(operand, *(inputs[i] for i in own))[:2]
         first, *others = back(cotangent.to(result.dtype))
@@ -67,10 +68,26 @@ def _pull(prefix: Prefix, name: str) -> Callable[..., torch.Tensor]:
     return pull
 
 
-def _run(prefix: Prefix, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+def _run(prefix: Prefix, inputs: Sequence[torch.Tensor], asked: torch.dtype | None = None) -> torch.Tensor:
+    """The operand.  asked: of a dtype with more digits than the operand has, without the casts to half precision, whose
+    transpose would round what is pulled back.
+    """
     assert prefix.graph is not None
     found: torch.Tensor = Gathered(prefix.graph).run(*inputs)
+    if asked is None or found.dtype not in HALF or asked in HALF:
+        return found
+    found = _WithoutCasts(prefix.graph).run(*inputs)
     return found
+
+
+class _WithoutCasts(Gathered):
+    """Runs a graph in the dtypes of its inputs, where these have more digits."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        casts = target is torch.ops.aten._to_copy.default and kwargs.get("dtype") in HALF
+        if casts and args[0].is_floating_point() and args[0].dtype not in HALF:
+            kwargs = {name: value for name, value in kwargs.items() if name != "dtype"}
+        return super().call_function(target, args, kwargs)
 
 
 def _words(term: Term, name: str) -> tuple[str, str]:

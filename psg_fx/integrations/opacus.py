@@ -16,6 +16,7 @@ from opacus.accountants import create_accountant
 from opacus.data_loader import DPDataLoader
 from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from psg_fx.api import transform
@@ -65,6 +66,7 @@ class PrivateTraining:
         _refuse_several_processes(model)
         _check_noise(noise_multiplier)
         _check_loader(loader)
+        _check_batches(options)
         _check_parts(model, optimizer, options)
         _check_bound(max_grad_norm)
         self.model = model
@@ -77,7 +79,7 @@ class PrivateTraining:
         )  # fmt: skip
         self.optimizer.attach_step_hook(self.accountant.get_optimizer_hook_fn(rate))
         self._bound = torch.tensor(float(max_grad_norm), dtype=torch.float64)
-        clipped = ClippedSum(max_norm=self._bound)
+        clipped = ClippedSum(max_norm=self._bound, in_float32=True)
         self.transformed = transform(model, loss_fn, quantities=clipped, **{"dynamic": True} | options)
         self._call = self.transformed if part is None else microbatch(self.transformed, part)
 
@@ -148,12 +150,13 @@ def _check_loader(loader: Any) -> None:
             where="PrivateTraining(loader)", why=why, fix="pass a torch.utils.data.DataLoader of a data set with "
             "a length",
         )  # fmt: skip
-    sampler = loader.sampler
-    whole = type(sampler) is SequentialSampler or (
-        type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source)
-    )
-    if not whole or type(loader.batch_sampler) is not BatchSampler:
-        odd = loader.batch_sampler if whole else sampler
+    batches = loader.batch_sampler
+    sampler = batches.sampler if type(batches) is BatchSampler else loader.sampler
+    whole = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
+    sizes: list[Any] = [sampler, loader.dataset]  # samplers number the samples of whatever they are of
+    whole = whole and len(sizes[0]) == len(sizes[1])
+    if not whole or type(batches) is not BatchSampler:
+        odd = batches if whole else sampler
         raise BadArgument(
             f"the loader has a {type(odd).__name__}", where="PrivateTraining(loader)",
             why=f"{why}, all of whose samples join with one probability; a sampler's choice would be lost",
@@ -166,8 +169,29 @@ def _check_loader(loader: Any) -> None:
         )  # fmt: skip
 
 
+def _check_batches(options: Mapping[str, Any]) -> None:
+    """Refuse batches whose samples do not lie in the first dim: Opacus makes an empty batch of no entries there."""
+    if any(isinstance(dim, int) and dim != 0 for dim in tree_leaves(options.get("batch_dim", 0))):
+        raise BadArgument(
+            f"batch_dim={options['batch_dim']!r} of private training", where="PrivateTraining(batch_dim=...)",
+            why="a batch may be empty, and Opacus makes an empty one of no entries in the first dim",
+            fix="collate batches whose samples lie first, and transpose in the model",
+        )  # fmt: skip
+
+
 def _check_parts(model: nn.Module, optimizer: Any, options: Mapping[str, Any]) -> None:
-    """Refuse an optimizer of other parameters, or that cannot be given noise, and options that are not free."""
+    """Refuse parameters of too few digits, an optimizer of other parameters, or that cannot be given noise, and options
+    that are not free.
+    """
+    half = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad and p.dtype.itemsize < 4}
+    if half:
+        name, dtype = next(iter(half.items()))
+        raise BadArgument(
+            f"{name} is {str(dtype).removeprefix('torch.')}", where="PrivateTraining(model)",
+            why="its sum would be rounded to that before the noise is added, by which one sample can change it by "
+            "several times the bound",
+            fix="keep the parameters in float32, and compute in half precision under torch.autocast",
+        )  # fmt: skip
     if isinstance(optimizer, (DPOptimizer, torch.optim.LBFGS)):
         with_noise = isinstance(optimizer, DPOptimizer)
         raise BadArgument(

@@ -57,8 +57,8 @@ class Batch:
         each = {name for quantity in step.settings.quantities for name in quantity.reads_each}
         given = {k: _of_rows(v, rows) if k in each else v for k, v in self.given.items()}
         indices = None if self.indices is None else self.indices[rows]
-        kept = (arguments or keywords for arguments, keywords in call.rebuild(tensors))
-        return replace(self, arguments=tuple(k for k in kept if k), given=given, indices=indices)
+        inputs, targets = (arguments or keywords for arguments, keywords in call.rebuild(tensors))
+        return replace(self, arguments=(inputs, targets) if targets else (inputs,), given=given, indices=indices)
 
 
 def batch_of(

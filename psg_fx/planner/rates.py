@@ -168,8 +168,11 @@ def device(kind: str, replayed: bool = False) -> Device:
 
 def measured(kind: str) -> Device | None:
     """The table that was measured on this machine; None where there is none that can be read."""
-    path = table_path(kind)
-    if not path.exists():
+    try:
+        path = table_path(kind)
+        if not path.exists():
+            return None
+    except (OSError, RuntimeError):  # no home, or one that is closed to this user
         return None
     try:
         return from_json(path.read_text(encoding="utf-8"))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from numbers import Real
 from typing import Any, ClassVar
 
 import torch
 
 from psg_fx.algebra.ask import Ask
-from psg_fx.algebra.asks import FLOORS, SquaredNorm, Weighted
+from psg_fx.algebra.asks import FLOORS, InFull, SquaredNorm, Weighted
 from psg_fx.algebra.gradient import ParameterGradient
 from psg_fx.errors import BadArgument
 from psg_fx.quantities.base import Extra, Joins, Quantity, Results, Shapes, Weights, check_choice, check_flag
@@ -40,6 +41,8 @@ class ClippedSum(Quantity):
     groups or rows or go to experts, the step looks at the norms (a synchronisation), and computes the sum by a second
     run over the other samples (with dropout, of other draws).
     "keep": the sum is what arithmetic makes of it, mostly NaN.
+    in_float32: the sum of gradients of half precision is formed and returned in float32.  Else it is rounded to their
+    dtype, by which one sample may change it by several times max_norm (docs/private.md).
     """
 
     max_norm: Any
@@ -47,6 +50,7 @@ class ClippedSum(Quantity):
     style: str = "abadi"
     weighted: bool = False
     nonfinite: str = "drop"
+    in_float32: bool = False
     field: ClassVar[str] = "clipped_sum"
 
     @property
@@ -68,11 +72,12 @@ class ClippedSum(Quantity):
         why = "it says what becomes of samples whose norm is NaN or inf"
         check_choice("ClippedSum", "nonfinite", self.nonfinite, ("drop", "keep"), why)
         check_flag("ClippedSum", "weighted", self.weighted)
+        check_flag("ClippedSum", "in_float32", self.in_float32)
         for value in self.max_norm.values() if isinstance(self.max_norm, Mapping) else [self.max_norm]:
             _as_bound(value, self.style)
 
     def asks(self) -> tuple[Ask, ...]:
-        return (SquaredNorm(), Weighted("clip", after_norms=True))
+        return (SquaredNorm(), (InFull if self.in_float32 else Weighted)("clip", after_norms=True))
 
     def extras(self, gradients: Mapping[str, ParameterGradient]) -> dict[str, Extra]:
         found = {"max_norm": Extra(() if self.per == "model" else (len(gradients),))}
@@ -89,7 +94,8 @@ class ClippedSum(Quantity):
 
     def weights(self, r: Results, extras: Mapping[str, torch.Tensor]) -> dict[str, Mapping[str, torch.Tensor]]:
         sq_norms, floors, limit = r["sq_norms"], r[FLOORS], extras["max_norm"]
-        finite = total(sq_norms) < math.inf if self.leaves_out else None
+        sums = [total(sq_norms)] if self.per == "model" else list(sq_norms.values())
+        finite = reduce(torch.logical_and, (each < math.inf for each in sums)) if self.leaves_out else None
         if self.per == "model":
             lowest = total(floors) if floors else None
             factors = dict.fromkeys(sq_norms, self._factor(_at_least(total(sq_norms), lowest).sqrt(), limit, finite))

@@ -145,7 +145,8 @@ def write_into(former: dict[str, Any], fields: Mapping[str, Any]) -> None:
     starts = {target.untyped_storage().data_ptr() for target in targets}
 
     def placed(target: torch.Tensor, value: torch.Tensor) -> bool:
-        return target.data_ptr() == value.data_ptr() or target.shape != value.shape
+        alike = target.shape == value.shape and target.dtype is value.dtype
+        return target.data_ptr() == value.data_ptr() or not alike
 
     def moved(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """The value, out of the way of what will be written."""

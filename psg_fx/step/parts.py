@@ -18,10 +18,10 @@ from psg_fx.tensors import accumulation_dtype
 
 
 def run_in_parts(
-    step: Callable[..., StepOutput], settings: Settings, call: Call, given: Mapping[str, Any], size: int,
+    run: Callable[..., StepOutput], settings: Settings, call: Call, given: Mapping[str, Any], size: int,
     report: Callable[[int, int], Any],
 ) -> StepOutput:  # fmt: skip
-    """The output of the step for a call, from parts of at most `size` samples."""
+    """The output of a step for a call, from parts of at most `size` samples.  run: gives that of a part."""
     count, how = call.batch_size(), joins(settings)
     groups = None if given.get("groups") is None else groups_of(given["groups"], given.get("num_groups"), count)
     if groups is None:
@@ -34,7 +34,7 @@ def run_in_parts(
     starts = range(0, count, size)
     for done, start in enumerate(starts, 1):
         part = slice(start, min(start + size, count))
-        joined.add(step(*_cut(call, part), **_cut_given(settings, given, part)), part)
+        joined.add(run(*_cut(call, part), **_cut_given(settings, given, part)), part)
         report(done, len(starts))
     between = settings.joins_of_processes if groups is None else settings.joins_of_groups
     return StepOutput(joined.fields(), between)
@@ -84,9 +84,10 @@ def _cut(call: Call, part: slice) -> Iterator[Any]:
     tensors = [
         t if dim is None else t.narrow(dim, part.start, length) for t, dim in zip(call.tensors, call.dims, strict=True)
     ]
-    for arguments, keywords in call.rebuild(tensors):
-        if arguments or keywords:
-            yield arguments or keywords
+    inputs, targets = (arguments or keywords for arguments, keywords in call.rebuild(tensors))
+    yield inputs
+    if targets:
+        yield targets
 
 
 def _each(settings: Settings) -> set[str]:

@@ -38,10 +38,11 @@ def export(
     """
     target = Path(path if hasattr(path, "__fspath__") else str(path))
     read = _read_at_the_call(values)
-    if target.suffix != ".pt2" or not target.parent.is_dir():
+    if target.suffix != ".pt2" or target.is_dir() or not target.parent.is_dir():
         raise BadArgument(
             f"path={str(path)!r} is no place for a package", where="step.export(path, inputs, targets)",
-            why="torch knows packages by the ending .pt2" if target.suffix != ".pt2" else "its folder does not exist",
+            why="torch knows packages by the ending .pt2" if target.suffix != ".pt2" else
+            "a folder lies there" if target.is_dir() else "its folder does not exist",
             fix="step.export('step.pt2', inputs, targets)",
         )  # fmt: skip
     if call.batch_size() == 0:

@@ -159,16 +159,18 @@ class LossModule(PerSampleModule):
                 why=f"{call.batch_size()} samples do not fit into the budget at once, and parts have other statistics",
                 fix="give more memory, or run smaller batches by psg_fx.microbatch",
             )  # fmt: skip
-        return self.in_parts(call, given, step.part or 1, out)
+        return self.in_parts(call, given, step.part or 1, out, run=self.forward)  # hooks see the whole batch
 
     def in_parts(
         self, call: Call, given: Mapping[str, Any], size: int, out: StepOutput | None = None,
-        report: Callable[[int, int], Any] = lambda done, of: None,
+        report: Callable[[int, int], Any] = lambda done, of: None, run: Callable[..., StepOutput] | None = None,
     ) -> StepOutput:  # fmt: skip
-        """The output for a call, from parts of at most `size` samples.  report: is told of parts done, and of all."""
+        """The output for a call, from parts of at most `size` samples.  report: is told of parts done, and of all.
+        run: what answers a part, by default a call of the step.
+        """
         if out is not None:
             check_out(out, self._memory.keep)
-        found = run_in_parts(self, self.settings, call, given, size, report)
+        found = run_in_parts(run or self, self.settings, call, given, size, report)
         return found if out is None else _into(out, vars(found))
 
     def validate(

@@ -47,6 +47,7 @@ class DropInModule(PerSampleModule):
         Raises:
             BadArgument: a parameter still has a `grad_sample`, or the inputs disagree on the batch size.
         """
+        mistakes.check_outside()
         call = self._apart((args, kwargs))
         mistakes.refuse_rows(
             call, "a step", "transform(model, batch_dim=psg_fx.Rows(...))",

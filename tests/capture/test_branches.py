@@ -4,6 +4,7 @@ what a layer raises.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -165,3 +166,80 @@ def test_a_row_that_is_another_one_for_several() -> None:
     step = psg_fx.transform(Shared("twice as much"), F.cross_entropy, backend="eager")
     with pytest.raises(PsgError, match="treats a batch of one sample differently"):
         step(torch.randn(3, 3, dtype=torch.float64), torch.tensor([0, 1, 2]))
+
+
+def by_a_condition(h: torch.Tensor) -> torch.Tensor:
+    return h * (1 + int(h.shape[0] > 1))
+
+
+def by_a_range(h: torch.Tensor) -> torch.Tensor:
+    return h * sum(1.0 for _ in range(min(h.shape[0], 2)))
+
+
+def by_a_list(h: torch.Tensor) -> torch.Tensor:
+    return h * len([0] * min(h.shape[0], 2))
+
+
+def by_a_fraction(h: torch.Tensor) -> torch.Tensor:
+    return h * (1 + int(1 / h.shape[0]))
+
+
+def by_a_root(h: torch.Tensor) -> torch.Tensor:
+    return h * math.sqrt(min(h.shape[0], 2))
+
+
+def by_a_maximum(h: torch.Tensor) -> torch.Tensor:
+    return h / max(h.shape[0] - 1.0, 1.0)
+
+
+def by_a_part(h: torch.Tensor) -> torch.Tensor:
+    return h * h.chunk(min(h.shape[0], 2), 1)[0].sum(1, keepdim=True)
+
+
+def by_a_dim(h: torch.Tensor) -> torch.Tensor:
+    return h.cumsum(min(h.shape[0] - 1, 1))
+
+
+NUMBERS = [by_a_condition, by_a_range, by_a_list, by_a_fraction, by_a_root, by_a_maximum, by_a_part, by_a_dim]
+
+
+@pytest.mark.filterwarnings("ignore:one graph for each batch size")
+@pytest.mark.parametrize("number", NUMBERS)
+def test_numbers_that_one_sample_has_otherwise(number: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Torch leaves out what they are for one, since it takes a batch size for at least two: exact, or refused."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return number(self.layer(x))
+
+    model = Model()
+    step = psg_fx.transform(model, lambda o: o.square().sum(), quantities=psg_fx.Grads(), backend="eager")
+    for size in (4, 3, 1):
+        x = torch.randn(size, 4)
+        try:
+            found = step(x)
+        except PsgError:
+            continue
+        for i in range(size):
+            loss = model(x[i : i + 1]).square().sum()
+            torch.testing.assert_close(found.losses[i], loss.detach())
+
+
+def test_code_without_a_file_is_the_users() -> None:
+    known: dict[str, object] = {"nn": nn}
+    exec(  # as `python -c` runs it
+        "class Model(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.layer = nn.Linear(4, 4)\n"
+        "    def forward(self, x):\n"
+        "        return self.layer(x) * (2 if x.shape[0] == 1 else 1)\n",
+        known,
+    )
+    model: nn.Module = known["Model"]()  # type: ignore[operator]
+    with pytest.raises(PsgError, match="treats a batch of one sample differently"):
+        psg_fx.transform(model, lambda o: o.square().sum(), backend="eager")(torch.randn(4, 4))

@@ -9,7 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
 from psg_fx import BadArgument, Norms, NotYetSupported
 from support import oracle
@@ -168,6 +176,10 @@ def test_noise_that_is_none(noise: Any) -> None:
         ({"loader": DataLoader(DATA, 40, drop_last=True)}, "the loader has no batches"),
         ({"loader": DataLoader(DATA, 5, sampler=SubsetRandomSampler(range(9)))}, r"SubsetRandomSampler[^\0]*Subset\("),
         ({"loader": DataLoader(DATA, batch_sampler=Batches(range(30), 5, False))}, "the loader has a Batches"),
+        ({"loader": DataLoader(DATA, batch_sampler=BatchSampler(SubsetRandomSampler([3]), 5, False))}, "SubsetRandom"),
+        ({"loader": DataLoader(DATA, 5, sampler=SequentialSampler(range(9)))}, "the loader has a SequentialSampler"),
+        ({"loader": DataLoader(DATA, 5, sampler=RandomSampler(range(9)))}, "the loader has a RandomSampler"),
+        ({"batch_dim": (1, 0)}, "no entries in the first dim"),
         ({"optimizer": torch.optim.LBFGS(mlp().parameters())}, "the optimizer is a LBFGS"),
         ({"optimizer": private(mlp()).optimizer}, "the optimizer is already a DPOptimizerFastGradientClipping"),
         ({"optimizer": optimizer(mlp())}, "the optimizer has parameters that the model does not have"),
@@ -197,3 +209,9 @@ def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     with pytest.raises(NotYetSupported, match="PrivateTraining in several processes"):
         private(mlp())
+
+
+def test_parameters_of_half_precision_are_refused() -> None:
+    model = nn.Linear(4, 3).bfloat16()
+    with pytest.raises(BadArgument, match="weight is bfloat16"):
+        private(model)

@@ -255,3 +255,23 @@ def test_no_bound_gives_the_sum_of_the_gradients(name: str, per: str) -> None:
     total = clip(x, y, scale, math.inf)
     _, rows = oracle.loop_grads(clip.model, scaled, x, (y, scale))
     assert oracle.worst_error(total, {name: g.sum(0) for name, g in rows.items()}) < 1e-12
+
+
+@pytest.mark.parametrize("cast", ["parameters", "autocast"])
+def test_one_sample_of_many_in_half_precision(cast: str) -> None:
+    """A sum that is rounded to bfloat16 changes by several times the bound; one in float32 by the bound."""
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(16, 4), torch.randn(4096, 16) + 1, torch.zeros(4096, dtype=torch.int64)
+    if cast == "parameters":
+        model, x = model.bfloat16(), x.bfloat16()
+
+    def change(in_float32: bool) -> float:
+        clipped = psg_fx.ClippedSum(max_norm=1.0, in_float32=in_float32)
+        step = psg_fx.transform(model, F.cross_entropy, quantities=clipped, backend="eager")
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast == "autocast"):
+            whole, one_less = (dict(step(x[k:], y[k:]).clipped_sum) for k in (0, 1))
+        assert all(v.dtype is torch.float32 for v in whole.values()) or not in_float32
+        return math.sqrt(sum((whole[n].double() - v.double()).square().sum().item() for n, v in one_less.items()))
+
+    assert change(in_float32=True) < 1.001
+    assert change(in_float32=False) > 1.5  # what the flag is for

@@ -19,7 +19,7 @@ from psg_fx.program.arguments.packed import Member, padded
 from psg_fx.program.arguments.rows import Rows, row_axes
 from psg_fx.program.objects import describe, has_own_functions
 from psg_fx.program.values import Once
-from psg_fx.tensors import written_out
+from psg_fx.tensors import has_bits, written_out
 from psg_fx.torch_private.fakes import FakeTensor
 from psg_fx.torch_private.modes import has_tangent, is_transformed
 
@@ -110,7 +110,7 @@ def _descriptions(given: Sequence[Any]) -> list[Any] | None:
     """All of tensors but their values; None where there is something else, or what has no shape or is not written."""
     found = []
     for t in given:
-        if not isinstance(t, torch.Tensor) or t.is_nested or t.is_conj() or t.is_neg() or is_transformed(t) or has_tangent(t):
+        if not isinstance(t, torch.Tensor) or t.is_nested or has_bits(t) or is_transformed(t) or has_tangent(t):
             return None
         found.append(describe(t))
     return found
