@@ -28,12 +28,15 @@ from psg_fx.errors import BadArgument, first_line
 from psg_fx.machine import environment
 from psg_fx.measure.clock import give_back, spread, synchronize, time_rounds
 from psg_fx.measure.device_work import Kernel, Pause, device_work
+from psg_fx.program.changes.effects import nothing_left
 from psg_fx.progress import Progress
+from psg_fx.quantities.base import Quantity
 from psg_fx.quantities.names import USUAL
 from psg_fx.reference.batch import is_packed
 from psg_fx.reference.by_vmap import quiet_vmap
 from psg_fx.reference.definitions import Answer
 from psg_fx.reference.loop import Loss, draws_random_numbers
+from psg_fx.reference.state import unchanged
 from psg_fx.torch_private.caches import empty_for_a_while
 
 SHOWN = 12
@@ -177,9 +180,17 @@ def benchmark(
     asked = by_label(quantities)
     chosen = field_of(asked, contenders, peers)
     note = Progress(progress).say
+    with nothing_left((model, loss_fn)), unchanged(model, loss_fn):  # after thousands of calls
+        return _measured(problem, asked, chosen, note, rounds, min_run_time, tolerance, turn)
+
+
+def _measured(
+    problem: Problem, asked: Mapping[str, Quantity], chosen: Sequence[Contender], note: Callable[[str], None],
+    rounds: int, min_run_time: float, tolerance: float, turn: Turn | None,
+) -> BenchmarkReport:  # fmt: skip
     notes: list[str] = []
     judge: Judge | None = None
-    if draws_random_numbers(model, loss_fn, inputs, targets, batch_dim):
+    if draws_random_numbers(problem.model, problem.loss_fn, problem.inputs, problem.targets, problem.batch_dim):
         notes.append("answers were not compared: the model draws random numbers (call model.eval())")
     elif any(c.quantity != ORDINARY for c in chosen):
         note("reference gradients")

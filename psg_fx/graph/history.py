@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import operator
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -129,6 +130,10 @@ class PassRecord:
     result: Snapshot | None = None
 
 
+_RUNNING = threading.RLock()
+"""Held while passes that were left out are run."""
+
+
 @dataclass
 class History:
     """Every stage of one compilation, in order: the graphs and the passes between them; where they show themselves."""
@@ -143,12 +148,13 @@ class History:
 
     def whole(self) -> History:
         """The same with the passes that were left out, which are run now."""
-        if self.left_out is not None:
-            run, self.left_out = self.left_out, None
-            later = History(progress=self.progress)
-            run(later)
-            self.graphs.put_before(later.graphs)
-            self.passes[1:1] = later.passes  # the first one is capture
+        with _RUNNING:  # a second thread that asks waits
+            if self.left_out is not None:
+                later = History(progress=self.progress)
+                self.left_out(later)
+                self.graphs.put_before(later.graphs)
+                self.passes[1:1] = later.passes  # the first one is capture
+                self.left_out = None
         return self
 
     @contextmanager

@@ -16,6 +16,7 @@ from psg_fx.api import transform
 from psg_fx.errors import BadArgument
 from psg_fx.generators import generators_kept
 from psg_fx.loops.over import over
+from psg_fx.program.changes.effects import nothing_left
 from psg_fx.quantities.base import Quantity
 from psg_fx.quantities.products import SecondMoment
 from psg_fx.quantities.sums import MeanGrad, Norms
@@ -56,7 +57,8 @@ class Measure:
         """Numbers by name, and what has one for every sample."""
         if self._step is None or self._step.model is not model:
             self._step = transform(model, self._loss_fn, quantities=self._quantities, **self._options)
-        with generators_kept(next(model.parameters()).device), unchanged(model):
+        roots = (model, self._loss_fn)
+        with generators_kept(next(model.parameters()).device), nothing_left(roots), unchanged(*roots):
             out = over(batches, self._step, prepare=self._prepare, progress=False)
         return summary(out), {f: v for f, v in vars(out).items() if isinstance(v, torch.Tensor) and v.ndim == 1}
 

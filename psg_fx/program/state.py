@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import os
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,16 @@ from psg_fx.program.values import Once
 IN_PLACE = threading.RLock()
 """Held by a capture while tensors of its own lie in the places of a model's parameters and buffers, and by whoever
 reads those places: another thread's capture may be of the same model."""
+
+
+def _in_a_forked_child() -> None:
+    """A thread that captured is not there, and would hold the lock for ever."""
+    if not IN_PLACE._is_owned():  # type: ignore[attr-defined]
+        IN_PLACE._at_fork_reinit()  # type: ignore[attr-defined]
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_a_forked_child)
 
 ParamFilter = None | str | Iterable[str] | Callable[[str, nn.Parameter], bool]
 

@@ -31,7 +31,7 @@ class Batch:
     @classmethod
     def of(cls, inputs: Any, targets: Any, batch_dim: Any = 0) -> Batch:
         """Finds each tensor's sample dim from `batch_dim`: an int, or a prefix `(inputs_dims, targets_dims)`."""
-        whole = batch_dim if isinstance(batch_dim, tuple) else (batch_dim, batch_dim)
+        whole = batch_dim if isinstance(batch_dim, (tuple, list)) else (batch_dim, batch_dim)
         if len(whole) != 2:
             raise _misfit(f"batch_dim has {len(whole)} parts", "pass an int or (inputs_dims, targets_dims)")
         inputs, targets = as_tree(inputs), as_tree(targets)
@@ -73,6 +73,8 @@ def _misfit(why: str, fix: str) -> BadArgument:
 
 def cast(leaf: Any, dtype: torch.dtype | None) -> Any:
     """A floating-point tensor or packed sequence in `dtype`; anything else, and all for None, as it is."""
+    if isinstance(leaf, Tensor) and leaf.is_inference() and not torch.is_inference_mode_enabled():
+        leaf = leaf.clone()  # autograd keeps none of that mode
     values = leaf.data if is_packed(leaf) else leaf
     floating = isinstance(values, Tensor) and values.is_floating_point()
     return leaf.to(dtype) if dtype is not None and floating else leaf
@@ -119,5 +121,7 @@ def spread(dims: Any, tree: Any, where: str) -> Iterator[Any]:
     elif isinstance(dims, (tuple, list)) and isinstance(tree, (tuple, list)) and len(dims) == len(tree):
         for k, (sub, part) in enumerate(zip(dims, tree, strict=True)):
             yield from spread(sub, part, f"{where}[{k}]")
+    elif isinstance(dims, (tuple, list)) and isinstance(tree, Tensor) and len(dims) == 1:  # the only argument
+        yield from spread(dims[0], tree, where)
     else:
         raise _misfit(f"{where} is a {type(tree).__name__}, its batch_dim is {dims!r}", "give it the same structure")

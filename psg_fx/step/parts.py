@@ -97,7 +97,7 @@ def _each(settings: Settings) -> set[str]:
 
 def _check_each(settings: Settings, given: Mapping[str, Any], count: int) -> None:
     """Refuse what is given for another number of samples: parts would be cut out of it that fit."""
-    for name in _each(settings) & set(given):
+    for name in _each(settings) & {name for name, value in given.items() if value is not None}:
         shape = tuple(torch.as_tensor(given[name]).shape)
         if shape != (count,):
             raise BadArgument(
@@ -108,7 +108,7 @@ def _check_each(settings: Settings, given: Mapping[str, Any], count: int) -> Non
 
 def _cut_given(settings: Settings, given: Mapping[str, Any], part: slice) -> dict[str, Any]:
     each = _each(settings) if given.get("groups") is None else {"groups"}
-    return {name: value[part] if name in each else value for name, value in given.items()}
+    return {n: value[part] if n in each and value is not None else value for n, value in given.items()}
 
 
 class Joined:

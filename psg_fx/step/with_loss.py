@@ -23,6 +23,7 @@ from psg_fx.planner.plan import PLAN
 from psg_fx.program.ambient import not_taken_apart
 from psg_fx.program.arguments.call import Call
 from psg_fx.program.arguments.packed import is_packed
+from psg_fx.program.changes.effects import nothing_left
 from psg_fx.program.program import Program
 from psg_fx.program.state import Tracked, tracked_parameters
 from psg_fx.progress import Progress
@@ -200,14 +201,17 @@ class LossModule(PerSampleModule):
         shapes = self._tracked().shapes
         for quantity in self.settings.quantities:
             quantity.resolved(shapes, given).values(shapes, given)  # which names what is missing
-        checks, notes = definitions_for(self.settings.quantities, given)
+        lists = {name for name, value in given.items() if isinstance(value, (list, tuple)) and name != "groups"}
+        exact = given | {name: torch.as_tensor(given[name]) for name in lists}
+        checks, notes = definitions_for(self.settings.quantities, exact)
         names = tracked_parameters(self.model, self.settings.params).names
-        targets = None if targets is ABSENT else targets
-        return validate(
-            lambda *batch: self(*batch, **given), self.model, self.loss_fn, inputs, targets,
-            batch_dim=self.settings.batch_dim, params=names, checks=checks, tolerance=tolerance, notes=notes,
-            groups=given.get("groups"), num_groups=given.get("num_groups"),
-        )  # fmt: skip
+        targets = None if targets is ABSENT else (None,) if targets is None else targets
+        with nothing_left((self.model, self.loss_fn)), torch.inference_mode(False), torch.enable_grad():
+            return validate(
+                lambda *batch: self(*batch, **given), self.model, self.loss_fn, inputs, targets,
+                batch_dim=self.settings.batch_dim, params=names, checks=checks, tolerance=tolerance, notes=notes,
+                groups=given.get("groups"), num_groups=given.get("num_groups"),
+            )  # fmt: skip
 
     def _take_apart(self, inputs: Any, targets: Any = ABSENT, num_samples: int | None = None) -> Call:
         given = ((), {}) if targets is ABSENT else as_arguments(targets)

@@ -244,3 +244,49 @@ def test_norms_that_are_finite_each() -> None:
     step = psg_fx.transform(nn.Linear(1, 1), lambda o: (o * 1.5e19).sum(), quantities=clipped, backend="eager")
     out = step(torch.ones(2, 1))
     torch.testing.assert_close(out.clipped_sum["weight"], torch.full((1, 1), 2.0))
+
+
+class Keeping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.kept, self.calls = nn.Linear(5, 5), dict[str, Tensor](), nn.Buffer(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        h = self.layer(x)
+        self.kept["h"] = h.detach()
+        return h
+
+
+def test_validation_and_benchmarks_leave_nothing() -> None:
+    model = Keeping()
+    step = psg_fx.transform(model, squares, backend="eager")
+    step(X, Y)
+    kept = model.kept["h"]
+    step.validate(X[:2], Y[:2])
+    psg_fx.benchmark(
+        model, squares, X, Y, backend="eager", min_run_time=0.01, rounds=1, progress=False, quantities=["norms"],
+        contenders=["psg*"],
+    )  # fmt: skip
+    assert model.kept["h"] is kept
+    assert model.calls == 1
+
+
+def test_validation_takes_what_the_step_takes() -> None:
+    model = nn.Linear(5, 5)
+    step = psg_fx.transform(model, squares, quantities=psg_fx.WeightedSum(), backend="eager")
+    assert step.validate(X, Y, weights=[1.0, 2.0, 3.0, 4.0]).ok
+    with torch.inference_mode():
+        assert step.validate(X.clone(), Y.clone(), weights=torch.ones(4)).ok
+    dims: list[Any] = [[0, 0], ((0,), 0), (0, (0,))]
+    for batch_dim in dims:
+        assert psg_fx.transform(model, squares, batch_dim=batch_dim, backend="eager").validate(X, Y).ok
+    assert psg_fx.transform(model, lambda o, _: o.square().sum(), backend="eager").validate(X, None).ok
+
+
+@pytest.mark.parametrize(
+    "batch_dim", [(0.0, 0), ((0.5,), 0), (0, "a"), (0, (0, (0,))), ((torch.tensor(0),), 0), (0, {"y": 0})], ids=str
+)
+def test_what_is_no_dim(batch_dim: Any) -> None:
+    with pytest.raises(BadArgument, match="does not fit the arguments"):
+        psg_fx.transform(nn.Linear(5, 5), squares, batch_dim=batch_dim, backend="eager")(X, Y)

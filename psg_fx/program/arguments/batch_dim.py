@@ -45,6 +45,8 @@ def _side(args: tuple[Any, ...], kwargs: dict[str, Any], dims: Any, whole: Any) 
         pairs = [(value, _get(dims, key, whole)) for key, value in kwargs.items()]
         if args:
             raise _bad_prefix(whole, "it names keyword arguments, and the inputs are positional")
+    elif not isinstance(dims, (tuple, list)):
+        raise _bad_prefix(whole, f"{dims!r} is no dim")
     else:
         named = [dims[-1]] if kwargs and len(dims) == len(args) + 1 and isinstance(dims[-1], dict) else []
         if len(dims) != len(args) + bool(kwargs) or len(named) != bool(kwargs):
@@ -75,8 +77,13 @@ def _expand(value: Any, prefix: Any, whole: Any) -> list[Any]:
     if isinstance(value, Pair):
         raise _bad_prefix(whole, "it has several entries for a PackedSequence, which needs one")
     value = value.parts if isinstance(value, Given) else value
+    if not isinstance(prefix, (tuple, list, dict)):
+        raise _bad_prefix(whole, f"{prefix!r} is no dim")
+    if not isinstance(value, (tuple, list, dict)) or (isinstance(value, dict) and not isinstance(prefix, dict)):
+        raise _bad_prefix(whole, f"it has {prefix!r} for a {type(value).__name__}")
+    parts: Any = prefix
     children = list(value.values()) if isinstance(value, dict) else list(value)
-    prefixes = [_get(prefix, k, whole) for k in value] if isinstance(value, dict) else list(prefix)
+    prefixes = [_get(parts, k, whole) for k in value] if isinstance(value, dict) else list(parts)
     if len(children) != len(prefixes):
         raise _bad_prefix(whole, "its structure does not match the arguments")
     return [dim for child, p in zip(children, prefixes, strict=True) for dim in _expand(child, p, whole)]

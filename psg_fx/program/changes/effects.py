@@ -103,7 +103,7 @@ class Effects:
     counted: labels of those that it may only count on with, which is tried.
     without_tensors: caches of functions have no tensors for a while, which some batch sizes would find, others not.
     changes: what it has changed.  set_up: of that, what it has changed for good.  made: the first parameter, or module
-    with tensors, that it has made.
+    with tensors, that it has made.  replaced: the first that it has put in the place of another, or taken off.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Effects:
         self._settled = settled
         self.changes: list[Change] = []
         self.set_up = SetUp()
-        self.made = ""
+        self.made = self.replaced = ""
         self._draws = _numpy_state()
 
     def settle(self, observed: Observed, symbols: Collection[str]) -> tuple[list[Written], list[torch.Tensor]]:
@@ -138,6 +138,13 @@ class Effects:
                 where=line_naming(iter(observed.code), made.rpartition(".")[2]) or made,
                 why="a step has the parameters and modules that are there when it is captured",
                 fix="make it in __init__, or call the model once before the first call of the step",
+            )  # fmt: skip
+        if replaced := self.replaced:
+            raise NotYetSupported(
+                f"the code replaces {replaced} as it runs",
+                where=line_naming(iter(observed.code), replaced.rpartition(".")[2]) or replaced,
+                why="a step has the parameters and modules that are there when it is captured",
+                fix="choose between them by a local variable, or write values under torch.no_grad() after the step",
             )  # fmt: skip
         self.set_up = set_up(changes, observed)
         if not _equal(self._draws, _numpy_state()) or any(drawn(g) != state for g, state in self._reached.generators):
@@ -180,6 +187,7 @@ class Effects:
         """Put everything back.  Returns what had changed, and what it held."""
         answered = [cache for cache, info, _ in self._reached.caches if cache.cache_info().hits != info.hits]
         self.made = self._reached.take_out()
+        self.replaced = self._reached.put_members_back()
         changes = self._reached.put_back()
         for cache in answered:  # what it gave was computed before, and may be computed anew
             observed.answered(cache.__wrapped__)
@@ -251,6 +259,8 @@ def _kept_by_torch(holder: Holder, key: Any, observed: Observed) -> bool:
 
     Such a layer looks whether its list still holds, so it is neither an effect nor a value that is read.
     """
+    if key == "training":
+        return False
     if holder.owner is None or not any(k.__module__.startswith("torch.nn") for k in type(holder.owner).__mro__[:-2]):
         return False
     return not any(key in names_of(code).attributes for code in observed.code)

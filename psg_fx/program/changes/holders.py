@@ -147,11 +147,11 @@ def of_slots(value: Any, label: str) -> Holder:
 
     def write(before: dict[Any, Any]) -> None:
         for key in set(read()) - set(before):
-            delattr(value, key)
+            object.__delattr__(value, key)
         for key, held in before.items():
-            setattr(value, key, held)
+            object.__setattr__(value, key, held)  # a frozen dataclass refuses it by its own
 
-    return Holder(read, write, functools.partial(setattr, value), read(), label, label)
+    return Holder(read, write, functools.partial(object.__setattr__, value), read(), label, label)
 
 
 def of_cell(cell: types.CellType, name: str) -> Holder:

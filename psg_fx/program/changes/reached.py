@@ -27,6 +27,7 @@ from psg_fx.program.changes.holders import (
 )
 from psg_fx.program.code import Origin, is_theirs, nested, origin_of, origin_of_code, origin_of_module
 from psg_fx.program.objects import (
+    MISSING,
     attribute_dict,
     contents,
     is_array,
@@ -101,6 +102,20 @@ class Reached:
                 found += [f"{type(module).__name__}.{name}" for name in made]
                 for name in made:
                     del held[name]
+        return found[0] if found else ""
+
+    def put_members_back(self) -> str:
+        """Parameters and modules that the code has put in the place of others, or taken off, are as they were.  The
+        name of the first; "" for none.
+        """
+        found = []
+        for module, parameters, modules in self.modules:
+            for held, known in ((module._parameters, parameters), (module._modules, modules)):
+                changed = [name for name, value in known.items() if held.get(name, MISSING) is not value]
+                found += [f"{type(module).__name__}.{name}" for name in changed]
+                if changed:
+                    held.clear()
+                    held.update(known)
         return found[0] if found else ""
 
     def _look(self, value: Any, name: str) -> None:
