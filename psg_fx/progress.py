@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 
-def is_terminal(stream: Any) -> bool:
-    """Whether somebody watches: not what scripts put in the place of stderr, and no closed stream."""
+def is_watched() -> bool:
+    """Whether stderr is a terminal: not what scripts put in its place, and no closed stream."""
+    stream: Any = sys.stderr
     try:
         return bool(stream.isatty())
     except (AttributeError, ValueError):
@@ -33,6 +34,6 @@ class Progress:
 
     def say(self, what: str) -> None:
         """Show `what` in place of what was shown; nothing for an empty text."""
-        if self.shown and is_terminal(sys.stderr):
+        if self.shown and is_watched():
             sys.stderr.write(f"\r\033[K{'psg_fx: ' * bool(what)}{what[:100]}")
             sys.stderr.flush()

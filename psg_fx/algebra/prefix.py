@@ -14,6 +14,8 @@ from psg_fx.ops.in_other_ops import Gathered
 from psg_fx.ops.of_users.per_sample import for_each_sample
 from psg_fx.tensors import HALF
 
+aten = torch.ops.aten
+
 
 def pull_back(
     term: Term, name: str, value: torch.Tensor, env: Mapping[Source, torch.Tensor], batched: bool
@@ -84,7 +86,7 @@ class _WithoutCasts(Gathered):
     """Runs a graph in the dtypes of its inputs, where these have more digits."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        casts = target is torch.ops.aten._to_copy.default and kwargs.get("dtype") in HALF
+        casts = target is aten._to_copy.default and kwargs.get("dtype") in HALF
         if casts and args[0].is_floating_point() and args[0].dtype not in HALF:
             kwargs = {name: value for name, value in kwargs.items() if name != "dtype"}
         return super().call_function(target, args, kwargs)

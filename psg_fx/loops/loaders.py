@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from psg_fx.progress import Progress, is_terminal
+from psg_fx.progress import Progress, is_watched
 
 
 def batches_of(loader: Any) -> int | None:
@@ -78,7 +77,7 @@ class _Rest:
 
 def shown(batches: Iterable[Any], total: int | None, done: int, progress: bool) -> Iterator[Any]:
     """The batches, counted on a terminal: by tqdm where it is installed."""
-    if not progress or not is_terminal(sys.stderr):
+    if not progress or not is_watched():
         return iter(batches)
     try:
         from tqdm import tqdm

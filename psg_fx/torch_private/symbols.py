@@ -14,7 +14,6 @@ from torch._export import non_strict_utils
 from torch.fx.experimental import sym_node
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.utils._sympy.functions import IntTrueDiv
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
@@ -196,7 +195,7 @@ def known_by(fake: torch.Tensor) -> Callable[[Any], Any]:
 def computed_of(expression: Any, values: Mapping[Any, torch.Tensor]) -> torch.Tensor | None:
     """A symbolic condition, of tensors in the places of its symbols; None where it has others, or is not computed."""
     symbols = getattr(expression, "free_symbols", None)
-    if not symbols or not symbols <= set(values) or expression.has(IntTrueDiv):
+    if not symbols or not symbols <= set(values):
         return None
     try:
         found = sympy_interp(_OfTensors, dict(values), expression)
@@ -217,6 +216,14 @@ class _OfTensors(PythonReferenceAnalysis):
         return a.logical_not()
 
     @staticmethod
+    def to_dtype(x: Any, dtype: torch.dtype) -> Any:
+        return x.to(dtype) if isinstance(x, torch.Tensor) else float(x)
+
+    @staticmethod
+    def int_truediv(a: Any, b: Any) -> Any:
+        return torch.true_divide(*(v.to(torch.float64) for v in _both(a, b)))
+
+    @staticmethod
     def minimum(a: Any, b: Any) -> Any:
         return torch.minimum(*_both(a, b))
 
@@ -226,5 +233,11 @@ class _OfTensors(PythonReferenceAnalysis):
 
 
 def _both(*values: Any) -> list[torch.Tensor]:
+    """Tensors, of one dtype."""
     like = next(v for v in values if isinstance(v, torch.Tensor))
-    return [v if isinstance(v, torch.Tensor) else torch.full_like(like, v) for v in values]
+    dtype = torch.float64 if any(_is_float(v) for v in values) else like.dtype
+    return [v.to(dtype) if isinstance(v, torch.Tensor) else torch.full_like(like, v, dtype=dtype) for v in values]
+
+
+def _is_float(value: Any) -> bool:
+    return value.is_floating_point() if isinstance(value, torch.Tensor) else isinstance(value, float)

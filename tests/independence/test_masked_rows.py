@@ -49,6 +49,9 @@ def itself(o: Tensor) -> Tensor:
 MASKED = {
     "mean": Row(head, lambda o, y, m: each(o, y)[m].mean(), padded),
     "sum over count": Row(head, lambda o, y, m: each(o, y)[m].sum() / m.sum(), padded),
+    "sum over size or one": Row(head, lambda o, y, m: each(o, y)[m].sum() / max(each(o, y)[m].shape[0], 1), padded),
+    "sum over size and more": Row(head, lambda o, y, m: each(o, y)[m].sum() / (each(o, y)[m].numel() + 1e-6), padded),
+    "sum times a part": Row(head, lambda o, y, m: each(o, y)[m].sum() * (1 / (each(o, y)[m].shape[0] + 1)), padded),
     "sum over size": Row(head, lambda o, y, m: 2 * each(o, y)[m].sum() / each(o, y)[m].shape[0], padded),
     "sum over numel": Row(head, lambda o, y, m: o[m].square().sum() / o[m].numel(), padded),
     "rows of logits": Row(head, lambda o, y, m: F.cross_entropy(o[y != -100], y[y != -100]), padded),

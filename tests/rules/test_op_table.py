@@ -33,6 +33,7 @@ OTHER_TABLES = {
     "passes/compile/joins.py:_JOINS": "the two ops that lay parts side by side, and those that do it by torch",
     "psg_fx/graph/squeezes.py:_SQUEEZES": "an op and its copying form, whose arguments are read",
     "psg_fx/op_table.py:_ROWS": "the table",
+    "psg_fx/torch_private/tracer.py:_READING": "what reads a number, asked for while code is traced",
     "psg_fx/torch_private/functional.py:_SIZES": "what a trace knows of a tensor without an op",
     "psg_fx/ops/define.py:_OF_TORCH": "what stands for ops of psg_fx in a file, said where they are defined",
     "psg_fx/ops/define.py:_LAYOUTS": "how arguments of ops of psg_fx lie, said where they are defined",

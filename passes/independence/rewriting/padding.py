@@ -25,7 +25,7 @@ from psg_fx.torch_private.modes import enable_python_dispatcher
 from ..arguments import bound
 from ..run import run_node
 from ..values import Result
-from .picked import Picked, asserts, pick_place
+from .picked import Picked, asserts, is_number, pick_place
 from .spare import count_nothing
 from .sums import apart, together
 
@@ -110,7 +110,7 @@ class Padding:
 
     def summed(self, node: Node, axes: Mapping[Node, Result], valid: Node) -> Node:
         """A sum over rows of which some count zero; or an op whose number of rows is counted."""
-        numbers = [n for n in node.all_input_nodes if n in self.ragged and isinstance(n.meta["val"], torch.SymInt)]
+        numbers = [n for n in node.all_input_nodes if n in self.ragged and is_number(n)]
         if numbers:
             return self.counted(node, numbers, valid)
         (source,) = [n for n in node.all_input_nodes if n in self.ragged]
@@ -131,15 +131,13 @@ class Padding:
         return found
 
     def counted(self, node: Node, numbers: Sequence[Node], valid: Node) -> Node:
-        each = {n: self.picked.per_row(n) or 1 for n in numbers}
         tensors = [n for n in node.all_input_nodes if n not in numbers]
 
         def run(valid: Tensor, *values: Tensor) -> Any:
             known: dict[Node, Any] = dict(zip(tensors, values, strict=True))
-            filled = torch.fx.map_arg(
-                (node.args, node.kwargs), lambda n: known[n] if n in known else valid.sum() * each[n]
-            )
-            return node.target(*filled[0], **filled[1])  # type: ignore[operator]
+            known |= {n: self.picked.number(n, valid.sum()) for n in numbers}
+            filled = torch.fx.map_arg((node.args, node.kwargs), lambda n: known[n])
+            return node.target(*filled[0], **filled[1]).to(node.meta["val"].dtype)  # type: ignore[operator]
 
         found: Node = splice(self.gm, node, run, [valid, *tensors])
         return found

@@ -14,6 +14,7 @@ from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxis
 from psg_fx.graph.same_op import alike
 from psg_fx.op_table import known
+from psg_fx.torch_private.symbols import computed_of
 
 from ..arguments import bound
 from ..values import Result
@@ -113,7 +114,7 @@ class Picked:
         for node in self.order:
             if node in self.ragged or asserts(node) or not any(n in self.ragged for n in node.all_input_nodes):
                 continue
-            numbers = [n for n in node.all_input_nodes if n in self.ragged and isinstance(n.meta["val"], torch.SymInt)]
+            numbers = [n for n in node.all_input_nodes if n in self.ragged and is_number(n)]
             tensors = [n for n in node.all_input_nodes if n in self.ragged and n not in numbers]
             counted = bool(numbers) and not tensors and self.counts(node, numbers)
             if not counted and (numbers or len(tensors) != 1 or not _is_sum(node) or not axes[node].reduced):
@@ -124,23 +125,28 @@ class Picked:
         return found
 
     def counts(self, node: Node, numbers: Sequence[Node]) -> bool:
-        """Whether the number of rows enters as a value, c rows for one: `x.sum() / x.shape[0]`."""
+        """Whether the number of rows, or what follows from it, enters as a value: `x.sum() / max(x.shape[0], 1)`."""
         if node.op != "call_function" or node.target not in (aten.div.Tensor, aten.mul.Tensor):
             return False
-        return all(self.per_row(n) is not None for n in numbers)
+        return all(self.number(n, torch.tensor(ROWS)) is not None for n in numbers)
 
-    def per_row(self, number: Node) -> int | None:
-        """The c of c rows."""
-        value = facts.expr(number.meta["val"])
-        (symbol,) = value.free_symbols & self.symbols if len(value.free_symbols) == 1 else (None,)
-        each = value / symbol if symbol is not None else None
-        return int(each) if each is not None and each.is_Integer else None
+    def number(self, node: Node, count: Tensor) -> Tensor | None:
+        """A number that follows from how many rows are picked, of one sample with `count` rows; None: it does not, or
+        in a way that is not known.
+        """
+        value = node.meta["val"].node.expr.subs(facts.graph_facts(self.gm).batch, 1)
+        return computed_of(value, dict.fromkeys(self.symbols, count))
 
 
 def _is_sum(node: Node) -> bool:
     """Whether there is a result of the rows that count, without the others."""
     order = bound(node)["ord"] if node.target is aten.linalg_vector_norm.default else 1
     return known(node.target).over_kept_rows is not None and 0 < order < float("inf")
+
+
+def is_number(node: Node) -> bool:
+    """Whether it is a number that is not known yet."""
+    return isinstance(node.meta["val"], (torch.SymInt, torch.SymFloat))
 
 
 def symbols_of(node: Node) -> set[Any]:
