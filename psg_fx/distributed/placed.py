@@ -47,11 +47,13 @@ class Placed:
 
     def add(self, named: Named) -> dict[str, torch.Tensor]:
         ways: dict[Any, tuple[_Way, dict[str, torch.Tensor]]] = {}
-        for name, value in named.items():
+        like = {name: value for name, value in named.items() if self._is_like_parameter(name, value)}
+        for name, value in like.items():
             p, way = self.parameters[name], self._way(name)
             key = (way.mesh, way.kind, way.sharded)
             ways.setdefault(key, (way, {}))[1][name] = value.to(p.dtype)
-        found: dict[str, torch.Tensor] = {}
+        others = {name: value for name, value in named.items() if name not in like}  # numbers, of the user's own
+        found = added(others, self.ways[0].groups) if others and self.ways else others
         for way, values in ways.values():
             if way.kind == "scattered":
                 found |= self._scattered(way, values)
@@ -74,6 +76,9 @@ class Placed:
                 elif not self.ways:
                     fields[field] = self.add(fields[field])
         return StepOutput(fields, out.joins)
+
+    def _is_like_parameter(self, name: str, value: torch.Tensor) -> bool:
+        return name in self.parameters and value.ndim == self.parameters[name].ndim
 
     def _way(self, name: str) -> _Way:
         """From the samples of this process to those of all.  A parameter that lies outside of the meshes of samples is

@@ -117,13 +117,15 @@ def over_processes(out: StepOutput, processes: Processes) -> StepOutput:
     for field, join in joins.items():
         if join in ("cat", "local") or field not in fields:
             continue
-        named: Named = fields[field]
+        alone = isinstance(fields[field], torch.Tensor)
+        named: Named = {field: fields[field]} if alone else fields[field]
         if join == "variance":
             named = {name: value + _square(out.mean_grad[name], value) for name, value in named.items()}
         if join != "sum":
             shares = processes.shares(named, count)
             named = {name: (_wide(value) * shares[name]).to(value.dtype) for name, value in named.items()}
-        fields[field] = processes.add(named)
+        found = processes.add(named)
+        fields[field] = found[field] if alone else found
     for field in (f for f, join in joins.items() if join == "variance"):
         pairs = ((name, value, _square(fields["mean_grad"][name], value)) for name, value in fields[field].items())
         fields[field] = {name: (value - square).clamp(min=0) for name, value, square in pairs}

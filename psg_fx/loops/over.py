@@ -32,6 +32,7 @@ from psg_fx.loops.store import Store, Writer, filling
 from psg_fx.loops.totals import Totals, check_joins
 from psg_fx.quantities.base import Joins
 from psg_fx.step.compiled import StepOutput
+from psg_fx.step.parts import require_joins
 from psg_fx.step.with_loss import LossModule
 
 
@@ -181,6 +182,7 @@ def _run(
     _check_asked(asked, step._tracked().names)
     out = batch.run(step)
     count = len(out.losses)
+    require_joins(vars(out), joins, "psg_fx.over(batches, step)")
     rows = dict(leaves({field: value for field, value in vars(out).items() if joins[field] == "cat"}))
     if batch.indices is not None:
         rows["indices", None] = batch.indices

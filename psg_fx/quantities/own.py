@@ -16,8 +16,8 @@ from psg_fx.program.reads.observe import observing_backward
 from psg_fx.quantities.base import Extra, Quantity, Results, Weights
 from psg_fx.quantities.names import KINDS
 
-_EVERY_STEP = ("losses",)
-"""Fields that each step has."""
+_EVERY_STEP = ("losses", "joins", "together")
+"""What each output has."""
 _OF_PSG_FX = frozenset({*KINDS, "clip_factors"})
 """Fields that quantities of psg_fx fill."""
 _FIX = "write it with torch's ops on the tensors it is given: no branch on values, nothing written in place"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -111,6 +111,17 @@ def _cut_given(settings: Settings, given: Mapping[str, Any], part: slice) -> dic
     return {n: value[part] if n in each and value is not None else value for n, value in given.items()}
 
 
+def require_joins(fields: Iterable[str], joins: Mapping[str, Join], where: str) -> None:
+    """Refuse a field of a quantity of the user's own of which it does not say how it follows from those of parts."""
+    for field in fields:
+        if field not in joins:
+            raise BadArgument(
+                f"out.{field} of parts is not known to be put together", where=where,
+                why=f"joins() of its quantity has no entry for {field!r}",
+                fix=f'let joins() return {{"{field}": "sum"}}, or "mean", or "cat" for a row of each sample',
+            )  # fmt: skip
+
+
 class Joined:
     """The fields of a batch, filled part by part; sums of half precision are held in float32 until all are there.
 
@@ -136,6 +147,7 @@ class Joined:
 
     def add(self, output: StepOutput, part: slice) -> None:
         """Take in the output of one part."""
+        require_joins(vars(output), self._joins, "microbatch(step, size)")
         for field, value in vars(output).items():
             if isinstance(value, torch.Tensor):
                 self._fields[field] = self._joined_field(field, self._fields.get(field), value, part)
@@ -163,7 +175,7 @@ class Joined:
         if total is None:
             value = value.to(accumulation_dtype(value.dtype))
             return self._owned(value) if join == "sum" else value * share
-        return total.add_(value, alpha=share)
+        return total.add_(value) if join == "sum" else total.add_(value, alpha=share)
 
     def _joined_field(self, field: str, total: torch.Tensor | None, value: torch.Tensor, part: slice) -> torch.Tensor:
         return self._joined(total, value, self._joins[field], part)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 import psg_fx
 from psg_fx import ClippedSum, Dots, Grads, Gram, MeanGrad, Norms, Projection, SecondMoment, WeightedSum, zoo
+from psg_fx.algebra.asks import SquaredNorm
 from psg_fx.errors import BadArgument
 from support.batches import compare
 
@@ -176,3 +178,39 @@ def test_sums_in_half_precision_do_not_stop_growing(dtype: torch.dtype) -> None:
     torch.testing.assert_close(rows, torch.full((2, 1, 5), 1500.0).to(dtype), rtol=0, atol=0)
     least = psg_fx.transform(model, lambda o: o.sum(), quantities=ClippedSum(1e3), backend="eager", memory_budget=150)
     torch.testing.assert_close(least(x).clipped_sum["weight"], exact, rtol=0, atol=0)
+
+
+@dataclass(frozen=True)
+class Large(psg_fx.Quantity):
+    """How many samples have a norm above a bound, and the largest one."""
+
+    largest: bool = False
+    field: ClassVar[str] = "large"
+
+    def asks(self) -> tuple[SquaredNorm]:
+        return (SquaredNorm(),)
+
+    def finish(self, results: Any, *_: Any) -> dict[str, Any]:
+        squares = sum(results["sq_norms"].values())
+        return {"large": (squares > 1).sum(), **({"largest": squares.max()} if self.largest else {})}
+
+    def joins(self) -> dict[str, Any]:
+        return {"large": "sum"}
+
+
+def test_a_count_of_the_users_own_is_added_up() -> None:
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(5, 3), torch.randn(6, 5), torch.tensor([0, 1, 2, 0, 1, 2])
+    step = psg_fx.transform(model, F.cross_entropy, quantities=Large(), backend="eager")
+    whole = step(x, y).large
+    assert psg_fx.microbatch(step, 4)(x, y).large == whole
+    assert psg_fx.over([(x[:4], y[:4]), (x[4:], y[4:])], step, progress=False).large == whole
+
+
+def test_a_field_that_is_not_said_to_be_put_together() -> None:
+    model, x, y = nn.Linear(5, 3), torch.randn(6, 5), torch.tensor([0, 1, 2, 0, 1, 2])
+    step = psg_fx.transform(model, F.cross_entropy, quantities=Large(largest=True), backend="eager")
+    assert step(x, y).largest > 0
+    for run in (lambda: psg_fx.microbatch(step, 4)(x, y), lambda: psg_fx.over([(x, y)], step, progress=False)):
+        with pytest.raises(BadArgument, match=r"joins\(\) of its quantity has no entry for 'largest'"):
+            run()
