@@ -14,6 +14,7 @@ from sympy.core.relational import Relational
 
 from psg_fx.errors import CaptureFailed, NotYetSupported
 from psg_fx.program.code import is_theirs, line_of, origin_of_code
+from psg_fx.source import is_library
 from psg_fx.torch_private.symbols import watching_symbols
 
 
@@ -38,17 +39,17 @@ class Branch:
 class Readings:
     """Where the code branches on the batch size, and the lines that make a number of it.
 
-    unlike: of those, where one sample has another number, which torch may not say: it knows that there are two or more.
+    unlike: where one sample has another number, which torch may not say, since it takes a size for two or more.
     """
 
     branches: list[Branch] = field(default_factory=list)
     numbers: list[str] = field(default_factory=list)
-    unlike: list[FrameType] = field(default_factory=list)
+    unlike: list[OtherBranch] = field(default_factory=list)
 
     def require_one_number(self) -> None:
         """Raises OtherBranch where one sample has another number than the graph."""
         if self.unlike:
-            raise _other_branch(self.unlike[0])
+            raise self.unlike[0]
 
     def why(self) -> str:
         """The first of them in words, or ""."""
@@ -87,7 +88,10 @@ def watch_the_batch_size(found: Readings) -> Iterator[None]:
     def number(frame: FrameType) -> None:
         found.numbers.append(line_of(frame))
 
-    with _watching(branch, number, differs, found.unlike.append):
+    def unlike(frame: FrameType) -> None:
+        found.unlike.append(_other_branch(frame))
+
+    with _watching(branch, number, differs, unlike):
         yield
 
 
@@ -138,7 +142,10 @@ def _watching(branch: _Decided, number: _Tell, differs: _Tell, unlike: _Tell) ->
 
 
 def _is_theirs(frame: FrameType) -> bool:
-    return is_theirs(origin_of_code(frame.f_code, frame.f_globals))
+    """Whether code is the user's, of a package or of the standard library: all but torch's and psg_fx's."""
+    file = frame.f_code.co_filename
+    without_file = file == "<string>" and is_theirs(origin_of_code(frame.f_code, frame.f_globals))
+    return without_file or not is_library(file)
 
 
 def _is_another(expression: Any, result: Any) -> bool:
