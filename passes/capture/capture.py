@@ -25,7 +25,7 @@ from psg_fx.program.arguments.call import Call
 from psg_fx.program.arguments.conditions import ROW_AXES
 from psg_fx.program.changes.effects import Change, Unsettled, made
 from psg_fx.program.changes.set_up import ANOTHER, EVERY_CALL
-from psg_fx.program.changes.written import WRITTEN, computed_before
+from psg_fx.program.changes.written import WRITTEN, computed_before, leave_the_same
 from psg_fx.program.program import Program
 from psg_fx.tensors import has_bits, memory_order
 from psg_fx.torch_private.graphs import module_without_code
@@ -108,12 +108,12 @@ def _counted(
 
     If it reads them, each value of those that follow the batch size has a graph, and others are refused.
     """
-    as_it_is, settled = exported_from(program), program.settled
+    as_it_is, settled, written = exported_from(program), program.settled, program.written
     program.counted = frozenset(change.label for change in changes)
     program.settled = settled - program.counted
     try:
         found = exported_from(program)
-        if same_program(as_it_is, found):
+        if same_program(as_it_is, found) and leave_the_same(written, program.written):
             return found
     except (MemoryError, torch.OutOfMemoryError):
         raise

@@ -86,3 +86,22 @@ def test_what_a_forward_pass_leaves(change: Callable[[Any, Tensor], None]) -> No
         step(factor * X), ordinary(factor * X)
         assert model.norm.training is ordinary.norm.training
         torch.testing.assert_close(model.frozen.h, ordinary.frozen.h)
+
+
+class TwoNames(nn.Module):
+    """A layer under two names, as an attribute and in a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.act = nn.Linear(5, 5), nn.ReLU()
+        self.alias, self.both = self.a, nn.Sequential(self.a, self.act, self.a)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.act = nn.Tanh() if self.training else self.act
+        return self.both(self.alias(x))
+
+
+def test_members_with_two_names_are_not_replaced_and_layers_without_tensors_may_be() -> None:
+    model = TwoNames()
+    step = psg_fx.transform(model, lambda o: o.sum(), backend="eager")
+    torch.testing.assert_close(step(X).losses.sum(), model(X).sum())

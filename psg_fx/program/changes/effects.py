@@ -179,6 +179,9 @@ class Effects:
     def _forget_counters(self, observed: Observed) -> None:
         if self._reads:
             raise NumberRead(self._reads[0])
+        observed.counted = [
+            (vars(holder.owner), name, f"{holder.label}.{name}") for holder, names in self._counters for name in names
+        ]
         for holder, names in self._counters:
             for name in names:
                 observed.forget(holder.owner, name)

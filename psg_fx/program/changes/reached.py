@@ -105,13 +105,15 @@ class Reached:
         return found[0] if found else ""
 
     def put_members_back(self) -> str:
-        """Parameters and modules that the code has put in the place of others, or taken off, are as they were.  The
-        name of the first; "" for none.
+        """Parameters, and modules with tensors, that the code has put in the place of others, or taken off, are as they
+        were.  The name of the first; "" for none.
         """
         found = []
         for module, parameters, modules in self.modules:
-            for held, known in ((module._parameters, parameters), (module._modules, modules)):
-                changed = [name for name, value in known.items() if held.get(name, MISSING) is not value]
+            own = vars(module)  # export shows proxies of modules that have two names
+            for held, known in ((own["_parameters"], parameters), (own["_modules"], modules)):
+                changed = [n for n, value in known.items() if held.get(n, MISSING) is not value]
+                changed = [n for n in changed if _has_tensors(known[n]) or _has_tensors(held.get(n))]
                 found += [f"{type(module).__name__}.{name}" for name in changed]
                 if changed:
                     held.clear()
@@ -171,7 +173,7 @@ class Reached:
 
     def _of_module(self, value: nn.Module) -> None:
         label = type(value).__name__
-        self.modules.append((value, dict(value._parameters), dict(value._modules)))
+        self.modules.append((value, dict(vars(value)["_parameters"]), dict(vars(value)["_modules"])))
         self._of_attributes(value, value.__dict__, label, skip=_TORCHS_OWN)
         self.holders += [of_dict(value._buffers, label, label), of_hooks(value)]
         for group in ("_modules", "_forward_hooks", "_forward_pre_hooks"):
@@ -237,6 +239,13 @@ def _of_a_capture(made: Any) -> bool:
     if isinstance(made, nn.Module):
         tensors = [*made.parameters(), *made.buffers(), *Reached([made], with_tensors=True).tensors]
     return any(isinstance(t, FakeTensor) for t in tensors)
+
+
+def _has_tensors(member: Any) -> bool:
+    """Whether it is a parameter, or a module with parameters or buffers."""
+    if not isinstance(member, nn.Module):
+        return isinstance(member, torch.Tensor)
+    return next(member.parameters(), None) is not None or next(member.buffers(), None) is not None
 
 
 def _function_of(held: Any) -> Any:

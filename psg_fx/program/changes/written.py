@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -87,6 +87,14 @@ def written_anew(holder: Holder, key: Any, label: str, value: Any) -> Written | 
     if value is MISSING or not all(_is_repeated(v) or _holds_nothing(v) for v in leaves):
         return None
     return Written(holder.put, key, label, spec, tuple(map(_part, leaves)), holder.container)
+
+
+def leave_the_same(one: Sequence[Written], other: Sequence[Written]) -> bool:
+    """Whether two runs have left the same values, but for numbers that one of them has counted on with."""
+    if [entry.label for entry in one] != [entry.label for entry in other]:
+        return False
+    pairs = [(a, b) for a, b in zip(one, other, strict=True) if not any(isinstance(v, Counted) for v in b.leaves)]
+    return all(a.spec == b.spec and list(map(str, a.leaves)) == list(map(str, b.leaves)) for a, b in pairs)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

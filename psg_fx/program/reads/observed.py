@@ -32,6 +32,8 @@ class Observed:
     """Of this code, that of functions which did not run, since a cache had their results."""
     calls: list[Any] = field(default_factory=list)
     """Calls of custom functions that graphs of this capture have as ops."""
+    counted: list[tuple[dict[str, Any], str, str]] = field(default_factory=list)
+    """Numbers of which the type alone counts, since every step computes on with them: where, names, for messages."""
     hidden: tuple[nn.Module, ...] = ()
     refusal: NotYetSupported | None = None
     made: dict[int, set[str]] = field(default_factory=dict)

@@ -81,6 +81,10 @@ class Walk(CodeWalk):
             self.visit(value, label)
         for module, names in list(self.observed.reads.values()):
             self.of_module(module, names)
+        for held, name, label in self.observed.counted:
+            kind = type(held.get(name, MISSING))
+            self.emit((kind,), label)
+            self.items.append((lambda held=held, name=name: (type(held.get(name, MISSING)),), (kind,)))  # type: ignore[misc]
         for name in _GLOBAL_HOOKS:
             self.visit(getattr(of_modules, name), name)
         self.all_left()
