@@ -6,14 +6,18 @@ object of the same class.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
+
+from psg_fx.errors import BadArgument
 
 
 def is_plain(value: Any) -> bool:
@@ -46,7 +50,38 @@ def _unflatten(values: Any, context: Any) -> Any:
     kind, names = context
     made = kind.__new__(kind)
     vars(made).update(zip(names, values, strict=True))
+    if (seen := getattr(_MAKING, "seen", None)) is not None:
+        seen.append(made)
     return made
+
+
+_MAKING = threading.local()
+
+
+class NotWritten:
+    """The objects that are put together in a block, and what code has written into them since."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, dict[str, Any]]] = []
+
+    @contextlib.contextmanager
+    def made(self) -> Iterator[None]:
+        """Objects that this thread puts together meanwhile are watched."""
+        before, _MAKING.seen = getattr(_MAKING, "seen", None), []
+        try:
+            yield
+            self._before = [(value, dict(vars(value))) for value in _MAKING.seen]
+        finally:
+            _MAKING.seen = before
+
+    def written(self) -> str:
+        """The first attribute that is another one now: `Batch.x`; "" for none."""
+        for value, before in self._before:
+            now = vars(value)
+            for name in (*before, *now):
+                if before.get(name, _MAKING) is not now.get(name, _MAKING):
+                    return f"{type(value).__name__}.{name}"
+        return ""
 
 
 pytree.register_pytree_node(Given, _flatten, _unflatten, flatten_with_keys_fn=_flatten_with_keys)
@@ -55,7 +90,13 @@ pytree.register_pytree_node(Given, _flatten, _unflatten, flatten_with_keys_fn=_f
 def looked_into(structure: Any) -> Any:
     """A pytree with a `Given` for each object that holds tensors."""
     leaves = pytree.tree_leaves(structure, is_leaf=_is_packed)
-    return _looked_into(structure, frozenset()) if any(map(_may_hold, leaves)) else structure
+    if not any(map(_may_hold, leaves)):
+        return structure
+    return pytree.tree_map(_looked_into_one, structure, is_leaf=_is_packed)
+
+
+def _looked_into_one(leaf: Any) -> Any:
+    return _looked_into(leaf, set())
 
 
 def _is_packed(value: Any) -> bool:
@@ -67,11 +108,20 @@ def _may_hold(leaf: Any) -> bool:
     return not isinstance(leaf, (torch.Tensor, Mapping)) and is_plain(leaf)
 
 
-def _looked_into(structure: Any, inside: frozenset[int]) -> Any:
+def _looked_into(structure: Any, seen: set[int]) -> Any:
+    """seen: the objects in it that were met before: what is put together again would be two."""
+
     def part(leaf: Any) -> Any:
-        if id(leaf) in inside or not _may_hold(leaf):
+        if not _may_hold(leaf):
             return leaf
-        parts = {name: _looked_into(each, inside | {id(leaf)}) for name, each in vars(leaf).items()}
+        if id(leaf) in seen:
+            raise BadArgument(
+                f"a {type(leaf).__name__} is found twice in an object", where="step(inputs, targets)",
+                why="the code is given new objects, and would be given two in its place",
+                fix="pass the tensors in tuples and dicts",
+            )  # fmt: skip
+        seen.add(id(leaf))
+        parts = {name: _looked_into(each, seen) for name, each in vars(leaf).items()}
         found = pytree.tree_leaves(parts, is_leaf=_is_packed)
         return Given(type(leaf), parts) if any(isinstance(each, torch.Tensor) for each in found) else leaf
 

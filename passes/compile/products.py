@@ -133,7 +133,8 @@ def _product(node: Node) -> _Product | None:
         return _Product(left, right)  # type: ignore[arg-type]
     if node.target is aten.addmm.default and not node.kwargs:
         bias, left, right = node.args
-        if value_of(bias).ndim == 1 and value_of(bias).stride(0) == 1:
+        whole = facts.shape(value_of(bias)) == facts.shape(value_of(right))[-1:]  # not one number for all columns
+        if whole and value_of(bias).stride(0) == 1:
             return _Product(left, right, bias)  # type: ignore[arg-type]
     return None
 

@@ -59,6 +59,7 @@ def _expert_outer(x: Tensor, y: Tensor, ids: Tensor, experts: int) -> Tensor:
         order = order[: len(order) - unknown]
         x, y = x.index_select(0, order), y.index_select(0, order)
     if _grouped_on_cpu(x, y):
+        x, y = x.contiguous(), y.contiguous()  # rows in order are as they lie
         return F.grouped_mm(x.t(), y, offs=torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32))
     found = x.new_empty(experts, x.shape[1], y.shape[1])
     for product, a, b in zip(found.unbind(), x.split(sizes), y.split(sizes), strict=True):

@@ -15,11 +15,13 @@ from torch.utils import _pytree as pytree
 
 from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.graph import facts
+from psg_fx.plain_objects import NotWritten
 from psg_fx.program.arguments.call import Call
 from psg_fx.program.arguments.packed import is_packed
 from psg_fx.program.changes.effects import Change, Effects
 from psg_fx.program.changes.set_up import SetUp
 from psg_fx.program.changes.written import Written
+from psg_fx.program.code import line_naming
 from psg_fx.program.decisions.assumptions import Assumption, assuming
 from psg_fx.program.decisions.emptiness import Branches
 from psg_fx.program.decisions.equal_picks import EqualPicks
@@ -116,7 +118,9 @@ class Program(nn.Module):
 
     def results(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The loss, or the tensors of the model's output."""
-        (args, kwargs), (targets, target_kwargs) = self.call.rebuild(tensors)
+        given = NotWritten()
+        with given.made():
+            (args, kwargs), (targets, target_kwargs) = self.call.rebuild(tensors)
         roots = (self.model, self.loss_fn, *hooks_of_all_modules())
         effects = Effects(roots, self.settled, self.counted, without_tensors=self.several_sizes)
         loss, symbols = None, _symbols(tensors)  # of two that the code ties together, one is left
@@ -129,6 +133,14 @@ class Program(nn.Module):
         except BaseException:
             effects.undo(self.observed)
             raise
+        if written := given.written():
+            effects.undo(self.observed)
+            raise NotYetSupported(
+                f"the code writes into an object that it is given, {written}",
+                where=line_naming(iter(self.observed.code), written.rpartition(".")[2]) or written,
+                why="the code is given new objects, of which the caller sees nothing",
+                fix="keep it in a local variable, or return it",
+            )  # fmt: skip
         self.changes = effects.changes
         self.written, kept = effects.settle(self.observed, symbols | _symbols(tensors))
         self.set_up = effects.set_up

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import psg_fx
-from psg_fx import BadArgument
+from psg_fx import BadArgument, NotYetSupported
 
 
 @dataclass
@@ -123,3 +123,21 @@ def test_dims_are_named_by_attributes() -> None:
     step = psg_fx.transform(Model(), loss, batch_dim=((dims,), (dims,)), backend="eager")
     batch = batch_of(4)
     assert step((batch,), (batch,)).losses.shape == (4,)
+
+
+def test_code_that_writes_into_what_it_is_given_is_refused() -> None:
+    class Writes(Model):
+        def forward(self, batch: Any) -> Tensor:
+            batch.part.k = batch.part.k + 1
+            return super().forward(batch)
+
+    batch = batch_of(4)
+    with pytest.raises(NotYetSupported, match=r"writes into an object that it is given, Part\.k"):
+        psg_fx.transform(Writes(), loss, backend="eager")(batch, batch)
+    assert batch.part.k == 2.0
+
+
+def test_an_object_that_is_found_twice_in_another_is_refused() -> None:
+    part = batch_of(4).part
+    with pytest.raises(BadArgument, match="a Part is found twice in an object"):
+        psg_fx.transform(Model(), backend="eager")(SimpleNamespace(part=part, other=part))

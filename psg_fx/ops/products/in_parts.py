@@ -24,9 +24,9 @@ LIBRARY = "in_parts"
 
 def _in_parts(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     compiled = library(LIBRARY) if a.device.type == "cpu" and has_matrix_unit() else None
-    if compiled is None:
-        return by_torch(a, b, bias)
     (m, k), n = a.shape, b.shape[1]
+    if compiled is None or 0 in (m, k, n):
+        return by_torch(a, b, bias)
     product = allocated((m, n), (n, 1), a.dtype)
     strides = (ctypes.c_int64 * 4)(*a.stride(), *b.stride())
     usual = compiled.in_parts(*map(passed, (a, b, bias, product, m, k, n)), strides, threads())
