@@ -157,18 +157,12 @@ class InFull(Weighted):
 
 
 @dataclass(frozen=True)
-class Total(Weighted):
+class Total(InFull):
     """Σ_b g_b of every parameter: name -> shape, kept in float32 or better."""
-
-    accumulated: ClassVar[bool] = True
-    nameless: ClassVar[bool] = True
 
     @property
     def key(self) -> str:
         return "total"
-
-    def contract(self, term: Term, name: str) -> Network:
-        return weighted(replace(term.network, leaves=tuple(map(_accumulated, term.network.leaves))), None)
 
 
 def _accumulated(leaf: Leaf) -> Leaf:

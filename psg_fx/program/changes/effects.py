@@ -132,20 +132,12 @@ class Effects:
             Unsettled: numbers that the code reads, and changes.
         """
         changes = self.undo(observed)
-        if made := self.made:
-            raise NotYetSupported(
-                f"the code makes {made} as it runs",
-                where=line_naming(iter(observed.code), made.rpartition(".")[2]) or made,
-                why="a step has the parameters and modules that are there when it is captured",
-                fix="make it in __init__, or call the model once before the first call of the step",
-            )  # fmt: skip
-        if replaced := self.replaced:
-            raise NotYetSupported(
-                f"the code replaces {replaced} as it runs",
-                where=line_naming(iter(observed.code), replaced.rpartition(".")[2]) or replaced,
-                why="a step has the parameters and modules that are there when it is captured",
-                fix="choose between them by a local variable, or write values under torch.no_grad() after the step",
-            )  # fmt: skip
+        if self.made:
+            raise _as_it_runs("makes", self.made, observed, "make it in __init__, or call the model once before the "
+                              "first call of the step")  # fmt: skip
+        if self.replaced:
+            raise _as_it_runs("replaces", self.replaced, observed, "choose between them by a local variable, or write "
+                              "values under torch.no_grad() after the step")  # fmt: skip
         self.set_up = set_up(changes, observed)
         if not _equal(self._draws, _numpy_state()) or any(drawn(g) != state for g, state in self._reached.generators):
             line = line_naming(iter(observed.code), "random")
@@ -235,6 +227,14 @@ def _repeated(change: Change, observed: Observed) -> Written:
     if entry is None:
         raise _refusal(change.label, change.name, observed)
     return entry
+
+
+def _as_it_runs(does: str, member: str, observed: Observed, fix: str) -> NotYetSupported:
+    """The refusal of a change of the model's parameters and modules."""
+    return NotYetSupported(
+        f"the code {does} {member} as it runs", where=_line(member, member.rpartition(".")[2], observed),
+        why="a step has the parameters and modules that are there when it is captured", fix=fix,
+    )  # fmt: skip
 
 
 def _unsettled(change: Change, observed: Observed) -> Unsettled:
