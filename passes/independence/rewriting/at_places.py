@@ -88,17 +88,21 @@ def _counting(mask: Tensor, dim: int) -> Tensor:
     return torch.arange(mask.shape[dim], device=mask.device).view(shape).expand(mask.shape)
 
 
-def _numbers_samples(x: Any) -> bool:
-    """Whether the places in the first dim of a value are samples."""
-    return bool(facts.shape(x.meta["val"])[0].free_symbols)
+def _numbering(x: Any) -> int:
+    """How many tables, of places in the dims of a value, number samples: that of the first dim, or none."""
+    return int(bool(facts.shape(x.meta["val"])[0].free_symbols))
+
+
+def _safe(places: Sequence[Tensor], mask: Tensor, numbering: int) -> tuple[Tensor, ...]:
+    """Places that are there where the mask picks nothing, too; the numbers of samples are as they are."""
+    return (*places[:numbering], *(torch.where(mask, other, 0) for other in places[numbering:]))
 
 
 def _read(gm: GraphModule, node: Node, tables: Sequence[Node | int], mask: Node) -> Any:
-    as_it_is = int(_numbers_samples(bound(node)["self"]))
+    numbering = _numbering(bound(node)["self"])
 
     def read(x: Tensor, mask: Tensor, *given: Tensor) -> Tensor:
-        places = _places(tables, given, mask)
-        return x[(*places[:as_it_is], *(torch.where(mask, other, 0) for other in places[as_it_is:]))]
+        return x[_safe(_places(tables, given, mask), mask, numbering)]
 
     whole = splice(gm, node, read, [bound(node)["self"], mask, *_nodes(tables)])
     with gm.graph.inserting_before(node):
@@ -126,11 +130,11 @@ def _write(gm: GraphModule, node: Node, tables: Sequence[Node | int], mask: Node
         with written_before(node, node.meta):
             given = put_back(gm, value, mask)
     adds, dim = bound(node)["accumulate"], len(tables) - 1
-    as_it_is = int(_numbers_samples(bound(node)["self"]))
+    numbering = _numbering(bound(node)["self"])
 
     def write(x: Tensor, value: Tensor, mask: Tensor, *given: Tensor) -> Tensor:
         *before, last = _places(tables, given, mask)
-        places = (*before[:as_it_is], *(torch.where(mask, other, 0) for other in before[as_it_is:]))
+        places = _safe(before, mask, numbering)
         if adds:
             value = value.expand(*mask.shape, *x.shape[dim + 1 :]) if value.ndim == 0 else value
             value = torch.where(mask.reshape(*mask.shape, *[1] * (value.ndim - mask.ndim)), value, 0)
