@@ -75,10 +75,9 @@ def _run(prefix: Prefix, inputs: Sequence[torch.Tensor], asked: torch.dtype | No
     transpose would round what is pulled back.
     """
     assert prefix.graph is not None
-    found: torch.Tensor = Gathered(prefix.graph).run(*inputs)
-    if asked is None or found.dtype not in HALF or asked in HALF:
-        return found
-    found = _WithoutCasts(prefix.graph).run(*inputs)
+    operand: Any = prefix.graph.graph.output_node().args[0]
+    rounds = asked is not None and asked not in HALF and operand.meta["val"].dtype in HALF
+    found: torch.Tensor = (_WithoutCasts if rounds else Gathered)(prefix.graph).run(*inputs)
     return found
 
 
