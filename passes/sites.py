@@ -31,6 +31,7 @@ from psg_fx.ops.of_users.autograd_function import differentiable
 from psg_fx.ops.of_users.custom_call import CustomCall, custom_call
 from psg_fx.program.reads.observe import observing_backward
 from psg_fx.source import locate
+from psg_fx.tensors import HALF
 from psg_fx.torch_private.graphs import module_without_code
 
 from .runner import graph_pass
@@ -134,8 +135,9 @@ def prefix(gm: GraphModule, operand: Node) -> Prefix:
     listed = tuple(str(n.target).split(".")[1] for n in ops)
     casts = any(getattr(n.target, "overloadpacket", None) is aten._to_copy for n in ops)
     across = any(str(n.target) == "psg_fx.enter.default" for n in ops)
+    half = operand.meta["val"].dtype in HALF
     return Prefix(
-        operand.name, tuple(owners), names, owners, listed, casts, selects=selects, across=across,
+        operand.name, tuple(owners), names, owners, listed, casts, selects=selects, across=across, half=half,
         drawn=frozenset(n.name for n in inputs if n.op != "placeholder"), graph=module_without_code(gm, graph),
     )  # fmt: skip
 

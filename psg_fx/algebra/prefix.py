@@ -75,8 +75,7 @@ def _run(prefix: Prefix, inputs: Sequence[torch.Tensor], asked: torch.dtype | No
     transpose would round what is pulled back.
     """
     assert prefix.graph is not None
-    operand: Any = prefix.graph.graph.output_node().args[0]
-    rounds = asked is not None and asked not in HALF and operand.meta["val"].dtype in HALF
+    rounds = prefix.half and asked is not None and asked not in HALF
     found: torch.Tensor = (_WithoutCasts if rounds else Gathered)(prefix.graph).run(*inputs)
     return found
 

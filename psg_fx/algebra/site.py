@@ -45,7 +45,7 @@ class Prefix:
     ops: how it prints.  casts: some op changes the dtype.  trivial: the operand is the parameter itself.
     selects: it only moves, drops or casts elements of one parameter (transpose, slice, view, ...), so that norms and
     inner products of gradients are the same before and after the pull-back.  across: its gradient is a sum over
-    processes, of which each has a part at the operand.
+    processes, of which each has a part at the operand.  half: the operand is of half precision.
     """
 
     operand: str
@@ -57,6 +57,7 @@ class Prefix:
     trivial: bool = False
     selects: bool = False
     across: bool = False
+    half: bool = False
     drawn: frozenset[str] = frozenset()
     graph: GraphModule | None = field(default=None, compare=False, repr=False)
 
