@@ -4,7 +4,7 @@
 
 The models are those of `bench/compare.py`, each in a process of its own, all contenders side by side in it, every
 answer checked before it is timed. Writes `bench/results/peers-<tag>.json`, `.md` and `.png`. All five models take
-about half an hour, most of it compilation. A library that is not installed says so: pip install 'psg-fx[bench,jax]'.
+about half an hour, most of it compilation. A library that is not installed says so: pip install '.[bench,jax]'.
 """
 
 from __future__ import annotations

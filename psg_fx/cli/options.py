@@ -126,7 +126,7 @@ def _bench(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--contenders", type=listed, metavar="LIST", help="globs on contenders, separated by commas: 'ordinary*,psg*'"
     )
-    sub.add_argument("--peers", action="store_true", help="also other libraries: pip install 'psg-fx[bench]'")
+    sub.add_argument("--peers", action="store_true", help="also other libraries: pip install '.[bench]' in a checkout")
     sub.add_argument("--seconds", type=above_zero, default=2.0, metavar="S", help="timing per contender (default 2)")
     sub.add_argument("--rounds", type=positive, default=5, metavar="N", help="interleaved rounds (default 5)")
 

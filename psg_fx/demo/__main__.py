@@ -25,7 +25,7 @@ from psg_fx.benchmarking.benchmark import benchmark
 try:
     from psg_fx.demo import digits, plot
 except ImportError as error:
-    sys.exit(f"the demo needs scikit-learn and matplotlib: pip install 'psg-fx[demo]' ({error})")
+    sys.exit(f"the demo needs scikit-learn and matplotlib: pip install '.[demo]' in a checkout ({error})")
 
 BATCH, WIDTH = 128, 150
 

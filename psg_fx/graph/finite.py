@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import operator
 
 import torch
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 
 from psg_fx.graph.lifetimes import is_view
 from psg_fx.op_table import enter, known
@@ -27,14 +29,24 @@ enter(
     "median", "sort", "roll", "flip", "scatter", "scatter_add", "im2col", "unfold", "avg_pool1d", "avg_pool2d",
     "adaptive_avg_pool1d", "adaptive_avg_pool2d", "max_pool1d", "max_pool2d", "relu6", "selu", "celu", "hardsigmoid",
     "prelu", "hardshrink", "softshrink", "sign", "floor", "ceil", "round", "trunc", "outer", "dot", "mv",
-    "diag_embed", "lstm", "gru", "rnn_tanh", "rnn_relu", finite=True,
+    "diag_embed", "clamp_min", "clamp_max", "threshold", "exp2", "erfc", "sinc", "frac", "lerp", "addcmul", "positive",
+    "deg2rad", "rad2deg", "sgn", "logical_or", "logical_xor", "tanh_backward",
+    "sigmoid_backward", "threshold_backward", "gelu_backward", "silu_backward", "hardtanh_backward",
+    "leaky_relu_backward", "softplus_backward", "elu_backward", "mish_backward", "hardswish_backward",
+    "hardsigmoid_backward", "log_sigmoid_backward", "bitwise_or", "bitwise_xor", "isnan", "isinf", "isfinite",
+    "lstm", "gru", "rnn_tanh", "rnn_relu", finite=True,
 )  # fmt: skip
 
 
 def stays_finite(node: Node) -> bool:
     """Whether an op gives finite numbers of finite ones, and has finite derivatives there."""
     others = node.op != "call_function" or node.target is operator.getitem or is_view(node)
-    return others or known(node.target).finite or _stays_for_a_number(node)
+    return others or (known(node.target).finite and _has_finite_numbers(node)) or _stays_for_a_number(node)
+
+
+def _has_finite_numbers(node: Node) -> bool:
+    numbers = (n for n in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(n, float))
+    return all(map(math.isfinite, numbers))
 
 
 def _stays_for_a_number(node: Node) -> bool:

@@ -81,10 +81,11 @@ class LossModule(PerSampleModule):
         every quantity is of groups, whose gradient is the sum of those of their samples, and has a row for each group
         where it had one for each sample, as have weights; losses and the mean gradient are those of samples.
         num_groups: by default groups.max() + 1, which waits for the device of `groups`.  With groups on a CUDA device
-        and num_groups given, nothing waits, and a number out of range makes NaN of what is asked.
+        and num_groups given, nothing waits (but a ClippedSum that drops what is not finite), and a number out of range
+        makes NaN of what is asked.
         num_samples: B, where inputs are `psg_fx.Rows` and none has a dim with a place for each sample.
-        out: a former output: the results are written into its tensors (for another batch size, into its memory), and
-        it is returned.
+        out: a former output, with reuse_outputs=True: the results are written into its tensors (for another batch
+        size, into its memory), and it is returned.
         """
         mistakes.check_outside()
         if inputs is ABSENT:

@@ -326,6 +326,13 @@ def all_rows_computed(model: Any, h: Tensor) -> Tensor:
     return torch.where(m, torch.log(h), h) if m.any() else h
 
 
+def scores_of_nothing(model: Any, h: Tensor) -> Tensor:
+    m, out = h > 0, h.sin()
+    if m.any():  # all scores of a row without one are -inf, whose softmax is no number
+        out = torch.where(m, (h + torch.zeros_like(h).masked_fill(~m, -torch.inf)).softmax(-1), out)
+    return out
+
+
 def nothing_returned(model: Any, h: Tensor) -> Any:
     if torch.isnan(h).any():
         return None
@@ -345,7 +352,7 @@ def fail() -> None:
 REFUSED = [
     prepared, counting, only_one, otherwise, of_another_mask, two_at_least, written_since, number_written_since,
     mask_in_floats_written_since, in_a_byte, left_in_a_buffer, all_rows_computed, nothing_returned,
-    raised_elsewhere,
+    raised_elsewhere, scores_of_nothing,
 ]  # fmt: skip
 
 

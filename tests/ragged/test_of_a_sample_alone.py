@@ -88,6 +88,12 @@ EXACT: dict[str, Rowwise] = {
     "roots of what is masked before": lambda m, x, i: weighed(
         m, x, ((x * m.weight.square()) @ x.t()).masked_fill(~same(i), 1.0).sqrt() * same(i)
     ),
+    "quotients of what is masked before": lambda m, x, i: weighed(
+        m, x, m.linear(x) @ x.t() / (x @ x.t()).masked_fill(~same(i), 1.0) * same(i)
+    ),
+    "quotients by rows and numbers": lambda m, x, i: weighed(
+        m, x, ((m.linear(x) @ x.t()) / x.norm(dim=-1, keepdim=True) / 3).tanh() * same(i)
+    ),
 }
 
 
@@ -140,6 +146,14 @@ OTHERS: dict[str, tuple[Rowwise, type[PsgError], str]] = {
         lambda m, x, i: weighed(m, x, roots(m, x) * same(i)), NotYetSupported, "sqrt .*be no number"),
     "roots, chosen": (
         lambda m, x, i: weighed(m, x, torch.where(same(i), roots(m, x), 0.0)), NotYetSupported, "sqrt .*be no number"),
+    "quotients, masked": (
+        lambda m, x, i: weighed(m, x, (1 / (x @ x.t())) * same(i)), NotYetSupported, "reciprocal .*be no number"),
+    "quotients of two": (
+        lambda m, x, i: weighed(m, x, (x @ m.linear(x).t() / (x @ x.t())).masked_fill(~same(i), 0.0)),
+        NotYetSupported, "div .*be no number"),
+    "a function that is no number of some": (
+        lambda m, x, i: weighed(m, x, torch.hypot(x @ x.t(), x @ m.linear(x).t()) * same(i)),
+        NotYetSupported, "hypot .*be no number"),
     "roots, filled": (
         lambda m, x, i: weighed(m, x, roots(m, x).masked_fill(~same(i), -torch.inf).softmax(-1)),
         NotYetSupported, "sqrt .*be no number"),

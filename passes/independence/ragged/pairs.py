@@ -14,6 +14,7 @@ from torch.fx import Node
 
 from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxis
+from psg_fx.graph.finite import stays_finite
 from psg_fx.graph.order import is_reshaped, is_same
 
 from ..values import Op, Result
@@ -24,12 +25,7 @@ aten = torch.ops.aten
 _PRODUCTS = (aten.matmul.default, aten.bmm.default, aten.baddbmm.default)
 _SOFTMAX = (aten.softmax.int, aten._softmax.default, aten._safe_softmax.default)
 _BY_ENTRY = (aten.masked_fill, aten.where, aten.native_dropout, aten.dropout)
-_PARTLY_DEFINED = (
-    aten.sqrt, aten.rsqrt, aten.pow, aten.float_power, aten.log, aten.log2, aten.log10, aten.log1p, aten.acos,
-    aten.asin, aten.acosh, aten.atanh, aten.erfinv, aten.logit, aten.lgamma, aten.digamma, aten.special_ndtri,
-    aten.special_entr, aten.xlogy,
-)  # fmt: skip
-"""Functions that are not numbers everywhere: of two samples neither, where 0 times that is NaN."""
+_QUOTIENTS = (aten.div, aten.divide, aten.true_divide, aten.floor_divide, aten.remainder, aten.fmod)
 _WAYS = (
     "scores q @ k.transpose(-1, -2) may be scaled, masked by what is made of the ids, go through a softmax over their "
     "last dim and be multiplied with values; F.scaled_dot_product_attention does all of it"
@@ -47,9 +43,9 @@ def of_pairs(op: Op) -> tuple[Result, list[Link]] | None:
     if target in _SOFTMAX:
         return _softmax(op, pairs[0])
     by_entry = torch.Tag.pointwise in getattr(target, "tags", ()) or is_same(op.node)
-    by_entry = by_entry or getattr(target, "overloadpacket", None) in _BY_ENTRY
+    by_entry = by_entry or _packet(op.node) in _BY_ENTRY
     seen_otherwise = is_reshaped(op.node) or target is aten.expand.default
-    if getattr(target, "overloadpacket", None) in _PARTLY_DEFINED and not _is_defined(op):
+    if by_entry and not _is_defined(op):
         raise op.unsupported(
             f"it may be no number where the rows of two samples meet in %{pairs[0].name}, and 0 times that is NaN",
             "mask what it is taken of, as in scores.masked_fill(~same, 1.0).sqrt()",
@@ -60,24 +56,36 @@ def of_pairs(op: Op) -> tuple[Result, list[Link]] | None:
 
 
 def _is_defined(op: Op) -> bool:
-    """Whether a function and its derivative are numbers for pairs of rows of two samples: it is a power, or a mask has
-    put a number there.
+    """Whether a function and its derivative are numbers for pairs of rows of two samples: everywhere, or for the number
+    that a mask has put there.
     """
-    packet, arguments = op.node.target.overloadpacket, list(op.node.args)  # type: ignore[union-attr]
-    source, *rest = arguments
+    node, packet = op.node, _packet(op.node)
+    if packet in _BY_ENTRY or is_same(node) or stays_finite(node):
+        return True
+    source, *rest = node.args
+    if packet in _QUOTIENTS:
+        divisor: Any = rest[0]
+        own = isinstance(divisor, Node) and op.known[divisor].pairs
+        return _filled(op, divisor) not in (None, 0) if own else isinstance(divisor, Node) or bool(divisor)
     exponent: Any = rest[0] if packet in (aten.pow, aten.float_power) and rest else None
     if isinstance(exponent, (int, float)) and exponent >= 0 and exponent == int(exponent):
         return True
-    while isinstance(source, Node) and (is_same(source) or is_reshaped(source)):
-        source = source.args[0]
-    fill = source.args[2] if isinstance(source, Node) and len(source.args) > 2 else None
-    if getattr(source, "target", None) is not aten.masked_fill.Scalar or not isinstance(fill, (int, float)):
-        return False
-    if not _is_mask(op, source.args[1], source) or any(isinstance(r, Node) for r in rest):  # type: ignore[arg-type, union-attr]
+    fill = _filled(op, source)
+    if fill is None or any(isinstance(r, Node) for r in rest):
         return False
     x = torch.tensor(float(fill), dtype=torch.float64, requires_grad=True)
-    y = packet(x, *rest, **op.node.kwargs)
+    y = packet(x, *rest, **node.kwargs)
     return bool(y.isfinite()) and bool(torch.autograd.grad(y, x)[0].isfinite())
+
+
+def _filled(op: Op, pairs: Any) -> int | float | None:
+    """The number that a mask has put where the rows of two samples meet."""
+    while isinstance(pairs, Node) and (is_same(pairs) or is_reshaped(pairs)):
+        pairs = pairs.args[0]
+    if getattr(pairs, "target", None) is not aten.masked_fill.Scalar:
+        return None
+    _, mask, fill = pairs.args
+    return fill if isinstance(fill, (int, float)) and _is_mask(op, mask, pairs) else None
 
 
 def _pairs(op: Op) -> Result:
@@ -133,7 +141,7 @@ def _zeros_of(op: Op, weights: Node) -> tuple[Node, Kind] | None:
     """
     node: Any = weights
     while isinstance(node, Node) and op.known[node].pairs:
-        packet = getattr(node.target, "overloadpacket", None)
+        packet = _packet(node)
         if node.target in _SOFTMAX:
             return node, "weights"
         masks = [n for n in node.all_input_nodes if _is_mask(op, n, node)]
@@ -163,7 +171,7 @@ def _is_zero(value: object) -> bool:
     """Whether it is the number 0, or a tensor made of it."""
     if isinstance(value, Node):
         fill = value.args[0] if value.target is aten.scalar_tensor.default else None
-        fill = value.args[1] if getattr(value.target, "overloadpacket", None) in (aten.full, aten.full_like) else fill
+        fill = value.args[1] if _packet(value) in (aten.full, aten.full_like) else fill
         return value.target is aten.zeros_like.default or _is_zero(fill)
     return isinstance(value, (int, float)) and value == 0
 
@@ -197,3 +205,8 @@ def _keeps(op: Op, pairs: Node) -> bool:
 
 
 __all__ = ["of_pairs"]
+
+
+def _packet(node: Node) -> Any:
+    """The op, whatever its overload."""
+    return getattr(node.target, "overloadpacket", None)
