@@ -90,7 +90,7 @@ OTHER_TABLES = {
     "passes/independence/ragged/row_values.py:_ROW_BY_ROW": "what numbers of rows may go through",
     "passes/independence/ragged/pairs.py:_PRODUCTS": "the ops of attention that is written out",
     "passes/independence/ragged/pairs.py:_KEEP_ZEROS": "the ops of attention that is written out",
-    "passes/independence/ragged/pairs.py:_PARTLY_DEFINED": "the ops of attention that is written out",
+    "passes/independence/ragged/pairs.py:_QUOTIENTS": "the ops of attention that is written out",
     "passes/independence/bounds.py:_WITH_PLACES": "which of several results a bound is of",
     "passes/independence/bounds.py:_PARTS": "which of several results a bound is of",
     "passes/compile/contiguous.py:_PRODUCTS": "which ops the BLAS computes, a question of one pass",
