@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from psg_fx.graph.lifetimes import is_view
-from psg_fx.graph.repeats import Item, Repeat, in_order, is_number, repeats, said, tokens_of
+from psg_fx.graph.repeats import Item, Repeat, is_number, repeats, said, sizes_and_ops, tokens_of
 from psg_fx.torch_private.graphs import module_without_code
 
 invoke_subgraph = torch.ops.higher_order.invoke_subgraph
@@ -22,7 +22,7 @@ FEWEST = 16
 
 def written_once(gm: GraphModule, fewest: int = FEWEST) -> GraphModule:
     """The same function, in which what repeats is a subgraph that is called; the graph itself if nothing does."""
-    first, items = in_order(gm)
+    first, items = sizes_and_ops(gm)
     found = [group for repeat in repeats(tokens_of(items), fewest) for group in _alike(repeat, items)]
     return _Rewriting(gm, first, items, found).result() if found else gm
 

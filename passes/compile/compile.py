@@ -19,7 +19,7 @@ from psg_fx.graph import facts
 from psg_fx.graph.history import History, PassRecord, copy_graph, log
 from psg_fx.graph.stages import Stage
 from psg_fx.graph.strides import free_of_strides, laid_out_as_read
-from psg_fx.ops.define import libraries_of
+from psg_fx.ops.define import begin_libraries
 from psg_fx.ops.products.elsewhere import elsewhere
 from psg_fx.torch_private import native
 from psg_fx.torch_private.ahead import ask_ahead
@@ -79,10 +79,10 @@ def compile_graph(
             meanwhile = laid_out_as_read(gm) if background else None
             run = Sized(gm, compiler, dynamic, run, replayed=replayed, background=background, meanwhile=meanwhile)
         if replayed:
-            run = _outside_cuda_graphs(run, memory.keep)
+            run = functools.partial(_outside_cuda_graphs, run, memory.keep)
         elif device == "cpu":
-            run = _serving(run, memory)
-    return _without(run, numbers) if numbers else run
+            run = functools.partial(_served, run, memory, Places())
+    return functools.partial(_without, run, numbers) if numbers else run
 
 
 def _by_torch(
@@ -153,8 +153,7 @@ def _recorded(gm: GraphModule, backend: str, history: History) -> Iterator[None]
     """A compilation is a step of the history, and is shown."""
     count, began = sum(node.op == "call_function" for node in gm.graph.nodes), time.perf_counter()
     history.progress.say(f"compiling {count} ops with {backend}")
-    for library in libraries_of(gm):
-        native.begin(library)  # planning has begun already, unless the graph is another's, from disk
+    begin_libraries(gm)  # planning has begun already, unless the graph is another's, from disk
     try:
         with inductor_mended():
             yield
@@ -173,20 +172,14 @@ def _marking(run: Flat, gm: GraphModule) -> Flat:
     """
     shapes = [sizes_of(node) for node in facts.placeholders(gm)]
     symbolic = [[dim for dim, size in enumerate(shape) if size.free_symbols] for shape in shapes]
-    counted = next((i, dim) for i, dims in enumerate(symbolic) for dim in dims if shapes[i][dim].is_Symbol)
-
-    if _has_rows(gm):
-
-        def each(*values: Any) -> Sequence[Any]:
-            large = [[d for d in dims if v.shape[d] > 1] for v, dims in zip(values, symbolic, strict=True)]
-            return run(*(marked_dynamic(v, dims) if dims else v for v, dims in zip(values, large, strict=True)))
-
-        return each
+    place, along = next((i, dim) for i, dims in enumerate(symbolic) for dim in dims if shapes[i][dim].is_Symbol)
+    rows = _has_rows(gm)
 
     def marking(*values: Any) -> Sequence[Any]:
-        if values[counted[0]].shape[counted[1]] == 1:
+        if not rows and values[place].shape[along] == 1:
             return run(*values)
-        return run(*(marked_dynamic(v, dims) if dims else v for v, dims in zip(values, symbolic, strict=True)))
+        large = [[d for d in dims if v.shape[d] > 1] for v, dims in zip(values, symbolic, strict=True)]
+        return run(*(marked_dynamic(v, dims) if dims else v for v, dims in zip(values, large, strict=True)))
 
     return marking
 
@@ -196,24 +189,18 @@ def _has_rows(gm: GraphModule) -> bool:
     return facts.KEY in gm.meta and bool(facts.graph_facts(gm).rows)
 
 
-def _without(run: Flat, places: frozenset[int]) -> Flat:
-    def fewer(*values: Any) -> Sequence[Any]:
-        return run(*[value for i, value in enumerate(values) if i not in places])
-
-    return fewer
+def _without(run: Flat, places: frozenset[int], *values: Any) -> Sequence[Any]:
+    """The results for all values but those in these places."""
+    return run(*[value for i, value in enumerate(values) if i not in places])
 
 
-def _outside_cuda_graphs(run: Flat, until_next_call: bool) -> Flat:
+def _outside_cuda_graphs(run: Flat, until_next_call: bool, *tensors: Any) -> Sequence[Any]:
     """A CUDA graph writes its results to the same place at every call: they are copied out of its memory, unless they
     need to live only until the next call.
     """
-
-    def copied(*tensors: Any) -> Sequence[Any]:
-        torch.compiler.cudagraph_mark_step_begin()
-        results = run(*tensors)
-        return results if until_next_call else _copies(results)
-
-    return copied
+    torch.compiler.cudagraph_mark_step_begin()
+    results = run(*tensors)
+    return results if until_next_call else _copies(results)
 
 
 def _copies(results: Sequence[Any]) -> list[Any]:
@@ -230,13 +217,9 @@ def _copies(results: Sequence[Any]) -> list[Any]:
     return found
 
 
-def _serving(run: Flat, memory: Memory) -> Flat:
-    places = Places()
-
-    def served(*tensors: Any) -> Sequence[Any]:
-        with memory.serving(places):
-            results = run(*tensors)
-        memory.served(places, results)
-        return results
-
-    return served
+def _served(run: Flat, memory: Memory, places: Places, *tensors: Any) -> Sequence[Any]:
+    """The results, in memory that is used again."""
+    with memory.serving(places):
+        results = run(*tensors)
+    memory.served(places, results)
+    return results

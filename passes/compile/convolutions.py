@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,14 +20,13 @@ from torch.fx import GraphModule, Node
 from psg_fx.graph import facts
 from psg_fx.graph.history import copy_graph
 from psg_fx.graph.nodes import call, value_of, written_before
-from psg_fx.ops.define import libraries_of
+from psg_fx.ops.define import begin_libraries
 from psg_fx.ops.products import in_parts
 from psg_fx.ops.products.convolutions_in_parts import convolution_in_parts, weight_gradients_in_parts
 from psg_fx.ops.products.grouped_convolution import grouped_weight_gradient
-from psg_fx.torch_private import native
 
 from .contiguous import with_contiguous_arguments
-from .products import LEAST, sizes_of
+from .products import LEAST, Sizes, values_of_symbols
 
 aten = torch.ops.aten
 
@@ -36,8 +35,6 @@ USED = {convolution_in_parts: 0.77, weight_gradients_in_parts: 0.85}
 
 _ROWS, _PLACES, _PIXELS = 16, 32, 32
 """Of a tile of the unit: its rows, or columns, and the places that it adds up; pixels that are multiplied at once."""
-
-Sizes = Mapping[sympy.Symbol, int]
 
 
 @dataclass(frozen=True)
@@ -116,15 +113,14 @@ def convolve_elsewhere(gm: GraphModule, inputs: Sequence[torch.Tensor], by: OpOv
     """
     if by is not in_parts.in_parts or not any(node.target in _WAYS for node in gm.graph.nodes):
         return gm
-    sizes = dict(sizes_of(gm, inputs))
+    sizes = values_of_symbols(gm, inputs)
     written = copy_graph(gm)
     found = [_replace(written, node, sizes) for node in list(written.graph.nodes) if node.target in _WAYS]
     if not any(found):
         return gm
     with_contiguous_arguments(written)
     written.recompile()
-    for library in libraries_of(written):
-        native.begin(library)
+    begin_libraries(written)
     return written
 
 

@@ -5,7 +5,7 @@ Which of them is, `ops/products/elsewhere.py` says; it is the same for forward, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import sympy
@@ -16,10 +16,9 @@ from torch.fx import GraphModule, Node
 from psg_fx.graph import facts
 from psg_fx.graph.history import copy_graph
 from psg_fx.graph.nodes import call, output, value_of
-from psg_fx.ops.define import libraries_of
+from psg_fx.ops.define import begin_libraries
 from psg_fx.ops.products import by_onednn, in_parts
 from psg_fx.tensors import hint, product
-from psg_fx.torch_private import native
 
 aten = torch.ops.aten
 
@@ -88,7 +87,7 @@ def multiply_elsewhere(gm: GraphModule, inputs: Sequence[torch.Tensor], by: OpOv
 
     Where oneDNN is faster than the BLAS, those of samples' matrices are in C++, which is as fast.
     """
-    sizes = dict(sizes_of(gm, inputs))
+    sizes = values_of_symbols(gm, inputs)
     large = [place for place, node in enumerate(gm.graph.nodes) if _is_large(node, sizes, by)]
     if not large:
         return gm
@@ -103,17 +102,15 @@ def multiply_elsewhere(gm: GraphModule, inputs: Sequence[torch.Tensor], by: OpOv
         node.replace_all_uses_with(made)
         gm.graph.erase_node(node)
     gm.recompile()
-    for library in libraries_of(gm):
-        native.begin(library)
+    begin_libraries(gm)
     return gm
 
 
-def sizes_of(gm: GraphModule, inputs: Sequence[torch.Tensor]) -> Iterator[tuple[sympy.Symbol, int]]:
-    """The graph's symbols and their values."""
-    for node, value in zip(facts.placeholders(gm), inputs, strict=True):
-        for symbol, size in zip(facts.shape(node.meta["val"]), value.shape, strict=True):
-            if isinstance(symbol, sympy.Symbol):
-                yield symbol, hint(size)
+def values_of_symbols(gm: GraphModule, inputs: Sequence[torch.Tensor]) -> Sizes:
+    """What the graph's symbols are for these inputs."""
+    pairs = zip(facts.placeholders(gm), inputs, strict=True)
+    sizes = (pair for node, value in pairs for pair in zip(facts.shape(value_of(node)), value.shape, strict=True))
+    return {symbol: hint(size) for symbol, size in sizes if isinstance(symbol, sympy.Symbol)}
 
 
 def _is_large(node: Node, sizes: Sizes, by: OpOverload) -> bool:

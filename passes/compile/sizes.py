@@ -159,7 +159,7 @@ class Sized:
 
     @with_room_for_frames
     def _compile(self, inputs: Sequence[Like], sizes: Sizes, layouts: tuple[Layout, ...], threads: int) -> Flat:
-        fixed = {symbol: value for symbol, value in sizes.items() if self._stays(symbol, value)}
+        fixed = {symbol: value for symbol, value in sizes.items() if self._is_number(symbol, value)}
         if any((code.layouts, code.fixed) == (layouts, fixed) and threads <= code.threads for code in self._codes):
             fixed = dict(sizes)  # what was compiled for symbols does not serve these values
         free = {symbol: value for symbol, value in sizes.items() if symbol not in fixed}
@@ -176,7 +176,7 @@ class Sized:
         self._codes.append(_Code(fixed, layouts, threads, serves, run))
         return run
 
-    def _stays(self, symbol: sympy.Symbol, value: int) -> bool:
+    def _is_number(self, symbol: sympy.Symbol, value: int) -> bool:
         """Whether the size is compiled as the number that it is."""
         if value < 2 or self._dynamic is not None:
             return value < 2 or not self._dynamic

@@ -22,11 +22,7 @@ def described(gm: GraphModule, layout: Sequence[OutputSpec]) -> tuple[Site, ...]
     """The sites with all that rules need, values named as in the joint graph's outputs."""
     known = {spec.name for spec in layout if spec.kind == "cotangent"}
     batch = facts.graph_facts(gm).batch
-    found = []
-    for node in gm.graph.nodes:
-        if fact(node).site:
-            found.append(_site(gm, node, known, batch))
-    return tuple(found)
+    return tuple(_site(gm, node, known, batch) for node in gm.graph.nodes if fact(node).site)
 
 
 def _site(gm: GraphModule, node: Node, known: set[str], batch: Any) -> Site:
@@ -64,10 +60,9 @@ def _site(gm: GraphModule, node: Node, known: set[str], batch: Any) -> Site:
 
 def _counted(site: Site, counts: set[Any]) -> Any:
     """The symbol that the samples, or the rows, of a site are counted by.  Raises NotYetSupported."""
-    sizes = [v.shape[v.samples.dim] for v in (*site.values, *site.outputs) if v is not None and v.samples is not None]
-    found = {symbol for size in sizes for symbol in size.free_symbols} & counts
-    square = [v for v in (*site.values, *site.outputs) if v is not None and v.samples is not None]
-    if any(sum(bool(set(size.free_symbols) & counts) for size in v.shape) > 1 for v in square):
+    carrying = [(v.shape, v.samples.dim) for v in (*site.values, *site.outputs) if v is not None and v.samples]
+    found = {symbol for shape, dim in carrying for symbol in shape[dim].free_symbols} & counts
+    if any(sum(bool(size.free_symbols & counts) for size in shape) > 1 for shape, _ in carrying):
         raise NotYetSupported(
             f"a parameter is an argument of {site.op} on pairs of rows", where=site.where,
             why="its gradient there would be of rows of one sample and of another",

@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 
 from psg_fx.graph import facts
 from psg_fx.graph.facts import fact
-from psg_fx.graph.repeats import Item, Token, in_order, repeats, tokens_of
+from psg_fx.graph.repeats import Item, Token, repeats, sizes_and_ops, tokens_of
 from psg_fx.torch_private.graphs import module_without_code
 
 FEWEST = 12
@@ -74,7 +74,7 @@ def segments(gm: GraphModule) -> tuple[list[Node], list[Segment]]:
     known = facts.graph_facts(gm)
     if len(ops) < 3 * FEWEST or not _symbols(ops) <= {known.batch, *known.rows}:
         return whole
-    first, items = in_order(gm)
+    first, items = sizes_and_ops(gm)
     sizes = [n for n in first if n.op == "call_function"]
     tokens = tokens_of(items, with_draws=True)
     borders = _borders(tokens)

@@ -39,12 +39,11 @@ class Written:
         self._constants = count()
         for node in facts.placeholders(forward):
             value = node.meta["val"]
-            self.made[node] = self._input(node.name, value.detach() if isinstance(value, Tensor) else value)
-            self.made[node].meta["psg_fx_input"] = facts.input_spec(node)
+            detached = value.detach() if isinstance(value, Tensor) else value
+            self.made[node] = self._input(node.name, detached, facts.input_spec(node))
             self.values[node] = [self.made[node]] if isinstance(value, Tensor) else []
-        self.tangents = [self._input(f"tangent_{name}", value) for name, value in zip(tangents, like, strict=False)]
-        for node, name in zip(self.tangents, tangents, strict=True):
-            node.meta["psg_fx_input"] = InputSpec("tangent", name)
+        given = zip(tangents, like, strict=False)
+        self.tangents = [self._input(f"tangent_{n}", value, InputSpec("tangent", n)) for n, value in given]
 
     def sizes(self, nodes: Iterable[Node]) -> None:
         """Sizes that follow from those of the inputs."""
@@ -76,9 +75,9 @@ class Written:
         """The sum of two cotangents."""
         return call(self.gm, torch.ops.aten.add.Tensor, one, other)
 
-    def _input(self, name: str, value: Any) -> Node:
+    def _input(self, name: str, value: Any, spec: InputSpec) -> Node:
         made = self.gm.graph.placeholder(name)
-        made.meta["val"] = value
+        made.meta |= {"val": value, "psg_fx_input": spec}
         return made
 
     def _copy(self, nodes: Iterable[Node], there: dict[Node, Any]) -> None:

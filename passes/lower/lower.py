@@ -53,7 +53,7 @@ def lower(gm: GraphModule, quantities: Sequence[Quantity], dtype: torch.dtype) -
     absent = left_out(quantities, plan)
     facts.update_graph(gm, leaves_out=bool(absent))
     writer = Writer(gm, plan, rows, samples, _known_values(gm, made), made, absent)
-    _finish(gm, *_name(writer.results(quantities)))
+    _finish(gm, writer.results(quantities))
     if plan.grouping is not None and plan.grouping.layout == "blocks":
         _as_views(gm, rows)
     if facts.graph_facts(gm).runs_code:
@@ -149,17 +149,14 @@ def _indices(node: Node) -> Any:
     return node.args[1]
 
 
-def _name(results: list[tuple[OutputSpec, Node]]) -> tuple[list[Node], list[OutputSpec]]:
-    """Results named for what they hold."""
+def _finish(gm: GraphModule, results: list[tuple[OutputSpec, Node]]) -> None:
+    """Keep losses, outputs, buffers and results, which are named for what they hold, as outputs; drop everything that
+    only the planner needed.
+    """
     for spec, node in results:
         rename(node, spec.title)
-    return [node for _, node in results], [spec for spec, _ in results]
-
-
-def _finish(gm: GraphModule, results: list[Node], specs: list[OutputSpec]) -> None:
-    """Keep losses, outputs, buffers and results as outputs; drop everything that only the planner needed."""
     kept = [(spec, node) for spec, node in facts.returned(gm) if spec.kind not in READ and spec.kind != "ids"]
-    everything = kept + list(zip(specs, results, strict=True))
+    everything = [*kept, *results]
     gm.graph.output_node().args = (tuple(node for _, node in everything),)
     gm.graph.eliminate_dead_code()
     facts.update_graph(gm, outputs=tuple(spec for spec, _ in everything))

@@ -17,7 +17,7 @@ from psg_fx.algebra.network import Kind, Source
 from psg_fx.graph import facts
 from psg_fx.graph.facts import OutputSpec
 from psg_fx.graph.nodes import rename
-from psg_fx.graph.slices import Slices, slices_of
+from psg_fx.graph.slices import SLICES, Slices
 from psg_fx.planner.evaluate import Evaluator
 from psg_fx.planner.groups import Group, groups
 from psg_fx.planner.plan import Plan
@@ -57,7 +57,7 @@ class Writer:
         often the largest, and what a library needs beside such a sum is free again before there are many.
         """
         handed = [self._first(group) for group in self.groups]
-        if (slices := slices_of(self.gm)) is not None:
+        if (slices := SLICES.found(self.gm)) is not None:
             self._add_slices(slices)
         weights = self._weights(quantities)
         for group, nodes in reversed(list(zip(self.groups, handed, strict=True))):

@@ -40,11 +40,13 @@ def conv(site: Site) -> dict[str, Network | None]:
         total = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, kernel, strict=True)]
     else:
         total = [2 * p for p in _ints(padding, nd)]
-    bias = network("b o t* -> b o", ybar)
-    if not _unbatched_free(x, nd):
+    if not _lies_by_samples(x, nd):
         return {}
     patches = patches_leaf(x, ybar, kernel, stride, tuple(total), dilation, groups)
-    return {"weight": Network((patches, plane_leaf(ybar, groups, "o")), ("b", "g", "o", "i")), "bias": bias}
+    return {
+        "weight": Network((patches, plane_leaf(ybar, groups, "o")), ("b", "g", "o", "i")),
+        "bias": network("b o t* -> b o", ybar),
+    }
 
 
 @rule(
@@ -63,7 +65,7 @@ def conv_transpose(site: Site) -> dict[str, Network | None]:
     stride, dilation = (_ints(site.arg(i, name, 1), nd) for i, name in ((3, "stride"), (7, "dilation")))
     padding = tuple(2 * p for p in _ints(site.arg(4, "padding", 0), nd))
     groups = int(site.arg(6, "groups", 1))
-    if not _unbatched_free(x, nd):
+    if not _lies_by_samples(x, nd):
         return {}
     patches = patches_leaf(ybar, x, kernel, stride, padding, dilation, groups)
     rows = patches.renamed({"i": "o"})
@@ -73,7 +75,7 @@ def conv_transpose(site: Site) -> dict[str, Network | None]:
     }
 
 
-def _unbatched_free(x: Value, nd: int) -> bool:
+def _lies_by_samples(x: Value, nd: int) -> bool:
     """Whether x is `[N, C, *space]` with the samples (and perhaps folds) in N."""
     return x.ndim == nd + 2 and x.samples is not None and x.samples.dim == 0
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import sympy
 import torch
 
-from psg_fx.algebra.arrange import Arrangement, network
-from psg_fx.algebra.network import BATCH, Leaf, Network, OneHot
+from psg_fx.algebra.arrange import Arrangement, network, onehot
+from psg_fx.algebra.network import BATCH, Leaf, Network
 from psg_fx.algebra.rule import rule
 from psg_fx.algebra.site import Site, Value
 from psg_fx.tensors import product
@@ -32,11 +31,7 @@ def embedding(site: Site) -> dict[str, Network | None]:
     plan, rows = Arrangement.of(ids, ("b", "t*")), Arrangement.of(ybar, ("b", "t*", "d"))
     if plan is None or rows is None:
         return {}
-    classes = int(weight.shape[0])
-    hot = Leaf(
-        "onehot(ids)", (ids.source,), f"arrange {plan}", ("b", "t", "v"), (*plan.sizes, weight.shape[0]),
-        OneHot(classes), ybar.dtype, plan,
-    )  # fmt: skip
+    hot = onehot(ids, plan, weight.shape[0], ybar.dtype)
     if padding < 0:
         return {"weight": network("b t v, b t* d -> b v d", hot, ybar)}
 
@@ -107,13 +102,8 @@ def elements_at(site: Site, ids: Value, recipe: str, places: Callable[[torch.Ten
     plan, rows = Arrangement.of(ids, (BATCH, "t*")), Arrangement.of(ybar, (BATCH, "t*"))
     if plan is None or rows is None or ids.samples != ybar.samples:
         return None
-    classes = product(table.shape)
-    hot = Leaf(
-        "onehot(ids)", (ids.source,), f"{recipe} {plan}", (BATCH, "t", "v"), (*plan.sizes, sympy.Integer(classes)),
-        OneHot(int(classes)), ybar.dtype, lambda index: plan(places(index)),
-    )  # fmt: skip
-    grad = Leaf("ȳ", (ybar.source,), f"arrange {rows}", rows.axes, rows.sizes, dtype=ybar.dtype, build=rows)
-    return Network((hot, grad), (BATCH, "v"))
+    hot = onehot(ids, plan, product(table.shape), ybar.dtype, recipe=recipe, places=places)
+    return Network((hot, rows.leaf(ybar)), (BATCH, "v"))
 
 
 def rows_along(site: Site, dim: int, ids: Value) -> Network | None:
@@ -134,11 +124,7 @@ def rows_along(site: Site, dim: int, ids: Value) -> Network | None:
     })  # fmt: skip
 
     def positive(value: torch.Tensor) -> torch.Tensor:
-        return plan(torch.where(value < 0, value + classes, value))
+        return torch.where(value < 0, value + classes, value)
 
-    hot = Leaf(
-        "onehot(ids)", (ids.source,), f"positive {classes} {plan}", (BATCH, "t", "v"), (*plan.sizes, weight.shape[dim]),
-        OneHot(classes), ybar.dtype, positive,
-    )  # fmt: skip
-    grad = Leaf("ȳ", (ybar.source,), f"arrange {rows}", rows.axes, rows.sizes, dtype=ybar.dtype, build=rows)
-    return Network((hot, grad), (BATCH, "p", "v", "q"))
+    hot = onehot(ids, plan, weight.shape[dim], ybar.dtype, recipe=f"positive {classes}", places=positive)
+    return Network((hot, rows.leaf(ybar)), (BATCH, "p", "v", "q"))

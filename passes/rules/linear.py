@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import torch
 
-from psg_fx.algebra.arrange import Arrangement, network
-from psg_fx.algebra.network import BATCH, Leaf, Network, OneHot
+from psg_fx.algebra.arrange import Arrangement, network, onehot
+from psg_fx.algebra.network import BATCH, Leaf, Network
 from psg_fx.algebra.rule import rule
 from psg_fx.algebra.site import Site, Value
 from psg_fx.ops import experts
 
-from .pointwise import broadcast_network
+from .pointwise import summed
 
 aten = torch.ops.aten
 
@@ -35,7 +35,7 @@ def _bias(site: Site) -> Network | None:
     ybar, given = site.cotangent, site.arg(2, "bias", None)
     if not isinstance(given, Value) or given.shape == ybar.shape[-1:]:
         return network("b t* o -> b o", ybar)
-    return broadcast_network(site, given.shape, "ȳ", "ȳ", (ybar,), lambda g: g)
+    return summed(site, given.shape)
 
 
 @rule(
@@ -57,9 +57,8 @@ def addmm(site: Site) -> dict[str, Network | None]:
     a, b = site.input(1), site.input(2)
     alpha, beta = site.kwargs.get("alpha", 1), site.kwargs.get("beta", 1)
     found = _both_sides(site, matmul_letters(a.ndim, b.ndim), a, b)
-    bias = broadcast_network(site, site.input(0).shape, "ȳ", "ȳ", (site.cotangent,), lambda g: g)
     scaled = {name: _scaled(found_network, alpha) for name, found_network in found.items()}
-    return {**scaled, "bias": _scaled(bias, beta)}
+    return {**scaled, "bias": _scaled(summed(site, site.input(0).shape), beta)}
 
 
 @rule(experts.expert_mm, params={"weight": 1})
@@ -69,13 +68,10 @@ def expert_mm(site: Site) -> dict[str, Network | None]:
     weight: onehot(ids)[b,t,e] x[b,t,i] ȳ[b,t,o] -> [b,e,i,o]
     """
     x, weight, ids, ybar = site.input(0), site.input(1), site.input(2), site.cotangent
-    plan, count = Arrangement.of(ids, (BATCH, "t*")), int(weight.shape[0])
+    plan = Arrangement.of(ids, (BATCH, "t*"))
     if plan is None or x.samples is None:
         return {}
-    hot = Leaf(
-        "onehot(ids)", (ids.source,), f"arrange {plan}", (BATCH, "t", "e"), (*plan.sizes, weight.shape[0]),
-        OneHot(count), ybar.dtype, plan,
-    )  # fmt: skip
+    hot = onehot(ids, plan, weight.shape[0], ybar.dtype, "e")
     return {"weight": network("b t e, b t* i, b t* o -> b e i o", hot, x, ybar)}
 
 
@@ -149,8 +145,7 @@ def lettered(value: Value, letters: str, groups: dict[str, tuple[str, ...]]) -> 
     the samples goes to t.
     """
     own = {name: tuple(letters.index(c) for c in group) for name, group in groups.items() if set(group) <= set(letters)}
-    plan = Arrangement.grouped(value, own)
-    return Leaf(value.symbol, (value.source,), f"arrange {plan}", plan.axes, plan.sizes, dtype=value.dtype, build=plan)
+    return Arrangement.grouped(value, own).leaf(value)
 
 
 def _scaled(found: Network | None, scale: float) -> Network | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import sympy
 import torch
@@ -20,7 +19,7 @@ aten = torch.ops.aten
 
 def broadcast_network(
     site: Site, parameter: tuple[sympy.Expr, ...], label: str, recipe: str, sources: tuple[Value, ...],
-    gradient: Callable[..., torch.Tensor], right: bool = True, at: int = 0,
+    gradient: Callable[..., torch.Tensor], at: int | None = None,
 ) -> Network | None:  # fmt: skip
     """The gradient of a parameter that broadcasts over ȳ, from `gradient(*sources)`, shaped like ȳ.
 
@@ -28,7 +27,7 @@ def broadcast_network(
     dims are matched with those of ȳ from the right, or starting at dim `at`.
     """
     ybar = site.cotangent
-    offset = ybar.ndim - len(parameter) if right else at
+    offset = ybar.ndim - len(parameter) if at is None else at
     kept: list[int] = []
     for dim, size in enumerate(ybar.shape):
         own = parameter[dim - offset] if 0 <= dim - offset < len(parameter) else sympy.Integer(1)
@@ -44,6 +43,11 @@ def broadcast_network(
 
     leaf = Leaf(label, read, f"{recipe} {plan}", plan.axes, plan.sizes, dtype=ybar.dtype, build=build)
     return Network((leaf,), tuple(axis for axis in plan.axes if axis != "t"))
+
+
+def summed(site: Site, parameter: tuple[sympy.Expr, ...], at: int | None = None) -> Network | None:
+    """The gradient of a parameter that is added: ȳ, summed over what it broadcasts along (see `broadcast_network`)."""
+    return broadcast_network(site, parameter, "ȳ", "ȳ", (site.cotangent,), lambda g: g, at)
 
 
 @class_rule(POINTWISE)
@@ -63,7 +67,7 @@ def pointwise(site: Site, position: int) -> Network | None:
     if any(isinstance(v, sympy.Expr) for v in flat):
         return None
     if site.target.overloadpacket is aten.add and "alpha" not in site.kwargs:
-        return broadcast_network(site, operand.value.shape, "ȳ", "ȳ", (ybar,), lambda g: g)
+        return summed(site, operand.value.shape)
 
     def gradient(*tensors: torch.Tensor) -> torch.Tensor:
         *arguments, cotangent = tensors
@@ -84,7 +88,7 @@ def pointwise(site: Site, position: int) -> Network | None:
 @rule(aten.expand.default, params={"p": 0})
 def expand(site: Site) -> dict[str, Network | None]:
     """y[b,t,d] = p[d]: ȳ[b,t,d] -> [b,d]."""
-    return {"p": broadcast_network(site, site.input(0).shape, "ȳ", "ȳ", (site.cotangent,), lambda g: g)}
+    return {"p": summed(site, site.input(0).shape)}
 
 
 @rule(aten.masked_fill.Tensor, params={"value": 2})
@@ -97,18 +101,17 @@ def masked_fill(site: Site) -> dict[str, Network | None]:
 @rule(aten.fill.Tensor, params={"value": 1})
 def fill(site: Site) -> dict[str, Network | None]:
     """Y = value everywhere, with value of no dims: ȳ[b,t] -> [b]."""
-    return {"value": broadcast_network(site, (), "ȳ", "ȳ", (site.cotangent,), lambda g: g)}
+    return {"value": summed(site, ())}
 
 
 def _affine(
-    site: Site, parameter: tuple[sympy.Expr, ...], normalized: Any, recipe: str, channel: int | None
-) -> dict[str, Network | None]:
+    site: Site, parameter: tuple[sympy.Expr, ...], normalized: Callable[[torch.Tensor], torch.Tensor], recipe: str,
+    at: int | None = None,
+) -> dict[str, Network | None]:  # fmt: skip
     """Y = x̂ w + bias.  w: x̂[b,t,d] ȳ[b,t,d] -> [b,d];  bias: ȳ[b,t,d] -> [b,d]."""
-    x, ybar = site.input(0), site.cotangent
-    right, at = channel is None, channel or 0
-    weight = broadcast_network(site, parameter, "x̂∘ȳ", recipe, (x, ybar), lambda v, g: normalized(v) * g, right, at)
-    bias = broadcast_network(site, parameter, "ȳ", "ȳ", (ybar,), lambda g: g, right, at)
-    return {"weight": weight, "bias": bias}
+    sources = (site.input(0), site.cotangent)
+    weight = broadcast_network(site, parameter, "x̂∘ȳ", recipe, sources, lambda v, g: normalized(v) * g, at)
+    return {"weight": weight, "bias": summed(site, parameter, at)}
 
 
 @rule(aten.layer_norm.default, params={"weight": 2, "bias": 3})
@@ -118,7 +121,7 @@ def layer_norm(site: Site) -> dict[str, Network | None]:
     eps = float(site.arg(4, "eps", 1e-5))
     return _affine(
         site, site.input(0).shape[-len(shape) :], lambda v: aten.layer_norm(v, shape, None, None, eps),
-        f"layer_norm {shape} {eps}", None,
+        f"layer_norm {shape} {eps}",
     )  # fmt: skip
 
 
@@ -127,13 +130,8 @@ def rms_norm(site: Site) -> dict[str, Network | None]:
     """Y = x / rms(x) · w over the last dims (Zhang, Sennrich 2019, arXiv:1910.07467)."""
     shape = [int(s) for s in site.args[1]]
     eps = site.arg(3, "eps", None)
-    found = _affine(
-        site,
-        site.input(0).shape[-len(shape) :],
-        lambda v: aten.rms_norm(v, shape, None, eps),
-        f"rms {shape} {eps}",
-        None,
-    )
+    parameter = site.input(0).shape[-len(shape) :]
+    found = _affine(site, parameter, lambda v: aten.rms_norm(v, shape, None, eps), f"rms {shape} {eps}")
     return {"weight": found["weight"]}
 
 
@@ -142,12 +140,9 @@ def group_norm(site: Site) -> dict[str, Network | None]:
     """Y = x̂ w + bias per channel (Wu, He 2018, arXiv:1803.08494)."""
     groups, eps = int(site.args[1]), float(site.arg(4, "eps", 1e-5))
     return _affine(
-        site,
-        site.input(0).shape[1:2],
-        lambda v: aten.group_norm(v, groups, None, None, eps),
-        f"group {groups} {eps}",
-        1,
-    )
+        site, site.input(0).shape[1:2], lambda v: aten.group_norm(v, groups, None, None, eps),
+        f"group {groups} {eps}", 1,
+    )  # fmt: skip
 
 
 @rule(aten.instance_norm.default, params={"weight": 1, "bias": 2})
@@ -173,13 +168,8 @@ def batch_norm_eval(site: Site) -> dict[str, Network | None]:
         return (v - m.reshape(shape)) * (s + eps).rsqrt().reshape(shape) * g
 
     channels = x.shape[1:2]
-    weight = broadcast_network(
-        site, channels, "x̂∘ȳ", f"batch {eps}", (x, mean, variance, ybar), gradient, right=False, at=1
-    )
-    return {
-        "weight": weight,
-        "bias": broadcast_network(site, channels, "ȳ", "ȳ", (ybar,), lambda g: g, right=False, at=1),
-    }
+    weight = broadcast_network(site, channels, "x̂∘ȳ", f"batch {eps}", (x, mean, variance, ybar), gradient, 1)
+    return {"weight": weight, "bias": summed(site, channels, 1)}
 
 
 @rule(aten.prelu.default, params={"weight": 1})
@@ -188,11 +178,4 @@ def prelu(site: Site) -> dict[str, Network | None]:
     x, weight, ybar = site.input(0), site.input(1), site.cotangent
     per_channel = weight.ndim == 1 and weight.shape[0] != 1 and x.ndim > 1
     parameter = weight.shape if per_channel else ()
-    return {
-        "weight": broadcast_network(
-            site, parameter, "x∘ȳ", "prelu", (x, ybar), lambda v, g: v.clamp(max=0) * g, right=False, at=1
-        )
-    }
-
-
-__all__ = ["broadcast_network", "expand", "group_norm", "instance_norm", "layer_norm", "pointwise"]
+    return {"weight": broadcast_network(site, parameter, "x∘ȳ", "prelu", (x, ybar), lambda v, g: v.clamp(max=0) * g, 1)}

@@ -32,7 +32,7 @@ from psg_fx.planner.plan import PLAN
 from psg_fx.tensors import product
 
 from ..runner import graph_pass
-from .weighted import adds_samples, as_product, by_kernel, operands, origin, sums_of, sums_together, width, written
+from .weighted import adds_samples, as_product, by_kernel, origin, sums_of, sums_together, width, written
 
 aten = torch.ops.aten
 
@@ -82,35 +82,40 @@ class _Norm:
 
 def _stacked(total: Node) -> list[Node]:
     """The nodes whose sum it is, as often as they are in it."""
-    stack = operands(total)[0]
+    stack = total.all_input_nodes[0]
     if stack.target is not aten.stack.default or len(stack.args) > 1:
         return []
     (nodes,) = stack.args
     return list(nodes)  # type: ignore[arg-type]
 
 
+def _reduction(last: Node) -> Node | None:
+    """The sum that a norm is, clamped or not, if nothing else reads it."""
+    found = last.all_input_nodes[0] if last.target is aten.clamp.default and last.args[1:] == (0,) else last
+    alone = all(len(node.users) <= 1 for node in (last, found))
+    return found if found.target is aten.sum.dim_IntList and alone else None
+
+
 def _norm(last: Node) -> _Norm | None:
     """The norm that ends in this node, if it is a sum of squares that nothing else reads."""
-    reduction = operands(last)[0] if last.target is aten.clamp.default and last.args[1:] == (0,) else last
-    if reduction.target is not aten.sum.dim_IntList or any(len(node.users) > 1 for node in (last, reduction)):
+    if (reduction := _reduction(last)) is None:
         return None
-    squares = operands(reduction)[0]
+    squares = reduction.all_input_nodes[0]
     every = tuple(range(1, squares.meta["val"].ndim))
     if squares.target is not aten.pow.Tensor_Scalar or squares.args[1] != 2 or _dims(reduction) != every:
         return None
     sizes = facts.shape(squares.meta["val"])[1:]
     if any(size.free_symbols for size in sizes) or not product(sizes):  # without elements there is no width
         return None
-    return _Norm(last, reduction, squares, operands(squares)[0])
+    return _Norm(last, reduction, squares, squares.all_input_nodes[0])
 
 
 def _tiles(last: Node) -> Node | None:
     """The sums of squares over tiles, [B, n], that a kernel of psg_fx has written, if the norm is their sum."""
-    reduction = operands(last)[0] if last.target is aten.clamp.default and last.args[1:] == (0,) else last
-    if reduction.target is not aten.sum.dim_IntList or any(len(node.users) > 1 for node in (last, reduction)):
+    if (reduction := _reduction(last)) is None:
         return None
-    squares = operands(reduction)[0]
-    kernel = operands(squares)[0] if squares.target is operator.getitem else squares
+    squares = reduction.all_input_nodes[0]
+    kernel = squares.all_input_nodes[0] if squares.target is operator.getitem else squares
     tiled = is_tiled(kernel) or patch_products.is_tiled(kernel)
     return squares if tiled and squares.meta["val"].ndim == 2 and _dims(reduction) == (1,) else None
 
@@ -124,8 +129,9 @@ def _norms_together(gm: GraphModule, total: Node, is_cheap: Callable[..., bool],
     small = [norm for norm in norms if is_cheap(norm.value.meta["val"]) and _is_written_by_a_kernel(norm.value)]
     large = [norm for norm in norms if norm not in small and on_cuda and norm.value.meta["val"].ndim > 2]
     small, large = (found if len(found) > 1 else [] for found in (small, large))
-    tiles = {node: squares for node in last if on_cuda and (squares := _tiles(node)) is not None}
-    others = [node for node in last if node not in tiles and node not in [norm.last for norm in (*small, *large)]]
+    tiled = {node: _tiles(node) if on_cuda else None for node in last}
+    tiles = [squares for node in last if (squares := tiled[node]) is not None]
+    others = [node for node in last if not tiled[node] and node not in [norm.last for norm in (*small, *large)]]
     parts = []
     with gm.graph.inserting_before(gm.graph.output_node()):
         if small:
@@ -138,7 +144,7 @@ def _norms_together(gm: GraphModule, total: Node, is_cheap: Callable[..., bool],
             rows = _beside(gm, [_rows(gm, norm) for norm in large])
             parts.append(written(gm, aten.sum.dim_IntList, rows, [1]))
         for start in range(0, len(tiles), _READ_AT_ONCE):
-            some = _beside(gm, list(tiles.values())[start : start + _READ_AT_ONCE])
+            some = _beside(gm, tiles[start : start + _READ_AT_ONCE])
             parts.append(written(gm, aten.sum.dim_IntList, some, [1]))
         if others and parts:
             parts.append(written(gm, aten.sum.dim_IntList, written(gm, aten.stack.default, others), [0]))

@@ -61,8 +61,8 @@ def sums_of(value: Node) -> list[_Sum]:
 
 def _sum(view: Node, shown: Node, absent: Node | None, made: Node) -> _Sum | None:
     """The sum of what is made of a view by multiplying what shows it, if that is by weights."""
-    other = [node for node in operands(made) if node is not shown]
-    if made.target is not aten.mul.Tensor or len(other) != 1 or not is_weights(other[0]) or len(made.users) != 1:
+    other = [node for node in made.all_input_nodes if node is not shown]
+    if made.target is not aten.mul.Tensor or len(other) != 1 or not is_weights(other[0], shown) or len(made.users) != 1:
         return None
     (summed,) = made.users
     if not adds_samples(summed):
@@ -83,8 +83,8 @@ def _absent(node: Node) -> Node | None:
     """Where samples are left out, if zeros are put in their places."""
     if node.target is not aten.masked_fill.Scalar or node.args[2] != 0:
         return None
-    absent: Node = node.args[1]  # type: ignore[assignment]
-    return absent if is_weights(absent) else None
+    value, absent = node.all_input_nodes
+    return absent if is_weights(absent, value) else None
 
 
 def adds_samples(node: Node) -> bool:
@@ -92,9 +92,11 @@ def adds_samples(node: Node) -> bool:
     return node.target is aten.sum.dim_IntList and node.args[1:] == ([0],)
 
 
-def is_weights(node: Node) -> bool:
-    """Whether it is a number for each sample."""
-    return all(size == 1 for size in facts.shape(node.meta["val"])[1:]) and origin(node)[0].meta["val"].ndim == 1
+def is_weights(node: Node, value: Node) -> bool:
+    """Whether it is a number for each sample of a value, and nothing that lies along another of its dims."""
+    shape, of_value = facts.shape(node.meta["val"]), facts.shape(value.meta["val"])
+    along = len(shape) == len(of_value) and shape[:1] == of_value[:1] and all(size == 1 for size in shape[1:])
+    return along and origin(node)[0].meta["val"].ndim == 1
 
 
 def sums_together(gm: GraphModule, beside: Node, values: Sequence[Node], sums: Sequence[Sequence[_Sum]]) -> None:
@@ -139,11 +141,14 @@ def as_product(gm: GraphModule, total: Node, is_cheap: Callable[..., bool]) -> N
 
 def _factors(total: Node) -> tuple[Node, Node] | None:
     """c and value, if this is Σ_b c[b] value[b] and nothing else reads the products."""
-    weighted = operands(total)[0]
-    if weighted.target is not aten.mul.Tensor or len(weighted.users) > 1 or len(operands(weighted)) != 2:
+    weighted = total.all_input_nodes[0]
+    factors = weighted.all_input_nodes
+    if weighted.target is not aten.mul.Tensor or len(weighted.users) > 1 or len(factors) != 2:
         return None
-    weights, value = sorted(operands(weighted), key=lambda node: not is_weights(node))
-    return (weights, value) if is_weights(weights) else None
+    one, other = factors
+    if is_weights(one, other):
+        return one, other
+    return (other, one) if is_weights(other, one) else None
 
 
 def by_kernel(gm: GraphModule, totals: Sequence[Node], is_cheap: Callable[..., bool]) -> None:
@@ -168,7 +173,7 @@ def _kept_in(value: Node, weights: Node) -> tuple[Node, bool]:
     leave_out = False
     while is_same(value) or is_reshaped(value) or _is_cut(value, weights):
         leave_out |= _is_cut(value, weights)
-        value = operands(value)[0]
+        value = value.all_input_nodes[0]
     return value, leave_out
 
 
@@ -179,7 +184,7 @@ def _is_cut(node: Node, weights: Node) -> bool:
     asked, _ = origin(absent)
     if asked.target is not aten.eq.Scalar or asked.args[1] != 0:
         return False
-    return origin(operands(asked)[0])[0] is origin(weights)[0]
+    return origin(asked.all_input_nodes[0])[0] is origin(weights)[0]
 
 
 def _written_together(gm: GraphModule, members: Sequence[tuple[Node, Node, Node]], count: int, leave_out: bool) -> None:
@@ -199,7 +204,7 @@ def _written_together(gm: GraphModule, members: Sequence[tuple[Node, Node, Node]
 def _stored(value: Node) -> Node:
     """The value that it is in other sizes, element for element."""
     while is_reshaped(value):
-        value = operands(value)[0]
+        value = value.all_input_nodes[0]
     return value
 
 
@@ -211,11 +216,6 @@ def written(gm: GraphModule, op: Any, *arguments: Any, **named: Any) -> Node:
     made = call(gm, op, *arguments, **named)
     made.meta["psg_fx_pass"] = "totals"
     return made
-
-
-def operands(node: Node) -> list[Node]:
-    """What it reads."""
-    return list(node.all_input_nodes)
 
 
 def width(node: Node) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import sympy
 import torch
 
-from psg_fx.algebra.network import BATCH, Dense, Leaf, Network
+from psg_fx.algebra.network import BATCH, Dense, Leaf, Network, OneHot
 from psg_fx.algebra.site import Value
 from psg_fx.graph.facts import SampleAxis
 from psg_fx.tensors import permute, product, reshape
@@ -30,23 +31,31 @@ def network(spec: str, *values: Value | Leaf) -> Network | None:
     return Network(tuple(leaves), tuple(right.split()))
 
 
-def arranged(value: Value, term: tuple[str, ...], label: str | None = None) -> Leaf | None:
+def arranged(value: Value, term: tuple[str, ...]) -> Leaf | None:
     """The value as a leaf with axes `term` (see `network`), samples first."""
     plan = Arrangement.of(value, term)
-    if plan is None:
-        return None
-    label = label or value.symbol
-    return Leaf(label, (value.source,), f"arrange {plan}", plan.axes, plan.sizes, Dense(), value.dtype, plan)
+    return None if plan is None else plan.leaf(value)
 
 
+def onehot(
+    ids: Value, plan: Arrangement, classes: sympy.Expr, dtype: torch.dtype, axis: str = "v", recipe: str = "arrange",
+    places: Callable[[torch.Tensor], torch.Tensor] = lambda index: index,
+) -> Leaf:  # fmt: skip
+    """onehot(places(ids))[b,t,v], ids arranged by `plan`.  recipe: names what `places` does."""
+    return Leaf(
+        "onehot(ids)", (ids.source,), f"{recipe} {plan}", (BATCH, "t", axis), (*plan.sizes, sympy.sympify(classes)),
+        OneHot(int(classes)), dtype, lambda index: plan(places(index)),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
 class Arrangement:
     """Unfold the sample dim, bring the samples to the front, flatten what the star takes: a plain torch function."""
 
-    def __init__(
-        self, unfold: SampleAxis | None, groups: tuple[tuple[int, ...], ...], axes: tuple[str, ...],
-        sizes: tuple[sympy.Expr, ...],
-    ) -> None:  # fmt: skip
-        self.unfold, self.groups, self.axes, self.sizes = unfold, groups, axes, sizes
+    unfold: SampleAxis | None
+    groups: tuple[tuple[int, ...], ...]
+    axes: tuple[str, ...]
+    sizes: tuple[sympy.Expr, ...]
 
     @classmethod
     def of(cls, value: Value, term: tuple[str, ...]) -> Arrangement | None:
@@ -105,6 +114,10 @@ class Arrangement:
         dim = value.samples.dim
         rest = tuple(d for d in range(value.ndim) if d != dim and d not in kept)
         return cls.grouped(value, {BATCH: (dim,), "t": rest, **{f"d{k}": (d,) for k, d in enumerate(kept)}})
+
+    def leaf(self, value: Value) -> Leaf:
+        """The value, arranged so."""
+        return Leaf(value.symbol, (value.source,), f"arrange {self}", self.axes, self.sizes, Dense(), value.dtype, self)
 
     def __str__(self) -> str:
         return f"{self.unfold} {self.groups} {self.axes}"

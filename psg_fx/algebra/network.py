@@ -218,6 +218,11 @@ def primed(g: Network) -> Network:
     return Network(tuple(leaf.renamed(inner) for leaf in g.leaves), g.out, g.scale)
 
 
+def has_primed(axes: Iterable[str]) -> bool:
+    """Whether axes of the second of two gradients are among them: values of both meet."""
+    return any(axis.endswith("'") for axis in axes)
+
+
 def with_out_axes(g: Network, out: tuple[str, ...]) -> Network:
     """`g` with its out axes called `out`, and no summed axis that clashes with those."""
     names = dict(zip(g.out, out, strict=True))

@@ -20,9 +20,9 @@ def why_not_direct(terms: tuple[Term, ...]) -> str:
             made_by = "·".join(term.prefix.ops) or "its use"
             return f"{made_by} before the site is not a selection: gradients are pulled back first"
     for first, term in itertools.combinations(terms, 2):
-        if term.prefix.operand != first.prefix.operand and not _same_selection(term, first):
-            if disjoint(term, first):
-                continue
+        if not overlap(first, term):
+            continue
+        if not _same_selection(first, term):
             return "its uses select different elements: gradients are pulled back first"
         if _out_sizes(term) != _out_sizes(first):
             return "its uses see it in different shapes: gradients are summed first"
@@ -31,12 +31,10 @@ def why_not_direct(terms: tuple[Term, ...]) -> str:
 
 def overlap(one: Term, two: Term) -> bool:
     """Whether two terms meet in any element of the parameter."""
-    if one is two or one.prefix.operand == two.prefix.operand or _same_selection(one, two):
-        return True
-    return not disjoint(one, two)
+    return _same_selection(one, two) or not _disjoint(one, two)
 
 
-def disjoint(one: Term, two: Term) -> bool:
+def _disjoint(one: Term, two: Term) -> bool:
     """Whether the two terms select different elements of the parameter: their inner product is zero."""
     if not (_is_selection(one) and _is_selection(two)):
         return False
@@ -55,12 +53,13 @@ _DISJOINT: WeakKeyDictionary[Any, WeakKeyDictionary[Any, bool]] = WeakKeyDiction
 
 
 def _same_selection(one: Term, two: Term) -> bool:
-    return one.prefix.trivial and two.prefix.trivial
+    """Whether both are uses of one operand, or of the parameter itself."""
+    return one.prefix.operand == two.prefix.operand or (one.prefix.trivial and two.prefix.trivial)
 
 
 def _is_selection(term: Term) -> bool:
     prefix = term.prefix
-    return not prefix.trivial and prefix.graph is not None and bool(prefix.selects) and not prefix.casts
+    return not prefix.trivial and prefix.graph is not None and prefix.selects and not prefix.casts
 
 
 def _selected(term: Term) -> torch.Tensor:

@@ -18,7 +18,7 @@ from psg_fx.digests import digest, fingerprint
 from psg_fx.distributed.parallel_layers import PLANS, ParallelLayer, group_of, parallel_layer, refused
 from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.graph import facts
-from psg_fx.graph.slices import Slices, slices_of
+from psg_fx.graph.slices import SLICES, Slices
 from psg_fx.quantities.base import Quantity
 from psg_fx.torch_private.tensor_parallel import has_hooks_of_all_modules, hook_name, local_part, slice_of
 
@@ -213,7 +213,7 @@ def said_of_slices(gm: GraphModule, size: int) -> str:
         if getattr(node.target, "namespace", "") == "_c10d_functional" and name != "wait_tensor":
             sent[name] = sent.get(name, 0) + 1
     listed = ", ".join(f"{count} {name}" for name, count in sent.items())
-    slices = slices_of(gm)
+    slices = SLICES.found(gm)
     count = 0 if slices is None else len(slices.parameters)
     return (
         f"Tensor parallel: {count} parameters are sliced over {size} processes, which compute the same samples "

@@ -248,7 +248,7 @@ def returned(gm: GraphModule) -> list[tuple[OutputSpec, Node | None]]:
     return list(zip(graph_facts(gm).outputs, outputs(gm), strict=True))
 
 
-def value_of(gm: GraphModule, index: int, arguments: Sequence[Any]) -> Any:
+def computed(gm: GraphModule, index: int, arguments: Sequence[Any]) -> Any:
     """One output of the graph for these inputs; only what leads to it is run."""
     part = GraphModule(gm, copy.deepcopy(gm.graph))
     part.graph.output_node().args = (outputs(part)[index],)

@@ -88,8 +88,8 @@ def _stretches(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
             begin = None
 
 
-def in_order(gm: GraphModule) -> tuple[list[Node], list[Item]]:
-    """Inputs and sizes that follow from them, and the ops after them."""
+def sizes_and_ops(gm: GraphModule) -> tuple[list[Node], list[Item]]:
+    """Inputs and sizes that follow from them, and the ops after them, in the graph's order."""
     first: dict[Node, None] = {}
     items: list[Item] = []
     for node in gm.graph.nodes:

@@ -149,11 +149,6 @@ def through_reduction(axis: SampleAxis, dims: Sequence[int], keepdim: bool) -> S
     return axis if keepdim else without_dims(axis, dims)
 
 
-def same_places(first: SampleAxis, second: SampleAxis) -> bool:
-    """Whether two values of one shape hold the same sample at every place."""
-    return first == second
-
-
 def fold(axis: SampleAxis, times: int, *, outside: bool) -> SampleAxis:
     """The sample dim after `repeat` (tiles lie outside) or `repeat_interleave` (copies lie inside)."""
     if outside:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch.fx import GraphModule
-
-from psg_fx.graph import facts
 from psg_fx.graph.facts import Entry
 
 
@@ -21,10 +18,4 @@ class Slices:
 
 
 SLICES = Entry[Slices]("slices")
-"""Of graphs that compute together with those of other processes alone."""
-
-
-def slices_of(gm: GraphModule) -> Slices | None:
-    """What is sliced; None where this process has all."""
-    found: Slices | None = facts.graph_facts(gm).more.get(SLICES)
-    return found
+"""Of graphs that compute together with those of other processes alone; none where this process has all."""

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from psg_fx.errors import BadArgument, first_line
-from psg_fx.loops.leaves import Key
 from psg_fx.loops.totals import Totals
+from psg_fx.step.leaves import Key
 
 ABOUT, FORMAT = "store.json", 1
 _PARTS = {"complete": bool, "batches": int, "samples": int, "joins": dict, "rows": list, "sums": str, "made of": dict}

@@ -14,6 +14,7 @@ from psg_fx.plain_objects import looked_into
 from psg_fx.program.arguments.packed import is_packed
 from psg_fx.step.compiled import StepOutput
 from psg_fx.step.mistakes import refuse_rows
+from psg_fx.step.parts import as_given
 from psg_fx.step.with_loss import LossModule
 
 Prepare = Callable[[Any], Any]
@@ -54,11 +55,10 @@ class Batch:
             t if dim is None else t.index_select(dim, at[t.device])
             for t, dim in zip(call.tensors, call.dims, strict=True)
         ]
-        each = {name for quantity in step.settings.quantities for name in quantity.reads_each}
+        each = step.settings.reads_each
         given = {k: _of_rows(v, rows) if k in each else v for k, v in self.given.items()}
         indices = None if self.indices is None else self.indices[rows]
-        inputs, targets = (arguments or keywords for arguments, keywords in call.rebuild(tensors))
-        return replace(self, arguments=(inputs, targets) if targets else (inputs,), given=given, indices=indices)
+        return replace(self, arguments=as_given(call, tensors), given=given, indices=indices)
 
 
 def batch_of(

@@ -55,7 +55,7 @@ def check_given(given: Mapping[str, Any]) -> None:
 
 def check_keywords(step: LossModule, given: Mapping[str, Any]) -> None:
     """Refuse keywords that no call of the step reads, such as a misspelt one of `over` itself."""
-    read = {name for quantity in step.settings.quantities for name in quantity.reads}
+    read = step.settings.reads
     for name in sorted(set(given) - read):
         meant = get_close_matches(name, [*_OF_OVER, *read], 1)
         raise BadArgument(
@@ -70,7 +70,7 @@ _OF_OVER = ("prepare", "store", "indices", "groups", "num_groups", "device", "pr
 
 def check_each(step: LossModule, given: Mapping[str, Any]) -> None:
     """Refuse for all calls what is of the samples of one."""
-    for name in {name for quantity in step.settings.quantities for name in quantity.reads_each} & set(given):
+    for name in step.settings.reads_each & set(given):
         raise BadArgument(
             f"{name} has an entry for every sample, and is given once", where=f"over(loader, step, {name}=...)",
             why="each batch has other samples",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from psg_fx.errors import BadArgument
@@ -125,15 +125,11 @@ def _how(old: Any, new: Any) -> str:
     """In what two tensors differ: shape, dtype and fingerprint of each."""
     if not isinstance(old, list) or not isinstance(new, list):
         return f"{_one(old)} there, {_one(new)} here"
-    for kind, was, now in _parts(old, new):
+    for kind, was, now in zip(("shape", "dtype"), old, new, strict=False):
         if was != now:
-            return "values differ" if kind == "values" else f"{kind} differs: {was} there, {now} here"
+            return f"{kind} differs: {was} there, {now} here"
     return "values differ"
 
 
 def _one(value: Any) -> str:
     return "nothing" if value is None else "a tensor" if isinstance(value, list) else str(value)
-
-
-def _parts(old: Sequence[Any], new: Sequence[Any]) -> Iterable[tuple[str, Any, Any]]:
-    return zip(("shape", "dtype", "values"), old, new, strict=True)

@@ -57,22 +57,12 @@ def from_batch(loader: Any, done: int, size: Callable[[Any], int]) -> tuple[Iter
     lists = iter(loader.batch_sampler)
     skipped = sum(len(places) for places in itertools.islice(lists, done))
     rest = DataLoader(
-        loader.dataset, batch_sampler=_Rest(lists), num_workers=loader.num_workers, collate_fn=loader.collate_fn,
+        loader.dataset, batch_sampler=lists, num_workers=loader.num_workers, collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory, timeout=loader.timeout, worker_init_fn=loader.worker_init_fn,
         multiprocessing_context=loader.multiprocessing_context, generator=loader.generator,
         prefetch_factor=loader.prefetch_factor,
     )  # fmt: skip
     return iter(rest), skipped
-
-
-class _Rest:
-    """A batch sampler of what is left of another."""
-
-    def __init__(self, lists: Iterator[list[int]]) -> None:
-        self._lists = lists
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return self._lists
 
 
 def shown(batches: Iterable[Any], total: int | None, done: int, progress: bool) -> Iterator[Any]:

@@ -23,7 +23,6 @@ from psg_fx.loops.checks import (
     folder_of,
 )
 from psg_fx.loops.groups import joins_of
-from psg_fx.loops.leaves import Key, leaves
 from psg_fx.loops.loaders import batches_of, from_batch, samples_of, shown
 from psg_fx.loops.made_of import made_of
 from psg_fx.loops.results import Results
@@ -32,6 +31,7 @@ from psg_fx.loops.store import Store, Writer, filling
 from psg_fx.loops.totals import Totals, check_joins
 from psg_fx.quantities.base import Joins
 from psg_fx.step.compiled import StepOutput
+from psg_fx.step.leaves import Key, leaves
 from psg_fx.step.parts import require_joins
 from psg_fx.step.with_loss import LossModule
 

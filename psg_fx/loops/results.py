@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from psg_fx.errors import BadArgument
-from psg_fx.loops.leaves import leaves
 from psg_fx.step.compiled import StepOutput
+from psg_fx.step.leaves import leaves
 from psg_fx.tensors import accumulation_dtype, product
 
 Query = torch.Tensor | Mapping[str, torch.Tensor]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from psg_fx.errors import BadArgument
-from psg_fx.loops.leaves import Key, nested
+from psg_fx.step.leaves import Key, nested
 
 
 def row_changed(key: Key, rows: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], where: str) -> BadArgument:

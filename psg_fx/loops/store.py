@@ -26,11 +26,11 @@ from psg_fx.errors import BadArgument
 from psg_fx.loops.about import ABOUT, FORMAT, Kept, kept_of, read_about, restored
 from psg_fx.loops.differences import check_same
 from psg_fx.loops.files import mapped, put, replaced, settle
-from psg_fx.loops.leaves import Key, nested
 from psg_fx.loops.results import Results
 from psg_fx.loops.rows import row_changed
 from psg_fx.loops.totals import Totals
 from psg_fx.quantities.base import Joins
+from psg_fx.step.leaves import Key, nested
 
 _SECONDS, _IN_ALL = 1.0, "samples in all"
 

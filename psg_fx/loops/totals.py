@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from psg_fx.errors import BadArgument
-from psg_fx.loops.leaves import Key, leaves, nested
 from psg_fx.quantities.base import Joins
 from psg_fx.step.compiled import StepOutput
+from psg_fx.step.leaves import Key, leaves, nested
 
 
 def check_joins(joins: Joins) -> None:

@@ -11,6 +11,7 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule
 
 from psg_fx.op_table import operator
+from psg_fx.torch_private import native
 
 _LIBRARY = torch.library.Library("psg_fx", "FRAGMENT")
 _FUNCTIONS = torch.library.Library("psg_fx_functions", "FRAGMENT")
@@ -54,9 +55,10 @@ def layout_of(op: Any) -> Callable[[torch.Tensor], bool] | None:
     return _LAYOUTS.get(op)
 
 
-def libraries_of(gm: GraphModule) -> set[str]:
-    """The libraries in C++ that the ops of a graph call."""
-    return {_LIBRARIES[node.target] for node in gm.graph.nodes if node.target in _LIBRARIES}
+def begin_libraries(gm: GraphModule) -> None:
+    """Begin to compile the libraries in C++ that the ops of a graph call."""
+    for library in {_LIBRARIES[node.target] for node in gm.graph.nodes if node.target in _LIBRARIES}:
+        native.begin(library)
 
 
 def _contiguous(run: Callable[..., Any]) -> Callable[..., Any]:

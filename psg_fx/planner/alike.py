@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
-from typing import cast
 
 from psg_fx.algebra.network import Leaf, Network
-from psg_fx.planner.expr import ContractExpr, DenseExpr, Expr, LeafExpr, SumExpr
+from psg_fx.planner.expr import Expr, LeafExpr
 from psg_fx.planner.trees import Concrete
 
 
@@ -42,17 +40,6 @@ class LeavesOf:
         """The same tree of the other leaves."""
         known = self._moved.get(id(tree))
         if known is None:
-            known = self._moved[id(tree)] = self._move(tree)
+            own = {"leaf": self._now[id(tree.leaf)]} if isinstance(tree, LeafExpr) else {}
+            known = self._moved[id(tree)] = tree.over(*map(self, tree.children), **own)
         return known
-
-    def _move(self, tree: Expr) -> Expr:
-        match tree:
-            case LeafExpr():
-                return replace(tree, leaf=self._now[id(tree.leaf)])
-            case ContractExpr():
-                return replace(tree, a=self(tree.a), b=self(tree.b))
-            case DenseExpr():
-                return DenseExpr(tree.axes, tree.sizes, tree.dtype, cast("LeafExpr | ContractExpr", self(tree.child)))
-            case SumExpr():
-                return replace(tree, child=self(tree.child))
-        raise AssertionError(f"a node of an unknown kind: {tree!r}")

@@ -126,4 +126,8 @@ class Device:
         filled = self.extra.get(FILLED.get(dtype, FILLED[torch.float32]), 0.0)
         if 0 < float(work.results) < filled:
             compute *= filled / float(work.results)
+        return self.bounded(compute, work)
+
+    def bounded(self, compute: float, work: Work) -> float:
+        """The slower of computing for so many seconds and moving the bytes, then launches."""
         return max(compute, float(work.read + work.written) / self.bandwidth) + work.calls * self.launch

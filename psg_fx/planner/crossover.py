@@ -10,7 +10,7 @@ import sympy
 
 from psg_fx.algebra.network import Network, Patches
 from psg_fx.planner.cost import Device
-from psg_fx.planner.expr import ContractExpr, DenseExpr, Expr, LeafExpr, SumExpr, seconds
+from psg_fx.planner.expr import ContractExpr, Expr, seconds
 
 _LARGEST = 2**20
 
@@ -50,13 +50,5 @@ def _changed(other_side: Callable[[int], bool], start: int, factor: float) -> in
 def resized(tree: Expr, axis: str, size: Any) -> Expr:
     """The same tree where `axis`, primed or not, has another size."""
     sizes = {name: size if name.rstrip("'") == axis else old for name, old in tree.sizes.items()}
-    if isinstance(tree, LeafExpr):
-        return replace(tree, sizes=sizes)
-    if isinstance(tree, DenseExpr):
-        child: Any = resized(tree.child, axis, size)
-        return replace(tree, sizes=sizes, child=child)
-    if isinstance(tree, SumExpr):
-        return replace(tree, sizes=sizes, child=resized(tree.child, axis, size))
-    assert isinstance(tree, ContractExpr)
-    a, b = resized(tree.a, axis, size), resized(tree.b, axis, size)
-    return replace(tree, sizes=sizes, a=a, b=b, pair=replace(tree.pair, sizes=sizes))
+    own = {"pair": replace(tree.pair, sizes=sizes)} if isinstance(tree, ContractExpr) else {}
+    return tree.over(*(resized(child, axis, size) for child in tree.children), sizes=sizes, **own)

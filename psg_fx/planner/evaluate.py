@@ -25,6 +25,7 @@ from psg_fx.algebra.network import (
     TileSums,
     Unformed,
     WithTileSums,
+    has_primed,
 )
 from psg_fx.algebra.prefix import pull_back
 from psg_fx.planner.expr import ContractExpr, DenseExpr, Expr, LeafExpr, SumExpr, dense
@@ -37,7 +38,7 @@ from psg_fx.tensors import accumulation_dtype, contiguous, permute, reshape
 class Evaluator:
     """Computes every part of a plan; equal nodes are computed once.
 
-    env: source -> tensor.  known: key of a node -> its tensor, for those that are computed already.
+    env: source -> tensor.  known: key of a node -> its tensor, of those that are computed; others may be entered.
     results: ask key -> parameter -> tensor; also the FLOORS of norms, for those that have one.
     named: contractions, worth a name in the graph: parameter, kind, tensor.
     leaving_out: names of weights whose zeros leave samples out of sums, even if these are NaN or inf.
@@ -45,14 +46,14 @@ class Evaluator:
 
     def __init__(
         self, plan: Plan, env: dict[Source, torch.Tensor], count: int, device: torch.device,
-        known: Mapping[int, torch.Tensor] | None = None, leaving_out: Collection[str] = (),
+        leaving_out: Collection[str] = (),
     ) -> None:  # fmt: skip
         self.leaving_out = leaving_out
         self._absent: torch.Tensor | None = None
         self.plan, self.env, self.count, self.device = plan, env, count, device
         self.results: dict[str, dict[str, torch.Tensor]] = {key: {} for key in (*(a.key for a in plan.asks), FLOORS)}
         self.named: list[tuple[str, str, torch.Tensor]] = []
-        self.known: dict[int, torch.Tensor] = dict(known or {})
+        self.known: dict[int, torch.Tensor] = {}
         self._weights: Mapping[str, Mapping[str, torch.Tensor]] = {}
 
     def first(self) -> None:
@@ -212,11 +213,11 @@ def _scaled(tensor: torch.Tensor, scale: float) -> torch.Tensor:
 def _kind(expr: ContractExpr) -> str:
     if isinstance(expr.arg.form, TileSums):
         return "tile_squares"
-    if any(axis.endswith("'") for axis in expr.axes):
+    if has_primed(expr.axes):
         return "gram"
-    if expr.axes == ("b",):
+    if expr.axes == (BATCH,):
         return "sq_norm"
-    return "grad_sample" if "b" in expr.axes else "sum"
+    return "grad_sample" if BATCH in expr.axes else "sum"
 
 
 def permuted(tensor: torch.Tensor, have: Axes, want: Axes) -> torch.Tensor:

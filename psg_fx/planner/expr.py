@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -73,6 +73,10 @@ class Expr:
         """The nodes it is computed from."""
         return ()
 
+    def over(self, *children: Expr, **changes: Any) -> Expr:
+        """The same of other children.  changes: of its own fields."""
+        return replace(self, **changes)
+
     @cached_property
     def nodes(self) -> Mapping[int, Expr]:
         """Every distinct node of the tree by its key, children first."""
@@ -123,6 +127,9 @@ class _Unary(Expr):
     def children(self) -> tuple[Expr, ...]:
         return (self.child,)
 
+    def over(self, *children: Expr, **changes: Any) -> Expr:
+        return super().over(child=children[0], **changes)
+
 
 @dataclass(frozen=True, eq=False)
 class DenseExpr(_Unary):
@@ -164,6 +171,9 @@ class ContractExpr(Expr):
     @property
     def children(self) -> tuple[Expr, ...]:
         return (self.a, self.b)
+
+    def over(self, *children: Expr, **changes: Any) -> Expr:
+        return super().over(a=children[0], b=children[1], **changes)
 
     @cached_property
     def arg(self) -> Arg:

@@ -6,7 +6,7 @@ was traced for one is copied for all the others.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Container, Hashable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -48,23 +48,12 @@ class Group:
     @cached_property
     def handed(self) -> tuple[int, ...]:
         """Keys of the nodes that are computed before the weights are known and read after."""
-        parts = [part for part in self._parts() if not _reads_weights(part)]
-        nodes = [n for part in parts for n in part.tree.nodes.values() if not isinstance(n.arg.form, Routed)]
-        early = {n.key for n in nodes}
-        early |= {dense(n).key for n in nodes if isinstance(n, ContractExpr)}
-        found: dict[int, None] = {}
-
-        def walk(expr: Expr) -> None:
-            if expr.key in early:
-                found[expr.key] = None
-                return
-            for child in expr.children:
-                walk(child)
-
-        for part in self._parts():
-            if _reads_weights(part):
-                walk(part.tree)
-        return tuple(found)
+        parts = list(self._parts())
+        nodes = [n for part in parts if not _reads_weights(part) for n in part.tree.nodes.values()]
+        kept = [n for n in nodes if not isinstance(n.arg.form, Routed)]
+        early = {n.key for n in kept} | {dense(n).key for n in kept if isinstance(n, ContractExpr)}
+        late = [part.tree for part in parts if _reads_weights(part)]
+        return tuple(dict.fromkeys(key for tree in late for key in _first_met(tree, early)))
 
     @cached_property
     def signature(self) -> Hashable:
@@ -79,6 +68,15 @@ class Group:
 
     def _parts(self) -> Iterator[Part]:
         return (part for p in self.parameters for part in p.parts)
+
+
+def _first_met(expr: Expr, keys: Container[int]) -> Iterator[int]:
+    """Those of the keys that a tree leads to, none through another."""
+    if expr.key in keys:
+        yield expr.key
+        return
+    for child in expr.children:
+        yield from _first_met(child, keys)
 
 
 def groups(plan: Plan) -> list[Group]:

@@ -22,6 +22,7 @@ from psg_fx.algebra.network import BATCH, ROWS, Axes, Leaf, Members, Network, On
 from psg_fx.ops.products.gram_products import gram_diagonals
 from psg_fx.planner.expr import ContractExpr, DenseExpr, Expr, LeafExpr, dense
 from psg_fx.planner.methods.base import expand_to
+from psg_fx.planner.methods.dense import is_gram
 from psg_fx.planner.plan import ParameterPlan
 from psg_fx.tensors import HALF, accumulation_dtype
 
@@ -112,7 +113,7 @@ def _grams(tree: Expr) -> tuple[ContractExpr, ContractExpr] | None:
 def _is_gram(expr: ContractExpr) -> bool:
     """Whether every element of the diagonal is a sum of squares of one operand."""
     leaves = all(isinstance(child, (LeafExpr, DenseExpr)) for child in expr.children)
-    return leaves and expr.pair.self_product and not expr.pair.same and bool(_paired(expr.axes))
+    return leaves and expr.pair.self_product and not expr.pair.same and is_gram(expr.axes)
 
 
 def _is_onehot(expr: Expr) -> bool:

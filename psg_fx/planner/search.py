@@ -234,11 +234,16 @@ def _search(questions: list[list[_Option]]) -> list[_Option]:
     return min((_descend(kept, start) for start in _starts(kept)), key=_together)
 
 
-def _together(options: Iterable[_Option]) -> float:
-    union: dict[Hashable, float] = {}
+def _union(options: Iterable[_Option]) -> dict[Hashable, float]:
+    """The nodes of all, each once."""
+    found: dict[Hashable, float] = {}
     for option in options:
-        union.update(option.nodes)
-    return sum(union.values())
+        found.update(option.nodes)
+    return found
+
+
+def _together(options: Iterable[_Option]) -> float:
+    return sum(_union(options).values())
 
 
 def _promising(options: list[_Option], questions: list[list[_Option]], own: int) -> list[_Option]:
@@ -268,9 +273,7 @@ def _descend(questions: list[list[_Option]], start: list[_Option]) -> list[_Opti
     for _ in range(4):
         before = list(chosen)
         for k, options in enumerate(questions):
-            rest: dict[Hashable, float] = {}
-            for other in chosen[:k] + chosen[k + 1 :]:
-                rest.update(other.nodes)
+            rest = _union(chosen[:k] + chosen[k + 1 :])
             chosen[k] = min(options, key=lambda o: sum(s for key, s in o.nodes.items() if key not in rest))
         if all(a is b for a, b in zip(before, chosen, strict=True)):
             break

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import sympy
 
-from psg_fx.algebra.network import BATCH, ROWS, Axes, Members, Network
+from psg_fx.algebra.network import BATCH, ROWS, Axes, Members, Network, has_primed
 from psg_fx.planner.expr import ContractExpr, Expr, LeafExpr, SumExpr, dense, numbered
 from psg_fx.planner.methods import METHODS, Method, Pair
 from psg_fx.tensors import Size
@@ -71,7 +71,7 @@ def _summed_last(
     """Trees that form the gradient of every sample and sum the samples last: worth it where it is formed anyway.
     Products of gradients and weighted sums have such trees already.
     """
-    is_product = any(x.endswith("'") for x in network.sizes)
+    is_product = has_primed(network.sizes)
     is_weighted = any(leaf.axes == (BATCH,) for leaf in network.leaves)
     if is_product or is_weighted or set(network.order) - set(network.out) != {BATCH}:
         return []

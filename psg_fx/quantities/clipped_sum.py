@@ -94,18 +94,18 @@ class ClippedSum(Quantity):
 
     def weights(self, r: Results, extras: Mapping[str, torch.Tensor]) -> dict[str, Mapping[str, torch.Tensor]]:
         sq_norms, floors, limit = r["sq_norms"], r[FLOORS], extras["max_norm"]
-        sums = [total(sq_norms)] if self.per == "model" else list(sq_norms.values())
-        finite = reduce(torch.logical_and, (each < math.inf for each in sums)) if self.leaves_out else None
-        if self.per == "model":
-            lowest = total(floors) if floors else None
-            factors = dict.fromkeys(sq_norms, self._factor(_at_least(total(sq_norms), lowest).sqrt(), limit, finite))
-        else:
-            norms = {name: _at_least(value, floors.get(name)).sqrt() for name, value in sq_norms.items()}
-            factors = {name: self._factor(norm, limit[i], finite) for i, (name, norm) in enumerate(norms.items())}
-        if self.per == "model":
-            scaled = self._scaled(next(iter(factors.values())), extras)
-            return {"factors": factors, "clip": dict.fromkeys(factors, scaled)}
-        return {"factors": factors, "clip": {name: self._scaled(factor, extras) for name, factor in factors.items()}}
+        whole = self.per == "model"
+        if whole:  # as if it were one parameter
+            sq_norms, floors = {"": total(sq_norms)}, {"": total(floors)} if floors else {}
+        finite = reduce(torch.logical_and, (each < math.inf for each in sq_norms.values())) if self.leaves_out else None
+        norms = {name: _at_least(value, floors.get(name)).sqrt() for name, value in sq_norms.items()}
+        bounds = [limit] if whole else [limit[i] for i in range(len(norms))]
+        pairs = zip(norms.items(), bounds, strict=True)
+        factors = {name: self._factor(norm, bound, finite) for (name, norm), bound in pairs}
+        clip = {name: self._scaled(factor, extras) for name, factor in factors.items()}
+        if whole:
+            factors, clip = (dict.fromkeys(r["sq_norms"], found[""]) for found in (factors, clip))
+        return {"factors": factors, "clip": clip}
 
     def _scaled(self, factor: torch.Tensor, extras: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """What multiplies the gradients; 0 for a sample that is dropped, whatever its weight is."""

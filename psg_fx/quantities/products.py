@@ -222,6 +222,3 @@ class Projection(Quantity):
 def _sum(values: Mapping[str, torch.Tensor]) -> torch.Tensor:
     total: torch.Tensor = reduce(add, values.values())
     return total
-
-
-__all__ = ["Dots", "Gram", "Projection", "SecondMoment"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -97,24 +98,13 @@ class WeightedSum(Quantity):
         return given_weights("WeightedSum", given)
 
     def weights(self, r: Results, extras: Mapping[str, torch.Tensor]) -> dict[str, Mapping[str, torch.Tensor]]:
-        return {"given": _Everywhere(extras["weights"])}
+        return {"given": defaultdict(lambda: extras["weights"])}  # the same for every parameter
 
     def finish(self, r: Results, weights: Weights, batch: int) -> dict[str, Any]:
         return {"weighted_sum": dict(r["weighted:given"])}
 
     def joins(self) -> Joins:
         return {"weighted_sum": "sum"}
-
-
-class _Everywhere(dict[str, torch.Tensor]):
-    """The same weights for every parameter."""
-
-    def __init__(self, value: torch.Tensor) -> None:
-        super().__init__()
-        self.value = value
-
-    def __missing__(self, name: str) -> torch.Tensor:
-        return self.value
 
 
 @dataclass(frozen=True)

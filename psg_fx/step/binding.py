@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -58,16 +58,15 @@ class Binding:
     """
 
     def __init__(self, gm: GraphModule, model: nn.Module, loss_fn: Any) -> None:
-        nodes = facts.placeholders(gm)
+        nodes, known = facts.placeholders(gm), facts.graph_facts(gm)
         self.specs = [facts.input_spec(n) for n in nodes]
         self.given = {s.name: n.meta["val"].dtype for s, n in zip(self.specs, nodes, strict=True) if s.kind == "given"}
-        self.outputs = facts.graph_facts(gm).outputs
-        constants = facts.graph_facts(gm).constants
+        self.outputs = known.outputs
         self._written: Sequence[Written] = WRITTEN.of(gm)
-        self._sizes = (facts.graph_facts(gm).batch, *facts.graph_facts(gm).rows)
+        self._sizes = (known.batch, *known.rows)
         self._of_groups = _dims_of_groups(gm)
-        self._constants = {i: constants[s.name] for i, s in enumerate(self.specs) if s.kind == "constant"}
-        own = _by_place(model, loss_fn) if facts.graph_facts(gm).runs_code else {}
+        self._constants = {i: known.constants[s.name] for i, s in enumerate(self.specs) if s.kind == "constant"}
+        own = _by_place(model, loss_fn) if known.runs_code else {}
         self.read_inside = {i: own[p] for i, value in self._constants.items() if (p := place_of(value)) in own}
         """Parameters and buffers that are constants of the graph: a custom function reads them by itself."""
         self._slots = [self._slot(i, spec, model, loss_fn) for i, spec in enumerate(self.specs)]
@@ -81,7 +80,7 @@ class Binding:
         self._buffers = [
             (i, *holder(model, loss_fn, spec.name)) for i, spec in enumerate(self.outputs) if spec.kind == "buffer"
         ]
-        self._not_alone = facts.graph_facts(gm).not_alone
+        self._not_alone = known.not_alone
         self._asks = self._mixing is not None or bool(self._checks)
         self._keeps = bool(self._buffers or self._written)
 
@@ -119,7 +118,7 @@ class Binding:
         its own checks fail.
         """
         if self._asks:
-            self.check(results)
+            self.check(results.__getitem__)
         if not self._keeps:
             return
         if self._not_alone and call.batch_size() == 1:
@@ -138,18 +137,17 @@ class Binding:
         for entry in self._written:
             entry.store(kept, sizes)
 
-    def check(self, results: Sequence[Any]) -> None:
-        """Raise where the model's own checks fail, or where rows of several samples meet."""
+    def check(self, result: Callable[[int], Any]) -> None:
+        """Raise where the model's own checks fail, or where rows of several samples meet.  result: by its index."""
         if self._mixing is not None:
-            require(self._conditions, results[self._mixing])
+            require(self._conditions, result(self._mixing))
         for index, spec in self._checks:
-            if results[index].any():
+            if result(index).any():
                 raise failed_check(spec.name, spec.field)
 
     def check_apart(self, gm: GraphModule, arguments: Sequence[Any]) -> None:
-        """Raise where rows of several samples meet, or ids are out of range: found without the rest of the graph."""
-        if self._mixing is not None:
-            require(self._conditions, facts.value_of(gm, self._mixing, arguments))
+        """The same, found without the rest of the graph."""
+        self.check(lambda index: facts.computed(gm, index, arguments))
 
     def follow(self, lying: Lying) -> None:
         """Read constants where they lie, so that another tensor that comes to lie there is the one read; write into the
@@ -166,13 +164,6 @@ class Binding:
             for entry, number in zip(self._written, self._containers, strict=True)
         ]
         self._arrange()
-
-    def failed(self, gm: GraphModule, arguments: Sequence[Any]) -> PsgError | None:
-        """What the first check says that these arguments fail: found without the rest of the graph."""
-        for index, spec in self._checks:
-            if facts.value_of(gm, index, arguments).any():
-                return failed_check(spec.name, spec.field)
-        return None
 
     def of_groups(self, results: Sequence[Any], groups: Groups) -> Sequence[Any]:
         """Results with all groups in place of those of the graph."""
@@ -225,31 +216,35 @@ def _counts_of_groups(gm: GraphModule) -> list[sympy.Expr]:
     return [facts.shape(given[MEMBERS.name].meta["val"])[0]] if MEMBERS.name in given else []
 
 
-def failed_check(line: str, of: str = "") -> PsgError:
+_FAILED: dict[str, tuple[type[PsgError], str, str, str]] = {
+    "": (
+        BadArgument, "the code of the model or loss refuses these values",
+        "its branch that only raises an error is not in the graph; its condition is, and holds for this batch",
+        "call model and loss on the batch themselves to see that error",
+    ),
+    facts.PLACES: (
+        SamplesMixed, "masked_scatter mixes samples in this batch, so per-sample gradients do not exist",
+        "it counts places through all samples, and one of them has more or fewer places than values of its own",
+        "give every sample as many places as values: as many image tokens as features of its image",
+    ),
+    facts.DRAWN: (
+        BadArgument, "a random number is exactly zero",
+        "the graph holds what the code does where it is not; one draw of 2^24 is",
+        "call the step again, which draws other numbers; or leave the draw out where its bound is 0",
+    ),
+    facts.PICKS: (
+        BadArgument, "a mask picks other numbers of places than in the call that was captured",
+        "rows that it picks are put into samples, so the graph holds how many each sample has",
+        "give masks that pick as many places of each sample; for another number make another step",
+    ),
+}  # fmt: skip
+"""The field of a check -> the error where it fails: what, why, and the way out."""
+
+
+def failed_check(line: str, of: str) -> PsgError:
     """The model's or loss's own code would have raised an error, or samples would meet.  of: the field of the check."""
-    if of == facts.PLACES:
-        return SamplesMixed(
-            "masked_scatter mixes samples in this batch, so per-sample gradients do not exist", where=line,
-            why="it counts places through all samples, and one of them has more or fewer places than values of its own",
-            fix="give every sample as many places as values: as many image tokens as features of its image",
-        )  # fmt: skip
-    if of == facts.DRAWN:
-        return BadArgument(
-            "a random number is exactly zero", where=line,
-            why="the graph holds what the code does where it is not; one draw of 2^24 is",
-            fix="call the step again, which draws other numbers; or leave the draw out where its bound is 0",
-        )  # fmt: skip
-    if of == facts.PICKS:
-        return BadArgument(
-            "a mask picks other numbers of places than in the call that was captured", where=line,
-            why="rows that it picks are put into samples, so the graph holds how many each sample has",
-            fix="give masks that pick as many places of each sample; for another number make another step",
-        )  # fmt: skip
-    return BadArgument(
-        "the code of the model or loss refuses these values", where=line,
-        why="its branch that only raises an error is not in the graph; its condition is, and holds for this batch",
-        fix="call model and loss on the batch themselves to see that error",
-    )  # fmt: skip
+    kind, what, why, fix = _FAILED[of]
+    return kind(what, where=line, why=why, fix=fix)
 
 
 def squeezed_alone(line: str) -> PsgError:

@@ -99,13 +99,11 @@ class CompiledStep:
             return no_samples(self.gm, arguments[0].device, groups)
         try:
             results = self._run(*arguments)
-        except Exception as error:
-            self.binding.check_apart(self.gm, arguments)
-            if failed := self.binding.failed(self.gm, arguments):  # perhaps what the check is there for
-                raise failed from error
+        except Exception:
+            self.binding.check_apart(self.gm, arguments)  # perhaps what a check is there for
             raise
         if not buffers:
-            self.binding.check(results)
+            self.binding.check(results.__getitem__)
         else:
             self.binding.write_back(results, call)
         return results

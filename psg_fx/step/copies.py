@@ -11,7 +11,9 @@ from typing import Any
 from torch import nn
 
 CARRIED = ("model", "loss_fn", "settings")
-_SHARED = ("_parameters", "_buffers", "_modules")
+"""What a step is made of, for good."""
+SHARED = ("_parameters", "_buffers", "_modules")
+"""What it has of its model."""
 
 
 def carried(step: nn.Module) -> dict[str, Any]:
@@ -19,7 +21,7 @@ def carried(step: nn.Module) -> dict[str, Any]:
 
     The parts are copied with whatever holds the step, so a loss that refers to the model refers to the copied model.
     """
-    own = vars(nn.Module()).keys() - set(_SHARED)
+    own = vars(nn.Module()).keys() - set(SHARED)
     return {name: value for name, value in vars(step).items() if name in own or name in CARRIED}
 
 
@@ -27,6 +29,3 @@ def restore(step: nn.Module, state: Mapping[str, Any]) -> None:
     """Make a step of what `carried` returned."""
     type(step).__init__(step, *(state[name] for name in CARRIED))
     vars(step).update({name: value for name, value in state.items() if name not in CARRIED})
-
-
-__all__ = ["carried", "restore"]

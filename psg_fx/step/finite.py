@@ -62,25 +62,30 @@ _FEW = 256
 def _sum(
     step: Runs, call: Call, extras: Mapping[str, torch.Tensor], finite: torch.Tensor, like: Any
 ) -> dict[str, torch.Tensor]:
-    """Σ_b c_b g_b over the finite samples."""
+    """Σ_b c_b g_b over the finite samples.
+
+    Raises NotYetSupported where samples are rows, and zeros in the others' rows do not make their gradient finite.
+    """
     rows = finite.nonzero().flatten()
     if not len(rows):
         return {name: torch.zeros_like(value) for name, value in like.items()}
     rows = torch.arange(len(finite), device=finite.device).where(finite, rows[0])
-    if call.axes:
-        return _sum_of_rows(step, call, extras, finite, rows)
-    tensors = [t if dim is None else t.index_select(dim, rows) for t, dim in zip(call.tensors, call.dims, strict=True)]
+    pairs = zip(call.tensors, call.dims, strict=True)
+    tensors = [t if d is None else t.index_select(d, rows) for t, d in pairs] if not call.axes else (
+        _with_zeros(call, finite, rows)
+    )  # fmt: skip
     again = step(replace(call, tensors=tuple(tensors)), extras, buffers=False)
+    if call.axes and not all(value.isfinite().all() for value in again.clipped_sum.values()):
+        raise NotYetSupported(
+            "the gradients of some samples are not finite, also where their rows are zeros",
+            where='ClippedSum(nonfinite="drop")', why="their part of the sum cannot be left out by a factor of 0",
+            fix='look for them in step(...).norms with ClippedSum(nonfinite="keep"), and leave them out of the batch',
+        )  # fmt: skip
     return {name: value.clone() for name, value in again.clipped_sum.items()}
 
 
-def _sum_of_rows(
-    step: Runs, call: Call, extras: Mapping[str, torch.Tensor], finite: torch.Tensor, rows: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    """The same where samples are rows: those of the others are zeros, where they stay and point.
-
-    Raises NotYetSupported where their gradient is not finite then, too.
-    """
+def _with_zeros(call: Call, finite: torch.Tensor, rows: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors of a call whose samples are rows: those of the others are zeros, where they stay and point."""
     ids = call.ids(call.tensors)
     tensors = []
     for t, dim, place in zip(call.tensors, call.dims, call.places, strict=True):
@@ -90,11 +95,4 @@ def _sum_of_rows(
         elif dim is not None and t.is_floating_point():
             t = t.index_select(dim, rows)
         tensors.append(t)
-    again = step(replace(call, tensors=tuple(tensors)), extras, buffers=False)
-    if not all(value.isfinite().all() for value in again.clipped_sum.values()):
-        raise NotYetSupported(
-            "the gradients of some samples are not finite, also where their rows are zeros",
-            where='ClippedSum(nonfinite="drop")', why="their part of the sum cannot be left out by a factor of 0",
-            fix='look for them in step(...).norms with ClippedSum(nonfinite="keep"), and leave them out of the batch',
-        )  # fmt: skip
-    return {name: value.clone() for name, value in again.clipped_sum.items()}
+    return tensors

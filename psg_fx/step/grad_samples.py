@@ -132,6 +132,3 @@ def _stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             mark = _mark(getattr(parameter, "grad_sample", None)) if parameter.grad is not None else None
             if mark is not None:
                 mark.stepped = True
-
-
-__all__ = ["Ticket", "begin", "clear", "deliver"]

@@ -94,8 +94,9 @@ class Groups:
 
     def every(self, value: Tensor, dims: tuple[int, ...]) -> Tensor:
         """A result with groups of the graph in `dims`, with all groups there."""
-        for dim in dims if self.slots is not None else ():
-            value = value.index_select(dim, self.slots.to(value.device))  # type: ignore[union-attr]
+        if self.slots is not None:
+            for dim in dims:
+                value = value.index_select(dim, self.slots.to(value.device))
         return value if self.sound is None else value * self.sound.to(value.dtype)
 
 

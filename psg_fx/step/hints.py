@@ -24,11 +24,9 @@ def with_hint(refusal: PsgError, model: nn.Module, call: Call) -> PsgError:
         _mask(refusal, model, call), _experts(refusal, model), _balance(refusal, model), _objects(refusal, call),
         _shared(refusal, call),
     )  # fmt: skip
-    for hint in hints:
-        if hint:
-            fix = f"{hint}; or {refusal.fix}"
-            return type(refusal)(refusal.what, where=refusal.where, why=refusal.why, fix=fix)
-    return refusal
+    if (hint := next(filter(None, hints), None)) is None:
+        return refusal
+    return type(refusal)(refusal.what, where=refusal.where, why=refusal.why, fix=f"{hint}; or {refusal.fix}")
 
 
 def _mask(refusal: PsgError, model: nn.Module, call: Call) -> str:

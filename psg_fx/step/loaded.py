@@ -95,7 +95,8 @@ class LoadedStep:
         targets = ((), {}) if targets is _ABSENT else as_arguments(targets)
         call = self._take_apart(as_arguments(inputs), targets, number)
         extras = self._extras(given, call.batch_size())
-        state = [self._checked(entry, params.get(entry.name), "params") for entry in self._state()]
+        held = self.spec.of_kind("parameter", "buffer")
+        state = [self._checked(entry, params.get(entry.name), "params") for entry in held]
         self._require_as_decided(params)
         fields = self._fields(self._run(state, call, extras))
         if self.spec.drop:
@@ -119,9 +120,6 @@ class LoadedStep:
                     fix="export the step again, with these values",
                 )  # fmt: skip
 
-    def _state(self) -> list[Entry]:
-        return self.spec.of_kind("parameter", "buffer")
-
     def _take_apart(self, inputs: Any, targets: Any, num_samples: int | None) -> Call:
         leaves, structure = pytree.tree_flatten(padded((inputs, targets)))
         rows, entries = self.spec.rows, self.spec.of_kind("input", "target")
@@ -141,8 +139,8 @@ class LoadedStep:
                 fix="pass them in the same tuples and dicts, with the same numbers among them",
             )  # fmt: skip
         dims = tuple(entry.samples for entry in entries)
-        kinds = sum(entry.kind == "input" for entry in entries)
-        call = Call(tuple(tensors), tuple(e.name for e in entries), dims, kinds, structure, constants, Once(structure))
+        own = sum(entry.kind == "input" for entry in entries)
+        call = Call(tuple(tensors), tuple(e.name for e in entries), dims, own, structure, constants, Once(structure))
         for entry, tensor in zip(entries, tensors, strict=True):
             if tensor.ndim != len(entry.shape):
                 self._checked(entry, tensor, "inputs and targets", 0)

@@ -41,9 +41,6 @@ from psg_fx.step import copies, mistakes, own_code
 from psg_fx.step.settings import Settings
 from psg_fx.torch_private.kernel_files import begin_calls
 
-_STATE = ("_parameters", "_buffers", "_modules")
-_FOR_GOOD = ("model", "loss_fn", "settings")
-
 
 class PerSampleModule(nn.Module):
     """What `transform` returns.  Its parameters, buffers and state_dict are the model's own.
@@ -65,7 +62,7 @@ class PerSampleModule(nn.Module):
     def __init__(self, model: nn.Module, loss_fn: Any, settings: Settings) -> None:
         super().__init__()
         self.model = model
-        for group in _STATE:
+        for group in copies.SHARED:
             object.__setattr__(self, group, getattr(model, group))
         self.loss_fn = loss_fn
         self.training = model.training
@@ -80,7 +77,7 @@ class PerSampleModule(nn.Module):
         self._background = Background() if settings.warm else None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _FOR_GOOD and name in self.__dict__:
+        if name in copies.CARRIED and name in self.__dict__:
             raise BadArgument(
                 f"the {name} of a step is replaced", where=f"step.{name} = ...",
                 why="its graphs and its modules are those of what it was made with",

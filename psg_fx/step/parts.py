@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from psg_fx.program.arguments.call import Call
 from psg_fx.quantities.base import Join, Quantity
 from psg_fx.step.compiled import StepOutput
 from psg_fx.step.groups import Groups, groups_of
+from psg_fx.step.leaves import Key, leaves, nested
 from psg_fx.step.settings import Settings
 from psg_fx.tensors import accumulation_dtype
 
@@ -34,7 +35,7 @@ def run_in_parts(
     starts = range(0, count, size)
     for done, start in enumerate(starts, 1):
         part = slice(start, min(start + size, count))
-        joined.add(run(*_cut(call, part), **_cut_given(settings, given, part)), part)
+        joined.add(run(*as_given(call, _cut(call, part)), **_cut_given(settings, given, part)), part)
         report(done, len(starts))
     between = settings.joins_of_processes if groups is None else settings.joins_of_groups
     return StepOutput(joined.fields(), between)
@@ -78,26 +79,23 @@ def joins(settings: Settings) -> dict[str, Join]:
     return found
 
 
-def _cut(call: Call, part: slice) -> Iterator[Any]:
-    """The inputs of one part, and its targets if there are any."""
+def as_given(call: Call, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """Inputs, and targets if there are any, as a step is given them, of these tensors in place of the call's."""
+    inputs, targets = (arguments or keywords for arguments, keywords in call.rebuild(tensors))
+    return (inputs, targets) if targets else (inputs,)
+
+
+def _cut(call: Call, part: slice) -> list[torch.Tensor]:
+    """The tensors of one part."""
     length = part.stop - part.start
-    tensors = [
+    return [
         t if dim is None else t.narrow(dim, part.start, length) for t, dim in zip(call.tensors, call.dims, strict=True)
     ]
-    inputs, targets = (arguments or keywords for arguments, keywords in call.rebuild(tensors))
-    yield inputs
-    if targets:
-        yield targets
-
-
-def _each(settings: Settings) -> set[str]:
-    """What is given for every sample."""
-    return {name for quantity in settings.quantities for name in quantity.reads_each}
 
 
 def _check_each(settings: Settings, given: Mapping[str, Any], count: int) -> None:
     """Refuse what is given for another number of samples: parts would be cut out of it that fit."""
-    for name in _each(settings) & {name for name, value in given.items() if value is not None}:
+    for name in settings.reads_each & {name for name, value in given.items() if value is not None}:
         shape = tuple(torch.as_tensor(given[name]).shape)
         if shape != (count,):
             raise BadArgument(
@@ -107,7 +105,7 @@ def _check_each(settings: Settings, given: Mapping[str, Any], count: int) -> Non
 
 
 def _cut_given(settings: Settings, given: Mapping[str, Any], part: slice) -> dict[str, Any]:
-    each = _each(settings) if given.get("groups") is None else {"groups"}
+    each = settings.reads_each if given.get("groups") is None else {"groups"}
     return {n: value[part] if n in each and value is not None else value for n, value in given.items()}
 
 
@@ -131,32 +129,19 @@ class Joined:
     def __init__(self, joins: Mapping[str, Join], count: int, overwritten: bool) -> None:
         self._joins, self._count, self._overwritten = joins, count, overwritten
         self._own: set[int] = set()
-        self._fields: dict[str, Any] = {}
-        self._dtypes: dict[tuple[str, ...], torch.dtype] = {}
+        self._totals: dict[Key, torch.Tensor] = {}
+        self._dtypes: dict[Key, torch.dtype] = {}
 
     def fields(self) -> dict[str, Any]:
         """All fields, in the dtypes that the parts have."""
-        return {
-            field: {n: self._said(t, field, n) for n, t in total.items()} if isinstance(total, dict)
-            else self._said(total, field)
-            for field, total in self._fields.items()
-        }  # fmt: skip
-
-    def _said(self, total: torch.Tensor, *name: str) -> torch.Tensor:
-        return total.to(self._dtypes[name])
+        return nested({key: total.to(self._dtypes[key]) for key, total in self._totals.items()})
 
     def add(self, output: StepOutput, part: slice) -> None:
         """Take in the output of one part."""
         require_joins(vars(output), self._joins, "microbatch(step, size)")
-        for field, value in vars(output).items():
-            if isinstance(value, torch.Tensor):
-                self._fields[field] = self._joined_field(field, self._fields.get(field), value, part)
-                self._dtypes[field,] = value.dtype
-            else:
-                total = self._fields.setdefault(field, {})
-                for name, tensor in value.items():
-                    total[name] = self._joined_field(field, total.get(name), tensor, part)
-                    self._dtypes[field, name] = tensor.dtype
+        for key, value in leaves(vars(output)):
+            self._totals[key] = self._joined_field(key[0], self._totals.get(key), value, part)
+            self._dtypes[key] = value.dtype
 
     def _joined(self, total: torch.Tensor | None, value: torch.Tensor, join: Join, part: slice) -> torch.Tensor:
         if join == "cat":

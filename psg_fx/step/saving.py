@@ -19,6 +19,7 @@ from psg_fx.program.arguments.conditions import CONDITIONS
 from psg_fx.program.values import Same
 from psg_fx.quantities.base import Quantity
 from psg_fx.quantities.clipped_sum import COUNTED
+from psg_fx.quantities.own import is_own
 from psg_fx.saved.refusals import is_passed, refuse
 from psg_fx.saved.spec import describe
 from psg_fx.saved.write import write
@@ -76,7 +77,7 @@ def _read_at_the_call(values: Sequence[tuple[Quantity, Mapping[str, Any]]]) -> s
     found: set[str] = set()
     for quantity, named in values:
         given = {name for name in named if name in quantity.reads or name.startswith("direction.")}
-        if quantity.reads and given != set(named) and not type(quantity).__module__.startswith("psg_fx."):
+        if quantity.reads and given != set(named) and is_own(quantity):
             raise NotYetSupported(
                 f"{type(quantity).__name__} computes {', '.join(sorted(set(named) - given))} outside of the graph",
                 where="step.export(path, inputs, targets)",

@@ -94,6 +94,16 @@ class Settings:
         return {f: "groups" if f in of_groups and j in means else j for f, j in self.joins_of_processes.items()}
 
     @property
+    def reads(self) -> set[str]:
+        """The keywords of a call that quantities read."""
+        return {name for quantity in self.quantities for name in quantity.reads}
+
+    @property
+    def reads_each(self) -> set[str]:
+        """Those of them that have an entry for every sample."""
+        return {name for quantity in self.quantities for name in quantity.reads_each}
+
+    @property
     def is_compiled(self) -> bool:
         """Whether steps are compiled by inductor, whose files on disk are kept beside those of psg_fx."""
         return self.backend == "inductor"

@@ -58,7 +58,7 @@ class DropInModule(PerSampleModule):
         ticket = None
         if torch.is_grad_enabled():
             mistakes.check_graphs(call, self.model, tracked)
-            ticket = begin(dict(step.parameters()), self.settings.accumulate, self.settings.loss_reduction == "mean")
+            ticket = begin(step.parameters(), self.settings.accumulate, self.settings.loss_reduction == "mean")
         with blamed(self.model, None, call):
             flat = step.run(call, ticket)
         return step.program.output.rebuild(flat, call.batch_size())
@@ -114,15 +114,12 @@ class SplitStep:
         self.detached = [spec.field == facts.DETACHED for _, spec in self.outputs if spec.kind == "output"]
         self.order = _saved_order(forward, backward, joint)
         self.forward, self.backward = compiled(forward), compiled(backward)
-        self._owners = self._find_owners()
+        self._owners = {s.name: holder(program.model, None, s.target) for s in self.binding.specs if s.tracked}
 
-    def _find_owners(self) -> dict[str, tuple[dict[str, Any], str]]:
-        return {s.name: holder(self.program.model, None, s.target) for s in self.binding.specs if s.tracked}
-
-    def parameters(self) -> list[tuple[str, torch.Tensor]]:
+    def parameters(self) -> dict[str, torch.Tensor]:
         """The tracked parameters, as they are now."""
         with IN_PLACE:
-            return [(name, group[key]) for name, (group, key) in self._owners.items()]
+            return {name: group[key] for name, (group, key) in self._owners.items()}
 
     def run(self, call: Call, ticket: Ticket | None) -> list[torch.Tensor]:
         """The model's tensor outputs; they carry the backward.  ticket: of the call, None without gradients."""
@@ -230,7 +227,7 @@ def _deliver(ctx: Any, step: SplitStep, found: Sequence[torch.Tensor]) -> list[t
             by_parameter[spec.name] = value * scale if scale != 1 else value
         else:
             by_input[spec.name] = value
-    deliver(ctx.ticket, dict(step.parameters()), by_parameter, step.overwrites)
+    deliver(ctx.ticket, step.parameters(), by_parameter, step.overwrites)
     names = [n.name for n in facts.placeholders(step.gm) if facts.input_spec(n).kind == "input"]
     return [by_input.get(name) for name in names]
 

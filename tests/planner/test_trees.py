@@ -116,7 +116,8 @@ def evaluate(joint: Joint, plan: ParameterPlan, known: dict[int, Tensor]) -> dic
     asks = tuple(dict.fromkeys(part.ask for part in plan.parts))
     step = Plan((plan,), asks, rates.CPU, joint.batch, joint.size)
     with plain_mode():
-        evaluator = Evaluator(step, joint.env | given(plan.gradient), joint.size, torch.device("cpu"), known)
+        evaluator = Evaluator(step, joint.env | given(plan.gradient), joint.size, torch.device("cpu"))
+        evaluator.known |= known
         evaluator.first()
         evaluator.second({"given": {plan.gradient.name: joint.truth.weights}, "": {}})
     known.update(evaluator.known)

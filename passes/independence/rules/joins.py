@@ -80,7 +80,7 @@ def scatter_part(op: Op) -> Placement:
         if source.axis.dim == wanted.dim and x.found.uniform:
             return sample_axis.moved(source.axis, x.axis.dim)
         anywhere = source.found.uniform and source.axis.dim == wanted.dim
-        if not anywhere and not sample_axis.same_places(source.axis, wanted):
+        if not anywhere and source.axis != wanted:
             raise op.refuse(f"%{source.node.name} does not hold the samples where %{x.node.name} does")
     return x.axis
 

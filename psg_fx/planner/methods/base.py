@@ -10,7 +10,7 @@ from typing import ClassVar
 import sympy
 import torch
 
-from psg_fx.algebra.network import Axes, Dense, Form
+from psg_fx.algebra.network import BATCH, Axes, Dense, Form
 from psg_fx.planner.cost import Device, Work
 from psg_fx.tensors import Size, permute, product, reshape
 
@@ -80,6 +80,10 @@ class Pair:
         """Every axis of either operand."""
         return tuple(dict.fromkeys(self.a.axes + self.b.axes))
 
+    def apart(self, form: type[Form]) -> tuple[Arg, Arg]:
+        """The operand of this form, and the other."""
+        return (self.a, self.b) if isinstance(self.a.form, form) else (self.b, self.a)
+
     def count(self, axes: Axes) -> Size:
         """The product of the sizes of `axes`."""
         return product(self.sizes[x] for x in axes)
@@ -141,6 +145,14 @@ class Method:
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """Compute the result from tensors laid out as `p.a.axes` and `p.b.axes` (or raw, for implicit forms)."""
         raise NotImplementedError
+
+
+def is_gram_of_rows(p: Pair) -> bool:
+    """Whether it is x[b,t,i] x[b,t',i] -> [b,t,t'], the inner products of the rows of each sample."""
+    if not (p.self_product and p.a.dense and p.summed and p.batch == (BATCH,) and len(p.left) == len(p.right) == 1):
+        return False
+    renamed = tuple(p.left[0] if x == p.right[0] else x for x in p.b.axes)
+    return renamed == p.a.axes and {BATCH, *p.left, *p.right} == set(p.out)
 
 
 def least(*sizes: Size) -> Size:

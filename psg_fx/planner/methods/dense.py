@@ -7,7 +7,7 @@ from dataclasses import replace
 import sympy
 import torch
 
-from psg_fx.algebra.network import BATCH, Axes
+from psg_fx.algebra.network import BATCH, Axes, has_primed
 from psg_fx.ops.products.rounded import rounded
 from psg_fx.planner.cost import Device, Work
 from psg_fx.planner.methods.base import Method, Pair, arrange, expand_to
@@ -38,7 +38,7 @@ class Multiply(Method):
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         out = self.out(p)
         a, b = expand_to(a, p.a.axes, out), expand_to(b, p.b.axes, out)
-        if p.same or _is_square(p):  # squares of half precision leave its range
+        if p.same or has_primed(p.everything):  # squares of half precision leave its range
             a, b = a.to(accumulation_dtype(p.dtype)), b.to(accumulation_dtype(p.dtype))
         return a.square() if p.same else a * b
 
@@ -117,7 +117,7 @@ class MatMul(Method):
         """Both as matrices, [k, rows, s] and [k, s, columns], in the dtype of the product."""
         a, b = _without_lonely(p, a, p.a.axes), _without_lonely(p, b, p.b.axes)
         dtype = torch.promote_types(a.dtype, b.dtype)
-        if _is_square(p):  # its entries are multiplied again, keep full precision and range
+        if has_primed(p.everything):  # its entries are multiplied again, keep full precision and range
             dtype = accumulation_dtype(dtype)
         a, b = a.to(dtype), b.to(dtype)
         summed = self._order(p, a, b)
@@ -205,11 +205,6 @@ class SumOfOuter(Method):
 
 _WRITTEN_OUT = 8
 """Sums of fewer terms are written out by inductor (`unroll_reductions_threshold`)."""
-
-
-def _is_square(p: Pair) -> bool:
-    """Whether values of one gradient meet those of another one, whose axes are primed: a Gram matrix, or squares."""
-    return any(x.endswith("'") for x in p.everything)
 
 
 def is_gram(axes: Axes) -> bool:

@@ -12,7 +12,7 @@ import torch
 from psg_fx.algebra.network import BATCH, Axes, Form, Members, OneHot, Routed, TileSums
 from psg_fx.ops.experts import expert_mm, expert_outer, expert_squares
 from psg_fx.planner.cost import Device, Work
-from psg_fx.planner.methods.base import Arg, Method, Pair, arrange, least
+from psg_fx.planner.methods.base import Method, Pair, arrange, least
 from psg_fx.tensors import Size, accumulation_dtype
 
 _CALLS = 4
@@ -27,7 +27,7 @@ class Route(Method):
     members = False
 
     def applies(self, p: Pair) -> bool:
-        hot, other = _hot_and_other(p)
+        hot, other = p.apart(OneHot)
         return (
             isinstance(hot.form, OneHot) and isinstance(hot.form, Members) == self.members
             and other.dense and set(hot.axes[:-1]) <= set(other.axes) and hot.axes[-1] not in other.axes
@@ -35,11 +35,11 @@ class Route(Method):
         )  # fmt: skip
 
     def out(self, p: Pair) -> Axes:
-        hot, other = _hot_and_other(p)
+        hot, other = p.apart(OneHot)
         return (*hot.axes, *(x for x in other.axes if x not in hot.axes))
 
     def form(self, p: Pair) -> Form:
-        hot, _ = _hot_and_other(p)
+        hot, _ = p.apart(OneHot)
         assert isinstance(hot.form, OneHot)
         return Routed(hot.form.classes, len(hot.axes), self.members)
 
@@ -65,22 +65,14 @@ class RouteMembers(Route):
     devices = ("cpu",)
 
 
-def _hot_and_other(p: Pair) -> tuple[Arg, Arg]:
-    return (p.a, p.b) if isinstance(p.a.form, OneHot) else (p.b, p.a)
-
-
 class _OfExperts(Method):
     """Products of routed rows with another operand.  flops = 2 · rows · i · o; rows are brought in order first."""
 
     own_op = True
 
-    def split(self, p: Pair) -> tuple[Arg, Arg]:
-        """The routed operand, and the other."""
-        return (p.a, p.b) if isinstance(p.a.form, Routed) else (p.b, p.a)
-
     def axes(self, p: Pair) -> tuple[Axes, str, Axes]:
         """(b, t..), e and i of the routed operand."""
-        routed, _ = self.split(p)
+        routed, _ = p.apart(Routed)
         assert isinstance(routed.form, Routed)
         return routed.axes[: routed.form.lead - 1], routed.axes[routed.form.lead - 1], routed.axes[routed.form.lead :]
 
@@ -91,7 +83,7 @@ class _OfExperts(Method):
         return x, ids, other, (p.b if first else p.a).axes
 
     def applies(self, p: Pair) -> bool:
-        routed, other = self.split(p)
+        routed, other = p.apart(Routed)
         return isinstance(routed.form, Routed) and other.dense and self.fits(p, *self.axes(p), other.axes)
 
     def fits(self, p: Pair, lead: Axes, expert: str, inputs: Axes, other: Axes) -> bool:
@@ -103,13 +95,13 @@ class _OfExperts(Method):
 
     def work(self, p: Pair) -> Work:
         lead, expert, inputs = self.axes(p)
-        rows, (_, other) = p.count(lead), self.split(p)
+        rows, (_, other) = p.count(lead), p.apart(Routed)
         flops = 2 * rows * p.count(inputs) * p.count(tuple(x for x in other.axes if x not in (*lead, expert, *inputs)))
         return self.of_rows(p, flops, p.bytes((*lead, *inputs)) + p.bytes(other.axes), p.bytes(p.out))
 
     def of_rows(self, p: Pair, flops: Size, read: Size, written: Size) -> Work:
         """The work of products whose operands are brought in order first; rows of samples mostly lie so."""
-        routed, _ = self.split(p)
+        routed, _ = p.apart(Routed)
         assert isinstance(routed.form, Routed)
         moved = read if routed.form.members else 3 * read
         return Work(flops, moved, written, "gemm", _CALLS)
@@ -129,7 +121,7 @@ class ExpertOuter(_OfExperts):
     def roles(self, p: Pair) -> tuple[Axes, str, Axes, Axes]:
         """The rows, e, i and o."""
         lead, expert, inputs = self.axes(p)
-        _, other = self.split(p)
+        _, other = p.apart(Routed)
         shared = tuple(x for x in inputs if x in other.axes and x not in p.out)
         rows = (*lead, *shared)
         return rows, expert, tuple(x for x in inputs if x not in rows), tuple(x for x in other.axes if x not in rows)
@@ -160,7 +152,7 @@ class ExpertOuter(_OfExperts):
     def flat(self, p: Pair, a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
         """Rows of both `[r, i]`, `[r, o]`, and which of how many products each row is part of."""
         x, ids, other, have = self.operands(p, a, b)
-        routed, _ = self.split(p)
+        routed, _ = p.apart(Routed)
         assert isinstance(routed.form, Routed)
         rows, expert, i, o = self.roles(p)
         of_x = tuple(q for q in routed.axes if q != expert)
@@ -221,7 +213,7 @@ class ExpertMatMul(_OfExperts):
 
     def out(self, p: Pair) -> Axes:
         lead, expert, inputs = self.axes(p)
-        _, other = self.split(p)
+        _, other = p.apart(Routed)
         return (*lead, *(x for x in other.axes if x not in (expert, *inputs)))
 
     def products(self, p: Pair) -> Size:

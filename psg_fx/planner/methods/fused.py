@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from psg_fx.algebra.network import BATCH, Axes, Form, TileSums, WithTileSums
+from psg_fx.algebra.network import BATCH, Axes, Form, TileSums, WithTileSums, has_primed
 from psg_fx.ops.products import products_here, tile_products
 from psg_fx.planner.cost import BEYOND_CACHES, Device, Work
 from psg_fx.planner.methods.base import Method, Pair
@@ -45,7 +45,7 @@ class TileSquares(Method):
     _product = MatMul()
 
     def applies(self, p: Pair) -> bool:
-        if not self._product.applies(p) or BATCH not in p.batch or any(x.endswith("'") for x in p.out):
+        if not self._product.applies(p) or BATCH not in p.batch or has_primed(p.out):
             return False
         return p.a.dtype == p.b.dtype and p.dtype in self.dtypes
 
@@ -66,10 +66,7 @@ class TileSquares(Method):
         height, width = tile_products.tile(rows, columns)
         down, across = tile_products.tiles(rows, columns)
         computed = float(down * height * across * width) / max(rows * columns, 1)
-        compute = computed * float(work.flops) / (OF_CUBLAS * device.rate(work.kind, p.dtype))
-        moving = float(work.read + work.written) / device.bandwidth
-        found: float = max(compute, moving) + work.calls * device.launch
-        return found
+        return device.bounded(computed * float(work.flops) / (OF_CUBLAS * device.rate(work.kind, p.dtype)), work)
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         left, right = self._product.operands(p, a, b)
@@ -137,8 +134,7 @@ class _Here(TileSquares):
         computed = _whole(rows, _TALL) * _whole(columns, _PANEL) / max(rows * columns, 1)
         packed = p.count(p.everything) / max(rows, 1) * 4  # the second operand
         compute = float(computed * work.flops) / device.rate("tile") + float(packed) / device.bandwidth
-        moving = float(work.read + work.written) / device.bandwidth
-        return max(compute, moving) + device.extra.get("product", 0.0) + work.calls * device.launch
+        return device.bounded(compute, work) + device.extra.get("product", 0.0)
 
 
 def _whole(size: Size, tile: int) -> Size:

@@ -43,7 +43,7 @@ class PatchSquares(TileSquares):
     def applies(self, p: Pair) -> bool:
         if not is_gradient(p) or p.a.dtype != p.b.dtype or p.dtype not in tile_products.DTYPES:
             return False
-        _, form, (b, t, _, _) = split(p)
+        form, (b, t, _, _), _ = split(p)
         return b == BATCH and b in p.out and len(form.kernel) <= 2 and p.sizes[t] == math.prod(form.out_space)
 
     def out(self, p: Pair) -> Axes:
@@ -54,16 +54,15 @@ class PatchSquares(TileSquares):
         return Work(of_product.flops + 2 * p.count(p.out), of_product.read, p.count(p.out) * 4 / TILE, "bmm")
 
     def seconds(self, p: Pair, device: Device) -> float:
-        work, rows, columns = self.work(p), p.sizes[other_axis(p)], p.sizes[split(p)[2][3]]
+        work, rows, columns = self.work(p), p.sizes[other_axis(p)], p.sizes[split(p)[1][3]]
         height, width = patch_products.tile_of(rows, columns, p.dtype)
         down, across = tile_products.tiles(rows, columns, (height, width))
         computed = float(down * height * across * width) / max(rows * columns, 1)
         rate = _OF_CUBLAS.get(p.dtype, OF_CUBLAS) * device.rate(work.kind, p.dtype)
         compute = computed * float(work.flops) / rate
-        entries = float(p.count(split(p)[2]) * down) * width * across / max(columns, 1)
+        entries = float(p.count(split(p)[1]) * down) * width * across / max(columns, 1)
         compute += _OF_AN_ENTRY * entries / device.rate("pointwise", torch.float32)
-        found: float = max(compute, float(work.read + work.written) / device.bandwidth) + work.calls * device.launch
-        return found
+        return device.bounded(compute, work)
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         y, x, window = self._given(p, a, b)
@@ -82,7 +81,7 @@ class PatchSquares(TileSquares):
 
     def _of_samples(self, p: Pair, squares: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """[b·g, tiles] as [b, tiles]: groups are summed over, too."""
-        groups = split(p)[1].groups
+        groups = split(p)[0].groups
         return reshape(squares, (x.shape[0], groups * squares.shape[1]))
 
 

@@ -13,7 +13,7 @@ import torch
 from psg_fx.algebra.network import BATCH, ROWS, Axes, Form, Unformed
 from psg_fx.ops.products import gram_products
 from psg_fx.planner.cost import Device, Work
-from psg_fx.planner.methods.base import Method, Pair, arrange
+from psg_fx.planner.methods.base import Method, Pair, arrange, is_gram_of_rows
 from psg_fx.tensors import Size
 from psg_fx.torch_private import native
 
@@ -43,11 +43,7 @@ class NotFormed(Method):
     dtypes: ClassVar[tuple[torch.dtype, ...]] = gram_products.DTYPES
 
     def applies(self, p: Pair) -> bool:
-        if not (p.self_product and p.a.dense and p.summed and p.batch == (BATCH,) and len(p.left) == len(p.right) == 1):
-            return False
-        if p.a.dtype not in self.dtypes or set(self.out(p)) != set(p.out):
-            return False
-        return tuple(p.left[0] if x == p.right[0] else x for x in p.b.axes) == p.a.axes
+        return is_gram_of_rows(p) and p.a.dtype in self.dtypes
 
     def out(self, p: Pair) -> Axes:
         return (*p.batch, *p.left, *p.right)
@@ -63,6 +59,14 @@ class NotFormed(Method):
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return arrange(a, p.a.axes, (p.batch, p.left, p.summed))
+
+
+def _forms(p: Pair) -> tuple[Unformed, Unformed]:
+    """Those of both operands."""
+    one, two = p.a.form, p.b.form
+    assert isinstance(one, Unformed)
+    assert isinstance(two, Unformed)
+    return one, two
 
 
 class GramDot(Method):
@@ -85,17 +89,14 @@ class GramDot(Method):
     def work(self, p: Pair) -> Work:
         samples, positions = p.count(p.out), p.sizes[p.a.axes[-1]]
         entries = samples * gram_products.tiles(positions) * gram_products.SIDE**2
-        rows = [(form.depth, form.rows.itemsize) for form in (p.a.form, p.b.form) if isinstance(form, Unformed)]
-        read = samples * positions * sum(depth * size for depth, size in rows)
-        return Work(2 * entries * sum(depth for depth, _ in rows), read, 4 * samples, "bmm", 2)
+        read = samples * positions * sum(form.depth * form.rows.itemsize for form in _forms(p))
+        return Work(2 * entries * sum(form.depth for form in _forms(p)), read, 4 * samples, "bmm", 2)
 
     def seconds(self, p: Pair, device: Device) -> float:
-        assert isinstance(p.a.form, Unformed)
-        assert isinstance(p.b.form, Unformed)
-        work, rate = self.work(p), device.rate("bmm", p.a.form.rows)
-        compute = max(float(work.flops) / (_OF_CUBLAS * rate), _STEP * (p.a.form.depth + p.b.form.depth) / _DEPTH)
-        moving = float(work.read + work.written) / device.bandwidth
-        return max(compute, moving) + work.calls * device.launch
+        work, (one, two) = self.work(p), _forms(p)
+        rate = device.rate("bmm", one.rows)
+        compute = max(float(work.flops) / (_OF_CUBLAS * rate), _STEP * (one.depth + two.depth) / _DEPTH)
+        return device.bounded(compute, work)
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return gram_products.gram_dots(a, b)
@@ -120,7 +121,7 @@ class GramDotHere(GramDot):
 
     def work(self, p: Pair) -> Work:
         samples, read = p.count(p.out), super().work(p).read
-        return Work(32 * self._squares(p) * self._depth(p), read, 8 * samples, "tile")
+        return Work(32 * self._squares(p) * sum(form.depth for form in _forms(p)), read, 8 * samples, "tile")
 
     def seconds(self, p: Pair, device: Device) -> float:
         flops = self.work(p).flops + _OF_A_SQUARE * self._squares(p)
@@ -133,6 +134,3 @@ class GramDotHere(GramDot):
     def _squares(self, p: Pair) -> Size:
         along = (p.sizes[p.a.axes[-1]] + 3) // 4
         return p.count(p.out) * along * (along + 1) // 2
-
-    def _depth(self, p: Pair) -> int:
-        return sum(form.depth for form in (p.a.form, p.b.form) if isinstance(form, Unformed))

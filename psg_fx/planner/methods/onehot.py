@@ -9,10 +9,10 @@ from psg_fx.planner.cost import Device, Work
 from psg_fx.planner.methods.base import Arg, Method, Pair, expand_to, least
 
 
-def _split(p: Pair) -> tuple[bool, Axes]:
-    """Whether `a` is the one-hot operand, and its axes (..., v)."""
-    first = isinstance(p.a.form, OneHot)
-    return first, (p.a if first else p.b).axes
+def _operands(p: Pair, a: torch.Tensor, b: torch.Tensor) -> tuple[Arg, torch.Tensor, torch.Tensor, Axes]:
+    """The one-hot operand and its ids, the other one and its axes."""
+    hot, other = p.apart(OneHot)
+    return (hot, a, b, other.axes) if hot is p.a else (hot, b, a, other.axes)
 
 
 class Equal(Method):
@@ -44,33 +44,31 @@ class Gather(Method):
     name = "gather"
 
     def applies(self, p: Pair) -> bool:
-        first, axes = _split(p)
-        hot, other = (p.a, p.b) if first else (p.b, p.a)
+        hot, other = p.apart(OneHot)
         if not isinstance(hot.form, OneHot) or not other.dense:
             return False
-        if isinstance(hot.form, Members) and axes[0] in other.axes:
+        b, v = hot.axes[0], hot.axes[-1]
+        if isinstance(hot.form, Members) and b in other.axes:
             return False
-        b, v = axes[0], axes[-1]
-        shared = set(axes[:-1]) & set(other.axes)  # none: one table for all samples
+        shared = set(hot.axes[:-1]) & set(other.axes)  # none: one table for all samples
         return v in other.axes and (b in shared or not shared) and v not in p.out and self.out(p) == _kept(p)
 
     def out(self, p: Pair) -> Axes:
-        first, axes = _split(p)
-        other = p.b if first else p.a
-        return axes[:-1] + tuple(x for x in other.axes if x not in axes)
+        hot, other = p.apart(OneHot)
+        return hot.axes[:-1] + tuple(x for x in other.axes if x not in hot.axes)
 
     def work(self, p: Pair) -> Work:
         out = self.out(p)
         return Work(p.count(out), p.bytes(out), p.bytes(out))
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        first, axes = _split(p)
-        ids, other, have = (a, b, p.b.axes) if first else (b, a, p.a.axes)
+        hot, ids, other, have = _operands(p, a, b)
+        axes = hot.axes
         shared = tuple(x for x in axes[:-1] if x in have)
         rest = tuple(x for x in have if x not in axes)
         table = other.permute([have.index(x) for x in (*shared, axes[-1], *rest)])
         if not shared:
-            return table[_valid(ids, p.a if first else p.b)]
+            return table[_valid(ids, hot)]
         if shared != axes[:1]:  # the table depends on t too: pick along v, elementwise in t
             index = expand_to(ids, axes[:-1], (*axes, *rest))
             index = index.expand(*ids.shape, 1, *table.shape[len(shared) + 1 :])
@@ -88,8 +86,8 @@ class Scatter(Method):
     name = "scatter"
 
     def applies(self, p: Pair) -> bool:
-        first, axes = _split(p)
-        hot, other = (p.a, p.b) if first else (p.b, p.a)
+        hot, other = p.apart(OneHot)
+        axes = hot.axes
         if not isinstance(hot.form, OneHot) or not other.dense or axes[-1] in other.axes or axes[-1] not in p.out:
             return False
         if isinstance(hot.form, Members) and axes[0] in p.out:
@@ -102,29 +100,25 @@ class Scatter(Method):
         )  # fmt: skip
 
     def out(self, p: Pair) -> Axes:
-        first, axes = _split(p)
-        other = p.b if first else p.a
-        lead = axes[:1] if axes[0] in p.out else ()
-        return (*lead, axes[-1], *(x for x in other.axes if x not in axes))
+        hot, other = p.apart(OneHot)
+        lead = hot.axes[:1] if hot.axes[0] in p.out else ()
+        return (*lead, hot.axes[-1], *(x for x in other.axes if x not in hot.axes))
 
     def work(self, p: Pair) -> Work:
-        first, _ = _split(p)
-        other = p.b if first else p.a
+        _, other = p.apart(OneHot)
         table, rows = p.bytes(self.out(p)), p.bytes(other.axes)
         places = least(table, rows)
         return Work(p.count(other.axes), rows + places, table + places, "pointwise", 5)
 
     def seconds(self, p: Pair, device: Device) -> float:
-        first, _ = _split(p)
-        places = least(p.count((p.b if first else p.a).axes), p.count(self.out(p)))
+        _, other = p.apart(OneHot)
+        places = least(p.count(other.axes), p.count(self.out(p)))
         return device.seconds(self.work(p), p.dtype) + float(places) * device.extra["scatter"]
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        first, axes = _split(p)
-        ids, other, have = (a, b, p.b.axes) if first else (b, a, p.a.axes)
-        hot = p.a if first else p.b
+        hot, ids, other, have = _operands(p, a, b)
         assert isinstance(hot.form, OneHot)
-        rest = tuple(x for x in have if x not in axes)
+        axes, rest = hot.axes, tuple(x for x in have if x not in hot.axes)
         ids = _valid(ids, hot)
         values = expand_to(other, have, axes[:-1] + rest)
         values = values.expand(*ids.shape, *values.shape[ids.ndim :])
@@ -143,27 +137,25 @@ class Pick(Method):
     name = "pick"
 
     def applies(self, p: Pair) -> bool:
-        first, axes = _split(p)
-        hot, other = (p.a, p.b) if first else (p.b, p.a)
-        if not isinstance(hot.form, Members) or not other.dense or not {*axes} <= {*other.axes}:
+        hot, other = p.apart(OneHot)
+        if not isinstance(hot.form, Members) or not other.dense or not {*hot.axes} <= {*other.axes}:
             return False
-        return axes[0] not in p.out and set(p.out) == set(self.out(p))
+        return hot.axes[0] not in p.out and set(p.out) == set(self.out(p))
 
     def out(self, p: Pair) -> Axes:
-        first, axes = _split(p)
-        other = p.b if first else p.a
-        return (axes[1], *(x for x in other.axes if x not in axes))
+        hot, other = p.apart(OneHot)
+        return (hot.axes[1], *(x for x in other.axes if x not in hot.axes))
 
     def work(self, p: Pair) -> Work:
-        rows = p.count(_split(p)[1][:1]) * p.count(self.out(p)[1:]) * p.dtype.itemsize
+        hot, _ = p.apart(OneHot)
+        rows = p.count(hot.axes[:1]) * p.count(self.out(p)[1:]) * p.dtype.itemsize
         return Work(p.count(self.out(p)), 3 * rows, rows + p.bytes(self.out(p)), "pointwise", 4)
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        first, axes = _split(p)
-        ids, other, have = (a, b, p.b.axes) if first else (b, a, p.a.axes)
-        hot, rest = p.a if first else p.b, tuple(x for x in have if x not in axes)
+        hot, ids, other, have = _operands(p, a, b)
         assert isinstance(hot.form, Members)
-        ids, table = _valid(ids, hot), other.permute([have.index(x) for x in (*axes, *rest)])
+        rest = tuple(x for x in have if x not in hot.axes)
+        ids, table = _valid(ids, hot), other.permute([have.index(x) for x in (*hot.axes, *rest)])
         own = table[torch.arange(ids.shape[0], device=ids.device), ids]
         return own.new_zeros((hot.form.classes, *own.shape[1:])).index_add(0, ids, own)
 
@@ -175,9 +167,8 @@ def _valid(ids: torch.Tensor, hot: Arg) -> torch.Tensor:
 
 def _kept(p: Pair) -> Axes:
     """The result's axes if exactly the class axis is summed, in the order of first occurrence."""
-    first, axes = _split(p)
-    other = p.b if first else p.a
-    order = axes[:-1] + tuple(x for x in other.axes if x not in axes)
+    hot, other = p.apart(OneHot)
+    order = hot.axes[:-1] + tuple(x for x in other.axes if x not in hot.axes)
     return tuple(x for x in order if x in p.out)
 
 

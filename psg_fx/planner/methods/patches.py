@@ -15,24 +15,22 @@ import torch.nn.functional as F
 from psg_fx.algebra.network import Axes, Patches
 from psg_fx.ops.products.grouped_convolution import grouped_weight_gradient, weight_gradient
 from psg_fx.planner.cost import Device, Work
-from psg_fx.planner.methods.base import Method, Pair
+from psg_fx.planner.methods.base import Arg, Method, Pair
 from psg_fx.tensors import Size, accumulation_dtype, permute
 
 
-def split(p: Pair) -> tuple[bool, Patches, Axes]:
-    """Whether `a` holds the patches, their form, and their axes (b, t, g, i)."""
-    first = isinstance(p.a.form, Patches)
-    form = (p.a if first else p.b).form
-    assert isinstance(form, Patches)
-    return first, form, (p.a if first else p.b).axes
+def split(p: Pair) -> tuple[Patches, Axes, Arg]:
+    """The form of the patches, their axes (b, t, g, i), and the other operand."""
+    patches, other = p.apart(Patches)
+    assert isinstance(patches.form, Patches)
+    return patches.form, patches.axes, other
 
 
 def is_gradient(p: Pair) -> bool:
     """patches[b,t,g,i] · other[b,t,g,o] with t summed and g, i, o kept."""
     if not (isinstance(p.a.form, Patches) or isinstance(p.b.form, Patches)):
         return False
-    first, _, (b, t, g, i) = split(p)
-    other = p.b if first else p.a
+    _, (b, t, g, i), other = split(p)
     rest = [x for x in other.axes if x not in (b, t, g)]
     return (
         other.dense and {b, t, g} <= set(other.axes) and len(rest) == 1 and t not in p.out
@@ -42,21 +40,19 @@ def is_gradient(p: Pair) -> bool:
 
 def other_axis(p: Pair) -> str:
     """The axis o of the other operand."""
-    first, _, (b, t, g, _) = split(p)
-    other = p.b if first else p.a
+    _, (b, t, g, _), other = split(p)
     return next(x for x in other.axes if x not in (b, t, g))
 
 
 def operands(p: Pair, a: torch.Tensor, b: torch.Tensor) -> tuple[Patches, torch.Tensor, torch.Tensor]:
     """The form, x as it is stored, and the other operand as `[b, g, o, t]`."""
-    first, form, (sample, t, g, _) = split(p)
-    x, other, have = (a, b, p.b.axes) if first else (b, a, p.a.axes)
-    return form, x, permute(other, [have.index(q) for q in (sample, g, other_axis(p), t)])
+    form, (sample, t, g, _), other = split(p)
+    x, grad = (a, b) if other is p.b else (b, a)
+    return form, x, permute(grad, [other.axes.index(q) for q in (sample, g, other_axis(p), t)])
 
 
 def _convolution_work(p: Pair, kind: str = "conv") -> Work:
-    first, form, axes = split(p)
-    other = p.b if first else p.a
+    form, axes, other = split(p)
     o = other_axis(p)
     raw = p.count(axes[:1]) * _raw_per_sample(p, form, axes) * p.dtype.itemsize
     out = p.bytes(p.out)
@@ -79,17 +75,17 @@ class GroupedConv(Method):
     own_op = True
 
     def applies(self, p: Pair) -> bool:
-        return is_gradient(p) and split(p)[2][0] in p.out
+        return is_gradient(p) and split(p)[1][0] in p.out
 
     def out(self, p: Pair) -> Axes:
-        _, _, (b, _, g, i) = split(p)
+        _, (b, _, g, i), _ = split(p)
         return (b, g, other_axis(p), i)
 
     def work(self, p: Pair) -> Work:
         return _convolution_work(p)
 
     def seconds(self, p: Pair, device: Device) -> float:
-        _, form, _ = split(p)
+        form, _, _ = split(p)
         small = not form.out_space or form.out_space[-1] <= 2
         rate = device.extra["grouped_conv_small_output" if small else "grouped_conv_output"]
         return _convolution_seconds(p, device, groups=True) + float(p.count(p.out)) * rate
@@ -109,7 +105,7 @@ def _convolution_seconds(p: Pair, device: Device, groups: bool) -> float:
     """Kernels compute blocks of 16 channels in and out. With groups, what is left over is slow, and depthwise
     ones have fast kernels for small windows alone (oneDNN; bench/convolutions.py).
     """
-    _, form, axes = split(p)
+    form, axes, _ = split(p)
     inputs, outputs = p.sizes[axes[3]] // math.prod(form.kernel), p.sizes[other_axis(p)]
     if inputs == outputs == 1 and groups:
         slower = 16.0 if max(form.kernel) <= 3 else 53.0
@@ -127,10 +123,10 @@ class ConvWeight(Method):
     name = "conv-weight"
 
     def applies(self, p: Pair) -> bool:
-        return is_gradient(p) and split(p)[2][0] not in p.out
+        return is_gradient(p) and split(p)[1][0] not in p.out
 
     def out(self, p: Pair) -> Axes:
-        _, _, (_, _, g, i) = split(p)
+        _, (_, _, g, i), _ = split(p)
         return (g, other_axis(p), i)
 
     def work(self, p: Pair) -> Work:
@@ -139,7 +135,7 @@ class ConvWeight(Method):
     def seconds(self, p: Pair, device: Device) -> float:
         """What threads have added up is brought into the order of the result element by element."""
         written = float(p.count(p.out)) * device.extra.get("conv_output", 0.0)
-        return _convolution_seconds(p, device, groups=split(p)[1].groups > 1) + written
+        return _convolution_seconds(p, device, groups=split(p)[0].groups > 1) + written
 
     def emit(self, p: Pair, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         form, x, grad = operands(p, a, b)
@@ -158,16 +154,15 @@ class Shifted(Method):
     name = "shifted"
 
     def applies(self, p: Pair) -> bool:
-        if not is_gradient(p) or split(p)[2][0] not in p.out:
+        if not is_gradient(p) or split(p)[1][0] not in p.out:
             return False
-        return math.prod(split(p)[1].kernel) <= 49
+        return math.prod(split(p)[0].kernel) <= 49
 
     def out(self, p: Pair) -> Axes:
         return GroupedConv().out(p)
 
     def work(self, p: Pair) -> Work:
-        first, form, axes = split(p)
-        other = p.b if first else p.a
+        form, axes, other = split(p)
         offsets = math.prod(form.kernel)
         base = _convolution_work(p, "bmm")
         read = offsets * (2 * p.count(axes) // offsets * p.dtype.itemsize + p.bytes(other.axes))
@@ -200,17 +195,17 @@ class WindowSum(Method):
     name = "windows"
 
     def applies(self, p: Pair) -> bool:
-        return is_gradient(p) and (set(split(p)[1].stride) == {1} or math.prod(split(p)[1].out_space) == 1)
+        return is_gradient(p) and (set(split(p)[0].stride) == {1} or math.prod(split(p)[0].out_space) == 1)
 
     def out(self, p: Pair) -> Axes:
-        _, _, (b, _, g, i) = split(p)
+        _, (b, _, g, i), _ = split(p)
         return (*((b,) if b in p.out else ()), g, other_axis(p), i)
 
     def work(self, p: Pair) -> Work:
         return _convolution_work(p, "reduce")
 
     def seconds(self, p: Pair, device: Device) -> float:
-        work, (_, form, _) = self.work(p), split(p)
+        work, (form, _, _) = self.work(p), split(p)
         if form.out_space[-1] <= 8:  # a row shorter than a vector is computed element by element
             work = replace(work, flops=3 * work.flops)
         return device.seconds(device.fetching(work), p.dtype)
@@ -222,7 +217,7 @@ class WindowSum(Method):
         n, groups, outputs = grad.shape[:3]
         grad = grad.reshape(n, groups, outputs, *[1] * (1 + nd), *rows.shape[4 + nd :])
         positions = list(range(4 + nd, rows.ndim))
-        kept, lead = ([], [n]) if split(p)[2][0] in p.out else ([0], [])
+        kept, lead = ([], [n]) if split(p)[1][0] in p.out else ([0], [])
         return (rows.to(dtype) * grad.to(dtype)).sum(kept + positions).reshape(*lead, groups, outputs, -1)
 
 

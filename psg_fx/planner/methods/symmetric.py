@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from psg_fx.algebra.network import BATCH, ROWS, Axes, Form, Symmetric
+from psg_fx.algebra.network import ROWS, Axes, Form, Symmetric
 from psg_fx.planner.cost import Work
-from psg_fx.planner.methods.base import Method, Pair, arrange
+from psg_fx.planner.methods.base import Method, Pair, arrange, is_gram_of_rows
 from psg_fx.tensors import Size, accumulation_dtype
 
 _FROM = 32
@@ -30,12 +30,11 @@ class HalfGram(Method):
     name = "half-gram"
 
     def applies(self, p: Pair) -> bool:
-        if not (p.self_product and p.a.dense and p.summed and p.batch == (BATCH,) and len(p.left) == len(p.right) == 1):
+        if not is_gram_of_rows(p):
             return False
         if ROWS in p.left + p.right:  # their number is another at the next call, and how it is stored depends on it
             return False
-        renamed = tuple(p.left[0] if x == p.right[0] else x for x in p.b.axes)
-        return renamed == p.a.axes and set(self.out(p)) == set(p.out) and p.sizes[p.left[0]] not in range(_FROM)
+        return p.sizes[p.left[0]] not in range(_FROM)
 
     def out(self, p: Pair) -> Axes:
         return (*p.batch, *p.left, *p.right)
