@@ -22,7 +22,7 @@ from psg_fx.planner.evaluate import Evaluator
 from psg_fx.planner.groups import Group, groups
 from psg_fx.planner.plan import Plan
 from psg_fx.quantities.base import Quantity, Results, Weights
-from psg_fx.quantities.own import finished, no_input, weights_of
+from psg_fx.quantities.own import finished, no_input, no_weights, weights_of
 
 from .pieces import Pieces
 
@@ -115,6 +115,8 @@ class Writer:
             evaluator.second(_by_name(dict(zip(wanted, given, strict=True))))
             return _returned(evaluator, group, [])
 
+        if missing := [name for name, _ in wanted if name and name not in weights]:
+            raise no_weights(missing[0])
         if asks:
             inputs = [self.batch, *(weights[w][name] for w, name in wanted), *handed, *self._inputs(group)]
             self._take(*self.pieces.write(piece, inputs, ("second", group.signature)), group)
@@ -150,9 +152,10 @@ class Writer:
     def _weights(self, quantities: Sequence[Quantity]) -> NodesByName:
         """The weights that quantities make of the norms and of their further inputs."""
 
-        def function(_: Counts, results: Results, extras: Mapping[str, torch.Tensor]) -> dict[Any, torch.Tensor]:
-            found = weights_of(quantities, results, extras)
-            names = [parameter.gradient.name for parameter in self.plan.parameters]
+        names = [parameter.gradient.name for parameter in self.plan.parameters]
+
+        def function(counts: Counts, results: Results, extras: Mapping[str, torch.Tensor]) -> dict[Any, torch.Tensor]:
+            found = weights_of(quantities, results, extras, names, counts.rows)
             return {(weights, name): of[name] for weights, of in found.items() for name in names}
 
         return _by_name(self._written(function, self._asked(), self.extras))

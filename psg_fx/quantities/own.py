@@ -12,12 +12,13 @@ from torch.utils import _pytree as pytree
 from psg_fx.algebra.ask import Ask
 from psg_fx.algebra.gradient import ParameterGradient
 from psg_fx.errors import BadArgument, PsgError, first_line
+from psg_fx.graph.facts import expr
 from psg_fx.program.reads.observe import observing_backward
 from psg_fx.quantities.base import Extra, Quantity, Results, Weights
 from psg_fx.quantities.names import KINDS
 
-_EVERY_STEP = ("losses", "joins", "together")
-"""What each output has."""
+_EVERY_STEP = ("losses", "joins", "together", "indices", "path", "about", "complete", "top")
+"""What each output has, or the results over a dataset."""
 _OF_PSG_FX = frozenset({*KINDS, "clip_factors"})
 """Fields that quantities of psg_fx fill."""
 _FIX = "write it with torch's ops on the tensors it is given: no branch on values, nothing written in place"
@@ -42,16 +43,52 @@ def check_asks(quantity: Quantity) -> None:
         )  # fmt: skip
 
 
-def weights_of(quantities: Sequence[Quantity], results: Results, extras: Mapping[str, torch.Tensor]) -> Weights:
-    """The weights of all.  Raises BadArgument, also where two quantities make weights of one name."""
+def weights_of(
+    quantities: Sequence[Quantity], results: Results, extras: Mapping[str, torch.Tensor], names: Sequence[str],
+    rows: Any,
+) -> Weights:  # fmt: skip
+    """The weights of all.  names: of the parameters.  rows: how many weights each has (a tensor: not known).
+
+    Raises BadArgument, also where two quantities make weights of one name.
+    """
     found: dict[str, Mapping[str, torch.Tensor]] = {}
     for quantity in quantities:
         with _its_own(quantity, "weights", results, extras):
             made = quantity.weights(results, extras)
+        if is_own(quantity):
+            _require_weights(quantity, made, names, rows)
         if taken := found.keys() & made.keys():
             raise _shared(quantity, "weights", min(taken))
         found.update(made)
     return found
+
+
+def _require_weights(quantity: Quantity, made: Any, names: Sequence[str], rows: Any) -> None:
+    """Refuse what has no weight for each parameter and row."""
+    for name, of in made.items() if isinstance(made, Mapping) else [("", made)]:
+        for weights in [_at(of, parameter) for parameter in names] if isinstance(of, Mapping) else [of]:
+            if isinstance(of, Mapping) and _is_weights(weights, rows):
+                continue
+            shown = list(weights.shape) if isinstance(weights, torch.Tensor) else weights
+            raise _fails(
+                quantity, "weights", f"it gives {shown} for {name!r}, and every parameter has a weight for each row",
+                'return {"name": {parameter: weights [B]}}, with every parameter',
+            )  # fmt: skip
+
+
+def _at(of: Mapping[str, Any], name: str) -> Any:
+    """What a mapping has there, or makes; None for nothing."""
+    try:
+        return of[name]
+    except KeyError:
+        return None
+
+
+def _is_weights(value: Any, rows: Any) -> bool:
+    """Whether it is a vector, of as many as there are rows."""
+    if not isinstance(value, torch.Tensor) or value.ndim != 1:
+        return False
+    return isinstance(rows, torch.Tensor) or expr(value.shape[0]) == expr(rows)
 
 
 def extras_of(quantities: Sequence[Quantity], gradients: Mapping[str, ParameterGradient]) -> dict[str, Extra]:
@@ -77,6 +114,14 @@ def _shared(quantity: Quantity, method: str, name: str) -> BadArgument:
         f"{kind}.{method} names {name!r}, which another quantity of the step names as well", where=f"{kind}.{method}",
         why="names of weights and extras are those of all quantities of a step, and one would read the other's numbers",
         fix=f"begin the name with the quantity's field: {quantity.field}_{name}",
+    )  # fmt: skip
+
+
+def no_weights(name: str) -> BadArgument:
+    """The error for an ask whose weights no quantity makes."""
+    return BadArgument(
+        f"an ask reads the weights {name!r}, and no quantity of the step makes them", where="asks",
+        why="a weighted sum needs its weights", fix=f'let weights() return {{"{name}": {{parameter: weights [B]}}}}',
     )  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from torch import nn
 
 import psg_fx
 from psg_fx import ClippedSum, Grads, MeanGrad, Norms, Quantity, WeightedSum, zoo
+from psg_fx.algebra.asks import Materialized
 from psg_fx.graph import facts
 from psg_fx.planner import rates
+from psg_fx.step import settings
 from support import oracle
 from support.selection import one_in, selected
 
@@ -113,6 +116,54 @@ def test_against_the_loop_in_float64() -> None:
         _, grads = oracle.loop_grads(model, F.cross_entropy, x[:batch], y[:batch])
         assert oracle.relative_error(out.norms, oracle.norms(grads)) < 1e-12
         assert oracle.worst_error(out.clipped_sum, oracle.clipped_sum(grads, BOUND)) < 1e-12
+
+
+@pytest.mark.usefixtures("for_cuda")
+def test_two_parameters_with_one_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their norm by a kernel of psg_fx is one value, which counts twice."""
+    monkeypatch.setattr(rates, "fused_kernels_pay", lambda device: True)
+    monkeypatch.setattr(settings, "_has_triton", lambda: True)
+
+    class Twins(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = (nn.Linear(64, 64, bias=False) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.one(x) + self.two(x)).mean(1)
+
+    torch.manual_seed(0)
+    model, x, y = Twins(), torch.randn(3, 200, 64), torch.randint(64, (3,))
+    step = psg_fx.transform(model, F.cross_entropy, quantities=ClippedSum(BOUND), backend="eager")
+    out = step(x, y)
+    assert any("tile" in str(n.target) for n in step.graphs["tidied"].graph.nodes)
+    _, grads = oracle.loop_grads(model, F.cross_entropy, x, y)
+    assert oracle.relative_error(out.norms, oracle.norms(grads)) < 1e-5
+
+
+@pytest.mark.parametrize("along", ["rows", "columns"])
+def test_numbers_along_a_gradient_are_no_weights_of_samples(along: str) -> None:
+    numbers = torch.rand(16 if along == "rows" else 256)
+
+    def scaled(g: torch.Tensor) -> torch.Tensor:
+        return (g * (numbers[:, None] if along == "rows" else numbers)).sum(0)
+
+    @dataclass(frozen=True)
+    class Scaled(Quantity):
+        field: ClassVar[str] = "scaled"
+
+        def asks(self) -> tuple[Any, ...]:
+            return (Materialized(),)
+
+        def finish(self, r: Any, weights: Any, batch: int) -> dict[str, Any]:
+            return {"scaled": scaled(r["grads"]["weight"])}
+
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(256, 16), torch.randn(5, 100, 256), torch.randint(16, (5, 100))
+    loss = lambda out, target: F.cross_entropy(out.mT, target)  # noqa: E731
+    out = psg_fx.transform(model, loss, quantities=Scaled(), backend="eager")(x, y)
+    _, grads = oracle.loop_grads(model, loss, x, y)
+    assert oracle.relative_error(out.scaled, scaled(grads["weight"])) < 1e-5
 
 
 @pytest.mark.usefixtures("for_cuda")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -80,6 +80,44 @@ class Misnamed(Entries):
         return {"entries": r["products"]["bias"]}
 
 
+PARAMETERS = ("weight", "bias")
+
+
+def weighs(made: Callable[[Tensor], Any]) -> psg_fx.Quantity:
+    """A weighted sum whose weights are made of the norms as `made` says."""
+
+    @dataclass(frozen=True)
+    class Own(psg_fx.Quantity):
+        field: ClassVar[str] = "own"
+
+        def asks(self) -> tuple[Any, ...]:
+            return (SquaredNorm(), Weighted("mine", after_norms=True))
+
+        def weights(self, r: Any, extras: Any) -> Any:
+            return made(r["sq_norms"]["bias"].sqrt())
+
+        def finish(self, r: Any, weights: Any, batch: int) -> dict[str, Any]:
+            return {"own": dict(r["weighted:mine"])}
+
+    return Own()
+
+
+def named(name: str) -> psg_fx.Quantity:
+    """A quantity that fills a field of this name."""
+
+    @dataclass(frozen=True)
+    class Own(psg_fx.Quantity):
+        field: ClassVar[str] = name
+
+        def asks(self) -> tuple[Any, ...]:
+            return (SquaredNorm(),)
+
+        def finish(self, r: Any, weights: Any, batch: int) -> dict[str, Any]:
+            return {name: r["sq_norms"]["bias"]}
+
+    return Own()
+
+
 HALF, NONE = weighing("half", "half", lambda norms: 0.5 + 0 * norms), weighing("none", "none", lambda norms: 0 * norms)
 AS_CLIP, AS_HALF = weighing("one", "clip", torch.ones_like), weighing("one", "half", torch.ones_like)
 REFUSED: dict[str, tuple[list[psg_fx.Quantity], str]] = {
@@ -91,6 +129,16 @@ REFUSED: dict[str, tuple[list[psg_fx.Quantity], str]] = {
     "no extras": ([Unnamed()], "an ask reads 'direction.weight', and no quantity of the step names it"),
     "values of another's extras": ([Surplus()], "Surplus.values gives 'more', which its extras do not name"),
     "another field": ([Elsewhere()], "Elsewhere.finish cannot be part.*it fills 'sums', and its field is 'entries'"),
+    "weights for no parameter": ([weighs(lambda n: {"mine": n})], "Own.weights .*gives .* for 'mine', and every"),
+    "weights for one parameter": ([weighs(lambda n: {"mine": {"weight": n}})], "Own.weights .*gives None for 'mine'"),
+    "weights for more rows": (
+        [weighs(lambda n: {"mine": dict.fromkeys(PARAMETERS, torch.cat([n, n[:1]]))})],
+        "Own.weights .* for each row",
+    ),
+    "a number as weights": ([weighs(lambda n: {"mine": dict.fromkeys(PARAMETERS, 0.5)})], "Own.weights .*gives 0.5"),
+    "weights of no name": ([weighs(lambda n: {"main": dict.fromkeys(PARAMETERS, n)})], "weights 'mine', and no quant"),
+    "no weights": ([weighs(lambda n: None)], "Own.weights .*gives None"),
+    "a field of results": ([named("indices")], "Own fills the field 'indices'"),
     "another result": ([Misnamed()], "KeyError: 'products'; there are 'dots'"),
 }
 
@@ -100,9 +148,8 @@ def test_refused(name: str) -> None:
     quantities, text = REFUSED[name]
     directions = {"weight": torch.ones(3, 4), "bias": torch.ones(3)}
     given = {"directions": directions} if any(isinstance(q, psg_fx.Dots) for q in quantities) else {}
-    step = psg_fx.transform(nn.Linear(4, 3), F.cross_entropy, quantities=quantities, backend="eager")
     with pytest.raises(psg_fx.BadArgument, match=f"(?s){text}"):
-        step(X, Y, **given)
+        psg_fx.transform(nn.Linear(4, 3), F.cross_entropy, quantities=quantities, backend="eager")(X, Y, **given)
 
 
 def test_beside_others() -> None:
