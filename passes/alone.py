@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 from torch.overrides import TorchFunctionMode
@@ -28,7 +29,6 @@ from psg_fx.graph.strides import laid_out_as_read
 from psg_fx.program.arguments.call import Call
 from psg_fx.program.arguments.packed import kept_in
 from psg_fx.program.program import Program
-from psg_fx.program.reads.observed import Observed
 from psg_fx.reference.state import called_with
 from psg_fx.source import locate
 from psg_fx.torch_private.modes import autocast_now
@@ -94,15 +94,18 @@ class Alone:
         squeezes: the ops of the graph that keep the sample dim where the code drops it.
         """
         self.asked, info = True, facts.graph_facts(gm)
-        doubts = [squeezed(squeezes[0])] if squeezes else [copied(info.written_copy)] if info.written_copy else []
-        doubts += [trimmed(info.trims)] if info.trims else []
+        asked: list[tuple[Callable[[GraphModule, Doubt], str], Doubt]] = []
+        if squeezes or info.written_copy:
+            asked.append((self.single, squeezed(squeezes[0]) if squeezes else copied(info.written_copy)))
+        if info.trims:
+            asked.append((self.shorter, trimmed(info.trims)))
         if self.call.axes:
+            _, first = asked[0]
             raise NotYetSupported(
-                f"{doubts[0].what} may treat a batch of one sample differently", where=doubts[0].where,
-                why=f"it {doubts[0].why}; of samples that are rows the code is not run on one alone", fix=doubts[0].fix,
+                f"{first.what} may treat a batch of one sample differently", where=first.where,
+                why=f"it {first.why}; of samples that are rows the code is not run on one alone", fix=first.fix,
             )  # fmt: skip
-        notes = [self.shorter(gm, d) if d.where == info.trims else self.single(gm, d) for d in doubts]
-        return "; ".join(filter(None, notes))
+        return "; ".join(filter(None, (ask(gm, doubt) for ask, doubt in asked)))
 
     def single(self, gm: GraphModule, doubt: Doubt) -> str:
         """The graph beside the code, on the first and the last sample alone."""
@@ -171,18 +174,13 @@ class Alone:
             return self.run(state, inputs), padding.shorter
 
     def run(self, state: dict[str, Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-        """What the program returns; what is noted of it while it runs is that of its capture."""
-        program, given = self.program, ([t.clone() for t in inputs],)
-        kept = program.observed, program.written
-        program.observed = Observed(hidden=(program,))
-        try:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(program.stand_ins.expected(program))
-                for kind, dtype in self.casts.items():
-                    stack.enter_context(torch.autocast(kind, dtype))
-                found = called_with(program, state, given, tie_weights=False)
-        finally:
-            program.observed, program.written = kept
+        """What the program returns; what is known of it stays what its capture has found."""
+        program, given = self.program.like(), ([t.clone() for t in inputs],)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(program.stand_ins.expected(program))
+            for kind, dtype in self.casts.items():
+                stack.enter_context(torch.autocast(kind, dtype))
+            found = called_with(program, state, given, tie_weights=False)
         return [t for t in pytree.tree_leaves(found) if isinstance(t, Tensor)]
 
 
@@ -271,9 +269,11 @@ class _WithoutDropout(TorchFunctionMode):
 
 
 _DROPOUTS = (
+    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
     torch.dropout, torch.dropout_, torch.feature_dropout, torch.feature_dropout_, torch.alpha_dropout,
     torch.alpha_dropout_, torch.feature_alpha_dropout, torch.feature_alpha_dropout_,
 )  # fmt: skip
+"""What layers and code call: a mode is not told of what is called inside of what it is told of."""
 
 
 def _equal(found: Tensor, expected: Tensor) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from psg_fx.graph import facts
-from psg_fx.graph.nodes import call, is_zeros, numbers_along, written_before
+from psg_fx.graph.nodes import call, is_zeros, numbers_along, put_in_place, written_before
 from psg_fx.graph.same_op import merge_equal
 from psg_fx.graph.stages import Stage
 
@@ -35,9 +35,7 @@ def picks(gm: GraphModule) -> GraphModule:
     for node in found:
         with written_before(node, node.meta):
             made = _compared(gm, *node.args)
-        made.meta = node.meta | {"val": made.meta["val"]}
-        node.replace_all_uses_with(made)
-        gm.graph.erase_node(node)
+        put_in_place(node, made)
     if found:
         merge_equal(gm)  # rows of one size have the same places
         gm.graph.eliminate_dead_code()

@@ -23,7 +23,7 @@ from psg_fx.graph.same_op import draws
 from psg_fx.graph.slices import SLICES, Slices
 from psg_fx.graph.stages import Stage
 from psg_fx.ops.across import EACH_ITS_OWN, ENTER, JOINING, LIES, ONE_OF_ALL
-from psg_fx.source import locate
+from psg_fx.source import locate, provenance
 
 from .runner import graph_pass
 
@@ -105,7 +105,7 @@ def _entered(
         known: Any = value.meta["val"]
         with known.fake_mode:
             made.meta["val"] = torch.empty_like(known, memory_format=torch.contiguous_format)
-        made.meta |= {key: value.meta[key] for key in ("stack_trace", "nn_module_stack") if key in value.meta}
+        made.meta |= provenance(value)
         entered[value] = made
         own[made] = f"%{value.name} enters"
         graded.add(made)

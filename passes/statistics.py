@@ -17,7 +17,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from psg_fx.graph import facts
-from psg_fx.graph.nodes import call, output, written_before
+from psg_fx.graph.nodes import call, output, put_in_place, written_before
 from psg_fx.graph.same_op import merge_equal
 from psg_fx.graph.stages import Stage
 from psg_fx.tensors import accumulation_dtype
@@ -79,9 +79,7 @@ def _take(gm: GraphModule, node: Node, found: Node, value: Node) -> None:
             made = _normalised(gm, node, [output(gm, found, k) for k in range(1, len(found.meta["val"]))])
         else:
             made = output(gm, found, value.args[1])
-    made.meta = value.meta | made.meta
-    value.replace_all_uses_with(made)
-    gm.graph.erase_node(value)
+    put_in_place(value, made)
 
 
 def _normalised(gm: GraphModule, node: Node, found: list[Node]) -> Node:

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.graph import facts
 from psg_fx.graph.lifetimes import is_view
+from psg_fx.graph.nodes import put_in_place
 from psg_fx.graph.same_op import merge_equal
 from psg_fx.graph.stages import Stage
 from psg_fx.tensors import ALIGNED, HALF
@@ -121,12 +122,9 @@ def _call(gm: GraphModule, value: torch.Tensor, op: OpOverload, *arguments: Any)
 
 
 def _replace(gm: GraphModule, old: Node, new: Node) -> None:
-    """Put one node in the place of another, under its name and with its facts."""
-    name = old.name
-    new.meta = old.meta | new.meta
-    old.replace_all_uses_with(new)
+    """Put one node in the place of another, under its name and with its facts, and remove that."""
+    put_in_place(old, new)
     gm.graph.erase_node(old)
-    new._rename(name)
 
 
 def _operands(node: Node) -> list[Node]:

@@ -14,7 +14,6 @@ from psg_fx.program.state import ParamFilter
 from psg_fx.quantities.base import Quantity
 from psg_fx.quantities.sums import Grads
 from psg_fx.step import mistakes
-from psg_fx.step.compiled import StepOutput
 from psg_fx.step.module import PerSampleModule
 from psg_fx.step.settings import Settings, as_sequence, needs_loss, without_loss
 from psg_fx.step.with_loss import LossModule
@@ -115,12 +114,13 @@ def transform(
             fix="transform(step.model, step.loss_fn, quantities=...), with other quantities or options",
         )  # fmt: skip
     sharded = is_sharded(model) or is_tensor_parallel(model)
-    if not sharded:
+    if loss_fn is None or not sharded:  # only a step with a loss is had of a sharded model
         mistakes.check_model(model)
     settings = Settings(
-        (Grads(),) if quantities is None else as_sequence(quantities), params, batch_dim,
-        "sum" if loss_reduction is None else loss_reduction, backend, mode, options, dynamic,
-        reuse_outputs, memory_budget, progress, accumulate, warm,
+        quantities=(Grads(),) if quantities is None else as_sequence(quantities), params=params, batch_dim=batch_dim,
+        loss_reduction="sum" if loss_reduction is None else loss_reduction, backend=backend, mode=mode, options=options,
+        dynamic=dynamic, reuse_outputs=reuse_outputs, memory_budget=memory_budget, progress=progress,
+        accumulate=accumulate, warm=warm,
     )  # fmt: skip
     if loss_fn is not None:
         mistakes.check_loss(loss_fn)
@@ -134,8 +134,6 @@ def transform(
 
             return ShardedModule(model, loss_fn, settings)
         return LossModule(model, loss_fn, settings)
-    if sharded:
-        mistakes.check_model(model)
     if quantities is not None:
         raise needs_loss(
             "quantities", "without loss_fn the step leaves grad_sample on the parameters, and nothing else"
@@ -143,6 +141,3 @@ def transform(
     if memory_budget is not None:
         raise needs_loss("memory_budget", "without loss_fn the gradients of the whole batch are materialised")
     return DropInModule(model, None, settings)
-
-
-__all__ = ["PerSampleModule", "StepOutput", "transform"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,6 +31,13 @@ def is_plain(value: Any) -> bool:
     return made_plainly and kind.__reduce_ex__ is object.__reduce_ex__
 
 
+def with_attributes(kind: Any, names: Iterable[str], values: Iterable[Any]) -> Any:
+    """A new object of a plain class; no code of the class runs."""
+    made = kind.__new__(kind)
+    vars(made).update(zip(names, values, strict=True))
+    return made
+
+
 class Given:
     """An object that pytrees look into; put together again it is one like it."""
 
@@ -48,14 +55,14 @@ def _flatten_with_keys(given: Given) -> tuple[list[tuple[pytree.KeyEntry, Any]],
 
 def _unflatten(values: Any, context: Any) -> Any:
     kind, names = context
-    made = kind.__new__(kind)
-    vars(made).update(zip(names, values, strict=True))
+    made = with_attributes(kind, names, values)
     if (seen := getattr(_MAKING, "seen", None)) is not None:
         seen.append(made)
     return made
 
 
 _MAKING = threading.local()
+_ABSENT = object()
 
 
 class NotWritten:
@@ -79,7 +86,7 @@ class NotWritten:
         for value, before in self._before:
             now = vars(value)
             for name in (*before, *now):
-                if before.get(name, _MAKING) is not now.get(name, _MAKING):
+                if before.get(name, _ABSENT) is not now.get(name, _ABSENT):
                     return f"{type(value).__name__}.{name}"
         return ""
 

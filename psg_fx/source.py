@@ -20,8 +20,8 @@ _FRAME = re.compile(
 )
 
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-
+TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+"""Where the files of torch lie."""
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
@@ -35,7 +35,7 @@ _EXAMPLES = tuple(os.path.join(_HERE, name, "") for name in ("zoo", "demo"))
 @functools.cache
 def is_library(file: str) -> bool:
     """Whether a file is torch's or psg_fx's rather than the user's: by where these lie, not by what they are called."""
-    return file.startswith((_TORCH, *_GENERATED)) or is_own(file)
+    return file.startswith((TORCH, *_GENERATED)) or is_own(file)
 
 
 @functools.cache

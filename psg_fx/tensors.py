@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from operator import mul
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 """What numbers are that follow the batch size."""
+_PLAIN: dict[type, Any] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 Size = Any
 """An int, or a sympy expression."""
 
@@ -25,6 +26,11 @@ def same_size(a: Any, b: Any) -> bool:
     if isinstance(a, torch.SymInt) and isinstance(b, torch.SymInt):
         return bool(a.node.expr == b.node.expr)
     return isinstance(a, int) and isinstance(b, int) and a == b
+
+
+def number_at(value: Any, sizes: Mapping[Any, int]) -> Any:
+    """A number that follows sizes, as Python's number for these: symbol -> size."""
+    return _PLAIN[type(value)](value.node.expr.subs(sizes))
 
 
 def place_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:

@@ -27,16 +27,15 @@ from psg_fx.program.changes.effects import Change, Unsettled, made
 from psg_fx.program.changes.set_up import ANOTHER, EVERY_CALL
 from psg_fx.program.changes.written import WRITTEN, computed_before, leave_the_same
 from psg_fx.program.program import Program
-from psg_fx.tensors import has_bits, memory_order
+from psg_fx.tensors import has_bits
 from psg_fx.torch_private.graphs import module_without_code
 from psg_fx.torch_private.symbols import known_by
 
+from .examples import example_like, rows_in, sizes_of_their_own
 from .export import Exported, export
 from .fills import write_fills
 from .fixed_sizes import same_program
 from .unseen import computed_outside, of_an_earlier_call, view_by_a_bit
-
-_HINTS = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43)
 
 
 def capture(program: Program, call: Call, tracked: dict[str, str]) -> GraphModule:
@@ -45,17 +44,17 @@ def capture(program: Program, call: Call, tracked: dict[str, str]) -> GraphModul
     tracked: name of every parameter -> its canonical name (the same for tied ones) if its gradients are asked, else "".
     """
 
-    rows, hints = _rows(call), _hints(call, program)
+    rows, sizes = rows_in(call), sizes_of_their_own(call, program)
 
     def example(size: int) -> list[torch.Tensor]:
         made = [example_like(t, d, size) for t, d in zip(call.tensors, call.dims, strict=True)]
         for k, place in enumerate(rows):
             if place is not None:
-                made[k] = example_like(call.tensors[k], place[0], size + 1 if place[1] < 0 else hints[1 + place[1]])
+                made[k] = example_like(call.tensors[k], place[0], size + 1 if place[1] < 0 else sizes[1 + place[1]])
         return made
 
     def exported_from(program: Program) -> Exported:
-        return export(program, example, call.dims, (hints[0], call.batch_size()), program.observed, rows)
+        return export(program, example, call.dims, (sizes[0], call.batch_size()), rows)
 
     exported = _set_up(program, exported_from)
     held: dict[int, str] = {}
@@ -123,36 +122,6 @@ def _counted(
         raise refusal from None
     program.settled, program.counted = settled, frozenset()
     return exported_from(program)
-
-
-def example_like(tensor: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
-    """A tensor like `tensor` with `size` samples in `dim`, in the same memory order.  Its values mean nothing."""
-    if dim is None:
-        same = tensor.clone() if tensor.is_inference() else tensor.detach()
-        return same.requires_grad_(tensor.requires_grad)
-    sizes = [size if d == dim else tensor.shape[d] for d in range(tensor.ndim)]
-    strides, step = [1] * tensor.ndim, 1
-    for d in reversed(memory_order(tensor)):
-        strides[d], step = step, step * max(sizes[d], 1)
-    made = tensor.new_empty_strided(sizes, strides).zero_()  # not a view: its base would be made fake as well
-    return made.requires_grad_(tensor.requires_grad)
-
-
-def _rows(call: Call) -> list[tuple[int, int] | None]:
-    """Of each input, the dim whose size is that of an axis of rows, and the number of the axis; -1: it is B + 1."""
-    closed = {axis.tensor for axis in call.axes if axis.closed}
-    places = call.places or (None,) * len(call.tensors)
-    rows = [None if p is None else (p.dim, p.axis) for p in places]
-    return [(0, -1) if k in closed else place for k, place in enumerate(rows)]
-
-
-def _hints(call: Call, program: nn.Module) -> list[int]:
-    """Sizes to trace with that no other size equals, so that nothing can be mistaken for the batch, or for an axis of
-    rows.
-    """
-    used = {size for t in (*call.tensors, *program.parameters()) for size in t.shape}
-    found = [h for h in _HINTS if h not in used and (not call.axes or h + 1 not in used)]
-    return (found + [h for h in _HINTS if h not in found])[: 1 + len(call.axes)]
 
 
 def _place(tensor: torch.Tensor) -> int:

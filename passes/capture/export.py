@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.export import Dim
 from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule
@@ -24,10 +23,8 @@ from psg_fx.graph import facts
 from psg_fx.graph.strides import free_of_strides, refuse_strides
 from psg_fx.op_table import decomposition, decompositions
 from psg_fx.program.changes.effects import require_same_places
-from psg_fx.program.changes.written import Written
 from psg_fx.program.decisions.branches import OtherBranch, Readings, watch_the_batch_size
-from psg_fx.program.program import Program
-from psg_fx.program.reads.observed import Observed
+from psg_fx.program.program import Output, Program
 from psg_fx.program.state import IN_PLACE
 from psg_fx.torch_private.export import (
     calls_that_fail,
@@ -95,22 +92,21 @@ class Exported(Functional):
 
 
 def export(
-    program: nn.Module, example: MakeExample, dims: Sequence[int | None], sizes: tuple[int, int], observed: Observed,
-    rows: Rows = (),
-) -> Exported:  # fmt: skip
+    program: Program, example: MakeExample, dims: Sequence[int | None], sizes: tuple[int, int], rows: Rows = ()
+) -> Exported:
     """`program(example(B))` for every batch size B; where only that fails, for one.
 
     example: the inputs with B samples.  dims: where the samples lie in them.  sizes: one that nothing else equals, and
-    that of the call.  observed: is told what runs unseen.  rows: of each input, the dim whose size is that of an axis
-    of rows, and the number of the axis; of -1: it is B + 1.
+    that of the call.  rows: of each input, the dim whose size is that of an axis of rows, and the number of the axis;
+    of -1: it is B + 1.
     """
     batch = Dim("batch", min=2)
     axes = {axis: batch + 1 if axis < 0 else Dim(f"rows_{axis}", min=2) for _, axis in filter(None, rows)}
     dynamic = _dynamic(dims, batch)
     dynamic = [{place[0]: axes[place[1]]} if place else d for d, place in itertools.zip_longest(dynamic, rows)]
     readings = Readings()
-    hooks = Hooks(observed)
-    with keep_custom_backward(observed):
+    hooks = Hooks(program.observed)
+    with keep_custom_backward(program.observed):
         try:
             with watch_the_batch_size(readings):
                 of_all = _functional(program, example(sizes[0]), dynamic, hooks)
@@ -128,7 +124,7 @@ def _dynamic(dims: Sequence[int | None], batch: Any) -> list[dict[int, Any]]:
 
 
 def _by_branches(
-    program: nn.Module, example: MakeExample, dims: Sequence[int | None], sizes: tuple[int, int], readings: Readings,
+    program: Program, example: MakeExample, dims: Sequence[int | None], sizes: tuple[int, int], readings: Readings,
     hooks: Hooks,
 ) -> Exported | None:  # fmt: skip
     """The program up to the largest batch that takes the branches of a batch of one; for all, where larger ones compute
@@ -152,17 +148,16 @@ def _by_branches(
         return None
     if larger is None:
         return replace(found, note=f"one graph for up to {most} samples: {readings.why()}", most=most)
-    return found if not _written(program) and same_program(found, larger) else None
+    return found if not program.written and same_program(found, larger) else None
 
 
 def _one_size(
-    program: nn.Module, example: MakeExample, dims: Sequence[int | None], sizes: tuple[int, int],
+    program: Program, example: MakeExample, dims: Sequence[int | None], sizes: tuple[int, int],
     failure: CaptureFailed, readings: Readings, hooks: Hooks,
 ) -> Exported:  # fmt: skip
     """The program at the batch size of the call, its numbers that follow the batch size found by other sizes."""
     size = sizes[1] or sizes[0]  # for no samples, a graph says what is empty, and does not run
-    if isinstance(program, Program):
-        program.several_sizes = True
+    program.several_sizes = True
     found = _functional(program, example(size), [], hooks)  # what fails here does not fail for the batch size
     try:
         gm, line = _by_other_sizes(program, found, example, dims, (size, sizes[0], 1), hooks)
@@ -180,21 +175,21 @@ def _told(failure: CaptureFailed, other: PsgError) -> PsgError:
 
 
 def _by_other_sizes(
-    program: nn.Module, first: Functional, example: MakeExample, dims: Sequence[int | None],
+    program: Program, first: Functional, example: MakeExample, dims: Sequence[int | None],
     sizes: tuple[int, int, int], hooks: Hooks,
 ) -> tuple[GraphModule, str]:  # fmt: skip
     """What was captured at the first size, its numbers that follow the batch size found by the others: one that nothing
     else equals, and one; and the line of a loop over the samples.
     """
-    found, written, each = [first], _written(program), list(dict.fromkeys(sizes))
+    found, written, output, each = [first], program.written, program.output, list(dict.fromkeys(sizes))
     for n in each[1:]:
+        program.output = Output()
         try:
             found.append(_functional(program, example(n), [], hooks))
         except CaptureFailed as failure:
             raise failure_at(failure, n, sizes[0]) from failure
-        require_same_places(written, _written(program))
-    if isinstance(program, Program):
-        program.written = written
+        require_same_places(written, program.written)
+    program.written, program.output = written, output
     tensors, samples = values_of(first, example(sizes[1])), iter(dims)
     places = [next(samples) if s.kind is InputKind.USER_INPUT else None for s in first.graph_signature.input_specs]
     return join([f.graph_module for f in found], each, tensors, places, constants_that_follow(found, each))
@@ -204,20 +199,8 @@ _CALLER = Program.results.__code__
 """Where model and loss are called."""
 
 
-def _has_rows(program: nn.Module) -> bool:
-    return isinstance(program, Program) and bool(program.call.axes)
-
-
-def _own(program: nn.Module) -> contextlib.AbstractContextManager[None]:
-    return program.stand_ins.expected(program) if isinstance(program, Program) else contextlib.nullcontext()
-
-
-def _written(program: nn.Module) -> list[Written]:
-    return program.written if isinstance(program, Program) else []
-
-
 def _functional(
-    program: nn.Module, examples: Sequence[torch.Tensor], dynamic: list[dict[int, Any]], hooks: Hooks
+    program: Program, examples: Sequence[torch.Tensor], dynamic: list[dict[int, Any]], hooks: Hooks
 ) -> Exported:
     """`program(examples)` as functional ATen, also where masks that it branches on pick nothing."""
     try:
@@ -227,15 +210,15 @@ def _functional(
             raise
         with dims_of_vmap():
             found = _as_it_runs(program, examples, dynamic, hooks)
-    if isinstance(program, Program) and program.branches.found:
+    if program.branches.found:
         return require_same_without(found, program, lambda other: _as_it_runs(other, examples, dynamic, hooks))
-    if isinstance(program, Program) and program.puts_picks:
+    if program.puts_picks:
         without_unread_numbers(found.graph_module)
     return found
 
 
 def _as_it_runs(
-    program: nn.Module, examples: Sequence[torch.Tensor], dynamic: list[dict[int, Any]], hooks: Hooks
+    program: Program, examples: Sequence[torch.Tensor], dynamic: list[dict[int, Any]], hooks: Hooks
 ) -> Exported:
     """`program(examples)` as functional ATen, differentiable, losses and recurrent layers written out."""
     shapes = (dynamic,) if dynamic else None
@@ -245,9 +228,9 @@ def _as_it_runs(
     ):  # fmt: skip
         try:
             with (
-                rewritten(_has_rows(program)) as padding, seen_by_autograd(), own_attributes(), IN_PLACE,
-                functional_derivatives(), _own(program), questions_unseen(), calls_that_fail(),
-                modules_named_once(),
+                rewritten(bool(program.call.axes)) as padding, seen_by_autograd(), own_attributes(), IN_PLACE,
+                functional_derivatives(), program.stand_ins.expected(program), questions_unseen(),
+                calls_that_fail(), modules_named_once(),
             ):  # fmt: skip
                 exported = torch.export.export(program, (list(examples),), dynamic_shapes=shapes, strict=False)
             select_what_is_written(exported.graph_module)

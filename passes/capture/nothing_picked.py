@@ -73,10 +73,9 @@ def require_same_without(found: Found, program: Program, capture: Callable[[Prog
     return found
 
 
-def arm_fails(program: Any, error: Exception) -> CaptureFailed | None:
+def arm_fails(program: Program, error: Exception) -> CaptureFailed | None:
     """The user's code raises, after it has been told that masks pick something: `if x.isnan().any(): return None`."""
-    branches = program.branches.found if isinstance(program, Program) else []
-    frames = traceback.extract_tb(error.__traceback__)
+    branches, frames = program.branches.found, traceback.extract_tb(error.__traceback__)
     if not branches or not frames or not is_theirs(origin(frames[-1].filename)):
         return None
     return _refused(branches[-1:])
@@ -119,9 +118,8 @@ def _without_masks(found: Found, branches: Sequence[Branch]) -> tuple[Found, lis
     if not branches:
         return found, []
     count = sum(len(branch.masks) for branch in branches)
-    (output,) = found.graph_module.graph.find_nodes(op="output")
-    results: Any = output.args[0]
-    output.args = (tuple(results[:-count]),)
+    results: Any = facts.outputs(found.graph_module)
+    found.graph_module.graph.output_node().args = (tuple(results[:-count]),)
     signature = replace(found.graph_signature, output_specs=list(found.graph_signature.output_specs[:-count]))
     masks = map(said, results[-count:])
     return replace(found, graph_signature=signature), [[next(masks) for _ in branch.masks] for branch in branches]
@@ -129,8 +127,7 @@ def _without_masks(found: Found, branches: Sequence[Branch]) -> tuple[Found, lis
 
 def _checks(gm: GraphModule, program: Program) -> dict[int, Node]:
     """The outputs that are checks of the code, by their places."""
-    (output,) = gm.graph.find_nodes(op="output")
-    results: Any = output.args[0]
+    results: Any = facts.outputs(gm)
     end = len(results) - sum(axis.rows.ids is not None for axis in program.call.axes)
     return {k: results[k] for k in range(end - len(program.output.assumed), end)}
 
@@ -143,9 +140,8 @@ def _checks_left_out(empty: Emptied, gm: GraphModule, program: Program, other: P
     found = {k for k, check in _checks(gm, program).items() if empty.depends(check)} if lacking else set()
     if len(found) != lacking or _left_behind(program) != _left_behind(other):
         return None
-    (output,) = empty.gm.graph.find_nodes(op="output")
-    results: Any = output.args[0]
-    output.args = (tuple(result for k, result in enumerate(results) if k not in found),)
+    kept = tuple(result for k, result in enumerate(facts.outputs(empty.gm)) if k not in found)
+    empty.gm.graph.output_node().args = (kept,)
     return found
 
 
@@ -226,7 +222,7 @@ def _computed(gm: GraphModule, numbers: dict[Any, int]) -> list[int]:
 
 def _only_where_picked(gm: GraphModule, program: Program, masks: Sequence[list[Node]], of_arms: set[int]) -> None:
     """Checks of arms count only where the masks pick something whose rows they look at."""
-    (output,) = gm.graph.find_nodes(op="output")
+    output = gm.graph.output_node()
     checks = _checks(gm, program)
     for of_branch in masks if of_arms else ():
         empty = Emptied(gm, of_branch)

@@ -8,10 +8,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from psg_fx.errors import CaptureFailed, NotYetSupported, first_line
-from psg_fx.program.code import is_theirs, origin
+from psg_fx.program.code import is_theirs, origin, source
+from psg_fx.source import TORCH
 from psg_fx.torch_private.fakes import UnsupportedOperatorException
 
 NOT_ONE_GRAPH = "the model and loss could not be captured as one graph"
@@ -23,13 +22,13 @@ TAKEN_FOR_A_CONSTANT = "torch takes a tensor that the code computes for a consta
 COMMUNICATES = "the code communicates with other processes"
 """Then it must not be run to see why it fails: the others would not take part."""
 
-_PROCESSES = os.path.join(os.path.dirname(torch.__file__), "distributed", "")
+_PROCESSES = os.path.join(TORCH, "distributed", "")
 _SIZES = (
     "take sizes from the input (x.shape[0], -1) where the code has a number; what is kept for each sample from call to "
     "call (a hidden state, a buffer with B rows) becomes an input"
 )
-_WITH_GRAPHS = os.path.join(os.path.dirname(torch.__file__), "_higher_order_ops", "")
-_FUNCTORCH = os.path.join(os.path.dirname(torch.__file__), "_functorch", "")
+_WITH_GRAPHS = os.path.join(TORCH, "_higher_order_ops", "")
+_FUNCTORCH = os.path.join(TORCH, "_functorch", "")
 _TRANSFORMS = tuple(_FUNCTORCH + file for file in ("apis.py", "eager_transforms.py", "vmap.py"))
 _BRANCHES = re.compile(r"\b(if|elif|while|assert|and|or|not)\b")
 """What decides, in a line of code."""
@@ -199,7 +198,6 @@ def failure_at(error: CaptureFailed, size: int, wanted: int) -> CaptureFailed:
 
 def user_line(error: Exception) -> str:
     """`model.py:17: x = self.fc(x)`: the innermost line of the user's code that an exception came through, or ""."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_theirs(origin(f.filename))]
-    if not frames:
-        return ""
-    return f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}: {frames[-1].line}"
+    lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = [(file, line) for file, line in lines if is_theirs(origin(file))]
+    return source(*own[-1]) if own else ""

@@ -31,12 +31,8 @@ def bounds(value: Any, depth: int = _DEPTH) -> Bounds:
         return (0, 1)
     if value.target is operator.getitem:
         return _of_a_part(value, depth)
-    if not isinstance(value.target, torch._ops.OpOverload):
-        return _ANYTHING
     rule = known(value.target).bounds
-    if rule is None:
-        return _ANYTHING
-    if not isinstance(tensor, torch.Tensor):
+    if rule is None or not isinstance(tensor, torch.Tensor):
         return _ANYTHING
     return _held(rule(bound(value), lambda v: bounds(v, depth - 1)), tensor.dtype)
 

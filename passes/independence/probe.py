@@ -19,7 +19,7 @@ from torch.fx import Node
 from psg_fx.errors import NotYetSupported
 from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxes, SampleAxis
-from psg_fx.graph.sample_axis import Misfit, single
+from psg_fx.graph.sample_axis import Misfit, Single, single
 
 from .arguments import op_name
 from .refused import FIX, mixed, no_place, not_shown
@@ -37,7 +37,7 @@ def probe(node: Node, batch: sympy.Symbol, known: Mapping[Node, SampleAxes], not
     for axes in known.values():
         if isinstance(axes, tuple):
             raise not_shown(node, "it has no rule, and an input is a tuple")
-    outs = [single(facts.shape(t), batch) for t in tensors(node.meta["val"])] if _fits(node, batch) else []
+    outs = _layouts(node, batch)
     trial = Trial(node, batch, known)
     possible = [list(candidates(o.dim, o.factor)) for o in outs]
     if not any(o.dim is not None for o in outs):
@@ -59,13 +59,11 @@ def probe(node: Node, batch: sympy.Symbol, known: Mapping[Node, SampleAxes], not
     return Result(chosen[0] if isinstance(node.meta["val"], torch.Tensor) else chosen)
 
 
-def _fits(node: Node, batch: sympy.Symbol) -> bool:
+def _layouts(node: Node, batch: sympy.Symbol) -> list[Single]:
     try:
-        for tensor in tensors(node.meta["val"]):
-            single(facts.shape(tensor), batch)
+        return [single(facts.shape(tensor), batch) for tensor in tensors(node.meta["val"])]
     except Misfit as misfit:
         raise no_place(node, misfit) from None
-    return True
 
 
 def candidates(dim: int | None, factor: int) -> Iterator[SampleAxis | None]:

@@ -9,7 +9,7 @@ import torch
 
 from psg_fx import op_table
 from psg_fx.graph.facts import SampleAxis
-from psg_fx.op_table import SampleRule
+from psg_fx.op_table import SampleRule as SampleRule
 from psg_fx.ops.of_users.custom_call import custom_call
 
 from .values import Op, Result
@@ -31,11 +31,6 @@ def sample_rule(
     return register
 
 
-def sample_rules() -> dict[str, SampleRule]:
-    """Every rule, by the name that it is registered under."""
-    return {key: said.samples for key, said in op_table.rows().items() if said.samples is not None}
-
-
 def find(target: object) -> SampleRule | None:
     """The rule of an op: by overload, by name, or elementwise by torch's own `pointwise` tag."""
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
@@ -44,6 +39,3 @@ def find(target: object) -> SampleRule | None:
         return op_table.row(op_table.CUSTOM).samples
     found = op_table.known(target).samples
     return op_table.row(op_table.POINTWISE).samples if found is None and torch.Tag.pointwise in target.tags else found
-
-
-__all__ = ["Placement", "SampleRule", "find", "sample_rule", "sample_rules"]

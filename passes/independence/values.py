@@ -126,13 +126,7 @@ class Op:
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor):
             return None
-        found = self.known.get(node, Result())
-        if isinstance(found.axes, SampleAxis):
-            return Argument(node, self.layout(value), found)
-        try:
-            return Argument(node, single(facts.shape(value), self.batch), found)
-        except Misfit as misfit:
-            raise no_place(self.node, misfit, self._detail()) from None
+        return Argument(node, self.layout(value), self.known.get(node, Result()))
 
     def layout(self, value: torch.Tensor) -> Single:
         """The single shape of a tensor, or a refusal."""

@@ -15,6 +15,7 @@ from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxis
 from psg_fx.graph.sample_axis import Misfit, single
 from psg_fx.source import locate, source_line
+from psg_fx.tensors import SYMBOLS
 
 from .arguments import op_name, symbolic_sizes
 from .logged import logged
@@ -150,14 +151,12 @@ class Prover:
         """Sizes and asserts; a number read out of a tensor (`.item()`) that knows the samples is refused."""
         refuse_effects(node)
         value = node.meta.get("val")
-        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)):
+        if isinstance(value, (*SYMBOLS, int, float)) and "sym_" not in op_name(node):
             for source in node.all_input_nodes:
                 known = self.known[source]
-                if known.structure and "sym_" not in op_name(node):
+                if known.structure:
                     raise mixed(node, f"it reads one number out of %{source.name}, that of all samples", _COUNT)
-                if isinstance(source.meta.get("val"), torch.Tensor) and "sym_" not in op_name(node) and (
-                    known.axes is not None or known.reduced
-                ):  # fmt: skip
+                if isinstance(source.meta.get("val"), torch.Tensor) and (known.axes is not None or known.reduced):
                     raise mixed(node, f"it reads one number out of the samples in %{source.name}",
                                 "keep it a tensor: no .item(), no int() of a tensor")  # fmt: skip
         return Result()
@@ -239,9 +238,9 @@ class Prover:
 
     def counted(self, tensor: torch.Tensor) -> sympy.Symbol:
         """What the samples or rows of a value are counted by."""
-        found = (
-            set() if self.rows is None else self.rows.counts & {s for z in facts.shape(tensor) for s in z.free_symbols}
-        )
+        if self.rows is None:
+            return self.batch
+        found = self.rows.counts & {s for size in facts.shape(tensor) for s in size.free_symbols}
         return found.pop() if len(found) == 1 else self.batch
 
     def knows_batch(self, node: Node) -> bool:

@@ -22,11 +22,12 @@ from psg_fx.graph.same_op import draws
 from psg_fx.graph.sample_axis import Misfit, single
 from psg_fx.graph.strides import free_of_strides
 from psg_fx.source import locate, provenance
+from psg_fx.tensors import number_at
 from psg_fx.torch_private.graphs import traced_without_code
 from psg_fx.torch_private.tracer import trace_fakes
 
-from ..independence import add_conditions, prove, symbolic_values
-from ..independence.arguments import flat_nodes, is_symbolic, op_name, value_arguments
+from ..independence import add_conditions, prove
+from ..independence.arguments import flat_nodes, is_symbolic, op_name, symbolic_values, value_arguments
 from .lift import lifted
 
 aten = torch.ops.aten
@@ -37,18 +38,15 @@ def unreduce(gm: GraphModule) -> GraphModule:
 
     After: nothing reduced over the samples leads to the loss, and all facts are proven anew on the new graph.
     """
-    places = [k for k, spec in enumerate(facts.graph_facts(gm).outputs) if spec.kind == "loss"]
-    if not places:
+    place = next((k for k, spec in enumerate(facts.graph_facts(gm).outputs) if spec.kind == "loss"), None)
+    if place is None:
         return gm
-    loss = facts.outputs(gm)[places[0]]
-    _check_loss(gm, loss)
-    assert isinstance(loss, Node)
-    rewriting = Unreduction(gm, places)
-    rewriting.run()
+    _check_loss(gm, facts.outputs(gm)[place])
+    Unreduction(gm, place).run()
     free_of_strides(gm)
     gm.graph.eliminate_dead_code()
     links = prove(gm)
-    _check_result(gm, places[0])
+    _check_result(gm, place)
     add_conditions(gm, links)
     gm.graph.lint()
     gm.recompile()
@@ -107,33 +105,31 @@ def _check_result(gm: GraphModule, place: int) -> None:
 
 
 class Unreduction:
-    """The rewriting of one graph: old nodes on the way to the loss -> their per-sample versions."""
+    """The rewriting of one graph: old nodes on the way to the loss -> their per-sample versions.
 
-    def __init__(self, gm: GraphModule, places: Sequence[int]) -> None:
-        self.gm = gm
+    place: of the loss among the outputs.
+    """
+
+    def __init__(self, gm: GraphModule, place: int) -> None:
+        self.gm, self.place = gm, place
         self.batch = facts.graph_facts(gm).batch
-        self.places = places
-        entries = facts.outputs(gm)
-        kept = [n for k, n in enumerate(entries) if k not in places and isinstance(n, Node)]
-        self.wanted = facts.ancestors(n for k, n in enumerate(entries) if k in places and isinstance(n, Node))
-        self.shared = facts.ancestors(kept)
+        self.outputs = facts.outputs(gm)
+        self.wanted = facts.ancestors(filter(None, [self.outputs[place]]))
+        self.shared = facts.ancestors(n for k, n in enumerate(self.outputs) if n is not None and k != place)
         self.new: dict[Node, Any] = {}
 
     def run(self) -> None:
         """Rewrite in order, then let the output point to the new loss."""
         for node in list(self.gm.graph.nodes):
-            if node not in self.wanted or node.op != "call_function" or self.is_number(node):
-                continue
-            if facts.fact(node).structure:
+            if node not in self.wanted or node.op != "call_function" or _is_number(node) or facts.fact(node).structure:
                 continue
             if facts.fact(node).reduced:
                 self.per_sample(node)
             else:
                 self.renumber(node)
-        out = self.gm.graph.output_node()
-        entries = facts.outputs(self.gm)
-        changed = [self.flat(self.new.get(n, n)) if k in self.places and n else n for k, n in enumerate(entries)]
-        out.args = (tuple(changed),)
+        loss: Any = self.outputs[self.place]
+        self.outputs[self.place] = self.flat(self.new.get(loss, loss))
+        self.gm.graph.output_node().args = (tuple(self.outputs),)
 
     def flat(self, loss: Node) -> Node:
         """The losses `[B]`, without dims of size 1."""
@@ -147,21 +143,10 @@ class Unreduction:
             found.meta["val"] = value.squeeze(_ones(value))
         return found
 
-    def is_number(self, node: Node) -> bool:
-        """Sizes and the like."""
-        return not isinstance(node.meta.get("val"), (Tensor, tuple, list))
-
     def number(self, node: Node) -> Any:
         """A number among the arguments of an op for one sample."""
-        return self.at_one(node) if is_symbolic(node, self.batch) else node.meta["val"]
-
-    def at_one(self, node: Node) -> int | float | bool:
-        """A number that depends on B, at B = 1."""
         value = node.meta["val"]
-        found = value.node.expr.subs(self.batch, 1)
-        kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(value)]
-        result: int | float | bool = kind(found)
-        return result
+        return number_at(value, {self.batch: 1}) if is_symbolic(node, self.batch) else value
 
     def renumber(self, node: Node) -> None:
         """A value that is not reduced: numbers that depend on B become those of B = 1."""
@@ -183,7 +168,7 @@ class Unreduction:
 
         def changed(name: str, argument: Any) -> Any:
             known = numbers if everywhere or name in values else set()
-            return torch.fx.map_arg(argument, lambda n: self.at_one(n) if n in known else self.new.get(n, n))
+            return torch.fx.map_arg(argument, lambda n: self.number(n) if n in known else self.new.get(n, n))
 
         values = value_arguments(node)
         names = [a.name for a in node.target._schema.arguments] if values else [""] * len(target.args)  # type: ignore[union-attr]
@@ -199,16 +184,12 @@ class Unreduction:
             return
         if draws(node):
             raise _not_yet(node, "it draws at random from values reduced over the samples")
-        inputs = [n for n in dict.fromkeys(flat_nodes([node.args, list(node.kwargs.values())])) if self.is_tensor(n)]
+        inputs = [n for n in dict.fromkeys(flat_nodes([node.args, list(node.kwargs.values())])) if _is_tensor(n)]
         spread = [n for n in inputs if facts.fact(n).reduced or facts.fact(n).samples is not None]
         kept = [n for n in inputs if n not in spread]
         function = lifted(node, spread, kept, self.number)
         arguments = [self.new.get(n, n) for n in (*spread, *kept)]
         self.new[node] = self.splice(node, function, arguments)
-
-    def is_tensor(self, node: Node) -> bool:
-        """Whether the node holds one tensor."""
-        return isinstance(node.meta.get("val"), Tensor)
 
     def splice(self, node: Node, function: Callable[..., Any], arguments: Sequence[Node]) -> Any:
         """Trace the function on the nodes' fake values and put its nodes before `node`."""
@@ -260,6 +241,15 @@ class Unreduction:
                 raise _not_yet(node, str(misfit)) from None
             if not keeps:
                 raise _not_yet(node, "batching it over samples fixes the batch size")
+
+
+def _is_number(node: Node) -> bool:
+    """Sizes and the like."""
+    return not isinstance(node.meta.get("val"), (Tensor, tuple, list))
+
+
+def _is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), Tensor)
 
 
 def _functional(node: Node, traced: Node) -> Any:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from psg_fx.distributed.sums import Named, added, buckets, share_of
+from psg_fx.distributed.sums import Named, added, buckets
 from psg_fx.distributed.tensor_parallel import TensorParallel
 from psg_fx.errors import NotYetSupported
 from psg_fx.step.compiled import StepOutput
@@ -41,9 +41,10 @@ class Placed:
                 fix="shard all parts over one mesh, or over meshes of the same processes",
             )  # fmt: skip
 
-    def shares(self, named: Named, count: int) -> Named:
-        share = share_of(count, next(iter(named.values())).device, self.ways[0].groups if self.ways else [])
-        return dict.fromkeys(named, share)
+    @property
+    def groups(self) -> list[Any]:
+        """Over which sums are taken; none where no parameter's mesh has processes with other samples."""
+        return self.ways[0].groups if self.ways else []
 
     def add(self, named: Named) -> dict[str, torch.Tensor]:
         ways: dict[Any, tuple[_Way, dict[str, torch.Tensor]]] = {}
@@ -53,7 +54,7 @@ class Placed:
             key = (way.mesh, way.kind, way.sharded)
             ways.setdefault(key, (way, {}))[1][name] = value.to(p.dtype)
         others = {name: value for name, value in named.items() if name not in like}  # numbers, of the user's own
-        found = added(others, self.ways[0].groups) if others and self.ways else others
+        found = added(others, self.groups) if others and self.ways else others
         for way, values in ways.values():
             if way.kind == "scattered":
                 found |= self._scattered(way, values)

@@ -27,8 +27,9 @@ Named = Mapping[str, torch.Tensor]
 class Processes(Protocol):
     """How named tensors of this process become those of all."""
 
-    def shares(self, named: Named, count: int) -> Named:
-        """Which part of the samples of all processes the `count` of this one are, for each tensor: scalars."""
+    @property
+    def groups(self) -> Groups:
+        """Over which sums are taken, one after the other, so that they are over all."""
 
     def add(self, named: Named) -> dict[str, torch.Tensor]:
         """The sums over processes."""
@@ -122,8 +123,8 @@ def over_processes(out: StepOutput, processes: Processes) -> StepOutput:
         if join == "variance":
             named = {name: value + _square(out.mean_grad[name], value) for name, value in named.items()}
         if join != "sum":
-            shares = processes.shares(named, count)
-            named = {name: (_wide(value) * shares[name]).to(value.dtype) for name, value in named.items()}
+            share = share_of(count, next(iter(named.values())).device, processes.groups)
+            named = {name: (_wide(value) * share).to(value.dtype) for name, value in named.items()}
         found = processes.add(named)
         fields[field] = found[field] if alone else found
     for field in (f for f, join in joins.items() if join == "variance"):
@@ -144,15 +145,10 @@ class _Group:
     """A group of processes, each with all of every tensor."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
-
-    def shares(self, named: Named, count: int) -> Named:
-        device = next(iter(named.values())).device
-        share = share_of(count, device, [self.group])
-        return dict.fromkeys(named, share)
+        self.groups: Groups = [group]
 
     def add(self, named: Named) -> dict[str, torch.Tensor]:
-        found = added({name: local(value) for name, value in named.items()}, [self.group])
+        found = added({name: local(value) for name, value in named.items()}, self.groups)
         return {name: placed_like(named[name], value) for name, value in found.items()}
 
 

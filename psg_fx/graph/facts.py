@@ -118,9 +118,11 @@ class Fact:
 
     samples: where the samples lie (set by batch).
     reduced: the value is reduced over the samples; only the loss may consume it (set by batch, gone after unreduce).
-    uniform, index: all samples hold the same; the values are the numbers of the samples (set by batch).
+    uniform: all samples hold the same (set by batch).
+    index: the values number the samples (1) or their rows (the step from a sample to the next); 0: neither (set by
+    batch).
     structure: the value says how rows belong to samples, and nothing of these (set by batch).
-    proof: which argument shows that the op keeps the samples apart ("elementwise", "view", "linear", "probed", ...).
+    proof: which argument shows that the op keeps the samples apart ("elementwise", "view", "trusted", ...).
     params: names of the tracked parameters the value is derived from, when it carries no samples (set by sites).
     site: the name of the site this node is (set by sites).
     contracts: the parameter whose gradients are contracted here (set by lower).
@@ -129,7 +131,7 @@ class Fact:
     samples: SampleAxes = None
     reduced: bool = False
     uniform: bool = False
-    index: bool = False
+    index: int = 0
     structure: bool = False
     proof: str = ""
     params: frozenset[str] = frozenset()

@@ -116,7 +116,7 @@ def put_in_place(old: Node, new: Node) -> None:
     new.meta = old.meta | new.meta
     old.replace_all_uses_with(new)
     old._rename(f"{name}_alone")
-    new._rename(name)
+    new.name = name  # `_rename` would add a number: a graph gives no name twice
 
 
 def in_order(gm: GraphModule) -> None:

@@ -8,8 +8,8 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from . import facts
-from .sample_axis import positive
+from psg_fx.graph import facts
+from psg_fx.graph.sample_axis import positive
 
 aten = torch.ops.aten
 _SQUEEZES = (aten.squeeze, aten.squeeze_copy)

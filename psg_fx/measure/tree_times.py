@@ -79,17 +79,17 @@ def seconds(runs: Mapping[str, Callable[[], object]], rounds: int = 5, total: fl
 
 def measured(plan: Plan, backend: str = "inductor") -> dict[tuple[str, int], float]:
     """(parameter, index of its part) -> measured seconds of what no earlier part of the parameter has computed."""
-    runs, device = {}, plan.device.name
+    runs: dict[tuple[str, int], Callable[[], object]] = {}
+    device = plan.device.name
     for parameter in plan.parameters:
         trees = [part.tree for part in parameter.parts]
         values = random_operands(trees, device)
         for index, tree in enumerate(trees):
             if tree.key not in values:
                 run = compiled(partial(_only, tree), _starting_points(tree, values), backend)
-                runs[f"{index} {parameter.gradient.name}"] = run
+                runs[parameter.gradient.name, index] = run
                 evaluate_tree(tree, values)
-    found = seconds(runs)
-    return {(name, int(index)): s for key, s in found.items() for index, name in [key.split(" ", 1)]}
+    return dict(zip(runs, seconds({str(place): run for place, run in runs.items()}).values(), strict=True))
 
 
 def _only(tree: Expr, values: Values) -> list[torch.Tensor]:

@@ -139,15 +139,18 @@ _differentiable(sum_slice, gather)
 _ops: Any = torch.ops.psg_fx
 ENTER: OpOverload = _ops.enter.default
 SUM: OpOverload = _ops.sum_across.default
-LIES: OpOverload = _ops.lies.default
+GATHER: OpOverload = _ops.gather.default
 OWN_SLICE: OpOverload = _ops.own_slice.default
-ONE_OF_ALL = frozenset({SUM, _ops.gather.default})
+SUM_SLICE: OpOverload = _ops.sum_slice.default
+INDEX: OpOverload = _ops.index.default
+LIES: OpOverload = _ops.lies.default
+ONE_OF_ALL = frozenset({SUM, GATHER})
 """What they give is equal in every process."""
 
-EACH_ITS_OWN = frozenset({ENTER, OWN_SLICE, _ops.sum_slice.default, _ops.index.default})
+EACH_ITS_OWN = frozenset({ENTER, OWN_SLICE, SUM_SLICE, INDEX})
 """What they give is another value in every process."""
 
-JOINING = frozenset({SUM, _ops.gather.default, _ops.sum_slice.default})
+JOINING = frozenset({SUM, GATHER, SUM_SLICE})
 """They read what each process has of its own."""
 
 
@@ -213,18 +216,16 @@ def _scattered(x: Tensor, dim: int, size: int, group: str) -> Tensor:
     return found.movedim(0, dim).clone(memory_format=_CONTIGUOUS)
 
 
-_WRITTEN: dict[str, Callable[..., Tensor]] = {
-    "enter": lambda x, group: x,
-    "sum_across": _summed,
-    "gather": _gathered,
-    "own_slice": _sliced,
-    "sum_slice": _scattered,
-    "index": _index,
+_WRITTEN: dict[object, Callable[..., Tensor]] = {
+    ENTER: lambda x, group: x,
+    SUM: _summed,
+    GATHER: _gathered,
+    OWN_SLICE: _sliced,
+    SUM_SLICE: _scattered,
+    INDEX: _index,
 }
 
 
 def written(target: object) -> Callable[..., Tensor] | None:
     """What one of these ops is in a finished graph of this process: functional collectives, and its own place."""
-    if not isinstance(target, OpOverload) or target.namespace != "psg_fx":
-        return None
-    return _WRITTEN.get(target._opname)
+    return _WRITTEN.get(target)

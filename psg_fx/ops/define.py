@@ -98,8 +98,11 @@ def op_named(key: str) -> OpOverload | None:
     return operator(key)
 
 
-def of_torch_alone(op: OpOverload, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """The function of torch's own ops that computes an op of psg_fx.  function: is set, for an op defined elsewhere."""
-    if function is not None:
-        _OF_TORCH[op] = function
+def defined_elsewhere(op: OpOverload, function: Callable[..., Any]) -> None:
+    """An op of psg_fx that is not defined here, and what a graph that leaves psg_fx has in its place."""
+    _OF_TORCH[op] = function
+
+
+def of_torch_alone(op: OpOverload) -> Callable[..., Any]:
+    """The function of torch's own ops that computes an op of psg_fx."""
     return _OF_TORCH[op]

@@ -57,22 +57,13 @@ def isolated() -> Iterator[None]:
     process.
     """
     device = torch.get_default_device()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_CAPTURING)
-        stack.enter_context(_in_this_thread())
-        stack.enter_context(no_functorch_levels())
-        stack.enter_context(no_function_modes())
-        stack.enter_context(no_modes())
-        stack.enter_context(no_module_tracker())
-        stack.enter_context(no_hooks_of_ours())
-        stack.enter_context(no_saved_tensor_hooks())
-        stack.enter_context(no_cached_parametrizations())
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        if torch.is_anomaly_enabled():
-            stack.enter_context(torch.autograd.set_detect_anomaly(False))
-        if device != torch.device("cpu"):
-            stack.enter_context(device)
+    with (
+        _CAPTURING, _in_this_thread(), no_functorch_levels(), no_function_modes(), no_modes(), no_module_tracker(),
+        no_hooks_of_ours(), no_saved_tensor_hooks(), no_cached_parametrizations(), torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autograd.set_detect_anomaly(False) if torch.is_anomaly_enabled() else contextlib.nullcontext(),
+        device if device != torch.device("cpu") else contextlib.nullcontext(),
+    ):  # fmt: skip
         yield
 
 

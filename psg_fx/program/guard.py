@@ -112,10 +112,6 @@ class Placed:
         self.fixed = list({id(t): t for t, _ in tensors if id(t) not in own}.values())
         self.tensors = Tensors([t for t, _ in lying] + self.fixed)
         self._things = [tuple(map(id, held)) for _, held in self.items]  # kept alive by the list of items
-        self._questions = self._about_what_is_there()
-
-    def _about_what_is_there(self) -> list[Callable[[], bool]]:
-        """A question for each kind of places that there are: a small program has few kinds."""
         each: tuple[tuple[Sized, Callable[[], bool]], ...] = (
             (self.slots, self.slots.same), (self.absent, self.absent.same), (self.classes, self.classes.same),
             (self.hookless, self._no_hooks), (self.objects, self._same_kinds),
@@ -123,15 +119,11 @@ class Placed:
             (self.named, self._same_names), (self.items, self._same_items), (self.holders, self._same_tensors),
             (self.fixed, self._same_tensors), ([*self.arrays, *self.looked], self._same_values),
         )  # fmt: skip
-        return list(dict.fromkeys(ask for places, ask in each if len(places)))
+        self._count = sum(len(places) for places, _ in each)
+        self._questions = list(dict.fromkeys(ask for places, ask in each if len(places)))  # of few kinds, mostly
 
     def __len__(self) -> int:
-        parts: tuple[Sized, ...] = (
-            self.slots, self.absent, self.classes, self.cells, self.functions, self.named, self.items, self.hookless,
-            self.objects,
-            self.holders, self.fixed, self.arrays, self.looked,
-        )  # fmt: skip
-        return sum(map(len, parts))
+        return self._count
 
     def same(self) -> bool:
         """Whether all is as it was, as far as that can be told at once."""

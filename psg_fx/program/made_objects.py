@@ -5,19 +5,21 @@ They are taken apart like lists and dicts, by their attributes; what a step leav
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from psg_fx.plain_objects import is_plain
+from psg_fx.plain_objects import is_plain, with_attributes
 from psg_fx.program.arguments.packed import is_packed
+from psg_fx.tensors import SYMBOLS
 from psg_fx.torch_private.fakes import FakeTensor
 
 
 class _Opened:
-    """An object, or sizes, that pytrees look into; put together again it is the object itself."""
+    """An object, or sizes, that pytrees look into; put together again it is a new one of the same class."""
 
     def __init__(self, kind: type, parts: dict[str, Any] | list[Any]) -> None:
         self.kind, self.parts = kind, parts
@@ -33,10 +35,10 @@ def _unflatten(values: Any, context: Any) -> Any:
     kind, names = context
     if names is None:
         return kind(values)
-    made = kind.__new__(kind)
-    vars(made).update(zip(names, values, strict=True))
+    made = with_attributes(kind, names, values)
     place = id(made)
-    _MADE[place] = weakref.ref(made, lambda _: _MADE.pop(place, None))
+    with contextlib.suppress(TypeError):  # a SimpleNamespace has no weak references
+        _MADE[place] = weakref.ref(made, lambda _: _MADE.pop(place, None))
     return made
 
 
@@ -54,7 +56,7 @@ pytree.register_pytree_node(_Opened, _flatten, _unflatten)
 
 
 def opened(value: Any) -> Any:
-    """A value in which pytrees find the tensors of the objects that the code has made, and the numbers of sizes."""
+    """A value in which pytrees find the tensors and numbers of objects that the code has made, and those of sizes."""
     return _open(value, frozenset())
 
 
@@ -66,8 +68,8 @@ def _open(value: Any, inside: frozenset[int]) -> Any:
             return leaf
         parts = {name: _open(each, inside | {id(leaf)}) for name, each in vars(leaf).items()}
         found = pytree.tree_leaves(parts, is_leaf=is_packed)
-        tensors = [each for each in found if isinstance(each, torch.Tensor)]
-        made = tensors and all(isinstance(each, FakeTensor) for each in tensors)
+        of_a_call = [each for each in found if isinstance(each, (torch.Tensor, *SYMBOLS))]
+        made = of_a_call and all(isinstance(each, (FakeTensor, *SYMBOLS)) for each in of_a_call)
         return _Opened(type(leaf), parts) if made else leaf
 
     return pytree.tree_map(part, value, is_leaf=lambda each: is_packed(each) or type(each) is torch.Size)

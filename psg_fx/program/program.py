@@ -8,7 +8,6 @@ from dataclasses import replace
 from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
-import sympy
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -30,7 +29,7 @@ from psg_fx.program.objects import MISSING, contents, slot, slots_of
 from psg_fx.program.reads.observe import observing
 from psg_fx.program.reads.observed import Observed
 from psg_fx.program.stand_ins import StandIns
-from psg_fx.tensors import SYMBOLS
+from psg_fx.tensors import SYMBOLS, number_at
 from psg_fx.torch_private.modes import hooks_of_all_modules
 
 
@@ -55,10 +54,7 @@ def _for(value: Any, batch_size: int) -> Any:
     """A number that code has computed of the batch size, for one batch size; what is none as it is."""
     if not isinstance(value, SYMBOLS):
         return value
-    known = value.node.expr
-    found = known.xreplace(dict.fromkeys(known.free_symbols, sympy.Integer(batch_size)))
-    kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(value)]
-    return kind(found)
+    return number_at(value, dict.fromkeys(value.node.expr.free_symbols, batch_size))
 
 
 class Program(nn.Module):
@@ -195,11 +191,15 @@ def _require_none_packed(leaves: Iterable[Any]) -> None:
 
 def holds_tensors(leaf: Any) -> bool:
     """Whether an object that pytrees do not look into has tensors, in attributes of its own or of what these hold."""
+    return _holds(leaf, (torch.Tensor,))
+
+
+def _holds(leaf: Any, kinds: tuple[type, ...]) -> bool:
     seen: set[int] = set()
     waiting = [leaf]
     while waiting:
         value = waiting.pop()
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, kinds):
             return True
         if id(value) in seen or isinstance(value, (nn.Module, type, ModuleType, str, bytes, *SYMBOLS)):
             continue
@@ -215,6 +215,8 @@ def _held_by(value: Any) -> list[Any]:
         held.extend(value)  # type: ignore[arg-type]
     elif isinstance(value, Mapping):
         held += value.values()
+    elif isinstance(value, slice):
+        held += [value.start, value.stop, value.step]
     elif isinstance(value, functools.partial):
         held += [value.func, value.args, value.keywords]
     elif isinstance(value, FunctionType):
@@ -236,4 +238,10 @@ def _require_no_tensors(leaves: Iterable[Any]) -> None:
                 f"the model returns a {type(leaf).__name__} that holds tensors", where="the model's output",
                 why="torch.utils._pytree does not know the class, so its tensors are no outputs of the graph",
                 fix="return a tuple, a dict or a NamedTuple, or torch.utils._pytree.register_dataclass the class",
+            )  # fmt: skip
+        if not isinstance(leaf, SYMBOLS) and _holds(leaf, SYMBOLS):
+            raise NotYetSupported(
+                f"the model returns a {type(leaf).__name__} that holds a number of the batch size",
+                where="the model's output", why="it would be that of the call that was captured",
+                fix="return the number itself, in a tuple or a dict",
             )  # fmt: skip

@@ -81,12 +81,7 @@ class Structure:
     """The modules, parameters and buffers of module trees: which there are, and of which description."""
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
-        self._roots = roots
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Take what is now for what it must be."""
-        modules = [m for root in self._roots for m in root.modules()]
+        modules = [m for root in roots for m in root.modules()]
         groups = [m.__dict__[g] for m in modules for g in _GROUPS]
         entries = [(group, key, value) for group in groups for key, value in group.items()]
         self._modules, self._kinds = modules, [type(m) for m in modules]

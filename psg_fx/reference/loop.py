@@ -215,6 +215,11 @@ def _whole(inputs: Any, targets: Any, dtype: torch.dtype | None) -> tuple[Any, A
     return found
 
 
+def _first_sample(inputs: Any, targets: Any, batch_dim: Any) -> tuple[Any, Any]:
+    """The first sample as a batch of one; all of them, where they are rows."""
+    return _whole(inputs, targets, None) if has_rows(batch_dim) else Batch.of(inputs, targets, batch_dim).sample(0)
+
+
 def loss_of_the_batch(
     model: nn.Module,
     loss_fn: Loss,
@@ -254,8 +259,7 @@ def draws_random_numbers(model: nn.Module, loss_fn: Loss, inputs: Any, targets: 
     """Whether two runs of the first sample (of all, where they are rows) differ, as by dropout: then no two ways of
     computing can be compared.
     """
-    rows = has_rows(batch_dim)
-    sample = _whole(inputs, targets, None) if rows else Batch.of(inputs, targets, batch_dim).sample(0)
+    sample = _first_sample(inputs, targets, batch_dim)
     program = WithLoss(model, loss_fn)
     with borrowed(model, None, loss_fn) as reset, own_random_state(model), torch.enable_grad():  # it may take some
         losses = []
@@ -283,8 +287,7 @@ def computes_in_single(model: nn.Module, loss_fn: Loss, inputs: Any, targets: An
     """Whether a model in float64 computes something in float32, the first sample (all, where they are rows)."""
     if not any(p.dtype is torch.float64 for p in model.parameters()):
         return False
-    rows = has_rows(batch_dim)
-    sample = _whole(inputs, targets, None) if rows else Batch.of(inputs, targets, batch_dim).sample(0)
+    sample = _first_sample(inputs, targets, batch_dim)
     single = _InSingle()
     with borrowed(model, None, loss_fn) as reset, own_random_state(model), torch.enable_grad(), single:
         reset()

@@ -129,13 +129,7 @@ def validate(
             why="two runs of the same sample gave different losses",
             fix="call model.eval(), or set its dropout to 0, for the validation",
         )
-    own_dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    limit: Any = TOLERANCE.get(own_dtype, 1e-3) if tolerance is None else tolerance
-    if not isinstance(limit, (int, float)) or not limit >= 0:
-        raise BadArgument(
-            f"tolerance={tolerance!r} is not a bound on errors", where="validate(tolerance=...)",
-            why="errors are relative to the largest element", fix="a float, e.g. tolerance=1e-5",
-        )  # fmt: skip
+    limit = _limit(model, tolerance)
     with unchanged(model, loss_fn) as restore:
         out = step(inputs) if targets is None else step(inputs, targets)
         restore()  # what the step has written is not what it has read
@@ -154,6 +148,18 @@ def validate(
         )
         rows += _compare(check, _named(getattr(out, check.field)), want, near, limit)
     return ValidationReport(rows, limit, note, [*notes, *_of_the_batch(losses, whole)])
+
+
+def _limit(model: nn.Module, tolerance: Any) -> float:
+    """The tolerance that is given, or that of the parameters' dtype."""
+    own_dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    limit: Any = TOLERANCE.get(own_dtype, 1e-3) if tolerance is None else tolerance
+    if not isinstance(limit, (int, float)) or not limit >= 0:
+        raise BadArgument(
+            f"tolerance={tolerance!r} is not a bound on errors", where="validate(tolerance=...)",
+            why="errors are relative to the largest element", fix="a float, e.g. tolerance=1e-5",
+        )  # fmt: skip
+    return limit
 
 
 def _draws(model: nn.Module, loss_fn: Loss, inputs: Any, targets: Any, batch_dim: Any) -> bool:
@@ -186,7 +192,7 @@ def _compare(
     tolerance: float,
 ) -> list[ValidationRow]:  # fmt: skip
     """One row per name in reference or answer; a name missing from either is a row too."""
-    floor = FLOOR * max((w.abs().max().item() for w in want.values() if w.numel()), default=0.0)
+    floor = _floor(want)
     rows = []
     for name in [*want, *(name for name in got if name not in want)]:
         if name not in got or name not in want or got[name].shape != want[name].shape:
@@ -198,6 +204,11 @@ def _compare(
         fine = error <= tolerance or (math.isfinite(noise) and error <= NOISE_FACTOR * noise)
         rows.append(ValidationRow(name, error, sample, "ok" if fine else "WRONG", noise, check.field))
     return rows
+
+
+def _floor(want: Mapping[str, Tensor]) -> float:
+    """What errors are at least relative to."""
+    return FLOOR * max((w.abs().max().item() for w in want.values() if w.numel()), default=0.0)
 
 
 def _error(got: Tensor, want: Tensor, floor: float, per_sample: bool) -> tuple[float, int | None]:
@@ -234,7 +245,7 @@ def _second_opinion(
         _, found = vmap_reference(model, loss_fn, inputs, targets, batch_dim=batch_dim, params=params)
     except Exception as error:  # vmap refuses in many ways; none of them is the step's fault
         return f"cannot run this model ({type(error).__name__}: {first_line(error)[:120]})"
-    floor = FLOOR * max((g.abs().max().item() for g in grads.values() if g.numel()), default=0.0)
+    floor = _floor(grads)
     errors = {name: _error(found[name], g, floor, True)[0] for name, g in grads.items()}
     name = max(errors, key=lambda key: errors[key], default="")
     return f"differs from the loop by at most {errors[name]:.1e} ({name})" if name else "nothing to compare"

@@ -9,7 +9,6 @@ from torch.fx import Graph, GraphModule, Node
 
 from psg_fx.errors import InternalError, NotYetSupported, first_line
 from psg_fx.graph import facts
-from psg_fx.graph.facts import InputSpec
 from psg_fx.graph.same_op import draws
 from psg_fx.program.arguments.call import Call
 from psg_fx.source import locate
@@ -107,8 +106,3 @@ def not_exported(error: Exception) -> NotYetSupported:
         "torch could not make a file of the lowered graph", f"{type(error).__name__}: {' '.join(said[:2])}",
         "run the step itself, which is compiled for the sizes of a call; please report this, with the error above",
     )  # fmt: skip
-
-
-def is_passed(spec: InputSpec) -> bool:
-    """Whether an input of the graph is one of the file: what code and loss hold is in it as it is now."""
-    return spec.kind != "constant" and not (spec.kind == "buffer" and not spec.target.startswith("model."))

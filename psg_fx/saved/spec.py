@@ -21,11 +21,18 @@ from psg_fx.program.arguments.rows import RowAxis, Rows
 from psg_fx.version import __version__
 
 FORMATS = (1, 2, 3)
-"""Files of samples that have a dim of their own, and of samples that are rows."""
+"""Files of samples that have a dim of their own; of samples that are rows; of either, where code has decided by the
+values of buffers.
+"""
 
 BATCH = "B"
 Shape = tuple[int | str, ...]
 """Sizes; those that follow from the number of samples are texts such as "B" and "12*B"; numbers of rows "R0", "R1"."""
+
+
+def names_of_sizes(axes: int) -> tuple[str, ...]:
+    """The number of samples, and of rows along each axis, as they are written."""
+    return (BATCH, *(f"R{k}" for k in range(axes)))
 
 
 @dataclass(frozen=True)
@@ -142,13 +149,19 @@ class Spec:
         return [entry for entry in self.inputs if entry.kind in kinds]
 
 
+def is_passed(spec: InputSpec) -> bool:
+    """Whether an input of the graph is one of the file: what code and loss hold is in it as it is now."""
+    return spec.kind != "constant" and not (spec.kind == "buffer" and not spec.target.startswith("model."))
+
+
 def describe(
     inputs: Sequence[tuple[InputSpec, Node]], outputs: Sequence[tuple[OutputSpec, Node | None]], call: Call,
     known: facts.GraphFacts, defaults: Mapping[str, Any], drop: bool, conditions: tuple[Condition, ...],
     decided: Mapping[str, Sequence[Any]],
 ) -> Spec:  # fmt: skip
     """The Spec of a lowered graph.  inputs: those that are passed.  defaults: of what is given, where there is one."""
-    names = {known.batch: sympy.Symbol(BATCH), **{s: sympy.Symbol(f"R{k}") for k, s in enumerate(known.rows)}}
+    written = map(sympy.Symbol, names_of_sizes(len(known.rows)))
+    names = dict(zip((known.batch, *known.rows), written, strict=True))
     entries = [
         Entry(spec.kind, spec.name, _shape(node, names), _dtype(node), samples=spec.samples,
               default=defaults.get(spec.name) if spec.kind == "given" else None)
@@ -163,7 +176,7 @@ def describe(
     rows = OfRows(tuple(map(Axis.of, call.axes)), call.counts, conditions) if call.axes else None
     return Spec(
         tuple(entries), tuple(results), call.tensors[0].device.type, structure, tuple(call.constants), drop, rows,
-        decided, 3 if decided else FORMATS[rows is not None],
+        decided, 3 if decided else 2 if call.axes else 1,
     )  # fmt: skip
 
 
@@ -190,5 +203,5 @@ def _dtype(node: Node) -> str:
 
 def sizes(shape: Shape, count: int, rows: Sequence[int] = ()) -> list[int]:
     """A shape for so many samples, and so many rows along each axis."""
-    known = {BATCH: sympy.Integer(count), **{f"R{k}": sympy.Integer(n) for k, n in enumerate(rows)}}
+    known = dict(zip(names_of_sizes(len(rows)), map(sympy.Integer, (count, *rows)), strict=True))
     return [s if isinstance(s, int) else int(sympy.sympify(s, known)) for s in shape]

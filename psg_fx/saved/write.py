@@ -21,8 +21,8 @@ from psg_fx.graph import facts
 from psg_fx.ops.define import of_torch_alone
 from psg_fx.passes.compile.compile import CPU_OPTIONS
 from psg_fx.passes.compile.prepared import written_out
-from psg_fx.saved.refusals import OWN, check_of_torch_alone, is_passed, not_exported
-from psg_fx.saved.spec import Spec
+from psg_fx.saved.refusals import OWN, check_of_torch_alone, not_exported
+from psg_fx.saved.spec import Spec, is_passed, names_of_sizes
 from psg_fx.saved.trial import coarsest, try_out
 from psg_fx.tensors import HALF
 from psg_fx.torch_private.export import own_builtins
@@ -135,8 +135,8 @@ def _exported(gm: GraphModule, lowered: Lowered, nodes: Sequence[Node]) -> Expor
     """The graph as a program for any number of samples, and of rows along each axis."""
     known = facts.graph_facts(gm)
     symbols = (known.batch, *known.rows)
-    names = ("B", *(f"R{k}" for k in range(len(known.rows))))
-    dims = {s: Dim(name, min=1, max=_MOST_SAMPLES) for s, name in zip(symbols, names, strict=True)}
+    names = zip(symbols, names_of_sizes(len(known.rows)), strict=True)
+    dims = {s: Dim(name, min=1, max=_MOST_SAMPLES) for s, name in names}
     shapes = [facts.shape(node.meta["val"]) for node in nodes]
     dynamic = [
         {dim: _written(size, dims) for dim, size in enumerate(shape) if size.free_symbols} or None for shape in shapes

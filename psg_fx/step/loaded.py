@@ -19,7 +19,7 @@ from psg_fx.program.arguments.packed import padded
 from psg_fx.program.arguments.rows import Place
 from psg_fx.program.values import Once
 from psg_fx.quantities.clipped_sum import bounds_of
-from psg_fx.saved.spec import Entry, OfRows, Spec, sizes
+from psg_fx.saved.spec import Entry, OfRows, Spec, names_of_sizes, sizes
 from psg_fx.saved.write import SPEC
 from psg_fx.step.binding import failed_check
 from psg_fx.step.compiled import StepOutput
@@ -254,7 +254,7 @@ class LoadedStep:
 def _with_rows(call: Call, rows: OfRows, entries: Sequence[Entry]) -> Call:
     """A call of which some tensors hold rows: where these lie, their shapes in the file say."""
     axes = tuple(axis.read() for axis in rows.axes)
-    names = [f"R{k}" for k in range(len(axes))]
+    _, *names = names_of_sizes(len(axes))
     places = [
         next((Place(names.index(str(size)), dim) for dim, size in enumerate(e.shape) if size in names), None)
         for e in entries

@@ -20,8 +20,8 @@ from psg_fx.program.values import Same
 from psg_fx.quantities.base import Quantity
 from psg_fx.quantities.clipped_sum import COUNTED
 from psg_fx.quantities.own import is_own
-from psg_fx.saved.refusals import is_passed, refuse
-from psg_fx.saved.spec import describe
+from psg_fx.saved.refusals import refuse
+from psg_fx.saved.spec import describe, is_passed
 from psg_fx.saved.write import write
 from psg_fx.step import own_code
 from psg_fx.step.binding import plain_mode

@@ -16,8 +16,8 @@ from torch import nn
 from torch.autograd import Function
 from torch.autograd.function import FunctionMeta
 
-from .modes import grad_mode_unseen
-from .patching import patched_here
+from psg_fx.torch_private.modes import grad_mode_unseen
+from psg_fx.torch_private.patching import patched_here
 
 _APPLY: Any = vars(Function)["apply"]
 _WITHOUT_SETUP = Function.setup_context

@@ -10,7 +10,7 @@ import torch
 from torch._functorch import eager_transforms
 from torch._functorch.eager_transforms import _replace_args, _slice_argnums
 
-from .patching import patched_here
+from psg_fx.torch_private.patching import patched_here
 
 SET_GRAD_ENABLED: Any = torch._C._set_grad_enabled
 """What a mode of functions is told where gradients are turned on or off."""

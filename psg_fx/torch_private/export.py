@@ -22,19 +22,13 @@ from psg_fx.torch_private.modes import without_functions
 from psg_fx.torch_private.patching import patched_here, wrapped_here
 
 
-@contextlib.contextmanager
-def own_attributes() -> Iterator[None]:
+def own_attributes() -> contextlib.AbstractContextManager[None]:
     """Let export leave attributes of modules alone: it would replace containers in them by copies, warn of tensors that
     are stored there, and put numbers back.
     """
-    name = "_detect_attribute_assignment"
     from torch.export import _trace
 
-    if not hasattr(_trace, name):
-        yield
-        return
-    with patched_here(_trace, name, lambda module: contextlib.nullcontext()):
-        yield
+    return wrapped_here(_trace, "_detect_attribute_assignment", lambda _: lambda module: contextlib.nullcontext())
 
 
 @contextlib.contextmanager
@@ -58,26 +52,23 @@ def modules_named_once() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def dims_of_vmap() -> Iterator[None]:
+def dims_of_vmap() -> contextlib.AbstractContextManager[None]:
     """While open, `vmap(out_dims=d)` moves the dim by an op of its own: what torch's does in one, export takes for a
     constant, unless its inputs have their dim elsewhere, too.
     """
-    name = "_remove_batch_dim"
-    remove = getattr(batching, name, None)
 
-    def removed(tensor: Any, level: int, size: Any, dim: int) -> Any:
-        assert remove is not None
-        found = remove(tensor, level, size, 0)
-        with without_functions():
-            return found.movedim(0, dim) if dim else found
+    def made(remove: Callable[..., Any]) -> Callable[..., Any]:
+        def removed(tensor: Any, level: int, size: Any, dim: int) -> Any:
+            found = remove(tensor, level, size, 0)
+            with without_functions():
+                return found.movedim(0, dim) if dim else found
 
-    with patched_here(batching, name, removed) if remove is not None else contextlib.nullcontext():
-        yield
+        return removed
+
+    return wrapped_here(batching, "_remove_batch_dim", made)
 
 
-@contextlib.contextmanager
-def calls_that_fail() -> Iterator[None]:
+def calls_that_fail() -> contextlib.AbstractContextManager[None]:
     """While open, the tracer forgets which module it was in when a call of it raises: code that catches that
     (`except TypeError: layer(x)`) goes on where it was.
     """
@@ -94,8 +85,7 @@ def calls_that_fail() -> Iterator[None]:
 
         return call
 
-    with wrapped_here(Tracer, "call_module", made):
-        yield
+    return wrapped_here(Tracer, "call_module", made)
 
 
 @contextlib.contextmanager
@@ -119,18 +109,14 @@ def questions_unseen() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def own_builtins() -> Iterator[None]:
+def own_builtins() -> contextlib.AbstractContextManager[None]:
     """Let export leave `min` and `max` alone, where what is exported is a graph: replaced by those of symbolic sizes,
     they are also what torch's own rules for strides call, and the stride `min(16, 16*B)` of a view stays as it is
     written.  Whether that is 16 is then asked in a guard, which export does not prove.
     """
     from torch.export import _trace
 
-    name = "_override_builtin_ops"
-    patch = patched_here(_trace, name, contextlib.nullcontext) if hasattr(_trace, name) else contextlib.nullcontext()
-    with patch:
-        yield
+    return wrapped_here(_trace, "_override_builtin_ops", lambda _: contextlib.nullcontext)
 
 
 @contextlib.contextmanager
@@ -143,15 +129,14 @@ def without_checkpoints() -> Iterator[None]:
         yield
 
     name = "_checkpoint_without_reentrant_generator"
-    with contextlib.ExitStack() as patches:
-        for found in (name, f"{name}_impl"):  # the second since torch 2.15
-            if hasattr(checkpointing, found):
-                patches.enter_context(patched_here(checkpointing, found, nothing))
+    with (
+        wrapped_here(checkpointing, name, lambda _: nothing),
+        wrapped_here(checkpointing, f"{name}_impl", lambda _: nothing),  # since torch 2.15
+    ):
         yield
 
 
-@contextlib.contextmanager
-def user_stack_traces(caller: CodeType) -> Iterator[None]:
+def user_stack_traces(caller: CodeType) -> contextlib.AbstractContextManager[None]:
     """Let traced nodes keep every frame inside `caller`, the code that calls model and loss: export's tracer keeps only
     those of functions named `forward`, so that nothing in a loss function or a helper has a line.
     """
@@ -162,7 +147,4 @@ def user_stack_traces(caller: CodeType) -> Iterator[None]:
         program, own = summary[start : start + 1], summary[start + 1 :]
         return traceback.StackSummary.from_list(program + [f for f in own if not is_library(f.filename)])
 
-    name = "_filter_traceback_frames"
-    patch = patched_here(TracerBase, name, inner_frames) if hasattr(TracerBase, name) else contextlib.nullcontext()
-    with patch:
-        yield
+    return wrapped_here(TracerBase, "_filter_traceback_frames", lambda _: inner_frames)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -54,11 +55,8 @@ class Knowledge:
         if env is None:
             return True
         ranges = env.var_to_range.values()
-        return self.counts == _counts(env) and all(map(_same, self.ranges, ranges)) and len(ranges) == len(self.ranges)
-
-
-def _same(a: object, b: object) -> bool:
-    return a is b
+        same = len(ranges) == len(self.ranges) and all(map(operator.is_, self.ranges, ranges))
+        return same and self.counts == _counts(env)
 
 
 def _counts(env: Any) -> tuple[int, ...]:

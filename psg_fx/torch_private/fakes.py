@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import sympy
@@ -43,8 +43,7 @@ def has_known_value(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
-@contextlib.contextmanager
-def fake_batch() -> Iterator[tuple[Callable[[torch.Tensor, bool], torch.Tensor], Callable[[], bool]]]:
+def fake_batch() -> tuple[Callable[[torch.Tensor, bool], torch.Tensor], Callable[[], bool]]:
     """A maker of fake tensors `(like, stacked)` whose first size, if stacked, is a batch size of their own, and a
     question: is that size still a symbol?
     """
@@ -68,7 +67,7 @@ def fake_batch() -> Iterator[tuple[Callable[[torch.Tensor, bool], torch.Tensor],
         sizes: list[Any] = [t.shape[0] for t in made]
         return all(isinstance(s, torch.SymInt) and not s.node.expr.is_number for s in sizes)
 
-    yield example, is_symbol
+    return example, is_symbol
 
 
 def with_own_sizes(like: torch.Tensor, hints: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

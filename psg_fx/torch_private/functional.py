@@ -127,12 +127,12 @@ def _writes(exported: ExportedProgram | Functional) -> bool:
 
 def _in_one_trace(exported: ExportedProgram, table: Decompositions) -> Functional | None:
     """None: torch must do it."""
-    found = None
-    if not (
-        _writes(exported) or _has_unknown_sizes(exported) or torch._C._is_any_autocast_enabled()
-    ):  # which casts what composite ops read
+    casts = torch._C._is_any_autocast_enabled()  # what composite ops read
+    if not (casts or _writes(exported) or _has_unknown_sizes(exported)):
         found = _written_out(exported, table)
-    return _traced(exported, table) if found is None else found
+        if found is not None:
+            return found
+    return _traced(exported, table)
 
 
 _SIZES: dict[Any, Callable[..., Any]] = {

@@ -18,29 +18,19 @@ import torch._dynamo.eval_frame as eval_frame
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, tracing
-from torch._inductor.exc import InductorError, InvalidCxxCompiler
+from torch._inductor.exc import InductorError as InductorError
+from torch._inductor.exc import InvalidCxxCompiler as InvalidCxxCompiler
 from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from .compiler import code_that_asks
-from .functional_already import functional_already
-from .kernel_files import few_kernel_files
-from .patching import patched_here
-from .repeated import without_repetition
-from .written_once import written_once
+from psg_fx.torch_private.compiler import code_that_asks
+from psg_fx.torch_private.functional_already import functional_already
+from psg_fx.torch_private.kernel_files import few_kernel_files
+from psg_fx.torch_private.patching import patched_here
+from psg_fx.torch_private.repeated import without_repetition
+from psg_fx.torch_private.written_once import written_once
 
-__all__ = [
-    "Compiler",
-    "InductorError",
-    "InvalidCxxCompiler",
-    "Like",
-    "Sizes",
-    "calls_subgraphs",
-    "compiled",
-    "inductor",
-    "stance",
-]
 Sizes = Mapping[sympy.Symbol, int]
 Compiler = Callable[[GraphModule, Sequence[torch.Tensor]], Callable[..., Sequence[Any]]]
 """Makes code of a graph, for fake inputs."""

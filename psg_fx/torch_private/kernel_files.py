@@ -24,9 +24,8 @@ from torch._inductor.exc import CppCompileError
 from torch._inductor.utils import clear_on_fresh_cache
 
 from psg_fx.garbage import collect_while_waiting
-
-from . import native
-from .patching import patched_here
+from psg_fx.torch_private import native
+from psg_fx.torch_private.patching import patched_here
 
 CALLS = "kernel_calls"
 """The library that calls kernels from Python."""

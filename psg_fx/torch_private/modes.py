@@ -11,19 +11,22 @@ import torch
 from torch import nn
 from torch._C._dynamo.guards import TensorGuards
 from torch._C._functorch import TransformType
-from torch._dispatch.python import enable_python_dispatcher
+from torch._dispatch.python import enable_python_dispatcher as enable_python_dispatcher
 from torch._functorch import vmap as _vmap
 from torch._functorch.pyfunctorch import VmapInterpreter, temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing as not_recorded
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.nn.modules import module as of_modules
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes as no_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from psg_fx.torch_private.patching import patched_here, seen_here
 
 _add_batch_dim: Any = _vmap._add_batch_dim  # type: ignore[attr-defined]
+
+no_modes = _disable_current_modes
+not_recorded = disable_proxy_modes_tracing
 
 without_functions: Callable[[], contextlib.AbstractContextManager[None]] = torch._C.DisableTorchFunction
 """While open, a question to a tensor (`t.requires_grad`) passes no mode of functions: each would call Python for it."""
@@ -258,34 +261,3 @@ def tensor_guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     """
     check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     return check
-
-
-__all__ = [
-    "ASSERT_LATER",
-    "CHECK_ALL",
-    "FILE_OF_TENSORS",
-    "GRAD_OF_TENSOR",
-    "IS_ALL_TRUE",
-    "NO_FUNCTION",
-    "autocast_key",
-    "below_autograd",
-    "default_device",
-    "enable_python_dispatcher",
-    "has_tangent",
-    "hooks_of_all_modules",
-    "indexing_by_places",
-    "is_transformed",
-    "no_cached_parametrizations",
-    "no_function_modes",
-    "no_functorch_levels",
-    "no_grad",
-    "no_hooks_of_ours",
-    "no_modes",
-    "no_module_tracker",
-    "no_saved_tensor_hooks",
-    "not_recorded",
-    "sliced_by_vmaps",
-    "tensor_guards",
-    "untransformed",
-    "without_functions",
-]

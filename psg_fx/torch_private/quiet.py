@@ -13,9 +13,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
-_TORCH = os.path.dirname(torch.__file__) + os.sep
+from psg_fx.source import TORCH
 
 
 class _Dropped(logging.Filter):
@@ -39,7 +37,7 @@ class _Stderr:
     def write(self, text: str) -> int:
         """Write what was not printed by torch."""
         caller = sys._getframe(1).f_code.co_filename
-        if self.active and threading.get_ident() == self.thread and caller.startswith(_TORCH):
+        if self.active and threading.get_ident() == self.thread and caller.startswith(TORCH):
             return len(text)
         written: int = self.stream.write(text)
         return written
@@ -87,6 +85,3 @@ def _handlers() -> Iterator[logging.Handler]:
     for name, logger in list(logging.root.manager.loggerDict.items()):
         if name.partition(".")[0] == "torch" and name != "torch.__trace" and isinstance(logger, logging.Logger):
             yield from logger.handlers
-
-
-__all__ = ["quiet"]

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from psg_fx.torch_private.patching import patched_here, seen_here
+from psg_fx.torch_private.patching import wrapped_here
 
 
-@contextlib.contextmanager
-def unknown_ranges() -> Iterator[None]:
+def unknown_ranges() -> contextlib.AbstractContextManager[None]:
     """While open, what this thread asks of the index of a loop whose range is not told is not known, and no error.
 
     Simplifying `Max(0, i - 1)`, what a padded convolution reads, torch asks whether i - 1 is negative, and leaves out
     the ranges of loops that it was given.
     """
-    original: Any = seen_here(ShapeEnv, "_maybe_evaluate_static")
+    return wrapped_here(ShapeEnv, "_maybe_evaluate_static", _or_not_known)
 
+
+def _or_not_known(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)  # whose cache torch clears
     def known(self: ShapeEnv, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -30,5 +31,4 @@ def unknown_ranges() -> Iterator[None]:
                 raise
             return None
 
-    with patched_here(ShapeEnv, "_maybe_evaluate_static", known):
-        yield
+    return known

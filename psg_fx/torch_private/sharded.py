@@ -56,15 +56,24 @@ def hook_of_processes(module: nn.Module) -> str:
     """The name of a forward hook of torch.distributed on the module that communicates; "" if there is none.  Those of
     activation checkpointing do not.
     """
-    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-        if _module_of(hook).startswith(_COMMUNICATING):
-            return getattr(hook, "__qualname__", type(hook).__name__)
-    return ""
+    return next(map(name_of_hook, hooks_from(module, _COMMUNICATING)), "")
 
 
-def _module_of(hook: Any) -> str:
+def hooks_from(module: nn.Module, packages: str | tuple[str, ...]) -> Iterator[Any]:
+    """The forward pre-hooks and hooks on the module itself that are code of these packages."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return (hook for hook in hooks if is_from(hook, packages))
+
+
+def is_from(hook: Any, packages: str | tuple[str, ...]) -> bool:
+    """Whether a hook is code of these packages."""
     inner = hook.func if isinstance(hook, functools.partial) else hook
-    return str(getattr(inner, "__module__", ""))
+    return str(getattr(inner, "__module__", "")).startswith(packages)
+
+
+def name_of_hook(hook: Any) -> str:
+    """The name of the function, or of the class, that a hook is."""
+    return str(getattr(hook, "__qualname__", type(hook).__name__))
 
 
 @dataclass
@@ -169,7 +178,7 @@ def _dressed(module: Any) -> _Dressed:
     outputs = CastOutputs(policy.output_dtype)
     for hooks, cast in ((module._forward_pre_hooks, inputs), (module._forward_hooks, outputs)):
         for key, own in hooks.items():
-            if _module_of(own).startswith(_FSDP):
+            if is_from(own, _FSDP):
                 found.called.append((hooks, key, own, cast))
     for name, own in vars(module).items():
         if (method := _registered(own)) is not None:
@@ -183,7 +192,7 @@ def _dressed(module: Any) -> _Dressed:
 def _saving(module: nn.Module) -> list[tuple[dict[int, Any], int, Any]]:
     """Hooks that shard parameters where the code asks for a `state_dict`."""
     held: Any = module._state_dict_pre_hooks
-    return [(held, key, hook) for key, hook in held.items() if _module_of(hook).startswith(_FSDP)]
+    return [(held, key, hook) for key, hook in held.items() if is_from(hook, _FSDP)]
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

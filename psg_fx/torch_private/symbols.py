@@ -37,47 +37,57 @@ def watching_symbols(
 
     These methods have no hook; `frame` is that of the code that asked.
     """
-
-    def watched(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def read(self: Any) -> Any:
-            expression = self.node.expr
-            result = original(self)
-            if getattr(expression, "free_symbols", None) and self.node.has_hint():
-                seen(expression, result, _asking())
-            return result
-
-        return read
-
-    def in_cpp(original: Callable[..., Any]) -> Callable[..., Any]:
-        def guard(self: Any, file: str, line: int) -> Any:
-            result = original(self, file, line)
-            asking = sys._getframe(1)
-            if getattr(self.expr, "free_symbols", None) and self.has_hint() and not _is_of_symbols(asking):
-                seen(self.expr, result, _calling(asking))
-            return result
-
-        return guard
-
-    def extreme(original: Callable[[Any, Any], Any], of: Callable[..., Any]) -> Callable[[Any, Any], Any]:
-        def choose(self: Any, other: Any) -> Any:
-            result = original(self, other)
-            alone = [_at_one(each) for each in (self, other, result)]
-            if None not in alone and of(alone[:2]) != alone[2]:
-                unlike(_asking())
-            return result
-
-        return choose
-
     with contextlib.ExitStack() as patches:
         for kind, names in _MADE_PLAIN:
             for name in names:
-                patches.enter_context(patched_here(kind, name, watched(getattr(kind, name))))
+                patches.enter_context(patched_here(kind, name, _made_plain(getattr(kind, name), seen)))
         for kind in (torch.SymInt, torch.SymFloat):
             for name, of in _EXTREMES.items():
-                patches.enter_context(patched_here(kind, name, extreme(getattr(kind, name), of)))
+                patches.enter_context(patched_here(kind, name, _extreme(getattr(kind, name), of, unlike)))
         for name in ("guard_int", "guard_float"):
-            patches.enter_context(patched_here(SymNode, name, in_cpp(getattr(SymNode, name))))
+            patches.enter_context(patched_here(SymNode, name, _made_plain_in_cpp(getattr(SymNode, name), seen)))
         yield
+
+
+def _made_plain(original: Callable[[Any], Any], seen: Callable[[Any, Any, FrameType], None]) -> Callable[[Any], Any]:
+    """A method of symbols that gives a plain number."""
+
+    def read(self: Any) -> Any:
+        expression = self.node.expr
+        result = original(self)
+        if getattr(expression, "free_symbols", None) and self.node.has_hint():
+            seen(expression, result, _asking())
+        return result
+
+    return read
+
+
+def _made_plain_in_cpp(original: Callable[..., Any], seen: Callable[[Any, Any, FrameType], None]) -> Callable[..., Any]:
+    """What torch's functions in C++ call to have one."""
+
+    def guard(self: Any, file: str, line: int) -> Any:
+        result = original(self, file, line)
+        asking = sys._getframe(1)
+        if getattr(self.expr, "free_symbols", None) and self.has_hint() and not _is_of_symbols(asking):
+            seen(self.expr, result, _calling(asking))
+        return result
+
+    return guard
+
+
+def _extreme(
+    original: Callable[[Any, Any], Any], of: Callable[..., Any], unlike: Callable[[FrameType], None]
+) -> Callable[[Any, Any], Any]:
+    """The larger or the smaller of two."""
+
+    def choose(self: Any, other: Any) -> Any:
+        result = original(self, other)
+        alone = [_at_one(each) for each in (self, other, result)]
+        if None not in alone and of(alone[:2]) != alone[2]:
+            unlike(_asking())
+        return result
+
+    return choose
 
 
 def _at_one(value: Any) -> Any:

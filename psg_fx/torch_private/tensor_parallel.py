@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.nn.modules import module as of_modules
 
+from psg_fx.torch_private.sharded import hooks_from, is_from, name_of_hook
+
 _WHOLE = "_psg_fx_whole_shape"
 _SIZES: dict[Any, Callable[..., Any]] = {
     torch.Tensor.shape.__get__: lambda shape: shape,  # type: ignore[attr-defined]
@@ -47,31 +49,18 @@ class Style:
 
 def is_tensor_parallel(model: object) -> bool:
     """Whether a hook of torch's tensor parallelism is on a model, or on a part of it."""
-    return isinstance(model, nn.Module) and any(_hooks(m) for m in model.modules())
-
-
-def _hooks(module: nn.Module) -> list[Any]:
-    """The hooks of tensor parallelism on the module itself."""
-    if _TENSOR not in sys.modules:
-        return []
-    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    return [h for h in hooks if _is_of_tensor_parallelism(h)]
-
-
-def _is_of_tensor_parallelism(hook: Any) -> bool:
-    inner = hook.func if isinstance(hook, functools.partial) else hook
-    return str(getattr(inner, "__module__", "")).startswith(_TENSOR)
+    return isinstance(model, nn.Module) and any(map(hook_name, model.modules()))
 
 
 def hook_name(module: nn.Module) -> str:
-    """The first hook of tensor parallelism on the module, "" if there is none."""
-    return next((getattr(h, "__qualname__", type(h).__name__) for h in _hooks(module)), "")
+    """The first hook of tensor parallelism on the module itself, "" if there is none."""
+    return next(map(name_of_hook, hooks_from(module, _TENSOR)), "") if _TENSOR in sys.modules else ""
 
 
 def style_of(module: nn.Module) -> Style | None:
     """How the module is parallelised; None where that is not one of the styles that are known."""
-    before = [(k, h) for k, h in module._forward_pre_hooks.items() if _is_of_tensor_parallelism(h)]
-    after = [(k, h) for k, h in module._forward_hooks.items() if _is_of_tensor_parallelism(h)]
+    before = [(k, h) for k, h in module._forward_pre_hooks.items() if is_from(h, _TENSOR)]
+    after = [(k, h) for k, h in module._forward_hooks.items() if is_from(h, _TENSOR)]
     if len(before) != 1 or len(after) != 1:
         return None
     first, second = _held(before[0][1]), _held(after[0][1])

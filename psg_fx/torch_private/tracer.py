@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node, _symbolic_trace
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from psg_fx.torch_private.patching import patched_here
+from psg_fx.torch_private.patching import patched_here, wrapped_here
 from psg_fx.torch_private.recorded import quickly_recorded
 from psg_fx.torch_private.remembered import remembered_results
 
@@ -108,17 +108,11 @@ def _untouched_modules() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def without_tensor_meta() -> Iterator[None]:
+def without_tensor_meta() -> contextlib.AbstractContextManager[None]:
     """Traced nodes of this thread have `meta["tensor_meta"]` without content: `meta["val"]` says it all, and whether a
     tensor with a symbol among its sizes is contiguous takes long to find out.
     """
-    name = "_extract_tensor_metadata"
-    if not hasattr(proxy_tensor, name):
-        yield
-        return
-    with patched_here(proxy_tensor, name, lambda *args, **kwargs: None):
-        yield
+    return wrapped_here(proxy_tensor, "_extract_tensor_metadata", lambda _: lambda *args, **kwargs: None)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch._inductor import config
 
-from .patching import patched_here
+from psg_fx.torch_private.patching import patched_here
 
 
 @contextlib.contextmanager

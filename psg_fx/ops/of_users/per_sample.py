@@ -61,7 +61,8 @@ def _mapped(one: OneSample, dims: Dims, tensors: Sequence[torch.Tensor]) -> torc
 
 def _keeps_batch(one: OneSample, dims: Dims, tensors: Sequence[torch.Tensor]) -> bool:
     """Whether vmap leaves the batch size a symbol, found out on fresh fake values of the same sizes."""
-    with no_modes(), fake_batch() as (example, is_symbol):
+    with no_modes():
+        example, is_symbol = fake_batch()
         values = [example(t, dim == 0) for t, dim in zip(tensors, dims, strict=True)]
         try:
             make_fx(lambda *v: _mapped(one, dims, v), tracing_mode="symbolic")(*values)

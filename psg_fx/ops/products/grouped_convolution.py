@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from psg_fx.ops.define import of_torch_alone
+from psg_fx.ops.define import defined_elsewhere
 
 aten = torch.ops.aten
 
@@ -48,7 +48,7 @@ def _computed(*arguments: Any) -> torch.Tensor:
     return weight_gradient(*arguments).contiguous()
 
 
-of_torch_alone(torch.ops.psg_fx.grouped_weight_gradient.default, _computed)
+defined_elsewhere(torch.ops.psg_fx.grouped_weight_gradient.default, _computed)
 
 
 def _fake(grad: torch.Tensor, x: torch.Tensor, groups: int, kernel: list[int], *rest: list[int]) -> torch.Tensor:

@@ -24,6 +24,7 @@ from psg_fx.program.reads.asked import RANDOM, asked_of, asked_of_python, changi
 from psg_fx.program.reads.observed import Observed
 from psg_fx.program.reads.torch_calls import TorchCalls
 from psg_fx.program.stand_ins import StandIns
+from psg_fx.source import TORCH
 from psg_fx.torch_private.fakes import FakeTensor
 from psg_fx.torch_private.patching import patched_here, seen_here
 from psg_fx.torch_private.symbols import answering_symbols
@@ -32,14 +33,13 @@ from psg_fx.torch_private.tracer import watching_numbers
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training", "_parameters", "_buffers", "_modules"}
 _UNREAD = _OF_EVERY_MODULE | {"_flat_weights", "_flat_weight_refs"}
 """What no number follows: recurrent layers list their weights anew whenever these are other tensors."""
-_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
-_LAYERS = os.path.join(_TORCH, "nn", "")
+_LAYERS = os.path.join(TORCH, "nn", "")
 
 
 @functools.cache
 def _is_machinery(file: str) -> bool:
     """Whether a file is of torch, and not of its layers: tracers look at modules of their own, and at the user's."""
-    return file.startswith(_TORCH) and not file.startswith(_LAYERS)
+    return file.startswith(TORCH) and not file.startswith(_LAYERS)
 
 
 _MODULE_FILE = sys.modules[nn.Module.__module__].__file__
