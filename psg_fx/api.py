@@ -75,13 +75,14 @@ def transform(
         loss_reduction: without `loss_fn` only, where psg_fx does not see the loss: "sum" (the default), or "mean" if
             the loss is a mean over the batch.  Under a mean loss the default leaves gᵢ / B, each sample's part of the
             ordinary gradient, where Opacus and "mean" leave gᵢ, the gradient of its own loss.
-        backend, mode, options: as in `torch.compile`; "eager" runs the lowered graph as it is.  Two options are not
-            torch.compile's.  `"psg_fx.kept_dtype": torch.bfloat16` lets gradients of float32 wait for the norms in half
-            the memory, each element rounded by at most 1/256 of itself.  `"psg_fx.fused_kernels"` offers kernels of
-            psg_fx to plans, products whose squared norm is taken before they are stored and inner products of Gram
-            matrices that never are, or does not.  Left out, it is True for both, and for the loops of recurrent layers,
-            where their time was measured: on an H100 or H200 (Triton), where `step.explain()` says where others would
-            gain, and on a CPU with inductor in float32 (C++).  False also leaves sums of what is stored to inductor.
+        backend, mode, options: as in `torch.compile`; "eager" runs the lowered graph as it is.  Three options are
+            psg_fx's own.  `"psg_fx.compare_first": False` leaves out that the first answer of each graph is held
+            against the code itself on one sample.  `"psg_fx.kept_dtype": torch.bfloat16` lets gradients of float32
+            wait for the norms in half the memory, each element rounded by at most 1/256 of itself.
+            `"psg_fx.fused_kernels"`: True lets plans use kernels of psg_fx (norms taken while a product is formed,
+            inner products of Gram matrices that are never stored, loops of recurrent layers), False does not, nor sums
+            of what is stored.  Default: on for an H100 or H200 (Triton) and for float32 on a CPU with inductor (C++),
+            off elsewhere; `step.explain()` says where others would gain.
         dynamic: None: the first batch size is compiled statically, the next one dynamically; True: dynamically from the
             start; False: a graph for every size.  None and True: a batch of one sample is compiled once for itself.
         reuse_outputs: on CPU with inductor, keep the memory of large results and intermediate values for later calls,

@@ -57,7 +57,9 @@ def compile_graph(
     that are not part of the plan may be there, too.
     """
     if backend == "eager":
-        return laid_out_as_read(free_of_strides(copy_graph(gm))).forward  # without hooks of all modules
+        eager = laid_out_as_read(free_of_strides(copy_graph(gm)))
+        write_code(eager)  # else its `forward` calls the module, with hooks of all modules
+        return eager.forward
     gm = written_out(gm, backend, device)
     if own_kernels:
         with_own_loops(gm, device)

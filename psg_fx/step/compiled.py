@@ -19,6 +19,7 @@ from psg_fx.planner.plan import PLAN
 from psg_fx.program.arguments.call import Call
 from psg_fx.quantities.base import Joins
 from psg_fx.step.binding import Binding, no_samples, plain_mode
+from psg_fx.step.first_answer import OfOneSample
 from psg_fx.step.groups import Groups
 
 
@@ -56,6 +57,7 @@ class CompiledStep:
 
     part: how many samples its plan has room for within a memory budget.  is_cut: whether the batch had more.
     larger: the batch size for which there is another plan, since this one has no room for it.
+    expected: what the first answer must say of one sample; None once it has.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class CompiledStep:
         self.part: int | None = None if plan is None else plan.part  # on disk are no plans within a budget
         self.is_cut = plan is not None and plan.cut
         self.larger: int | None = None
+        self.expected: OfOneSample | None = None
         self.statistics: tuple[str, ...] = facts.graph_facts(gm).statistics
         self.leaves_out: bool = facts.graph_facts(gm).leaves_out
 
@@ -102,6 +105,10 @@ class CompiledStep:
         except Exception:
             self.binding.check_apart(self.gm, arguments)  # perhaps what a check is there for
             raise
+        if self.expected is not None:
+            self.binding.check(results.__getitem__)
+            if self.expected.settled(self.binding.fields(results)["losses"]):
+                self.expected = None
         if not buffers:
             self.binding.check(results.__getitem__)
         else:

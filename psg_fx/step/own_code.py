@@ -23,6 +23,7 @@ from psg_fx.program.changes.effects import nothing_left
 from psg_fx.program.changes.untouched import untouched
 from psg_fx.step.hints import function_of, parameters_of, with_hint
 from psg_fx.step.mistakes import check_model, check_values
+from psg_fx.torch_private.modes import no_modes
 from psg_fx.torch_private.quiet import quiet
 
 _Made = TypeVar("_Made")
@@ -84,10 +85,11 @@ def _own_error(model: nn.Module, loss_fn: Any, call: Call, whole: bool = False) 
         return None
     with contextlib.ExitStack() as stack:
         try:
+            stack.enter_context(no_modes())  # a fake mode would put fake tensors into the model
             stack.enter_context(nothing_left((model, loss_fn)))
             stack.enter_context(unchanged(model, loss_fn))
             pairs = list(zip(call.tensors, call.dims, strict=True))
-            batches = [[_copy(t, d) for t, d in pairs], *([[_copy(t, None) for t, _ in pairs]] if whole else [])]
+            batches = [[copied(t, d) for t, d in pairs], *([[copied(t, None) for t, _ in pairs]] if whole else [])]
         except Exception:  # no memory to set the state aside, or tensors of another kind: torch's reason stands
             return None
         stack.enter_context(torch.enable_grad())
@@ -126,17 +128,21 @@ def _named(kind: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[
     return {f"{kind}_{key}": value for key, value in (*enumerate(args), *kwargs.items())}
 
 
-def _copy(tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
-    """A copy of the first sample, or of all there is."""
-    one = tensor if dim is None else tensor.narrow(dim, 0, 1)
+def copied(tensor: torch.Tensor, dim: int | None, sample: int = 0) -> torch.Tensor:
+    """A copy of a sample, or of all there is."""
+    one = tensor if dim is None else tensor.narrow(dim, sample, 1)
     return one.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 @contextlib.contextmanager
-def unchanged(*roots: Any) -> Iterator[None]:
-    """The modules' tensors, attributes and the generators are afterwards what they were, whatever runs in between."""
+def unchanged(*roots: Any, parameters: bool = True) -> Iterator[None]:
+    """The modules' tensors, attributes and the generators are afterwards what they were, whatever runs in between.
+
+    parameters: whether their values are set aside, too.
+    """
     modules = {m: None for root in roots if isinstance(root, nn.Module) for m in root.modules()}
-    tensors = {t: None for m in modules for group in (m._parameters, m._buffers) for t in group.values()}
+    written = [group for m in modules for group in ((m._parameters, m._buffers) if parameters else (m._buffers,))]
+    tensors = {t: None for group in written for t in group.values()}
     values = [(t, t.data) for t in tensors if t is not None]
     places = [d for m in modules for d in (vars(m), m._parameters, m._buffers, m._modules)]
     held = [(place, dict(place)) for place in places]

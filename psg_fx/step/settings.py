@@ -27,6 +27,9 @@ FUSED_KERNELS = "psg_fx.fused_kernels"
 KEPT_DTYPE = "psg_fx.kept_dtype"
 """The option that keeps gradients in bfloat16 until the norms are known."""
 
+COMPARE_FIRST = "psg_fx.compare_first"
+"""The option that holds the first answer of each graph against the user's own code on one sample, by default."""
+
 _OWN = "psg_fx."
 """How options begin that are not torch.compile's."""
 
@@ -119,6 +122,11 @@ class Settings:
     def _fused_kernels(self) -> Any:
         """Whether kernels of psg_fx are asked for; None: it is not said."""
         return (self.options or {}).get(FUSED_KERNELS)
+
+    @property
+    def compares_first(self) -> bool:
+        """Whether first answers are held against the user's own code."""
+        return (self.options or {}).get(COMPARE_FIRST) is not False
 
     def kernels_in_cpp(self, device: torch.device) -> bool:
         """Whether kernels of psg_fx in C++ are compiled."""
@@ -219,7 +227,7 @@ def _check_options(options: Any, backend: str) -> None:
         )  # fmt: skip
     for name in options:
         if name.startswith(_OWN):
-            check_choice("transform", "options", name, (FUSED_KERNELS, KEPT_DTYPE))
+            check_choice("transform", "options", name, (FUSED_KERNELS, KEPT_DTYPE, COMPARE_FIRST))
         elif backend == "inductor" and name.replace("-", "_") not in inductor_options():
             near = " or ".join(map(repr, difflib.get_close_matches(name, inductor_options())))
             raise BadArgument(
@@ -232,12 +240,13 @@ def _check_options(options: Any, backend: str) -> None:
                 f"options has {name!r}, which has no effect with backend='eager'", where="transform(options={...})",
                 why="it is the compiler's, and none compiles", fix='use backend="inductor", or leave it out',
             )  # fmt: skip
-    if options.get(FUSED_KERNELS) is not None and not isinstance(options[FUSED_KERNELS], bool):
-        raise BadArgument(
-            f"{FUSED_KERNELS}={options[FUSED_KERNELS]!r} is neither True nor False",
-            where=f"transform(options={{{FUSED_KERNELS!r}: ...}})", why="it is a switch",
-            fix=f"options={{{FUSED_KERNELS!r}: True}} or False, or leave it out",
-        )  # fmt: skip
+    for name in (FUSED_KERNELS, COMPARE_FIRST):
+        if options.get(name) is not None and not isinstance(options[name], bool):
+            raise BadArgument(
+                f"{name}={options[name]!r} is neither True nor False",
+                where=f"transform(options={{{name!r}: ...}})", why="it is a switch",
+                fix=f"options={{{name!r}: True}} or False, or leave it out",
+            )  # fmt: skip
     kept = options.get(KEPT_DTYPE)
     if kept not in (None, torch.bfloat16):
         raise BadArgument(

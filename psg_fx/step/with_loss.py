@@ -36,6 +36,7 @@ from psg_fx.step import mistakes
 from psg_fx.step.compiled import CompiledStep, StepOutput, check_out, write_into
 from psg_fx.step.constants import Constants
 from psg_fx.step.finite import with_finite_sum
+from psg_fx.step.first_answer import of_one_sample
 from psg_fx.step.groups import Groups, factors_of_nothing, groups_of
 from psg_fx.step.module import PerSampleModule
 from psg_fx.step.own_code import blamed
@@ -273,7 +274,10 @@ class LossModule(PerSampleModule):
         if self.settings.params is None and (plan := PLAN.found(gm)) is not None:  # on disk is none without gradients
             mistakes.require_a_gradient(plan)
         run = self._compiled(gm, device.name, history)
-        return CompiledStep(gm, history, self.model, self.loss_fn, run, self._memory), program
+        step = CompiledStep(gm, history, self.model, self.loss_fn, run, self._memory)
+        if own_ops and self.settings.compares_first:
+            step.expected = of_one_sample(self.model, self.loss_fn, call, gm)
+        return step, program
 
     def _slices(self) -> Slices | None:
         """What of the model is sliced over processes that compute it together."""

@@ -111,6 +111,17 @@ def test_a_hook_of_all_modules_runs_for_the_models_alone(hooked: Callable[..., N
         torch.testing.assert_close(step(X).losses.sum(), model(X).sum())
 
 
+def test_a_hook_of_all_modules_sees_none_of_psg_fx(hooked: Callable[..., None]) -> None:
+    step = psg_fx.transform(nn.Sequential(nn.Linear(4, 3), nn.Tanh()), lambda o: o.sum(), backend="eager")
+
+    def looks(module: nn.Module, args: Any, out: Any) -> None:
+        assert "GraphModule" not in type(module).__name__
+
+    hooked(looks)
+    for _ in range(2):
+        step(X)
+
+
 def test_a_hook_of_all_modules_that_counts_is_refused(hooked: Callable[..., None]) -> None:
     held = {"n": 0}
 

@@ -10,11 +10,13 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from psg_fx.op_table import decomposition
+from psg_fx.op_table import at_capture, decomposition
 
 _NONE, _MEAN, _SUM = 0, 1, 2
+_REDUCTIONS = {"none": _NONE, "mean": _MEAN, "sum": _SUM}
 
 
 def _reduce(values: Tensor, reduction: int) -> Tensor:
@@ -153,12 +155,23 @@ def multi_margin_loss(
 ) -> Tensor:
     """Σ_{c≠t} w[t] max(0, m - x[t] + x[c])^p / C."""
     rows = t.unsqueeze(-1)
-    terms = (margin - x.gather(-1, rows) + x).clamp_min(0)
+    terms = torch.relu(margin - x.gather(-1, rows) + x)
     terms = terms if p == 1 else terms**p
     if weight is not None:
         terms = terms * weight[rows]
     classes = torch.arange(x.shape[-1], device=x.device)
     return _reduce(torch.where(classes != rows, terms, torch.zeros_like(terms)).sum(-1) / x.shape[-1], reduction)
+
+
+@at_capture(F.multi_margin_loss)
+def multi_margin(
+    input: Tensor, target: Tensor, p: float = 1, margin: float = 1.0, weight: Tensor | None = None,
+    size_average: bool | None = None, reduce: bool | None = None, reduction: str = "mean",
+) -> Tensor:  # fmt: skip
+    """The same: what export makes of it has another gradient where a term is zero (torch 2.13)."""
+    if (size_average, reduce) != (None, None) or p not in (1, 2) or reduction not in _REDUCTIONS:
+        return F.multi_margin_loss(input, target, p, margin, weight, size_average, reduce, reduction)  # type: ignore[arg-type]
+    return multi_margin_loss(input, target, p, margin, weight, _REDUCTIONS[reduction])
 
 
 @decomposition("multilabel_margin_loss.default")
@@ -170,7 +183,7 @@ def multilabel_margin_loss(x: Tensor, t: Tensor, reduction: int = _MEAN) -> Tens
     is_label = places < end
     labels = torch.where(is_label, t, 0)
     positive = ((labels.unsqueeze(-1) == places) & is_label.unsqueeze(-1)).any(-2)
-    terms = (1 - x.gather(-1, labels).unsqueeze(-1) + x.unsqueeze(-2)).clamp_min(0) / count
+    terms = torch.relu(1 - x.gather(-1, labels).unsqueeze(-1) + x.unsqueeze(-2)) / count
     wanted = is_label.unsqueeze(-1) & ~positive.unsqueeze(-2)
     return _reduce(torch.where(wanted, terms, torch.zeros_like(terms)).sum((-2, -1)), reduction)
 

@@ -1,0 +1,102 @@
+"""The first answer of a graph is held against the user's own code on one sample."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import psg_fx
+
+X, Y = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 1, 0])
+drawn = functools.partial(random.random)
+
+
+class Changed(nn.Module):
+    """A layer, and what is made of its outputs; counts its runs in a buffer, and in a list."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.change = nn.Linear(4, 3), change
+        self.register_buffer("runs", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return self.change(self.layer(x))
+
+
+def of_several(h: Tensor) -> Tensor:
+    return h * 3 if h[:, :1].squeeze().dim() == 1 else h
+
+
+def of_symbols(h: Tensor) -> Tensor:
+    return h * 2 if isinstance(h.shape[0], torch.SymInt) else h
+
+
+def of_a_draw(h: Tensor) -> Tensor:
+    return h * 10 ** (5 * drawn())
+
+
+@pytest.mark.parametrize("change", [of_several, of_symbols, of_a_draw], ids=lambda f: f.__name__)
+def test_what_no_op_shows_is_refused_at_every_call(change: Callable[[Tensor], Tensor]) -> None:
+    random.seed(0)
+    torch.manual_seed(0)
+    model = Changed(change)
+    step = psg_fx.transform(model, F.cross_entropy, quantities=psg_fx.Norms(), backend="eager")
+    for _ in range(2):
+        with pytest.raises(psg_fx.NotYetSupported, match=r"the loss of sample 4 is .* alone, and .* in this batch"):
+            step(X, Y)
+    assert model.runs == 0  # neither the step nor the sample alone leaves anything
+
+
+def test_it_can_be_switched_off() -> None:
+    options = {"psg_fx.compare_first": False}
+    step = psg_fx.transform(Changed(of_several), F.cross_entropy, backend="eager", options=options)
+    assert step(X, Y).losses.shape == (5,)
+
+
+@pytest.mark.parametrize("budget", [None, 4_000])
+def test_the_code_runs_once_more_and_leaves_nothing(budget: int | None, capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[int] = []
+
+    def noted(h: Tensor) -> Tensor:
+        if type(h.shape[0]) is int:
+            print("alone")
+            seen.append(h.shape[0])
+        return h.tanh()
+
+    model = Changed(noted)
+    step = psg_fx.transform(
+        model, F.cross_entropy, quantities=psg_fx.Norms(), backend="eager", dynamic=True, memory_budget=budget
+    )
+    before = random.getstate(), torch.get_rng_state()
+    for size in (5, 3):
+        assert step(X[:size], Y[:size]).losses.shape == (size,)
+    assert (random.getstate(), torch.get_rng_state().tolist()) == (before[0], before[1].tolist())
+    assert not seen
+    assert "alone" not in capsys.readouterr().out
+
+
+def test_rounding_is_no_difference() -> None:
+    """Terms of 10^6 that cancel: float32 leaves the loss a few digits."""
+    model = Changed(lambda h: h + 1e6 - 1e6)
+    out = psg_fx.transform(model, F.cross_entropy, quantities=psg_fx.Norms(), backend="eager")(X, Y)
+    assert out.losses.isfinite().all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_is_one(value: float) -> None:
+    x = X.clone()
+    x[-1, 0] = value
+    out = psg_fx.transform(Changed(torch.tanh), F.mse_loss, quantities=psg_fx.Norms(), backend="eager")(x, x[:, :3])
+    assert not out.losses[-1].isfinite()
+
+
+def test_a_value_that_is_no_switch() -> None:
+    with pytest.raises(psg_fx.BadArgument, match="neither True nor False"):
+        psg_fx.transform(Changed(torch.tanh), F.mse_loss, options={"psg_fx.compare_first": 1})
