@@ -29,7 +29,7 @@ from psg_fx.program.changes.written import WRITTEN, computed_before, leave_the_s
 from psg_fx.program.program import Program
 from psg_fx.tensors import has_bits
 from psg_fx.torch_private.graphs import module_without_code
-from psg_fx.torch_private.symbols import known_by
+from psg_fx.torch_private.symbols import known_by, make_one
 
 from .examples import example_like, rows_in, sizes_of_their_own
 from .export import Exported, export
@@ -252,11 +252,11 @@ def _row_symbols(nodes: Sequence[torch.fx.Node], call: Call) -> tuple[Any, ...]:
 
 
 def _batch_symbol(nodes: Sequence[torch.fx.Node]) -> Any:
-    for node in nodes:
-        spec = facts.input_spec(node)
-        if spec.samples is not None:
-            return facts.expr(node.meta["val"].shape[spec.samples])
-    raise AssertionError("no input carries samples")
+    """What counts the samples, in every input that carries them."""
+    places = [(node, facts.input_spec(node).samples) for node in nodes]
+    sizes = [node.meta["val"].shape[dim] for node, dim in places if dim is not None]
+    make_one(sizes)
+    return facts.expr(sizes[0])
 
 
 def _value_at(exported: Exported, index: int) -> Any:

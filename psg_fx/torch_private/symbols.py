@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -240,6 +240,17 @@ class _OfTensors(PythonReferenceAnalysis):
     @staticmethod
     def maximum(a: Any, b: Any) -> Any:
         return torch.maximum(*_both(a, b))
+
+
+def make_one(sizes: Sequence[int | torch.SymInt]) -> None:
+    """Let sizes that are known to be equal have one symbol.  Torch replaces one by the other where it is asked whether
+    these two are equal, and not where that follows from another question (is a + b = 2a?).
+    """
+    first, *others = [size.node for size in sizes if isinstance(size, torch.SymInt)] or [None]
+    for node in others:
+        one, other = first.expr, node.expr
+        if one != other and one.is_Symbol and other.is_Symbol and first.shape_env.evaluate_expr(sympy.Eq(one, other)):
+            first.shape_env._set_replacement(other, one, "both count the samples")
 
 
 def _both(*values: Any) -> list[torch.Tensor]:
