@@ -146,6 +146,11 @@ OTHERS: dict[str, tuple[Rowwise, type[PsgError], str]] = {
         lambda m, x, i: weighed(m, x, roots(m, x) * same(i)), NotYetSupported, "sqrt .*be no number"),
     "roots, chosen": (
         lambda m, x, i: weighed(m, x, torch.where(same(i), roots(m, x), 0.0)), NotYetSupported, "sqrt .*be no number"),
+    "powers, masked": (
+        lambda m, x, i: weighed(m, x, ((x @ x.t()) ** -1) * same(i)), NotYetSupported, "pow .*be no number"),
+    "roots, masked by their values": (
+        lambda m, x, i: weighed(m, x, (s := (x * m.weight) @ x.t()).masked_fill(s > 100, 1.0).sqrt() * same(i)),
+        NotYetSupported, "sqrt .*be no number"),
     "quotients, masked": (
         lambda m, x, i: weighed(m, x, (1 / (x @ x.t())) * same(i)), NotYetSupported, "reciprocal .*be no number"),
     "quotients of two": (

@@ -202,7 +202,7 @@ def test_parts() -> None:
         linear(x, y, groups=ids, num_groups=6, **extra),
     )
     everything = step(same_mlp(), quantities=[*LINEAR, *SQUARES])
-    whole = [2, 2, 0, 1, 1, -1, 4, 4, 4]
+    whole = [2, 2, -1, 1, 1, -1, 4, 4, 4]  # two of no group, in two parts
     in_parts = psg_fx.microbatch(everything, 3)(x, y, groups=whole, num_groups=6, **extra)
     compare(in_parts, everything(x, y, groups=whole, num_groups=6, **extra))
     with pytest.raises(BadArgument, match="group 0 has samples in several parts of 3"):
