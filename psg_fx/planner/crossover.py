@@ -37,10 +37,12 @@ def crossover(
 def _changed(other_side: Callable[[int], bool], start: int, factor: float) -> int | None:
     """The border nearest to `start`, by doubling or halving and then bisection: the least size on its upper side."""
     near, far = start, int(start * factor)
-    while not other_side(far):
-        near, far = far, int(far * factor)
-        if far < 2 or far > _LARGEST:
+    while True:
+        if not 2 <= far <= _LARGEST:  # an axis of one element has no role in a contraction
             return None
+        if other_side(far):
+            break
+        near, far = far, int(far * factor)
     while abs(far - near) > 1:
         middle = (near + far) // 2
         near, far = (near, middle) if other_side(middle) else (middle, far)

@@ -99,7 +99,7 @@ class ClippedSum(Quantity):
             sq_norms, floors = {"": total(sq_norms)}, {"": total(floors)} if floors else {}
         finite = reduce(torch.logical_and, (each < math.inf for each in sq_norms.values())) if self.leaves_out else None
         norms = {name: _at_least(value, floors.get(name)).sqrt() for name, value in sq_norms.items()}
-        bounds = [limit] if whole else [limit[i] for i in range(len(norms))]
+        bounds = (limit if whole else limit[i] for i in range(len(norms)))
         pairs = zip(norms.items(), bounds, strict=True)
         factors = {name: self._factor(norm, bound, finite) for (name, norm), bound in pairs}
         clip = {name: self._scaled(factor, extras) for name, factor in factors.items()}

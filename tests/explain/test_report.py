@@ -101,3 +101,13 @@ def test_there_is_nothing_to_say_before_the_first_call() -> None:
 def test_an_unknown_stage(step: psg_fx.PerSampleModule) -> None:
     with pytest.raises(psg_fx.errors.BadArgument, match="stages are captured, batched"):
         step.print_graph("fused")
+
+
+@pytest.mark.inductor
+def test_a_choice_along_an_axis_of_few() -> None:
+    """Where the choice would change is looked for at sizes that the axis may have: one element is none."""
+    step = psg_fx.transform(
+        nn.Linear(64, 3), lambda o: o.square().sum((1, 2)), quantities=[psg_fx.Norms(), psg_fx.Grads()]
+    )
+    step(torch.randn(4, 50, 64))
+    assert "weight" in step.explain()
