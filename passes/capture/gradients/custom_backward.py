@@ -41,7 +41,8 @@ def keep_custom_backward(observed: Observed) -> Iterator[None]:
             "a module has a backward hook", where="register_full_backward_hook",
             why="a captured graph has no modules, and the hook may change the gradient",
             fix="remove it; where it changes the gradient, let a forward hook of the module put it on what it is given "
-            "or returns, by tensor.register_hook",
+            "or returns, by tensor.register_hook; of a model in Opacus' GradSampleModule take model._module, of one "
+            "in BackPACK's extend() the model before it",
         )  # fmt: skip
 
     with (

@@ -72,7 +72,7 @@ def sort(op: Op) -> Placement:
     integers = not x.node.meta["val"].is_floating_point()
     if x.axis is not None and integers and x.axis.dim == op.dim("dim", x.ndim, 0 if op.name == "aten.msort" else -1):
         raise op.unsupported(f"it sorts the rows of all samples by an integer along dim {x.axis.dim}, so no sample's "
-                             "rows have a place", GATHER)  # fmt: skip
+                             "rows have a place", f"{GATHER}; to pack sequences, enforce_sorted=False")  # fmt: skip
     return along("dim", 0 if op.name == "aten.msort" else -1)(op)
 
 
