@@ -89,6 +89,7 @@ def _loss_alone(model: nn.Module, loss_fn: Any, call: Call) -> torch.Tensor | No
             stack.enter_context(nothing_left((model, loss_fn)))
             stack.enter_context(unchanged(model, loss_fn, parameters=False))
             tensors = [copied(t, d, last) for t, d in zip(call.tensors, call.dims, strict=True)]
+            stack.enter_context(torch.compiler.set_stance("force_eager"))  # parts that the user compiles take long
             stack.enter_context(attention_as_formula())
             stack.enter_context(quiet())
             stack.enter_context(warnings.catch_warnings())
