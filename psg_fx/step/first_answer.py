@@ -25,13 +25,15 @@ from psg_fx.program.arguments.call import Call
 from psg_fx.program.arguments.packed import packed
 from psg_fx.program.changes.effects import nothing_left
 from psg_fx.step.own_code import copied, unchanged
-from psg_fx.tensors import HALF
+from psg_fx.torch_private.onednn import may_round
 from psg_fx.torch_private.patching import patched_here
 from psg_fx.torch_private.quiet import quiet
 
-_APART = {torch.float64: 1e-4, torch.float32: 0.02}
+_APART = {torch.float64: 1e-4, torch.complex128: 1e-4, torch.float32: 0.02, torch.complex64: 0.02}
 _APART_IN_HALF = 0.2
-"""How far two losses may lie apart, relative to them and to the mean of the batch: rounding, with what cancels."""
+"""How far two losses may lie apart, relative to them and to the mean of the batch, by the coarsest dtype in the graph:
+rounding, with what cancels.
+"""
 
 
 class OfOneSample:
@@ -76,9 +78,10 @@ def of_one_sample(model: nn.Module, loss_fn: Any, call: Call, gm: GraphModule) -
     found = _loss_alone(model, loss_fn, call)
     if found is None or found.numel() != 1 or found.is_meta:
         return None
-    dtypes = {value.dtype for node in gm.graph.nodes if isinstance(value := node.meta.get("val"), torch.Tensor)}
-    apart = _APART_IN_HALF if not dtypes.isdisjoint(HALF) else _APART.get(found.dtype, _APART_IN_HALF)
-    return OfOneSample(found.detach().double().item(), size, apart)
+    values = [value for node in gm.graph.nodes if isinstance(value := node.meta.get("val"), torch.Tensor)]
+    dtypes = {value.dtype for value in values if value.is_floating_point() or value.is_complex()}
+    apart = max(_APART.get(dtype, _APART_IN_HALF) for dtype in dtypes)
+    return OfOneSample(found.detach().double().item(), size, _APART_IN_HALF if may_round() else apart)
 
 
 def _loss_alone(model: nn.Module, loss_fn: Any, call: Call) -> torch.Tensor | None:
