@@ -19,7 +19,6 @@ from torch.utils import _pytree as pytree
 
 from psg_fx.errors import BadArgument
 
-
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 """Sizes that follow the batch while a model is captured: they hold all that is known of it."""
 
