@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import psg_fx
 from support import oracle
+from support.selection import on_two_backends
 
 QUERIES, TARGETS, CLASSES = 5, 3, 4
 torch.manual_seed(0)
@@ -100,8 +101,7 @@ LOSSES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-@pytest.mark.parametrize("way", LOSSES)
+@pytest.mark.parametrize(("way", "backend"), on_two_backends(LOSSES))
 def test_exact(way: str, backend: str) -> None:
     loss, targets = LOSSES[way]
     model = Detector()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import psg_fx
 from psg_fx.errors import CaptureFailed
 from support import oracle
+from support.selection import on_two_backends
 
 PLACES, CLASSES = 4, 5
 torch.manual_seed(0)
@@ -120,8 +121,7 @@ LOSSES: list[Loss] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("loss", "backend"), on_two_backends(LOSSES))
 def test_exact(loss: Loss, backend: str) -> None:
     sizes = (5, 2, 1) if backend == "eager" else (5,)
     model = Heads()

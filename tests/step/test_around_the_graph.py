@@ -101,6 +101,7 @@ def test_the_old_value_of_a_buffer(write: Callable[[Any], None]) -> None:
             torch.testing.assert_close(other.last, ordinary.last)
 
 
+@pytest.mark.slow
 def test_the_old_value_of_a_buffer_in_a_file(tmp_path: Path) -> None:
     model = Buffers(kept_before)
     file = psg_fx.load(psg_fx.transform(model, squares).export(tmp_path / "step.pt2", X, Y))

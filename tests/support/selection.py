@@ -53,6 +53,18 @@ def one_in(share: int, cases: Iterable[Any], always: Container[str] = (), kinds:
     return found
 
 
+def on_two_backends(cases: Iterable[Any], share: int = 4) -> list[Any]:
+    """(case, backend) as parameters of a test: each case on "eager", and the first and every `share`-th after it
+    on "inductor"; the others there are marked `slow`.
+    """
+    found = []
+    for k, case in enumerate(cases):
+        marks = [] if k % share == 0 else pytest.mark.slow
+        found.append(pytest.param(case, "eager", id=f"{name_of(case)}-eager"))
+        found.append(pytest.param(case, "inductor", id=f"{name_of(case)}-inductor", marks=marks))
+    return found
+
+
 def at_once(groups: Iterable[Iterable[str]], names: Iterable[str]) -> list[Any]:
     """Tuples of names as parameters of a test that captures all of a tuple in one program: each of the groups, and each
     name alone, marked `rest`.
