@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import psg_fx
 from psg_fx.errors import CaptureFailed, PsgError
 from support import oracle
+from support.selection import on_two_backends
 
 torch.manual_seed(0)
 X, LABELS = torch.randn(5, 3, dtype=torch.float64), torch.randint(0, 4, (5, 6))
@@ -65,8 +66,7 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 LOSSES: list[Loss] = [at_least_one, a_little_more, large, of_two, where_there_is_one, without_a_gradient]
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("loss", "backend"), on_two_backends(LOSSES))
 def test_exact(loss: Loss, backend: str) -> None:
     sizes = (5, 2, 1) if backend == "eager" else (5,)
     model = Heads()

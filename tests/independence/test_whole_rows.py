@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import psg_fx
 from psg_fx.errors import CaptureFailed, PsgError
 from support import oracle
+from support.selection import on_two_backends
 
 BOXES, CLASSES = 5, 6
 torch.manual_seed(0)
@@ -74,8 +75,7 @@ Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 LOSSES: list[Loss] = [of_boxes, of_tokens, repeated, counted, meant, two_dims, of_samples, by_their_own]
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("loss", "backend"), on_two_backends(LOSSES))
 def test_exact(loss: Loss, backend: str) -> None:
     if loss in (of_tokens, repeated, counted, meant) and torch.__version__ < "2.12":
         pytest.skip("its export compares the numbers of rows with those of labels, and gives up")
