@@ -18,15 +18,13 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from psg_fx.errors import BadArgument
-
-_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-"""Sizes that follow the batch while a model is captured: they hold all that is known of it."""
+from psg_fx.tensors import SYMBOLS
 
 
 def is_plain(value: Any) -> bool:
     """Whether an object is what its attributes are."""
     kind: Any = type(value)
-    if isinstance(value, (nn.Module, type, *_NUMBERS)) or not hasattr(value, "__dict__") or callable(value):
+    if isinstance(value, (nn.Module, type, *SYMBOLS)) or not hasattr(value, "__dict__") or callable(value):
         return False
     if issubclass(kind, (tuple, list, dict, set, torch.Tensor)) or any(vars(k).get("__slots__") for k in kind.__mro__):
         return False

@@ -204,9 +204,9 @@ def _keeps(op: Op, pairs: Node) -> bool:
     return facts.shape(pairs.meta["val"])[-2:] == facts.shape(op.node.meta["val"])[-2:]
 
 
-__all__ = ["of_pairs"]
-
-
 def _packet(node: Node) -> Any:
     """The op, whatever its overload."""
     return getattr(node.target, "overloadpacket", None)
+
+
+__all__ = ["of_pairs"]
