@@ -10,7 +10,6 @@ from __future__ import annotations
 import builtins
 import contextlib
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,11 +19,9 @@ from torch.fx import GraphModule
 
 from psg_fx.errors import NotYetSupported
 from psg_fx.graph.same_op import draws
-from psg_fx.passes.capture.functions.flexible import attention_as_formula
 from psg_fx.program.arguments.call import Call
 from psg_fx.program.arguments.packed import packed
-from psg_fx.program.changes.effects import nothing_left
-from psg_fx.step.own_code import copied, unchanged
+from psg_fx.step.own_code import copied, tried
 from psg_fx.torch_private.onednn import may_round
 from psg_fx.torch_private.patching import patched_here
 from psg_fx.torch_private.quiet import quiet
@@ -89,15 +86,11 @@ def _loss_alone(model: nn.Module, loss_fn: Any, call: Call) -> torch.Tensor | No
     last = call.batch_size() - 1
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(nothing_left((model, loss_fn)))
-            stack.enter_context(unchanged(model, loss_fn, parameters=False))
+            stack.enter_context(tried(model, loss_fn, parameters=False))
             tensors = [copied(t, d, last) for t, d in zip(call.tensors, call.dims, strict=True)]
             stack.enter_context(torch.compiler.set_stance("force_eager"))  # parts that the user compiles take long
-            stack.enter_context(attention_as_formula())
             stack.enter_context(quiet())
-            stack.enter_context(warnings.catch_warnings())
             stack.enter_context(patched_here(builtins, "print", lambda *args, **kwargs: None))
-            warnings.simplefilter("ignore")
             (args, kwargs), (targets, target_kwargs) = packed(call.rebuild(tensors))
             found = loss_fn(model(*args, **kwargs), *targets, **target_kwargs)
         except Exception:  # code that does not run on one sample, or memory for it: nothing is said of it

@@ -86,16 +86,12 @@ def _own_error(model: nn.Module, loss_fn: Any, call: Call, whole: bool = False) 
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(no_modes())  # a fake mode would put fake tensors into the model
-            stack.enter_context(nothing_left((model, loss_fn)))
-            stack.enter_context(unchanged(model, loss_fn))
+            stack.enter_context(tried(model, loss_fn))
             pairs = list(zip(call.tensors, call.dims, strict=True))
             batches = [[copied(t, d) for t, d in pairs], *([[copied(t, None) for t, _ in pairs]] if whole else [])]
         except Exception:  # no memory to set the state aside, or tensors of another kind: torch's reason stands
             return None
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(attention_as_formula())  # no CPU has the backward of torch's own
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # said before, while it was captured
         found = (_run(model, loss_fn, call, tensors, size) for tensors, size in zip(batches, ("1", ""), strict=False))
         return next((failure for failure in found if failure is not None), None)
 
@@ -132,6 +128,18 @@ def copied(tensor: torch.Tensor, dim: int | None, sample: int = 0) -> torch.Tens
     """A copy of a sample, or of all there is."""
     one = tensor if dim is None else tensor.narrow(dim, sample, 1)
     return one.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+@contextlib.contextmanager
+def tried(model: nn.Module, loss_fn: Any, parameters: bool = True) -> Iterator[None]:
+    """While open, the code runs as it stands, without warnings, and leaves nothing.  parameters: as `unchanged` has."""
+    with (
+        nothing_left((model, loss_fn)), unchanged(model, loss_fn, parameters=parameters),
+        attention_as_formula(),  # no CPU has the backward of torch's own
+        warnings.catch_warnings(),
+    ):  # fmt: skip
+        warnings.simplefilter("ignore")  # said before, while it was captured
+        yield
 
 
 @contextlib.contextmanager
