@@ -1,8 +1,8 @@
-"""The first answer of a step beside the definition: the loss of one sample, by the user's own code on it alone.
+"""The first answer of a step beside the definition: what the user's own code gives for one sample alone.
 
-What a graph shows is proved for all batches.  What it does not show is found here if it changes the loss: a question
-that only a batch of one answers otherwise (`x.squeeze().dim() == 1`), a type that is asked for, state or a draw that
-nothing was seen to read.
+What a graph shows is proved for all batches.  What it does not show is found here if it changes the loss, or what a
+step without a loss returns: a question that only a batch of one answers otherwise (`x.squeeze().dim() == 1`), a type
+that is asked for, state or a draw that nothing was seen to read.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
 
 from psg_fx.errors import NotYetSupported
 from psg_fx.graph.same_op import draws
 from psg_fx.program.arguments.call import Call
 from psg_fx.program.arguments.packed import packed
+from psg_fx.program.made_objects import opened
 from psg_fx.step.own_code import copied, tried
 from psg_fx.torch_private.onednn import may_round
 from psg_fx.torch_private.patching import patched_here
@@ -28,37 +30,55 @@ from psg_fx.torch_private.quiet import quiet
 
 _APART = {torch.float64: 1e-4, torch.complex128: 1e-4, torch.float32: 0.02, torch.complex64: 0.02}
 _APART_IN_HALF = 0.2
-"""How far two losses may lie apart, relative to them and to the mean of the batch, by the coarsest dtype in the graph:
-rounding, with what cancels.
+"""How far the two may lie apart, in norm and relative to the sample's and to the batch's (of the mean sample), by the
+coarsest dtype in the graph: rounding, with what cancels.
 """
 
 
 class OfOneSample:
-    """The loss of the last sample of a call by the code itself, which the step's answer to that call must have."""
+    """What the code itself gives for the last sample of a call, which the step's answer to that call must have.
 
-    def __init__(self, loss: float, size: int, apart: float) -> None:
-        self._loss, self._size, self._apart = loss, size, apart
+    alone: the loss, `[1]`, or the outputs.  size: how many samples the call has.  apart: as above.
+    """
+
+    def __init__(self, alone: Sequence[torch.Tensor], size: int, apart: float, is_loss: bool) -> None:
+        self._alone, self._size, self._apart, self._is_loss = alone, size, apart, is_loss
         self._refusal: NotYetSupported | None = None
 
-    def settled(self, losses: torch.Tensor) -> bool:
-        """Whether the answer need not be looked at again.  Raises NotYetSupported, at every call from then on."""
-        real = type(losses) is torch.Tensor  # and no fake one, under a mode of the caller
-        if self._refusal is None and real and len(losses) == self._size:  # else it is one of a part of the call
-            self._refusal = self._compared(losses.detach().double().tolist())
+    def settled(self, found: Sequence[torch.Tensor], size: int) -> bool:
+        """Whether the answer to a call of so many samples need not be looked at again.
+
+        Raises:
+            NotYetSupported: it differs; at every call from then on.
+        """
+        real = all(type(value) is torch.Tensor for value in found)  # and no fake one, under a mode of the caller
+        alike = size == self._size and len(found) == len(self._alone)  # else it is one of a part of the call
+        if self._refusal is None and real and alike:
+            self._refusal = next(filter(None, map(self._compared, found, self._alone)), None)
         if self._refusal is not None:
             raise self._refusal.with_traceback(None)
         return True
 
-    def _compared(self, losses: Sequence[float]) -> NotYetSupported | None:
-        found, wanted = losses[-1], self._loss
-        finite = [abs(each) for each in losses if math.isfinite(each)]
-        scale = max(abs(wanted), sum(finite) / max(len(finite), 1))
-        if found == wanted or (math.isnan(found) and math.isnan(wanted)) or abs(found - wanted) <= self._apart * scale:
+    def _compared(self, value: torch.Tensor, alone: torch.Tensor) -> NotYetSupported | None:
+        dim = _sample_dim(value, alone, self._size)
+        if dim is None:
             return None
-        last = len(losses) - 1
+        value = value.detach()
+        found, wanted = value.narrow(dim, self._size - 1, 1).double(), alone.double()
+        same = (found == wanted) | (found.isnan() & wanted.isnan())
+        difference = (found - wanted).masked_fill(same, 0.0)
+        scale = max(_norm(wanted), _norm(value) / math.sqrt(self._size))
+        if torch.linalg.vector_norm(difference).item() <= self._apart * scale:
+            return None
+        worst = int(difference.abs().nan_to_num(math.inf).argmax())
+        return self._refused(found.flatten()[worst].item(), wanted.flatten()[worst].item())
+
+    def _refused(self, found: float, alone: float) -> NotYetSupported:
+        last, one = self._size - 1, f"model(x[{self._size - 1}:])"
+        what = "the loss of" if self._is_loss else "a number of the output for"
         return NotYetSupported(
-            f"the loss of sample {last} is {wanted:.6g} alone, and {found:.6g} in this batch",
-            where=f"loss_fn(model(x[{last}:]), y[{last}:])",
+            f"{what} sample {last} is {alone:.6g} alone, and {found:.6g} in this batch",
+            where=f"loss_fn({one}, y[{last}:])" if self._is_loss else one,
             why="the code does something else for one sample than for several, or at each run, that no op of the graph "
             "shows: it asks for a number of dims or a type, or reads what nothing was seen to read",
             fix="step.explain() has the ops that it became; where only rounding sets the two apart, "
@@ -67,21 +87,38 @@ class OfOneSample:
 
 
 def of_one_sample(model: nn.Module, loss_fn: Any, call: Call, gm: GraphModule) -> OfOneSample | None:
-    """The loss of the call's last sample; None where it is not one number, or nothing is known of it."""
+    """For the call's last sample; None where there is nothing to compare."""
     size, nodes = call.batch_size(), [node for node in gm.graph.nodes if node.op == "call_function"]
     together = torch.distributed.is_available() and torch.distributed.is_initialized()
     if not size or call.axes or together or any(map(draws, nodes)):
         return None
-    found = _loss_alone(model, loss_fn, call)
-    if found is None or found.numel() != 1 or found.is_meta:
+    alone = _alone(model, loss_fn, call)
+    if loss_fn is not None:
+        alone = [value.reshape(1) for value in alone if value.numel() == 1]  # else it is no loss
+    if not alone:
         return None
     values = [value for node in gm.graph.nodes if isinstance(value := node.meta.get("val"), torch.Tensor)]
     dtypes = {value.dtype for value in values if value.is_floating_point() or value.is_complex()}
-    apart = max(_APART.get(dtype, _APART_IN_HALF) for dtype in dtypes)
-    return OfOneSample(found.detach().double().item(), size, _APART_IN_HALF if may_round() else apart)
+    apart = _APART_IN_HALF if may_round() else max(_APART.get(dtype, _APART_IN_HALF) for dtype in dtypes)
+    return OfOneSample([value.detach() for value in alone], size, apart, loss_fn is not None)
 
 
-def _loss_alone(model: nn.Module, loss_fn: Any, call: Call) -> torch.Tensor | None:
+def _sample_dim(value: torch.Tensor, alone: torch.Tensor, size: int) -> int | None:
+    """Where the samples lie; None where that is not one dim, and for whole numbers: rounding picks one of two."""
+    if not value.is_floating_point() or not value.numel() or alone.is_meta or value.dim() != alone.dim():
+        return None
+    sizes = list(zip(value.shape, alone.shape, strict=True))
+    dims = [dim for dim, pair in enumerate(sizes) if pair == (size, 1)]
+    return dims[0] if dims and sum(a != b for a, b in sizes) == (size > 1) else None
+
+
+def _norm(value: torch.Tensor) -> float:
+    """Of what is finite."""
+    finite = value if value.isfinite().all() else value[value.isfinite()]
+    return float(torch.linalg.vector_norm(finite, dtype=torch.float64))
+
+
+def _alone(model: nn.Module, loss_fn: Any, call: Call) -> list[torch.Tensor]:
     """By the code as it is; nothing of what it does stays, and it prints nothing."""
     last = call.batch_size() - 1
     with contextlib.ExitStack() as stack:
@@ -92,7 +129,8 @@ def _loss_alone(model: nn.Module, loss_fn: Any, call: Call) -> torch.Tensor | No
             stack.enter_context(quiet())
             stack.enter_context(patched_here(builtins, "print", lambda *args, **kwargs: None))
             (args, kwargs), (targets, target_kwargs) = packed(call.rebuild(tensors))
-            found = loss_fn(model(*args, **kwargs), *targets, **target_kwargs)
+            found = model(*args, **kwargs)
+            found = opened(found) if loss_fn is None else loss_fn(found, *targets, **target_kwargs)
         except Exception:  # code that does not run on one sample, or memory for it: nothing is said of it
-            return None
-    return found if isinstance(found, torch.Tensor) else None
+            return []
+    return [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]

@@ -26,6 +26,7 @@ from psg_fx.program.state import IN_PLACE, Tracked, holder
 from psg_fx.progress import Progress
 from psg_fx.step import mistakes
 from psg_fx.step.binding import Binding, no_samples, plain_mode
+from psg_fx.step.first_answer import OfOneSample, of_one_sample
 from psg_fx.step.grad_samples import Ticket, begin, clear, deliver
 from psg_fx.step.module import PerSampleModule
 from psg_fx.step.own_code import blamed
@@ -88,14 +89,20 @@ class DropInModule(PerSampleModule):
             return self._compiled(graph, device.name, history)
 
         replayed = self.settings.replays and self._device(call).type == "cuda"
-        return SplitStep(gm, history, program, compiled, overwrites=replayed), program
+        step = SplitStep(gm, history, program, compiled, overwrites=replayed)
+        if self.settings.compares_first:
+            step.expected = of_one_sample(self.model, None, call, gm)
+        return step, program
 
 
 class SplitStep:
     """A lowered joint graph, split into a compiled forward and a compiled backward.
 
     overwrites: a backward's results are those of a CUDA graph, and live until its next run.
+    expected: what the first outputs must be for one sample; None once they are.
     """
+
+    expected: OfOneSample | None = None
 
     def __init__(
         self,
@@ -139,8 +146,12 @@ class SplitStep:
             ordered: list[Any] = [None] * len(self.binding.outputs)
             for (index, _), value in zip(self.outputs, results, strict=False):
                 ordered[index] = value
+            kept = [v for (_, spec), v in zip(self.outputs, results, strict=False) if spec.kind == "output"]
+            if self.expected is not None:
+                self.binding.check(ordered.__getitem__)
+                if self.expected.settled(kept, call.batch_size()):
+                    self.expected = None
             self.binding.write_back(ordered, call)
-        kept = [v for (_, spec), v in zip(self.outputs, results, strict=False) if spec.kind == "output"]
         return kept, [results[i] for i in self.order]
 
     def backward_results(self, arguments: list[Any], call: Call) -> Sequence[torch.Tensor]:

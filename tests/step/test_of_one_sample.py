@@ -54,10 +54,39 @@ def test_what_no_op_shows_is_refused_at_every_call(change: Callable[[Tensor], Te
     assert model.runs == 0  # neither the step nor the sample alone leaves anything
 
 
+@pytest.mark.parametrize("change", [of_several, of_symbols, of_a_draw], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("returned", [lambda h: {"labels": h.argmax(1), "turned": h.T}, lambda h: (h, h[:, 0])])
+def test_without_a_loss_the_outputs_are_compared(
+    change: Callable[[Tensor], Tensor], returned: Callable[[Tensor], object]
+) -> None:
+    random.seed(0)
+    torch.manual_seed(0)
+    model = Changed(lambda h: returned(change(h)))  # type: ignore[arg-type,return-value]
+    step = psg_fx.transform(model, backend="eager")
+    for _ in range(2):
+        with pytest.raises(psg_fx.NotYetSupported, match=r"a number of the output for sample 4 is .* alone, and .* in"):
+            step(X)
+    assert model.runs == 0
+    assert model.layer.weight.grad is None
+
+
+def test_outputs_without_one_dim_of_samples_are_left_alone() -> None:
+    """Rows of all samples in one dim, labels, a table of the model's, the batch size as a number."""
+
+    def several(h: Tensor) -> object:
+        table = torch.arange(5.0)
+        return h, torch.cat([h, h]).view(-1, 3), h.argmax(1), table, 2 * h.shape[0]
+
+    step = psg_fx.transform(Changed(several), backend="eager")  # type: ignore[arg-type]
+    step(X)[0].sum().backward()
+    assert step.model.layer.weight.grad_sample.shape == (5, 3, 4)
+
+
 def test_it_can_be_switched_off() -> None:
     options = {"psg_fx.compare_first": False}
     step = psg_fx.transform(Changed(of_several), F.cross_entropy, backend="eager", options=options)
     assert step(X, Y).losses.shape == (5,)
+    assert psg_fx.transform(Changed(of_several), backend="eager", options=options)(X).shape == (5, 3)
 
 
 @pytest.mark.parametrize("budget", [None, 4_000])
