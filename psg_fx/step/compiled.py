@@ -107,7 +107,7 @@ class CompiledStep:
             raise
         if self.expected is not None:
             self.binding.check(results.__getitem__)
-            if self.expected.settled([self.binding.fields(results)["losses"]], call.batch_size()):
+            if self.expected.settled([self.binding.fields(results)["losses"]], call):
                 self.expected = None
         if not buffers:
             self.binding.check(results.__getitem__)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,22 +39,23 @@ coarsest dtype in the graph: rounding, with what cancels.
 class OfOneSample:
     """What the code itself gives for the last sample of a call, which the step's answer to that call must have.
 
-    alone: the loss, `[1]`, or the outputs.  size: how many samples the call has.  apart: as above.
+    alone: the loss, `[1]`, or the outputs.  apart: as above.
     """
 
-    def __init__(self, alone: Sequence[torch.Tensor], size: int, apart: float, is_loss: bool) -> None:
-        self._alone, self._size, self._apart, self._is_loss = alone, size, apart, is_loss
+    def __init__(self, alone: Sequence[torch.Tensor], call: Call, apart: float, is_loss: bool) -> None:
+        self._alone, self._apart, self._is_loss = alone, apart, is_loss
+        self._call, self._size = weakref.ref(call), call.batch_size()
         self._refusal: NotYetSupported | None = None
 
-    def settled(self, found: Sequence[torch.Tensor], size: int) -> bool:
-        """Whether the answer to a call of so many samples need not be looked at again.
+    def settled(self, found: Sequence[torch.Tensor], call: Call) -> bool:
+        """Whether answers need not be looked at again.  found: the one to this call, which may be a part of the first
+        one, or a later one, where that one failed.
 
         Raises:
             NotYetSupported: it differs; at every call from then on.
         """
         real = all(type(value) is torch.Tensor for value in found)  # and no fake one, under a mode of the caller
-        alike = size == self._size and len(found) == len(self._alone)  # else it is one of a part of the call
-        if self._refusal is None and real and alike:
+        if self._refusal is None and real and call is self._call() and len(found) == len(self._alone):
             self._refusal = next(filter(None, map(self._compared, found, self._alone)), None)
         if self._refusal is not None:
             raise self._refusal.with_traceback(None)
@@ -88,9 +90,9 @@ class OfOneSample:
 
 def of_one_sample(model: nn.Module, loss_fn: Any, call: Call, gm: GraphModule) -> OfOneSample | None:
     """For the call's last sample; None where there is nothing to compare."""
-    size, nodes = call.batch_size(), [node for node in gm.graph.nodes if node.op == "call_function"]
+    nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
     together = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if not size or call.axes or together or any(map(draws, nodes)):
+    if not call.batch_size() or call.axes or together or any(map(draws, nodes)):
         return None
     alone = _alone(model, loss_fn, call)
     if loss_fn is not None:
@@ -100,7 +102,7 @@ def of_one_sample(model: nn.Module, loss_fn: Any, call: Call, gm: GraphModule) -
     values = [value for node in gm.graph.nodes if isinstance(value := node.meta.get("val"), torch.Tensor)]
     dtypes = {value.dtype for value in values if value.is_floating_point() or value.is_complex()}
     apart = _APART_IN_HALF if may_round() else max(_APART.get(dtype, _APART_IN_HALF) for dtype in dtypes)
-    return OfOneSample([value.detach() for value in alone], size, apart, loss_fn is not None)
+    return OfOneSample([value.detach() for value in alone], call, apart, loss_fn is not None)
 
 
 def _sample_dim(value: torch.Tensor, alone: torch.Tensor, size: int) -> int | None:

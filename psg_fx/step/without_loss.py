@@ -149,7 +149,7 @@ class SplitStep:
             kept = [v for (_, spec), v in zip(self.outputs, results, strict=False) if spec.kind == "output"]
             if self.expected is not None:
                 self.binding.check(ordered.__getitem__)
-                if self.expected.settled(kept, call.batch_size()):
+                if self.expected.settled(kept, call):
                     self.expected = None
             self.binding.write_back(ordered, call)
         return kept, [results[i] for i in self.order]

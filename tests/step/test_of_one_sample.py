@@ -82,6 +82,17 @@ def test_outputs_without_one_dim_of_samples_are_left_alone() -> None:
     assert step.model.layer.weight.grad_sample.shape == (5, 3, 4)
 
 
+def test_a_call_after_one_that_failed_is_another_one() -> None:
+    """What fails behind the capture leaves no loss of its sample to be compared."""
+    model = Changed(torch.tanh)
+    step = psg_fx.transform(model, F.cross_entropy, quantities=psg_fx.WeightedSum(), backend="eager")
+    with pytest.raises(psg_fx.BadArgument, match="weights have shape"):
+        step(X, Y, weights=torch.ones(4))
+    with torch.no_grad():
+        model.layer.weight.mul_(3.0)
+    assert step(X.flip(0) * 5, Y, weights=torch.ones(5)).losses.isfinite().all()
+
+
 def test_it_can_be_switched_off() -> None:
     options = {"psg_fx.compare_first": False}
     step = psg_fx.transform(Changed(of_several), F.cross_entropy, backend="eager", options=options)
