@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from psg_fx.errors import BadArgument
 
-_MARK = "_psg_fx_left"
 _events = itertools.count()
 Parameters = Mapping[str, torch.Tensor]
 
@@ -39,6 +39,10 @@ class Left:
     def is_stale(self, versions: Mapping[int, Version]) -> bool:
         """Whether a parameter has been written since: the gradients are those of other values."""
         return self.stepped or any(self.versions.get(key, version) != version for key, version in versions.items())
+
+
+_MARKS: MutableMapping[torch.Tensor, Left] = WeakTensorKeyDictionary()
+"""Of every `grad_sample`, beside it: what is an attribute of a tensor is saved with it."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,14 @@ def begin(parameters: Parameters, accumulate: bool, mean: bool) -> Ticket:
     return Ticket(next(_events), accumulate, mean)
 
 
+def drop_stale(parameters: Iterable[torch.Tensor]) -> None:
+    """What psg_fx has left on parameters that have been written since, those among them that are frozen now."""
+    for parameter in parameters:
+        mark = _mark(getattr(parameter, "grad_sample", None))
+        if mark is not None and mark.is_stale({id(parameter): _version(parameter)}):
+            parameter.grad_sample = None  # type: ignore[attr-defined]
+
+
 def deliver(ticket: Ticket, parameters: Parameters, found: Mapping[str, torch.Tensor], copied: bool) -> None:
     """Set `grad_sample`, or append to it.  copied: the values are overwritten by a later call.
 
@@ -97,7 +109,7 @@ def deliver(ticket: Ticket, parameters: Parameters, found: Mapping[str, torch.Te
         parameter = parameters[name]
         left = getattr(parameter, "grad_sample", None)
         value = value.clone() if copied and ticket.accumulate else value
-        setattr(value, _MARK, mark)
+        _MARKS[value] = mark
         former = left if isinstance(left, list) else [] if left is None else [left]
         parameter.grad_sample = [*former, value] if former else value  # type: ignore[attr-defined]
 
@@ -111,13 +123,16 @@ def clear(parameters: Any) -> None:
 
 def _mark(left: Any) -> Left | None:
     last = left[-1] if isinstance(left, list) and left else left
-    found: Left | None = getattr(last, _MARK, None)
-    return found
+    return _MARKS.get(last) if isinstance(last, torch.Tensor) else None
 
 
 def _versions(parameters: Parameters) -> dict[int, Version]:
     """How often each was written, and where it lies: `p.data = ...` is another place."""
-    return {id(p): (p._version, p.data_ptr()) for p in parameters.values()}
+    return {id(p): _version(p) for p in parameters.values()}
+
+
+def _version(parameter: torch.Tensor) -> Version:
+    return parameter._version, parameter.data_ptr()
 
 
 @functools.cache

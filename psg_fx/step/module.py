@@ -51,7 +51,6 @@ class PerSampleModule(nn.Module):
     model: nn.Module
     loss_fn: Any
     settings: Settings
-    training: bool
     _memory: Memory
     _cache: Cache
     _apart: Apart
@@ -65,7 +64,6 @@ class PerSampleModule(nn.Module):
         for group in copies.SHARED:
             object.__setattr__(self, group, getattr(model, group))
         self.loss_fn = loss_fn
-        self.training = model.training
         nn.Module.register_load_state_dict_post_hook(self, _after_loading)
         self.settings = settings
         self._memory = Memory(keep=settings.reuse_outputs)
@@ -93,9 +91,19 @@ class PerSampleModule(nn.Module):
         """The names of the model's arguments by position."""
         return list(inspect.signature(self.model.forward).parameters)
 
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        """The model's flag, whoever sets it: Lightning sets those of all modules, among which a step stands for its."""
+        model: nn.Module | None = vars(self).get("model")
+        return model is None or model.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "model" in vars(self):  # nn.Module sets it first
+            self.model.training = mode
+
     def train(self, mode: bool = True) -> PerSampleModule:
         """Set the model's training mode."""
-        self.training = mode
         self.model.train(mode)
         return self
 

@@ -23,7 +23,7 @@ from psg_fx.program.changes.effects import nothing_left
 from psg_fx.program.changes.untouched import untouched
 from psg_fx.step.hints import function_of, parameters_of, with_hint
 from psg_fx.step.mistakes import check_model, check_values
-from psg_fx.torch_private.modes import no_modes
+from psg_fx.torch_private.modes import autocast_now, autocast_unseen, no_modes
 from psg_fx.torch_private.quiet import quiet
 
 _Made = TypeVar("_Made")
@@ -136,6 +136,7 @@ def tried(model: nn.Module, loss_fn: Any, parameters: bool = True) -> Iterator[N
     with (
         nothing_left((model, loss_fn)), unchanged(model, loss_fn, parameters=parameters),
         attention_as_formula(),  # no CPU has the backward of torch's own
+        autocast_unseen(autocast_now()),  # the caller's cache of cast weights stays as it is
         warnings.catch_warnings(),
     ):  # fmt: skip
         warnings.simplefilter("ignore")  # said before, while it was captured

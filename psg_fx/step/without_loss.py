@@ -27,7 +27,7 @@ from psg_fx.progress import Progress
 from psg_fx.step import mistakes
 from psg_fx.step.binding import Binding, no_samples, plain_mode
 from psg_fx.step.first_answer import OfOneSample, of_one_sample
-from psg_fx.step.grad_samples import Ticket, begin, clear, deliver
+from psg_fx.step.grad_samples import Ticket, begin, clear, deliver, drop_stale
 from psg_fx.step.module import PerSampleModule
 from psg_fx.step.own_code import blamed
 from psg_fx.torch_private.graphs import partition
@@ -37,6 +37,8 @@ _FORWARD = ("output", *LEFT_BEHIND)
 
 class DropInModule(PerSampleModule):
     """The model with a backward that leaves per-sample gradients: the counterpart of `call_for_per_sample_grads`."""
+
+    _former: SplitStep | None = None
 
     @not_taken_apart
     @first_without_collection
@@ -59,6 +61,9 @@ class DropInModule(PerSampleModule):
         ticket = None
         if torch.is_grad_enabled():
             mistakes.check_graphs(call, self.model, tracked)
+            if step is not self._former:  # other parameters may have been asked of that one
+                drop_stale(self.model.parameters())
+                self._former = step
             ticket = begin(step.parameters(), self.settings.accumulate, self.settings.loss_reduction == "mean")
         with blamed(self.model, None, call):
             flat = step.run(call, ticket)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -175,6 +176,29 @@ def test_a_step_of_a_part_of_the_model() -> None:
         model[0].weight.add_(1.0)
     part(x).sum().backward()
     assert model[0].weight.grad_sample.shape == (6, 5, 4)
+
+
+def test_what_is_frozen_between_two_calls_keeps_nothing_of_the_first() -> None:
+    model, x, y = small()
+    step = psg_fx.transform(model, backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for frozen in (False, True):
+        model[0].requires_grad_(not frozen)
+        backward(step, x, y)
+        assert (model[0].weight.grad_sample is None) is frozen
+        for p in model.parameters():
+            p.grad = None if p.grad_sample is None else p.grad_sample.sum(0)
+        optimizer.step()
+
+
+def test_what_is_saved_is_a_plain_tensor() -> None:
+    """torch.load takes no classes of others."""
+    model, x, y = small()
+    backward(psg_fx.transform(model, backend="eager"), x, y)
+    file = io.BytesIO()
+    torch.save([*model.parameters(), *(p.grad_sample for p in model.parameters())], file)
+    file.seek(0)
+    assert [tuple(found.shape) for found in torch.load(file)[-2:]] == [(6, 3, 5), (6, 3)]
 
 
 def dp_step(mode: str, parts: list[slice]) -> list[Tensor]:

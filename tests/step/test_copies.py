@@ -144,3 +144,18 @@ def test_opacus_around_a_step_can_be_copied() -> None:
     for name, parameter in made.named_parameters():
         torch.testing.assert_close(parameter.grad_sample, want[name.removeprefix("_module.")])
     assert all(getattr(p, "grad_sample", None) is None for p in plain.parameters())
+
+
+@pytest.mark.parametrize("loss_fn", [None, F.cross_entropy])
+def test_a_step_and_its_model_are_in_one_mode(loss_fn: Any) -> None:
+    """Lightning keeps the flag of each module, and a step stands for its model among them."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Dropout())
+    step = psg_fx.transform(model, loss_fn, backend="eager")
+    kept = {module: module.training for module in step.modules()}
+    step.eval()
+    assert not model.training
+    for module, mode in kept.items():
+        module.training = mode
+    assert model.training
+    model.eval()
+    assert not step.training

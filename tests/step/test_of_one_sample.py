@@ -122,6 +122,18 @@ def test_the_code_runs_once_more_and_leaves_nothing(budget: int | None, capsys: 
     assert "alone" not in capsys.readouterr().out
 
 
+def test_weights_that_autocast_has_cast_are_not_kept_for_the_caller() -> None:
+    model = Changed(torch.tanh)
+    step = psg_fx.transform(model, F.cross_entropy, quantities=psg_fx.Norms(), backend="eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        step(X, Y)
+        with torch.no_grad():
+            model.layer.weight.add_(1.0)
+        seen = model(X)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(seen, model(X))
+
+
 def test_parts_that_are_compiled_run_as_they_are_written() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     model[0] = torch.compile(model[0])
