@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from operator import mul
 from typing import Any
@@ -47,10 +47,20 @@ def written_out(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg()
 
 
-def apart_from(held: Iterable[torch.Tensor], values: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def apart_from(held: Iterable[torch.Tensor], values: Iterable[Any]) -> list[Any]:
     """The values; copies of those that lie in the memory of tensors that are held."""
-    places = {t.untyped_storage()._cdata for t in held}
-    return [value.clone() if value.untyped_storage()._cdata in places else value for value in values]
+    places = places_of(held)
+    return [value.clone() if lies_in(value, places) else value for value in values] if places else list(values)
+
+
+def places_of(values: Iterable[Any]) -> set[int]:
+    """The memory that the tensors among these values lie in."""
+    return {value.untyped_storage()._cdata for value in values if isinstance(value, torch.Tensor)}
+
+
+def lies_in(value: Any, places: Container[int]) -> bool:
+    """Whether it is a tensor in one of these places."""
+    return isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in places
 
 
 def has_bits(tensor: torch.Tensor) -> bool:

@@ -34,7 +34,7 @@ enter(
     "sigmoid_backward", "threshold_backward", "gelu_backward", "silu_backward", "hardtanh_backward",
     "leaky_relu_backward", "softplus_backward", "elu_backward", "mish_backward", "hardswish_backward",
     "hardsigmoid_backward", "log_sigmoid_backward", "bitwise_or", "bitwise_xor", "isnan", "isinf", "isfinite",
-    "lstm", "gru", "rnn_tanh", "rnn_relu", finite=True,
+    "nan_to_num", "lstm", "gru", "rnn_tanh", "rnn_relu", finite=True,
 )  # fmt: skip
 
 

@@ -37,19 +37,22 @@ def _unflatten(values: Any, context: Any) -> Any:
         return kind(values)
     made = with_attributes(kind, names, values)
     place = id(made)
-    with contextlib.suppress(TypeError):  # a SimpleNamespace has no weak references
-        _MADE[place] = weakref.ref(made, lambda _: _MADE.pop(place, None))
+    for known in (made, *(each for each in values if isinstance(each, torch.Tensor))):
+        with contextlib.suppress(TypeError):  # a SimpleNamespace has no weak references: then a tensor that it holds
+            _MADE[place] = weakref.ref(known, lambda _: _MADE.pop(place, None))
+            break
     return made
 
 
 _MADE: dict[int, weakref.ref[Any]] = {}
-"""Objects that steps have made, by where they lie."""
+"""Objects that steps have made, or a tensor in them, by where they lie."""
 
 
 def is_made(value: Any) -> bool:
     """Whether a step has made an object: every step makes another one, and what it holds is all that it is."""
-    found = _MADE.get(id(value))
-    return found is not None and found() is value
+    known = _MADE.get(id(value))
+    found = None if known is None else known()
+    return found is not None and any(found is each for each in (value, *getattr(value, "__dict__", {}).values()))
 
 
 pytree.register_pytree_node(_Opened, _flatten, _unflatten)

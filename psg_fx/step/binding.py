@@ -113,6 +113,19 @@ class Binding:
             found[i] = in_one_block(tensor)
         return found
 
+    def of_sample(self, arguments: Sequence[Any], call: Call, sample: int) -> list[Any]:
+        """The graph's inputs with those of one sample in place of all."""
+        found = iter(arguments)
+        inputs = [None if spec.kind == "tangent" else next(found) for spec in self.specs]
+        for i, tensor, dim in zip(self._data, call.tensors, call.dims, strict=True):
+            inputs[i] = in_one_block(tensor if dim is None else tensor.narrow(dim, sample, 1))
+        return inputs
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Those that a call writes."""
+        with IN_PLACE:
+            return [group[name] for _, group, name in self._buffers]
+
     def write_back(self, results: Sequence[Any], call: Call) -> None:
         """Leave in the model's buffers, and in the Python around it, what an ordinary forward would; which raises where
         its own checks fail.
@@ -123,14 +136,12 @@ class Binding:
             return
         if self._not_alone and call.batch_size() == 1:
             raise squeezed_alone(self._not_alone)
-        with IN_PLACE:
-            buffers = [(group[name], index) for index, group, name in self._buffers]
-        values = [results[index] for _, index in buffers]
+        buffers = self.buffers()
+        values = [results[index] for index, _, _ in self._buffers]
         left = [v for v, spec in zip(results, self.outputs, strict=True) if spec.kind == "written"]
         if buffers:  # compiled code may return the old value of a buffer as the buffer itself
-            held = [buffer for buffer, _ in buffers]
-            values, left = apart_from(held, values), apart_from(held, left)
-        for (buffer, _), value in zip(buffers, values, strict=True):
+            values, left = apart_from(buffers, values), apart_from(buffers, left)
+        for buffer, value in zip(buffers, values, strict=True):
             buffer.copy_(value)
         kept = iter(left)
         sizes = dict(zip(self._sizes, (call.batch_size(), *call.row_sizes), strict=True)) if self._written else {}

@@ -21,6 +21,7 @@ from psg_fx.quantities.base import Joins
 from psg_fx.step.binding import Binding, no_samples, plain_mode
 from psg_fx.step.first_answer import OfOneSample
 from psg_fx.step.groups import Groups
+from psg_fx.step.own_memory import OwnMemory
 
 
 class StepOutput:
@@ -71,6 +72,7 @@ class CompiledStep:
         self.is_cut = plan is not None and plan.cut
         self.larger: int | None = None
         self.expected: OfOneSample | None = None
+        self._own_memory = OwnMemory()
         self.statistics: tuple[str, ...] = facts.graph_facts(gm).statistics
         self.leaves_out: bool = facts.graph_facts(gm).leaves_out
 
@@ -101,13 +103,14 @@ class CompiledStep:
         if call.batch_size() == 0:
             return no_samples(self.gm, arguments[0].device, groups)
         try:
-            results = self._run(*arguments)
+            results = self._own_memory.of(self._run(*arguments), arguments, call.batch_size())
         except Exception:
             self.binding.check_apart(self.gm, arguments)  # perhaps what a check is there for
             raise
         if self.expected is not None:
             self.binding.check(results.__getitem__)
-            if self.expected.settled([self.binding.fields(results)["losses"]], call):
+            losses = [self.binding.fields(results)["losses"]]
+            if self.expected.settled(losses, call, self.gm, self.binding, arguments):
                 self.expected = None
         if not buffers:
             self.binding.check(results.__getitem__)

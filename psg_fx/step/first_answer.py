@@ -20,10 +20,12 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from psg_fx.errors import NotYetSupported
+from psg_fx.graph import facts
 from psg_fx.graph.same_op import draws
 from psg_fx.program.arguments.call import Call
 from psg_fx.program.arguments.packed import packed
 from psg_fx.program.made_objects import opened
+from psg_fx.step.binding import Binding
 from psg_fx.step.own_code import copied, tried
 from psg_fx.torch_private.onednn import may_round
 from psg_fx.torch_private.patching import patched_here
@@ -44,39 +46,56 @@ class OfOneSample:
 
     def __init__(self, alone: Sequence[torch.Tensor], call: Call, apart: float, is_loss: bool) -> None:
         self._alone, self._apart, self._is_loss = alone, apart, is_loss
-        self._call, self._size = weakref.ref(call), call.batch_size()
+        self._call, self._last = weakref.ref(call), call.batch_size() - 1
         self._refusal: NotYetSupported | None = None
 
-    def settled(self, found: Sequence[torch.Tensor], call: Call) -> bool:
-        """Whether answers need not be looked at again.  found: the one to this call, which may be a part of the first
-        one, or a later one, where that one failed.
+    def settled(
+        self, found: Sequence[torch.Tensor], call: Call, gm: GraphModule, binding: Binding, arguments: Sequence[Any]
+    ) -> bool:
+        """Whether answers need not be looked at again.
+
+        found: the one to this call, which may be a part of the first one, or a later one, where that one failed.
+        arguments: of the graph, for this call.
 
         Raises:
             NotYetSupported: it differs; at every call from then on.
         """
         real = all(type(value) is torch.Tensor for value in found)  # and no fake one, under a mode of the caller
         if self._refusal is None and real and call is self._call() and len(found) == len(self._alone):
-            self._refusal = next(filter(None, map(self._compared, found, self._alone)), None)
+            refusal = self._compared(found, self._last + 1)
+            if refusal is not None and not self._rounds(gm, binding, binding.of_sample(arguments, call, self._last)):
+                self._refusal = refusal
         if self._refusal is not None:
             raise self._refusal.with_traceback(None)
         return True
 
-    def _compared(self, value: torch.Tensor, alone: torch.Tensor) -> NotYetSupported | None:
-        dim = _sample_dim(value, alone, self._size)
-        if dim is None:
-            return None
-        value = value.detach()
-        found, wanted = value.narrow(dim, self._size - 1, 1).double(), alone.double()
-        same = (found == wanted) | (found.isnan() & wanted.isnan())
-        difference = (found - wanted).masked_fill(same, 0.0)
-        scale = max(_norm(wanted), _norm(value) / math.sqrt(self._size))
-        if torch.linalg.vector_norm(difference).item() <= self._apart * scale:
-            return None
-        worst = int(difference.abs().nan_to_num(math.inf).argmax())
-        return self._refused(found.flatten()[worst].item(), wanted.flatten()[worst].item())
+    def _rounds(self, gm: GraphModule, binding: Binding, arguments: Sequence[Any]) -> bool:
+        """Whether the graph gives for the sample alone what the code does: the batch was only rounded otherwise, and
+        nearly all cancels (the loss of a fit that is nearly perfect).
+        """
+        kind = "loss" if self._is_loss else "output"
+        places = [i for i, spec in enumerate(binding.outputs) if spec.kind == kind]
+        try:
+            return self._compared([facts.computed(gm, i, arguments) for i in places], 1) is None
+        except Exception:  # a graph for one size of batch alone
+            return False
+
+    def _compared(self, found: Sequence[torch.Tensor], size: int) -> NotYetSupported | None:
+        """The refusal of what a batch of so many samples has, if it is another value for the last one."""
+        for value, alone in zip(found, self._alone, strict=True):
+            if (dim := _sample_dim(value, alone, size)) is None:
+                continue
+            last, wanted = value.detach().narrow(dim, size - 1, 1).double(), alone.double()
+            same = (last == wanted) | (last.isnan() & wanted.isnan())
+            difference = (last - wanted).masked_fill(same, 0.0)
+            scale = max(_norm(wanted), _norm(value.detach()) / math.sqrt(size))
+            if not torch.linalg.vector_norm(difference).item() <= self._apart * scale:  # which may be no number
+                worst = int(difference.abs().nan_to_num(math.inf).argmax())
+                return self._refused(last.flatten()[worst].item(), wanted.flatten()[worst].item())
+        return None
 
     def _refused(self, found: float, alone: float) -> NotYetSupported:
-        last, one = self._size - 1, f"model(x[{self._size - 1}:])"
+        last, one = self._last, f"model(x[{self._last}:])"
         what = "the loss of" if self._is_loss else "a number of the output for"
         return NotYetSupported(
             f"{what} sample {last} is {alone:.6g} alone, and {found:.6g} in this batch",
@@ -88,13 +107,13 @@ class OfOneSample:
         )  # fmt: skip
 
 
-def of_one_sample(model: nn.Module, loss_fn: Any, call: Call, gm: GraphModule) -> OfOneSample | None:
+def of_one_sample(model: nn.Module, loss_fn: Any, call: Call, gm: GraphModule, binding: Binding) -> OfOneSample | None:
     """For the call's last sample; None where there is nothing to compare."""
     nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
     together = torch.distributed.is_available() and torch.distributed.is_initialized()
     if not call.batch_size() or call.axes or together or any(map(draws, nodes)):
         return None
-    alone = _alone(model, loss_fn, call)
+    alone = _alone(model, loss_fn, call, binding.buffers())
     if loss_fn is not None:
         alone = [value.reshape(1) for value in alone if value.numel() == 1]  # else it is no loss
     if not alone:
@@ -120,12 +139,12 @@ def _norm(value: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(finite, dtype=torch.float64))
 
 
-def _alone(model: nn.Module, loss_fn: Any, call: Call) -> list[torch.Tensor]:
-    """By the code as it is; nothing of what it does stays, and it prints nothing."""
+def _alone(model: nn.Module, loss_fn: Any, call: Call, written: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """By the code as it is, which writes these buffers; nothing of what it does stays, and it prints nothing."""
     last = call.batch_size() - 1
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(tried(model, loss_fn, parameters=False))
+            stack.enter_context(tried(model, loss_fn, written))
             tensors = [copied(t, d, last) for t, d in zip(call.tensors, call.dims, strict=True)]
             stack.enter_context(torch.compiler.set_stance("force_eager"))  # parts that the user compiles take long
             stack.enter_context(quiet())

@@ -92,7 +92,7 @@ class PerSampleModule(nn.Module):
         return list(inspect.signature(self.model.forward).parameters)
 
     @property
-    def training(self) -> bool:  # type: ignore[override]
+    def training(self) -> bool:
         """The model's flag, whoever sets it: Lightning sets those of all modules, among which a step stands for its."""
         model: nn.Module | None = vars(self).get("model")
         return model is None or model.training

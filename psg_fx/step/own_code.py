@@ -8,7 +8,7 @@ import random
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -131,10 +131,10 @@ def copied(tensor: torch.Tensor, dim: int | None, sample: int = 0) -> torch.Tens
 
 
 @contextlib.contextmanager
-def tried(model: nn.Module, loss_fn: Any, parameters: bool = True) -> Iterator[None]:
-    """While open, the code runs as it stands, without warnings, and leaves nothing.  parameters: as `unchanged` has."""
+def tried(model: nn.Module, loss_fn: Any, written: Iterable[torch.Tensor] | None = None) -> Iterator[None]:
+    """While open, the code runs as it stands, without warnings, and leaves nothing.  written: as `unchanged` has."""
     with (
-        nothing_left((model, loss_fn)), unchanged(model, loss_fn, parameters=parameters),
+        nothing_left((model, loss_fn)), unchanged(model, loss_fn, written=written),
         attention_as_formula(),  # no CPU has the backward of torch's own
         autocast_unseen(autocast_now()),  # the caller's cache of cast weights stays as it is
         warnings.catch_warnings(),
@@ -144,14 +144,14 @@ def tried(model: nn.Module, loss_fn: Any, parameters: bool = True) -> Iterator[N
 
 
 @contextlib.contextmanager
-def unchanged(*roots: Any, parameters: bool = True) -> Iterator[None]:
+def unchanged(*roots: Any, written: Iterable[torch.Tensor] | None = None) -> Iterator[None]:
     """The modules' tensors, attributes and the generators are afterwards what they were, whatever runs in between.
 
-    parameters: whether their values are set aside, too.
+    written: the tensors that may be written into, if that is known; the values of others are not set aside.
     """
     modules = {m: None for root in roots if isinstance(root, nn.Module) for m in root.modules()}
-    written = [group for m in modules for group in ((m._parameters, m._buffers) if parameters else (m._buffers,))]
-    tensors = {t: None for group in written for t in group.values()}
+    everything = (t for m in modules for group in (m._parameters, m._buffers) for t in group.values())
+    tensors: dict[torch.Tensor | None, None] = dict.fromkeys(everything if written is None else written)
     values = [(t, t.data) for t in tensors if t is not None]
     places = [d for m in modules for d in (vars(m), m._parameters, m._buffers, m._modules)]
     held = [(place, dict(place)) for place in places]

@@ -276,7 +276,7 @@ class LossModule(PerSampleModule):
         run = self._compiled(gm, device.name, history)
         step = CompiledStep(gm, history, self.model, self.loss_fn, run, self._memory)
         if own_ops and self.settings.compares_first:
-            step.expected = of_one_sample(self.model, self.loss_fn, call, gm)
+            step.expected = of_one_sample(self.model, self.loss_fn, call, gm, step.binding)
         return step, program
 
     def _slices(self) -> Slices | None:

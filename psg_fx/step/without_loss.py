@@ -30,6 +30,8 @@ from psg_fx.step.first_answer import OfOneSample, of_one_sample
 from psg_fx.step.grad_samples import Ticket, begin, clear, deliver, drop_stale
 from psg_fx.step.module import PerSampleModule
 from psg_fx.step.own_code import blamed
+from psg_fx.step.own_memory import OwnMemory
+from psg_fx.tensors import apart_from, places_of
 from psg_fx.torch_private.graphs import partition
 
 _FORWARD = ("output", *LEFT_BEHIND)
@@ -96,7 +98,7 @@ class DropInModule(PerSampleModule):
         replayed = self.settings.replays and self._device(call).type == "cuda"
         step = SplitStep(gm, history, program, compiled, overwrites=replayed)
         if self.settings.compares_first:
-            step.expected = of_one_sample(self.model, None, call, gm)
+            step.expected = of_one_sample(self.model, None, call, gm, step.binding)
         return step, program
 
 
@@ -126,6 +128,7 @@ class SplitStep:
         self.detached = [spec.field == facts.DETACHED for _, spec in self.outputs if spec.kind == "output"]
         self.order = _saved_order(forward, backward, joint)
         self.forward, self.backward = compiled(forward), compiled(backward)
+        self._own_memory = OwnMemory()
         self._owners = {s.name: holder(program.model, None, s.target) for s in self.binding.specs if s.tracked}
 
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -147,14 +150,15 @@ class SplitStep:
             everything = no_samples(self.gm, call.tensors[0].device)
             return [everything[i] for i, spec in self.outputs if spec.kind == "output"], []
         with plain_mode():
-            results = list(self.forward(*arguments))
+            # the old value of a buffer may be the buffer itself, and the backward reads it once that is written
+            results = apart_from(self.binding.buffers(), self.forward(*arguments))
             ordered: list[Any] = [None] * len(self.binding.outputs)
             for (index, _), value in zip(self.outputs, results, strict=False):
                 ordered[index] = value
             kept = [v for (_, spec), v in zip(self.outputs, results, strict=False) if spec.kind == "output"]
             if self.expected is not None:
                 self.binding.check(ordered.__getitem__)
-                if self.expected.settled(kept, call):
+                if self.expected.settled(kept, call, self.gm, self.binding, arguments):
                     self.expected = None
             self.binding.write_back(ordered, call)
         return kept, [results[i] for i in self.order]
@@ -165,7 +169,7 @@ class SplitStep:
             everything = no_samples(self.gm, call.tensors[0].device)
             return [everything[i] for i, _ in self.results]
         with plain_mode():
-            return self.backward(*arguments)
+            return self._own_memory.of(self.backward(*arguments), arguments, call.batch_size())
 
 
 class _Joined(torch.autograd.Function):
@@ -176,7 +180,9 @@ class _Joined(torch.autograd.Function):
         ctx: Any, step: SplitStep, call: Call, ticket: Ticket, arguments: list[Any], anchor: Any, *inputs: Any
     ) -> tuple[torch.Tensor, ...]:
         outputs, saved = step.forward_results(arguments, call)
-        outputs = [v.detach() if apart else v for v, apart in zip(outputs, step.detached, strict=True)]
+        outputs = [
+            v.detach() if apart else v for v, apart in zip(_no_views(outputs, saved), step.detached, strict=True)
+        ]
         constant = [v for v, apart in zip(outputs, step.detached, strict=True) if apart or not v.is_floating_point()]
         ctx.step, ctx.call, ctx.ticket = step, call, ticket
         ctx.tensors = [isinstance(v, torch.Tensor) for v in saved]
@@ -205,6 +211,23 @@ class _Joined(torch.autograd.Function):
         tangents = [_laid_out(g, like, device) for g, (like, device) in zip(floating, ctx.like, strict=True)]
         found = step.backward_results([*saved, *tangents], ctx.call)
         return (None, None, None, None, None, *_deliver(ctx, step, found))
+
+
+def _no_views(outputs: Sequence[torch.Tensor], saved: Sequence[Any]) -> list[torch.Tensor]:
+    """The outputs, which the caller may write into, as what an op makes: torch lets nobody write into views that come
+    out of a function of one's own.  What shares memory with what is saved is copied, as only one and the same tensor
+    says that it was written into; those that share memory with each other stay views.
+    """
+    places = [v.untyped_storage()._cdata for v in outputs]
+    kept = places_of(saved)
+
+    def own(value: torch.Tensor, place: int) -> torch.Tensor:
+        if place in kept:
+            return value if any(value is each for each in saved) else value.clone()
+        own_memory = value._is_view() and places.count(place) == 1
+        return torch.ops.aten._unsafe_view(value, value.shape) if own_memory else value
+
+    return list(map(own, outputs, places))
 
 
 class _Once(torch.autograd.Function):

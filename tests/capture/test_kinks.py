@@ -40,3 +40,11 @@ def test_gradients_at_a_kink(name: str) -> None:
     torch.testing.assert_close(out.losses, losses)
     for parameter, grad in grads.items():
         torch.testing.assert_close(out.grads[parameter], grad)
+
+
+def test_a_weight_of_the_wrong_size_is_refused_as_by_torch() -> None:
+    step = psg_fx.transform(
+        nn.Linear(4, 4), lambda o, y: F.multi_margin_loss(o, y, weight=torch.ones(7)), backend="eager"
+    )
+    with pytest.raises(psg_fx.BadArgument, match="weight"):
+        step(LOGITS, CLASSES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,3 +114,17 @@ def test_a_list_that_is_too_short_fails_as_the_code_does() -> None:
     with pytest.raises(psg_fx.BadArgument, match="IndexError: list assignment index out of range"):
         step(X)
     assert model.held == []
+
+
+def test_a_namespace_that_the_code_makes_and_looks_at() -> None:
+    """It has no weak references, by which other objects are known as a step's own."""
+
+    def remembered(held: Any, a: Tensor, b: Tensor) -> Tensor | None:
+        first, held[0] = held[0] is None, SimpleNamespace(size=a.shape[0], last=b.detach())
+        return b if first else None
+
+    step = psg_fx.transform(Keeping(remembered, [None]), square, backend="eager")
+    for _ in range(4):
+        step(X)
+    assert len(step.captures) == 2
+    assert step.model.held[0].last.shape == (5, 3)

@@ -291,3 +291,13 @@ def test_validation_takes_what_the_step_takes() -> None:
 def test_what_is_no_dim(batch_dim: Any) -> None:
     with pytest.raises(BadArgument, match="does not fit the arguments"):
         psg_fx.transform(nn.Linear(5, 5), squares, batch_dim=batch_dim, backend="eager")(X, Y)
+
+
+def test_a_profiler_of_torch_that_keeps_stacks_is_no_failure() -> None:
+    """What it sets as Python's profile function cannot be put back from Python, and has no switch."""
+    model = nn.Linear(4, 3)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], with_stack=True):
+        step = psg_fx.transform(model, F.cross_entropy, backend="eager")
+        for size in (3, 5):
+            step(torch.randn(size, 4), torch.zeros(size, dtype=torch.long))
+    assert len(step.captures) == 1

@@ -152,6 +152,18 @@ def test_rounding_is_no_difference() -> None:
     assert out.losses.isfinite().all()
 
 
+def test_a_loss_of_nothing_but_rounding_is_no_difference() -> None:
+    """A fit that is nearly perfect; its losses are squares of what the batch and the sample are rounded by."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 1)
+    x = torch.randn(33, 64)
+    with torch.no_grad():
+        y = torch.stack([model(row[None])[0] for row in x])
+    for loss_fn in (F.mse_loss, lambda out, y: (out - y).abs().sum()):
+        out = psg_fx.transform(model, loss_fn, quantities=psg_fx.Norms(), backend="eager")(x, y)
+        assert out.losses.max() < 1e-5
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_loss_that_is_no_number_is_one(value: float) -> None:
     x = X.clone()

@@ -169,7 +169,8 @@ def multi_margin(
     size_average: bool | None = None, reduce: bool | None = None, reduction: str = "mean",
 ) -> Tensor:  # fmt: skip
     """The same: what export makes of it has another gradient where a term is zero (torch 2.13)."""
-    if (size_average, reduce) != (None, None) or p not in (1, 2) or reduction not in _REDUCTIONS:
+    odd = (size_average, reduce) != (None, None) or p not in (1, 2) or reduction not in _REDUCTIONS
+    if odd or (weight is not None and weight.shape != input.shape[-1:]):  # which torch refuses
         return F.multi_margin_loss(input, target, p, margin, weight, size_average, reduce, reduction)  # type: ignore[arg-type]
     return multi_margin_loss(input, target, p, margin, weight, _REDUCTIONS[reduction])
 

@@ -201,8 +201,10 @@ def _sides(op: Op, values: Sequence[Argument]) -> SampleAxis | None:
     name = _SIDES.get(op.name.removeprefix("aten.").strip("_").removesuffix("_helper"))
     if name is None or len(values) != 1 or values[0].node is not op.args[name]:
         return None
-    place = values[0].ndim - (1 if op.raw("left", True) else 2)
-    return values[0].axis if samples_of(values[0]).dim == place else None
+    axis, ndim = samples_of(values[0]), values[0].ndim
+    if axis.dim != ndim - (1 if op.raw("left", True) else 2):
+        return None
+    return sample_axis.moved(axis, axis.dim + max(v.ndim for v in op.values()) - ndim)  # a matrix with more dims
 
 
 @sample_rule("lu_unpack", proof="trailing dims")

@@ -155,7 +155,8 @@ def batch_norm_backward(op: Op) -> Placement:
     channels = sample_axis.moved(axis, 0)
     if any(v.axis not in (None, channels) for v in op.values() if v.ndim == 1):
         raise op.refuse("its statistics do not hold the samples where its channels do")
-    return _masked(op, axis, channels, channels)
+    of_input = axis if len(op.out().shape) == x.ndim else None  # which torch may give unasked
+    return (of_input, *(channels if asked else None for asked in op.raw("output_mask", [True] * 3)[1:]))
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------

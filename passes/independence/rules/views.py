@@ -235,7 +235,7 @@ def cut_bound(op: Op, given: Any, dim: int, end: int) -> int:
         bound = sample_axis.multiple(facts.expr(given.meta["val"]), op.batch)
     except Misfit as misfit:
         raise op.refuse(str(misfit), _ONE) from None
-    return bound if bound >= 0 else end + bound
+    return bound if bound >= 0 else max(end + bound, 0)
 
 
 @sample_rule(

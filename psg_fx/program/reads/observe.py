@@ -160,7 +160,7 @@ class _Profile:
         before: Any = self.before
         if callable(before):
             sys.setprofile(before)
-        elif before is not None:  # that of cProfile, which is an object with a switch
+        elif hasattr(before, "enable"):  # that of cProfile, which is an object with a switch; torch's has none
             before.enable()
 
     def __call__(self, frame: FrameType, event: str, what: Any) -> None:

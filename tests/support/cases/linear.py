@@ -32,7 +32,7 @@ def _heads(x: Tensor, w: Tensor) -> Tensor:
 
 
 def _regular(w: Tensor) -> Tensor:
-    return w + 3.0 * torch.eye(w.shape[0], dtype=w.dtype)
+    return w + 3.0 * torch.eye(w.shape[-1], dtype=w.dtype)
 
 
 _W = {"weight": (6, 4), "bias": (6,)}
@@ -114,6 +114,8 @@ LINEAR = [
     Case("solve/shared", lambda x, w: torch.linalg.solve(_regular(w), x), x=(B, 4, 2), params={"w": (4, 4)},
          fallback=("w",)),
     Case("solve/columns", lambda x, w: torch.linalg.solve(_regular(w), x.T), params={"w": (4, 4)}, out_dim=1,
+         fallback=("w",)),
+    Case("solve/several", lambda x, w: torch.linalg.solve_ex(_regular(w), x.T)[0], params={"w": (2, 4, 4)}, out_dim=2,
          fallback=("w",)),
     Case("solve/rows", lambda x, w: torch.linalg.solve(_regular(w), x, left=False), x=(B, 2, 4), params={"w": (4, 4)},
          covers=("expand",)),

@@ -1,0 +1,30 @@
+"""Results in memory of their own: compiled code may return a part of what it was given, such as x for x · 1."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from psg_fx.tensors import lies_in, places_of
+
+
+class OwnMemory:
+    """Which results of compiled code lie in its arguments is the same at every call, and looked at once for each batch
+    size, since there is code for one and code for several.
+    """
+
+    __slots__ = ("_seen", "_shared")
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+        self._shared: set[int] = set()
+
+    def of(self, results: Sequence[Any], arguments: Sequence[Any], size: int) -> Sequence[Any]:
+        """The results, which are the caller's to write into and to keep; copies of those that lie in arguments."""
+        if size not in self._seen:
+            places = places_of(arguments)
+            self._shared.update(i for i, value in enumerate(results) if lies_in(value, places))
+            self._seen.add(size)
+        if not self._shared:
+            return results
+        return [value.clone() if i in self._shared else value for i, value in enumerate(results)]
