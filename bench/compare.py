@@ -30,9 +30,10 @@ from _together import one_at_a_time, together, turn
 from tabulate import tabulate
 
 from psg_fx import zoo
-from psg_fx.benchmarking.benchmark import BenchmarkReport, BenchmarkRow, Turn, benchmark, first_call, start_compiler
+from psg_fx.benchmarking.benchmark import Turn, benchmark, first_call, start_compiler
 from psg_fx.benchmarking.contenders import field_of
 from psg_fx.benchmarking.problem import Problem
+from psg_fx.benchmarking.report import BenchmarkReport, BenchmarkRow
 from psg_fx.reference.by_vmap import quiet_vmap
 from psg_fx.torch_private.autotuning import timed_alone
 

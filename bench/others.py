@@ -31,7 +31,8 @@ from compare import ORDINARY, fastest, read
 from tabulate import tabulate
 from torch import Tensor, nn
 
-from psg_fx.benchmarking.benchmark import BenchmarkReport, benchmark
+from psg_fx.benchmarking.benchmark import benchmark
+from psg_fx.benchmarking.report import BenchmarkReport
 from psg_fx.zoo import token_cross_entropy
 
 CLASSES, WORDS = 100, 1000

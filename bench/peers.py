@@ -18,7 +18,7 @@ from typing import Any
 from _results import device_tag, keep
 from compare import RUNS, chosen, in_own_process, introduction, options, read, tables
 
-from psg_fx.benchmarking.benchmark import BenchmarkReport, BenchmarkRow
+from psg_fx.benchmarking.report import BenchmarkReport, BenchmarkRow
 
 LIBRARIES = ("opacus", "backpack-for-pytorch", "jax", "fastDP")
 NAMES = {

@@ -26,7 +26,7 @@ F = TypeVar("F", bound=Function)
 POINTWISE = "<pointwise>"
 """All ops with torch's own tag `pointwise`, where they have no cell of their own."""
 CUSTOM = "<custom>"
-"""All custom autograd functions: an op each (`autograd_function.py`), made where a captured model calls one."""
+"""All custom autograd functions: an op each (`ops/of_users/`), made where a captured model calls one."""
 
 
 @dataclass(frozen=True)

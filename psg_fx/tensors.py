@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
-from operator import mul
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ Size = Any
 
 def product(sizes: Iterable[Size]) -> Size:
     """The product of sizes, 1 for none."""
-    return reduce(mul, sizes, 1)
+    return reduce(operator.mul, sizes, 1)
 
 
 def same_size(a: Any, b: Any) -> bool:
@@ -28,9 +28,27 @@ def same_size(a: Any, b: Any) -> bool:
     return isinstance(a, int) and isinstance(b, int) and a == b
 
 
+def as_int(value: Any) -> int | None:
+    """What may count things, as an int; None for what may not: bools, floats, several numbers."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
+def is_of_ints(dtype: torch.dtype) -> bool:
+    """Whether numbers of this dtype are whole ones; bools are none."""
+    return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
+
+
 def number_at(value: Any, sizes: Mapping[Any, int]) -> Any:
     """A number that follows sizes, as Python's number for these: symbol -> size."""
     return _PLAIN[type(value)](value.node.expr.subs(sizes))
+
+
+def short_name(kind: torch.dtype | torch.layout) -> str:
+    """`float32` of `torch.float32`."""
+    return str(kind).removeprefix("torch.")
 
 
 def place_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:

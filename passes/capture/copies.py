@@ -7,11 +7,11 @@ contiguous as it lies, and h is written.  A graph holds one of the two.
 from __future__ import annotations
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from psg_fx.graph.lifetimes import is_view
 from psg_fx.source import locate
+from psg_fx.torch_private.ops import writes, written_arguments
 
 aten = torch.ops.aten
 _RESHAPED = (aten.reshape.default, aten._unsafe_view.default, aten.contiguous.default)
@@ -22,9 +22,8 @@ def writes_a_copy(gm: GraphModule) -> str:
     made functional.
     """
     for node in gm.graph.nodes:
-        if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
-            for argument, given in zip(node.target._schema.arguments, node.args, strict=False):
-                written = argument.alias_info is not None and argument.alias_info.is_write
+        if writes(node.target):
+            for written, given in zip(written_arguments(node.target), node.args, strict=False):
                 if written and isinstance(given, Node) and _may_be_a_copy(_memory_of(given)):
                     return locate(node)
     return ""

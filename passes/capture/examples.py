@@ -9,6 +9,7 @@ from psg_fx.program.arguments.call import Call
 from psg_fx.tensors import memory_order
 
 _HINTS = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43)
+"""Primes, so that no product of other sizes is one of them."""
 
 
 def example_like(tensor: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:

@@ -27,6 +27,7 @@ from psg_fx.program.decisions.emptiness import Branch, Branches
 from psg_fx.program.program import Program
 from psg_fx.tensors import same_values
 from psg_fx.torch_private.functional import Functional
+from psg_fx.torch_private.tracer import READING
 
 from ..independence.arguments import op_name
 from .emptied import LISTING, PICKS, Emptied, said
@@ -239,7 +240,7 @@ def without_unread_numbers(gm: GraphModule) -> None:
     checks = _checks_of_sizes(gm)
     for node in reversed(list(gm.graph.nodes)):
         lists = op_name(node) in (*LISTING, *PICKS)
-        if not lists and node.target not in (aten._local_scalar_dense.default, aten.item.default):
+        if not lists and node.target not in READING:
             continue
         after = facts.descendants([node])
         read = after - {node, *checks}

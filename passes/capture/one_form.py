@@ -16,7 +16,7 @@ from psg_fx.graph.nodes import call, written_before
 from ..independence.arguments import dim_of
 from .fills import is_fill, write_fills
 from .rolled import roll
-from .taken_apart import put_together
+from .taken_apart import JOINING, put_together
 
 aten = torch.ops.aten
 
@@ -64,7 +64,7 @@ def _with_open_ends(column: Sequence[Node]) -> None:
 
 def _once(column: Sequence[Node], graphs: Sequence[GraphModule], sizes: Sequence[int]) -> None:
     """One value put together as many times as there are samples, `torch.cat([w] * len(x))`, is repeated."""
-    if column[0].target not in (aten.cat.default, aten.stack.default):
+    if column[0].target not in JOINING:
         return
     parts: list[Any] = [node.args[0] if node.target is column[0].target else [] for node in column]
     if not all(len(p) == size and len(set(p)) == 1 for p, size in zip(parts, sizes, strict=True)):

@@ -15,9 +15,9 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.graph import facts
 from psg_fx.graph.nodes import call, value_of, written_before
+from psg_fx.torch_private.tracer import READING
 
 aten = torch.ops.aten
-_READS = (aten.item.default, aten._local_scalar_dense.default)
 _OF_NUMBERS: Mapping[Callable[..., Any], Any] = {
     operator.add: aten.add.Tensor, operator.sub: aten.sub.Tensor, operator.mul: aten.mul.Tensor,
     operator.truediv: aten.div.Tensor, operator.neg: aten.neg.default, torch.sym_max: aten.maximum.default,
@@ -47,7 +47,7 @@ def _computed_with(gm: GraphModule) -> list[Node]:
         is_number = isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat))
         follows = node.target in _OF_NUMBERS and all(n in found or _is_plain(n) for n in node.args)
         follows = follows and (node.target is not operator.truediv or _is_plain(node.args[1]))  # Python raises for zero
-        if is_number and (node.target in _READS or follows):
+        if is_number and (node.target in READING or follows):
             found[node] = None
     while unfit := [n for n in found if not all(u in found or _is_with_tensor(u, n) for u in n.users)]:
         for node in {*unfit, *facts.descendants(unfit)}:
@@ -77,7 +77,7 @@ class _Numbers:
     def rewrite(self, numbers: list[Node]) -> None:
         for number in numbers:
             with written_before(number, number.meta):
-                self.twins[number] = self._read(number) if number.target in _READS else self._computed(number)
+                self.twins[number] = self._read(number) if number.target in READING else self._computed(number)
         for number in numbers:
             for user in list(number.users):
                 if user not in self.twins:

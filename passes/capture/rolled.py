@@ -26,9 +26,9 @@ from psg_fx.source import source_line
 from ..independence.arguments import bound, dim_of
 from .constants import alike
 from .functions.under_vmap import batch_norm
+from .taken_apart import JOINING
 
 aten = torch.ops.aten
-_JOINING = (aten.stack.default, aten.cat.default)
 
 _BY_FORMULA: dict[Any, Callable[..., Any]] = {
     aten._native_batch_norm_legit_no_training.default: lambda x, weight, bias, mean, var, momentum, eps: (
@@ -195,7 +195,7 @@ def _leaves(turns: Turns) -> list[Any] | None:
 
 def _joined(node: Node) -> Turns:
     """The parts of a stack or cat."""
-    return tuple(node.args[0]) if node.target in _JOINING else ()  # type: ignore[arg-type]
+    return tuple(node.args[0]) if node.target in JOINING else ()  # type: ignore[arg-type]
 
 
 def _added(node: Node) -> Turns:

@@ -16,12 +16,13 @@ from psg_fx.graph.nodes import call, written_before
 from ..independence.arguments import dim_of
 
 aten = torch.ops.aten
+JOINING = (aten.cat.default, aten.stack.default)
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
 
 
 def put_together(gm: GraphModule) -> None:
     """Rewrite each cat or stack of all parts of one value, in their order."""
-    for node in [n for n in gm.graph.nodes if n.target in (aten.cat.default, aten.stack.default)]:
+    for node in [n for n in gm.graph.nodes if n.target in JOINING]:
         parts, dim = node.args[0], dim_of(node, node.meta["val"].ndim)
         whole = _whole(parts)
         if whole is None:

@@ -223,6 +223,11 @@ def has_primed(axes: Iterable[str]) -> bool:
     return any(axis.endswith("'") for axis in axes)
 
 
+def paired(axes: Axes) -> Axes:
+    """The axes that are there twice, as they are and primed, as those of a Gram matrix are."""
+    return tuple(axis for axis in axes if axis + "'" in axes)
+
+
 def with_out_axes(g: Network, out: tuple[str, ...]) -> Network:
     """`g` with its out axes called `out`, and no summed axis that clashes with those."""
     names = dict(zip(g.out, out, strict=True))

@@ -137,6 +137,12 @@ class Site:
         return self.kwargs.get(name, default)
 
     @property
+    def output(self) -> Value:
+        """The (first) output."""
+        assert self.outputs[0] is not None
+        return self.outputs[0]
+
+    @property
     def cotangent(self) -> Value:
         """The gradient of the (first) output."""
         assert self.cotangents[0] is not None

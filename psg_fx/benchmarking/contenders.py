@@ -36,8 +36,6 @@ from psg_fx.reference.loop import gradients
 from psg_fx.reference.state import called_with
 from psg_fx.step.settings import FUSED_KERNELS, KEPT_DTYPE
 
-__all__ = ["Answer", "Computation", "Contender", "Problem", "field_of", "ordinary_compiled", "ordinary_eager"]
-
 
 def _mean(loss: Tensor) -> Tensor:
     return loss.mean() if loss.dim() else loss
@@ -115,7 +113,7 @@ def loop(problem: Problem, quantity: Quantity) -> Computation:
 
 def vmapped(problem: Problem, quantity: Quantity, *, compiled: bool, mode: str | None = None) -> Computation:
     """`torch.func.vmap(grad)`, then the quantity from the materialised gradients; optionally compiled as a whole."""
-    each = vmap_step(problem.model, problem.loss_fn, problem.inputs, problem.targets, batch_dim=problem.batch_dim)
+    each = vmap_step(*problem.call, batch_dim=problem.batch_dim)
     given = problem.given(quantity)
 
     def step() -> Answer:

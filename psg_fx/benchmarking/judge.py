@@ -54,10 +54,9 @@ class Judge:
         """The same by the loop in float64; nothing where that is not to be had."""
         if torch.is_autocast_enabled(self.problem.device.type):
             return {}
-        problem = self.problem
         with contextlib.suppress(Exception):  # of any model: it may insist on its dtype
-            call = (problem.model, problem.loss_fn, problem.inputs, problem.targets)
-            return self._of(reference_grads(*call, batch_dim=problem.batch_dim)[1], self._given_exactly)
+            grads = reference_grads(*self.problem.call, batch_dim=self.problem.batch_dim)[1]
+            return self._of(grads, self._given_exactly)
         return {}
 
     def _given_exactly(self, quantity: Quantity) -> dict[str, Any]:
@@ -74,11 +73,10 @@ class Judge:
 
 def _reference(problem: Problem) -> tuple[Mapping[str, Tensor], str]:
     """Gradients `name -> [B, *shape]` to hold answers against, and who made them: vmap, or the loop where it fails."""
-    call = (problem.model, problem.loss_fn, problem.inputs, problem.targets)
     try:
-        return vmap_reference(*call, batch_dim=problem.batch_dim)[1], "vmap(grad)"
+        return vmap_reference(*problem.call, batch_dim=problem.batch_dim)[1], "vmap(grad)"
     except Exception:  # vmap refuses in many ways; the loop then decides
-        return reference_grads(*call, batch_dim=problem.batch_dim, dtype=None)[1], "the loop over samples"
+        return reference_grads(*problem.call, batch_dim=problem.batch_dim, dtype=None)[1], "the loop over samples"
 
 
 def answer_error(got: Answer, want: Answer) -> float:

@@ -89,6 +89,11 @@ class Problem:
         """What a step is called with."""
         return (self.inputs,) if self.targets is None else (self.inputs, self.targets)
 
+    @property
+    def call(self) -> tuple[nn.Module, Loss, Any, Any]:
+        """What references take, beside `batch_dim`."""
+        return self.model, self.loss_fn, self.inputs, self.targets
+
     def given(self, quantity: Quantity) -> dict[str, Any]:
         """Values for what the quantity reads at the call: weights of one, directions drawn with seed 0."""
         found: dict[str, Any] = {}

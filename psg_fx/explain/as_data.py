@@ -21,6 +21,7 @@ from psg_fx.planner.expr import peak_bytes
 from psg_fx.planner.plan import PLAN, ParameterPlan
 from psg_fx.reference.validate import ValidationReport
 from psg_fx.source import source_line
+from psg_fx.tensors import short_name
 
 
 def explained(graphs: Mapping[str, GraphModule], measure: bool = False) -> dict[str, Any]:
@@ -41,14 +42,12 @@ def explained(graphs: Mapping[str, GraphModule], measure: bool = False) -> dict[
 
 
 def _site(site: Site, parameters: list[str], batch: Any) -> dict[str, Any]:
-    out = site.outputs[0]
-    assert out is not None
     return {
         "site": site.name,
         "op": site.op,
         "parameters": parameters,
-        "output": _shape(out.shape, batch),
-        "samples": str(out.samples),
+        "output": _shape(site.output.shape, batch),
+        "samples": str(site.output.samples),
         "source": site.where,
     }
 
@@ -119,7 +118,7 @@ def graph(stage: str, gm: GraphModule) -> dict[str, Any]:
                 "op": node.op,
                 "target": str(node.target),
                 "inputs": [source.name for source in node.all_input_nodes],
-                "values": [_value(v, batch) for v in _tensors(node.meta.get("val"))],
+                "values": [_value(v, batch) for v in facts.tensors(node.meta.get("val"))],
                 "source": source_line(node),
             }
             for node in gm.graph.nodes
@@ -127,14 +126,8 @@ def graph(stage: str, gm: GraphModule) -> dict[str, Any]:
     }
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    found = value if isinstance(value, (tuple, list)) else [value]
-    return [v for v in found if isinstance(v, torch.Tensor)]
-
-
 def _value(tensor: torch.Tensor, batch: Any) -> dict[str, Any]:
-    shape = [facts.expr(size) for size in tensor.shape]
-    return {"shape": _shape(shape, batch), "dtype": str(tensor.dtype).removeprefix("torch.")}
+    return {"shape": _shape(facts.shape(tensor), batch), "dtype": short_name(tensor.dtype)}
 
 
 def _shape(sizes: Any, batch: Any) -> list[int | str]:

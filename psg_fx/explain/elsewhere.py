@@ -24,15 +24,17 @@ def planned_for(gm: GraphModule, device: str) -> Plan:
     return _planned(gm, replace(rates.named(device), **{name: getattr(here, name) for name in OF_STEPS}))
 
 
-def _planned(gm: GraphModule, device: Device) -> Plan:
+def _planned(gm: GraphModule, device: Device, size: int | None = None) -> Plan:
     here = PLAN.of(gm)
-    return plan_step([p.gradient for p in here.parameters], here.asks, device, here.batch, here.size)
+    found = plan_step([p.gradient for p in here.parameters], here.asks, device, here.batch, size or here.size)
+    return replace(found, grouping=here.grouping, rows=here.rows)
 
 
 def unbounded(gm: GraphModule, plan: Plan) -> tuple[Plan, int]:
-    """What would be planned without a bound on memory, and the bytes that it would need at once."""
+    """What would be planned without a bound on memory, and the bytes that the whole batch would need at once."""
     free = _planned(gm, plan.device)
-    return free, memory_of(gm, free, plan.size)
+    whole = _planned(gm, plan.device, plan.cut) if plan.cut else free
+    return free, memory_of(gm, whole, plan.cut or plan.samples)
 
 
 def fused_instead(gm: GraphModule, plan: Plan) -> list[tuple[ParameterPlan, ParameterPlan]]:

@@ -93,7 +93,10 @@ def _shared(plan: Plan) -> list[str]:
     parts = [part for parameter in plan.parameters for part in parameter.parts]
     if all(seconds > _CLEARLY * part.seconds for part in parts for _, seconds in part.alternatives):
         return []
-    return ["An instead may be faster by itself and slower in all: rows of a parameter use what others have computed."]
+    why = "slower in all: rows of a parameter use what others have computed"
+    if plan.part is not None:
+        why += "; or it has no room in the memory budget"
+    return [textwrap.fill(f"An instead may be faster by itself and {why}.", screen.WIDTH)]
 
 
 def _bound(gm: GraphModule, plan: Plan) -> list[str]:
@@ -104,10 +107,8 @@ def _bound(gm: GraphModule, plan: Plan) -> list[str]:
     told = f"A memory budget holds: {in_words(plan.need)} at once beside parameters and inputs, predicted"
     if plan.cut or need > plan.need or free.seconds != plan.seconds:
         told += f" ({in_words(need)} without it)"
-    larger = f"batches over {plan.part} samples run in parts of as many"
-    if not plan.cut:
-        larger = f"batches over {plan.part} samples have a plan of their own"
-    told = textwrap.fill(f"{told}; {larger}.", screen.WIDTH)
+    larger = "run in parts of as many" if plan.cut else "have a plan of their own"
+    told = textwrap.fill(f"{told}; batches over {plan.part} samples {larger}.", screen.WIDTH)
     rows = chosen_otherwise(free, plan)
     if not rows:
         return [f"{told}\nNo tree is another one for its sake."]
@@ -137,7 +138,7 @@ def summary(gm: GraphModule, plan: Plan, sites: tuple[Site, ...]) -> str:
     """How large the step is, what it was planned for, what is asked, and what that should cost."""
     asked = ", ".join(map(str, plan.asks))
     count = sum(1 for n in gm.graph.nodes if n.op == "call_function")
-    size, g = f"B={plan.size}", PLAN.of(gm).grouping
+    size, g = f"B={plan.size}", plan.grouping
     if g is not None:
         size = f"G={g.groups} groups of up to {g.largest} samples, {g.samples} in all,"
     if plan.rows:
@@ -146,7 +147,7 @@ def summary(gm: GraphModule, plan: Plan, sites: tuple[Site, ...]) -> str:
     return (
         f"{len(plan.parameters)} parameters at {len(sites)} sites; joint graph of {count} ops\n"
         f"planned for {size} on {plan.device.name} with {plan.device.origin}\n"
-        + textwrap.fill(asked_for, 120, subsequent_indent=" " * len("asked: "), break_on_hyphens=False)
+        + textwrap.fill(asked_for, screen.WIDTH, subsequent_indent=" " * len("asked: "), break_on_hyphens=False)
     )
 
 

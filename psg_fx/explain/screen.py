@@ -24,7 +24,7 @@ from psg_fx.planner.expr import peak_bytes
 from psg_fx.planner.plan import ParameterPlan, Part, Plan
 
 WIDTH = 120
-PLAN = ("parameter", "shape", "asked", "tree", "method", "peak", "time")
+PLAN_COLUMNS = ("parameter", "shape", "asked", "tree", "method", "peak", "time")
 _LEAST = 8
 """Characters that a column keeps."""
 
@@ -44,15 +44,12 @@ def site_rows(sites: Sequence[Site], plan: Plan) -> list[Row]:
 
 
 def _site_key(site: Site, used: Mapping[str, Sequence[str]]) -> Hashable:
-    out = site.outputs[0]
-    assert out is not None
-    names = tuple(map(_pattern, used.get(site.name, ())))
+    out, names = site.output, tuple(map(_pattern, used.get(site.name, ())))
     return site.op, names, out.shape, str(out.samples), _pattern(source_of(site))
 
 
 def _site_row(group: Sequence[Site], used: Mapping[str, Sequence[str]]) -> Row:
-    site, out = group[0], group[0].outputs[0]
-    assert out is not None
+    site, out = group[0], group[0].output
     named = [_together(names) for names in zip(*(used.get(s.name, ()) for s in group), strict=True)]
     return [
         site.name if len(group) == 1 else f"{site.name}, … ({len(group)}×)", site.op,
@@ -64,7 +61,7 @@ def _site_row(group: Sequence[Site], used: Mapping[str, Sequence[str]]) -> Row:
 def plan_table(plan: Plan, times: Mapping[tuple[str, int], float]) -> str:
     """What is computed of each parameter's gradient, how, and which other way was closest; times: measured."""
     rows = [row for _, group in plan_groups(plan, times) for row in group]
-    return table(rows, PLAN, shrinking=(3, 0, 4, 2))
+    return table(rows, PLAN_COLUMNS, shrinking=(3, 0, 4, 2))
 
 
 def plan_groups(plan: Plan, times: Mapping[tuple[str, int], float]) -> list[tuple[float, list[Row]]]:
@@ -150,7 +147,7 @@ def joined(rows: Iterable[Sequence[str]]) -> list[Row]:
 def table(rows: list[Row], headers: Sequence[str], shrinking: Sequence[int]) -> str:
     """The table, cells of some columns cut so that it fits; which columns: those that are cut first come first."""
     # tabulate keeps two characters more than a header has.
-    widths = [max(len(h) + 2, *(len(row[i]) for row in rows)) for i, h in enumerate(headers)]
+    widths = [max([len(h) + 2, *(len(row[i]) for row in rows)]) for i, h in enumerate(headers)]
     over = sum(widths) + 2 * (len(widths) - 1) - WIDTH
     for _ in range(max(over, 0)):
         column = max(shrinking, key=lambda i: (widths[i] > _LEAST, widths[i], -shrinking.index(i)))

@@ -40,11 +40,9 @@ SITE_HEADERS = ("site", "op", "parameters", "output", "samples", "source")
 
 def site_cells(site: Site, used: Mapping[str, list[str]]) -> list[str]:
     """The row of one site; used: the parameters of every site."""
-    out = site.outputs[0]
-    assert out is not None
     return [
         site.name, site.op, ", ".join(used.get(site.name, [])) or "none reaches the loss",
-        shape_text(out.shape, site.batch), str(out.samples), source_of(site),
+        shape_text(site.output.shape, site.batch), str(site.output.samples), source_of(site),
     ]  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from psg_fx.errors import BadArgument, NotYetSupported, first_line
 from psg_fx.quantities.clipped_sum import ClippedSum
 from psg_fx.step.compiled import StepOutput
 from psg_fx.step.microbatch import microbatch
+from psg_fx.tensors import short_name
 from psg_fx.torch_private.sharded import is_sharded
 
 
@@ -187,7 +188,7 @@ def _check_parts(model: nn.Module, optimizer: Any, options: Mapping[str, Any]) -
     if half:
         name, dtype = next(iter(half.items()))
         raise BadArgument(
-            f"{name} is {str(dtype).removeprefix('torch.')}", where="PrivateTraining(model)",
+            f"{name} is {short_name(dtype)}", where="PrivateTraining(model)",
             why="its sum would be rounded to that before the noise is added, by which one sample can change it by "
             "several times the bound",
             fix="keep the parameters in float32, and compute in half precision under torch.autocast",

@@ -16,6 +16,7 @@ from psg_fx.step.compiled import StepOutput
 from psg_fx.step.mistakes import refuse_rows
 from psg_fx.step.parts import as_given
 from psg_fx.step.with_loss import LossModule
+from psg_fx.tensors import is_of_ints, short_name
 
 Prepare = Callable[[Any], Any]
 Indices = str | int | Callable[[Any], Any]
@@ -114,9 +115,9 @@ def _places(found: Any, indices: Indices, named: str) -> tuple[torch.Tensor, Any
             fix="a key of the batch, a position in it, or a function of it that returns [B] ints",
         ) from error  # fmt: skip
     kind = numbers.dtype
-    if numbers.numel() and (kind.is_floating_point or kind.is_complex or kind is torch.bool):  # of no list: of floats
+    if numbers.numel() and not is_of_ints(kind):  # of no list: of floats
         raise BadArgument(
-            f"{named} of a batch are of {str(kind).removeprefix('torch.')}", where=f"over(..., {named}=...)",
+            f"{named} of a batch are of {short_name(kind)}", where=f"over(..., {named}=...)",
             why="they are the places of its samples in the data set" if named == "indices" else
             "they are the numbers of its samples' groups",
             fix="let it give [B] ints",

@@ -13,6 +13,7 @@ from psg_fx.digests import fingerprint
 from psg_fx.loops.written import Texts
 from psg_fx.program.ambient import ambient_key
 from psg_fx.step.with_loss import LossModule
+from psg_fx.tensors import short_name
 
 RECORD = 4
 """How it is written down here: what was written otherwise cannot be compared."""
@@ -61,8 +62,8 @@ def _arithmetic(device: str) -> dict[str, str]:
     """What of the modes around a call changes its numbers."""
     autocast, dtype, *_ = ambient_key(device)
     return {
-        "autocast": "off" if autocast is None else str(autocast[1]).removeprefix("torch."),
-        "default dtype": str(dtype).removeprefix("torch."),
+        "autocast": "off" if autocast is None else short_name(autocast),
+        "default dtype": short_name(dtype),
         "float32 products": _precision(device),
     }  # fmt: skip
 
@@ -90,4 +91,4 @@ def _given(value: Any, texts: Texts) -> Any:
 
 def _tensor(t: torch.Tensor) -> list[Any]:
     """Shape, dtype, and a fingerprint of the values."""
-    return [list(t.shape), str(t.dtype).removeprefix("torch."), fingerprint(t)]
+    return [list(t.shape), short_name(t.dtype), fingerprint(t)]

@@ -31,6 +31,7 @@ from psg_fx.loops.rows import row_changed
 from psg_fx.loops.totals import Totals
 from psg_fx.quantities.base import Joins
 from psg_fx.step.leaves import Key, nested
+from psg_fx.tensors import short_name
 
 _SECONDS, _IN_ALL = 1.0, "samples in all"
 
@@ -154,7 +155,7 @@ class Writer:
 
     def _about(self) -> dict[str, Any]:
         rows = [
-            {"field": field, "name": name, "file": file, "dtype": str(dtype).removeprefix("torch."), "shape": shape}
+            {"field": field, "name": name, "file": file, "dtype": short_name(dtype), "shape": shape}
             for (field, name), (file, dtype, shape) in self._kept.items()
         ]
         in_all, before = self._made[_IN_ALL], self._known_before

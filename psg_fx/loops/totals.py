@@ -16,6 +16,7 @@ from psg_fx.errors import BadArgument
 from psg_fx.quantities.base import Joins
 from psg_fx.step.compiled import StepOutput
 from psg_fx.step.leaves import Key, leaves, nested
+from psg_fx.tensors import short_name
 
 
 def check_joins(joins: Joins) -> None:
@@ -77,7 +78,7 @@ class Totals:
 
     def state(self) -> dict[str, Any]:
         """What `torch.save` keeps of it."""
-        dtypes = {key: str(dtype).removeprefix("torch.") for key, dtype in self._dtypes.items()}
+        dtypes = {key: short_name(dtype) for key, dtype in self._dtypes.items()}
         return {"count": self.count, "sums": dict(self._sums), "dtypes": dtypes}
 
     def restore(self, state: Mapping[str, Any], device: torch.device) -> None:

@@ -20,6 +20,7 @@ from psg_fx.loops.code import changed_by, is_followed, settings_of, stored_by, w
 from psg_fx.program.code import Origin, names_of, origin_of_module
 from psg_fx.program.objects import MISSING, contents, functions_of, is_array, slots_of
 from psg_fx.program.reads.walk import HOOKS
+from psg_fx.tensors import short_name
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.Size, range,
           type(Ellipsis))  # fmt: skip
@@ -98,7 +99,7 @@ class Texts:
         return name if number == 1 else f"{name} ({number})"
 
     def _tensor(self, value: torch.Tensor) -> str:
-        dtype = str(value.dtype).removeprefix("torch.")
+        dtype = short_name(value.dtype)
         if value.layout is torch.strided and 0 < value.numel() <= _FEW and not value.is_meta:
             return f"tensor({value.tolist()}, {dtype})"
         return f"tensor({list(value.shape)}, {dtype}, {fingerprint(value)})"

@@ -1,4 +1,4 @@
-"""Measurements of one step: time in interleaved rounds, peak memory, and the machine they were taken on."""
+"""Measurements of steps: time, of several in interleaved rounds, and peak memory."""
 
 from __future__ import annotations
 
@@ -39,9 +39,7 @@ def median_seconds(run: Run, total: float) -> float:
 
 
 def _timer(run: Run) -> Any:
-    from torch.utils.benchmark import (
-        Timer,
-    )  # loads what builds C++ extensions, setuptools and all: not for every import
+    from torch.utils.benchmark import Timer  # slow to import: it loads what builds C++ extensions, setuptools and all
 
     return Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
 

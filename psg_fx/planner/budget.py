@@ -62,7 +62,7 @@ def plan_within(
             need = memory_of(gm, plan, round(count * samples)) + (_kept(plan, size - count) if count < size else 0)
             if need <= budget.limit:
                 times = math.isqrt(budget.limit // need) if need and count == size else 1
-                return replace(plan, part=count * times, cut=count < size, need=need)
+                return replace(plan, part=count * times, cut=size if count < size else 0, need=need)
             least = min(least or need, need)
     raise BadArgument(
         f"a memory budget of {in_words(budget.limit)} is too small", where="transform(memory_budget=...)",

@@ -68,11 +68,11 @@ class Device:
     flops: flop/s for each kind of step and dtype.  bandwidth: bytes/s.  launch: seconds for a kernel.
     kept: seconds per byte of what is kept until all norms are known, the price of its memory: on CPU the first touch.
     extra: further constants, seconds per unit or call, named by the method that reads them.
-    origin: where the rates come from, as `explain()` says it.  working: seconds per byte that a tree holds at once, to
-    plan for little memory.  own_ops: whether trees may use ops of psg_fx, which other programs do not know.  fused:
-    which kernels of psg_fx are wanted beside those of torch, where there are any.  compiled: whether there is a
-    compiler for further kernels of psg_fx, in C++ (where steps are compiled) or of Triton.  rounded: whether gradients
-    of float32 that wait for the norms may be kept in bfloat16.
+    origin: where the rates come from, as `explain()` says it.
+    own_ops: whether trees may use ops of psg_fx, which other programs do not know.  fused: which kernels of psg_fx are
+    wanted beside those of torch, where there are any.  compiled: whether there is a compiler for further kernels of
+    psg_fx, in C++ (where steps are compiled) or of Triton.  rounded: whether gradients of float32 that wait for the
+    norms may be kept in bfloat16.
     """
 
     name: str
@@ -82,7 +82,6 @@ class Device:
     kept: float
     extra: Mapping[str, float]
     origin: str = ""
-    working: float = 0.0
     own_ops: bool = True
     fused: Fused = Fused.NONE
     compiled: bool = False

@@ -13,6 +13,7 @@ from psg_fx.planner.cost import Device
 from psg_fx.planner.expr import ContractExpr, Expr, seconds
 
 _LARGEST = 2**20
+"""The size beyond which no border is looked for."""
 
 
 def crossover(

@@ -49,8 +49,9 @@ class ParameterPlan:
 class Plan:
     """The plan of a whole step for `size` samples.
 
-    part: if memory is bounded, so many samples run at once.  cut: whether the batch had more.  need: the bytes that one
-    part allocates, predicted.  grouping: of the samples; then the plan's samples are these groups.
+    part: if memory is bounded, so many samples run at once.  cut: how many the whole batch had, if it had more.
+    need: the bytes that one part allocates, predicted.  grouping: of the samples; then the plan's samples are these
+    groups.
     rows: of each axis of rows, how many there are, and how many the largest sample (or group) has if they may be put
     in order.
     """
@@ -62,10 +63,15 @@ class Plan:
     size: int
     seconds: float = field(default=0.0)
     part: int | None = None
-    cut: bool = False
+    cut: int = 0
     need: int = 0
     grouping: Grouping | None = None
     rows: tuple[tuple[int, int | None], ...] = ()
+
+    @property
+    def samples(self) -> int:
+        """How many samples it is for, of which `size` counts the groups."""
+        return self.size if self.grouping is None else self.grouping.samples
 
     @property
     def gathered(self) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from psg_fx.planner import sheets
 from psg_fx.planner.cost import FILLED, OF_STEPS, REPLAYED, SIDE_BY_SIDE, Device
 from psg_fx.planner.sheets import Sheet
 from psg_fx.source import warn
+from psg_fx.tensors import short_name
 
 
 def _at(*dtypes: torch.dtype, **rates: float) -> dict[tuple[str, torch.dtype], float]:
@@ -219,7 +220,7 @@ def table_path(kind: str) -> Path:
 
 def to_json(table: Device) -> str:
     """A table as text."""
-    flops = [[kind, str(dtype).removeprefix("torch."), rate] for (kind, dtype), rate in table.flops.items()]
+    flops = [[kind, short_name(dtype), rate] for (kind, dtype), rate in table.flops.items()]
     kept = {name: value for name, value in vars(table).items() if name not in OF_STEPS}
     return json.dumps(kept | {"flops": flops, "extra": dict(table.extra)}, indent=2) + "\n"
 

@@ -18,11 +18,10 @@ import torch
 
 from psg_fx.algebra.asks import SquaredNorm
 from psg_fx.algebra.gradient import ParameterGradient, Term
-from psg_fx.algebra.network import BATCH, ROWS, Axes, Leaf, Members, Network, OneHot, Symmetric, Unformed
+from psg_fx.algebra.network import BATCH, ROWS, Axes, Leaf, Members, Network, OneHot, Symmetric, Unformed, paired
 from psg_fx.ops.products.gram_products import gram_diagonals
 from psg_fx.planner.expr import ContractExpr, DenseExpr, Expr, LeafExpr, dense
 from psg_fx.planner.methods.base import expand_to
-from psg_fx.planner.methods.dense import is_gram
 from psg_fx.planner.plan import ParameterPlan
 from psg_fx.tensors import HALF, accumulation_dtype
 
@@ -113,15 +112,11 @@ def _grams(tree: Expr) -> tuple[ContractExpr, ContractExpr] | None:
 def _is_gram(expr: ContractExpr) -> bool:
     """Whether every element of the diagonal is a sum of squares of one operand."""
     leaves = all(isinstance(child, (LeafExpr, DenseExpr)) for child in expr.children)
-    return leaves and expr.pair.self_product and not expr.pair.same and is_gram(expr.axes)
+    return leaves and expr.pair.self_product and not expr.pair.same and bool(paired(expr.axes))
 
 
 def _is_onehot(expr: Expr) -> bool:
     return isinstance(expr, LeafExpr) and isinstance(expr.leaf.form, OneHot)
-
-
-def _paired(axes: Axes) -> Axes:
-    return tuple(x for x in axes if f"{x}'" in axes)
 
 
 def _by_group(rows: torch.Tensor, members: torch.Tensor) -> torch.Tensor:
@@ -132,10 +127,10 @@ def _by_group(rows: torch.Tensor, members: torch.Tensor) -> torch.Tensor:
 
 def _diagonal(gram: ContractExpr, tensor: torch.Tensor) -> Labelled:
     """E[b, .., t] = G[b, .., t, t], the squares of the norms of rows."""
-    form, axes, paired = gram.arg.form, gram.axes, _paired(gram.axes)
+    form, axes, twice = gram.arg.form, gram.axes, paired(gram.axes)
     if isinstance(form, Symmetric):
-        return (BATCH, *paired), _of_halves(tensor, int(gram.sizes[paired[0]]), form.cut)
-    for axis in paired:
+        return (BATCH, *twice), _of_halves(tensor, int(gram.sizes[twice[0]]), form.cut)
+    for axis in twice:
         tensor = tensor.diagonal(0, axes.index(axis), axes.index(f"{axis}'"))
         axes = (*(x for x in axes if x not in (axis, f"{axis}'")), axis)
     return axes, tensor.to(accumulation_dtype(tensor.dtype))

@@ -26,7 +26,9 @@ from psg_fx.planner.trees import Concrete, trees
 from psg_fx.tensors import product
 
 _EXHAUSTIVE = 4000
+"""Combinations of trees that are all compared; of more, those of promising trees, and else one question at a time."""
 _KEPT = 24
+"""Promising trees of a question: so many of the cheapest, and so many of those that share work with other questions."""
 _LITTLE = 32 << 20
 """Bytes that an allocator has at hand."""
 
@@ -72,18 +74,15 @@ def plan_step(
     have no role in a contraction and the plan serves every batch size.
 
     What is kept until the norms are known costs nothing as long as all of it together is little; only if it is not,
-    everything is planned again with the device's price on it.  price: seconds for a byte that is kept or that a tree
-    holds at once, whatever the device says.
+    everything is planned again with the device's price on it.  price: what is chosen costs so many seconds for a byte
+    that is kept or that a tree holds at once, which are not told: the plan's seconds are those of the device.
     """
     size = max(size, 2)
-    if price is not None:
-        device = replace(device, kept=price, working=price)
-    free = device if price is not None else replace(device, kept=0.0)
     concrete, searched = _concrete(batch, size), dict[Hashable, _Searched]()
     ways = [_ways(gradient, asks, device, batch, concrete, searched) for gradient in gradients]
-    found = tuple(_plan_parameter(each, free) for each in ways)
-    if price is None and device.kept and sum(_kept(p) for p in found) > _LITTLE:
-        found = tuple(_plan_parameter(each, device) for each in ways)
+    found = tuple(_plan_parameter(each, 0.0, price) for each in ways)
+    if device.kept and sum(_kept(p) for p in found) > _LITTLE:
+        found = tuple(_plan_parameter(each, device.kept, price) for each in ways)
     return Plan(found, tuple(asks), device, batch, size, sum(p.seconds for p in found))
 
 
@@ -96,12 +95,12 @@ def _kept(plan: ParameterPlan) -> int:
     return sum(kept.values())
 
 
-def _plan_parameter(ways: _Ways, device: Device) -> ParameterPlan:
-    """The cheaper of its ways."""
+def _plan_parameter(ways: _Ways, kept: float, price: float | None) -> ParameterPlan:
+    """The cheaper of its ways.  kept: seconds for a byte that is kept."""
     if not ways.each:
         return ParameterPlan(ways.gradient, False, (), 0.0, "the loss does not reach it: zero")
-    chosen = [(total, *_choose(questions, device)) for total, questions in ways.each]
-    total, parts, seconds = min(chosen, key=lambda way: way[2])
+    chosen = [(total, *_choose(questions, kept, price)) for total, questions in ways.each]
+    total, parts, seconds, _ = min(chosen, key=lambda way: way[3])
     return ParameterPlan(ways.gradient, total, parts, seconds, ways.reason or _why(parts, total))
 
 
@@ -198,28 +197,33 @@ def _rounds_gradients_alone(tree: Expr, network: Network) -> bool:
 # --- choosing trees ------------------------------------------------------------------------------------------------
 
 
-def _choose(questions: list[_Question], device: Device) -> tuple[tuple[Part, ...], float]:
-    """The trees that together take least time, equal nodes counted once."""
-    each = [_priced(question, device) for question in questions]
+def _choose(questions: list[_Question], kept: float, price: float | None) -> tuple[tuple[Part, ...], float, float]:
+    """The trees that together take least time, equal nodes counted once; their seconds, and those with the price."""
+    each = [_priced(question, kept) for question in questions]
+    chosen = _search(each if price is None else [_priced(question, price, price) for question in questions])
     union: dict[Hashable, float] = {}
     parts = []
-    for question, options, option in zip(questions, each, _search(each), strict=True):
+    for question, options, found in zip(questions, each, chosen, strict=True):
+        option = next(o for o in options if o.tree is found.tree)
         fresh = sum(seconds for key, seconds in option.nodes.items() if key not in union)
         union.update(option.nodes)
         others = tuple((o.tree, o.seconds) for o in options if o is not option)
         parts.append(Part(question.ask, question.contraction, option.tree, fresh, others))
-    return tuple(parts), sum(union.values())
+    return tuple(parts), sum(union.values()), _together(chosen)
 
 
-def _priced(question: _Question, device: Device) -> list[_Option]:
-    """Its trees, the fastest first, with the price of what each keeps if it must wait for the norms."""
+def _priced(question: _Question, kept: float, working: float = 0.0) -> list[_Option]:
+    """Its trees, the fastest first, with the price of what each keeps if it must wait for the norms.
+
+    working: seconds for a byte that a tree holds at once.
+    """
     found = []
     for option in question.options:
         tree, nodes = option.tree, option.nodes
-        if question.ask.phase is Phase.AFTER_NORMS and device.kept:
-            nodes = nodes | {("kept", key): size * device.kept for key, size in kept_until_norms(tree).items()}
-        if device.working:
-            nodes = nodes | {("working", tree.key): peak_bytes(tree) * device.working}
+        if question.ask.phase is Phase.AFTER_NORMS and kept:
+            nodes = nodes | {("kept", key): size * kept for key, size in kept_until_norms(tree).items()}
+        if working:
+            nodes = nodes | {("working", tree.key): peak_bytes(tree) * working}
         found.append(_Option(tree, nodes))
     return sorted(found, key=lambda option: option.seconds)
 

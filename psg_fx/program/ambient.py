@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from psg_fx.torch_private.modes import (
-    autocast_key,
+    autocast_dtype,
     default_device,
     no_cached_parametrizations,
     no_function_modes,
@@ -43,7 +43,7 @@ def not_taken_apart(function: F) -> F:
 def ambient_key(device: str) -> Any:
     """What of the caller's modes a captured program depends on: autocast, and defaults for new tensors."""
     return (
-        autocast_key(device), torch.get_default_dtype(), default_device(),
+        autocast_dtype(device), torch.get_default_dtype(), default_device(),
         torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
 

@@ -29,7 +29,7 @@ from psg_fx.program.objects import MISSING, contents, slot, slots_of
 from psg_fx.program.reads.observe import observing
 from psg_fx.program.reads.observed import Observed
 from psg_fx.program.stand_ins import StandIns
-from psg_fx.tensors import SYMBOLS, number_at
+from psg_fx.tensors import SYMBOLS, number_at, short_name
 from psg_fx.torch_private.modes import hooks_of_all_modules
 
 
@@ -172,7 +172,7 @@ def _require_loss(loss: Any) -> None:
         )  # fmt: skip
     if not loss.is_floating_point():
         raise BadArgument(
-            f"the loss is of {str(loss.dtype).removeprefix('torch.')}", where="loss_fn(output, *targets)",
+            f"the loss is of {short_name(loss.dtype)}", where="loss_fn(output, *targets)",
             why="only a real number that follows the parameters has a gradient",
             fix="return its real part or its absolute value" if loss.is_complex() else "return what is differentiated, "
             "and count hits outside of the step",

@@ -18,6 +18,7 @@ from psg_fx.graph.facts import InputSpec, OutputSpec
 from psg_fx.program.arguments.call import Call
 from psg_fx.program.arguments.conditions import Condition
 from psg_fx.program.arguments.rows import RowAxis, Rows
+from psg_fx.tensors import short_name
 from psg_fx.version import __version__
 
 FORMATS = (1, 2, 3)
@@ -198,7 +199,7 @@ def _shape(node: Node, names: Mapping[sympy.Symbol, sympy.Symbol]) -> Shape:
 
 
 def _dtype(node: Node) -> str:
-    return str(node.meta["val"].dtype).removeprefix("torch.")
+    return short_name(node.meta["val"].dtype)
 
 
 def sizes(shape: Shape, count: int, rows: Sequence[int] = ()) -> list[int]:

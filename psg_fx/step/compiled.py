@@ -69,7 +69,7 @@ class CompiledStep:
         self.binding = Binding(gm, model, loss_fn)
         plan = PLAN.found(gm)
         self.part: int | None = None if plan is None else plan.part  # on disk are no plans within a budget
-        self.is_cut = plan is not None and plan.cut
+        self.is_cut = plan is not None and plan.cut > 0
         self.larger: int | None = None
         self.expected: OfOneSample | None = None
         self._own_memory = OwnMemory()

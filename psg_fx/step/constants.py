@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from psg_fx.errors import BadArgument, first_line
-from psg_fx.tensors import written_out
+from psg_fx.tensors import short_name, written_out
 
 _NUMBERS = (int, float)
 
@@ -63,10 +63,10 @@ def as_tensor(name: str, value: Any, dtype: torch.dtype, device: torch.device) -
     """
     if isinstance(value, torch.Tensor):
         if value.is_meta or value.layout is not torch.strided:
-            kind = "on the meta device" if value.is_meta else str(value.layout).removeprefix("torch.")
+            kind = "on the meta device" if value.is_meta else short_name(value.layout)
             raise _no_numbers(name, kind, "a graph reads strided tensors that have values")
         if value.is_complex() and not dtype.is_complex:
-            raise _no_numbers(name, "complex", f"it multiplies numbers of {str(dtype).removeprefix('torch.')}")
+            raise _no_numbers(name, "complex", f"it multiplies numbers of {short_name(dtype)}")
         return written_out(value.to(device, dtype)).contiguous()
     if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
         return torch.stack([as_tensor(name, v, dtype, device) for v in value])

@@ -57,6 +57,7 @@ def _is_finite(norms: torch.Tensor) -> bool:
 
 
 _FEW = 256
+"""Norms that are added up in Python."""
 
 
 def _sum(

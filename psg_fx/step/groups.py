@@ -21,10 +21,10 @@ from psg_fx.errors import BadArgument
 from psg_fx.quantities.base import Quantity
 from psg_fx.quantities.clipped_sum import ClippedSum
 from psg_fx.step.constants import Constants
+from psg_fx.tensors import as_int, is_of_ints, short_name
 
 _SPARSE, _FEW = 4, 16
-"""Rows are brought in order of groups as long as these have at most so many times as many places as there are samples,
-or so few."""
+"""Rows are brought in order as long as that takes at most so many times as many places as there are rows, or so few."""
 
 _COMPARED = 128
 """Samples whose groups are compared as numbers of Python: to launch a kernel takes as long."""
@@ -171,10 +171,15 @@ def _gathered(ids: Tensor, count: int, none: bool) -> Groups:
         counts = counts[kept] if count else counts.new_zeros(1)
         rows = torch.where(ids < 0, -1, slots[ids.clamp(min=0)]) if count else ids
     groups, largest = len(counts), max(largest, 1)
-    if groups * largest > max(_SPARSE * samples, _FEW):
+    if not fits_in_order(groups * largest, samples):
         return Groups(Grouping("scattered", groups, largest, samples), count, ids, None, kept, slots, rows)
     members = in_order(rows, counts, largest)
     return Groups(Grouping("gathered", groups, largest, samples), count, ids, members, kept, slots, rows)
+
+
+def fits_in_order(places: int, rows: int) -> bool:
+    """Whether so many places are few enough to bring so many rows in order."""
+    return places <= max(_SPARSE * rows, _FEW)
 
 
 def in_order(ids: Tensor, counts: Tensor, largest: int) -> Tensor:
@@ -206,9 +211,8 @@ def _numbers(ids: Any, samples: int) -> Tensor:
         found = ids if isinstance(ids, Tensor) else torch.as_tensor(ids, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise _bad_ids(f"a {type(ids).__name__} that is no list of numbers", samples) from error
-    is_number = not (found.dtype.is_floating_point or found.dtype.is_complex or found.dtype is torch.bool)
-    if not is_number and found.numel():  # an empty list is one of floats
-        raise _bad_ids(f"of {str(found.dtype).removeprefix('torch.')}", samples)
+    if not is_of_ints(found.dtype) and found.numel():  # an empty list is one of floats
+        raise _bad_ids(f"of {short_name(found.dtype)}", samples)
     if tuple(found.shape) != (samples,):
         raise _bad_ids(f"of shape {tuple(found.shape)}", samples)
     return found.detach().to(torch.int64)
@@ -222,12 +226,13 @@ def _bad_ids(what: str, samples: int) -> BadArgument:
 
 
 def _checked_count(num_groups: Any) -> int:
-    if isinstance(num_groups, (bool, float)) or not hasattr(num_groups, "__index__") or num_groups.__index__() < 0:
+    count = as_int(num_groups)
+    if count is None or count < 0:
         raise BadArgument(
             f"num_groups={num_groups!r} is not a number of groups", where="step(inputs, targets, num_groups=...)",
             why="results have a row for each group", fix="pass an int, or leave it out: groups.max() + 1",
         )  # fmt: skip
-    return int(num_groups.__index__())
+    return count
 
 
 def factors_of_nothing(quantities: Iterable[Quantity], output: Any, extras: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -21,15 +21,14 @@ from psg_fx.program.values import Once
 from psg_fx.quantities.clipped_sum import bounds_of
 from psg_fx.saved.spec import Entry, OfRows, Spec, names_of_sizes, sizes
 from psg_fx.saved.write import SPEC
+from psg_fx.step.arguments import ABSENT, as_arguments
 from psg_fx.step.binding import failed_check
 from psg_fx.step.compiled import StepOutput
 from psg_fx.step.constants import as_tensor
 from psg_fx.step.finite import with_finite_sum
-from psg_fx.step.with_loss import as_arguments
-from psg_fx.tensors import apart_from, written_out
+from psg_fx.tensors import apart_from, short_name, written_out
 from psg_fx.torch_private.packages import Runner, load_compiled, text_in
 
-_ABSENT: Any = object()
 _CALL = "loaded(params, inputs, targets)"
 
 
@@ -69,7 +68,7 @@ class LoadedStep:
         return load, (self._path,)
 
     def __call__(
-        self, params: Mapping[str, torch.Tensor], inputs: Any, targets: Any = _ABSENT, **given: Any
+        self, params: Mapping[str, torch.Tensor], inputs: Any, targets: Any = ABSENT, **given: Any
     ) -> StepOutput:
         """Run the step.
 
@@ -92,8 +91,7 @@ class LoadedStep:
                 fix="pass model.state_dict()",
             )  # fmt: skip
         number = given.pop("num_samples", None) if self.spec.rows is not None else None
-        targets = ((), {}) if targets is _ABSENT else as_arguments(targets)
-        call = self._take_apart(as_arguments(inputs), targets, number)
+        call = self._take_apart(as_arguments(inputs), as_arguments(targets), number)
         extras = self._extras(given, call.batch_size())
         held = self.spec.of_kind("parameter", "buffer")
         state = [self._checked(entry, params.get(entry.name), "params") for entry in held]
@@ -199,7 +197,7 @@ class LoadedStep:
         elif list(value.shape) != shape:
             found = f"{list(value.shape)}"
         elif value.dtype is not getattr(torch, entry.dtype) or value.device.type != self.spec.device:
-            found = f"{str(value.dtype).removeprefix('torch.')} on {value.device}"
+            found = f"{short_name(value.dtype)} on {value.device}"
         else:
             return written_out(value.detach()).contiguous()
         raise BadArgument(

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
 from psg_fx.errors import BadArgument
 from psg_fx.progress import Progress
+from psg_fx.step.arguments import ABSENT
 from psg_fx.step.compiled import StepOutput
 from psg_fx.step.mistakes import refuse_rows
 from psg_fx.step.module import PerSampleModule
 from psg_fx.step.parts import joins
-from psg_fx.step.with_loss import ABSENT, LossModule
+from psg_fx.step.with_loss import LossModule
+from psg_fx.tensors import as_int
 
 Report = bool | Callable[[int, int], None]
 
@@ -43,12 +44,13 @@ def microbatch(step: PerSampleModule, size: int, *, progress: Report = False) ->
             f"{type(step).__name__} is not a step with a loss", where="microbatch(step, size)",
             why="only such a step has outputs that can be joined", fix="pass what transform(model, loss_fn) returns",
         )  # fmt: skip
-    if isinstance(size, bool) or not hasattr(size, "__index__") or size < 1:
+    count = as_int(size)
+    if count is None or count < 1:
         raise BadArgument(
             f"size={size!r} is not a number of samples", where="microbatch(step, size)",
             why="each part holds so many samples", fix="a positive int",
         )  # fmt: skip
-    size = operator.index(size)
+    size = count
     joins(step.settings)
     line = Progress(progress is True)
     report = progress if callable(progress) else lambda done, total: line.say(f"{done} of {total} parts")

@@ -243,7 +243,7 @@ class PerSampleModule(nn.Module):
     def _capture(
         self, key: Key, call: Call, build: Callable[[], tuple[Any, Program]], structure: Structure, there: Functions
     ) -> Captured:
-        if self.settings.backend == "inductor" and self._device(call).type == "cpu":
+        if self.settings.is_compiled and self._device(call).type == "cpu":
             begin_calls()
         self._cache.tell(key, call.batch_size(), there)
         why = self._cache.why(key, call.batch_size(), there)

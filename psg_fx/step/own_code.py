@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import random
-import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,6 +13,7 @@ import torch
 from torch import nn
 
 from psg_fx.errors import BadArgument, CaptureFailed, NotYetSupported, PsgError, SamplesMixed, first_line
+from psg_fx.generators import generators_kept
 from psg_fx.passes.capture.functions.flexible import attention_as_formula
 from psg_fx.passes.capture.reasons import NOT_ONE_GRAPH, user_line
 from psg_fx.program.arguments.call import Call
@@ -23,12 +22,14 @@ from psg_fx.program.changes.effects import nothing_left
 from psg_fx.program.changes.untouched import untouched
 from psg_fx.step.hints import function_of, parameters_of, with_hint
 from psg_fx.step.mistakes import check_model, check_values
+from psg_fx.tensors import short_name
 from psg_fx.torch_private.modes import autocast_now, autocast_unseen, no_modes
 from psg_fx.torch_private.quiet import quiet
 
 _Made = TypeVar("_Made")
 _Found = tuple[BadArgument, Exception]
 _SHOWN = 6
+"""Arguments that an error describes."""
 _OWN_LOSS = "if the model computes its loss itself: loss_fn=lambda out: out.loss"
 
 
@@ -150,16 +151,12 @@ def unchanged(*roots: Any, written: Iterable[torch.Tensor] | None = None) -> Ite
     written: the tensors that may be written into, if that is known; the values of others are not set aside.
     """
     modules = {m: None for root in roots if isinstance(root, nn.Module) for m in root.modules()}
-    everything = (t for m in modules for group in (m._parameters, m._buffers) for t in group.values())
-    tensors: dict[torch.Tensor | None, None] = dict.fromkeys(everything if written is None else written)
-    values = [(t, t.data) for t in tensors if t is not None]
+    everything = [t for m in modules for group in (m._parameters, m._buffers) for t in group.values() if t is not None]
+    values = [(t, t.data) for t in dict.fromkeys(everything if written is None else written)]
     places = [d for m in modules for d in (vars(m), m._parameters, m._buffers, m._modules)]
     held = [(place, dict(place)) for place in places]
-    devices = sorted({t.device.index for t, _ in values if t.is_cuda})
-    python, numpy = random.getstate(), getattr(sys.modules.get("numpy"), "random", None)
-    drawn = numpy.get_state() if numpy is not None else None
     try:
-        with torch.random.fork_rng(devices=devices), torch.inference_mode(False):
+        with generators_kept(*{t.device for t in everything}), torch.inference_mode(False):
             for tensor, value in values:
                 tensor.data = value.clone()
             yield
@@ -168,9 +165,6 @@ def unchanged(*roots: Any, written: Iterable[torch.Tensor] | None = None) -> Ite
             _put_back(place, before)
         for tensor, value in values:
             tensor.data = value
-        random.setstate(python)
-        if numpy is not None:
-            numpy.set_state(drawn)
 
 
 def _put_back(place: dict[str, Any], before: Mapping[str, Any]) -> None:
@@ -267,7 +261,7 @@ def _module(error: Exception, model: nn.Module) -> str:
 
 def _described(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+        return f"{short_name(value.dtype)} {list(value.shape)}"
     if isinstance(value, Mapping):
         return f"a {type(value).__name__} of {', '.join(map(str, value))}"
     if is_packed(value):

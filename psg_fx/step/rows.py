@@ -15,12 +15,7 @@ from torch import Tensor
 
 from psg_fx.algebra.members import members_of
 from psg_fx.program.arguments.call import Call
-from psg_fx.step.groups import Groups, in_order
-
-_SPARSE, _FEW = 4, 16
-"""Rows may be brought in order as long as that takes at most so many times as many places as there are rows, or so
-few.
-"""
+from psg_fx.step.groups import Groups, fits_in_order, in_order
 
 
 @dataclass(frozen=True)
@@ -93,6 +88,4 @@ def _rows(ids: Tensor | None, samples: int, groups: Groups | None) -> Counted | 
         ids = groups.of_each.to(ids.device).index_select(0, ids)
     counts = torch.bincount(ids + 1, minlength=asked + 1)[1:]
     largest = int(counts.max())
-    if asked * largest > max(_SPARSE * rows, _FEW):
-        return None
-    return Counted(ids, counts, largest)
+    return Counted(ids, counts, largest) if fits_in_order(asked * largest, rows) else None

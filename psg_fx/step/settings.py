@@ -22,7 +22,9 @@ from psg_fx.quantities.own import check_asks
 from psg_fx.torch_private.compiler import inductor_modes, inductor_options
 
 FUSED_KERNELS = "psg_fx.fused_kernels"
-"""The option that offers the kernels of psg_fx (`psg_fx/ops/products/tile_kernels.py`) to plans for a CUDA device."""
+"""The option that offers all kernels of psg_fx to plans for a CUDA device (True), or leaves all work to libraries, on a
+CPU, too (False).
+"""
 
 KEPT_DTYPE = "psg_fx.kept_dtype"
 """The option that keeps gradients in bfloat16 until the norms are known."""
@@ -65,17 +67,12 @@ class Settings:
         check_choice("transform", "loss_reduction", self.loss_reduction, ("sum", "mean"))
         _check_mode(self.mode, self.backend)
         if self.reuse_outputs and self.backend != "inductor":
-            raise BadArgument(
-                f"reuse_outputs has no effect with backend={self.backend!r}", where="transform(reuse_outputs=True)",
-                why="it says where the code that inductor generates puts its values", fix='use backend="inductor"',
-            )  # fmt: skip
+            why = "it says where the code that inductor generates puts its values"
+            raise _no_effect("reuse_outputs has", self.backend, "reuse_outputs=True", why)
         if self.warm is not None:
             check_choice("transform", "warm", self.warm, ("eager",))
             if self.backend != "inductor":
-                raise BadArgument(
-                    f"warm has no effect with backend={self.backend!r}", where="transform(warm=...)",
-                    why="it says what runs while inductor compiles", fix='use backend="inductor", or leave it out',
-                )  # fmt: skip
+                raise _no_effect("warm has", self.backend, "warm=...", "it says what runs while inductor compiles")
         if self.options is not None:
             _check_options(self.options, self.backend)
         if self.memory_budget is not None:
@@ -130,7 +127,7 @@ class Settings:
 
     def kernels_in_cpp(self, device: torch.device) -> bool:
         """Whether kernels of psg_fx in C++ are compiled."""
-        return device.type == "cpu" and self.backend == "inductor" and self._fused_kernels is not False
+        return device.type == "cpu" and self.is_compiled and self._fused_kernels is not False
 
     def own_kernels(self, device: torch.device) -> bool:
         """Whether kernels of psg_fx may be in a graph that are not part of its plan, for the loops of recurrent layers:
@@ -138,7 +135,7 @@ class Settings:
         """
         told = self._fused_kernels
         wanted = rates.fused_kernels_pay(device) if told is None else bool(told)
-        asked = device.type == "cuda" and self.backend == "inductor" and wanted and _has_triton()
+        asked = device.type == "cuda" and self.is_compiled and wanted and _has_triton()
         return asked or self.kernels_in_cpp(device)
 
     def compiles_kernels(self, device: torch.device) -> bool:
@@ -167,7 +164,7 @@ class Settings:
     def replays(self) -> bool:
         """Whether a CUDA device is to replay its kernels as a graph."""
         told = (inductor_modes().get(self.mode or "default") or {}) | (self.options or {})
-        return self.backend == "inductor" and bool(told.get("triton.cudagraphs"))
+        return self.is_compiled and bool(told.get("triton.cudagraphs"))
 
 
 def needs_loss(name: str, why: str) -> BadArgument:
@@ -183,6 +180,16 @@ def without_loss(name: str, why: str) -> BadArgument:
     return BadArgument(
         f"{name} is for steps without a loss", where=f"transform(model, loss_fn, {name}=...)", why=why,
         fix=f"leave {name} out, or leave loss_fn out",
+    )  # fmt: skip
+
+
+def _no_effect(
+    what: str, backend: str, argument: str, why: str = "it is the compiler's, and none compiles"
+) -> BadArgument:
+    """The error for an argument that the backend does not read."""
+    return BadArgument(
+        f"{what} no effect with backend={backend!r}", where=f"transform({argument})", why=why,
+        fix='use backend="inductor", or leave it out',
     )  # fmt: skip
 
 
@@ -212,10 +219,7 @@ def _check_mode(mode: Any, backend: str) -> None:
     if backend in ("inductor", "eager"):
         check_choice("transform", "mode", mode, tuple(inductor_modes()))
     if backend == "eager":
-        raise BadArgument(
-            f"mode={mode!r} has no effect with backend='eager'", where="transform(mode=...)",
-            why="it is the compiler's, and none compiles", fix='use backend="inductor", or leave it out',
-        )  # fmt: skip
+        raise _no_effect(f"mode={mode!r} has", backend, "mode=...")
 
 
 def _check_options(options: Any, backend: str) -> None:
@@ -236,10 +240,7 @@ def _check_options(options: Any, backend: str) -> None:
                 fix=near or "torch._inductor.list_options() has the names",
             )  # fmt: skip
         elif backend == "eager":
-            raise BadArgument(
-                f"options has {name!r}, which has no effect with backend='eager'", where="transform(options={...})",
-                why="it is the compiler's, and none compiles", fix='use backend="inductor", or leave it out',
-            )  # fmt: skip
+            raise _no_effect(f"options has {name!r}, which has", backend, "options={...}")
     for name in (FUSED_KERNELS, COMPARE_FIRST):
         if options.get(name) is not None and not isinstance(options[name], bool):
             raise BadArgument(

@@ -22,7 +22,6 @@ from psg_fx.planner.budget import Budget, in_bytes, memory_size
 from psg_fx.planner.plan import PLAN
 from psg_fx.program.ambient import not_taken_apart
 from psg_fx.program.arguments.call import Call
-from psg_fx.program.arguments.packed import is_packed
 from psg_fx.program.changes.effects import nothing_left
 from psg_fx.program.program import Program
 from psg_fx.program.state import Tracked, tracked_parameters
@@ -33,6 +32,7 @@ from psg_fx.quantities.own import no_extra
 from psg_fx.reference.definitions import definitions_for
 from psg_fx.reference.validate import ValidationReport, validate
 from psg_fx.step import mistakes
+from psg_fx.step.arguments import ABSENT, as_arguments
 from psg_fx.step.compiled import CompiledStep, StepOutput, check_out, write_into
 from psg_fx.step.constants import Constants
 from psg_fx.step.finite import with_finite_sum
@@ -44,9 +44,6 @@ from psg_fx.step.parts import run_in_parts
 from psg_fx.step.rows import rows_of
 from psg_fx.step.saving import export
 from psg_fx.step.settings import Settings
-
-ABSENT: Any = object()
-"""What stands for an argument that was not given."""
 
 
 class LossModule(PerSampleModule):
@@ -110,7 +107,7 @@ class LossModule(PerSampleModule):
         step: CompiledStep = self._look_up(call, tracked, build, variant)
         while step.part is not None and members is None and call.batch_size() > step.part:
             if step.is_cut:
-                return self._said(self._in_parts(step, call, given, out))
+                return self._said(self._within_budget(step, call, given, out))
             step.larger = step.larger or call.batch_size()
             step = self._look_up(call, tracked, build, (*variant, step.larger))
         extras = self._extras(call, given, tracked, step.binding.given, members)
@@ -153,7 +150,9 @@ class LossModule(PerSampleModule):
             return None
         return grouping.layout if self.settings.memory_budget is None else grouping
 
-    def _in_parts(self, step: CompiledStep, call: Call, given: Mapping[str, Any], out: StepOutput | None) -> StepOutput:
+    def _within_budget(
+        self, step: CompiledStep, call: Call, given: Mapping[str, Any], out: StepOutput | None
+    ) -> StepOutput:
         """The step for a batch that does not fit into the memory budget."""
         if names := step.statistics:
             raise BadArgument(
@@ -216,8 +215,7 @@ class LossModule(PerSampleModule):
             )  # fmt: skip
 
     def _take_apart(self, inputs: Any, targets: Any = ABSENT, num_samples: int | None = None) -> Call:
-        given = ((), {}) if targets is ABSENT else as_arguments(targets)
-        return self._apart(as_arguments(inputs), given, num_samples)
+        return self._apart(as_arguments(inputs), as_arguments(targets), num_samples)
 
     def export(self, path: str | PathLike[str], inputs: Any, targets: Any = ABSENT, **given: Any) -> Path:
         """Write the step as one file (an AOTInductor package, `.pt2`) for batches of any size, in a minute or so.
@@ -320,14 +318,3 @@ def _into(out: StepOutput, fields: Mapping[str, Any]) -> StepOutput:
     """The output with the values of these fields."""
     write_into(vars(out), fields)
     return out
-
-
-def as_arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A tensor, a tuple or a dict as (args, kwargs)."""
-    if isinstance(value, torch.Tensor):  # most are, and a class of Python is asked less fast
-        return (value,), {}
-    if isinstance(value, (tuple, list)) and not is_packed(value):
-        return tuple(value), {}
-    if isinstance(value, Mapping):
-        return (), dict(value)
-    return (value,), {}

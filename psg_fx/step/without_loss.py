@@ -33,6 +33,7 @@ from psg_fx.step.own_code import blamed
 from psg_fx.step.own_memory import OwnMemory
 from psg_fx.tensors import apart_from, places_of
 from psg_fx.torch_private.graphs import partition
+from psg_fx.torch_private.ops import as_no_view
 
 _FORWARD = ("output", *LEFT_BEHIND)
 
@@ -225,7 +226,7 @@ def _no_views(outputs: Sequence[torch.Tensor], saved: Sequence[Any]) -> list[tor
         if place in kept:
             return value if any(value is each for each in saved) else value.clone()
         own_memory = value._is_view() and places.count(place) == 1
-        return torch.ops.aten._unsafe_view(value, value.shape) if own_memory else value
+        return as_no_view(value) if own_memory else value
 
     return list(map(own, outputs, places))
 

@@ -43,6 +43,12 @@ def has_known_value(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
+def with_symbols(mode: FakeTensorMode, tensor: torch.Tensor, sizes: list[DimDynamic], name: str) -> torch.Tensor:
+    """The tensor as a fake one, its sizes symbols or numbers as is said of each.  name: no other tensor's."""
+    context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
+    return mode.from_tensor(tensor, symbolic_context=context, source=ConstantSource(name))
+
+
 def fake_batch() -> tuple[Callable[[torch.Tensor, bool], torch.Tensor], Callable[[], bool]]:
     """A maker of fake tensors `(like, stacked)` whose first size, if stacked, is a batch size of their own, and a
     question: is that size still a symbol?
@@ -56,9 +62,8 @@ def fake_batch() -> tuple[Callable[[torch.Tensor, bool], torch.Tensor], Callable
         shape = [int(s) for s in like.shape[stacked:]]
         real = torch.empty([size, *shape] if stacked else shape, dtype=like.dtype, device="meta")
         dims = [DimDynamic.DUCK] * stacked + [DimDynamic.STATIC] * len(shape)
-        context: Any = StatelessSymbolicContext(dynamic_sizes=dims)
         with mode:
-            sized = mode.from_tensor(real, symbolic_context=context, source=ConstantSource(f"value_{len(made)}"))
+            sized = with_symbols(mode, real, dims, f"value_{len(made)}")
             fake = torch.empty(sized.shape, dtype=like.dtype, device=like.device)
         made.extend([fake] if stacked else [])
         return fake
@@ -76,10 +81,9 @@ def with_own_sizes(like: torch.Tensor, hints: Sequence[int], dtype: torch.dtype)
     hints: what each size is taken for where a trace must know; no other size should be that.
     """
     assert isinstance(like, FakeTensor)
-    context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * len(hints))
-    real, source = torch.empty(tuple(hints), dtype=dtype, device="meta"), ConstantSource(f"sizes_{len(hints)}")
+    real = torch.empty(tuple(hints), dtype=dtype, device="meta")
     with like.fake_mode as mode:
-        sized = mode.from_tensor(real, symbolic_context=context, source=source)
+        sized = with_symbols(mode, real, [DimDynamic.DYNAMIC] * len(hints), f"sizes_{len(hints)}")
         return torch.empty(sized.shape, dtype=dtype, device=like.device)
 
 
@@ -89,8 +93,7 @@ def symbolic_inputs(tensors: Sequence[torch.Tensor], dims: Sequence[int | None])
     made: list[torch.Tensor] = []
     for index, (tensor, dim) in enumerate(zip(tensors, dims, strict=True)):
         sizes = [DimDynamic.DUCK if d == dim else DimDynamic.STATIC for d in range(tensor.ndim)]
-        context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
-        made.append(mode.from_tensor(tensor, symbolic_context=context, source=ConstantSource(f"value_{index}")))
+        made.append(with_symbols(mode, tensor, sizes, f"value_{index}"))
     return made
 
 

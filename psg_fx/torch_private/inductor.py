@@ -16,15 +16,15 @@ import sympy
 import torch
 import torch._dynamo.eval_frame as eval_frame
 from torch._dynamo.convert_frame import compile_lock
-from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, tracing
 from torch._inductor.exc import InductorError as InductorError
 from torch._inductor.exc import InvalidCxxCompiler as InvalidCxxCompiler
 from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from psg_fx.torch_private.compiler import code_that_asks
+from psg_fx.torch_private.fakes import with_symbols
 from psg_fx.torch_private.functional_already import functional_already
 from psg_fx.torch_private.kernel_files import few_kernel_files
 from psg_fx.torch_private.patching import patched_here
@@ -124,7 +124,6 @@ def _in_place(places: Sequence[int]) -> Iterator[None]:
 
 def _symbols(mode: FakeTensorMode, free: Sizes) -> dict[sympy.Symbol, torch.SymInt]:
     """A size of its own for each."""
-    context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * len(free))
     real = torch.empty(tuple(free.values()), device="meta")
-    made = mode.from_tensor(real, symbolic_context=context, source=ConstantSource("sizes"))
+    made: Any = with_symbols(mode, real, [DimDynamic.DYNAMIC] * len(free), "sizes")
     return dict(zip(free, made.shape, strict=True))

@@ -38,8 +38,13 @@ below_autograd: Callable[[], contextlib.AbstractContextManager[None]] = torch._C
 NO_FUNCTION: Any = torch._C._disabled_torch_function_impl
 """The `__torch_function__` of a class of tensors that says that it has none."""
 
-GRAD_OF_TENSOR: Any = vars(torch._C.TensorBase)["grad"].__get__
-"""What a mode of functions is told where `.grad` of a tensor is read."""
+
+def reading(name: str) -> Any:
+    """What a mode of functions is told where an attribute of a tensor is read."""
+    return vars(torch._C.TensorBase)[name].__get__
+
+
+GRAD_OF_TENSOR = reading("grad")
 
 IS_ALL_TRUE: Any = torch.Tensor._is_all_true
 CHECK_ALL: CodeType = torch._check_tensor_all_with.__code__
@@ -218,16 +223,14 @@ def default_device() -> torch.device:
 _CPU = torch.device("cpu")
 
 
-def autocast_key(device_type: str) -> tuple[bool, torch.dtype] | None:
-    """The autocast state that a capture depends on."""
-    if not torch.is_autocast_enabled(device_type):
-        return None
-    return True, torch.get_autocast_dtype(device_type)
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """What autocast casts to there; None where it is off."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
 def autocast_now() -> dict[str, torch.dtype]:
     """Of each type of device with autocast, what it casts to."""
-    return {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
+    return {kind: dtype for kind in ("cpu", "cuda") if (dtype := autocast_dtype(kind)) is not None}
 
 
 @contextlib.contextmanager

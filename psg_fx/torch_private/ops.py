@@ -8,6 +8,7 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch._decomp import core_aten_decompositions, decomposition_table
 from torch._higher_order_ops.effects import has_effects
 from torch._library.custom_ops import CustomOpDef
@@ -41,6 +42,11 @@ def writes(op: object) -> bool:
     return isinstance(op, OpOverload) and bool(op._schema.is_mutable)
 
 
+def written_arguments(op: Any) -> list[bool]:
+    """Of each argument of an op, whether the op writes into it."""
+    return [a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments]
+
+
 def is_of_numbers(function: object) -> bool:
     """Whether a node that calls the function computes with sizes, or takes one of several results."""
     return getattr(function, "__module__", None) in (operator.getitem.__module__, "math", "torch")
@@ -59,3 +65,9 @@ def has_effect(op: OpOverload) -> bool:
 
 _READ = len(inspect.signature(has_effects).parameters)
 """How many arguments torch asks for: the op alone since torch 2.10."""
+
+
+def as_no_view(value: torch.Tensor) -> torch.Tensor:
+    """The same memory as what an op makes that returns no view, whose results everybody may write into."""
+    found: torch.Tensor = torch.ops.aten._unsafe_view(value, value.shape)
+    return found

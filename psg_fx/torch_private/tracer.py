@@ -142,7 +142,7 @@ def watching_numbers(seen: Callable[[torch.Tensor], None]) -> Iterator[None]:
     dispatch = proxy_tensor.ProxyTorchDispatchMode.__torch_dispatch__
 
     def watched(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READING:
+        if func in READING:
             seen(args[0])
         return dispatch(self, func, types, args, kwargs)
 
@@ -150,4 +150,5 @@ def watching_numbers(seen: Callable[[torch.Tensor], None]) -> Iterator[None]:
         yield
 
 
-_READING = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
+READING = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
+"""Ops that read a number out of a tensor."""

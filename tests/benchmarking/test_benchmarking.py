@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from psg_fx import ClippedSum, Grads, Gram, MeanGrad, Projection, Quantity, zoo
 from psg_fx.benchmarking import benchmark, contenders, judge
 from psg_fx.benchmarking.problem import ORDINARY, Computation, Contender, Problem, by_label, from_grads
+from psg_fx.benchmarking.report import BenchmarkReport
 from psg_fx.errors import BadArgument
 from psg_fx.measure import clock
 from psg_fx.quantities.names import spelled
@@ -52,7 +53,7 @@ def test_spread() -> None:
     assert clock.spread([1.0, 2.0, 3.0, 4.0, 5.0]) == (3.0, 2.0)
 
 
-def run(*patterns: str, quantities: tuple[str, ...] = ("grads",)) -> benchmark.BenchmarkReport:
+def run(*patterns: str, quantities: tuple[str, ...] = ("grads",)) -> BenchmarkReport:
     ex = zoo.example("mlp", batch=3)
     return benchmark.benchmark(
         ex.model,

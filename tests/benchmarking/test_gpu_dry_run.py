@@ -16,9 +16,10 @@ import torch
 
 import psg_fx
 from psg_fx import cli
-from psg_fx.benchmarking.benchmark import BenchmarkReport, BenchmarkRow, record_work
+from psg_fx.benchmarking.benchmark import record_work
 from psg_fx.benchmarking.contenders import field_of, psg
 from psg_fx.benchmarking.problem import Problem
+from psg_fx.benchmarking.report import BenchmarkReport, BenchmarkRow
 from psg_fx.measure import calibrate, clock, device_work
 from psg_fx.planner import rates
 from psg_fx.quantities.names import USUAL

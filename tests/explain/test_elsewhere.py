@@ -42,7 +42,7 @@ def test_what_differs_is_listed() -> None:
     assert "on cpu" in step.explain()  # its own plan is as it was
 
 
-def test_the_same_table_chooses_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_table_chooses_the_same() -> None:
     assert "The trees are those that are chosen here." in step_of("mlp").explain(device="cpu")
 
 

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = [p for folder in ("psg_fx", "passes") for p in sorted((ROOT / folder).rglob("*.py"))]
-PRIVATE = re.compile(r"torch(\.\w+)*\._[a-z]\w*")
+PRIVATE = re.compile(r"torch(\.\w+)*\._(C\b|[a-z]\w*)")
 ALLOWED = re.compile(
     r"torch\.(_ops|utils\._pytree|_assert|_foreach_\w+|_grouped_mm|_nested_tensor_from_mask|_safe_softmax"
     r"|ops\._c10d_functional)\b"
@@ -42,7 +42,8 @@ def test_what_is_private_has_one_home() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["torch._C._nn", "torch._inductor.config", "torch.fx.experimental._config", "torch._dynamo"]
+    "name",
+    ["torch._C._nn", "torch._C.TensorBase", "torch._inductor.config", "torch.fx.experimental._config", "torch._dynamo"],
 )
 def test_private_names_are_told_apart(name: str) -> None:
     assert PRIVATE.match(name)

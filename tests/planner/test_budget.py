@@ -11,6 +11,7 @@ import torch
 import psg_fx
 from psg_fx import BadArgument, ClippedSum, Grads, Gram, MeanGrad, Norms, PsgError, SecondMoment, zoo
 from psg_fx.measure.clock import peak_memory
+from psg_fx.planner.budget import in_words
 from psg_fx.planner.plan import PLAN
 from support import oracle
 from support.selection import one_in
@@ -94,6 +95,27 @@ def test_after_a_small_batch_larger_ones_run_in_parts_that_fit() -> None:
     assert oracle.relative_error(step(whole.inputs, whole.targets).norms, want) < 1e-5
     assert 2 < plan_of(step).part < B
     assert "samples run in parts of as many" in " ".join(str(step.explain()).split())
+
+
+def test_what_a_budget_changes_is_told_at_the_rates_of_the_device() -> None:
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 16, 3), torch.nn.ReLU(), torch.nn.Conv2d(16, 16, 3))
+    made: list[Any] = []
+    for budget in (2**40, None):
+        step = psg_fx.transform(
+            model, lambda out: out.square().sum(), quantities=[Norms(), Gram()], backend="eager",
+            memory_budget=budget or plan_of(made[0]).need - 1,
+        )  # fmt: skip
+        step(torch.randn(16, 3, 16, 16))
+        made.append(step)
+    roomy, tight = map(plan_of, made)
+    assert tight.device == roomy.device
+    assert tight.need < roomy.need
+    told = " ".join(made[1].explain().split())
+    assert f"({in_words(roomy.need)} without it)" in told
+    assert "No tree is another one" not in told
+    for parameter in tight.parameters:
+        nodes = {key: node for part in parameter.parts for key, node in part.tree.nodes.items()}
+        assert parameter.seconds == pytest.approx(sum(node.seconds(tight.device) for node in nodes.values()))
 
 
 @pytest.mark.parametrize("quantity", [ClippedSum(0.1), Gram()], ids=str)

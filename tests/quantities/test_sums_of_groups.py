@@ -38,8 +38,7 @@ def scattered(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """From here on no rows are brought in order of their groups, as if that took too much memory."""
 
     def scatter() -> None:
-        monkeypatch.setattr(of_call, "_SPARSE", 0)
-        monkeypatch.setattr(of_call, "_FEW", 0)
+        monkeypatch.setattr(of_call, "fits_in_order", lambda places, rows: not places)
 
     return scatter
 

@@ -19,8 +19,7 @@ from support.selection import one_in, selected
 @pytest.fixture
 def scattered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows stay where they are, as if to bring them in order took too much memory."""
-    monkeypatch.setattr(of_call, "_SPARSE", 0)
-    monkeypatch.setattr(of_call, "_FEW", 0)
+    monkeypatch.setattr(of_call, "fits_in_order", lambda places, rows: not places)
 
 
 KINDS = (GIN, GCN, GraphSAGE, GAT, EdgeMLP)

@@ -32,8 +32,7 @@ def scatter(monkeypatch: pytest.MonkeyPatch) -> Scatter:
 
     def stay(*modules: Any) -> None:
         for module in modules:
-            monkeypatch.setattr(module, "_SPARSE", 0)
-            monkeypatch.setattr(module, "_FEW", 0)
+            monkeypatch.setattr(module, "fits_in_order", lambda places, rows: not places)
 
     return stay
 

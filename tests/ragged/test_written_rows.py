@@ -61,8 +61,7 @@ def test_weights_of_loops_that_there_are() -> None:
 def test_every_quantity(stay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of samples and of groups, with rows in order of them and where they are."""
     for module in (of_rows, of_groups) if stay else ():
-        monkeypatch.setattr(module, "_SPARSE", 0)
-        monkeypatch.setattr(module, "_FEW", 0)
+        monkeypatch.setattr(module, "fits_in_order", lambda places, rows: not places)
     check(made(Weighted), losses, weighted()[1:4])
     check_groups(made(Weighted), losses, [(with_attributes(b, 0), ids, count) for b, ids, count in USERS[1:5]])
 

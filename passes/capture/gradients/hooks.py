@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from psg_fx.errors import NotYetSupported
 from psg_fx.graph import facts
+from psg_fx.graph.nodes import in_order
 from psg_fx.graph.same_op import draws
 from psg_fx.ops.of_users.custom_call import as_one_op
 from psg_fx.ops.of_users.own_gradient import own_gradient
@@ -212,7 +213,7 @@ class Hooks:
             if mark.target not in self.marks:
                 raise _refused("where its gradient is cut off", locate(node), "something detaches the value there")
             node.replace_input_with(mark, cast("Node", mark.args[0]))
-            _put_in_place(node)
+            _put_in_place(gm, node)
         for op in reversed(self.marks):
             for mark in gm.graph.find_nodes(op="call_function", target=op):
                 gm.graph.erase_node(mark)
@@ -240,40 +241,24 @@ def _require_an_activation(tensor: torch.Tensor, hook: Any, line: str) -> None:
         raise _refused("that changes variables or attributes", line, "it runs when a graph is made, not at every step")
 
 
-def _put_in_place(node: Node) -> None:
+def _put_in_place(gm: GraphModule, node: Node) -> None:
     """What the hook itself reads is computed of the value before it, once more where it is made of that."""
     value, *read = cast("tuple[Node, ...]", node.args)
-    for call in node.graph.find_nodes(op="call_function", target=own_gradient):
+    for call in gm.graph.find_nodes(op="call_function", target=own_gradient):
         outputs, inputs, _ = cast("Any", call.args)
-        if value in {*inputs, *way(node.graph.nodes, inputs, outputs)}:
+        if value in {*inputs, *way(gm.graph.nodes, inputs, outputs)}:
             raise _refused("beside torch.autograd.grad", locate(node), "that gradient would go through it, too")
-    drawn = [n for n in node.graph.nodes if draws(n)]
+    drawn = [n for n in gm.graph.nodes if draws(n)]
     before: dict[Node, Node] = {}
-    with node.graph.inserting_before(node):
-        for each in way(node.graph.nodes, [value], read):
-            before[each] = node.graph.node_copy(each, lambda n: before.get(n, n))
+    with gm.graph.inserting_before(node):
+        for each in way(gm.graph.nodes, [value], read):
+            before[each] = gm.graph.node_copy(each, lambda n: before.get(n, n))
     node.args = (value, *(before.get(n, n) for n in read))
     behind = {node, *before.values()}
     value.replace_all_uses_with(node, delete_user_cb=lambda user: user not in behind)
-    _sort(node.graph)
-    if any(map(draws, before)) or drawn != [n for n in node.graph.nodes if draws(n)]:
+    in_order(gm)
+    if any(map(draws, before)) or drawn != [n for n in gm.graph.nodes if draws(n)]:
         raise _refused("that reads what is drawn", locate(node), "it would be drawn at another place")
-
-
-def _sort(graph: Graph) -> None:
-    """Every node behind those that it reads, and otherwise in the order that there was."""
-    done: dict[Node, None] = {}
-    for node in graph.nodes:
-        waiting = [node]
-        while waiting:
-            missing = [n for n in waiting[-1].all_input_nodes if n not in done]
-            waiting.extend(reversed(missing))
-            if not missing:
-                done[waiting.pop()] = None
-    last, *others = done
-    for node in others:
-        last.append(node)
-        last = node
 
 
 def _refused(what: str, line: str, why: str = _INSIDE) -> NotYetSupported:

@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from psg_fx.torch_private.ops import writes
+from psg_fx.torch_private.ops import writes, written_arguments
 
 aten = torch.ops.aten
 
@@ -56,12 +56,11 @@ def _write_detached(node: torch.fx.Node) -> None:
     if not writes(node.target):
         return
     op: Any = node.target
-    arguments = op._schema.arguments
-    written = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
+    written = written_arguments(op)
     with node.graph.inserting_before(node):
         read = partial(pytree.tree_map_only, torch.fx.Node, partial(_detached, node.graph))
         node.args = tuple(v if w else read(v) for v, w in zip(node.args, written, strict=False))
-        named = {a.name: w for a, w in zip(arguments, written, strict=True)}
+        named = {a.name: w for a, w in zip(op._schema.arguments, written, strict=True)}
         node.kwargs = {name: v if named[name] else read(v) for name, v in node.kwargs.items()}
 
 

@@ -20,7 +20,7 @@ from psg_fx.program.decisions.flags import IN_BULK
 from psg_fx.program.objects import describe
 from psg_fx.program.program import Program
 from psg_fx.torch_private.export import without_checkpoints
-from psg_fx.torch_private.modes import is_transformed, untransformed, without_functions
+from psg_fx.torch_private.modes import is_transformed, reading, untransformed, without_functions
 from psg_fx.torch_private.patching import patched_here
 from psg_fx.torch_private.tracer import known_as_before
 
@@ -153,7 +153,7 @@ _FILLING = {
 
 _FACTS = ("layout", "shape", "dtype", "device", "requires_grad", "ndim")
 _ASKING = {
-    *(vars(torch._C.TensorBase)[name].__get__ for name in _FACTS),
+    *map(reading, _FACTS),
     torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point,
 }  # fmt: skip
 """What asks of a tensor no number that it holds."""

@@ -30,5 +30,5 @@ def peers_for(label: str, quantity: Quantity) -> list[Contender]:
         found.append(peer("opacus-ghost", build=partial(opacus.ghost_clipping, quantity=quantity)))
         found.append(peer("fastdp", build=partial(fastdp.book_keeping, quantity=quantity)))
     if quantity in (Grads(), Norms()) or is_plain_clipping(quantity):
-        found.append(peer("jax", build=partial(jaxed.step, quantity=quantity), memory=jaxed.planned_bytes))
+        found.append(peer("jax", build=partial(jaxed.JaxStep, quantity=quantity), memory=jaxed.planned_bytes))
     return found

@@ -52,10 +52,11 @@ class Own:
             raise CannotBeAsked(f"samples in dim {found}: only dims 0 and 1 can be said")
         return found == 0
 
-    def batch_loss(self, outputs: Tensor) -> Tensor:
-        """The loss of the batch as a number."""
-        loss: Tensor = _loss(self.problem)(outputs, self.problem.targets)
-        return loss.mean() if loss.dim() else loss
+    def backward(self, model: Callable[..., Any]) -> None:
+        """An ordinary backward pass from the loss of the batch, through what a library has made of the model."""
+        with quiet():
+            loss: Tensor = _loss(self.problem)(outputs_of(self.problem, model), self.problem.targets)
+            (loss.mean() if loss.dim() else loss).backward()
 
     def take(self, attribute: str) -> dict[str, Tensor]:
         """What a library left on the parameters under that name; then there is nothing left on them.

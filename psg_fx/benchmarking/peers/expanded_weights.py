@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.nn.utils._per_sample_grad import call_for_per_sample_grads  # private: it is a contender, not a tool
 
-from psg_fx.benchmarking.peers.adapters import Own, outputs_of, quiet
+from psg_fx.benchmarking.peers.adapters import Own
 from psg_fx.benchmarking.problem import Computation, Problem, from_grads
 from psg_fx.quantities.base import Quantity
 from psg_fx.reference.definitions import Answer
@@ -17,8 +17,7 @@ def step(problem: Problem, quantity: Quantity) -> Computation:
 
     def run() -> Answer:
         model = call_for_per_sample_grads(own.model, batch_size=size, loss_reduction=how, batch_first=first)
-        with quiet():
-            own.batch_loss(outputs_of(problem, model)).backward()
+        own.backward(model)
         return from_grads(quantity, own.take("grad_sample"), given)
 
     return run

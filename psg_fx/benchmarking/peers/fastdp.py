@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 
-from psg_fx.benchmarking.peers.adapters import CannotBeAsked, Own, outputs_of, quiet
+from psg_fx.benchmarking.peers.adapters import CannotBeAsked, Own
 from psg_fx.benchmarking.problem import Computation, Problem
 from psg_fx.quantities.clipped_sum import ClippedSum
 from psg_fx.reference.definitions import Answer
@@ -35,8 +35,7 @@ def book_keeping(problem: Problem, quantity: ClippedSum) -> Computation:
         )
 
     def run() -> Answer:
-        with quiet():
-            own.batch_loss(outputs_of(problem, own.model)).backward()
+        own.backward(own.model)
         found = own.take("private_grad")
         for p in own.params.values():
             del p.private_grad  # type: ignore[attr-defined]

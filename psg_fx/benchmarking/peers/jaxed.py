@@ -1,6 +1,6 @@
 """JAX: `jit(vmap(grad(loss of one sample)))` with what is asked computed inside the same `jit`.
 
-Only the models that `psg_fx.peers.jax_models` writes anew can be asked; parameters and batch are those of the problem.
+Only the models that `jax_models.py` writes anew can be asked; parameters and batch are those of the problem.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ from psg_fx.quantities.sums import Grads
 from psg_fx.reference.definitions import Answer
 
 
-def step(problem: Problem, quantity: Quantity) -> Computation:
-    """The compiled step; the batch and the parameters are converted once, the answers share memory with JAX's."""
-    return JaxStep(problem, quantity)
-
-
 class JaxStep:
-    """A step whose arrays JAX allocates, and which therefore says itself what it takes."""
+    """A compiled step, whose arrays JAX allocates, and which therefore says itself what it takes.
+
+    The batch and the parameters are converted once; the answers share memory with JAX's.
+    """
 
     def __init__(self, problem: Problem, quantity: Quantity) -> None:
         import jax

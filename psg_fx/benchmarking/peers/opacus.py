@@ -25,8 +25,7 @@ def hooks(problem: Problem, quantity: Quantity) -> Computation:
     given = problem.given(quantity)
 
     def run() -> Answer:
-        with quiet():
-            own.batch_loss(outputs_of(problem, module)).backward()
+        own.backward(module)
         return from_grads(quantity, own.take("grad_sample"), given)
 
     return run
@@ -38,8 +37,7 @@ def ghost_norms(problem: Problem) -> Computation:
     module = _ghost(own, max_norm=1.0)
 
     def run() -> Answer:
-        with quiet():
-            own.batch_loss(outputs_of(problem, module)).backward()
+        own.backward(module)
         norms: Tensor = module.get_norm_sample()
         own.take("_norm_sample")
         return norms

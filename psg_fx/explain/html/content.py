@@ -43,7 +43,7 @@ def content(model: torch.nn.Module, loss_fn: Any, history: History, measure: boo
     drawn = Graphs(graphs, [parameter.gradient.name for parameter in plan.parameters])
     stages = [{"name": name, **drawn.stage(gm)} for name, gm in graphs.items()]
     return {
-        "about": _about(model, loss_fn, plan, __version__),
+        "about": _about(model, loss_fn, plan),
         "summary": summary(planned, plan, sites),
         "notes": notes(graphs, plan),
         "columns": NODE,
@@ -57,15 +57,15 @@ def content(model: torch.nn.Module, loss_fn: Any, history: History, measure: boo
     }
 
 
-def _about(model: torch.nn.Module, loss_fn: Any, plan: Plan, version: str) -> dict[str, Any]:
+def _about(model: torch.nn.Module, loss_fn: Any, plan: Plan) -> dict[str, Any]:
     return {
         "model": type(model).__name__,
         "loss": None if loss_fn is None else getattr(loss_fn, "__name__", type(loss_fn).__name__),
-        "batch": plan.size,
+        "batch": plan.samples,
         "part": plan.part,
         "device": plan.device.name,
         "torch": torch.__version__,
-        "version": version,
+        "version": __version__,
         "asked": [str(ask) for ask in plan.asks],
         "seconds": plan.seconds,
     }
@@ -109,7 +109,7 @@ def _plan(plan: Plan, measure: bool) -> dict[str, Any]:
     rows = [_plan_row(row) for row in plan_rows(plan, times)]
     return {
         "legend": legend(plan).strip(), "header": PLAN_HEADERS, "rows": rows,
-        "short": {"header": screen.PLAN, "groups": [rows for _, rows in groups]},
+        "short": {"header": screen.PLAN_COLUMNS, "groups": [rows for _, rows in groups]},
     }  # fmt: skip
 
 
@@ -159,8 +159,8 @@ def _other_sizes(gm: GraphModule, plan: Plan) -> dict[Any, int]:
 
 def _memory(tidied: GraphModule, plan: Plan) -> dict[str, Any]:
     """Numbers of nodes are those of the stage `tidied`."""
-    batch, g = facts.graph_facts(tidied).batch, plan.grouping
-    found = memory(tidied, batch, plan.size if g is None else g.samples, others=_other_sizes(tidied, plan))
+    batch = facts.graph_facts(tidied).batch
+    found = memory(tidied, batch, plan.samples, others=_other_sizes(tidied, plan))
     return {
         "live": found.live[:-1],  # the output makes nothing
         "peak": found.peak,

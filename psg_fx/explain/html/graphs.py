@@ -20,6 +20,7 @@ from psg_fx.graph.facts import OutputSpec, fact
 from psg_fx.graph.lifetimes import is_view
 from psg_fx.graph.stages import Stage
 from psg_fx.source import source_line
+from psg_fx.tensors import short_name
 
 NODE = ("name", "op", "value", "samples", "proof", "source", "group", "role", "site", "cotangent", "origin", "inputs")
 """The columns of a node.  All but group and inputs are places in the table of texts; inputs are numbers of nodes."""
@@ -114,8 +115,7 @@ class Graphs:
         if isinstance(value, torch.SymInt):
             return shape_text((facts.expr(value),), self._batch)[1:-1]
         return ", ".join(
-            f"{str(t.dtype).removeprefix('torch.')} {shape_text(facts.shape(t), self._batch)}"
-            for t in facts.tensors(value)
+            f"{short_name(t.dtype)} {shape_text(facts.shape(t), self._batch)}" for t in facts.tensors(value)
         )
 
 

@@ -46,11 +46,8 @@ def places(
         elif node.meta.get("psg_fx_pass") in _PER_SAMPLE:
             found[node] = Position(PER_SAMPLE, _of_parameters(labels[node]))
         elif node.op != "output":
-            module = module_of(node)
-            is_forward = module is not None
-            found[node] = (
-                Position(FORWARD, module or "") if is_forward else _of_backward(node, found, weights, cotangents)
-            )
+            path = module_of(node)
+            found[node] = _of_backward(node, found, weights, cotangents) if path is None else Position(FORWARD, path)
     return found
 
 

@@ -32,7 +32,7 @@ TIMED: tuple[Method, ...] = (TileSquares(), TileProduct(), NotFormed(), GramDot(
 """Kernels of psg_fx that were timed in whole steps on a device."""
 
 FUSED: tuple[Method, ...] = (*TIMED, PatchSquares(), PatchProduct())
-"""All kernels of psg_fx."""
+"""All kernels of psg_fx for a CUDA device."""
 
 COMPILED: tuple[Method, ...] = (NotFormedHere(), GramDotHere(), TileSquaresHere(), TileProductHere())
 """Kernels of psg_fx in C++."""

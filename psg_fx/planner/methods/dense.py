@@ -7,7 +7,7 @@ from dataclasses import replace
 import sympy
 import torch
 
-from psg_fx.algebra.network import BATCH, Axes, has_primed
+from psg_fx.algebra.network import BATCH, Axes, has_primed, paired
 from psg_fx.ops.products.rounded import rounded
 from psg_fx.planner.cost import Device, Work
 from psg_fx.planner.methods.base import Method, Pair, arrange, expand_to
@@ -152,7 +152,7 @@ class RoundedMatMul(MatMul):
     own_op = True
 
     def applies(self, p: Pair) -> bool:
-        return super().applies(p) and BATCH in p.batch and p.dtype is torch.float32 and not is_gram(p.out)
+        return super().applies(p) and BATCH in p.batch and p.dtype is torch.float32 and not paired(p.out)
 
     def dtype(self, p: Pair) -> torch.dtype:
         return torch.bfloat16
@@ -183,7 +183,7 @@ class SumOfOuter(Method):
     _product = MatMul()
 
     def applies(self, p: Pair) -> bool:
-        if not self._product.applies(p) or BATCH in p.summed or any(map(is_gram, (p.a.axes, p.b.axes, p.out))):
+        if not self._product.applies(p) or BATCH in p.summed or any(map(paired, (p.a.axes, p.b.axes, p.out))):
             return False
         places = p.count(p.summed)
         return isinstance(places, sympy.Expr) or places < _WRITTEN_OUT
@@ -205,11 +205,6 @@ class SumOfOuter(Method):
 
 _WRITTEN_OUT = 8
 """Sums of fewer terms are written out by inductor (`unroll_reductions_threshold`)."""
-
-
-def is_gram(axes: Axes) -> bool:
-    """Whether some axis is there twice, as it is and primed."""
-    return any(x + "'" in axes for x in axes)
 
 
 def _size(axis: str, a: torch.Tensor, a_axes: Axes, b: torch.Tensor, b_axes: Axes) -> int:

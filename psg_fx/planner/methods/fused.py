@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from psg_fx.algebra.network import BATCH, Axes, Form, TileSums, WithTileSums, has_primed
+from psg_fx.algebra.network import BATCH, Axes, Form, TileSums, WithTileSums, has_primed, paired
 from psg_fx.ops.products import products_here, tile_products
 from psg_fx.planner.cost import BEYOND_CACHES, Device, Work
 from psg_fx.planner.methods.base import Method, Pair
-from psg_fx.planner.methods.dense import MatMul, is_gram
+from psg_fx.planner.methods.dense import MatMul
 from psg_fx.tensors import Size, reshape
 from psg_fx.torch_private import native
 
@@ -124,7 +124,7 @@ class _Here(TileSquares):
     dtypes = (torch.float32,)
 
     def applies(self, p: Pair) -> bool:
-        return super().applies(p) and not is_gram(p.a.axes) and not is_gram(p.b.axes)
+        return super().applies(p) and not paired(p.a.axes) and not paired(p.b.axes)
 
     def work(self, p: Pair) -> Work:
         return replace(super().work(p), kind="tile")

@@ -19,7 +19,7 @@ from psg_fx.program.arguments.packed import Member, padded
 from psg_fx.program.arguments.rows import Rows, row_axes
 from psg_fx.program.objects import describe, has_own_functions
 from psg_fx.program.values import Once
-from psg_fx.tensors import has_bits, written_out
+from psg_fx.tensors import as_int, has_bits, short_name, written_out
 from psg_fx.torch_private.fakes import FakeTensor
 from psg_fx.torch_private.modes import has_tangent, is_transformed
 
@@ -159,8 +159,9 @@ def _with_rows(
     ordinary = [None if isinstance(dim, Rows) else dim for dim in dims]
     rows = [None if r is None else replace(r, dim=r.dim % t.ndim) for r, t in zip(rows, tensors, strict=True)]
     axes, places = row_axes(rows, names, positions, dims)
-    numbers = [value for index, value in constants if index in counts] + [num_samples] * (num_samples is not None)
-    if num_samples is not None and (isinstance(num_samples, bool) or not hasattr(num_samples, "__index__")):
+    numbers = [value for index, value in constants if index in counts]
+    numbers += [] if num_samples is None else [as_int(num_samples)]
+    if None in numbers:
         raise BadArgument(
             f"num_samples={num_samples!r} is not a number of samples", where="step(inputs, targets, num_samples=...)",
             why="results have a row for each sample", fix="pass an int",
@@ -195,7 +196,7 @@ def _refuse_other_kinds(tensor: torch.Tensor, name: str) -> None:
             "batch_dim=((psg_fx.Rows.from_offsets(1), None), 0)",
         )
     elif tensor.layout is not torch.strided:
-        kind = str(tensor.layout).removeprefix("torch.").removeprefix("_").replace("_", " ")
+        kind = short_name(tensor.layout).removeprefix("_").replace("_", " ")
         what = f"of the layout {kind}", "a graph reads strided tensors", f"pass {name}.to_dense()"
     elif tensor.is_quantized:
         what = "quantised", "a graph reads numbers that have gradients, or indices", f"pass {name}.dequantize()"

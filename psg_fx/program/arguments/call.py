@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from psg_fx.errors import BadArgument
 from psg_fx.program.arguments.rows import Place, RowAxis, counted
 from psg_fx.program.values import Once
+from psg_fx.tensors import is_of_ints, short_name
 
 SAMPLES = "samples"
 """The name of a further input `[B]` of calls with rows, which says how many samples there are and nothing else."""
@@ -141,11 +142,14 @@ def check_rows(call: Call) -> None:
         if axis.tensor is None:
             continue
         ids, name = call.tensors[axis.tensor], call.names[axis.tensor]
-        whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool)
-        if not whole or ids.numel() != max(ids.shape, default=0) or (not axis.rows.offsets and ids.numel() != size):
+        if (
+            not is_of_ints(ids.dtype)
+            or ids.numel() != max(ids.shape, default=0)
+            or (not axis.rows.offsets and ids.numel() != size)
+        ):
             raise BadArgument(
                 f"{name} is no number of a sample for each row", where=f"{name} of shape {tuple(ids.shape)}",
-                why=f"it is {str(ids.dtype).removeprefix('torch.')}, and there are {size} {axis.label}",
+                why=f"it is {short_name(ids.dtype)}, and there are {size} {axis.label}",
                 fix="pass a tensor of ints with an entry for each row; psg_fx.Rows.from_offsets(name) for where each "
                 "sample begins",
             )  # fmt: skip
