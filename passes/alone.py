@@ -265,7 +265,9 @@ class _WithoutDropout(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return args[0] if func in _DROPOUTS else func(*args, **(kwargs or {}))
+        if func in _DROPOUTS:
+            return args[0] if args else (kwargs or {})["input"]
+        return func(*args, **(kwargs or {}))
 
 
 _DROPOUTS = (

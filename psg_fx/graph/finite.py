@@ -9,6 +9,7 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from psg_fx.graph import facts
 from psg_fx.graph.lifetimes import is_view
 from psg_fx.op_table import enter, known
 
@@ -45,8 +46,19 @@ def stays_finite(node: Node) -> bool:
 
 
 def _has_finite_numbers(node: Node) -> bool:
-    numbers = (n for n in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(n, float))
-    return all(map(math.isfinite, numbers))
+    numbers = [n for n in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(n, float)]
+    return all(map(math.isfinite, numbers)) or (set(numbers) == {-math.inf} and _is_causal(node))
+
+
+_SOFTMAX = (aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default)
+
+
+def _is_causal(node: Node) -> bool:
+    """Whether -inf stands where a mask says so that the code makes of nothing it is given, and a softmax reads it."""
+    if node.target is not aten.masked_fill.Scalar or not isinstance(node.args[1], Node):
+        return False
+    given = any(n.op == "placeholder" for n in facts.ancestors([node.args[1]]))
+    return not given and all(user.target in _SOFTMAX for user in node.users)
 
 
 def _stays_for_a_number(node: Node) -> bool:

@@ -37,13 +37,11 @@ def crossover(
 
 def _changed(other_side: Callable[[int], bool], start: int, factor: float) -> int | None:
     """The border nearest to `start`, by doubling or halving and then bisection: the least size on its upper side."""
-    near, far = start, int(start * factor)
-    while True:
-        if not 2 <= far <= _LARGEST:  # an axis of one element has no role in a contraction
+    near, far = start, max(int(start * factor), 2)  # an axis of one element has no role in a contraction
+    while not other_side(far):
+        near, far = far, max(int(far * factor), 2)
+        if far == near or far > _LARGEST:
             return None
-        if other_side(far):
-            break
-        near, far = far, int(far * factor)
     while abs(far - near) > 1:
         middle = (near + far) // 2
         near, far = (near, middle) if other_side(middle) else (middle, far)

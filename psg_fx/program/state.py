@@ -68,7 +68,7 @@ def tracked_parameters(model: nn.Module, params: ParamFilter) -> Tracked:
             "no parameter is asked for", where="transform(params=...)",
             why="no parameter of the model requires gradients" if params is None
             else f"params={params!r} leaves none that requires gradients",
-            fix="set requires_grad on some parameters, or widen params=",
+            fix="set requires_grad on some parameters, or widen params=; where none is wanted, call the model itself",
         )  # fmt: skip
     return Tracked(aliases, {name: tuple(p.shape) for name, p in named if aliases[name] == name})
 

@@ -107,6 +107,11 @@ class PerSampleModule(nn.Module):
         self.model.train(mode)
         return self
 
+    def apply(self, fn: Callable[[nn.Module], None]) -> PerSampleModule:
+        """Apply a function to the model and its modules."""
+        self.model.apply(fn)
+        return self
+
     def __getstate__(self) -> dict[str, Any]:
         return copies.carried(self)
 

@@ -102,6 +102,8 @@ def compiled(
         code_that_asks(), functional_already(), written_once(),
     ):  # fmt: skip
         run = compiler(gm, fakes)
+    # Around it torch keeps Dynamo out, as steps do, and asks at each call of a record that belongs to who traces
+    run = getattr(run, "_torchdynamo_orig_callable", run)
     conditions = [guard.expr.xreplace(names) for guard in env.guards]
 
     def serves(sizes: Sizes) -> bool:

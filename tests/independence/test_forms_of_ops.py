@@ -32,6 +32,18 @@ FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+def test_places_that_are_listed_and_read_elsewhere_are_refused() -> None:
+    def of_places(x: Tensor, w: Tensor) -> Tensor:
+        b, j = torch.where(x[..., 0] > 0)
+        out = x.clone()
+        out[b, j] = out[b, j] + x[b, j] * w[j]
+        return out
+
+    step = psg_fx.transform(Program(of_places, w=(3, 5)), square, backend="eager")
+    with pytest.raises(psg_fx.NotYetSupported, match=r"aten\.where cannot be shown to keep samples apart"):
+        step(X)
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_exact(name: str) -> None:
     torch.manual_seed(0)

@@ -121,9 +121,18 @@ def all_rows(m: Tensor, x: Tensor, out: Tensor, f: Any) -> None:
         out.copy_(torch.where(m[:, None], f(x), out))
 
 
+def attended(m: Tensor, x: Tensor, out: Tensor, f: Any) -> None:
+    """-inf of the code's own is where a softmax leaves zeros."""
+    if m.any():
+        scores = f(x)[:, :, None] * x[:, None]
+        causal = torch.ones(4, 4, dtype=torch.bool).tril()
+        weights = scores.masked_fill(~causal, -torch.inf).softmax(-1)
+        out.copy_(torch.where(m[:, None], (weights * x[:, None]).sum(-1), out))
+
+
 ARMS = [
     any_of_it, none_of_it, summed, cast, counted, as_a_number, all_others, places, length, size, rows_themselves,
-    one_in_another, checked, weighted, all_rows,
+    one_in_another, checked, weighted, all_rows, attended,
 ]  # fmt: skip
 
 

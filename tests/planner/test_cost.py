@@ -25,7 +25,7 @@ from psg_fx.algebra.network import (
 )
 from psg_fx.planner import rates
 from psg_fx.planner.cost import Device, Work
-from psg_fx.planner.crossover import crossover, resized
+from psg_fx.planner.crossover import _changed, crossover, resized
 from psg_fx.planner.expr import Expr, peak_bytes, seconds
 from psg_fx.planner.methods import METHODS, Arg, Pair
 from psg_fx.planner.methods.dense import MatMul, SumOfOuter
@@ -277,3 +277,10 @@ def test_peak_bytes() -> None:
     _, found = norm_trees(linear(20, 30, 40), 8)
     assert peak_bytes(found[MATERIALISED]) == 4 * (8 * 30 * 40 + 8)
     assert peak_bytes(found[GRAM]) == 4 * (2 * 8 * 20 * 20 + 8)
+
+
+@pytest.mark.parametrize("start", [3, 4, 5, 100])
+def test_a_border_next_to_the_least_size_is_found(start: int) -> None:
+    assert _changed(lambda n: n < 3, start, 0.5) == 3
+    assert _changed(lambda n: n < 2, start, 0.5) is None
+    assert _changed(lambda n: n > 2 * start, start, 2.0) == 2 * start + 1

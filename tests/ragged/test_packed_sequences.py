@@ -235,6 +235,13 @@ def test_dropout_does_not_hide_that_the_padding_matters_or_not(options: dict[str
         step((text([2, 3, 1], 3),), torch.tensor([0, 1, 2]))
 
 
+def test_dropout_of_a_keyword_hides_nothing_either() -> None:
+    model = Tagger(lambda out, n: torch.dropout(input=out, p=0.5, train=True).mean(1))
+    step = psg_fx.transform(model, each, backend="eager", quantities=psg_fx.Norms())
+    with pytest.raises(NotYetSupported, match="total_length="):
+        step((text([2, 3, 1], 3),), torch.tensor([0, 1, 2]))
+
+
 def test_lengths_out_of_range_are_refused_at_every_call() -> None:
     step = psg_fx.transform(made("gru", states, batch_first=True), each, backend="eager")
     step(batch([3, 2]).whole.inputs, torch.tensor([0, 1]))

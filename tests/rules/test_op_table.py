@@ -31,6 +31,7 @@ OTHER_TABLES = {
     "psg_fx/torch_private/tensor_parallel.py:_OF_LAYERS": "functions that parallel layers call",
     "passes/compile/convolutions.py:_WAYS": "the convolutions that a matrix unit may compute, a question of one pass",
     "passes/compile/joins.py:_JOINS": "the two ops that lay parts side by side, and those that do it by torch",
+    "psg_fx/graph/finite.py:_SOFTMAX": "what makes a zero of an infinity, asked where the code masks by one",
     "psg_fx/graph/squeezes.py:_SQUEEZES": "an op and its copying form, whose arguments are read",
     "psg_fx/op_table.py:_ROWS": "the table",
     "psg_fx/torch_private/tracer.py:READING": "what reads a number, asked for while code is traced, and of a graph",

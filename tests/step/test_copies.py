@@ -159,3 +159,10 @@ def test_a_step_and_its_model_are_in_one_mode(loss_fn: Any) -> None:
     assert model.training
     model.eval()
     assert not step.training
+
+
+def test_what_is_applied_to_a_step_is_applied_to_its_model() -> None:
+    step = psg_fx.transform(nn.Linear(4, 3))
+    seen: list[nn.Module] = []
+    assert step.apply(seen.append) is step
+    assert seen == [step.model]

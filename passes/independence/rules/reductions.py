@@ -99,11 +99,11 @@ def pair_reduction(op: Op) -> Placement:
 
 
 @sample_rule("trace", "histc", "bincount", "cov", "corrcoef", "unique_consecutive", "_unique2", "unique_dim",
-      "nonzero", "nonzero_numpy", "nonzero_static", "masked_select", "argwhere", "pdist", "_pdist_forward",
-      proof="reduction")  # fmt: skip
+      "nonzero", "nonzero_numpy", "nonzero_static", "where.default", "masked_select", "argwhere", "pdist",
+      "_pdist_forward", proof="reduction")  # fmt: skip
 def pooled(op: Op) -> Placement:
     """One answer from the rows of all samples."""
-    if op.name.split(".")[-1] in ("masked_select", "nonzero", "nonzero_numpy", "argwhere"):
+    if op.name.split(".")[-1] in ("masked_select", "nonzero", "nonzero_numpy", "where", "argwhere"):
         raise op.unsupported("how many rows it returns depends on the samples, so they have no fixed place",
                              "pick by the mask itself, x[mask], or compute all: torch.where(mask, a, b)")  # fmt: skip
     raise op.refuse("it computes one answer from the rows of all samples")
