@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from torch.fx import GraphModule
 
 from psg_fx.algebra.site import SITES, Site
+from psg_fx.errors import BadArgument
 from psg_fx.explain import screen, tables
 from psg_fx.explain.elsewhere import chosen_otherwise, fused_instead, planned_for, unbounded
 from psg_fx.explain.tables import methods, time_text
@@ -59,6 +60,11 @@ def explain(
     device: the plan is the one for the device of that name, and what differs from the step's own is listed.
     wide: every site and parameter has rows of its own, with formulas, flops and bytes, however wide.
     """
+    if measure and device is not None:
+        raise BadArgument(
+            "a plan for another device is not timed", where=f"explain(measure=True, device={device!r})",
+            why="what is measured runs on the device of the step", fix="leave out one of the two",
+        )  # fmt: skip
     gm = graphs[Stage.PLANNED.value]
     plan, sites = PLAN.of(gm), SITES.of(gm)
     look = tables if wide else screen

@@ -53,6 +53,11 @@ def test_another_name_is_refused() -> None:
             made.explain(device=device)
 
 
+def test_a_plan_for_another_device_is_not_timed() -> None:
+    with pytest.raises(BadArgument, match="a plan for another device is not timed"):
+        step_of("mlp", batch=4).explain(measure=True, device="h100")
+
+
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", "mlp", "--quantity", "norms", "--on", "h100"]) == 0
     assert "Plan for h100" in capsys.readouterr().out
