@@ -18,7 +18,7 @@ os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")  # a file'
 import pytest
 
 from support.processes import Processes
-from support.selection import is_rest, leaves_out_the_rest
+from support.selection import SLOW, is_rest, leaves_out_the_rest
 
 gc.disable()  # until all is imported
 
@@ -42,6 +42,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What must run in one process starts first: at the end it would run alone.  The tests of a row are short."""
+    for item in items:
+        if item.nodeid in SLOW:
+            item.add_marker(pytest.mark.slow)
     if getattr(config.option, "loadgroup", False):
         for item in items:
             name_group(item)

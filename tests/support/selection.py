@@ -8,9 +8,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+SLOW = frozenset((Path(__file__).parents[1] / "slow.txt").read_text(encoding="utf-8").splitlines())
+"""Cases that take a second or more each on two cores, and whose function has quicker ones: `pytest --durations=0` says
+which.  They are marked `slow`.
+"""
 
 
 def selected(cases: Iterable[Any], chosen: Container[str]) -> list[Any]:
