@@ -27,6 +27,7 @@ from psg_fx.program.arguments.packed import packed
 from psg_fx.program.made_objects import opened
 from psg_fx.step.binding import Binding
 from psg_fx.step.own_code import copied, tried
+from psg_fx.torch_private.inductor import uncompiled
 from psg_fx.torch_private.onednn import may_round
 from psg_fx.torch_private.patching import patched_here
 from psg_fx.torch_private.quiet import quiet
@@ -146,7 +147,7 @@ def _alone(model: nn.Module, loss_fn: Any, call: Call, written: Sequence[torch.T
         try:
             stack.enter_context(tried(model, loss_fn, written))
             tensors = [copied(t, d, last) for t, d in zip(call.tensors, call.dims, strict=True)]
-            stack.enter_context(torch.compiler.set_stance("force_eager"))  # parts that the user compiles take long
+            stack.enter_context(uncompiled())  # parts that the user compiles take long
             stack.enter_context(quiet())
             stack.enter_context(patched_here(builtins, "print", lambda *args, **kwargs: None))
             (args, kwargs), (targets, target_kwargs) = packed(call.rebuild(tensors))

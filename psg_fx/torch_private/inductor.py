@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,12 +52,28 @@ class Like:
     stays: bool = False
 
 
+_OURS: list[tuple[int, str]] = []
+"""The thread in which psg_fx has set torch's stance, and what it was before."""
+
+
 def stance() -> str:
     """How the user wants `torch.compile` to behave (`torch.compiler.set_stance`), "force_eager" where it is off."""
     if torch._dynamo.config.disable:
         return "force_eager"
-    found: str = eval_frame._stance.stance
+    ours = _OURS[-1:]
+    found: str = ours[0][1] if ours and ours[0][0] != threading.get_ident() else eval_frame._stance.stance
     return found
+
+
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """While open, what the user has compiled runs as it is written; steps in other threads run as ever."""
+    _OURS.append((threading.get_ident(), stance()))
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        _OURS.pop()
 
 
 def inductor(options: Mapping[str, Any]) -> Compiler:
