@@ -49,12 +49,14 @@ def main() -> None:
     if args.one:
         print(json.dumps(first_call(*args.one, args.device)))
         return
-    found = {name: both(name, args.device, args.rounds) for name in args.models.split(",")}
     machine = about(args.device) | {"rounds": args.rounds}
-    rows = [row(name, runs) for name, runs in found.items()]
-    text = tabulate(rows, HEADERS, tablefmt="github", disable_numparse=True)
-    data = {"environment": machine, "results": found}
-    path = keep(f"first-call-{args.tag or device_tag(args.device)}", data, "# First calls", bullets(machine), text)
+    found: dict[str, Any] = {}
+    for name in args.models.split(","):  # a run that is cut short leaves what it has
+        found[name] = both(name, args.device, args.rounds)
+        rows = [row(name, runs) for name, runs in found.items()]
+        text = tabulate(rows, HEADERS, tablefmt="github", disable_numparse=True)
+        data = {"environment": machine, "results": found}
+        path = keep(f"first-call-{args.tag or device_tag(args.device)}", data, "# First calls", bullets(machine), text)
     print(f"{text}\nwrote {path}.json and .md")
 
 
