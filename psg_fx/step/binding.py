@@ -121,6 +121,17 @@ class Binding:
             inputs[i] = in_one_block(tensor if dim is None else tensor.narrow(dim, sample, 1))
         return inputs
 
+    def before(self) -> dict[int, torch.Tensor]:
+        """The model's state by its places among the graph's inputs, if a call changes it: buffers that it writes are
+        copied.
+        """
+        if not self._keeps:
+            return {}
+        written = {(id(group), name) for _, group, name in self._buffers}
+        with IN_PLACE:
+            found = {i: (group[name], (id(group), name) in written) for i, group, name in self._held[1]}
+        return {i: value.clone() if copied else value for i, (value, copied) in found.items()}
+
     def buffers(self) -> list[torch.Tensor]:
         """Those that a call writes."""
         with IN_PLACE:

@@ -77,26 +77,31 @@ class CompiledStep:
         self.leaves_out: bool = facts.graph_facts(gm).leaves_out
 
     def __call__(
-        self, call: Call, extras: Mapping[str, torch.Tensor], out: StepOutput | None = None, *, buffers: bool = True,
-        groups: Groups | None = None,
+        self, call: Call, extras: Mapping[str, torch.Tensor], out: StepOutput | None = None, *,
+        before: Mapping[int, torch.Tensor] | None = None, groups: Groups | None = None,
     ) -> StepOutput:  # fmt: skip
-        """The results for one call, in the tensors of `out` if it is given.  buffers: whether to write them, too.
+        """The results for one call, in the tensors of `out` if it is given.
+
+        before: of a second run of a call, which writes no buffers: what those that the first one has written held.
         groups: of the samples, in a graph for groups.
         """
         with plain_mode():
             if out is None:
-                return StepOutput(self._fields(call, extras, buffers, groups))
+                return StepOutput(self._fields(call, extras, before, groups))
             former = vars(out)
             with self._memory.lent(pytree.tree_leaves(former)):
-                fields = self._fields(call, extras, buffers, groups)
+                fields = self._fields(call, extras, before, groups)
             write_into(former, fields)
         return out
 
     def _fields(
-        self, call: Call, extras: Mapping[str, torch.Tensor], buffers: bool, groups: Groups | None
-    ) -> dict[str, Any]:
+        self, call: Call, extras: Mapping[str, torch.Tensor], before: Mapping[int, torch.Tensor] | None,
+        groups: Groups | None,
+    ) -> dict[str, Any]:  # fmt: skip
         arguments = self.binding.arguments(call, extras)
-        results = self._results(call, arguments, buffers, 0 if groups is None else groups.grouping.groups)
+        for i, value in (before or {}).items():
+            arguments[i] = value
+        results = self._results(call, arguments, before is None, 0 if groups is None else groups.grouping.groups)
         return self.binding.fields(results if groups is None else self.binding.of_groups(results, groups))
 
     def _results(self, call: Call, arguments: Sequence[torch.Tensor], buffers: bool, groups: int) -> Sequence[Any]:

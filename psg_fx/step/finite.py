@@ -24,9 +24,9 @@ from psg_fx.step.groups import Groups
 
 
 class Runs(Protocol):
-    """A step, compiled here or read from a file."""
+    """A step, compiled here or read from a file, that writes no buffers."""
 
-    def __call__(self, call: Call, extras: Mapping[str, torch.Tensor], *, buffers: bool = True) -> StepOutput: ...
+    def __call__(self, call: Call, extras: Mapping[str, torch.Tensor]) -> StepOutput: ...
 
 
 def with_finite_sum(
@@ -75,7 +75,7 @@ def _sum(
     tensors = [t if d is None else t.index_select(d, rows) for t, d in pairs] if not call.axes else (
         _with_zeros(call, finite, rows)
     )  # fmt: skip
-    again = step(replace(call, tensors=tuple(tensors)), extras, buffers=False)
+    again = step(replace(call, tensors=tuple(tensors)), extras)
     if call.axes and not all(value.isfinite().all() for value in again.clipped_sum.values()):
         raise NotYetSupported(
             "the gradients of some samples are not finite, also where their rows are zeros",

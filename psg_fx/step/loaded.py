@@ -99,7 +99,7 @@ class LoadedStep:
         fields = self._fields(self._run(state, call, extras))
         if self.spec.drop:
 
-            def again(call: Call, extras: Mapping[str, torch.Tensor], *, buffers: bool = True) -> StepOutput:
+            def again(call: Call, extras: Mapping[str, torch.Tensor]) -> StepOutput:
                 return StepOutput(self._fields(self._run(state, call, extras)))
 
             fields = with_finite_sum(again, call, extras, fields) or fields

@@ -113,12 +113,14 @@ class LossModule(PerSampleModule):
         extras = self._extras(call, given, tracked, step.binding.given, members)
         if call.axes:
             extras |= rows.inputs(step.binding.given)
+        drops = self._drops and not step.leaves_out
+        before = step.binding.before() if drops else {}
         with blamed(self.model, self.loss_fn, call):
             found = step(call, extras, out, groups=members)
         if members is not None and not call.batch_size():
             vars(found).update(factors_of_nothing(self.settings.quantities, found, extras))
-        if self._drops and not step.leaves_out:
-            again = functools.partial(step, groups=members)
+        if drops:
+            again = functools.partial(step, groups=members, before=before)
             finite = with_finite_sum(again, call, extras, vars(found), members)
             if finite is not None:
                 return self._said(_into(found, finite) if out is not None else StepOutput(finite), members)

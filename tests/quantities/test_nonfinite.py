@@ -164,3 +164,34 @@ def test_automatic_clipping_needs_a_bound() -> None:
         psg_fx.ClippedSum(float("inf"), style="automatic")
     with pytest.raises(psg_fx.BadArgument):  # divided by 0.01 it is no float32
         psg_fx.ClippedSum(1e37, style="automatic")
+
+
+class Halving(nn.Module):
+    """Its scale is read, and another one left for the next call: in a buffer or in an attribute."""
+
+    def __init__(self, buffer: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("scale", torch.ones(3)) if buffer else setattr(self, "scale", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layer(x) * self.scale.clone()
+        if "scale" in self._buffers:
+            self.scale.mul_(0.5)
+        else:
+            self.scale = self.scale * 0.5
+        return out  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("buffer", [True, False])
+def test_the_second_run_reads_what_the_first_one_read(buffer: bool) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(5, 4), torch.tensor([0, 1, 2, 1, 0])
+    finite, kept = x.clone(), [0, 1, 3, 4]
+    x[2, 1] = torch.inf
+    step = psg_fx.transform(Halving(buffer), F.cross_entropy, quantities=psg_fx.ClippedSum(1e6), backend="eager")
+    whole = psg_fx.transform(Halving(buffer), F.cross_entropy, quantities=psg_fx.ClippedSum(1e6), backend="eager")
+    for _ in range(2):
+        torch.testing.assert_close(step(x, y).clipped_sum, dict(whole(finite[kept], y[kept]).clipped_sum))
+    assert (step.model.scale == 0.25).all()
