@@ -18,7 +18,7 @@ from torch.fx.traceback import preserve_node_meta
 from psg_fx.algebra.site import PREFIXES, SITES
 from psg_fx.errors import NotYetSupported
 from psg_fx.graph import facts
-from psg_fx.graph.facts import OutputSpec, fact
+from psg_fx.graph.facts import OutputSpec, SampleAxis, fact
 from psg_fx.graph.nodes import is_detach
 from psg_fx.graph.stages import Stage
 from psg_fx.op_table import known
@@ -85,6 +85,7 @@ def _require_symbol(gm: GraphModule) -> None:
 
 def _require_sample_outputs(gm: GraphModule) -> None:
     """Without a loss: every output with a gradient is real, and belongs to the samples."""
+    parameters = _parameters(gm)
     for spec, node in facts.returned(gm):
         if node is None or spec.kind != "output":
             continue
@@ -99,6 +100,18 @@ def _require_sample_outputs(gm: GraphModule) -> None:
                 why="its gradient belongs to no sample, and would be missing in every grad_sample",
                 fix="detach it, or pass loss_fn: with the loss inside, it is part of the loss of each sample",
             )  # fmt: skip
+        axis = fact(node).samples
+        several = fact(node).uniform and isinstance(axis, SampleAxis) and axis.outer * axis.inner > 1
+        if several and not facts.ancestors([node]).isdisjoint(parameters):
+            raise NotYetSupported(
+                f"of the output {spec.name!r} of the model nothing says which rows are whose", where=locate(node),
+                why=f"it is the same for all samples, in {axis}, and the loss may meet its rows in another order",
+                fix="return it with a dim of its own for the samples, [B, ..]; or pass loss_fn",
+            )  # fmt: skip
+
+
+def _parameters(gm: GraphModule) -> set[Node]:
+    return {n for n in facts.placeholders(gm) if facts.input_spec(n).kind == "parameter"}
 
 
 def _is_float(node: Node) -> bool:
@@ -114,7 +127,7 @@ def _like(node: Node, ones: bool) -> torch.Tensor:
 
 def _marked(gm: GraphModule, layout: list[OutputSpec], wanted: Sequence[Node]) -> list[OutputSpec]:
     """The outputs to which no gradient comes back are said to be detached."""
-    reached = {n for n in facts.placeholders(gm) if facts.input_spec(n).kind == "parameter"} | set(wanted)
+    reached = _parameters(gm) | set(wanted)
     for node in gm.graph.nodes:
         stops = node.op == "output" or is_detach(node)
         stops = stops or known(node.target).undifferentiated

@@ -112,10 +112,10 @@ class CompiledStep:
         except Exception:
             self.binding.check_apart(self.gm, arguments)  # perhaps what a check is there for
             raise
-        if self.expected is not None:
+        if (expected := self.expected) is not None:  # another thread may answer first
             self.binding.check(results.__getitem__)
             losses = [self.binding.fields(results)["losses"]]
-            if self.expected.settled(losses, call, self.gm, self.binding, arguments):
+            if expected.settled(losses, call, self.gm, self.binding, arguments):
                 self.expected = None
         if not buffers:
             self.binding.check(results.__getitem__)

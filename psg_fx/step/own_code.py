@@ -23,7 +23,7 @@ from psg_fx.program.changes.untouched import untouched
 from psg_fx.step.hints import function_of, parameters_of, with_hint
 from psg_fx.step.mistakes import check_model, check_values
 from psg_fx.tensors import short_name
-from psg_fx.torch_private.modes import autocast_now, autocast_unseen, no_modes
+from psg_fx.torch_private.modes import autocast_now, autocast_unseen, hooks_of_all_modules, no_modes
 from psg_fx.torch_private.quiet import quiet
 
 _Made = TypeVar("_Made")
@@ -135,7 +135,7 @@ def copied(tensor: torch.Tensor, dim: int | None, sample: int = 0) -> torch.Tens
 def tried(model: nn.Module, loss_fn: Any, written: Iterable[torch.Tensor] | None = None) -> Iterator[None]:
     """While open, the code runs as it stands, without warnings, and leaves nothing.  written: as `unchanged` has."""
     with (
-        nothing_left((model, loss_fn)), unchanged(model, loss_fn, written=written),
+        nothing_left((model, loss_fn, *hooks_of_all_modules())), unchanged(model, loss_fn, written=written),
         attention_as_formula(),  # no CPU has the backward of torch's own
         autocast_unseen(autocast_now()),  # the caller's cache of cast weights stays as it is
         warnings.catch_warnings(),

@@ -157,9 +157,9 @@ class SplitStep:
             for (index, _), value in zip(self.outputs, results, strict=False):
                 ordered[index] = value
             kept = [v for (_, spec), v in zip(self.outputs, results, strict=False) if spec.kind == "output"]
-            if self.expected is not None:
+            if (expected := self.expected) is not None:  # another thread may answer first
                 self.binding.check(ordered.__getitem__)
-                if self.expected.settled(kept, call, self.gm, self.binding, arguments):
+                if expected.settled(kept, call, self.gm, self.binding, arguments):
                     self.expected = None
             self.binding.write_back(ordered, call)
         return kept, [results[i] for i in self.order]

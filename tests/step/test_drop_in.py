@@ -248,6 +248,25 @@ def test_inductor_equals_eager() -> None:
         agree(model, {name: g[:size] for name, g in want.items()})
 
 
+@pytest.mark.parametrize("repeat", [lambda p, size: p.expand(3 * size, 4), lambda p, size: p.repeat(3 * size, 1)])
+def test_rows_of_which_nothing_says_whose_they_are_are_refused(repeat: Any) -> None:
+    """They are equal for all samples, so the model may mean any order, and the loss one; without a gradient, it may."""
+
+    class Repeats(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return repeat(self.bias if self.learned else torch.arange(4.0), x.shape[0]), super().forward(x)
+
+    model = Repeats(4, 4)
+    model.learned = True
+    with pytest.raises(NotYetSupported, match="nothing says which rows are whose"):
+        psg_fx.transform(model, backend="eager")(torch.randn(3, 4))
+    model.learned = False
+    rows, out = psg_fx.transform(model, backend="eager")(torch.randn(3, 4))
+    assert rows.shape == (9, 4)
+    out.sum().backward()
+    assert model.weight.grad_sample.shape == (3, 4, 4)
+
+
 def test_no_samples() -> None:
     model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.Flatten(), nn.Linear(15, 4)).double()
     x = torch.zeros(0, 2, 6, dtype=torch.float64, requires_grad=True)
