@@ -73,12 +73,23 @@ def apart_from(held: Iterable[torch.Tensor], values: Iterable[Any]) -> list[Any]
 
 def places_of(values: Iterable[Any]) -> set[int]:
     """The memory that the tensors among these values lie in."""
-    return {value.untyped_storage()._cdata for value in values if isinstance(value, torch.Tensor)}
+    return {place for value in values if (place := storage_of(value)) is not None}
 
 
-def lies_in(value: Any, places: Container[int]) -> bool:
+def lies_in(value: Any, places: Container[int | None]) -> bool:
     """Whether it is a tensor in one of these places."""
-    return isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in places
+    return storage_of(value) in places
+
+
+def storage_of(value: Any) -> int | None:
+    """What tells a tensor's memory from others; None for what has none: sparse ones, those that torch.func wraps."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    try:
+        place: int = value.untyped_storage()._cdata
+    except NotImplementedError:
+        return None
+    return place
 
 
 def has_bits(tensor: torch.Tensor) -> bool:

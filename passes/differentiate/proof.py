@@ -50,7 +50,8 @@ def prove_cotangents(gm: GraphModule, traced: GraphModule, known: dict[Node, Res
         name, _, place = spec.name.rpartition(".") if spec.kind == "cotangent" else (spec.name, "", "0")
         axes = fact(named[name]).samples
         wanted.append((entry, named[name], axes[int(place)] if isinstance(axes, tuple) else axes))
-    free = [each for each in wanted if _is_in_any_order(*each[1:])]
+    # What is the same for all samples may be repeated, and meet rows in any order, without a trace in the forward
+    free = [each for each in wanted if each[2] is not None and fact(each[1]).uniform]
     try:
         found = prove_joint(traced, known, wanted)
     except (SamplesMixed, NotYetSupported):

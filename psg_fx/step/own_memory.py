@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from psg_fx.tensors import lies_in, places_of
+from psg_fx.tensors import lies_in, places_of, storage_of
 
 
 class OwnMemory:
@@ -24,7 +24,8 @@ class OwnMemory:
         if size not in self._seen:
             places = places_of(arguments)
             self._shared.update(i for i, value in enumerate(results) if lies_in(value, places))
-            self._seen.add(size)
+            if None not in map(storage_of, (*results, *arguments)):  # at a level of torch.func nothing is seen
+                self._seen.add(size)
         if not self._shared:
             return results
         return [value.clone() if i in self._shared else value for i, value in enumerate(results)]

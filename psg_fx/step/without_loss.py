@@ -31,7 +31,7 @@ from psg_fx.step.grad_samples import Ticket, begin, clear, deliver, drop_stale
 from psg_fx.step.module import PerSampleModule
 from psg_fx.step.own_code import blamed
 from psg_fx.step.own_memory import OwnMemory
-from psg_fx.tensors import apart_from, places_of
+from psg_fx.tensors import apart_from, places_of, storage_of
 from psg_fx.torch_private.graphs import partition
 from psg_fx.torch_private.ops import as_no_view
 
@@ -219,10 +219,10 @@ def _no_views(outputs: Sequence[torch.Tensor], saved: Sequence[Any]) -> list[tor
     out of a function of one's own.  What shares memory with what is saved is copied, as only one and the same tensor
     says that it was written into; those that share memory with each other stay views.
     """
-    places = [v.untyped_storage()._cdata for v in outputs]
+    places = list(map(storage_of, outputs))
     kept = places_of(saved)
 
-    def own(value: torch.Tensor, place: int) -> torch.Tensor:
+    def own(value: torch.Tensor, place: int | None) -> torch.Tensor:
         if place in kept:
             return value if any(value is each for each in saved) else value.clone()
         own_memory = value._is_view() and places.count(place) == 1

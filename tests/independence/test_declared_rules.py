@@ -51,7 +51,8 @@ UNTRIED = {
         norm_except_dim randperm masked_scatter put repeat_interleave.Tensor repeat_interleave.self_Tensor
         _unsafe_masked_index _unsafe_masked_index_put_accumulate segment_reduce meshgrid pad_sequence _chunk_cat
         histc bincount trace cov corrcoef unique_consecutive _unique2 unique_dim nonzero nonzero_numpy nonzero_static
-        masked_select argwhere pdist _pdist_forward nll_loss nll_loss2d nll_loss_nd nll_loss_forward nll_loss2d_forward
+        masked_select argwhere where.default pdist _pdist_forward
+        nll_loss nll_loss2d nll_loss_nd nll_loss_forward nll_loss2d_forward
         cross_entropy_loss cosine_embedding_loss triplet_margin_loss multi_margin_loss multilabel_margin_loss
         multilabel_margin_loss_forward ctc_loss _ctc_loss as_strided as_strided_copy as_strided_scatter set resize
         embedding_renorm embedding_bag _embedding_bag _embedding_bag_forward_only lstm gru rnn_tanh rnn_relu

@@ -137,3 +137,25 @@ def test_rows_that_are_met_in_two_orders() -> None:
     ).double()
     with pytest.raises(SamplesMixed, match=r"(?s)in the backward pass.*expand"):
         with_loss(Problem(model, X))
+
+
+REPEATED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "one for each sample": lambda m, x: m.row.expand(x.shape[0], -1),
+    "of zeros": lambda m, x: x.new_zeros(x.shape[0], WIDTH) + m.row,
+    "through a layer": lambda m, x: m.layer(m.row.expand(x.shape[0], -1)),
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_what_is_repeated_and_met_in_another_order_is_refused(name: str) -> None:
+    """One row for each sample, repeated side by side, and met by the rows of one sample after the other."""
+
+    class Repeats(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            spread = REPEATED[name](self, x)
+            return (spread.repeat(T, 1) * x.flatten(0, 1)).view(x.shape) if self.by_time else spread[:, None] * x
+
+    exact = Repeats(lambda m, rows: rows, False).double()
+    check(Program("spread", lambda: Problem(exact, X)), with_loss)
+    with pytest.raises(SamplesMixed, match="in the backward pass"):
+        with_loss(Problem(Repeats(lambda m, rows: rows, True).double(), X))
