@@ -167,7 +167,7 @@ ROWS: dict[str, Row] = {
     "nothing-to-differentiate": (
         lambda: step(mlp().requires_grad_(False))(X, Y), BadArgument, "no parameter is asked for",
         "transform(params=...)", "no parameter of the model requires gradients",
-        "set requires_grad on some parameters, or widen params=",
+        "set requires_grad on some parameters, or widen params=; where none is wanted, call the model itself",
     ),
     "negative-bound": (
         lambda: ClippedSum(-1.0), BadArgument, "max_norm=-1.0 is not a bound on norms", "ClippedSum(max_norm=...)",

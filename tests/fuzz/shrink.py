@@ -11,15 +11,14 @@ from fuzz.program import Instruction, Misfit, Program, elaborate
 
 def shrunk(program: Program, fails: Callable[[Program], bool], budget: int = 60) -> Program:
     """Drop instructions, simplify choices, sizes and calls, as long as the program fails; at most `budget` are run."""
-    tried: set[str] = set()
+    tried = [program]
     while True:
         for smaller in candidates(program):
-            key = smaller.to_json()
-            if key in tried or not writable(smaller):
+            if not writable(smaller) or smaller in tried:  # in that order: all its choices are made there
                 continue
-            tried.add(key)
             if len(tried) > budget:
                 return program
+            tried.append(smaller)
             if fails(smaller):
                 program = smaller
                 break

@@ -29,6 +29,7 @@ FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "from the start": lambda x, w: (x * w)[-x.shape[0] :],
     "the first of two": lambda x, w: torch.cat([x * w, x])[-3 * x.shape[0] : -x.shape[0]],
     "instance norm": instance_norm,
+    "a matrix with more dims": lambda x, w: torch.linalg.solve_ex(w[:, :, None] + 3 * torch.eye(5), x[:, 0].T)[0].mT,
 }
 
 

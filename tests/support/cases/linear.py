@@ -115,8 +115,6 @@ LINEAR = [
          fallback=("w",)),
     Case("solve/columns", lambda x, w: torch.linalg.solve(_regular(w), x.T), params={"w": (4, 4)}, out_dim=1,
          fallback=("w",)),
-    Case("solve/several", lambda x, w: torch.linalg.solve_ex(_regular(w), x.T)[0], params={"w": (2, 4, 4)}, out_dim=2,
-         fallback=("w",)),
     Case("solve/rows", lambda x, w: torch.linalg.solve(_regular(w), x, left=False), x=(B, 2, 4), params={"w": (4, 4)},
          covers=("expand",)),
     Case("solve/vectors", lambda x, w: torch.linalg.solve(_regular(w) + torch.diag_embed(x.square()), x),
