@@ -93,7 +93,7 @@ class PerSampleModule(nn.Module):
 
     @property
     def training(self) -> bool:
-        """The model's flag, whoever sets it: Lightning sets those of all modules, among which a step stands for its."""
+        """The model's flag: who sets those of all modules one by one meets the step in the place of its model."""
         model: nn.Module | None = vars(self).get("model")
         return model is None or model.training
 
