@@ -1,4 +1,4 @@
-"""separate: each answer lies in memory of its own, which is none of the inputs'.
+"""separate: each answer lies in memory of its own.
 
 Parameters may have equal gradients, as the two biases of a recurrent layer have, and those of layers whose outputs are
 added up: then one node stands for all of them.  What a step returns is the caller's to write into (noise,
@@ -23,9 +23,9 @@ aten = torch.ops.aten
 
 @graph_pass("separate", before=Stage.TIDIED, after=Stage.TIDIED)
 def separate(gm: GraphModule) -> GraphModule:
-    """After: no two losses or answers share memory, and none lies in an input's."""
+    """After: no two losses or answers share memory."""
     results: list[Node | None] = []
-    taken: set[Node] = set(facts.placeholders(gm))
+    taken: set[Node] = set()
     copies: dict[Node, Node] = {}  # the last one of each: of a copy, since no op is done twice
     for spec, node in facts.returned(gm):
         if node is not None and spec.kind in ("loss", "answer"):

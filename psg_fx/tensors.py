@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -68,17 +68,12 @@ def written_out(tensor: torch.Tensor) -> torch.Tensor:
 def apart_from(held: Iterable[torch.Tensor], values: Iterable[Any]) -> list[Any]:
     """The values; copies of those that lie in the memory of tensors that are held."""
     places = places_of(held)
-    return [value.clone() if lies_in(value, places) else value for value in values] if places else list(values)
+    return [value.clone() if storage_of(value) in places else value for value in values] if places else list(values)
 
 
 def places_of(values: Iterable[Any]) -> set[int]:
     """The memory that the tensors among these values lie in."""
     return {place for value in values if (place := storage_of(value)) is not None}
-
-
-def lies_in(value: Any, places: Container[int | None]) -> bool:
-    """Whether it is a tensor in one of these places."""
-    return storage_of(value) in places
 
 
 def storage_of(value: Any) -> int | None:

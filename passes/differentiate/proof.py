@@ -51,8 +51,8 @@ def prove_cotangents(gm: GraphModule, traced: GraphModule, known: dict[Node, Res
         axes = fact(named[name]).samples
         wanted.append((entry, named[name], axes[int(place)] if isinstance(axes, tuple) else axes))
     # What is the same for all samples may be repeated, and meet rows in any order, without a trace in the forward
-    is_free = _is_in_any_order if facts.graph_facts(gm).rows else _is_uniform
-    free = [each for each in wanted if is_free(*each[1:])]
+    rows = facts.graph_facts(gm).rows
+    free = [each for each in wanted if _is_in_any_order(*each[1:]) or (not rows and each[2] and fact(each[1]).uniform)]
     try:
         found = prove_joint(traced, known, wanted)
     except (SamplesMixed, NotYetSupported):
@@ -66,13 +66,9 @@ def prove_cotangents(gm: GraphModule, traced: GraphModule, known: dict[Node, Res
             facts.update(value, samples=moved)
 
 
-def _is_uniform(node: Node, axis: SampleAxis | None) -> bool:
-    return fact(node).uniform and axis is not None
-
-
 def _is_in_any_order(node: Node, axis: SampleAxis | None) -> bool:
     """Whether the forward does not say in which order a value, the same for all, holds its samples."""
-    return _is_uniform(node, axis) and axis is not None and axis.outer * axis.inner > 1
+    return fact(node).uniform and axis is not None and axis.outer * axis.inner > 1
 
 
 def is_foreign(node: Node) -> bool:

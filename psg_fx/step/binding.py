@@ -22,7 +22,7 @@ from psg_fx.program.changes.written import WRITTEN, Written
 from psg_fx.program.guard import Lying
 from psg_fx.program.state import IN_PLACE, holder
 from psg_fx.step.groups import Groups
-from psg_fx.tensors import apart_from, memory_order, place_of
+from psg_fx.tensors import memory_order, place_of
 from psg_fx.torch_private.modes import no_grad
 
 
@@ -139,7 +139,7 @@ class Binding:
 
     def write_back(self, results: Sequence[Any], call: Call) -> None:
         """Leave in the model's buffers, and in the Python around it, what an ordinary forward would; which raises where
-        its own checks fail.
+        its own checks fail.  results: none lies in a buffer.
         """
         if self._asks:
             self.check(results.__getitem__)
@@ -147,14 +147,9 @@ class Binding:
             return
         if self._not_alone and call.batch_size() == 1:
             raise squeezed_alone(self._not_alone)
-        buffers = self.buffers()
-        values = [results[index] for index, _, _ in self._buffers]
-        left = [v for v, spec in zip(results, self.outputs, strict=True) if spec.kind == "written"]
-        if buffers:  # compiled code may return the old value of a buffer as the buffer itself
-            values, left = apart_from(buffers, values), apart_from(buffers, left)
-        for buffer, value in zip(buffers, values, strict=True):
-            buffer.copy_(value)
-        kept = iter(left)
+        for buffer, (index, _, _) in zip(self.buffers(), self._buffers, strict=True):
+            buffer.copy_(results[index])
+        kept = (v for v, spec in zip(results, self.outputs, strict=True) if spec.kind == "written")
         sizes = dict(zip(self._sizes, (call.batch_size(), *call.row_sizes), strict=True)) if self._written else {}
         for entry in self._written:
             entry.store(kept, sizes)

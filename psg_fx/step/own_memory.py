@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from psg_fx.tensors import lies_in, places_of, storage_of
+from psg_fx.tensors import storage_of
 
 
 class OwnMemory:
@@ -22,9 +22,9 @@ class OwnMemory:
     def of(self, results: Sequence[Any], arguments: Sequence[Any], size: int) -> Sequence[Any]:
         """The results, which are the caller's to write into and to keep; copies of those that lie in arguments."""
         if size not in self._seen:
-            places = places_of(arguments)
-            self._shared.update(i for i, value in enumerate(results) if lies_in(value, places))
-            if None not in map(storage_of, (*results, *arguments)):  # at a level of torch.func nothing is seen
+            given, found = list(map(storage_of, arguments)), list(map(storage_of, results))
+            self._shared.update(i for i, place in enumerate(found) if place is not None and place in given)
+            if None not in (*given, *found):  # at a level of torch.func nothing is seen
                 self._seen.add(size)
         if not self._shared:
             return results
