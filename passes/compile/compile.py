@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import GraphModule
 
 from psg_fx.blocks import Memory, Places
@@ -30,10 +29,10 @@ from psg_fx.torch_private.mended import inductor_mended
 
 from .calls import written_once
 from .contiguous import with_contiguous_arguments
-from .convolutions import convolve_elsewhere
+from .convolutions import convolve_elsewhere, convolves
 from .joins import join_by_torch
 from .prepared import erase_numbers, sizes_of, written_out
-from .products import multiply_elsewhere
+from .products import multiplies, multiply_elsewhere
 from .recurrences import with_own_loops
 from .sizes import Background, Flat, Sized
 from .sums import add_what_is_stacked
@@ -76,8 +75,7 @@ def compile_graph(
         replayed = device == "cuda" and bool(options and options.get("triton.cudagraphs"))
         if Sized.suits(gm):
             once = device == "cpu" and calls_subgraphs(options or {})
-            by = elsewhere() if own_kernels and device == "cpu" else None
-            compiler = _by_inductor(options or {}, watch, once, by)
+            compiler = _by_inductor(options or {}, watch, once, own_kernels and device == "cpu")
             meanwhile = laid_out_as_read(gm) if background else None
             run = Sized(gm, compiler, dynamic, run, replayed=replayed, background=background, meanwhile=meanwhile)
         if replayed:
@@ -108,8 +106,8 @@ def _by_torch(
     return _marking(run, gm) if dynamic else run
 
 
-def _by_inductor(options: dict[str, Any], watch: Watch, once: bool, by: OpOverload | None) -> Compiler:
-    """once: what repeats is compiled once.  by: what multiplies, if large products are not left to the BLAS."""
+def _by_inductor(options: dict[str, Any], watch: Watch, once: bool, not_by_blas: bool) -> Compiler:
+    """once: what repeats is compiled once.  not_by_blas: whether another may multiply, where it is faster."""
     compiler = inductor(options)
 
     def watched(gm: GraphModule, inputs: Sequence[torch.Tensor]) -> Flat:
@@ -117,7 +115,7 @@ def _by_inductor(options: dict[str, Any], watch: Watch, once: bool, by: OpOverlo
             with watch():
                 if on_cpu := any(value.device.type == "cpu" for value in inputs):
                     ask_ahead().join()
-                gm = convolve_elsewhere(multiply_elsewhere(gm, inputs, by), inputs, by) if by else gm
+                gm = _by_the_fastest(gm, inputs) if not_by_blas else gm
                 parts = written_once(gm) if once else gm
                 try:
                     return made(parts, inputs, on_cpu)
@@ -133,6 +131,12 @@ def _by_inductor(options: dict[str, Any], watch: Watch, once: bool, by: OpOverlo
         return compiler(add_what_is_stacked(gm) if on_cpu else gm, inputs)
 
     return watched
+
+
+def _by_the_fastest(gm: GraphModule, inputs: Sequence[torch.Tensor]) -> GraphModule:
+    """A graph with large products, and convolutions, by what is faster on this machine, if something is."""
+    by = elsewhere(lambda op: multiplies(gm, inputs, op) or convolves(gm, op))
+    return gm if by is None else convolve_elsewhere(multiply_elsewhere(gm, inputs, by), inputs, by)
 
 
 def _not_compiled(error: InductorError) -> PsgError:

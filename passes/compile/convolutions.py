@@ -107,11 +107,16 @@ def _filled(count: int, size: int) -> int:
     return -(-count // size) * size
 
 
-def convolve_elsewhere(gm: GraphModule, inputs: Sequence[torch.Tensor], by: OpOverload | None) -> GraphModule:
+def convolves(gm: GraphModule, by: OpOverload) -> bool:
+    """Whether that op is the matrix unit's, and the graph has convolutions."""
+    return by is in_parts.in_parts and any(node.target in _WAYS for node in gm.graph.nodes)
+
+
+def convolve_elsewhere(gm: GraphModule, inputs: Sequence[torch.Tensor], by: OpOverload) -> GraphModule:
     """A graph with convolutions by the matrix unit, if that multiplies; the graph itself if it has none that are worth
     it, as large as they are for these inputs.
     """
-    if by is not in_parts.in_parts or not any(node.target in _WAYS for node in gm.graph.nodes):
+    if not convolves(gm, by):
         return gm
     sizes = values_of_symbols(gm, inputs)
     written = copy_graph(gm)

@@ -106,6 +106,12 @@ def multiply_elsewhere(gm: GraphModule, inputs: Sequence[torch.Tensor], by: OpOv
     return gm
 
 
+def multiplies(gm: GraphModule, inputs: Sequence[torch.Tensor], by: OpOverload) -> bool:
+    """Whether the graph has products that are large enough for that op."""
+    sizes = values_of_symbols(gm, inputs)
+    return any(_is_large(node, sizes, by) for node in gm.graph.nodes)
+
+
 def values_of_symbols(gm: GraphModule, inputs: Sequence[torch.Tensor]) -> Sizes:
     """What the graph's symbols are for these inputs."""
     pairs = zip(facts.placeholders(gm), inputs, strict=True)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +59,8 @@ class Entry:
             plan = PLAN.of(gm)
             if plan.need or not any(p.gradient.terms for p in plan.parameters):
                 raise Unwritable("a plan within a budget, or of nothing")
-            _put(self.path, write(gm, self.captured))
+            data = write(gm, self.captured)
+            caches.write_whole(self.path, hashlib.sha256(data).digest() + data)
         except (Unwritable, OSError) as error:
             log.debug("this lowered graph is not kept on disk: %s", error)
 
@@ -82,19 +81,6 @@ def entry_of(captured: GraphModule, told: Any) -> Entry | None:
 def _apart(data: bytes) -> tuple[bytes, bytes]:
     size = hashlib.sha256().digest_size
     return data[:size], data[size:]
-
-
-def _put(path: Path, data: bytes) -> None:
-    """Written as a whole or not at all, whoever else writes there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        try:
-            file.write(hashlib.sha256(data).digest() + data)
-            file.close()
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
 
 
 def _table_is_ours() -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,19 @@ def folder() -> Path | None:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return Path(cache_dir()) if config.fx_graph_cache and not config.force_disable_caches else None
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Written as a whole or not at all, whoever else writes there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        try:
+            file.write(data)
+            file.close()
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
 
 
 def empty_for_a_while() -> contextlib.AbstractContextManager[None]:

@@ -177,7 +177,6 @@ def test_what_is_worth_packing(function: Function, shapes: list[tuple[int, ...]]
 def test_where_there_is_no_unit(any_size: None) -> None:
     gm, inputs = traced(convolved(), [X, W])
     assert convolve_elsewhere(gm, inputs, onednn.by_onednn) is gm
-    assert convolve_elsewhere(gm, inputs, None) is gm
 
 
 def test_sizes_are_those_of_the_call() -> None:
@@ -212,7 +211,7 @@ def test_a_step(last: bool, any_size: None, monkeypatch: pytest.MonkeyPatch) -> 
         return found
 
     monkeypatch.setattr(compiling, "convolve_elsewhere", noted)
-    monkeypatch.setattr(compiling, "elsewhere", lambda: BY)
+    monkeypatch.setattr(compiling, "elsewhere", lambda is_wanted: BY)
     torch.manual_seed(0)
     model, x, y = Images(), torch.randn(4, 2, 7, 13), torch.randn(4, 3 * 7 * 7)
     if last:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import psg_fx
 from psg_fx import zoo
 from psg_fx.ops.products import by_onednn as onednn
-from psg_fx.ops.products import elsewhere, in_parts, products_here
+from psg_fx.ops.products import elsewhere, in_parts, products_here, trials
 from psg_fx.passes.compile import compile as compiling
 from psg_fx.passes.compile import products
 from psg_fx.passes.compile.products import LEAST, multiply_elsewhere
@@ -149,38 +151,59 @@ def test_one_matrix_for_any_number_of_samples(any_size: None) -> None:
     torch.testing.assert_close(found(*large).double(), exact, rtol=0, atol=1e-6 * float(exact.abs().max()))
 
 
-def test_each_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times with one thread decide, once; without oneDNN there is nothing to try."""
-    seconds = {torch.mm: iter([5.0, 3.0, 4.0]), onednn.onednn.product: iter([9.0, 2.0, 1.5])}
-    threads: list[int] = []
+@pytest.fixture
+def trial(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., float]]:
+    """`times_as_fast` in a folder of its own, forgotten at the next call as in a new process, told: the seconds of the
+    BLAS and of the other in turns, and how much of its time the process was given.
+    """
 
-    def next_of(way: Any, a: Tensor, b: Tensor) -> float:
-        threads.append(torch.get_num_threads())
-        return next(seconds[way])
+    def times_as_fast(seconds: Sequence[float] = (), given: float = 1.0, threads: int = 1) -> float:
+        trials.times_as_fast.cache_clear()
+        left = list(seconds)
+        with monkeypatch.context() as patch:
+            patch.setattr(trials.caches, "folder", lambda: tmp_path)
+            patch.setattr(trials, "_seconds", lambda multiply, a, b: left.pop(0))
+            clock = itertools.count()
+            patch.setattr(trials.time, "perf_counter", lambda: next(clock))
+            worked = itertools.count(0, given * threads)
+            patch.setattr(trials.time, "process_time", lambda: next(worked))
+            return trials.times_as_fast("way", torch.mm, 4, len(seconds) // 2 - 1, threads)
 
-    monkeypatch.setattr(onednn, "_seconds", next_of)
-    monkeypatch.setattr(onednn, "_ROUNDS", 2)
-    before, of_the_user = torch.random.get_rng_state(), torch.get_num_threads()
-    onednn.times_as_fast.cache_clear()
-    try:
-        assert onednn.times_as_fast() == 2.0
-        assert onednn.times_as_fast() == 2.0
-        assert threads == [1] * 6
-        assert torch.get_num_threads() == of_the_user
-        monkeypatch.setattr(onednn.onednn, "has_onednn", lambda: False)
-        assert not onednn.is_faster()
-    finally:
-        onednn.times_as_fast.cache_clear()
-    assert torch.equal(torch.random.get_rng_state(), before)
+    yield times_as_fast
+    trials.times_as_fast.cache_clear()
 
 
-def test_measured_under_the_users_defaults() -> None:
-    onednn.times_as_fast.cache_clear()
+def test_a_trial_is_kept(trial: Callable[..., float]) -> None:
+    """The median of pairs, without the first; who is asked later, with as many threads, is told the same."""
+    assert trial([9, 1, 3, 2, 8, 2, 4, 2]) == 2.0
+    assert trial() == 2.0
+    assert trial([1, 1, 3, 1], threads=2) == 3.0
+
+
+def test_a_trial_that_was_disturbed_is_not_kept(trial: Callable[..., float]) -> None:
+    assert trial([1, 1, 3, 1], given=0.5) == 3.0
+    assert trial([1, 1, 1, 1]) == 1.0
+    assert trial() == 1.0
+
+
+def test_a_file_that_says_nothing(trial: Callable[..., float], tmp_path: Path) -> None:
+    assert trial([1, 1, 1, 1]) == 1.0
+    (path,) = (tmp_path / "psg_fx" / "trials").iterdir()
+    path.write_text("?")
+    assert trial([1, 1, 4, 1]) == 4.0
+
+
+def test_a_trial_leaves_nothing() -> None:
+    """The user's threads and generator are as they were, and another default dtype is no trouble."""
+    before, threads = torch.random.get_rng_state(), torch.get_num_threads()
     torch.set_default_dtype(torch.float64)
     try:
-        assert onednn.times_as_fast() > 0
+        found, given = trials._tried(torch.mm, 4, 2, 1)
     finally:
         torch.set_default_dtype(torch.float32)
+    assert min(found, given) > 0
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 @pytest.mark.slow
@@ -198,7 +221,7 @@ def test_a_step(by: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(products, "LEAST", dict.fromkeys(WAYS.values(), (0, 0)))
     monkeypatch.setattr(compiling, "multiply_elsewhere", noted)
-    monkeypatch.setattr(compiling, "elsewhere", lambda: by and WAYS[by])
+    monkeypatch.setattr(compiling, "elsewhere", lambda is_wanted: by and WAYS[by])
     ex = zoo.example("gpt", batch=4, layers=1, width=32, heads=2, tokens=8, vocabulary=50)
     step = psg_fx.transform(ex.model, ex.loss_fn, quantities=[psg_fx.Norms(), psg_fx.ClippedSum(max_norm=0.1)])
     for size in (4, 3):
@@ -210,24 +233,35 @@ def test_a_step(by: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(WAYS[by or ""] in ops and aten.mm.default not in ops for ops in made)
 
 
-def test_which_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A matrix unit is used where it is, oneDNN where it was measured to be faster, otherwise nothing."""
-    monkeypatch.setattr(elsewhere, "has_matrix_unit", lambda: True)
-    assert elsewhere.elsewhere() is in_parts.in_parts
-    monkeypatch.setattr(elsewhere, "has_matrix_unit", lambda: False)
-    for faster, way in {True: onednn.by_onednn, False: None}.items():
-        monkeypatch.setattr(onednn, "is_faster", lambda faster=faster: faster)
-        assert elsewhere.elsewhere() is way
+@pytest.mark.parametrize(
+    ("wanted", "worth", "found"), [("ab", "ab", "a"), ("ab", "b", "b"), ("b", "ab", "b"), ("a", "b", None)]
+)
+def test_which_it_is(wanted: str, worth: str, found: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first that has something to do and is worth it; what has nothing to do is not tried."""
+    asked: list[str] = []
+    ways = {op: lambda op=op: asked.append(op) or op in worth for op in "ab"}
+    monkeypatch.setattr(elsewhere, "WAYS", ways)
+    assert elsewhere.elsewhere(lambda op: op in wanted) == found
+    assert set(asked) <= set(wanted)
+
+
+def test_what_a_machine_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is tried."""
+    monkeypatch.setattr(in_parts, "has_matrix_unit", lambda: False)
+    monkeypatch.setattr(onednn.onednn, "has_onednn", lambda: False)
+    for module in (in_parts, onednn):
+        monkeypatch.setattr(module, "is_faster", lambda *args, **kwargs: pytest.fail("it was tried"))
+        assert not module.is_worth_it()
 
 
 @pytest.mark.parametrize(("precision", "left"), [("highest", False), ("high", False), ("medium", True)])
 def test_where_the_user_lets_torch_round(precision: str, left: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then torch multiplies in bfloat16, faster than anybody who is exact."""
-    monkeypatch.setattr(elsewhere, "has_matrix_unit", lambda: True)
+    monkeypatch.setattr(elsewhere, "WAYS", {in_parts.in_parts: lambda: True})
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
-        assert (elsewhere.elsewhere() is None) == left
+        assert (elsewhere.elsewhere(lambda op: True) is None) == left
     finally:
         torch.set_float32_matmul_precision(before)
 

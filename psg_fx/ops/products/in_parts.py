@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import ctypes
 
+import torch
 from torch import Tensor
 
 from psg_fx.ops.products.matrix_product import by_torch, define_product
+from psg_fx.ops.products.trials import is_faster
 from psg_fx.torch_private.compiler import allocated
 from psg_fx.torch_private.matrix_unit import has_matrix_unit
-from psg_fx.torch_private.native import library, passed, threads
+from psg_fx.torch_private.native import finished, library, passed, threads
 
 LIBRARY = "in_parts"
 
@@ -32,6 +34,21 @@ def _in_parts(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     usual = compiled.in_parts(*map(passed, (a, b, bias, product, m, k, n)), strides, threads())
     # Parts of what is not finite, or rounded to it, are not numbers; those of what is tiny are taken for zero.
     return product if usual else by_torch(a, b, bias)
+
+
+def is_worth_it() -> bool:
+    """Whether a unit multiplies clearly faster than the BLAS, which vectors do.
+
+    With all threads, and longer than oneDNN is tried: two of a virtual machine's processors may be one core that has
+    one unit, now and then or always, and nothing in the system says so.
+    """
+    if not has_matrix_unit() or finished(LIBRARY) is None:
+        return False
+    return is_faster(LIBRARY, _without_bias, rows=512, rounds=40, threads=torch.get_num_threads())
+
+
+def _without_bias(a: Tensor, b: Tensor) -> Tensor:
+    return _in_parts(a, b, None)
 
 
 in_parts = define_product("in_parts", _in_parts, LIBRARY)
