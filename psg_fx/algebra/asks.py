@@ -252,7 +252,8 @@ class Projected(Linear):
             sizes = (*(g.sizes[a] for a in axes), sympy.Integer(columns))
             recipe, build = _shaped("projection", sizes)
             given = (projection(name, new),)
-            leaves.append(Leaf(new, given, recipe, (*axes, new), sizes, dtype=g.leaves[0].dtype, build=build))
+            dtype = along_dtype(g.leaves[0].dtype)
+            leaves.append(Leaf(new, given, recipe, (*axes, new), sizes, dtype=dtype, build=build))
             out.append(new)
         return Network(tuple(leaves), tuple(out), g.scale, g.out)
 

@@ -203,8 +203,8 @@ class Projection(Quantity):
         for name, gradient in gradients.items():
             for new, side in zip("PQ", sides(gradient.shape), strict=False):
                 if side > self.rank:
-                    matrix = self.matrix(name, new, side).to(gradient.dtype)
-                    found[projection(name, new).name] = Extra((side, self.rank), gradient.dtype, matrix)
+                    matrix = self.matrix(name, new, side).to(along_dtype(gradient.dtype))
+                    found[projection(name, new).name] = Extra((side, self.rank), matrix.dtype, matrix)
         return found
 
     def matrix(self, name: str, side: str, rows: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -22,6 +23,7 @@ from psg_fx.step.binding import Binding, no_samples, plain_mode
 from psg_fx.step.first_answer import OfOneSample
 from psg_fx.step.groups import Groups
 from psg_fx.step.own_memory import OwnMemory
+from psg_fx.tensors import apart_from
 
 
 class StepOutput:
@@ -143,6 +145,18 @@ def check_out(out: Any, keeps: bool) -> None:
             why="outside of that mode torch does not write into its tensors",
             fix="call the step inside of the mode, too; or leave out= out of the first call outside of it",
         )  # fmt: skip
+
+
+def out_of_the_way(
+    out: StepOutput, call: Call, extras: Mapping[str, torch.Tensor]
+) -> tuple[Call, dict[str, torch.Tensor]]:
+    """A call and what is given to it, copied where it lies in a former output: gradients of the batch before may be the
+    directions of this one, which writes over them.
+    """
+    held = pytree.tree_leaves(vars(out))
+    given = dict(zip(extras, apart_from(held, extras.values()), strict=True))
+    tensors = tuple(apart_from(held, call.tensors))
+    return call if all(map(operator.is_, tensors, call.tensors)) else call.like(tensors), given
 
 
 def write_into(former: dict[str, Any], fields: Mapping[str, Any]) -> None:

@@ -61,8 +61,7 @@ class PerSampleModule(nn.Module):
     def __init__(self, model: nn.Module, loss_fn: Any, settings: Settings) -> None:
         super().__init__()
         self.model = model
-        for group in copies.SHARED:
-            object.__setattr__(self, group, getattr(model, group))
+        self._share()
         self.loss_fn = loss_fn
         nn.Module.register_load_state_dict_post_hook(self, _after_loading)
         self.settings = settings
@@ -73,6 +72,18 @@ class PerSampleModule(nn.Module):
         self._structure = None
         self._last = None
         self._background = Background() if settings.warm else None
+
+    def _share(self) -> None:
+        """Have in common with the model what it has by now: nothing while one that holds this step is copied."""
+        for group in copies.SHARED:
+            vars(self).pop(group, None)
+            if (found := getattr(self.model, group, None)) is not None:
+                vars(self)[group] = found
+
+    def __getattr__(self, name: str) -> Any:
+        if "model" in vars(self) and not vars(self).keys() >= set(copies.SHARED):
+            self._share()
+        return vars(self)[name] if name in vars(self) else super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in copies.CARRIED and name in self.__dict__:
@@ -111,6 +122,18 @@ class PerSampleModule(nn.Module):
         """Apply a function to the model and its modules."""
         self.model.apply(fn)
         return self
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """The model's part of that name, which may begin with one of the step's own ("model.layers.0")."""
+        return self.model.get_submodule(target) if target else self
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """The model's parameter of that name."""
+        return self.model.get_parameter(target)
+
+    def get_buffer(self, target: str) -> torch.Tensor:
+        """The model's buffer of that name."""
+        return self.model.get_buffer(target)
 
     def __getstate__(self) -> dict[str, Any]:
         return copies.carried(self)

@@ -33,7 +33,7 @@ from psg_fx.reference.definitions import definitions_for
 from psg_fx.reference.validate import ValidationReport, validate
 from psg_fx.step import mistakes
 from psg_fx.step.arguments import ABSENT, as_arguments
-from psg_fx.step.compiled import CompiledStep, StepOutput, check_out, write_into
+from psg_fx.step.compiled import CompiledStep, StepOutput, check_out, out_of_the_way, write_into
 from psg_fx.step.constants import Constants
 from psg_fx.step.finite import with_finite_sum
 from psg_fx.step.first_answer import of_one_sample
@@ -113,6 +113,8 @@ class LossModule(PerSampleModule):
         extras = self._extras(call, given, tracked, step.binding.given, members)
         if call.axes:
             extras |= rows.inputs(step.binding.given)
+        if out is not None:
+            call, extras = out_of_the_way(out, call, extras)
         drops = self._drops and not step.leaves_out
         before = step.binding.before() if drops else {}
         with blamed(self.model, self.loss_fn, call):

@@ -98,3 +98,17 @@ def test_training_that_clips_in_place_is_ordinary_training(kind: type[nn.Module]
             torch.optim.SGD(trained.parameters(), lr=1.0).step()
     for got, want in zip(model.parameters(), ordinary.parameters(), strict=True):
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_sums_lie_as_their_parameters_do(backend: str) -> None:
+    """A fused optimizer walks a parameter and its gradient by their memory."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(36, 3)).to(memory_format=torch.channels_last)
+    model[2].weight = nn.Parameter(torch.randn(36, 3).t())
+    x, y = torch.randn(4, 3, 5, 5), torch.randint(3, (4,))
+    sums: list[Quantity] = [MeanGrad(), ClippedSum(0.1), WeightedSum(), SecondMoment()]
+    out = psg_fx.transform(model, F.cross_entropy, quantities=sums, backend=backend)(x, y, weights=torch.ones(4))
+    for name, parameter in model.named_parameters():
+        for field in ("mean_grad", "clipped_sum", "weighted_sum", "second_moment"):
+            assert vars(out)[field][name].stride() == parameter.stride()

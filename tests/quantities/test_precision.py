@@ -174,3 +174,15 @@ def test_weights_beyond_the_range_of_float16(backend: str) -> None:
     assert out.clip_factors.max() < 1e-3
     exactly = {name: g.double() for name, g in out.grads.items()}
     assert oracle.worst_error(out.clipped_sum, oracle.weighted_sum(exactly, out.clip_factors)) < 2e-3
+
+
+def test_projections_on_the_way_to_small_numbers_in_float16() -> None:
+    """Pᵀ x̄ᵀ y Q is small, one of its factors may be beyond float16."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(4096, 8, bias=False).half(), (2000 * torch.randn(3, 4096)).half()
+    loss = lambda out: (1e-4 * out.float()).sin().sum()  # noqa: E731
+    quantity = psg_fx.Projection(rank=2)
+    found = psg_fx.transform(model, loss, quantities=quantity, backend="eager")(x).projection
+    grads = oracle.loop_grads(model, loss, x)[1]["weight"]
+    p, q = (quantity.matrix("weight", side, rows) for side, rows in (("P", 8), ("Q", 4096)))
+    assert oracle.relative_error(found, (p.T @ grads @ q).flatten(1)) < 1e-3

@@ -166,3 +166,27 @@ def test_what_is_applied_to_a_step_is_applied_to_its_model() -> None:
     seen: list[nn.Module] = []
     assert step.apply(seen.append) is step
     assert seen == [step.model]
+
+
+class Holding(nn.Module):
+    """A model that holds a step of itself, in a list: no module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = model()
+        self.steps = [psg_fx.transform(self, F.cross_entropy, backend="eager")]
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.net(x)
+        return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_that_holds_a_step_of_itself(way: str) -> None:
+    """The step of the copy is made before the model that it is of."""
+    made = WAYS[way](Holding())
+    (step,) = made.steps
+    assert step.model is made
+    assert dict(step.named_parameters()).keys() == dict(made.named_parameters()).keys()
+    assert step.net is made.net
+    torch.testing.assert_close(step(X, Y).grads, oracle.loop_grads(made, F.cross_entropy, X, Y)[1])

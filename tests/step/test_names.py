@@ -68,3 +68,14 @@ def test_names_of_fields(kind: str, loss_fn: Callable[..., torch.Tensor] | None)
     assert before.keys() == after.keys()
     assert all(after[name] is value for name, value in before.items())
     assert dict(step.named_parameters()).keys() == dict(model.named_parameters()).keys()
+
+
+def test_parts_by_dotted_names() -> None:
+    """That begin as a field of the step is called, as those of many language models do."""
+    model = nn.Module()
+    model.model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    step = psg_fx.transform(model, F.cross_entropy, backend="eager")
+    assert all(step.get_parameter(name) is p for name, p in step.named_parameters())
+    assert all(step.get_buffer(name) is b for name, b in step.named_buffers())
+    assert step.get_submodule("model.0") is model.model[0]
+    assert step.get_submodule("") is step

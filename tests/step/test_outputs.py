@@ -162,6 +162,24 @@ def test_out_whose_memory_is_not_ours() -> None:
     compare(other, want(*batch(4, 1)))
 
 
+def test_arguments_that_lie_in_out() -> None:
+    """The gradients of the batch before as the directions of this one."""
+    quantities = [Grads(), psg_fx.Dots(count=4)]
+    step, want = (
+        psg_fx.transform(nn.Linear(6, 3), F.cross_entropy, quantities=quantities, backend=backend, reuse_outputs=reuse)
+        for backend, reuse in (("inductor", True), ("eager", False))
+    )
+    want.model.load_state_dict(step.model.state_dict())
+    out, plain = (
+        made(*batch(4), directions={n: torch.ones(4, *p.shape) for n, p in made.named_parameters()})
+        for made in (step, want)
+    )
+    for seed in (1, 2):
+        out = step(*batch(4, seed), directions=out.grads, out=out)
+        plain = want(*batch(4, seed), directions=plain.grads)
+        compare(out, plain)
+
+
 def test_values_that_changed_places() -> None:
     """Each lies where the other belongs."""
     block = torch.arange(4.0)
