@@ -108,19 +108,33 @@ class Alone:
         return "; ".join(filter(None, (ask(gm, doubt) for ask, doubt in asked)))
 
     def single(self, gm: GraphModule, doubt: Doubt) -> str:
-        """The graph beside the code, on the first and the last sample alone."""
+        """The graph beside the code, on the first and the last sample alone; and on these with ones for masks, labels
+        and other whole numbers: what a mask hides of the first batch, it may show of another.
+        """
         state = _perturbed(gm, self.program)
         for index in sorted({0, max(self.call.batch_size() - 1, 0)}):
             inputs = [_one(t, d, index) for t, d in zip(self.call.tensors, self.call.dims, strict=True)]
+            error = self._compare(gm, state, inputs, doubt)
+            if error is not None:
+                return _not_said(doubt, error)
+            self._compare(gm, state, [t if facts.is_differentiable(t) else torch.ones_like(t) for t in inputs], doubt)
+        return ""
+
+    def _compare(
+        self, gm: GraphModule, state: Mapping[str, Tensor], inputs: Sequence[Tensor], doubt: Doubt
+    ) -> Exception | None:
+        """Refuse what the graph gives otherwise than the code; the error of code that does not run on these inputs, by
+        which nothing is said.
+        """
+        try:
             with _undisturbed(inputs):
                 found = _results(gm, state, inputs)
-            try:
-                with _undisturbed(inputs), self.packed(True):
-                    expected = self.run(state, inputs)[: len(found)]
-            except Exception as error:  # then nothing is said of it by the code
-                return _not_said(doubt, error)
-            _require_equal(found, expected, doubt)
-        return ""
+            with _undisturbed(inputs), self.packed(True):
+                expected = self.run(dict(state), inputs)[: len(found)]
+        except Exception as error:
+            return error
+        _require_equal(found, expected, doubt)
+        return None
 
     def shorter(self, gm: GraphModule, doubt: Doubt) -> str:
         """The code with paddings as they are given, as the graph has them, beside the code as it is, on samples alone

@@ -34,7 +34,12 @@ def check_step(step: Any) -> None:
 
 
 def check_loader(loader: Any) -> None:
-    """Refuse what gives no batches."""
+    """Refuse what gives no batches, or each sample as one."""
+    if isinstance(loader, torch.Tensor):
+        raise BadArgument(
+            f"the loader is a tensor of shape {tuple(loader.shape)}", where="over(loader, step)",
+            why="each of its rows would be a batch", fix="pass a DataLoader, or a list of batches: x.split(64)",
+        )  # fmt: skip
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
         raise BadArgument(
             f"the loader is a {type(loader).__name__}", where="over(loader, step)", why="it gives no batches",

@@ -143,6 +143,7 @@ class Sharding:
             if self._depth == 0:
                 self._release()
 
+    @torch.inference_mode(False)  # what is gathered first is written again later
     def _gather(self) -> None:
         reshard(self._model)  # what a forward pass has left gathered may be older than the shards
         for one in self._dressed:
@@ -157,6 +158,7 @@ class Sharding:
         for held, key, _ in self._saving:
             held[key] = _nothing
 
+    @torch.inference_mode(False)
     def _release(self) -> None:
         for held, key, hook in self._saving:
             held[key] = hook

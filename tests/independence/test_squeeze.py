@@ -91,6 +91,15 @@ def test_zero_parameters_hide_no_difference() -> None:
     assert not any(parameter.any() for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("size", [0, 1, 3])
+def test_a_mask_hides_no_difference(size: int) -> None:
+    """A first batch to warm up, of which all is masked."""
+    loss = lambda o, y, mask: (o * mask).squeeze().sum(0).square().mean()  # noqa: E731
+    step = psg_fx.transform(Net(*VECTOR).double(), loss, backend="eager")
+    with pytest.raises(NotYetSupported, match="squeeze treats a batch of one sample differently"):
+        step(X[:size], (Y[:size], torch.zeros(size, 1, B, dtype=torch.bool)))
+
+
 def test_code_that_does_not_run_for_one_sample_is_noted() -> None:
     step = psg_fx.transform(Net(*VECTOR).double(), lambda o, y: o.squeeze().softmax(1).sin().sum(), backend="eager")
     step(X, Y)

@@ -59,6 +59,18 @@ class Clipped(Function):
         return g.clamp(-0.01, 0.01)
 
 
+class ClippedMasked(Function):
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, mask: Tensor) -> Tensor:
+        ctx.save_for_backward(mask)
+        return w * mask
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        (mask,) = ctx.saved_tensors
+        return g.clamp(-0.01, 0.01) * mask, None
+
+
 class Passed(Function):
     @staticmethod
     def forward(ctx: Any, w: Tensor) -> Tensor:
@@ -87,9 +99,9 @@ class Padded(Function):
         return g * view.transpose(1, 2)[:, :-1].cos()
 
 
-def _twice(function: type[Any], m: Any, x: Tensor) -> Tensor:
+def _twice(function: type[Any], m: Any, x: Tensor, *more: Tensor) -> Tensor:
     """Of one weight: as a matrix, and as the sums of its rows."""
-    weight = function.apply(m.a.weight)
+    weight = function.apply(m.a.weight, *more)
     found: Tensor = m.b(x) @ weight.t() + weight.sum(1)
     return found
 
@@ -217,6 +229,10 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], type[Exception], str]]
     ),
     "a weight at two places": (
         lambda m, x: _twice(Clipped, m, x), NotYetSupported, "used at 2 places, and its backward is not linear",
+    ),
+    "a masked weight at two places": (
+        lambda m, x: _twice(ClippedMasked, m, x, torch.ones(m.a.weight.shape, dtype=torch.bool)), NotYetSupported,
+        "used at 2 places, and its backward is not linear",
     ),
     "mixing backward": (
         lambda m, x: ClippedBackward.apply(m.a(x)), SamplesMixed, "in a custom autograd.Function: aten.div mixes",

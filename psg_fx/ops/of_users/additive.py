@@ -13,15 +13,26 @@ from psg_fx.torch_private.modes import no_modes
 
 def is_additive(run: Callable[..., Any], like: Sequence[torch.Tensor]) -> bool:
     """Whether the backward of a function from `differentiable` is linear in the gradient, asked of it with numbers: at
-    a random place, for random gradients that are small, of size 1, and large.
+    a random place, for random gradients that are small, of size 1, and large.  Whole numbers are zeros, which places
+    may be, and ones, which hide nothing as a mask.
     """
+    if not _is_additive(run, like, 0):
+        return False
+    try:
+        return all(t.is_floating_point() for t in like) or _is_additive(run, like, 1)
+    except Exception:  # there is no such place
+        return True
+
+
+def _is_additive(run: Callable[..., Any], like: Sequence[torch.Tensor], number: int) -> bool:
+    """With this for whole numbers."""
     seed = torch.Generator().manual_seed(0)
 
     def drawn(t: torch.Tensor) -> torch.Tensor:
         return torch.randn(tuple(t.shape), generator=seed, dtype=t.dtype) if t.is_floating_point() else t
 
     with no_modes():
-        given = [drawn(torch.zeros(tuple(map(int, t.shape)), dtype=t.dtype)) for t in like]
+        given = [drawn(torch.full(tuple(map(int, t.shape)), number, dtype=t.dtype)) for t in like]
         learning = [k for k, t in enumerate(given) if t.is_floating_point()]
 
         def call(*floats: torch.Tensor) -> list[torch.Tensor]:

@@ -17,7 +17,7 @@ from psg_fx.program.arguments.call import SAMPLES, Call, check_rows, samples_of
 from psg_fx.program.arguments.key import call_key
 from psg_fx.program.arguments.packed import Member, padded
 from psg_fx.program.arguments.rows import Rows, row_axes
-from psg_fx.program.objects import describe, has_own_functions
+from psg_fx.program.objects import describe, has_own_functions, is_made_of_others
 from psg_fx.program.values import Once
 from psg_fx.tensors import as_int, has_bits, short_name, written_out
 from psg_fx.torch_private.fakes import FakeTensor
@@ -212,6 +212,9 @@ def _refuse_other_kinds(tensor: torch.Tensor, name: str) -> None:
         kind = type(tensor).__name__
         why = f"a graph has torch's ops, and {kind} has others for some"
         what = f"a {kind}", why, f"pass {name}.as_subclass(torch.Tensor)"
+    elif is_made_of_others(tensor):
+        kind = type(tensor).__name__
+        what = f"a {kind}, a wrapper around other tensors", "a graph reads one block of numbers", "pass a plain tensor"
     elif tensor.is_meta:
         what = "on the meta device", "it has a shape and no values", "pass a tensor on a device that computes"
     elif isinstance(tensor, FakeTensor):
