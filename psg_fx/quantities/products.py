@@ -140,7 +140,8 @@ class SecondMoment(Quantity):
     """Σ_b g_b² / B elementwise, or with `centered` the variance Σ_b (g_b - ḡ)² / B: `out.second_moment[name]`, kept in
     float32 or better.
 
-    The variance is computed as the second moment less ḡ², so that its rounding error is relative to the second moment.
+    The variance is computed as the second moment less ḡ², so that its rounding error is relative to the second moment:
+    of a model in half precision, whose gradients are rounded before they are squared, some ε of its dtype.
     The simple noise scale (McCandlish et al. 2018, arXiv:1812.06162) is `Σ second_moment / Σ mean_grad²` over all
     elements, with `quantities=[SecondMoment(centered=True), MeanGrad()]`.  The variance of several batches or processes
     follows from those two, as exactly as `mean_grad` is kept, in the dtype of the parameters.

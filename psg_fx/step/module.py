@@ -45,7 +45,8 @@ from psg_fx.torch_private.kernel_files import begin_calls
 class PerSampleModule(nn.Module):
     """What `transform` returns.  Its parameters, buffers and state_dict are the model's own.
 
-    What is declared here is the step's own, by whatever names the model calls its parts.
+    What is declared here is the step's own, by whatever names the model calls its parts: what looks these up by dotted
+    names (`torch.func.functional_call`, `torch.distributed.checkpoint`) is given `step.model`.
     """
 
     model: nn.Module

@@ -191,12 +191,16 @@ def test_the_model_stays_as_it_is(processes: Processes) -> None:
 
 
 def check_after_evaluation(rank: int, world: int) -> None:
-    """A forward pass leaves the root's parameters gathered, which optimizers of shards do not change."""
+    """A forward pass leaves the root's parameters gathered, which optimizers of shards do not change.  The first call
+    is under a mode whose tensors cannot be written outside of it.
+    """
     model, loss_fn, inputs, targets = small()
     whole, mine = copy.deepcopy(model), share(rank, world)
     by_blocks(model)
     step, one = transformed(model, loss_fn, QUANTITIES[0]), ByLoop(whole, loss_fn, QUANTITIES[0])
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, whole)]
+    with torch.inference_mode():
+        step(inputs[mine], targets[mine])
     for _ in range(3):
         for m in (model, whole):
             with torch.no_grad():

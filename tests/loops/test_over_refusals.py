@@ -110,6 +110,7 @@ def test_folders_that_cannot_be(tmp_path: Path) -> None:
     ("given", "text"),
     [
         ({"loader": None}, "the loader is a NoneType"),
+        ({"loader": torch.ones(4, 3)}, r"the loader is a tensor of shape \(4, 3\)[^\0]*each of its rows"),
         ({"device": "nowhere"}, "the device 'nowhere' cannot be used"),
         ({"device": f"cuda:{torch.cuda.device_count()}"}, r"the device 'cuda:\d' cannot be used"),
         ({"device": 1.5}, r"the device 1\.5 cannot be used"),

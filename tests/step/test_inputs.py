@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.testing._internal.two_tensor import TwoTensor
 
 import psg_fx
+from psg_fx.errors import BadArgument
 from psg_fx.step.binding import in_one_block
 from support import oracle
 
@@ -372,3 +374,13 @@ def test_a_loss_with_trainable_parameters_is_refused() -> None:
         psg_fx.transform(model, loss, backend="eager")(x(3, 4), labels(3))
     loss.requires_grad_(False)
     check(model, loss, x(3, 4), labels(3))
+
+
+def test_wrappers_around_other_tensors_are_refused() -> None:
+    """At the first call, and when a plain one has been captured."""
+    step = psg_fx.transform(nn.Linear(4, 3), F.cross_entropy, backend="eager")
+    x, y = torch.randn(2, 4), torch.tensor([0, 1])
+    for _ in range(2):
+        with pytest.raises(BadArgument, match="input_0 is a TwoTensor, a wrapper around other tensors"):
+            step(TwoTensor(x, x.clone()), y)
+        step(x, y)
