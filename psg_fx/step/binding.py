@@ -54,13 +54,18 @@ def in_one_block(tensor: torch.Tensor) -> torch.Tensor:
 class Binding:
     """How the flat inputs of a graph are found at a call, and what its outputs mean.
 
-    given: the dtype of every further input.
+    given: the dtype of every further input.  shapes: the shape of each, None for as many as there is asked of.
     """
 
     def __init__(self, gm: GraphModule, model: nn.Module, loss_fn: Any) -> None:
         nodes, known = facts.placeholders(gm), facts.graph_facts(gm)
         self.specs = [facts.input_spec(n) for n in nodes]
         self.given = {s.name: n.meta["val"].dtype for s, n in zip(self.specs, nodes, strict=True) if s.kind == "given"}
+        counted = (_counts_of_groups(gm) or [known.batch])[0]
+        self.shapes = {
+            s.name: tuple(None if size == counted else size for size in facts.shape(n.meta["val"]))
+            for s, n in zip(self.specs, nodes, strict=True) if s.kind == "given"
+        }  # fmt: skip
         self.outputs = known.outputs
         self._written: Sequence[Written] = WRITTEN.of(gm)
         self._sizes = (known.batch, *known.rows)

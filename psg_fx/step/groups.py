@@ -1,7 +1,8 @@
 """The groups of a call's samples: `step(x, y, groups=ids, num_groups=G)`.
 
 The graph is for groups that have members, in order, and one more that has none if there are such: its rows are those
-of all empty ones.  So a million users of whom a batch has ten cost what ten do.
+of all empty ones.  So a million users of whom a batch has ten cost what ten do.  A quantity of the user's own may look
+at all rows at once (a median, ranks), so beside one the graph has every group.
 """
 
 from __future__ import annotations
@@ -59,7 +60,11 @@ class Groups:
         """What is given for every group, for those of the graph."""
         if self.kept is None:
             return value
-        return value.index_select(0, self.kept.to(value.device)) if self.count else value.new_zeros(len(self.kept))
+        return (
+            value.index_select(0, self.kept.to(value.device))
+            if self.count
+            else value.new_zeros(len(self.kept), *value.shape[1:])
+        )
 
     def of_samples(self, value: Tensor) -> Tensor:
         """What is true of groups, [G], for each sample; one of no group counts as false."""
@@ -104,8 +109,11 @@ def _sent(value: Tensor, device: torch.device) -> Tensor:
     return value.to(device, non_blocking=True)
 
 
-def groups_of(ids: Any, num_groups: Any, samples: int, former: Groups | None = None) -> Groups:
+def groups_of(
+    ids: Any, num_groups: Any, samples: int, former: Groups | None = None, apart: bool = False
+) -> Groups:  # fmt: skip
     """The groups of a call with so many samples.  former: of another call, in blocks, which may be those of this one.
+    apart: the graph has a row for each group, also for those without samples.
 
     Raises BadArgument.
     """
@@ -133,7 +141,7 @@ def groups_of(ids: Any, num_groups: Any, samples: int, former: Groups | None = N
             why=f"results would have a row for each of {count} groups, for {samples} samples",
             fix="number the groups of the batch: torch.unique(groups, return_inverse=True)[1]; or pass num_groups",
         )  # fmt: skip
-    return _gathered(found, count, least < 0)
+    return _gathered(found, count, least < 0, apart)
 
 
 def _in_blocks(ids: Tensor, given: int | None) -> Groups | None:
@@ -157,13 +165,13 @@ def unseen(ids: Tensor, count: int) -> Groups:
     return Groups(grouping, count, rows, None, kept, slots, rows, sound)
 
 
-def _gathered(ids: Tensor, count: int, none: bool) -> Groups:
+def _gathered(ids: Tensor, count: int, none: bool, apart: bool) -> Groups:
     """Groups whose members lie anywhere.  none: some samples are in none."""
     samples = len(ids)
     counts = torch.bincount(ids + 1, minlength=count + 1)[1:] if none else torch.bincount(ids, minlength=count)
     fewest, largest = (int(n) for n in counts.aminmax()) if count else (0, 0)
     kept, slots, rows = None, None, ids
-    if not fewest:
+    if not fewest and not (apart and count):
         has = counts > 0
         first = (~has).nonzero()[:1, 0] if count else counts.new_zeros(1)
         kept = torch.cat([first, has.nonzero()[:, 0]])
@@ -222,6 +230,15 @@ def _bad_ids(what: str, samples: int) -> BadArgument:
     return BadArgument(
         f"groups is {what}", where=_WHERE, why=f"it says the group of each of the {samples} samples",
         fix="pass a [B] tensor of ints, from 0 to num_groups - 1, -1 for a sample of no group",
+    )  # fmt: skip
+
+
+def no_groups() -> BadArgument:
+    """The error for no groups at all, where a row that stands for none would be taken for one."""
+    return BadArgument(
+        "there are no groups", where=_WHERE,
+        why="a quantity of your own would see the row of a group that is not there",
+        fix="leave such a batch out",
     )  # fmt: skip
 
 

@@ -34,8 +34,8 @@ def export(
 ) -> Path:  # fmt: skip
     """Write the step that `build` makes.
 
-    values: what every quantity makes of its settings and of the call's keywords.  extras: the step's further inputs,
-    from the dtypes of those it has.
+    values: what every quantity makes of its settings and of the call's keywords.  extras: gives the step's further
+    inputs, from its binding.
     """
     target = Path(path if hasattr(path, "__fspath__") else str(path))
     read = _read_at_the_call(values)
@@ -56,7 +56,7 @@ def export(
     gm, looked = step.gm, program.observed.values
     decided = {name: b.detach().flatten().tolist() for name, b in model.named_buffers() if Same(b) in looked}
     refuse(gm, call, step.is_cut, sorted(step.binding.read_inside.values()))
-    given = extras(step.binding.given)
+    given = extras(step.binding)
     nodes = facts.placeholders(gm)
     inputs = [(facts.input_spec(node), node) for node in nodes]
     with plain_mode():

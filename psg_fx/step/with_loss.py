@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from psg_fx.algebra.members import COUNT, IDS, Grouping
+from psg_fx.algebra.members import Grouping
 from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.garbage import first_without_collection
 from psg_fx.graph.history import History
@@ -27,17 +27,18 @@ from psg_fx.program.program import Program
 from psg_fx.program.state import Tracked, tracked_parameters
 from psg_fx.progress import Progress
 from psg_fx.quantities.base import Quantity
-from psg_fx.quantities.clipped_sum import COUNTED
-from psg_fx.quantities.own import no_extra
+from psg_fx.quantities.own import is_own
 from psg_fx.reference.definitions import definitions_for
 from psg_fx.reference.validate import ValidationReport, validate
 from psg_fx.step import mistakes
 from psg_fx.step.arguments import ABSENT, as_arguments
+from psg_fx.step.binding import Binding
 from psg_fx.step.compiled import CompiledStep, StepOutput, check_out, out_of_the_way, write_into
 from psg_fx.step.constants import Constants
+from psg_fx.step.extras import further_inputs
 from psg_fx.step.finite import with_finite_sum
 from psg_fx.step.first_answer import of_one_sample
-from psg_fx.step.groups import Groups, factors_of_nothing, groups_of
+from psg_fx.step.groups import Groups, factors_of_nothing, groups_of, no_groups
 from psg_fx.step.module import PerSampleModule
 from psg_fx.step.own_code import blamed
 from psg_fx.step.parts import run_in_parts
@@ -52,12 +53,14 @@ class LossModule(PerSampleModule):
     _constants: Constants
     _blocks: Groups | None
     _drops: bool
+    _has_own: bool
 
     def __init__(self, model: nn.Module, loss_fn: Any, settings: Settings) -> None:
         super().__init__(model, loss_fn, settings)
         self._constants = Constants()
         self._blocks = None
         self._drops = any(q.leaves_out for q in settings.quantities)
+        self._has_own = any(map(is_own, settings.quantities))
 
     @property
     def quantities(self) -> tuple[Quantity, ...]:
@@ -110,7 +113,7 @@ class LossModule(PerSampleModule):
                 return self._said(self._within_budget(step, call, given, out))
             step.larger = step.larger or call.batch_size()
             step = self._look_up(call, tracked, build, (*variant, step.larger))
-        extras = self._extras(call, given, tracked, step.binding.given, members)
+        extras = self._extras(call, given, tracked, step.binding, members)
         if call.axes:
             extras |= rows.inputs(step.binding.given)
         if out is not None:
@@ -137,7 +140,9 @@ class LossModule(PerSampleModule):
         """The groups of the call, None where every sample stands for itself."""
         if groups is not None:
             former = self._blocks
-            found = groups_of(groups, num_groups, call.batch_size(), former)
+            found = groups_of(groups, num_groups, call.batch_size(), former, self._has_own)
+            if self._has_own and not found.count:
+                raise no_groups()
             if found is not former and found.grouping.layout == "blocks":
                 self._blocks = found
             return found
@@ -249,7 +254,7 @@ class LossModule(PerSampleModule):
         return export(
             path, self.model, self.loss_fn, lambda: self._build(tracked, call, quantities, own_ops=False), call,
             [(q, q.values(tracked.shapes, given)) for q in quantities],
-            lambda dtypes: self._extras(call, given, tracked, dtypes),
+            lambda binding: self._extras(call, given, tracked, binding),
         )  # fmt: skip
 
     def _build(
@@ -291,31 +296,12 @@ class LossModule(PerSampleModule):
         return torch.float64 if is_double else torch.float32
 
     def _extras(
-        self, call: Call, given: Mapping[str, Any], tracked: Tracked, dtypes: Mapping[str, torch.dtype],
-        groups: Groups | None = None,
-    ) -> dict[str, torch.Tensor]:  # fmt: skip
-        found: dict[str, torch.Tensor] = {}
-        device = self._device(call)
-        for quantity in self.settings.quantities:
-            for name, value in quantity.values(tracked.shapes, given).items():
-                if name not in dtypes:
-                    raise no_extra(quantity, name)
-                found[name] = self._constants.tensor(name, value, dtypes[name], device)
-        count = call.batch_size() if groups is None else groups.count
-        if groups is not None:
-            found |= groups.inputs(device, IDS.name in dtypes, self._constants)
-            found[COUNT.name] = self._constants.tensor(COUNT.name, max(count, 1), dtypes[COUNT.name], device)
-        if COUNTED in dtypes:
-            found[COUNTED] = self._constants.ones(COUNTED, count, dtypes[COUNTED], device)
-        if "weights" in found and tuple(found["weights"].shape) != (count,):
-            each, shape = ("samples", "[B]") if groups is None else ("groups", "[num_groups]")
-            raise BadArgument(
-                f"weights have shape {tuple(found['weights'].shape)}", where="step(inputs, targets, weights=...)",
-                why=f"there is one weight for each of the {count} {each}", fix=f"pass a {shape} tensor",
-            )  # fmt: skip
-        if groups is not None and groups.kept is not None:
-            found |= {name: groups.given(found[name]) for name in ("weights", COUNTED) if name in found}
-        return found
+        self, call: Call, given: Mapping[str, Any], tracked: Tracked, binding: Binding, groups: Groups | None = None
+    ) -> dict[str, torch.Tensor]:
+        return further_inputs(
+            self.settings.quantities, tracked.shapes, given, binding, self._constants, self._device(call),
+            call.batch_size(), groups,
+        )  # fmt: skip
 
 
 def _into(out: StepOutput, fields: Mapping[str, Any]) -> StepOutput:

@@ -280,7 +280,7 @@ ROWS: dict[str, Row] = {
     ),
     "too-few-weights": (
         lambda: step(quantities=WeightedSum())(X, Y, weights=torch.ones(2)), BadArgument, "weights have shape (2,)",
-        "step(inputs, targets, weights=...)", "there is one weight for each of the 3 samples", "pass a [B] tensor",
+        "step(inputs, targets, weights=...)", "there is one for each of the 3 samples", "pass a [B] tensor",
     ),
     "unread-argument": (
         lambda: step()(X, Y, weight=torch.ones(3)), BadArgument, "step() got weight", "step(inputs, targets, ...)",

@@ -84,7 +84,7 @@ def test_the_default_device_is_another_one(ids: list[int]) -> None:
         ({"groups": [0] * 6, "num_groups": 2.0}, "num_groups=2.0 is not"),
         ({"groups": [0] * 6, "num_groups": True}, "num_groups=True is not"),
         ({"groups": [0] * 6, "num_groups": -1}, "num_groups=-1 is not"),
-        ({"groups": [0, 1] * 3, "weights": torch.ones(6)}, "one weight for each of the 2 groups"),
+        ({"groups": [0, 1] * 3, "weights": torch.ones(6)}, "one for each of the 2 groups"),
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(value),
 )  # fmt: skip
@@ -233,7 +233,8 @@ def test_validate() -> None:
 def test_validate_sees_a_wrong_group(monkeypatch: pytest.MonkeyPatch) -> None:
     made = step(same_mlp(), quantities=Norms())
     monkeypatch.setattr(
-        "psg_fx.step.with_loss.groups_of", lambda ids, count, samples, _: groups_of(list(reversed(ids)), count, samples)
+        "psg_fx.step.with_loss.groups_of",
+        lambda ids, count, samples, *_: groups_of(list(reversed(ids)), count, samples),
     )
     assert not made.validate(*batch(6), groups=[0, 0, 1, 1, 1, 2]).ok
 
