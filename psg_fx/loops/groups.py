@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from psg_fx.errors import BadArgument
 from psg_fx.quantities.base import Joins, Quantity
-from psg_fx.step.parts import is_linear
+from psg_fx.step.parts import if_linear, is_linear
 from psg_fx.step.with_loss import LossModule
 
 _WHERE = "over(loader, step, groups=...)"
@@ -47,5 +47,5 @@ def _not_linear(quantity: Quantity) -> BadArgument:
         f"{fields} of groups do not follow from those of batches", where=_WHERE,
         why="the samples of a group may lie in several batches, and only what is linear in its gradient adds up",
         fix="ask for Grads() and take it of the sums; or have all samples of a group in one batch and write the loop: "
-        "step(x, y, groups=ids)",
+        "step(x, y, groups=ids)" + if_linear(quantity),
     )  # fmt: skip

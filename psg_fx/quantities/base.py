@@ -57,7 +57,8 @@ class Quantity:
     field: of the step's output, which it fills.  reads: keyword arguments of the call that it needs.
     reads_each: those of them that have an entry for every sample.  over_samples: its B is the number of samples also
     where gradients are those of groups of samples.  leaves_out: names of its weights whose zeros stand for samples that
-    have no part in the sum, whatever their gradient is.
+    have no part in the sum, whatever their gradient is.  linear: of one outside of psg_fx, whether what it says of a
+    group of samples is the sum of what it says of the group's parts: then these may lie in several batches.
     """
 
     field: ClassVar[str] = ""
@@ -65,6 +66,7 @@ class Quantity:
     reads: ClassVar[tuple[str, ...]] = ()
     reads_each: ClassVar[tuple[str, ...]] = ()
     over_samples: ClassVar[bool] = False
+    linear: ClassVar[bool] = False
 
     def resolved(self, shapes: Shapes, given: Mapping[str, Any]) -> Quantity:
         """The quantity with everything that this call's keyword arguments fix about the graph."""

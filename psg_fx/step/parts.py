@@ -11,6 +11,7 @@ from psg_fx.algebra.ask import Quadratic
 from psg_fx.errors import BadArgument
 from psg_fx.program.arguments.call import Call
 from psg_fx.quantities.base import Join, Quantity
+from psg_fx.quantities.own import is_own
 from psg_fx.step.compiled import StepOutput
 from psg_fx.step.groups import Groups, groups_of
 from psg_fx.step.leaves import Key, leaves, nested
@@ -42,7 +43,19 @@ def run_in_parts(
 
 
 def is_linear(quantity: Quantity) -> bool:
-    """Whether what it says of a group of samples is the sum of what it says of the group's parts."""
+    """Whether what it says of a group of samples is the sum of what it says of the group's parts.  One of the user's
+    own may take anything of what it asks, and says so itself.
+    """
+    return _asks_linear(quantity) and (quantity.linear or not is_own(quantity))
+
+
+def if_linear(quantity: Quantity) -> str:
+    """The way out for one of the user's own."""
+    own = is_own(quantity) and _asks_linear(quantity)
+    return "; or let its class say linear = True, if its fields of parts of a group add up" if own else ""
+
+
+def _asks_linear(quantity: Quantity) -> bool:
     return not any(isinstance(ask, Quadratic) for ask in quantity.asks())
 
 
@@ -53,15 +66,16 @@ def fields_of_samples(settings: Settings) -> set[str]:
 
 def _check_whole(settings: Settings, groups: Groups, size: int) -> None:
     """Refuse parts between which a group is divided, where a quantity does not follow from sums over parts of it."""
-    names = [str(q) for q in settings.quantities if not is_linear(q)]
+    whole = [q for q in settings.quantities if not is_linear(q)]
     parts = torch.arange(len(groups.ids), device=groups.ids.device) // size
     own = torch.stack([groups.ids, parts], 1)[groups.ids >= 0].unique(dim=0)[:, 0]
     divided = own[1:][own[1:] == own[:-1]]
-    if names and len(divided):
+    if whole and len(divided):
         raise BadArgument(
             f"group {int(divided[0])} has samples in several parts of {size}", where="microbatch(step, size)",
-            why=f"{names[0]} needs the gradient of a whole group at once",
-            fix="bring the samples in order of their groups, and choose a size that ends no part within one",
+            why=f"{whole[0]} needs the gradient of a whole group at once",
+            fix="bring the samples in order of their groups, and choose a size that ends no part within one"
+            + if_linear(whole[0]),
         )  # fmt: skip
 
 

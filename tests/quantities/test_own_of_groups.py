@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import psg_fx
-from psg_fx.algebra.asks import SquaredNorm, Weighted
+from psg_fx.algebra.asks import Materialized, SquaredNorm, Weighted
 from psg_fx.quantities.base import Extra, Shapes
 from psg_fx.reference.definitions import of_groups
 from support import oracle
@@ -67,6 +67,9 @@ class Trusted(psg_fx.Quantity):
     def finish(self, r: Any, weights: Any, batch: int) -> dict[str, Any]:
         return {"trusted": dict(r["weighted:trusted"])}
 
+    def joins(self) -> Any:
+        return {"trusted": "sum"}
+
 
 def grads_of(groups: list[int], count: int) -> dict[str, Tensor]:
     return dict(of_groups(oracle.loop_grads(same_mlp(), F.cross_entropy, X, Y)[1], groups, count))
@@ -109,3 +112,50 @@ def test_what_is_given_for_groups(count: int, name: str) -> None:
 def test_what_is_given_has_the_shape_that_extras_say(given: dict[str, Any], words: str) -> None:
     with pytest.raises(psg_fx.BadArgument, match=words):
         step(same_mlp(), quantities=Trusted())(X, Y, **given)
+
+
+@dataclass(frozen=True)
+class Largest(psg_fx.Quantity):
+    """The largest entry of each gradient."""
+
+    field: ClassVar[str] = "largest"
+
+    def asks(self) -> tuple[Any, ...]:
+        return (Materialized(),)
+
+    def finish(self, r: Any, weights: Any, batch: int) -> dict[str, Any]:
+        return {"largest": torch.cat([g.flatten(1) for g in r["grads"].values()], 1).amax(1)}
+
+    def joins(self) -> Any:
+        return {"largest": "cat"}
+
+
+class Sums(Trusted):
+    linear = True
+
+
+def in_parts(made: Any, groups: list[int], **given: Any) -> list[Callable[[], Any]]:
+    """The batch in parts, and in batches."""
+    ids, count = torch.tensor(groups), max(groups) + 1
+    batches = [(X[:3], Y[:3], ids[:3]), (X[3:], Y[3:], ids[3:])]
+    return [
+        lambda: psg_fx.microbatch(made, 3)(X, Y, groups=ids, **given),
+        lambda: psg_fx.over(batches, made, groups=2, num_groups=count, progress=False, **given),
+    ]
+
+
+def test_rows_of_parts_of_a_group_are_added_only_where_the_quantity_says_so() -> None:
+    texts = (
+        "group 0 has samples in several parts[^\0]*linear = True",
+        "largest of groups do not follow[^\0]*linear = True",
+    )
+    for call, text in zip(in_parts(step(same_mlp(), quantities=Largest()), [0, 1, 1, 0, 2, 2]), texts, strict=True):
+        with pytest.raises(psg_fx.BadArgument, match=text):
+            call()
+    whole = in_parts(step(same_mlp(), quantities=Largest()), [0, 1, 1, 2, 3, 3])[0]()
+    grads = grads_of([0, 1, 1, 2, 3, 3], 4)
+    torch.testing.assert_close(whole.largest, torch.cat([g.flatten(1) for g in grads.values()], 1).amax(1))
+    trust = torch.linspace(-1, 2, 6).double().view(3, 2)
+    for call in in_parts(step(same_mlp(), quantities=Sums()), [0, 1, 1, 0, 2, 2], trust=trust):
+        want = oracle.weighted_sum(grads_of([0, 1, 1, 0, 2, 2], 3), trust.prod(1))
+        torch.testing.assert_close(dict(call().trusted), want)
