@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,16 +12,22 @@ from torch.utils import _pytree as pytree
 
 from psg_fx.algebra.ask import Ask
 from psg_fx.algebra.gradient import ParameterGradient
+from psg_fx.algebra.members import COUNT, IDS, MEMBERS
 from psg_fx.errors import BadArgument, PsgError, first_line
 from psg_fx.graph.facts import expr
+from psg_fx.program.decisions.branches import for_every_batch_size
 from psg_fx.program.reads.observe import observing_backward
 from psg_fx.quantities.base import Extra, Quantity, Results, Weights
+from psg_fx.quantities.clipped_sum import COUNTED, ClippedSum
 from psg_fx.quantities.names import KINDS
 
 _EVERY_STEP = ("losses", "joins", "together", "indices", "path", "about", "complete", "top")
 """What each output has, or the results over a dataset."""
 _OF_PSG_FX = frozenset({*KINDS, "clip_factors"})
 """Fields that quantities of psg_fx fill."""
+_GIVEN = frozenset({MEMBERS.name, IDS.name, COUNT.name})
+_OF_AXES = re.compile(r"(members|ids)\.\d+")
+"""Further inputs of psg_fx's own: of groups, of axes of rows."""
 _FIX = "write it with torch's ops on the tensors it is given: no branch on values, nothing written in place"
 
 
@@ -100,12 +107,26 @@ def extras_of(quantities: Sequence[Quantity], gradients: Mapping[str, ParameterG
     for quantity in quantities:
         with _its_own(quantity, "extras"):
             made = quantity.extras(gradients)
+        if is_own(quantity):
+            _require_free(quantity, made)
         taken = found.keys() & made.keys()
         if taken and (is_own(quantity) or taken & of_own):
             raise _shared(quantity, "extras", min(taken))
         of_own.update(made if is_own(quantity) else ())
         found.update(made)
     return found
+
+
+def _require_free(quantity: Quantity, names: Iterable[str]) -> None:
+    """Refuse further inputs by the names of those that graphs have anyway."""
+    taken = _GIVEN if isinstance(quantity, ClippedSum) else {*_GIVEN, COUNTED}
+    if found := [name for name in names if name in taken or _OF_AXES.fullmatch(name)]:
+        kind = type(quantity).__name__
+        raise BadArgument(
+            f"{kind}.extras names {found[0]!r}, which is an input of psg_fx's own", where=f"{kind}.extras",
+            why="it would be given in place of the value of the call",
+            fix=f"choose another name, such as {quantity.field}_{found[0]}",
+        )  # fmt: skip
 
 
 def _shared(quantity: Quantity, method: str, name: str) -> BadArgument:
@@ -182,8 +203,10 @@ def _its_own(quantity: Quantity, method: str, *given: Any) -> Iterator[None]:
         return
     tensors = [t for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor)]
     versions = [t._version for t in tensors]
+    sizes = [size for t in tensors for size in t.shape if expr(size).free_symbols]
     try:
-        with observing_backward():  # what it reads is compared at every call, as what the loss reads
+        # what it reads is compared at every call, as what the loss reads
+        with observing_backward(), for_every_batch_size():
             yield
     except PsgError:
         raise
@@ -192,6 +215,8 @@ def _its_own(quantity: Quantity, method: str, *given: Any) -> Iterator[None]:
         if isinstance(error, KeyError) and given:
             why += f"; there are {', '.join(map(repr, given[0])) or 'none'}"
         raise _fails(quantity, method, why, _FIX) from error
+    if not all(expr(size).free_symbols for size in sizes):
+        raise _fails(quantity, method, "it makes a number of how many rows there are, as a loop over them does", _FIX)
     if versions != [t._version for t in tensors]:
         raise _fails(quantity, method, "it writes into what it is given, which others read as well", _FIX)
 

@@ -16,6 +16,8 @@ import psg_fx
 from psg_fx import NotYetSupported
 from psg_fx.algebra.asks import Along, SquaredNorm, Weighted, direction
 from psg_fx.quantities.base import Extra, Shapes
+from support import oracle
+from support.small import same_mlp
 
 X, Y = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 1, 0])
 
@@ -219,6 +221,73 @@ def test_what_is_another_number_at_every_call_is_refused() -> None:
     drawn = Scaled("held", around=lambda found: found * random.random())
     with pytest.raises(NotYetSupported, match=r"random"):
         psg_fx.transform(nn.Linear(4, 3), F.cross_entropy, quantities=drawn, backend="eager")(X, Y)
+
+
+AS_ANY_NUMBER: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "larger": lambda n, batch: n.sum() / max(batch, 1), "shape": lambda n, batch: n.sum() / n.shape[0] ** 0.5,
+    "some": lambda n, batch: n.sort().values[:4].mean(), "half": lambda n, batch: n[: batch // 2].sum(),
+    "made": lambda n, batch: n * torch.arange(batch), "chosen": lambda n, batch: n.median() + n.var(),
+}  # fmt: skip
+AS_ONE_NUMBER: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "branch": lambda n, batch: n.mean() if batch <= 3 else n.var(),
+    "large": lambda n, batch: n.mean() if batch > 50 else n.var(),
+    "shape": lambda n, batch: n.mean() if n.shape[0] > 1 else n.sum(),
+    "length": lambda n, batch: n.sum() / len(n), "float": lambda n, batch: n.sum() / float(batch),
+    "loop": lambda n, batch: sum(n, torch.zeros(())),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class OfNorms(psg_fx.Quantity):
+    """What a function makes of squared norms and their number."""
+
+    made: Callable[[Tensor, Any], Tensor]
+    field: ClassVar[str] = "own"
+
+    def asks(self) -> tuple[Any, ...]:
+        return (SquaredNorm(),)
+
+    def finish(self, r: Any, weights: Any, batch: int) -> dict[str, Any]:
+        return {"own": self.made(torch.stack(list(r["sq_norms"].values())).sum(0), batch)}
+
+
+@pytest.mark.parametrize("kind", AS_ANY_NUMBER)
+def test_one_graph_for_every_number_of_samples(kind: str) -> None:
+    model, made = nn.Linear(4, 3), AS_ANY_NUMBER[kind]
+    step = psg_fx.transform(model, F.cross_entropy, quantities=OfNorms(made), backend="eager")
+    for size in (5, 2, 3):
+        norms = oracle.norms(oracle.loop_grads(model, F.cross_entropy, X[:size], Y[:size])[1])
+        torch.testing.assert_close(step(X[:size], Y[:size]).own, made(norms.square(), size).float())
+    assert len(step.captures) == 1
+
+
+@pytest.mark.parametrize("kind", AS_ONE_NUMBER)
+def test_what_goes_by_the_number_of_samples_is_refused(kind: str) -> None:
+    quantity = OfNorms(AS_ONE_NUMBER[kind])
+    for dynamic in (None, False):
+        step = psg_fx.transform(nn.Linear(4, 3), F.cross_entropy, quantities=quantity, backend="eager", dynamic=dynamic)
+        with pytest.raises(psg_fx.PsgError, match=r"test_own.py:\d+: .*lambda n, batch|as a loop over them") as refused:
+            step(X, Y)
+        assert not isinstance(refused.value, psg_fx.InternalError)
+
+
+@pytest.mark.parametrize("name", ["counted", "groups", "ids", "members", "members.0"])
+def test_names_of_inputs_that_graphs_have_anyway(name: str) -> None:
+    class Named(Entries):
+        def extras(self, gradients: Mapping[str, Any]) -> dict[str, Extra]:
+            return super().extras(gradients) | {name: Extra(())}
+
+    with pytest.raises(psg_fx.BadArgument, match=f"Named.extras names '{name}'[^\0]*such as entries_{name}"):
+        psg_fx.transform(nn.Linear(4, 3), F.cross_entropy, quantities=Named(), backend="eager")(X, Y)
+
+
+def test_a_clipped_sum_derived_from_that_of_psg_fx() -> None:
+    class Own(psg_fx.ClippedSum):
+        pass
+
+    out = [psg_fx.transform(same_mlp(), F.cross_entropy, quantities=kind(0.1), backend="eager")(X.double(), Y)
+           for kind in (Own, psg_fx.ClippedSum)]  # fmt: skip
+    torch.testing.assert_close(dict(out[0].clipped_sum), dict(out[1].clipped_sum))
 
 
 class Norms(psg_fx.Norms):

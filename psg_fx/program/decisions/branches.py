@@ -115,6 +115,26 @@ def no_plain_batch_size() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def for_every_batch_size() -> Iterator[None]:
+    """Refuse code that goes by the number of samples, where one graph is for all: it may compute with that number."""
+
+    def refuse(frame: FrameType) -> None:
+        raise NotYetSupported(
+            "the code goes by the number of samples", where=line_of(frame),
+            why="what a quantity makes of results is in one graph for every batch size, with one branch and one number",
+            fix="use batch or x.shape[0] itself, without if, len(), int() or float(); let torch.where choose by "
+            "torch.ones_like(x).sum(); or decide after the call, by what the step returns",
+        )  # fmt: skip
+
+    def branch(frame: FrameType, question: Any, answer: bool) -> None:
+        if _last(question, answer) != math.inf:
+            refuse(frame)
+
+    with _watching(branch, refuse, refuse, refuse):
+        yield
+
+
 _Tell = Callable[[FrameType], None]
 _Decided = Callable[[FrameType, Any, bool], None]
 
