@@ -11,18 +11,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from psg_fx.algebra.network import Members, Routed
+from psg_fx.errors import NotYetSupported
 from psg_fx.planner.plan import Plan
 from psg_fx.quantities.base import Quantity
+from psg_fx.quantities.clipped_sum import ClippedSum
 
 DEVICES = frozenset({"cuda"})
 """Those on which a look at the norms is a synchronisation."""
 
 
 def left_out(quantities: Sequence[Quantity], plan: Plan) -> frozenset[str]:
-    """The weights whose zeros leave samples out; none where samples are groups or rows, or are sent to experts."""
-    wanted = frozenset(name for quantity in quantities for name in quantity.leaves_out)
-    if plan.device.name not in DEVICES or plan.grouping is not None or plan.rows:
-        return frozenset()
+    """The weights whose zeros leave samples out in the graph.  Those of clipped sums may do so by a second run, and do
+    on a CPU and where samples are groups or rows, or are sent to experts.
+
+    Raises NotYetSupported where others would have to.
+    """
+    clipped = weights_of_clipped(quantities)
+    others = frozenset(name for quantity in quantities for name in quantity.leaves_out) - clipped
+    wanted = others | (clipped if plan.device.name in DEVICES else frozenset())
     parts = [part for parameter in plan.parameters for part in parameter.parts if part.ask.reads in wanted]
     forms = [node.arg.form for part in parts for node in part.tree.nodes.values()]
-    return frozenset() if any(isinstance(form, (Members, Routed)) for form in forms) else wanted
+    if plan.grouping is None and not plan.rows and not any(isinstance(form, (Members, Routed)) for form in forms):
+        return wanted
+    if others:
+        raise NotYetSupported(
+            f"zeros of the weights {min(others)!r} leave samples out (leaves_out), and are not known to",
+            where="transform(quantities=...)",
+            why="samples are groups or rows here, or are sent to experts, and others lie beside them in what is summed",
+            fix="take ClippedSum(), which drops them by a second run; or leave such samples out of the batch",
+        )  # fmt: skip
+    return frozenset()
+
+
+def weights_of_clipped(quantities: Sequence[Quantity]) -> frozenset[str]:
+    """Those whose zeros leave samples out of clipped sums."""
+    return frozenset(name for q in quantities if isinstance(q, ClippedSum) for name in q.leaves_out)

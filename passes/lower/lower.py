@@ -22,7 +22,7 @@ from psg_fx.quantities.own import extras_of
 from psg_fx.torch_private.fakes import with_own_sizes
 
 from ..runner import graph_pass
-from .absent import left_out
+from .absent import left_out, weights_of_clipped
 from .writer import Writer
 
 aten = torch.ops.aten
@@ -51,7 +51,7 @@ def lower(gm: GraphModule, quantities: Sequence[Quantity], dtype: torch.dtype) -
             made[IDS.name] = _extra_node(gm, IDS.name, Extra((None,), torch.int64), dtype, samples)
     made |= {members_of(k).name: _rows_node(gm, k, rows) for k in plan.gathered}
     absent = left_out(quantities, plan)
-    facts.update_graph(gm, leaves_out=bool(absent))
+    facts.update_graph(gm, leaves_out=bool(absent & weights_of_clipped(quantities)))
     writer = Writer(gm, plan, rows, samples, _known_values(gm, made), made, absent)
     _finish(gm, writer.results(quantities))
     if plan.grouping is not None and plan.grouping.layout == "blocks":

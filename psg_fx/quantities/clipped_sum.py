@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from numbers import Real
@@ -137,6 +137,11 @@ class ClippedSum(Quantity):
 
     def joins(self) -> Joins:
         return {"clipped_sum": "sum", "clip_factors": "cat", "norms": "cat"}
+
+
+def drops_samples(quantities: Iterable[Quantity]) -> bool:
+    """Whether a clipped sum among them has no part of samples whose gradient is not finite."""
+    return any(isinstance(quantity, ClippedSum) and quantity.leaves_out for quantity in quantities)
 
 
 def _at_least(sq_norm: torch.Tensor, lowest: torch.Tensor | None) -> torch.Tensor:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -10,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import psg_fx
+from psg_fx.algebra.asks import SquaredNorm, Weighted
+from support import oracle
 from support.selection import one_in
 
 BAD = {"nan": float("nan"), "inf": float("inf"), "overflow": 1e200}
@@ -195,3 +200,44 @@ def test_the_second_run_reads_what_the_first_one_read(buffer: bool) -> None:
     for _ in range(2):
         torch.testing.assert_close(step(x, y).clipped_sum, dict(whole(finite[kept], y[kept]).clipped_sum))
     assert (step.model.scale == 0.25).all()
+
+
+@dataclass(frozen=True)
+class Tamed(psg_fx.Quantity):
+    """Σ g / (1 + ‖g‖) over the samples whose norm is finite."""
+
+    field: ClassVar[str] = "tamed"
+    leaves_out: ClassVar[tuple[str, ...]] = ("tame",)
+
+    def asks(self) -> tuple[Any, ...]:
+        return SquaredNorm(), Weighted("tame", after_norms=True)
+
+    def weights(self, r: Any, extras: Any) -> dict[str, Mapping[str, Tensor]]:
+        norms = torch.stack(list(r["sq_norms"].values())).sum(0).sqrt()
+        return {"tame": dict.fromkeys(r["sq_norms"], torch.where(norms.isfinite(), 1 / (1 + norms), 0.0))}
+
+    def finish(self, r: Any, weights: Any, batch: int) -> dict[str, Any]:
+        return {"tamed": dict(r["weighted:tame"])}
+
+
+@pytest.mark.parametrize(
+    "beside", [None, psg_fx.Norms(), psg_fx.ClippedSum(0.5), psg_fx.ClippedSum(0.5, nonfinite="keep")]
+)
+@pytest.mark.parametrize("bad", [None, "nan", "overflow"])
+def test_weights_of_the_users_own_that_leave_samples_out(bad: str | None, beside: psg_fx.Quantity | None) -> None:
+    model, x, y = batch(BAD[bad]) if bad else batch(1.0)
+    rest = torch.tensor([0, 1, 3, 4] if bad else [0, 1, 2, 3, 4])
+    asked = [Tamed()] if beside is None else [Tamed(), beside]
+    out = psg_fx.transform(model, F.cross_entropy, quantities=asked, backend="eager")(x, y)
+    grads = oracle.loop_grads(model, F.cross_entropy, x[rest], y[rest])[1]
+    norms = oracle.norms(grads)
+    torch.testing.assert_close(dict(out.tamed), oracle.weighted_sum(grads, 1 / (1 + norms)))
+    if isinstance(beside, psg_fx.ClippedSum) and (beside.leaves_out or not bad):
+        torch.testing.assert_close(dict(out.clipped_sum), oracle.clipped_sum(grads, 0.5))
+
+
+def test_own_weights_leave_no_samples_of_groups_out() -> None:
+    model, x, y = batch(1.0)
+    step = psg_fx.transform(model, F.cross_entropy, quantities=Tamed(), backend="eager")
+    with pytest.raises(psg_fx.NotYetSupported, match="zeros of the weights 'tame' leave samples out"):
+        step(x, y, groups=[0, 0, 1, 1, 1])
