@@ -47,6 +47,15 @@ def check_loader(loader: Any) -> None:
         )  # fmt: skip
 
 
+def check_prepare(prepare: Any) -> None:
+    """Refuse what is no function."""
+    if prepare is not None and not callable(prepare):
+        raise BadArgument(
+            f"prepare is a {type(prepare).__name__}", where="over(loader, step, prepare=...)",
+            why="it is called with each batch", fix="pass a function of a batch that returns (inputs, targets)",
+        )  # fmt: skip
+
+
 def check_given(given: Mapping[str, Any]) -> None:
     """Refuse keywords of a call that `over` has in another way."""
     grouped = "over(loader, step, groups=..., num_groups=G), where groups says where in a batch they are"

@@ -9,6 +9,7 @@ from psg_fx.errors import BadArgument
 from psg_fx.quantities.base import Joins, Quantity
 from psg_fx.step.parts import if_linear, is_linear
 from psg_fx.step.with_loss import LossModule
+from psg_fx.tensors import as_int
 
 _WHERE = "over(loader, step, groups=...)"
 
@@ -20,7 +21,7 @@ def joins_of(step: LossModule, num_groups: int | None, groups: object, others: d
             "num_groups is given without groups", where=_WHERE, why="it counts the groups of the samples",
             fix="pass groups=: a key or a position of the batch, or a function of it, that gives [B] ints",
         )  # fmt: skip
-    if type(num_groups) is not int or num_groups < 1:
+    if (as_int(num_groups) or 0) < 1:
         raise BadArgument(
             f"num_groups={num_groups!r} is not a number of groups", where=_WHERE,
             why="rows of groups are added up over batches, and no batch knows all groups",

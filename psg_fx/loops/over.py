@@ -17,6 +17,7 @@ from psg_fx.loops.checks import (
     check_keywords,
     check_loader,
     check_order,
+    check_prepare,
     check_step,
     checked_device,
     device_of,
@@ -80,6 +81,7 @@ def over(
     """
     check_step(step)
     check_loader(loader)
+    check_prepare(prepare)
     check_given(given)
     check_keywords(step, given)
     joins = step.settings.joins_of_processes

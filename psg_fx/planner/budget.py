@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral, Real
 from typing import Any
 
 import sympy
@@ -140,14 +141,15 @@ def _joint(gm: GraphModule, sources: set[Source], size: int) -> tuple[int, dict[
 
 def in_bytes(budget: Any, total: int) -> int:
     """Bytes, or a fraction of the device's memory, as bytes."""
-    is_fraction = isinstance(budget, float) and 0 < budget <= 1
-    is_count = type(budget) in (int, float) and budget >= 1 and budget % 1 == 0
+    is_number = isinstance(budget, Real) and not isinstance(budget, bool)
+    is_fraction = is_number and not isinstance(budget, Integral) and 0 < budget <= 1
+    is_count = is_number and budget >= 1 and budget % 1 == 0
     if not (is_fraction or is_count):
         raise BadArgument(
             f"memory_budget={budget!r} is neither bytes nor a fraction", where="transform(memory_budget=...)",
             why="it bounds what a step allocates", fix="an int of bytes, or a float up to 1.0 of the device's memory",
         )  # fmt: skip
-    return int(budget * total) if is_fraction else int(budget)
+    return int(float(budget) * total) if is_fraction else int(budget)
 
 
 def memory_size(device: torch.device) -> int:

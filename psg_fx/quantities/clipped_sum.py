@@ -160,7 +160,7 @@ def bounds_of(max_norm: Any, names: Sequence[str] | None, style: str = "abadi") 
         return bound if names is None else [bound] * len(names)
     if names is None:
         raise _bad_max_norm(max_norm, 'a mapping by parameter needs per="parameter"')
-    if odd := sorted(set(max_norm) ^ set(names)):
+    if odd := sorted(map(str, set(max_norm) ^ set(names))):
         raise _bad_max_norm(max_norm, f"its names are not those of the parameters: {', '.join(odd[:5])}")
     return [_as_bound(max_norm[name], style) for name in names]
 

@@ -17,7 +17,7 @@ from psg_fx.errors import BadArgument, PsgError, first_line
 from psg_fx.graph.facts import expr
 from psg_fx.program.decisions.branches import for_every_batch_size
 from psg_fx.program.reads.observe import observing_backward
-from psg_fx.quantities.base import Extra, Quantity, Results, Weights
+from psg_fx.quantities.base import Extra, Quantity, Results, Shapes, Weights
 from psg_fx.quantities.clipped_sum import COUNTED, ClippedSum
 from psg_fx.quantities.names import KINDS
 
@@ -152,6 +152,22 @@ def no_input(name: str) -> BadArgument:
         f"an ask reads {name!r}, and no quantity of the step names it", where="asks",
         why="a graph has inputs for extras alone", fix=f"name {name!r} in extras, and give it in values",
     )  # fmt: skip
+
+
+def of_call(quantity: Quantity, method: str, shapes: Shapes, given: Mapping[str, Any]) -> Any:
+    """What its method "resolved" or "values" makes of the keyword arguments of a call.  Raises BadArgument."""
+    try:
+        return getattr(quantity, method)(shapes, given)
+    except Exception as error:
+        if isinstance(error, PsgError) or not is_own(quantity):
+            raise
+        missing = [name for name in quantity.reads if given.get(name) is None]
+        kind, keywords = type(quantity).__name__, "".join(f", {name}=..." for name in missing or quantity.reads)
+        raise BadArgument(
+            f"{kind} needs {', '.join(missing)}" if missing else f"{kind}.{method} fails on what the call gives",
+            where=f"step(inputs, targets{keywords})", why=f"{kind}.{method} raises {type(error).__name__}: {error}",
+            fix="pass it to the call" if missing else f"pass what {kind}.{method} takes",
+        ) from error  # fmt: skip
 
 
 def no_extra(quantity: Quantity, name: str) -> BadArgument:

@@ -62,14 +62,16 @@ def as_tensor(name: str, value: Any, dtype: torch.dtype, device: torch.device) -
         BadArgument: it is no number and no strided tensor of numbers, or complex where real ones are asked for.
     """
     if isinstance(value, torch.Tensor):
-        if value.is_meta or value.layout is not torch.strided:
-            kind = "on the meta device" if value.is_meta else short_name(value.layout)
+        if kind := no_plain_numbers(value):
             raise _no_numbers(name, kind, "a graph reads strided tensors that have values")
         if value.is_complex() and not dtype.is_complex:
             raise _no_numbers(name, "complex", f"it multiplies numbers of {short_name(dtype)}")
         return written_out(value.to(device, dtype)).contiguous()
     if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
-        return torch.stack([as_tensor(name, v, dtype, device) for v in value])
+        each = [as_tensor(name, v, dtype, device) for v in value]
+        if len({v.shape for v in each}) > 1:
+            raise _no_numbers(name, "a list of tensors of several shapes", "they are put into one")
+        return torch.stack(each)
     try:
         found = torch.as_tensor(value, device="cpu")
         found = found if found.is_complex() else torch.as_tensor(value, dtype=dtype, device="cpu")
@@ -78,6 +80,15 @@ def as_tensor(name: str, value: Any, dtype: torch.dtype, device: torch.device) -
     if found.is_complex():
         return as_tensor(name, found, dtype, device)
     return found.to(device, non_blocking=True).contiguous()
+
+
+def no_plain_numbers(value: torch.Tensor) -> str:
+    """How a tensor differs from one of numbers that lie in memory, "" where it does not."""
+    if value.is_meta:
+        return "on the meta device"
+    if value.is_nested or value.is_quantized:
+        return "nested" if value.is_nested else "quantised"
+    return "" if value.layout is torch.strided else short_name(value.layout)
 
 
 def _no_numbers(name: str, kind: str, why: str) -> BadArgument:

@@ -11,7 +11,7 @@ from psg_fx.algebra.members import COUNT, IDS
 from psg_fx.errors import BadArgument
 from psg_fx.quantities.base import Quantity, Shapes
 from psg_fx.quantities.clipped_sum import COUNTED
-from psg_fx.quantities.own import no_extra
+from psg_fx.quantities.own import no_extra, of_call
 from psg_fx.step.binding import Binding
 from psg_fx.step.constants import Constants
 from psg_fx.step.groups import Groups
@@ -25,7 +25,7 @@ def further_inputs(
     found: dict[str, torch.Tensor] = {}
     dtypes, count = binding.given, samples if groups is None else groups.count
     for quantity in quantities:
-        for name, value in quantity.values(shapes, given).items():
+        for name, value in of_call(quantity, "values", shapes, given).items():
             if name not in dtypes:
                 raise no_extra(quantity, name)
             found[name] = constants.tensor(name, value, dtypes[name], device)

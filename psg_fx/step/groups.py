@@ -18,10 +18,10 @@ from torch import Tensor
 
 from psg_fx.algebra.asks import FLOORS
 from psg_fx.algebra.members import IDS, MEMBERS, Grouping
-from psg_fx.errors import BadArgument
+from psg_fx.errors import BadArgument, first_line
 from psg_fx.quantities.base import Quantity
 from psg_fx.quantities.clipped_sum import ClippedSum
-from psg_fx.step.constants import Constants
+from psg_fx.step.constants import Constants, no_plain_numbers
 from psg_fx.tensors import as_int, is_of_ints, short_name
 
 _SPARSE, _FEW = 4, 16
@@ -168,7 +168,13 @@ def unseen(ids: Tensor, count: int) -> Groups:
 def _gathered(ids: Tensor, count: int, none: bool, apart: bool) -> Groups:
     """Groups whose members lie anywhere.  none: some samples are in none."""
     samples = len(ids)
-    counts = torch.bincount(ids + 1, minlength=count + 1)[1:] if none else torch.bincount(ids, minlength=count)
+    try:
+        counts = torch.bincount(ids + 1, minlength=count + 1)[1:] if none else torch.bincount(ids, minlength=count)
+    except RuntimeError as error:
+        raise BadArgument(
+            f"there is no memory for {count} groups", where=_WHERE, why=first_line(error),
+            fix="number the groups of the batch: torch.unique(groups, return_inverse=True)[1]",
+        ) from error  # fmt: skip
     fewest, largest = (int(n) for n in counts.aminmax()) if count else (0, 0)
     kept, slots, rows = None, None, ids
     if not fewest and not (apart and count):
@@ -213,12 +219,14 @@ def in_order(ids: Tensor, counts: Tensor, largest: int) -> Tensor:
 
 def _numbers(ids: Any, samples: int) -> Tensor:
     """The group of each sample as int64."""
-    if type(ids) is Tensor and ids.dtype is torch.int64 and tuple(ids.shape) == (samples,):
-        return ids
     try:
         found = ids if isinstance(ids, Tensor) else torch.as_tensor(ids, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise _bad_ids(f"a {type(ids).__name__} that is no list of numbers", samples) from error
+    if kind := no_plain_numbers(found):
+        raise _bad_ids(kind, samples)
+    if type(found) is Tensor and found.dtype is torch.int64 and tuple(found.shape) == (samples,):
+        return found
     if not is_of_ints(found.dtype) and found.numel():  # an empty list is one of floats
         raise _bad_ids(f"of {short_name(found.dtype)}", samples)
     if tuple(found.shape) != (samples,):

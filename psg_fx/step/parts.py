@@ -13,6 +13,7 @@ from psg_fx.program.arguments.call import Call
 from psg_fx.quantities.base import Join, Quantity
 from psg_fx.quantities.own import is_own
 from psg_fx.step.compiled import StepOutput
+from psg_fx.step.constants import as_tensor
 from psg_fx.step.groups import Groups, groups_of
 from psg_fx.step.leaves import Key, leaves, nested
 from psg_fx.step.settings import Settings
@@ -110,7 +111,9 @@ def _cut(call: Call, part: slice) -> list[torch.Tensor]:
 def _check_each(settings: Settings, given: Mapping[str, Any], count: int) -> None:
     """Refuse what is given for another number of samples: parts would be cut out of it that fit."""
     for name in settings.reads_each & {name for name, value in given.items() if value is not None}:
-        shape = tuple(torch.as_tensor(given[name]).shape)
+        value = given[name]
+        place = value.device if isinstance(value, torch.Tensor) else torch.device("cpu")
+        shape = tuple(as_tensor(name, value, torch.complex128, place).shape)  # any numbers
         if shape != (count,):
             raise BadArgument(
                 f"{name} have shape {shape}", where=f"step(inputs, targets, {name}=...)",

@@ -28,7 +28,7 @@ from psg_fx.program.state import Tracked, tracked_parameters
 from psg_fx.progress import Progress
 from psg_fx.quantities.base import Quantity
 from psg_fx.quantities.clipped_sum import drops_samples
-from psg_fx.quantities.own import is_own
+from psg_fx.quantities.own import is_own, of_call
 from psg_fx.reference.definitions import definitions_for
 from psg_fx.reference.validate import ValidationReport, validate
 from psg_fx.step import mistakes
@@ -102,7 +102,7 @@ class LossModule(PerSampleModule):
             mistakes.check_rows(self.settings.memory_budget, self._slices() is not None)
         tracked = self._tracked()
         mistakes.check_graphs(call, self.model, tracked)
-        quantities = [q.resolved(tracked.shapes, given) for q in self.settings.quantities]
+        quantities = [of_call(q, "resolved", tracked.shapes, given) for q in self.settings.quantities]
         members = None if groups is None and num_groups is None else self._groups(call, groups, num_groups)
         grouping = None if members is None else members.grouping
         rows = rows_of(call, members)
@@ -211,7 +211,9 @@ class LossModule(PerSampleModule):
             )  # fmt: skip
         shapes = self._tracked().shapes
         for quantity in self.settings.quantities:
-            quantity.resolved(shapes, given).values(shapes, given)  # which names what is missing
+            of_call(
+                of_call(quantity, "resolved", shapes, given), "values", shapes, given
+            )  # which names what is missing
         lists = {name for name, value in given.items() if isinstance(value, (list, tuple)) and name != "groups"}
         exact = given | {name: torch.as_tensor(given[name]) for name in lists}
         checks, notes = definitions_for(self.settings.quantities, exact)
@@ -251,10 +253,10 @@ class LossModule(PerSampleModule):
         known = "path", "inputs", "targets", "num_samples"
         mistakes.check_keywords(given, self.settings.quantities, "step.export(path, inputs, targets)", known)
         call, tracked = self._take_apart(inputs, targets, rows), self._tracked()
-        quantities = tuple(q.resolved(tracked.shapes, given) for q in self.settings.quantities)
+        quantities = tuple(of_call(q, "resolved", tracked.shapes, given) for q in self.settings.quantities)
         return export(
             path, self.model, self.loss_fn, lambda: self._build(tracked, call, quantities, own_ops=False), call,
-            [(q, q.values(tracked.shapes, given)) for q in quantities],
+            [(q, of_call(q, "values", tracked.shapes, given)) for q in quantities],
             lambda binding: self._extras(call, given, tracked, binding),
         )  # fmt: skip
 
