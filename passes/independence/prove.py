@@ -12,8 +12,8 @@ from psg_fx.graph import facts
 from psg_fx.program.changes.written import WRITTEN
 
 from .arguments import numbers_of_samples
+from .ragged.alone import show_structure
 from .ragged.links import Link
-from .ragged.trial import try_structure
 from .refused import NUMBERS, mixed
 from .unruled import refuse_effects
 from .walk import Prover
@@ -40,7 +40,7 @@ def prove(gm: GraphModule, refusals: Mapping[Node, PsgError] | None = None) -> l
     if prover.rows is None:
         return []
     links = prover.rows.links
-    return [*links, *try_structure(gm, prover.known, links, prover.logged)]
+    return [*links, *show_structure(prover.rows.parts, prover.known, links, prover.logged)]
 
 
 def _check_model(prover: Prover) -> None:

@@ -69,7 +69,7 @@ class Prover:
         self.given, self.refusals = given or {}, refusals or {}
         self.batch: sympy.Symbol = facts.graph_facts(gm).batch
         counts = facts.graph_facts(gm).rows
-        self.rows = RowValues(self.batch, counts) if counts else None
+        self.rows = RowValues(gm) if counts else None
         self.known: dict[Node, Result] = {}
         self.origin: dict[Node, Node] = {}
         self.notes: list[str] = []
@@ -143,6 +143,7 @@ class Prover:
         assert isinstance(index, int)
         found = self.known[source]
         if found.structure and self.rows is not None:
+            self.rows.parts.note(Op(node, self.batch, self.known, prove_part))
             return self.rows.structure(node), "structure"
         axes = found.axes[index] if isinstance(found.axes, tuple) else found.axes
         return Result(axes, found.uniform, found.index, found.reduced, pairs=found.pairs), facts.fact(source).proof

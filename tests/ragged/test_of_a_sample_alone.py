@@ -54,8 +54,12 @@ def first(x: Tensor, ids: Tensor) -> Tensor:
     return torch.full((3,), 10**6).scatter_reduce(0, ids, places(x), "amin")[ids]
 
 
-def causal(x: Tensor) -> Tensor:
-    return places(x)[:, None] >= places(x)[None, :]
+def causal(x: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
+    return places(x).to(dtype)[:, None] >= places(x).to(dtype)[None, :]
+
+
+def alike_in(x: Tensor, of: Callable[[Tensor], Tensor]) -> Tensor:
+    return of(places(x))[:, None] == of(places(x))[None, :]
 
 
 def weighed(model: Any, x: Tensor, weights: Tensor) -> Tensor:
@@ -82,6 +86,10 @@ def answer(run: Rowwise, x: Tensor, ids: Tensor) -> tuple[Any, Tensor, list[dict
 
 EXACT: dict[str, Rowwise] = {
     "causal": lambda m, x, i: attended(m, x, same(i) & causal(x)),
+    "causal, in floats, one row further": lambda m, x, i: attended(m, x, same(i) & causal(x, torch.float32).triu(-1)),
+    "by the distance of numbers of samples": lambda m, x, i: attended(
+        m, x, ((i[:, None] - i[None, :]).abs() < 1) & torch.where(same(i), causal(x), same(i))
+    ),
     "the row before, by distance": lambda m, x, i: attended(
         m, x, same(i) & ((places(x)[:, None] - places(x)[None, :]) % 3 < 2)
     ),
@@ -113,25 +121,39 @@ def test_what_a_sample_alone_has(name: str) -> None:
 
 OTHERS: dict[str, tuple[Rowwise, type[PsgError], str]] = {
     "numbers of samples": (
-        lambda m, x, i: weighed(m, x, (x @ x.t()) * (same(i) * (1 + i)[:, None])), SamplesMixed, "mul .*sample alone"),
+        lambda m, x, i: weighed(m, x, (x @ x.t()) * (same(i) * (1 + i)[:, None])),
+        NotYetSupported, "mul .*sample alone"),
     "odd samples": (
-        lambda m, x, i: attended(m, x, same(i) & ((i % 2 == 0)[:, None] | causal(x))), SamplesMixed, "sample alone"),
+        lambda m, x, i: attended(m, x, same(i) & ((i % 2 == 0)[:, None] | causal(x))), NotYetSupported, "sample alone"),
     "even places": (
         lambda m, x, i: attended(m, x, same(i) & ((places(x) % 2 == 0)[None] | diagonal(x))),
-        SamplesMixed, "sample alone"),
+        NotYetSupported, "sample alone"),
     "half of all rows": (
         lambda m, x, i: attended(
             m, x, same(i) & ((2 * places(x) < x.shape[0])[None] | diagonal(x))),
-        SamplesMixed, "sample alone"),
+        NotYetSupported, "sample alone"),
     "the first nine places": (
-        lambda m, x, i: attended(m, x, same(i) & ((places(x) < 9)[None] | diagonal(x))), SamplesMixed, "sample alone"),
+        lambda m, x, i: attended(m, x, same(i) & ((places(x) < 9)[None] | diagonal(x))),
+        NotYetSupported, "sample alone"),
     "the first four samples": (
-        lambda m, x, i: attended(m, x, same(i) & ((i < 4)[:, None] | diagonal(x))), SamplesMixed, "sample alone"),
+        lambda m, x, i: attended(m, x, same(i) & ((i < 4)[:, None] | diagonal(x))), NotYetSupported, "sample alone"),
+    "chunks that no small batch shows": (
+        lambda m, x, i: attended(m, x, same(i) & alike_in(x, lambda p: p // 300)), NotYetSupported, "floor_divide"),
+    "chunks by shifts": (
+        lambda m, x, i: attended(m, x, same(i) & alike_in(x, lambda p: p >> 4)), NotYetSupported, "rshift"),
+    "places that are rounded": (
+        lambda m, x, i: attended(m, x, same(i) & causal(x, torch.bfloat16)),
+        NotYetSupported, "sample alone: aten._to_copy"),
+    "powers of places": (
+        lambda m, x, i: attended(m, x, same(i) & ((2.0 ** places(x) < 1e6)[None] | diagonal(x))),
+        NotYetSupported, "sample alone: aten.pow"),
+    "products of numbers of samples": (
+        lambda m, x, i: attended(m, x, same(i) & ((i * i < 300)[None] | diagonal(x))), NotYetSupported, "mul "),
     "places from the first one of a sample on": (
-        lambda m, x, i: m.linear(x) * x[torch.maximum(first(x, i), places(x) // 2)], SamplesMixed, "sample alone"),
+        lambda m, x, i: m.linear(x) * x[torch.maximum(first(x, i), places(x) // 2)], NotYetSupported, "sample alone"),
     "a pointer of odd samples": (
         lambda m, x, i: m.linear(x) * x[torch.where((i == i.roll(1)) & (i % 2 == 1), places(x) - 1, places(x))],
-        SamplesMixed, "aten.index .*sample alone"),
+        NotYetSupported, "aten.index .*sample alone"),
     "a weight's rows": (
         lambda m, x, i: m.weight.expand(3, 4)[i * 0] * x, SamplesMixed, "aten.index"),
     "rolled by their number": (
@@ -172,8 +194,8 @@ def test_what_it_lacks(name: str) -> None:
         answer(run, torch.rand(len(IDS), 4, dtype=torch.float64), IDS)
 
 
-@pytest.mark.parametrize("lowered", [False, True])
-def test_places_of_rows_that_lie_apart(lowered: bool) -> None:
+@pytest.mark.parametrize(("lowered", "reach"), [(False, 2), (True, 2), (False, 300)])
+def test_places_of_rows_that_lie_apart(lowered: bool, reach: int) -> None:
     """What goes by how far rows are from one another needs them in the order of their samples; what goes by which comes
     first does not.
     """
@@ -181,7 +203,7 @@ def test_places_of_rows_that_lie_apart(lowered: bool) -> None:
     def near(m: Any, x: Tensor, ids: Tensor) -> Tensor:
         far = (places(x)[:, None] - places(x)[None, :]).abs()
         lower = torch.where(same(ids), -0.5 * far, -torch.inf).to(x.dtype)
-        return attended(m, x, lower if lowered else same(ids) & (far < 2))
+        return attended(m, x, lower if lowered else same(ids) & (far < reach))
 
     x, apart = torch.randn(7, 4, dtype=torch.float64), torch.tensor([0, 1, 0, 2, 1, 0, 1])
     out, losses, _ = answer(near, x, IDS)

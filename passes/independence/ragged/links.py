@@ -78,7 +78,8 @@ def _link(op: Op, pointer: Node, x: tuple[SampleAxis, sympy.Symbol]) -> Link | N
         if root.args[0].meta["val"].dtype not in NUMBERING:  # type: ignore[union-attr]
             break
         root, axis = root.args[0], above[0]  # type: ignore[assignment]
-    return Link("pointer", op.node, root, axis.dim, own[1], x[1], op.node.target in _COUNTING_BACK)
+    back = op.node.target in _COUNTING_BACK and not op.known[root].structure  # alone, the end is another one
+    return Link("pointer", op.node, root, axis.dim, own[1], x[1], back)
 
 
 def _same_numbers(node: Node) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import sympy
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from psg_fx.graph import facts
 from psg_fx.graph.facts import SampleAxis
@@ -23,6 +23,7 @@ from ..arguments import bound, numbers_of_samples, op_name
 from ..refused import mixed
 from ..table import find
 from ..values import Op, Result, tensors
+from .alone import Parts
 from .links import Link, attending, pointing
 from .pairs import of_pairs
 
@@ -45,14 +46,17 @@ class RowValues:
 
     counts: the symbols of the numbers of samples and of rows.  links: the ops that join rows, in order.
     plain: values made of nothing but numbers in the code.  moved: structure to which numbers of samples were added.
+    parts: what structure is for a sample alone.
     """
 
-    def __init__(self, batch: sympy.Symbol, rows: Sequence[sympy.Symbol]) -> None:
-        self.batch, self.rows = batch, tuple(rows)
-        self.counts = {batch, *rows}
+    def __init__(self, gm: GraphModule) -> None:
+        info = facts.graph_facts(gm)
+        self.batch, self.rows = info.batch, tuple(info.rows)
+        self.counts = {info.batch, *info.rows}
         self.links: list[Link] = []
         self.plain: set[Node] = set()
         self.moved: set[Node] = set()
+        self.parts = Parts(gm, self.plain)
 
     def symbols(self, nodes: Sequence[Node]) -> set[sympy.Symbol]:
         """The numbers of rows and samples in the shapes of nodes."""
@@ -66,6 +70,7 @@ class RowValues:
         about = [n for n in inputs if known[n].structure]
         others = [n for n in inputs if not known[n].structure]
         self.note_plain(node, inputs)
+        self.parts.note(op)
         if (same := self.picks_the_same(op)) is not None:
             return same, "same rows"
         if self.is_structure(node, about, [n for n in others if not known[n].index]):
