@@ -123,6 +123,12 @@ def along_the_second_dim(m: Written, h: Tensor, edge_index: Tensor) -> Tensor:
     return y.t()
 
 
+def copied(m: Written, h: Tensor, edge_index: Tensor) -> Tensor:
+    """Each row to itself, in place of its own."""
+    place = loops(h)[0]
+    return h.index_copy(0, place, m.messages(h, place, place)) * h
+
+
 def one_after_the_other(m: Written, h: Tensor, edge_index: Tensor) -> Tensor:
     """What was written is read, and written to."""
     same = edge_index[0] == edge_index[1]
@@ -132,10 +138,10 @@ def one_after_the_other(m: Written, h: Tensor, edge_index: Tensor) -> Tensor:
 
 
 WAYS = (some_edges, infinite, loops_over_edges, edges_over_loops, numbers_in_the_code, along_the_second_dim,
-        one_after_the_other)  # fmt: skip
+        copied, one_after_the_other)  # fmt: skip
 
 
-@pytest.mark.parametrize("layer", selected(WAYS, {"infinite", "edges_over_loops"}))
+@pytest.mark.parametrize("layer", selected(WAYS, {"infinite", "edges_over_loops", "copied"}))
 def test_rows_that_are_written(layer: Callable[..., Tensor]) -> None:
     check(made(Written, layer), losses, batches(), quantities=usual())
 

@@ -193,7 +193,7 @@ READS = {
     aten.gather.default: _gather, last_rows: _last,
 }  # fmt: skip
 WRITES = {
-    **dict.fromkeys((aten.index_add.default, aten.index_reduce.default), _write),
+    **dict.fromkeys((aten.index_add.default, aten.index_reduce.default, aten.index_copy.default), _write),
     **dict.fromkeys((aten.scatter_add.default, aten.scatter_reduce.two, aten.scatter.src, aten.scatter.reduce), _write),
     **dict.fromkeys((aten.index_put.default, aten._unsafe_index_put.default), _put),
 }
