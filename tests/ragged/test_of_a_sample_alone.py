@@ -70,9 +70,11 @@ def roots(model: Any, x: Tensor) -> Tensor:
     return ((x * model.weight.square()) @ x.t()).sqrt()
 
 
-def answer(run: Rowwise, x: Tensor, ids: Tensor) -> tuple[Any, Tensor, list[dict[str, Tensor]]]:
+def answer(
+    run: Rowwise, x: Tensor, ids: Tensor, kind: type[Pooled] = Pooled
+) -> tuple[Any, Tensor, list[dict[str, Tensor]]]:  # fmt: skip
     """The step's result; and what a loop over the samples gives."""
-    model, count = Pooled(run), int(ids.max()) + 1
+    model, count = kind(run), int(ids.max()) + 1
     axis = Rows(1)
     step = psg_fx.transform(
         model, loss, batch_dim=((axis, axis, 0), 0), quantities=psg_fx.Grads(), backend="eager"
@@ -117,6 +119,32 @@ def test_what_a_sample_alone_has(name: str) -> None:
         for key, value in own.items():
             if key in out.grads and value is not None:
                 torch.testing.assert_close(out.grads[key][b], value)
+
+
+class Mean(Pooled):
+    """Divided by the number of rows, which is counted by ones of the code."""
+
+    def ones(self, ids: Tensor) -> Tensor:
+        return torch.ones(ids.shape[0], dtype=torch.int64)
+
+    def forward(self, x: Tensor, ids: Tensor, count: int) -> Tensor:
+        rows = torch.zeros(count, dtype=torch.int64).index_add(0, ids, self.ones(ids))
+        h = self.run(self, x, ids) / rows[ids][:, None]
+        return x.new_zeros(count, 4).index_add(0, ids, h) / rows.clamp(min=1)[:, None]
+
+
+class MeanByOnesLikeIds(Mean):
+    def ones(self, ids: Tensor) -> Tensor:
+        return torch.ones_like(ids)
+
+
+@pytest.mark.parametrize("kind", [Mean, MeanByOnesLikeIds])
+def test_counts_of_rows_are_what_a_sample_alone_has(kind: type[Mean]) -> None:
+    x, ids = torch.rand(len(IDS), 4, dtype=torch.float64), IDS.flip(0)
+    out, losses, grads = answer(lambda m, x, i: m.linear(x).sin(), x, ids, kind)
+    torch.testing.assert_close(out.losses, losses)
+    for b, own in enumerate(grads):
+        torch.testing.assert_close(out.grads["linear.weight"][b], own["linear.weight"])
 
 
 OTHERS: dict[str, tuple[Rowwise, type[PsgError], str]] = {

@@ -244,6 +244,12 @@ class Parts:
             return None
         return Part({self.batch: 1}, plus) if part.starts == {self.offsets[begins]: 1} and part.plus == 0 else None
 
+    def is_value(self, node: Node) -> bool:
+        """Whether it has, for each sample or each row, what that has alone, as a count of rows does."""
+        found, counted = self.found.get(node), self.counted(node)
+        alike = found is not None and not found.starts and not found.ordered
+        return alike and counted is not None and len(counted) == 1
+
     def rows(self, part: Part) -> frozenset[sympy.Symbol]:
         """The axes of rows whose first place is in a value."""
         return frozenset(part.starts) - {self.batch}

@@ -3,7 +3,8 @@
 Within one op, rows stand for samples: the op is proven with the number of its rows as its batch size, by the rules that
 there are.  What joins two axes is a link (`links.py`).  *Structure* is what says how rows belong to samples: ids,
 offsets, numbers of rows, masks made of them.  It knows nothing of the samples, so any op may compute with it; but it is
-not what a sample alone would have, so it may point and mask, and do nothing else.
+not what a sample alone would have, so it may point and mask, and do nothing else, unless it is shown to be
+(`alone.py`), as counts of rows are.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class RowValues:
         inputs = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
         about = [n for n in inputs if known[n].structure]
         others = [n for n in inputs if not known[n].structure]
-        self.note_plain(node, inputs)
+        self.note_plain(node, inputs, about)
         self.parts.note(op)
         if (same := self.picks_the_same(op)) is not None:
             return same, "same rows"
@@ -83,6 +84,7 @@ class RowValues:
         rule = find(node.target)
         if rule is not None and rule.shapes_only and len(self.symbols([node, *inputs])) > 1:
             return self.made(node, rule.proof), rule.proof
+        about = [n for n in about if n in self.moved or not self.parts.is_value(n)]
         own = all(known[n].index for n in about) and rule is not None and rule.index
         if about and not own and (rule is None or not rule.shapes_only):
             return self.beside_data(op, about), "pointer"
@@ -105,16 +107,19 @@ class RowValues:
             if numbers := numbers_of_samples(node, count):
                 raise mixed(node, f"%{numbers[0].name} is the number of rows of all samples", _POOL)
 
-    def note_plain(self, node: Node, inputs: Sequence[Node]) -> None:
-        """Whether a value is made of numbers in the code alone."""
-        if node.op == "call_function" and not draws(node) and all(n in self.plain for n in inputs):
+    def note_plain(self, node: Node, inputs: Sequence[Node], about: Sequence[Node]) -> None:
+        """Whether a value is made of numbers in the code alone.  about: structure, which may give its shape."""
+        rule = find(node.target)
+        plain = {*self.plain, *about} if rule is not None and rule.shapes_only else self.plain
+        if node.op == "call_function" and not draws(node) and all(n in plain for n in inputs):
             self.plain.add(node)
 
     def is_structure(self, node: Node, about: Sequence[Node], others: Sequence[Node]) -> bool:
         """Whether a value is made of structure and of numbers in the code, and of nothing else."""
         if not all(n in self.plain for n in others) or node.target is last_rows:  # a sample alone has the same
             return False
-        if about:
+        rule = find(node.target)
+        if about and not (node in self.plain and rule is not None and rule.shapes_only):
             return True
         if node not in self.plain:
             return False
