@@ -14,7 +14,7 @@ from psg_fx.algebra.network import Members, Routed
 from psg_fx.errors import NotYetSupported
 from psg_fx.planner.plan import Plan
 from psg_fx.quantities.base import Quantity
-from psg_fx.quantities.clipped_sum import ClippedSum
+from psg_fx.quantities.clipped_sum import weights_of_clipped
 
 DEVICES = frozenset({"cuda"})
 """Those on which a look at the norms is a synchronisation."""
@@ -41,8 +41,3 @@ def left_out(quantities: Sequence[Quantity], plan: Plan) -> frozenset[str]:
             fix="take ClippedSum(), which drops them by a second run; or leave such samples out of the batch",
         )  # fmt: skip
     return frozenset()
-
-
-def weights_of_clipped(quantities: Sequence[Quantity]) -> frozenset[str]:
-    """Those whose zeros leave samples out of clipped sums."""
-    return frozenset(name for q in quantities if isinstance(q, ClippedSum) for name in q.leaves_out)

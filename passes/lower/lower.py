@@ -18,11 +18,12 @@ from psg_fx.graph.nodes import rename, size_of
 from psg_fx.graph.stages import Stage
 from psg_fx.planner.plan import PLAN
 from psg_fx.quantities.base import Extra, Quantity
+from psg_fx.quantities.clipped_sum import weights_of_clipped
 from psg_fx.quantities.own import extras_of
 from psg_fx.torch_private.fakes import with_own_sizes
 
 from ..runner import graph_pass
-from .absent import left_out, weights_of_clipped
+from .absent import left_out
 from .writer import Writer
 
 aten = torch.ops.aten

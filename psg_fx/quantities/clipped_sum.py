@@ -139,9 +139,9 @@ class ClippedSum(Quantity):
         return {"clipped_sum": "sum", "clip_factors": "cat", "norms": "cat"}
 
 
-def drops_samples(quantities: Iterable[Quantity]) -> bool:
-    """Whether a clipped sum among them has no part of samples whose gradient is not finite."""
-    return any(isinstance(quantity, ClippedSum) and quantity.leaves_out for quantity in quantities)
+def weights_of_clipped(quantities: Iterable[Quantity]) -> frozenset[str]:
+    """The weights whose zeros leave samples out of clipped sums: those whose gradient is not finite."""
+    return frozenset(name for q in quantities if isinstance(q, ClippedSum) for name in q.leaves_out)
 
 
 def _at_least(sq_norm: torch.Tensor, lowest: torch.Tensor | None) -> torch.Tensor:

@@ -18,7 +18,7 @@ from psg_fx.program.arguments.call import Call
 from psg_fx.program.arguments.conditions import CONDITIONS
 from psg_fx.program.values import Same
 from psg_fx.quantities.base import Quantity
-from psg_fx.quantities.clipped_sum import COUNTED, drops_samples
+from psg_fx.quantities.clipped_sum import COUNTED, weights_of_clipped
 from psg_fx.quantities.own import is_own
 from psg_fx.saved.refusals import refuse
 from psg_fx.saved.spec import describe, is_passed
@@ -61,7 +61,7 @@ def export(
     inputs = [(facts.input_spec(node), node) for node in nodes]
     with plain_mode():
         arguments = step.binding.arguments(call, given)
-    drop = drops_samples(q for q, _ in values) and not step.leaves_out
+    drop = bool(weights_of_clipped(q for q, _ in values)) and not step.leaves_out
     own = {name: value for name, value in given.items() if name not in read}
     defaults = {name: 1 if name == COUNTED else value.tolist() for name, value in own.items()}
     spec = describe(

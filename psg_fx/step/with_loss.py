@@ -27,7 +27,7 @@ from psg_fx.program.program import Program
 from psg_fx.program.state import Tracked, tracked_parameters
 from psg_fx.progress import Progress
 from psg_fx.quantities.base import Quantity
-from psg_fx.quantities.clipped_sum import drops_samples
+from psg_fx.quantities.clipped_sum import weights_of_clipped
 from psg_fx.quantities.own import is_own, of_call
 from psg_fx.reference.definitions import definitions_for
 from psg_fx.reference.validate import ValidationReport, validate
@@ -60,7 +60,7 @@ class LossModule(PerSampleModule):
         super().__init__(model, loss_fn, settings)
         self._constants = Constants()
         self._blocks = None
-        self._drops = drops_samples(settings.quantities)
+        self._drops = bool(weights_of_clipped(settings.quantities))
         self._has_own = any(map(is_own, settings.quantities))
 
     @property
