@@ -104,6 +104,13 @@ EXACT: dict[str, Rowwise] = {
     "quotients by rows and numbers": lambda m, x, i: weighed(
         m, x, ((m.linear(x) @ x.t()) / x.norm(dim=-1, keepdim=True) / 3).tanh() * same(i)
     ),
+    "over all rows of a sample": lambda m, x, i: m.linear(x).sin() / same(i).sum(-1, keepdim=True),
+    "over those before": lambda m, x, i: m.linear(x).sin() / (same(i) & causal(x)).int().sum(0)[:, None],
+    "over the square of all": lambda m, x, i: m.linear(x).sin() / (same(i).int() * same(i).int()).sum(1)[:, None],
+    "of rows that have others": lambda m, x, i: m.linear(x) * (same(i) & ~diagonal(x)).any(-1, keepdim=True),
+    "of rows without earlier ones": lambda m, x, i: m.linear(x).masked_fill(
+        ~((i[:, None] != i[None]) | ~causal(x) | diagonal(x)).all(-1, keepdim=True), 2.0
+    ),
 }
 
 
@@ -179,6 +186,19 @@ OTHERS: dict[str, tuple[Rowwise, type[PsgError], str]] = {
         lambda m, x, i: attended(m, x, same(i) & ((i * i < 300)[None] | diagonal(x))), NotYetSupported, "mul "),
     "places from the first one of a sample on": (
         lambda m, x, i: m.linear(x) * x[torch.maximum(first(x, i), places(x) // 2)], NotYetSupported, "sample alone"),
+    "over the rows of others": (
+        lambda m, x, i: m.linear(x) / (~same(i)).sum(-1, keepdim=True), SamplesMixed, "%sum_1, which numbers"),
+    "over rows of its sample or before": (
+        lambda m, x, i: m.linear(x) / (same(i) | causal(x)).sum(-1)[:, None], SamplesMixed, "%sum_1, which numbers"),
+    "over all rows before": (
+        lambda m, x, i: m.linear(x) / causal(x).sum(-1, keepdim=True), SamplesMixed, "%sum_1, which numbers"),
+    "whether all are its own": (
+        lambda m, x, i: m.linear(x) * same(i).all(-1, keepdim=True), SamplesMixed, "%all_1, which numbers"),
+    "over what is no mask": (
+        lambda m, x, i: m.linear(x) / (~same(i).int()).sum(-1, keepdim=True), SamplesMixed, "%sum_1, which numbers"),
+    "over masks of neighbours that are repeated": (
+        lambda m, x, i: m.linear(x) * (i == i.roll(1))[:, None].expand(-1, x.shape[0]).any(1, keepdim=True),
+        SamplesMixed, "%any_1, which numbers"),
     "a pointer of odd samples": (
         lambda m, x, i: m.linear(x) * x[torch.where((i == i.roll(1)) & (i % 2 == 1), places(x) - 1, places(x))],
         NotYetSupported, "aten.index .*sample alone"),

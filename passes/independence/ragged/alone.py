@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -32,6 +32,7 @@ from ..refused import not_shown
 from ..table import find
 from ..values import NUMBERING, Op, Result
 from .links import READS, WRITES, Link, pointing
+from .parts import Part, between, holds, ignores, needed_order
 
 _FILLS = {
     f"{new}{name}{like}" for name in ("full", "ones", "zeros") for new in ("", "new_") for like in ("", "_like")
@@ -41,27 +42,12 @@ _CUTS = {"select", "slice", "unbind", "split", "split_with_sizes", "chunk"}
 _COMPARED = {"eq", "ne", "lt", "le", "gt", "ge"}
 _SEARCHED = {"searchsorted": ("sorted_sequence", "self"), "bucketize": ("boundaries", "self")}
 _VALUES = ("self", "src", "source", "value", "values")
-_WHOLE = (torch.float32, torch.float64)
-"""Floats in which places are exact: a mask of more than 2^24 rows fits nowhere."""
 _MOST = 2**20
 """Numbers that may be added to places: nothing wraps around, or is rounded."""
 _FIX = (
     "compare ids with ids and places with places: ids[:, None] == ids[None, :], arange(R)[:, None] >= arange(R); the "
     "place of a row within its sample, and the number of its rows, are inputs"
 )
-
-
-@dataclass(frozen=True)
-class Part:
-    """The part of a value that is a sample's: v_alone + Σ starts[axis] start[axis].
-
-    plus: v is the place (or id) of a row of the sample, + this; None for anything else.
-    ordered: it holds if rows of these axes are in the order of their samples.
-    """
-
-    starts: Mapping[sympy.Symbol, int]
-    plus: int | None = None
-    ordered: frozenset[sympy.Symbol] = frozenset()
 
 
 class Parts:
@@ -129,7 +115,7 @@ class Parts:
         start, step = op.raw("start", 0), op.raw("step", 1)
         if name != "arange" or sizes[0] not in self.counts or not type(start) is type(step) is int:
             return None
-        return Part({sizes[0]: 1}, start) if step == 1 and abs(start) <= _MOST and _holds(op.node) else None
+        return Part({sizes[0]: 1}, start) if step == 1 and abs(start) <= _MOST and holds(op.node) else None
 
     def viewed(self, op: Op, name: str, source: Node, sized: bool) -> Part | None:
         """The same values in another shape or dtype, repeated, or cut along a dim of other things."""
@@ -139,7 +125,7 @@ class Parts:
         if part is None:
             return None
         if is_same(op.node):
-            kept = not part.starts or _holds(op.node) or op.node.meta["val"].dtype == source.meta["val"].dtype
+            kept = not part.starts or holds(op.node) or op.node.meta["val"].dtype == source.meta["val"].dtype
         elif is_reshaped(op.node) or (name == "slice" and sized):
             before, now = ([s for s in facts.shape(n.meta["val"]) if s != 1] for n in (source, op.node))
             kept = before == now
@@ -151,7 +137,7 @@ class Parts:
 
     def of_parts(self, op: Op, name: str, inputs: Sequence[Node], parts: Sequence[Part]) -> Part | None:
         """Comparisons and choices of places; anything of what is the same alone."""
-        ordered = _ordered(parts)
+        ordered = needed_order(parts)
         if name in ("cat", "stack"):
             return self.beside(op, inputs, parts)
         if any(part.starts for part in parts):
@@ -160,21 +146,30 @@ class Parts:
                 self.compared(op, name, inputs[chosen:], parts[chosen:], ordered) if len(parts) == 2 + chosen else None
             )
         if torch.Tag.pointwise in getattr(op.node.target, "tags", ()) or name in _BY_ELEMENT:
-            return Part({}, None, ordered)
+            return Part({}, None, ordered, self.between(op, name, inputs, parts))
         if name in ("tril", "triu"):
             t, s = facts.shape(inputs[0].meta["val"])[-2:]
             if t != s and {t, s} & self.counts:
                 return None
             far = t in self.counts and op.raw("diagonal", 0) not in ((0, -1) if name == "tril" else (0, 1))
-            return Part({}, None, ordered | ({t} if far else set()))
-        return None if any(self.counted(n) != [] for n in (op.node, *inputs)) else Part({}, None, ordered)
+            return Part({}, None, ordered | ({t} if far else set()), None if parts[0].between else parts[0].between)
+        counted = [self.counted(n) for n in (op.node, *inputs)]
+        own = len(inputs) == 1 and [len(c or ()) for c in counted] == [1, 2] and ignores(name, parts[0])
+        own = own and (op.node.meta["val"].dtype == torch.bool or holds(op.node))
+        return Part({}, None, ordered) if own or all(c == [] for c in counted) else None
+
+    def between(self, op: Op, name: str, inputs: Sequence[Node], parts: Sequence[Part]) -> bool | None:
+        """What a function by elements has for pairs of two samples: of masks with an entry for each pair."""
+        pairs = self.counted(op.node)
+        known = [part.between if self.counted(n) == pairs else None for n, part in zip(inputs, parts, strict=True)]
+        return between(name, op.node.meta["val"].dtype, known) if len(pairs or ()) == 2 else None
 
     def beside(self, op: Op, inputs: Sequence[Node], parts: Sequence[Part]) -> Part | None:
         """Values beside one another, along a dim of other things."""
-        if not _holds(op.node) or any(self.counted(n) != self.counted(op.node) for n in inputs):
+        if not holds(op.node) or any(self.counted(n) != self.counted(op.node) for n in inputs):
             return None
         first, same = parts[0], len({part.plus for part in parts}) == 1
-        ordered = _ordered(parts) | (frozenset() if same else self.rows(first))
+        ordered = needed_order(parts) | (frozenset() if same else self.rows(first))
         alike = all(part.starts == first.starts for part in parts)
         return Part(first.starts, first.plus if same else None, ordered) if alike else None
 
@@ -183,24 +178,28 @@ class Parts:
     ) -> Part | None:  # fmt: skip
         """Which of two places is larger, or one of them; if nothing is added to them, in whatever order rows lie."""
         a, b = parts
-        held = all(map(_holds, inputs)) or len({n.meta["val"].dtype for n in inputs}) == 1
+        held = all(map(holds, inputs)) or len({n.meta["val"].dtype for n in inputs}) == 1
         if a.starts != b.starts or not held:
             return None
         same = a.plus is not None and a.plus == b.plus
         ordered |= frozenset() if same else self.rows(a)
         if name == "where":
             return Part(a.starts, a.plus if same else None, ordered)
-        return Part({}, None, ordered) if name in _COMPARED and a.plus is not None and b.plus is not None else None
+        if name not in _COMPARED or a.plus is None or b.plus is None:
+            return None
+        pairs = [len(self.counted(n) or ()) for n in (*inputs, op.node)] == [1, 1, 2]
+        apart = {"eq": False, "ne": True}.get(name) if same and pairs else None
+        return Part({}, None, ordered, apart)
 
     def summed(self, op: Op, name: str) -> Part | None:
         """a ± b, of which one may be a number, or data that starts are added to."""
         a, b = (self.operand(op, op.args[key]) for key in ("self", "other"))
-        if a is None or b is None or op.raw("alpha", 1) != 1 or not _holds(op.node):
+        if a is None or b is None or op.raw("alpha", 1) != 1 or not holds(op.node):
             return None
         a, b = (b, a) if name == "rsub" else (a, b)
         sign = 1 if name == "add" else -1
         both = {axis: a.starts.get(axis, 0) + sign * b.starts.get(axis, 0) for axis in {*a.starts, *b.starts}}
-        starts, ordered = {axis: k for axis, k in both.items() if k}, _ordered((a, b))
+        starts, ordered = {axis: k for axis, k in both.items() if k}, needed_order((a, b))
         exact = a.plus is not None and b.plus is not None
         if exact and (not b.starts or (not a.starts and sign == 1)):
             plus = (a.plus or 0) + sign * (b.plus or 0)
@@ -232,7 +231,7 @@ class Parts:
         if not values or any(part is None or (written and part.starts) for part in values):
             return None
         parts = [part for part in values if part is not None]
-        return replace(parts[0], ordered=_ordered(parts))
+        return replace(parts[0], ordered=needed_order(parts))
 
     def searched(self, op: Op, begins: Node, places: Any) -> Part | None:
         """How many samples begin at a place or before it, the id of its row + 1; how many end there, the id."""
@@ -298,15 +297,6 @@ def _meets(node: Node, known: Mapping[Node, Result]) -> Iterator[Node]:
         return
     if node.target not in READS and node.target not in WRITES:
         yield from (n for n in node.all_input_nodes if known[n].structure and not known[n].index)
-
-
-def _ordered(parts: Iterable[Part]) -> frozenset[sympy.Symbol]:
-    return frozenset().union(*(part.ordered for part in parts))
-
-
-def _holds(node: Node) -> bool:
-    """Whether places are exact in its dtype."""
-    return node.meta["val"].dtype in (*NUMBERING, *_WHOLE)
 
 
 __all__ = ["Parts", "show_structure"]
