@@ -128,6 +128,28 @@ def test_what_a_sample_alone_has(name: str) -> None:
                 torch.testing.assert_close(out.grads[key][b], value)
 
 
+SUMMED: dict[str, Callable[[Tensor, int, Tensor], Tensor]] = {
+    "a product": lambda i, count, h: (i[None] == torch.arange(count)[:, None]).double() @ h,
+    "a batched product": lambda i, count, h: torch.bmm((i == torch.arange(count)[:, None]).double()[None], h[None])[0],
+    "one_hot": lambda i, count, h: torch.mm(F.one_hot(i, count).double().t(), h),
+    "means": lambda i, count, h: (a := F.one_hot(i, count).double().t()) @ h / a.sum(1, keepdim=True),
+    "means by weights": lambda i, count, h: ((a := F.one_hot(i, count).t()) / a.sum(1)[:, None]).double() @ h,
+}
+
+
+@pytest.mark.parametrize("name", SUMMED)
+def test_rows_are_summed_by_products_with_a_mask(name: str) -> None:
+    class Summed(Pooled):
+        def forward(self, x: Tensor, ids: Tensor, count: int) -> Tensor:
+            return SUMMED[name](ids, count, self.linear(x).sin())
+
+    x, ids = torch.rand(len(IDS), 4, dtype=torch.float64), IDS.roll(2)
+    out, losses, grads = answer(roots, x, ids, Summed)
+    torch.testing.assert_close(out.losses, losses)
+    for b, own in enumerate(grads):
+        torch.testing.assert_close(out.grads["linear.weight"][b], own["linear.weight"])
+
+
 class Mean(Pooled):
     """Divided by the number of rows, which is counted by ones of the code."""
 
@@ -199,6 +221,10 @@ OTHERS: dict[str, tuple[Rowwise, type[PsgError], str]] = {
     "over masks of neighbours that are repeated": (
         lambda m, x, i: m.linear(x) * (i == i.roll(1))[:, None].expand(-1, x.shape[0]).any(1, keepdim=True),
         SamplesMixed, "%any_1, which numbers"),
+    "summed over the rows before": (
+        lambda m, x, i: weighed(m, x, causal(x).double()), SamplesMixed, "matmul mixes samples in this batch"),
+    "summed by numbers of samples": (
+        lambda m, x, i: weighed(m, x, (same(i) * i).double()), NotYetSupported, "sample alone: aten.mul"),
     "a pointer of odd samples": (
         lambda m, x, i: m.linear(x) * x[torch.where((i == i.roll(1)) & (i % 2 == 1), places(x) - 1, places(x))],
         NotYetSupported, "aten.index .*sample alone"),

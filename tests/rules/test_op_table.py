@@ -94,6 +94,7 @@ OTHER_TABLES = {
     "passes/independence/rewriting/writes.py:_WRITES": "the ops that add rows elsewhere",
     "passes/independence/rewriting/writes.py:_REDUCED": "in which ways they do",
     "passes/independence/ragged/row_values.py:_ROW_BY_ROW": "what numbers of rows may go through",
+    "passes/independence/ragged/pairs.py:_MATMULS": "the ops of attention that is written out, and sums by a mask",
     "passes/independence/ragged/pairs.py:_PRODUCTS": "the ops of attention that is written out",
     "passes/independence/ragged/pairs.py:_KEEP_ZEROS": "the ops of attention that is written out",
     "passes/independence/ragged/pairs.py:_QUOTIENTS": "the ops of attention that is written out",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from psg_fx.op_table import at_capture
@@ -19,6 +20,14 @@ def kron(input: Tensor, other: Tensor) -> Tensor:
     shape = [n * m for n, m in zip(a.shape, b.shape, strict=True)]
     outer = a.reshape(*[part for n in a.shape for part in (n, 1)]) * b.reshape(*[p for m in b.shape for p in (1, m)])
     return outer.reshape(shape)
+
+
+@at_capture(F.one_hot)
+def one_hot(tensor: Tensor, num_classes: Any = -1) -> Tensor:
+    """y[.., k] = 1 if x[..] == k, else 0: of as many classes as there are samples, which has no number yet."""
+    if isinstance(num_classes, int):
+        return F.one_hot(tensor, num_classes)
+    return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).to(torch.int64)
 
 
 @at_capture(torch.gradient)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import Node
 
@@ -22,7 +23,8 @@ from .links import Kind, Link, row_axis
 
 aten = torch.ops.aten
 
-_PRODUCTS = (aten.matmul.default, aten.bmm.default, aten.baddbmm.default)
+_MATMULS = (aten.matmul.default, aten.bmm.default, aten.mm.default)
+_PRODUCTS = (*_MATMULS, aten.baddbmm.default)
 _SOFTMAX = (aten.softmax.int, aten._softmax.default, aten._safe_softmax.default)
 _BY_ENTRY = (aten.masked_fill, aten.where, aten.native_dropout, aten.dropout)
 _QUOTIENTS = (aten.div, aten.divide, aten.true_divide, aten.floor_divide, aten.remainder, aten.fmod)
@@ -36,9 +38,9 @@ def of_pairs(op: Op) -> tuple[Result, list[Link]] | None:
     """What is known of an op that makes pairs of rows, or computes with them; None for any other op."""
     pairs = [n for n in op.node.all_input_nodes if n in op.known and op.known[n].pairs]
     if not pairs:
-        return _scores(op)
+        return _pooled(op) or _scores(op)
     target = op.node.target
-    if target in (aten.matmul.default, aten.bmm.default):
+    if target in _MATMULS:
         return _weighted(op)
     if target in _SOFTMAX:
         return _softmax(op, pairs[0])
@@ -133,6 +135,26 @@ def _weighted(op: Op) -> tuple[Result, list[Link]]:
             _WAYS,
         )
     return Result(SampleAxis(op.node.meta["val"].ndim - 2)), [_closed(op, *mask)]
+
+
+def _pooled(op: Op) -> tuple[Result, list[Link]] | None:
+    """y[.., t, :] = Σ_s m[.., t, s] v[.., s, :], of a mask made of ids and the order of rows alone."""
+    if op.node.target not in _MATMULS:
+        return None
+    mask, values = op.node.args[:2]
+    assert isinstance(mask, Node)
+    assert isinstance(values, Node)
+    v = row_axis(op, values)
+    if (
+        not op.known[mask].structure
+        or v is None
+        or not _is_plain(op, values)
+        or v[0].dim != values.meta["val"].ndim - 2
+    ):
+        return None
+    if facts.shape(mask.meta["val"])[-1] != v[1] or not isinstance(facts.shape(mask.meta["val"])[-2], sympy.Symbol):
+        return None
+    return Result(SampleAxis(op.node.meta["val"].ndim - 2)), [_closed(op, mask)]
 
 
 def _zeros_of(op: Op, weights: Node) -> tuple[Node, Kind] | None:
