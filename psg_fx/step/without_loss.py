@@ -185,7 +185,7 @@ class _Joined(torch.autograd.Function):
             v.detach() if apart else v for v, apart in zip(_no_views(outputs, saved), step.detached, strict=True)
         ]
         constant = [v for v, apart in zip(outputs, step.detached, strict=True) if apart or not v.is_floating_point()]
-        ctx.step, ctx.call, ctx.ticket = step, call, ticket
+        ctx.step, ctx.call, ctx.ticket, ctx.anchor = step, call, ticket, anchor
         ctx.tensors = [isinstance(v, torch.Tensor) for v in saved]
         ctx.others = [v for v in saved if not isinstance(v, torch.Tensor)]
         ctx.save_for_backward(*(v for v in saved if isinstance(v, torch.Tensor)))
@@ -201,7 +201,8 @@ class _Joined(torch.autograd.Function):
         if not torch.is_grad_enabled():
             return found
         once: Callable[..., torch.Tensor] = _Once.apply
-        return tuple([None if value is None else once(value, *gradients) for value in found])
+        # they also depend on parameters and inputs, in place of which the anchor wants a gradient
+        return tuple([None if value is None else once(value, ctx.anchor, *gradients) for value in found])
 
     @staticmethod
     def _computed(ctx: Any, gradients: Sequence[Any]) -> tuple[Any, ...]:

@@ -336,3 +336,14 @@ def test_the_gradient_of_an_input_is_there_and_has_none_of_its_own() -> None:
     torch.testing.assert_close(found, want)
     with pytest.raises(NotYetSupported, match=r"gradients of gradients[^\0]*derivatives\.md"):
         found.square().sum().backward()
+
+
+def test_a_penalty_on_the_gradient_of_constant_weights_is_refused() -> None:
+    """Nothing that the backward was given wants a gradient; what it saved does (a critic's penalty)."""
+    made, x = psg_fx.transform(mlp(), backend="eager"), torch.randn(3, 4, requires_grad=True)
+    out = made(x)
+    (found,) = torch.autograd.grad(out, x, torch.ones_like(out), create_graph=True)
+    loss = out.mean() + (found.norm(dim=1) - 1).square().mean()
+    made.zero_grad()
+    with pytest.raises(NotYetSupported, match="gradients of gradients"):
+        loss.backward()
