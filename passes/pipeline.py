@@ -24,7 +24,7 @@ from psg_fx.quantities.base import Quantity
 from psg_fx.torch_private.fakes import forget_real_tensors
 from psg_fx.torch_private.tracer import traced_quickly
 
-from .alone import Alone
+from .alone.alone import Alone
 from .beside import beside
 from .capture.capture import capture
 from .capture.functions.packed import packed_as_padded

@@ -67,6 +67,22 @@ def test_answered(name: str) -> None:
     assert oracle.worst_error(step(x).grads, want) < 1e-10
 
 
+def test_refused_where_the_first_batch_hides_it() -> None:
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor, w: Tensor) -> Tensor:
+            h = self.layer(x)
+            k = h.transpose(0, 1).contiguous().mul_(2.0).transpose(0, 1)
+            return k.sin().flatten(1).sum(1) + (w > 0.5) * h.sum((1, 2))
+
+    step = psg_fx.transform(Weighted().double(), lambda out: out.square().sum(), quantities=Grads(), backend="eager")
+    with pytest.raises(NotYetSupported, match=r"where sum \(test_written_copies.py:[^\0]*\) gives another value"):
+        step((data(), torch.zeros(4, dtype=torch.float64)))
+
+
 def test_answered_where_nothing_reads_the_value_any_more() -> None:
     class Last(nn.Module):
         def __init__(self) -> None:

@@ -100,6 +100,28 @@ def test_a_mask_hides_no_difference(size: int) -> None:
         step(X[:size], (Y[:size], torch.zeros(size, 1, B, dtype=torch.bool)))
 
 
+def test_what_a_label_hides_is_seen_at_the_call_on_the_way() -> None:
+    """Of the first batch it is multiplied by zero."""
+    loss = lambda o, y: o.square().mean() + (y == 2).sum() * o.squeeze().sum(0).sin().sum()  # noqa: E731
+    step = psg_fx.transform(Net(*VECTOR).double(), loss, backend="eager")
+    with pytest.raises(NotYetSupported, match=r"where sum \(test_squeeze.py:[^)]*\)[^\0]* gives another value"):
+        step(X, torch.zeros(B, dtype=torch.int64))
+
+
+def test_dims_that_are_put_back_are_harmless() -> None:
+    def loss(o: Tensor, y: Tensor) -> Tensor:
+        o = o.squeeze()
+        if o.dim() == 1:
+            o = o.unsqueeze(0)
+        return (o.cumsum(1) * y.unsqueeze(1)).sin().sum()
+
+    model = Net(*VECTOR).double()
+    losses, grads = oracle.loop_grads(model, loss, X, Y)
+    found = psg_fx.transform(model, loss, backend="eager")(X, Y)
+    assert oracle.relative_error(found.losses, losses) < 1e-12
+    assert oracle.worst_error(found.grads, grads) < 1e-12
+
+
 def test_code_that_does_not_run_for_one_sample_is_noted() -> None:
     step = psg_fx.transform(Net(*VECTOR).double(), lambda o, y: o.squeeze().softmax(1).sin().sum(), backend="eager")
     step(X, Y)

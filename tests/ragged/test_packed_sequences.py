@@ -347,3 +347,16 @@ def test_torch_is_as_it_was_afterwards_and_in_other_threads() -> None:
     other()
     assert found == [[2, 2, 1]] * 2
     assert rnn.pack_padded_sequence.__code__ is before
+
+
+def test_a_task_without_labels_hides_no_padding() -> None:
+    """What is a mean over the padding, too, is multiplied by zero in the first batch."""
+    model = Tagger(lambda out, n: torch.stack([out.sum(1), out.mean(1)])).double()
+
+    def loss(out: Tensor, labelled: Tensor) -> Tensor:
+        return out[0].square().sum(1) + labelled * out[1].square().sum(1)
+
+    given = tokens_of([2, 5, 3])
+    step = psg_fx.transform(model, loss, quantities=psg_fx.Grads(), backend="eager")
+    with pytest.raises(NotYetSupported, match=r"pad_packed_sequence treats[^\0]*where mean [^\0]*gives another value"):
+        step(given.whole.inputs, torch.zeros(3, dtype=torch.int64))

@@ -79,6 +79,8 @@ OTHER_TABLES = {
     "passes/independence/rewriting/picked.py:LISTS": "the ops that list where a mask is true",
     "passes/independence/rewriting/selected.py:_INDEX": "the ops that pick rows",
     "passes/independence/rewriting/selected.py:_PUT": "the ops that put rows back",
+    "passes/alone/calls.py:_MAY_COPY": "functions by name, for code that is run on one sample",
+    "passes/alone/calls.py:_SQUEEZES": "the same",
     "passes/independence/ragged/alone.py:_BY_ELEMENT": "ops by elements without the tag, for what a sample alone has",
     "passes/independence/ragged/alone.py:_COMPARED": "the comparisons of places, a question of one walk",
     "passes/independence/ragged/alone.py:_CUTS": "what cuts places along other dims, the same",

@@ -98,7 +98,7 @@ def pad_packed_sequence(
     """`[T, B, ..]` (or `[B, T, ..]`) with `padding_value` beyond each sample's length, and the lengths `[B]`.
 
     T: total_length, without which torch has the longest length of the batch, so that a sample alone would have its own.
-    While a model is captured it is that of the padded input, and noted: `passes/alone.py` looks whether that matters.
+    While a model is captured it is that of the padded input, and noted: `passes/alone/` looks whether that matters.
     """
     padded, lengths = sequence.padded, sequence.lengths
     size = padded.shape[0]
