@@ -8,6 +8,7 @@ import gc
 import sys
 import types
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from types import FunctionType
 from typing import Any
@@ -54,6 +55,11 @@ def contents(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:
         return MISSING
+
+
+def class_of_storage(held: Any) -> Any:
+    """Whose functions read what a dict stores, whatever a class of its own does where one is asked for."""
+    return OrderedDict if isinstance(held, OrderedDict) else dict if isinstance(held, dict) else type(held)
 
 
 def attribute_dict(value: Any) -> dict[str, Any] | None:

@@ -34,7 +34,7 @@ from torch.utils import _pytree as pytree
 from psg_fx.errors import PsgError
 from psg_fx.torch_private.composites import remembered_composites
 from psg_fx.torch_private.ops import is_of_numbers, writes
-from psg_fx.torch_private.patching import patched_here
+from psg_fx.torch_private.patching import patched_here, wrapped_here
 from psg_fx.torch_private.recorded import Copied
 from psg_fx.torch_private.tracer import trace_fakes
 
@@ -67,7 +67,7 @@ def functional(exported: ExportedProgram, table: Decompositions) -> Functional:
             found = None
         if found is not None:
             return found
-        with _without_checks():
+        with _without_checks(), _all_draws():
             program = exported.run_decompositions(dict(table))
     _drop_checks(program.graph_module)
     _without_what_is_known(program.graph_module)
@@ -81,6 +81,13 @@ def _without_checks() -> Iterator[None]:
     """
     own = effects.has_effects
     with patched_here(effects, "has_effects", lambda op: op is not _CHECK and own(op)):
+        yield
+
+
+@contextlib.contextmanager
+def _all_draws() -> Iterator[None]:
+    """While open, random ops stay that nobody reads: what draws after them would be given their numbers."""
+    with wrapped_here(Node, "is_impure", lambda own: lambda node, *_, **__: own(node)):
         yield
 
 

@@ -128,3 +128,30 @@ def test_a_namespace_that_the_code_makes_and_looks_at() -> None:
         step(X)
     assert len(step.captures) == 2
     assert step.model.held[0].last.shape == (5, 3)
+
+
+class Lazy(dict[str, Any]):
+    """Makes its values when one is asked for, and not all of them can be made."""
+
+    def __getitem__(self, key: str) -> Any:
+        if key == "broken":
+            message = "an optional package is not installed"
+            raise ImportError(message)
+        return super().__getitem__(key)
+
+    def items(self) -> Any:
+        return [(key, self[key]) for key in self]
+
+    def values(self) -> Any:
+        return [self[key] for key in self]
+
+
+def test_a_dict_that_makes_its_values_is_asked_for_none() -> None:
+    lazy = Lazy({"tanh": torch.tanh, "broken": None})
+    model = Keeping(lambda held, a, b: held["tanh"](b), lazy)
+    step = psg_fx.transform(model, square, quantities=psg_fx.Grads(), backend="eager")
+    losses, grads = oracle.loop_grads(model, square, (X,))
+    torch.testing.assert_close(step(X).losses, losses)
+    assert oracle.worst_error(step(X).grads, grads) < 1e-12
+    dict.__setitem__(lazy, "tanh", torch.sin)
+    assert oracle.relative_error(step(X).losses, oracle.loop_grads(model, square, (X,))[0]) < 1e-12

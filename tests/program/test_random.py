@@ -38,6 +38,22 @@ class Dropped(nn.Module):
         return self.dropout(F.relu(self.layer(self.dropout(x))))
 
 
+class UnreadBesideRegions(nn.Module):
+    """Draws what nothing reads, and has regions in which torch's state is another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.dropout = nn.Linear(4, 4), nn.Dropout(0.4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            places = torch.arange(4.0).sin()
+        with torch.autocast("cpu", enabled=False):
+            h = self.layer(x) + places
+        self.dropout(self.layer(h))
+        return self.dropout(h)
+
+
 class Everything(nn.Module):
     """Drops all, for which torch draws nothing, and then some."""
 
@@ -118,6 +134,7 @@ def _recurrent(kind: type[nn.RNNBase], **options: Any) -> Callable[[], nn.Module
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "dropout": lambda: Head(Dropped(), 12),
+    "unread": lambda: Head(UnreadBesideRegions(), 12),
     "everything": lambda: Head(Everything(), 12),
     "channels": lambda: Head(Channels(), 12),
     "noise": lambda: Head(Noise(), 12),

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from psg_fx.program.objects import MISSING, contents, slot, slots_of
+from psg_fx.program.objects import MISSING, class_of_storage, contents, slot, slots_of
 
 _HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
@@ -56,15 +56,18 @@ class Holder:
 def of_dict(held: dict[Any, Any], label: str, name: str, only: Sequence[str] | None = None) -> Holder:
     """A dict, or some keys of it."""
 
+    kind = class_of_storage(held)
+
     def read() -> dict[Any, Any]:
-        return dict(held) if only is None else {k: held[k] for k in only if k in held}
+        every = dict(kind.items(held))
+        return every if only is None else {k: every[k] for k in only if k in every}
 
     def write(before: dict[Any, Any]) -> None:
         if only is None:
-            held.clear()
-        held.update(before)
+            kind.clear(held)
+        kind.update(held, before)
 
-    return Holder(read, write, held.__setitem__, read(), label, name, container=held)
+    return Holder(read, write, functools.partial(kind.__setitem__, held), read(), label, name, container=held)
 
 
 def of_list(value: list[Any], name: str) -> Holder:

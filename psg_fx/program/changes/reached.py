@@ -135,7 +135,7 @@ class Reached:
             self._holds(of_items(value, name, value.extend), value)
         elif isinstance(value, dict):
             self.holders.append(of_dict(value, name, name))
-            self._wait(value)
+            self._wait(self.holders[-1].before)
         elif isinstance(value, set):
             self._holds(of_items(value, name, value.update), value)
         elif isinstance(value, (tuple, frozenset)):

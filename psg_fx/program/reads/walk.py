@@ -40,6 +40,7 @@ from psg_fx.program.objects import (
     MISSING,
     Functions,
     attribute_dict,
+    class_of_storage,
     describe,
     is_array,
     is_array_of_objects,
@@ -173,10 +174,12 @@ class Walk(CodeWalk):
     def held(self, value: Any, label: str) -> None:
         """What a container holds."""
         if isinstance(value, (dict, MappingProxyType)):
-            self.keys.append((value.keys, tuple(value)))
-            self.items.append((value.values, tuple(value.values())))
-            self.emit((type(value), len(value)), label)
-            for key, held in tuple(value.items()):  # others may add to it meanwhile
+            kind = class_of_storage(value)
+            stored = tuple(kind.items(value))  # others may add to it meanwhile
+            self.keys.append((kind.keys.__get__(value), tuple(k for k, _ in stored)))
+            self.items.append((kind.values.__get__(value), tuple(v for _, v in stored)))
+            self.emit((type(value), len(stored)), label)
+            for key, held in stored:
                 self.emit(_key(key), label)
                 self.visit(held, f"{label}[{key!r}]", (value, key) if isinstance(value, dict) else None)
             return
