@@ -26,6 +26,8 @@ from psg_fx.tensors import memory_order, product
 from psg_fx.torch_private.inductor import Compiler, Like, Sizes, compiled, stance
 from psg_fx.torch_private.random_state import never_rewound
 
+from .own_memory import OwnMemory
+
 Flat = Callable[..., Sequence[Any]]
 Layout = tuple[int, ...] | None
 """Dims from the slowest to the fastest in memory, of a tensor without gaps; None: it has gaps."""
@@ -165,14 +167,19 @@ class Sized:
         free = {symbol: value for symbol, value in sizes.items() if symbol not in fixed}
         try:
             with isolated(), torch.no_grad():
-                run, serves = compiled(self._compiler, self._gm, inputs, fixed, free)
+                code, serves = compiled(self._compiler, self._gm, inputs, fixed, free)
         except NotYetSupported as refusal:
             if not free:
                 raise
             self._dynamic = False
-            run = self._compile(inputs, sizes, layouts, threads)  # raises again where symbols are not what it refuses
+            found = self._compile(inputs, sizes, layouts, threads)  # raises again where symbols are not what it refuses
             warn(f"compiled for each batch size by itself: {refusal.why}")
-            return run
+            return found
+        own = OwnMemory()
+
+        def run(*tensors: torch.Tensor) -> Sequence[Any]:
+            return own.of(code(*tensors), tensors)
+
         self._codes.append(_Code(fixed, layouts, threads, serves, run))
         return run
 

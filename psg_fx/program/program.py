@@ -117,6 +117,7 @@ class Program(nn.Module):
         given = NotWritten()
         with given.made():
             (args, kwargs), (targets, target_kwargs) = self.call.rebuild(tensors)
+        _are_one_number(tensors, self.call.dims)
         roots = (self.model, self.loss_fn, *hooks_of_all_modules())
         effects = Effects(roots, self.settled, self.counted, without_tensors=self.several_sizes)
         loss, symbols = None, _symbols(tensors)  # of two that the code ties together, one is left
@@ -156,6 +157,14 @@ class Program(nn.Module):
 def _symbols(tensors: Sequence[torch.Tensor]) -> set[str]:
     """The names of the sizes that have no number yet."""
     return {str(symbol) for t in tensors for size in facts.shape(t) for symbol in size.free_symbols}
+
+
+def _are_one_number(tensors: Sequence[torch.Tensor], dims: Sequence[int | None]) -> None:
+    """The sizes that are the number of samples: asked for, so that an export, which has a symbol for each of them and
+    finds at its end that they are equal, knows it from the start, as where `torch.cat([a, b])` is cut in two.
+    """
+    sizes = [t.shape[d] for t, d in zip(tensors, dims, strict=True) if d is not None]
+    assert all(size == sizes[0] for size in sizes)
 
 
 def _require_loss(loss: Any) -> None:

@@ -16,14 +16,15 @@ from psg_fx.blocks import Memory
 from psg_fx.errors import BadArgument
 from psg_fx.graph import facts
 from psg_fx.graph.history import History
+from psg_fx.passes.compile.own_memory import OwnMemory
 from psg_fx.planner.plan import PLAN
 from psg_fx.program.arguments.call import Call
 from psg_fx.quantities.base import Joins
 from psg_fx.step.binding import Binding, no_samples, plain_mode
 from psg_fx.step.first_answer import OfOneSample
 from psg_fx.step.groups import Groups
-from psg_fx.step.own_memory import OwnMemory
 from psg_fx.tensors import apart_from
+from psg_fx.torch_private.inductor import stance
 
 
 class StepOutput:
@@ -110,7 +111,7 @@ class CompiledStep:
         if call.batch_size() == 0:
             return no_samples(self.gm, arguments[0].device, groups)
         try:
-            results = self._own_memory.of(self._run(*arguments), arguments, call.batch_size())
+            results = self._own_memory.of(self._run(*arguments), arguments, (call.batch_size(), stance()))
         except Exception:
             self.binding.check_apart(self.gm, arguments)  # perhaps what a check is there for
             raise

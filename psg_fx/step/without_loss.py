@@ -18,6 +18,7 @@ from psg_fx.garbage import first_without_collection
 from psg_fx.graph import facts
 from psg_fx.graph.facts import LEFT_BEHIND, OutputSpec
 from psg_fx.graph.history import History, copy_graph
+from psg_fx.passes.compile.own_memory import OwnMemory
 from psg_fx.passes.pipeline import Asked, run_pipeline
 from psg_fx.program.ambient import not_taken_apart
 from psg_fx.program.arguments.call import Call
@@ -30,9 +31,9 @@ from psg_fx.step.first_answer import OfOneSample, of_one_sample
 from psg_fx.step.grad_samples import Ticket, begin, clear, deliver, drop_stale
 from psg_fx.step.module import PerSampleModule
 from psg_fx.step.own_code import blamed
-from psg_fx.step.own_memory import OwnMemory
 from psg_fx.tensors import apart_from, places_of, storage_of
 from psg_fx.torch_private.graphs import partition
+from psg_fx.torch_private.inductor import stance
 from psg_fx.torch_private.ops import as_no_view
 
 _FORWARD = ("output", *LEFT_BEHIND)
@@ -170,7 +171,7 @@ class SplitStep:
             everything = no_samples(self.gm, call.tensors[0].device)
             return [everything[i] for i, _ in self.results]
         with plain_mode():
-            return self._own_memory.of(self.backward(*arguments), arguments, call.batch_size())
+            return self._own_memory.of(self.backward(*arguments), arguments, (call.batch_size(), stance()))
 
 
 class _Joined(torch.autograd.Function):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from psg_fx import BadArgument, NotYetSupported
+from psg_fx import BadArgument, NotYetSupported, SamplesMixed
 from support.programs import (
     Refused,
     Row,
@@ -104,6 +104,17 @@ IN_PARTS = {
     "chunks": Row(head, lambda o, y: (torch.cat([o, 2 * o]).chunk(2)[1] - y).square().mean(), flat),
     "chunks of columns": Row(head, lambda o, y: (torch.cat([o, 2 * o], -1).chunk(2, -1)[1] - y).square().mean(), flat),
     "a split": Row(head, lambda o, y: (torch.cat([o, 2 * o, o.sin()]).split(o.shape[0])[2] - y).square().mean(), flat),
+    "of two inputs": Row(head, lambda o, y: torch.sub(*torch.cat([o, y]).chunk(2)).square().mean(), flat),
+    "of two inputs, every row picked by its number": Row(
+        head,
+        lambda o, y: torch.sub(*torch.cat([o, y])[torch.arange(2 * o.shape[0])[:, None], [0, 2]].chunk(2)).sin().mean(),
+        flat,
+    ),
+    "of two inputs, every row selected": Row(
+        head,
+        lambda o, y: torch.sub(*torch.cat([o, y]).index_select(0, torch.arange(2 * o.shape[0])).chunk(2)).sin().mean(),
+        flat,
+    ),
     "a split by name": Row(
         head, lambda o, y: torch.split(torch.cat([o, 2 * o]), split_size_or_sections=o.shape[0])[0].sum() / 7, flat
     ),
@@ -117,6 +128,13 @@ def test_equal_parts_are_as_many_for_every_batch_size(name: str) -> None:
 
 
 REFUSED: dict[str, Refused] = {
+    "a row further": (
+        head, lambda o, y: torch.cat([o, y])[(torch.arange(2 * len(o)) + 1) % (2 * len(o))].sin().sum(), flat,
+        SamplesMixed, "",
+    ),
+    "every second row": (
+        head, lambda o, y: torch.cat([o, y])[torch.arange(0, 2 * len(o), 2)].sin().sum(), flat, SamplesMixed, "number",
+    ),
     "a tensor of the length squared": (
         head, lambda o, y: total(o, y) / torch.tensor(len(o) ** 2), flat, NotYetSupported, "in no simple way",
     ),

@@ -316,6 +316,15 @@ def mask_in_floats_written_since(model: Any, h: Tensor) -> Tensor:
     return out
 
 
+def written_behind_its_copy(model: Any, h: Tensor) -> Tensor:
+    out, m = h.clone(), h[:, 0] > 0
+    copy = m.float()
+    m |= h[:, 1] > 0
+    if copy.any():
+        out[m] = model.other(h[m])
+    return out
+
+
 def in_a_byte(model: Any, h: Tensor) -> Tensor:
     """Where 256 are picked, it is zero."""
     out, m = h.clone(), h[:, 0] > 0
@@ -360,7 +369,7 @@ def fail() -> None:
 
 REFUSED = [
     prepared, counting, only_one, otherwise, of_another_mask, two_at_least, written_since, number_written_since,
-    mask_in_floats_written_since, in_a_byte, left_in_a_buffer, all_rows_computed, nothing_returned,
+    mask_in_floats_written_since, written_behind_its_copy, in_a_byte, left_in_a_buffer, all_rows_computed, nothing_returned,
     raised_elsewhere, scores_of_nothing,
 ]  # fmt: skip
 

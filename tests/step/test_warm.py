@@ -108,6 +108,19 @@ def test_without_a_loss(held: threading.Event) -> None:
     assert oracle.worst_error(found[1], found[0]) < 1e-5
 
 
+@pytest.mark.parametrize("how", ["warm", "stance"])
+def test_results_are_the_callers_whichever_code_has_run_first(how: str) -> None:
+    """The gradient of w · x is x itself, of which the graph makes a copy and compiled code does not."""
+    options: Any = {"warm": "eager"} if how == "warm" else {"backend": "inductor"}
+    step = psg_fx.transform(nn.Linear(4, 1, bias=False), lambda out: out.sum(), **options)
+    with torch.compiler.set_stance("force_eager" if how == "stance" else "default"):
+        step(X)
+    step.wait()
+    x = X.clone()
+    step(x).grads["weight"].zero_()
+    assert torch.equal(x, X)
+
+
 def test_an_error_of_the_compiler_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     from psg_fx.passes.compile import sizes
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
+from torch.fx import Node
 
 from psg_fx.graph import sample_axis
 from psg_fx.graph.facts import SampleAxis
+from psg_fx.graph.order import is_reshaped, is_same
 
+from ..arguments import bound, op_name
 from ..bounds import bounds
 from ..refused import NUMBERS, NUMBERS_FIX
 from ..table import Placement, sample_rule
 from ..values import Argument, Op, Result, broadcast
 
+_AS_IT_IS = ("aten.expand", "aten.slice")
 _PICK = "pick by x[torch.arange(B), ids], or gather along another dim"
 
 
@@ -51,9 +57,12 @@ def index(op: Op) -> Placement:
 
 def _picked(op: Op, x: Argument, picks: Sequence[Argument | None], rows: int) -> SampleAxis | None:
     """The axis of the broadcast indices; None where the samples lie in a dim of x that is not indexed."""
+    at_samples = picks[x.axis.dim] if x.axis is not None and x.axis.dim < len(picks) else None
+    if x.axis is not None and at_samples is not None and _is_every_row(x.axis, at_samples):
+        rest = [p for p in picks if p is not None and p is not at_samples]
+        return _beside_every_row(op, at_samples, x.axis, rest, rows)
     chosen = [p for p in picks if p is not None]
     found = broadcast(op, chosen, rows)
-    at_samples = picks[x.axis.dim] if x.axis is not None and x.axis.dim < len(picks) else None
     numbers = [p for p in chosen if p.found.index]
     if x.axis is not None and at_samples is not None:
         require_own_rows(op, x, at_samples)
@@ -67,6 +76,33 @@ def _picked(op: Op, x: Argument, picks: Sequence[Argument | None], rows: int) ->
             f"each sample's indices pick from every sample of %{x.node.name}: dim {x.axis.dim} is not indexed",
             _PICK,
         )
+    return found.axes if isinstance(found.axes, SampleAxis) else None
+
+
+def _is_every_row(axis: SampleAxis, picks: Argument) -> bool:
+    """Whether it is `arange`, as long as the dim of the samples and with nothing computed: row p picks row p, in
+    whatever order the samples lie.
+    """
+    node: Any = picks.node
+    while isinstance(node, Node) and (is_same(node) or is_reshaped(node) or op_name(node) in _AS_IT_IS):
+        if op_name(node) == "aten.slice" and node.meta["val"].shape != node.args[0].meta["val"].shape:  # type: ignore[union-attr]
+            break
+        node = node.args[0]
+    if not isinstance(node, Node) or op_name(node) != "aten.arange" or bound(node).get("step", 1) != 1:
+        return False
+    a, size = picks.axis, axis.outer * axis.inner
+    return a is not None and (a.outer, a.inner) == (1, size) and picks.found.index == size
+
+
+def _beside_every_row(
+    op: Op, every: Argument, axis: SampleAxis, rest: Sequence[Argument], rows: int
+) -> SampleAxis | None:  # fmt: skip
+    """The axis of the broadcast indices, of which one picks every row of x."""
+    assert every.axis is not None
+    if any(p.found.index for p in rest):
+        raise op.refuse(NUMBERS, NUMBERS_FIX)
+    there = replace(every, found=Result(SampleAxis(every.axis.dim, axis.outer, axis.inner)))
+    found = broadcast(op, [there, *rest], rows)
     return found.axes if isinstance(found.axes, SampleAxis) else None
 
 
@@ -160,6 +196,8 @@ def index_select(op: Op) -> Placement:
     """y[.., j, ..] = x[.., ids[j], ..]."""
     x, ids = op.need("self"), op.need("index")
     dim = op.dim("dim", x.ndim)
+    if x.axis is not None and x.axis.dim == dim and _is_every_row(x.axis, ids):
+        return Result(x.axis, index=x.found.index)
     if x.axis is not None and ids.found.index and x.axis.dim == dim:
         require_own_rows(op, x, ids)
         assert ids.axis is not None

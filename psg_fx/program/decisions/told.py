@@ -63,14 +63,15 @@ class Known:
 class Told:
     """Of the tensors of a run that have not been written to since.
 
-    numbers: what tensors say.  masks: the mask that a tensor is as a number, and whether it has that one's shape.
+    numbers: what tensors say.  masks: the mask that a tensor is as a number, which version of it, and whether it has
+    that one's shape.
     symbols: numbers of rows.  lists: of the indexes at which a mask picks something.  classes: of one-hot masks, and
     the dim in which they are.
     """
 
     def __init__(self) -> None:
         self.numbers: dict[int, tuple[Tensor, int, Known]] = {}
-        self.masks: dict[int, tuple[Tensor, int, tuple[Tensor, bool]]] = {}
+        self.masks: dict[int, tuple[Tensor, int, tuple[Tensor, int, bool]]] = {}
         self.symbols: dict[Any, Known] = {}
         self.lists: dict[int, tuple[Tensor, int, Known]] = {}
         self.classes: dict[int, tuple[Tensor, int, tuple[Tensor, int, int]]] = {}
@@ -123,17 +124,25 @@ class Told:
     def _note_mask(self, name: str, tensor: Tensor, result: Tensor) -> None:
         """A mask in other numbers, in another shape, or with dims in another order."""
         if name == "one_hot":
-            self.masks[id(result)] = result, result._version, (result, True)
+            self.masks[id(result)] = result, result._version, (result, result._version, True)
         if not tensor.ndim:
             return
-        cast = self._found(self.masks, tensor)
+        cast = self._cast(tensor)
         if cast is None and tensor.dtype is not torch.bool:
             return
         mask, same = cast or (tensor, True)
         if name in _TURNED:
-            self.masks[id(result)] = result, result._version, (result, True)
+            self.masks[id(result)] = result, result._version, (result, result._version, True)
         elif name in _SAME:
-            self.masks[id(result)] = result, result._version, (mask, same and name in _OF_SAME_SHAPE)
+            same = same and name in _OF_SAME_SHAPE
+            self.masks[id(result)] = result, result._version, (mask, mask._version, same)
+
+    def _cast(self, tensor: Tensor) -> tuple[Tensor, bool] | None:
+        """The mask that a tensor is in other numbers, which has not been written to since, and whether it has its
+        shape.
+        """
+        mask, version, same = self._found(self.masks, tensor) or (None, -1, False)
+        return None if mask is None or mask._version != version else (mask, same)
 
     def _told(
         self, name: str, tensor: Tensor, rest: Sequence[Any], kwargs: Mapping[str, Any], result: Any
@@ -157,7 +166,7 @@ class Told:
 
     def _asked(self, name: str, tensor: Tensor, rest: Sequence[Any], kwargs: Mapping[str, Any]) -> Known | None:
         """What is known of `any`, `sum`, .. of a mask, of all of it or of each index of a dim."""
-        cast = self._found(self.masks, tensor)
+        cast = self._cast(tensor)
         mask, same = cast or (tensor, True)
         if cast is None and mask.dtype is not torch.bool and name in _OF_BOOLS:
             return None
