@@ -369,8 +369,8 @@ def fail() -> None:
 
 REFUSED = [
     prepared, counting, only_one, otherwise, of_another_mask, two_at_least, written_since, number_written_since,
-    mask_in_floats_written_since, written_behind_its_copy, in_a_byte, left_in_a_buffer, all_rows_computed, nothing_returned,
-    raised_elsewhere, scores_of_nothing,
+    mask_in_floats_written_since, written_behind_its_copy, in_a_byte, left_in_a_buffer, all_rows_computed,
+    nothing_returned, raised_elsewhere, scores_of_nothing,
 ]  # fmt: skip
 
 

@@ -85,6 +85,7 @@ OTHER_TABLES = {
     "passes/independence/ragged/alone.py:_COMPARED": "the comparisons of places, a question of one walk",
     "passes/independence/ragged/alone.py:_CUTS": "what cuts places along other dims, the same",
     "passes/independence/ragged/alone.py:_SEARCHED": "what finds ids from offsets, the same",
+    "passes/independence/rules/indexing.py:_AS_IT_IS": "what leaves the numbers of rows as they are",
     "passes/independence/ragged/parts.py:_DECIDES": "what masks of pairs are between samples, the same",
     "passes/independence/ragged/parts.py:_IGNORES": "the same, of reductions",
     "passes/independence/ragged/links.py:READS": "the ops that join rows by a pointer, a question of one walk",
