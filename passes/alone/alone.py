@@ -30,7 +30,7 @@ from psg_fx.torch_private.modes import autocast_now
 
 from .calls import AsOfSeveral, Calls
 from .doubts import Doubt, copied, squeezed, trimmed
-from .runs import WithoutDropout, equal, one_of, perturbed, results, same_beginning, undisturbed
+from .runs import NOISE, WithoutDropout, equal, one_of, perturbed, results, same_beginning, undisturbed
 
 Packed = Callable[[bool], contextlib.AbstractContextManager[Any]]
 
@@ -55,6 +55,7 @@ class Alone:
         self.program, self.call, self.packed = program, call, packed
         self.asked = False  # whether the code has been run
         self.casts = autocast_now()
+        self.noise = NOISE
 
     def __call__(self, gm: GraphModule, squeezes: Sequence[Node]) -> str:
         """Refuse a graph that gives something else than the code for one sample; a note where the code does not run so.
@@ -73,7 +74,23 @@ class Alone:
                 f"{first.what} may treat a batch of one sample differently", where=first.where,
                 why=f"it {first.why}; of samples that are rows the code is not run on one alone", fix=first.fix,
             )  # fmt: skip
+        self.noise = NOISE if self.takes_noise(gm) else 0.0
         return "; ".join(filter(None, (ask(gm, doubt) for ask, doubt in asked)))
+
+    def sample(self, index: int) -> list[Tensor]:
+        """A sample alone."""
+        pairs = zip(self.call.tensors, self.call.dims, strict=True)
+        return [one_of(t, d, index, self.noise) for t, d in pairs]
+
+    def takes_noise(self, gm: GraphModule) -> bool:
+        """Whether the code runs on other values than it was given: labels of 0 and 1 may be checked."""
+        inputs = self.sample(0)
+        try:
+            with undisturbed(inputs), self.packed(True):
+                self.run(perturbed(gm, self.program), inputs)
+        except Exception:
+            return False
+        return True
 
     def single(self, gm: GraphModule, doubt: Doubt) -> str:
         """The graph beside the code, on the first and the last sample alone; and on these with ones for masks, labels
@@ -81,7 +98,7 @@ class Alone:
         """
         state = perturbed(gm, self.program)
         for index in sorted({0, max(self.call.batch_size() - 1, 0)}):
-            inputs = [one_of(t, d, index) for t, d in zip(self.call.tensors, self.call.dims, strict=True)]
+            inputs = self.sample(index)
             ones = [t if facts.is_differentiable(t) else torch.ones_like(t) for t in inputs]
             error = self.compare(gm, state, inputs, doubt)
             if error is not None:
@@ -163,7 +180,7 @@ class Alone:
         """Some samples of the batch, each alone; then those that are packed inputs with half of their steps (True)."""
         size, some = self.call.batch_size(), []
         for index in range(0, size, max(-(-size // _LOOKED_AT), 1)):
-            some.append([one_of(t, d, index) for t, d in zip(self.call.tensors, self.call.dims, strict=True)])
+            some.append(self.sample(index))
             yield some[-1], False
         for inputs in some:
             lengths = {id(kept.lengths) for kept in kept_in(self.call.rebuild(inputs))}

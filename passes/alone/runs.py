@@ -46,16 +46,16 @@ def _generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def one_of(tensor: Tensor, dim: int | None, index: int) -> Tensor:
-    """Sample `index` of an input, with a little noise; any values for an empty batch."""
+def one_of(tensor: Tensor, dim: int | None, index: int, noise: float) -> Tensor:
+    """Sample `index` of an input, with so much noise; any values for an empty batch."""
     if dim is None:
         return tensor.detach()
     one = tensor.detach().narrow(dim, index, 1) if tensor.shape[dim] else tensor.new_zeros(
         [1 if d == dim else n for d, n in enumerate(tensor.shape)]
     )  # fmt: skip
-    if not one.is_floating_point():
+    if not (noise and one.is_floating_point()):
         return one
-    return one + NOISE * torch.randn(one.shape, generator=_generator()).to(one)
+    return one + noise * torch.randn(one.shape, generator=_generator()).to(one)
 
 
 @contextlib.contextmanager
@@ -123,4 +123,4 @@ def same_beginning(padded: Tensor, shorter: Tensor) -> bool:
     return equal(padded[tuple(map(slice, shorter.shape))], shorter)
 
 
-__all__ = ["WithoutDropout", "equal", "one_of", "perturbed", "results", "same_beginning", "undisturbed"]
+__all__ = ["NOISE", "WithoutDropout", "equal", "one_of", "perturbed", "results", "same_beginning", "undisturbed"]

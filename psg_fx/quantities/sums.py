@@ -114,7 +114,9 @@ class MeanGrad(Quantity):
     That is `p.grad` of a loss that is a mean over samples.  A loss that divides by something else (`ignore_index`,
     weights of classes, tokens that are not padding) divides by that of each sample here, and by that of the batch in
     `p.grad`: a loss with `reduction="sum"` and `WeightedSum`, with one over the batch's divisor as every weight, is
-    `p.grad` there.  The sum over the samples comes first, and has to be in the range of the parameters' dtype.
+    `p.grad` there.  The sum over the samples comes first, and has to be in the range of the dtype in which it is taken:
+    that of the parameters, or of autocast.  Where B times the mean is not (a loss that a `GradScaler` has scaled up for
+    float16), `WeightedSum` with weights 1/B is.
     """
 
     field: ClassVar[str] = "mean_grad"

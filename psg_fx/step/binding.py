@@ -22,7 +22,7 @@ from psg_fx.program.changes.written import WRITTEN, Written
 from psg_fx.program.guard import Lying
 from psg_fx.program.state import IN_PLACE, holder
 from psg_fx.step.groups import Groups
-from psg_fx.tensors import memory_order, place_of
+from psg_fx.tensors import memory_order, place_of, storage_of
 from psg_fx.torch_private.modes import no_grad
 
 
@@ -116,7 +116,19 @@ class Binding:
             found[i] = extras[name]
         for i, tensor in zip(self._data, call.tensors, strict=True):
             found[i] = in_one_block(tensor)
+        if self._buffers:
+            self._refuse_buffers(call)
         return found
+
+    def _refuse_buffers(self, call: Call) -> None:
+        """The code may write into a buffer before it reads an input; a graph reads what both were."""
+        places = {storage_of(group[key]): self.outputs[i].name for i, group, key in self._buffers}
+        for name, tensor in zip(call.names, call.tensors, strict=True):
+            if (place := storage_of(tensor)) is not None and place in places:
+                raise BadArgument(
+                    f"{name} lies in the memory of a buffer that the code writes into", where=places[place],
+                    why="whether the code reads it before or after is not followed", fix="pass a clone of it",
+                )  # fmt: skip
 
     def of_sample(self, arguments: Sequence[Any], call: Call, sample: int) -> list[Any]:
         """The graph's inputs with those of one sample in place of all."""

@@ -108,6 +108,19 @@ def test_what_a_label_hides_is_seen_at_the_call_on_the_way() -> None:
         step(X, torch.zeros(B, dtype=torch.int64))
 
 
+def test_labels_that_are_checked_hide_no_difference() -> None:
+    """Noise on them is refused by the code, so they are taken as they are."""
+
+    def loss(o: Tensor, y: Tensor) -> Tensor:
+        p = o.squeeze().sigmoid()
+        overlap = (p * y).sum(0) / (p.sum(0) + y.sum(0) + 1)
+        return F.binary_cross_entropy(p.view_as(y), y) + overlap.mean()
+
+    step = psg_fx.transform(Net(*VECTOR).double(), loss, backend="eager")
+    with pytest.raises(NotYetSupported, match="squeeze treats a batch of one sample differently"):
+        step(X, torch.zeros(B, B, dtype=torch.float64))
+
+
 def test_dims_that_are_put_back_are_harmless() -> None:
     def loss(o: Tensor, y: Tensor) -> Tensor:
         o = o.squeeze()

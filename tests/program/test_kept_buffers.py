@@ -117,3 +117,13 @@ def test_two_written_names_of_one_buffer_are_named() -> None:
     with pytest.raises(psg_fx.CaptureFailed, match="two buffers share memory") as refused:
         psg_fx.transform(model, F.cross_entropy, backend="eager")(X, Y)
     assert "register one of them" in str(refused.value)
+
+
+def test_an_input_that_is_a_buffer_which_is_written_is_refused() -> None:
+    """Whether it is read before or after depends on the code."""
+    model = Model(written_before)
+    step = psg_fx.transform(model, F.cross_entropy, quantities=psg_fx.Norms(), backend="eager")
+    x = model.scale.expand(4, 3)
+    with pytest.raises(psg_fx.BadArgument, match=r"input_0 lies in the memory of a buffer[^\0]*model\.scale"):
+        step(x, Y)
+    step(x.clone(), Y)
