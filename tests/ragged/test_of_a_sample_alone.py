@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -330,3 +331,31 @@ def test_ids_of_what_data_point_to() -> None:
     x, pairs, ids = torch.rand(6, 4), torch.tensor([[0, 1, 3, 5], [1, 0, 4, 5]]), torch.tensor([0, 0, 1, 1, 1, 2])
     losses = step((x, pairs, ids, 3), torch.ones(3)).losses
     torch.testing.assert_close(losses, model(x, pairs, ids, 3).sum(1))
+
+
+OF_OFFSETS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
+    "over the length": lambda h, x, o, i: h / (o[1:] - o[:-1])[i].unsqueeze(1),
+    "times the row before": lambda h, x, o, i: h * x[torch.maximum(places(x) - 1, o[:-1][i])],
+    "times the row behind": lambda h, x, o, i: h * x[torch.minimum(places(x) + 1, o[1:][i] - 1)],
+}
+
+
+@pytest.mark.parametrize("name", OF_OFFSETS)
+def test_rows_with_offsets_are_in_order(name: str) -> None:
+    class Summed(Pooled):
+        def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+            ids = torch.searchsorted(offsets[1:].contiguous(), places(x), right=True)
+            h = OF_OFFSETS[name](self.linear(x).sin(), x, offsets, ids)
+            return x.new_zeros(offsets.shape[0] - 1, 4).index_add(0, ids, h)
+
+    model, x = Summed(roots), torch.rand(7, 4, dtype=torch.float64)
+    ends = [0, 1, 5, 7]
+    step = psg_fx.transform(
+        model, loss, batch_dim=((Rows.from_offsets(1), None), 0), quantities=psg_fx.Grads(), backend="eager"
+    )  # fmt: skip
+    out = step((x, torch.tensor(ends)), torch.ones(3, dtype=torch.float64))
+    for b, (begin, end) in enumerate(itertools.pairwise(ends)):
+        value = model(x[begin:end], torch.tensor([0, end - begin])).sum()
+        torch.testing.assert_close(out.losses[b], value)
+        (grad,) = torch.autograd.grad(value, [model.linear.weight])
+        torch.testing.assert_close(out.grads["linear.weight"][b], grad)

@@ -151,7 +151,11 @@ class Parts:
             t, s = facts.shape(inputs[0].meta["val"])[-2:]
             if t != s and {t, s} & self.counts:
                 return None
-            far = t in self.counts and op.raw("diagonal", 0) not in ((0, -1) if name == "tril" else (0, 1))
+            far = (
+                t in self.counts
+                and t not in self.offsets.values()
+                and op.raw("diagonal", 0) not in ((0, -1) if name == "tril" else (0, 1))
+            )
             return Part({}, None, ordered | ({t} if far else set()), None if parts[0].between else parts[0].between)
         counted = [self.counted(n) for n in (op.node, *inputs)]
         own = len(inputs) == 1 and [len(c or ()) for c in counted] == [1, 2] and ignores(name, parts[0])
@@ -183,7 +187,7 @@ class Parts:
             return None
         same = a.plus is not None and a.plus == b.plus
         ordered |= frozenset() if same else self.rows(a)
-        if name == "where":
+        if name in ("where", "maximum", "minimum"):
             return Part(a.starts, a.plus if same else None, ordered)
         if name not in _COMPARED or a.plus is None or b.plus is None:
             return None
@@ -250,8 +254,8 @@ class Parts:
         return alike and counted is not None and len(counted) == 1
 
     def rows(self, part: Part) -> frozenset[sympy.Symbol]:
-        """The axes of rows whose first place is in a value."""
-        return frozenset(part.starts) - {self.batch}
+        """The axes of rows whose first place is in a value, and that are not known to be in order."""
+        return frozenset(part.starts) - {self.batch, *self.offsets.values()}
 
     def show(
         self, node: Node, n: Node, to: sympy.Symbol | None, known: Mapping[Node, Result]
