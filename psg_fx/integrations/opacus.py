@@ -5,6 +5,7 @@ p.grad = (Σ_b min(1, C / ‖g_b‖) g_b  +  σ C N(0, 1)) / (q N)        (Abadi
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from numbers import Real
@@ -22,6 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from psg_fx.api import transform
 from psg_fx.distributed.gradients import set_grad
 from psg_fx.errors import BadArgument, NotYetSupported, first_line
+from psg_fx.generators import generators_kept
 from psg_fx.quantities.clipped_sum import ClippedSum
 from psg_fx.step.compiled import StepOutput
 from psg_fx.step.microbatch import microbatch
@@ -72,6 +74,7 @@ class PrivateTraining:
         _check_bound(max_grad_norm)
         self.model = model
         self.loader = loader if isinstance(loader, DPDataLoader) else DPDataLoader.from_data_loader(loader)
+        _show_a_batch(self.loader)
         self.accountant = _accountant(accountant)
         rate = self.loader.sample_rate
         self.optimizer = DPOptimizerFastGradientClipping(
@@ -137,6 +140,14 @@ def _accountant(accountant: Any) -> Any:
             f"accountant={accountant!r} is unknown", where="PrivateTraining(accountant=...)",
             why=f"Opacus says: {first_line(error)}", fix='"prv", "rdp", "gdp", or an accountant of Opacus',
         ) from error  # fmt: skip
+
+
+def _show_a_batch(loader: DataLoader[Any]) -> None:
+    """Empty batches have the form of the first one that Opacus collates, which may be empty itself."""
+    collate = loader.collate_fn
+    if getattr(collate, "first_batch", collate) is None:
+        with contextlib.suppress(LookupError), generators_kept():  # a data set by keys has none of this number
+            collate([loader.dataset[0]])
 
 
 def _check_loader(loader: Any) -> None:

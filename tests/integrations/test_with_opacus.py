@@ -215,3 +215,26 @@ def test_parameters_of_half_precision_are_refused() -> None:
     model = nn.Linear(4, 3).bfloat16()
     with pytest.raises(BadArgument, match="weight is bfloat16"):
         private(model)
+
+
+def test_a_first_batch_without_samples_has_the_form_of_the_others() -> None:
+    """Opacus knows the form of dicts and nested tuples from a batch that it has seen."""
+    from psg_fx.integrations.opacus import PrivateTraining
+
+    class Labelled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(self.layer(x), y)
+
+    rows: Any = [{"x": torch.randn(4), "y": k % 3} for k in range(5)]
+    model = Labelled()
+    made = PrivateTraining(
+        model, lambda loss: loss, optimizer(model), DataLoader(rows, 1), noise_multiplier=1.0, max_grad_norm=1.0,
+        backend="eager",
+    )  # fmt: skip
+    empty = made.loader.collate_fn([])
+    assert {name: len(value) for name, value in empty.items()} == {"x": 0, "y": 0}
+    made.step(empty)
