@@ -30,7 +30,7 @@ from psg_fx.ops.experts import grouped_mm
 from psg_fx.program.code import users_line
 from psg_fx.torch_private.patching import code_replaced_here, patched_here
 
-from . import draws
+from . import draws, under_vmap
 from .bags import bags_of_rows
 from .contractions import orders_of_contractions
 from .flexible import attention_as_formula
@@ -92,13 +92,13 @@ def equal(input: Tensor, other: Tensor) -> bool:
 @at_capture(F.cross_entropy)
 def cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Of labels of any whole numbers that torch takes."""
-    return F.cross_entropy(input, _labels(target), *args, **kwargs)
+    return under_vmap.cross_entropy(input, _labels(target), *args, **kwargs)
 
 
 @at_capture(F.nll_loss)
 def nll_loss(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """The same."""
-    return F.nll_loss(input, _labels(target), *args, **kwargs)
+    return under_vmap.nll_loss(input, _labels(target), *args, **kwargs)
 
 
 def _labels(target: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Functions under `vmap` whose rules in torch do not become a graph of samples: normalisations, by their formulas,
-since their samples are laid among the channels, or counted; and products with a matrix that all share on the left,
-A x = (xᵀ Aᵀ)ᵀ, since the matrix is turned where nothing knows it.
+since their samples are laid among the channels, or counted; what is picked by labels, since slices are counted; and
+products with a matrix that all share on the left, A x = (xᵀ Aᵀ)ᵀ, since the matrix is turned where nothing knows it.
 """
 
 from __future__ import annotations
@@ -53,6 +53,52 @@ def _normalised(x: Tensor, mean: Tensor, var: Tensor, eps: float, weight: Tensor
     value = (x - mean) * (var + eps).rsqrt()
     value = value if weight is None else value * weight
     return value if bias is None else value + bias
+
+
+@at_capture(torch.gather, Tensor.gather)
+def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:
+    """y[.., k] = Σ_c x[.., c] [c = i[.., k]] along dim: torch's rule counts the slices."""
+    if not (is_transformed(input) or is_transformed(index)) or not input.dim():
+        return torch.gather(input, dim, index, sparse_grad=sparse_grad)
+    x, at = input.movedim(dim, -1), index.movedim(dim, -1)
+    x = x[tuple(map(slice, at.shape[:-1]))]
+    hit = at.unsqueeze(-1) == torch.arange(x.shape[-1], device=x.device)
+    return torch.where(hit, x.unsqueeze(-2), 0).sum(-1, dtype=x.dtype).movedim(-1, dim)
+
+
+def cross_entropy(
+    input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None, ignore_index: int = -100,
+    reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """-w[y] log softmax(x)[y] of slices, `[C, ..]` or `[N, C, ..]`."""
+    of_numbers = not (target.is_floating_point() or label_smoothing or size_average or reduce)
+    if not (of_numbers and (is_transformed(input) or is_transformed(target))):
+        return F.cross_entropy(
+            input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
+        )  # fmt: skip
+    return _picked(F.log_softmax(input, min(input.dim() - 1, 1)), target, weight, ignore_index, reduction)
+
+
+def nll_loss(
+    input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None, ignore_index: int = -100,
+    reduce: Any = None, reduction: str = "mean",
+) -> Tensor:  # fmt: skip
+    """-w[y] x[y] of slices."""
+    if size_average or reduce or not (is_transformed(input) or is_transformed(target)):
+        return F.nll_loss(input, target, weight, size_average, ignore_index, reduce, reduction)
+    return _picked(input, target, weight, ignore_index, reduction)
+
+
+def _picked(x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str) -> Tensor:
+    """-w[y] x[y], their sum, or that divided by Σ w[y]."""
+    dim = min(x.dim() - 1, 1)
+    kept = target != ignore_index
+    at = torch.where(kept, target, 0)
+    scale = kept.to(x.dtype)
+    if weight is not None:
+        scale = scale * gather(weight, 0, at.flatten()).reshape(at.shape)
+    each = torch.where(kept, -gather(x, dim, at.unsqueeze(dim)).squeeze(dim) * scale, 0.0)
+    return each if reduction == "none" else each.sum() if reduction == "sum" else each.sum() / scale.sum()
 
 
 def _turned(product: Callable[..., Any]) -> Callable[..., Any]:
