@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from psg_fx.torch_private import ranges, remarks, scattered, tiled
+from psg_fx.torch_private import checked, ranges, remarks, scattered, tiled
 
 
 @contextlib.contextmanager
@@ -27,6 +27,7 @@ def inductor_mended() -> Iterator[None]:
         tiled.tiles_apart(),
         ranges.unknown_ranges(),
         remarks.without_remarks(),
+        checked.checks_behind_regions(),
     ):
         yield
 
