@@ -250,13 +250,14 @@ def returned(gm: GraphModule) -> list[tuple[OutputSpec, Node | None]]:
     return list(zip(graph_facts(gm).outputs, outputs(gm), strict=True))
 
 
-def computed(gm: GraphModule, index: int, arguments: Sequence[Any]) -> Any:
-    """One output of the graph for these inputs; only what leads to it is run."""
+def computed(gm: GraphModule, indices: Sequence[int], arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """Some outputs of the graph for these inputs; only what leads to them is run."""
     part = GraphModule(gm, copy.deepcopy(gm.graph))
-    part.graph.output_node().args = (outputs(part)[index],)
+    found = outputs(part)
+    part.graph.output_node().args = (tuple(found[index] for index in indices),)
     part.graph.eliminate_dead_code()
     part.recompile()
-    return part(*arguments)
+    return tuple(part(*arguments))
 
 
 def expr(size: int | torch.SymInt) -> sympy.Expr:

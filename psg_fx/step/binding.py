@@ -181,7 +181,7 @@ class Binding:
 
     def check_apart(self, gm: GraphModule, arguments: Sequence[Any]) -> None:
         """The same, found without the rest of the graph."""
-        self.check(lambda index: facts.computed(gm, index, arguments))
+        self.check(lambda index: facts.computed(gm, [index], arguments)[0])
 
     def follow(self, lying: Lying) -> None:
         """Read constants where they lie, so that another tensor that comes to lie there is the one read; write into the

@@ -117,8 +117,8 @@ class CompiledStep:
             raise
         if (expected := self.expected) is not None:  # another thread may answer first
             self.binding.check(results.__getitem__)
-            losses = [self.binding.fields(results)["losses"]]
-            if expected.settled(losses, call, self.gm, self.binding, arguments):
+            fields = self.binding.fields(results)
+            if expected.settled([fields["losses"]], call, self.gm, self.binding, arguments, fields):
                 self.expected = None
         if not buffers:
             self.binding.check(results.__getitem__)

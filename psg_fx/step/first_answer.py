@@ -1,8 +1,8 @@
 """The first answer of a step beside the definition: what the user's own code gives for one sample alone.
 
-What a graph shows is proved for all batches.  What it does not show is found here if it changes the loss, or what a
-step without a loss returns: a question that only a batch of one answers otherwise (`x.squeeze().dim() == 1`), a type
-that is asked for, state or a draw that nothing was seen to read.
+What a graph shows is proved for all batches.  What it does not show is found here if it changes the loss, its gradient
+where the answer shows that of each sample, or what a step without a loss returns: a question that only a batch of one
+answers otherwise (`x.squeeze().dim() == 1`), a type that is asked for, state or a draw that nothing was seen to read.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import builtins
 import contextlib
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,9 @@ from psg_fx.graph.same_op import draws
 from psg_fx.program.arguments.call import Call
 from psg_fx.program.arguments.packed import packed
 from psg_fx.program.made_objects import opened
+from psg_fx.quantities.base import Quantity
 from psg_fx.step.binding import Binding
+from psg_fx.step.first_gradient import GradientAlone, by_autograd, shown_by
 from psg_fx.step.own_code import copied, tried
 from psg_fx.torch_private.inductor import uncompiled
 from psg_fx.torch_private.onednn import may_round
@@ -42,30 +44,38 @@ coarsest dtype in the graph: rounding, with what cancels.
 class OfOneSample:
     """What the code itself gives for the last sample of a call, which the step's answer to that call must have.
 
-    alone: the loss, `[1]`, or the outputs.  apart: as above.
+    alone: the loss, `[1]`, or the outputs.  apart: as above.  gradient: of the loss, if the answer shows it.
     """
 
-    def __init__(self, alone: Sequence[torch.Tensor], call: Call, apart: float, is_loss: bool) -> None:
-        self._alone, self._apart, self._is_loss = alone, apart, is_loss
+    def __init__(
+        self, alone: Sequence[torch.Tensor], call: Call, apart: float, is_loss: bool,
+        gradient: GradientAlone | None = None,
+    ) -> None:  # fmt: skip
+        self._alone, self._apart, self._is_loss, self._gradient = alone, apart, is_loss, gradient
         self._call, self._last = weakref.ref(call), call.batch_size() - 1
         self._refusal: NotYetSupported | None = None
 
     def settled(
-        self, found: Sequence[torch.Tensor], call: Call, gm: GraphModule, binding: Binding, arguments: Sequence[Any]
-    ) -> bool:
+        self, found: Sequence[torch.Tensor], call: Call, gm: GraphModule, binding: Binding, arguments: Sequence[Any],
+        fields: Mapping[str, Any] | None = None,
+    ) -> bool:  # fmt: skip
         """Whether answers need not be looked at again.
 
         found: the one to this call, which may be a part of the first one, or a later one, where that one failed.
-        arguments: of the graph, for this call.
+        arguments: of the graph, for this call.  fields: all of the answer.
 
         Raises:
             NotYetSupported: it differs; at every call from then on.
         """
         real = all(type(value) is torch.Tensor for value in found)  # and no fake one, under a mode of the caller
         if self._refusal is None and real and call is self._call() and len(found) == len(self._alone):
+            of_sample = binding.of_sample(arguments, call, self._last)
             refusal = self._compared(found, self._last + 1)
-            if refusal is not None and not self._rounds(gm, binding, binding.of_sample(arguments, call, self._last)):
+            if refusal is not None and not self._rounds(gm, binding, of_sample):
                 self._refusal = refusal
+            elif self._gradient is not None and fields is not None:
+                apart = self._gradient.differs(fields, self._last + 1, gm, binding, arguments, of_sample)
+                self._refusal = None if apart is None else self._of_gradient(*apart, self._gradient.norm)
         if self._refusal is not None:
             raise self._refusal.with_traceback(None)
         return True
@@ -77,7 +87,7 @@ class OfOneSample:
         kind = "loss" if self._is_loss else "output"
         places = [i for i, spec in enumerate(binding.outputs) if spec.kind == kind]
         try:
-            return self._compared([facts.computed(gm, i, arguments) for i in places], 1) is None
+            return self._compared(facts.computed(gm, places, arguments), 1) is None
         except Exception:  # a graph for one size of batch alone
             return False
 
@@ -96,11 +106,19 @@ class OfOneSample:
         return None
 
     def _refused(self, found: float, alone: float) -> NotYetSupported:
-        last, one = self._last, f"model(x[{self._last}:])"
         what = "the loss of" if self._is_loss else "a number of the output for"
+        return self._unlike(f"{what} sample {self._last} is {alone:.6g} alone, and {found:.6g} in this batch")
+
+    def _of_gradient(self, worst: str, found: float, distance: float, alone: float) -> NotYetSupported:
+        what = f"the gradient of sample {self._last} has norm {alone:.6g} alone, and {found:.6g} in this batch"
+        return self._unlike(f"{what}, {distance:.6g} apart" if worst else what, worst)
+
+    def _unlike(self, what: str, parameter: str = "") -> NotYetSupported:
+        """parameter: where most of it is."""
+        one = f"model(x[{self._last}:])"
+        code = f"loss_fn({one}, y[{self._last}:])" if self._is_loss else one
         return NotYetSupported(
-            f"{what} sample {last} is {alone:.6g} alone, and {found:.6g} in this batch",
-            where=f"loss_fn({one}, y[{last}:])" if self._is_loss else one,
+            what, where=f"{parameter} in {code}" if parameter else code,
             why="the code does something else for one sample than for several, or at each run, that no op of the graph "
             "shows: it asks for a number of dims or a type, or reads what nothing was seen to read",
             fix="step.explain() has the ops that it became; where only rounding sets the two apart, "
@@ -108,21 +126,27 @@ class OfOneSample:
         )  # fmt: skip
 
 
-def of_one_sample(model: nn.Module, loss_fn: Any, call: Call, gm: GraphModule, binding: Binding) -> OfOneSample | None:
-    """For the call's last sample; None where there is nothing to compare."""
+def of_one_sample(
+    model: nn.Module, loss_fn: Any, call: Call, gm: GraphModule, binding: Binding, tracked: Sequence[str] = (),
+    quantities: Iterable[Quantity] = (),
+) -> OfOneSample | None:  # fmt: skip
+    """For the call's last sample; None where there is nothing to compare.  tracked: names of the parameters whose
+    gradients the quantities are of, each of one sample; none, where that is not so.
+    """
     nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
     together = torch.distributed.is_available() and torch.distributed.is_initialized()
     if not call.batch_size() or call.axes or together or any(map(draws, nodes)):
         return None
-    alone = _alone(model, loss_fn, call, binding.buffers())
-    if loss_fn is not None:
-        alone = [value.reshape(1) for value in alone if value.numel() == 1]  # else it is no loss
+    shown = shown_by(quantities) if tracked else None
+    named = dict(model.named_parameters()) if shown is not None else {}
+    alone, gradient = _alone(model, loss_fn, call, binding.buffers(), {name: named[name] for name in tracked if named})
     if not alone:
         return None
     values = [value for node in gm.graph.nodes if isinstance(value := node.meta.get("val"), torch.Tensor)]
     dtypes = {value.dtype for value in values if value.is_floating_point() or value.is_complex()}
     apart = _APART_IN_HALF if may_round() else max(_APART.get(dtype, _APART_IN_HALF) for dtype in dtypes)
-    return OfOneSample([value.detach() for value in alone], call, apart, loss_fn is not None)
+    held = None if shown is None or gradient is None else GradientAlone(shown, gradient, apart, dtypes)
+    return OfOneSample(alone, call, apart, loss_fn is not None, held)
 
 
 def _sample_dim(value: torch.Tensor, alone: torch.Tensor, size: int) -> int | None:
@@ -140,12 +164,18 @@ def _norm(value: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(finite, dtype=torch.float64))
 
 
-def _alone(model: nn.Module, loss_fn: Any, call: Call, written: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """By the code as it is, which writes these buffers; nothing of what it does stays, and it prints nothing."""
-    last = call.batch_size() - 1
+def _alone(
+    model: nn.Module, loss_fn: Any, call: Call, written: Sequence[torch.Tensor], parameters: Mapping[str, torch.Tensor]
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor] | None]:
+    """By the code as it is, which writes these buffers; nothing of what it does stays, and it prints nothing.
+
+    Returns the loss or the outputs, and the gradient for these parameters, None where there is none to compare.
+    """
+    last, gradient = call.batch_size() - 1, None
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(tried(model, loss_fn, written))
+            stack.enter_context(torch.enable_grad())
             tensors = [copied(t, d, last) for t, d in zip(call.tensors, call.dims, strict=True)]
             stack.enter_context(uncompiled())  # parts that the user compiles take long
             stack.enter_context(quiet())
@@ -154,5 +184,10 @@ def _alone(model: nn.Module, loss_fn: Any, call: Call, written: Sequence[torch.T
             found = model(*args, **kwargs)
             found = opened(found) if loss_fn is None else loss_fn(found, *targets, **target_kwargs)
         except Exception:  # code that does not run on one sample, or memory for it: nothing is said of it
-            return []
-    return [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+            return [], None
+        leaves = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+        if loss_fn is not None:
+            leaves = [leaf.reshape(1) for leaf in leaves if leaf.numel() == 1]  # else it is no loss
+        if len(leaves) == 1 and parameters:
+            gradient = by_autograd(leaves[0], parameters)
+    return [leaf.detach() for leaf in leaves], gradient

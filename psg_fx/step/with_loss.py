@@ -286,7 +286,8 @@ class LossModule(PerSampleModule):
         run = self._compiled(gm, device.name, history)
         step = CompiledStep(gm, history, self.model, self.loss_fn, run, self._memory)
         if own_ops and self.settings.compares_first:
-            step.expected = of_one_sample(self.model, self.loss_fn, call, gm, step.binding)
+            names = () if grouping is not None else tracked.names
+            step.expected = of_one_sample(self.model, self.loss_fn, call, gm, step.binding, names, quantities)
         return step, program
 
     def _slices(self) -> Slices | None:
