@@ -16,7 +16,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
 
-from psg_fx.errors import NotYetSupported, PsgError
+from psg_fx.errors import NotYetSupported, PsgError, first_line
 from psg_fx.graph import facts
 from psg_fx.graph.history import copy_graph
 from psg_fx.ops.of_users.custom_call import custom_call
@@ -154,6 +154,18 @@ def _one_number(node: Node) -> NotYetSupported:
     )  # fmt: skip
 
 
+def _no_sizes(node: Node, error: Exception) -> NotYetSupported:
+    """Torch fails with the symbol, in whatever way."""
+    counts = node.target is aten._assert_scalar.default
+    return NotYetSupported(
+        f"{node.target} cannot be worked out for a batch of any size", where=locate(node),
+        why="how many places a mask picks is held against a size that follows the batch size" if counts
+        else f"{type(error).__name__}: {first_line(error)}",
+        fix="keep every place, and mask what is computed of them by torch.where" if counts
+        else "write it with ops that take any size",
+    )  # fmt: skip
+
+
 def _unlike(node: Node, sizes: Sequence[int]) -> NotYetSupported:
     listed = ", ".join(str(s) for s in sizes)
     return NotYetSupported(
@@ -185,15 +197,17 @@ def _write(gm: GraphModule, shares: Sequence[list[Any]], dims: Sequence[int | No
 class _Described(Interpreter):
     """Runs a graph on fake tensors and keeps each value in the meta of its node.
 
-    fixed: the node, if any, that turned the symbol in the shape of `carrier` into a number.
+    fixed: the node, if any, that turned the symbol in the shape of `carrier` into a number.  at: the one that runs.
     """
 
     def __init__(self, gm: GraphModule, carrier: torch.Tensor) -> None:
         super().__init__(gm)
         self.carrier = carrier
         self.fixed: Node | None = None
+        self.at: Node = next(iter(gm.graph.nodes))
 
     def run_node(self, n: Node) -> Any:
+        self.at = n
         result = super().run_node(n)
         if made := sizes_made(self.carrier, result):
             n.meta["unbacked_bindings"] = made
@@ -213,6 +227,8 @@ def _describe(gm: GraphModule, tensors: Sequence[torch.Tensor], dims: Sequence[i
             described.run(*fakes)
         except PsgError as error:  # torch.fx writes the graph's own traceback into its text
             raise error.alone() from None
+        except Exception as error:
+            raise _no_sizes(described.at, error) from error
     if described.fixed is not None:
         raise _one_number(described.fixed)
     gm.recompile()

@@ -86,3 +86,13 @@ def test_a_statistic_of_what_is_picked_is_refused() -> None:
     step = psg_fx.transform(model, square, quantities=psg_fx.Grads(), backend="eager")
     with pytest.raises(psg_fx.SamplesMixed, match="reduced over them"):
         step(*torch.randn(2, 3, 6, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("pick", [lambda x: x[x.abs() < 9], lambda x: x.masked_select(x < 9)], ids=["index", "select"])
+def test_picked_places_in_the_shape_of_an_input_are_refused(pick: Callable[[Tensor], Tensor]) -> None:
+    """Torch's own symbols fail where a sample has a power of two of them."""
+    model = Model(lambda m, x: pick(x).view_as(x) * m.each.weight[0])
+    step = psg_fx.transform(model, square, quantities=psg_fx.Grads(), backend="eager")
+    match = r"of any size\n  where  %_assert_scalar.*;  test_masks_.*\n  why    how many places a mask picks"
+    with pytest.raises(psg_fx.NotYetSupported, match=match):
+        step(*torch.randn(2, 4, 8, dtype=torch.float64))
