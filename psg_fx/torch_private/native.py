@@ -73,6 +73,11 @@ def threads() -> ctypes.c_int:
     return ctypes.c_int(torch.get_num_threads())
 
 
+def source(name: str) -> str:
+    """The code of a library, with all that it includes."""
+    return _text(f"{name}.cpp", set())
+
+
 def _text(file: str, seen: set[str]) -> str:
     """The file with those that it includes, each where it is first wanted."""
     if file in seen:
@@ -83,11 +88,10 @@ def _text(file: str, seen: set[str]) -> str:
 
 
 def _compiled(name: str) -> CDLL | None:
-    source = _text(f"{name}.cpp", set())
     ask_ahead().join()  # which vector instructions there are
     try:
         with _TURNS:
-            found: CDLL = CppCodeCache.load(source)
+            found: CDLL = CppCodeCache.load(source(name))
     except Exception as error:  # no compiler, or one that does not know vectors: torch's ops do the same
         _log.warning("%s.cpp cannot be compiled, and torch's ops take its place: %s", name, first_line(error))
         return None

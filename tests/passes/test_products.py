@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,7 @@ def trial(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[
     BLAS and of the other in turns, and how much of its time the process was given.
     """
 
-    def times_as_fast(seconds: Sequence[float] = (), given: float = 1.0, threads: int = 1) -> float:
+    def times_as_fast(seconds: Sequence[float] = (), given: float = 1.0, threads: int = 1, code: str = "") -> float:
         trials.times_as_fast.cache_clear()
         left = list(seconds)
         with monkeypatch.context() as patch:
@@ -167,17 +168,21 @@ def trial(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[
             patch.setattr(trials.time, "perf_counter", lambda: next(clock))
             worked = itertools.count(0, given * threads)
             patch.setattr(trials.time, "process_time", lambda: next(worked))
-            return trials.times_as_fast("way", torch.mm, 4, len(seconds) // 2 - 1, threads)
+            return trials.times_as_fast("way", torch.mm, 4, len(seconds) // 2 - 1, threads, code)
 
     yield times_as_fast
     trials.times_as_fast.cache_clear()
 
 
 def test_a_trial_is_kept(trial: Callable[..., float]) -> None:
-    """The median of pairs, without the first; who is asked later, with as many threads, is told the same."""
+    """The median of pairs, without the first; who is asked later, with as many threads and the same code, is told the
+    same.
+    """
     assert trial([9, 1, 3, 2, 8, 2, 4, 2]) == 2.0
     assert trial() == 2.0
     assert trial([1, 1, 3, 1], threads=2) == 3.0
+    assert trial([1, 1, 4, 1], code="void another();") == 4.0
+    assert trial() == 2.0
 
 
 def test_a_trial_that_was_disturbed_is_not_kept(trial: Callable[..., float]) -> None:
@@ -204,6 +209,29 @@ def test_a_trial_leaves_nothing() -> None:
     assert min(found, given) > 0
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_threads_that_begin_during_a_trial_have_the_number_that_is_set(two_threads: None) -> None:
+    """One with one thread tells nobody else so."""
+    seen: list[tuple[int, int]] = []
+
+    def multiply(a: Tensor, b: Tensor) -> Tensor:
+        with ThreadPoolExecutor(1) as users:
+            seen.append((torch.get_num_threads(), users.submit(torch.get_num_threads).result()))
+        return torch.mm(a, b)
+
+    trials._tried(multiply, 4, 2, 1)
+    trials._tried(multiply, 4, 2, 2)
+    assert seen == [(1, 2)] * 3 + [(2, 2)] * 3
+    assert torch.get_num_threads() == 2
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.mark.slow

@@ -14,8 +14,8 @@ from psg_fx.torch_private import onednn
 def is_worth_it() -> bool:
     """Whether oneDNN multiplies clearly faster than the BLAS.
 
-    With one thread: it tells how wide vectors are as well as several do, which wait for each other where compilers run
-    beside them.
+    With one thread, whatever number is set: it tells how wide vectors are as well as several do, which wait for each
+    other where compilers run beside them, and not in both libraries alike.
     """
     return onednn.has_onednn() and is_faster("by_onednn", onednn.product, rows=128, rounds=12, threads=1)
 

@@ -19,7 +19,7 @@ from psg_fx.ops.products.matrix_product import by_torch, define_product
 from psg_fx.ops.products.trials import is_faster
 from psg_fx.torch_private.compiler import allocated
 from psg_fx.torch_private.matrix_unit import has_matrix_unit
-from psg_fx.torch_private.native import finished, library, passed, threads
+from psg_fx.torch_private.native import finished, library, passed, source, threads
 
 LIBRARY = "in_parts"
 
@@ -44,7 +44,8 @@ def is_worth_it() -> bool:
     """
     if not has_matrix_unit() or finished(LIBRARY) is None:
         return False
-    return is_faster(LIBRARY, _without_bias, rows=512, rounds=40, threads=torch.get_num_threads())
+    code, set_now = source(LIBRARY), torch.get_num_threads()
+    return is_faster(LIBRARY, _without_bias, rows=512, rounds=40, threads=set_now, code=code)
 
 
 def _without_bias(a: Tensor, b: Tensor) -> Tensor:
