@@ -102,7 +102,8 @@ class GradientAlone:
         distance = _distance(self._alone, last)
         if not math.isfinite(distance) or distance <= self._apart * self.norm:
             return False
-        least = self._tiny + max(math.sqrt(torch.finfo(row.dtype).tiny) for row in rows.values())
+        squares = max((torch.finfo(row.dtype).tiny for row in rows.values()), default=0.0)
+        least = self._tiny + math.sqrt(squares)
         return distance > max(self._apart * _norm(rows.values()) / math.sqrt(size), least)
 
     def _rounds(
