@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from psg_fx.tensors import apart_from, short_name, written_out
 from psg_fx.torch_private.packages import Runner, load_compiled, text_in
 
 _CALL = "loaded(params, inputs, targets)"
+_OF_INDEX = re.compile(r"\bout of (bounds|range)\b")
 
 
 def load(path: str | os.PathLike[str]) -> LoadedStep:
@@ -81,8 +83,8 @@ class LoadedStep:
         Returns the step's output.  Where the model writes buffers, `buffers` has their new values by name.
 
         Raises:
-            BadArgument: a parameter is missing, something has another shape, dtype, device or structure, or a buffer by
-                which code decided at the export has other values.
+            BadArgument: a parameter is missing, something has another shape, dtype, device or structure, an index is out
+                of range, or a buffer by which code decided at the export has other values.
             SamplesMixed: rows of several samples meet.
         """
         if not isinstance(params, Mapping):
@@ -226,9 +228,11 @@ class LoadedStep:
             with torch.no_grad():
                 found: Sequence[torch.Tensor] = self._runner(*flat)
         except RuntimeError as error:
-            if self.spec.rows is None:
+            if self.spec.rows is not None:
+                raise _failed_on_rows(error) from error
+            if not _OF_INDEX.search(first_line(error)):
                 raise
-            raise _failed_on_rows(error) from error
+            raise _index_out_of_range(error, call) from error
         return apart_from(flat, found)
 
     def _fields(self, results: Sequence[torch.Tensor]) -> dict[str, Any]:
@@ -266,4 +270,17 @@ def _failed_on_rows(error: Exception) -> BadArgument:
     return BadArgument(
         "the compiled code failed on this batch", where=_CALL, why=f"it says: {first_line(error)}",
         fix="let ids be numbers of samples, and pointers numbers of rows; the step itself says which row is none",
+    )  # fmt: skip
+
+
+def _index_out_of_range(error: Exception, call: Call) -> BadArgument:
+    """By the values of the tensors of whole numbers: the compiled code knows none of their names."""
+    whole = [
+        f"{name} from {int(t.min())} to {int(t.max())}" for name, t in zip(call.names, call.tensors, strict=True)
+        if t.numel() and not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool)
+    ]  # fmt: skip
+    return BadArgument(
+        "an index is out of range", where=f"{_CALL}: {', '.join(whole) or 'an index that the code computes'}",
+        why=re.sub(r"\btmp\d+\b", "index", f"the compiled code says: {first_line(error)}"),
+        fix="pass indices below the size of what they index; the step itself says which line reads them",
     )  # fmt: skip
