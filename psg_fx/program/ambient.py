@@ -31,7 +31,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def not_taken_apart(function: F) -> F:
     """Run as it is where it is called inside of a function that `torch.compile` compiles."""
-    outside = torch.compiler.disable(function)
+    outside = torch.compiler.disable(function, reason="a step is compiled by itself")
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:

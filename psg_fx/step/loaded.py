@@ -83,8 +83,8 @@ class LoadedStep:
         Returns the step's output.  Where the model writes buffers, `buffers` has their new values by name.
 
         Raises:
-            BadArgument: a parameter is missing, something has another shape, dtype, device or structure, an index is out
-                of range, or a buffer by which code decided at the export has other values.
+            BadArgument: a parameter is missing, something has another shape, dtype, device or structure, an index is
+                out of range, or a buffer by which code decided at the export has other values.
             SamplesMixed: rows of several samples meet.
         """
         if not isinstance(params, Mapping):

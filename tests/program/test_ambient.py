@@ -123,6 +123,12 @@ def test_a_first_call_inside_a_compiled_function(backend: str) -> None:
     check(step(X, Y), module)
 
 
+def test_a_whole_graph_has_no_place_for_a_step() -> None:
+    step = psg_fx.transform(model(), F.cross_entropy, quantities=[Grads()], backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="a step is compiled by itself"):
+        torch.compile(lambda x, y: step(x, y), backend="eager", fullgraph=True)(X, Y)
+
+
 def test_inside_a_level_of_torch_func() -> None:
     module = model()
     step = psg_fx.transform(module, F.cross_entropy, quantities=[Grads(), ClippedSum(0.5)], backend="eager")
