@@ -18,6 +18,7 @@ import torch
 
 import psg_fx.passes.independence  # noqa: F401  (fills the table)
 from psg_fx.errors import SamplesMixed
+from psg_fx.graph import facts
 from psg_fx.op_table import POINTWISE, changed, rows
 from psg_fx.passes.independence.batch import batch
 from psg_fx.passes.independence.table import find
@@ -202,7 +203,10 @@ def test_numbers_of_the_samples_stay_known_when_they_are_indexed() -> None:
 
 
 def test_a_squeeze_of_the_sample_dim_takes_no_other_dim() -> None:
-    batch(captured(lambda x: x[:, None].squeeze(0) * 2, None, (torch.randn(4, 6),)))
+    gm, x = batch(captured(lambda x: x[:, None].squeeze(0) * 2, None, (torch.randn(4, 6),))), torch.randn(3, 6)
+    (out,) = gm.graph.output_node().args[0]
+    assert facts.fact(out).samples == facts.SampleAxis(0)
+    torch.testing.assert_close(gm(x)[0], x[:, None] * 2)
 
 
 def test_untried_rules_are_rules() -> None:

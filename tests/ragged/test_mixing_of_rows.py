@@ -148,7 +148,7 @@ def test_what_mixes_nodes_is_refused(name: str) -> None:
 
 
 def test_batch_norm_with_running_statistics_is_not() -> None:
-    call(step(Mixes(MIXING["batch-norm"]).double().eval()), batch())
+    check(Mixes(MIXING["batch-norm"]).double().eval(), losses, [batch()], quantities=[psg_fx.Grads(), psg_fx.Norms()])
 
 
 REFUSED_LOSSES: dict[str, Callable[..., Tensor]] = {

@@ -46,5 +46,7 @@ an index is out of range
 
 def test_an_index_out_of_range(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "step.pt2")]
-    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "2"}, check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=os.environ | {"OMP_NUM_THREADS": "2"}, check=True, capture_output=True, text=True
+    )
     assert done.stdout.strip() == SAID.strip()
