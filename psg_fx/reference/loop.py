@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from psg_fx.errors import BadArgument
 from psg_fx.reference.batch import Batch, as_tree, cast, has_rows, is_packed, is_rows, spread
+from psg_fx.reference.cotangents import BATCH_NORMS, in_order
 from psg_fx.reference.definitions import ByName
 from psg_fx.reference.state import State, modules_of
 
@@ -54,19 +55,15 @@ class WithLoss(nn.Module):
 
 class AsDefined(TorchFunctionMode):
     """Where an op refuses tensors of several floating dtypes, the narrow ones become float64: a loss may hold tensors
-    of its own (weights of classes), and only the model and the batch are known here.
-
-    Where torch's backward is wrong for a batch of one, it is helped: that of a batch norm on running statistics, on a
-    CPU, reads a gradient that lies transposed in memory as if it did not (before torch 2.15).
+    of its own (weights of classes), and only the model and the batch are known here.  Backwards that torch has wrong
+    are helped (`cotangents.py`).
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         try:
             found = func(*args, **kwargs)
-            if func in (torch.batch_norm, nn.functional.batch_norm) and found.requires_grad:
-                found.register_hook(Tensor.contiguous)
-            return found
+            return in_order(found) if func in BATCH_NORMS else found
         except RuntimeError:
             leaves, spec = tree_flatten((args, kwargs))
             dtypes = {leaf.dtype for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()}

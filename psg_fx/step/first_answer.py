@@ -26,6 +26,7 @@ from psg_fx.program.arguments.call import Call
 from psg_fx.program.arguments.packed import packed
 from psg_fx.program.made_objects import opened
 from psg_fx.quantities.base import Quantity
+from psg_fx.reference.cotangents import backwards_helped
 from psg_fx.step.binding import Binding
 from psg_fx.step.first_gradient import GradientAlone, by_autograd, shown_by
 from psg_fx.step.own_code import copied, tried
@@ -175,6 +176,7 @@ def _alone(
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(tried(model, loss_fn, written))
+            stack.enter_context(backwards_helped())
             stack.enter_context(torch.enable_grad())
             tensors = [copied(t, d, last) for t, d in zip(call.tensors, call.dims, strict=True)]
             stack.enter_context(uncompiled())  # parts that the user compiles take long

@@ -261,3 +261,25 @@ def test_half_precision_has_room_to_round() -> None:
         assert stepped(Between(torch.tanh, dtype), psg_fx.Grads(), psg_fx.Norms())(*batch(dtype)).norms.shape == (4,)
     with torch.autocast("cpu", torch.bfloat16):
         assert stepped(Between(torch.tanh), psg_fx.Norms())(*batch()).norms.shape == (4,)
+
+
+class Stem(nn.Module):
+    """Whose backward torch has wrong for a batch of one, on a CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.norm, self.head = nn.Conv2d(3, 4, 3, 2, 1), nn.BatchNorm2d(4).eval(), nn.Linear(4, 4)
+        self.norm.running_mean.normal_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.norm(self.conv(x)).flatten(2).transpose(1, 2).contiguous()
+        return self.head(tokens).sin().mul(torch.arange(9.0).unsqueeze(1)).sum(1)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("shown", SHOWN, ids=repr)
+def test_a_backward_that_torch_has_wrong_blames_nobody(shown: Quantity) -> None:
+    model, x, y = Stem(), torch.randn(4, 3, 6, 6), torch.arange(4)
+    out = stepped(model, shown, psg_fx.MeanGrad(), loss=F.cross_entropy)(x, y)
+    wanted = torch.autograd.grad(F.cross_entropy(model(x), y), [model.norm.bias])[0]  # of the batch it is right
+    torch.testing.assert_close(out.mean_grad["norm.bias"], wanted)
