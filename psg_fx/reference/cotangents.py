@@ -6,14 +6,10 @@ That of a batch norm on running statistics, on a CPU, reads a cotangent that lie
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from psg_fx.torch_private.patching import wrapped_here
 
 BATCH_NORMS = (torch.batch_norm, nn.functional.batch_norm)
 
@@ -25,16 +21,9 @@ def in_order(found: Tensor) -> Tensor:
     return found
 
 
-def backwards_helped() -> contextlib.AbstractContextManager[None]:
-    """While open, layers in this thread have such results."""
-
-    def helped(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def batch_norm(*args: Any, **kwargs: Any) -> Tensor:
-            return in_order(own(*args, **kwargs))
-
-        return batch_norm
-
-    return wrapped_here(nn.functional, "batch_norm", helped)
+def helped(batch_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function with such results."""
+    return lambda *args, **kwargs: in_order(batch_norm(*args, **kwargs))
 
 
-__all__ = ["BATCH_NORMS", "backwards_helped", "in_order"]
+__all__ = ["BATCH_NORMS", "helped", "in_order"]

@@ -26,13 +26,13 @@ from psg_fx.program.arguments.call import Call
 from psg_fx.program.arguments.packed import packed
 from psg_fx.program.made_objects import opened
 from psg_fx.quantities.base import Quantity
-from psg_fx.reference.cotangents import backwards_helped
+from psg_fx.reference.cotangents import helped
 from psg_fx.step.binding import Binding
 from psg_fx.step.first_gradient import GradientAlone, by_autograd, shown_by
 from psg_fx.step.own_code import copied, tried
 from psg_fx.torch_private.inductor import uncompiled
 from psg_fx.torch_private.onednn import may_round
-from psg_fx.torch_private.patching import patched_here
+from psg_fx.torch_private.patching import patched_here, wrapped_here
 from psg_fx.torch_private.quiet import quiet
 
 _APART = {torch.float64: 1e-4, torch.complex128: 1e-4, torch.float32: 0.02, torch.complex64: 0.02}
@@ -176,7 +176,7 @@ def _alone(
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(tried(model, loss_fn, written))
-            stack.enter_context(backwards_helped())
+            stack.enter_context(wrapped_here(nn.functional, "batch_norm", helped))
             stack.enter_context(torch.enable_grad())
             tensors = [copied(t, d, last) for t, d in zip(call.tensors, call.dims, strict=True)]
             stack.enter_context(uncompiled())  # parts that the user compiles take long
