@@ -56,6 +56,10 @@ class Learner(nn.Module):
         return vmap(task)(x, y, later)
 
 
+def by_old_names(z: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(z, y, size_average=False) / 3
+
+
 @pytest.mark.parametrize("inner", [F.cross_entropy, picked, indexed, weighted, summed, one_by_one])
 def test_gradients(inner: Inner) -> None:
     model = Learner(inner).double()
@@ -67,3 +71,18 @@ def test_gradients(inner: Inner) -> None:
         torch.testing.assert_close(found.losses, losses)
         assert oracle.worst_error(found.grads, grads) < 1e-12
     assert len(step.captures) <= 2  # one for a sample alone
+
+
+def test_a_label_that_is_none_shows() -> None:
+    step = psg_fx.transform(Learner(F.cross_entropy), torch.clone, quantities=psg_fx.Norms(), backend="eager")
+    x, y = torch.randn(2, 3, 5, 4), torch.randint(3, (3, 5))
+    step((x[0], y, x[1]))
+    y[1, 2] = 3
+    assert step((x[0], y, x[1])).losses.isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.filterwarnings("ignore:size_average and reduce args will be deprecated")
+def test_other_arguments_are_left_to_torch() -> None:
+    step = psg_fx.transform(Learner(by_old_names), torch.clone, quantities=psg_fx.Norms(), backend="eager")
+    with pytest.raises(psg_fx.NotYetSupported, match="another one for another batch size"):
+        step((torch.randn(3, 5, 4), torch.randint(3, (3, 5)), torch.randn(3, 5, 4)))

@@ -57,13 +57,16 @@ def _normalised(x: Tensor, mean: Tensor, var: Tensor, eps: float, weight: Tensor
 
 @at_capture(torch.gather, Tensor.gather)
 def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:
-    """y[.., k] = Σ_c x[.., c] [c = i[.., k]] along dim: torch's rule counts the slices."""
+    """y[.., k] = Σ_c x[.., c] [c = i[.., k]] along dim: torch's rule counts the slices.  NaN for indices outside."""
     if not (is_transformed(input) or is_transformed(index)) or not input.dim():
         return torch.gather(input, dim, index, sparse_grad=sparse_grad)
     x, at = input.movedim(dim, -1), index.movedim(dim, -1)
     x = x[tuple(map(slice, at.shape[:-1]))]
     hit = at.unsqueeze(-1) == torch.arange(x.shape[-1], device=x.device)
-    return torch.where(hit, x.unsqueeze(-2), 0).sum(-1, dtype=x.dtype).movedim(-1, dim)
+    found = torch.where(hit, x.unsqueeze(-2), 0).sum(-1, dtype=x.dtype)
+    if found.is_floating_point():
+        found = torch.where(hit.any(-1), found, torch.nan)
+    return found.movedim(-1, dim)
 
 
 def cross_entropy(
@@ -71,7 +74,7 @@ def cross_entropy(
     reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """-w[y] log softmax(x)[y] of slices, `[C, ..]` or `[N, C, ..]`."""
-    of_numbers = not (target.is_floating_point() or label_smoothing or size_average or reduce)
+    of_numbers = not (target.is_floating_point() or label_smoothing) and size_average is None and reduce is None
     if not (of_numbers and (is_transformed(input) or is_transformed(target))):
         return F.cross_entropy(
             input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
@@ -84,7 +87,8 @@ def nll_loss(
     reduce: Any = None, reduction: str = "mean",
 ) -> Tensor:  # fmt: skip
     """-w[y] x[y] of slices."""
-    if size_average or reduce or not (is_transformed(input) or is_transformed(target)):
+    is_plain = size_average is None and reduce is None
+    if not (is_plain and (is_transformed(input) or is_transformed(target))):
         return F.nll_loss(input, target, weight, size_average, ignore_index, reduce, reduction)
     return _picked(input, target, weight, ignore_index, reduction)
 
