@@ -11,7 +11,7 @@ import builtins
 import contextlib
 import math
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from psg_fx.errors import NotYetSupported
 from psg_fx.graph import facts
 from psg_fx.graph.same_op import draws
+from psg_fx.passes.capture.functions.rewrites import rewritten
 from psg_fx.program.arguments.call import Call
 from psg_fx.program.arguments.packed import packed
 from psg_fx.program.made_objects import opened
@@ -46,13 +47,15 @@ class OfOneSample:
     """What the code itself gives for the last sample of a call, which the step's answer to that call must have.
 
     alone: the loss, `[1]`, or the outputs.  apart: as above.  gradient: of the loss, if the answer shows it.
+    as_captured: the same with torch's functions as a capture has them, whose derivatives are their formulas'.
     """
 
     def __init__(
         self, alone: Sequence[torch.Tensor], call: Call, apart: float, is_loss: bool,
-        gradient: GradientAlone | None = None,
+        gradient: GradientAlone | None = None, as_captured: Callable[[Call], GradientAlone | None] = lambda _: None,
     ) -> None:  # fmt: skip
         self._alone, self._apart, self._is_loss, self._gradient = alone, apart, is_loss, gradient
+        self._as_captured = as_captured
         self._call, self._last = weakref.ref(call), call.batch_size() - 1
         self._refusal: NotYetSupported | None = None
 
@@ -75,7 +78,10 @@ class OfOneSample:
             if refusal is not None and not self._rounds(gm, binding, of_sample):
                 self._refusal = refusal
             elif self._gradient is not None and fields is not None:
-                apart = self._gradient.differs(fields, self._last + 1, gm, binding, arguments, of_sample)
+                given = (fields, self._last + 1, gm, binding, arguments, of_sample)
+                apart = self._gradient.differs(*given)
+                if apart is not None and (other := self._as_captured(call)) is not None:
+                    apart = other.differs(*given)  # where torch has higher derivatives wrong, these do not
                 self._refusal = None if apart is None else self._of_gradient(*apart, self._gradient.norm)
         if self._refusal is not None:
             raise self._refusal.with_traceback(None)
@@ -140,14 +146,23 @@ def of_one_sample(
         return None
     shown = shown_by(quantities) if tracked else None
     named = dict(model.named_parameters()) if shown is not None else {}
-    alone, gradient = _alone(model, loss_fn, call, binding.buffers(), {name: named[name] for name in tracked if named})
+    parameters = {name: named[name] for name in tracked if named}
+    alone, gradient = _alone(model, loss_fn, call, binding.buffers(), parameters)
     if not alone:
         return None
     values = [value for node in gm.graph.nodes if isinstance(value := node.meta.get("val"), torch.Tensor)]
     dtypes = {value.dtype for value in values if value.is_floating_point() or value.is_complex()}
     apart = _APART_IN_HALF if may_round() else max(_APART.get(dtype, _APART_IN_HALF) for dtype in dtypes)
-    held = None if shown is None or gradient is None else GradientAlone(shown, gradient, apart, dtypes)
-    return OfOneSample(alone, call, apart, loss_fn is not None, held)
+    if shown is None or gradient is None:
+        return OfOneSample(alone, call, apart, loss_fn is not None)
+
+    def as_captured(call: Call) -> GradientAlone | None:
+        _, found = _alone(model, loss_fn, call, binding.buffers(), parameters, as_captured=True)
+        return None if found is None else GradientAlone(shown, found, apart, dtypes)
+
+    return OfOneSample(
+        alone, call, apart, loss_fn is not None, GradientAlone(shown, gradient, apart, dtypes), as_captured
+    )  # fmt: skip
 
 
 def _sample_dim(value: torch.Tensor, alone: torch.Tensor, size: int) -> int | None:
@@ -166,9 +181,11 @@ def _norm(value: torch.Tensor) -> float:
 
 
 def _alone(
-    model: nn.Module, loss_fn: Any, call: Call, written: Sequence[torch.Tensor], parameters: Mapping[str, torch.Tensor]
-) -> tuple[list[torch.Tensor], dict[str, torch.Tensor] | None]:
+    model: nn.Module, loss_fn: Any, call: Call, written: Sequence[torch.Tensor],
+    parameters: Mapping[str, torch.Tensor], as_captured: bool = False,
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor] | None]:  # fmt: skip
     """By the code as it is, which writes these buffers; nothing of what it does stays, and it prints nothing.
+    as_captured: with torch's functions as they are written while a model is captured.
 
     Returns the loss or the outputs, and the gradient for these parameters, None where there is none to compare.
     """
@@ -178,6 +195,8 @@ def _alone(
             stack.enter_context(tried(model, loss_fn, written))
             stack.enter_context(wrapped_here(nn.functional, "batch_norm", helped))
             stack.enter_context(torch.enable_grad())
+            if as_captured:
+                stack.enter_context(rewritten(rows=False))
             tensors = [copied(t, d, last) for t, d in zip(call.tensors, call.dims, strict=True)]
             stack.enter_context(uncompiled())  # parts that the user compiles take long
             stack.enter_context(quiet())
