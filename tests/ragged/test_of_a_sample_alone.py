@@ -224,6 +224,8 @@ OTHERS: dict[str, tuple[Rowwise, type[PsgError], str]] = {
         SamplesMixed, "%any_1, which numbers"),
     "summed over the rows before": (
         lambda m, x, i: weighed(m, x, causal(x).double()), SamplesMixed, "matmul mixes samples in this batch"),
+    "all summed by a mask of rows": (
+        lambda m, x, i: x * ((i < 9).double() @ m.linear(x)), SamplesMixed, "matmul mixes samples"),
     "summed by numbers of samples": (
         lambda m, x, i: weighed(m, x, (same(i) * i).double()), NotYetSupported, "sample alone: aten.mul"),
     "a pointer of odd samples": (

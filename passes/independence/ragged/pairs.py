@@ -145,14 +145,10 @@ def _pooled(op: Op) -> tuple[Result, list[Link]] | None:
     assert isinstance(mask, Node)
     assert isinstance(values, Node)
     v = row_axis(op, values)
-    if (
-        not op.known[mask].structure
-        or v is None
-        or not _is_plain(op, values)
-        or v[0].dim != values.meta["val"].ndim - 2
-    ):
+    if not op.known[mask].structure or mask.meta["val"].ndim < 2 or v is None or not _is_plain(op, values):
         return None
-    if facts.shape(mask.meta["val"])[-1] != v[1] or not isinstance(facts.shape(mask.meta["val"])[-2], sympy.Symbol):
+    *_, own, other = facts.shape(mask.meta["val"])
+    if v[0].dim != values.meta["val"].ndim - 2 or other != v[1] or not isinstance(own, sympy.Symbol):
         return None
     return Result(SampleAxis(op.node.meta["val"].ndim - 2)), [_closed(op, mask)]
 
