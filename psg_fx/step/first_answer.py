@@ -29,7 +29,7 @@ from psg_fx.program.made_objects import opened
 from psg_fx.quantities.base import Quantity
 from psg_fx.reference.cotangents import helped
 from psg_fx.step.binding import Binding
-from psg_fx.step.first_gradient import GradientAlone, by_autograd, shown_by
+from psg_fx.step.first_gradient import GradientAlone, by_autograd, is_noise, rounded, shown_by
 from psg_fx.step.own_code import copied, tried
 from psg_fx.torch_private.inductor import uncompiled
 from psg_fx.torch_private.onednn import may_round
@@ -47,15 +47,16 @@ class OfOneSample:
     """What the code itself gives for the last sample of a call, which the step's answer to that call must have.
 
     alone: the loss, `[1]`, or the outputs.  apart: as above.  gradient: of the loss, if the answer shows it.
-    as_captured: the same with torch's functions as a capture has them, whose derivatives are their formulas'.
+    again: computes that of a call, as it is, with torch's functions as a capture has them, whose derivatives are their
+    formulas', or for inputs that are so much rounded.
     """
 
     def __init__(
         self, alone: Sequence[torch.Tensor], call: Call, apart: float, is_loss: bool,
-        gradient: GradientAlone | None = None, as_captured: Callable[[Call], GradientAlone | None] = lambda _: None,
+        gradient: GradientAlone | None = None, again: Callable[..., Mapping[str, torch.Tensor] | None] | None = None,
     ) -> None:  # fmt: skip
         self._alone, self._apart, self._is_loss, self._gradient = alone, apart, is_loss, gradient
-        self._as_captured = as_captured
+        self._again = again
         self._call, self._last = weakref.ref(call), call.batch_size() - 1
         self._refusal: NotYetSupported | None = None
 
@@ -78,14 +79,22 @@ class OfOneSample:
             if refusal is not None and not self._rounds(gm, binding, of_sample):
                 self._refusal = refusal
             elif self._gradient is not None and fields is not None:
-                given = (fields, self._last + 1, gm, binding, arguments, of_sample)
-                apart = self._gradient.differs(*given)
-                if apart is not None and (other := self._as_captured(call)) is not None:
-                    apart = other.differs(*given)  # where torch has higher derivatives wrong, these do not
-                self._refusal = None if apart is None else self._of_gradient(*apart, self._gradient.norm)
+                self._refusal = self._differing(self._gradient, call, fields, gm, binding, arguments, of_sample)
         if self._refusal is not None:
             raise self._refusal.with_traceback(None)
         return True
+
+    def _differing(
+        self, gradient: GradientAlone, call: Call, fields: Mapping[str, Any], gm: GraphModule, *given: Any
+    ) -> NotYetSupported | None:
+        apart = gradient.differs(fields, self._last + 1, gm, *given)
+        if apart is not None and self._again is not None:
+            if (captured := self._again(call, as_captured=True)) is not None:  # torch has higher derivatives wrong
+                apart = gradient.of(captured).differs(fields, self._last + 1, gm, *given)
+            one, other = self._again(call), self._again(call, eps=gradient.eps)
+            if apart is not None and one is not None and other is not None and is_noise(apart[2], one, other):
+                apart = None
+        return None if apart is None else self._of_gradient(*apart, gradient.norm)
 
     def _rounds(self, gm: GraphModule, binding: Binding, arguments: Sequence[Any]) -> bool:
         """Whether the graph gives for the sample alone what the code does: the batch was only rounded otherwise, and
@@ -156,12 +165,11 @@ def of_one_sample(
     if shown is None or gradient is None:
         return OfOneSample(alone, call, apart, loss_fn is not None)
 
-    def as_captured(call: Call) -> GradientAlone | None:
-        _, found = _alone(model, loss_fn, call, binding.buffers(), parameters, as_captured=True)
-        return None if found is None else GradientAlone(shown, found, apart, dtypes)
+    def again(call: Call, as_captured: bool = False, eps: float = 0.0) -> Mapping[str, torch.Tensor] | None:
+        return _alone(model, loss_fn, call, binding.buffers(), parameters, as_captured, eps)[1]
 
     return OfOneSample(
-        alone, call, apart, loss_fn is not None, GradientAlone(shown, gradient, apart, dtypes), as_captured
+        alone, call, apart, loss_fn is not None, GradientAlone(shown, gradient, apart, dtypes), again
     )  # fmt: skip
 
 
@@ -182,10 +190,10 @@ def _norm(value: torch.Tensor) -> float:
 
 def _alone(
     model: nn.Module, loss_fn: Any, call: Call, written: Sequence[torch.Tensor],
-    parameters: Mapping[str, torch.Tensor], as_captured: bool = False,
+    parameters: Mapping[str, torch.Tensor], as_captured: bool = False, eps: float = 0.0,
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor] | None]:  # fmt: skip
     """By the code as it is, which writes these buffers; nothing of what it does stays, and it prints nothing.
-    as_captured: with torch's functions as they are written while a model is captured.
+    as_captured: with torch's functions as they are written while a model is captured.  eps: inputs are so much rounded.
 
     Returns the loss or the outputs, and the gradient for these parameters, None where there is none to compare.
     """
@@ -198,6 +206,8 @@ def _alone(
             if as_captured:
                 stack.enter_context(rewritten(rows=False))
             tensors = [copied(t, d, last) for t, d in zip(call.tensors, call.dims, strict=True)]
+            if eps:
+                tensors[: call.inputs] = [rounded(t, eps) for t in tensors[: call.inputs]]
             stack.enter_context(uncompiled())  # parts that the user compiles take long
             stack.enter_context(quiet())
             stack.enter_context(patched_here(builtins, "print", lambda *args, **kwargs: None))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,38 +14,57 @@ from torch.fx import GraphModule
 
 from psg_fx.graph import facts
 from psg_fx.quantities.base import Quantity
-from psg_fx.quantities.products import Gram
-from psg_fx.quantities.sums import Grads, Norms
+from psg_fx.quantities.clipped_sum import ClippedSum
+from psg_fx.quantities.products import Gram, SecondMoment
+from psg_fx.quantities.sums import Grads, MeanGrad, Norms
 from psg_fx.step.binding import Binding
 from psg_fx.torch_private.onednn import may_round
 
 _TIMES = 10.0
 """How many times as far as rounding moves it the gradient may lie apart: sums in another order round more often."""
+_WAYS = 4
+"""How many times rounding is tried: a squared norm that is lost in it is 0 as often as not."""
 _OF_CUDA = 2.0**-11
 """What float32 may be rounded to in products on CUDA."""
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A field of the output with what tells each sample's gradient from others: itself, or its norm."""
+    """A field of the output with what tells each sample's gradient from others.
+
+    of_each: name -> [B, *shape] of its value: the gradients, or of norms [B], that of the model with the name "".
+    of_one: the same of the gradient of one sample, without the dim of samples.
+    is_sum: the field is one over the batch, and tells what one sample has in a batch of that sample alone.
+    """
 
     field: str
-    of_each: Callable[[Any], Mapping[str, Tensor]]
+    of_each: Callable[[Any], Mapping[str, Tensor]] = dict
+    of_one: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict
+    is_sum: bool = False
 
     def rows(self, fields: Mapping[str, Any]) -> Mapping[str, Tensor]:
-        """Name -> [B, *shape]; of a norm "" -> [B]."""
+        """What the fields of an answer have for each sample."""
         return self.of_each(fields[self.field])
 
 
 def shown_by(quantities: Iterable[Quantity]) -> Shown | None:
     """The field that tells most, if any does."""
     asked = {type(quantity): quantity for quantity in quantities}
-    norms = asked.get(Norms)
+    norms = asked.get(Norms) or asked.get(ClippedSum)  # which shows them, too
     if Grads in asked:
-        return Shown(Grads.field, dict)
-    if isinstance(norms, Norms) and norms.per == "model":
-        return Shown(Norms.field, _from_squares if norms.squared else lambda value: {"": value})
-    return Shown(Gram.field, lambda value: _from_squares(value.diagonal())) if Gram in asked else None
+        return Shown(Grads.field)
+    if isinstance(norms, Norms | ClippedSum):
+        squared = isinstance(norms, Norms) and norms.squared
+        whole = norms.per == "model"
+        return Shown(Norms.field, _roots if squared else _named, _norm_of_all if whole else _norm_of_each)
+    if Gram in asked:
+        return Shown(Gram.field, lambda value: _roots(value.diagonal()), _norm_of_all)
+    if MeanGrad in asked:
+        return Shown(MeanGrad.field, _one_row, is_sum=True)
+    moment = asked.get(SecondMoment)
+    if isinstance(moment, SecondMoment) and not moment.centered:
+        return Shown(SecondMoment.field, lambda value: _roots(_one_row(value)), _sizes, is_sum=True)
+    return None
 
 
 def by_autograd(loss: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
@@ -65,19 +85,18 @@ class GradientAlone:
     """What the code itself gives for the last sample of a call, and `shown` must have for it.
 
     apart: how far the two may lie apart, relative to the sample's and to the batch's (of the mean sample).  dtypes: of
-    the graph.
+    the graph.  eps: what numbers of these are rounded to.
     """
 
     def __init__(
         self, shown: Shown, gradient: Mapping[str, Tensor], apart: float, dtypes: Iterable[torch.dtype]
     ) -> None:
-        self._shown, self._apart, self.norm = shown, apart, _norm(gradient.values())
-        is_whole = shown.field == Grads.field
-        self._alone = gradient if is_whole else {"": torch.tensor(self.norm, dtype=torch.float64)}
+        self._shown, self._apart, self._alone = shown, apart, shown.of_one(gradient)
+        self.norm = _norm(self._alone.values())
         known = [torch.finfo(dtype) for dtype in dtypes]
         is_cuda, numbers = any(g.is_cuda for g in gradient.values()), sum(g.numel() for g in gradient.values())
         of_products = torch.finfo(torch.bfloat16).eps if may_round() else _OF_CUDA if is_cuda else 0.0
-        self._eps = max(max(found.eps, of_products if found.bits == 32 else 0.0) for found in known)
+        self.eps = max(max(found.eps, of_products if found.bits == 32 else 0.0) for found in known)
         self._tiny = max(found.tiny for found in known) * math.sqrt(numbers)
 
     def differs(
@@ -90,11 +109,23 @@ class GradientAlone:
         arguments: of the graph.  of_sample: those of the sample alone.
         """
         rows = self._shown.rows(fields)
+        if self._shown.is_sum:
+            known = facts.graph_facts(gm)
+            if known.one_size or known.not_alone:
+                return None
+            rows, size, arguments = self._computed(gm, binding, of_sample), 1, of_sample
         if not self._is_apart(rows, size) or self._rounds(rows, gm, binding, arguments, of_sample):
             return None
         last = _last(rows)
         worst = max(self._alone, key=lambda name: _distance(self._alone, last, [name]))
         return worst, _norm(last.values()), _distance(self._alone, last)
+
+    def of(self, gradient: Mapping[str, Tensor]) -> GradientAlone:
+        """The same of another gradient."""
+        found = copy.copy(self)
+        found._alone = self._shown.of_one(gradient)
+        found.norm = _norm(found._alone.values())
+        return found
 
     def _is_apart(self, rows: Mapping[str, Tensor], size: int) -> bool:
         """Numbers that leave the range of their dtype tell nothing."""
@@ -111,19 +142,22 @@ class GradientAlone:
         of_sample: Sequence[Any],
     ) -> bool:  # fmt: skip
         """Whether the graph gives for the sample alone what the code does, or its own answer moves about as much where
-        parameters are rounded otherwise: all terms of the gradient cancel.
+        parameters and inputs are rounded otherwise: all terms of the gradient cancel, or of its norm.
         """
         try:
             if not self._is_apart(self._computed(gm, binding, of_sample), 1):
                 return True
         except Exception:  # a graph for one size of batch alone
             pass
-        try:
-            moved = self._computed(gm, binding, _rounded(binding, arguments, self._eps))
-        except Exception:
-            return False
         last = _last(rows)
-        return _TIMES * _distance(last, _last(moved)) >= _distance(self._alone, last)
+        for way in range(1, _WAYS + 1):
+            try:
+                moved = self._computed(gm, binding, _rounded(binding, arguments, self.eps, way))
+            except Exception:
+                return False
+            if _TIMES * _distance(last, _last(moved)) >= _distance(self._alone, last):
+                return True
+        return False
 
     def _computed(self, gm: GraphModule, binding: Binding, arguments: Sequence[Any]) -> Mapping[str, Tensor]:
         places = [i for i, spec in enumerate(binding.outputs) if spec.field == self._shown.field]
@@ -133,8 +167,29 @@ class GradientAlone:
         return self._shown.rows(binding.fields(results))
 
 
-def _from_squares(value: Tensor) -> dict[str, Tensor]:
-    return {"": value.clamp(min=0.0).sqrt()}
+def _named(value: Any) -> Mapping[str, Tensor]:
+    """What is not of each parameter has the name ""."""
+    return value if isinstance(value, Mapping) else {"": value}
+
+
+def _roots(squares: Any) -> dict[str, Tensor]:
+    return {name: value.clamp(min=0.0).sqrt() for name, value in _named(squares).items()}
+
+
+def _one_row(value: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: each.unsqueeze(0) for name, each in value.items()}
+
+
+def _sizes(gradient: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: g.abs() for name, g in gradient.items()}
+
+
+def _norm_of_each(gradient: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.tensor(_norm([g]), dtype=torch.float64) for name, g in gradient.items()}
+
+
+def _norm_of_all(gradient: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {"": torch.tensor(_norm(gradient.values()), dtype=torch.float64)}
 
 
 def _last(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -142,15 +197,27 @@ def _last(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: row.detach()[-1] for name, row in rows.items()}
 
 
-def _rounded(binding: Binding, arguments: Sequence[Any], eps: float) -> list[Any]:
-    """The graph's inputs with each parameter a rounding away."""
+def is_noise(distance: float, gradient: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Whether a gradient is about as far from another one, of inputs a rounding away: no digit of it is right."""
+    return _TIMES * _distance(gradient, other) >= distance
+
+
+def _rounded(binding: Binding, arguments: Sequence[Any], eps: float, way: int) -> list[Any]:
+    """The graph's inputs with each parameter and input a rounding away."""
     kinds = [spec.kind for spec in binding.specs]
     found = list(arguments)
     for i, (kind, value) in enumerate(zip(kinds, arguments, strict=True)):
-        if kind == "parameter" and (value.is_floating_point() or value.is_complex()):
-            signs = torch.arange(value.numel(), device=value.device).cos().sign().to(value.dtype)
-            found[i] = value * (1 + eps * signs.view(value.shape))
+        if kind in ("parameter", "input"):
+            found[i] = rounded(value, eps, way)
     return found
+
+
+def rounded(value: Tensor, eps: float, way: int = 1) -> Tensor:
+    """Each element a rounding away, up or down; another way has other signs.  Whole numbers stay."""
+    if not value.is_floating_point() and not value.is_complex():
+        return value
+    signs = torch.arange(1, value.numel() + 1, device=value.device).mul(way).cos().sign().to(value.dtype)
+    return value * (1 + eps * signs.view(value.shape))
 
 
 def _norm(values: Iterable[Tensor]) -> float:

@@ -18,7 +18,11 @@ from psg_fx.quantities.base import Quantity
 from psg_fx.step.first_answer import OfOneSample
 from support import oracle
 
-SHOWN = [psg_fx.Grads(), psg_fx.Norms(), psg_fx.Norms(squared=True), psg_fx.Gram()]
+SHOWN = [
+    psg_fx.Grads(), psg_fx.Norms(), psg_fx.Norms(squared=True), psg_fx.Norms(per="parameter"),
+    psg_fx.Norms(per="parameter", squared=True), psg_fx.ClippedSum(1.0), psg_fx.ClippedSum(1.0, per="parameter"),
+    psg_fx.Gram(), psg_fx.MeanGrad(), psg_fx.SecondMoment(),
+]  # fmt: skip
 ALONE: bytearray = bytearray()
 """Grows at each run of the code on real tensors; no capture sees what lies in it."""
 
@@ -94,8 +98,8 @@ def test_what_shows_no_gradient_of_a_sample_runs_no_backward(monkeypatch: pytest
 
     monkeypatch.setattr("psg_fx.step.first_answer.by_autograd", none)
     x, y = batch()
-    step = stepped(Between(torch.tanh), psg_fx.MeanGrad(), psg_fx.Norms(per="parameter"))
-    assert step(x, y).losses.shape == (4,)
+    step = stepped(Between(torch.tanh), psg_fx.WeightedSum())
+    assert step(x, y, weights=torch.ones(4)).losses.shape == (4,)
     assert stepped(Between(torch.tanh), psg_fx.Norms())(x, y, groups=[0, 1, 1, 0]).norms.shape == (2,)
     assert psg_fx.transform(Between(torch.tanh), backend="eager")(x).shape == (4, 4)
 
@@ -252,7 +256,7 @@ def test_parameters_that_are_sparse_tied_or_not_read(shown: Quantity, tied: bool
         model.table.sparse = False
         model.head.weight = model.table.weight
     y = torch.arange(5)
-    out = stepped(model, shown, psg_fx.MeanGrad(), loss=F.cross_entropy)(ids, y)
+    out = stepped(model, *{shown, psg_fx.MeanGrad()}, loss=F.cross_entropy)(ids, y)
     assert out.losses.shape == (5,)
 
 
@@ -280,6 +284,6 @@ class Stem(nn.Module):
 @pytest.mark.parametrize("shown", SHOWN, ids=repr)
 def test_a_backward_that_torch_has_wrong_blames_nobody(shown: Quantity) -> None:
     model, x, y = Stem(), torch.randn(4, 3, 6, 6), torch.arange(4)
-    out = stepped(model, shown, psg_fx.MeanGrad(), loss=F.cross_entropy)(x, y)
+    out = stepped(model, *{shown, psg_fx.MeanGrad()}, loss=F.cross_entropy)(x, y)
     wanted = torch.autograd.grad(F.cross_entropy(model(x), y), [model.norm.bias])[0]  # of the batch it is right
     torch.testing.assert_close(out.mean_grad["norm.bias"], wanted)
