@@ -172,7 +172,11 @@ def _flat(
         if own.kind == "constant":
             value = exported.constants[spec.target or ""]
             constants[own.name] = value.detach() if unread else value
-    notes = (exported.note,) if exported.note else ()
+    left_out = dict.fromkeys(line for line, of in program.output.assumed if of == facts.ARM)
+    notes = (
+        *filter(None, [exported.note]),
+        *(f"{line} its arm is left out, and a batch for which it runs refused" for line in left_out),
+    )
     gm.meta[facts.KEY] = GraphFacts(
         _batch_symbol(nodes), _outputs(exported, program), notes, constants, exported.one_size,
         frozenset(held.values()), exported.written_copy, exported.trims, rows=_row_symbols(nodes, call),

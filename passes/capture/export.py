@@ -65,7 +65,7 @@ from .gradients.hooks import Hooks
 from .gradients.no_grad import detach_no_grad_regions
 from .gradients.own_gradients import write_out
 from .gradients.writes import seen_by_autograd
-from .nothing_picked import arm_fails, require_same_without, without_unread_numbers
+from .nothing_picked import arm_fails, require_same_without, without_arms, without_unread_numbers
 from .read_numbers import keep_numbers_in_tensors
 from .reasons import NOT_ONE_GRAPH, TAKEN_FOR_A_CONSTANT, capture_failed, failure_at, without_shapes
 from .unbound import select_what_is_written
@@ -203,6 +203,12 @@ def _functional(
     program: Program, examples: Sequence[torch.Tensor], dynamic: list[dict[int, Any]], hooks: Hooks
 ) -> Exported:
     """`program(examples)` as functional ATen, also where masks that it branches on pick nothing."""
+    return without_arms(program, lambda: _with_arms(program, examples, dynamic, hooks))
+
+
+def _with_arms(
+    program: Program, examples: Sequence[torch.Tensor], dynamic: list[dict[int, Any]], hooks: Hooks
+) -> Exported:
     try:
         found = _as_it_runs(program, examples, dynamic, hooks)
     except CaptureFailed as failure:

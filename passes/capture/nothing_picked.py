@@ -4,6 +4,9 @@ A graph holds what the program computes if every mask picks something (`program/
 where some pick nothing, too, if the arms that are then left out change nothing.  To see that, the program is captured
 again with some of the masks picking nothing, and compared with the graph as it then is (`emptied.py`).  An arm may
 prepare for another one, or count; so masks are taken in groups, of any two either, both and none, and of many sizes.
+
+Arms of which it is not seen are left out of the graph, which serves batches in which their masks pick nothing: those of
+each sample pick nothing then, either.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from psg_fx.graph.nodes import call, written_before
 from psg_fx.graph.same_op import draws
 from psg_fx.ops.of_users.custom_call import custom_call
 from psg_fx.program.code import is_theirs, origin
-from psg_fx.program.decisions.emptiness import Branch, Branches
+from psg_fx.program.decisions.emptiness import Branch, Branches, Place
 from psg_fx.program.program import Program
 from psg_fx.tensors import same_values
 from psg_fx.torch_private.functional import Functional
@@ -53,25 +56,55 @@ def require_same_without(found: Found, program: Program, capture: Callable[[Prog
         raise _refused(branches, f"{len(branches)} times, of which {MOST} would be looked at")
     every = dict(enumerate(masks))
     divide_by_one_for_none(found.graph_module, masks)
-    of_arms: set[int] = set()
-    for group in _groups(len(branches)):
+
+    def checks_without(group: frozenset[int]) -> set[int] | None:
+        """The checks of the arms of a group, if the program without these computes the same."""
         other = program.like()
-        other.branches = Branches(branches, group)
+        other.branches = Branches(branches, group, program.left_out)
         try:
             again, met = _without_masks(capture(other), other.branches.found)
-        except PsgError as error:
-            raise _refused([branches[k] for k in sorted(group)]) from error
+        except PsgError:
+            return None
         left = dict(zip(other.branches.numbers, met, strict=True))
         divide_by_one_for_none(again.graph_module, [left[k] for k in sorted(left.keys() - group)])
         empty = Emptied(found.graph_module, _of(every, group), _zeros(found))
         left_out = _checks_left_out(empty, found.graph_module, program, other)
         rest = Emptied(again.graph_module, _of(left, left.keys() & group), _zeros(again))
-        if left_out is None or not _same((empty, found), (rest, again)):
-            raise _refused([branches[k] for k in sorted(group)])
+        return None if left_out is None or not _same((empty, found), (rest, again)) else left_out
+
+    of_arms: set[int] = set()
+    for group in _groups(len(branches)):
+        left_out = checks_without(group)
+        if left_out is None:
+            alike = _by_place(branches, group)
+            alone = [k for k in alike if checks_without(k) is None] if len(alike) > 1 else alike
+            raise _refused([branches[k] for of_place in alone or alike for k in sorted(of_place)])
         of_arms |= left_out
     _only_where_picked(found.graph_module, program, masks, of_arms)
     without_unread_numbers(found.graph_module)
     return found
+
+
+class ArmCounts(CaptureFailed):
+    """It is not seen that arms change nothing where their masks pick nothing.  places: where these are asked for."""
+
+    places: frozenset[Place] = frozenset()
+
+
+def without_arms(program: Program, capture: Callable[[], Found]) -> Found:
+    """The program as it is captured, without the arms of which it is not seen that they change nothing."""
+    first, before = None, program.left_out
+    while True:
+        try:
+            return capture()
+        except CaptureFailed as failure:
+            last = frozenset(branch.place for branch in program.branches.found[-1:])  # perhaps it ends in a failure
+            places = failure.places if isinstance(failure, ArmCounts) else last if first is None else frozenset()
+            first = first or failure
+            if places <= program.left_out:
+                program.leave_out(before)
+                raise first  # noqa: B904 (that of the code itself, all arms in place)
+            program.leave_out(program.left_out | places)
 
 
 def arm_fails(program: Program, error: Exception) -> CaptureFailed | None:
@@ -100,13 +133,21 @@ def _groups(count: int) -> Iterator[frozenset[int]]:
 _NOT_SEEN = "and it is not seen that the arm changes nothing where it does not"
 
 
+def _by_place(branches: Sequence[Branch], group: Iterable[int]) -> list[frozenset[int]]:
+    """The numbers of a group that are of one place each."""
+    places = dict.fromkeys(branches[k].place for k in sorted(group))
+    return [frozenset(k for k, branch in enumerate(branches) if branch.place == place) for place in places]
+
+
 def _refused(branches: Sequence[Branch], reason: str = _NOT_SEEN) -> CaptureFailed:
-    return CaptureFailed(
+    failure = ArmCounts(
         NOT_ONE_GRAPH, where="; ".join(dict.fromkeys(branch.line for branch in branches)),
         why=f"the code branches on values of a tensor, whether a mask picks anything, {reason}",
         fix="leave the branch out, and loop over all (what is read by a mask that picks nothing has no rows; a mean is "
         "x[m].sum() / m.sum().clamp(min=1)), replace it by torch.where, or decide it outside the model",
     )  # fmt: skip
+    failure.places = frozenset(branch.place for branch in branches)
+    return failure
 
 
 def _of(masks: Mapping[int, list[Node]], numbers: Iterable[int]) -> list[Node]:

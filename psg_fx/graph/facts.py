@@ -83,6 +83,8 @@ DRAWN = "drawn"
 """The field of a check that a random number is not zero."""
 PICKS = "picks"
 """The field of a check that a mask picks as many places of each sample as in the call that was captured."""
+ARM = "arm"
+"""The field of a check that a mask picks nothing, so that the arm is not met which the graph leaves out."""
 
 
 @dataclass(frozen=True)

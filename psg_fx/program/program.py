@@ -22,7 +22,7 @@ from psg_fx.program.changes.set_up import SetUp
 from psg_fx.program.changes.written import Written
 from psg_fx.program.code import line_naming
 from psg_fx.program.decisions.assumptions import Assumption, assuming
-from psg_fx.program.decisions.emptiness import Branches
+from psg_fx.program.decisions.emptiness import Branches, Place
 from psg_fx.program.decisions.equal_picks import EqualPicks
 from psg_fx.program.made_objects import opened
 from psg_fx.program.objects import MISSING, contents, slot, slots_of
@@ -64,7 +64,8 @@ class Program(nn.Module):
     after the loss or the outputs.  changes: the same, as it was at the last run.  set_up: what it did for good then.
     settled: labels of numbers that it reads, and changes once.  counted: of those that it may only count on with.
     several_sizes: what it does at several batch sizes is compared.  branches: where it asks whether masks pick
-    anything; these are its last outputs, which a capture takes off.  puts_picks: whether rows that masks pick were put
+    anything; these are its last outputs, which a capture takes off.  left_out: where it is taken for granted that they
+    pick nothing.  puts_picks: whether rows that masks pick were put
     into samples again.
     """
 
@@ -82,6 +83,7 @@ class Program(nn.Module):
         self.changes: list[Change] = []
         self.set_up = SetUp()
         self.stand_ins = StandIns()
+        self.left_out: frozenset[Place] = frozenset()
         self.branches = Branches()
         self.puts_picks = False
         self._ids: list[torch.Tensor | None] = []
@@ -90,7 +92,13 @@ class Program(nn.Module):
         """The same, not run yet."""
         found = Program(self.model, self.loss_fn, self.call)
         found.settled, found.counted, found.several_sizes = self.settled, self.counted, self.several_sizes
+        found.leave_out(self.left_out)
         return found
+
+    def leave_out(self, places: frozenset[Place]) -> None:
+        """From the next run on, masks that are asked for there pick nothing, and no others."""
+        self.left_out = places
+        self.branches = Branches(left_out=self.left_out)
 
     def release(self) -> None:
         """It is captured: the tensors of the call that it was captured with are not needed any more."""
@@ -100,7 +108,7 @@ class Program(nn.Module):
         assumed: list[Assumption] = []
         caller = Program.results.__code__
         equal = EqualPicks(assumed, tensors, self.call.tensors)
-        with self.branches.answered(), assuming(assumed, caller), equal, self.stand_ins.own_in_place():
+        with self.branches.answered(assumed), assuming(assumed, caller), equal, self.stand_ins.own_in_place():
             results = self.results(tensors)
         self.puts_picks = equal.put
         self.output.assumed = tuple((a.line, a.of) for a in assumed)

@@ -132,11 +132,15 @@ class Binding:
 
     def of_sample(self, arguments: Sequence[Any], call: Call, sample: int) -> list[Any]:
         """The graph's inputs with those of one sample in place of all."""
-        found = iter(arguments)
-        inputs = [None if spec.kind == "tangent" else next(found) for spec in self.specs]
+        inputs = self._without_tangents(arguments)
         for i, tensor, dim in zip(self._data, call.tensors, call.dims, strict=True):
             inputs[i] = in_one_block(tensor if dim is None else tensor.narrow(dim, sample, 1))
         return inputs
+
+    def _without_tangents(self, arguments: Sequence[Any]) -> list[Any]:
+        """Of all inputs, None in the places of those that come with the backward."""
+        found = iter(arguments)
+        return [None if spec.kind == "tangent" else next(found) for spec in self.specs]
 
     def before(self) -> dict[int, torch.Tensor]:
         """The model's state by its places among the graph's inputs, if a call changes it: buffers that it writes are
@@ -178,6 +182,15 @@ class Binding:
         for index, spec in self._checks:
             if result(index).any():
                 raise failed_check(spec.name, spec.field)
+
+    def check_arms(self, gm: GraphModule, call: Call) -> None:
+        """Raise where a mask picks something whose arm the graph leaves out, before anything is compiled."""
+        if places := [i for i, spec in enumerate(self.outputs) if spec.field == facts.ARM]:
+            given: Any = dict.fromkeys(self.given)
+            arguments = self._without_tangents(self.arguments(call, given))
+            for i, picks in zip(places, facts.computed(gm, places, arguments), strict=True):
+                if picks.any():
+                    raise failed_check(self.outputs[i].name, facts.ARM)
 
     def check_apart(self, gm: GraphModule, arguments: Sequence[Any]) -> None:
         """The same, found without the rest of the graph."""
@@ -265,6 +278,13 @@ _FAILED: dict[str, tuple[type[PsgError], str, str, str]] = {
         BadArgument, "a random number is exactly zero",
         "the graph holds what the code does where it is not; one draw of 2^24 is",
         "call the step again, which draws other numbers; or leave the draw out where its bound is 0",
+    ),
+    facts.ARM: (
+        NotYetSupported, "a mask picks something in this batch, and the arm that runs then is not in the graph",
+        "the code branches on values of a tensor, whether a mask picks anything; it is not seen that the arm changes "
+        "nothing where it does not, so the graph serves batches in which it picks nothing",
+        "leave the branch out, and loop over all (what is read by a mask that picks nothing has no rows; a mean is "
+        "x[m].sum() / m.sum().clamp(min=1)), replace it by torch.where, or leave such samples out of the batch",
     ),
     facts.PICKS: (
         BadArgument, "a mask picks other numbers of places than in the call that was captured",

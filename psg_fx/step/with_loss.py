@@ -281,10 +281,11 @@ class LossModule(PerSampleModule):
         gm = run_pipeline(
             program, call, tracked.aliases, asked, history, self._slices(), own_ops and self.settings.is_compiled
         )
-        if self.settings.params is None and (plan := PLAN.found(gm)) is not None:  # on disk is none without gradients
-            mistakes.require_a_gradient(plan)
         run = self._compiled(gm, device.name, history)
         step = CompiledStep(gm, history, self.model, self.loss_fn, run, self._memory)
+        step.binding.check_arms(gm, call)
+        if self.settings.params is None and (plan := PLAN.found(gm)) is not None:  # on disk is none without gradients
+            mistakes.require_a_gradient(plan)
         if own_ops and self.settings.compares_first:
             names = () if grouping is not None else tracked.names
             step.expected = of_one_sample(self.model, self.loss_fn, call, gm, step.binding, names, quantities)

@@ -99,6 +99,7 @@ class DropInModule(PerSampleModule):
 
         replayed = self.settings.replays and self._device(call).type == "cuda"
         step = SplitStep(gm, history, program, compiled, overwrites=replayed)
+        step.binding.check_arms(gm, call)
         if self.settings.compares_first:
             step.expected = of_one_sample(self.model, None, call, gm, step.binding)
         return step, program

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import psg_fx
-from psg_fx import BadArgument, CaptureFailed, NotYetSupported
+from psg_fx import BadArgument, NotYetSupported
 from psg_fx.passes.compile.compile import _not_compiled
 from psg_fx.torch_private.inductor import InductorError
 from support.small import OwnLoss, Several, WithLayer, step
@@ -134,14 +134,14 @@ ROWS: dict[str, Row] = {
         RUN_LOSS + "; if the model computes its loss itself: loss_fn=lambda out: out.loss",
     ),
     "no-mask": (
-        lambda: step(Masked())(torch.tensor([[1, 2], [3, 0], [1, 1]]), Y), CaptureFailed,
-        "the model and loss could not be captured as one graph",
+        lambda: step(Masked())(torch.tensor([[1, 2], [3, 0], [1, 1]]), Y), NotYetSupported,
+        "a mask picks something in this batch, and the arm that runs then is not in the graph",
         "test_own_code.py:<line>: if attention_mask is None and (ids == 0).any():",
-        "the code branches on values of a tensor, whether a mask picks anything, and it is not seen that the arm "
-        "changes nothing where it does not",
+        "the code branches on values of a tensor, whether a mask picks anything; it is not seen that the arm changes "
+        "nothing where it does not, so the graph serves batches in which it picks nothing",
         "pass attention_mask, which the model makes itself where none is given; or leave the branch out, and loop over "
         "all (what is read by a mask that picks nothing has no rows; a mean is x[m].sum() / m.sum().clamp(min=1)), "
-        "replace it by torch.where, or decide it outside the model",
+        "replace it by torch.where, or leave such samples out of the batch",
     ),
     "a-list-that-is-one-argument": (
         lambda: step(Several())([X, X], Y), BadArgument, "the model does not take these inputs", "Several.forward(xs)",

@@ -1,14 +1,15 @@
 """Branches on whether a mask picks anything: `if m.any(): out[m] = f(x[m])`, `if idx.numel() == 0: continue`.
 
 While the program is captured, every mask picks something.  Whether the program computes the same where some pick
-nothing, and their arms are left out, is found by captures in which these do (`passes/capture/nothing_picked.py`).
+nothing, and their arms are left out, is found by captures in which these do (`passes/capture/nothing_picked.py`).  An
+arm of which that is not seen (`if h.isnan().any(): h = h.nan_to_num()`) is left out, and the step looks at its mask.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import CodeType, FrameType
 from typing import Any
@@ -17,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from psg_fx.graph.facts import ARM
 from psg_fx.program.code import users_frame, users_line
 from psg_fx.program.decisions.arms import question_of_a_number
-from psg_fx.program.decisions.assumptions import asking
+from psg_fx.program.decisions.assumptions import Assumption, asking
 from psg_fx.program.decisions.told import COMPARED, Known, Told
 from psg_fx.source import is_library
 from psg_fx.torch_private.fakes import has_known_value
@@ -33,9 +35,11 @@ class Branch:
     """
 
     masks: tuple[Tensor, ...]
-    place: tuple[CodeType, int]
+    place: Place
     line: str
 
+
+Place = tuple[CodeType, int]
 
 _ENDLESS = 100
 """Branches after which it is a loop that runs while a mask picks something, which it would for ever."""
@@ -45,18 +49,22 @@ class Branches:
     """Those of a program, in the order in which it asks.
 
     found: of the last run.  before, empty: of a run in which all masks pick something, and the numbers of those that
-    pick nothing from now on.  numbers: which of those of that run were met.
+    pick nothing from now on.  numbers: which of those of that run were met.  left_out: where masks pick nothing in any
+    run.
     """
 
-    def __init__(self, before: Sequence[Branch] = (), empty: frozenset[int] = frozenset()) -> None:
-        self.before, self.empty = before, empty
+    def __init__(
+        self, before: Sequence[Branch] = (), empty: frozenset[int] = frozenset(), left_out: Container[Place] = ()
+    ) -> None:
+        self.before, self.empty, self.left_out = before, empty, left_out
         self.found: list[Branch] = []
         self.numbers: list[int] = []
+        self._assumed: list[Assumption] = []
 
     @contextlib.contextmanager
-    def answered(self) -> Iterator[None]:
-        """Answer them while the program runs."""
-        self.found, self.numbers = [], []
+    def answered(self, assumed: list[Assumption]) -> Iterator[None]:
+        """Answer them while the program runs.  assumed: that masks pick nothing is added to it."""
+        self.found, self.numbers, self._assumed = [], [], assumed
         mode = _Answering(self)
         with mode, answering_symbols(mode.of_symbols):
             yield
@@ -64,6 +72,9 @@ class Branches:
     def picks(self, known: Known, frame: FrameType) -> bool | None:
         """Whether the mask picks something in this run; None for what the run before has not met."""
         place = (frame.f_code, frame.f_lasti)
+        if place in self.left_out:
+            self._assumed.append(Assumption(known.says()[0].any(), users_line(frame), ARM))
+            return False
         number = len(self.found)
         if self.before:
             first = self.numbers[-1] + 1 if self.numbers else 0
