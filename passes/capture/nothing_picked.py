@@ -96,15 +96,24 @@ def without_arms(program: Program, capture: Callable[[], Found]) -> Found:
     first, before = None, program.left_out
     while True:
         try:
-            return capture()
+            found = capture()
+            if first is None or not _by_draws(found.graph_module, program):
+                return found
+            places: frozenset[Place] = frozenset()
         except CaptureFailed as failure:
             last = frozenset(branch.place for branch in program.branches.found[-1:])  # perhaps it ends in a failure
             places = failure.places if isinstance(failure, ArmCounts) else last if first is None else frozenset()
             first = first or failure
-            if places <= program.left_out:
-                program.leave_out(before)
-                raise first  # noqa: B904 (that of the code itself, all arms in place)
-            program.leave_out(program.left_out | places)
+        if places <= program.left_out:
+            program.leave_out(before)
+            raise first  # that of the code itself, all arms in place
+        program.leave_out(program.left_out | places)
+
+
+def _by_draws(gm: GraphModule, program: Program) -> bool:
+    """Whether random numbers say which of the arms run that are left out."""
+    checks = zip(_checks(gm, program).values(), program.output.assumed, strict=True)
+    return any(map(draws, facts.ancestors(check for check, (_, of) in checks if of == facts.ARM)))
 
 
 def arm_fails(program: Program, error: Exception) -> CaptureFailed | None:

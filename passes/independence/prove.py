@@ -34,6 +34,7 @@ def prove(gm: GraphModule, refusals: Mapping[Node, PsgError] | None = None) -> l
     _check_model(prover)
     statistics = tuple(_check_outputs(prover))
     _check_numbers(prover)
+    _check_arms(prover)
     info = facts.graph_facts(gm)
     notes = [*prover.notes, *(f"{name} keeps a statistic of the whole batch" for name in statistics)]
     facts.update_graph(gm, notes=tuple(dict.fromkeys((*info.notes, *notes))), statistics=statistics)
@@ -107,6 +108,20 @@ def _check_numbers(prover: Prover) -> None:
             raise mixed(
                 node, "the number of samples is among its values: the output of one sample alone is another one",
                 "divide in the loss: transform(model, loss_fn)",
+            )  # fmt: skip
+
+
+def _check_arms(prover: Prover) -> None:
+    """Where a mask picks nothing, that of each sample alone does neither: it knows nothing of other samples."""
+    ends = [n for spec, n in facts.returned(prover.gm) if spec.field == facts.ARM and isinstance(n, Node)]
+    for node in facts.ancestors(ends):
+        found = prover.known[node]
+        whole = found.reduced and node not in ends and not all(user in ends for user in node.users)
+        numbers = node.op == "call_function" and numbers_of_samples(node, prover.batch)
+        if whole or found.index or found.structure or numbers:
+            raise mixed(
+                prover.origin.get(node, node), "the code branches on it, and it is not a value of each sample alone",
+                "decide by values of single samples, or outside of the model",
             )  # fmt: skip
 
 

@@ -127,13 +127,35 @@ def near_the_mean(h: Tensor) -> Tensor:
     return h
 
 
+def of_their_sum(h: Tensor) -> Tensor:
+    """Of one sample alone the sum may be small."""
+    if (h.sum().reshape(1) < 1e-3).any():
+        h = h * 2
+    return h
+
+
+def of_their_number(h: Tensor) -> Tensor:
+    if (h.abs() > h.shape[0]).any():
+        h = h * 2
+    return h
+
+
+def of_their_places(h: Tensor) -> Tensor:
+    if (torch.arange(h.shape[0]) > 5).any():
+        h = h * 2
+    return h
+
+
 def of_the_sample_before(h: Tensor) -> Tensor:
     if h.roll(1, 0).isnan().any():
         h = h.nan_to_num()
     return h
 
 
-@pytest.mark.parametrize("guard", [near_the_mean, of_the_sample_before], ids=lambda f: f.__name__)
+MIXED = [near_the_mean, of_their_sum, of_their_number, of_their_places, of_the_sample_before]
+
+
+@pytest.mark.parametrize("guard", MIXED, ids=lambda f: f.__name__)
 def test_masks_that_mix_samples_are_refused(guard: Callable[[Tensor], Any]) -> None:
     step = psg_fx.transform(Guarded(guard).double(), square, quantities=Grads(), backend="eager")
     with pytest.raises(SamplesMixed):
