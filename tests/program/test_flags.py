@@ -348,6 +348,6 @@ def test_what_the_code_has_written_before_is_not_known(way: Callable[[Any, Tenso
     model = Decides(way)
     for buffer in (model.steps, model.sizes):
         buffer.fill_(first)  # type: ignore[operator]
-    with pytest.raises(psg_fx.PsgError, match="branches on values of a tensor|the code branches on it"):
+    with pytest.raises(psg_fx.PsgError, match=r"branches on values of a tensor|the code branches on it"):
         psg_fx.transform(model, F.cross_entropy, backend="eager")(X, Y)
     assert int(model.steps) == int(model.sizes[0]) == first  # type: ignore[arg-type, index]
