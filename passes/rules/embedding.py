@@ -36,7 +36,7 @@ def embedding(site: Site) -> dict[str, Network | None]:
         return {"weight": network("b t v, b t* d -> b v d", hot, ybar)}
 
     def masked(index: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        return rows(gradient) * (plan(index) != padding).unsqueeze(-1)
+        return rows(gradient).masked_fill((plan(index) == padding).unsqueeze(-1), 0.0)  # also where it is no number
 
     kept = Leaf(
         "ȳ", (ids.source, ybar.source), f"masked {padding} {plan} {rows}", ("b", "t", "d"), rows.sizes,

@@ -41,6 +41,13 @@ def _embed(name: str, ids: Shape, **options: Any) -> Case:
     return Case(f"embedding/{name}", function, x=None, ids=ids, params={"w": (7, 4)}, vmap=vmap)
 
 
+def _directions(ids: Tensor, w: Tensor) -> Tensor:
+    """Gradients at padded places are no numbers, of which an embedding has none."""
+    padded = (ids == 2).unsqueeze(-1)
+    rows = F.embedding(ids, w, padding_idx=2) * ~padded
+    return (rows / rows.norm(dim=-1, keepdim=True)).masked_fill(padded, 0.0)
+
+
 def _experts(x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
     """Each token by the matrix of the expert that it names."""
     return torch.bmm(x.reshape(-1, 1, 4), w[ids.reshape(-1)]).view(*ids.shape, -1)
@@ -64,6 +71,7 @@ EMBEDDING = [
     _embed("one-position", (B, 1)),
     _embed("two-middle-dims", (B, 2, 3)),
     _embed("padding", (B, 5), padding_idx=2),
+    Case("embedding/padding-of-no-number", _directions, x=None, ids=(B, 5), params={"w": (7, 4)}),
     _embed("negative-padding", (B, 5), padding_idx=-3),
     Case("embedding/repeated", lambda ids, w: F.embedding(ids, w), x=None, ids=(B, 6), classes=2, params={"w": (7, 4)}),
     Case("embedding/time-major", lambda ids, w: F.embedding(ids, w), x=None, ids=(5, B), params={"w": (7, 4)},
