@@ -179,6 +179,8 @@ class Emptied:
             return bound(node)["self"] if self._picks_nothing(node) else None
         if name in _PUTS_BY_NUMBER:
             return bound(node)["self"] if bound(node)["index"] in self.no_rows else None
+        if name in _INTO_VIEWS:
+            return bound(node)["self"] if _puts_back(node, name) else None
         given = bound(node) if name in _DENSE else {}
         if name == "aten.masked_fill":
             return given["self"] if given["mask"] in self.zero and self._is_harmless(given["value"]) else None
@@ -201,6 +203,18 @@ class Emptied:
 _DENSE = (
     "aten.masked_fill", "aten.masked_scatter", "aten.expand", "aten.slice", "aten.clone", "aten.where", "aten.add",
 )  # fmt: skip
+
+
+_INTO_VIEWS = tuple(f"aten.{view}_scatter" for view in ("slice", "select", "diagonal", "as_strided"))
+
+
+def _puts_back(node: Node, name: str) -> bool:
+    """Whether a part of a value, or all of it, is replaced by the same: `x[1:][m] = y`, of a mask that picks nothing."""
+    given = bound(node)
+    view = given.pop("src")
+    if view is given["self"]:
+        return True
+    return op_name(view) == name.removesuffix("_scatter") and bound(view) == given
 
 
 def _says_equal(node: Node, value: bool) -> bool:

@@ -61,6 +61,9 @@ MASKED = {
     "masked_select": Row(
         head, lambda o, y, m: torch.masked_select((o - picked(o, y, m)).square(), m[..., None]).mean(), padded
     ),
+    "masked_select of each": Row(
+        head, lambda o, y, m: F.l1_loss(o[..., 0].masked_select(m), y.masked_select(m).to(o.dtype)), padded
+    ),
     "two masks": Row(
         head, lambda o, y, m: o[y == 1].square().sum() - (o[y == 2].sin().sum(-1) * 3).mean().nan_to_num(), padded
     ),

@@ -228,7 +228,16 @@ def one_after_another(model: Any, h: Tensor) -> Tensor:
     return out
 
 
-MASKED = [not_a_number, by_where, the_rest, nothing_done, repeated, halting, one_after_another]
+def into_parts(model: Any, h: Tensor) -> Tensor:
+    out, m = h.clone(), h[:, 1:] > 0
+    if m.any():
+        out[:, 1:][m] = -2.0
+    if (n := h[:, 0] > 0).any():
+        out.select(1, 0)[n] = 3.0
+    return out
+
+
+MASKED = [into_parts, not_a_number, by_where, the_rest, nothing_done, repeated, halting, one_after_another]
 
 
 @pytest.mark.parametrize("change", MASKED, ids=lambda f: f.__name__)

@@ -30,6 +30,14 @@ def one_hot(tensor: Tensor, num_classes: Any = -1) -> Tensor:
     return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).to(torch.int64)
 
 
+@at_capture(torch.masked_select, Tensor.masked_select)
+def masked_select(input: Tensor, mask: Tensor, **named: Any) -> Tensor:
+    """x[m]: as many values as others that the same mask picks."""
+    if named or input.shape != mask.shape or input.layout is not torch.strided:
+        return torch.masked_select(input, mask, **named)
+    return input[mask]
+
+
 @at_capture(torch.gradient)
 def gradient(input: Tensor, *, spacing: Any = 1, dim: Any = None, edge_order: int = 1) -> Sequence[Tensor]:
     """(x[i + 1] - x[i - 1]) / 2h, and at the ends (x[1] - x[0]) / h, or (-3 x[0] + 4 x[1] - x[2]) / 2h of order 2."""
