@@ -209,7 +209,7 @@ _INTO_VIEWS = tuple(f"aten.{view}_scatter" for view in ("slice", "select", "diag
 
 
 def _puts_back(node: Node, name: str) -> bool:
-    """Whether a part of a value, or all of it, is replaced by the same: `x[1:][m] = y`, of a mask that picks nothing."""
+    """Whether a part of a value, or all of it, is replaced by itself: `x[1:][m] = y`, of a mask that picks nothing."""
     given = bound(node)
     view = given.pop("src")
     if view is given["self"]:

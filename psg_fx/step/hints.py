@@ -22,7 +22,7 @@ def with_hint(refusal: PsgError, model: nn.Module, call: Call) -> PsgError:
     """The refusal, and what the model offers, where the refused line is about that."""
     hints = (
         _mask(refusal, model, call), _experts(refusal, model), _balance(refusal, model), _objects(refusal, call),
-        _shared(refusal, call),
+        _layerdrop(refusal, model), _shared(refusal, call),
     )  # fmt: skip
     if (hint := next(filter(None, hints), None)) is None:
         return refusal
@@ -53,6 +53,17 @@ def _balance(refusal: PsgError, model: nn.Module) -> str:
     if not asked or not isinstance(refusal, SamplesMixed) or not _ABOUT_EXPERTS.search(refusal.where):
         return ""
     return "model.config.output_router_logits = False: the loss that balances experts is one of all samples"
+
+
+def _layerdrop(refusal: PsgError, model: nn.Module) -> str:
+    """A random number says whether the batch as a whole goes through a layer."""
+    rates = {name: getattr(m, "layerdrop", None) for name, m in model.named_modules() if m.training}
+    drawn = [
+        f"model.{name}.layerdrop".replace("..", ".") for name, rate in rates.items() if isinstance(rate, float) and rate
+    ]
+    if not drawn or not isinstance(refusal, CaptureFailed) or "branches on values" not in refusal.why:
+        return ""
+    return f"{' = '.join(drawn)} = 0.0: whether a layer runs is drawn for all samples together"
 
 
 def _objects(refusal: PsgError, call: Call) -> str:

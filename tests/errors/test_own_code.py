@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import psg_fx
-from psg_fx import BadArgument, NotYetSupported
+from psg_fx import BadArgument, CaptureFailed, NotYetSupported
 from psg_fx.passes.compile.compile import _not_compiled
 from psg_fx.torch_private.inductor import InductorError
 from support.small import OwnLoss, Several, WithLayer, step
@@ -37,6 +37,26 @@ class Masked(nn.Module):
         if attention_mask is None and (ids == 0).any():
             attention_mask = ids != 0
         return h.sum(1) if attention_mask is None else (h * attention_mask[..., None]).sum(1)
+
+
+class Skipped(nn.Linear):
+    layerdrop = 0.1
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and torch.rand([]) < self.layerdrop:
+            return x
+        return super().forward(x)
+
+
+class Dropped(nn.Module):
+    """A layer that is left out at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Skipped(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)  # type: ignore[no-any-return]
 
 
 def misspelt(out: Tensor, y: Tensor) -> Tensor:
@@ -142,6 +162,14 @@ ROWS: dict[str, Row] = {
         "pass attention_mask, which the model makes itself where none is given; or leave the branch out, and loop over "
         "all (what is read by a mask that picks nothing has no rows; a mean is x[m].sum() / m.sum().clamp(min=1)), "
         "replace it by torch.where, or leave such samples out of the batch",
+    ),
+    "layerdrop": (
+        lambda: step(Dropped())(X, Y), CaptureFailed,
+        "the model and loss could not be captured as one graph",
+        "test_own_code.py:<line>: if self.training and torch.rand([]) < self.layerdrop:",
+        "the code branches on values of a tensor, so there is no one graph for all batches",
+        "model.layer.layerdrop = 0.0: whether a layer runs is drawn for all samples together; or replace the branch by "
+        "torch.where, or decide it outside the model",
     ),
     "a-list-that-is-one-argument": (
         lambda: step(Several())([X, X], Y), BadArgument, "the model does not take these inputs", "Several.forward(xs)",
