@@ -21,6 +21,7 @@ from psg_fx.program.changes.effects import Change, Effects
 from psg_fx.program.changes.set_up import SetUp
 from psg_fx.program.changes.written import Written
 from psg_fx.program.code import line_naming
+from psg_fx.program.decisions.alike_masks import AlikeMasks
 from psg_fx.program.decisions.assumptions import Assumption, assuming
 from psg_fx.program.decisions.emptiness import Branches, Place
 from psg_fx.program.decisions.equal_picks import EqualPicks
@@ -108,7 +109,10 @@ class Program(nn.Module):
         assumed: list[Assumption] = []
         caller = Program.results.__code__
         equal = EqualPicks(assumed, tensors, self.call.tensors)
-        with self.branches.answered(assumed), assuming(assumed, caller), equal, self.stand_ins.own_in_place():
+        with (
+            self.branches.answered(assumed), assuming(assumed, caller), equal, AlikeMasks(),
+            self.stand_ins.own_in_place(),
+        ):  # fmt: skip
             results = self.results(tensors)
         self.puts_picks = equal.put
         self.output.assumed = tuple((a.line, a.of) for a in assumed)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import psg_fx
-from psg_fx.errors import CaptureFailed
+from psg_fx.errors import PsgError
 from support import oracle
 from support.selection import on_two_backends
 
@@ -207,5 +207,5 @@ def not_finite(o: Tensor, y: Tensor, m: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("loss", [only_the_first, one_instead, meant_all_the_same, of_another_mask, not_finite])
 def test_refused(loss: Loss) -> None:
-    with pytest.raises(CaptureFailed, match="whether a mask picks anything"):
+    with pytest.raises(PsgError, match="whether a mask picks anything"):
         psg_fx.transform(Heads(), loss, quantities=psg_fx.Grads(), backend="eager")(X, (LABELS, MASK))
