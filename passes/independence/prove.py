@@ -116,9 +116,10 @@ def _check_arms(prover: Prover) -> None:
     ends = [n for spec, n in facts.returned(prover.gm) if spec.field == facts.ARM and isinstance(n, Node)]
     for node in facts.ancestors(ends):
         found = prover.known[node]
-        whole = found.reduced and node not in ends and not all(user in ends for user in node.users)
+        is_mask = any(user in ends for user in node.users)
+        whole = found.reduced and node not in ends and not is_mask
         numbers = node.op == "call_function" and numbers_of_samples(node, prover.batch)
-        if whole or found.index or found.structure or numbers:
+        if whole or numbers or (is_mask and (found.index or found.structure)):
             raise mixed(
                 prover.origin.get(node, node), "the code branches on it, and it is not a value of each sample alone",
                 "decide by values of single samples, or outside of the model",

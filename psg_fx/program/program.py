@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from psg_fx.errors import BadArgument, NotYetSupported
+from psg_fx.errors import BadArgument, InternalError, NotYetSupported
 from psg_fx.graph import facts
 from psg_fx.plain_objects import NotWritten
 from psg_fx.program.arguments.call import Call
@@ -176,7 +176,11 @@ def _are_one_number(tensors: Sequence[torch.Tensor], dims: Sequence[int | None])
     finds at its end that they are equal, knows it from the start, as where `torch.cat([a, b])` is cut in two.
     """
     sizes = [t.shape[d] for t, d in zip(tensors, dims, strict=True) if d is not None]
-    assert all(size == sizes[0] for size in sizes)
+    if not all(size == sizes[0] for size in sizes):
+        raise InternalError(
+            "inputs have several batch sizes", where=f"sizes {sizes}", why="a call is taken apart only if they agree",
+            fix="please report this as a bug, with the inputs' shapes",
+        )  # fmt: skip
 
 
 def _require_loss(loss: Any) -> None:

@@ -270,8 +270,8 @@ _FAILED: dict[str, tuple[type[PsgError], str, str, str]] = {
         "call model and loss on the batch themselves to see that error",
     ),
     facts.PLACES: (
-        SamplesMixed, "masked_scatter mixes samples in this batch, so per-sample gradients do not exist",
-        "it counts places through all samples, and one of them has more or fewer places than values of its own",
+        SamplesMixed, "values that a mask places mix samples in this batch, so per-sample gradients do not exist",
+        "places are counted through all samples, and one of them has more or fewer places than values of its own",
         "give every sample as many places as values: as many image tokens as features of its image",
     ),
     facts.DRAWN: (

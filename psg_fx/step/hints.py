@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from psg_fx.errors import CaptureFailed, PsgError, SamplesMixed
+from psg_fx.errors import CaptureFailed, NotYetSupported, PsgError, SamplesMixed
 from psg_fx.program.arguments.call import Call
 from psg_fx.program.program import holds_tensors
 
@@ -40,7 +40,7 @@ def _mask(refusal: PsgError, model: nn.Module, call: Call) -> str:
 
 def _experts(refusal: PsgError, model: nn.Module) -> str:
     """Models of transformers loop over those experts that were hit, unless told otherwise."""
-    loops = isinstance(refusal, CaptureFailed) and _ABOUT_EXPERTS.search(refusal.where)
+    loops = isinstance(refusal, CaptureFailed | NotYetSupported) and _ABOUT_EXPERTS.search(refusal.where)
     offers = any(getattr(m, "_can_set_experts_implementation", bool)() for m in model.modules())
     if not loops or not offers or not any("Expert" in type(m).__name__ for m in model.modules()):
         return ""

@@ -16,7 +16,7 @@ import psg_fx
 from external import transformers_rows as rows
 from external import transformers_zoo as zoo
 from external.program import Problem, Program, check, check_learns, drop_in, with_loss
-from psg_fx.errors import CaptureFailed, SamplesMixed
+from psg_fx.errors import PsgError, SamplesMixed
 from support.selection import one_in, selected
 
 pytestmark = [
@@ -89,7 +89,7 @@ def test_refusals_of_experts_name_the_way_out(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("psg_fx.passes.capture.nothing_picked.MOST", 3)
     inputs = rows.labelled(rows.padded, labels=rows.token_labels)()
     step = psg_fx.transform(experts("Mixtral", "eager"), lambda out: out.loss, backend="eager")
-    with torch.random.fork_rng(devices=[]), pytest.raises(CaptureFailed, match=r"set_experts_implementation"):
+    with torch.random.fork_rng(devices=[]), pytest.raises(PsgError, match=r"set_experts_implementation"):
         step(inputs)
     balanced = experts("Mixtral", "grouped_mm", output_router_logits=True)
     step = psg_fx.transform(balanced, lambda out: out.loss, backend="eager")

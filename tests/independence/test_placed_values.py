@@ -70,7 +70,24 @@ def in_rows(h: Tensor, mask: Tensor, values: Tensor) -> Tensor:
     return rows.view(-1, STEPS, WIDTH)
 
 
-WAYS = (expanded, broadcast, entries, shared, in_place, numbers, in_rows)
+def written(h: Tensor, mask: Tensor, values: Tensor) -> Tensor:
+    h = h * 2
+    h[mask] = values.reshape(-1, WIDTH)
+    return h
+
+
+def written_numbers(h: Tensor, mask: Tensor, values: Tensor) -> Tensor:
+    h = h * 2
+    h[..., 1][mask] = values[..., 0].flatten()
+    return h
+
+
+def written_rows(h: Tensor, mask: Tensor, values: Tensor) -> Tensor:
+    return h.flatten(0, 1).index_put((mask.flatten(),), values.flatten(0, 1)).view(-1, STEPS, WIDTH)
+
+
+WRITTEN = (written, written_numbers, written_rows)
+WAYS = (expanded, broadcast, entries, shared, in_place, numbers, in_rows, *WRITTEN)
 
 
 @pytest.mark.parametrize("place", WAYS)
@@ -92,7 +109,7 @@ def test_other_counts_are_refused_at_the_call() -> None:
     with pytest.raises(SamplesMixed) as error:
         step((wrong, image))
     lines = str(error.value).splitlines()
-    assert lines[0] == "masked_scatter mixes samples in this batch, so per-sample gradients do not exist"
+    assert lines[0] == "values that a mask places mix samples in this batch, so per-sample gradients do not exist"
     assert "test_placed_values.py:" in lines[1]
     assert "one of them has more or fewer places than values" in lines[2]
     assert "checked at every call: each sample has as many places as values (" in step.explain()
@@ -113,6 +130,20 @@ def test_values_of_one_sample_may_be_left_over() -> None:
         step((ids, image))
     with pytest.raises(SamplesMixed, match="more or fewer places"):
         step((torch.full_like(ids[:1], MARK), image[:1]))
+
+
+@pytest.mark.parametrize("place", WRITTEN)
+def test_a_write_has_as_many_places_as_values(place: Callable[..., Tensor]) -> None:
+    """Also of one sample: torch refuses others."""
+    step = psg_fx.transform(Placing(place).double(), square, quantities=psg_fx.Norms(), backend="eager")
+    (ids, image), _ = drawn(B)
+    assert step((ids, image)).norms.shape == (B,)
+    for more in (MARK, 1):
+        wrong = ids.clone()
+        wrong[0] = more
+        for size in (B, 1):
+            with pytest.raises(SamplesMixed, match="more or fewer places"):
+                step((wrong[:size], image[:size]))
 
 
 @pytest.mark.slow

@@ -20,10 +20,9 @@ _PICKING = {
     "__getitem__", "__setitem__", "masked_select", "masked_scatter", "masked_scatter_", "index_put", "index_put_",
     "nonzero", "argwhere", "where",
 }  # fmt: skip
-_COMPARISONS = ("eq", "ne", "gt", "ge", "lt", "le")
 _MADE_BY = {
-    *_COMPARISONS, *(f"__{name}__" for name in _COMPARISONS), "isnan", "isinf", "isfinite", "isin",
-    "__and__", "__or__", "__xor__", "__invert__", *(f"logical_{name}" for name in ("and", "or", "xor", "not")),
+    *(form for name in ("eq", "ne", "gt", "ge", "lt", "le") for form in (name, f"__{name}__")),
+    "isnan", "isinf", "isfinite", "isin", "__and__", "__or__", "__xor__", "__invert__", *(f"logical_{name}" for name in ("and", "or", "xor", "not")),
     *(f"bitwise_{name}" for name in ("and", "or", "xor", "not")), "bool", "to", "view", "reshape", "flatten", "detach",
     "squeeze", "unsqueeze", "select", "narrow", "transpose", "t", "movedim", "permute", "contiguous", "expand_as",
     "__getitem__",
