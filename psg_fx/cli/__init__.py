@@ -9,6 +9,7 @@ Exit codes: 0 fine, 1 refused or wrong, 2 wrong usage.  Standard output holds th
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -37,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             torch.set_num_threads(args.threads)
         with contextlib.redirect_stdout(sys.stderr):  # what the user's own code prints
             code, text = args.run(args)
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # what its encoding has no letters for
         print(text, flush=True)
     except UsageError as error:
         print(f"psg-fx: {error}", file=sys.stderr)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+import os
 from collections.abc import Callable
 
 import torch
@@ -109,7 +111,7 @@ def _command(
 
 def _machine(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1")
-    sub.add_argument("--threads", type=positive, metavar="N", help="threads for one operation on the CPU")
+    sub.add_argument("--threads", type=thread_count, metavar="N", help="threads for one operation on the CPU")
 
 
 def _explain(sub: argparse.ArgumentParser) -> None:
@@ -153,14 +155,22 @@ def positive(text: str) -> int:
     return value
 
 
+def thread_count(text: str) -> int:
+    """An argparse type: of threads, which torch makes, however many they are."""
+    value, most = positive(text), 64 * (os.cpu_count() or 1)
+    if value > most:
+        raise argparse.ArgumentTypeError(f"must be at most {most} on this machine, got {text}")
+    return value
+
+
 def above_zero(text: str) -> float:
     """An argparse type: a number above 0."""
     try:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text}")
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a finite number above 0, got {text}")
     return value
 
 

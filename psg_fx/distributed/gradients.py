@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -12,17 +14,17 @@ from psg_fx.errors import BadArgument
 from psg_fx.torch_private.sharded import is_sharded_tensor, reshard
 
 
-def set_grad(model: nn.Module, values: Mapping[str, torch.Tensor], scale: float = 1.0) -> None:
+def set_grad(model: nn.Module, values: Mapping[str, torch.Tensor], scale: float | torch.Tensor = 1.0) -> None:
     """Set `p.grad` to `scale` times the value of its name, in the dtype of p.  Parameters without a value keep theirs.
 
     Args:
         model: its parameters may be whole, or sharded as the values are.
         values: by name, as in `out.clipped_sum`.  With a scale of 1 and the dtype of p, p.grad is that tensor itself.
-        scale: 1 / (expected number of samples), say.
+        scale: 1 / (expected number of samples), say; a number, or a tensor without dims.
 
     Raises:
-        BadArgument: no module or no mapping; a name that the model does not have, another shape, or a value that lies
-            otherwise than p.
+        BadArgument: no module, no mapping or no finite scale; a name that the model does not have, another shape, or a
+            value that lies otherwise than p.
     """
     if not isinstance(values, Mapping):
         raise BadArgument(
@@ -33,6 +35,14 @@ def set_grad(model: nn.Module, values: Mapping[str, torch.Tensor], scale: float 
         raise BadArgument(
             f"model is a {type(model).__name__}", where="psg_fx.distributed.set_grad(model, values)",
             why="its parameters are found by name", fix="pass the module that the step was made of",
+        )  # fmt: skip
+    number: Any = scale
+    if not (isinstance(number, Real) and math.isfinite(number)) and not (
+        isinstance(number, torch.Tensor) and not number.ndim
+    ):
+        raise BadArgument(
+            f"scale={scale!r} is no finite number", where="psg_fx.distributed.set_grad(model, values, scale)",
+            why="every value is multiplied by it", fix="pass a float, such as 1 / (expected number of samples)",
         )  # fmt: skip
     reshard(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))

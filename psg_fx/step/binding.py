@@ -15,6 +15,7 @@ from psg_fx.algebra.members import MEMBERS
 from psg_fx.errors import BadArgument, NotYetSupported, PsgError, SamplesMixed
 from psg_fx.graph import facts
 from psg_fx.graph.facts import InputSpec, OutputSpec
+from psg_fx.interrupts import deferred
 from psg_fx.program.ambient import without_autocast
 from psg_fx.program.arguments.call import Call
 from psg_fx.program.arguments.conditions import CONDITIONS, require
@@ -168,12 +169,13 @@ class Binding:
             return
         if self._not_alone and call.batch_size() == 1:
             raise squeezed_alone(self._not_alone)
-        for buffer, (index, _, _) in zip(self.buffers(), self._buffers, strict=True):
-            buffer.copy_(results[index])
         kept = (v for v, spec in zip(results, self.outputs, strict=True) if spec.kind == "written")
         sizes = dict(zip(self._sizes, (call.batch_size(), *call.row_sizes), strict=True)) if self._written else {}
-        for entry in self._written:
-            entry.store(kept, sizes)
+        with deferred():  # all of them, or none
+            for buffer, (index, _, _) in zip(self.buffers(), self._buffers, strict=True):
+                buffer.copy_(results[index])
+            for entry in self._written:
+                entry.store(kept, sizes)
 
     def check(self, result: Callable[[int], Any]) -> None:
         """Raise where the model's own checks fail, or where rows of several samples meet.  result: by its index."""

@@ -166,6 +166,20 @@ def require_a_gradient(plan: Plan) -> None:
         )  # fmt: skip
 
 
+def check_apart(step: nn.Module, model: nn.Module) -> None:
+    """Refuse a model that has its own step as a module."""
+    for name, module in model.named_modules():
+        if module is step:
+            raise BadArgument(
+                f"the model has its own step as its module {name}",
+                where=f"model.{name} = psg_fx.transform(model, ...)",
+                why="a step has the modules of its model, and would be one of its own: train() and state_dict() go "
+                "through all of them, and would never end",
+                fix=f"keep it outside of the model, or in a list: self.steps = [psg_fx.transform(self, ...)]; and del "
+                f"model.{name}",
+            )  # fmt: skip
+
+
 def check_tensors(model: nn.Module) -> None:
     """Refuse a model whose layers wait for their first inputs, or whose tensors have functions of their own; and one in
     which `torch.func.functional_call` has put other tensors.

@@ -116,6 +116,7 @@ class PerSampleModule(nn.Module):
 
     def train(self, mode: bool = True) -> PerSampleModule:
         """Set the model's training mode."""
+        mistakes.check_apart(self, self.model)
         self.model.train(mode)
         return self
 
@@ -144,6 +145,7 @@ class PerSampleModule(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's state_dict."""
+        mistakes.check_apart(self, self.model)
         return self.model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -238,6 +240,7 @@ class PerSampleModule(nn.Module):
             with IN_PLACE:  # two threads that read it anew would take each other's for a change
                 found = self._structure
                 if found is None or not found[0].holds():
+                    mistakes.check_apart(self, self.model)
                     roots = [m for m in (self.model, self.loss_fn) if isinstance(m, nn.Module)]
                     mistakes.check_tensors(self.model)
                     found = Structure(roots), tracked_parameters(self.model, self.settings.params)

@@ -43,7 +43,7 @@ def built(build: Callable[[], _Made], model: nn.Module, loss_fn: Any, call: Call
     check_model(model)
     check_values(model)
     try:
-        with untouched(model, loss_fn), quiet():
+        with generators_kept(*{tensor.device for tensor in call.tensors}), untouched(model, loss_fn), quiet():
             return build()
     except CaptureFailed as refusal:
         found = _own_error(model, loss_fn, call) if refusal.what == NOT_ONE_GRAPH else None

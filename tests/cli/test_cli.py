@@ -1,5 +1,6 @@
 """The command line: what each command prints, and its exit codes."""
 
+import io
 import json
 import subprocess
 import sys
@@ -294,6 +295,7 @@ def test_wrong_usage(arguments: list[str], message: str, factories: str, capsys:
         ("--batch=0", "must be a whole number, at least 1, got 0"),
         ("--threads=-1", "must be a whole number, at least 1, got -1"),
         ("--threads=many", "must be a whole number, at least 1, got many"),
+        ("--threads=99999", "on this machine, got 99999"),
         ("--stage=nowhere", "invalid choice: 'nowhere'"),
     ],
 )
@@ -302,6 +304,21 @@ def test_argparse_refuses(option: str, message: str, capsys: pytest.CaptureFixtu
         cli.main(["graph", "mlp", option])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", ["inf", "nan", "0"])
+def test_seconds_are_finite(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", "mlp", "--seconds", seconds])
+    assert ended.value.code == 2
+    assert f"must be a finite number above 0, got {seconds}" in capsys.readouterr().err
+
+
+def test_output_in_an_encoding_without_its_letters(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    assert cli.main(["explain", "mlp", "--batch", "2", "--backend", "eager"]) == 0
+    assert b"\\u" in written.getvalue()
 
 
 def test_a_factory_in_the_current_folder(factories: str) -> None:

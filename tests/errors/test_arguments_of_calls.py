@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import psg_fx
@@ -30,11 +32,29 @@ class Shifted(WithLayer):
         return out
 
 
+def in_its_own_model() -> psg_fx.PerSampleModule:
+    model = mlp()
+    model.step = step = psg_fx.transform(model, F.cross_entropy)
+    return step
+
+
 ROWS: dict[str, Row] = {
     "gradients-of-a-name": (
         lambda: psg_fx.distributed.set_grad("m", {}), BadArgument,  # type: ignore[arg-type]
         "model is a str", "psg_fx.distributed.set_grad(model, values)", "its parameters are found by name",
         "pass the module that the step was made of",
+    ),
+    "gradients-times-no-number": (
+        lambda: psg_fx.distributed.set_grad(mlp(), {}, math.nan), BadArgument,
+        "scale=nan is no finite number", "psg_fx.distributed.set_grad(model, values, scale)",
+        "every value is multiplied by it", "pass a float, such as 1 / (expected number of samples)",
+    ),
+    "a-step-in-its-own-model": (
+        lambda: in_its_own_model()(X, Y), BadArgument,
+        "the model has its own step as its module step", "model.step = psg_fx.transform(model, ...)",
+        "a step has the modules of its model, and would be one of its own: train() and state_dict() go through all of "
+        "them, and would never end",
+        "keep it outside of the model, or in a list: self.steps = [psg_fx.transform(self, ...)]; and del model.step",
     ),
     "a-loss-that-is-none": (
         lambda: psg_fx.benchmark(mlp(), None, X, Y), BadArgument,  # type: ignore[arg-type]

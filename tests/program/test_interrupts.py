@@ -113,3 +113,34 @@ def test_a_first_call_that_is_interrupted() -> None:
     assert sys.getprofile() is None
     _, truth = oracle.loop_grads(model, F.cross_entropy, X, Y)
     assert oracle.worst_error(step(X, Y).grads, truth) < 1e-12
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3).double()
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("twice", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)  # type: ignore[operator]
+        self.twice.add_(2)  # type: ignore[operator]
+        out: torch.Tensor = self.layer(x)
+        return out
+
+
+def test_buffers_of_one_call_stay_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, copied = Counting(), torch.Tensor.copy_
+    step = psg_fx.transform(model, F.cross_entropy, backend="eager")
+    step(X, Y)
+
+    def interrupted_copy(self: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
+        found = copied(self, *args)
+        if self is model.calls:
+            signal.raise_signal(signal.SIGINT)
+        return found
+
+    monkeypatch.setattr(torch.Tensor, "copy_", interrupted_copy)
+    with pytest.raises(KeyboardInterrupt):
+        step(X, Y)
+    assert (float(model.calls), float(model.twice)) == (2.0, 4.0)

@@ -182,6 +182,14 @@ class Holding(nn.Module):
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_a_copied_model_has_a_step_of_its_own(way: str) -> None:
+    """Which is called before anybody has asked for its parameters."""
+    made = WAYS[way](Holding())
+    found = made.steps[0](X, Y).grads
+    torch.testing.assert_close(found, oracle.loop_grads(made, F.cross_entropy, X, Y)[1])
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_a_model_that_holds_a_step_of_itself(way: str) -> None:
     """The step of the copy is made before the model that it is of."""
     made = WAYS[way](Holding())

@@ -173,7 +173,7 @@ class Reached:
 
     def _of_module(self, value: nn.Module) -> None:
         label = type(value).__name__
-        self.modules.append((value, dict(vars(value)["_parameters"]), dict(vars(value)["_modules"])))
+        self.modules.append((value, dict(value._parameters), dict(value._modules)))
         self._of_attributes(value, value.__dict__, label, skip=_TORCHS_OWN)
         self.holders += [of_dict(value._buffers, label, label), of_hooks(value)]
         for group in ("_modules", "_forward_hooks", "_forward_pre_hooks"):

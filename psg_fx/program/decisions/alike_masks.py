@@ -22,7 +22,8 @@ _PICKING = {
 }  # fmt: skip
 _MADE_BY = {
     *(form for name in ("eq", "ne", "gt", "ge", "lt", "le") for form in (name, f"__{name}__")),
-    "isnan", "isinf", "isfinite", "isin", "__and__", "__or__", "__xor__", "__invert__", *(f"logical_{name}" for name in ("and", "or", "xor", "not")),
+    "isnan", "isinf", "isfinite", "isin", "__and__", "__or__", "__xor__", "__invert__",
+    *(f"logical_{name}" for name in ("and", "or", "xor", "not")),
     *(f"bitwise_{name}" for name in ("and", "or", "xor", "not")), "bool", "to", "view", "reshape", "flatten", "detach",
     "squeeze", "unsqueeze", "select", "narrow", "transpose", "t", "movedim", "permute", "contiguous", "expand_as",
     "__getitem__",
