@@ -13,6 +13,10 @@ from torch._decomp import core_aten_decompositions, decomposition_table
 from torch._higher_order_ops.effects import has_effects
 from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload
+from torch.nn.modules.adaptive import _ASMoutput
+
+adaptive_output: Callable[[torch.Tensor, torch.Tensor], Any] = _ASMoutput
+"""What `nn.AdaptiveLogSoftmaxWithLoss` returns: each target's log probability, and minus their mean."""
 
 
 @functools.cache

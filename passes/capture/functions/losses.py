@@ -6,14 +6,16 @@ mean, sum.
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from psg_fx.op_table import at_capture, decomposition
+from psg_fx.torch_private.ops import adaptive_output
 
 _NONE, _MEAN, _SUM = 0, 1, 2
 _REDUCTIONS = {"none": _NONE, "mean": _MEAN, "sum": _SUM}
@@ -173,6 +175,30 @@ def multi_margin(
     if odd or (weight is not None and weight.shape != input.shape[-1:]):  # which torch refuses
         return F.multi_margin_loss(input, target, p, margin, weight, size_average, reduce, reduction)  # type: ignore[arg-type]
     return multi_margin_loss(input, target, p, margin, weight, _REDUCTIONS[reduction])
+
+
+def adaptive_log_softmax(self: nn.AdaptiveLogSoftmaxWithLoss, input_: Tensor, target_: Tensor) -> Any:
+    """log p[t] = log p[cluster of t] + log p[t | cluster], each of all rows; torch takes the rows of a cluster out.
+
+    Where t is no class, torch's own raises.
+    """
+    if (input_.dim(), target_.dim()) not in ((2, 1), (1, 0)):
+        return _ADAPTIVE(self, input_, target_)
+    x, t = (input_, target_) if target_.dim() else (input_.unsqueeze(0), target_.unsqueeze(0))
+    if ((t < 0) | (t >= self.n_classes)).any():
+        raise RuntimeError(f"Target values should be in [0, {self.n_classes - 1}]")
+    place, inside = t.clamp(max=self.shortlist_size - 1), torch.zeros_like(x[:, 0])
+    for i, (low, high) in enumerate(itertools.pairwise(self.cutoffs)):
+        here = (t >= low) & (t < high)
+        of_cluster = F.log_softmax(self.tail[i](x), dim=1).gather(1, (t - low).clamp(0, high - low - 1).unsqueeze(1))
+        inside = torch.where(here, of_cluster.squeeze(1), inside)
+        place = torch.where(here, self.shortlist_size + i, place)
+    output = inside + F.log_softmax(self.head(x), dim=1).gather(1, place.unsqueeze(1)).squeeze(1)
+    loss = (-output).mean()
+    return adaptive_output(output if target_.dim() else output.squeeze(0), loss)
+
+
+_ADAPTIVE = nn.AdaptiveLogSoftmaxWithLoss.forward
 
 
 @decomposition("multilabel_margin_loss.default")

@@ -34,6 +34,7 @@ from . import draws, under_vmap
 from .bags import bags_of_rows
 from .contractions import orders_of_contractions
 from .flexible import attention_as_formula
+from .losses import adaptive_log_softmax
 from .packed import Padding, packed_as_padded
 
 
@@ -304,6 +305,7 @@ def rewritten(rows: bool) -> Iterator[Padding]:
         contextlib.ExitStack() as stack, bags_of_rows(rows),
         patched_here(transformer, "_detect_is_causal_mask", is_causal),
         patched_here(nn.TransformerEncoder, "forward", encoder),
+        patched_here(nn.AdaptiveLogSoftmaxWithLoss, "forward", adaptive_log_softmax),
         patched_here(torch.distributions.Distribution, "_validate_args", False),
         patched_here(torch.distributions.Gamma, "rsample", draws.gamma),
         orders_of_contractions(), attention_as_formula(), packed_as_padded() as padding, _Rewritten(),
