@@ -116,6 +116,18 @@ def _clamp(given: Given, ask: Question) -> Bounds:
     return (low, high)
 
 
+@bounded("minimum", "fmin", "min.other")
+def _minimum(given: Given, ask: Question) -> Bounds:
+    (a, b), (c, d) = ask(given["self"]), ask(given["other"])
+    return (min(a, c), min(b, d))
+
+
+@bounded("maximum", "fmax", "max.other")
+def _maximum(given: Given, ask: Question) -> Bounds:
+    (a, b), (c, d) = ask(given["self"]), ask(given["other"])
+    return (max(a, c), max(b, d))
+
+
 @bounded("remainder")
 def _remainder(given: Given, ask: Question) -> Bounds:
     low, high = ask(given["other"])

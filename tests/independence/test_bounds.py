@@ -25,6 +25,9 @@ PROGRAMS: dict[str, Callable[[Tensor], Tensor]] = {
     "clip": lambda t: torch.ones_like(t).clip(min=t.remainder(9)),
     "clamp_min": lambda t: torch.clamp_min(torch.zeros_like(t), t.remainder(9)),
     "clamp_max": lambda t: torch.clamp_max(torch.zeros_like(t), 3 - t.remainder(9)),
+    "the lesser": lambda t: torch.minimum(t, t.remainder(9)) + torch.min(t.remainder(4), t.remainder(7) - 2),
+    "the greater": lambda t: torch.maximum(t, t.remainder(9)) - torch.max(t.remainder(4), t.remainder(7) - 2),
+    "the lesser of floats": lambda t: torch.fmin(t.remainder(5).double(), torch.fmax(t.double(), t.remainder(3) - 9.0)),
     "add": lambda t: t.remainder(5) + 3 + t.remainder(2),
     "add a multiple": lambda t: torch.add(t.remainder(5), t.remainder(3), alpha=4),
     "sub": lambda t: t.remainder(5) - t.remainder(3),
@@ -68,6 +71,8 @@ def test_every_value_lies_within_its_bounds(name: str) -> None:
 
 
 LEAVES = {
+    "the lesser": lambda t: torch.minimum(t, torch.full_like(t, 3)),
+    "the greater": lambda t: torch.maximum(t, torch.zeros_like(t)) * 4,
     "clamp with min": lambda t: torch.clamp(torch.zeros_like(t), min=t.remainder(9)),
     "clamp with max": lambda t: torch.clamp(torch.zeros_like(t), max=-t.remainder(2)),
     "clip": lambda t: torch.zeros_like(t).clip(min=t.remainder(9)),
