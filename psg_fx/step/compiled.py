@@ -118,8 +118,8 @@ class CompiledStep:
         if (expected := self.expected) is not None:  # another thread may answer first
             self.binding.check(results.__getitem__)
             fields = self.binding.fields(results)
-            if expected.settled([fields["losses"]], call, self.gm, self.binding, arguments, fields):
-                self.expected = None
+            expected.require([fields["losses"]], call, self.gm, self.binding, arguments, fields)
+            self.expected = None
         if not buffers:
             self.binding.check(results.__getitem__)
         else:

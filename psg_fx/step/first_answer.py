@@ -60,11 +60,11 @@ class OfOneSample:
         self._call, self._last = weakref.ref(call), call.batch_size() - 1
         self._refusal: NotYetSupported | None = None
 
-    def settled(
+    def require(
         self, found: Sequence[torch.Tensor], call: Call, gm: GraphModule, binding: Binding, arguments: Sequence[Any],
         fields: Mapping[str, Any] | None = None,
-    ) -> bool:  # fmt: skip
-        """Whether answers need not be looked at again.
+    ) -> None:  # fmt: skip
+        """Hold an answer against the code's own; later ones need not be looked at.
 
         found: the one to this call, which may be a part of the first one, or a later one, where that one failed.
         arguments: of the graph, for this call.  fields: all of the answer.
@@ -82,7 +82,6 @@ class OfOneSample:
                 self._refusal = self._differing(self._gradient, call, fields, gm, binding, arguments, of_sample)
         if self._refusal is not None:
             raise self._refusal.with_traceback(None)
-        return True
 
     def _differing(
         self, gradient: GradientAlone, call: Call, fields: Mapping[str, Any], gm: GraphModule, *given: Any

@@ -161,8 +161,8 @@ class SplitStep:
             kept = [v for (_, spec), v in zip(self.outputs, results, strict=False) if spec.kind == "output"]
             if (expected := self.expected) is not None:  # another thread may answer first
                 self.binding.check(ordered.__getitem__)
-                if expected.settled(kept, call, self.gm, self.binding, arguments):
-                    self.expected = None
+                expected.require(kept, call, self.gm, self.binding, arguments)
+                self.expected = None
             self.binding.write_back(ordered, call)
         return kept, [results[i] for i in self.order]
 

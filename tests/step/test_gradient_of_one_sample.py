@@ -149,14 +149,14 @@ def test_it_runs_once_under_any_mode_and_leaves_nothing(
 def test_no_graph_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even while the step runs."""
     seen: list[bool] = []
-    settled = OfOneSample.settled
+    require = OfOneSample.require
 
-    def noted(self: OfOneSample, *args: Any) -> bool:
+    def noted(self: OfOneSample, *args: Any) -> None:
         assert self._gradient is not None
         seen.extend(t.grad_fn is None and not t.requires_grad for t in (*self._alone, *self._gradient._alone.values()))
-        return settled(self, *args)
+        require(self, *args)
 
-    monkeypatch.setattr(OfOneSample, "settled", noted)
+    monkeypatch.setattr(OfOneSample, "require", noted)
     stepped(Between(torch.tanh), psg_fx.Grads())(*batch())
     gc.collect()
     assert seen == [True] * 5
