@@ -213,7 +213,7 @@ def _puts_back(node: Node, name: str) -> bool:
     given = bound(node)
     view = given.pop("src")
     if view is given["self"]:
-        return True
+        return name == "aten.slice_scatter"
     return op_name(view) == name.removesuffix("_scatter") and bound(view) == given
 
 

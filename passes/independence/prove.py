@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch.fx import GraphModule, Node
@@ -17,6 +17,8 @@ from .ragged.links import Link
 from .refused import NUMBERS, mixed
 from .unruled import refuse_effects
 from .walk import Prover
+
+aten = torch.ops.aten
 
 
 def prove(gm: GraphModule, refusals: Mapping[Node, PsgError] | None = None) -> list[Link]:
@@ -113,17 +115,24 @@ def _check_numbers(prover: Prover) -> None:
 
 def _check_arms(prover: Prover) -> None:
     """Where a mask picks nothing, that of each sample alone does neither: it knows nothing of other samples."""
-    ends = [n for spec, n in facts.returned(prover.gm) if spec.field == facts.ARM and isinstance(n, Node)]
-    for node in facts.ancestors(ends):
+    masks = {mask for spec, n in facts.returned(prover.gm) if spec.field == facts.ARM and n for mask in _masks(n)}
+    for node in facts.ancestors(masks):
         found = prover.known[node]
-        is_mask = any(user in ends for user in node.users)
-        whole = found.reduced and node not in ends and not is_mask
         numbers = node.op == "call_function" and numbers_of_samples(node, prover.batch)
-        if whole or numbers or (is_mask and (found.index or found.structure)):
+        if found.reduced or numbers or (node in masks and (found.index or found.structure)):
             raise mixed(
                 prover.origin.get(node, node), "the code branches on it, and it is not a value of each sample alone",
                 "decide by values of single samples, or outside of the model",
             )  # fmt: skip
+
+
+def _masks(check: Node) -> Iterator[Node]:
+    """Those of which a check says whether they pick anything: all of them, or of a check in another arm."""
+    if check.target is aten.logical_and.default:
+        for node in check.all_input_nodes:
+            yield from _masks(node)
+    else:
+        yield check.all_input_nodes[0] if check.target is aten.any.default else check
 
 
 def _in_model(node: Node) -> bool:

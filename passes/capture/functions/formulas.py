@@ -33,7 +33,7 @@ def one_hot(tensor: Tensor, num_classes: Any = -1) -> Tensor:
 @at_capture(torch.masked_select, Tensor.masked_select)
 def masked_select(input: Tensor, mask: Tensor, **named: Any) -> Tensor:
     """x[m]: as many values as others that the same mask picks."""
-    if named or input.shape != mask.shape or input.layout is not torch.strided:
+    if named or list(map(str, input.shape)) != list(map(str, mask.shape)) or input.layout is not torch.strided:
         return torch.masked_select(input, mask, **named)
     return input[mask]
 
