@@ -64,8 +64,10 @@ class Alone:
         """
         self.asked, info = True, facts.graph_facts(gm)
         asked: list[tuple[Callable[[GraphModule, Doubt], str], Doubt]] = []
-        if squeezes or info.written_copy:
-            asked.append((self.single, squeezed(squeezes[0]) if squeezes else copied(info.written_copy)))
+        if squeezes:
+            asked.append((self.single, squeezed(squeezes[0])))
+        if info.written_copy:
+            asked.append((self.single, copied(info.written_copy)))
         if info.trims:
             asked.append((self.shorter, trimmed(info.trims)))
         if self.call.axes:
@@ -132,14 +134,16 @@ class Alone:
         try:
             with undisturbed(inputs), self.packed(True), made:
                 self.run(state, two)
-            with undisturbed(inputs), self.packed(True), made.again(), several:
-                self.run(state, inputs)
+            with undisturbed(inputs), self.packed(True), made.again(), several, made.memory as memory:
+                returned = self.run(state, inputs)
             with undisturbed(inputs), self.packed(True), alone:
                 self.run(state, inputs)
         except Exception:  # nothing is said by code that does not run
             return
         if (at := several.other_than(alone, equal)) is not None:
             raise doubt.refusal(at)
+        if (at := memory.read_late(returned)) is not None:
+            raise doubt.refusal(at, "reads what is written before for a batch of one alone")
 
     def shorter(self, gm: GraphModule, doubt: Doubt) -> str:
         """The code with paddings as they are given, as the graph has them, beside the code as it is, on samples alone

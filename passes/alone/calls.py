@@ -23,6 +23,9 @@ from psg_fx.program.code import users_line
 from psg_fx.source import is_library
 from psg_fx.tensors import storage_of
 from psg_fx.torch_private.modes import is_transformed
+from psg_fx.torch_private.ops import MAY_COPY
+
+from .memory import Memory
 
 Same = Callable[[Tensor, Tensor], bool]
 Key = tuple[str, str]
@@ -30,7 +33,6 @@ Key = tuple[str, str]
 
 _OURS = ("psg_fx.passes.capture", "psg_fx.ops")
 _SQUEEZES = ("squeeze", "squeeze_")
-_MAY_COPY = ("contiguous", "reshape", "reshape_as", "flatten", "ravel", "to")
 
 
 @dataclass(frozen=True)
@@ -78,11 +80,12 @@ class Calls(TorchFunctionMode):
 
 class AsOfSeveral(TorchFunctionMode):
     """While open for the first time, on two samples, it is noted which dims a squeeze takes and what is copied; while
-    open again, on one, the same is done.
+    open again, on one, the same is done.  memory: of that run.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.memory = Memory()
         self._seen: defaultdict[Key, list[tuple[tuple[int, ...], bool]]] = defaultdict(list)
         self._again: dict[Key, Iterator[tuple[tuple[int, ...], bool]]] | None = None
 
@@ -95,7 +98,7 @@ class AsOfSeveral(TorchFunctionMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name = _name(func)
-        if name not in (*_SQUEEZES, *_MAY_COPY) or not (args and isinstance(x := args[0], Tensor)):
+        if name not in (*_SQUEEZES, *MAY_COPY) or not (args and isinstance(x := args[0], Tensor)):
             return func(*args, **(kwargs or {}))
         before = x.shape
         found = func(*args, **(kwargs or {}))
@@ -106,7 +109,9 @@ class AsOfSeveral(TorchFunctionMode):
         taken, copies = next(self._again.get(key, iter(())), ((), True))
         if name in _SQUEEZES:
             return found.reshape([n for d, n in enumerate(before) if d not in taken])
-        return found.clone() if copies and storage_of(found) == storage_of(x) else found
+        if not copies or storage_of(found) != storage_of(x):
+            return found
+        return found.clone() if is_transformed(x) else self.memory.copied(found)
 
 
 def _taken(before: Sequence[int], after: Sequence[int]) -> tuple[int, ...]:

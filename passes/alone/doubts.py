@@ -20,9 +20,9 @@ class Doubt:
     fix: str
     note: str
 
-    def refusal(self, at: str = "") -> NotYetSupported:
-        """at: the call that gives something else."""
-        there = f", where {at} gives another value" if at else ""
+    def refusal(self, at: str = "", does: str = "gives another value") -> NotYetSupported:
+        """at: the call that does something else, in these words."""
+        there = f", where {at} {does}" if at else ""
         return NotYetSupported(
             f"{self.what} treats a batch of one sample differently", where=self.where,
             why=f"it {self.why}: the loss of a sample is that of a batch of one{there}", fix=self.fix,
@@ -42,11 +42,12 @@ def squeezed(node: Node) -> Doubt:
 
 
 def copied(where: str) -> Doubt:
-    """The code writes into what is a copy for some batch sizes only."""
+    """The code writes where a value and its copy are one for some batch sizes only."""
     return Doubt(
-        "a write in place", where, "writes into a copy, which `contiguous` or `reshape` makes of a batch, but into the "
-        "value itself for a batch of one, whose memory needs no copy",
-        "write it without the underscore: x.contiguous().relu()", "writes into a copy of a batch of several",
+        "a write in place", where, "changes a value or its copy, which `contiguous` or `reshape` makes of a batch; of "
+        "a batch of one, whose memory needs no copy, the two are one",
+        "write it without the underscore, x.contiguous().relu(), or copy by x.clone()",
+        "writes where a batch of several has a copy and a batch of one has none",
     )  # fmt: skip
 
 

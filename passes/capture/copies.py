@@ -1,41 +1,107 @@
-"""Writes into what is a copy for some batch sizes and the value itself for others.
+"""Writes in place where a value and what may be its copy meet.
 
-`h.transpose(0, 1).contiguous().relu_()` leaves h as it is, unless the batch has one sample: then the transposed h is
-contiguous as it lies, and h is written.  A graph holds one of the two.
+`h.transpose(0, 1).contiguous()` is a copy, unless the batch has one sample: then the transposed h is contiguous as it
+lies, and the two are one.  A write into one of them, `relu_()`, is then seen by whoever reads the other.  A graph holds
+the copy.
 """
 
 from __future__ import annotations
 
+import operator
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
 
-from psg_fx.graph.lifetimes import is_view
 from psg_fx.source import locate
-from psg_fx.torch_private.ops import writes, written_arguments
+from psg_fx.tensors import SYMBOLS, number_at, storage_of
+from psg_fx.torch_private.ops import MAY_COPY, writes, written_arguments
 
 aten = torch.ops.aten
-_RESHAPED = (aten.reshape.default, aten._unsafe_view.default, aten.contiguous.default)
+_SEVERAL = 64
 
 
 def writes_a_copy(gm: GraphModule) -> str:
-    """The place of the first write in place whose target may or may not be a copy, or ""; gm: before such writes are
-    made functional.
+    """The place of the first write in place into memory that a value has in common with another one for one sample
+    only, where that one was there before and is read afterwards; "" for none.  gm: before writes are made functional.
     """
-    for node in gm.graph.nodes:
-        if writes(node.target):
-            for written, given in zip(written_arguments(node.target), node.args, strict=False):
-                if written and isinstance(given, Node) and _may_be_a_copy(_memory_of(given)):
-                    return locate(node)
+    nodes = list(gm.graph.nodes)
+    if not any(writes(node.target) for node in nodes):
+        return ""
+    several, alone = _memory(gm, _SEVERAL), _memory(gm, 1)
+    order = {node: i for i, node in enumerate(nodes)}
+    shared, last = defaultdict(set), _last_reads(nodes, several)
+    for node in nodes:
+        shared[alone[node]].add(several[node])
+    for node in nodes:
+        for written in _written(node):
+            others = shared[alone[written]] - {several[written]}
+            if any(order[other] < order[node] < last.get(other, -1) for other in others):
+                return locate(node)
     return ""
 
 
-def _memory_of(node: Node) -> Node:
-    """The node in whose memory a value lies, through views and writes in place."""
-    while is_view(node) and node.target not in _RESHAPED:
-        node = node.all_input_nodes[0]
-    return node
+def _written(node: Node) -> list[Node]:
+    """The arguments that an op writes into."""
+    if not writes(node.target):
+        return []
+    pairs = zip(written_arguments(node.target), node.args, strict=False)
+    return [given for written, given in pairs if written and isinstance(given, Node)]
 
 
-def _may_be_a_copy(node: Node) -> bool:
-    """Whether it is made by `contiguous` or `reshape`, which copy only what does not lie in memory as they need it."""
-    return node.target in _RESHAPED or (node.target is aten.clone.default and "memory_format" in node.kwargs)
+def _last_reads(nodes: list[Node], memory: Mapping[Node, Node]) -> dict[Node, int]:
+    """Memory -> the index of the op that reads it last; what there was before the call is read by the next one."""
+    found = {}
+    for index, node in enumerate(nodes):
+        if node.op in ("placeholder", "get_attr"):
+            found[node] = len(nodes)
+        for used in node.all_input_nodes:
+            if memory[used] is not memory[node] or writes(node.target):  # else it is a view
+                found[memory[used]] = max(index, found.get(memory[used], 0))
+    return found
+
+
+def _memory(gm: GraphModule, size: int) -> dict[Node, Node]:
+    """The nodes in whose memory values lie for so many samples: through views, writes, and copies that are none."""
+    found: dict[Node, Node] = {}
+    for node in gm.graph.nodes:
+        lies = bool(node.all_input_nodes) and node.op == "call_function" and _lies_in_its_input(node, size)
+        found[node] = found[node.all_input_nodes[0]] if lies else node
+    return found
+
+
+def _lies_in_its_input(node: Node, size: int) -> bool:
+    """Whether an op returns memory of its first argument."""
+    if node.target is operator.getitem or node.target is aten._unsafe_view.default:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return False
+    if node.target is aten.clone.default:  # what `contiguous` and `reshape` are made of under torch.func
+        return "memory_format" in node.kwargs and size == 1
+    is_view = any(value.alias_info is not None for value in schema.returns)
+    return _shares(node, size) if is_view and schema.name.removeprefix("aten::") in MAY_COPY else is_view
+
+
+def _shares(node: Node, size: int) -> bool:
+    """Whether an op that copies what does not lie in memory as it needs it leaves its argument where it is; all numbers
+    of samples and of rows are `size`.
+    """
+
+    def sized(value: Any) -> Any:
+        if isinstance(value, SYMBOLS):
+            return number_at(value, dict.fromkeys(value.node.expr.free_symbols, size))
+        if isinstance(value, torch.Tensor):
+            shape, strides = ([sized(n) for n in numbers] for numbers in (value.shape, value.stride()))
+            return torch.empty_strided(shape, strides, dtype=value.dtype, device="meta")
+        return torch.device("meta") if isinstance(value, torch.device) else value
+
+    args, kwargs = map_aggregate((node.args, node.kwargs), lambda x: sized(x.meta["val"] if isinstance(x, Node) else x))
+    try:
+        found = node.target(*args, **kwargs)  # type: ignore[operator]
+    except Exception:  # of sizes that are no such numbers
+        return size == 1
+    return storage_of(found) == storage_of(args[0])

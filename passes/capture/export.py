@@ -79,8 +79,8 @@ Rows = Sequence[tuple[int, int] | None]
 class Exported(Functional):
     """A program as functional ATen: parameters, buffers and constants are placeholders like its inputs.
 
-    written_copy: the line that writes in place into what may be a copy or the value itself, "" for none.  trims: the
-    line that pads packed sequences to the longest one.  note: what the user should know of how it was captured.
+    written_copy: the line that writes where a value may have a copy or not, "" for none.  trims: the line that pads
+    packed sequences to the longest one.  note: what the user should know of how it was captured.
     one_size: it serves only the batch size of the call.  most: it serves up to so many samples (None: any number).
     """
 

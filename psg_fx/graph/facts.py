@@ -150,7 +150,7 @@ class GraphFacts:
     one_size: the graph is for the batch size of its capture only.  most: for up to so many samples (None: any number).
     held: names of parameters that the loss reaches through its closure.
     not_alone: the line of an op that treats a batch of one otherwise in what the code keeps (set by batch).
-    written_copy: the line that writes in place into what may be a copy or the value itself, "" for none.
+    written_copy: the line that writes where a value may have a copy or not, "" for none.
     trims: the line that pads packed sequences to the longest one of the batch, "" for none.
     statistics: buffers and attributes that keep a statistic of the batch (set by batch).
     rows: the symbols of the numbers of rows, for each axis of rows whose samples have any number of them.

@@ -18,6 +18,9 @@ from torch.nn.modules.adaptive import _ASMoutput
 adaptive_output: Callable[[torch.Tensor, torch.Tensor], Any] = _ASMoutput
 """What `nn.AdaptiveLogSoftmaxWithLoss` returns: each target's log probability, and minus their mean."""
 
+MAY_COPY = ("contiguous", "reshape", "reshape_as", "flatten", "ravel", "to")
+"""What copies only what does not lie in memory as it needs it: ops, and functions of the same names."""
+
 
 @functools.cache
 def core_decompositions() -> Mapping[OpOverload, Callable[..., Any]]:

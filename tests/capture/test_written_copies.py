@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import psg_fx
 from psg_fx import Grads, NotYetSupported
+from psg_fx.passes.alone.alone import Alone
 from support import oracle
 
 Code = Callable[[Tensor], Tensor]
@@ -65,6 +66,137 @@ def test_answered(name: str) -> None:
     _, want = oracle.loop_grads(model, loss, (x,))
     step = psg_fx.transform(model, loss, quantities=Grads(), backend="eager")
     assert oracle.worst_error(step(x).grads, want) < 1e-10
+
+
+class Both(nn.Module):
+    """Code that has h `[B, T, 3]` and what may be a copy of it."""
+
+    def __init__(self, code: Code) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.code = code
+        self.register_buffer("table", torch.ones(2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.code(self.layer(x))
+
+
+def masked(t: Tensor) -> Tensor:
+    t[t.abs() > 1e3] = 0.0
+    return t
+
+
+COPIES: dict[str, Code] = {
+    "a slice": lambda h: h[:, :1].contiguous(),
+    "a step": lambda h: h[:, 0].contiguous(),
+    "without a gradient": lambda h: h[:, 1:].detach().contiguous(),
+    "a view of it": lambda h: h[:, 1:].contiguous()[..., :2],
+    "transposed": lambda h: h.transpose(0, 1).contiguous().transpose(0, 1),
+    "reshape": lambda h: h.transpose(0, 1).reshape(-1, 3).view(2, -1, 3).transpose(0, 1),
+    "flatten": lambda h: h.transpose(0, 1).flatten(0, 1).view(2, -1, 3).transpose(0, 1),
+    "a copy of a copy": lambda h: h.transpose(0, 1).contiguous().transpose(0, 1)[:, :1].contiguous(),
+}
+NO_COPIES: dict[str, Code] = {
+    "clone": lambda h: h[:, :1].clone(),
+    "contiguous as it lies": lambda h: h.contiguous(),
+    "a copy of one sample, too": lambda h: h[..., :2].contiguous(),
+    "reshaped as it lies": lambda h: h[:, :1].reshape(-1, 3),
+    "flattened as it lies": lambda h: h[:, :1].flatten(1),
+    "another dtype": lambda h: h[:, :1].to(torch.float32),
+    "the same dtype": lambda h: h[:, :1].to(torch.float64),
+    "a view": lambda h: h[:, 1:],
+}
+NOTHING_WRITTEN: dict[str, Code] = {
+    "clamp_": lambda t: t.clamp_(-1e3, 1e3),
+    "hardtanh": lambda t: nn.functional.hardtanh(t, -1e3, 1e3, inplace=True),
+    "masked_fill_": lambda t: t.masked_fill_(t > 1e3, 0.0),
+    "by a mask": masked,
+    "mul_": lambda t: t.mul_(1.0),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+@pytest.mark.parametrize("write", [lambda h: h.mul_(2.0), lambda h: h.clamp_(-1e3, 1e3)], ids=["mul_", "clamp_"])
+def test_a_copy_that_is_read_after_a_write_into_the_value_is_refused(name: str, write: Code) -> None:
+    """With a draw, for which no first answer is compared."""
+
+    def code(h: Tensor) -> Tensor:
+        t = COPIES[name](h)
+        write(h)
+        return t.flatten(1).sin().sum(1) + h.square().sum((1, 2)) + 0.0 * torch.rand_like(h).sum((1, 2))
+
+    with pytest.raises(NotYetSupported, match="a write in place treats a batch of one sample differently") as caught:
+        psg_fx.transform(Both(code).double(), loss, quantities=Grads(), backend="eager")(data())
+    assert "test_written_copies.py:" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", NO_COPIES)
+def test_what_is_a_copy_or_none_for_any_number_of_samples_is_not_tried(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(Alone, "single")
+
+    def code(h: Tensor) -> Tensor:
+        t = NO_COPIES[name](h)
+        h.mul_(2.0)
+        return t.flatten(1).sin().sum(1) + h.square().sum((1, 2))
+
+    model, x = Both(code).double(), data()
+    _, want = oracle.loop_grads(model, loss, (x,))
+    step = psg_fx.transform(model, loss, quantities=Grads(), backend="eager")
+    assert oracle.worst_error(step(x).grads, want) < 1e-10
+
+
+@pytest.mark.parametrize("name", NOTHING_WRITTEN)
+def test_a_write_that_changes_nothing_of_the_first_batch_is_refused(name: str) -> None:
+    def code(h: Tensor) -> Tensor:
+        t = NOTHING_WRITTEN[name](h.transpose(0, 1).contiguous())
+        return t.sin().sum((0, 2)) + h.square().sum((1, 2))
+
+    with pytest.raises(NotYetSupported, match=r"where pow [^\0]*reads what is written before for a batch of one alone"):
+        psg_fx.transform(Both(code).double(), loss, quantities=Grads(), backend="eager")(data())
+
+
+def other_places(h: Tensor) -> Tensor:
+    t = h[:, :1].contiguous()
+    h[:, 1:].mul_(2.0)
+    return t.sin().sum((1, 2)) + h.square().sum((1, 2))
+
+
+def before_it_is_written(h: Tensor) -> Tensor:
+    t = h[:, :1].contiguous()
+    first = t.sum((1, 2))
+    return first + h.mul_(2.0).square().sum((1, 2))
+
+
+def only_its_shape(h: Tensor) -> Tensor:
+    t = h.transpose(0, 1).contiguous().relu_()
+    return t.sin().sum((0, 2)) / h.shape[1] + torch.zeros_like(h).sum((1, 2))
+
+
+def put_back(h: Tensor) -> Tensor:
+    t = h.transpose(0, 1).contiguous().clamp_(-0.5, 0.5)
+    h.copy_(t.transpose(0, 1))
+    return h.square().sum((1, 2))
+
+
+@pytest.mark.parametrize("code", [other_places, before_it_is_written, only_its_shape, put_back])
+def test_writes_that_nobody_else_reads_are_answered(code: Code) -> None:
+    model, x = Both(code).double(), data()
+    _, want = oracle.loop_grads(model, loss, (x,))
+    step = psg_fx.transform(model, loss, quantities=Grads(), backend="eager")
+    assert oracle.worst_error(step(x).grads, want) < 1e-10
+
+
+def test_a_buffer_that_a_batch_of_one_would_write_is_refused() -> None:
+    class Masked(Both):
+        def forward(self, x: Tensor) -> Tensor:
+            table = self.table.expand(x.shape[0], 2, 3).contiguous()
+            return self.layer(x) * table.masked_fill_(x > 1e3, 0.0)
+
+    step = psg_fx.transform(Masked(lambda h: h).double(), loss, quantities=Grads(), backend="eager")
+    with pytest.raises(NotYetSupported, match="where the next call reads what is written before"):
+        step(data())
 
 
 def test_refused_where_the_first_batch_hides_it() -> None:
