@@ -10,52 +10,30 @@ on the way must give the same as well, in the code as it is and as it runs on se
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from psg_fx.errors import NotYetSupported
 from psg_fx.graph import facts
 from psg_fx.program.arguments.call import Call
-from psg_fx.program.arguments.packed import kept_in
 from psg_fx.program.program import Program
-from psg_fx.reference.state import called_with
-from psg_fx.torch_private.modes import autocast_now
 
 from .calls import AsOfSeveral, Calls
+from .code import Code, Packed
 from .doubts import Doubt, copied, squeezed, trimmed
-from .runs import NOISE, WithoutDropout, equal, one_of, perturbed, results, same_beginning, undisturbed
-
-Packed = Callable[[bool], contextlib.AbstractContextManager[Any]]
-
-_LOOKED_AT, _SHORTER, _STATES = 64, 3, 4
-"""Samples of a batch among which some are looked for that are shorter than their padding; with how many parameters."""
+from .runs import NOISE, all_equal, equal, perturbed, results, undisturbed
+from .trimmed import Trimmed
 
 
-@dataclass(frozen=True)
-class Padded:
-    """What a program returns, what its calls of torch gave, and whether it trimmed a padding."""
-
-    returned: list[Tensor]
-    calls: Calls
-    shorter: bool
-
-
-class Alone:
-    """Compares a graph with its program on single samples, under the autocast of the capture."""
+class Alone(Code):
+    """Compares a graph with its program on single samples."""
 
     def __init__(self, program: Program, call: Call, packed: Packed) -> None:
-        """packed: opens what packed sequences are in a capture, with paddings as they were or trimmed (True)."""
-        self.program, self.call, self.packed = program, call, packed
+        super().__init__(program, call, packed)
         self.asked = False  # whether the code has been run
-        self.casts = autocast_now()
-        self.noise = NOISE
 
     def __call__(self, gm: GraphModule, squeezes: Sequence[Node]) -> str:
         """Refuse a graph that gives something else than the code for one sample; a note where the code does not run so.
@@ -69,7 +47,7 @@ class Alone:
         if info.written_copy:
             asked.append((self.single, copied(info.written_copy)))
         if info.trims:
-            asked.append((self.shorter, trimmed(info.trims)))
+            asked.append((lambda gm, doubt: Trimmed(self, gm, doubt).tried(), trimmed(info.trims)))
         if self.call.axes:
             _, first = asked[0]
             raise NotYetSupported(
@@ -78,11 +56,6 @@ class Alone:
             )  # fmt: skip
         self.noise = NOISE if self.takes_noise(gm) else 0.0
         return "; ".join(filter(None, (ask(gm, doubt) for ask, doubt in asked)))
-
-    def sample(self, index: int) -> list[Tensor]:
-        """A sample alone."""
-        pairs = zip(self.call.tensors, self.call.dims, strict=True)
-        return [one_of(t, d, index, self.noise) for t, d in pairs]
 
     def takes_noise(self, gm: GraphModule) -> bool:
         """Whether the code runs on other values than it was given: labels of 0 and 1 may be checked."""
@@ -123,7 +96,7 @@ class Alone:
                 expected = self.run(dict(state), inputs)[: len(found)]
         except Exception as error:
             return error
-        if not _all_equal(found, expected):
+        if not all_equal(found, expected):
             raise doubt.refusal()
         return None
 
@@ -144,79 +117,6 @@ class Alone:
             raise doubt.refusal(at)
         if (at := memory.read_late(returned)) is not None:
             raise doubt.refusal(at, "reads what is written before for a batch of one alone")
-
-    def shorter(self, gm: GraphModule, doubt: Doubt) -> str:
-        """The code with paddings as they are given, as the graph has them, beside the code as it is, on samples alone
-        that are shorter.  With several parameters: a padding may win a maximum for some of them only.
-        """
-        chosen: list[list[Tensor]] = []
-        count = sum(spec.kind in ("loss", "output") for spec in facts.graph_facts(gm).outputs)
-        state = perturbed(gm, self.program)
-        for inputs, is_cut in self.samples():
-            if len(chosen) == _SHORTER or (is_cut and chosen):
-                break
-            try:
-                padded, trimmed = (self.padded(state, inputs, trims) for trims in (False, True))
-            except Exception as error:
-                if is_cut:  # other inputs are as long as it was
-                    break
-                return doubt.unsaid(error)
-            if trimmed.shorter:
-                _require_alike(padded, trimmed, count, doubt)
-                chosen.append(inputs)
-        for seed in range(1, _STATES):
-            state = perturbed(gm, self.program, seed)
-            for inputs in chosen:
-                try:
-                    padded, trimmed = (self.padded(state, inputs, trims) for trims in (False, True))
-                except Exception:  # such parameters are not in its domain
-                    continue
-                _require_alike(padded, trimmed, count, doubt)
-        if chosen:
-            return f"{doubt.where} {doubt.note}; that this does not matter was found by trying it out"
-        raise NotYetSupported(
-            f"{doubt.what} without a total_length, and no sample of the first batch is shorter", where=doubt.where,
-            why="alone, a sample is padded to its own length, and whether that matters is seen of a shorter one only",
-            fix=doubt.fix,
-        )  # fmt: skip
-
-    def samples(self) -> Iterator[tuple[list[Tensor], bool]]:
-        """Some samples of the batch, each alone; then those that are packed inputs with half of their steps (True)."""
-        size, some = self.call.batch_size(), []
-        for index in range(0, size, max(-(-size // _LOOKED_AT), 1)):
-            some.append(self.sample(index))
-            yield some[-1], False
-        for inputs in some:
-            lengths = {id(kept.lengths) for kept in kept_in(self.call.rebuild(inputs))}
-            if lengths:
-                yield [(t + 1) // 2 if id(t) in lengths else t for t in inputs], True
-
-    def padded(self, state: dict[str, Tensor], inputs: Sequence[Tensor], trims: bool) -> Padded:
-        """The program without dropout, which draws by places."""
-        with undisturbed(inputs), self.packed(trims) as padding, WithoutDropout(), Calls() as calls:
-            return Padded(self.run(state, inputs), calls, padding.shorter)
-
-    def run(self, state: dict[str, Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-        """What the program returns; what is known of it stays what its capture has found."""
-        program, given = self.program.like(), ([t.clone() for t in inputs],)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(program.stand_ins.expected(program))
-            for kind, dtype in self.casts.items():
-                stack.enter_context(torch.autocast(kind, dtype))
-            found = called_with(program, state, given, tie_weights=False)
-        return [t for t in pytree.tree_leaves(found) if isinstance(t, Tensor)]
-
-
-def _require_alike(padded: Padded, trimmed: Padded, count: int, doubt: Doubt) -> None:
-    """Refuse what a padding changes; of what is returned, so many are losses or outputs."""
-    if not _all_equal(padded.returned[:count], trimmed.returned[:count]):
-        raise doubt.refusal()
-    if (at := padded.calls.other_than(trimmed.calls, same_beginning, longer=True)) is not None:
-        raise doubt.refusal(at)
-
-
-def _all_equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
-    return len(found) == len(expected) and all(map(equal, found, expected))
 
 
 __all__ = ["Alone"]

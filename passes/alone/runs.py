@@ -116,6 +116,11 @@ def equal(found: Tensor, expected: Tensor) -> bool:
     return torch.allclose(first, second, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
+def all_equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    """Whether results are as many, and equal."""
+    return len(found) == len(expected) and all(map(equal, found, expected))
+
+
 def same_beginning(padded: Tensor, shorter: Tensor) -> bool:
     """Whether two results hold the same numbers, up to where the shorter one ends."""
     if padded.dim() != shorter.dim() or any(a < b for a, b in zip(padded.shape, shorter.shape, strict=True)):
@@ -123,4 +128,6 @@ def same_beginning(padded: Tensor, shorter: Tensor) -> bool:
     return equal(padded[tuple(map(slice, shorter.shape))], shorter)
 
 
-__all__ = ["NOISE", "WithoutDropout", "equal", "one_of", "perturbed", "results", "same_beginning", "undisturbed"]
+__all__ = [
+    "NOISE", "WithoutDropout", "all_equal", "equal", "one_of", "perturbed", "results", "same_beginning", "undisturbed",
+]  # fmt: skip

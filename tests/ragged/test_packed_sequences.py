@@ -16,7 +16,9 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 import psg_fx
 from psg_fx.errors import NotYetSupported, PsgError
+from psg_fx.passes.alone.lengths import cut, fewer
 from psg_fx.passes.capture.functions.packed import packed_as_padded
+from support import oracle
 from support.rows_of_samples import Batch, Part, check, usual
 from support.selection import one_in, selected
 
@@ -198,6 +200,54 @@ def test_what_depends_on_the_padding_is_refused(read: str) -> None:
         NotYetSupported, match=r"pad_packed_sequence(.|\n)*test_packed_sequences.py(.|\n)*total_length="
     ):
         step((text([20, 5, 12], 24),), torch.tensor([0, 1, 2]))
+
+
+FIRST_STEPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean": lambda out, n: out[:, :2].mean(1),
+    "narrow": lambda out, n: out.narrow(1, 0, min(out.shape[1], 2)).mean(1),
+    "softmax": lambda out, n: out[:, :3].softmax(1)[:, 0],
+}
+
+
+@pytest.mark.parametrize("read", FIRST_STEPS)
+def test_samples_that_are_shorter_than_any_of_the_first_batch_are_tried(read: str) -> None:
+    step = psg_fx.transform(Tagger(FIRST_STEPS[read]).double(), each, backend="eager")
+    with pytest.raises(NotYetSupported, match="pads to the longest sample"):
+        step((text([T, 3, 4]),), torch.tensor([0, 1, 2]))
+
+
+class Labelled(nn.Module):
+    """A loss at each step, with labels that are -100 behind the steps of a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(3, 4, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor, y: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        out, _ = pad_packed_sequence(self.rnn(packed)[0], batch_first=True)
+        losses = F.cross_entropy(out.transpose(1, 2), y[:, : out.shape[1]], reduction="none")
+        return losses.sum(1) / lengths
+
+
+def test_a_sample_that_is_cut_has_labels_as_its_padding_has_them() -> None:
+    torch.manual_seed(0)
+    model, x, lengths = Labelled().double(), torch.randn(3, T, 3, dtype=torch.float64), torch.tensor([3, T, 4])
+    y = torch.where(torch.arange(T) < lengths[:, None], torch.randint(4, (3, T)), -100)
+    step = psg_fx.transform(model, lambda out: out.sum(), backend="eager")
+    _, want = oracle.loop_grads(model, lambda out: out.sum(), (x, lengths, y))
+    assert oracle.worst_error(step((x, lengths, y)).grads, want) < 1e-10
+    assert "that this does not matter was found by trying it out" in " ".join(step.explain().split())
+
+
+def test_lengths_of_samples_that_are_cut() -> None:
+    assert fewer(1) == []
+    assert fewer(5) == [1, 2, 3, 4]
+    assert fewer(100)[0] == 1
+    assert len(fewer(100)) == 8
+    x, mask = torch.arange(6.0).reshape(1, 6, 1), torch.tensor([[1, 1, 1, 1, 0, 0]])
+    found = cut([x, mask, torch.tensor([4]), torch.tensor([3])], {(6, 4)}, 2)
+    assert [t.flatten().tolist() for t in found] == [[0, 1, 5, 5, 5, 5], [1, 1, 0, 0, 0, 0], [2], [3]]
 
 
 @pytest.mark.parametrize("lengths", [[T, T], []], ids=str)

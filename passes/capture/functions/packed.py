@@ -12,7 +12,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,13 +32,13 @@ from .recurrent_layers import LAYERS, Steps, recurrent
 class Padding:
     """How packed sequences are padded again without a total_length, and what was found of it.
 
-    trims: to the longest sample, and not as they were.  line: of the code that asks for it first.  shorter: whether
-    that was shorter.
+    trims: to the longest sample, and not as they were.  line: of the code that asks for it first.  sizes: to how many
+    steps they were padded, and how many the longest sample has.
     """
 
     trims: bool = False
     line: str = ""
-    shorter: bool = False
+    sizes: set[tuple[int, int]] = field(default_factory=set)
 
     def length(self, lengths: Tensor, size: int) -> int:
         """The number of steps, of sequences that were padded to `size`; of one step, there is nothing to trim."""
@@ -48,7 +48,7 @@ class Padding:
         if not self.trims:
             return size
         longest = int(lengths.max())
-        self.shorter |= longest < size
+        self.sizes.add((size, longest))
         return longest
 
 
