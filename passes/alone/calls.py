@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -22,12 +22,12 @@ from torch.utils import _pytree as pytree
 from psg_fx.program.code import users_line
 from psg_fx.source import is_library
 from psg_fx.tensors import storage_of
-from psg_fx.torch_private.modes import is_transformed
+from psg_fx.torch_private.modes import is_transformed, no_modes
 from psg_fx.torch_private.ops import MAY_COPY
 
+from .arguments import Arguments, Same, arguments_of, differ_at_random, other_numbers
 from .memory import Memory
 
-Same = Callable[[Tensor, Tensor], bool]
 Key = tuple[str, str]
 """Where a call stands, and its name."""
 
@@ -37,10 +37,11 @@ _SQUEEZES = ("squeeze", "squeeze_")
 
 @dataclass(frozen=True)
 class Given:
-    """What a call gives, as it was then.  is_view: of what it was given, and nothing else."""
+    """What a call gives, as it was then, and what it is given.  is_view: of that, and nothing else."""
 
     tensors: tuple[Tensor, ...]
     is_view: bool
+    arguments: Arguments | None
 
 
 class Calls(TorchFunctionMode):
@@ -53,14 +54,19 @@ class Calls(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
         name, frame = _name(func), sys._getframe(1)
-        tensors = tuple(_plain(found))
-        if tensors and "empty" not in name and not _is_ours(frame):  # empty memory holds anything
+        if "empty" in name or _is_ours(frame):  # empty memory holds anything
+            return func(*args, **(kwargs or {}))
+        with no_modes():
+            arguments = arguments_of(func, args, kwargs or {})
+        found = func(*args, **(kwargs or {}))
+        if tensors := tuple(_plain(found)):
             given = {storage_of(t) for t in _plain((args, kwargs))}
             mine = {id(t) for t in pytree.tree_leaves((args, kwargs))}
             is_view = all(storage_of(t) in given and id(t) not in mine for t in tensors)
-            self.given[users_line(frame), name].append(Given(tuple(t.detach().clone() for t in tensors), is_view))
+            with no_modes():
+                noted = Given(tuple(t.detach().clone() for t in tensors), is_view, arguments)
+            self.given[users_line(frame), name].append(noted)
         return found
 
     def other_than(self, alone: Calls, same: Same, longer: bool = False) -> str | None:
@@ -70,12 +76,21 @@ class Calls(TorchFunctionMode):
         for key in dict.fromkeys((*self.given, *alone.given)):
             here, there = self.given[key], alone.given[key]
             rest = (*(() if longer else here[len(there) :]), *there[len(here) :])
-            if any(not given.is_view for given in rest) or not all(
-                len(a.tensors) == len(b.tensors) and all(map(same, a.tensors, b.tensors))
-                for a, b in zip(here, there, strict=False)
-            ):
+            pairs = zip(here, there, strict=False)
+            if any(not given.is_view for given in rest) or any(_differ(a, b, key, same, longer) for a, b in pairs):
                 return f"{key[1]} ({key[0]})"
         return None
+
+
+def _differ(here: Given, there: Given, key: Key, same: Same, longer: bool) -> bool:
+    """Whether two calls do something else."""
+    if len(here.tensors) != len(there.tensors) or not all(map(same, here.tensors, there.tensors)):
+        return True
+    if here.is_view or key[1] in MAY_COPY or here.arguments is None or there.arguments is None:
+        return False
+    if not longer and other_numbers(here.arguments, there.arguments):
+        return True
+    return differ_at_random(here.arguments, there.arguments, same, here.tensors[0].device)
 
 
 class AsOfSeveral(TorchFunctionMode):

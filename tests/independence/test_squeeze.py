@@ -108,6 +108,60 @@ def test_what_a_label_hides_is_seen_at_the_call_on_the_way() -> None:
         step(X, torch.zeros(B, dtype=torch.int64))
 
 
+def of_class(o: Tensor, y: Tensor) -> Tensor:
+    """Nothing of samples of other classes."""
+    return o.masked_fill((y != 2).reshape(-1, *[1] * (o.dim() - 1)), 0.0)
+
+
+def by_size(code: Callable[[Tensor, int, Tensor], Tensor]) -> Loss:
+    """Code that asks for the size of the first dim behind a squeeze, and sums over what it gives."""
+
+    def loss(o: Tensor, y: Tensor) -> Tensor:
+        h = o.squeeze()
+        return code(h.reshape(-1, B, B).sum((1, 2)), h.shape[0], y)
+
+    return loss
+
+
+BEHIND_A_MASK: dict[str, Loss] = {
+    "another dim": lambda o, y: of_class(o, y).squeeze().cumsum(1),
+    "a dim of a sum": lambda o, y: of_class(o, y).squeeze().sum(1),
+    "a label below a size": by_size(lambda h, size, y: torch.where(y - 7 < size, h, 0.0)),
+    "a label up to a size": by_size(lambda h, size, y: h * y.clamp(max=size)),
+    "a factor": by_size(lambda h, size, y: of_class(h, y) * size),
+}
+HARMLESS_BEHIND_A_MASK: dict[str, Loss] = {
+    "from the right": lambda o, y: of_class(o, y).squeeze().cumsum(-1),
+    "a dim by its number": lambda o, y: of_class(o, y).squeeze().cumsum(o.squeeze().dim() - 1),
+    "all summed": lambda o, y: of_class(o, y).squeeze().sin().sum(),
+    "seen otherwise": lambda o, y: of_class(o, y).squeeze().reshape(*o.squeeze().shape[:-1], B, 1).sin(),
+    "in its domain alone": lambda o, y: F.binary_cross_entropy(
+        of_class(o.sigmoid(), y).squeeze(), 0.5 * o.sigmoid().squeeze().detach()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BEHIND_A_MASK)
+def test_what_a_mask_in_front_hides_is_seen_at_the_call(name: str) -> None:
+    """No sample of the first batch is of the class."""
+    code = BEHIND_A_MASK[name]
+    step = psg_fx.transform(Net(*SQUARE).double(), lambda o, y: code(o, y).square().sum(), backend="eager")
+    with pytest.raises(NotYetSupported, match=r"squeeze treats a batch of one sample differently"):
+        step(X, torch.zeros(B, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("name", HARMLESS_BEHIND_A_MASK)
+def test_what_a_mask_in_front_hides_and_is_the_same_is_answered(name: str) -> None:
+    code = HARMLESS_BEHIND_A_MASK[name]
+    model, loss = Net(*SQUARE).double(), lambda o, y: (code(o, y) + 1).square().sum()
+    step = psg_fx.transform(model, loss, backend="eager")
+    for y in (torch.zeros(B, dtype=torch.int64), torch.tensor([2, 0, 2])):
+        losses, grads = oracle.loop_grads(model, loss, X, y)
+        found = step(X, y)
+        assert oracle.relative_error(found.losses, losses) < 1e-12
+        assert oracle.worst_error(found.grads, grads) < 1e-12
+
+
 def test_labels_that_are_checked_hide_no_difference() -> None:
     """Noise on them is refused by the code, so they are taken as they are."""
 

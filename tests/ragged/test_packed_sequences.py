@@ -216,6 +216,33 @@ def test_samples_that_are_shorter_than_any_of_the_first_batch_are_tried(read: st
         step((text([T, 3, 4]),), torch.tensor([0, 1, 2]))
 
 
+class OfClass(nn.Module):
+    """Reads states of samples of one class alone."""
+
+    def __init__(self, read: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.rnn, self.read = nn.GRU(3, 4, batch_first=True), read
+
+    def forward(self, x: Tensor, lengths: Tensor, y: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        out, _ = pad_packed_sequence(self.rnn(packed)[0], batch_first=True)
+        return self.read(torch.where((y == 2)[:, None, None], out, 0.0))
+
+
+def test_a_class_hides_nothing_of_a_padding() -> None:
+    """No sample of the first batch is of the class."""
+    given = torch.randn(3, T, 3, dtype=torch.float64), torch.tensor([T, 3, 4]), torch.tensor([0, 1, 0])
+    step = psg_fx.transform(OfClass(lambda h: h.mean(1)).double(), lambda out: out.sum(), backend="eager")
+    with pytest.raises(NotYetSupported, match=r"where mean \([^\0]*\) gives another value"):
+        step(given)
+    model = OfClass(lambda h: h.sum(1).sin()).double()
+    step = psg_fx.transform(model, lambda out: out.sum(), backend="eager")
+    for classes in ([0, 1, 0], [2, 2, 1]):
+        given = (*given[:2], torch.tensor(classes))
+        _, want = oracle.loop_grads(model, lambda out: out.sum(), given)
+        assert oracle.worst_error(step(given).grads, want) < 1e-10
+
+
 class Labelled(nn.Module):
     """A loss at each step, with labels that are -100 behind the steps of a sample."""
 
