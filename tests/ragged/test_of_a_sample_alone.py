@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -108,6 +109,8 @@ EXACT: dict[str, Rowwise] = {
     "over all rows of a sample": lambda m, x, i: m.linear(x).sin() / same(i).sum(-1, keepdim=True),
     "over those before": lambda m, x, i: m.linear(x).sin() / (same(i) & causal(x)).int().sum(0)[:, None],
     "over the square of all": lambda m, x, i: m.linear(x).sin() / (same(i).int() * same(i).int()).sum(1)[:, None],
+    "over twice of all, by numbers": lambda m, x, i: m.linear(x).sin() / (same(i).int() * 2 & 3).sum(1)[:, None],
+    "of masks with one truth": lambda m, x, i: m.linear(x) * ((same(i) & True) | False).any(1, keepdim=True),
     "of rows that have others": lambda m, x, i: m.linear(x) * (same(i) & ~diagonal(x)).any(-1, keepdim=True),
     "of rows without earlier ones": lambda m, x, i: m.linear(x).masked_fill(
         ~((i[:, None] != i[None]) | ~causal(x) | diagonal(x)).all(-1, keepdim=True), 2.0
@@ -219,6 +222,23 @@ OTHERS: dict[str, tuple[Rowwise, type[PsgError], str]] = {
         lambda m, x, i: m.linear(x) * same(i).all(-1, keepdim=True), SamplesMixed, "%all_1, which numbers"),
     "over what is no mask": (
         lambda m, x, i: m.linear(x) / (~same(i).int()).sum(-1, keepdim=True), SamplesMixed, "%sum_1, which numbers"),
+    "over a mask or true": (
+        lambda m, x, i: m.linear(x) / (same(i) | True).sum(1)[:, None], SamplesMixed, "which numbers samples or rows"),
+    "over a mask or true, in place": (
+        lambda m, x, i: m.linear(x) / operator.ior(same(i), True).sum(1)[:, None],
+        SamplesMixed, "which numbers samples or rows"),
+    "over a mask or one": (
+        lambda m, x, i: m.linear(x) / (same(i).int() | 1).sum(1)[:, None],
+        SamplesMixed, "which numbers samples or rows"),
+    "whether there is a mask or two": (
+        lambda m, x, i: m.linear(x) * torch.bitwise_or(same(i).long(), 2).any(1)[:, None],
+        SamplesMixed, "which numbers samples or rows"),
+    "whether all are of others, times zero, or its own": (
+        lambda m, x, i: m.linear(x) * ((~same(i)).int() * 0 | same(i).int()).all(1)[:, None],
+        SamplesMixed, "which numbers samples or rows"),
+    "whether all are of others, doubled, and theirs, or its own": (
+        lambda m, x, i: m.linear(x) * (((~same(i)).int() * 2 & (~same(i)).int()) | same(i).int()).all(1)[:, None],
+        SamplesMixed, "which numbers samples or rows"),
     "over masks of neighbours that are repeated": (
         lambda m, x, i: m.linear(x) * (i == i.roll(1))[:, None].expand(-1, x.shape[0]).any(1, keepdim=True),
         SamplesMixed, "%any_1, which numbers"),

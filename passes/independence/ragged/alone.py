@@ -32,7 +32,7 @@ from ..refused import not_shown
 from ..table import find
 from ..values import NUMBERING, Op, Result
 from .links import READS, WRITES, Link, pointing
-from .parts import Part, between, holds, ignores, needed_order
+from .parts import Part, between, holds, ignores, needed_order, number
 
 _FILLS = {
     f"{new}{name}{like}" for name in ("full", "ones", "zeros") for new in ("", "new_") for like in ("", "_like")
@@ -146,7 +146,7 @@ class Parts:
                 self.compared(op, name, inputs[chosen:], parts[chosen:], ordered) if len(parts) == 2 + chosen else None
             )
         if torch.Tag.pointwise in getattr(op.node.target, "tags", ()) or name in _BY_ELEMENT:
-            return Part({}, None, ordered, self.between(op, name, inputs, parts))
+            return Part({}, None, ordered, self.between(op, name))
         if name in ("tril", "triu"):
             t, s = facts.shape(inputs[0].meta["val"])[-2:]
             if t != s and {t, s} & self.counts:
@@ -162,11 +162,18 @@ class Parts:
         own = own and (op.node.meta["val"].dtype == torch.bool or holds(op.node))
         return Part({}, None, ordered) if own or all(c == [] for c in counted) else None
 
-    def between(self, op: Op, name: str, inputs: Sequence[Node], parts: Sequence[Part]) -> bool | None:
-        """What a function by elements has for pairs of two samples: of masks with an entry for each pair."""
+    def between(self, op: Op, name: str) -> bool | None:
+        """What a function of masks with an entry for each pair, and of numbers, has for pairs of two samples."""
         pairs = self.counted(op.node)
-        known = [part.between if self.counted(n) == pairs else None for n, part in zip(inputs, parts, strict=True)]
-        return between(name, op.node.meta["val"].dtype, known) if len(pairs or ()) == 2 else None
+        if len(pairs or ()) != 2:
+            return None
+
+        def entry(given: Any) -> bool | None:
+            part = self.found.get(given) if isinstance(given, Node) else None
+            return number(given) if part is None else part.between if self.counted(given) == pairs else None
+
+        operands = [entry(op.args[key]) for key in ("self", "other") if key in op.args]
+        return between(name, op.node.meta["val"].dtype, operands)
 
     def beside(self, op: Op, inputs: Sequence[Node], parts: Sequence[Part]) -> Part | None:
         """Values beside one another, along a dim of other things."""
@@ -235,7 +242,7 @@ class Parts:
         if not values or any(part is None or (written and part.starts) for part in values):
             return None
         parts = [part for part in values if part is not None]
-        return replace(parts[0], ordered=needed_order(parts))
+        return replace(parts[0], ordered=needed_order(parts), between=None if written else parts[0].between)
 
     def searched(self, op: Op, begins: Node, places: Any) -> Part | None:
         """How many samples begin at a place or before it, the id of its row + 1; how many end there, the id."""

@@ -28,7 +28,7 @@ class Part:
 
     plus: v is the place (or id) of a row of the sample, + this; None for anything else.
     ordered: it holds if rows of these axes are in the order of their samples.
-    between: of a mask of pairs, what it is for two of different samples; None if that is not known.
+    between: of a mask of pairs, what it is for two of different samples, True as 1; None if that is not known.
     """
 
     starts: Mapping[sympy.Symbol, int]
@@ -38,13 +38,20 @@ class Part:
 
 
 def between(name: str, dtype: torch.dtype, known: Sequence[bool | None]) -> bool | None:
-    """What a function of masks of pairs is for two of different samples, if that is known."""
+    """What a function is for two of different samples, if its operands tell: 0 (False) or 1 (True)."""
     if name == "logical_not" or (name == "bitwise_not" and dtype == torch.bool):
         return None if known[0] is None else not known[0]
     if name not in _DECIDES or dtype.is_floating_point:  # 0 · inf is no number
         return None
     decides = _DECIDES[name]
-    return decides if decides in known else None if None in known else not decides
+    if None in known:
+        return decides if decides in known and (dtype == torch.bool or not decides) else None  # 2 & 0 is 0, 2 | 1 is 3
+    return decides if decides in known else not decides
+
+
+def number(given: object) -> bool | None:
+    """What a number in the code is as an operand of a mask: that of 0 and 1 alone."""
+    return bool(given) if isinstance(given, (bool, int)) and given in (0, 1) else None
 
 
 def ignores(name: str, part: Part) -> bool:
@@ -62,4 +69,4 @@ def holds(node: Node) -> bool:
     return node.meta["val"].dtype in (*NUMBERING, *_WHOLE)
 
 
-__all__ = ["Part", "between", "holds", "ignores", "needed_order"]
+__all__ = ["Part", "between", "holds", "ignores", "needed_order", "number"]
