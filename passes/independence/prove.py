@@ -14,9 +14,10 @@ from psg_fx.program.changes.written import WRITTEN
 from .arguments import numbers_of_samples
 from .ragged.alone import show_structure
 from .ragged.links import Link
+from .ragged.pointers import show_pointers
 from .refused import NUMBERS, mixed
 from .unruled import refuse_effects
-from .walk import Prover
+from .walk import Prover, prove_part
 
 aten = torch.ops.aten
 
@@ -42,8 +43,9 @@ def prove(gm: GraphModule, refusals: Mapping[Node, PsgError] | None = None) -> l
     facts.update_graph(gm, notes=tuple(dict.fromkeys((*info.notes, *notes))), statistics=statistics)
     if prover.rows is None:
         return []
-    links = prover.rows.links
-    return [*links, *show_structure(prover.rows.parts, prover.known, links, prover.logged)]
+    links, parts = prover.rows.links, prover.rows.parts
+    ordered = show_structure(parts, prover.known, links, prover.logged)
+    return [*links, *ordered, *show_pointers(parts, prover.known, links, prover.logged, prove_part)]
 
 
 def _check_model(prover: Prover) -> None:
