@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import sympy
 
-from psg_fx.algebra.network import BATCH, ROWS, Axes, Members, Network, has_primed
-from psg_fx.planner.expr import ContractExpr, Expr, LeafExpr, SumExpr, dense, numbered
+from psg_fx.algebra.network import BATCH, ROWS, Axes, Members, Network, OneHot, has_primed
+from psg_fx.planner.expr import ContractExpr, DenseExpr, Expr, LeafExpr, SumExpr, dense, numbered
 from psg_fx.planner.methods import METHODS, Method, Pair
 from psg_fx.tensors import Size
 
@@ -106,7 +106,10 @@ def contractions(
     """
     if (b.rank, b.key) < (a.rank, a.key):
         a, b = b, a
+    selected = False
     for x, y in itertools.product(_forms(a), _forms(b)):
+        if selected and (_spreads(x, needed) or _spreads(y, needed)):
+            continue
         kept = [axis for axis in dict.fromkeys(x.axes + y.axes) if axis in needed]
         first = {} if BATCH in kept else {ROWS: -1}  # rows of groups stand in the place of samples
         places = first | {axis: k for k, axis in enumerate(order)}
@@ -119,7 +122,16 @@ def contractions(
         pair = Pair(x.arg, y.arg, out, sizes, same=self_product and x.axes == y.axes, self_product=self_product)
         for method in methods:
             if method.applies(pair):
+                selected = selected or isinstance(x.arg.form, OneHot) or isinstance(y.arg.form, OneHot)
                 yield ContractExpr(method.out(pair), sizes, method.dtype(pair), x, y, method, pair)
+
+
+def _spreads(expr: Expr, needed: set[str]) -> bool:
+    """Whether a one-hot is built whose classes are kept: 0 times NaN, one class would have what another one has."""
+    if not isinstance(expr, DenseExpr):
+        return False
+    form, axes = expr.child.arg.form, expr.child.axes
+    return isinstance(form, OneHot) and axes[-1] in needed
 
 
 def _forms(expr: Expr) -> tuple[Expr, ...]:
