@@ -178,4 +178,8 @@ def prelu(site: Site) -> dict[str, Network | None]:
     x, weight, ybar = site.input(0), site.input(1), site.cotangent
     per_channel = weight.ndim == 1 and weight.shape[0] != 1 and x.ndim > 1
     parameter = weight.shape if per_channel else ()
-    return {"weight": broadcast_network(site, parameter, "x∘ȳ", "prelu", (x, ybar), lambda v, g: v.clamp(max=0) * g, 1)}
+
+    def gradient(v: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+        return torch.where(v > 0, 0.0, v * g)  # where v > 0, also where ȳ is no number
+
+    return {"weight": broadcast_network(site, parameter, "x∘ȳ", "prelu", (x, ybar), gradient, 1)}

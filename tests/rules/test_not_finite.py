@@ -61,3 +61,19 @@ def check(model: nn.Module, given: Tensor) -> None:
 def test_rows_of_other_tokens(rows: str, size: int, root: str) -> None:
     torch.manual_seed(0)
     check(Roots(ROWS[rows], size, ROOTS[root]), IDS)
+
+
+class Slopes(nn.Module):
+    """PReLU's slopes read negative places alone; roots have no number where the output is 2."""
+
+    def __init__(self, slopes: int) -> None:
+        super().__init__()
+        self.act = nn.PReLU(slopes, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.act(x) - 2).abs().sqrt().sum(1)
+
+
+@pytest.mark.parametrize("slopes", [1, 3])
+def test_places_without_a_slope(slopes: int) -> None:
+    check(Slopes(slopes), torch.tensor([[2.0, 1.0, -1.0], [0.5, -2.0, -3.0]], dtype=torch.float64))
