@@ -28,7 +28,7 @@ OTHER_TABLES = {
     "passes/capture/taken_apart.py:JOINING": "what puts values together, asked by rewritings of what was taken apart",
     "passes/capture/taken_apart.py:_SPLITS": "what takes a value apart, asked by one rewriting",
     "passes/independence/ragged/pointers.py:_VIEWS": "ops whose results hold entries of an input as they lie",
-    "passes/independence/ragged/pointers.py:_NO_PLACE": "comparisons, and from which number on they say nothing of places",
+    "passes/independence/ragged/pointers.py:_NO_PLACE": "comparisons, and the last number that says nothing of places",
     "passes/independence/ragged/pointers.py:_CHOICES": "ops that give one of the places that they are given",
     "passes/rules/fallback.py:_ALONG": "ops of one form of arguments, which the fallback reads",
     "psg_fx/torch_private/tensor_parallel.py:_OF_LAYERS": "functions that parallel layers call",

@@ -44,9 +44,12 @@ def show_pointers(
     parts: Parts, known: dict[Node, Result], links: Sequence[Link], logged: Set[Node], prove: ProvePart
 ) -> list[Link]:  # fmt: skip
     """Refuse an op that computes with numbers of rows that an input points to, unless it has what a sample alone has.
+
     Returns axes whose rows must be in the order of their samples, as links.
     """
     given = [link for link in links if link.kind == "pointer" and not known[link.by].structure]
+    if not given:
+        return []
     found = Pointers(parts, known, given)
     for node in parts.gm.graph.nodes:
         if node.op == "call_function" and node not in logged:
