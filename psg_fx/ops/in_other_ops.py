@@ -87,8 +87,12 @@ def _diagonal(x: torch.Tensor, term: str, once: str) -> torch.Tensor:
 def index_put(
     x: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor, accumulate: bool = False
 ) -> torch.Tensor:
-    """With a mask that says where the same values go: y = values (accumulate: x + values) there, x elsewhere."""
+    """With a mask that says where the same values go: y = values (accumulate: x + values) there, x elsewhere.  A place
+    of no dims beside others is one of one dim, which vmap and traces know.
+    """
     mask = indices[0]
+    if any(i is not None and i.ndim for i in indices):
+        indices = [i.reshape(1) if i is not None and not i.ndim and i.dtype is not torch.bool else i for i in indices]
     if len(indices) > 1 or mask is None or mask.dtype is not torch.bool or values.ndim > x.ndim - mask.ndim:
         return aten.index_put(x, indices, values, accumulate)  # type: ignore[no-any-return]
     places = mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim))
