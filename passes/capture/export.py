@@ -50,6 +50,7 @@ from .functions import (  # noqa: F401  (they say what ops are written as)
     formulas,
     in_bulk,
     losses,
+    norms,
     parts,
     quantised,
     recurrent_layers,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from psg_fx import SamplesMixed
-from psg_fx.passes.capture.functions import formulas
+from psg_fx.passes.capture.functions import formulas, norms
 from support.programs import Refused, Row, check_answer, check_refusal, head, program, square, tokens
 
 EYE = torch.eye(2).double()
@@ -22,7 +23,22 @@ ROWS = {
     ),
     "cov under vmap": Row(program(lambda x, w: torch.vmap(torch.cov)(x @ w), w=(4, 3)), square, tokens),
     "corrcoef under vmap": Row(program(lambda x, w: torch.vmap(torch.corrcoef)(x @ w), w=(4, 3)), square, tokens),
-}
+} | {
+    f"matrix_norm {order}": Row(
+        program(lambda x, w, p=order: torch.linalg.matrix_norm(x @ w, p), w=(4, 3)), square, tokens
+    )
+    for order in ("fro", "nuc", 2, -2, 1, -1, math.inf, -math.inf)
+} | {
+    "matrix_norm along the first dims": Row(
+        program(lambda x, w: torch.linalg.matrix_norm((x @ w).movedim(0, 2), 1, (1, 0), keepdim=True)[0], w=(4, 3)),
+        square, tokens,
+    ),
+    "norm of matrices": Row(program(lambda x, w: torch.linalg.norm(x @ w, 2, (1, 2)), w=(4, 3)), square, tokens),
+    "matrix_norm under vmap": Row(
+        program(lambda x, w: torch.vmap(lambda a: torch.linalg.matrix_norm(a, math.inf))(x @ w), w=(4, 3)),
+        square, tokens,
+    ),
+}  # fmt: skip
 
 
 def labelled(size: int) -> tuple[Tensor, Tensor]:
@@ -77,3 +93,13 @@ def test_cov_and_corrcoef_are_torchs(shape: tuple[int, ...]) -> None:
     for correction in (0, 1, 2):
         torch.testing.assert_close(formulas.cov(x, correction=correction), torch.cov(x, correction=correction))
     torch.testing.assert_close(formulas.corrcoef(x), torch.corrcoef(x))
+
+
+@pytest.mark.parametrize("order", [2, -2, 1, -1, math.inf, -math.inf])
+@pytest.mark.parametrize("dim", [(-2, -1), (0, 2), (2, 0)])
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_norms_of_matrices_are_torchs(order: float, dim: tuple[int, int], keepdim: bool) -> None:
+    x = torch.randn(3, 4, 5, dtype=torch.float64)
+    expected = torch.linalg.matrix_norm(x, order, dim, keepdim)
+    torch.testing.assert_close(norms.matrix_norm(x, order, dim, keepdim), expected)
+    torch.testing.assert_close(norms.norm(x, order, dim, keepdim), expected)
