@@ -362,11 +362,12 @@ OF_OFFSETS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("behind", [{"right": True}, {"side": "right"}])
 @pytest.mark.parametrize("name", OF_OFFSETS)
-def test_rows_with_offsets_are_in_order(name: str) -> None:
+def test_rows_with_offsets_are_in_order(name: str, behind: dict[str, Any]) -> None:
     class Summed(Pooled):
         def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
-            ids = torch.searchsorted(offsets[1:].contiguous(), places(x), right=True)
+            ids = torch.searchsorted(offsets[1:].contiguous(), places(x), **behind)
             h = OF_OFFSETS[name](self.linear(x).sin(), x, offsets, ids)
             return x.new_zeros(offsets.shape[0] - 1, 4).index_add(0, ids, h)
 

@@ -250,7 +250,8 @@ class Parts:
         if op_name(begins) == "aten.slice" and self.counted(begins) == [self.batch]:
             plus -= {None: 0, 0: 0, 1: 1}.get(bound(begins)["start"], 2)
             begins = itself(begins.args[0])
-        if part is None or plus < 0 or begins not in self.offsets or op.raw("right", False) is not True:
+        right = op.raw("right", False) is True or op.raw("side") == "right"
+        if part is None or plus < 0 or begins not in self.offsets or not right:
             return None
         return Part({self.batch: 1}, plus) if part.starts == {self.offsets[begins]: 1} and part.plus == 0 else None
 
