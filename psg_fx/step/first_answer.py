@@ -31,6 +31,7 @@ from psg_fx.reference.cotangents import helped
 from psg_fx.step.binding import Binding
 from psg_fx.step.first_gradient import GradientAlone, by_autograd, is_noise, rounded, shown_by
 from psg_fx.step.own_code import copied, tried
+from psg_fx.torch_private.export import without_reentrant_checkpoints
 from psg_fx.torch_private.inductor import uncompiled
 from psg_fx.torch_private.onednn import may_round
 from psg_fx.torch_private.patching import patched_here, wrapped_here
@@ -202,6 +203,7 @@ def _alone(
             stack.enter_context(tried(model, loss_fn, written))
             stack.enter_context(wrapped_here(nn.functional, "batch_norm", helped))
             stack.enter_context(torch.enable_grad())
+            stack.enter_context(without_reentrant_checkpoints())
             if as_captured:
                 stack.enter_context(rewritten(rows=False))
             tensors = [copied(t, d, last) for t, d in zip(call.tensors, call.dims, strict=True)]

@@ -136,6 +136,17 @@ def without_checkpoints() -> Iterator[None]:
         yield
 
 
+def without_reentrant_checkpoints() -> contextlib.AbstractContextManager[None]:
+    """Let `checkpoint(use_reentrant=True)` run its block as it is: what is recomputed is decided after differentiation,
+    and torch gives its parameters no gradient where none of its inputs has one.
+    """
+
+    def block(cls: Any, block: Any, preserve: bool, *given: Any) -> Any:
+        return block(*given)
+
+    return patched_here(checkpointing.CheckpointFunction, "apply", classmethod(block))
+
+
 def user_stack_traces(caller: CodeType) -> contextlib.AbstractContextManager[None]:
     """Let traced nodes keep every frame inside `caller`, the code that calls model and loss: export's tracer keeps only
     those of functions named `forward`, so that nothing in a loss function or a helper has a line.

@@ -212,6 +212,16 @@ def test_reentrant_checkpoint() -> None:
     assert oracle.worst_error(with_loss(Problem(model(True), X)), truth) < 1e-12
 
 
+def test_reentrant_checkpoint_over_inputs_without_a_gradient() -> None:
+    """Its parameters have theirs, which torch leaves out; the first answer is that of the block, too."""
+    model = Model(lambda m, x: m.a(checkpoint(m.b, x, use_reentrant=True).tanh()))
+    plain = Model(lambda m, x: m.a(m.b(x).tanh()))
+    plain.load_state_dict(model.state_dict())
+    truth = oracle.loop_grads(plain.double(), torch.sum, X)[1]
+    found = psg_fx.transform(model.double(), torch.sum, quantities=psg_fx.Grads(), backend="eager")(X).grads
+    assert oracle.worst_error(found, truth) < 1e-12
+
+
 def test_captures_of_one_model_do_not_meet() -> None:
     """Each call of a function is an op of its own, also when the model is captured again."""
     step = psg_fx.transform(Model(EXACT["twice"]), lambda out: out.sum(), backend="eager")

@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointFunction
 
 from psg_fx.errors import NotYetSupported
 from psg_fx.ops.of_users.custom_call import as_one_op
 from psg_fx.program.code import names_of
 from psg_fx.program.reads.observed import Observed
 from psg_fx.torch_private.custom_functions import forward_replaced_here
-from psg_fx.torch_private.export import BackwardHookFunction
+from psg_fx.torch_private.export import BackwardHookFunction, without_reentrant_checkpoints
 from psg_fx.torch_private.patching import patched_here
 
 from ..unseen import line_of_call
@@ -33,9 +32,6 @@ def keep_custom_backward(observed: Observed) -> Iterator[None]:
         with unwatched(given) as wrote:
             return as_one_op(cls, given, observed.calls.append, wrote, line_of_call(cls.apply))
 
-    def checkpointed(cls: Any, block: Any, preserve: bool, *given: Any) -> Any:
-        return block(*given)  # what is recomputed is decided after differentiation
-
     def hooked(cls: Any, *given: Any) -> Any:
         raise NotYetSupported(
             "a module has a backward hook", where="register_full_backward_hook",
@@ -47,7 +43,7 @@ def keep_custom_backward(observed: Observed) -> Iterator[None]:
 
     with (
         forward_replaced_here(forward),
-        patched_here(CheckpointFunction, "apply", classmethod(checkpointed)),
+        without_reentrant_checkpoints(),
         patched_here(BackwardHookFunction, "apply", classmethod(hooked)),
     ):
         yield
