@@ -20,6 +20,7 @@ from psg_fx.errors import NotYetSupported
 from psg_fx.graph import facts
 from psg_fx.program.arguments.call import Call
 from psg_fx.program.program import Program
+from psg_fx.source import locate
 
 from .calls import AsOfSeveral, Calls
 from .code import Code, Packed
@@ -42,8 +43,8 @@ class Alone(Code):
         """
         self.asked, info = True, facts.graph_facts(gm)
         asked: list[tuple[Callable[[GraphModule, Doubt], str], Doubt]] = []
-        if squeezes:
-            asked.append((self.single, squeezed(squeezes[0])))
+        if where := locate(squeezes[0]) if squeezes else info.squeezed:
+            asked.append((self.single, squeezed(where)))
         if info.written_copy:
             asked.append((self.single, copied(info.written_copy)))
         if info.trims:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch.fx import Node
-
 from psg_fx.errors import NotYetSupported
-from psg_fx.source import locate
 
 
 @dataclass(frozen=True)
@@ -33,10 +30,10 @@ class Doubt:
         return f"{self.where} {self.note}, on which the code does not run ({type(error).__name__}); it is kept"
 
 
-def squeezed(node: Node) -> Doubt:
-    """An op of the graph keeps the sample dim where the code drops it."""
+def squeezed(where: str) -> Doubt:
+    """An op keeps the sample dim where the code drops it."""
     return Doubt(
-        "squeeze", locate(node), "takes the sample dim of a batch of one, and what follows then means something else",
+        "squeeze", where, "takes the sample dim of a batch of one, and what follows then means something else",
         "name the dim: x.squeeze(1), or x.flatten(1)", "takes the sample dim of a batch of one",
     )  # fmt: skip
 

@@ -179,8 +179,8 @@ def _flat(
     )
     gm.meta[facts.KEY] = GraphFacts(
         _batch_symbol(nodes), _outputs(exported, program), notes, constants, exported.one_size,
-        frozenset(held.values()), exported.written_copy, exported.trims, rows=_row_symbols(nodes, call),
-        most=exported.most,
+        frozenset(held.values()), exported.written_copy, exported.squeezed, exported.trims,
+        rows=_row_symbols(nodes, call), most=exported.most,
     )  # fmt: skip
     known = known_by(nodes[0].meta["val"])
     WRITTEN.put(gm, tuple(entry.of_graph(known) for entry in program.written))

@@ -69,6 +69,7 @@ from .gradients.writes import seen_by_autograd
 from .nothing_picked import arm_fails, require_same_without, without_arms, without_unread_numbers
 from .read_numbers import keep_numbers_in_tensors
 from .reasons import NOT_ONE_GRAPH, TAKEN_FOR_A_CONSTANT, capture_failed, failure_at, without_shapes
+from .sizes_read import squeezed_for_a_size
 from .unbound import select_what_is_written
 
 aten = torch.ops.aten
@@ -80,12 +81,14 @@ Rows = Sequence[tuple[int, int] | None]
 class Exported(Functional):
     """A program as functional ATen: parameters, buffers and constants are placeholders like its inputs.
 
-    written_copy: the line that writes where a value may have a copy or not, "" for none.  trims: the line that pads
-    packed sequences to the longest one.  note: what the user should know of how it was captured.
+    written_copy: the line that writes where a value may have a copy or not, "" for none.  squeezed: the line of a
+    squeeze of which nothing but its size is read.  trims: the line that pads packed sequences to the longest one.
+    note: what the user should know of how it was captured.
     one_size: it serves only the batch size of the call.  most: it serves up to so many samples (None: any number).
     """
 
     written_copy: str = ""
+    squeezed: str = ""
     trims: str = ""
     note: str = ""
     one_size: bool = False
@@ -243,7 +246,11 @@ def _as_it_runs(
             select_what_is_written(exported.graph_module)
             detach_no_grad_regions(exported.graph_module)
             copied = writes_a_copy(exported.graph_module)
-            found = Exported(**vars(functional(exported, decompositions())), written_copy=copied, trims=padding.line)
+            squeezed = "" if program.call.axes else squeezed_for_a_size(exported.graph_module)
+            found = Exported(
+                **vars(functional(exported, decompositions())), written_copy=copied, squeezed=squeezed,
+                trims=padding.line,
+            )  # fmt: skip
             _require_any_size(found, dynamic)
             hooks.put_in_place(found.graph_module)
             write_out(found.graph_module)

@@ -61,7 +61,7 @@ def batch(gm: GraphModule, alone: Callable[[GraphModule, list[Node]], str] | Non
     if kept := [node for node in logged(gm) if may_take_samples(node, facts.graph_facts(gm).batch)]:
         facts.update_graph(gm, not_alone=locate(min(kept)))
     info = facts.graph_facts(gm)
-    doubted = dropping or info.written_copy or info.trims
+    doubted = dropping or info.squeezed or info.written_copy or info.trims
     if alone is not None and doubted and (note := alone(gm, dropping)):
         facts.update_graph(gm, notes=(*info.notes, note))
     return gm

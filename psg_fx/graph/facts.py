@@ -151,6 +151,7 @@ class GraphFacts:
     held: names of parameters that the loss reaches through its closure.
     not_alone: the line of an op that treats a batch of one otherwise in what the code keeps (set by batch).
     written_copy: the line that writes where a value may have a copy or not, "" for none.
+    squeezed: the line of a squeeze that may take the samples, and of which nothing but its size is read, "" for none.
     trims: the line that pads packed sequences to the longest one of the batch, "" for none.
     statistics: buffers and attributes that keep a statistic of the batch (set by batch).
     rows: the symbols of the numbers of rows, for each axis of rows whose samples have any number of them.
@@ -166,6 +167,7 @@ class GraphFacts:
     one_size: bool = False
     held: frozenset[str] = frozenset()
     written_copy: str = ""
+    squeezed: str = ""
     trims: str = ""
     not_alone: str = ""
     statistics: tuple[str, ...] = ()

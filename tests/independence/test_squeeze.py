@@ -129,10 +129,14 @@ BEHIND_A_MASK: dict[str, Loss] = {
     "a label below a size": by_size(lambda h, size, y: torch.where(y - 7 < size, h, 0.0)),
     "a label up to a size": by_size(lambda h, size, y: h * y.clamp(max=size)),
     "a factor": by_size(lambda h, size, y: of_class(h, y) * size),
+    "a squeeze for its size alone": lambda o, y: of_class(o, y) * o.squeeze().shape[0],
+    "a view of one": lambda o, y: of_class(o, y) * o.squeeze().transpose(0, 1).shape[1],
+    "a dim by its number": lambda o, y: of_class(o, y) * o[:, 0].squeeze(0).shape[0],
 }
 HARMLESS_BEHIND_A_MASK: dict[str, Loss] = {
     "from the right": lambda o, y: of_class(o, y).squeeze().cumsum(-1),
     "a dim by its number": lambda o, y: of_class(o, y).squeeze().cumsum(o.squeeze().dim() - 1),
+    "a size that is the same": lambda o, y: of_class(o, y) * o.squeeze().shape[-1],
     "all summed": lambda o, y: of_class(o, y).squeeze().sin().sum(),
     "seen otherwise": lambda o, y: of_class(o, y).squeeze().reshape(*o.squeeze().shape[:-1], B, 1).sin(),
     "in its domain alone": lambda o, y: F.binary_cross_entropy(

@@ -85,6 +85,7 @@ OTHER_TABLES = {
     "passes/alone/calls.py:_SQUEEZES": "functions by name, for code that is run on one sample",
     "passes/alone/memory.py:_NEW": "what a run of code makes, without an op that says so",
     "passes/alone/memory.py:_OVERWRITES": "the ops that read nothing of what they write into",
+    "passes/capture/sizes_read.py:_SQUEEZES": "the ops that take dims of size 1",
     "psg_fx/torch_private/ops.py:MAY_COPY": "ops and functions by name, for two runs of code",
     "passes/independence/ragged/alone.py:_BY_ELEMENT": "ops by elements without the tag, for what a sample alone has",
     "passes/independence/ragged/alone.py:_COMPARED": "the comparisons of places, a question of one walk",
