@@ -70,7 +70,7 @@ class Alone(Code):
 
     def single(self, gm: GraphModule, doubt: Doubt) -> str:
         """The graph beside the code, on the first and the last sample alone; and on these with ones for masks, labels
-        and other whole numbers.
+        and other whole numbers, which code may refuse.
         """
         state = perturbed(gm, self.program)
         for index in sorted({0, max(self.call.batch_size() - 1, 0)}):

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from psg_fx.program.arguments.call import Call
 from psg_fx.program.program import Program
 from psg_fx.reference.state import called_with
-from psg_fx.torch_private.modes import autocast_now
+from psg_fx.torch_private.modes import autocast_now, no_modes
 
 from .runs import NOISE, one_of
 
@@ -44,8 +44,11 @@ class Code:
             yield self.sample(index)
 
     def run(self, state: dict[str, Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-        """What the program returns; what is known of it stays what its capture has found."""
+        """What the program returns; what is known of it stays what its capture has found, and the state what it is."""
         program, given = self.program.like(), ([t.clone() for t in inputs],)
+        with no_modes():  # of those who ask what the code makes itself
+            fresh = {id(state[name]): state[name].clone() for name, _ in program.named_buffers()}
+        state = {name: fresh.get(id(t), t) for name, t in state.items()}
         with contextlib.ExitStack() as stack:
             stack.enter_context(program.stand_ins.expected(program))
             for kind, dtype in self.casts.items():

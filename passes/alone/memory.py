@@ -52,8 +52,8 @@ class Memory(TorchDispatchMode):
 
     def read_late(self, returned: Iterable[Tensor]) -> str | None:
         """What reads one of two after a write into the other; None for nothing.  returned: by the code."""
-        for value in returned:
-            self._read(value, "whoever has the results")
+        if self._late is None and any(map(self._is_old, returned)):
+            self._late = "whoever has the results"
         for pair in self._pairs:
             if pair.value_is_old and storage_of(pair.value) not in self._made:  # it was there before the run
                 self._late = self._late or "the next call"
@@ -66,27 +66,29 @@ class Memory(TorchDispatchMode):
         if self._pairs and not is_view:
             self._note(func, args, kwargs or {})
         found = func(*args, **(kwargs or {}))
-        if not is_view or func in _NEW:
+        if not (is_view or writes(func)) or func in _NEW:
             self._made |= {place for t in _tensors(found) if (place := storage_of(t)) is not None}
         return found
 
     def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """What an op reads, and then writes."""
         written = _written(func, args, kwargs) if writes(func) else []
-        if (rule := known(func).samples) is None or not rule.shapes_only:
-            for tensor in _tensors((args[func in _OVERWRITES :], kwargs)):
-                self._read(tensor, f"{_name(func)} ({users_line(sys._getframe(1))})")
+        rule, read = known(func).samples, _tensors((args[func in _OVERWRITES :], kwargs))
+        if self._late is None and not (rule and rule.shapes_only) and any(map(self._is_old, read)):
+            self._late = f"{_name(func)} ({users_line(sys._getframe(2))})"
         for tensor in written:
-            for pair in self._pairs:
-                if func in _OVERWRITES and pair.value_is_old:
-                    pair.value_is_old = not _places(tensor, pair.value).all()
+            for pair in self._pairs if func in _OVERWRITES else ():
+                pair.value_is_old &= not _places(tensor, pair.value).all()
+                pair.copy_is_old &= not _places(tensor, pair.copy).all()
             self._write(tensor)
 
-    def _read(self, tensor: Tensor, by: str) -> None:
-        for pair in self._pairs:
-            old = [t for t, is_old in ((pair.value, pair.value_is_old), (pair.copy, pair.copy_is_old)) if is_old]
-            if any(_places(tensor, other).any() for other in old):
-                self._late = self._late or by
+    def _is_old(self, tensor: Tensor) -> bool:
+        """Whether it shows what a write into the other one of a pair would have changed."""
+        return any(
+            (pair.value_is_old and _places(tensor, pair.value).any())
+            or (pair.copy_is_old and _places(tensor, pair.copy).any())
+            for pair in self._pairs
+        )
 
     def _write(self, tensor: Tensor, but: Pair | None = None) -> None:
         """Note whom a write into one of a pair would reach where they are one; and the copies of that."""

@@ -188,9 +188,14 @@ def test_writes_that_nobody_else_reads_are_answered(code: Code) -> None:
     assert oracle.worst_error(step(x).grads, want) < 1e-10
 
 
-def test_a_buffer_that_a_batch_of_one_would_write_is_refused() -> None:
+@pytest.mark.parametrize("factor", [1.0, 0.9])
+def test_a_buffer_that_a_batch_of_one_would_write_is_refused(factor: float) -> None:
+    """Whether or not the code writes it, too."""
+
     class Masked(Both):
         def forward(self, x: Tensor) -> Tensor:
+            if factor != 1.0:
+                self.table.mul_(factor)
             table = self.table.expand(x.shape[0], 2, 3).contiguous()
             return self.layer(x) * table.masked_fill_(x > 1e3, 0.0)
 

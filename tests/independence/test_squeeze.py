@@ -193,6 +193,23 @@ def test_dims_that_are_put_back_are_harmless() -> None:
     assert oracle.worst_error(found.grads, grads) < 1e-12
 
 
+def test_a_buffer_that_each_run_writes_is_no_difference() -> None:
+    class Decaying(Net):
+        def __init__(self) -> None:
+            super().__init__(*VECTOR)
+            self.register_buffer("scale", torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.scale.mul_(0.5)
+            return super().forward(x) * self.scale
+
+    model = Decaying().double()
+    found = psg_fx.transform(model, lambda o, y: o.squeeze().sin().sum(), backend="eager")(X, Y)
+    assert model.scale == 0.5
+    expected = (Net.forward(model, X) * 0.5).sin().flatten(1).sum(1)
+    assert oracle.relative_error(found.losses, expected.detach()) < 1e-12
+
+
 def test_code_that_does_not_run_for_one_sample_is_noted() -> None:
     step = psg_fx.transform(Net(*VECTOR).double(), lambda o, y: o.squeeze().softmax(1).sin().sum(), backend="eager")
     step(X, Y)
