@@ -173,7 +173,10 @@ class Reached:
 
     def _of_module(self, value: nn.Module) -> None:
         label = type(value).__name__
-        self.modules.append((value, dict(value._parameters), dict(value._modules)))
+        held = vars(value)
+        if "_modules" not in held:  # a step that was copied with its model has them as soon as they are asked for
+            held = {"_modules": value._modules, "_parameters": value._parameters}
+        self.modules.append((value, dict(held["_parameters"]), dict(held["_modules"])))
         self._of_attributes(value, value.__dict__, label, skip=_TORCHS_OWN)
         self.holders += [of_dict(value._buffers, label, label), of_hooks(value)]
         for group in ("_modules", "_forward_hooks", "_forward_pre_hooks"):
