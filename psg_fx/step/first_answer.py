@@ -2,7 +2,7 @@
 
 What a graph shows is proved for all batches.  What it does not show is found here if it changes the loss, its gradient
 where the answer shows that of each sample, or what a step without a loss returns: a question that only a batch of one
-answers otherwise (`x.squeeze().dim() == 1`), a type that is asked for, state or a draw that nothing was seen to read.
+answers otherwise, a type that is asked for (`type(h) is Tensor`), state or a draw that nothing was seen to read.
 """
 
 from __future__ import annotations
