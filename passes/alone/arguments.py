@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,9 +40,14 @@ class Arguments:
     structure: pytree.TreeSpec
 
     @property
+    def tensors(self) -> list[Kind | Tensor]:
+        """All of them, in their order."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, (Kind, Tensor))]
+
+    @property
     def shapes(self) -> list[torch.Size]:
         """Of all tensors."""
-        return [leaf.shape for leaf in self.leaves if isinstance(leaf, (Kind, Tensor))]
+        return [tensor.shape for tensor in self.tensors]
 
     @property
     def numbers(self) -> list[Any]:
@@ -90,7 +95,8 @@ def differ_at_random(here: Arguments, there: Arguments, same: Same, device: torc
     """Whether two calls give something else of random numbers, where a tensor that has another shape there holds one
     number throughout, of which neither shows what it does: a mask in front may have made it so.
     """
-    pairs = list(_pairs(here, there)) if len(here.shapes) == len(there.shapes) else []
+    same_count = len(here.tensors) == len(there.tensors)
+    pairs = list(zip(here.tensors, there.tensors, strict=True)) if same_count else []
     if not any(a.shape != b.shape and _number_throughout(a) is not None for a, b in pairs):
         return False
     generator = torch.Generator().manual_seed(0)
@@ -100,11 +106,6 @@ def differ_at_random(here: Arguments, there: Arguments, same: Same, device: torc
     except Exception:  # numbers that are not in its domain
         return False
     return len(found) != len(expected) or not all(map(same, found, expected))
-
-
-def _pairs(here: Arguments, there: Arguments) -> Iterator[tuple[Any, Any]]:
-    tensors = ([leaf for leaf in each.leaves if isinstance(leaf, (Kind, Tensor))] for each in (here, there))
-    yield from zip(*tensors, strict=True)
 
 
 def _number_throughout(tensor: Kind | Tensor) -> float | None:
