@@ -61,8 +61,9 @@ class Trimmed:
         if not chosen:
             raise self.unseen()
         for seed in range(1, _STATES):
+            state = perturbed(self.gm, self.code.program, seed)
             for inputs in chosen[: _SHORTER + 1]:
-                self.compared(perturbed(self.gm, self.code.program, seed), inputs)  # or they are not in its domain
+                self.compared(state, inputs)  # or they are not in its domain
         return f"{self.doubt.where} {self.doubt.note}; that this does not matter was found by trying it out"
 
     def cut(self, rank: tuple[bool, int], inputs: Sequence[Tensor], sizes: Sizes) -> Iterator[list[Tensor]]:

@@ -88,11 +88,13 @@ class OfOneSample:
         self, gradient: GradientAlone, call: Call, fields: Mapping[str, Any], gm: GraphModule, *given: Any
     ) -> NotYetSupported | None:
         apart = gradient.differs(fields, self._last + 1, gm, *given)
-        if apart is not None and self._again is not None:
-            if (captured := self._again(call, as_captured=True)) is not None:  # torch has higher derivatives wrong
-                apart = gradient.of(captured).differs(fields, self._last + 1, gm, *given)
+        if apart is None or self._again is None:
+            return None if apart is None else self._of_gradient(*apart, gradient.norm)
+        if (captured := self._again(call, as_captured=True)) is not None:  # torch has higher derivatives wrong
+            apart = gradient.of(captured).differs(fields, self._last + 1, gm, *given)
+        if apart is not None:
             one, other = self._again(call), self._again(call, eps=gradient.eps)
-            if apart is not None and one is not None and other is not None and is_noise(apart[2], one, other):
+            if one is not None and other is not None and is_noise(apart[2], one, other):
                 apart = None
         return None if apart is None else self._of_gradient(*apart, gradient.norm)
 
