@@ -62,11 +62,14 @@ class Binding:
         nodes, known = facts.placeholders(gm), facts.graph_facts(gm)
         self.specs = [facts.input_spec(n) for n in nodes]
         self.given = {s.name: n.meta["val"].dtype for s, n in zip(self.specs, nodes, strict=True) if s.kind == "given"}
-        counted = (_counts_of_groups(gm) or [known.batch])[0]
+        groups = _counts_of_groups(gm)
+        counted = (groups or [known.batch])[0]
         self.shapes = {
             s.name: tuple(None if size == counted else size for size in facts.shape(n.meta["val"]))
             for s, n in zip(self.specs, nodes, strict=True) if s.kind == "given"
         }  # fmt: skip
+        by_samples = not groups and not known.one_size  # else any size may be B
+        self._each = {name for name, shape in self.shapes.items() if by_samples and shape[:1] == (None,)}
         self.outputs = known.outputs
         self._written: Sequence[Written] = WRITTEN.of(gm)
         self._sizes = (known.batch, *known.rows)
@@ -104,6 +107,7 @@ class Binding:
         self._held = held, [(i, *slot) for i, slot in enumerate(slots) if isinstance(slot, tuple)]
         specs = [(i, slot) for i, slot in enumerate(slots) if isinstance(slot, InputSpec)]
         self._extras = [(i, spec.name) for i, spec in specs if spec.kind == "given"]
+        self._of_each = [i for i, name in self._extras if name in self._each]
         self._data = [i for i, spec in specs if spec.kind != "given"]
 
     def arguments(self, call: Call, extras: Mapping[str, torch.Tensor]) -> list[Any]:
@@ -136,7 +140,13 @@ class Binding:
         inputs = self._without_tangents(arguments)
         for i, tensor, dim in zip(self._data, call.tensors, call.dims, strict=True):
             inputs[i] = in_one_block(tensor if dim is None else tensor.narrow(dim, sample, 1))
+        for i in self._of_each:
+            inputs[i] = inputs[i].narrow(0, sample, 1)
         return inputs
+
+    def further(self, arguments: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """Of the graph's inputs, those that are neither the model's nor the batch's, by name."""
+        return {name: arguments[i] for i, name in self._extras}
 
     def _without_tangents(self, arguments: Sequence[Any]) -> list[Any]:
         """Of all inputs, None in the places of those that come with the backward."""

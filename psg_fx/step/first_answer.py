@@ -29,8 +29,9 @@ from psg_fx.program.made_objects import opened
 from psg_fx.quantities.base import Quantity
 from psg_fx.reference.cotangents import helped
 from psg_fx.step.binding import Binding
-from psg_fx.step.first_gradient import GradientAlone, by_autograd, is_noise, rounded, shown_by
+from psg_fx.step.first_gradient import Answer, Apart, GradientAlone, by_autograd, rounded
 from psg_fx.step.own_code import copied, tried
+from psg_fx.step.shown import shown_by
 from psg_fx.torch_private.export import without_reentrant_checkpoints
 from psg_fx.torch_private.inductor import uncompiled
 from psg_fx.torch_private.onednn import may_round
@@ -80,23 +81,22 @@ class OfOneSample:
             if refusal is not None and not self._rounds(gm, binding, of_sample):
                 self._refusal = refusal
             elif self._gradient is not None and fields is not None:
-                self._refusal = self._differing(self._gradient, call, fields, gm, binding, arguments, of_sample)
+                answer = Answer(fields, self._last + 1, gm, binding, arguments, of_sample)
+                self._refusal = self._differing(self._gradient, call, answer)
         if self._refusal is not None:
             raise self._refusal.with_traceback(None)
 
-    def _differing(
-        self, gradient: GradientAlone, call: Call, fields: Mapping[str, Any], gm: GraphModule, *given: Any
-    ) -> NotYetSupported | None:
-        apart = gradient.differs(fields, self._last + 1, gm, *given)
+    def _differing(self, gradient: GradientAlone, call: Call, answer: Answer) -> NotYetSupported | None:
+        apart = gradient.differs(answer)
         if apart is None or self._again is None:
-            return None if apart is None else self._of_gradient(*apart, gradient.norm)
+            return None if apart is None else self._of_gradient(apart)
         if (captured := self._again(call, as_captured=True)) is not None:  # torch has higher derivatives wrong
-            apart = gradient.of(captured).differs(fields, self._last + 1, gm, *given)
+            apart = gradient.of(captured).differs(answer)
         if apart is not None:
             one, other = self._again(call), self._again(call, eps=gradient.eps)
-            if one is not None and other is not None and is_noise(apart[2], one, other):
+            if one is not None and other is not None and gradient.is_noise(apart, one, other, answer):
                 apart = None
-        return None if apart is None else self._of_gradient(*apart, gradient.norm)
+        return None if apart is None else self._of_gradient(apart)
 
     def _rounds(self, gm: GraphModule, binding: Binding, arguments: Sequence[Any]) -> bool:
         """Whether the graph gives for the sample alone what the code does: the batch was only rounded otherwise, and
@@ -127,9 +127,10 @@ class OfOneSample:
         what = "the loss of" if self._is_loss else "a number of the output for"
         return self._unlike(f"{what} sample {self._last} is {alone:.6g} alone, and {found:.6g} in this batch")
 
-    def _of_gradient(self, worst: str, found: float, distance: float, alone: float) -> NotYetSupported:
-        what = f"the gradient of sample {self._last} has norm {alone:.6g} alone, and {found:.6g} in this batch"
-        return self._unlike(f"{what}, {distance:.6g} apart" if worst else what, worst)
+    def _of_gradient(self, apart: Apart) -> NotYetSupported:
+        what = f"{apart.what} sample {self._last} has norm {apart.alone:.6g} alone, and {apart.norm:.6g} in this batch"
+        known = f"{what}, {apart.distance:.6g} apart" if apart.parameter else what
+        return self._unlike(known, apart.parameter)
 
     def _unlike(self, what: str, parameter: str = "") -> NotYetSupported:
         """parameter: where most of it is."""
@@ -193,7 +194,7 @@ def _norm(value: torch.Tensor) -> float:
 def _alone(
     model: nn.Module, loss_fn: Any, call: Call, written: Sequence[torch.Tensor],
     parameters: Mapping[str, torch.Tensor], as_captured: bool = False, eps: float = 0.0,
-) -> tuple[list[torch.Tensor], dict[str, torch.Tensor] | None]:  # fmt: skip
+) -> tuple[list[torch.Tensor], Mapping[str, torch.Tensor] | None]:  # fmt: skip
     """By the code as it is, which writes these buffers; nothing of what it does stays, and it prints nothing.
     as_captured: with torch's functions as they are written while a model is captured.  eps: inputs are so much rounded.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +13,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from psg_fx.graph import facts
-from psg_fx.quantities.base import Quantity
-from psg_fx.quantities.clipped_sum import ClippedSum
-from psg_fx.quantities.products import Gram, SecondMoment
-from psg_fx.quantities.sums import Grads, MeanGrad, Norms
 from psg_fx.step.binding import Binding
+from psg_fx.step.shown import ByName, Shown, norm, wide
 from psg_fx.torch_private.onednn import may_round
 
 _TIMES = 10.0
@@ -28,46 +25,7 @@ _OF_CUDA = 2.0**-11
 """What float32 may be rounded to in products on CUDA."""
 
 
-@dataclass(frozen=True)
-class Shown:
-    """A field of the output with what tells each sample's gradient from others.
-
-    of_each: name -> [B, *shape] of its value: the gradients, or of norms [B], that of the model with the name "".
-    of_one: the same of the gradient of one sample, without the dim of samples.
-    is_sum: the field is one over the batch, and tells what one sample has in a batch of that sample alone.
-    """
-
-    field: str
-    of_each: Callable[[Any], Mapping[str, Tensor]] = dict
-    of_one: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict
-    is_sum: bool = False
-
-    def rows(self, fields: Mapping[str, Any]) -> Mapping[str, Tensor]:
-        """What the fields of an answer have for each sample."""
-        return self.of_each(fields[self.field])
-
-
-def shown_by(quantities: Iterable[Quantity]) -> Shown | None:
-    """The field that tells most, if any does."""
-    asked = {type(quantity): quantity for quantity in quantities}
-    norms = asked.get(Norms) or asked.get(ClippedSum)  # which shows them, too
-    if Grads in asked:
-        return Shown(Grads.field)
-    if isinstance(norms, Norms | ClippedSum):
-        squared = isinstance(norms, Norms) and norms.squared
-        whole = norms.per == "model"
-        return Shown(Norms.field, _roots if squared else _named, _norm_of_all if whole else _norm_of_each)
-    if Gram in asked:
-        return Shown(Gram.field, lambda value: _roots(value.diagonal()), _norm_of_all)
-    if MeanGrad in asked:
-        return Shown(MeanGrad.field, _one_row, is_sum=True)
-    moment = asked.get(SecondMoment)
-    if isinstance(moment, SecondMoment) and not moment.centered:
-        return Shown(SecondMoment.field, lambda value: _roots(_one_row(value)), _sizes, is_sum=True)
-    return None
-
-
-def by_autograd(loss: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+def by_autograd(loss: Tensor, parameters: ByName) -> ByName | None:
     """The gradient of a loss, which leaves nothing; None where its backward fails."""
     if not loss.requires_grad:
         return {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
@@ -81,6 +39,50 @@ def by_autograd(loss: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Ten
     return {name: torch.zeros_like(p) if g is None else g.detach().to_dense() for (name, p), g in zipped}
 
 
+@dataclass(frozen=True)
+class Apart:
+    """Where a batch has another gradient for a sample than the code for that sample alone.
+
+    parameter: that shows most of it; "" of what is one of the model.  distance: between the two.  norm, alone: of what
+    the batch has, and of what the code has.  what: of the gradient is compared.
+    """
+
+    parameter: str
+    distance: float
+    norm: float
+    alone: float
+    what: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A graph's answer to a batch of `size` samples.
+
+    arguments: of the graph.  of_sample: those of the last sample alone.
+    """
+
+    fields: Mapping[str, Any]
+    size: int
+    gm: GraphModule
+    binding: Binding
+    arguments: Sequence[Any]
+    of_sample: Sequence[Any]
+
+    @property
+    def runs_alone(self) -> bool:
+        """Whether the graph answers for a batch of the last sample."""
+        known = facts.graph_facts(self.gm)
+        return not known.one_size and not known.not_alone
+
+    def computed(self, field: str, arguments: Sequence[Any]) -> Mapping[str, Any]:
+        """The field for other arguments."""
+        places = [i for i, spec in enumerate(self.binding.outputs) if spec.field == field]
+        results: list[Any] = [None] * len(self.binding.outputs)
+        for i, value in zip(places, facts.computed(self.gm, places, arguments), strict=True):
+            results[i] = value
+        return self.binding.fields(results)
+
+
 class GradientAlone:
     """What the code itself gives for the last sample of a call, and `shown` must have for it.
 
@@ -88,118 +90,77 @@ class GradientAlone:
     the graph.  eps: what numbers of these are rounded to.
     """
 
-    def __init__(
-        self, shown: Shown, gradient: Mapping[str, Tensor], apart: float, dtypes: Iterable[torch.dtype]
-    ) -> None:
-        self._shown, self._apart, self._alone = shown, apart, shown.of_one(gradient)
-        self.norm = _norm(self._alone.values())
+    def __init__(self, shown: Shown, gradient: ByName, apart: float, dtypes: Iterable[torch.dtype]) -> None:
+        self._shown, self._apart, self._gradient = shown, apart, gradient
         known = [torch.finfo(dtype) for dtype in dtypes]
         is_cuda, numbers = any(g.is_cuda for g in gradient.values()), sum(g.numel() for g in gradient.values())
         of_products = torch.finfo(torch.bfloat16).eps if may_round() else _OF_CUDA if is_cuda else 0.0
         self.eps = max(max(found.eps, of_products if found.bits == 32 else 0.0) for found in known)
         self._tiny = max(found.tiny for found in known) * math.sqrt(numbers)
 
-    def differs(
-        self, fields: Mapping[str, Any], size: int, gm: GraphModule, binding: Binding, arguments: Sequence[Any],
-        of_sample: Sequence[Any],
-    ) -> tuple[str, float, float] | None:  # fmt: skip
-        """Where the answer to a batch of so many samples has another gradient for the last one, by more than rounding:
-        the parameter that shows most of it ("" of a norm), the norm of the gradient, and how far it is apart.
-
-        arguments: of the graph.  of_sample: those of the sample alone.
-        """
-        rows = self._shown.rows(fields)
-        if self._shown.is_sum:
-            known = facts.graph_facts(gm)
-            if known.one_size or known.not_alone:
-                return None
-            rows, size, arguments = self._computed(gm, binding, of_sample), 1, of_sample
-        if not self._is_apart(rows, size) or self._rounds(rows, gm, binding, arguments, of_sample):
-            return None
-        last = _last(rows)
-        worst = max(self._alone, key=lambda name: _distance(self._alone, last, [name]))
-        return worst, _norm(last.values()), _distance(self._alone, last)
-
-    def of(self, gradient: Mapping[str, Tensor]) -> GradientAlone:
+    def of(self, gradient: ByName) -> GradientAlone:
         """The same of another gradient."""
         found = copy.copy(self)
-        found._alone = self._shown.of_one(gradient)
-        found.norm = _norm(found._alone.values())
+        found._gradient = gradient
         return found
 
-    def _is_apart(self, rows: Mapping[str, Tensor], size: int) -> bool:
-        """Numbers that leave the range of their dtype tell nothing."""
+    def is_noise(self, apart: Apart, one: ByName, other: ByName, answer: Answer) -> bool:
+        """Whether two gradients of the code, of inputs a rounding away, lie about as far apart: no digit is right."""
+        moved = {name: _difference(g, other[name]) for name, g in one.items()}
+        return _TIMES * norm(self._of_one(moved, answer).values()) >= apart.distance
+
+    def _of_one(self, gradient: ByName, answer: Answer) -> ByName:
+        return self._shown.of_one(gradient, answer.binding.further(answer.arguments))
+
+    def differs(self, answer: Answer) -> Apart | None:
+        """Where the answer has another gradient for the last sample, by more than rounding."""
+        alone = self._of_one(self._gradient, answer)
+        rows, size = self._shown.rows(answer.fields), answer.size
+        if self._shown.is_sum:
+            if not answer.runs_alone:
+                return None
+            rows, size = self._computed(answer, answer.of_sample), 1
+        if not self._is_apart(alone, rows, size) or self._rounds(alone, rows, answer):
+            return None
         last = _last(rows)
-        distance = _distance(self._alone, last)
-        if not math.isfinite(distance) or distance <= self._apart * self.norm:
+        worst = max(alone, key=lambda name: _distance(alone, last, [name]))
+        return Apart(worst, _distance(alone, last), norm(last.values()), norm(alone.values()), self._shown.what)
+
+    def _is_apart(self, alone: ByName, rows: ByName, size: int) -> bool:
+        """Numbers that leave the range of their dtype tell nothing."""
+        distance, of_alone = _distance(alone, _last(rows)), norm(alone.values())
+        if not math.isfinite(distance) or distance <= self._apart * of_alone:
             return False
         squares = max((torch.finfo(row.dtype).tiny for row in rows.values()), default=0.0)
         least = self._tiny + math.sqrt(squares)
-        return distance > max(self._apart * _norm(rows.values()) / math.sqrt(size), least)
+        return distance > max(self._apart * norm(rows.values()) / math.sqrt(size), least)
 
-    def _rounds(
-        self, rows: Mapping[str, Tensor], gm: GraphModule, binding: Binding, arguments: Sequence[Any],
-        of_sample: Sequence[Any],
-    ) -> bool:  # fmt: skip
+    def _rounds(self, alone: ByName, rows: ByName, answer: Answer) -> bool:
         """Whether the graph gives for the sample alone what the code does, or its own answer moves about as much where
         parameters and inputs are rounded otherwise: all terms of the gradient cancel, or of its norm.
         """
         try:
-            if not self._is_apart(self._computed(gm, binding, of_sample), 1):
+            if not self._is_apart(alone, self._computed(answer, answer.of_sample), 1):
                 return True
         except Exception:  # a graph for one size of batch alone
             pass
-        last = _last(rows)
+        last, arguments = _last(rows), answer.of_sample if self._shown.is_sum else answer.arguments
         for way in range(1, _WAYS + 1):
             try:
-                moved = self._computed(gm, binding, _rounded(binding, arguments, self.eps, way))
+                moved = self._computed(answer, _rounded(answer.binding, arguments, self.eps, way))
             except Exception:
                 return False
-            if _TIMES * _distance(last, _last(moved)) >= _distance(self._alone, last):
+            if _TIMES * _distance(last, _last(moved)) >= _distance(alone, last):
                 return True
         return False
 
-    def _computed(self, gm: GraphModule, binding: Binding, arguments: Sequence[Any]) -> Mapping[str, Tensor]:
-        places = [i for i, spec in enumerate(binding.outputs) if spec.field == self._shown.field]
-        results: list[Any] = [None] * len(binding.outputs)
-        for i, value in zip(places, facts.computed(gm, places, arguments), strict=True):
-            results[i] = value
-        return self._shown.rows(binding.fields(results))
+    def _computed(self, answer: Answer, arguments: Sequence[Any]) -> ByName:
+        return self._shown.rows(answer.computed(self._shown.field, arguments))
 
 
-def _named(value: Any) -> Mapping[str, Tensor]:
-    """What is not of each parameter has the name ""."""
-    return value if isinstance(value, Mapping) else {"": value}
-
-
-def _roots(squares: Any) -> dict[str, Tensor]:
-    return {name: value.clamp(min=0.0).sqrt() for name, value in _named(squares).items()}
-
-
-def _one_row(value: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: each.unsqueeze(0) for name, each in value.items()}
-
-
-def _sizes(gradient: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: g.abs() for name, g in gradient.items()}
-
-
-def _norm_of_each(gradient: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: torch.tensor(_norm([g]), dtype=torch.float64) for name, g in gradient.items()}
-
-
-def _norm_of_all(gradient: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {"": torch.tensor(_norm(gradient.values()), dtype=torch.float64)}
-
-
-def _last(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _last(rows: ByName) -> dict[str, Tensor]:
     """Of the last sample."""
     return {name: row.detach()[-1] for name, row in rows.items()}
-
-
-def is_noise(distance: float, gradient: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    """Whether a gradient is about as far from another one, of inputs a rounding away: no digit of it is right."""
-    return _TIMES * _distance(gradient, other) >= distance
 
 
 def _rounded(binding: Binding, arguments: Sequence[Any], eps: float, way: int) -> list[Any]:
@@ -220,21 +181,16 @@ def rounded(value: Tensor, eps: float, way: int = 1) -> Tensor:
     return value * (1 + eps * signs.view(value.shape))
 
 
-def _norm(values: Iterable[Tensor]) -> float:
-    """Of all together."""
-    return math.hypot(*(float(torch.linalg.vector_norm(value, dtype=_wide(value))) for value in values))
-
-
-def _distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor], names: Iterable[str] | None = None) -> float:
+def _distance(one: ByName, other: ByName, names: Iterable[str] | None = None) -> float:
     """The norm of the difference; what one of them lacks is zero."""
 
     def difference(name: str) -> Tensor:
         if name not in one or name not in other:
             return one[name] if name in one else other[name]
-        return one[name].to(other[name].device, _wide(one[name])) - other[name]
+        return _difference(one[name], other[name])
 
-    return _norm(map(difference, {**one, **other} if names is None else names))
+    return norm(map(difference, {**one, **other} if names is None else names))
 
 
-def _wide(value: Tensor) -> torch.dtype:
-    return torch.complex128 if value.is_complex() else torch.float64
+def _difference(one: Tensor, other: Tensor) -> Tensor:
+    return one.to(other.device, wide(one)) - other

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import gc
 import weakref
 from collections.abc import Callable
@@ -21,7 +22,8 @@ from support import oracle
 SHOWN = [
     psg_fx.Grads(), psg_fx.Norms(), psg_fx.Norms(squared=True), psg_fx.Norms(per="parameter"),
     psg_fx.Norms(per="parameter", squared=True), psg_fx.ClippedSum(1.0), psg_fx.ClippedSum(1.0, per="parameter"),
-    psg_fx.Gram(), psg_fx.MeanGrad(), psg_fx.SecondMoment(),
+    psg_fx.Gram(), psg_fx.MeanGrad(), psg_fx.SecondMoment(), psg_fx.WeightedSum(), psg_fx.Projection(rank=2),
+    psg_fx.Dots(),
 ]  # fmt: skip
 ALONE: bytearray = bytearray()
 """Grows at each run of the code on real tensors; no capture sees what lies in it."""
@@ -72,8 +74,18 @@ def batch(dtype: torch.dtype = torch.float32, size: int = 4) -> tuple[Tensor, Te
     return torch.randn(size, 4, generator=draws, dtype=dtype), torch.randn(size, generator=draws, dtype=dtype)
 
 
-def stepped(model: nn.Module, *quantities: Quantity, **settings: Any) -> Any:
-    return psg_fx.transform(model, settings.pop("loss", loss_fn), quantities=quantities, backend="eager", **settings)
+def stepped(model: nn.Module, *quantities: Quantity, **settings: Any) -> Callable[..., Any]:
+    """A step, called with what its quantities read besides: weights, and directions."""
+    step = psg_fx.transform(model, settings.pop("loss", loss_fn), quantities=quantities, backend="eager", **settings)
+    read = {name for quantity in quantities for name in quantity.reads}
+    named = {n: p for n, p in model.named_parameters() if fnmatch.fnmatch(n, settings.get("params", "*"))}
+    directions = {name: torch.linspace(0.5, 1.5, p.numel()).view(p.shape) for name, p in named.items()}
+
+    def called(x: Tensor, y: Tensor, **given: Any) -> Any:
+        known = {"weights": torch.linspace(1, 2, len(x)), "directions": directions}
+        return step(x, y, **{name: known[name] for name in read - given.keys()}, **given)
+
+    return called
 
 
 @pytest.mark.parametrize("shown", SHOWN, ids=repr)
@@ -83,7 +95,7 @@ def test_a_gradient_that_no_op_shows_is_refused_at_every_call(
 ) -> None:
     step = stepped(Between(change), shown)
     for _ in range(2):
-        with pytest.raises(psg_fx.NotYetSupported, match=r"the gradient of sample 3 has norm .* alone, and .* in this"):
+        with pytest.raises(psg_fx.NotYetSupported, match=r"gradient of sample 3 has norm .* alone, and .* in this"):
             step(*batch())
 
 
@@ -98,8 +110,7 @@ def test_what_shows_no_gradient_of_a_sample_runs_no_backward(monkeypatch: pytest
 
     monkeypatch.setattr("psg_fx.step.first_answer.by_autograd", none)
     x, y = batch()
-    step = stepped(Between(torch.tanh), psg_fx.WeightedSum())
-    assert step(x, y, weights=torch.ones(4)).losses.shape == (4,)
+    assert stepped(Between(torch.tanh), psg_fx.SecondMoment(centered=True))(x, y).losses.shape == (4,)
     assert stepped(Between(torch.tanh), psg_fx.Norms())(x, y, groups=[0, 1, 1, 0]).norms.shape == (2,)
     assert psg_fx.transform(Between(torch.tanh), backend="eager")(x).shape == (4, 4)
 
@@ -153,7 +164,8 @@ def test_no_graph_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def noted(self: OfOneSample, *args: Any) -> None:
         assert self._gradient is not None
-        seen.extend(t.grad_fn is None and not t.requires_grad for t in (*self._alone, *self._gradient._alone.values()))
+        kept = (*self._alone, *self._gradient._gradient.values())
+        seen.extend(t.grad_fn is None and not t.requires_grad for t in kept)
         require(self, *args)
 
     monkeypatch.setattr(OfOneSample, "require", noted)
